@@ -1,0 +1,82 @@
+"""Fixtures shared by the whole test set: tiny random checkpoints of every model family the package promises to support.
+
+`tiny_config(family)` builds a configuration, `tiny_model_dir(family)` writes (once a test session) a bf16 checkpoint of it and
+returns the folder. The models are random, 2 layers, about 0.2 M parameters: enough structure for names, shapes, norms and numerics,
+fast enough to build hundreds. Treat the folders as read-only: they are shared.
+"""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
+
+#: family -> (transformers model_type, settings beyond the common ones)
+FAMILIES: dict[str, tuple[str, dict]] = {
+    "qwen2": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
+    "llama": ("llama", {"tie_word_embeddings": False}),
+    "mistral": ("mistral", {"head_dim": 32, "tie_word_embeddings": False}),
+    "gemma2": ("gemma2", {"head_dim": 32, "sliding_window": 64, "tie_word_embeddings": True}),
+    "gemma3": ("gemma3_text", {"head_dim": 32, "sliding_window": 64, "tie_word_embeddings": True}),
+    "phi3": ("phi3", {"tie_word_embeddings": False, "pad_token_id": 0}),
+}
+
+
+def make_tiny_config(family: str, **overrides) -> PretrainedConfig:
+    """Configuration of a tiny model: hidden 128, MLP 256, 2 layers, 4 heads of 32, 2 key/value heads, vocabulary 320."""
+    model_type, extra = FAMILIES[family]
+    common = {
+        "vocab_size": 320,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "bos_token_id": None,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+    }
+    return CONFIG_MAPPING[model_type](**{**common, **extra, **overrides})
+
+
+def make_tiny_model(family: str, seed: int = 0, dtype: torch.dtype = torch.bfloat16, **overrides):
+    """Random model of `family` with non-trivial norms and biases (zeros and ones would hide mistakes)."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(make_tiny_config(family, **overrides), dtype=dtype)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith("bias"):
+                    parameter.normal_(0.0, 0.02)
+                elif "norm" in name:
+                    parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model.eval()
+
+
+@pytest.fixture(scope="session")
+def tiny_config() -> Callable[..., PretrainedConfig]:
+    """`tiny_config(family, **overrides)`: a configuration (see `make_tiny_config`)."""
+    return make_tiny_config
+
+
+@pytest.fixture(scope="session")
+def tiny_model_dir(tmp_path_factory) -> Callable[..., Path]:
+    """`tiny_model_dir(family, **overrides)`: folder with a bf16 safetensors checkpoint, written once a session, read-only."""
+    written: dict[tuple, Path] = {}
+
+    def write(family: str, **overrides) -> Path:
+        key = (family, *sorted(overrides.items()))
+        if key not in written:
+            folder = tmp_path_factory.mktemp(f"tiny-{family}")
+            make_tiny_model(family, **overrides).save_pretrained(folder)
+            written[key] = folder
+        return written[key]
+
+    return write
