@@ -1,0 +1,157 @@
+"""Plain PyTorch versions of every kernel: the ground truth of the tests and the (slow) path without Triton.
+
+Shapes: M tokens, N output features, K input features.  A weight is
+    W[n, k] = e2m1(code[n, k]) * e4m3(block_scale[n, k // 16]) / global_scale[n or 0]
+with two codes a byte (low nibble first) in `packed` (N, K/2) uint8, `block_scale` (N, K/16) as float8_e4m3fn or its bytes, and
+`global_scale` float32 (1,) or (N,).  The same format as qerl_trl/nvfp4.py, which teaches it; repeated here because a Hub kernel
+may import nothing but torch and triton.
+"""
+
+import torch
+
+BLOCK_SIZE = 16
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1_MAX = 6.0
+E4M3_MAX = 448.0
+MIN_BLOCK_SCALE = 2.0**-6  # smaller e4m3 values are subnormal, and Marlin flushes them to zero
+SCALE_RULES = ("rtn", "four_over_six", "neighbor_sweep")
+NEIGHBORS = 8  # neighbor_sweep looks at this many e4m3 codes to each side of amax / 6
+
+
+def as_e4m3(block_scale: torch.Tensor) -> torch.Tensor:
+    """View scale bytes as float8_e4m3fn."""
+    return block_scale if block_scale.dtype == torch.float8_e4m3fn else block_scale.view(torch.float8_e4m3fn)
+
+
+def decode_e2m1(codes: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """uint8 codes (sign << 3 | index) -> values."""
+    table = torch.tensor(E2M1_VALUES + tuple(-v for v in E2M1_VALUES), device=codes.device, dtype=dtype)
+    return table[codes.int()]
+
+
+def encode_e2m1(values: torch.Tensor) -> torch.Tensor:
+    """Values -> uint8 codes, round to nearest even on the e2m1 grid, saturating at 6."""
+    a = values.abs()
+    index = (a > 0.25).to(torch.uint8)
+    for midpoint, inclusive in ((0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False)):
+        index += (a >= midpoint) if inclusive else (a > midpoint)
+    return index | (torch.signbit(values).to(torch.uint8) << 3)
+
+
+def unpack(packed: torch.Tensor) -> torch.Tensor:
+    """(N, K/2) bytes -> (N, K) codes."""
+    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
+
+
+def dequantize(
+    packed: torch.Tensor,
+    block_scale: torch.Tensor,
+    global_scale: torch.Tensor,
+    dtype: torch.dtype = torch.bfloat16,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """(fp32(e4m3) / global_scale) * e2m1, rounded once to `dtype` -> (N, K)."""
+    n, half_k = packed.shape
+    scale = as_e4m3(block_scale).float() / global_scale.float().reshape(-1, 1)
+    values = decode_e2m1(unpack(packed)).view(n, -1, BLOCK_SIZE) * scale.unsqueeze(-1)
+    values = values.view(n, half_k * 2).to(dtype)
+    return values if out is None else out.copy_(values)
+
+
+def split_rows(lora_b: torch.Tensor, lora_splits: tuple[int, ...] | None) -> tuple[int, ...]:
+    """Row counts of the shards that share one input; None means a single shard."""
+    return (lora_b.shape[0],) if lora_splits is None else tuple(lora_splits)
+
+
+def lora(x: torch.Tensor, lora_a: torch.Tensor, lora_b: torch.Tensor, lora_splits: tuple[int, ...] | None) -> torch.Tensor:
+    """(M, K), (S*r, K), (N, r) -> (M, N): shard i of the output uses rows i*r : (i+1)*r of A."""
+    splits, rank = split_rows(lora_b, lora_splits), lora_b.shape[1]
+    down = x @ lora_a.to(x.dtype).t()
+    parts = [
+        down[:, i * rank : (i + 1) * rank] @ b.to(x.dtype).t() for i, b in enumerate(lora_b.split(splits))
+    ]
+    return torch.cat(parts, dim=-1)
+
+
+def linear(
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    block_scale: torch.Tensor,
+    global_scale: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    lora_a: torch.Tensor | None = None,
+    lora_b: torch.Tensor | None = None,
+    lora_splits: tuple[int, ...] | None = None,
+) -> torch.Tensor:
+    """x (..., K) -> (..., N) = x W^T [+ bias] [+ (x A^T) B^T]."""
+    y = torch.nn.functional.linear(x, dequantize(packed, block_scale, global_scale, x.dtype), bias)
+    if lora_a is not None:
+        x_MK = x.reshape(-1, x.shape[-1])
+        y = y + lora(x_MK, lora_a, lora_b, lora_splits).view_as(y)
+    return y
+
+
+def linear_backward(
+    dy: torch.Tensor, packed: torch.Tensor, block_scale: torch.Tensor, global_scale: torch.Tensor
+) -> torch.Tensor:
+    """dy (..., N) -> dx (..., K) = dy W."""
+    return dy @ dequantize(packed, block_scale, global_scale, dy.dtype)
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """RMSNorm with fp32 arithmetic and an fp32 weight; with `residual`, of x + residual, which is returned as well."""
+    if residual is not None:
+        residual = (x.float() + residual.float()).to(x.dtype)
+        x = residual
+    h = x.float()
+    y = (h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
+    return y if residual is None else (y, residual)
+
+
+def _squared_error(blocks: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Sum over the 16 values of a block of (rounded - exact)^2, added pairwise so that every device gets the same bits."""
+    error = decode_e2m1(encode_e2m1(blocks / scale)) * scale - blocks
+    error = error * error
+    while error.shape[-1] > 1:
+        half = error.shape[-1] // 2
+        error = error[..., :half] + error[..., half:]
+    return error
+
+
+def quantize(
+    weight: torch.Tensor, scale_rule: str, global_scale: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(N, K) floating -> packed (N, K/2) uint8, block_scale (N, K/16) uint8, for a given divisor `global_scale` (1,)."""
+    if scale_rule not in SCALE_RULES:
+        raise ValueError(f"scale_rule={scale_rule!r} is not one of {SCALE_RULES}")
+    n, k = weight.shape
+    gs = global_scale.float().reshape(-1, 1, 1)
+    blocks = weight.float().view(n, k // BLOCK_SIZE, BLOCK_SIZE)
+    amax = blocks.abs().amax(-1, keepdim=True)
+
+    def encode_scale(value: torch.Tensor) -> torch.Tensor:
+        return value.clamp(MIN_BLOCK_SCALE, E4M3_MAX).to(torch.float8_e4m3fn)
+
+    base = encode_scale(amax / E2M1_MAX * gs)
+    if scale_rule == "rtn":
+        candidates = [base]
+    elif scale_rule == "four_over_six":
+        candidates = [base, encode_scale(amax / 4.0 * gs)]
+    else:
+        code = base.view(torch.uint8).int()
+        steps = range(-NEIGHBORS, NEIGHBORS + 1)
+        candidates = [(code + i).clamp(8, 126).to(torch.uint8).view(torch.float8_e4m3fn) for i in steps]
+    best, best_error = candidates[0].view(torch.uint8), None
+    if len(candidates) > 1:
+        for candidate in candidates:
+            error = _squared_error(blocks, candidate.float() / gs)
+            if best_error is None:
+                best_error = error
+                continue
+            better = error < best_error
+            best = torch.where(better, candidate.view(torch.uint8), best)
+            best_error = torch.where(better, error, best_error)
+    codes = encode_e2m1(blocks / (best.view(torch.float8_e4m3fn).float() / gs)).view(n, k)
+    return codes[:, 0::2] | (codes[:, 1::2] << 4), best.squeeze(-1).contiguous()
