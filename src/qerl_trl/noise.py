@@ -16,22 +16,21 @@ What happens when, in the default scope `rollout`: a generation begins in traini
 ends -> log-probabilities and gradients are clean, as are evaluation and everything outside a training step. With scope
 `policy` a draw stays in force until the next generation, so that the log-probabilities, the loss and its gradient belong to
 the same noisy policy that sampled the batch.
+
+How much: `schedules`. On which norms: `norms`. How it is laid over them: `norm_noise`. When: `AQNCallback`, here.
 """
 
-import hashlib
 import math
-import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
-from transformers import TrainerCallback
-from transformers.generation import GenerationMixin
+from transformers import PreTrainedModel, TrainerCallback
 from transformers.utils import logging
 
+from .norm_noise import NoiseDraw, NormNoise, standard_noise
 from .norms import canonical_name, find_noisy_norms, unwrap
 from .schedules import SCHEDULES, NoiseSchedule, make_schedule
 
@@ -52,196 +51,6 @@ logger = logging.get_logger(__name__)
 
 #: where the noise acts: "rollout" only while sampling (the paper), "policy" also in log-probabilities and gradients
 SCOPES = ("rollout", "policy")
-
-# norm modules that a NormNoise has hooks on: two of them on one norm would add up
-_noisy_modules: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
-
-
-class NoiseDraw(NamedTuple):
-    """The key of one draw: all that a worker needs to reproduce the noise of every norm.
-
-    `sigma` is 0 where there is no noise (evaluation, stage 0).
-    """
-
-    sigma: float
-    seed: int
-    step: int
-    generation: int
-
-
-def standard_noise(seed: int, step: int, generation: int, name: str, numel: int) -> torch.Tensor:
-    """Unit normal noise of one norm, a pure function of its arguments.
-
-    Generator: the 32-byte blake2b digest of "seed:step:generation:name" seeds numpy's legacy `RandomState` (MT19937, polar
-    method). Its stream is the one that numpy promises never to change (NEP 19), and it is computed in double precision on
-    the CPU, so neither the torch version nor the device nor the instruction set changes a value; torch.randn keeps none of
-    these promises.
-
-    Args:
-        seed: of the run.
-        step: the trainer's global step at which the draw was made.
-        generation: number of the generation within that step, from 0.
-        name: canonical name of the norm module (`canonical_name`), for example "model.layers.0.input_layernorm".
-        numel: length of the norm weight.
-
-    Returns:
-        (numel,) float32 on the CPU.
-    """
-    digest = hashlib.blake2b(f"{seed}:{step}:{generation}:{name}".encode(), digest_size=32).digest()
-    random_state = np.random.RandomState(np.frombuffer(digest, dtype="<u4"))
-    return torch.from_numpy(random_state.standard_normal(numel).astype(np.float32))
-
-
-class NormNoise:
-    """Noise on the norms of a live transformers model, through forward hooks.
-
-    `set(draw)` chooses the noise, `with active():` applies it, `held = True` applies it in every forward of a norm that is
-    in training mode (and in the recomputation of gradient checkpointing, which happens in the backward pass). During one
-    forward of a norm the entry `_parameters["weight"]` is replaced by `weight + sigma * z` in fp32 and put back afterwards,
-    also when the forward raises. A trainable norm gets its gradient through the sum. FSDP2, DDP and ZeRO-3 see no change,
-    because between forwards the module is what they left there.
-
-    Args:
-        norms: {canonical name: module}, from `find_noisy_norms`.
-
-    Raises:
-        ValueError: `norms` is empty, or one of them already has the hooks of another NormNoise.
-    """
-
-    def __init__(self, norms: Mapping[str, nn.Module]) -> None:
-        if not norms:
-            raise ValueError("There is no norm to put noise on. Pass what find_noisy_norms(model) returns.")
-        for name, module in norms.items():
-            if module in _noisy_modules:
-                raise ValueError(
-                    f"The norm {name!r} already carries adaptive quantization noise, and two noises would add up. Use one "
-                    "AQNCallback a model; call detach() on the one that an interrupted run left behind."
-                )
-        self.norms = dict(norms)
-        self.draw: NoiseDraw | None = None
-        self.held = False
-        self._depth = 0
-        self._noise: dict[str, torch.Tensor] = {}
-        self._landed: dict[str, torch.Tensor] = {}
-        self._clean: dict[str, tuple[dict[str, nn.Parameter], torch.dtype]] = {}
-        self._handles: list[torch.utils.hooks.RemovableHandle] = []
-        for name, module in self.norms.items():
-            self._install(name, module)
-
-    def set(self, draw: NoiseDraw) -> None:
-        """Take the noise of `draw` from now on. With sigma 0 the hooks do nothing at all."""
-        if not math.isfinite(draw.sigma) or draw.sigma < 0:
-            raise ValueError(f"sigma={draw.sigma} is not a standard deviation. Pass a finite number >= 0.")
-        self.draw = draw
-        self._landed = {}
-        self._noise = {}
-        if draw.sigma > 0:
-            for name, module in self.norms.items():
-                weight = module.weight
-                numel = math.prod(getattr(weight, "ds_shape", weight.shape))  # ds_shape: ZeRO-3
-                unit = standard_noise(draw.seed, draw.step, draw.generation, name, numel)
-                self._noise[name] = (unit * draw.sigma).to(weight.device)
-
-    def clear(self) -> None:
-        """Forget the draw: clean from now on."""
-        self.draw, self._noise, self._landed, self.held = None, {}, {}, False
-
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        """Every norm forward inside is noisy, in training mode or not. May be nested."""
-        self.enter()
-        try:
-            yield
-        finally:
-            self.exit()
-
-    def enter(self) -> None:
-        """Begin what `active` does, for callers that cannot use `with`."""
-        self._depth += 1
-
-    def exit(self) -> None:
-        """End what `enter` began."""
-        assert self._depth > 0, "exit() without enter()"
-        self._depth -= 1
-
-    @property
-    def landed(self) -> int:
-        """Number of norms that ran with the noise of the current draw."""
-        return len(self._landed)
-
-    def sigma_effective(self) -> float | None:
-        """Rms of what the current draw really added to the weights that norms computed with; None if none ran noisy yet.
-
-        Measured in the first noisy forward of each norm, on the weight used there. Equals sigma up to the sampling error
-        of the noise itself, 1/sqrt(2 n) over n values.
-        """
-        if self.draw is not None and self.draw.sigma == 0:
-            return 0.0
-        if not self._landed:
-            return None
-        device = next(iter(self._landed.values())).device
-        total = sum(value.to(device) for value in self._landed.values())
-        count = sum(self._noise[name].numel() for name in self._landed)
-        return math.sqrt(float(total) / count)
-
-    def remove(self) -> None:
-        """Take the hooks off. The model is then exactly as it was before."""
-        self.clear()
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-        for module in self.norms.values():
-            _noisy_modules.discard(module)
-
-    def _install(self, name: str, module: nn.Module) -> None:
-        def before(running: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-            # a deepcopy of the model shares this closure and must stay clean
-            if running is module and self._noise and (self._depth or (self.held and module.training)):
-                return self._swap_in(name, module, args, kwargs)
-            return None
-
-        def after(running: nn.Module, args: tuple, output: Any) -> Any:
-            if running is module and name in self._clean:
-                return self._swap_out(name, module, output)
-            return None
-
-        # FSDP2 may shard the norm itself: its hooks gather before ours run and must reshard only after we put the clean
-        # parameter back, hence prepend on the way out. always_call: gradient checkpointing stops its recomputation with an
-        # exception in the middle of a forward.
-        self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-        self._handles.append(module.register_forward_hook(after, prepend=True, always_call=True))
-        _noisy_modules.add(module)
-
-    def _swap_in(self, name: str, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        clean = module._parameters["weight"]
-        noise = self._noise[name]
-        if noise.device != clean.device:
-            noise = self._noise[name] = noise.to(clean.device)
-        dtype = torch.promote_types(clean.dtype, torch.float32)
-        noisy = clean.to(dtype) + noise.to(dtype)
-        if name not in self._landed:
-            self._landed[name] = (noisy.detach() - clean.detach().to(dtype)).square().sum()
-        hidden = args[0] if args else next(iter(kwargs.values()))
-        replaced = {"weight": clean}
-        if isinstance(module, nn.LayerNorm | nn.RMSNorm) and clean.dtype != dtype:
-            # torch's fused kernels want input, weight and bias in one dtype (they compute in fp32 inside anyhow)
-            if (bias := module._parameters.get("bias")) is not None:
-                replaced["bias"] = bias
-                module._parameters["bias"] = bias.to(dtype)
-            args = (args[0].to(dtype), *args[1:]) if args else args
-            kwargs = kwargs if args else {key: value.to(dtype) for key, value in kwargs.items()}
-        self._clean[name] = (replaced, hidden.dtype)
-        module._parameters["weight"] = noisy
-        return args, kwargs
-
-    def _swap_out(self, name: str, module: nn.Module, output: Any) -> Any:
-        replaced, dtype = self._clean.pop(name)
-        for key, parameter in replaced.items():
-            module._parameters[key] = parameter
-        # noise changes values, never dtypes: a norm whose own weight is fp32 may well return fp32 for a bf16 input
-        if isinstance(output, torch.Tensor) and replaced["weight"].dtype not in (torch.float32, torch.float64):
-            return output.to(dtype)
-        return output
 
 
 class AQNCallback(TrainerCallback):
@@ -276,8 +85,9 @@ class AQNCallback(TrainerCallback):
 
     Attributes:
         driven: True when a trainer calls `generation()`; recognition by forward calls is then off. A trainer that drives
-            sets it before its own `super().__init__`, so that `use_vllm` is accepted.
-        draw: the `NoiseDraw` of the generation in progress; None outside of one.
+            sets it (`from_args` does), which makes `use_vllm` acceptable.
+        engine: True when vLLM generates; `generation()` then leaves the transformers model clean.
+        draw: the `NoiseDraw` of the generation in progress; None outside of one, which means clean.
 
     Raises:
         ValueError: impossible schedule or scope; a trainer whose rollouts the callback alone cannot reach (vLLM); a model
@@ -307,7 +117,9 @@ class AQNCallback(TrainerCallback):
         self.scope = scope
         self.seed = seed
         self.driven = False
+        self.engine = False
         self.draw: NoiseDraw | None = None
+        self._seed = 0
         self._given_norms = norms
         self._noise: NormNoise | None = None
         self._model: nn.Module | None = None  # as the trainer knows it
@@ -318,24 +130,47 @@ class AQNCallback(TrainerCallback):
         self._entered = False
         self._last: NoiseDraw | None = None
         self._measured = True
-        self._unlogged: list[tuple[float, float | None]] = []
+        self._reported: float | None = None
+        self._unlogged: list[tuple[float, float]] = []
         self._uncached_prefix: torch.Tensor | None = None
 
     # ------------------------------------------------------------------ life on a model
 
+    @classmethod
+    def from_args(cls, args) -> "AQNCallback":
+        """The callback that a [`QeRLConfig`] asks for, to be driven by the trainer through `generation()`."""
+        callback = cls(
+            args.aqn_schedule,
+            sigma_start=args.aqn_sigma_start,
+            sigma_end=args.aqn_sigma_end,
+            num_stages=args.aqn_num_stages,
+            entropy_target=args.aqn_entropy_target if args.aqn_schedule == "entropy_target" else None,
+            scope=args.aqn_scope,
+            seed=args.aqn_seed,
+        )
+        callback.driven = True
+        callback.engine = args.use_vllm
+        return callback
+
     def attach(self, model: nn.Module, seed: int = 0) -> None:
-        """Find the norms of `model` and hook them. Called at the start of training; harmless to call again."""
-        self.detach()
-        policy = next((module for module in unwrap(model).modules() if isinstance(module, GenerationMixin)), None)
+        """Find the norms of `model` and hook them. Called at the start of training.
+
+        A trainer may call it earlier, as soon as the model is complete; the search is not repeated for the same model.
+        """
+        candidates = (module for module in unwrap(model).modules() if isinstance(module, PreTrainedModel))
+        policy = next((module for module in candidates if module.can_generate()), None)
         if policy is None:
             raise ValueError(
                 f"{type(model).__name__} contains no transformers model that can generate, so there is no rollout to put "
                 "noise on. Pass a causal language model of transformers, bare or in PEFT."
             )
-        self._noise = NormNoise(self._given_norms if self._given_norms is not None else find_noisy_norms(model))
+        norms = self._given_norms
+        if norms is None:
+            norms = self._noise.norms if policy is self._policy else find_noisy_norms(model)
+        self.detach()  # hooks go on again in any case: those of ZeRO-3, which gather a weight, must come before ours
+        self._noise = NormNoise(norms)
         self._model, self._policy = model, policy
-        if self.seed is None:
-            self.seed = seed
+        self._seed = seed if self.seed is None else self.seed
         self._handles = [
             policy.register_forward_pre_hook(self._hook(self._before_forward), with_kwargs=True),
             policy.register_forward_hook(self._hook(self._after_forward), always_call=True),
@@ -350,33 +185,54 @@ class AQNCallback(TrainerCallback):
             self._noise.remove()
         self._noise = self._model = self._policy = None
         self._in_step = self._entered = False
-        self._last, self.draw = None, None
+        self._last = self._reported = self.draw = None
+        self._measured = True
 
     @property
     def norms(self) -> tuple[str, ...]:
         """Canonical names of the norms that carry the noise; empty while not attached."""
         return tuple(self._noise.norms) if self._noise is not None else ()
 
+    @property
+    def sigma(self) -> float:
+        """Standard deviation of the latest draw; 0 before the first."""
+        return self._last.sigma if self._last is not None else 0.0
+
+    @property
+    def sigma_effective(self) -> float:
+        """Rms of what the latest draw really added to the norm weights; NaN while no noisy norm has run.
+
+        When vLLM generates, the engine measures, and hands over its number by assigning it here.
+        """
+        if self._reported is not None:
+            return self._reported
+        effective = self._noise.sigma_effective() if self._noise is not None and self._last is not None else 0.0
+        return math.nan if effective is None else effective
+
+    @sigma_effective.setter
+    def sigma_effective(self, value: float) -> None:
+        self._reported = value
+
     # ------------------------------------------------------------------ driver 1: the trainer says when
 
     @contextmanager
-    def generation(self, on_model: bool = True) -> Iterator[NoiseDraw]:
+    def generation(self) -> Iterator[NoiseDraw]:
         """One rollout: a new draw if this is a training step, a clean one (sigma 0) in evaluation or outside a step.
 
-        Args:
-            on_model: apply the noise to the transformers model inside the context. False when another engine (vLLM)
-                generates and applies the yielded draw itself.
+        The noise acts on the transformers model inside the context, unless `engine` says that vLLM generates and applies
+        the draw itself.
 
         Yields:
             the draw; also `self.draw` while inside.
 
         Raises:
-            RuntimeError: with `on_model`, the rollout ended and no noisy norm had run.
+            RuntimeError: transformers was to generate, the rollout ended, and no noisy norm had run.
         """
         self.driven = True
+        on_model = not self.engine
         if not self._training():
             step = self._state.global_step if self._state is not None else 0
-            self.draw = NoiseDraw(0.0, self.seed or 0, step, 0)
+            self.draw = NoiseDraw(0.0, self._seed, step, 0)
             on_model = False
         else:
             self.draw = self._new_draw()
@@ -387,22 +243,21 @@ class AQNCallback(TrainerCallback):
                 if not self._noise.landed:
                     raise RuntimeError(
                         f"Noise of sigma {self.draw.sigma:g} was drawn for {len(self.norms)} norms, but none of them ran "
-                        "during the rollout: another model or engine generated. Use generation(on_model=False) and hand "
-                        "the draw to that engine."
+                        "during the rollout: another model or engine generated. Set callback.engine = True and hand the "
+                        "draw to that engine."
                     )
             else:
                 yield self.draw
         finally:
             self.draw = None
 
-    def metrics(self) -> dict[str, float]:
-        """`aqn/sigma` and, once the noise acted on the transformers model, `aqn/sigma_effective` of the latest draw."""
-        if self._last is None:
-            return {}
-        metrics = {"aqn/sigma": self._last.sigma}
-        if (effective := self._noise.sigma_effective()) is not None:
-            metrics["aqn/sigma_effective"] = effective
-        return metrics
+    @contextmanager
+    def noisy(self) -> Iterator[None]:
+        """The transformers model under the latest draw, in training or evaluation mode: for measurements."""
+        if self._noise is None or self._last is None:
+            raise RuntimeError("There is no draw to look at yet. Call noisy() during training, after a generation.")
+        with self._noise.active():
+            yield
 
     # ------------------------------------------------------------------ driver 2: recognised by forward calls
 
@@ -437,9 +292,11 @@ class AQNCallback(TrainerCallback):
         if cache is not None:
             return int(cache.get_seq_length()) == 0
         # without a cache each forward gets the whole sequence; it continues the last one if it extends it by one column
-        ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
+        ids = kwargs.get("input_ids", args[0] if args else None)
         before, self._uncached_prefix = self._uncached_prefix, ids
-        return before is None or before.shape != ids[:, :-1].shape or not torch.equal(before, ids[:, :-1])
+        return (
+            before is None or ids is None or before.shape != ids[:, :-1].shape or not torch.equal(before, ids[:, :-1])
+        )
 
     # ------------------------------------------------------------------ draws
 
@@ -451,7 +308,8 @@ class AQNCallback(TrainerCallback):
         step, total = self._state.global_step, self._state.max_steps
         generation = self._last.generation + 1 if self._last is not None and self._last.step == step else 0
         sigma = self.schedule.sigma(step, total, self._state.log_history)
-        self._last = NoiseDraw(sigma, self.seed, step, generation)
+        self._last = NoiseDraw(sigma, self._seed, step, generation)
+        self._reported = None
         self._measured = False
         self._noise.set(self._last)
         self._noise.held = self.scope == "policy"
@@ -460,7 +318,7 @@ class AQNCallback(TrainerCallback):
     def _measure(self) -> None:
         """Remember the latest draw for the log, once it has acted."""
         if not self._measured:
-            self._unlogged.append((self._last.sigma, self._noise.sigma_effective()))
+            self._unlogged.append((self.sigma, self.sigma_effective))
             self._measured = True
 
     # ------------------------------------------------------------------ trainer events
@@ -506,14 +364,16 @@ class AQNCallback(TrainerCallback):
             )
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        if not logs or "loss" not in logs or "aqn/sigma" in logs or self._last is None:
+        if not logs or "loss" not in logs or self._last is None:
             return
         self._measure()
-        sigmas, effectives = zip(*self._unlogged, strict=True) if self._unlogged else ((self._last.sigma,), (None,))
-        values = {"aqn/sigma": sum(sigmas) / len(sigmas)}
-        if effectives := [value for value in effectives if value is not None]:
-            values["aqn/sigma_effective"] = sum(effectives) / len(effectives)
-        self._unlogged = []
+        draws, self._unlogged = self._unlogged or [(self.sigma, self.sigma_effective)], []
+        if "aqn/sigma" in logs:  # the trainer logs it
+            return
+        effective = [value for _, value in draws if not math.isnan(value)]
+        values = {"aqn/sigma": sum(sigma for sigma, _ in draws) / len(draws)}
+        if effective:
+            values["aqn/sigma_effective"] = sum(effective) / len(effective)
         logs.update(values)
         # Trainer put a copy of `logs` into the history before it called us
         if state.log_history and state.log_history[-1].get("step") == state.global_step:
