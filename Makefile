@@ -1,0 +1,35 @@
+# `make demo` trains the embedded example, `make test` runs the tests; both set everything up first.
+# On a machine with a GPU, install with `pip install -e .[vllm,math,plot]` into an environment of your own instead.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+TORCH ?= torch==2.13.0
+
+# the CPU build of torch first, so that nothing below pulls CUDA
+$(VENV)/.base: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet "$(TORCH)"
+	$(BIN)/pip install --quiet --editable ".[math,plot]"
+	touch $@
+
+$(VENV)/.test: $(VENV)/.base
+	$(BIN)/pip install --quiet --editable ".[test]"
+	touch $@
+
+.PHONY: demo test lint clean
+
+demo: $(VENV)/.base
+	$(BIN)/accelerate launch --cpu --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
+		examples/grpo_gsm8k.py --config examples/configs/embedded.yaml
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+clean:
+	rm -rf $(VENV) runs

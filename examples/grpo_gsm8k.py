@@ -1,0 +1,178 @@
+"""GRPO on GSM8K with a 4-bit base, LoRA and adaptive quantization noise.
+
+    accelerate launch examples/grpo_gsm8k.py                                           # picks the default below
+    accelerate launch examples/grpo_gsm8k.py --config examples/configs/qwen2.5-7b.yaml
+    accelerate launch examples/grpo_gsm8k.py --base_format bf16 --aqn false            # a control arm
+
+Without --config: Qwen2.5-3B-Instruct on openai/gsm8k if there is a GPU, otherwise the embedded default, a tiny model that
+`examples/assets/pretrain.py` trained from scratch, on generated problems in GSM8K's format. Any option of `QeRLConfig`
+and of TRL's `ModelConfig` may follow. Started again with the same output_dir, it resumes from the last whole checkpoint.
+"""
+
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from datasets import Dataset, load_dataset
+from transformers import AutoTokenizer, ProgressCallback
+from trl import ModelConfig, TrlParser, get_peft_config
+
+from qerl_trl import QeRLConfig, QeRLGRPOTrainer, last_checkpoint
+from qerl_trl.evaluation import Accuracy, grade, paired_difference, solve
+from qerl_trl.plots import plot_curves
+from qerl_trl.report import banner, device_name, versions
+from qerl_trl.rewards import as_prompts, correctness_reward, format_reward
+
+HERE = Path(__file__).resolve().parent
+
+
+@dataclass
+class ScriptArguments:
+    """Data, rewards and evaluation of this script; everything else is `QeRLConfig` and `ModelConfig`."""
+
+    dataset_name: str = field(
+        default="openai/gsm8k", metadata={"help": "Hub dataset, or a folder with train.jsonl and test.jsonl."}
+    )
+    dataset_config: str | None = field(default="main", metadata={"help": "Configuration of a Hub dataset."})
+    system_prompt: str | None = field(default=None, metadata={"help": "System message put before every question."})
+    format_reward_weight: float = field(
+        default=0.1, metadata={"help": "Weight of the format reward; correctness has 1."}
+    )
+    eval_problems: int | None = field(default=None, metadata={"help": "Held-out problems to grade (default: all)."})
+    eval_batch_size: int = field(default=64, metadata={"help": "Problems generated for at a time in the evaluation."})
+
+
+class CompactProgress(ProgressCallback):
+    """The usual bar with the few numbers one watches, instead of a printed dictionary every step."""
+
+    _SHOWN = {"rewards/correctness_reward/mean": "correct", "entropy": "entropy", "aqn/sigma": "sigma"}
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if state.is_world_process_zero and self.training_bar is not None:
+            shown = {short: f"{logs[key]:.3g}" for key, short in self._SHOWN.items() if logs.get(key) is not None}
+            self.training_bar.set_postfix(shown)
+
+
+def choose_config(argv: list[str]) -> list[str]:
+    """Add the default --config for this machine, and say which and why."""
+    if any(arg == "--config" or arg.startswith("--config=") for arg in argv):
+        return argv
+    if torch.cuda.is_available():
+        name, why = "qwen2.5-3b.yaml", "a GPU was found, so the default is Qwen2.5-3B-Instruct on openai/gsm8k"
+    else:
+        name, why = "embedded.yaml", "no GPU was found, so the default is the embedded tiny model and problems"
+    config = HERE / "configs" / name
+    print(f"Using {config.relative_to(HERE.parent)}: {why}. Choose another with --config examples/configs/<name>.yaml.")
+    return [*argv, "--config", str(config)]
+
+
+def load_problems(script: ScriptArguments) -> tuple[Dataset, Dataset]:
+    """Training and held-out problems with a `prompt` and an `answer` column."""
+    folder = next((p for p in (Path(script.dataset_name), HERE.parent / script.dataset_name) if p.is_dir()), None)
+    if folder is not None:
+        files = {split: str(folder / f"{split}.jsonl") for split in ("train", "test")}
+        data = load_dataset("json", data_files=files)
+    else:
+        data = load_dataset(script.dataset_name, script.dataset_config)
+    train, test = (as_prompts(data[split], script.system_prompt) for split in ("train", "test"))
+    if script.eval_problems is not None:
+        test = test.select(range(min(script.eval_problems, len(test))))
+    return train, test
+
+
+def main(script: ScriptArguments, args: QeRLConfig, model_args: ModelConfig) -> None:
+    model = model_args.model_name_or_path
+    if (HERE.parent / model).is_dir():  # the embedded model, from any working directory
+        model = str(HERE.parent / model)
+    args.model_init_kwargs = {
+        "revision": model_args.model_revision,
+        "dtype": model_args.dtype,
+        **({"attn_implementation": model_args.attn_implementation} if model_args.attn_implementation else {}),
+        **(args.model_init_kwargs or {}),
+    }
+    args.reward_weights = [1.0, script.format_reward_weight]
+    train, test = load_problems(script)
+    tokenizer = AutoTokenizer.from_pretrained(model, revision=model_args.model_revision, padding_side="left")
+    trainer = QeRLGRPOTrainer(
+        model=model,
+        reward_funcs=[correctness_reward, format_reward],
+        args=args,
+        train_dataset=train,
+        processing_class=tokenizer,
+        peft_config=get_peft_config(model_args) if args.base_format != "full" else None,
+    )
+    trainer.remove_callback(ProgressCallback)
+    trainer.add_callback(CompactProgress)
+    main_process = trainer.accelerator.is_main_process
+    say = trainer.accelerator.print
+    say(banner(trainer))
+
+    def held_out() -> list[bool]:
+        policy = trainer.accelerator.unwrap_model(trainer.model)
+        completions = solve(
+            policy, tokenizer, test, args.max_completion_length, script.eval_batch_size, progress=main_process
+        )
+        return grade(completions, test)
+
+    output_dir = Path(args.output_dir)
+    resume = args.resume_from_checkpoint or last_checkpoint(output_dir)
+    before_file = output_dir / "before.json"
+    if resume and before_file.is_file():
+        say(f"Resuming from {resume}.")
+        before = json.loads(before_file.read_text())
+    else:
+        before = held_out()
+        if main_process:
+            output_dir.mkdir(parents=True, exist_ok=True)
+            before_file.write_text(json.dumps(before))
+    say(f"Held-out accuracy before training, greedy: {Accuracy(sum(before), len(before))}")
+
+    summary = trainer.train(resume_from_checkpoint=resume)
+    after = held_out()
+    trainer.save_model()
+    if main_process:
+        report(trainer, before, after, summary.metrics, output_dir)
+    if args.push_to_hub:
+        trainer.push_to_hub(dataset_name=script.dataset_name)
+
+
+def report(trainer: QeRLGRPOTrainer, before: list[bool], after: list[bool], metrics: dict, output_dir: Path) -> None:
+    """Write results.json and curves.png, and say what came out and what to do with it."""
+    args = trainer.args
+    difference, low, high = paired_difference(before, after)
+    results = {
+        "before": Accuracy(sum(before), len(before)).as_dict(),
+        "after": Accuracy(sum(after), len(after)).as_dict(),
+        "difference": {"value": difference, "interval95": [low, high]},
+        "train_seconds": metrics.get("train_runtime"),
+        "steps": trainer.state.global_step,
+        "seed": args.seed,
+        "arm": {
+            "base_format": args.base_format,
+            "aqn": args.aqn,
+            "aqn_scope": args.aqn_scope,
+            "scale_rule": args.scale_rule,
+        },
+        "device": device_name(args.device),
+        "versions": versions(),
+        "command": " ".join(["accelerate launch", *sys.argv]),
+        "log_history": trainer.state.log_history,
+    }
+    (output_dir / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    plot_curves(trainer.state.log_history, output_dir / "curves.png", title=output_dir.name)
+    saved = "weights" if args.base_format == "full" else "adapter"
+    print(
+        f"Held-out accuracy, greedy: before {Accuracy(sum(before), len(before))}\n"
+        f"                            after {Accuracy(sum(after), len(after))}\n"
+        f"                       difference {100 * difference:+.1f} points [{100 * low:+.1f}, {100 * high:+.1f}] (95 %)\n"
+        f"Curves: {output_dir / 'curves.png'}   figures: {output_dir / 'results.json'}\n"
+        f"The {saved} is in {output_dir}. Publish it (private unless hub_private_repo is false):\n"
+        f"    huggingface-cli upload <user>/<name> {output_dir} --private --include 'adapter_*' 'README.md'"
+    )
+
+
+if __name__ == "__main__":
+    parser = TrlParser((ScriptArguments, QeRLConfig, ModelConfig))
+    main(*parser.parse_args_and_config(choose_config(sys.argv[1:])))

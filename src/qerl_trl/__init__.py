@@ -1,0 +1,46 @@
+"""Reinforcement learning of LLMs on a frozen 4-bit (NVFP4) base, as an ordinary TRL trainer.
+
+Names are imported on first use: `import qerl_trl` loads neither vLLM nor Triton, nor any other heavy package.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0.dev0"
+
+#: public name -> module that defines it
+_EXPORTS = {
+    "AQNCallback": "noise",
+    "NVFP4Config": "quantizer",
+    "NVFP4Linear": "linear",
+    "QeRLConfig": "config",
+    "QeRLGRPOTrainer": "trainer",
+    "QeRLRLOOConfig": "config",
+    "QeRLRLOOTrainer": "trainer",
+    "last_checkpoint": "checkpoint",
+    "load_adapter": "lora",
+    "load_config": "quantizer",
+}
+
+__all__ = sorted([*_EXPORTS, "__version__"])  # noqa: PLE0605
+
+if TYPE_CHECKING:
+    from .checkpoint import last_checkpoint
+    from .config import QeRLConfig, QeRLRLOOConfig
+    from .linear import NVFP4Linear
+    from .lora import load_adapter
+    from .noise import AQNCallback
+    from .quantizer import NVFP4Config, load_config
+    from .trainer import QeRLGRPOTrainer, QeRLRLOOTrainer
+
+
+def __getattr__(name: str):
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_EXPORTS[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

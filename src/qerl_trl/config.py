@@ -1,0 +1,173 @@
+"""`QeRLConfig`: TRL's `GRPOConfig` plus the fields that a 4-bit base and adaptive quantization noise need.
+
+Every field of `GRPOConfig` keeps its name and meaning. Three defaults differ, because the paper's setting (arXiv
+2510.11696, Table 4) or safety asks for it: `learning_rate`, `vllm_importance_sampling_mode` and `hub_private_repo`; each
+says so below.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+from trl import GRPOConfig, RLOOConfig
+
+from .noise import SCHEDULES, SCOPES
+from .nvfp4 import SCALE_RULES
+
+BASE_FORMATS = ("nvfp4", "bf16", "nf4", "full")
+
+
+@dataclass
+class QeRLArguments:
+    r"""
+    The fields that QeRL adds to a TRL config. Mixed into [`QeRLConfig`] and [`QeRLRLOOConfig`].
+
+    Parameters:
+        > Base model
+
+        base_format (`str`, *optional*, defaults to `"nvfp4"`):
+            What the base weights are while training: `"nvfp4"` (frozen, 4-bit, blocks of 16, with an adapter), or one of
+            the control arms: `"bf16"` (frozen bf16 with an adapter), `"nf4"` (frozen bitsandbytes NF4 with an adapter,
+            QLoRA), `"full"` (bf16 compute, every weight trained, no adapter).
+        scale_rule (`str`, *optional*, defaults to `"rtn"`):
+            How a block scale is chosen when bf16 weights are quantized at load: `"rtn"` (the paper's), `"four_over_six"`
+            or `"neighbor_sweep"`. See [`qerl_trl.nvfp4`].
+        modules_to_not_convert (`list[str]`, *optional*):
+            Linear layers that stay in bf16, by exact name or pattern. `lm_head` always does.
+
+        > Adaptive quantization noise (paper, Section 3.3)
+
+        aqn (`bool`, *optional*, defaults to `True`):
+            Whether to add scheduled Gaussian noise to the RMSNorm weights while completions are generated.
+        aqn_schedule (`str`, *optional*, defaults to `"exponential"`):
+            How sigma falls from `aqn_sigma_start` to `aqn_sigma_end`: `"exponential"` (the paper's), `"linear"`,
+            `"cosine"`, `"logarithmic"`, `"constant"`, or `"entropy_target"`, which steers sigma so that the policy's
+            entropy follows `aqn_entropy_target`.
+        aqn_sigma_start (`float`, *optional*, defaults to `1e-2`), aqn_sigma_end (`float`, *optional*, defaults to `5e-4`):
+            Standard deviation of the noise in the first noisy stage and in the last (Table 4).
+        aqn_num_stages (`int`, *optional*, defaults to `10`):
+            Number of stages that training is cut into. Stage 0 has no noise.
+        aqn_scope (`str`, *optional*, defaults to `"rollout"`):
+            `"rollout"`: only the sampling policy is noisy (the paper). `"policy"`: log-probabilities and gradients of a
+            batch see the same noise as its rollout, which makes the update on-policy.
+        aqn_seed (`int`, *optional*):
+            Seed of the noise. Defaults to `seed`.
+        aqn_entropy_target (`float`, *optional*):
+            Entropy in nats a token that `aqn_schedule="entropy_target"` steers to.
+
+        > Rollout in vLLM
+
+        share_weights (`bool`, *optional*, defaults to `True`):
+            In colocate mode, let vLLM read the trainer's packed weights, embeddings and head instead of a second copy.
+            Needs one process a vLLM engine (`vllm_tensor_parallel_size=1`).
+        rollout_mismatch_threshold (`float`, *optional*, defaults to `0.1`):
+            Warn when the estimated KL divergence a token between rollout and trainer exceeds this value, in nats.
+
+        > Checks
+
+        zero_advantage_patience (`int`, *optional*, defaults to `10`):
+            Warn when every advantage was zero in this many consecutive rollouts: nothing is being learned.
+    """
+
+    base_format: str = field(
+        default="nvfp4",
+        metadata={
+            "help": "Base weights: 'nvfp4', or a control arm: 'bf16', 'nf4' (bitsandbytes), 'full' (no adapter)."
+        },
+    )
+    scale_rule: str = field(
+        default="rtn",
+        metadata={"help": "Block-scale rule when quantizing at load: 'rtn', 'four_over_six' or 'neighbor_sweep'."},
+    )
+    modules_to_not_convert: list[str] | None = field(
+        default=None, metadata={"help": "Linear layers that stay in bf16, by exact name or pattern."}
+    )
+    aqn: bool = field(default=True, metadata={"help": "Add scheduled noise to the RMSNorm weights during rollouts."})
+    aqn_schedule: str = field(
+        default="exponential",
+        metadata={
+            "help": "Noise schedule: 'exponential' (paper), 'linear', 'cosine', 'logarithmic', 'constant' or "
+            "'entropy_target'."
+        },
+    )
+    aqn_sigma_start: float = field(default=1e-2, metadata={"help": "Standard deviation in the first noisy stage."})
+    aqn_sigma_end: float = field(default=5e-4, metadata={"help": "Standard deviation in the last stage."})
+    aqn_num_stages: int = field(default=10, metadata={"help": "Number of stages; stage 0 has no noise."})
+    aqn_scope: str = field(
+        default="rollout",
+        metadata={"help": "'rollout' (only sampling is noisy, the paper) or 'policy' (log-probabilities too)."},
+    )
+    aqn_seed: int | None = field(default=None, metadata={"help": "Seed of the noise. Defaults to `seed`."})
+    aqn_entropy_target: float | None = field(
+        default=None, metadata={"help": "Entropy (nats a token) that aqn_schedule='entropy_target' steers to."}
+    )
+    share_weights: bool = field(
+        default=True, metadata={"help": "Colocated vLLM reads the trainer's weights instead of a second copy."}
+    )
+    rollout_mismatch_threshold: float | None = field(
+        default=0.1, metadata={"help": "Warn when the rollout/trainer KL a token (nats) exceeds this value."}
+    )
+    zero_advantage_patience: int = field(
+        default=10, metadata={"help": "Warn after this many consecutive rollouts without any advantage."}
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        _check_choice("base_format", self.base_format, BASE_FORMATS)
+        _check_choice("scale_rule", self.scale_rule, SCALE_RULES)
+        _check_choice("aqn_schedule", self.aqn_schedule, SCHEDULES)
+        _check_choice("aqn_scope", self.aqn_scope, SCOPES)
+        for name in ("aqn_sigma_start", "aqn_sigma_end"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{name}={value} is not a standard deviation. Pass a finite number >= 0.")
+        if self.aqn and self.aqn_schedule == "entropy_target" and self.aqn_entropy_target is None:
+            raise ValueError(
+                "aqn_schedule='entropy_target' needs a target. Set aqn_entropy_target, in nats a token; the `entropy` "
+                "that a short run without noise logs is a good first value."
+            )
+        if self.zero_advantage_patience < 1:
+            raise ValueError(f"zero_advantage_patience={self.zero_advantage_patience} must be at least 1.")
+        if self.use_transformers_continuous_batching:
+            raise ValueError(
+                "use_transformers_continuous_batching=True casts the whole model to bf16 before it generates, the fp32 "
+                "adapter included, and small updates are lost from then on. Use use_vllm=True for fast rollouts, or the "
+                "default transformers generation."
+            )
+        if self.aqn_seed is None:
+            self.aqn_seed = self.seed
+        if self.hub_private_repo is None:
+            self.hub_private_repo = True
+
+
+def _check_choice(name: str, value: str, choices) -> None:
+    if value not in choices:
+        raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, choices))}.")
+
+
+@dataclass
+class QeRLConfig(QeRLArguments, GRPOConfig):
+    r"""
+    Configuration of [`QeRLGRPOTrainer`]: every field of [`trl.GRPOConfig`], those of [`QeRLArguments`], and three changed
+    defaults.
+
+    Parameters:
+        learning_rate (`float`, *optional*, defaults to `1e-5`):
+            The paper's for LoRA on NVFP4 (Table 4); it trained bf16 LoRA with 5e-6.
+        vllm_importance_sampling_mode (`str`, *optional*, defaults to `"token_truncate"`):
+            TRL's default `"sequence_mask"` drops most sequences once the rollout policy is noisy.
+        hub_private_repo (`bool`, *optional*, defaults to `True`):
+            Whatever is pushed is private unless this is set to `False`.
+    """
+
+    learning_rate: float = field(default=1e-5, metadata={"help": "The initial learning rate for AdamW."})
+    vllm_importance_sampling_mode: str = field(
+        default="token_truncate",
+        metadata={"help": "How TRL corrects for the rollout/trainer mismatch: see `trl.GRPOConfig`."},
+    )
+
+
+@dataclass
+class QeRLRLOOConfig(QeRLArguments, RLOOConfig):
+    """Configuration of [`QeRLRLOOTrainer`]: every field of [`trl.RLOOConfig`] and those of [`QeRLArguments`]."""
+
+    learning_rate: float = field(default=1e-5, metadata={"help": "The initial learning rate for AdamW."})

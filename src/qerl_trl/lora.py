@@ -1,0 +1,200 @@
+"""LoRA on a frozen NVFP4 base, through unmodified PEFT.
+
+`NVFP4Linear` is an `nn.Linear`, so `target_modules="all-linear"`, rsLoRA, DoRA and adapter files work as for any model,
+and an adapter trained here loads in plain PEFT. PEFT's one extension point, `LoraConfig._register_custom_module`
+(experimental, documented under "custom models"), supplies the only thing it cannot know: how to merge. Merging replaces
+the packed layer by a dense one, since a delta added to 4-bit weights and rounded again would mostly be lost. The
+mapping is not stored in `adapter_config.json`; [`load_adapter`] registers it again.
+
+Adapters and trainable norms are float32: next to weights around 1, an AdamW step of 1e-5 is far below half a unit in the
+last place of bf16 (2^-9) and would never land.
+"""
+
+import copy
+import logging
+
+import torch
+from peft import LoraConfig, PeftConfig, PeftModel
+from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.layer import Linear as LoraLinear
+from peft.utils import ModulesToSaveWrapper
+from torch import nn
+
+from .linear import NVFP4Linear
+
+logger = logging.getLogger(__name__)
+
+#: `init_lora_weights` values that leave the base weight alone
+_PLAIN_INITS = (True, False, "gaussian")
+
+
+class NVFP4LoraLinear(LoraLinear):
+    """`lora.Linear` whose base layer is packed. Merging swaps in a dense base layer, unmerging brings the packed one back.
+
+    The merged weight is `dequantize(W) + scaling * B @ A` (DoRA: its own formula), computed in float32 and rounded once to
+    the base's compute dtype: the policy that was trained, up to that rounding. It costs the memory of a dense layer.
+    """
+
+    _packed_base: NVFP4Linear | None = None
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        packed = self.base_layer
+        if not isinstance(packed, NVFP4Linear):  # a second adapter on top of a merged one
+            super().merge(safe_merge=safe_merge, adapter_names=adapter_names)
+            return
+        self.base_layer = dense_linear(packed, torch.float32)
+        merged_before = len(self.merged_adapters)
+        try:
+            super().merge(safe_merge=safe_merge, adapter_names=adapter_names)
+        finally:
+            if len(self.merged_adapters) == merged_before:  # nothing to merge, or PEFT refused
+                self.base_layer = packed
+        if self.base_layer is not packed:
+            self.base_layer.to(packed.compute_dtype)
+            # not a registered submodule: the packed bytes must not appear in the merged model's state dict
+            object.__setattr__(self, "_packed_base", packed)
+
+    def unmerge(self) -> None:
+        if self._packed_base is None:
+            super().unmerge()  # warns that nothing is merged
+            return
+        super().unmerge()  # clears PEFT's bookkeeping; the dense weight is dropped below, so rounding does not matter
+        self.base_layer = self._packed_base
+        object.__setattr__(self, "_packed_base", None)
+
+
+def dense_linear(packed: NVFP4Linear, dtype: torch.dtype) -> nn.Linear:
+    """The frozen `nn.Linear` (weight (N, K), `dtype`) that computes what `packed` computes."""
+    with torch.device("meta"):
+        dense = nn.Linear(packed.in_features, packed.out_features, bias=packed.bias is not None)
+    dense.weight = nn.Parameter(packed.dequantize(dtype), requires_grad=False)
+    if packed.bias is not None:
+        dense.bias = nn.Parameter(packed.bias.detach().clone().to(dtype), requires_grad=False)
+    return dense
+
+
+def default_lora_config() -> LoraConfig:
+    """The adapter used when the user passes none: rank 32 as in the paper, alpha = 2 r, on every linear layer."""
+    return LoraConfig(r=32, lora_alpha=64, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+def register_nvfp4_lora(config: PeftConfig) -> LoraConfig:
+    """Check that `config` can work on a frozen 4-bit base and return a copy that knows the NVFP4 layer.
+
+    Raises:
+        `ValueError`: for a method other than LoRA, for initialisations that rewrite the base weight, and for an adapter on
+            the output head; each with the reason and what to do.
+    """
+    if not isinstance(config, LoraConfig):
+        raise ValueError(
+            f"peft_config is a {type(config).__name__}. Rollout, export and noise here are built for LoRA on linear layers; "
+            "prompt-learning and other methods would train something that the rollout never sees. Pass a LoraConfig."
+        )
+    init = config.init_lora_weights
+    if init not in _PLAIN_INITS:
+        raise ValueError(
+            f"init_lora_weights={init!r} starts from a changed base weight (W minus the adapter's first product) or needs "
+            f"its full-precision values, and a packed 4-bit weight cannot be rewritten. Use one of {_PLAIN_INITS}."
+        )
+    targets = config.target_modules
+    targets = [targets] if isinstance(targets, str) else list(targets or [])
+    if any(target.split(".")[-1] == "lm_head" for target in targets):
+        raise ValueError(
+            f"target_modules={targets} names lm_head. TRL computes log-probabilities from lm_head.weight directly, so an "
+            'adapter there would never be trained. Remove it, or use target_modules="all-linear", which leaves it out.'
+        )
+    if config.target_parameters:
+        raise ValueError(
+            f"target_parameters={config.target_parameters} puts adapters on bare parameters, and packed weights are not the "
+            "parameters they stand for. Name the linear modules in target_modules instead."
+        )
+    config = copy.copy(config)
+    config._register_custom_module({NVFP4Linear: NVFP4LoraLinear})
+    return config
+
+
+def load_adapter(
+    model: nn.Module, adapter: str, adapter_name: str = "default", is_trainable: bool = False, **kwargs
+) -> PeftModel:
+    """`PeftModel.from_pretrained` for an NVFP4 base: the same adapter files, and a merge that works.
+
+    Args:
+        model: transformers model whose linear layers are [`NVFP4Linear`].
+        adapter: folder or Hub id of a PEFT LoRA adapter.
+        adapter_name, is_trainable, kwargs: as in `PeftModel.from_pretrained`.
+    """
+    hub = {key: kwargs[key] for key in ("revision", "token", "cache_dir", "subfolder") if key in kwargs}
+    config = register_nvfp4_lora(PeftConfig.from_pretrained(adapter, **hub))
+    config.inference_mode = not is_trainable
+    return PeftModel.from_pretrained(
+        model, adapter, adapter_name=adapter_name, is_trainable=is_trainable, config=config, **kwargs
+    )
+
+
+def adapted_layers(model: nn.Module) -> dict[str, LoraLayer]:
+    """LoRA layers of `model` by module path."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+
+
+def check_adapter(model: nn.Module) -> None:
+    """Refuse an adapter that cannot train, and warn about what would train badly.
+
+    Raises:
+        `ValueError`: no layer carries an adapter, no parameter is trainable, or a packed tensor was made trainable.
+    """
+    layers = adapted_layers(model)
+    if not layers:
+        linears = sorted({name.split(".")[-1] for name, m in model.named_modules() if isinstance(m, nn.Linear)})
+        raise ValueError(
+            "The adapter matched no layer, so nothing would be trained. Check target_modules; the model's linear layers are "
+            f"called {', '.join(linears)}."
+        )
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not any("lora_" in name for name in trainable):
+        raise ValueError(
+            f"The model carries {len(layers)} LoRA layers but none of their parameters requires a gradient. If the adapter was "
+            "loaded with PeftModel.from_pretrained, pass is_trainable=True."
+        )
+    for name, parameter in trainable.items():
+        if not parameter.is_floating_point():
+            raise ValueError(
+                f"{name} holds packed {parameter.dtype} weights and was made trainable (modules_to_save?). Quantized layers "
+                "train through LoRA only: take it out of modules_to_save, or keep the layer in bf16 with "
+                "modules_to_not_convert."
+            )
+    low = [name for name, p in trainable.items() if p.dtype in (torch.bfloat16, torch.float16)]
+    if low and not getattr(model, "is_loaded_in_4bit", False):  # TRL itself casts bitsandbytes adapters to bf16
+        logger.warning(
+            "%d trainable tensors are %s (first: %s). Small AdamW steps are lost to rounding there; keep adapters in float32.",
+            len(low),
+            trainable[low[0]].dtype,
+            low[0],
+        )
+
+
+@torch.no_grad()
+def prepare_trainable_norms(model: nn.Module) -> list[str]:
+    """Keep trainable norms (`modules_to_save`) in float32, with outputs in the dtype of their inputs.
+
+    PEFT copies them in the base's bf16, where no small step ever lands. A float32 weight makes the norm's output float32,
+    and generation runs outside autocast, so a forward hook casts back.
+
+    Returns:
+        The names of the norms that were prepared.
+    """
+    prepared = []
+    for name, wrapper in model.named_modules():
+        if not isinstance(wrapper, ModulesToSaveWrapper):
+            continue
+        for adapter, module in wrapper.modules_to_save.items():
+            weight = module._parameters.get("weight")
+            if weight is None or weight.ndim != 1 or not weight.requires_grad:
+                continue
+            module.to(torch.float32)
+            module.register_forward_hook(_cast_output_to_input_dtype)
+            prepared.append(f"{name}.{adapter}")
+    return prepared
+
+
+def _cast_output_to_input_dtype(module: nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
+    return output.to(args[0].dtype)

@@ -1,0 +1,53 @@
+"""Training curves of a run: reward, entropy and sigma over steps, as one PNG."""
+
+import os
+
+#: panel title -> (log keys, log-scaled axis); a panel without data is left out
+_PANELS = {
+    "reward": (("reward", "rewards/correctness_reward/mean"), False),
+    "policy entropy (nats a token)": (("entropy",), False),
+    "noise sigma": (("aqn/sigma", "aqn/sigma_effective"), True),
+    "rollout/trainer KL (nats a token)": (("rollout/mismatch_kl",), True),
+}
+
+
+def plot_curves(log_history: list[dict], path: str | os.PathLike, title: str | None = None) -> None:
+    """Draw the curves of `trainer.state.log_history` into the PNG `path`. Needs matplotlib (`pip install qerl-trl[plot]`).
+
+    Raises:
+        `ValueError`: the history holds none of the curves.
+    """
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ImportError("Curves are drawn with matplotlib: pip install qerl-trl[plot].") from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    panels = {}
+    for name, (keys, log_scale) in _PANELS.items():
+        curves = {}
+        for key in keys:
+            points = [(entry["step"], entry[key]) for entry in log_history if entry.get(key) is not None]
+            if points and any(value for _, value in points):
+                curves[key] = points
+        if curves:
+            panels[name] = (curves, log_scale)
+    if not panels:
+        raise ValueError("The log history holds no reward, entropy or sigma. Was logging_steps larger than the run?")
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(4.2 * len(panels), 3.2), squeeze=False)
+    for axis, (name, (curves, log_scale)) in zip(axes[0], panels.items(), strict=True):
+        for index, (key, points) in enumerate(curves.items()):
+            steps, values = zip(*points, strict=True)
+            axis.plot(steps, values, label=key, linewidth=1.4, linestyle=("-", "--")[index % 2])
+        if log_scale:
+            axis.set_yscale("symlog", linthresh=1e-5)
+        axis.set(title=name, xlabel="step")
+        axis.grid(alpha=0.3)
+        if len(curves) > 1:
+            axis.legend(fontsize=7)
+    if title:
+        figure.suptitle(title)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)

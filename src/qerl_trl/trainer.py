@@ -1,0 +1,424 @@
+"""QeRL as a delta on TRL's trainers: a 4-bit frozen base, LoRA, noisy rollouts, and checks. Nothing of TRL is copied.
+
+[`QeRLMixin`] goes in front of any TRL trainer with TRL 1.16's layout of `_generate(prompts)` and `VLLMGeneration`. What
+differs from the parent, method by method:
+
+| method | why |
+|---|---|
+| `__init__` | quantizes the base while it loads, registers LoRA for it, attaches noise and checks, replaces the vLLM glue |
+| `train` | resumes from whole checkpoints only |
+| `_generate` | draws the noise of this rollout (covers vLLM, transformers, tools and rollout functions alike) |
+| `_calculate_rewards` | times rewards and refuses infinite ones |
+| `_generate_and_score_completions` | measures the rollout/trainer mismatch |
+| `training_step` | refuses a non-finite loss or gradient before the optimizer sees it |
+| `_save_checkpoint` | seals the checkpoint, then rotates older ones |
+| `log` | feeds the signal monitor |
+
+`VLLMGeneration` has no factory hook, so its module-level name in TRL's trainer module is rebound for the duration of
+`super().__init__` (the only rebind in this package; `tests/test_contracts.py` fails with a clear message if TRL moves it).
+"""
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+
+import torch
+from accelerate.utils import is_peft_model
+from peft import PeftConfig
+from torch import nn
+from transformers import PreTrainedModel, TrainerCallback
+from transformers.trainer_utils import rotate_checkpoints
+from trl import GRPOTrainer, RLOOTrainer
+
+from . import checkpoint, guards, report
+from .config import QeRLArguments, QeRLConfig, QeRLRLOOConfig
+from .linear import NVFP4Linear
+from .lora import check_adapter, default_lora_config, prepare_trainable_norms, register_nvfp4_lora
+from .noise import AQNCallback
+from .quantizer import NVFP4Config, load_config
+
+logger = logging.getLogger(__name__)
+
+#: sequences of a rollout on which the mismatch is estimated when generation returns no log-probabilities
+_MISMATCH_SAMPLE = 8
+
+
+class QeRLMixin:
+    """Adds QeRL to a TRL trainer. Put it before the trainer in the bases and set `_config_class`.
+
+    Args:
+        model (`str`, `PreTrainedModel` or `PeftModel`):
+            A name or folder is loaded in `args.base_format`: bf16 weights are quantized tensor by tensor while they load,
+            NVFP4 checkpoints (compressed-tensors, ModelOpt) are read as they are. An instance is taken as it is.
+        quantization_config ([`NVFP4Config`] or `BitsAndBytesConfig`, *optional*):
+            Overrides what `args.base_format` and `args.scale_rule` stand for.
+        peft_config (`LoraConfig`, *optional*):
+            Defaults to rank 32, alpha 64 on all linear layers, unless `base_format="full"`.
+
+    All other arguments are the parent's.
+    """
+
+    _config_class: type[QeRLArguments]
+    #: noise of the rollouts, `None` with `aqn=False`
+    aqn: AQNCallback | None = None
+
+    def __init__(
+        self,
+        model: "str | PreTrainedModel | nn.Module",
+        reward_funcs=None,
+        args: QeRLArguments | None = None,
+        *positional,
+        quantization_config=None,
+        peft_config: PeftConfig | None = None,
+        **kwargs,
+    ):
+        if args is None:
+            name = model if isinstance(model, str) else getattr(model.config, "_name_or_path", "")
+            args = self._config_class(f"{name.split('/')[-1]}-{self._name}")
+        if not isinstance(args, QeRLArguments):
+            raise TypeError(
+                f"{type(self).__name__} needs args of type {self._config_class.__name__}, got {type(args).__name__}. It takes "
+                f"the same fields: replace {type(args).__name__}(...) by {self._config_class.__name__}(...)."
+            )
+        peft_config = _adapter_config(model, args, peft_config)
+        with self._model_init(model, args, quantization_config) as quantization_config, self._own_vllm_generation():
+            super().__init__(
+                model,
+                reward_funcs,
+                args,
+                *positional,
+                quantization_config=quantization_config,
+                peft_config=peft_config,
+                **kwargs,
+            )
+        policy = self.accelerator.unwrap_model(self.model)
+        if is_peft_model(policy):
+            check_adapter(policy)
+        self._monitor = guards.SignalMonitor(args.zero_advantage_patience, args.rollout_mismatch_threshold)
+        self._seconds = {"rollout": 0.0, "reward": 0.0}
+        self.reward_funcs = [
+            function if isinstance(function, nn.Module) else guards.checked_reward(function, name)
+            for function, name in zip(self.reward_funcs, self.reward_func_names, strict=True)
+        ]
+        self.add_callback(_SaveBetweenRollouts(self))
+        prepare_trainable_norms(policy)
+        if args.aqn:
+            self.aqn = AQNCallback(
+                args.aqn_schedule,
+                sigma_start=args.aqn_sigma_start,
+                sigma_end=args.aqn_sigma_end,
+                num_stages=args.aqn_num_stages,
+                entropy_target=args.aqn_entropy_target,
+                scope=args.aqn_scope,
+                seed=args.aqn_seed,
+            )
+            self.aqn.driven = True
+            self.add_callback(self.aqn)
+        self._tag_names = [*type(self)._tag_names, "qerl", *(["nvfp4"] if self._is_nvfp4() else [])]
+        self.model.add_model_tags(self._tag_names)
+
+    def _is_nvfp4(self) -> bool:
+        return any(isinstance(module, NVFP4Linear) for module in self.accelerator.unwrap_model(self.model).modules())
+
+    # ------------------------------------------------------------------------------------------------------- loading
+
+    @contextmanager
+    def _model_init(self, model, args: QeRLArguments, quantization_config) -> Iterator:
+        """Yield the quantization config for TRL, with `args.model_init_kwargs` completed for the time of loading.
+
+        Restored afterwards: a model config or dtype object in there would not survive `TrainingArguments.to_json_string`.
+        """
+        if not isinstance(model, str):
+            _check_instance(model, args.base_format)
+            yield quantization_config
+            return
+        given = args.model_init_kwargs
+        init = dict(given or {})
+        if args.base_format != "full":
+            init.setdefault("dtype", "bfloat16")  # TRL's default is float32
+        quantization_config = quantization_config or init.pop("quantization_config", None)
+        if quantization_config is None and args.base_format == "nvfp4":
+            quantization_config = NVFP4Config(
+                scale_rule=args.scale_rule,
+                modules_to_not_convert=args.modules_to_not_convert,
+                compute_dtype=str(init["dtype"]).removeprefix("torch."),
+            )
+        elif quantization_config is None and args.base_format == "nf4":
+            quantization_config = _nf4_config(init["dtype"])
+        if isinstance(quantization_config, NVFP4Config) and "config" not in init:
+            hub = {key: init[key] for key in ("revision", "token", "cache_dir", "subfolder") if key in init}
+            config = load_config(model, quantization_config, trust_remote_code=args.trust_remote_code, **hub)
+            if getattr(config, "quantization_config", None) is not None:  # NVFP4 on disk already: read it as it is
+                init["config"], quantization_config = config, None
+        args.model_init_kwargs = init
+        try:
+            yield quantization_config
+        finally:
+            args.model_init_kwargs = given
+
+    @contextmanager
+    def _own_vllm_generation(self) -> Iterator[None]:
+        """Let the parent's `__init__` build our `VLLMGeneration`; see the module docstring."""
+
+        def build(*args, **kwargs):
+            from .rollout import QeRLVLLMGeneration
+
+            return QeRLVLLMGeneration(*args, trainer=self, **kwargs)
+
+        with ExitStack() as stack:
+            for name in {cls.__module__ for cls in type(self).__mro__ if cls.__module__.startswith("trl.")}:
+                module = sys.modules[name]
+                if "VLLMGeneration" in vars(module):
+                    stack.callback(setattr, module, "VLLMGeneration", module.VLLMGeneration)
+                    module.VLLMGeneration = build
+            yield
+
+    # ------------------------------------------------------------------------------------------------------- rollout
+
+    def _generate(self, prompts: list):
+        started = time.perf_counter()
+        training = self.model.training
+        with self.aqn.generation(on_model=not self.use_vllm) if self.aqn is not None else nullcontext():
+            output = super()._generate(prompts)
+        if training:
+            self._seconds["rollout"] += time.perf_counter() - started
+            if self.aqn is not None:
+                measured = self.aqn.metrics()
+                if self.use_vllm:
+                    measured["aqn/sigma_effective"] = self.vllm_generation.sigma_effective
+                for name, value in measured.items():
+                    self._metrics["train"][name].append(value)
+        return output
+
+    def _calculate_rewards(self, *args, **kwargs) -> torch.Tensor:
+        started = time.perf_counter()
+        rewards = super()._calculate_rewards(*args, **kwargs)
+        guards.check_reward_tensor(rewards, self.reward_func_names)
+        if self.model.training:
+            self._seconds["reward"] += time.perf_counter() - started
+        return rewards
+
+    def _generate_and_score_completions(self, inputs):
+        output = super()._generate_and_score_completions(inputs)
+        if self.model.training:
+            metrics = self._metrics["train"]
+            self._monitor.advantages(metrics["frac_reward_zero_std"][-1], metrics["reward"][-1], self.state.global_step)
+            self._log_mismatch(output)
+        return output
+
+    @torch.no_grad()
+    def _log_mismatch(self, output: dict) -> None:
+        """Log KL(rollout || trainer) in nats a token, by the estimator exp(d) - 1 - d with d = log(trainer / rollout).
+
+        With vLLM both log-probabilities are at hand. transformers generation returns none, so with noise in the rollout only
+        they are computed on the first few sequences, clean and noisy.
+        """
+        mask = output["completion_mask"].bool()
+        if "tool_mask" in output:
+            mask &= output["tool_mask"].bool()
+        rollout, trainer = output.get("sampling_per_token_logps"), output.get("old_per_token_logps")
+        if rollout is None or trainer is None:
+            if self.aqn is None or self.aqn.scope != "rollout" or self.aqn.metrics()["aqn/sigma"] == 0:
+                return
+            n = min(_MISMATCH_SAMPLE, len(mask))
+            mask = mask[:n]
+            trainer = self._sequence_logps(output, n)
+            with self.aqn.noisy():
+                rollout = self._sequence_logps(output, n)
+        d = (trainer - rollout).float()[mask]
+        d = d[~d.isnan()]  # vLLM could not score the token
+        kl = (torch.expm1(d) - d).mean() if d.numel() else d.new_zeros(())
+        kl = self.accelerator.gather(kl).mean().item()
+        self._metrics["train"]["rollout/mismatch_kl"].append(kl)
+        self._monitor.mismatch(kl, self.state.global_step)
+        ratio = output.get("importance_sampling_ratio")
+        if ratio is not None:
+            mode = self.args.vllm_importance_sampling_mode
+            cut = ratio >= self.args.vllm_importance_sampling_clip_max if mode.endswith("truncate") else ratio == 0
+            cut = cut[mask] if cut.shape == mask.shape else cut.flatten()
+            fraction = cut.float().mean() if cut.numel() else cut.new_zeros((), dtype=torch.float32)
+            self._metrics["train"]["rollout/truncated_fraction"].append(self.accelerator.gather(fraction).mean().item())
+
+    def _sequence_logps(self, output: dict, n: int) -> torch.Tensor:
+        """Log-probabilities (n, T) of the first n completions under the model as it is now."""
+        ids = torch.cat([output["prompt_ids"][:n], output["completion_ids"][:n]], dim=1)
+        mask = torch.cat([output["prompt_mask"][:n], output["completion_mask"][:n]], dim=1)
+        return self._get_per_token_logps_and_entropies(self.model, ids, mask, output["completion_ids"].size(1))[0]
+
+    # -------------------------------------------------------------------------------------------------------- update
+
+    def training_step(self, model: nn.Module, inputs, num_items_in_batch=None) -> torch.Tensor:
+        started = time.perf_counter()
+        before = sum(self._seconds.values())
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        guards.check_loss(loss, self.state.global_step)
+        if self.accelerator.sync_gradients and getattr(self.accelerator, "scaler", None) is None:
+            guards.check_gradients(model, self.state.global_step)
+        elsewhere = sum(self._seconds.values()) - before
+        self._seconds["update"] = self._seconds.get("update", 0.0) + time.perf_counter() - started - elsewhere
+        return loss
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if self.model.training:
+            metrics = self._metrics["train"]
+            if metrics.get("entropy"):
+                self._monitor.entropy(sum(metrics["entropy"]) / len(metrics["entropy"]), self.state.global_step)
+            if "loss" in logs:  # a training log, not the summary at the end
+                for phase in self._seconds:
+                    logs[f"seconds/{phase}"] = self._seconds[phase]
+                    self._seconds[phase] = 0.0
+                logs["memory/peak_gib"] = report.peak_memory_gib(self.args.device)
+        super().log(logs, start_time)
+
+    # --------------------------------------------------------------------------------------------------- checkpoints
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
+        """As `Trainer.train`. `True` takes the newest whole checkpoint of `output_dir`; a damaged one is never loaded."""
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = checkpoint.last_checkpoint(self.args.output_dir)
+            if resume_from_checkpoint is None:
+                raise ValueError(
+                    f"resume_from_checkpoint=True, but {self.args.output_dir} holds no whole checkpoint. Start without it, or "
+                    "give the path of a checkpoint."
+                )
+        elif resume_from_checkpoint:
+            checkpoint.verify(resume_from_checkpoint)
+        if resume_from_checkpoint:
+            for difference in checkpoint.run_differences(resume_from_checkpoint, self._run_settings()):
+                logger.warning("Resuming %s with other settings: %s", resume_from_checkpoint, difference)
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _save_checkpoint(self, model, trial) -> None:
+        run_dir = self._get_output_dir(trial=trial)
+        folder = os.path.join(run_dir, f"checkpoint-{self.state.global_step}")
+        if self.args.should_save:
+            checkpoint.discard(folder)
+        self.accelerator.wait_for_everyone()
+        limit, self.args.save_total_limit = self.args.save_total_limit, None  # rotate only once the new one is sealed
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self.args.save_total_limit = limit
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            checkpoint.seal(folder, self._run_settings())
+            rotate_checkpoints(
+                output_dir=run_dir, save_total_limit=limit, best_model_checkpoint=self.state.best_model_checkpoint
+            )
+
+    def _run_settings(self) -> dict:
+        """What must agree for a resumed run to continue the same trajectory."""
+        names = """base_format scale_rule aqn aqn_schedule aqn_sigma_start aqn_sigma_end aqn_num_stages aqn_scope aqn_seed
+            aqn_entropy_target seed data_seed learning_rate max_steps num_train_epochs per_device_train_batch_size
+            gradient_accumulation_steps num_generations steps_per_generation num_iterations temperature max_completion_length
+            loss_type beta world_size""".split()
+        settings = {name: value for name in names if (value := getattr(self.args, name, None)) is not None}
+        policy = self.accelerator.unwrap_model(self.model)
+        settings["model"] = getattr(policy.config, "_name_or_path", "")
+        if is_peft_model(policy):
+            lora = policy.peft_config["default"]
+            settings["lora"] = {"r": lora.r, "alpha": lora.lora_alpha, "targets": sorted(lora.target_modules)}
+        settings["versions"] = report.versions()
+        return settings
+
+
+class _SaveBetweenRollouts(TrainerCallback):
+    """Moves a save to the next step after which a new rollout begins.
+
+    Completions in use are not part of a checkpoint, so a run resumed in the middle of them would draw others: only between
+    rollouts does it continue the same trajectory. Matters with `num_iterations > 1` or `steps_per_generation` above the
+    gradient accumulation.
+    """
+
+    def __init__(self, trainer: "QeRLMixin"):
+        self._trainer = trainer
+        self._pending = False
+
+    def on_step_end(self, args, state, control, **kwargs):
+        rollout_every = args.steps_per_generation * getattr(args, "num_iterations", 1)
+        between = self._trainer._step % rollout_every == 0
+        if control.should_save and not between and state.global_step < state.max_steps:
+            control.should_save, self._pending = False, True
+        elif self._pending and between:
+            control.should_save, self._pending = True, False
+        return control
+
+
+def _adapter_config(model, args: QeRLArguments, peft_config: PeftConfig | None) -> PeftConfig | None:
+    """The adapter that training needs, checked; `None` where the model brings its own or none is wanted."""
+    if args.base_format == "full":
+        if peft_config is not None or is_peft_model(model):
+            raise ValueError(
+                "base_format='full' trains every weight, but an adapter was passed too. Drop peft_config, or choose "
+                "base_format='bf16' for LoRA on a bf16 base."
+            )
+        return None
+    if not isinstance(model, str) and is_peft_model(model):
+        return peft_config  # TRL refuses the combination with its own message
+    if peft_config is None:
+        peft_config = default_lora_config()
+        logger.info("No peft_config: training LoRA with r=%d on all linear layers.", peft_config.r)
+    return register_nvfp4_lora(peft_config) if args.base_format == "nvfp4" else peft_config
+
+
+def _check_instance(model: nn.Module, base_format: str) -> None:
+    packed = any(isinstance(module, NVFP4Linear) for module in model.modules())
+    if base_format == "nvfp4" and not packed:
+        raise ValueError(
+            f"base_format='nvfp4', but the {type(model).__name__} passed has no NVFP4 layer. Pass its name or folder to have it "
+            "quantized while loading, load it with from_pretrained(..., quantization_config=NVFP4Config()), or set "
+            "base_format='bf16' to train it as it is."
+        )
+    if base_format in ("bf16", "full") and packed:
+        raise ValueError(
+            f"base_format={base_format!r}, but the model passed has NVFP4 layers. Set base_format='nvfp4', or load it without "
+            "NVFP4Config."
+        )
+
+
+def _nf4_config(dtype):
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype, bnb_4bit_use_double_quant=True
+    )
+
+
+class QeRLGRPOTrainer(QeRLMixin, GRPOTrainer):
+    """[`trl.GRPOTrainer`] on an NVFP4 base with noisy rollouts. See [`QeRLMixin`] for what differs.
+
+    Example:
+        ```python
+        from datasets import load_dataset
+        from qerl_trl import QeRLConfig, QeRLGRPOTrainer
+        from trl.rewards import accuracy_reward
+
+        trainer = QeRLGRPOTrainer(
+            model="Qwen/Qwen2.5-3B-Instruct",
+            reward_funcs=accuracy_reward,
+            args=QeRLConfig(output_dir="qwen-qerl"),
+            train_dataset=load_dataset("trl-lib/DeepMath-103K", split="train"),
+        )
+        trainer.train()
+        ```
+    """
+
+    _config_class = QeRLConfig
+    _name = "QeRL-GRPO"
+    _paper = {
+        "title": "QeRL: Beyond Efficiency -- Quantization-enhanced Reinforcement Learning for LLMs",
+        "id": "2510.11696",
+        "citation": "@article{huang2025qerl, title={QeRL: Beyond Efficiency -- Quantization-enhanced Reinforcement Learning for "
+        "LLMs}, author={Huang, Wei and others}, journal={arXiv preprint arXiv:2510.11696}, year={2025}}",
+    }
+
+
+class QeRLRLOOTrainer(QeRLMixin, RLOOTrainer):
+    """[`trl.RLOOTrainer`] on an NVFP4 base with noisy rollouts. See [`QeRLMixin`] for what differs."""
+
+    _config_class = QeRLRLOOConfig
+    _name = "QeRL-RLOO"
+    _paper = QeRLGRPOTrainer._paper

@@ -1,0 +1,91 @@
+import json
+
+import pytest
+from qerl_trl import checkpoint
+
+
+@pytest.fixture
+def whole(tmp_path):
+    folder = tmp_path / "checkpoint-4"
+    folder.mkdir()
+    (folder / "adapter_model.safetensors").write_bytes(b"weights")
+    (folder / "trainer_state.json").write_text("{}")
+    checkpoint.seal(folder, {"seed": 1, "model": "m"})
+    return folder
+
+
+def older(whole):
+    folder = whole.with_name("checkpoint-2")
+    folder.mkdir()
+    (folder / "adapter_model.safetensors").write_bytes(b"older")
+    checkpoint.seal(folder)
+    return folder
+
+
+def test_sealed_is_whole(whole):
+    assert checkpoint.problems(whole) == []
+    assert checkpoint.last_checkpoint(whole.parent) == str(whole)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda f: (f / checkpoint.MANIFEST_NAME).unlink(), "stopped before it was complete"),
+        (lambda f: (f / checkpoint.MANIFEST_NAME).write_text('{"files"'), "unreadable"),
+        (lambda f: (f / checkpoint.MANIFEST_NAME).write_text("[]"), "unreadable"),
+        (lambda f: (f / "trainer_state.json").unlink(), "trainer_state.json is missing"),
+        (lambda f: (f / "adapter_model.safetensors").write_bytes(b"weight"), "has 6 bytes, 7 were written"),
+        (lambda f: (f / "adapter_model.safetensors").write_bytes(b"weightZ"), "SHA-256 differs"),
+    ],
+    ids=["no-manifest", "torn-manifest", "other-manifest", "missing-file", "truncated", "flipped"],
+)
+def test_damage_is_named_and_the_older_one_is_taken(whole, damage, message, caplog):
+    earlier = older(whole)
+    damage(whole)
+    assert message in checkpoint.problems(whole)[0]
+    assert checkpoint.last_checkpoint(whole.parent) == str(earlier)
+    assert "checkpoint-4" in caplog.text
+    assert message in caplog.text
+
+
+def test_no_checkpoint_at_all(tmp_path):
+    assert checkpoint.last_checkpoint(tmp_path) is None
+    assert checkpoint.last_checkpoint(tmp_path / "missing") is None
+
+
+def test_verify_refuses_damage_and_missing_folders(whole):
+    (whole / "trainer_state.json").unlink()
+    with pytest.raises(ValueError, match=r"trainer_state\.json is missing"):
+        checkpoint.verify(whole)
+    with pytest.raises(ValueError, match="is not a folder"):
+        checkpoint.verify(whole / "nothing")
+
+
+def test_verify_accepts_a_foreign_checkpoint_with_a_warning(whole, caplog):
+    (whole / checkpoint.MANIFEST_NAME).unlink()
+    checkpoint.verify(whole)
+    assert "unverified" in caplog.text
+
+
+def test_discard_removes_the_folder(whole):
+    checkpoint.discard(whole)
+    assert not whole.exists()
+    checkpoint.discard(whole)  # nothing there is fine
+
+
+def test_run_differences_name_both_values(whole):
+    assert checkpoint.run_differences(whole, {"seed": 1, "model": "m"}) == []
+    assert checkpoint.run_differences(whole, {"seed": 2, "model": "m"}) == ["seed: 1 then, 2 now"]
+
+
+def test_manifest_appears_whole(whole, monkeypatch):
+    """A crash while the manifest is written leaves the old one or none, never a torn one."""
+
+    def crash(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoint.os, "replace", crash)
+    before = json.loads((whole / checkpoint.MANIFEST_NAME).read_text())
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.seal(whole, {"seed": 99})
+    assert json.loads((whole / checkpoint.MANIFEST_NAME).read_text()) == before

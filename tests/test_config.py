@@ -1,0 +1,76 @@
+import pytest
+from qerl_trl import QeRLConfig, QeRLRLOOConfig
+from qerl_trl.config import QeRLArguments
+from trl import GRPOConfig, TrlParser
+
+
+def make(**kwargs):
+    return QeRLConfig(output_dir="out", use_cpu=True, bf16=False, **kwargs)
+
+
+def test_every_grpo_field_keeps_its_default_but_the_documented_ones():
+    ours, theirs = QeRLConfig("out", use_cpu=True, bf16=False), GRPOConfig("out", use_cpu=True, bf16=False)
+    changed = {
+        name
+        for name, value in vars(theirs).items()
+        if name in GRPOConfig.__dataclass_fields__ and vars(ours)[name] != value
+    }
+    changed -= {"logging_dir", "run_name", "accelerator_config"}
+    assert changed == {"learning_rate", "vllm_importance_sampling_mode", "hub_private_repo"}
+
+
+def test_every_new_field_has_a_help_text():
+    for name, field in QeRLArguments.__dataclass_fields__.items():
+        assert field.metadata.get("help"), name
+        assert name in QeRLArguments.__doc__, name
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("base_format", "int4"),
+        ("scale_rule", "mse"),
+        ("aqn_schedule", "stepwise"),
+        ("aqn_scope", "everywhere"),
+        ("aqn_sigma_start", -0.1),
+        ("aqn_sigma_end", float("nan")),
+        ("zero_advantage_patience", 0),
+    ],
+)
+def test_bad_values_are_named_with_their_value(field, value):
+    with pytest.raises(ValueError, match=f"{field}={value!r}".replace("nan", "nan")):
+        make(**{field: value})
+
+
+def test_entropy_target_needs_a_target():
+    with pytest.raises(ValueError, match="aqn_entropy_target"):
+        make(aqn_schedule="entropy_target")
+
+
+def test_continuous_batching_is_refused():
+    with pytest.raises(ValueError, match="use_vllm=True"):
+        make(use_transformers_continuous_batching=True)
+
+
+def test_noise_seed_defaults_to_the_run_seed():
+    assert make(seed=7).aqn_seed == 7
+    assert make(seed=7, aqn_seed=3).aqn_seed == 3
+
+
+def test_pushes_are_private_unless_asked_otherwise():
+    assert make().hub_private_repo is True
+    assert make(hub_private_repo=False).hub_private_repo is False
+
+
+def test_command_line_and_yaml(tmp_path):
+    config = tmp_path / "config.yaml"
+    config.write_text("output_dir: out\nuse_cpu: true\nbf16: false\naqn_sigma_start: 0.02\n")
+    parser = TrlParser((QeRLConfig,))
+    (args,) = parser.parse_args_and_config(["--config", str(config), "--aqn", "false", "--base_format", "bf16"])
+    assert (args.aqn_sigma_start, args.aqn, args.base_format) == (0.02, False, "bf16")
+
+
+def test_rloo_has_the_same_fields():
+    args = QeRLRLOOConfig(output_dir="out", use_cpu=True, bf16=False, aqn_scope="policy")
+    assert args.aqn_scope == "policy"
+    assert args.base_format == "nvfp4"

@@ -1,0 +1,143 @@
+import asyncio
+import functools
+import logging
+import math
+
+import numpy as np
+import pytest
+import torch
+from qerl_trl import guards
+from torch import nn
+
+TEXTS = ["one", "two", "three"]
+
+
+def returning(value):
+    def my_reward(completions, **kwargs):
+        return value
+
+    return guards.checked_reward(my_reward, "my_reward")
+
+
+@pytest.mark.parametrize(
+    "rewards",
+    [[1, 0.5, True], [None, float("nan"), 2], np.array([0.0, 1.0, 2.0]), torch.tensor([0.0, 1.0, 2.0]), (0, 1, 2)],
+    ids=["numbers", "none-and-nan", "numpy", "torch", "tuple"],
+)
+def test_good_rewards_pass_as_floats(rewards):
+    out = returning(rewards)(completions=TEXTS)
+    assert len(out) == 3
+    for given, got in zip(list(rewards), out, strict=True):
+        if given is None:
+            assert got is None
+        else:
+            assert math.isnan(got) if math.isnan(float(given)) else got == float(given)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "error", "words"),
+    [
+        ([0.0, float("inf"), 1.0], ValueError, ["my_reward", "inf", "completion 1", "two"]),
+        ([0.0, 1.0, -math.inf], ValueError, ["my_reward", "-inf", "completion 2", "three"]),
+        ([0.0, 1.0], ValueError, ["my_reward", "2 rewards for 3"]),
+        ([0.0, "good", 1.0], TypeError, ["my_reward", "'good'", "completion 1"]),
+        ([0.0, [1.0], 1.0], TypeError, ["my_reward", "list", "completion 1"]),
+        (0.5, TypeError, ["my_reward", "0.5", "list"]),
+        (None, TypeError, ["my_reward", "None"]),
+    ],
+    ids=["inf", "minus-inf", "short", "string", "nested", "scalar", "none"],
+)
+def test_bad_rewards_are_named_by_function_index_and_value(rewards, error, words):
+    with pytest.raises(error) as info:
+        returning(rewards)(completions=TEXTS)
+    for word in words:
+        assert word in str(info.value)
+
+
+def test_conversational_completions_are_quoted():
+    with pytest.raises(ValueError, match="hello"):
+        guards.check_rewards([math.inf], "f", [[{"role": "assistant", "content": "hello"}]])
+
+
+def test_async_rewards_stay_async():
+    from trl.trainer.utils import get_callable_name, is_async_callable
+
+    async def slow(completions, **kwargs):
+        return [math.inf] * len(completions)
+
+    checked = guards.checked_reward(slow, "slow")
+    assert is_async_callable(checked)
+    assert get_callable_name(checked) == "slow"
+    with pytest.raises(ValueError, match="slow"):
+        asyncio.run(checked(completions=TEXTS))
+
+
+def test_partial_rewards_work():
+    def weighted(completions, weight, **kwargs):
+        return [weight] * len(completions)
+
+    assert guards.checked_reward(functools.partial(weighted, weight=2), "weighted")(completions=TEXTS) == [2.0] * 3
+
+
+def test_reward_model_output():
+    guards.check_reward_tensor(torch.tensor([[1.0, float("nan")]]), ["a", "b"])
+    with pytest.raises(ValueError, match="'b' is inf for completion 1"):
+        guards.check_reward_tensor(torch.tensor([[1.0, 2.0], [0.0, math.inf]]), ["a", "b"])
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_loss(value):
+    guards.check_loss(torch.tensor(1.0), 3)
+    with pytest.raises(RuntimeError, match="step 3"):
+        guards.check_loss(torch.tensor(value), 3)
+
+
+def test_gradients_name_the_first_bad_parameter():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    guards.check_gradients(model, 0)  # no gradients yet
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    guards.check_gradients(model, 0)
+    model[1].weight.grad[0, 1] = math.nan
+    with pytest.raises(
+        RuntimeError, match=r"gradient of 1\.weight is not finite at step 5: 1 of 4 entries; 1 of 4 parameters"
+    ):
+        guards.check_gradients(model, 5)
+
+
+def test_large_but_finite_gradients_pass():
+    model = nn.Linear(2, 2)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 3e38)  # the norm overflows, the entries do not
+    guards.check_gradients(model, 0)
+
+
+@pytest.fixture
+def monitor(caplog):
+    caplog.set_level(logging.WARNING)
+    return guards.SignalMonitor(zero_advantage_patience=3, mismatch_threshold=0.1)
+
+
+def test_zero_advantage_warns_after_patience_only(monitor, caplog):
+    for step in range(2):
+        monitor.advantages(1.0, 0.5, step)
+    monitor.advantages(0.9, 0.5, 2)
+    for step in range(2):
+        monitor.advantages(1.0, 0.5, step)
+    assert not caplog.records
+    monitor.advantages(1.0, 0.25, 7)
+    assert "last 3 rollouts (mean reward 0.25 at step 7)" in caplog.text
+
+
+def test_mismatch_threshold(monitor, caplog):
+    monitor.mismatch(0.05, 1)
+    assert not caplog.records
+    monitor.mismatch(0.2, 1)
+    assert "0.2 nats" in caplog.text
+
+
+def test_entropy_collapse_warns_once(monitor, caplog):
+    for value in (1.0, 0.5, 0.02, 0.009, 0.008):
+        monitor.entropy(value, 4)
+    assert len(caplog.records) == 1
+    assert "0.009" in caplog.text

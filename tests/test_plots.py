@@ -1,0 +1,15 @@
+import pytest
+from qerl_trl.plots import plot_curves
+
+
+def test_png_is_written(tmp_path):
+    history = [{"step": i, "reward": i / 5, "entropy": 1 - i / 5, "aqn/sigma": 10.0 ** -(2 + i)} for i in range(5)]
+    path = tmp_path / "curves.png"
+    plot_curves(history, path, title="run")
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert path.stat().st_size > 5000
+
+
+def test_nothing_to_draw_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match="no reward"):
+        plot_curves([{"step": 1, "loss": 0.0}], tmp_path / "curves.png")
