@@ -1,6 +1,7 @@
 import json
 
 import pytest
+
 from qerl_trl import checkpoint
 
 

@@ -1,7 +1,8 @@
 import pytest
+from trl import GRPOConfig, TrlParser
+
 from qerl_trl import QeRLConfig, QeRLRLOOConfig
 from qerl_trl.config import QeRLArguments
-from trl import GRPOConfig, TrlParser
 
 
 def make(**kwargs):

@@ -6,8 +6,9 @@ import math
 import numpy as np
 import pytest
 import torch
-from qerl_trl import guards
 from torch import nn
+
+from qerl_trl import guards
 
 TEXTS = ["one", "two", "three"]
 

@@ -1,4 +1,5 @@
 import pytest
+
 from qerl_trl.plots import plot_curves
 
 

@@ -2,6 +2,7 @@ import pytest
 from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
+
 from qerl_trl.rewards import as_prompts, correctness_reward, final_answer, format_reward, is_correct
 
 GOOD = "3 + 4 = 7\n#### 7"
