@@ -129,7 +129,9 @@ def power_of_two_global_scale(amax: torch.Tensor | float) -> torch.Tensor:
     """
     amax = torch.as_tensor(amax, dtype=torch.float32).reshape(1)
     if not bool(torch.isfinite(amax)):
-        raise ValueError(f"the largest weight magnitude is {amax.item()}: NVFP4 has neither NaN nor infinity. Check the checkpoint.")
+        raise ValueError(
+            f"the largest weight magnitude is {amax.item()}: NVFP4 has neither NaN nor infinity. Check the checkpoint."
+        )
     mantissa, exponent = torch.frexp(amax)  # amax = mantissa * 2^exponent, 0.5 <= mantissa < 1; 2688 = 0.65625 * 2^12
     power = (12 - exponent - (mantissa > 0.65625).to(exponent.dtype)).clamp(-126, _MAX_GLOBAL_EXPONENT)
     scale = torch.ldexp(torch.ones_like(amax), power)
@@ -153,16 +155,16 @@ def rescale(
 
 def decode_scale(block_scale: torch.Tensor) -> torch.Tensor:
     """Block scales as float32: `block_scale` holds E4M3 bit patterns (uint8) or is float8_e4m3fn already."""
-    return (block_scale.view(torch.float8_e4m3fn) if block_scale.dtype == torch.uint8 else block_scale).to(torch.float32)
+    return (block_scale.view(torch.float8_e4m3fn) if block_scale.dtype == torch.uint8 else block_scale).to(
+        torch.float32
+    )
 
 
 # --- the matrix -------------------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def quantize(
-    weight_NK: torch.Tensor, scale_rule: str = "rtn", global_scale: torch.Tensor | None = None
-) -> NVFP4Tensor:
+def quantize(weight_NK: torch.Tensor, scale_rule: str = "rtn", global_scale: torch.Tensor | None = None) -> NVFP4Tensor:
     """Quantize a matrix (N, K), K a multiple of 16, any float dtype and device. Deterministic, the same bytes on every device.
 
     Args:
@@ -254,7 +256,13 @@ def _best_scale(weight_RB16: torch.Tensor, global_scale: torch.Tensor, candidate
     best_code = best_error = None
     for code_RB in candidates:
         unit_RB1 = (decode_scale(code_RB) / global_scale).unsqueeze(-1)
-        error = decode_e2m1(encode_e2m1(weight_RB16 / unit_RB1)).mul_(unit_RB1).sub_(weight_RB16).mul_(global_scale).square_()
+        error = (
+            decode_e2m1(encode_e2m1(weight_RB16 / unit_RB1))
+            .mul_(unit_RB1)
+            .sub_(weight_RB16)
+            .mul_(global_scale)
+            .square_()
+        )
         while error.shape[-1] > 1:
             half = error.shape[-1] // 2
             error = error[..., :half] + error[..., half:]
