@@ -190,14 +190,16 @@ class NormNoise:
 
     def _noisy_weight(self, name: str, clean: torch.Tensor) -> torch.Tensor:
         """weight + sigma * z in fp32 (fp64 for an fp64 weight); kept between forwards if the weight is frozen."""
-        version, noisy = self._ready.get(name, (None, None))
-        if noisy is not None and version == clean._version and noisy.device == clean.device:
-            return noisy
+        compiling = torch.compiler.is_compiling()  # a compiled graph fuses the sum; entries that come and go would break it up
+        if not compiling:
+            version, noisy = self._ready.get(name, (None, None))
+            if noisy is not None and version == clean._version and noisy.device == clean.device:
+                return noisy
         noise = self._noise[name]
         if noise.device != clean.device:
             noise = self._noise[name] = noise.to(clean.device)
         noisy = clean + noise
-        if not clean.requires_grad:
+        if not compiling and not clean.requires_grad:
             self._ready[name] = (clean._version, noisy)
         if name not in self._landed:
             self._landed[name] = (noisy.detach() - clean.detach()).square().sum()
