@@ -1,0 +1,200 @@
+"""What changes inside vLLM between rollouts: adapter buffers and noisy norms of one model, on one tensor-parallel rank.
+
+Everything is an in-place copy into tensors that exist since the engine was built, so captured CUDA graphs and compiled code
+stay valid. Whoever calls these methods must reset the engine's prefix cache afterwards: its keys do not know about weights.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from .noise import NoiseDraw, standard_noise
+from .vllm_linear import AdaptedMethod
+from .vllm_norm import find_norms
+
+
+@dataclass(frozen=True)
+class AdapterTensors:
+    """One adapted layer: `a` (r, K) and `b` (N, r) unsharded, and the factor alpha/r (or alpha/sqrt(r)) of its output."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    scaling: float
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Where one layer of the checkpoint lives: shard number `shard` of vLLM's `layer`."""
+
+    layer: nn.Module
+    shard: int
+
+
+class RolloutState:
+    """The mutable part of a vLLM model that was built by our method.
+
+    Args:
+        model (`nn.Module`): vLLM's model of this rank.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.slots: dict[str, _Slot] = {}
+        for layer in model.modules():
+            method = getattr(layer, "quant_method", None)
+            if isinstance(method, AdaptedMethod) and layer.adapter_a is not None:
+                for shard, name in enumerate(method.names):
+                    self.slots[name] = _Slot(layer, shard)
+        self.norms = find_norms(model)
+        self._clean: torch.Tensor | None = None  # all noisy norms' clean weights, one after the other, float32
+        self._names: tuple[str, ...] = ()
+        self.draw: NoiseDraw | None = None
+
+    # ------------------------------------------------------------------ adapter
+
+    @torch.no_grad()
+    def load_adapter(self, adapter: Mapping[str, AdapterTensors]) -> int:
+        """Copy an adapter into the buffers. Layers that have buffers but are not in `adapter` become zero.
+
+        Returns:
+            Number of layers written.
+
+        Raises:
+            `ValueError`: a layer without buffers, or a rank larger than what the engine reserved.
+        """
+        unknown = sorted(set(adapter) - set(self.slots))
+        if unknown or not adapter:
+            raise ValueError(
+                f"The adapter has {len(adapter)} layers, of which {len(unknown)} have no buffers in vLLM "
+                f"({unknown[:4]}); the engine was built for {len(self.slots)} layers. Give the engine the adapter's own "
+                "target modules."
+            )
+        copies: dict[float, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        downs: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        for name, slot in self.slots.items():
+            a_RK, b_NR = self._views(slot)
+            if name not in adapter:
+                a_RK.zero_()
+                b_NR.zero_()
+                continue
+            tensors = adapter[name]
+            rank, padded = tensors.a.shape[0], a_RK.shape[0]
+            if rank > padded:
+                raise ValueError(
+                    f"{name} has rank {rank}, but the engine reserved {padded}. Rebuild it with that rank."
+                )
+            rows, columns = slot.layer.quant_method.shard_slices(slot.layer, slot.shard)
+            if rank < padded:  # the columns beyond may hold an earlier, larger adapter
+                a_RK[rank:].zero_()
+                b_NR[:, rank:].zero_()
+            downs[0].append(a_RK[:rank])
+            downs[1].append(tensors.a[:, columns])
+            ups = copies.setdefault(tensors.scaling, ([], []))
+            ups[0].append(b_NR[:, :rank])
+            ups[1].append(tensors.b[rows])
+        _copy(*downs)
+        for scaling, (targets, sources) in copies.items():
+            if scaling != 1.0 and not math.log2(abs(scaling)).is_integer():
+                # rounding B and then the product would round twice; a power of two is exact in any order
+                sources = torch._foreach_mul([source.float() for source in sources], scaling)
+                scaling = 1.0
+            _copy(targets, sources)
+            if scaling != 1.0:
+                torch._foreach_mul_(targets, scaling)
+        return len(adapter)
+
+    @torch.no_grad()
+    def clear_adapter(self) -> None:
+        """Adapter off: the bare base model."""
+        for slot in self.slots.values():
+            for view in self._views(slot):
+                view.zero_()
+
+    @staticmethod
+    def _views(slot: _Slot) -> tuple[torch.Tensor, torch.Tensor]:
+        """This shard's part of the buffers: A (padded r, K local), B (N local, padded r)."""
+        layer = slot.layer
+        rank = layer.adapter_b.shape[1]
+        row = sum(layer.qerl_splits[: slot.shard])
+        a_RK = layer.adapter_a[slot.shard * rank : (slot.shard + 1) * rank]
+        return a_RK, layer.adapter_b[row : row + layer.qerl_splits[slot.shard]]
+
+    # ------------------------------------------------------------------ noise
+
+    @torch.no_grad()
+    def remember_clean(self, names: Iterable[str], weights: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Declare which norms carry noise, and keep clean copies of them. Noise is off afterwards.
+
+        Args:
+            names: canonical names of the norms, in a fixed order.
+            weights: clean weights, for norms that are trained; others keep what vLLM loaded.
+
+        Raises:
+            `ValueError`: vLLM's model lacks one of the norms.
+        """
+        names = tuple(names)
+        unknown = sorted(set(names) - set(self.norms))
+        if unknown or not names:
+            raise ValueError(
+                f"Noise should go on {len(names)} norms, but vLLM's model lacks {len(unknown)} of them ({unknown[:4]}); it has "
+                f"{len(self.norms)} norms that can carry noise. Noise on no norm would silently do nothing."
+            )
+        if names == self._names and self.draw is not None and self.draw.sigma:
+            self.clear_noise()
+        for name in weights or {}:
+            self.norms[name].weight.copy_(weights[name])
+        self._names = names
+        self._clean = torch.cat([self.norms[name].weight.detach().float().flatten() for name in names])
+        self.draw = None
+
+    @torch.no_grad()
+    def set_noise(self, draw: NoiseDraw) -> None:
+        """Set every noisy norm to clean + sigma * z, in float32, with z a function of the draw and the norm's name alone.
+
+        Raises:
+            `RuntimeError`: `remember_clean` was not called.
+        """
+        if self._clean is None:
+            raise RuntimeError("The engine does not know which norms carry noise: call remember_clean(names) first.")
+        weights = self._weights()
+        if draw.sigma == 0:
+            _copy(weights, self._split(self._clean))
+        else:
+            unit = torch.cat(
+                [
+                    standard_noise(draw.seed, draw.step, draw.generation, name, weight.numel())
+                    for name, weight in zip(self._names, weights, strict=True)
+                ]
+            )
+            # the same two roundings as in the trainer (NormNoise): sigma * z, then the sum
+            noise = (unit * draw.sigma).to(self._clean.device, non_blocking=True)
+            _copy(weights, self._split(self._clean + noise))
+        self.draw = draw
+
+    def clear_noise(self) -> None:
+        """Noise off: the clean norms, bit for bit."""
+        if self._clean is not None:
+            self.set_noise(NoiseDraw(0.0, 0, 0, 0))
+
+    @torch.no_grad()
+    def sigma_effective(self) -> float:
+        """Rms of what was really added to the norm weights that vLLM computes with."""
+        if self._clean is None:
+            return 0.0
+        now = torch.cat([weight.flatten() for weight in self._weights()])
+        return float((now - self._clean).square().mean().sqrt())
+
+    def _weights(self) -> list[torch.Tensor]:
+        return [self.norms[name].weight.data for name in self._names]
+
+    def _split(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        weights = self._weights()
+        return [t.view_as(w) for t, w in zip(flat.split([w.numel() for w in weights]), weights, strict=True)]
+
+
+def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy many tensors, converting dtypes, with few kernel launches."""
+    if targets:
+        torch._foreach_copy_(targets, sources, non_blocking=True)
