@@ -61,6 +61,12 @@ class QeRLArguments:
             Needs one process a vLLM engine (`vllm_tensor_parallel_size=1`).
         rollout_mismatch_threshold (`float`, *optional*, defaults to `0.1`):
             Warn when the estimated KL divergence a token between rollout and trainer exceeds this value, in nats.
+        rollout_timeout (`float`, *optional*):
+            End the run, with the cause, when one rollout in vLLM takes longer than this, in seconds.
+        vllm_gpu_memory_utilization (`float`, *optional*):
+            As TRL's, but left out by default: the KV cache is then planned from what is free, and the plan is printed.
+        vllm_engine_kwargs (`dict`, *optional*):
+            Further arguments of `vllm.LLM` in colocate mode, such as `{"enforce_eager": true}`.
 
         > Checks
 
@@ -105,6 +111,15 @@ class QeRLArguments:
     )
     rollout_mismatch_threshold: float | None = field(
         default=0.1, metadata={"help": "Warn when the rollout/trainer KL a token (nats) exceeds this value."}
+    )
+    rollout_timeout: float | None = field(
+        default=None, metadata={"help": "End the run when one rollout in vLLM takes longer than this, in seconds."}
+    )
+    vllm_gpu_memory_utilization: float | None = field(
+        default=None, metadata={"help": "Share of the GPU for vLLM; left out, the KV cache is planned from what is free."}
+    )
+    vllm_engine_kwargs: dict | str | None = field(
+        default=None, metadata={"help": "Further arguments of vllm.LLM in colocate mode, as a dict (JSON on the CLI)."}
     )
     zero_advantage_patience: int = field(
         default=10, metadata={"help": "Warn after this many consecutive rollouts without any advantage."}
@@ -159,6 +174,8 @@ class QeRLConfig(QeRLArguments, GRPOConfig):
             Whatever is pushed is private unless this is set to `False`.
     """
 
+    _VALID_DICT_FIELDS = GRPOConfig._VALID_DICT_FIELDS + ["vllm_engine_kwargs"]  # noqa: RUF005, RUF012  (TRL's own form)
+
     learning_rate: float = field(default=1e-5, metadata={"help": "The initial learning rate for AdamW."})
     vllm_importance_sampling_mode: str = field(
         default="token_truncate",
@@ -169,5 +186,7 @@ class QeRLConfig(QeRLArguments, GRPOConfig):
 @dataclass
 class QeRLRLOOConfig(QeRLArguments, RLOOConfig):
     """Configuration of [`QeRLRLOOTrainer`]: every field of [`trl.RLOOConfig`] and those of [`QeRLArguments`]."""
+
+    _VALID_DICT_FIELDS = RLOOConfig._VALID_DICT_FIELDS + ["vllm_engine_kwargs"]  # noqa: RUF005, RUF012  (TRL's own form)
 
     learning_rate: float = field(default=1e-5, metadata={"help": "The initial learning rate for AdamW."})

@@ -133,24 +133,24 @@ class QeRLVLLMGeneration(VLLMGeneration):
 
     def engine_arguments(self) -> dict[str, Any]:
         """Keyword arguments of `vllm.LLM`: TRL's, and ours."""
-        arguments: dict[str, Any] = dict(
-            model=self.model.name_or_path,
-            dtype=_compute_dtype(self.model),
-            quantization="qerl_nvfp4",
-            load_format="qerl_trainer",
-            additional_config={"qerl": {"adapter": adapter_room(self.model)}},
-            tensor_parallel_size=self.tensor_parallel_size,
-            max_model_len=self.max_model_length,
-            max_num_seqs=self.max_num_seqs,
-            enable_sleep_mode=self.kv_sleeps,
-            model_impl=self.model_impl,
-            distributed_executor_backend="external_launcher",
+        arguments: dict[str, Any] = {
+            "model": self.model.name_or_path,
+            "dtype": _compute_dtype(self.model),
+            "quantization": "qerl_nvfp4",
+            "load_format": "qerl_trainer",
+            "additional_config": {"qerl": {"adapter": adapter_room(self.model)}},
+            "tensor_parallel_size": self.tensor_parallel_size,
+            "max_model_len": self.max_model_length,
+            "max_num_seqs": self.max_num_seqs,
+            "enable_sleep_mode": self.kv_sleeps,
+            "model_impl": self.model_impl,
+            "distributed_executor_backend": "external_launcher",
             # the same seed in a tensor-parallel group, so that its ranks sample the same tokens
-            seed=self.accelerator.process_index // self.tensor_parallel_size,
-            max_num_batched_tokens=MAX_BATCHED_TOKENS,
-            logprobs_mode="processed_logprobs",
-            trust_remote_code=self.trust_remote_code,
-        )
+            "seed": self.accelerator.process_index // self.tensor_parallel_size,
+            "max_num_batched_tokens": MAX_BATCHED_TOKENS,
+            "logprobs_mode": "processed_logprobs",
+            "trust_remote_code": self.trust_remote_code,
+        }
         if self.gpu_memory_utilization is not None:
             arguments["gpu_memory_utilization"] = self.gpu_memory_utilization
         elif self.accelerator.device.type == "cuda":

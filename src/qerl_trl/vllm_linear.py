@@ -13,7 +13,6 @@ padded rank.
 from collections.abc import Callable
 from typing import Any
 
-import qerl_nvfp4
 import torch
 from torch.nn import Parameter
 from torch.nn import functional as F
@@ -27,6 +26,8 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.parameter import GroupQuantScaleParameter, ModelWeightParameter, PerTensorScaleParameter
 from vllm.model_executor.utils import set_weight_attrs
+
+import qerl_nvfp4
 
 from .nvfp4 import BLOCK_SIZE, power_of_two_global_scale
 

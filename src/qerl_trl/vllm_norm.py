@@ -6,13 +6,14 @@ hook for a platform's norm. Ours holds the weight in float32 and multiplies in f
 `qerl_nvfp4` the class behaves as its parent.
 """
 
-import qerl_nvfp4
 import torch
 from torch import nn
 from torch.nn import Parameter
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
+
+import qerl_nvfp4
 
 _LIBRARY = torch.library.Library("qerl_norm", "FRAGMENT")
 _LIBRARY.define("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor")
