@@ -5,6 +5,7 @@ returns the folder. The models are random, 2 layers, about 0.2 M parameters: eno
 fast enough to build hundreds. Treat the folders as read-only: they are shared.
 """
 
+import importlib.util
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -80,3 +81,39 @@ def tiny_model_dir(tmp_path_factory) -> Callable[..., Path]:
         return written[key]
 
     return write
+
+
+def make_tiny_tokenizer():
+    """Byte-level tokenizer without merges for the tiny models (vocabulary below 320), with a chat template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate(["<pad>", "<eos>", *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", padding_side="left"
+    )
+    fast.chat_template = (
+        "{% for message in messages %}{{ message['role'][0] + ':' + message['content'] + '<eos>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'a:' }}{% endif %}"
+    )
+    return fast
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer():
+    """Tokenizer that fits every tiny model: one token a byte, `<pad>` 0, `<eos>` 1."""
+    return make_tiny_tokenizer()
+
+
+def pytest_collection_modifyitems(items):
+    """Skip what this machine cannot run, with the reason in the report (`-ra`)."""
+    has_vllm = importlib.util.find_spec("vllm") is not None
+    for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+        if item.get_closest_marker("vllm") and not has_vllm:
+            item.add_marker(pytest.mark.skip(reason="needs vLLM"))
