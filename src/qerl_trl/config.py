@@ -174,7 +174,7 @@ class QeRLConfig(QeRLArguments, GRPOConfig):
             Whatever is pushed is private unless this is set to `False`.
     """
 
-    _VALID_DICT_FIELDS = GRPOConfig._VALID_DICT_FIELDS + ["vllm_engine_kwargs"]  # noqa: RUF005, RUF012  (TRL's own form)
+    _VALID_DICT_FIELDS = GRPOConfig._VALID_DICT_FIELDS + ["vllm_engine_kwargs"]  # noqa: RUF005  (TRL's own form)
 
     learning_rate: float = field(default=1e-5, metadata={"help": "The initial learning rate for AdamW."})
     vllm_importance_sampling_mode: str = field(
@@ -187,6 +187,6 @@ class QeRLConfig(QeRLArguments, GRPOConfig):
 class QeRLRLOOConfig(QeRLArguments, RLOOConfig):
     """Configuration of [`QeRLRLOOTrainer`]: every field of [`trl.RLOOConfig`] and those of [`QeRLArguments`]."""
 
-    _VALID_DICT_FIELDS = RLOOConfig._VALID_DICT_FIELDS + ["vllm_engine_kwargs"]  # noqa: RUF005, RUF012  (TRL's own form)
+    _VALID_DICT_FIELDS = RLOOConfig._VALID_DICT_FIELDS + ["vllm_engine_kwargs"]  # noqa: RUF005  (TRL's own form)
 
     learning_rate: float = field(default=1e-5, metadata={"help": "The initial learning rate for AdamW."})
