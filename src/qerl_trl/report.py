@@ -6,7 +6,7 @@ import platform
 import torch
 from torch import nn
 
-from .linear import NVFP4Linear, describe_kernel
+from .linear import NVFP4Linear, describe
 
 _PACKAGES = (
     "qerl-trl",
@@ -75,7 +75,8 @@ def base_description(model: nn.Module, base_format: str) -> str:
     """Format of the base weights, in words."""
     packed = [module for module in model.modules() if isinstance(module, NVFP4Linear)]
     if packed:
-        return f"NVFP4 in {len(packed)} linear layers ({packed[0].compute_dtype} elsewhere), kernel: {describe_kernel(model)}"
+        dtype = str(packed[0].compute_dtype).removeprefix("torch.")
+        return f"NVFP4 in {len(packed)} linear layers, {dtype} elsewhere; {describe(packed[0].weight_packed.device)}"
     return {"bf16": "bf16, frozen", "nf4": "bitsandbytes NF4, frozen", "full": "all weights trained"}.get(
         base_format, base_format
     )

@@ -38,7 +38,7 @@ from .config import QeRLArguments, QeRLConfig, QeRLRLOOConfig
 from .linear import NVFP4Linear
 from .lora import check_adapter, default_lora_config, prepare_trainable_norms, register_nvfp4_lora
 from .noise import AQNCallback
-from .quantizer import NVFP4Config, load_config
+from .quantizer import NVFP4Config, pretrained_kwargs
 
 logger = logging.getLogger(__name__)
 
@@ -106,16 +106,8 @@ class QeRLMixin:
         self.add_callback(_SaveBetweenRollouts(self))
         prepare_trainable_norms(policy)
         if args.aqn:
-            self.aqn = AQNCallback(
-                args.aqn_schedule,
-                sigma_start=args.aqn_sigma_start,
-                sigma_end=args.aqn_sigma_end,
-                num_stages=args.aqn_num_stages,
-                entropy_target=args.aqn_entropy_target,
-                scope=args.aqn_scope,
-                seed=args.aqn_seed,
-            )
-            self.aqn.driven = True
+            self.aqn = AQNCallback.from_args(args)
+            self.aqn.attach(policy, seed=args.seed)
             self.add_callback(self.aqn)
         self._tag_names = [*type(self)._tag_names, "qerl", *(["nvfp4"] if self._is_nvfp4() else [])]
         self.model.add_model_tags(self._tag_names)
@@ -150,9 +142,10 @@ class QeRLMixin:
             quantization_config = _nf4_config(init["dtype"])
         if isinstance(quantization_config, NVFP4Config) and "config" not in init:
             hub = {key: init[key] for key in ("revision", "token", "cache_dir", "subfolder") if key in init}
-            config = load_config(model, quantization_config, trust_remote_code=args.trust_remote_code, **hub)
-            if getattr(config, "quantization_config", None) is not None:  # NVFP4 on disk already: read it as it is
-                init["config"], quantization_config = config, None
+            # what an NVFP4 checkpoint needs is a model config, what a dense one needs is the quantization config
+            loading = pretrained_kwargs(model, quantization_config, trust_remote_code=args.trust_remote_code, **hub)
+            quantization_config = loading.pop("quantization_config", None)
+            init.update(loading)
         args.model_init_kwargs = init
         try:
             yield quantization_config
@@ -181,16 +174,13 @@ class QeRLMixin:
     def _generate(self, prompts: list):
         started = time.perf_counter()
         training = self.model.training
-        with self.aqn.generation(on_model=not self.use_vllm) if self.aqn is not None else nullcontext():
+        with self.aqn.generation() if self.aqn is not None else nullcontext():
             output = super()._generate(prompts)
         if training:
             self._seconds["rollout"] += time.perf_counter() - started
             if self.aqn is not None:
-                measured = self.aqn.metrics()
-                if self.use_vllm:
-                    measured["aqn/sigma_effective"] = self.vllm_generation.sigma_effective
-                for name, value in measured.items():
-                    self._metrics["train"][name].append(value)
+                self._metrics["train"]["aqn/sigma"].append(self.aqn.sigma)
+                self._metrics["train"]["aqn/sigma_effective"].append(self.aqn.sigma_effective)
         return output
 
     def _calculate_rewards(self, *args, **kwargs) -> torch.Tensor:
@@ -221,7 +211,7 @@ class QeRLMixin:
             mask &= output["tool_mask"].bool()
         rollout, trainer = output.get("sampling_per_token_logps"), output.get("old_per_token_logps")
         if rollout is None or trainer is None:
-            if self.aqn is None or self.aqn.scope != "rollout" or self.aqn.metrics()["aqn/sigma"] == 0:
+            if self.aqn is None or self.aqn.scope != "rollout" or self.aqn.sigma == 0:
                 return
             n = min(_MISMATCH_SAMPLE, len(mask))
             mask = mask[:n]
@@ -349,14 +339,15 @@ class _SaveBetweenRollouts(TrainerCallback):
 
 def _adapter_config(model, args: QeRLArguments, peft_config: PeftConfig | None) -> PeftConfig | None:
     """The adapter that training needs, checked; `None` where the model brings its own or none is wanted."""
+    has_adapter = not isinstance(model, str) and is_peft_model(model)
     if args.base_format == "full":
-        if peft_config is not None or is_peft_model(model):
+        if peft_config is not None or has_adapter:
             raise ValueError(
                 "base_format='full' trains every weight, but an adapter was passed too. Drop peft_config, or choose "
                 "base_format='bf16' for LoRA on a bf16 base."
             )
         return None
-    if not isinstance(model, str) and is_peft_model(model):
+    if has_adapter:
         return peft_config  # TRL refuses the combination with its own message
     if peft_config is None:
         peft_config = default_lora_config()

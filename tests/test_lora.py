@@ -1,0 +1,201 @@
+import logging
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from qerl_trl import NVFP4Config, NVFP4Linear, load_adapter
+from qerl_trl.lora import (
+    NVFP4LoraLinear,
+    adapted_layers,
+    check_adapter,
+    default_lora_config,
+    prepare_trainable_norms,
+    register_nvfp4_lora,
+)
+
+IDS = torch.randint(5, 300, (2, 12), generator=torch.Generator().manual_seed(0))
+
+
+def quantized(tiny_model_dir, family="qwen2", **kwargs):
+    return AutoModelForCausalLM.from_pretrained(
+        tiny_model_dir(family), quantization_config=NVFP4Config(**kwargs), dtype=kwargs.get("compute_dtype", "bfloat16")
+    )
+
+
+def fill_adapter(model, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
+
+
+def adapted(model, **kwargs):
+    config = LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **kwargs})
+    torch.manual_seed(0)
+    model = get_peft_model(model, register_nvfp4_lora(config))
+    fill_adapter(model)
+    return model
+
+
+VARIANTS = {
+    "lora": {},
+    "explicit-targets": {"target_modules": ["q_proj", "down_proj"]},
+    "rslora": {"use_rslora": True},
+    "dora": {"use_dora": True},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_gradients_equal_those_of_the_dequantized_dense_model(tiny_model_dir, variant):
+    packed = quantized(tiny_model_dir, compute_dtype="float32")
+    dense = quantized(tiny_model_dir, compute_dtype="float32").dequantize()
+    packed, dense = adapted(packed, **VARIANTS[variant]), adapted(dense, **VARIANTS[variant])
+    for model in (packed, dense):
+        model(input_ids=IDS, labels=IDS).loss.backward()
+    grads = {name: p.grad for name, p in packed.named_parameters() if p.grad is not None}
+    reference = {name: p.grad for name, p in dense.named_parameters() if p.grad is not None}
+    assert grads.keys() == reference.keys()
+    assert len(grads) >= 2 * 2 * 2
+    for name, grad in grads.items():
+        torch.testing.assert_close(grad, reference[name], rtol=1e-5, atol=1e-7)
+        assert grad.abs().max() > 0, name
+
+
+def test_all_linear_covers_every_projection_and_no_head(tiny_model_dir):
+    model = adapted(quantized(tiny_model_dir))
+    layers = adapted_layers(model)
+    assert len(layers) == 2 * 7
+    assert all(isinstance(layer, NVFP4LoraLinear) for layer in layers.values())
+    assert not any("lm_head" in name for name in layers)
+
+
+def test_adapters_are_float32(tiny_model_dir):
+    model = adapted(quantized(tiny_model_dir))
+    assert {p.dtype for name, p in model.named_parameters() if p.requires_grad} == {torch.float32}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_adapter_folder_loads_in_plain_peft(tiny_model_dir, tmp_path, variant):
+    model = adapted(quantized(tiny_model_dir), **VARIANTS[variant]).eval()
+    model.save_pretrained(tmp_path)
+    assert "custom" not in (tmp_path / "adapter_config.json").read_text()
+    stock = PeftModel.from_pretrained(quantized(tiny_model_dir).dequantize(), tmp_path).eval()
+    ours = load_adapter(quantized(tiny_model_dir), tmp_path).eval()
+    with torch.no_grad():
+        expected = model(IDS).logits
+        torch.testing.assert_close(ours(IDS).logits, expected, rtol=0, atol=0)
+        torch.testing.assert_close(stock(IDS).logits, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_merge_is_the_trained_policy_and_unmerge_is_exact(tiny_model_dir, variant):
+    model = adapted(quantized(tiny_model_dir, compute_dtype="float32"), **VARIANTS[variant]).eval()
+    with torch.no_grad():
+        before = model(IDS).logits
+        model.merge_adapter()
+        torch.testing.assert_close(model(IDS).logits, before, rtol=1e-4, atol=1e-4)
+        assert not any(isinstance(layer.get_base_layer(), NVFP4Linear) for layer in adapted_layers(model).values())
+        model.unmerge_adapter()
+        assert torch.equal(model(IDS).logits, before)
+    assert all(isinstance(layer.get_base_layer(), NVFP4Linear) for layer in adapted_layers(model).values())
+
+
+def test_merge_and_unload_gives_a_plain_dense_model(tiny_model_dir, tmp_path):
+    model = adapted(quantized(tiny_model_dir, compute_dtype="float32")).eval()
+    with torch.no_grad():
+        before = model(IDS).logits
+    merged = model.merge_and_unload()
+    assert not any("packed" in name or "lora" in name for name in merged.state_dict())
+    with torch.no_grad():
+        torch.testing.assert_close(merged(IDS).logits, before, rtol=1e-4, atol=1e-4)
+
+
+def test_merge_of_an_unknown_adapter_leaves_the_layer_packed(tiny_model_dir):
+    layer = next(iter(adapted_layers(adapted(quantized(tiny_model_dir))).values()))
+    layer.merge(adapter_names=[])
+    assert isinstance(layer.get_base_layer(), NVFP4Linear)
+
+
+def test_disable_adapter_is_exact(tiny_model_dir):
+    base = quantized(tiny_model_dir).eval()
+    with torch.no_grad():
+        expected = base(IDS).logits
+    model = adapted(base).eval()
+    with torch.no_grad(), model.disable_adapter():
+        assert torch.equal(model(IDS).logits, expected)
+
+
+@pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "olora", "corda", "eva", "loftq", "orthogonal"])
+def test_inits_that_rewrite_the_base_are_refused(init):
+    config = LoraConfig(r=4)
+    config.init_lora_weights = init
+    with pytest.raises(ValueError, match=init):
+        register_nvfp4_lora(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (LoraConfig(target_modules=["q_proj", "lm_head"]), "lm_head"),
+        (LoraConfig(target_modules="lm_head"), "lm_head"),
+        (LoraConfig(target_parameters=["mlp.experts.gate_up_proj"]), "target_parameters"),
+        (PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"), "PrefixTuningConfig"),
+    ],
+    ids=["lm-head-in-list", "lm-head", "bare-parameters", "prefix-tuning"],
+)
+def test_what_cannot_work_is_refused_by_name(config, words):
+    with pytest.raises(ValueError, match=words):
+        register_nvfp4_lora(config)
+
+
+def test_the_users_config_is_not_changed():
+    config = LoraConfig(r=4)
+    register_nvfp4_lora(config)
+    assert config._custom_modules is None
+
+
+def test_default_adapter():
+    config = default_lora_config()
+    assert (config.r, config.lora_alpha, config.target_modules) == (32, 64, "all-linear")
+
+
+def test_check_adapter_refuses_what_cannot_train(tiny_model_dir, tmp_path):
+    model = adapted(quantized(tiny_model_dir))
+    check_adapter(model)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="is_trainable=True"):
+        check_adapter(load_adapter(quantized(tiny_model_dir), tmp_path))
+    check_adapter(load_adapter(quantized(tiny_model_dir), tmp_path, is_trainable=True))
+    with pytest.raises(ValueError, match="q_proj"):
+        check_adapter(quantized(tiny_model_dir))
+
+
+def test_bf16_adapters_are_warned_about(tiny_model_dir, caplog):
+    model = adapted(quantized(tiny_model_dir))
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = parameter.data.bfloat16()
+    with caplog.at_level(logging.WARNING):
+        check_adapter(model)
+    assert "bfloat16" in caplog.text
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma2"])
+def test_trainable_norms_are_float32_and_keep_the_stream_in_bf16(tiny_model_dir, family):
+    model = adapted(quantized(tiny_model_dir, family), modules_to_save=["input_layernorm"])
+    assert len(prepare_trainable_norms(model)) == 2
+    norms = {name: p for name, p in model.named_parameters() if "modules_to_save" in name}
+    assert {p.dtype for p in norms.values()} == {torch.float32}
+    out = model(input_ids=IDS, labels=IDS)
+    assert out.logits.dtype == torch.bfloat16
+    out.loss.backward()
+    assert all(p.grad is not None and p.grad.abs().max() > 0 for p in norms.values())
+    before = {name: p.detach().clone() for name, p in norms.items()}
+    torch.optim.AdamW(norms.values(), lr=1e-5).step()
+    for name, parameter in norms.items():
+        assert (parameter != before[name]).float().mean() > 0.9, f"{name}: a step of 1e-5 must land"
+    model.eval()
+    assert model.generate(input_ids=IDS, max_new_tokens=3, do_sample=False).shape == (2, 15)  # outside autocast

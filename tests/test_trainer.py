@@ -1,0 +1,431 @@
+import copy
+import json
+import logging
+import math
+import shutil
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, TrainerCallback
+from trl import GRPOConfig
+
+from qerl_trl import (
+    AQNCallback,
+    NVFP4Config,
+    QeRLConfig,
+    QeRLGRPOTrainer,
+    QeRLRLOOConfig,
+    QeRLRLOOTrainer,
+    last_checkpoint,
+)
+from qerl_trl.checkpoint import MANIFEST_NAME
+from qerl_trl.linear import NVFP4Linear
+from qerl_trl.lora import register_nvfp4_lora
+
+LORA = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+PROMPTS = Dataset.from_dict({"prompt": [f"say {word} " for word in ("one", "two", "six", "ten")] * 4})
+
+
+def spread_reward(completions, **kwargs):
+    """Differs between completions, so that every step has a gradient."""
+    return [float(sum(text.encode()) % 7) for text in completions]
+
+
+def settings(tmp_path, config=QeRLConfig, **kwargs):
+    defaults = {
+        "output_dir": str(tmp_path / "run"),
+        "use_cpu": True,
+        "bf16": False,
+        "per_device_train_batch_size": 8,
+        "num_generations": 4,
+        "max_completion_length": 6,
+        "max_steps": 2,
+        "learning_rate": 1e-3,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "gradient_checkpointing": False,
+        "disable_tqdm": True,
+        "seed": 3,
+        "aqn_num_stages": 2,
+        "model_init_kwargs": {"dtype": "float32"},
+    }
+    return config(**{**defaults, **kwargs})
+
+
+@pytest.fixture
+def make_trainer(tiny_model_dir, tiny_tokenizer, tmp_path):
+    def make(
+        model=None,
+        trainer_class=QeRLGRPOTrainer,
+        reward=spread_reward,
+        callbacks=None,
+        peft_config=LORA,
+        args=None,
+        **kwargs,
+    ):
+        config = QeRLConfig if trainer_class is QeRLGRPOTrainer else QeRLRLOOConfig
+        return trainer_class(
+            model if model is not None else str(tiny_model_dir("qwen2")),
+            reward,
+            args if args is not None else settings(tmp_path, config, **kwargs),
+            PROMPTS,
+            processing_class=tiny_tokenizer,
+            peft_config=peft_config,
+            callbacks=callbacks,
+        )
+
+    return make
+
+
+def adapter_of(trainer) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in trainer.model.named_parameters() if "lora_" in name}
+
+
+def frozen_of(trainer) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in trainer.model.named_parameters() if not p.requires_grad}
+
+
+def assert_identical(left: dict, right: dict):
+    assert left.keys() == right.keys()
+    different = [name for name in left if not torch.equal(left[name], right[name])]
+    assert not different
+
+
+def logged(trainer, key: str) -> list:
+    return [entry[key] for entry in trainer.state.log_history if key in entry]
+
+
+# --- the run ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("trainer_class", [QeRLGRPOTrainer, QeRLRLOOTrainer], ids=["grpo", "rloo"])
+def test_trains_the_adapter_and_nothing_else(make_trainer, trainer_class):
+    trainer = make_trainer(trainer_class=trainer_class, max_steps=4)
+    assert sum(isinstance(m, NVFP4Linear) for m in trainer.model.modules()) == 14
+    frozen, adapter = frozen_of(trainer), adapter_of(trainer)
+    trainer.train()
+    assert_identical(frozen_of(trainer), frozen)
+    changed = [name for name, value in adapter_of(trainer).items() if not torch.equal(value, adapter[name])]
+    assert len(changed) == len(adapter)
+    sigma = logged(trainer, "aqn/sigma")
+    assert sigma[:2] == [0.0, 0.0]  # stage 0
+    assert sigma[2] > 0
+    for aimed, landed in zip(sigma, logged(trainer, "aqn/sigma_effective"), strict=True):
+        assert landed == pytest.approx(aimed, rel=0.15)  # 4 norms of 128 values: sampling error 3 %
+    for key in ("entropy", "reward", "memory/peak_gib", "seconds/rollout", "seconds/reward", "seconds/update"):
+        values = logged(trainer, key)
+        assert len(values) == 4, key
+        assert all(math.isfinite(value) and value >= 0 for value in values), key
+    assert sum(kl > 0 for kl in logged(trainer, "rollout/mismatch_kl")) == 2  # the two noisy steps
+
+
+@pytest.mark.parametrize("aqn", [False, True], ids=["quiet", "noisy"])
+@pytest.mark.parametrize("base_format", ["bf16", "full"])
+def test_control_arms(make_trainer, base_format, aqn):
+    trainer = make_trainer(base_format=base_format, aqn=aqn, max_steps=4, peft_config=None)
+    assert not any(isinstance(m, NVFP4Linear) for m in trainer.model.modules())
+    trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+    total = sum(p.numel() for p in trainer.model.parameters())
+    assert trained == total if base_format == "full" else trained < total
+    trainer.train()
+    assert ("aqn/sigma" in trainer.state.log_history[-2]) is aqn
+    assert (max(logged(trainer, "aqn/sigma"), default=0) > 0) is aqn
+
+
+def test_nf4_arm(make_trainer):
+    pytest.importorskip("bitsandbytes")
+    trainer = make_trainer(base_format="nf4", model_init_kwargs={"dtype": "bfloat16"})
+    assert trainer.model.is_loaded_in_4bit
+    trainer.train()
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo", "bnpo"])
+def test_losses_of_trl_work(make_trainer, loss_type):
+    trainer = make_trainer(loss_type=loss_type, max_steps=1, epsilon_high=0.28)
+    before = adapter_of(trainer)
+    trainer.train()
+    assert any(not torch.equal(value, before[name]) for name, value in adapter_of(trainer).items())
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "gradient-checkpointing"])
+def test_policy_scope_runs_on_policy(make_trainer, checkpointing):
+    trainer = make_trainer(aqn_scope="policy", aqn_sigma_start=0.1, max_steps=4, gradient_checkpointing=checkpointing)
+    trainer.train()
+    assert max(logged(trainer, "aqn/sigma")) == 0.1
+    assert not logged(trainer, "rollout/mismatch_kl")
+
+
+def test_bf16_autocast_run(make_trainer):
+    trainer = make_trainer(bf16=True, model_init_kwargs=None, max_steps=2, gradient_checkpointing=True)
+    assert {m.compute_dtype for m in trainer.model.modules() if isinstance(m, NVFP4Linear)} == {torch.bfloat16}
+    trainer.train()
+    assert all(math.isfinite(loss) for loss in logged(trainer, "loss"))
+
+
+def test_trainable_norms(make_trainer):
+    peft_config = copy.deepcopy(LORA)
+    peft_config.modules_to_save = ["input_layernorm", "post_attention_layernorm"]
+    trainer = make_trainer(peft_config=peft_config, max_steps=4, bf16=True, model_init_kwargs=None)
+    norms = {n: p for n, p in trainer.model.named_parameters() if "modules_to_save" in n}
+    before = {n: p.detach().clone() for n, p in norms.items()}
+    trainer.train()
+    assert all(p.dtype == torch.float32 for p in norms.values())
+    assert all(not torch.equal(p, before[n]) for n, p in norms.items())
+    assert max(logged(trainer, "aqn/sigma")) > 0
+
+
+# --- what may be passed as a model -----------------------------------------------------------------------------------
+
+
+def test_instance_and_peft_model_equal_the_name(make_trainer, tiny_model_dir):
+    def fresh():
+        return AutoModelForCausalLM.from_pretrained(
+            tiny_model_dir("qwen2"), quantization_config=NVFP4Config(compute_dtype="float32"), dtype=torch.float32
+        )
+
+    by_name = make_trainer()
+    by_name.train()
+    by_instance = make_trainer(model=fresh(), model_init_kwargs=None)
+    by_instance.train()
+    assert_identical(adapter_of(by_instance), adapter_of(by_name))
+    torch.manual_seed(0)
+    wrapped = make_trainer(
+        model=get_peft_model(fresh(), register_nvfp4_lora(LORA)), peft_config=None, model_init_kwargs=None
+    )
+    wrapped.train()
+    assert adapter_of(wrapped).keys() == adapter_of(by_name).keys()
+
+
+def test_saved_nvfp4_folder_trains_like_its_source(make_trainer, tiny_model_dir, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(
+        tiny_model_dir("qwen2"), quantization_config=NVFP4Config(compute_dtype="float32"), dtype=torch.float32
+    )
+    model.save_pretrained(tmp_path / "nvfp4")
+    from_bf16, from_nvfp4 = make_trainer(), make_trainer(model=str(tmp_path / "nvfp4"))
+    packed = {n: p for n, p in frozen_of(from_bf16).items() if p.dtype == torch.uint8}
+    assert_identical(packed, {n: p for n, p in frozen_of(from_nvfp4).items() if p.dtype == torch.uint8})
+
+
+def test_wrong_combinations_are_refused_with_the_remedy(make_trainer, tiny_model_dir, tmp_path):
+    dense = AutoModelForCausalLM.from_pretrained(tiny_model_dir("qwen2"), dtype=torch.float32)
+    with pytest.raises(ValueError, match="quantization_config=NVFP4Config"):
+        make_trainer(model=dense)
+    with pytest.raises(ValueError, match="base_format='full' trains every weight"):
+        make_trainer(base_format="full")
+    with pytest.raises(TypeError, match=r"replace GRPOConfig\(\.\.\.\) by QeRLConfig"):
+        make_trainer(args=GRPOConfig(str(tmp_path), use_cpu=True, bf16=False))
+
+
+def test_an_adapter_that_matches_nothing_is_an_error(make_trainer):
+    with pytest.raises(ValueError, match="no_such_layer"):
+        make_trainer(peft_config=LoraConfig(target_modules=["no_such_layer"]))
+
+
+def test_a_second_noise_callback_is_an_error(make_trainer):
+    with pytest.raises(ValueError, match="AQNCallback"):
+        make_trainer(callbacks=[AQNCallback()]).train()
+
+
+def test_model_init_kwargs_are_restored(make_trainer):
+    trainer = make_trainer()
+    assert trainer.args.model_init_kwargs == {"dtype": "float32"}
+    trainer.args.to_json_string()
+
+
+def test_tags_and_card(make_trainer, tmp_path):
+    trainer = make_trainer()
+    trainer.create_model_card(model_name="m")
+    card = (tmp_path / "run" / "README.md").read_text()
+    for tag in ("qerl", "nvfp4", "grpo"):
+        assert f"- {tag}" in card
+    assert "2510.11696" in card
+
+
+# --- noise and exactness ---------------------------------------------------------------------------------------------
+
+
+def test_sigma_zero_equals_no_noise_bit_for_bit(make_trainer, tmp_path):
+    silent = make_trainer(aqn_sigma_start=0.0, aqn_sigma_end=0.0, max_steps=4)
+    silent.train()
+    without = make_trainer(aqn=False, max_steps=4)
+    without.train()
+    assert_identical(adapter_of(silent), adapter_of(without))
+    noisy = make_trainer(aqn_sigma_start=0.5, aqn_sigma_end=0.5, max_steps=4)
+    noisy.train()
+    assert any(not torch.equal(v, adapter_of(without)[n]) for n, v in adapter_of(noisy).items())
+
+
+class SaveCheck(TrainerCallback):
+    """Compares the frozen weights with the clean ones at every event at which somebody could save them."""
+
+    def __init__(self):
+        self.clean = None
+        self.seen = 0
+
+    def _look(self, model):
+        norms = {name: value.clone() for name, value in model.state_dict().items() if "norm" in name}
+        if self.clean is None:
+            self.clean = norms
+        assert_identical(norms, self.clean)
+        self.seen += 1
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        self._look(model)
+
+    on_step_end = on_save = on_log = on_train_end = on_step_begin
+
+
+@pytest.mark.parametrize("scope", ["rollout", "policy"])
+def test_no_event_ever_sees_a_noisy_weight(make_trainer, scope):
+    check = SaveCheck()
+    trainer = make_trainer(
+        callbacks=[check], aqn_scope=scope, aqn_sigma_start=0.5, max_steps=4, save_strategy="steps", save_steps=1
+    )
+    trainer.train()
+    assert check.seen >= 12
+    with torch.no_grad():  # and the model computes what the clean one computes
+        ids = torch.arange(5, 15)[None]
+        fresh = AutoModelForCausalLM.from_pretrained(
+            trainer.model.config._name_or_path,
+            quantization_config=NVFP4Config(compute_dtype="float32"),
+            dtype=torch.float32,
+        )
+        with trainer.model.disable_adapter():
+            assert torch.equal(trainer.model.eval()(ids).logits, fresh(ids).logits)
+
+
+# --- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+RESUME_CASES = {
+    "plain": {},
+    "accumulation": {"gradient_accumulation_steps": 2},
+    "policy-scope": {"aqn_scope": "policy"},
+    "two-iterations": {"num_iterations": 2},
+    "entropy-target": {"aqn_schedule": "entropy_target", "aqn_entropy_target": 5.0},
+}
+
+
+@pytest.mark.parametrize("case", RESUME_CASES)
+def test_resume_continues_the_same_trajectory(make_trainer, tmp_path, case):
+    options = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2, "aqn_sigma_start": 0.1, **RESUME_CASES[case]}
+    whole = make_trainer(**options)
+    whole.train()
+    run = tmp_path / "run"
+    shutil.rmtree(run / "checkpoint-6")
+    assert last_checkpoint(run) == str(run / "checkpoint-4")
+    resumed = make_trainer(**options)
+    resumed.train(resume_from_checkpoint=True)
+    assert_identical(adapter_of(resumed), adapter_of(whole))
+    assert resumed.state.global_step == 6
+    saved = load_file(run / "checkpoint-6" / "adapter_model.safetensors")
+    assert len(saved) == len(adapter_of(whole))
+
+
+def test_a_torn_checkpoint_is_skipped_and_the_run_still_ends_identically(make_trainer, tmp_path):
+    options = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2}
+    whole = make_trainer(**options)
+    whole.train()
+    run = tmp_path / "run"
+    shutil.rmtree(run / "checkpoint-6")
+    (run / "checkpoint-4" / MANIFEST_NAME).unlink()  # killed before it was sealed
+    resumed = make_trainer(**options)
+    resumed.train(resume_from_checkpoint=True)
+    assert_identical(adapter_of(resumed), adapter_of(whole))
+
+
+def test_damaged_checkpoint_named_by_the_user_is_refused(make_trainer, tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 2}
+    make_trainer(**options).train()
+    weights = tmp_path / "run" / "checkpoint-2" / "optimizer.pt"
+    weights.write_bytes(weights.read_bytes()[:-7])
+    with pytest.raises(ValueError, match=r"optimizer\.pt has"):
+        make_trainer(**options).train(resume_from_checkpoint=str(weights.parent))
+    with pytest.raises(ValueError, match="no whole checkpoint"):
+        make_trainer(**options).train(resume_from_checkpoint=True)
+
+
+def test_resuming_with_other_settings_says_so(make_trainer, caplog):
+    options = {"save_strategy": "steps", "save_steps": 2}
+    make_trainer(**options).train()
+    with caplog.at_level(logging.WARNING):
+        make_trainer(**options, aqn_seed=9, max_steps=4).train(resume_from_checkpoint=True)
+    assert "aqn_seed: 3 then, 9 now" in caplog.text
+    assert "max_steps: 2 then, 4 now" in caplog.text
+
+
+def test_saves_wait_for_the_end_of_a_rollout(make_trainer, tmp_path):
+    trainer = make_trainer(num_iterations=3, max_steps=7, save_strategy="steps", save_steps=2)
+    trainer.train()
+    steps = sorted(int(p.name.split("-")[1]) for p in (tmp_path / "run").glob("checkpoint-*"))
+    assert steps == [3, 6, 7]  # asked for at 2, 4, 6 and the end
+
+
+def test_old_checkpoints_go_only_after_the_new_one_is_sealed(make_trainer, tmp_path, monkeypatch):
+    from qerl_trl import checkpoint
+
+    run, seal, present = tmp_path / "run", checkpoint.seal, []
+
+    def watching(folder, settings):
+        present.append(sorted(p.name for p in run.glob("checkpoint-*")))
+        seal(folder, settings)
+
+    monkeypatch.setattr(checkpoint, "seal", watching)
+    make_trainer(max_steps=3, save_strategy="steps", save_steps=1, save_total_limit=1).train()
+    assert present == [["checkpoint-1"], ["checkpoint-1", "checkpoint-2"], ["checkpoint-2", "checkpoint-3"]]
+    assert [p.name for p in run.glob("checkpoint-*")] == ["checkpoint-3"]
+
+
+def test_manifest_describes_the_run(make_trainer, tmp_path):
+    make_trainer(save_strategy="steps", save_steps=2).train()
+    manifest = json.loads((tmp_path / "run" / "checkpoint-2" / MANIFEST_NAME).read_text())
+    assert manifest["run"]["lora"]["r"] == 4
+    assert {"adapter_model.safetensors", "optimizer.pt", "trainer_state.json", "rng_state.pth"} <= manifest[
+        "files"
+    ].keys()
+
+
+# --- guards ----------------------------------------------------------------------------------------------------------
+
+
+def test_infinite_reward_stops_before_any_weight_changes(make_trainer):
+    def broken(completions, **kwargs):
+        return [0.0] * (len(completions) - 1) + [math.inf]
+
+    trainer = make_trainer(reward=broken)
+    before = adapter_of(trainer)
+    with pytest.raises(ValueError, match="'broken' returned inf for completion 7"):
+        trainer.train()
+    assert_identical(adapter_of(trainer), before)
+
+
+def test_none_and_nan_rewards_keep_trl_s_meaning(make_trainer):
+    def sometimes(completions, **kwargs):
+        return [None if i % 4 == 0 else float(i) for i in range(len(completions))]
+
+    trainer = make_trainer(reward=[sometimes, spread_reward])
+    trainer.train()
+    assert all(math.isfinite(value) for value in logged(trainer, "reward"))
+
+
+def test_non_finite_gradient_stops_before_any_weight_changes(make_trainer):
+    trainer = make_trainer(max_steps=3)
+    before = adapter_of(trainer)
+    name, parameter = next((n, p) for n, p in trainer.model.named_parameters() if "lora_B" in n)
+    parameter.register_hook(lambda grad: torch.full_like(grad, math.nan))
+    with pytest.raises(RuntimeError, match=f"gradient of .*{name.split('.')[-3]}"):
+        trainer.train()
+    assert_identical(adapter_of(trainer), before)
+
+
+def test_rewards_without_spread_are_reported(make_trainer, caplog):
+    def flat(completions, **kwargs):
+        return [1.0] * len(completions)
+
+    with caplog.at_level(logging.WARNING):
+        make_trainer(reward=flat, max_steps=3, zero_advantage_patience=2).train()
+    assert "last 2 rollouts" in caplog.text
