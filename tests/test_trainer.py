@@ -303,7 +303,8 @@ def test_no_event_ever_sees_a_noisy_weight(make_trainer, scope):
 
 RESUME_CASES = {
     "plain": {},
-    "accumulation": {"gradient_accumulation_steps": 2},
+    "accumulation-and-later-epoch": {"gradient_accumulation_steps": 2},  # 4 steps an epoch
+    "inside-later-epoch": {"gradient_accumulation_steps": 4},  # 2 steps an epoch
     "policy-scope": {"aqn_scope": "policy"},
     "two-iterations": {"num_iterations": 2},
     "entropy-target": {"aqn_schedule": "entropy_target", "aqn_entropy_target": 5.0},

@@ -7,6 +7,7 @@ differs from the parent, method by method:
 |---|---|
 | `__init__` | quantizes the base while it loads, registers LoRA for it, attaches noise and checks, replaces the vLLM glue |
 | `train` | resumes from whole checkpoints only |
+| `_get_train_sampler` | a run resumed in a later epoch sees that epoch's order of prompts, not the first one's again |
 | `_generate` | draws the noise of this rollout (covers vLLM, transformers, tools and rollout functions alike) |
 | `_calculate_rewards` | times rewards and refuses infinite ones |
 | `_generate_and_score_completions` | measures the rollout/trainer mismatch |
@@ -29,7 +30,8 @@ import torch
 from accelerate.utils import is_peft_model
 from peft import PeftConfig
 from torch import nn
-from transformers import PreTrainedModel, TrainerCallback
+from transformers import PreTrainedModel, TrainerCallback, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import rotate_checkpoints
 from trl import GRPOTrainer, RLOOTrainer
 
@@ -64,6 +66,7 @@ class QeRLMixin:
     _config_class: type[QeRLArguments]
     #: noise of the rollouts, `None` with `aqn=False`
     aqn: AQNCallback | None = None
+    _epochs_done = 0
 
     def __init__(
         self,
@@ -279,7 +282,15 @@ class QeRLMixin:
         if resume_from_checkpoint:
             for difference in checkpoint.run_differences(resume_from_checkpoint, self._run_settings()):
                 logger.warning("Resuming %s with other settings: %s", resume_from_checkpoint, difference)
+            state = TrainerState.load_from_json(os.path.join(resume_from_checkpoint, TRAINER_STATE_NAME))
+            self._epochs_done = int(state.epoch or 0)
         return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _get_train_sampler(self, dataset=None):
+        sampler = super()._get_train_sampler(dataset)
+        for _ in range(self._epochs_done):  # each epoch's order is drawn from one generator, when its first index is asked for
+            next(iter(sampler))
+        return sampler
 
     def _save_checkpoint(self, model, trial) -> None:
         run_dir = self._get_output_dir(trial=trial)
