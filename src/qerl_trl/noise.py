@@ -65,9 +65,9 @@ class AQNCallback(TrainerCallback):
     vLLM; noise is never applied twice.
 
     The draw of a generation is keyed by (seed, global_step, number of the generation within that step), so a run resumed
-    from a checkpoint draws the same noise again. The noise is active only between `on_step_begin` and `on_step_end`, and
-    never in evaluation mode. With scope `policy`, a PEFT reference policy (beta > 0) is evaluated under the same noise, so
-    that its KL measures the adapter; a separate reference model is clean.
+    from a checkpoint draws the same noise again. The noise is active only between `on_step_begin` and
+    `on_pre_optimizer_step`, and never in evaluation mode. With scope `policy`, a PEFT reference policy (beta > 0) is
+    evaluated under the same noise, so that its KL measures the adapter; a separate reference model is clean.
 
     Logged with every training log line: `aqn/sigma` and `aqn/sigma_effective`, means over the draws since the last line.
     They reach `state.log_history`, the progress bar and callbacks that were added later. Trainer calls the integrations of
@@ -353,9 +353,12 @@ class AQNCallback(TrainerCallback):
         self._in_step = True
         self._noise.held = self.scope == "policy" and self._last is not None
 
-    def on_step_end(self, args, state, control, **kwargs):
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        # every forward and backward of the step is done; other callbacks may sample in their on_step_end before ours runs
         self._in_step = False
         self._noise.held = False
+
+    def on_step_end(self, args, state, control, **kwargs):
         if self._last is None:
             raise RuntimeError(
                 "A training step went by and AQNCallback saw no generation by the policy, so no noise would ever act. It "
