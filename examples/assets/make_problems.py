@@ -286,8 +286,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     train, test = distinct(args.train, args.seed, held=False), distinct(args.test, args.seed + 1, held=True)
-    overlap = {p.question for p in train} & {p.question for p in test}
-    assert not overlap, f"{len(overlap)} questions are on both sides of the split"
+    for what in (lambda p: p.question, lambda p: (p.template.name, *sorted(p.numbers.items()))):
+        overlap = set(map(what, train)) & set(map(what, test))
+        assert not overlap, f"{len(overlap)} problems are on both sides of the split, such as {next(iter(overlap))}"
     write(args.out / "train.jsonl", train)
     write(args.out / "test.jsonl", test)
     print(f"{len(train)} training and {len(test)} held-out problems in {args.out}")

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 from make_problems import LARGEST, Problem, calculate, problems
-from tokenizers import Tokenizer, decoders, models, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 HERE = Path(__file__).resolve().parent
@@ -85,11 +85,9 @@ def make_tokenizer(folder: Path, seed: int) -> Qwen2Tokenizer:
     bpe = Tokenizer(models.BPE())
     bpe.normalizer, bpe.pre_tokenizer, bpe.decoder = qwen2.normalizer, qwen2.pre_tokenizer, decoders.ByteLevel()
     special = [PAD, START, END]
-    from tokenizers.pre_tokenizers import ByteLevel
-
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY,
-        initial_alphabet=sorted(ByteLevel.alphabet()),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         special_tokens=special,
         show_progress=False,
     )
@@ -242,8 +240,6 @@ def main() -> None:
         running = loss if running is None else 0.98 * running + 0.02 * loss
         if step % 100 == 99 or step == 9:
             print(f"step {step + 1} of {args.steps}  loss {running:.4f}  {time.monotonic() - start:.0f} s", flush=True)
-        if step % 500 == 499 and step + 1 < args.steps:
-            save(model, tokenizer, args.out.with_name(args.out.name + "-unfinished"))
     save(model, tokenizer, args.out)
     print(f"wrote {args.out} after {time.monotonic() - start:.0f} s")
 
