@@ -306,7 +306,7 @@ def test_what_cannot_be_quantized_is_refused_with_the_value(weight, rule, messag
 def test_a_nan_is_refused_with_a_given_global_scale_too():
     weight = torch.zeros(4, 16)
     weight[3, 5] = math.nan
-    with pytest.raises(ValueError, match="NaN or infinite"):
+    with pytest.raises(ValueError, match="NaN nor infinity"):
         nvfp4.quantize(weight, global_scale=torch.tensor([1.0]))
 
 

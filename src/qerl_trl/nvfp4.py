@@ -85,18 +85,24 @@ class NVFP4Tensor(NamedTuple):
 def encode_e2m1(x: torch.Tensor) -> torch.Tensor:
     """Nearest E2M1 codes of `x` (any shape, float; no NaN): uint8, one code a byte. Ties go to the even code, |x| > 6 saturates.
 
-    How: within [2^e, 2^(e+1)) the grid step is 2^(e-1), so adding 2^(e+22), a float32 whose last bit is worth exactly that step,
-    leaves |x| / step, rounded half to even by the hardware, in the low bits of the sum. Below 1 the step is that of e = 0. The code is
-    that number plus two for each exponent: 1.5 is 3 steps in [1, 2), code 3; 3 is 3 steps in [2, 4), code 5.
+    The code is the number of grid steps plus two for each exponent: 1.5 is 3 steps in [1, 2), code 3; 3 is 3 steps in [2, 4), code 5.
     """
     magnitude = x.to(torch.float32, copy=True)
     sign = (magnitude.view(torch.int32) >> 28).bitwise_and_(8)
-    magnitude.abs_().clamp_(max=E2M1_MAX)
-    exponent = magnitude.clamp(min=1.0).view(torch.int32).bitwise_and_(0x7F800000)  # float32 bits of 2^e, e = 0, 1, 2
-    magnitude.add_((exponent + (22 << 23)).view(torch.float32))
-    steps = magnitude.view(torch.int32).bitwise_and_(7)
+    exponent, magic = _grid_exponent(magnitude.abs_().clamp_(max=E2M1_MAX))
+    steps = magnitude.add_(magic).view(torch.int32).bitwise_and_(7)
     doubled_exponent = exponent.bitwise_right_shift_(22).sub_(2 * 127)
     return steps.add_(doubled_exponent).bitwise_or_(sign).to(torch.uint8)
+
+
+def _grid_exponent(magnitude: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The float32 bits of 2^e (int32), and the number that rounds to the grid when it is added; magnitude float32 in [0, 6].
+
+    Within [2^e, 2^(e+1)) the grid step is 2^(e-1), so adding 2^(e+22), a float32 whose last bit is worth exactly that step, leaves
+    magnitude / step, rounded half to even by the hardware, in the low bits of the sum. Below 1 the step is that of e = 0.
+    """
+    exponent = magnitude.clamp(min=1.0).view(torch.int32).bitwise_and_(0x7F800000)
+    return exponent, (exponent + (22 << 23)).view(torch.float32)
 
 
 def decode_e2m1(codes: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -184,8 +190,9 @@ def quantize(weight_NK: torch.Tensor, scale_rule: str = "rtn", global_scale: tor
         )
     rows, columns = weight_NK.shape
     device = weight_NK.device
+    own_scale = power_of_two_global_scale(_amax(weight_NK))  # refuses NaN and infinity
     if global_scale is None:
-        global_scale = power_of_two_global_scale(_amax(weight_NK))
+        global_scale = own_scale
     global_scale = global_scale.detach().to(device, torch.float32).reshape(1).clone()
     packed = torch.empty(rows, columns // 2, dtype=torch.uint8, device=device)
     block_scale = torch.empty(rows, columns // BLOCK_SIZE, dtype=torch.uint8, device=device)
@@ -227,8 +234,6 @@ def _quantize_rows(
     """(packed, block_scale) of a few rows."""
     weight_RB16 = weight_RK.to(torch.float32).reshape(weight_RK.shape[0], -1, BLOCK_SIZE)
     amax_RB = weight_RB16.abs().amax(-1)
-    if not bool(torch.isfinite(amax_RB).all()):
-        raise ValueError("a weight is NaN or infinite, which NVFP4 cannot represent. Check the checkpoint.")
     code_RB = _round_scale(amax_RB / E2M1_MAX * global_scale)
     if scale_rule == "four_over_six":
         code_RB = _best_scale(weight_RB16, global_scale, [code_RB, _round_scale(amax_RB / 4.0 * global_scale)])
@@ -253,16 +258,13 @@ def _best_scale(weight_RB16: torch.Tensor, global_scale: torch.Tensor, candidate
     The error is measured in units of 1 / global_scale (tiny weights must not underflow when squared) and summed as a fixed binary
     tree of halves, 16 -> 8 -> 4 -> 2 -> 1, so that a kernel can make the same choice bit for bit.
     """
+    magnitude_RB16 = weight_RB16.abs()
     best_code = best_error = None
     for code_RB in candidates:
         unit_RB1 = (decode_scale(code_RB) / global_scale).unsqueeze(-1)
-        error = (
-            decode_e2m1(encode_e2m1(weight_RB16 / unit_RB1))
-            .mul_(unit_RB1)
-            .sub_(weight_RB16)
-            .mul_(global_scale)
-            .square_()
-        )
+        rounded = (magnitude_RB16 / unit_RB1).clamp_(max=E2M1_MAX)
+        magic = _grid_exponent(rounded)[1]
+        error = rounded.add_(magic).sub_(magic).mul_(unit_RB1).sub_(magnitude_RB16).mul_(global_scale).square_()
         while error.shape[-1] > 1:
             half = error.shape[-1] // 2
             error = error[..., :half] + error[..., half:]
