@@ -20,6 +20,7 @@ from transformers import AutoTokenizer, ProgressCallback
 from trl import ModelConfig, TrlParser, get_peft_config
 
 from qerl_trl import QeRLConfig, QeRLGRPOTrainer, last_checkpoint
+from qerl_trl.checkpoint import write_json_atomically
 from qerl_trl.evaluation import Accuracy, grade, paired_difference, solve
 from qerl_trl.plots import plot_curves
 from qerl_trl.report import banner, device_name, versions
@@ -126,7 +127,7 @@ def main(script: ScriptArguments, args: QeRLConfig, model_args: ModelConfig) -> 
         before = held_out()
         if main_process:
             output_dir.mkdir(parents=True, exist_ok=True)
-            before_file.write_text(json.dumps(before))
+            write_json_atomically(before_file, before)
     say(f"Held-out accuracy before training, greedy: {Accuracy(sum(before), len(before))}")
 
     summary = trainer.train(resume_from_checkpoint=resume)
@@ -160,7 +161,7 @@ def report(trainer: QeRLGRPOTrainer, before: list[bool], after: list[bool], metr
         "command": " ".join(["accelerate launch", *sys.argv]),
         "log_history": trainer.state.log_history,
     }
-    (output_dir / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    write_json_atomically(output_dir / "results.json", results)
     plot_curves(trainer.state.log_history, output_dir / "curves.png", title=output_dir.name)
     saved = "weights" if args.base_format == "full" else "adapter"
     print(

@@ -120,7 +120,7 @@ def run_differences(folder: str | os.PathLike, run: dict) -> list[str]:
     return [f"{key}: {saved[key]!r} then, {run[key]!r} now" for key in saved if key in run and saved[key] != run[key]]
 
 
-def write_json_atomically(path: Path, content: dict) -> None:
+def write_json_atomically(path: Path, content: dict | list) -> None:
     """Write beside, flush to disk, rename."""
     temporary = path.with_name(f".{path.name}.tmp")
     with open(temporary, "w") as file:

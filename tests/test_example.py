@@ -1,0 +1,123 @@
+"""The example script as a user starts it: end to end, killed and started again, and in the control arms."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).resolve().parents[1]
+LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1", "--num_machines", "1"]
+LAUNCH += ["--mixed_precision", "no", "--dynamo_backend", "no", "examples/grpo_gsm8k.py"]
+SMALL = {
+    "max_steps": 6,
+    "save_steps": 1,
+    "per_device_train_batch_size": 16,
+    "max_completion_length": 16,
+    "eval_problems": 8,
+    "aqn_num_stages": 3,
+    "lora_r": 4,
+}
+
+
+def command(output: Path, **options) -> list[str]:
+    return LAUNCH + [
+        str(p) for name, value in {**SMALL, "output_dir": output, **options}.items() for p in (f"--{name}", value)
+    ]
+
+
+def environment() -> dict:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+
+
+def run(output: Path, **options) -> str:
+    done = subprocess.run(command(output, **options), cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> tuple[Path, str]:
+    output = tmp_path_factory.mktemp("example") / "run"
+    return output, run(output)
+
+
+@pytest.mark.slow
+def test_says_what_it_does_and_leaves_everything_behind(finished):
+    output, said = finished
+    first = said.splitlines()[0]
+    assert "embedded.yaml" in first
+    assert "no GPU was found" in first
+    assert "--config" in first
+    for word in (
+        "versions",
+        "device",
+        "NVFP4 in",
+        "trained",
+        "optimizer",
+        "noise",
+        "exponential",
+        "reference",
+        "(95 %)",
+        "upload",
+    ):
+        assert word in said, word
+    results = json.loads((output / "results.json").read_text())
+    assert results["before"]["total"] == results["after"]["total"] == 8
+    low, high = results["after"]["interval95"]
+    assert low <= results["after"]["accuracy"] <= high
+    assert results["steps"] == 6
+    assert (output / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert (output / "adapter_config.json").is_file()
+    sigma = [entry["aqn/sigma"] for entry in results["log_history"] if "aqn/sigma" in entry]
+    assert sigma[0] == 0
+    assert sigma[2] == pytest.approx(1e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_killed_at_random_moments_it_ends_with_the_same_adapter(finished, tmp_path):
+    """SIGKILL while starting, generating, updating or saving: the same command, repeated, ends bit-identically."""
+    twin, _ = finished
+    output, moments, kills = tmp_path / "run", random.Random(0), 0
+    for _ in range(4):
+        process = subprocess.Popen(
+            command(output),
+            cwd=ROOT,
+            env=environment(),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        deadline = time.time() + 120
+        while process.poll() is None and time.time() < deadline and not any(output.glob("checkpoint-*")):
+            time.sleep(0.02)
+        time.sleep(moments.uniform(0.0, 1.0))  # anywhere in a step or in the next save
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            kills += 1
+        process.wait()
+    assert kills >= 2
+    run(output)
+    left, right = (load_file(folder / "adapter_model.safetensors") for folder in (output, twin))
+    assert left.keys() == right.keys()
+    assert all(left[name].equal(right[name]) for name in left)
+    ours, theirs = (json.loads((folder / "results.json").read_text()) for folder in (output, twin))
+    assert ours["after"] == theirs["after"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "arm", [{"base_format": "bf16", "aqn": "false"}, {"base_format": "full", "aqn": "true"}], ids=str
+)
+def test_control_arms_by_one_option(tmp_path, arm):
+    run(tmp_path / "run", **arm, max_steps=2, save_steps=2)
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert results["arm"]["base_format"] == arm["base_format"]
+    assert any("aqn/sigma" in entry for entry in results["log_history"]) is (arm["aqn"] == "true")
