@@ -199,9 +199,7 @@ class QeRLVLLMGeneration(VLLMGeneration):
                 self.server.push_adapter(adapter, norms)
             elif self.state is not None:
                 self.state.load_adapter(adapter)
-                if norms:
-                    self.state.remember_clean(self._norm_names or tuple(norms), norms)
-                    self._draw = None
+                self.state.update_clean(norms)
         self._reset_prefix_cache()
         self._stamp = self._adapter_stamp()
 
@@ -271,8 +269,11 @@ class QeRLVLLMGeneration(VLLMGeneration):
         try:
             with _deadline(timeout):
                 yield
-        except (RuntimeError, OSError, AssertionError) as error:
-            if isinstance(error, RolloutError):
+        except RolloutError:
+            raise
+        except Exception as error:
+            # TRL's client raises plain Exception; anything narrower of another kind is a bug to show as it is
+            if type(error) is not Exception and not isinstance(error, RuntimeError | OSError | AssertionError):
                 raise
             raise RolloutError(
                 f"The rollout failed in vLLM ({self.mode} mode) at step {self.trainer.state.global_step}: "

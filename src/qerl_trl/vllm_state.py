@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from .noise import NoiseDraw, standard_noise
+from .vllm_checksum import checksum
 from .vllm_linear import AdaptedMethod
 from .vllm_norm import find_norms
 
@@ -124,12 +125,11 @@ class RolloutState:
     # ------------------------------------------------------------------ noise
 
     @torch.no_grad()
-    def remember_clean(self, names: Iterable[str], weights: Mapping[str, torch.Tensor] | None = None) -> None:
+    def remember_clean(self, names: Iterable[str]) -> None:
         """Declare which norms carry noise, and keep clean copies of them. Noise is off afterwards.
 
         Args:
             names: canonical names of the norms, in a fixed order.
-            weights: clean weights, for norms that are trained; others keep what vLLM loaded.
 
         Raises:
             `ValueError`: vLLM's model lacks one of the norms.
@@ -141,13 +141,44 @@ class RolloutState:
                 f"Noise should go on {len(names)} norms, but vLLM's model lacks {len(unknown)} of them ({unknown[:4]}); it has "
                 f"{len(self.norms)} norms that can carry noise. Noise on no norm would silently do nothing."
             )
-        if names == self._names and self.draw is not None and self.draw.sigma:
-            self.clear_noise()
-        for name in weights or {}:
-            self.norms[name].weight.copy_(weights[name])
+        self.clear_noise()
         self._names = names
-        self._clean = torch.cat([self.norms[name].weight.detach().float().flatten() for name in names])
+        self._clean = self._gather()
         self.draw = None
+
+    @torch.no_grad()
+    def update_clean(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """New clean weights of trained norms. Noise in force stays in force, on top of them.
+
+        Raises:
+            `ValueError`: vLLM's model lacks one of the norms.
+        """
+        unknown = sorted(set(weights) - set(self.norms))
+        if unknown:
+            raise ValueError(f"The trainer trains norms that vLLM's model does not have: {unknown[:4]}.")
+        draw = self.draw
+        self.clear_noise()
+        for name, weight in weights.items():
+            self.norms[name].weight.copy_(weight)
+        if self._names:
+            self._clean = self._gather()
+            if draw is not None:
+                self.set_noise(draw)
+
+    def checksums(self, model: nn.Module) -> dict[str, tuple[int, int, int]]:
+        """Per packed layer of the checkpoint: the two sums of this rank's shard, and on how many ranks each shard is repeated."""
+        sums = {}
+        for layer in model.modules():
+            method = getattr(layer, "quant_method", None)
+            if not isinstance(method, AdaptedMethod) or not hasattr(layer, "weight_packed"):
+                continue
+            row = 0
+            for shard, (name, width) in enumerate(zip(method.names, layer.qerl_splits, strict=True)):
+                rows = slice(row, row + width)
+                row += width
+                copies = getattr(layer, "num_kv_head_replicas", 1) if shard else 1
+                sums[name] = (*checksum(layer.weight_packed[rows], layer.weight_scale[rows]), copies)
+        return sums
 
     @torch.no_grad()
     def set_noise(self, draw: NoiseDraw) -> None:
@@ -183,8 +214,11 @@ class RolloutState:
         """Rms of what was really added to the norm weights that vLLM computes with."""
         if self._clean is None:
             return 0.0
-        now = torch.cat([weight.flatten() for weight in self._weights()])
-        return float((now - self._clean).square().mean().sqrt())
+        return float((self._gather() - self._clean).square().mean().sqrt())
+
+    def _gather(self) -> torch.Tensor:
+        """The noisy norms' weights as they are now, one after the other: (sum of sizes,) float32, a copy."""
+        return torch.cat([weight.detach().float().flatten() for weight in self._weights()])
 
     def _weights(self) -> list[torch.Tensor]:
         return [self.norms[name].weight.data for name in self._names]

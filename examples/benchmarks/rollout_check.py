@@ -1,0 +1,294 @@
+"""Correctness, sync time and memory of the colocated rollout, on random weights in the Qwen2.5 shapes.
+
+    python rollout_check.py --out FILE size ...      one process a case; see CASES
+    python rollout_check.py --case CASE --out FILE   one case here
+
+Every case appends one JSON line. `graphs`, `compiled`, `eager` run the same checks under full CUDA graphs, torch.compile and
+neither; `agree-7b` puts our packed 7B and stock bf16 vLLM side by side; `sync-7b` and `sync-32b` time the sync and add up memory.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from rollout_models import folder, generation, packed_model, policy, randomize, seconds
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DECODE_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8]}
+ENGINES = {
+    "eager": {"enforce_eager": True},
+    "graphs": {"compilation_config": DECODE_GRAPHS},
+    "compiled": {"compilation_config": {"mode": 3, "cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": [1, 2, 4, 8]}},
+}  # fmt: skip
+CASES = (*ENGINES, "agree-7b", "agree-7b-stock", "sync-7b", "sync-32b")
+
+
+def prompts(n: int, length: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(n)
+    return torch.randint(1000, 100000, (n, length), generator=generator).tolist()
+
+
+def sample(llm, ids: list[list[int]], new_tokens: int, temperature: float = 1.0):
+    """Sampled tokens (n, T) and the engine's log-probabilities of them."""
+    from vllm import SamplingParams
+
+    parameters = SamplingParams(
+        temperature=temperature, max_tokens=new_tokens, ignore_eos=True, logprobs=0, detokenize=False
+    )
+    outputs = llm.generate([{"prompt_token_ids": i} for i in ids], parameters, use_tqdm=False)
+    tokens = [list(o.outputs[0].token_ids) for o in outputs]
+    logps = [
+        [s[t].logprob for s, t in zip(o.outputs[0].logprobs, o.outputs[0].token_ids, strict=True)] for o in outputs
+    ]
+    return tokens, torch.tensor(logps)
+
+
+@torch.no_grad()
+def trainer_logps(model, ids: list[list[int]], tokens: list[list[int]], autocast: bool = True) -> torch.Tensor:
+    """What transformers says about the same tokens, one sequence at a time, as TRL's trainer computes it (bf16 autocast)."""
+    rows = []
+    for prompt, completion in zip(ids, tokens, strict=True):
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
+            logits = model(input_ids=torch.tensor([prompt + completion], device=DEVICE), use_cache=False).logits
+        logits = logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
+        rows.append(logits.gather(-1, torch.tensor(completion, device=DEVICE)[:, None]).squeeze(-1).cpu())
+    return torch.stack(rows)
+
+
+def difference(model, llm, ids, new_tokens: int) -> float:
+    tokens, logps = sample(llm, ids, new_tokens)
+    return (trainer_logps(model, ids, tokens) - logps).abs().mean().item()
+
+
+def packed_linears(llm):
+    from qerl_trl.rollout import engine_model
+
+    return {n: m for n, m in engine_model(llm).named_modules() if hasattr(m, "weight_packed")}
+
+
+@torch.no_grad()
+def compare_weights(model, llm) -> dict:
+    """Dequantized weights of both sides: bit-identical, and the same memory."""
+    import qerl_nvfp4
+    from qerl_trl.vllm_loader import Published
+
+    trainer, identical, same_storage = Published(model, True), 0, 0
+    layers = packed_linears(llm)
+    for layer in layers.values():
+        mine = torch.cat([trainer.module(name).dequantize() for name in layer.quant_method.names])
+        theirs = qerl_nvfp4.dequantize(layer.weight_packed, layer.weight_scale, layer.weight_global_scale)
+        identical += torch.equal(mine, theirs)
+        same_storage += (
+            layer.weight_packed.data_ptr() == trainer.module(layer.quant_method.names[0]).weight_packed.data_ptr()
+        )
+    return {"layers": len(layers), "dequantized_identical": identical, "same_storage": same_storage}
+
+
+def check(case: str) -> dict:
+    """Adapter and noise through a live engine, under eager, CUDA graphs or torch.compile."""
+    from qerl_trl.noise import NoiseDraw, NormNoise
+    from qerl_trl.norms import find_noisy_norms
+
+    model = policy("tiny", device=DEVICE)
+    g = generation(model, max_sequences=8, max_length=256, skip_tokenizer_init=True, **ENGINES[case])
+    ids = prompts(8, 32)
+    result = compare_weights(model, g.llm)
+    result["probe"] = str(g.probe_result)
+    result["adapter_updates"] = []
+    for _ in range(3):
+        randomize(model, 0.05)
+        g.sync_weights()
+        result["adapter_updates"].append(difference(model, g.llm, ids, 32))
+    clean = sample(g.llm, ids, 16, 0.0)
+    noise = NormNoise(find_noisy_norms(model))
+    g.trainer.aqn.draw = NoiseDraw(1e-2, 0, 3, 1)
+    noise.set(g.trainer.aqn.draw)
+    g._sync_noise()
+    tokens, logps = sample(g.llm, ids, 16, 0.0)
+    with noise.active():
+        result["noisy_difference"] = (trainer_logps(model, ids, tokens) - logps).abs().mean().item()
+    result["noise_ignored_difference"] = (trainer_logps(model, ids, tokens) - logps).abs().mean().item()
+    result["sigma_effective"] = g.trainer.aqn.sigma_effective
+    state = g.state
+    names = list(g.trainer.aqn.norms)
+    bits = [
+        torch.equal(state.norms[n].weight.cpu(), noise.norms[n].weight.float().cpu() + noise._noise[n].cpu())
+        for n in names
+    ]
+    result["noisy_norms_bit_equal_to_trainers"] = f"{sum(bits)}/{len(bits)}"
+    g.trainer.aqn.draw = NoiseDraw(0.0, 0, 3, 1)
+    g._sync_noise()
+    again = sample(g.llm, ids, 16, 0.0)
+    result["restored_bit_exact"] = clean[0] == again[0] and torch.equal(clean[1], again[1])
+    result["weights_after"] = compare_weights(model, g.llm)
+    return result
+
+
+def agree_7b() -> dict:
+    """Our packed 7B with a LoRA adapter against its own transformers model."""
+    model = policy("7b")
+    g = generation(model, max_sequences=16, max_length=512, skip_tokenizer_init=True, **ENGINES["graphs"])
+    ids = prompts(8, 64)
+    randomize(model, 0.01)
+    g.sync_weights()
+    return {**compare_weights(model, g.llm), "mean_abs_logp_difference": difference(model, g.llm, ids, 128)}
+
+
+@torch.no_grad()
+def agree_7b_stock() -> dict:
+    """Stock vLLM bf16 against transformers bf16 on the same weights (transformers reads vLLM's tensors), no adapter."""
+    from vllm import LLM
+
+    from qerl_trl.rollout import engine_model
+
+    arguments = {"skip_tokenizer_init": True, "max_model_len": 512, "max_num_seqs": 16, "gpu_memory_utilization": 0.3}
+    llm = LLM(folder("7b"), load_format="dummy", logprobs_mode="processed_logprobs", dtype="bfloat16", seed=0,
+              max_num_batched_tokens=4096, **arguments, **ENGINES["graphs"])  # fmt: skip
+    source = engine_model(llm)
+    model = packed_model("7b", dense=True)
+    modules = dict(model.named_modules())
+    for name, module in source.named_modules():
+        for key, parameter in module.named_parameters(recurse=False):
+            if parameter.ndim == 1 and "norm" in name:
+                parameter.fill_(1.0)
+            else:
+                parameter.normal_(0, 0.02)
+            parent, _, leaf = name.rpartition(".")
+            shards = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}.get(
+                leaf, (leaf,)
+            )
+            row = 0
+            for shard in shards:
+                target = getattr(modules[f"{parent}.{shard}" if parent else shard], key)
+                target.copy_(parameter[row : row + target.shape[0]])
+                row += target.shape[0]
+    return {"mean_abs_logp_difference": difference(model, llm, prompts(8, 64), 128)}
+
+
+def unique_bytes(*models) -> int:
+    """Bytes of all distinct storages of parameters and buffers."""
+    storages = {}
+    for model in models:
+        for tensor in (*model.parameters(), *model.buffers()):
+            storage = tensor.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def sync_case(size: str) -> dict:
+    """Seconds of a sync of adapter and all norms, memory of one copy, and that 200 syncs allocate nothing."""
+    from qerl_trl.noise import NoiseDraw
+    from qerl_trl.rollout import engine_model
+
+    model = policy(size)
+    adapter = sum(p.numel() * p.element_size() for n, p in model.named_parameters() if "lora_" in n)
+    trainer_only = unique_bytes(model)
+    before = torch.cuda.memory_allocated()
+    g = generation(model, max_sequences=32, max_length=1024, sleep=True, skip_tokenizer_init=True, **ENGINES["graphs"])
+    engine = engine_model(g.llm)
+    buffers = sum(b.numel() * b.element_size() for n, b in engine.named_buffers() if "adapter_" in n)
+    both = unique_bytes(model, engine)
+    g._wake()
+    awake = torch.cuda.mem_get_info()[0]
+    times = {"adapter": [], "norms_new_draw": [], "both": []}
+
+    def sync_both(step: int) -> None:
+        g.sync_weights()
+        g.trainer.aqn.draw = NoiseDraw(1e-2, 0, step, 0)
+        g._sync_noise()
+
+    for step in range(10):
+        randomize(model)
+        times["adapter"].append(seconds(g.sync_weights))
+        g.trainer.aqn.draw = NoiseDraw(1e-2, 0, 1000 + step, 0)
+        times["norms_new_draw"].append(seconds(g._sync_noise))
+        times["both"].append(seconds(lambda step=step: sync_both(step)))
+    torch.cuda.synchronize()
+    allocated, free = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]
+    peak_before = torch.cuda.memory_reserved()
+    for step in range(100, 300):
+        sync_both(step)
+    torch.cuda.synchronize()
+    flat = {
+        "allocated_growth_bytes": torch.cuda.memory_allocated() - allocated,
+        "reserved_growth_bytes": torch.cuda.memory_reserved() - peak_before,
+        "device_growth_bytes": free - torch.cuda.mem_get_info()[0],
+    }
+    ids = prompts(4, 64)
+    asleep_difference = [difference(model, g.llm, ids, 16)]
+    g.trainer.aqn.draw = NoiseDraw(0.0, 0, 0, 0)
+    g._sync_noise()
+    asleep_difference = [difference(model, g.llm, ids, 16)]
+    g._sleep()
+    asleep = torch.cuda.mem_get_info()[0]
+    slept = seconds(lambda: (g._wake(), g._sleep()))
+    g._wake()
+    asleep_difference.append(difference(model, g.llm, ids, 16))
+    gib = 2**30
+    return {
+        "sync_ms": {k: [round(1e3 * t, 2) for t in v] for k, v in times.items()},
+        "sync_ms_median": {k: round(1e3 * sorted(v)[len(v) // 2], 2) for k, v in times.items()},
+        "after_200_syncs": flat,
+        "weights_GiB": {
+            "trainer_without_adapter": (trainer_only - adapter) / gib,
+            "trainer_and_engine_without_adapter_buffers": (both - adapter - buffers) / gib,
+            "adapter_fp32_trainer": adapter / gib,
+            "adapter_buffers_engine": buffers / gib,
+        },
+        "allocated_by_trainer_GiB": before / gib,
+        "sleep": {
+            "freed_GiB": (asleep - awake) / gib, "wake_and_sleep_s": slept, "difference_before_and_after": asleep_difference,
+        },
+        **compare_weights(model, g.llm),
+    }  # fmt: skip
+
+
+def run_case(case: str) -> dict:
+    if case in ENGINES:
+        return check(case)
+    if case == "agree-7b":
+        return agree_7b()
+    if case == "agree-7b-stock":
+        return agree_7b_stock()
+    return sync_case(case.removeprefix("sync-"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", default=list(CASES))
+    parser.add_argument("--case")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--timeout", type=float, default=170)
+    args = parser.parse_args()
+    if args.case:
+        started = time.time()
+        result = {"case": args.case, **run_case(args.case), "seconds": round(time.time() - started, 1)}
+        with open(args.out, "a") as file:
+            file.write(json.dumps(result) + "\n")
+        print(json.dumps(result), flush=True)
+        os._exit(0)  # engines of several versions hang in their own shutdown
+    for case in args.cases:
+        command = [sys.executable, __file__, "--case", case, "--out", str(args.out)]
+        try:
+            code = subprocess.run(command, timeout=args.timeout).returncode
+        except subprocess.TimeoutExpired:
+            code = "timeout"
+        if code:
+            print(f"CASE {case} FAILED: {code}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""Random models in the Qwen2.5 shapes, for the rollout benchmarks: nothing is downloaded, nothing is written but config.json.
+
+`packed_policy(size)` builds what a trainer would hold: a transformers model whose linear layers are NVFP4, q|k|v and gate|up in
+one storage each, with a LoRA adapter. `dense_config(size)` is the folder that stock vLLM loads with random bf16 weights.
+"""
+
+import json
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import nn
+
+VOCAB = 152064
+SHAPES = {
+    "tiny": {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2},
+    "7b": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4},
+    "32b": {"hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64, "num_attention_heads": 40, "num_key_value_heads": 8},
+}  # fmt: skip
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+#: packed codes drawn uniformly have rms 2.9; scales of 100 to 400 over this divisor give weights of about 0.02
+DIVISOR = 2.0**15
+
+
+def model_config(size: str) -> dict:
+    """config.json of Qwen2.5 in the given size."""
+    fixed = {
+        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu", "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6, "rope_theta": 1e6, "dtype": "bfloat16", "bos_token_id": 151643, "eos_token_id": 151645,
+        "tie_word_embeddings": False, "use_sliding_window": False, "vocab_size": VOCAB,
+    }  # fmt: skip
+    return fixed | SHAPES[size]
+
+
+def folder(size: str) -> str:
+    """A folder with nothing but config.json."""
+    path = Path(tempfile.gettempdir()) / f"qwen-shape-{size}"
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(model_config(size)))
+    return str(path)
+
+
+def _packed(rows: int, columns: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    codes = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8, device=device)
+    scale = (torch.rand(rows, columns // 16, device=device) * 300 + 100).to(torch.float8_e4m3fn).view(torch.uint8)
+    return codes, scale
+
+
+@torch.no_grad()
+def packed_model(size: str, device: str = "cuda", dense: bool = False) -> nn.Module:
+    """A transformers Qwen2 with random NVFP4 linear layers (or dense bf16 ones), fused storage, frozen."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from qerl_trl.linear import NVFP4Linear
+
+    config = {k: v for k, v in model_config(size).items() if k not in ("architectures", "model_type", "dtype")}
+    with torch.device("meta"):
+        model = Qwen2ForCausalLM(Qwen2Config(**config)).to(torch.bfloat16)
+    model.name_or_path = folder(size)
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is not nn.Linear or name == "lm_head" or dense:
+                continue
+            group = next((g for g in FUSED if name in g), (name,))
+            if name != group[0]:
+                continue
+            layers = [getattr(parent, member) for member in group]
+            codes, scale = _packed(sum(layer.out_features for layer in layers), layers[0].in_features, device)
+            row = 0
+            for member, layer in zip(group, layers, strict=True):
+                rows = slice(row, row + layer.out_features)
+                row = rows.stop
+                packed = NVFP4Linear.from_nvfp4(
+                    (codes[rows], scale[rows], torch.tensor([DIVISOR], device=device)),
+                    bias=None
+                    if layer.bias is None
+                    else torch.randn(layer.out_features, device=device).bfloat16() * 0.02,
+                )
+                packed.fused_rows = codes.shape[0] if len(group) > 1 else None
+                setattr(parent, member, packed)
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.device.type == "meta":
+                value = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+                value.fill_(1.0) if parameter.ndim == 1 and "norm" in type(module).__name__.lower() else value.normal_(
+                    0, 0.02
+                )
+                setattr(module, name, nn.Parameter(value, requires_grad=False))
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(device)
+    return model.requires_grad_(False).eval()
+
+
+def policy(size: str, rank: int = 32, device: str = "cuda", dense: bool = False) -> nn.Module:
+    """`packed_model` with a random rank-`rank` LoRA adapter on all seven projections, in float32 as in training."""
+    from peft import LoraConfig, get_peft_model
+
+    from qerl_trl.lora import register_nvfp4_lora
+
+    config = LoraConfig(r=rank, lora_alpha=rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = get_peft_model(packed_model(size, device, dense), config if dense else register_nvfp4_lora(config))
+    randomize(model)
+    return model
+
+
+@torch.no_grad()
+def randomize(model: nn.Module, scale: float = 0.01) -> None:
+    """New random values in the adapter, in place."""
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.normal_(0, scale)
+
+
+class _Noise:
+    """Stands in for the trainer's AQNCallback: holds a draw."""
+
+    def __init__(self, model: nn.Module) -> None:
+        from qerl_trl.norms import find_noisy_norms
+
+        self.norms = tuple(find_noisy_norms(model))
+        self.draw = None
+        self.sigma_effective = 0.0
+
+
+def generation(
+    model: nn.Module, *, max_sequences: int, max_length: int, sleep: bool = False, share: bool = True, **engine
+):
+    """A started `QeRLVLLMGeneration` on `model`, outside of a trainer. `engine`: further arguments of `vllm.LLM`."""
+    from types import SimpleNamespace
+
+    from accelerate import Accelerator
+
+    from qerl_trl.rollout import QeRLVLLMGeneration
+
+    args = SimpleNamespace(
+        aqn=True, share_weights=share, rollout_timeout=None, vllm_engine_kwargs=engine, base_format="nvfp4",
+        per_device_train_batch_size=8, gradient_checkpointing=True,
+    )  # fmt: skip
+    trainer = SimpleNamespace(args=args, aqn=_Noise(model), state=SimpleNamespace(global_step=0))
+    on_gpu = torch.cuda.is_available()
+    return QeRLVLLMGeneration(
+        model=model, accelerator=Accelerator(), processing_class=None, trainer=trainer, mode="colocate",
+        gpu_memory_utilization=None if on_gpu else 0.05, max_model_length=max_length, max_num_seqs=max_sequences,
+        enable_sleep_mode=sleep, max_completion_length=16,
+    )  # fmt: skip
+
+
+def seconds(function, device: str = "cuda") -> float:
+    """Wall time of one call, with the device idle before and after."""
+    import time
+
+    if device == "cuda":
+        torch.cuda.synchronize()
+    started = time.perf_counter()
+    function()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - started

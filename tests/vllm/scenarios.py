@@ -1,0 +1,495 @@
+"""Runs one scenario with the real vLLM engine and prints what it measured as JSON. The tests start it: one engine process each.
+
+    python scenarios.py NAME FOLDER
+
+vLLM reads its environment at import and an engine never quite leaves a process, so scenarios don't run inside pytest.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+DEFAULTS = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+}
+for _key, _value in DEFAULTS.items():
+    os.environ.setdefault(_key, _value)
+
+import torch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PROMPTS = [[10 + i, 20, 30, 40, 50, 60 + i] for i in range(4)]
+NEW = 12
+SCENARIOS = {}
+_ALIVE = []  # a collected engine takes the process groups of all others with it
+
+
+def scenario(function):
+    SCENARIOS[function.__name__] = function
+    return function
+
+
+# ---------------------------------------------------------------------------------------------------------------- helpers
+
+
+def write_model(folder: Path, family: str = "qwen2", **overrides) -> str:
+    """A tiny random checkpoint with a tokenizer; weights large enough that greedy tokens depend on them."""
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    from conftest import make_tiny_config
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    path = folder / f"{family}-{'-'.join(f'{k}{v}' for k, v in overrides.items())}"
+    if path.exists():
+        return str(path)
+    config = make_tiny_config(family, **{"initializer_range": 0.2, "bos_token_id": 2, **overrides})
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(0.0, 0.1)
+            elif "norm" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(path)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", "<bos>", *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", bos_token="<bos>"
+    ).save_pretrained(path)
+    return str(path)
+
+
+def engine(model: str, **arguments):
+    from vllm import LLM
+
+    settings = {
+        "dtype": "float32", "gpu_memory_utilization": 0.05, "max_model_len": 256, "max_num_seqs": 8, "seed": 0,
+        "logprobs_mode": "processed_logprobs", "enforce_eager": True,
+    }  # fmt: skip
+    llm = LLM(model=model, **settings | arguments)
+    _ALIVE.append(llm)
+    return llm
+
+
+def greedy(llm):
+    """(tokens, log-probabilities (n, T)) of the four prompts."""
+    from vllm import SamplingParams
+
+    parameters = SamplingParams(temperature=0, max_tokens=NEW, logprobs=0, ignore_eos=True)
+    outputs = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], parameters, use_tqdm=False)
+    tokens = [list(o.outputs[0].token_ids) for o in outputs]
+    logps = [
+        [s[t].logprob for s, t in zip(o.outputs[0].logprobs, o.outputs[0].token_ids, strict=True)] for o in outputs
+    ]
+    return tokens, torch.tensor(logps)
+
+
+@torch.no_grad()
+def transformers_logps(model, tokens) -> torch.Tensor:
+    ids = torch.tensor([p + t for p, t in zip(PROMPTS, tokens, strict=True)], device=DEVICE)
+    logits = model(input_ids=ids, use_cache=False).logits[:, len(PROMPTS[0]) - 1 : -1].float().log_softmax(-1)
+    return logits.gather(-1, ids[:, len(PROMPTS[0]) :, None]).squeeze(-1).cpu()
+
+
+def gap(model, llm) -> float:
+    """Largest |log-probability difference| over the engine's own greedy tokens."""
+    tokens, logps = greedy(llm)
+    return (transformers_logps(model, tokens) - logps).abs().max().item()
+
+
+def packed(path: str, scale_rule: str = "rtn", **config):
+    """The trainer's side: quantized while it loads, float32 compute."""
+    from transformers import AutoModelForCausalLM
+
+    from qerl_trl.quantizer import NVFP4Config, load_config
+
+    quantization = NVFP4Config(scale_rule=scale_rule, compute_dtype="float32", **config)
+    own = load_config(path, quantization)
+    kwargs = (
+        {"config": own}
+        if getattr(own, "quantization_config", None) is not None
+        else {"quantization_config": quantization}
+    )
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **kwargs)
+    return model.to(DEVICE).eval().requires_grad_(False)
+
+
+def adapter_on(model, rank: int = 8, alpha: float = 24, **config):
+    """A PEFT model with a random adapter; alpha/r = 3 by default, which is no power of two."""
+    from peft import LoraConfig, get_peft_model
+
+    from qerl_trl.lora import register_nvfp4_lora
+
+    settings = {"target_modules": "all-linear", "task_type": "CAUSAL_LM", **config}
+    policy = get_peft_model(model, register_nvfp4_lora(LoraConfig(r=rank, lora_alpha=alpha, **settings)))
+    randomize(policy)
+    return policy
+
+
+@torch.no_grad()
+def randomize(policy, seed: int = 0, scale: float = 0.1) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in policy.named_parameters():
+        if "lora_" in name:
+            parameter.copy_((torch.randn(parameter.shape, generator=generator) * scale).to(parameter.device))
+
+
+def stub_generation(policy, *, share: bool = True, aqn: bool = True, utilization: float | None = 0.05, **arguments):
+    """A `QeRLVLLMGeneration` outside of a trainer."""
+    from types import SimpleNamespace
+
+    from accelerate import Accelerator
+
+    from qerl_trl.norms import find_noisy_norms
+    from qerl_trl.rollout import QeRLVLLMGeneration
+
+    noise = SimpleNamespace(norms=tuple(find_noisy_norms(policy)), draw=None, sigma_effective=0.0) if aqn else None
+    args = SimpleNamespace(
+        aqn=aqn, share_weights=share, rollout_timeout=None, vllm_engine_kwargs={"enforce_eager": True}, base_format="nvfp4",
+        scale_rule="rtn", per_device_train_batch_size=4, gradient_checkpointing=False,
+    )  # fmt: skip
+    trainer = SimpleNamespace(args=args, aqn=noise, state=SimpleNamespace(global_step=0))
+    settings = {"mode": "colocate", "max_model_length": 256, "max_num_seqs": 8, "max_completion_length": NEW}
+    generation = QeRLVLLMGeneration(
+        model=policy, accelerator=Accelerator(cpu=DEVICE == "cpu"), processing_class=None, trainer=trainer,
+        gpu_memory_utilization=utilization, **settings | arguments,
+    )  # fmt: skip
+    _ALIVE.append(generation)
+    return generation
+
+
+# -------------------------------------------------------------------------------------------------------------- scenarios
+
+
+@scenario
+def checkpoints(folder: Path) -> dict:
+    """Every way weights reach vLLM from a folder, against transformers on the same folder."""
+    from qerl_trl.rollout import engine_model
+
+    results = {}
+    for family in ("qwen2", "qwen3", "llama"):
+        path = write_model(folder, family)
+        model = packed(path)
+        llm = engine(path, quantization="qerl_nvfp4")
+        results[f"online {family}"] = gap(model, llm)
+        layers = engine_model(llm).model.layers[0]
+        mine = model.model.layers[0].self_attn
+        fused = torch.cat([layer.weight_packed for layer in (mine.q_proj, mine.k_proj, mine.v_proj)])
+        results[f"online bytes equal {family}"] = torch.equal(fused, layers.self_attn.qkv_proj.weight_packed)
+    path = write_model(folder, "qwen2")
+    saved = str(folder / "saved")
+    packed(path, "four_over_six").save_pretrained(saved)
+    results["saved config"] = json.loads((Path(saved) / "config.json").read_text())["quantization_config"][
+        "quant_method"
+    ]
+    results["offline compressed-tensors"] = gap(packed(saved), engine(saved, quantization="qerl_nvfp4", tokenizer=path))
+    options = {"qerl": {"scale_rule": "four_over_six"}}
+    results["online four_over_six"] = gap(
+        packed(saved), engine(path, quantization="qerl_nvfp4", additional_config=options)
+    )
+    foreign = separate_scales(saved, folder / "separate")
+    llm = engine(foreign, quantization="qerl_nvfp4", tokenizer=path)
+    results["separate scales"] = gap(packed(foreign), llm)
+    results["separate scales rows"] = engine_model(llm).model.layers[0].self_attn.qkv_proj.weight_global_scale.numel()
+    modelopt = as_modelopt(foreign, folder / "modelopt")
+    results["offline modelopt"] = gap(packed(foreign), engine(modelopt, quantization="qerl_nvfp4", tokenizer=path))
+    skip = ["re:.*layers\\.1\\.mlp\\..*", "layers.0.self_attn.o_proj"]
+    llm = engine(path, quantization="qerl_nvfp4", additional_config={"qerl": {"ignore": ["lm_head", *skip]}})
+    results["skipped layers"] = sorted(
+        n
+        for n, m in engine_model(llm).named_modules()
+        if type(getattr(m, "quant_method", None)).__name__ == "DenseMethod"
+    )
+    return results
+
+
+def separate_scales(source: str, target: Path) -> str:
+    """The same weights with a tensor scale of its own for v_proj and up_proj: scale bytes doubled, divisor doubled."""
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(source, target, dirs_exist_ok=True)
+    tensors = load_file(target / "model.safetensors")
+    for name in list(tensors):
+        if name.endswith(("v_proj.weight_scale", "up_proj.weight_scale")):
+            doubled = tensors[name].float() * 0.5
+            tensors[name] = doubled.to(torch.float8_e4m3fn)
+            divisor = name.replace("weight_scale", "weight_global_scale")
+            tensors[divisor] = tensors[divisor] * 0.3  # another scale, and no power of two: other weights, on purpose
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    return str(target)
+
+
+def as_modelopt(source: str, target: Path) -> str:
+    """A compressed-tensors folder in ModelOpt's layout: other names, and a tensor scale that multiplies."""
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(source, target, dirs_exist_ok=True)
+    tensors = {}
+    for name, tensor in load_file(Path(source) / "model.safetensors").items():
+        if name.endswith(".weight_packed"):
+            tensors[name.replace("weight_packed", "weight")] = tensor
+        elif name.endswith(".weight_global_scale"):
+            tensors[name.replace("weight_global_scale", "weight_scale_2")] = (1.0 / tensor).reshape(())
+            tensors[name.replace("weight_global_scale", "input_scale")] = torch.tensor(0.01)
+        else:
+            tensors[name] = tensor
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((target / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}
+    (target / "config.json").write_text(json.dumps(config))
+    return str(target)
+
+
+@scenario
+def live(folder: Path) -> dict:
+    """One shared engine: adapter updates, noise on and off, stale caches, storage, the probe."""
+    from qerl_trl.noise import NoiseDraw, NormNoise
+    from qerl_trl.norms import find_noisy_norms
+    from qerl_trl.rollout import engine_model
+
+    path = write_model(folder)
+    policy = adapter_on(packed(path), rank=6, alpha=18)
+    before = {n: p.detach().clone() for n, p in policy.named_parameters()}
+    g = stub_generation(policy)
+    results = {"probe": vars(g.probe_result)}
+    results["probe restored the adapter"] = all(torch.equal(before[n], p) for n, p in policy.named_parameters())
+    inner, vllm_model = policy.get_base_model().model, engine_model(g.llm)
+    pairs = {
+        "qkv": (inner.layers[1].self_attn.q_proj.base_layer.weight_packed, vllm_model.model.layers[1].self_attn.qkv_proj.weight_packed),
+        "down": (inner.layers[1].mlp.down_proj.base_layer.weight_packed, vllm_model.model.layers[1].mlp.down_proj.weight_packed),
+        "scales": (inner.layers[0].mlp.gate_proj.base_layer.weight_scale, vllm_model.model.layers[0].mlp.gate_up_proj.weight_scale),
+        "embeddings": (inner.embed_tokens.weight, vllm_model.model.embed_tokens.weight),
+        "head": (policy.get_base_model().lm_head.weight, vllm_model.lm_head.weight),
+    }  # fmt: skip
+    results["same storage"] = {name: a.data_ptr() == b.data_ptr() for name, (a, b) in pairs.items()}
+    results["adapter"] = []
+    addresses = [slot.layer.adapter_a.data_ptr() for slot in g.state.slots.values()]
+    for seed in range(1, 4):
+        randomize(policy, seed)
+        g.sync_weights()
+        results["adapter"].append(gap(policy, g.llm))
+    results["buffers stay"] = addresses == [slot.layer.adapter_a.data_ptr() for slot in g.state.slots.values()]
+    with policy.disable_adapter():
+        results["adapter ignored"] = gap(policy, g.llm)
+
+    clean = greedy(g.llm)
+    noise = NormNoise(find_noisy_norms(policy))
+    g.trainer.aqn.draw = NoiseDraw(5e-2, 7, 3, 1)
+    noise.set(g.trainer.aqn.draw)
+    g._sync_noise()
+    with noise.active():
+        results["noisy"] = gap(policy, g.llm)
+    results["noise ignored"] = gap(policy, g.llm)
+    results["sigma effective"] = g.trainer.aqn.sigma_effective
+    weights = {n: g.state.norms[n].weight.detach().clone() for n in g.trainer.aqn.norms}
+    expected = {n: noise.norms[n].weight.float() + noise._noise[n].to(DEVICE) for n in g.trainer.aqn.norms}
+    results["noisy weights bit-equal"] = all(torch.equal(weights[n], expected[n]) for n in weights)
+    g.trainer.aqn.draw = NoiseDraw(5e-2, 7, 4, 0)
+    g._sync_noise()
+    results["a new draw is another noise"] = all(not torch.equal(weights[n], g.state.norms[n].weight) for n in weights)
+    g.trainer.aqn.draw = NoiseDraw(5e-2, 7, 3, 1)
+    g._sync_noise()
+    results["the same draw is the same noise"] = all(torch.equal(weights[n], g.state.norms[n].weight) for n in weights)
+    g.trainer.aqn.draw = None
+    g._sync_noise()
+    again = greedy(g.llm)
+    results["restored"] = clean[0] == again[0] and torch.equal(clean[1], again[1])
+
+    randomize(policy, 9)  # no sync: the engine must be stale now, and generate() must notice by itself
+    results["stale"] = gap(policy, g.llm)
+    g.generate(PROMPTS, None, 1)
+    results["generate syncs by itself"] = gap(policy, g.llm)
+    import resource
+
+    for seed in range(20):
+        randomize(policy, seed)
+        g.sync_weights()
+    before_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for _ in range(200):
+        g.sync_weights()
+    results["growth of 200 syncs, MiB"] = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kb) / 1024
+    results["still same storage"] = all(a.data_ptr() == b.data_ptr() for a, b in pairs.values())
+
+    g.llm.reset_prefix_cache = lambda: False
+    results["refused reset"] = error_of(g.sync_weights)
+    del g.llm.reset_prefix_cache
+
+    def dies(*args, **kwargs):
+        raise RuntimeError("EngineCore died")
+
+    g.llm.generate = dies
+    results["dead engine"] = error_of(lambda: g.generate(PROMPTS, None, 1))
+    import time
+
+    g.llm.generate = lambda *args, **kwargs: time.sleep(20)
+    g.trainer.args.rollout_timeout = 0.5
+    results["hanging engine"] = error_of(lambda: g.generate(PROMPTS, None, 1))
+    return results
+
+
+def error_of(function) -> str:
+    try:
+        function()
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+@scenario
+def bases(folder: Path) -> dict:
+    """Other bases and adapters: bf16 in the same engine, copies instead of sharing, rank patterns, refusals."""
+    from transformers import AutoModelForCausalLM
+
+    from qerl_trl.noise import NoiseDraw
+    from qerl_trl.rollout import RolloutError, engine_model
+
+    path = write_model(folder, tie_word_embeddings=False)
+    results = {}
+    dense = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(DEVICE).requires_grad_(False)
+    policy = adapter_on(dense, rank=4, alpha=8, use_rslora=True, target_modules=["q_proj", "v_proj", "down_proj"])
+    g = stub_generation(policy)
+    results["dense base"] = g.probe_result.difference
+    results["dense shared"] = (
+        engine_model(g.llm).model.layers[0].self_attn.qkv_proj.weight.data_ptr()
+        == policy.get_base_model().model.layers[0].self_attn.q_proj.base_layer.weight.data_ptr()
+    )
+    g.sync_weights()
+    results["dense adapter"] = gap(policy, g.llm)
+    results["only targets have buffers"] = sorted({n.rpartition(".")[2] for n in g.state.slots})
+
+    policy = adapter_on(packed(path), rank=4, alpha=4, rank_pattern={"o_proj": 20}, alpha_pattern={"up_proj": 7})
+    copied = stub_generation(policy, share=False)
+    copied.sync_weights()
+    results["copied base"] = gap(policy, copied.llm)
+    results["copied shared"] = (
+        engine_model(copied.llm).model.embed_tokens.weight.data_ptr()
+        == policy.get_base_model().model.embed_tokens.weight.data_ptr()
+    )
+
+    trained = adapter_on(packed(path), rank=4, alpha=4, modules_to_save=["input_layernorm"])
+    g = stub_generation(trained)
+    with torch.no_grad():
+        for name, parameter in trained.named_parameters():
+            if "modules_to_save" in name:
+                parameter.add_(0.3)
+    g.trainer.aqn.draw = NoiseDraw(0.0, 0, 0, 0)
+    g.sync_weights()
+    g._sync_noise()
+    results["trained norms"] = gap(trained, g.llm)
+    g.trainer.aqn.draw = NoiseDraw(3e-2, 0, 0, 0)
+    g._sync_noise()
+    with torch.no_grad():
+        for name, parameter in trained.named_parameters():
+            if "modules_to_save" in name:
+                parameter.add_(0.1)
+    g.sync_weights()
+    g.trainer.aqn.draw = None
+    g._sync_noise()
+    results["trained norms under noise"] = gap(trained, g.llm)
+
+    results["dora"] = error_of(lambda: stub_generation(adapter_on(packed(path), use_dora=True)))
+    results["trained head"] = error_of(lambda: stub_generation(adapter_on(packed(path), modules_to_save=["lm_head"])))
+    results["adapter on the head"] = error_of(
+        lambda: stub_generation(adapter_on(packed(path), target_modules=["q_proj", "lm_head"]))
+    )
+    policy = adapter_on(packed(path))
+    g = stub_generation(policy)
+    engine_model(g.llm).model.layers[0].mlp.down_proj.weight_global_scale.mul_(3)  # an engine with other weights
+    from qerl_trl.rollout_probe import probe
+
+    results["probe finds other weights"] = error_of(lambda: probe(g))
+    engine_model(g.llm).model.layers[0].mlp.down_proj.weight_global_scale.div_(3)
+    g.state.load_adapter = lambda adapter: len(adapter)  # an adapter that lands nowhere
+    results["probe finds a lost adapter"] = error_of(lambda: probe(g))
+    assert issubclass(RolloutError, RuntimeError)
+    return results
+
+
+def train(folder: Path, trainer_class, config_class, path: str, **settings):
+    from datasets import Dataset
+    from peft import LoraConfig
+
+    prompts = Dataset.from_dict({"prompt": ["the quick brown fox", "what is 1 + 2", "0 1 2 3", "lazy dog"] * 8})
+    aqn = {"aqn_sigma_start": 2e-2, "aqn_sigma_end": 1e-3}
+    args = config_class(
+        **{
+            "output_dir": str(folder / "run"), "per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 16,
+            "max_steps": 5, "learning_rate": 1e-2, "use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 128,
+            "vllm_gpu_memory_utilization": 0.05, "vllm_engine_kwargs": {"enforce_eager": True}, "bf16": False, "report_to": [],
+            "logging_steps": 1, "use_cpu": DEVICE == "cpu", "save_strategy": "no", "gradient_checkpointing": False,
+            "model_init_kwargs": {"dtype": "float32"}, "disable_tqdm": True, **aqn, **settings,
+        }
+    )  # fmt: skip
+    trainer = trainer_class(
+        model=path,
+        reward_funcs=lambda completions, **kwargs: [float(len(set(c))) for c in completions],
+        args=args,
+        train_dataset=prompts,
+        peft_config=LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"),
+    )
+    _ALIVE.append(trainer)
+    trainer.train()
+    return trainer, [log for log in trainer.state.log_history if "loss" in log]
+
+
+@scenario
+def trainers(folder: Path) -> dict:
+    """Five GRPO steps and two RLOO steps through colocated vLLM."""
+    from qerl_trl import QeRLConfig, QeRLGRPOTrainer, QeRLRLOOConfig, QeRLRLOOTrainer
+    from qerl_trl.rollout import engine_model
+
+    path = write_model(folder)
+    trainer, logs = train(folder, QeRLGRPOTrainer, QeRLConfig, path)
+    keys = (
+        "reward",
+        "aqn/sigma",
+        "aqn/sigma_effective",
+        "rollout/mismatch_kl",
+        "sampling/sampling_logp_difference/max",
+        "grad_norm",
+    )
+    g = trainer.vllm_generation
+    policy = trainer.accelerator.unwrap_model(trainer.model)
+    results = {"logs": [{k: log.get(k) for k in keys} for log in logs], "probe": vars(g.probe_result)}
+    results["shared at the end"] = (
+        policy.get_base_model().model.layers[1].mlp.up_proj.base_layer.weight_packed.untyped_storage().data_ptr()
+        == engine_model(g.llm).model.layers[1].mlp.gate_up_proj.weight_packed.untyped_storage().data_ptr()
+    )
+    g._draw = None
+    g.sync_weights()
+    g._sync_noise()
+    results["clean at the end"] = gap(policy.eval(), g.llm)
+    trainer, logs = train(folder, QeRLGRPOTrainer, QeRLConfig, path, aqn=False, max_steps=2)
+    results["without noise"] = [log["sampling/sampling_logp_difference/max"] for log in logs]
+    trainer, logs = train(folder, QeRLRLOOTrainer, QeRLRLOOConfig, path, max_steps=2)
+    results["rloo"] = [log["aqn/sigma_effective"] for log in logs]
+    results["rloo steps"] = trainer.state.global_step
+    return results
+
+
+def main() -> None:
+    name, folder = sys.argv[1], Path(sys.argv[2])
+    results = SCENARIOS[name](folder)
+    print("RESULTS " + json.dumps(results), flush=True)
+    os._exit(0)  # vLLM's own shutdown takes seconds and tests nothing of ours
+
+
+if __name__ == "__main__":
+    main()
