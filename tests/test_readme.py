@@ -1,0 +1,101 @@
+"""The README is executed, not believed."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import datasets
+import pytest
+import yaml
+from datasets import Dataset
+from trl import ModelConfig, TrlParser
+
+from qerl_trl import QeRLConfig
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+def apply_diff(script: str, diff: str) -> str:
+    changes = diff.strip().splitlines()
+    assert len(changes) == 6, "three lines out, three lines in"
+    for old, new in zip(changes[::2], changes[1::2], strict=True):
+        assert old[0] == "-"
+        assert new[0] == "+"
+        assert script.count(old[1:]) == 1
+        script = script.replace(old[1:], new[1:])
+    return script
+
+
+def test_the_three_line_diff_turns_a_trl_script_into_ours(tiny_model_dir, tiny_tokenizer, tmp_path, monkeypatch):
+    folder = tmp_path / "model"
+    folder.symlink_to(tiny_model_dir("qwen2"))
+    local = tmp_path / "local"
+    local.mkdir()
+    for file in folder.iterdir():
+        (local / file.name).symlink_to(file)
+    tiny_tokenizer.save_pretrained(local)
+    data = Dataset.from_dict(
+        {
+            "prompt": [[{"role": "user", "content": f"{i}+1?"}] for i in range(2)],
+            "solution": [str(i + 1) for i in range(2)],
+        }
+    )
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: data)
+    monkeypatch.chdir(tmp_path)
+    script = apply_diff(blocks("python")[0], blocks("diff")[0])
+    script = script.replace("Qwen/Qwen2.5-3B-Instruct", str(local)).replace("2048", "4")  # the same script, small
+    namespace: dict = {}
+    exec(compile(script, "README.md", "exec"), namespace)
+    trainer = namespace["trainer"]
+    assert type(trainer).__name__ == "QeRLGRPOTrainer"
+    assert trainer.state.global_step > 0
+    assert trainer._is_nvfp4()
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples" / "configs").glob("*.yaml")), ids=lambda p: p.stem)
+def test_every_config_parses_and_keeps_the_papers_values(path):
+    values = yaml.safe_load(path.read_text())
+    script_only = {
+        "dataset_name",
+        "dataset_config",
+        "system_prompt",
+        "format_reward_weight",
+        "eval_problems",
+        "eval_batch_size",
+    }
+    arguments = [str(part) for key, value in values.items() if key not in script_only for part in (f"--{key}", value)]
+    arguments += ["--use_cpu", "true", "--bf16", "false"]
+    args, model = TrlParser((QeRLConfig, ModelConfig)).parse_args_into_dataclasses(arguments)
+    if path.stem == "embedded":
+        return
+    assert (args.learning_rate, args.temperature, args.epsilon, args.epsilon_high, args.beta) == (
+        1e-5,
+        1.0,
+        0.2,
+        0.28,
+        0.0,
+    )
+    assert args.generation_batch_size == 128
+    assert model.lora_r == 32
+    assert (args.aqn_sigma_start, args.aqn_sigma_end, args.aqn_num_stages) == (1e-2, 5e-4, 10)
+    gsm8k = path.stem in ("qwen2.5-3b", "qwen2.5-7b")
+    assert args.num_generations == (8 if gsm8k else 16)
+    updates = args.steps_per_generation / args.gradient_accumulation_steps
+    assert updates == (4 if gsm8k else 1)
+
+
+def test_tables_come_from_the_committed_measurements():
+    script = ROOT / "examples" / "benchmarks" / "readme_tables.py"
+    done = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_path_named_in_the_readme_exists():
+    for path in re.findall(r"\]\(([^)#:]+)\)", README) + re.findall(r"examples/[\w./-]+\.(?:py|yaml)", README):
+        assert (ROOT / path).exists(), path
