@@ -10,11 +10,13 @@ and of TRL's `ModelConfig` may follow. Started again with the same output_dir, i
 """
 
 import json
+import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from accelerate.utils import gather_object
 from datasets import Dataset, load_dataset
 from transformers import AutoTokenizer, ProgressCallback
 from trl import ModelConfig, TrlParser, get_peft_config
@@ -65,7 +67,10 @@ def choose_config(argv: list[str]) -> list[str]:
     else:
         name, why = "embedded.yaml", "no GPU was found, so the default is the embedded tiny model and problems"
     config = HERE / "configs" / name
-    print(f"Using {config.relative_to(HERE.parent)}: {why}. Choose another with --config examples/configs/<name>.yaml.")
+    if os.environ.get("RANK", "0") == "0":
+        print(
+            f"Using {config.relative_to(HERE.parent)}: {why}. Choose another with --config examples/configs/<name>.yaml."
+        )
     return [*argv, "--config", str(config)]
 
 
@@ -112,10 +117,13 @@ def main(script: ScriptArguments, args: QeRLConfig, model_args: ModelConfig) -> 
 
     def held_out() -> list[bool]:
         policy = trainer.accelerator.unwrap_model(trainer.model)
-        completions = solve(
-            policy, tokenizer, test, args.max_completion_length, script.eval_batch_size, progress=main_process
-        )
-        return grade(completions, test)
+        with trainer.accelerator.split_between_processes(list(range(len(test)))) as rows:  # contiguous, in rank order
+            mine = test.select(rows)
+            completions = solve(
+                policy, tokenizer, mine, args.max_completion_length, script.eval_batch_size, progress=main_process
+            )
+            graded = grade(completions, mine)
+        return gather_object(graded)
 
     output_dir = Path(args.output_dir)
     resume = args.resume_from_checkpoint or last_checkpoint(output_dir)
