@@ -6,6 +6,7 @@ fast enough to build hundreds. Treat the folders as read-only: they are shared.
 """
 
 import importlib.util
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -107,6 +108,82 @@ def make_tiny_tokenizer():
 def tiny_tokenizer():
     """Tokenizer that fits every tiny model: one token a byte, `<pad>` 0, `<eos>` 1."""
     return make_tiny_tokenizer()
+
+
+def write_packed_checkpoint(folder: Path, family: str, layout: str, shared_scales: bool = True) -> None:
+    """An NVFP4 checkpoint written by compressed-tensors' own compressor, in its layout or in ModelOpt's.
+
+    The first row of every linear is zero, so there are all-zero blocks. `shared_scales`: one global scale for q/k/v and for gate/up, as
+    llm-compressor and ModelOpt write; else each linear has its own.
+    """
+    from compressed_tensors.compressors import ModelCompressor
+    from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme, apply_quantization_config
+    from compressed_tensors.quantization.quant_scheme import NVFP4A16
+    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+    from safetensors.torch import save_file
+
+    model = make_tiny_model(family)
+    scheme = QuantizationScheme(targets=["Linear"], format="nvfp4-pack-quantized", **NVFP4A16)
+    config = QuantizationConfig(config_groups={"group_0": scheme}, ignore=["lm_head"], quantization_status="frozen")
+    apply_quantization_config(model, config)
+    linears = {name: module for name, module in model.named_modules() if hasattr(module, "quantization_scheme")}
+    for module in linears.values():
+        module.weight.data[0] = 0
+        module.weight_global_scale.data = generate_gparam(module.weight.min(), module.weight.max())
+    for name, module in linears.items():
+        group = next((g for g in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")) if name.endswith(g)), None)
+        if shared_scales and group:
+            parent = name.rpartition(".")[0]
+            module.weight_global_scale.data = torch.stack(
+                [
+                    generate_gparam(linears[f"{parent}.{part}"].weight.min(), linears[f"{parent}.{part}"].weight.max())
+                    for part in group
+                ]
+            ).amin(0)
+        blocks = module.weight.float().view(module.out_features, -1, 16)
+        scale, _ = calculate_qparams(blocks.amin(-1), blocks.amax(-1), scheme.weights, module.weight_global_scale)
+        module.weight_scale.data = scale
+    with torch.compiler.set_stance("force_eager"):  # its rounding is under torch.compile, which needs a C++ compiler
+        compressor = ModelCompressor.from_pretrained_model(model)
+        compressor.compress_model(model)
+    state = {key: value.contiguous() for key, value in model.state_dict().items()}
+    if model.config.tie_word_embeddings:
+        del state["lm_head.weight"]
+    quantization = json.loads(compressor.quantization_config.model_dump_json())
+    if layout == "modelopt":
+        for name in linears:
+            state[f"{name}.weight"] = state.pop(f"{name}.weight_packed")
+            state[f"{name}.weight_scale_2"] = (1 / state.pop(f"{name}.weight_global_scale")).reshape(())
+            state[f"{name}.input_scale"] = torch.tensor(0.01)
+        part = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
+        quantization = {
+            "quant_method": "modelopt",
+            "quant_algo": "NVFP4",
+            "config_groups": {"group_0": {"input_activations": part, "weights": part, "targets": ["Linear"]}},
+            "ignore": ["lm_head"],
+            "producer": {"name": "modelopt", "version": "0.39.0"},
+        }
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    model.config.architectures = [type(model).__name__]
+    model.config.dtype = "bfloat16"
+    (folder / "config.json").write_text(json.dumps({**model.config.to_dict(), "quantization_config": quantization}))
+
+
+@pytest.fixture(scope="session")
+def packed_model_dir(tmp_path_factory) -> Callable[..., Path]:
+    """`packed_model_dir(layout, family="qwen2", shared_scales=True)`: folder with an NVFP4 checkpoint that we did not write."""
+    pytest.importorskip("compressed_tensors")
+    written: dict[tuple, Path] = {}
+
+    def write(layout: str, family: str = "qwen2", shared_scales: bool = True) -> Path:
+        key = (layout, family, shared_scales)
+        if key not in written:
+            written[key] = tmp_path_factory.mktemp(f"packed-{layout}")
+            write_packed_checkpoint(written[key], family, layout, shared_scales)
+        return written[key]
+
+    return write
 
 
 def pytest_collection_modifyitems(items):

@@ -431,7 +431,7 @@ def _check_block_scales(info: TensorInfo, packed: TensorInfo) -> list[str]:
         zero = scale == 0
         if bool(zero.any()):
             codes = torch.frombuffer(bytearray(_read(packed, offset * 8, scale.numel() * 8)), dtype=torch.uint8)
-            zero &= (codes.view(-1, 8) & 0x77).any(-1)
+            zero &= ((codes.view(-1, 8) & 0x77) != 0).any(-1)
         bad = {"NaN": (scale & 0x7F) == 0x7F, "negative": scale >= 0x80, "zero (the block's weights are not)": zero}
         bad["negative"] &= ~bad["NaN"]
         for kind, mask in bad.items():
