@@ -372,11 +372,11 @@ def test_compiled_model_switches_without_compiling_again(trained, noisy):
 
     torch._dynamo.reset()
     dynamo.counters.clear()
-    model = make_tiny_model("qwen2", dtype=torch.float32).requires_grad_(trained)
+    model = make_tiny_model("qwen2", dtype=torch.float32, num_hidden_layers=1).requires_grad_(trained)
     clean = logits(model)
     compiled = torch.compile(model, backend="eager")
     noise = noisy(model)
-    for generation in range(4):
+    for generation in range(3):
         draw = DRAW._replace(generation=generation)
         noise.set(draw)
         with noise.active():

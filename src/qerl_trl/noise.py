@@ -62,12 +62,14 @@ class AQNCallback(TrainerCallback):
 
     It then recognises generation by the forward calls of the model (no gradient, no labels, a cache; an empty cache begins
     a new draw). [`QeRLGRPOTrainer`] instead brackets its rollouts with `with callback.generation(): ...`, which also serves
-    vLLM; noise is never applied twice.
+    vLLM; noise is never applied twice. (With tools a rollout has several turns: alone, each is a generation with a draw of
+    its own; driven, one draw spans them all.)
 
     The draw of a generation is keyed by (seed, global_step, number of the generation within that step), so a run resumed
     from a checkpoint draws the same noise again. The noise is active only between `on_step_begin` and
     `on_pre_optimizer_step`, and never in evaluation mode. With scope `policy`, a PEFT reference policy (beta > 0) is
-    evaluated under the same noise, so that its KL measures the adapter; a separate reference model is clean.
+    evaluated under the same noise, so that its KL measures the adapter; a separate reference model is clean. A run that ends
+    with an exception leaves the hooks on: call `detach()` before using the model in training mode for something else.
 
     Logged with every training log line: `aqn/sigma` and `aqn/sigma_effective`, means over the draws since the last line.
     They reach `state.log_history`, the progress bar and callbacks that were added later. Trainer calls the integrations of
@@ -405,6 +407,6 @@ class AQNCallback(TrainerCallback):
         if getattr(args, "use_vllm", False) and not self.driven:
             raise ValueError(
                 "AQNCallback alone reaches only rollouts by transformers, and use_vllm=True generates in another engine: the "
-                "noise would silently do nothing. Use QeRLGRPOTrainer (or QeRLRLOOTrainer), which carries the noise into "
-                "vLLM, or set use_vllm=False."
+                "noise would silently do nothing. Use QeRLGRPOTrainer (or QeRLRLOOTrainer) with aqn=True and no AQNCallback of "
+                "your own: it carries the noise into vLLM. Or set use_vllm=False."
             )

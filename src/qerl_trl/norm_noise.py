@@ -73,7 +73,8 @@ class NormNoise:
             if module in _noisy_modules:
                 raise ValueError(
                     f"The norm {name!r} already carries adaptive quantization noise, and two noises would add up. Use one "
-                    "AQNCallback a model; call detach() on the one that an interrupted run left behind."
+                    "AQNCallback a model (QeRL trainers bring their own; aqn=False turns it off), and call detach() on one that an "
+                    "interrupted run left behind."
                 )
         self.norms = dict(norms)
         self.draw: NoiseDraw | None = None
@@ -190,7 +191,9 @@ class NormNoise:
 
     def _noisy_weight(self, name: str, clean: torch.Tensor) -> torch.Tensor:
         """weight + sigma * z in fp32 (fp64 for an fp64 weight); kept between forwards if the weight is frozen."""
-        compiling = torch.compiler.is_compiling()  # a compiled graph fuses the sum; entries that come and go would break it up
+        compiling = (
+            torch.compiler.is_compiling()
+        )  # a compiled graph fuses the sum; entries that come and go would break it up
         if not compiling:
             version, noisy = self._ready.get(name, (None, None))
             if noisy is not None and version == clean._version and noisy.device == clean.device:
