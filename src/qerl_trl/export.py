@@ -1,0 +1,632 @@
+"""What leaves a run, always loadable without this package: adapter, merged model, NVFP4 base, NVFP4 merge.
+
+    save_adapter        LoRA as plain PEFT (adapter_model.safetensors, adapter_config.json), tokenizer beside it
+    save_merged         dense model in bf16: the policy that was trained, up to one rounding of each weight
+    save_base           the frozen NVFP4 base as it is, in compressed-tensors' layout
+    save_merged_nvfp4   the merge rounded to 4 bits again. Most small changes do not survive that: it says how much did, and refuses when
+                        next to nothing did
+
+The source is a trainer (under DDP: rank 0 writes, everybody waits) or a model from [`load_policy`], which builds the policy of a
+checkpoint or adapter folder. Weights are merged, converted and written tensor by tensor; the model itself is not touched.
+
+**Which base?** An adapter learned on the quantized base, and corrects its rounding too. Merged into the dequantized NVFP4 base it is the
+policy that was trained; merged into the original bf16 base it is another model, of which nothing was ever sampled. `load_policy(...,
+base_format="bf16")` builds that one, `logit_distance` measures how far it is.
+"""
+
+import copy
+import hashlib
+import json
+import logging
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from accelerate.utils import broadcast_object_list
+from peft import PeftConfig, PeftModel
+from peft.tuners.lora.layer import Linear as LoraLinear
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import ModulesToSaveWrapper
+from peft.utils.other import AuxiliaryTrainingWrapper
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.core_model_loading import revert_weight_conversion
+
+from . import checkpoint, formats, nvfp4, report, shards
+from .linear import NVFP4Linear
+from .lora import load_adapter
+from .quantizer import FUSED_GROUPS, NVFP4Config, from_pretrained
+from .shards import Job, TensorSpec
+
+logger = logging.getLogger(__name__)
+
+#: an NVFP4 merge that keeps less than this share of the adapter's change is refused
+MIN_KEPT_FRACTION = 0.25
+ADAPTER_FILES = ("adapter_model.safetensors", "adapter_config.json")
+_HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
+
+
+# --- where an export comes from ---------------------------------------------------------------------------------------------------
+
+
+class Source(NamedTuple):
+    """A policy to export. `model` is a `PeftModel` or a plain model; `settings` describes the run, as far as known."""
+
+    model: nn.Module
+    tokenizer: PreTrainedTokenizerBase | None
+    settings: dict[str, Any]
+
+    @property
+    def inner(self) -> PreTrainedModel:
+        """The transformers model, with adapter layers inside."""
+        return self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
+
+
+def source_of(trainer_or_model: Any, tokenizer: PreTrainedTokenizerBase | None = None) -> Source:
+    """Wrap a trainer, a model or a `Source`."""
+    if isinstance(trainer_or_model, Source):
+        return trainer_or_model
+    if hasattr(trainer_or_model, "accelerator"):
+        trainer = trainer_or_model
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        settings = {**trainer._run_settings(), "modules_to_not_convert": trainer.args.modules_to_not_convert}
+        settings["global_step"] = trainer.state.global_step
+        return Source(model, tokenizer or trainer.processing_class, settings)
+    return Source(trainer_or_model, tokenizer, {})
+
+
+def load_policy(
+    adapter: str | os.PathLike,
+    base_model: str | None = None,
+    base_format: str | None = None,
+    dtype: str | None = None,
+    device: str = "cpu",
+) -> Source:
+    """Build the policy of a checkpoint or adapter folder: its base in the format it was trained on, and the adapter.
+
+    Args:
+        adapter: folder with adapter_config.json: a checkpoint, a finished run, or what `save_adapter` wrote.
+        base_model: folder or Hub id; default: what adapter_config.json says.
+        base_format: "nvfp4" or "bf16"; default: what the run recorded. Another one than the run's makes another model.
+        dtype: compute dtype; default: the run's, else bfloat16.
+
+    Raises:
+        `ValueError`: no adapter there, or nothing says what base it was trained on.
+    """
+    adapter = Path(adapter)
+    if not (adapter / "adapter_config.json").is_file():
+        raise ValueError(f"{adapter} has no adapter_config.json. Name a checkpoint folder or the run's output folder.")
+    if (adapter / checkpoint.MANIFEST_NAME).is_file():
+        checkpoint.verify(adapter)
+    settings = run_settings(adapter)
+    base_model = base_model or PeftConfig.from_pretrained(adapter).base_model_name_or_path
+    recorded = settings.get("base_format")
+    base_format = base_format or recorded
+    if base_format is None:
+        raise ValueError(
+            f"Nothing in {adapter} says which base the adapter was trained on. Pass base_format='nvfp4' (--base-format nvfp4) if it was "
+            "trained by a QeRL trainer with its default, or 'bf16'."
+        )
+    if base_format not in ("nvfp4", "bf16"):
+        raise ValueError(
+            f"base_format={base_format!r} cannot be exported; only adapters on 'nvfp4' and 'bf16' bases can."
+        )
+    dtype = dtype or settings.get("dtype") or "bfloat16"
+    if base_format == "nvfp4":
+        config = NVFP4Config(
+            scale_rule=settings.get("scale_rule", "rtn"),
+            modules_to_not_convert=settings.get("modules_to_not_convert"),
+            compute_dtype=dtype,
+        )
+        model = from_pretrained(base_model, config, dtype=getattr(torch, dtype), device_map={"": device})
+    else:
+        model = AutoModelForCausalLM.from_pretrained(base_model, dtype=dtype, device_map={"": device})
+    policy = load_adapter(model, str(adapter)).eval()
+    policy.to(torch.device(device))
+    has_tokenizer = (adapter / "tokenizer_config.json").is_file()
+    tokenizer = AutoTokenizer.from_pretrained(adapter if has_tokenizer else base_model)
+    settings = {**settings, "model": base_model, "merged_onto": base_format, "dtype": dtype}
+    return Source(policy, tokenizer, settings)
+
+
+def run_settings(folder: Path) -> dict[str, Any]:
+    """What the run in `folder` recorded about itself: the manifest of a checkpoint or export, or of the newest checkpoint inside."""
+    found = shards.manifest_run(folder)
+    if "settings" in found:  # an export
+        return found["settings"]
+    if not found and (newest := checkpoint.last_checkpoint(folder)) is not None:
+        found = shards.manifest_run(newest)
+    return found
+
+
+# --- the adapter's change, layer by layer -----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _dense_base(layer: LoraLinear) -> Iterator[nn.Linear]:
+    """Lend a LoRA layer a dense float32 copy of its base layer; afterwards everything is as it was, bit for bit."""
+    base = layer.base_layer
+    with torch.device("meta"):
+        dense = nn.Linear(layer.in_features, layer.out_features, bias=base.bias is not None)
+    weight = base.dequantize(torch.float32) if isinstance(base, NVFP4Linear) else base.weight.detach().float().clone()
+    dense.weight = nn.Parameter(weight, requires_grad=False)
+    if base.bias is not None:
+        dense.bias = nn.Parameter(base.bias.detach().float().clone(), requires_grad=False)
+    merged, caches = list(layer.merged_adapters), dict(layer._caches)
+    layer.base_layer = dense
+    try:
+        yield dense
+    finally:
+        layer.base_layer = base
+        layer.merged_adapters[:] = merged
+        layer._caches = caches
+
+
+@torch.no_grad()
+def merged_layer(layer: LoraLinear) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Weight (N, K) and bias of a LoRA layer with its active adapters merged by PEFT's own code, in float32."""
+    if layer.merged:
+        raise RuntimeError("The adapter is merged into the model already. Call unmerge_adapter() first, then export.")
+    with _dense_base(layer) as dense:
+        LoraLinear.merge(layer)
+        return dense.weight.data, None if dense.bias is None else dense.bias.data
+
+
+class _Entry(NamedTuple):
+    """A published tensor before conversion: its name, shape, original dtype, and how to get its value."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    value: Callable[[], torch.Tensor]
+    layer: nn.Module | None = None  # the LoRA or NVFP4 layer whose weight this is
+
+
+@torch.no_grad()
+def _entries(source: Source, with_adapter: bool) -> list[_Entry]:
+    """Every tensor of the dense model, in the model's order; weights of NVFP4 and LoRA layers are computed when asked for."""
+    model = source.inner
+    owners: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
+            if not isinstance(module, (LoraLinear, ModulesToSaveWrapper)):
+                raise ValueError(
+                    f"{name} carries a {type(module).__name__}, which cannot be merged here: only LoRA on linear layers and whole trained "
+                    "modules (modules_to_save) can. Save the adapter instead."
+                )
+            owners[name] = module
+        elif isinstance(module, NVFP4Linear) and name.rpartition(".")[0] not in owners:
+            owners[name] = module
+    entries: list[_Entry] = []
+    seen: set[tuple] = set()
+    for key, tensor in model.state_dict().items():
+        if tensor.is_meta or tensor.numel() == 0 or hasattr(tensor, "device_mesh") or hasattr(tensor, "ds_id"):
+            raise RuntimeError(
+                f"{key} is sharded or offloaded, this process does not hold it whole. Save a checkpoint, and export from its folder: "
+                "qerl-trl merge <checkpoint> <folder>."
+            )
+        owner = next((prefix for prefix in _prefixes(key) if prefix in owners), None)
+        if owner is None:
+            place = (tensor.data_ptr(), tensor.shape, tensor.stride())
+            if place not in seen:  # a tied tensor is written once, under its first name
+                seen.add(place)
+                entries.append(_Entry(key, tuple(tensor.shape), tensor.dtype, lambda tensor=tensor: tensor))
+            continue
+        entries += _layer_entries(owner, owners[owner], key.removeprefix(f"{owner}."), tensor, with_adapter)
+    renamed = _disk_names(model, entries)
+    return [entry._replace(name=renamed[entry.name]) for entry in entries]
+
+
+def _prefixes(key: str) -> Iterator[str]:
+    """Dotted prefixes of a tensor's name, the shortest first: an adapter wins over the packed layer inside it."""
+    parts = key.split(".")
+    for length in range(1, len(parts)):
+        yield ".".join(parts[:length])
+
+
+def _layer_entries(
+    name: str, module: nn.Module, rest: str, tensor: torch.Tensor, with_adapter: bool
+) -> Iterator[_Entry]:
+    if isinstance(module, ModulesToSaveWrapper):
+        wanted = f"modules_to_save.{module.active_adapters[0]}." if with_adapter else "original_module."
+        if rest.startswith(wanted):
+            leaf = rest.removeprefix(wanted)
+            yield _Entry(f"{name}.{leaf}", tuple(tensor.shape), tensor.dtype, lambda: tensor)
+        return
+    rest = rest.removeprefix("base_layer.") if isinstance(module, LoraLinear) else rest
+    base = module.get_base_layer() if isinstance(module, LoraLinear) else module
+    merge = with_adapter and isinstance(module, LoraLinear) and bool(module.active_adapters)
+    dtype = getattr(base, "compute_dtype", tensor.dtype)
+    if rest in ("weight", "weight_packed"):
+
+        def weight() -> torch.Tensor:
+            if merge:
+                return merged_layer(module)[0]
+            return base.dequantize(torch.float32) if isinstance(base, NVFP4Linear) else base.weight.detach()
+
+        yield _Entry(f"{name}.weight", (base.out_features, base.in_features), dtype, weight, module)
+    elif rest == "bias":
+        yield _Entry(f"{name}.bias", tuple(tensor.shape), dtype, lambda: merged_layer(module)[1] if merge else tensor)
+
+
+def _disk_names(model: PreTrainedModel, entries: Iterable[_Entry]) -> dict[str, str]:
+    """In-memory names -> the names that checkpoints of this architecture use."""
+    names = {}
+    for entry in entries:
+        stand_in = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+        reverted = revert_weight_conversion(model, {entry.name: stand_in})
+        if len(reverted) != 1 or next(iter(reverted.values())).shape != stand_in.shape:
+            raise ValueError(
+                f"{type(model).__name__} keeps {entry.name} in another form in memory than on disk, which a tensor-by-tensor export cannot "
+                "undo. Publish the adapter, or merge with PEFT (merge_and_unload) and save_pretrained, which needs the whole dense model."
+            )
+        names[entry.name] = next(iter(reverted))
+    return names
+
+
+# --- saving -----------------------------------------------------------------------------------------------------------------------
+
+
+def save_adapter(
+    source: Any,
+    folder: str | os.PathLike,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    base_model: str | None = None,
+    overwrite: bool = False,
+    card: Callable[[Path], None] | None = None,
+) -> dict[str, Any]:
+    """(a) The adapter as plain PEFT, with the tokenizer. `base_model` replaces the name of the base in adapter_config.json.
+
+    `card`: called with the folder before it is sealed, to add a README. Returns the manifest's description of the export.
+    """
+
+    def write(policy: Source) -> dict[str, Any]:
+        if not isinstance(policy.model, PeftModel):
+            raise ValueError(
+                "This model has no adapter to save. For a run with base_format='full', save_pretrained it."
+            )
+        run = {**_describe(policy, "adapter"), "base_model": base_model}
+        if shards.is_complete(folder, run):
+            return run
+        with shards.staging(folder, run, overwrite) as partial:
+            policy.model.save_pretrained(partial)
+            (partial / "README.md").unlink(missing_ok=True)  # PEFT's empty template
+            if base_model is not None:
+                config = partial / "adapter_config.json"
+                content = {**json.loads(config.read_text()), "base_model_name_or_path": base_model}
+                checkpoint.write_json_atomically(config, content)
+            _save_tokenizer(partial, policy.tokenizer)
+            if card is not None:
+                card(partial)
+        return run
+
+    return _on_rank_zero(source, tokenizer, write)
+
+
+def save_merged(
+    source: Any,
+    folder: str | os.PathLike,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    overwrite: bool = False,
+    max_shard_bytes: int = shards.MAX_SHARD_BYTES,
+    extra: dict[str, Any] | None = None,
+    card: Callable[[Path], None] | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> dict[str, Any]:
+    """(b), (c) The dense model: base and adapter merged in float32, each weight rounded once to `dtype`.
+
+    On an NVFP4 base that is the policy that was trained. `extra` is recorded in the manifest (measured distances).
+    """
+
+    def write(policy: Source) -> dict[str, Any]:
+        kind = "merged"
+        trained_on, onto = policy.settings.get("base_format"), policy.settings.get("merged_onto")
+        if onto is not None and trained_on is not None and onto != trained_on:
+            kind = "merged_other_base"
+        run = {**_describe(policy, kind), "dtype": str(dtype).removeprefix("torch."), **(extra or {})}
+        if shards.is_complete(folder, run):
+            return run
+        entries = _entries(policy, with_adapter=True)
+        jobs = [_cast_job(entry, dtype) for entry in entries]
+        with shards.staging(folder, run, overwrite) as partial:
+            shards.write_shards(partial, jobs, formats.WRITTEN_BY, max_shard_bytes, progress=progress)
+            _save_config(partial, policy, dtype, None, {job.specs[0].name for job in jobs})
+            _save_tokenizer(partial, policy.tokenizer)
+            if card is not None:
+                card(partial)
+        return run
+
+    return _on_rank_zero(source, tokenizer, write)
+
+
+def save_base(
+    source: Any,
+    folder: str | os.PathLike,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    overwrite: bool = False,
+    max_shard_bytes: int = shards.MAX_SHARD_BYTES,
+    card: Callable[[Path], None] | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> dict[str, Any]:
+    """(d) The frozen NVFP4 base, without the adapter, byte for byte as it was trained on, in compressed-tensors' layout."""
+
+    def write(policy: Source) -> dict[str, Any]:
+        quantizer = _require_nvfp4(policy)
+        run = _describe(policy, "nvfp4_base", with_adapter=False)
+        if shards.is_complete(folder, run):
+            return run
+        jobs = [
+            job
+            for entry in _entries(policy, with_adapter=False)
+            for job in (_packed_job(entry) if _nvfp4_layer(entry) is not None else _cast_job(entry, entry.dtype),)
+        ]
+        names = {spec.name for job in jobs for spec in job.specs}
+        with shards.staging(folder, run, overwrite) as partial:
+            shards.write_shards(partial, jobs, dict(formats.WRITTEN_BY), max_shard_bytes, progress=progress)
+            _save_config(partial, policy, quantizer.torch_dtype, quantizer.to_dict(), names)
+            _save_tokenizer(partial, policy.tokenizer)
+            if card is not None:
+                card(partial)
+        return run
+
+    return _on_rank_zero(source, tokenizer, write)
+
+
+def save_merged_nvfp4(
+    source: Any,
+    folder: str | os.PathLike,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    scale_rule: str = "rtn",
+    force: bool = False,
+    overwrite: bool = False,
+    max_shard_bytes: int = shards.MAX_SHARD_BYTES,
+    card: Callable[[Path], None] | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> dict[str, Any]:
+    """(e) The merge rounded to NVFP4 again. Returns the description with `kept_fraction` and prints it.
+
+    With D the adapter's change and C the change of the weights that are written, both against the dequantized base:
+    `kept_fraction` = <C, D> / <D, D>, `error_ratio` = |C - D| / |D|, over all quantized layers.
+
+    Raises:
+        `ValueError`: less than `MIN_KEPT_FRACTION` survived, unless `force`. Nothing is published then.
+    """
+
+    def write(policy: Source) -> dict[str, Any]:
+        quantizer = _require_nvfp4(policy)
+        run = {**_describe(policy, "nvfp4_merged"), "requantized_with": scale_rule, "force": force}
+        done = shards.manifest_run(folder)
+        if done and shards.is_complete(folder, {**run, "survived": done.get("survived")}):
+            return done
+        entries = _entries(policy, with_adapter=True)
+        packed = [entry for entry in entries if _nvfp4_layer(entry) is not None]
+        jobs = [_cast_job(entry, entry.dtype) for entry in entries if _nvfp4_layer(entry) is None]
+        jobs += [_requantize_job(group, scale_rule) for group in _fused(packed)]
+        names = {spec.name for job in jobs for spec in job.specs}
+        survived: dict[str, float] = {}
+        result = dict(run)  # what is sealed: completed below, once it is known how much survived
+        with shards.staging(folder, result, overwrite) as partial:
+            notes = shards.write_shards(partial, jobs, dict(formats.WRITTEN_BY), max_shard_bytes, progress=progress)
+            survived.update(_survived(notes))
+            print(
+                f"Re-quantizing kept {survived['kept_fraction']:.3f} of the adapter's change (error {survived['error_ratio']:.2f} of its "
+                "size)."
+            )
+            if survived["kept_fraction"] < MIN_KEPT_FRACTION and not force:
+                raise ValueError(
+                    f"Only {survived['kept_fraction']:.3f} of the adapter's change survives rounding to 4 bits: this would publish the base "
+                    "under another name. Publish the adapter or the bf16 merge, or force it (force=True, --force)."
+                )
+            result["survived"] = survived
+            _save_config(partial, policy, quantizer.torch_dtype, quantizer.to_dict(), names)
+            _save_tokenizer(partial, policy.tokenizer)
+            if card is not None:
+                card(partial)
+        return result
+
+    return _on_rank_zero(source, tokenizer, write)
+
+
+def _on_rank_zero(
+    source: Any, tokenizer: PreTrainedTokenizerBase | None, write: Callable[[Source], dict[str, Any]]
+) -> dict[str, Any]:
+    """Run `write` in the main process; the others wait, and fail if it failed."""
+    policy = source_of(source, tokenizer)
+    if not hasattr(source, "accelerator"):
+        return write(policy)
+    result: list[dict[str, Any] | None] = [None]
+    try:
+        if source.accelerator.is_main_process:
+            result[0] = write(policy)
+    finally:
+        broadcast_object_list(result)
+    if result[0] is None:
+        raise RuntimeError("The export failed in the main process; its error says why.")
+    return result[0]
+
+
+# --- jobs -------------------------------------------------------------------------------------------------------------------------
+
+
+def _cast_job(entry: _Entry, dtype: torch.dtype) -> Job:
+    dtype = dtype if entry.dtype.is_floating_point else entry.dtype
+    return Job((TensorSpec(entry.name, dtype, entry.shape),), lambda: [entry.value().to(dtype)])
+
+
+def _nvfp4_layer(entry: _Entry) -> NVFP4Linear | None:
+    layer = entry.layer.get_base_layer() if isinstance(entry.layer, LoraLinear) else entry.layer
+    return layer if isinstance(layer, NVFP4Linear) else None
+
+
+def _packed_specs(name: str, rows: int, columns: int) -> tuple[TensorSpec, ...]:
+    """The three tensors of a packed matrix (N, K) as compressed-tensors names them; `name` ends in ".weight"."""
+    return (
+        TensorSpec(f"{name}_packed", torch.uint8, (rows, columns // 2)),
+        TensorSpec(f"{name}_scale", torch.float8_e4m3fn, (rows, columns // nvfp4.BLOCK_SIZE)),
+        TensorSpec(f"{name}_global_scale", torch.float32, (1,)),
+    )
+
+
+def _packed_job(entry: _Entry) -> Job:
+    layer = _nvfp4_layer(entry)
+    packed, block_scale, global_scale = layer.nvfp4
+    return Job(
+        _packed_specs(entry.name, *entry.shape),
+        lambda: [packed, block_scale.view(torch.float8_e4m3fn), global_scale],
+    )
+
+
+def _fused(entries: list[_Entry]) -> list[list[_Entry]]:
+    """Group the entries whose layers vLLM fuses (q/k/v, gate/up): they must share one global scale."""
+    groups: dict[tuple[str, int], list[_Entry]] = {}
+    for position, entry in enumerate(entries):
+        parent, _, child = entry.name.removesuffix(".weight").rpartition(".")
+        index = next((i for i, group in enumerate(FUSED_GROUPS) if child in group), None)
+        groups.setdefault((parent, index) if index is not None else (entry.name, position), []).append(entry)
+    return list(groups.values())
+
+
+def _requantize_job(group: list[_Entry], scale_rule: str) -> Job:
+    note: dict[str, Any] = {}
+
+    def make() -> Iterator[torch.Tensor]:
+        amax = torch.stack([entry.value().abs().amax() for entry in group]).amax()  # twice merged rather than all kept
+        shared = nvfp4.power_of_two_global_scale(amax)
+        note.update(layers=[entry.name for entry in group], kept=0.0, change=0.0, error=0.0)
+        for entry in group:
+            merged = entry.value()
+            packed, block_scale, global_scale = nvfp4.quantize(merged, scale_rule, shared)
+            base = _nvfp4_layer(entry).dequantize(torch.float32)
+            written = nvfp4.dequantize(packed, block_scale, global_scale, torch.float32).sub_(base)
+            wanted = merged.sub_(base)
+            note["kept"] += _dot(written, wanted)
+            note["change"] += _dot(wanted, wanted)
+            note["error"] += _dot(written - wanted, written - wanted)
+            yield from (packed, block_scale.view(torch.float8_e4m3fn), global_scale)
+
+    specs = tuple(spec for entry in group for spec in _packed_specs(entry.name, *entry.shape))
+    return Job(specs, make, note)
+
+
+def _dot(a: torch.Tensor, b: torch.Tensor) -> float:
+    return (a * b).sum(dtype=torch.float64).item()
+
+
+def _survived(notes: list[dict[str, Any]]) -> dict[str, float]:
+    change = sum(note["change"] for note in notes)
+    if change == 0:
+        raise ValueError("The adapter changes no quantized weight (is it untrained?): there is nothing to merge.")
+    kept, error = sum(note["kept"] for note in notes), sum(note["error"] for note in notes)
+    return {"kept_fraction": kept / change, "error_ratio": (error / change) ** 0.5}
+
+
+# --- everything beside the weights ------------------------------------------------------------------------------------------------
+
+
+def _require_nvfp4(source: Source) -> NVFP4Config:
+    quantizer = getattr(source.inner, "hf_quantizer", None)
+    if quantizer is None or not any(isinstance(module, NVFP4Linear) for module in source.inner.modules()):
+        raise ValueError(
+            "The base of this model is not NVFP4, so there are no 4-bit weights to save. Quantize a folder instead: qerl-trl quantize "
+            "<model> <folder>."
+        )
+    return quantizer.quantization_config
+
+
+def _save_config(
+    folder: Path, source: Source, dtype: torch.dtype, quantization: dict[str, Any] | None, names: set[str]
+) -> None:
+    model = source.inner
+    config = copy.deepcopy(model.config)
+    config.quantization_config = quantization
+    if quantization is None:
+        del config.quantization_config
+    config.dtype = dtype
+    config.architectures = [type(model).__name__]
+    if getattr(config, "tie_word_embeddings", False) and "lm_head.weight" in names:
+        config.tie_word_embeddings = False  # the embedding or the head was trained: they differ now
+    config.save_pretrained(folder)
+    if model.generation_config is not None:
+        model.generation_config.save_pretrained(folder)
+
+
+_PROBE = "Tom has 12 apples and gives 7 away.\n#### 5 <|im_start|>user\n\\frac{1}{2} = 0.5"
+
+
+def _save_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    if tokenizer is None:
+        return
+    tokenizer.save_pretrained(folder)
+    # AutoTokenizer chooses a class by the model's type and can silently read custom tokenizers wrong
+    again = AutoTokenizer.from_pretrained(folder)
+    if again(_PROBE)["input_ids"] != tokenizer(_PROBE)["input_ids"]:
+        raise RuntimeError(
+            f"The saved tokenizer reads back as {type(again).__name__} and encodes differently from the {type(tokenizer).__name__} in use: "
+            "models published with it would see other tokens. Set tokenizer_class in tokenizer_config.json so that AutoTokenizer agrees."
+        )
+
+
+def _describe(source: Source, kind: str, with_adapter: bool = True) -> dict[str, Any]:
+    """What is exported from what, without a path of this machine."""
+    settings = dict(source.settings)
+    if settings.get("model"):
+        settings["model"] = public_name(settings["model"])
+    described = {"kind": kind, "settings": settings, "exported_with": report.versions()}
+    described["weights_sha256"] = _fingerprint(source, with_adapter)
+    return described
+
+
+def public_name(model: str) -> str:
+    """A Hub id as it is; a path shortened to its last part, since nobody else has the folder and its path is private."""
+    return model if _HUB_ID.match(model) and not os.path.isdir(model) else Path(model).name
+
+
+@torch.no_grad()
+def _fingerprint(source: Source, with_adapter: bool) -> str:
+    """SHA-256 of what training changed (of a small packed sample for a base)."""
+    digest = hashlib.sha256()
+    for name, parameter in source.model.named_parameters():
+        trained = "lora_" in name or "modules_to_save" in name
+        if trained == with_adapter and (with_adapter or name.endswith(("weight_packed", "weight_scale"))):
+            data = parameter.detach() if with_adapter else parameter.detach()[:64]
+            digest.update(name.encode())
+            digest.update(data.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+# --- how far two models are apart -------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def logits_of(model: nn.Module, batches: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Logits, float32 on the CPU, for batches of token ids (B, T)."""
+    model.eval()
+    return [model(batch.to(next(model.parameters()).device)).logits.float().cpu() for batch in batches]
+
+
+def logit_distance(policy: list[torch.Tensor], other: list[torch.Tensor]) -> dict[str, float]:
+    """How far `other` is from `policy`, from their logits (lists of (B, T, V)): mean and largest absolute difference, KL(policy || other)
+    in nats a token, and the share of positions with the same most likely token."""
+    tokens = sum(a.shape[0] * a.shape[1] for a in policy)
+    total = largest = kl = agree = 0.0
+    values = 0
+    for a, b in zip(policy, other, strict=True):
+        difference = (a - b).abs()
+        total += difference.sum(dtype=torch.float64).item()
+        values += difference.numel()
+        largest = max(largest, difference.max().item())
+        log_a, log_b = a.log_softmax(-1), b.log_softmax(-1)
+        kl += (log_a.exp() * (log_a - log_b)).sum(dtype=torch.float64).item()
+        agree += (a.argmax(-1) == b.argmax(-1)).sum().item()
+    return {
+        "mean_logit_distance": total / values,
+        "max_logit_distance": largest,
+        "kl_nats_per_token": kl / tokens,
+        "same_greedy_token": agree / tokens,
+        "tokens": tokens,
+    }

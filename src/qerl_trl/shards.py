@@ -1,0 +1,291 @@
+"""Safetensors folders written tensor by tensor, resumable, and published whole or not at all.
+
+A checkpoint of any size is described by *jobs*: what tensors a job will give (names, dtypes, shapes) is known before their values are.
+So every file's header is written first and each tensor goes straight to its place in the file, from any thread and in any order, and no
+more than the tensors being worked on is ever in memory. A shard gets its final name when it is complete; a killed run continues with the
+shards that are missing.
+
+Everything is written into `.<name>.partial` beside the destination, the manifest last, and one rename (an exchange, when something is
+being replaced) makes it the destination: at every moment that is the old folder or the new one.
+"""
+
+import ctypes
+import fcntl
+import json
+import math
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from . import checkpoint
+
+INDEX_NAME = "model.safetensors.index.json"
+#: default size of a shard: what save_pretrained used for years, and small enough that a killed run loses little
+MAX_SHARD_BYTES = 2_000_000_000
+_PLAN_NAME = ".plan.json"
+_DTYPE_NAMES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+}
+
+
+class TensorSpec(NamedTuple):
+    """A tensor that will be written: name, dtype, shape."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Job(NamedTuple):
+    """Tensors that are made together. `make` yields them in the order of `specs`; `note` may be filled by it (JSON) and is kept."""
+
+    specs: tuple[TensorSpec, ...]
+    make: Callable[[], Iterable[torch.Tensor]]
+    note: dict[str, Any] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(spec.nbytes for spec in self.specs)
+
+
+def write_shards(
+    folder: Path,
+    jobs: list[Job],
+    metadata: dict[str, str],
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    workers: int = 1,
+    progress: Callable[[int], None] | None = None,
+) -> list[dict[str, Any]]:
+    """Write the tensors of `jobs` as `model*.safetensors` with their index; shards that are already there are kept.
+
+    Args:
+        folder: existing folder, from [`staging`] if an interrupted run shall be continued.
+        metadata: goes into each file's header, beside `format: pt`.
+        max_shard_bytes: a job is never split, so a shard may exceed this by its largest job.
+        workers: jobs of one shard worked on at a time, as threads.
+        progress: called with the number of bytes written, after each tensor.
+
+    Returns:
+        The jobs' notes, those of shards that an earlier run wrote included.
+    """
+    names = [spec.name for job in jobs for spec in job.specs]
+    assert len(names) == len(set(names)), "a tensor would be written twice"
+    shards = _group(jobs, max_shard_bytes)
+    files = ["model.safetensors"]
+    if len(shards) > 1:
+        files = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+    for file, shard in zip(files, shards, strict=True):
+        if (folder / file).is_file() and _notes_file(folder / file).is_file():
+            if progress is not None:
+                progress(sum(job.nbytes for job in shard))
+            continue
+        _write_shard(folder / file, shard, {**metadata, "format": "pt"}, workers, progress)
+    notes: list[dict[str, Any]] = []
+    for file in files:
+        notes += json.loads(_notes_file(folder / file).read_text())["notes"]
+    if len(files) > 1:
+        weight_map = {
+            spec.name: file for file, shard in zip(files, shards, strict=True) for job in shard for spec in job.specs
+        }
+        index = {"metadata": {"total_size": sum(job.nbytes for job in jobs)}, "weight_map": weight_map}
+        checkpoint.write_json_atomically(folder / INDEX_NAME, index)
+    return notes
+
+
+def _group(jobs: list[Job], max_shard_bytes: int) -> list[list[Job]]:
+    shards: list[list[Job]] = [[]]
+    size = 0
+    for job in jobs:
+        if shards[-1] and size + job.nbytes > max_shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(job)
+        size += job.nbytes
+    return shards
+
+
+def _notes_file(shard: Path) -> Path:
+    return shard.with_name(f".{shard.name}.notes.json")
+
+
+def _write_shard(path: Path, jobs: list[Job], metadata: dict[str, str], workers: int, progress) -> None:
+    # readers view the file's bytes as the tensor's dtype, so wider dtypes come first: every tensor is then aligned
+    specs = sorted((spec for job in jobs for spec in job.specs), key=lambda spec: -spec.dtype.itemsize)
+    header: dict[str, Any] = {"__metadata__": metadata}
+    position = 0
+    for spec in specs:
+        header[spec.name] = {
+            "dtype": _DTYPE_NAMES[spec.dtype],
+            "shape": list(spec.shape),
+            "data_offsets": [position, position + spec.nbytes],
+        }
+        position += spec.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    temporary = path.with_name(f".{path.name}.tmp")
+    with open(temporary, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.flush()
+        start = file.tell()
+        file.truncate(start + position)
+
+        def run(job: Job) -> None:
+            made = iter(job.make())
+            for spec in job.specs:
+                tensor = next(made)
+                assert (tensor.dtype, tuple(tensor.shape)) == (spec.dtype, spec.shape), (
+                    spec,
+                    tensor.dtype,
+                    tensor.shape,
+                )
+                _write_at(file.fileno(), start + header[spec.name]["data_offsets"][0], tensor)
+                del tensor
+                if progress is not None:
+                    progress(spec.nbytes)
+            next(made, None)  # lets a generator fill its note
+
+        if workers > 1:
+            with ThreadPoolExecutor(workers) as pool:
+                for _ in pool.map(run, jobs):
+                    pass
+        else:
+            for job in jobs:
+                run(job)
+        os.fsync(file.fileno())
+    checkpoint.write_json_atomically(_notes_file(path), {"notes": [job.note for job in jobs if job.note]})
+    os.replace(temporary, path)
+
+
+def _write_at(descriptor: int, offset: int, tensor: torch.Tensor) -> None:
+    if not tensor.numel():
+        return
+    data = memoryview(tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy())
+    while data:
+        written = os.pwrite(descriptor, data, offset)
+        data, offset = data[written:], offset + written
+
+
+# --- the folder as a whole --------------------------------------------------------------------------------------------------------
+
+
+def is_complete(destination: str | os.PathLike, run: dict) -> bool:
+    """Whether `destination` is a sealed folder that `run` describes exactly: the same command already finished."""
+    destination = Path(destination).absolute()
+    manifest = destination / checkpoint.MANIFEST_NAME
+    if not manifest.is_file() or json.loads(manifest.read_text()).get("run") != _as_json(run):
+        return False
+    if checkpoint.problems(destination):
+        return False
+    leftover = destination.with_name(f".{destination.name}.partial")
+    if leftover.is_dir():  # killed after the exchange, before the replaced folder was removed
+        shutil.rmtree(leftover)
+    return True
+
+
+def manifest_run(folder: str | os.PathLike) -> dict[str, Any]:
+    """The `run` of a folder's manifest; empty without one."""
+    path = Path(folder) / checkpoint.MANIFEST_NAME
+    return json.loads(path.read_text()).get("run", {}) if path.is_file() else {}
+
+
+@contextmanager
+def staging(destination: str | os.PathLike, run: dict, overwrite: bool = False) -> Iterator[Path]:
+    """Yield a folder to fill; when the block ends well, seal it and make it `destination`.
+
+    Args:
+        run: JSON description of what is made from what. Becomes the manifest's `run`; an interrupted run with the same description is
+            continued in its folder, with another one it is discarded.
+        overwrite: replace an existing destination. Otherwise only an empty folder may be there.
+
+    Raises:
+        `ValueError`: the destination exists. `RuntimeError`: another process is writing it.
+    """
+    destination = Path(destination).absolute()
+    if not overwrite and (destination.is_file() or (destination.is_dir() and any(destination.iterdir()))):
+        raise ValueError(
+            f"{destination} already exists and is not empty. Choose another folder, or allow it to be replaced (overwrite=True, "
+            "--overwrite): the old content stays until the new one is complete."
+        )
+    partial = destination.with_name(f".{destination.name}.partial")
+    partial.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process, however that ends
+        except BlockingIOError as error:
+            raise RuntimeError(f"Another process is writing {destination} (it works in {partial}).") from error
+        plan = partial / _PLAN_NAME
+        if not plan.is_file() or json.loads(plan.read_text()) != _as_json(run):
+            _empty(partial)
+            checkpoint.write_json_atomically(plan, run)
+        yield partial
+        for path in partial.iterdir():
+            if path.name.startswith("."):
+                path.unlink()  # the plan, notes of finished shards, temporary files of a killed run
+        checkpoint.seal(partial, run)
+        _replace(partial, destination)
+    finally:
+        os.close(descriptor)
+
+
+def _empty(folder: Path) -> None:
+    for path in folder.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def _as_json(run: dict) -> dict:
+    return json.loads(json.dumps(run))
+
+
+def _replace(source: Path, destination: Path) -> None:
+    """Make `source` the folder `destination`; an older one is removed afterwards."""
+    if not destination.exists():
+        os.rename(source, destination)
+        return
+    if destination.is_dir() and not any(destination.iterdir()):
+        os.rename(source, destination)  # POSIX: replaces an empty folder
+        return
+    if not _exchange(source, destination):
+        old = destination.with_name(f".{destination.name}.old")
+        checkpoint.discard(old)
+        os.rename(destination, old)
+        os.rename(source, destination)
+        source = old
+    shutil.rmtree(source) if source.is_dir() else source.unlink()
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Swap two paths in one step (Linux renameat2); False where the system cannot."""
+    if not sys.platform.startswith("linux"):
+        return False
+    at_fdcwd, rename_exchange = -100, 2
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    return (
+        renameat2 is not None
+        and renameat2(at_fdcwd, os.fsencode(first), at_fdcwd, os.fsencode(second), rename_exchange) == 0
+    )
