@@ -1,6 +1,7 @@
 """Exports against the live policy and against stock libraries: PEFT, transformers, compressed-tensors."""
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -299,41 +300,36 @@ def test_one_merged_weight_is_alive_at_a_time(tiny_model_dir, tmp_path, monkeypa
     assert max(most) <= 2  # the one being made, and the one the writer is about to drop
 
 
-KILLED = """
-    import sys, time, torch
-    sys.path.insert(0, {tests!r})
-    from test_export import make_policy
-    from qerl_trl import export, shards
-    write = shards._write_at
-    def slow(*args):
-        time.sleep(0.02)
-        write(*args)
-    shards._write_at = slow
-    policy = make_policy({base!r})
-    print("ready", flush=True)
-    export.save_merged(policy, {target!r}, overwrite=True, max_shard_bytes=100_000)
-"""
+def kill_after(seconds, work):
+    """Run `work` in a forked process and kill it: SIGKILL, nothing of it can clean up."""
+    process = multiprocessing.get_context("fork").Process(target=work)
+    process.start()
+    time.sleep(seconds)
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("old", [False, True], ids=["new-folder", "replacing"])
-def test_killed_at_any_moment_the_folder_is_old_or_new(tiny_model_dir, tmp_path, old):
-    base, target = str(tiny_model_dir("qwen2")), tmp_path / "merged"
-    policy = make_policy(base)
+def test_killed_at_any_moment_the_folder_is_old_or_new(tiny_model_dir, tmp_path, monkeypatch, old):
+    target, partial = tmp_path / "merged", tmp_path / ".merged.partial"
+    policy = make_policy(tiny_model_dir("qwen2"))
     if old:
         target.mkdir()
         (target / "old.txt").write_text("old")
-    code = textwrap.dedent(KILLED).format(tests=str(Path(__file__).parent), base=base, target=str(target))
-    for delay in (0.05, 0.35):
-        process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-        assert process.stdout.readline() == "ready\n"
-        time.sleep(delay)
-        process.send_signal(signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL
-        process.stdout.close()
+    write_at = shards._write_at
+
+    def slow_export():
+        torch.set_num_threads(1)  # no thread pool of the parent exists here
+        monkeypatch.setattr(shards, "_write_at", lambda *args: (time.sleep(0.02), write_at(*args)))
+        export.save_merged(policy, target, overwrite=True, max_shard_bytes=100_000)
+
+    for delay in (0.1, 0.5):
+        kill_after(delay, slow_export)
         assert sorted(p.name for p in target.iterdir()) == ["old.txt"] if old else not target.exists()
-    done = sorted(p.name for p in (tmp_path / ".merged.partial").glob("*.safetensors"))
+    done = sorted(p.name for p in partial.glob("*.safetensors"))
     assert done  # shards of the killed run, and they are used
-    stamps = {name: (tmp_path / ".merged.partial" / name).stat().st_mtime_ns for name in done}
+    stamps = {name: (partial / name).stat().st_mtime_ns for name in done}
     export.save_merged(policy, target, overwrite=True, max_shard_bytes=100_000)
     assert not checkpoint.problems(target)
     assert {name: (target / name).stat().st_mtime_ns for name in done} == stamps
@@ -341,6 +337,37 @@ def test_killed_at_any_moment_the_folder_is_old_or_new(tiny_model_dir, tmp_path,
     export.save_merged(policy, tmp_path / "fresh")
     resumed, fresh = (AutoModelForCausalLM.from_pretrained(tmp_path / n).state_dict() for n in ("merged", "fresh"))
     assert all(torch.equal(resumed[name], fresh[name]) for name in fresh)
+
+
+@pytest.mark.parametrize("step", ["config", "seal", "rename"])
+def test_killed_while_finishing(tiny_model_dir, tmp_path, monkeypatch, step):
+    """After the last shard: killed while the small files, the manifest or the final rename are due."""
+    target = tmp_path / "merged"
+    target.mkdir()
+    (target / "old.txt").write_text("old")
+    policy = make_policy(tiny_model_dir("qwen2"))
+    owner, name = {
+        "config": (export, "_save_config"),
+        "seal": (checkpoint, "write_json_atomically"),
+        "rename": (shards, "_replace"),
+    }[step]
+    original = getattr(owner, name)
+
+    def stop(*args):
+        if step != "seal" or args[0].name == checkpoint.MANIFEST_NAME:
+            time.sleep(60)
+        original(*args)
+
+    def stopped_export():
+        torch.set_num_threads(1)
+        monkeypatch.setattr(owner, name, stop)
+        export.save_merged(policy, target, overwrite=True)
+
+    kill_after(0.7, stopped_export)
+    assert [p.name for p in target.iterdir()] == ["old.txt"]
+    export.save_merged(policy, target, overwrite=True)
+    assert not checkpoint.problems(target)
+    assert [p.name for p in tmp_path.iterdir()] == ["merged"]
 
 
 def test_two_writers_of_one_folder_are_refused(tmp_path):
