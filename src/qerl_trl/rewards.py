@@ -8,6 +8,11 @@ import re
 
 from datasets import Dataset
 
+try:
+    from math_verify import parse, verify
+except ImportError as error:  # at import, not in the middle of a run, when the first answer is not a plain number
+    raise ImportError("Rewards compare answers with math-verify: pip install qerl-trl[math].") from error
+
 ANSWER_MARK = "####"
 _MARKED = re.compile(r"####[ \t]*(\S[^\n]*)")
 _BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}")
@@ -37,12 +42,6 @@ def is_correct(text: str, gold: str) -> bool:
     plain_answer, plain_gold = _plain(answer), _plain(gold)
     if _PLAIN_NUMBER.match(plain_answer) and _PLAIN_NUMBER.match(plain_gold):
         return float(plain_answer) == float(plain_gold)
-    try:
-        from math_verify import parse, verify
-    except ImportError as error:
-        raise ImportError(
-            "Comparing answers that are not plain numbers needs math-verify: pip install qerl-trl[math]."
-        ) from error
     return bool(verify(parse(f"${gold}$"), parse(f"${answer}$")))
 
 
