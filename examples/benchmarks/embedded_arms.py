@@ -13,7 +13,7 @@ import os
 import statistics
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -62,18 +62,19 @@ def run_one(arm: str, seed: int, scratch: Path, threads: int) -> dict:
 def run(args: argparse.Namespace) -> None:
     args.scratch.mkdir(parents=True, exist_ok=True)
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    jobs = [(arm, seed) for seed in args.seeds for arm in ARMS]
-    with ThreadPoolExecutor(args.jobs) as pool:
-        runs = list(pool.map(lambda job: run_one(*job, args.scratch, args.threads), jobs))
     record = {
         "command": "python examples/benchmarks/embedded_arms.py " + " ".join(sys.argv[1:]),
         "commit": commit.stdout.strip() or args.commit,
         "threads_a_run": args.threads,
         "runs_at_a_time": args.jobs,
-        "runs": runs,
+        "runs": [],
     }
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(record, indent=1) + "\n")
+    with ThreadPoolExecutor(args.jobs) as pool:
+        futures = [pool.submit(run_one, arm, seed, args.scratch, args.threads) for seed in args.seeds for arm in ARMS]
+        for future in as_completed(futures):  # written as they finish: nothing is lost when the machine goes away
+            record["runs"].append(future.result())
+            args.output.write_text(json.dumps(record, indent=1) + "\n")
     print(table(record))
 
 
