@@ -151,10 +151,17 @@ def test_a_packed_layer_on_the_ignore_list_is_refused(tmp_path, layout):
         check(tmp_path, layout, good_tensors(layout), {}, [MODULE])
 
 
+def test_a_packed_layer_that_the_model_does_not_have_is_refused_unless_its_class_ignores_it(tmp_path, layout):
+    with pytest.raises(ValueError, match="belongs to no linear of the model"):
+        check(tmp_path, layout, good_tensors(layout), {})
+    headers = read_headers([tmp_path / "model.safetensors"])
+    assert check_headers(headers, LAYOUTS[layout], {}, (), [r"model\.layers\.0\."]) == {}
+
+
 def test_many_problems_are_counted(tmp_path):
-    modules = {f"m.{i}": nn.Linear(K, N, device="meta") for i in range(20)}
+    modules = {name: nn.Linear(K, N, device="meta") for name in (MODULE, *(f"m.{i}" for i in range(20)))}
     with pytest.raises(ValueError, match="and 12 more problems"):
-        check(tmp_path, "compressed-tensors", good_tensors("compressed-tensors"), modules)
+        check(tmp_path, "compressed-tensors", good_tensors("compressed-tensors"), modules, [])
 
 
 def test_a_scale_past_the_first_piece_is_found(tmp_path, monkeypatch, layout):
@@ -171,7 +178,8 @@ def test_what_we_wrote_ourselves_may_have_a_global_scale_below_one(tmp_path):
     tensors[f"{MODULE}.weight_global_scale"] = torch.tensor([0.25])
     save_file(tensors, tmp_path / "model.safetensors", metadata=formats.WRITTEN_BY)
     headers = read_headers([tmp_path / "model.safetensors"])
-    check_values(check_headers(headers, LAYOUTS["compressed-tensors"], {}, ()), LAYOUTS["compressed-tensors"])
+    modules = {MODULE: nn.Linear(K, N, device="meta")}
+    check_values(check_headers(headers, LAYOUTS["compressed-tensors"], modules, ()), LAYOUTS["compressed-tensors"])
 
 
 # --- files
@@ -230,7 +238,7 @@ def test_what_compressed_tensors_writes_passes(packed_model_dir, layout_name, sh
     headers, names = read_headers([folder / "model.safetensors"]), LAYOUTS[layout_name]
     packed = formats.packed_modules(headers, names)
     assert len(packed) == 14
-    check_values(check_headers(headers, names, {}, ()), names)
+    check_values(packed, names)
     state = load_file(folder / "model.safetensors")
     scale = state[f"{MODULE}.weight_scale"]
     assert (scale[0].float() == 0.125).all() and not state[f"{MODULE}.{names.packed}"][0].any()

@@ -332,6 +332,8 @@ def test_describe_is_one_line_with_a_reason():
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 8, 200])
 def test_the_kernels_agree_with_the_reference(rows):
+    if "reference" in describe("cuda").split(";")[0]:
+        pytest.skip(describe("cuda"))
     layer = make_layer(512, 1024).cuda()
     x = torch.randn(rows, 1024, dtype=torch.bfloat16, device="cuda")
     layer.implementation = "reference"

@@ -15,7 +15,13 @@ from conftest import FAMILIES
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 from qerl_trl import nvfp4
 from qerl_trl.linear import NVFP4Linear
@@ -356,6 +362,36 @@ def test_a_packed_folder_without_its_configuration_is_refused(packed_model_dir, 
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=r"packed already, but config\.json has no quantization_config"):
         from_pretrained(folder)
+
+
+@pytest.mark.parametrize("tensor", ["model.norm.weight", f"{Q}.bias"])
+@pytest.mark.parametrize("kind", ["dense", "packed"])
+def test_a_missing_tensor_is_an_error_not_random_numbers(kind, tensor, packed_model_dir, tiny_model_dir, tmp_path):
+    folder = copy_folder(
+        tiny_model_dir("qwen2") if kind == "dense" else packed_model_dir("compressed-tensors"), tmp_path
+    )
+    tensors = load_file(folder / "model.safetensors")
+    del tensors[tensor]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        ValueError, match=rf"1 tensors of Qwen2ForCausalLM are missing in the checkpoint, e\.g\. '{tensor}'"
+    ) as caught:
+        from_pretrained(folder)
+    assert str(folder) in str(caught.value)
+
+
+def test_a_missing_dense_weight_is_an_error(tiny_model_dir, tmp_path):
+    folder = copy_folder(tiny_model_dir("qwen2"), tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors[f"{Q}.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=f"'{Q}.weight'"):
+        from_pretrained(folder)
+
+
+def test_a_new_classification_head_may_be_missing(tiny_model_dir):
+    model = from_pretrained(tiny_model_dir("qwen2"), model_class=AutoModelForSequenceClassification, num_labels=1)
+    assert nvfp4_layers(model) and type(model.score) is nn.Linear
 
 
 # --- what cannot be quantized

@@ -307,7 +307,11 @@ def check_dense_headers(tensors: Mapping[str, TensorInfo], modules: Mapping[str,
 
 
 def check_headers(
-    tensors: Mapping[str, TensorInfo], layout: Layout, modules: Mapping[str, torch.nn.Linear], dense: Iterable[str]
+    tensors: Mapping[str, TensorInfo],
+    layout: Layout,
+    modules: Mapping[str, torch.nn.Linear],
+    dense: Iterable[str],
+    ignored: Iterable[str] = (),
 ) -> dict[str, dict[str, TensorInfo]]:
     """Check the headers of an NVFP4 checkpoint against the model: names, dtypes and shapes, missing and extra tensors.
 
@@ -315,16 +319,23 @@ def check_headers(
         tensors: from `read_headers`.
         modules: the model's linears that the configuration says are quantized, by name.
         dense: names of the linears that it says are not.
+        ignored: regular expressions for tensors that the model's class does not want (draft layers and the like).
 
     Returns, for each packed module of the *checkpoint*, its tensors by their last name component.
     """
-    packed = packed_modules(tensors, layout)
+    ignored = [re.compile(pattern) for pattern in ignored]
+    wanted_tensors = {name: info for name, info in tensors.items() if not any(p.search(name) for p in ignored)}
+    packed = packed_modules(wanted_tensors, layout)
     problems: list[str] = []
     for name, parts in packed.items():
         problems += _check_module(name, parts, layout)
-    for name in dense:
-        if name in packed:
-            info = packed[name][layout.packed]
+    for name, parts in packed.items():
+        info = parts.get(layout.packed, next(iter(parts.values())))
+        if name not in modules and name not in dense:
+            problems.append(
+                f"{info.file}: tensor {info.name!r} belongs to no linear of the model: config.json is another model's."
+            )
+        elif name in dense:
             problems.append(
                 f"{info.file}: tensor {info.name!r} is packed NVFP4, but the configuration (its ignore list, or modules_to_not_convert) "
                 "says that this module is not quantized. It cannot be turned back into the original; remove it from the list."

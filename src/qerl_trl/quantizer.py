@@ -337,7 +337,9 @@ class NVFP4HfQuantizer(HfQuantizer):
                 formats.check_dense_headers(self._headers, self._converted)
             return model
         layout = formats.LAYOUTS[config.source_format]
-        packed = formats.check_headers(self._headers, layout, self._converted, skipped)
+        packed = formats.check_headers(
+            self._headers, layout, self._converted, skipped, model._keys_to_ignore_on_load_unexpected or ()
+        )
         formats.check_values(packed, layout)
         for name, module in self._converted.items():
             _replace(model, name, _PackedPlaceholder(module, packed[name]))
@@ -349,17 +351,12 @@ class NVFP4HfQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         if self.errors:
             raise ValueError("\n".join(self.errors))
+        self._refuse_missing(model)
         if self.pre_quantized:
             layout = formats.LAYOUTS[self.quantization_config.source_format]
             for name, module in list(model.named_modules()):
                 if isinstance(module, _PackedPlaceholder):
                     _replace(model, name, module.to_nvfp4(layout, self.quantization_config.torch_dtype))
-        unloaded = [name for name in self._converted if not isinstance(model.get_submodule(name), NVFP4Linear)]
-        if unloaded:
-            raise RuntimeError(
-                f"{len(unloaded)} linears got no weights from the checkpoint, e.g. {unloaded[0]!r}: its tensor names do not fit "
-                f"{type(model).__name__}. See the loading report above."
-            )
         self._converted.clear()
         self._headers.clear()
         fuse_storage(model)
@@ -389,6 +386,20 @@ class NVFP4HfQuantizer(HfQuantizer):
                 f"{len(experts)} mixture-of-experts tensors, e.g. {experts[0]!r}, hold most of {type(model).__name__}'s weights and cannot "
                 "be quantized by qerl_trl yet: transformers stores them as 3-D parameters, not as linears. To leave them in "
                 f"{self.quantization_config.compute_dtype}, say so: NVFP4Config(modules_to_not_convert=['experts'])."
+            )
+
+    def _refuse_missing(self, model: PreTrainedModel) -> None:
+        """transformers fills parameters that the checkpoint lacks with random numbers and logs it; for a trained model that is damage."""
+        new_heads = [] if model.get_output_embeddings() is not None else self.quantization_config._dense_linears
+        missing = [
+            name
+            for name, parameter in model.named_parameters()
+            if not getattr(parameter, "_is_hf_initialized", False) and name.rpartition(".")[0] not in new_heads
+        ]
+        if missing:
+            raise ValueError(
+                f"{model.config.name_or_path}: {len(missing)} tensors of {type(model).__name__} are missing in the checkpoint, e.g. "
+                f"{missing[0]!r}. Complete the checkpoint, or load it with the class that it was saved from."
             )
 
     def _warn_unmatched(self, model: PreTrainedModel) -> None:
