@@ -33,6 +33,8 @@ ENGINES = {
     "graphs": {"compilation_config": DECODE_GRAPHS},
     "compiled": {"compilation_config": {"mode": 3, "cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": [1, 2, 4, 8]}},
 }  # fmt: skip
+#: how the 7B and 32B cases run
+ENGINE = os.environ.get("ROLLOUT_ENGINE", "graphs")
 CASES = (*ENGINES, "agree-7b", "agree-7b-stock", "sync-7b", "sync-32b")
 
 
@@ -140,7 +142,7 @@ def check(case: str) -> dict:
 def agree_7b() -> dict:
     """Our packed 7B with a LoRA adapter against its own transformers model."""
     model = policy("7b")
-    g = generation(model, max_sequences=16, max_length=512, skip_tokenizer_init=True, **ENGINES["graphs"])
+    g = generation(model, max_sequences=16, max_length=512, skip_tokenizer_init=True, **ENGINES[ENGINE])
     ids = prompts(8, 64)
     randomize(model, 0.01)
     g.sync_weights()
@@ -156,7 +158,7 @@ def agree_7b_stock() -> dict:
 
     arguments = {"skip_tokenizer_init": True, "max_model_len": 512, "max_num_seqs": 16, "gpu_memory_utilization": 0.3}
     llm = LLM(folder("7b"), load_format="dummy", logprobs_mode="processed_logprobs", dtype="bfloat16", seed=0,
-              max_num_batched_tokens=4096, **arguments, **ENGINES["graphs"])  # fmt: skip
+              max_num_batched_tokens=4096, **arguments, **ENGINES[ENGINE])  # fmt: skip
     source = engine_model(llm)
     model = packed_model("7b", dense=True)
     modules = dict(model.named_modules())
@@ -197,7 +199,7 @@ def sync_case(size: str) -> dict:
     adapter = sum(p.numel() * p.element_size() for n, p in model.named_parameters() if "lora_" in n)
     trainer_only = unique_bytes(model)
     before = torch.cuda.memory_allocated()
-    g = generation(model, max_sequences=32, max_length=1024, sleep=True, skip_tokenizer_init=True, **ENGINES["graphs"])
+    g = generation(model, max_sequences=32, max_length=1024, sleep=True, skip_tokenizer_init=True, **ENGINES[ENGINE])
     engine = engine_model(g.llm)
     buffers = sum(b.numel() * b.element_size() for n, b in engine.named_buffers() if "adapter_" in n)
     both = unique_bytes(model, engine)

@@ -74,6 +74,12 @@ class QeRLVLLMGeneration(VLLMGeneration):
             super()._init_vllm()
             return
         check_servable(self.model)
+        # found once: wrappers such as DDP and FSDP come later and keep these modules
+        self._layers = {
+            canonical_name(name): (layer, layer.lora_A["default"], layer.lora_B["default"])
+            for name, layer in adapted_layers(self.model).items()
+        }
+        self._trained_norms = trained_norms(self.model)
         if self.mode == "server":
             from .rollout_server import ServerLink
 
@@ -187,26 +193,27 @@ class QeRLVLLMGeneration(VLLMGeneration):
             return
         from .vllm_state import AdapterTensors
 
-        layers = adapted_layers(self.model)
-        parameters = [p for layer in layers.values() for p in _adapter_parameters(layer)]
-        with self._dist.gather_params(parameters):
-            adapter = {}
-            for name, layer in layers.items():
-                a, b = (_full(p) for p in _adapter_parameters(layer))
-                adapter[canonical_name(name)] = AdapterTensors(a, b, float(layer.scaling["default"]))
-            norms = {name: _full(p) for name, p in trained_norms(self.model).items()}
+        trained = {name: module.weight for name, module in self._trained_norms.items()}
+        pairs = [(down.weight, up.weight) for _, down, up in self._layers.values()]
+        with self._dist.gather_params([*(p for pair in pairs for p in pair), *trained.values()]):
+            adapter = {
+                name: AdapterTensors(_full(a), _full(b), layer.scaling["default"])
+                for (name, (layer, *_)), (a, b) in zip(self._layers.items(), pairs, strict=True)
+            }
+            norms = {name: _full(p) for name, p in trained.items()}
             if self.server is not None:
                 self.server.push_adapter(adapter, norms)
             elif self.state is not None:
                 self.state.load_adapter(adapter)
-                self.state.update_clean(norms)
+                if norms:
+                    self.state.update_clean(norms)
         self._reset_prefix_cache()
         self._stamp = self._adapter_stamp()
 
     def _adapter_stamp(self) -> tuple:
         """Changes whenever the adapter may have changed: the step, and the in-place counters of its tensors."""
-        parameters = [p for layer in adapted_layers(self.model).values() for p in _adapter_parameters(layer)]
-        return self.trainer.state.global_step, sum(p._version for p in parameters)
+        versions = sum(down.weight._version + up.weight._version for _, down, up in self._layers.values())
+        return self.trainer.state.global_step, versions
 
     def _sync_noise(self) -> None:
         aqn = self.trainer.aqn
@@ -356,17 +363,13 @@ def adapter_room(model: nn.Module) -> dict[str, Any]:
     return {"rank": max(layer.r["default"] for layer in layers.values()), "targets": targets}
 
 
-def trained_norms(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Norm weights that are trained (`modules_to_save`), by canonical name."""
+def trained_norms(model: nn.Module) -> dict[str, nn.Module]:
+    """Norms that are trained (`modules_to_save`), by canonical name."""
     return {
-        canonical_name(name): module.modules_to_save["default"].weight
+        canonical_name(name): module.modules_to_save["default"]
         for name, module in model.named_modules()
         if isinstance(module, ModulesToSaveWrapper) and module.original_module.weight.ndim == 1
     }
-
-
-def _adapter_parameters(layer: nn.Module) -> tuple[nn.Parameter, nn.Parameter]:
-    return layer.lora_A["default"].weight, layer.lora_B["default"].weight
 
 
 def _full(parameter: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ import uuid
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlparse
 
+import requests
 import torch
 from trl.generation.vllm_client import VLLMClient
 
@@ -44,6 +45,8 @@ class ServerLink:
         self.generation = generation
         self.client = VLLMClient(base_url=url, connection_timeout=generation.server_timeout)
         self.url = self.client.base_url
+        # TRL's session retries answers of 500 for a minute; our calls have said what is wrong by then
+        self.session = requests.Session()
         if not _is_loopback(self.url):
             logger.warning(
                 "%s is not a loopback address. The endpoint that takes the adapter has no authentication: make sure that only "
@@ -98,7 +101,7 @@ class ServerLink:
             `RuntimeError`: the server refused, with its words.
         """
         body = {"method": method, "args": [str(arg) for arg in args], "timeout": MESSAGE_TIMEOUT}
-        response = self.client.session.post(f"{self.url}/collective_rpc", json=body, timeout=MESSAGE_TIMEOUT)
+        response = self.session.post(f"{self.url}/collective_rpc", json=body, timeout=MESSAGE_TIMEOUT)
         if response.status_code != 200:
             raise RuntimeError(f"vLLM answered {method} with {response.status_code}: {response.text[:500]}")
         return response.json()["results"]
@@ -127,13 +130,14 @@ class ServerLink:
 
     def reset_prefix_cache(self) -> bool:
         """Whether the server forgot all cached prefixes."""
-        response = self.client.session.post(f"{self.url}/reset_prefix_cache", timeout=MESSAGE_TIMEOUT)
+        response = self.session.post(f"{self.url}/reset_prefix_cache", timeout=MESSAGE_TIMEOUT)
         if response.status_code != 200:
             return False
         return bool(response.json().get("success", True)) if response.content else True  # empty before vLLM 0.26
 
     def close(self) -> None:
-        """Close the connection; the server keeps running."""
+        """Close the connections; the server keeps running."""
+        self.session.close()
         self.client.session.close()
 
 

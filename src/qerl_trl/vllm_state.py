@@ -5,7 +5,9 @@ stay valid. Whoever calls these methods must reset the engine's prefix cache aft
 """
 
 import math
+import os
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +17,8 @@ from .noise import NoiseDraw, standard_noise
 from .vllm_checksum import checksum
 from .vllm_linear import AdaptedMethod
 from .vllm_norm import find_norms
+
+_THREADS = min(8, os.cpu_count() or 1)
 
 
 @dataclass(frozen=True)
@@ -26,12 +30,21 @@ class AdapterTensors:
     scaling: float
 
 
-@dataclass(frozen=True)
 class _Slot:
-    """Where one layer of the checkpoint lives: shard number `shard` of vLLM's `layer`."""
+    """Where one layer of the checkpoint lives: shard number `shard` of vLLM's `layer`, with views of its part of the buffers.
 
-    layer: nn.Module
-    shard: int
+    a_RK (padded r, K of this rank), b_NR (N of this rank, padded r); `rows` and `columns` say which part of the unsharded B and A
+    this rank holds, None for all of it.
+    """
+
+    def __init__(self, layer: nn.Module, shard: int) -> None:
+        self.layer = layer
+        self.rank = layer.adapter_b.shape[1]
+        start = sum(layer.qerl_splits[:shard])
+        self.a_RK = layer.adapter_a[shard * self.rank : (shard + 1) * self.rank]
+        self.b_NR = layer.adapter_b[start : start + layer.qerl_splits[shard]]
+        sharded = getattr(layer, "tp_size", 1) > 1
+        self.rows, self.columns = layer.quant_method.shard_slices(layer, shard) if sharded else (None, None)
 
 
 class RolloutState:
@@ -72,31 +85,33 @@ class RolloutState:
                 f"({unknown[:4]}); the engine was built for {len(self.slots)} layers. Give the engine the adapter's own "
                 "target modules."
             )
-        copies: dict[float, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         downs: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        ups: dict[float, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         for name, slot in self.slots.items():
-            a_RK, b_NR = self._views(slot)
-            if name not in adapter:
-                a_RK.zero_()
-                b_NR.zero_()
+            tensors = adapter.get(name)
+            if tensors is None:
+                slot.a_RK.zero_()
+                slot.b_NR.zero_()
                 continue
-            tensors = adapter[name]
-            rank, padded = tensors.a.shape[0], a_RK.shape[0]
-            if rank > padded:
+            a, b, scaling = tensors.a, tensors.b, tensors.scaling
+            rank, a_RK, b_NR = a.shape[0], slot.a_RK, slot.b_NR
+            if rank > slot.rank:
                 raise ValueError(
-                    f"{name} has rank {rank}, but the engine reserved {padded}. Rebuild it with that rank."
+                    f"{name} has rank {rank}, but the engine reserved {slot.rank}. Rebuild it with that rank."
                 )
-            rows, columns = slot.layer.quant_method.shard_slices(slot.layer, slot.shard)
-            if rank < padded:  # the columns beyond may hold an earlier, larger adapter
+            if rank < slot.rank:  # what lies beyond may hold an earlier, larger adapter
                 a_RK[rank:].zero_()
                 b_NR[:, rank:].zero_()
-            downs[0].append(a_RK[:rank])
-            downs[1].append(tensors.a[:, columns])
-            ups = copies.setdefault(tensors.scaling, ([], []))
-            ups[0].append(b_NR[:, :rank])
-            ups[1].append(tensors.b[rows])
+                a_RK, b_NR = a_RK[:rank], b_NR[:, :rank]
+            if slot.rows is not None:
+                a, b = a[:, slot.columns], b[slot.rows]
+            downs[0].append(a_RK)
+            downs[1].append(a)
+            targets, sources = ups.setdefault(scaling, ([], []))
+            targets.append(b_NR)
+            sources.append(b)
         _copy(*downs)
-        for scaling, (targets, sources) in copies.items():
+        for scaling, (targets, sources) in ups.items():
             if scaling != 1.0 and not math.log2(abs(scaling)).is_integer():
                 # rounding B and then the product would round twice; a power of two is exact in any order
                 sources = torch._foreach_mul([source.float() for source in sources], scaling)
@@ -110,17 +125,8 @@ class RolloutState:
     def clear_adapter(self) -> None:
         """Adapter off: the bare base model."""
         for slot in self.slots.values():
-            for view in self._views(slot):
-                view.zero_()
-
-    @staticmethod
-    def _views(slot: _Slot) -> tuple[torch.Tensor, torch.Tensor]:
-        """This shard's part of the buffers: A (padded r, K local), B (N local, padded r)."""
-        layer = slot.layer
-        rank = layer.adapter_b.shape[1]
-        row = sum(layer.qerl_splits[: slot.shard])
-        a_RK = layer.adapter_a[slot.shard * rank : (slot.shard + 1) * rank]
-        return a_RK, layer.adapter_b[row : row + layer.qerl_splits[slot.shard]]
+            slot.a_RK.zero_()
+            slot.b_NR.zero_()
 
     # ------------------------------------------------------------------ noise
 
@@ -193,12 +199,12 @@ class RolloutState:
         if draw.sigma == 0:
             _copy(weights, self._split(self._clean))
         else:
-            unit = torch.cat(
-                [
-                    standard_noise(draw.seed, draw.step, draw.generation, name, weight.numel())
-                    for name, weight in zip(self._names, weights, strict=True)
-                ]
-            )
+            with ThreadPoolExecutor(max_workers=_THREADS) as pool:  # numpy draws outside of Python's lock
+                key = (draw.seed, draw.step, draw.generation)
+                parts = pool.map(
+                    lambda item: standard_noise(*key, item[0], item[1].numel()), zip(self._names, weights, strict=True)
+                )
+                unit = torch.cat(list(parts))
             # the same two roundings as in the trainer (NormNoise): sigma * z, then the sum
             noise = (unit * draw.sigma).to(self._clean.device, non_blocking=True)
             _copy(weights, self._split(self._clean + noise))

@@ -484,10 +484,188 @@ def trainers(folder: Path) -> dict:
     return results
 
 
+class Server:
+    """`vllm serve` with our plugin, on a free loopback port."""
+
+    def __init__(self, model: str, folder: Path, tensor_parallel: int = 1, plugin: bool = True) -> None:
+        import socket
+        import subprocess
+
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        environment = dict(os.environ, VLLM_SERVER_DEV_MODE="1")
+        for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "VLLM_ENABLE_V1_MULTIPROCESSING"):
+            environment.pop(key, None)
+        if tensor_parallel > 1:
+            environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(tensor_parallel)))
+        # the CPU build's own `vllm serve` looks for a distribution called vllm
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--host", "127.0.0.1", "--port",
+                   str(self.port), "--dtype", "float32", "--enforce-eager", "--max-model-len", "256", "--max-num-seqs", "8",
+                   "--gpu-memory-utilization", "0.05", "--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1",
+                   "--tensor-parallel-size", str(tensor_parallel)]  # fmt: skip
+        if plugin:
+            leaves = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+            options = {"qerl": {"adapter": {"rank": 8, "targets": leaves}}}
+            command += ["--quantization", "qerl_nvfp4", "--worker-extension-cls", "qerl_trl.vllm_worker.QeRLWorkerExtension",
+                        "--additional-config", json.dumps(options)]  # fmt: skip
+        self.log = folder / f"server-{self.port}.log"
+        with open(self.log, "w") as log:
+            self.process = subprocess.Popen(
+                command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    def wait(self, seconds: float = 120) -> None:
+        import time
+
+        import requests
+
+        deadline = time.time() + seconds
+        while time.time() < deadline:
+            if self.process.poll() is not None:
+                break
+            try:
+                if requests.get(self.url + "/health", timeout=2).status_code == 200:
+                    return
+            except requests.RequestException:
+                time.sleep(0.5)
+        raise RuntimeError(f"the server did not start:\n{self.log.read_text()[-3000:]}")
+
+    def stop(self) -> None:
+        import signal
+        import subprocess
+
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGTERM)
+            try:
+                self.process.wait(20)
+            except subprocess.TimeoutExpired:
+                os.killpg(self.process.pid, signal.SIGKILL)
+
+
+def serve(folder: Path, tensor_parallel: int) -> dict:
+    """Three GRPO steps through a server, then exact checks of adapter, noise, refusals and a server that dies."""
+    import time
+
+    from qerl_trl import QeRLConfig, QeRLGRPOTrainer
+    from qerl_trl.noise import NoiseDraw, NormNoise
+    from qerl_trl.norms import find_noisy_norms
+
+    path = write_model(folder)
+    server = Server(path, folder, tensor_parallel)
+    try:
+        server.wait()
+        mode = {"vllm_mode": "server", "vllm_server_base_url": server.url, "max_steps": 3}
+        trainer, logs = train(folder, QeRLGRPOTrainer, QeRLConfig, path, **mode)
+        g, policy = trainer.vllm_generation, trainer.accelerator.unwrap_model(trainer.model).eval()
+        results = {"probe": vars(g.probe_result), "first": logs[0]["sampling/sampling_logp_difference/max"]}
+        results["sigma"] = [(log["aqn/sigma"], log["aqn/sigma_effective"]) for log in logs]
+
+        def gap_now() -> float:
+            output = g.vllm_client.generate(
+                PROMPTS, n=1, temperature=0.0, max_tokens=NEW, logprobs=0, generation_kwargs={"ignore_eos": True}
+            )
+            logps = torch.tensor([[step[0] for step in sequence] for sequence in output["logprobs"]])
+            return (transformers_logps(policy, output["completion_ids"]) - logps).abs().max().item()
+
+        g.server.set_noise(NoiseDraw(0.0, 0, 0, 0))
+        results["adapter"] = []
+        for seed in range(2):
+            randomize(policy, seed)
+            started = time.perf_counter()
+            g.sync_weights()
+            results["sync seconds"] = time.perf_counter() - started
+            results["adapter"].append(gap_now())
+        noise = NormNoise(find_noisy_norms(policy))
+        draw = NoiseDraw(5e-2, 1, 2, 3)
+        noise.set(draw)
+        g.server.remember_clean(tuple(noise.norms))
+        results["sigma effective"] = g.server.set_noise(draw)
+        g._reset_prefix_cache()
+        results["noise ignored"] = gap_now()
+        with noise.active():
+            results["noisy"] = gap_now()
+        results["not safetensors"] = error_of(lambda: send(g.server, b"\x80\x04\x95 a pickle"))
+        results["damaged"] = error_of(lambda: send(g.server, b"abc", digest="0" * 64))
+        with noise.active():
+            results["still as before"] = gap_now()
+        g.trainer.args.scale_rule = "four_over_six"
+        other = packed(path, "four_over_six")
+        g.model = adapter_on(other)
+        results["other weights"] = error_of(g.server._check)
+        g.model = policy
+    finally:
+        server.stop()
+    g.trainer.args.rollout_timeout = 60
+    g.vllm_client.session.adapters.clear()  # no retries: they only delay the answer
+    from requests.adapters import HTTPAdapter
+
+    g.vllm_client.session.mount("http://", HTTPAdapter())
+    results["dead server"] = error_of(lambda: g.generate(PROMPTS, None, 1))
+    return results
+
+
+def send(link, data: bytes, digest: str | None = None) -> None:
+    import base64
+    import hashlib
+
+    link.call("qerl_receive", "x", 0, base64.b64encode(data).decode())
+    link.call("qerl_apply", "x", digest or hashlib.sha256(data).hexdigest())
+
+
+@scenario
+def server(folder: Path) -> dict:
+    return serve(folder, 1)
+
+
+@scenario
+def server_tp2(folder: Path) -> dict:
+    return serve(folder, 2)
+
+
+@scenario
+def stock(folder: Path) -> dict:
+    """A folder saved by us in an engine that does not use our method: stock vLLM must be what it was."""
+    from qerl_trl.rollout import engine_model
+
+    path = write_model(folder)
+    llm = engine(path)
+    model = engine_model(llm)
+    return {
+        "norm class": type(model.model.norm).__name__,
+        "norm dtype": str(model.model.norm.weight.dtype),
+        "linear method": type(model.model.layers[0].self_attn.qkv_proj.quant_method).__name__,
+    }
+
+
+@scenario
+def tensor_parallel(folder: Path) -> dict:
+    """Two processes, one engine of two shards (under torchrun)."""
+    from qerl_trl import QeRLConfig, QeRLGRPOTrainer
+
+    path = write_model(folder)
+    trainer, logs = train(folder, QeRLGRPOTrainer, QeRLConfig, path, vllm_tensor_parallel_size=2, max_steps=2)
+    g, policy = trainer.vllm_generation, trainer.accelerator.unwrap_model(trainer.model).eval()
+    results = {
+        "probe": vars(g.probe_result),
+        "first": logs[0]["sampling/sampling_logp_difference/max"],
+        "shared": g.shared,
+    }
+    randomize(policy, 5)
+    g._draw = None
+    g.sync_weights()
+    g._sync_noise()
+    results["adapter"] = gap(policy, g.llm)
+    results["sigma"] = [(log["aqn/sigma"], log["aqn/sigma_effective"]) for log in logs]
+    return results
+
+
 def main() -> None:
     name, folder = sys.argv[1], Path(sys.argv[2])
     results = SCENARIOS[name](folder)
-    print("RESULTS " + json.dumps(results), flush=True)
+    if os.environ.get("RANK", "0") == "0":
+        print("RESULTS " + json.dumps(results), flush=True)
     os._exit(0)  # vLLM's own shutdown takes seconds and tests nothing of ours
 
 
