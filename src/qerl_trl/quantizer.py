@@ -20,7 +20,7 @@ Only hooks with one and the same signature from transformers 5.10.4 to 5.23 are 
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +36,23 @@ from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from . import formats, nvfp4
+from .fused import FUSED_GROUPS, fuse_storage
 from .linear import NVFP4Linear
 from .nvfp4 import NVFP4Tensor
+
+__all__ = [
+    "FUSED_GROUPS",
+    "NVFP4Config",
+    "NVFP4HfQuantizer",
+    "from_pretrained",
+    "fuse_storage",
+    "load_config",
+    "pretrained_kwargs",
+]
 
 logger = logging.get_logger(__name__)
 
 QUANT_METHOD = "qerl_nvfp4"
-#: linears that vLLM runs as one: they share one storage, in this order, and one global scale
-FUSED_GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _BYTES_PER_WEIGHT = 0.5625
 
 
@@ -445,82 +454,3 @@ def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
     for parameter in module.parameters():
         parameter._is_hf_initialized = not parameter.is_meta
     model.set_submodule(name, module)
-
-
-# --- layers that share a storage --------------------------------------------------------------------------------------------------
-
-
-def fused_groups(model: nn.Module) -> Iterator[tuple[str, list[tuple[str, NVFP4Linear]]]]:
-    """(parent's name, [(child's name, layer), ...]) for each complete group of `FUSED_GROUPS` with one input width and device.
-
-    Sees through adapters: a PEFT layer counts as the NVFP4 layer in its `base_layer`.
-    """
-    for parent_name, parent in model.named_modules():
-        for group in FUSED_GROUPS:
-            children = [getattr(parent, child, None) for child in group]
-            layers = [getattr(child, "base_layer", child) for child in children]
-            if not all(isinstance(layer, NVFP4Linear) for layer in layers):
-                continue
-            if len({(layer.in_features, layer.weight_packed.device) for layer in layers}) == 1:
-                yield parent_name, list(zip(group, layers, strict=True))
-
-
-@torch.no_grad()
-def fuse_storage(model: nn.Module) -> int:
-    """Give q/k/v (and gate/up) one global scale and one storage each; returns the number of groups. Can be called again.
-
-    Afterwards each layer's `weight_packed` and `weight_scale` are row slices of one tensor, in `FUSED_GROUPS`' order. The shared global
-    scale is the smallest one (the largest weights decide). Moving to it is exact for the power-of-two scales that we write, but for
-    blocks so small that their scale would fall below 2^-6: those are rounded again. A foreign checkpoint's layers whose scales cannot be
-    moved exactly keep their own, so that its weights stay bit for bit what they were.
-    """
-    groups = 0
-    for parent, members in fused_groups(model):
-        groups += 1
-        layers = [layer for _, layer in members]
-        if all(layer.fused_rows for layer in layers) and len({_storage(layer.weight_packed) for layer in layers}) == 1:
-            continue
-        _share_global_scale(parent, layers)
-        rows = sum(layer.out_features for layer in layers)
-        for attribute in ("weight_packed", "weight_scale"):
-            parts = [getattr(layer, attribute) for layer in layers]
-            fused = torch.cat([part.detach() for part in parts])
-            for part, view in zip(parts, fused.split([part.shape[0] for part in parts]), strict=True):
-                part.data = view
-        for layer in layers:
-            layer.fused_rows = rows
-    return groups
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
-def _share_global_scale(parent: str, layers: list[NVFP4Linear]) -> None:
-    scales = torch.cat([layer.global_scale for layer in layers])
-    shared = scales.amin().reshape(1)
-    if bool((scales == shared).all()):
-        return
-    ours = all(_is_power_of_two(scale) for scale in scales.tolist())
-    moved = [nvfp4.rescale(layer.weight_scale, layer.global_scale, shared) for layer in layers]
-    if not ours and not all(exact for _, exact in moved):
-        logger.warning_once(f"{parent}: the layers of a fused group have different global scales, and keep them.")
-        return
-    for layer, (block_scale, exact) in zip(layers, moved, strict=True):
-        if not exact:
-            changed = (
-                nvfp4.decode_scale(block_scale) / shared != nvfp4.decode_scale(layer.weight_scale) / layer.global_scale
-            )
-            rounded = nvfp4.quantize(layer.dequantize(torch.float32), "rtn", shared).packed
-            blocks = (*block_scale.shape, nvfp4.BLOCK_SIZE // 2)
-            layer.weight_packed.copy_(
-                torch.where(changed.unsqueeze(-1), rounded.view(blocks), layer.weight_packed.view(blocks)).view_as(
-                    rounded
-                )
-            )
-        layer.weight_scale.copy_(block_scale)
-        layer.weight_global_scale.copy_(shared.view(torch.uint8))
-
-
-def _is_power_of_two(value: float) -> bool:
-    return torch.frexp(torch.tensor(value)).mantissa.item() == 0.5
