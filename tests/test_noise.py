@@ -245,6 +245,31 @@ def test_generation_of_other_callbacks_is_clean(trainer_for):
         torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-6)
 
 
+def test_evaluation_mode_within_a_step_is_clean(trainer_for):
+    seen = []
+
+    class Sampler(TrainerCallback):
+        def on_substep_end(self, args, state, control, model=None, **kwargs):
+            model.eval()
+            out = model.generate(
+                torch.tensor([[3, 4, 5]]),
+                max_new_tokens=1,
+                do_sample=False,
+                return_dict_in_generate=True,
+                output_logits=True,
+            )
+            model.train()
+            seen.append(out.logits[0])
+
+    callback = AQNCallback("constant", sigma_start=0.05, scope="policy")
+    trainer_for(Sampler(), callback, learning_rate=0.0, gradient_accumulation_steps=2, max_steps=2).train()
+    with torch.no_grad():
+        expected = reference()(torch.tensor([[3, 4, 5]])).logits[:, -1]
+    assert len(seen) == 2
+    for logits in seen:
+        torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("saved", [None, ["input_layernorm", "post_attention_layernorm"]], ids=["lora", "lora+norms"])
 def test_noise_acts_under_peft(trainer_for, saved):
     # LoRA starts at zero and the learning rate is 0, so the policy is the reference
