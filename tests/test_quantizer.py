@@ -19,6 +19,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    BitsAndBytesConfig,
     MixtralConfig,
     MixtralForCausalLM,
 )
@@ -317,6 +318,18 @@ def test_the_route_for_other_libraries(packed_model_dir, tiny_model_dir):
     config = load_config(packed)
     assert config.quantization_config["quant_method"] == "qerl_nvfp4"
     assert same_state(AutoModelForCausalLM.from_pretrained(packed, config=config), from_pretrained(packed))
+
+
+def test_a_given_config_is_kept(packed_model_dir):
+    config = AutoConfig.from_pretrained(packed_model_dir("modelopt"))
+    config.rope_parameters = {"rope_type": "default", "rope_theta": 1234.0}
+    model = from_pretrained(packed_model_dir("modelopt"), config=config)
+    assert nvfp4_layers(model) and model.config.rope_parameters["rope_theta"] == 1234.0
+
+
+def test_another_librarys_config_is_refused(tiny_model_dir):
+    with pytest.raises(ValueError, match=r"BitsAndBytesConfig; this function takes qerl_trl\.NVFP4Config"):
+        from_pretrained(tiny_model_dir("qwen2"), BitsAndBytesConfig(load_in_4bit=True))
 
 
 def test_skipping_a_module_that_is_packed_on_disk_is_refused(packed_model_dir):

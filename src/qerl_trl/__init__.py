@@ -17,9 +17,11 @@ _EXPORTS = {
     "QeRLGRPOTrainer": "trainer",
     "QeRLRLOOConfig": "config",
     "QeRLRLOOTrainer": "trainer",
+    "from_pretrained": "quantizer",
     "last_checkpoint": "checkpoint",
     "load_adapter": "lora",
     "load_config": "quantizer",
+    "pretrained_kwargs": "quantizer",
 }
 
 __all__ = sorted([*_EXPORTS, "__version__"])  # noqa: PLE0605
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
     from .linear import NVFP4Linear
     from .lora import load_adapter
     from .noise import AQNCallback
-    from .quantizer import NVFP4Config, load_config
+    from .quantizer import NVFP4Config, from_pretrained, load_config, pretrained_kwargs
     from .trainer import QeRLGRPOTrainer, QeRLRLOOTrainer
 
 

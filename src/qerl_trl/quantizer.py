@@ -18,6 +18,7 @@ Not transformers' own `NVFP4Config` (method "nvfp4": Blackwell only, inference o
 Only hooks with one and the same signature from transformers 5.10.4 to 5.23 are overridden.
 """
 
+import copy
 import json
 import os
 from collections.abc import Iterable
@@ -164,6 +165,7 @@ def load_config(
             weights that are quantized already, which is said in a warning.
         kwargs: `revision`, `token`, `subfolder`, `trust_remote_code`, ... for `AutoConfig.from_pretrained`.
     """
+    _check_is_ours(quantization_config)
     config = AutoConfig.from_pretrained(model_id, **kwargs)
     stored = getattr(config, "quantization_config", None)
     where = f"{model_id}: config.json: quantization_config"
@@ -216,7 +218,21 @@ def from_pretrained(
         if key in kwargs
     }
     chosen = pretrained_kwargs(model_id, quantization_config, **hub)
+    if "config" in chosen and isinstance(kwargs.get("config"), PretrainedConfig):
+        given = copy.deepcopy(kwargs["config"])
+        given.quantization_config = chosen["config"].quantization_config
+        chosen["config"] = given
     return model_class.from_pretrained(model_id, **{**kwargs, **chosen})
+
+
+def _check_is_ours(quantization_config: Any) -> None:
+    if quantization_config is None or isinstance(quantization_config, NVFP4Config):
+        return
+    cls = type(quantization_config)
+    raise ValueError(
+        f"quantization_config is a {cls.__module__}.{cls.__name__}; this function takes qerl_trl.NVFP4Config (transformers has another "
+        "class of that name, for inference on Blackwell). For other methods call transformers' from_pretrained."
+    )
 
 
 def _modelopt_sidecar(model_id: str | os.PathLike, **kwargs: Any) -> dict[str, Any] | None:
