@@ -404,6 +404,24 @@ def test_infinite_reward_stops_before_any_weight_changes(make_trainer):
     assert_identical(adapter_of(trainer), before)
 
 
+def test_after_an_exception_the_model_is_clean(make_trainer):
+    calls = []
+
+    def fails_in_the_noise(completions, **kwargs):
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyError("user code")
+        return spread_reward(completions)
+
+    trainer = make_trainer(reward=fails_in_the_noise, aqn_scope="policy", aqn_sigma_start=0.5, max_steps=4)
+    with pytest.raises(KeyError, match="user code"):
+        trainer.train()
+    model, ids = trainer.model.train(), torch.arange(5, 15)[None]
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, model.eval()(ids).logits)
+        assert trainer.aqn.norms == ()
+
+
 def test_none_and_nan_rewards_keep_trl_s_meaning(make_trainer):
     def sometimes(completions, **kwargs):
         return [None if i % 4 == 0 else float(i) for i in range(len(completions))]

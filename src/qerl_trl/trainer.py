@@ -284,7 +284,11 @@ class QeRLMixin:
                 logger.warning("Resuming %s with other settings: %s", resume_from_checkpoint, difference)
             state = TrainerState.load_from_json(os.path.join(resume_from_checkpoint, TRAINER_STATE_NAME))
             self._epochs_done = int(state.epoch or 0)
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        try:
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+        finally:
+            if self.aqn is not None:
+                self.aqn.detach()  # an exception in the middle of a step leaves a model that computes clean
 
     def _get_train_sampler(self, dataset=None):
         sampler = super()._get_train_sampler(dataset)
