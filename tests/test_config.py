@@ -17,7 +17,8 @@ def test_every_grpo_field_keeps_its_default_but_the_documented_ones():
         if name in GRPOConfig.__dataclass_fields__ and vars(ours)[name] != value
     }
     changed -= {"logging_dir", "run_name", "accelerator_config"}
-    assert changed == {"learning_rate", "vllm_importance_sampling_mode", "hub_private_repo"}
+    documented = {"learning_rate", "vllm_importance_sampling_mode", "vllm_gpu_memory_utilization", "hub_private_repo"}
+    assert changed == documented
 
 
 def test_every_new_field_has_a_help_text():

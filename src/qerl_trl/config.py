@@ -1,8 +1,8 @@
 """`QeRLConfig`: TRL's `GRPOConfig` plus the fields that a 4-bit base and adaptive quantization noise need.
 
-Every field of `GRPOConfig` keeps its name and meaning. Three defaults differ, because the paper's setting (arXiv
-2510.11696, Table 4) or safety asks for it: `learning_rate`, `vllm_importance_sampling_mode` and `hub_private_repo`; each
-says so below.
+Every field of `GRPOConfig` keeps its name and meaning. Four defaults differ, because the paper's setting (arXiv 2510.11696,
+Table 4), safety or a smaller footprint asks for it: `learning_rate`, `vllm_importance_sampling_mode`,
+`vllm_gpu_memory_utilization` and `hub_private_repo`; each says so below.
 """
 
 import math
