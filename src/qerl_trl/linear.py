@@ -174,7 +174,7 @@ class NVFP4Linear(nn.Linear):
     The dtype of the matmul: under autocast, autocast's; else the input's own when it is bf16, fp16 or fp64; a float32 input (fp32
     norms in front, no autocast) is computed in `compute_dtype` and returned as float32.
 
-    q/k/v and gate/up layers of one block may share one storage: each holds a row slice of it (`qerl_trl.quantizer.fuse_storage`).
+    q/k/v and gate/up layers of one block may share one storage: each holds a row slice of it (`qerl_trl.fused.fuse_storage`).
     `copy.deepcopy` and `.to(device)` of the model keep that sharing.
     """
 
