@@ -1,17 +1,36 @@
-"""Accuracy on problems with one final answer: greedy or sampled, noise off, with confidence intervals."""
+"""Accuracy on problems with one final answer: greedy or sampled, noise off, with confidence intervals.
 
+`qerl-trl eval` runs the paper's protocol (Section 4: temperature 0.6, top-p 0.95, at most 4096 new tokens) on its benchmarks, with
+transformers or vLLM. An adapter is checked to change the model's output before anything is measured; an answer counts when math-verify finds
+the *whole* stated answer (the last `#### ...` or `\\boxed{...}`) equal to the reference.
+
+The same checkpoints in other people's harnesses: [`harness_commands`].
+"""
+
+import json
 import math
-from collections.abc import Iterable
+import shlex
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
-from datasets import Dataset
+from datasets import Dataset, load_dataset
+from peft import PeftModel
 from tqdm.auto import tqdm
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
+from . import report
 from .rewards import is_correct
 
 _Z95 = 1.959963984540054
+#: column names of problems and reference answers, in the order they are looked for
+_QUESTIONS = ("question", "problem")
+_ANSWERS = ("answer", "solution")
+BOXED_PROMPT = "Solve the problem step by step. Put the final answer in \\boxed{}."
+GSM8K_PROMPT = "Solve the problem step by step. Put the final answer on the last line, in the form: #### number"
 
 
 @dataclass(frozen=True)
@@ -52,6 +71,204 @@ def paired_difference(before: Iterable[bool], after: Iterable[bool]) -> tuple[fl
     variance = sum((d - mean) ** 2 for d in differences) / max(n - 1, 1)
     half = _Z95 * math.sqrt(variance / n)
     return mean, mean - half, mean + half
+
+
+def sampled_accuracy(correct: list[list[bool]]) -> dict[str, Any]:
+    """Accuracy over several completions a problem, with a 95 % interval that takes problems, not completions, as independent.
+
+    Args:
+        correct: for each problem, whether each of its completions is correct.
+    """
+    shares = [sum(row) / len(row) for row in correct]
+    n, samples = len(shares), len(correct[0])
+    if samples == 1:
+        return Accuracy(sum(row[0] for row in correct), n).as_dict()
+    mean = sum(shares) / n
+    half = _Z95 * math.sqrt(sum((share - mean) ** 2 for share in shares) / max(n - 1, 1) / n)
+    interval = [max(0.0, mean - half), min(1.0, mean + half)]
+    return {"correct": sum(map(sum, correct)), "total": n, "accuracy": mean, "interval95": interval}
+
+
+# --- protocols --------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """A benchmark and how it is run. `samples`: completions a problem (more for the small sets, ours)."""
+
+    dataset: str
+    config: str | None = None
+    split: str = "test"
+    system_prompt: str | None = BOXED_PROMPT
+    samples: int = 1
+    temperature: float = 0.6
+    top_p: float = 0.95
+    max_new_tokens: int = 4096
+
+
+PROTOCOLS = {
+    "gsm8k": Protocol("openai/gsm8k", "main", system_prompt=GSM8K_PROMPT),
+    "math500": Protocol("HuggingFaceH4/MATH-500"),
+    "amc23": Protocol("math-ai/amc23", samples=8),
+    "aime24": Protocol("HuggingFaceH4/aime_2024", split="train", samples=8),
+    "aime25": Protocol("math-ai/aime25", samples=8),
+}
+
+
+def load_problems(protocol: Protocol, limit: int | None = None) -> Dataset:
+    """The benchmark with a conversational `prompt` and an `answer` column.
+
+    `protocol.dataset` is a Hub id, a .jsonl file, or a folder with `<split>.jsonl`.
+
+    Raises:
+        `ValueError`: no column that holds questions or answers.
+    """
+    local = Path(protocol.dataset)
+    if local.is_dir():
+        local = local / f"{protocol.split}.jsonl"
+    if local.is_file():
+        data = load_dataset("json", data_files=str(local), split="train")
+    else:
+        data = load_dataset(protocol.dataset, protocol.config, split=protocol.split)
+    question = next((name for name in _QUESTIONS if name in data.column_names), None)
+    answer = next((name for name in _ANSWERS if name in data.column_names), None)
+    if question is None or answer is None:
+        raise ValueError(
+            f"{protocol.dataset} has the columns {data.column_names}; one of {_QUESTIONS} and one of {_ANSWERS} is needed."
+        )
+    if limit is not None:
+        data = data.select(range(min(limit, len(data))))
+    system = [{"role": "system", "content": protocol.system_prompt}] if protocol.system_prompt else []
+    return data.map(
+        lambda row: {
+            "prompt": [*system, {"role": "user", "content": row[question]}],
+            "answer": str(row[answer]),
+        },
+        remove_columns=[name for name in data.column_names if name != "answer"],
+    )
+
+
+def evaluate(
+    protocol: Protocol,
+    generate: Callable[[Dataset], list[str]],
+    limit: int | None = None,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Run a protocol. `generate` gives one completion for each row of a dataset whose problems are repeated `samples` times.
+
+    Returns:
+        A JSON-able result: accuracy with interval, the protocol, and for each problem the completions' verdicts.
+    """
+    problems = load_problems(protocol, limit)
+    repeated = problems.select([i for i in range(len(problems)) for _ in range(protocol.samples)])
+    started = time.perf_counter()
+    verdicts = grade(generate(repeated), repeated)
+    rows = [verdicts[i : i + protocol.samples] for i in range(0, len(verdicts), protocol.samples)]
+    return {
+        **sampled_accuracy(rows),
+        "dataset": protocol.dataset,
+        "protocol": asdict(protocol),
+        "seed": seed,
+        "seconds": time.perf_counter() - started,
+        "verdicts": rows,
+        "versions": report.versions(),
+    }
+
+
+# --- engines ----------------------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def check_adapter_applied(model: PreTrainedModel | PeftModel) -> None:
+    """Refuse an adapter that changes nothing: evaluating it would measure the base.
+
+    Raises:
+        `RuntimeError`: the logits are the same with and without it.
+    """
+    if not isinstance(model, PeftModel):
+        return
+    vocabulary = model.get_input_embeddings().num_embeddings
+    ids = torch.arange(4, min(36, vocabulary), device=model.device).unsqueeze(0)
+    model.eval()
+    adapted = model(ids).logits
+    with model.disable_adapter():
+        base = model(ids).logits
+    if torch.equal(adapted, base):
+        raise RuntimeError(
+            "The adapter changes no logit: it is untrained, or did not load. An evaluation would measure the base model."
+        )
+
+
+def transformers_engine(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    protocol: Protocol,
+    batch_size: int = 64,
+    seed: int = 0,
+    progress: bool = True,
+) -> Callable[[Dataset], list[str]]:
+    """`generate` for [`evaluate`] by transformers. `protocol.temperature = 0` is greedy."""
+    check_adapter_applied(model)
+    sampling = {"do_sample": False}
+    if protocol.temperature > 0:
+        sampling = {"do_sample": True, "temperature": protocol.temperature, "top_p": protocol.top_p, "top_k": 0}
+    config = GenerationConfig(max_new_tokens=protocol.max_new_tokens, **sampling)
+
+    def generate(dataset: Dataset) -> list[str]:
+        set_seed(seed)
+        return solve(model, tokenizer, dataset, protocol.max_new_tokens, batch_size, config, progress)
+
+    return generate
+
+
+def vllm_engine(
+    model: str, protocol: Protocol, adapter: str | None = None, seed: int = 0, **engine: Any
+) -> Callable[[Dataset], list[str]]:
+    """`generate` for [`evaluate`] by vLLM, the adapter in vLLM's own LoRA slots.
+
+    Args:
+        model: folder or Hub id of a bf16 or NVFP4 checkpoint.
+        engine: further arguments of `vllm.LLM`.
+
+    Raises:
+        `ImportError`: vLLM is not installed. `RuntimeError`: the adapter changes no log-probability.
+    """
+    try:
+        from vllm import LLM, SamplingParams
+        from vllm.lora.request import LoRARequest
+    except ImportError as error:
+        raise ImportError("vLLM is not installed: pip install qerl-trl[vllm], or use --engine transformers.") from error
+
+    request = LoRARequest("adapter", 1, adapter) if adapter else None
+    if adapter:
+        rank = json.loads(Path(adapter, "adapter_config.json").read_text())["r"]
+        engine = {
+            "enable_lora": True,
+            "max_lora_rank": next(r for r in (8, 16, 32, 64, 128, 256, 512) if r >= rank),
+            **engine,
+        }
+    llm = LLM(model=model, seed=seed, **engine)
+    if request is not None:
+        probe = SamplingParams(temperature=0.0, max_tokens=8, logprobs=1, ignore_eos=True)
+        with_adapter, without = (
+            llm.generate(["One and one makes"], probe, lora_request=r, use_tqdm=False)[0].outputs[0]
+            for r in (request, None)
+        )
+        same_tokens = list(with_adapter.token_ids) == list(without.token_ids)
+        if same_tokens and with_adapter.cumulative_logprob == without.cumulative_logprob:
+            raise RuntimeError("vLLM gives the same log-probabilities with and without the adapter: it is not applied.")
+    sampling = SamplingParams(
+        temperature=protocol.temperature, top_p=protocol.top_p, max_tokens=protocol.max_new_tokens, seed=seed
+    )
+
+    def generate(dataset: Dataset) -> list[str]:
+        params = [sampling.clone() for _ in range(len(dataset))]
+        for index, each in enumerate(params):
+            each.seed = seed + index  # one seed for all would repeat each problem's first completion
+        outputs = llm.chat(dataset["prompt"][:], params, lora_request=request)
+        return [output.outputs[0].text for output in outputs]
+
+    return generate
 
 
 @torch.no_grad()
@@ -109,3 +326,25 @@ def solve(
 def grade(completions: list[str], dataset: Dataset) -> list[bool]:
     """Whether each completion states the dataset's `answer`."""
     return [is_correct(text, gold) for text, gold in zip(completions, dataset["answer"], strict=True)]
+
+
+# --- other people's harnesses -----------------------------------------------------------------------------------------------------
+
+
+def harness_commands(model: str, adapter: str | None = None) -> dict[str, str]:
+    """Command lines that evaluate the same checkpoint on GSM8K with lm-evaluation-harness and with lighteval.
+
+    Their prompts and answer extraction are their own: numbers are comparable within a harness, not across.
+    """
+    peft = f",peft={adapter}" if adapter else ""
+    lora = f",adapter_weights=true,base_model={model}" if adapter else ""
+    lighteval = ["lighteval", "accelerate", f"model_name={adapter or model},dtype=bfloat16{lora}", "gsm8k|5"]
+    return {
+        "lm-eval": shlex.join(
+            [
+                *["lm_eval", "run", "--model", "hf", "--model_args", f"pretrained={model},dtype=bfloat16{peft}"],
+                *["--tasks", "gsm8k_cot", "--apply_chat_template", "--batch_size", "auto", "--output_path", "eval-lm"],
+            ]
+        ),
+        "lighteval": shlex.join(lighteval),
+    }

@@ -20,6 +20,7 @@ import json
 import logging
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,7 +40,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from . import checkpoint, formats, nvfp4, report, shards
 from .linear import NVFP4Linear
 from .lora import load_adapter
-from .quantizer import FUSED_GROUPS, NVFP4Config, from_pretrained
+from .quantizer import FUSED_GROUPS, NVFP4Config, from_pretrained, load_config
 from .shards import Job, TensorSpec
 
 logger = logging.getLogger(__name__)
@@ -583,7 +584,12 @@ def _describe(source: Source, kind: str, with_adapter: bool = True) -> dict[str,
 
 def public_name(model: str) -> str:
     """A Hub id as it is; a path shortened to its last part, since nobody else has the folder and its path is private."""
-    return model if _HUB_ID.match(model) and not os.path.isdir(model) else Path(model).name
+    return model if is_hub_id(model) else Path(model).name
+
+
+def is_hub_id(model: str) -> bool:
+    """Whether `model` names a Hub repository (`user/name`) and not a folder here."""
+    return bool(_HUB_ID.match(model)) and not os.path.isdir(model)
 
 
 @torch.no_grad()
@@ -599,7 +605,72 @@ def _fingerprint(source: Source, with_adapter: bool) -> str:
     return digest.hexdigest()
 
 
+def copy_adapter(run: Path, folder: str | os.PathLike, card: Callable[[Path], None] | None = None) -> dict[str, Any]:
+    """(a) The adapter of a run's folder as an export, from its files alone: the base is not loaded."""
+    run = Path(run)
+    missing = [name for name in ADAPTER_FILES if not (run / name).is_file()]
+    if missing:
+        raise ValueError(f"{run} has no {' and no '.join(missing)}: it is not the folder of a run with an adapter.")
+    settings = run_settings(run)
+    if settings.get("model"):
+        settings["model"] = public_name(settings["model"])
+    described = {
+        "kind": "adapter",
+        "settings": settings,
+        "exported_with": report.versions(),
+        "weights_sha256": hashlib.sha256((run / ADAPTER_FILES[0]).read_bytes()).hexdigest(),
+    }
+    if not shards.is_complete(folder, described):
+        with shards.staging(folder, described, overwrite=True) as partial:
+            for name in (*ADAPTER_FILES, *_TOKENIZER_FILES):
+                if (run / name).is_file():
+                    shutil.copyfile(run / name, partial / name)
+            if card is not None:
+                card(partial)
+    return described
+
+
+_TOKENIZER_FILES = """tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json chat_template.jinja vocab.json
+    merges.txt tokenizer.model""".split()
+
+
+def load_any(model: str, device: str = "cpu") -> Source:
+    """A model without an adapter, dense or NVFP4, with its tokenizer."""
+    config = load_config(model)
+    options = {} if getattr(config, "quantization_config", None) is None else {"config": config}
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype="auto", device_map={"": device}, **options).eval()
+    return Source(loaded, AutoTokenizer.from_pretrained(model), {"model": model})
+
+
+def load_dense(folder: Path, device: str = "cpu") -> PreTrainedModel:
+    """An export, for measuring: bf16 as it is, NVFP4 in our layers."""
+    return load_any(str(folder), device).model
+
+
 # --- how far two models are apart -------------------------------------------------------------------------------------------------
+
+
+def prompt_batches(file: Path, tokenizer: PreTrainedTokenizerBase, limit: int = 64) -> list[torch.Tensor]:
+    """Token ids (1, T) of the first problems of a .jsonl file, worked solution included where there is one.
+
+    Raises:
+        `ValueError`: no `question`, `problem`, `prompt` or `text` in a line.
+    """
+    batches = []
+    for line in file.read_text().splitlines()[:limit]:
+        row = json.loads(line)
+        question = next((row[key] for key in ("question", "problem", "prompt", "text") if key in row), None)
+        if question is None:
+            raise ValueError(f"{file}: a line has the keys {sorted(row)}; question, problem, prompt or text is needed.")
+        text = question
+        if tokenizer.chat_template:
+            message = [{"role": "user", "content": question}]
+            text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+        text += str(row.get("answer", ""))
+        batches.append(tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"])
+    if not batches:
+        raise ValueError(f"{file} is empty.")
+    return batches
 
 
 @torch.no_grad()

@@ -164,7 +164,7 @@ def _write_shard(path: Path, jobs: list[Job], metadata: dict[str, str], workers:
                 del tensor
                 if progress is not None:
                     progress(spec.nbytes)
-            next(made, None)  # lets a generator fill its note
+            next(made, None)  # lets a generator finish
 
         if workers > 1:
             with ThreadPoolExecutor(workers) as pool:

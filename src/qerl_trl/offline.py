@@ -1,0 +1,364 @@
+"""Quantize a folder: dense safetensors checkpoint in, NVFP4 checkpoint (compressed-tensors layout) out, without building the model.
+
+The model class is instantiated on the meta device only, to learn which tensors are linear layers and which of them stay dense: the same
+rules as `from_pretrained(..., quantization_config=NVFP4Config())`. Then each weight is read, quantized and written to its final place on
+its own; q/k/v and gate/up are done together, since they share a global scale. Several are worked on at a time, within a budget of memory.
+A killed run continues with the shards that are missing.
+
+On a CUDA device with the Triton kernels the arithmetic runs there (the same bytes come out); reading and writing stay the bottleneck.
+"""
+
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from . import checkpoint, formats, nvfp4, report, shards
+from .export import _packed_specs, public_name
+from .formats import TensorInfo
+from .quantizer import FUSED_GROUPS, NVFP4Config, NVFP4HfQuantizer
+from .shards import Job, TensorSpec
+
+logger = logging.getLogger(__name__)
+
+REPORT_NAME = "quantization_report.json"
+#: weights of a layer on which its error is measured: evenly spaced rows
+_ERROR_SAMPLE = 1 << 18
+#: memory for tensors in work, beyond two of the largest
+_SLACK_BYTES = 400_000_000
+#: what a model repository holds beside weights, and nothing that a reader would execute
+_COPIED_PATTERNS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
+_NOT_COPIED = ("config.json", shards.INDEX_NAME, checkpoint.MANIFEST_NAME, REPORT_NAME, "hf_quant_config.json")
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantized:
+    """What a finished `quantize_folder` reports: error and size. `nmse` is the squared error over the squared weight, on sampled rows."""
+
+    layers: list[dict[str, Any]]
+    weights: int
+    source_bytes: int
+    written_bytes: int
+    skipped: list[str]
+
+    @property
+    def nmse(self) -> float:
+        """Over all layers, weighted by their size."""
+        return sum(layer["nmse"] * layer["weights"] for layer in self.layers) / max(self.weights, 1)
+
+
+def quantize_folder(
+    source: str | os.PathLike,
+    destination: str | os.PathLike,
+    scale_rule: str = "rtn",
+    modules_to_not_convert: list[str] | None = None,
+    device: str = "cpu",
+    workers: int | None = None,
+    max_shard_bytes: int = shards.MAX_SHARD_BYTES,
+    overwrite: bool = False,
+    trust_remote_code: bool = False,
+    card: Callable[[Path], None] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Quantized:
+    """Write `source`'s weights as NVFP4 into the folder `destination`.
+
+    Args:
+        source: folder, or Hub id (downloaded into the Hub's cache).
+        scale_rule, modules_to_not_convert: as in `NVFP4Config`.
+        device: "cpu" or "cuda[:i]".
+        workers: layers worked on at a time; default: one a core, at most 8.
+        card: called with the unfinished folder to add a README.
+        progress: called with (bytes written since the last call, bytes in total).
+
+    Memory: two of the largest tensors + 0.4 GB, beside torch itself.
+
+    Raises:
+        `ValueError`: no safetensors, names that do not fit the architecture, MoE experts, a NaN in a weight, an existing destination.
+    """
+    folder = _local(source)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    if getattr(config, "quantization_config", None) is not None:
+        method = config.quantization_config.get("quant_method")
+        raise ValueError(
+            f"{source} is quantized already ({method}). It can be used as it is; quantize the original model."
+        )
+    nvfp4_config = NVFP4Config(scale_rule, modules_to_not_convert, compute_dtype=_dtype_name(config))
+    tensors, converted = _plan(folder, config, nvfp4_config, trust_remote_code)
+    run = {
+        "kind": "nvfp4_base",
+        "settings": {"model": public_name(str(source)), "scale_rule": scale_rule, "base_format": "nvfp4"},
+        "skip": sorted(modules_to_not_convert or ()),
+        "source_sha256": _fingerprint(folder, tensors),
+        "source_bytes": sum(info.end - info.start for info in tensors.values()),
+        "max_shard_bytes": max_shard_bytes,
+        "exported_with": report.versions(),
+    }
+    if not shards.is_complete(destination, run):
+        with shards.staging(destination, run, overwrite) as partial:
+            notes = _write(
+                partial,
+                tensors,
+                converted,
+                nvfp4_config,
+                device,
+                workers,
+                max_shard_bytes,
+                progress or (lambda *_: None),
+            )
+            skipped = nvfp4_config._dense_linears or []
+            checkpoint.write_json_atomically(
+                partial / REPORT_NAME,
+                {"layers": sorted(notes, key=lambda note: note["name"]), "not_quantized": skipped},
+            )
+            _copy_beside(folder, partial)
+            config.quantization_config = nvfp4_config.to_dict()
+            config.save_pretrained(partial)
+            if card is not None:
+                card(partial)
+    return _summary(Path(destination), tensors)
+
+
+def _local(source: str | os.PathLike) -> Path:
+    folder = Path(source)
+    if folder.is_dir():
+        return folder
+    if folder.is_absolute() or str(source).count("/") != 1:
+        raise ValueError(f"{source} is neither a folder here nor a Hub id (user/name).")
+    patterns = ["*.safetensors", *_COPIED_PATTERNS]
+    return Path(snapshot_download(str(source), allow_patterns=patterns))
+
+
+def _dtype_name(config: PretrainedConfig) -> str:
+    name = str(getattr(config, "dtype", None) or "bfloat16").removeprefix("torch.")
+    return name if name in ("bfloat16", "float16") else "bfloat16"
+
+
+def _plan(
+    folder: Path, config: PretrainedConfig, nvfp4_config: NVFP4Config, trust_remote_code: bool
+) -> tuple[dict[str, TensorInfo], dict[str, nn.Linear]]:
+    """(tensors of the checkpoint, linear layers to quantize), checked against each other."""
+    index = folder / shards.INDEX_NAME
+    if index.is_file():
+        files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    missing = [file.name for file in files if not file.is_file()]
+    if missing or not files:
+        what = f"lacks {', '.join(missing)}" if missing else "has no *.safetensors file"
+        raise ValueError(f"{folder} {what}. Download it again, or convert it to safetensors (save_pretrained).")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    quantizer = NVFP4HfQuantizer(nvfp4_config, pre_quantized=False)
+    quantizer._process_model_before_weight_loading(model, checkpoint_files=[str(file) for file in files])
+    tensors, converted = quantizer._headers, quantizer._converted
+    absent = [name for name in converted if f"{name}.weight" not in tensors]
+    if absent:
+        raise ValueError(
+            f"{len(absent)} linear layers of {type(model).__name__} have no tensor in {folder}, e.g. {absent[0]}.weight: the checkpoint's "
+            "names differ from the model's. Load it with from_pretrained(..., quantization_config=NVFP4Config()) and save_pretrained it."
+        )
+    for name, layer in converted.items():
+        info = tensors[f"{name}.weight"]
+        if info.shape != tuple(layer.weight.shape):
+            raise ValueError(f"{info.file}: {info.name} is {info.shape}, config.json says {tuple(layer.weight.shape)}.")
+    return tensors, converted
+
+
+def _fingerprint(folder: Path, tensors: dict[str, TensorInfo]) -> str:
+    """Identity of a source: its configuration, tensor table, and its files' sizes and times; weights are not read for it."""
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for name, info in sorted(tensors.items()):
+        digest.update(f"{name} {info.dtype} {info.shape} {info.start}".encode())
+    for file in sorted({info.file for info in tensors.values()}):
+        status = file.stat()
+        digest.update(f"{file.name} {status.st_size} {status.st_mtime_ns}".encode())
+    return digest.hexdigest()
+
+
+# --- the work ---------------------------------------------------------------------------------------------------------------------
+
+
+class _Budget:
+    """Bytes that may be in work at a time; one job may always run, however large."""
+
+    def __init__(self, total: int):
+        self._free, self._total = total, total
+        self._changed = threading.Condition()
+
+    def acquire(self, size: int) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._free >= size or self._free == self._total)
+            self._free -= size
+
+    def release(self, size: int) -> None:
+        with self._changed:
+            self._free += size
+            self._changed.notify_all()
+
+
+def _write(
+    folder: Path,
+    tensors: dict[str, TensorInfo],
+    converted: dict[str, nn.Linear],
+    config: NVFP4Config,
+    device: str,
+    workers: int | None,
+    max_shard_bytes: int,
+    progress: Callable[[int, int], None],
+) -> list[dict[str, Any]]:
+    quantize = _quantizer_for(device)
+    largest = max(info.end - info.start for info in tensors.values())
+    budget = _Budget(2 * largest + _SLACK_BYTES)
+    jobs = [
+        _quantize_job(group, config.scale_rule, device, quantize, budget)
+        if group[0].name.removesuffix(".weight") in converted
+        else _copy_job(group[0], config.torch_dtype, budget)
+        for group in _groups(tensors, converted)
+    ]
+    total = sum(job.nbytes for job in jobs)
+    workers = workers or min(os.cpu_count() or 1, 8)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # one core a worker: layers in parallel scale better than the pieces of a layer
+    try:
+        notes = shards.write_shards(
+            folder,
+            jobs,
+            dict(formats.WRITTEN_BY, scale_rule=config.scale_rule),
+            max_shard_bytes,
+            workers,
+            lambda size: progress(size, total),
+        )
+    finally:
+        torch.set_num_threads(threads)
+    return [layer for note in notes for layer in note["layers"]]
+
+
+def _groups(tensors: dict[str, TensorInfo], converted: dict[str, nn.Linear]) -> list[list[TensorInfo]]:
+    """Tensors in file order; the members of a fused group together, at the place of the first."""
+    groups: dict[tuple[str, Any], list[TensorInfo]] = {}
+    for info in tensors.values():
+        parent, _, child = info.name.removesuffix(".weight").rpartition(".")
+        group = next((g for g in FUSED_GROUPS if child in g), None)
+        whole = group is not None and all(f"{parent}.{other}" in converted for other in group)
+        fused = whole and info.name.endswith(".weight")
+        groups.setdefault((parent, group) if fused else (info.name, None), []).append(info)
+    return list(groups.values())
+
+
+def _quantizer_for(device: str) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """`(weight, scale_rule, global_scale) -> (packed, block_scale)` on `device`: the kernel's where there is one."""
+    target = torch.device(device)
+    if target.type == "cuda":
+        import qerl_nvfp4
+
+        if qerl_nvfp4.is_available(target):
+            return qerl_nvfp4.quantize
+    return lambda weight, rule, scale: nvfp4.quantize(weight, rule, scale)[:2]
+
+
+def _quantize_job(group: list[TensorInfo], scale_rule: str, device: str, quantize, budget: _Budget) -> Job:
+    note: dict[str, Any] = {}
+    size = sum(info.end - info.start for info in group)
+
+    def make() -> Iterator[torch.Tensor]:
+        budget.acquire(size)
+        try:
+            weights = [_read(info).to(device) for info in group]
+            for info, weight in zip(group, weights, strict=True):
+                if not bool(torch.isfinite(weight.abs().amax())):
+                    raise ValueError(f"{info.file}: tensor {info.name!r} holds NaN or infinity. Check the checkpoint.")
+            amax = torch.stack([weight.abs().amax().float() for weight in weights]).amax()
+            shared = nvfp4.power_of_two_global_scale(amax)
+            layers = []
+            for info in group:
+                weight = weights.pop(0)
+                packed, block_scale = quantize(weight, scale_rule, shared)
+                layers.append(_error(info.name.removesuffix(".weight"), weight, packed, block_scale, shared))
+                del weight
+                yield packed
+                yield block_scale.view(torch.float8_e4m3fn)
+                yield shared
+            note["layers"] = layers
+        finally:
+            budget.release(size)
+
+    return Job(tuple(spec for info in group for spec in _packed_specs(info.name, *info.shape)), make, note)
+
+
+def _copy_job(info: TensorInfo, compute_dtype: torch.dtype, budget: _Budget) -> Job:
+    """Everything that stays dense: float32 becomes the compute dtype, as in `from_pretrained`; other dtypes stay."""
+    stored = formats.torch_dtype(info)
+    dtype = compute_dtype if stored.is_floating_point and stored.itemsize > 1 else stored
+    size = info.end - info.start
+
+    def make() -> Iterator[torch.Tensor]:
+        budget.acquire(size)
+        try:
+            yield _read(info).to(dtype)
+        finally:
+            budget.release(size)
+
+    return Job((TensorSpec(info.name, dtype, info.shape),), make)
+
+
+def _read(info: TensorInfo) -> torch.Tensor:
+    """A tensor of a safetensors file, read (not mapped: mapped pages would count as this process's memory)."""
+    raw = torch.empty(info.end - info.start, dtype=torch.uint8)
+    view = memoryview(raw.numpy())
+    with open(info.file, "rb", buffering=0) as file:
+        file.seek(info.start)
+        while view:
+            count = file.readinto(view)
+            if not count:
+                raise ValueError(f"{info.file}: ends within tensor {info.name!r}. Download it again.")
+            view = view[count:]
+    return raw.view(formats.torch_dtype(info)).view(info.shape)
+
+
+def _error(
+    name: str, weight: torch.Tensor, packed: torch.Tensor, block_scale: torch.Tensor, scale: torch.Tensor
+) -> dict:
+    rows = max(1, min(weight.shape[0], _ERROR_SAMPLE // weight.shape[1]))
+    step = weight.shape[0] // rows
+    sample = weight[::step].float()
+    error = (
+        nvfp4.dequantize(packed[::step].contiguous(), block_scale[::step].contiguous(), scale, torch.float32) - sample
+    )
+    squared = sample.square().sum(dtype=torch.float64).item()
+    return {
+        "name": name,
+        "shape": list(weight.shape),
+        "weights": weight.numel(),
+        "nmse": error.square().sum(dtype=torch.float64).item() / squared if squared else 0.0,
+        "largest_error": error.abs().max().item(),
+        "global_scale": scale.item(),
+    }
+
+
+def _copy_beside(source: Path, destination: Path) -> None:
+    for pattern in _COPIED_PATTERNS:
+        for file in source.glob(pattern):
+            if file.name not in _NOT_COPIED and not file.name.endswith(".index.json"):
+                shutil.copyfile(file, destination / file.name)
+
+
+def _summary(folder: Path, tensors: dict[str, TensorInfo]) -> Quantized:
+    content = json.loads((folder / REPORT_NAME).read_text())
+    return Quantized(
+        layers=content["layers"],
+        weights=sum(layer["weights"] for layer in content["layers"]),
+        source_bytes=sum(info.end - info.start for info in tensors.values()),
+        written_bytes=sum(file.stat().st_size for file in folder.glob("*.safetensors")),
+        skipped=content["not_quantized"],
+    )
