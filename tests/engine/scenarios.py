@@ -392,7 +392,10 @@ def bases(folder: Path) -> dict:
     from qerl_trl.rollout import RolloutError, engine_model
 
     path = write_model(folder, tie_word_embeddings=False)
-    results = {}
+    # first, because vLLM makes the expert group with the first engine of a process
+    results = {
+        "experts": error_of(lambda: engine(write_moe(folder), quantization="qerl_nvfp4", skip_tokenizer_init=True))
+    }
     dense = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(DEVICE).requires_grad_(False)
     policy = adapter_on(dense, rank=4, alpha=8, use_rslora=True, target_modules=["q_proj", "v_proj", "down_proj"])
     g = stub_generation(policy)

@@ -53,8 +53,8 @@ def test_stock_engine_is_untouched(checkpoints):
     assert checkpoints["stock same output"]
 
 
-def test_experts_are_refused_by_name(checkpoints):
-    assert "mixture-of-experts" in checkpoints["experts"] and "mlp.experts" in checkpoints["experts"]
+def test_experts_are_refused_by_name(bases):
+    assert "mixture-of-experts" in bases["experts"] and "mlp.experts" in bases["experts"]
 
 
 # -------------------------------------------------------------------------------------------------------------- live
