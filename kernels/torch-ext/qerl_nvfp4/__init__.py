@@ -1,21 +1,81 @@
-"""NVFP4 weight-only kernels: 4-bit frozen weights, 16-bit activations.
+"""NVFP4 weight-only kernels: frozen 4-bit weights, 16-bit activations, one LoRA adapter fused in.
 
-    y = linear(x, packed, block_scale, global_scale, bias, lora_a, lora_b, lora_splits)
+    y = linear(x, packed, block_scale, global_scale, bias, lora_a, lora_b, lora_splits)      no autograd
+    dx = linear_backward(dy, packed, block_scale, global_scale)
 
-See reference.py for the number format and the meaning of every argument.
+`reference.py` holds the number format and the plain PyTorch version of everything; without Triton or without a GPU it is what runs,
+and `describe()` says so.  Only torch and triton are imported.
 """
 
-from .reference import dequantize, linear, linear_backward, quantize, rms_norm
+import torch
+
+from . import ops as _ops
+from .ops import describe, is_available
+
+__all__ = ["dequantize", "describe", "is_available", "layers", "linear", "linear_backward", "quantize", "rms_norm"]
 
 
-def is_available(device=None) -> bool:
-    """Whether the fast kernels can run on `device`."""
-    return False
+def linear(
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    block_scale: torch.Tensor,
+    global_scale: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    lora_a: torch.Tensor | None = None,
+    lora_b: torch.Tensor | None = None,
+    lora_splits: tuple[int, ...] | None = None,
+) -> torch.Tensor:
+    """y = x W^T [+ bias] [+ (x A^T) B^T], (..., K) -> (..., N); the kernel is picked by the number of tokens.
+
+    Args:
+        x: bfloat16 or float16 (other types take the plain PyTorch path).
+        packed: uint8 (N, K/2), K a multiple of 16; a row slice of a larger weight is as good.
+        block_scale: (N, K/16), float8_e4m3fn or its bytes.
+        global_scale: float32 (1,) or (N,); it divides.
+        lora_a: (S * r, K); lora_b: (N, r), alpha/r folded in; lora_splits: S row counts that sum to N (None: one shard).
+            Rows of shard i use rows i*r to (i+1)*r of lora_a.  Up to three shards whose edges are multiples of 256 (128 for small
+            matrices) and ranks up to 256 are fused; anything else is added by two more matrix products.
+
+    No autograd, deterministic, safe in CUDA graphs and transparent to torch.compile.  Scratch buffers are one set a device: do not
+    call from two streams of one device at once.  Raises `ValueError` when shapes disagree.
+    """
+    return _ops.ops.linear(x, packed, block_scale, global_scale, bias, lora_a, lora_b, lora_splits)
 
 
-def describe(device=None) -> str:
-    """One line: which path is used on `device`, and why."""
-    return "qerl_nvfp4: plain PyTorch, slow: it dequantizes the whole weight at every call"
+def linear_backward(
+    dy: torch.Tensor, packed: torch.Tensor, block_scale: torch.Tensor, global_scale: torch.Tensor
+) -> torch.Tensor:
+    """dx = dy W, (..., N) -> (..., K), from the packed bytes: nothing else has to be kept for the backward pass."""
+    return _ops.ops.linear_backward(dy, packed, block_scale, global_scale)
 
 
-__all__ = ["dequantize", "describe", "is_available", "linear", "linear_backward", "quantize", "rms_norm"]
+def dequantize(
+    packed: torch.Tensor,
+    block_scale: torch.Tensor,
+    global_scale: torch.Tensor,
+    dtype: torch.dtype = torch.bfloat16,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """(N, K) = e2m1 * (e4m3 / global_scale), rounded once to `dtype`: bit for bit compressed-tensors' own decompression."""
+    if out is None:
+        return _ops.ops.dequantize(packed, block_scale, global_scale, dtype)
+    return _ops._dequantize(packed, block_scale, global_scale, dtype, out)
+
+
+def quantize(weight: torch.Tensor, scale_rule: str, global_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(N, K) float -> packed (N, K/2), block_scale (N, K/16), both uint8, for the divisor `global_scale` (1,).
+
+    `scale_rule`: "rtn", "four_over_six" or "neighbor_sweep"; the same bytes as qerl_trl.nvfp4.quantize.
+    """
+    return _ops.ops.quantize(weight, scale_rule, global_scale)
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """RMSNorm over the last dimension with a float32 `weight` (K,); with `residual`, of x + residual, which is returned too."""
+    y, h = _ops.ops.rms_norm(x, weight, eps, residual)
+    return y if residual is None else (y, h)
+
+
+from . import layers  # noqa: E402  needs the functions above

@@ -63,13 +63,13 @@ def split_rows(lora_b: torch.Tensor, lora_splits: tuple[int, ...] | None) -> tup
     return (lora_b.shape[0],) if lora_splits is None else tuple(lora_splits)
 
 
-def lora(x: torch.Tensor, lora_a: torch.Tensor, lora_b: torch.Tensor, lora_splits: tuple[int, ...] | None) -> torch.Tensor:
+def lora(
+    x: torch.Tensor, lora_a: torch.Tensor, lora_b: torch.Tensor, lora_splits: tuple[int, ...] | None
+) -> torch.Tensor:
     """(M, K), (S*r, K), (N, r) -> (M, N): shard i of the output uses rows i*r : (i+1)*r of A."""
     splits, rank = split_rows(lora_b, lora_splits), lora_b.shape[1]
     down = x @ lora_a.to(x.dtype).t()
-    parts = [
-        down[:, i * rank : (i + 1) * rank] @ b.to(x.dtype).t() for i, b in enumerate(lora_b.split(splits))
-    ]
+    parts = [down[:, i * rank : (i + 1) * rank] @ b.to(x.dtype).t() for i, b in enumerate(lora_b.split(splits))]
     return torch.cat(parts, dim=-1)
 
 
@@ -110,9 +110,9 @@ def rms_norm(
     return y if residual is None else (y, residual)
 
 
-def _squared_error(blocks: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Sum over the 16 values of a block of (rounded - exact)^2, added pairwise so that every device gets the same bits."""
-    error = decode_e2m1(encode_e2m1(blocks / scale)) * scale - blocks
+def _squared_error(blocks: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor) -> torch.Tensor:
+    """Sum over a block of (rounded - exact)^2 in units of 1 / global_scale, added 16 -> 8 -> 4 -> 2 -> 1: the same bits everywhere."""
+    error = (decode_e2m1(encode_e2m1(blocks / scale)) * scale - blocks) * global_scale
     error = error * error
     while error.shape[-1] > 1:
         half = error.shape[-1] // 2
@@ -120,9 +120,7 @@ def _squared_error(blocks: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return error
 
 
-def quantize(
-    weight: torch.Tensor, scale_rule: str, global_scale: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize(weight: torch.Tensor, scale_rule: str, global_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(N, K) floating -> packed (N, K/2) uint8, block_scale (N, K/16) uint8, for a given divisor `global_scale` (1,)."""
     if scale_rule not in SCALE_RULES:
         raise ValueError(f"scale_rule={scale_rule!r} is not one of {SCALE_RULES}")
@@ -141,12 +139,12 @@ def quantize(
         candidates = [base, encode_scale(amax / 4.0 * gs)]
     else:
         code = base.view(torch.uint8).int()
-        steps = range(-NEIGHBORS, NEIGHBORS + 1)
+        steps = sorted(range(-NEIGHBORS, NEIGHBORS + 1), key=abs)  # rtn first: the first candidate wins a tie
         candidates = [(code + i).clamp(8, 126).to(torch.uint8).view(torch.float8_e4m3fn) for i in steps]
     best, best_error = candidates[0].view(torch.uint8), None
     if len(candidates) > 1:
         for candidate in candidates:
-            error = _squared_error(blocks, candidate.float() / gs)
+            error = _squared_error(blocks, candidate.float() / gs, gs)
             if best_error is None:
                 best_error = error
                 continue

@@ -1,0 +1,582 @@
+"""Gluon kernels for Hopper (sm_90): what the portable kernel's layout idea becomes when layouts and pipelines are written by hand.
+
+`skinny_kernel` (up to 16 tokens): weights go from global memory straight into the registers that feed `mma.sync`; no shared memory,
+no barrier in the loop.  The warps of a program share its rows and split K; their sums meet once per tile.  The next unit of weights
+is always in flight while the current one is decoded, also across tiles.
+
+`wgmma_kernel` (16 to a few hundred tokens): weights, scales and x arrive by the bulk copy engine, several stages deep; weights are
+decoded into the *register* operand of `wgmma` while the previous `wgmma` runs.  x must be permuted (portable.permute_block).
+
+Both cut the work, tiles x steps along K, into one equal contiguous range of units per program.  A tile that several programs share
+is added up from float32 partial tiles by whoever finishes last, always in the same order: results do not depend on timing.
+
+Shape suffixes as in portable.py.  Values of a decoded weight carry a factor 2^-8, put right in `finish`.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+X_SHARED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+W_SHARED = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=32, rank=2)
+S_SHARED = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=16, rank=2)
+
+
+@gluon.jit
+def decode_word(q, s):
+    """int32 words of 8 codes, bfloat16 scale * 2^118 -> 4 int32, the bfloat16 pairs (n_i, n_{i+4}) * scale * 2^-8."""
+    return gl.inline_asm_elementwise(
+        asm="""{
+        .reg .b32 t, u, s2, nz; mov.b32 nz, 0x80008000;
+        mov.b32 s2, {$5, $5};
+        and.b32 t, $4, 0x000F000F; mul.lo.u32 t, t, 0x1040; and.b32 t, t, 0x81C081C0; fma.rn.bf16x2 $0, t, s2, nz;
+        and.b32 t, $4, 0x00F000F0; mul.lo.u32 t, t, 0x0104; and.b32 t, t, 0x81C081C0; fma.rn.bf16x2 $1, t, s2, nz;
+        shr.u32 u, $4, 8;
+        and.b32 t, u, 0x000F000F; mul.lo.u32 t, t, 0x1040; and.b32 t, t, 0x81C081C0; fma.rn.bf16x2 $2, t, s2, nz;
+        and.b32 t, u, 0x00F000F0; mul.lo.u32 t, t, 0x0104; and.b32 t, t, 0x81C081C0; fma.rn.bf16x2 $3, t, s2, nz;
+        }""",
+        constraints="=&r,=&r,=&r,=&r,r,h",
+        args=[q, s],
+        dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def decode_scales(s):
+    """int16 = two e4m3 bytes (not negative) -> two bfloat16, scale * 2^118; subnormal and zero scales included."""
+    return gl.inline_asm_elementwise(
+        asm="""{
+        .reg .b32 t, c0, c1, nz, w; mov.b32 nz, 0x80008000;
+        mov.b32 c0, 0x7b807b80;
+        mov.b32 c1, 0x7a807a80;
+        cvt.u32.u16 w, $2;
+        prmt.b32 t, w, 0, 0x4140; shl.b32 t, t, 4; fma.rn.bf16x2 t, t, c0, nz; fma.rn.bf16x2 t, t, c1, nz;
+        mov.b32 {$0, $1}, t;
+        }""",
+        constraints="=h,=h,h",
+        args=[s],
+        dtype=(gl.bfloat16, gl.bfloat16),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def halves(p):
+    """int32 (two bfloat16) [...] -> bfloat16 [..., 2]; no instruction."""
+    lo = (p & 0xFFFF).to(gl.int16).to(gl.bfloat16, bitcast=True)
+    hi = ((p >> 16) & 0xFFFF).to(gl.int16).to(gl.bfloat16, bitcast=True)
+    return gl.join(lo, hi)
+
+
+@gluon.jit
+def spread_scales(s, q):
+    """int16 [..., 4 lanes] scale pairs -> bfloat16 [..., 4 lanes, 2 groups, 2 words], one scale a word of 8 codes."""
+    s0, s1 = decode_scales(s)
+    sc = gl.join(s0, s1)
+    return gl.convert_layout(gl.join(sc, sc), q.type.layout, assert_trivial=True)
+
+
+# --- the end of a tile ------------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def opaque_zero():
+    """A zero the compiler cannot see through: keeps the address arithmetic of the epilogue out of the registers of the main loop."""
+    return gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def gather_partials(acc, off, tile, seg0, seg1, u0, steps, U, ws_ptr, cnt_ptr, SIZE: gl.constexpr):
+    """Add up a tile that several programs share.  Returns (sum, whether this program is the one to finish the tile)."""
+    whole = seg1 - seg0 == steps
+    finish = whole
+    if not whole:
+        pid = gl.program_id(0)
+        G = gl.num_programs(0)
+        first = tile * steps
+        # a program has at most two unfinished tiles: slot 1 is the one it begins, slot 0 the one begun before it
+        slot = (u0 < first).to(gl.int32)
+        gl.store(ws_ptr + ((pid * 2 + slot) * SIZE + off), acc)
+        gl.thread_barrier()
+        p0 = ((first + 1) * G - 1) // U
+        p1 = ((first + steps) * G - 1) // U
+        finish = gl.atomic_add(cnt_ptr + tile, 1, sem="acq_rel") == p1 - p0
+        if finish:
+            acc = acc * 0.0
+            for p in range(p0, p1 + 1):
+                slot = ((p * U // G) < first).to(gl.int32)
+                acc += gl.load(ws_ptr + ((p * 2 + slot) * SIZE + off), cache_modifier=".cg")
+            gl.store(cnt_ptr + tile, 0)
+    return acc, finish
+
+
+@gluon.jit
+def load_lora_down(xa_ptr, row, ms, r_R, mp, ks_n, RS, RANK: gl.constexpr):
+    """Sum of the K slices of x A^T: [r, m] float32, rows row + r of the stacked A's."""
+    xa = gl.load(
+        xa_ptr + ((row + r_R)[:, None] * mp + ms[None, :]), mask=(r_R < RANK)[:, None] & (ms < mp)[None, :], other=0.0
+    )
+    for ks in range(1, ks_n):
+        xa += gl.load(
+            xa_ptr + ((ks * RS + row + r_R)[:, None] * mp + ms[None, :]),
+            mask=(r_R < RANK)[:, None] & (ms < mp)[None, :],
+            other=0.0,
+        )
+    return xa
+
+
+@gluon.jit
+def scale_and_bias(acc, rows, gs_ptr, sgs, bias_ptr, BIAS: gl.constexpr):
+    gs = gl.load(gs_ptr + rows * sgs)
+    acc = acc * gl.div_rn(gs * 0.0 + 256.0, gs)[:, None]
+    if BIAS:
+        acc += gl.load(bias_ptr + rows).to(gl.float32)[:, None]
+    return acc
+
+
+# --- up to 16 tokens --------------------------------------------------------------------------------------------------------------
+
+
+@gluon.constexpr_function
+def warp_bases(WK, WN, rank, row_dim):
+    """Warps: WN groups of 16 rows first, then WK chunks of 128 columns (dimension 0)."""
+    bases = []
+    n = 1
+    while n < WN:
+        bases.append([0] * rank)
+        if row_dim is not None:
+            bases[-1][row_dim] = 16 * n
+        n *= 2
+    k = 1
+    while k < WK:
+        bases.append([k] + [0] * (rank - 1))
+        k *= 2
+    return bases
+
+
+@gluon.constexpr_function
+def row_registers(WN, R):
+    regs = [[0, 8, 0]]
+    n = 1
+    while n < R:
+        regs.append([0, 16 * WN * n, 0])
+        n *= 2
+    return regs
+
+
+@gluon.constexpr_function
+def skinny_w_layout(WK, WN, R):
+    """[WK chunks, rows, 16 words]: a lane holds 4 words of a row, 8 lanes hold 8 rows."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 0, 1], [0, 0, 2], *row_registers(WN, R)],
+        lane_bases=[[0, 0, 4], [0, 0, 8], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
+        warp_bases=warp_bases(WK, WN, 3, 1),
+        block_bases=[],
+        shape=[WK, 16 * R * WN, 16],
+    )
+
+
+@gluon.constexpr_function
+def skinny_s_layout(WK, WN, R):
+    """[WK chunks, rows, 4 pairs of scales]."""
+    return gl.DistributedLinearLayout(
+        reg_bases=row_registers(WN, R),
+        lane_bases=[[0, 0, 1], [0, 0, 2], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
+        warp_bases=warp_bases(WK, WN, 3, 1),
+        block_bases=[],
+        shape=[WK, 16 * R * WN, 4],
+    )
+
+
+@gluon.constexpr_function
+def skinny_x_layout(WK, WN, BM):
+    """[WK chunks, tokens, 4 lanes, 32 columns], natural order."""
+    regs = [[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 0, 4], [0, 0, 0, 8], [0, 0, 0, 16]]
+    m = 8
+    while m < BM:
+        regs.append([0, m, 0, 0])
+        m *= 2
+    return gl.DistributedLinearLayout(
+        reg_bases=regs,
+        lane_bases=[[0, 0, 1, 0], [0, 0, 2, 0], [0, 1, 0, 0], [0, 2, 0, 0], [0, 4, 0, 0]],
+        warp_bases=warp_bases(WK, WN, 4, None),
+        block_bases=[],
+        shape=[WK, BM, 4, 32],
+    )
+
+
+@gluon.jit
+def skinny_lora(
+    xa_ptr,
+    b_ptr,
+    row0,
+    mp,
+    ks_n,
+    RS,
+    e1,
+    e2,
+    RANK: gl.constexpr,
+    ROWS: gl.constexpr,
+    BM: gl.constexpr,
+    NW: gl.constexpr,
+):
+    """[ROWS, BM] = B[rows] (x A^T)^T with mma.sync, 32 ranks at a time."""
+    WM: gl.constexpr = NW if ROWS // 16 >= NW else ROWS // 16
+    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[WM, NW // WM], instr_shape=[16, 8])
+    AL: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    BL: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    n_a = row0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, AL))
+    r_a = gl.arange(0, 32, layout=gl.SliceLayout(0, AL))
+    r_b = gl.arange(0, 32, layout=gl.SliceLayout(1, BL))
+    m_b = gl.arange(0, BM, layout=gl.SliceLayout(0, BL))
+    row = ((row0 >= e1).to(gl.int32) + (row0 >= e2).to(gl.int32)) * RANK
+    acc = gl.zeros([ROWS, BM], gl.float32, MMA)
+    for r0 in gl.static_range(0, RANK, 32):
+        b = gl.load(b_ptr + (n_a[:, None] * RANK + (r0 + r_a)[None, :]), mask=(r0 + r_a < RANK)[None, :], other=0.0)
+        xa = load_lora_down(xa_ptr, row, m_b, r0 + r_b, mp, ks_n, RS, RANK)
+        acc = mma_v2(b, xa.to(gl.bfloat16), acc)
+    return acc
+
+
+@gluon.jit(do_not_specialize=["M", "U", "steps", "sgs", "RS", "mp", "ks_n", "e1", "e2"])
+def skinny_kernel(
+    x_ptr,
+    w_ptr,
+    s_ptr,
+    gs_ptr,
+    bias_ptr,
+    xa_ptr,
+    b_ptr,
+    y_ptr,
+    ws_ptr,
+    cnt_ptr,
+    M,
+    sxm,
+    sym,
+    sgs,
+    RS,
+    mp,
+    ks_n,
+    e1,
+    e2,
+    steps,
+    U,
+    swn: gl.constexpr,
+    ssn: gl.constexpr,
+    BM: gl.constexpr,
+    WK: gl.constexpr,
+    WN: gl.constexpr,
+    R: gl.constexpr,
+    BIAS: gl.constexpr,
+    RANK: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """y[m, n] for M <= BM; N a multiple of 16 R WN, K of 128 WK.  w_ptr int32 (N, K/8), s_ptr int16 (N, K/32); steps = K / (128 WK).
+
+    The row strides are compile-time constants, so that the rows of a thread are immediate offsets of one address.
+    With RANK and PDL, prepare_kernel(LATE) ran before: x is ready at the start, x A^T only after gdc_wait.
+    """
+    NW: gl.constexpr = WK * WN
+    ROWS: gl.constexpr = 16 * R * WN
+    WL: gl.constexpr = skinny_w_layout(WK, WN, R)
+    SL: gl.constexpr = skinny_s_layout(WK, WN, R)
+    XL: gl.constexpr = skinny_x_layout(WK, WN, BM)
+    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[WK, WN, 1], instr_shape=[1, 16, 8])
+    AL: gl.constexpr = gl.DotOperandLayout(0, MMA, 8)
+    BL: gl.constexpr = gl.DotOperandLayout(1, MMA, 8)
+    OL: gl.constexpr = gl.BlockedLayout([WK, 1, 1], [1, 8, 4], [1, NW, 1], [0, 1, 2])
+    YL: gl.constexpr = gl.SliceLayout(0, OL)
+    pid = gl.program_id(0)
+    G = gl.num_programs(0)
+    u0 = pid * U // G
+    u1 = (pid + 1) * U // G
+    b_w = gl.arange(0, WK, layout=gl.SliceLayout(1, gl.SliceLayout(2, WL)))[:, None, None].to(gl.int64)
+    n_w = gl.arange(0, ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, WL)))[None, :, None].to(gl.int64)
+    k_w = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, WL)))[None, None, :].to(gl.int64)
+    b_s = gl.arange(0, WK, layout=gl.SliceLayout(1, gl.SliceLayout(2, SL)))[:, None, None].to(gl.int64)
+    n_s = gl.arange(0, ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, SL)))[None, :, None].to(gl.int64)
+    k_s = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, SL)))[None, None, :].to(gl.int64)
+    b_x = gl.arange(0, WK, layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, XL))))[:, None, None, None]
+    m_x = gl.arange(0, BM, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, XL))))[None, :, None, None]
+    t_x = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, XL))))[None, None, :, None]
+    k_x = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, XL))))[None, None, None, :]
+    n_y = gl.arange(0, ROWS, layout=gl.SliceLayout(1, YL))
+    m_y = gl.arange(0, BM, layout=gl.SliceLayout(0, YL))
+    # rows: bits 0 to 2 belong to the lane, the next log2(WN) above 16 to the warp, the others (bit 3 too) to the register
+    LANE: gl.constexpr = 7 + 16 * (WN - 1)
+    w_lane = w_ptr + ((n_w & LANE) * swn + b_w * 16 + k_w)
+    w_reg = (n_w & (-1 - LANE)) * swn
+    s_lane = s_ptr + ((n_s & LANE) * ssn + b_s * 4 + k_s)
+    s_reg = (n_s & (-1 - LANE)) * ssn
+    tile = u0 // steps
+    it = u0 - tile * steps
+    wo = tile.to(gl.int64) * (ROWS * swn) + it * (WK * 16)
+    so = tile.to(gl.int64) * (ROWS * ssn) + it * (WK * 4)
+    x_lane = x_ptr + (gl.minimum(m_x, M - 1).to(gl.int64) * sxm + b_x * 128 + t_x * 32 + k_x)
+    xo = it * (WK * 128)
+    seg0 = u0
+    if PDL:
+        gdc_launch_dependents()
+    q = gl.load((w_lane + wo) + w_reg, eviction_policy="evict_first")
+    s = gl.load((s_lane + so) + s_reg)
+    if PDL and RANK == 0:
+        gdc_wait()
+    while seg0 < u1:
+        seg1 = gl.minimum((tile + 1) * steps, u1)
+        acc = gl.zeros([WK, ROWS, BM], gl.float32, MMA)
+        for u in range(seg0, seg1):
+            x = gl.load(x_lane + xo, eviction_policy="evict_last")
+            if u + 1 < seg1:
+                wo += WK * 16
+                so += WK * 4
+                xo += WK * 128
+            elif u + 1 < u1:  # on to the next tile; the very last unit is simply loaded twice
+                wo += ROWS * swn - (steps - 1) * (WK * 16)
+                so += ROWS * ssn - (steps - 1) * (WK * 4)
+                xo = xo * 0
+            q_next = gl.load((w_lane + wo) + w_reg, eviction_policy="evict_first")
+            s_next = gl.load((s_lane + so) + s_reg)
+            x = (
+                x.reshape([WK, BM, 4, 4, 2, 2, 2])
+                .permute([0, 1, 3, 2, 5, 6, 4])
+                .reshape([WK, BM, 128])
+                .permute([0, 2, 1])
+            )
+            x = gl.convert_layout(x, BL, assert_trivial=True)
+            q = q.reshape([WK, ROWS, 4, 2, 2])
+            p0, p1, p2, p3 = decode_word(q, spread_scales(s, q))
+            P = halves(gl.join(gl.join(p0, p1), gl.join(p2, p3)))
+            P = P.reshape([WK, ROWS, 4, 4, 2, 2, 2]).permute([0, 1, 3, 2, 5, 4, 6]).reshape([WK, ROWS, 128])
+            acc = mma_v2(gl.convert_layout(P, AL, assert_trivial=True), x, acc)
+            q = q_next
+            s = s_next
+        y = gl.sum(gl.convert_layout(acc, OL), 0)
+        if PDL and RANK > 0:
+            gdc_wait()
+        z = opaque_zero()
+        off = (n_y + z)[:, None] * BM + m_y[None, :]
+        y, finish = gather_partials(y, off, tile, seg0, seg1, u0, steps, U, ws_ptr, cnt_ptr, ROWS * BM)
+        if finish:
+            rows = tile * ROWS + n_y + z
+            y = scale_and_bias(y, rows, gs_ptr, sgs, bias_ptr, BIAS)
+            if RANK > 0:
+                y += gl.convert_layout(
+                    skinny_lora(xa_ptr, b_ptr, tile * ROWS + z, mp, ks_n, RS, e1, e2, RANK, ROWS, BM, NW), YL
+                )
+            gl.store(y_ptr + (m_y[None, :] * sym + rows[:, None]), y.to(gl.bfloat16), mask=(m_y < M)[None, :])
+        seg0 = seg1
+        tile += 1
+
+
+# --- more tokens ------------------------------------------------------------------------------------------------------------------
+
+
+@gluon.constexpr_function
+def wgmma_rows(BN, NW):
+    regs = [[8, 0]]
+    warps = []
+    n = 16
+    while n < 16 * NW:
+        warps.append([n, 0])
+        n *= 2
+    while n < BN:
+        regs.append([n, 0])
+        n *= 2
+    return regs, warps
+
+
+@gluon.constexpr_function
+def wgmma_q_layout(BN, NW):
+    regs, warps = wgmma_rows(BN, NW)
+    lanes = [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout([[0, 1], [0, 2], *regs], lanes, warps, [], [BN, 16])
+
+
+@gluon.constexpr_function
+def wgmma_s_layout(BN, NW):
+    regs, warps = wgmma_rows(BN, NW)
+    return gl.DistributedLinearLayout(regs, [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], warps, [], [BN, 4])
+
+
+@gluon.jit
+def load_weights(w_d, s_d, w_sh, s_sh, full, st, tile, it, mt, BN: gl.constexpr, BM: gl.constexpr):
+    """Ask for 256 columns of a tile: two blocks of words, one of scales (x follows, on the same barrier)."""
+    n0 = tile // mt * BN
+    mbarrier.expect(full.index(st), 2 * BN * 64 + BN * 16 + 2 * BM * 256)
+    tma.async_copy_global_to_shared(w_d, [n0, it * 32], full.index(st), w_sh.index(st * 2))
+    tma.async_copy_global_to_shared(w_d, [n0, it * 32 + 16], full.index(st), w_sh.index(st * 2 + 1))
+    tma.async_copy_global_to_shared(s_d, [n0, it * 8], full.index(st), s_sh.index(st))
+
+
+@gluon.jit
+def load_x(x_d, x_sh, full, st, tile, it, mt, BM: gl.constexpr):
+    m0 = (tile - tile // mt * mt) * BM
+    tma.async_copy_global_to_shared(x_d, [m0, it * 256], full.index(st), x_sh.index(st * 2))
+    tma.async_copy_global_to_shared(x_d, [m0, it * 256 + 128], full.index(st), x_sh.index(st * 2 + 1))
+
+
+@gluon.jit
+def refill(st, u, u1, steps, mt, x_d, w_d, s_d, w_sh, s_sh, x_sh, full, BN: gl.constexpr, BM: gl.constexpr):
+    """Every warp is done with stage st: load unit u into it."""
+    gl.thread_barrier()
+    if u < u1:
+        tile = u // steps
+        load_weights(w_d, s_d, w_sh, s_sh, full, st, tile, u - tile * steps, mt, BN, BM)
+        load_x(x_d, x_sh, full, st, tile, u - tile * steps, mt, BM)
+
+
+@gluon.jit
+def wgmma_lora(
+    acc, xa_sh, xa_ptr, b_ptr, row0, m0, N, mp, ks_n, RS, e1, e2, RANK: gl.constexpr, BN: gl.constexpr, BM: gl.constexpr
+):
+    """acc + B[rows] (x A^T)^T, 32 ranks at a time."""
+    NW: gl.constexpr = gl.num_warps()
+    MMA: gl.constexpr = acc.type.layout
+    AL: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    TM: gl.constexpr = 32 if BM >= 128 else BM // 4
+    TL: gl.constexpr = gl.BlockedLayout([1, 4], [32 // TM, TM], [NW, 1], [1, 0])
+    n_a = gl.minimum(row0 + gl.arange(0, BN, layout=gl.SliceLayout(1, AL)), N - 1)
+    r_a = gl.arange(0, 32, layout=gl.SliceLayout(0, AL))
+    r_t = gl.arange(0, 32, layout=gl.SliceLayout(1, TL))
+    m_t = m0 + gl.arange(0, BM, layout=gl.SliceLayout(0, TL))
+    row = ((row0 >= e1).to(gl.int32) + (row0 >= e2).to(gl.int32)) * RANK
+    for r0 in gl.static_range(0, RANK, 32):
+        b = gl.load(b_ptr + (n_a[:, None] * RANK + (r0 + r_a)[None, :]), mask=(r0 + r_a < RANK)[None, :], other=0.0)
+        xa = load_lora_down(xa_ptr, row, m_t, r0 + r_t, mp, ks_n, RS, RANK)
+        xa_sh.store(xa.to(gl.bfloat16))
+        fence_async_shared()
+        gl.thread_barrier()
+        acc = warpgroup_mma(b, xa_sh, acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        gl.thread_barrier()
+    return acc
+
+
+@gluon.jit(do_not_specialize=["M", "U", "steps", "sgs", "mt", "RS", "mp", "ks_n", "e1", "e2"])
+def wgmma_kernel(
+    x_d,
+    w_d,
+    s_d,
+    gs_ptr,
+    bias_ptr,
+    xa_ptr,
+    b_ptr,
+    y_ptr,
+    ws_ptr,
+    cnt_ptr,
+    M,
+    N,
+    sym,
+    sgs,
+    RS,
+    mp,
+    ks_n,
+    e1,
+    e2,
+    steps,
+    U,
+    mt,
+    BM: gl.constexpr,
+    BN: gl.constexpr,
+    NW: gl.constexpr,
+    S: gl.constexpr,
+    BIAS: gl.constexpr,
+    RANK: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """y[m, n]; K a multiple of 256, steps = K / 256, mt = ceil(M / BM), units U = ceil(N / BN) * mt * steps.
+
+    x_d bfloat16 (M, K) *permuted*, box (BM, 128); w_d int32 (N, K/8), box (BN, 16); s_d int16 (N, K/32), box (BN, 8).
+    """
+    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[NW, 1], instr_shape=[16, BM, 16])
+    AL: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    QL: gl.constexpr = wgmma_q_layout(BN, NW)
+    SL: gl.constexpr = wgmma_s_layout(BN, NW)
+    w_sh = gl.allocate_shared_memory(gl.int32, [2 * S, BN, 16], w_d.layout)
+    s_sh = gl.allocate_shared_memory(gl.int16, [S, BN, 8], s_d.layout)
+    x_sh = gl.allocate_shared_memory(gl.bfloat16, [2 * S, BM, 128], x_d.layout)
+    full = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
+    if RANK > 0:
+        XA: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=min(128, BM * 2), element_bitwidth=16, rank=2)
+        xa_sh = gl.allocate_shared_memory(gl.bfloat16, [32, BM], XA)
+    for i in gl.static_range(S):
+        mbarrier.init(full.index(i), 1)
+    fence_async_shared()
+    gl.thread_barrier()
+    pid = gl.program_id(0)
+    G = gl.num_programs(0)
+    u0 = pid * U // G
+    u1 = (pid + 1) * U // G
+    if PDL:
+        gdc_launch_dependents()
+    for i in gl.static_range(S):  # weights do not depend on the previous kernel
+        if u0 + i < u1:
+            t = (u0 + i) // steps
+            load_weights(w_d, s_d, w_sh, s_sh, full, i, t, u0 + i - t * steps, mt, BN, BM)
+    if PDL:
+        gdc_wait()
+    for i in gl.static_range(S):
+        if u0 + i < u1:
+            t = (u0 + i) // steps
+            load_x(x_d, x_sh, full, i, t, u0 + i - t * steps, mt, BM)
+    n_y = gl.arange(0, BN, layout=gl.SliceLayout(1, MMA))
+    m_y = gl.arange(0, BM, layout=gl.SliceLayout(0, MMA))
+    seg0 = u0
+    tile = u0 // steps
+    st = 0
+    phase = 0
+    while seg0 < u1:
+        seg1 = gl.minimum((tile + 1) * steps, u1)
+        acc = gl.zeros([BN, BM], gl.float32, MMA)
+        before = st
+        for u in range(seg0, seg1):
+            mbarrier.wait(full.index(st), phase)
+            for c in gl.static_range(2):
+                q = w_sh.index(st * 2 + c).load(QL).reshape([BN, 4, 2, 2])
+                s = s_sh.index(st).slice(c * 4, 4, 1).load(SL)
+                p0, p1, p2, p3 = decode_word(q, spread_scales(s, q))
+                P = halves(gl.join(gl.join(p0, p1), gl.join(p2, p3)))
+                P = P.permute([0, 2, 3, 5, 4, 1, 6]).reshape([BN, 128])
+                P = gl.convert_layout(P, AL, assert_trivial=True)
+                acc = warpgroup_mma(P, x_sh.index(st * 2 + c).permute([1, 0]), acc, is_async=True)
+                acc = warpgroup_mma_wait(
+                    1, deps=[acc]
+                )  # the previous one is done, this one runs on during the next decode
+                if c == 0 and u > seg0:
+                    refill(before, u - 1 + S, u1, steps, mt, x_d, w_d, s_d, w_sh, s_sh, x_sh, full, BN, BM)
+            before = st
+            st += 1
+            if st == S:
+                st = 0
+                phase ^= 1
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        refill(before, seg1 - 1 + S, u1, steps, mt, x_d, w_d, s_d, w_sh, s_sh, x_sh, full, BN, BM)
+        z = opaque_zero()
+        off = (n_y + z)[:, None] * BM + m_y[None, :]
+        acc, finish = gather_partials(acc, off, tile, seg0, seg1, u0, steps, U, ws_ptr, cnt_ptr, BN * BM)
+        if finish:
+            pn = tile // mt
+            m0 = (tile - pn * mt) * BM + z
+            rows = pn * BN + n_y + z
+            acc = scale_and_bias(acc, gl.minimum(rows, N - 1), gs_ptr, sgs, bias_ptr, BIAS)
+            if RANK > 0:
+                acc = wgmma_lora(acc, xa_sh, xa_ptr, b_ptr, pn * BN + z, m0, N, mp, ks_n, RS, e1, e2, RANK, BN, BM)
+            ms = m0 + m_y
+            gl.store(
+                y_ptr + (ms[None, :] * sym + rows[:, None]),
+                acc.to(gl.bfloat16),
+                mask=(ms < M)[None, :] & (rows < N)[:, None],
+            )
+        seg0 = seg1
+        tile += 1
