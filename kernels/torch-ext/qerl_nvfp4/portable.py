@@ -103,7 +103,7 @@ def halves_f32(p):
 @triton.jit
 def narrow(v, DTYPE: tl.constexpr, INTERP: tl.constexpr):
     """float32 -> DTYPE, to nearest even (the interpreter's own bfloat16 cast rounds half up and drops carries)."""
-    if INTERP and DTYPE == tl.bfloat16:
+    if INTERP and tl.bfloat16 == DTYPE:
         b = v.to(tl.int32, bitcast=True)
         b = b + 0x7FFF + ((b >> 16) & 1)
         return (b >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)

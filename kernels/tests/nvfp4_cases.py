@@ -1,0 +1,23 @@
+"""Random and nasty weights for the kernel tests."""
+
+import torch
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """||a - e|| / ||e||; NaN (an element nobody wrote) never passes a comparison."""
+    return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+def random_weight(N: int, K: int, seed: int = 0, device: str = "cpu", per_row: bool = False):
+    """packed, block_scale (bytes), global_scale with normal, subnormal and zero block scales and every code."""
+    g = torch.Generator().manual_seed(seed)
+    packed = torch.randint(0, 256, (N, K // 2), dtype=torch.uint8, generator=g)
+    scale = torch.randint(0x20, 0x70, (N, K // 16), dtype=torch.uint8, generator=g)
+    scale[:, ::5] &= 0x07  # subnormal, some of them zero
+    scale[0, 0] = 0
+    scale[-1, -1] = 0x7E
+    shape = (N,) if per_row else (1,)
+    global_scale = torch.exp2(torch.randint(3, 9, shape, generator=g).float())
+    if per_row:
+        global_scale *= 1.0 + torch.rand(shape, generator=g)
+    return packed.to(device), scale.to(device), global_scale.to(device)

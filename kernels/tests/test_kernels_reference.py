@@ -1,0 +1,103 @@
+"""The plain PyTorch path: values of the format, shapes, errors, what describe() says, torch.library registration."""
+
+import pytest
+import torch
+from nvfp4_cases import random_weight, relative_error
+
+import qerl_nvfp4
+from qerl_nvfp4 import reference
+from qerl_nvfp4.ops import ops
+
+nvfp4 = pytest.importorskip("qerl_trl.nvfp4")
+
+
+def test_dequantize_equals_the_package_reference_bit_for_bit():
+    for per_row in (False, True):
+        packed, scale, gs = random_weight(24, 96, per_row=per_row)
+        expected = nvfp4.dequantize(packed, scale, gs)
+        assert torch.equal(reference.dequantize(packed, scale, gs), expected)
+        assert torch.equal(qerl_nvfp4.dequantize(packed, scale, gs), expected)
+        out = torch.full((24, 96), float("nan"), dtype=torch.bfloat16)
+        assert qerl_nvfp4.dequantize(packed, scale, gs, out=out) is out
+        assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("rule", reference.SCALE_RULES)
+def test_quantize_reference_equals_the_package_reference(rule):
+    weight = torch.randn(16, 160) * 0.03
+    weight[2, :32] = 0
+    for gs in (nvfp4.power_of_two_global_scale(weight.abs().max()), torch.tensor([2500.0])):
+        expected = nvfp4.quantize(weight, rule, gs)
+        packed, scale = reference.quantize(weight, rule, gs)
+        assert torch.equal(packed, expected.packed)
+        assert torch.equal(scale, expected.block_scale)
+
+
+def test_linear_adds_bias_and_each_shards_own_adapter():
+    packed, scale, gs = random_weight(48, 64)
+    x = torch.randn(2, 3, 64, dtype=torch.bfloat16)
+    bias = torch.randn(48, dtype=torch.bfloat16)
+    a, b = torch.randn(8, 64, dtype=torch.bfloat16), torch.randn(48, 4, dtype=torch.bfloat16)
+    y = qerl_nvfp4.linear(x, packed, scale, gs, bias, a, b, (32, 16))
+    W = nvfp4.dequantize(packed, scale, gs, torch.float64)
+    x64, a64, b64 = x.double(), a.double(), b.double()
+    adapter = torch.cat([(x64 @ a64[:4].T) @ b64[:32].T, (x64 @ a64[4:].T) @ b64[32:].T], dim=-1)
+    assert relative_error(y, x64 @ W.T + bias.double() + adapter) < 1e-2
+    assert y.shape == (2, 3, 48)
+    assert relative_error(qerl_nvfp4.linear(x, packed, scale, gs), x64 @ W.T) < 1e-2
+
+
+def test_backward_is_dy_times_weight():
+    packed, scale, gs = random_weight(48, 64)
+    dy = torch.randn(5, 48, dtype=torch.bfloat16)
+    expected = dy.double() @ nvfp4.dequantize(packed, scale, gs, torch.float64)
+    assert relative_error(qerl_nvfp4.linear_backward(dy, packed, scale, gs), expected) < 1e-2
+
+
+@pytest.mark.parametrize("residual", [False, True], ids=["plain", "residual"])
+def test_rms_norm_keeps_a_float32_weight(residual):
+    x = torch.randn(3, 40, dtype=torch.bfloat16)
+    r = torch.randn(3, 40, dtype=torch.bfloat16) if residual else None
+    w = 1 + torch.randn(40) * 1e-3
+    got = qerl_nvfp4.rms_norm(x, w, 1e-6, r)
+    y = got[0] if residual else got
+    h = (x.float() + r.float()).bfloat16().double() if residual else x.double()
+    expected = h / (h.square().mean(-1, keepdim=True) + 1e-6).sqrt() * w.double()
+    assert relative_error(y, expected) < 4e-3
+    if residual:
+        assert torch.equal(got[1].double(), h)
+
+
+def test_wrong_shapes_name_the_numbers():
+    packed, scale, gs = random_weight(32, 64)
+    with pytest.raises(ValueError, match="48 columns"):
+        qerl_nvfp4.linear(torch.randn(2, 48), packed, scale, gs)
+    with pytest.raises(ValueError, match="block_scale has shape"):
+        qerl_nvfp4.linear(torch.randn(2, 64), packed, scale[:, :2], gs)
+    with pytest.raises(ValueError, match="7 elements"):
+        qerl_nvfp4.linear(torch.randn(2, 64), packed, scale, torch.ones(7))
+    with pytest.raises(ValueError, match="best"):
+        qerl_nvfp4.quantize(torch.randn(4, 32), "best", gs)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says so only without a GPU")
+def test_without_a_gpu_it_says_that_it_is_slow():
+    assert not qerl_nvfp4.is_available()
+    assert "slow" in qerl_nvfp4.describe("cpu")
+
+
+def test_operators_have_correct_fakes():
+    packed, scale, gs = random_weight(32, 64)
+    x = torch.randn(3, 64, dtype=torch.bfloat16)
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(ops.linear.default, (x, packed, scale, gs), test_utils=checks)
+    torch.library.opcheck(ops.linear_backward.default, (torch.randn(3, 32).bfloat16(), packed, scale, gs), test_utils=checks)
+    torch.library.opcheck(ops.dequantize.default, (packed, scale, gs, torch.bfloat16), test_utils=checks)
+    torch.library.opcheck(ops.rms_norm.default, (x, torch.ones(64), 1e-6, x), test_utils=checks)
+
+
+def test_torch_compile_sees_one_operator():
+    packed, scale, gs = random_weight(32, 64)
+    x = torch.randn(3, 64, dtype=torch.bfloat16)
+    compiled = torch.compile(lambda x: qerl_nvfp4.linear(x, packed, scale, gs) * 2, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(x), qerl_nvfp4.linear(x, packed, scale, gs) * 2)
