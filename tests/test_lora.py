@@ -110,7 +110,15 @@ def test_merge_and_unload_gives_a_plain_dense_model(tiny_model_dir, tmp_path):
     merged = model.merge_and_unload()
     assert not any("packed" in name or "lora" in name for name in merged.state_dict())
     with torch.no_grad():
-        torch.testing.assert_close(merged(IDS).logits, before, rtol=1e-4, atol=1e-4)
+        after = merged(IDS).logits
+    torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-4)
+    with pytest.raises(RuntimeError, match=r"model\.dequantize\(\) first"):
+        merged.save_pretrained(tmp_path / "torn")
+    merged.dequantize()
+    merged.save_pretrained(tmp_path / "whole")
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "whole", dtype=torch.float32)
+    with torch.no_grad():
+        assert torch.equal(stock(IDS).logits, after)
 
 
 def test_merge_of_an_unknown_adapter_leaves_the_layer_packed(tiny_model_dir):

@@ -50,6 +50,7 @@ def test_the_three_line_diff_turns_a_trl_script_into_ours(tiny_model_dir, tiny_t
     monkeypatch.chdir(tmp_path)
     script = apply_diff(blocks("python")[0], blocks("diff")[0])
     script = script.replace("Qwen/Qwen2.5-3B-Instruct", str(local)).replace("2048", "4")  # the same script, small
+    script = script.replace('output_dir="out"', 'output_dir="out", use_cpu=True')
     namespace: dict = {}
     exec(compile(script, "README.md", "exec"), namespace)
     trainer = namespace["trainer"]

@@ -24,16 +24,21 @@ _EXPORTS = {
     "pretrained_kwargs": "quantizer",
 }
 
-__all__ = sorted([*_EXPORTS, "__version__"])  # noqa: PLE0605
+__all__ = sorted([*_EXPORTS, "__version__"])
 
 if TYPE_CHECKING:
-    from .checkpoint import last_checkpoint
-    from .config import QeRLConfig, QeRLRLOOConfig
-    from .linear import NVFP4Linear
-    from .lora import load_adapter
-    from .noise import AQNCallback
-    from .quantizer import NVFP4Config, from_pretrained, load_config, pretrained_kwargs
-    from .trainer import QeRLGRPOTrainer, QeRLRLOOTrainer
+    from .checkpoint import last_checkpoint as last_checkpoint
+    from .config import QeRLConfig as QeRLConfig
+    from .config import QeRLRLOOConfig as QeRLRLOOConfig
+    from .linear import NVFP4Linear as NVFP4Linear
+    from .lora import load_adapter as load_adapter
+    from .noise import AQNCallback as AQNCallback
+    from .quantizer import NVFP4Config as NVFP4Config
+    from .quantizer import from_pretrained as from_pretrained
+    from .quantizer import load_config as load_config
+    from .quantizer import pretrained_kwargs as pretrained_kwargs
+    from .trainer import QeRLGRPOTrainer as QeRLGRPOTrainer
+    from .trainer import QeRLRLOOTrainer as QeRLRLOOTrainer
 
 
 def __getattr__(name: str):

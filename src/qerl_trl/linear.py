@@ -252,6 +252,14 @@ class NVFP4Linear(nn.Linear):
         """The dense weight (N, K), in `compute_dtype` unless told otherwise."""
         return nvfp4.dequantize(*self.nvfp4, dtype or self.compute_dtype)
 
+    def to_dense(self, dtype: torch.dtype | None = None) -> nn.Linear:
+        """A frozen `nn.Linear` with the decoded weight and a copy of the bias, in `compute_dtype` unless told otherwise."""
+        dtype = dtype or self.compute_dtype
+        dense = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
+        dense.weight = _frozen(self.dequantize(dtype))
+        dense.bias = None if self.bias is None else _frozen(self.bias.detach().clone().to(dtype))
+        return dense
+
     def forward(self, x: torch.Tensor, implementation: str | None = None) -> torch.Tensor:
         """x (..., K) -> (..., N). `implementation` overrides the layer's for this call."""
         output_dtype = x.dtype

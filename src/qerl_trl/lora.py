@@ -42,7 +42,7 @@ class NVFP4LoraLinear(LoraLinear):
         if not isinstance(packed, NVFP4Linear):  # a second adapter on top of a merged one
             super().merge(safe_merge=safe_merge, adapter_names=adapter_names)
             return
-        self.base_layer = dense_linear(packed, torch.float32)
+        self.base_layer = packed.to_dense(torch.float32)
         merged_before = len(self.merged_adapters)
         try:
             super().merge(safe_merge=safe_merge, adapter_names=adapter_names)
@@ -61,16 +61,6 @@ class NVFP4LoraLinear(LoraLinear):
         super().unmerge()  # clears PEFT's bookkeeping; the dense weight is dropped below, so rounding does not matter
         self.base_layer = self._packed_base
         object.__setattr__(self, "_packed_base", None)
-
-
-def dense_linear(packed: NVFP4Linear, dtype: torch.dtype) -> nn.Linear:
-    """The frozen `nn.Linear` (weight (N, K), `dtype`) that computes what `packed` computes."""
-    with torch.device("meta"):
-        dense = nn.Linear(packed.in_features, packed.out_features, bias=packed.bias is not None)
-    dense.weight = nn.Parameter(packed.dequantize(dtype), requires_grad=False)
-    if packed.bias is not None:
-        dense.bias = nn.Parameter(packed.bias.detach().clone().to(dtype), requires_grad=False)
-    return dense
 
 
 def default_lora_config() -> LoraConfig:

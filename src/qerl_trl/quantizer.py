@@ -438,6 +438,11 @@ class NVFP4HfQuantizer(HfQuantizer):
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         """The state dict in compressed-tensors' dtypes. Views only: nothing is copied but the global scales' shape."""
         state = model.state_dict()
+        if not any(isinstance(module, NVFP4Linear) for module in model.modules()):
+            raise RuntimeError(
+                "No layer of this model is NVFP4 any more (an adapter was merged?), but its configuration says so, and such a folder "
+                "could not be read. Call model.dequantize() first: it makes the configuration agree."
+            )
         for name, module in model.named_modules():
             if isinstance(module, NVFP4Linear):
                 if f"{name}.weight_packed" not in state or name.endswith(".base_layer"):
@@ -452,10 +457,7 @@ class NVFP4HfQuantizer(HfQuantizer):
     def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
         for name, module in list(model.named_modules()):
             if isinstance(module, NVFP4Linear):
-                dense = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
-                dense.weight = nn.Parameter(module.dequantize(dtype), requires_grad=False)
-                dense.bias = module.bias
-                _replace(model, name, dense)
+                _replace(model, name, module.to_dense(dtype))
         return model
 
 
