@@ -218,9 +218,9 @@ def render(facts: dict[str, Any]) -> str:
         "base_name": base or facts["settings"].get("model") or "the base model",
         "dataset": dataset,
         "dataset_is_public": bool(dataset and is_hub_id(dataset)),
-        "settings": facts["settings"],
+        "settings": _lenient(facts["settings"]),
         **{
-            key: facts.get(key)
+            key: _lenient(facts.get(key))
             for key in (
                 "kind",
                 "results",
@@ -237,6 +237,17 @@ def render(facts: dict[str, Any]) -> str:
     }
     text = environment.get_template(TEMPLATES[facts["kind"]]).render(context)
     return f"---\n{_header(facts, base, context)}---\n\n{text.strip()}\n"
+
+
+class _Facts(dict):
+    """A dictionary whose missing keys are None, so that templates can ask for any fact (and misspelt variables still fail)."""
+
+    def __missing__(self, key):
+        return None
+
+
+def _lenient(value: Any) -> Any:
+    return _Facts({key: _lenient(each) for key, each in value.items()}) if isinstance(value, dict) else value
 
 
 def _header(facts: dict[str, Any], base: str | None, context: dict[str, Any]) -> str:

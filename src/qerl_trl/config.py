@@ -16,7 +16,7 @@ from .nvfp4 import SCALE_RULES
 BASE_FORMATS = ("nvfp4", "bf16", "nf4", "full")
 
 
-@dataclass
+@dataclass(repr=False)  # the generated one would show hub_token
 class QeRLArguments:
     r"""
     The fields that QeRL adds to a TRL config. Mixed into [`QeRLConfig`] and [`QeRLRLOOConfig`].
@@ -153,13 +153,20 @@ class QeRLArguments:
         if self.hub_private_repo is None:
             self.hub_private_repo = True
 
+    def __repr__(self) -> str:
+        return str(self)  # TrainingArguments' masks tokens
+
+    def __getstate__(self) -> dict:
+        # Trainer pickles its arguments into training_args.bin, next to what it uploads
+        return {**vars(self), "hub_token": None}
+
 
 def _check_choice(name: str, value: str, choices) -> None:
     if value not in choices:
         raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, choices))}.")
 
 
-@dataclass
+@dataclass(repr=False)  # the generated one would show hub_token
 class QeRLConfig(QeRLArguments, GRPOConfig):
     r"""
     Configuration of [`QeRLGRPOTrainer`]: every field of [`trl.GRPOConfig`], those of [`QeRLArguments`], and three changed
@@ -183,7 +190,7 @@ class QeRLConfig(QeRLArguments, GRPOConfig):
     )
 
 
-@dataclass
+@dataclass(repr=False)  # the generated one would show hub_token
 class QeRLRLOOConfig(QeRLArguments, RLOOConfig):
     """Configuration of [`QeRLRLOOTrainer`]: every field of [`trl.RLOOConfig`] and those of [`QeRLArguments`]."""
 

@@ -111,7 +111,7 @@ def _root(error: BaseException) -> BaseException:
     """The first HTTP or connection error behind an exception (huggingface_hub wraps failed uploads in a RuntimeError)."""
     cause: BaseException | None = error
     while cause is not None:
-        if isinstance(cause, (HfHubHTTPError, httpx.HTTPError)):
+        if isinstance(cause, (HfHubHTTPError, httpx.HTTPError, ConnectionError, TimeoutError)):
             return cause
         cause = cause.__cause__
     return error
@@ -127,11 +127,12 @@ def _retried(request: Callable[[], Any], attempts: int = _ATTEMPTS, wait: float 
     for attempt in range(attempts):
         try:
             return request()
-        except (HfHubHTTPError, httpx.HTTPError, RuntimeError) as error:
+        except (HfHubHTTPError, httpx.HTTPError, ConnectionError, TimeoutError, RuntimeError) as error:
             root = _root(error)
             status = getattr(getattr(root, "response", None), "status_code", None)
             passing = status is None or status >= 500 or status == 429
-            if not isinstance(root, (HfHubHTTPError, httpx.HTTPError)) or not passing or attempt == attempts - 1:
+            known = (HfHubHTTPError, httpx.HTTPError, ConnectionError, TimeoutError)  # the last two: the xet client's
+            if not isinstance(root, known) or not passing or attempt == attempts - 1:
                 raise
             time.sleep((_WAIT_SECONDS if wait is None else wait) * 2**attempt)
     raise AssertionError
@@ -152,6 +153,7 @@ def push_folder(
     message: str | None = None,
     base_model: str | None = None,
     force: bool = False,
+    facts: dict[str, Any] | None = None,
     say: Callable[[str], None] = print,
 ) -> str:
     """Upload a sealed export as the content of `repo_id`, in one commit. Returns the commit's URL.
@@ -161,6 +163,7 @@ def push_folder(
     Args:
         base_model: Hub id of the base, for the card and adapter_config.json of an adapter.
         force: publish into a repository that holds something else; its other files stay.
+        facts: for the card, over those that the export recorded.
 
     Raises:
         `ValueError`: the folder is not a whole export, or names a base model that only this machine has.
@@ -170,7 +173,7 @@ def push_folder(
     run = _whole_export(folder)
     base_names = _adapter_config(folder, base_model) if run["kind"] == "adapter" else {}
     api, repo_id = prepare_repository(repo_id, private, token, say)
-    content = {**_content(folder, run, repo_id, base_model), **base_names}
+    content = {**_content(folder, run, repo_id, base_model, facts), **base_names}
     secret = token or get_token()
     for name, data in content.items():
         text = data if isinstance(data, bytes) else (data.read_bytes() if data.stat().st_size < 1 << 20 else b"")
@@ -207,13 +210,16 @@ def _whole_export(folder: Path) -> dict[str, Any]:
     return run
 
 
-def _content(folder: Path, run: dict, repo_id: str, base_model: str | None) -> dict[str, Path | bytes]:
+def _content(
+    folder: Path, run: dict, repo_id: str, base_model: str | None, given: dict[str, Any] | None
+) -> dict[str, Path | bytes]:
     """Repository path -> file, or bytes for the card, which now knows its repository."""
     manifest = json.loads((folder / checkpoint.MANIFEST_NAME).read_text())
     content: dict[str, Path | bytes] = {name: folder / name for name in sorted(manifest["files"])}
     content[checkpoint.MANIFEST_NAME] = folder / checkpoint.MANIFEST_NAME
     facts = cards.read_facts(folder) or {"kind": run["kind"], "settings": run.get("settings", {})}
-    facts = {**facts, "repo_id": repo_id, **({"base_model": base_model} if base_model else {})}
+    given = {key: value for key, value in (given or {}).items() if key not in ("kind", "curves")}
+    facts = {**facts, **given, "repo_id": repo_id, **({"base_model": base_model} if base_model else {})}
     content["README.md"] = cards.render(facts).encode()
     return content
 
@@ -285,19 +291,20 @@ def _export_and_push(
     save: Callable, source: Any, repo_id: str, facts: dict | None, saving: dict, pushing: dict
 ) -> str | None:
     kind = save.__name__.removeprefix("save_")
+    facts = facts or cards.facts_of(source)
     root = Path(getattr(getattr(source, "args", None), "output_dir", None) or ".")
     folder = root / f"_hub-{kind}-{repo_id.replace('/', '--')}"  # kept after a failure: the next try goes on from there
     run = save(
         source,
         folder,
         overwrite=True,
-        card=lambda partial: cards.write(partial, facts or cards.facts_of(source)),
+        card=lambda partial: cards.write(partial, facts),
         **saving,
     )
     assert run["kind"]
     if hasattr(source, "accelerator") and not source.accelerator.is_main_process:
         return None
-    url = push_folder(folder, repo_id, **pushing)
+    url = push_folder(folder, repo_id, facts=facts, **pushing)
     shutil.rmtree(folder)
     return url
 
@@ -343,6 +350,8 @@ class HubMixin:
         """
         if not isinstance(self.accelerator.unwrap_model(self.model), PeftModel):
             return super().push_to_hub(commit_message, blocking, token, revision, **kwargs)
+        if base_model is None:
+            require_hub_base(self.model.config._name_or_path)
         repo_id = self.hub_model_id or self.args.hub_model_id or Path(self.args.output_dir).absolute().name
         if getattr(self, "push_in_progress", None) is not None:
             self._finish_current_push()

@@ -1,0 +1,352 @@
+"""Publishing against a stand-in Hub on 127.0.0.1: create, LFS preupload, commit, refusals, dropped connections. Never the network."""
+
+import json
+import logging
+import pickle
+import types
+
+import huggingface_hub
+import pytest
+import torch
+from hub_server import TOKEN, StandInHub
+from huggingface_hub import constants
+from peft import PeftModel
+from test_export import make_policy
+from test_trainer import PROMPTS, settings, spread_reward
+from transformers import AutoModelForCausalLM
+
+from qerl_trl import QeRLGRPOTrainer, cards, checkpoint, export, hub
+from qerl_trl.export import Source
+
+REPO = "tester/model"
+
+
+@pytest.fixture
+def server(monkeypatch, tmp_path):
+    stand_in = StandInHub()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # large files as LFS, whose protocol the stand-in speaks
+    monkeypatch.setattr(constants, "ENDPOINT", stand_in.endpoint)
+    monkeypatch.setattr(
+        constants, "HUGGINGFACE_CO_URL_TEMPLATE", stand_in.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+    )
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub-cache"))
+    monkeypatch.setattr(hub, "get_token", lambda: TOKEN)
+    monkeypatch.setattr(hub, "HfApi", lambda token: huggingface_hub.HfApi(endpoint=stand_in.endpoint, token=token))
+    monkeypatch.setattr(hub, "_WAIT_SECONDS", 0.01)
+    huggingface_hub.close_session()
+    yield stand_in
+    huggingface_hub.close_session()
+    stand_in.close()
+
+
+@pytest.fixture(autouse=True)
+def no_token_anywhere(capsys, caplog):
+    """Whatever a test makes the code say, the token is not in it."""
+    caplog.set_level(logging.DEBUG)
+    yield
+    printed = capsys.readouterr()
+    assert TOKEN not in printed.out + printed.err
+    assert TOKEN not in caplog.text
+
+
+@pytest.fixture(scope="module")
+def exported(tiny_model_dir, tiny_tokenizer, tmp_path_factory):
+    """Folders with the three kinds of export, made once."""
+    root = tmp_path_factory.mktemp("exports")
+    policy = make_policy(tiny_model_dir("llama"), dtype="bfloat16")
+    source = Source(policy, tiny_tokenizer, {"base_format": "nvfp4", "model": "someone/base", "scale_rule": "rtn"})
+    facts = {"kind": "adapter", "settings": source.settings, "dataset": None}
+    export.save_adapter(source, root / "adapter", card=lambda folder: cards.write(folder, facts))
+    export.save_merged(source, root / "merged", max_shard_bytes=200_000, card=lambda folder: cards.write(folder, facts))
+    export.save_base(source, root / "base", card=lambda folder: cards.write(folder, facts))
+    return root
+
+
+@pytest.mark.parametrize("kind", ["adapter", "merged", "base"])
+def test_what_is_published_is_the_folder_privately_and_announced(server, exported, tmp_path, kind):
+    said = []
+    base = "someone/base" if kind == "adapter" else None
+    url = hub.push_folder(exported / kind, REPO, base_model=base, say=said.append)
+    assert said[0] == f"Publishing to {server.endpoint}/{REPO} (private: only you and your organization)"
+    assert url.startswith(f"{server.endpoint}/{REPO}/commit/")
+    repo = server.repos[REPO]
+    assert repo["private"] is True
+    assert len(repo["commits"]) == 1
+    for path in (exported / kind).iterdir():
+        if path.name not in ("README.md", "adapter_config.json"):
+            assert repo["files"][path.name] == path.read_bytes(), path.name
+    assert f"# {REPO.split('/')[1]}" in server.text(REPO)["README.md"]
+    assert REPO in server.text(REPO)["README.md"]
+    downloaded = tmp_path / "downloaded"
+    downloaded.mkdir()
+    for name, data in repo["files"].items():
+        (downloaded / name).write_bytes(data)
+    if kind == "merged":
+        model = AutoModelForCausalLM.from_pretrained(downloaded, dtype=torch.bfloat16)
+        assert model.config.num_hidden_layers == 2
+
+
+def test_the_announcement_comes_before_any_request(server, exported):
+    def say(text):
+        if text.startswith("Publishing"):
+            assert server.requests == []
+
+    hub.push_folder(exported / "base", REPO, say=say)
+    assert server.requests[0] == "POST /api/repos/create"
+
+
+def test_uploading_again_changes_nothing(server, exported):
+    hub.push_folder(exported / "merged", REPO)
+    uploads = sum(server.uploads.values())
+    url = hub.push_folder(exported / "merged", REPO)
+    assert sum(server.uploads.values()) == uploads
+    assert len(server.repos[REPO]["commits"]) == 1
+    assert url.endswith(f"{1:040x}")
+
+
+def test_an_update_removes_stale_shards(server, exported, tiny_model_dir, tiny_tokenizer, tmp_path):
+    hub.push_folder(exported / "merged", REPO)
+    old = {name for name in server.repos[REPO]["files"] if name.endswith(".safetensors")}
+    assert len(old) > 3
+    policy = make_policy(tiny_model_dir("llama"), dtype="bfloat16", size=0.02)
+    source = Source(policy, tiny_tokenizer, {"base_format": "nvfp4", "model": "someone/base"})
+    export.save_merged(source, tmp_path / "merged")
+    hub.push_folder(tmp_path / "merged", REPO)
+    assert {name for name in server.repos[REPO]["files"] if "safetensors" in name} == {"model.safetensors"}
+    assert len(server.repos[REPO]["commits"]) == 2
+
+
+def test_dropped_connections_are_retried(server, exported):
+    server.drop_uploads, server.drop_commits = 2, 1
+    hub.push_folder(exported / "base", REPO)
+    assert len(server.repos[REPO]["commits"]) == 1
+    assert server.repos[REPO]["files"]["model.safetensors"] == (exported / "base/model.safetensors").read_bytes()
+
+
+def test_an_interrupted_upload_leaves_nothing_and_goes_on_where_it_was(server, exported):
+    server.fail = {r"POST /api/models/.*/commit/.*": 503}
+    with pytest.raises(hub.HubError, match="answered 503"):
+        hub.push_folder(exported / "merged", REPO)
+    assert set(server.repos[REPO]["files"]) == {".gitattributes"}
+    sent = dict(server.uploads)
+    assert sent
+    server.fail = {}
+    hub.push_folder(exported / "merged", REPO)
+    assert dict(server.uploads) == sent  # not one large file was sent twice
+    assert len(server.repos[REPO]["commits"]) == 1
+
+
+def test_no_network(server, exported):
+    server.close()
+    with pytest.raises(hub.HubError, match="connection to the Hub failed") as error:
+        hub.push_folder(exported / "base", REPO)
+    assert "Run the same command again" in str(error.value)
+    assert error.value.__cause__ is None
+
+
+def test_offline_mode(server, exported, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(hub.HubError, match="offline mode"):
+        hub.push_folder(exported / "base", REPO)
+    assert server.requests == []
+
+
+def test_missing_token(server, exported, monkeypatch, capsys):
+    monkeypatch.setattr(hub, "get_token", lambda: None)
+    with pytest.raises(hub.HubError, match="no Hub token"):
+        hub.push_folder(exported / "base", REPO)
+    assert server.requests == []
+    assert capsys.readouterr().out.startswith("Publishing to")
+
+
+def test_refused_token(server, exported):
+    with pytest.raises(hub.HubError, match="refused the token"):
+        hub.push_folder(exported / "base", REPO, token="hf_wrong")
+    assert server.repos == {}
+
+
+def test_a_foreign_namespace(server, exported):
+    with pytest.raises(hub.HubError, match="may not write to stranger/model"):
+        hub.push_folder(exported / "base", "stranger/model")
+    assert server.repos == {}
+
+
+def test_the_token_is_removed_from_the_servers_own_words(server, exported):
+    server.fail = {r"POST /api/repos/create": 418}  # its answer quotes the Authorization header
+    with pytest.raises(hub.HubError) as error:
+        hub.push_folder(exported / "base", REPO)
+    assert "418" in str(error.value)
+    assert TOKEN not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("exists_private", "asked_private", "message"), [(False, True, "is PUBLIC"), (True, False, "is private")]
+)
+def test_visibility_of_an_existing_repository_is_never_a_surprise(
+    server, exported, exists_private, asked_private, message
+):
+    server.put(REPO, private=exists_private)
+    with pytest.raises(hub.HubError, match=message):
+        hub.push_folder(exported / "base", REPO, private=asked_private)
+    assert set(server.repos[REPO]["files"]) == {".gitattributes"}
+
+
+def test_public_on_purpose(server, exported):
+    said = []
+    hub.push_folder(exported / "base", REPO, private=False, say=said.append)
+    assert "PUBLIC" in said[0]
+    assert server.repos[REPO]["private"] is False
+
+
+def test_other_content_is_refused_unless_forced(server, exported):
+    server.put(REPO, **{"config.json": b"{}", "notes.txt": b"mine"})
+    with pytest.raises(hub.HubError, match="already holds other files"):
+        hub.push_folder(exported / "base", REPO)
+    assert server.repos[REPO]["files"]["config.json"] == b"{}"
+    assert not server.uploads
+    hub.push_folder(exported / "base", REPO, force=True)
+    assert server.repos[REPO]["files"]["notes.txt"] == b"mine"
+
+
+def test_another_kind_of_export_is_refused(server, exported):
+    hub.push_folder(exported / "base", REPO)
+    with pytest.raises(hub.HubError, match="already holds a nvfp4 base"):
+        hub.push_folder(exported / "merged", REPO)
+
+
+def test_adapter_of_a_local_base_is_refused_before_anything_happens(server, exported):
+    with pytest.raises(ValueError, match="nobody could load"):
+        hub.push_folder(exported / "adapter", REPO)
+    assert server.requests == []
+    hub.push_folder(exported / "adapter", REPO, base_model="someone/base")
+    config = json.loads(server.repos[REPO]["files"]["adapter_config.json"])
+    assert config["base_model_name_or_path"] == "someone/base"
+    assert "base_model: someone/base" in server.text(REPO)["README.md"]
+    local = json.loads((exported / "adapter/adapter_config.json").read_text())["base_model_name_or_path"]
+    assert local not in "".join(server.text(REPO).values())
+
+
+def test_a_damaged_folder_and_a_folder_of_something_else(server, exported, tmp_path):
+    with pytest.raises(ValueError, match="was not written by an export"):
+        hub.push_folder(tmp_path, REPO)
+    import shutil
+
+    damaged = tmp_path / "damaged"
+    shutil.copytree(exported / "base", damaged)
+    with open(damaged / "model.safetensors", "r+b") as file:
+        file.seek(5000)
+        file.write(b"\xff\xff")
+    with pytest.raises(ValueError, match="is damaged"):
+        hub.push_folder(damaged, REPO)
+    assert server.requests == []
+
+
+def test_a_file_with_the_token_is_not_uploaded(server, exported, tmp_path):
+    import shutil
+
+    leaky = tmp_path / "leaky"
+    shutil.copytree(exported / "base", leaky)
+    (leaky / "notes.json").write_text(json.dumps({"token": TOKEN}))
+    checkpoint.seal(leaky, json.loads((leaky / checkpoint.MANIFEST_NAME).read_text())["run"])
+    with pytest.raises(hub.HubError, match=r"notes\.json contains the Hub token"):
+        hub.push_folder(leaky, REPO)
+    assert not server.uploads
+
+
+# --- the trainer ------------------------------------------------------------------------------------------------------------------
+
+
+class HubTrainer(hub.HubMixin, QeRLGRPOTrainer):
+    """As `QeRLGRPOTrainer` with the mixin in its bases."""
+
+
+def make_trainer(tiny_model_dir, tiny_tokenizer, tmp_path, **kwargs):
+    return HubTrainer(
+        model=str(tiny_model_dir("qwen2")),
+        reward_funcs=spread_reward,
+        args=settings(tmp_path, **kwargs),
+        train_dataset=PROMPTS,
+        processing_class=tiny_tokenizer,
+    )
+
+
+def test_trainer_pushes_adapter_with_card(server, tiny_model_dir, tiny_tokenizer, tmp_path):
+    trainer = make_trainer(tiny_model_dir, tiny_tokenizer, tmp_path, hub_model_id=REPO, hub_token=TOKEN)
+    trainer.train()
+    with pytest.raises(ValueError, match="nobody could load"):
+        trainer.push_to_hub()
+    assert server.requests == []
+    trainer.push_to_hub(base_model="someone/base", dataset_name="someone/data")
+    files = server.repos[REPO]["files"]
+    assert server.repos[REPO]["private"] is True
+    assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json", "README.md"} <= set(files)
+    assert "training_args.bin" not in files
+    card = server.text(REPO)["README.md"]
+    assert "base_model: someone/base" in card
+    assert "someone/data" in card
+    assert "qerl" in card
+    assert "model-index" not in card  # nothing was evaluated
+    for name, data in files.items():
+        assert TOKEN.encode() not in data, name
+    folder = tmp_path / "downloaded"
+    folder.mkdir()
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir("qwen2"), dtype=torch.float32)
+    adapter = PeftModel.from_pretrained(model, folder).state_dict()
+    live = trainer.accelerator.unwrap_model(trainer.model).state_dict()
+    assert torch.equal(
+        adapter["base_model.model.model.layers.0.mlp.up_proj.lora_B.default.weight"],
+        live["base_model.model.model.layers.0.mlp.up_proj.lora_B.default.weight"],
+    )
+
+
+def test_push_merged_and_base_from_a_live_trainer(server, tiny_model_dir, tiny_tokenizer, tmp_path):
+    trainer = make_trainer(tiny_model_dir, tiny_tokenizer, tmp_path)
+    hub.push_merged(trainer, "tester/merged")
+    hub.push_base(trainer, "tester/base")
+    assert "model.safetensors" in server.repos["tester/merged"]["files"]
+    assert b"compressed-tensors" in server.repos["tester/base"]["files"]["config.json"]
+    assert not list((tmp_path / "run").glob("_hub*"))
+
+
+def test_checkpoints_are_pushed_while_training(server, tiny_model_dir, tiny_tokenizer, tmp_path, monkeypatch):
+    """`hub_strategy` is the parent's; the token must not travel inside training_args.bin."""
+    api = huggingface_hub.HfApi(endpoint=server.endpoint, token=TOKEN)
+    monkeypatch.setattr("transformers.trainer.hf_api", lambda: api)
+    trainer = make_trainer(
+        tiny_model_dir,
+        tiny_tokenizer,
+        tmp_path,
+        push_to_hub=True,
+        hub_model_id=REPO,
+        hub_token=TOKEN,
+        hub_strategy="checkpoint",
+        save_strategy="steps",
+        save_steps=1,
+        hub_always_push=True,
+    )
+    trainer.train()
+    trainer._finish_current_push()
+    files = server.repos[REPO]["files"]
+    assert server.repos[REPO]["private"] is True
+    assert "adapter_model.safetensors" in files
+    assert "last-checkpoint/adapter_model.safetensors" in files
+    assert f"last-checkpoint/{checkpoint.MANIFEST_NAME}" in files
+    for name, data in files.items():
+        assert TOKEN.encode() not in data, name
+
+
+def test_arguments_do_not_pickle_the_token(tmp_path):
+    args = settings(tmp_path, hub_token=TOKEN)
+    assert args.hub_token == TOKEN
+    assert TOKEN.encode() not in pickle.dumps(args)
+    assert TOKEN not in args.to_json_string() + repr(args)
+
+
+def test_other_ranks_upload_nothing(server, exported, monkeypatch):
+    policy = types.SimpleNamespace(accelerator=types.SimpleNamespace(is_main_process=False))
+    monkeypatch.setattr(export, "save_base", lambda *a, **k: {"kind": "nvfp4_base"})
+    assert hub.push_base(policy, REPO) is None
+    assert server.requests == []
