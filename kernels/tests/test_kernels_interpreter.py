@@ -4,8 +4,8 @@ import pytest
 import torch
 from nvfp4_cases import random_weight, relative_error
 
-from qerl_nvfp4 import portable, reference
 from qerl_nvfp4 import ops as launchers
+from qerl_nvfp4 import portable, reference
 
 triton = pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(not portable.INTERPRET, reason="runs where there is no GPU, with TRITON_INTERPRET=1")

@@ -91,7 +91,9 @@ def test_operators_have_correct_fakes():
     x = torch.randn(3, 64, dtype=torch.bfloat16)
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(ops.linear.default, (x, packed, scale, gs), test_utils=checks)
-    torch.library.opcheck(ops.linear_backward.default, (torch.randn(3, 32).bfloat16(), packed, scale, gs), test_utils=checks)
+    torch.library.opcheck(
+        ops.linear_backward.default, (torch.randn(3, 32).bfloat16(), packed, scale, gs), test_utils=checks
+    )
     torch.library.opcheck(ops.dequantize.default, (packed, scale, gs, torch.bfloat16), test_utils=checks)
     torch.library.opcheck(ops.rms_norm.default, (x, torch.ones(64), 1e-6, x), test_utils=checks)
 

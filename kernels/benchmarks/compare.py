@@ -1,0 +1,315 @@
+"""Time the kernels against cuBLAS bf16, vLLM's Marlin and humming-kernels: one process, the same inputs, checked before they are timed.
+
+    python compare.py --out results/h200.json [--marlin _C_stable_libtorch.abi3.so] [--humming] [--ms 1,8,16,...] [--models 7B,32B]
+
+--marlin: the operator library out of a vLLM wheel (unzip -j vllm-*.whl vllm/_C_stable_libtorch.abi3.so); its ABI needs the torch
+version the wheel was built with.  --humming: humming-kernels, compiled with nvcc on first use, timed on the 7B gate_up matrix.
+Weights rotate over several times the second-level cache; CUDA graph replays, median.  Floor = max(bytes / 4.59 TB/s read bandwidth,
+flops / 790 TFLOP/s), both measured on an H200.  No number is reported for a kernel whose check failed.  table.py renders the result.
+"""
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "torch-ext"))
+
+import qerl_nvfp4
+from qerl_nvfp4 import ops, reference, select
+from qerl_nvfp4.timing import copies_needed, random_weight, relative_error, time_us
+from qerl_nvfp4.tune import layer_shapes, precompile, run
+
+READ_BANDWIDTH, MATRIX_RATE = 4.59e12, 790e12
+TOLERANCE = 6e-3
+FLOAT4_E2M1F_ID = 562949953487106  # vllm.scalar_type.scalar_types.float4_e2m1f.id
+
+
+class Marlin:
+    """vLLM's fp4 Marlin from its bare operator library; the layout code follows vLLM's marlin_utils_fp4.py."""
+
+    def __init__(self, library: str):
+        torch.ops.load_library(library)
+        self.gemm, self.repack = torch.ops._C.marlin_gemm, torch.ops._C.gptq_marlin_repack
+
+    def make(self, packed, scale, divisor: float):
+        N, K = packed.shape[0], packed.shape[1] * 2
+        words = packed.view(torch.int32).T.contiguous()
+        w = self.repack(words, torch.empty(0, dtype=torch.int, device="cuda"), K, N, 4, False)
+        index = torch.arange(64, device="cuda").view(8, 8).t().reshape(-1)
+        s = scale.view(torch.float8_e4m3fn).T.contiguous().to(torch.bfloat16)
+        s = s.reshape(-1, 64)[:, index].reshape(s.shape).to(torch.half).view(-1, 4)[:, [0, 2, 1, 3]].reshape(s.shape)
+        largest, factor = s.float().max() * 128, 1.0
+        if 0 < largest < 448 * 128:
+            factor = float((448 * 128 / largest).log2().floor().exp2())
+        s = (s.float() * factor).to(torch.half) * 128
+        s[s < 2] = 0
+        s = (s.view(torch.int16) << 1).view(torch.float8_e4m3fn)[:, 1::2].contiguous()
+        g = torch.tensor(1 / divisor * 2.0**119 / factor, dtype=torch.float32, device="cuda")
+        work = torch.zeros(torch.cuda.get_device_properties(0).multi_processor_count, dtype=torch.int, device="cuda")
+
+        def call(x):
+            kind = (FLOAT4_E2M1F_ID, x.shape[0], N, K, True, False, True, False)
+            return self.gemm(x, None, w, None, s, None, g, None, None, None, work, *kind)
+
+        return call
+
+
+def humming_layer(N: int, K: int):
+    from humming.layer import HummingLayer
+    from humming.tune import get_heuristics_config
+
+    weight_config = {"dtype": "float4e2m1", "group_size": 16, "scale_dtype": "float8e4m3"}
+    layer = HummingLayer(shape_n=N, shape_k=K, torch_dtype=torch.bfloat16, weight_config=weight_config).to("cuda:0")
+    dense = torch.randn(N, K, device="cuda", dtype=torch.bfloat16) * 0.5
+    layer.load_from_unquantized(dense)
+    layer.transform()
+    tuning = json.dumps(get_heuristics_config(layer_config=layer.humming_config))
+    return lambda x: layer(inputs=x, tuning_config=tuning), dense
+
+
+def time_humming(N: int, K: int, tokens: list[int]) -> dict[int, float]:
+    """Event timed with a cold second-level cache (its launches do not survive graph capture everywhere)."""
+    call, dense = humming_layer(N, K)
+    junk = torch.empty(80_000_000, device="cuda", dtype=torch.int32)
+    found = {}
+    for M in tokens:
+        x = torch.randn(M, K, device="cuda", dtype=torch.bfloat16)
+        error = relative_error(call(x), x.float() @ dense.float().T)  # of a 4-bit rounded weight: only a sanity check
+        if not error < 0.2:
+            print(f"# humming M={M}: relative error {error:.2f}, not timed")
+            continue
+        times = []
+        for _ in range(12):
+            junk.zero_()
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            torch.cuda._sleep(200_000)
+            begin.record()
+            call(x)
+            end.record()
+            torch.cuda.synchronize()
+            times.append(begin.elapsed_time(end) * 1e3)
+        found[M] = round(sorted(times)[len(times) // 2], 2)
+    return found
+
+
+def floor_us(N: int, K: int, M: int) -> float:
+    return max((N * K * 0.5625 + 2 * M * (N + K)) / READ_BANDWIDTH, 2 * M * N * K / MATRIX_RATE) * 1e6
+
+
+class Matrix:
+    """One (N, K): rotating 4-bit and bf16 copies, an adapter, and what to compare with."""
+
+    def __init__(self, name: str, N: int, K: int, l2: int, marlin: Marlin | None, rank: int):
+        self.name, self.N, self.K, self.rank = name, N, K, rank
+        copies = copies_needed(N * K * 9 // 16, l2)
+        self.weights = [random_weight(N, K, i) for i in range(copies)]
+        self.dense = [
+            torch.randn(N, K, device="cuda", dtype=torch.bfloat16) * 0.02
+            for _ in range(copies_needed(N * K * 2, l2, 8))
+        ]
+        self.gs = torch.tensor([2048.0], device="cuda")
+        self.rows = torch.randperm(N, device="cuda")[: min(N, 4096)]
+        packed, scale = self.weights[0]
+        self.reference = reference.dequantize(packed[self.rows], scale[self.rows], self.gs, torch.float32)
+        self.shards = {"qkv": 3, "gate_up": 2}.get(name.split(".")[1], 1)
+        self.splits = self.shard_rows()
+        # one adapter a weight copy: a model never reads the same adapter twice in a row either
+        self.a = [
+            torch.randn(self.shards * rank, K, device="cuda", dtype=torch.bfloat16) / math.sqrt(K)
+            for _ in range(copies)
+        ]
+        self.b = [torch.randn(N, rank, device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
+        self.marlin = None if marlin is None else [marlin.make(*w, 2048.0) for w in self.weights]
+
+    def shard_rows(self) -> tuple[int, ...] | None:
+        if self.shards == 2:
+            return (self.N // 2, self.N // 2)
+        if self.shards == 3:
+            q, kv = (3584, 512) if self.name.startswith("7B") else (5120, 1024)
+            return (q, kv, kv)
+        return None
+
+    def measure(self, M: int) -> dict:
+        x = torch.randn(M, self.K, device="cuda", dtype=torch.bfloat16)
+        out = torch.empty(M, self.N, device="cuda", dtype=torch.bfloat16)
+        expected = x.float() @ self.reference.T
+        config = select.choose(self.N, self.K, M, torch.cuda.current_device(), True)
+        row = {
+            "shape": self.name,
+            "N": self.N,
+            "K": self.K,
+            "M": M,
+            "floor_us": round(floor_us(self.N, self.K, M), 2),
+            "config": config,
+        }
+        row["bf16_us"] = time_us(lambda i: torch.mm(x, self.dense[i].t(), out=out), len(self.dense))
+
+        def base(i):
+            run(config, x, self.weights[i], self.gs, out)
+
+        def lora(i):
+            run(config, x, self.weights[i], self.gs, out, None, self.a[i], self.b[i], self.splits)
+
+        adapter = reference.lora(x.float(), self.a[0].float(), self.b[0].float(), self.splits)[:, self.rows]
+        for key, call, truth in (("ours_us", base, expected), ("ours_lora_us", lora, expected + adapter)):
+            out.fill_(float("nan"))
+            call(0)
+            error = relative_error(out[:, self.rows], truth)
+            if error < TOLERANCE:
+                row[key] = time_us(call, len(self.weights))
+            else:
+                print(f"# WRONG {self.name} M={M} {key}: relative error {error:.1e}", flush=True)
+        if self.marlin is not None:
+            error = relative_error(self.marlin[0](x)[:, self.rows], expected)
+            if error < 2e-2:
+                row["marlin_us"] = time_us(lambda i: self.marlin[i](x), len(self.marlin))
+            else:
+                print(f"# WRONG marlin {self.name} M={M}: relative error {error:.1e}", flush=True)
+        return {k: round(v, 2) if isinstance(v, float) else v for k, v in row.items()}
+
+
+def stream_bandwidth(l2: int) -> list[dict]:
+    """Dequantize, quantize (rtn) and RMSNorm in TB/s read plus written, next to a device-to-device copy of as many bytes."""
+    found = []
+    for name, N, K in (("7B gate_up", 37888, 3584), ("32B gate_up", 55296, 5120), ("7B o", 3584, 3584)):
+        copies = copies_needed(int(N * K * 2.5625), l2, 12)
+        weights = [random_weight(N, K, i) for i in range(copies)]
+        gs = torch.tensor([2048.0], device="cuda")
+        outs = [torch.empty(N, K, device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
+        nbytes = N * K * 2.5625
+        halves = [o.view(-1)[: int(nbytes / 4)] for o in outs]
+        sources = [torch.empty_like(h).normal_() for h in halves]
+        copy = nbytes / time_us(lambda i: halves[i].copy_(sources[i]), copies) / 1e6
+        del sources
+        de = nbytes / time_us(lambda i: ops._dequantize(*weights[i], gs, torch.bfloat16, outs[i]), copies) / 1e6
+        assert torch.equal(outs[0], reference.dequantize(*weights[0], gs)), "dequantize is wrong"
+        dense = [o.clone().normal_(0, 0.02) for o in outs]
+        big = torch.tensor([2.0**13], device="cuda")
+        row = {"matrix": name, "copy_TBps": round(copy, 2), "dequantize_TBps": round(de, 2)}
+        got = ops._quantize(dense[0][:64], "rtn", big)
+        truth = reference.quantize(dense[0][:64].cpu(), "rtn", big.cpu())
+        if torch.equal(got[0].cpu(), truth[0]) and torch.equal(got[1].cpu(), truth[1]):
+            for rule in reference.SCALE_RULES:
+                t = time_us(lambda i, rule=rule: ops._quantize(dense[i], rule, big), copies, 3, copies)
+                row[f"quantize_{rule}_TBps"] = round(nbytes / t / 1e6, 2)
+        found.append(row)
+        print(row, flush=True)
+        del weights, outs, halves, dense
+        torch.cuda.empty_cache()
+    for M in (64, 8192):
+        x = [torch.randn(M, 3584, device="cuda", dtype=torch.bfloat16) for _ in range(8)]
+        w = torch.ones(3584, device="cuda")
+        t = time_us(lambda i: qerl_nvfp4.rms_norm(x[i], w, 1e-6, x[-1 - i]), 8)
+        found.append(
+            {"matrix": f"rms_norm + residual, {M} x 3584", "us": round(t, 2), "TBps": round(M * 3584 * 8 / t / 1e6, 2)}
+        )
+        print(found[-1], flush=True)
+    return found
+
+
+def sums(rows: list[dict]) -> list[dict]:
+    """Per model and M: the four matrices of one decoder layer."""
+    found = []
+    for model in dict.fromkeys(r["shape"].split(".")[0] for r in rows):
+        for M in dict.fromkeys(r["M"] for r in rows):
+            four = [r for r in rows if r["shape"].startswith(model + ".") and r["M"] == M]
+            if len(four) != 4:
+                continue
+            entry = {"model": model, "M": M}
+            for key in ("floor_us", "bf16_us", "marlin_us", "ours_us", "ours_lora_us"):
+                if all(key in r for r in four):
+                    entry[key] = round(sum(r[key] for r in four), 2)
+            if "ours_us" in entry:
+                entry["ratio"] = round(entry["bf16_us"] / entry["ours_us"], 3)
+            if "ours_us" in entry and "ours_lora_us" in entry:
+                entry["lora_overhead"] = round(entry["ours_lora_us"] / entry["ours_us"] - 1, 4)
+            if "marlin_us" in entry:
+                entry["marlin_ratio"] = round(entry["bf16_us"] / entry["marlin_us"], 3)
+            found.append(entry)
+    return found
+
+
+def commit() -> str:
+    if os.environ.get("BENCH_COMMIT"):
+        return os.environ["BENCH_COMMIT"]
+    answer = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
+    return answer.stdout.strip() or "unknown"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", default="compare.json")
+    parser.add_argument("--models", default="7B,32B")
+    parser.add_argument("--ms", default="1,4,8,16,32,64,128,256,512,1024,4096")
+    parser.add_argument("--marlin", default="")
+    parser.add_argument("--humming", action="store_true")
+    parser.add_argument("--rank", type=int, default=32)
+    parser.add_argument("--no-streams", action="store_true")
+    parser.add_argument("--seconds", type=float, default=300)
+    args = parser.parse_args()
+    begin = time.time()
+    torch.backends.cuda.matmul.allow_tf32 = False
+    tokens = [int(m) for m in args.ms.split(",")]
+    properties = torch.cuda.get_device_properties(0)
+    print("#", qerl_nvfp4.describe(), flush=True)
+    marlin = Marlin(args.marlin) if args.marlin else None
+    shapes = [(f"{m}.{n}", N, K) for m in args.models.split(",") for n, (N, K) in layer_shapes(m).items()]
+    jobs = [
+        (select.choose(N, K, M, 0, True), N, K, rank) for _, N, K in shapes for M in tokens for rank in (0, args.rank)
+    ]
+    precompile(jobs, max(1, (os.cpu_count() or 2) - 2))
+    import triton
+
+    result = {
+        "device": properties.name,
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "commit": commit(),
+        "command": " ".join(["compare.py", *(Path(a).name if "/" in a else a for a in sys.argv[1:])]),
+        "describe": qerl_nvfp4.describe(),
+        "lora_rank": args.rank,
+        "rows": [],
+    }
+
+    def save() -> None:
+        result["sums"] = sums(result["rows"])
+        temporary = Path(args.out + ".tmp")
+        temporary.write_text(json.dumps(result, indent=1))
+        os.replace(temporary, args.out)
+
+    for name, N, K in shapes:
+        if time.time() - begin > args.seconds:
+            print(f"# time is up before {name}")
+            break
+        matrix = Matrix(name, N, K, properties.L2_cache_size, marlin, args.rank)
+        for M in tokens:
+            row = matrix.measure(M)
+            result["rows"].append(row)
+            ours = row.get("ours_us", float("nan"))
+            line = f"{name:12s} M={M:5d} ours {ours:8.2f} ({100 * row['floor_us'] / ours:3.0f} % of floor)"
+            line += f" lora {row.get('ours_lora_us', float('nan')):8.2f} bf16 {row['bf16_us']:8.2f} x{row['bf16_us'] / ours:.2f}"
+            print(line + f" marlin {row.get('marlin_us', float('nan')):8.2f}", flush=True)
+        save()
+        del matrix
+        torch.cuda.empty_cache()
+    for s in result["sums"]:
+        print(s, flush=True)
+    if not args.no_streams:
+        result["streams"] = stream_bandwidth(properties.L2_cache_size)
+        save()
+    if args.humming:
+        result["humming_7B_gate_up_us"] = time_humming(*layer_shapes("7B")["gate_up"], [m for m in tokens if m <= 256])
+        print("humming", result["humming_7B_gate_up_us"])
+        save()
+    print(f"# wrote {args.out} after {time.time() - begin:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

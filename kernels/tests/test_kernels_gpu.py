@@ -1,0 +1,192 @@
+"""The kernels on a real GPU with fresh random data: every configuration family, poisoned outputs, graphs, torch.compile."""
+
+import pytest
+import torch
+from nvfp4_cases import random_weight, relative_error
+
+import qerl_nvfp4
+from qerl_nvfp4 import ops as launchers
+from qerl_nvfp4 import reference, select
+
+pytestmark = [pytest.mark.gpu, pytest.mark.kernels_ci]
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+hopper_only = pytest.mark.skipif(not HOPPER, reason="needs compute capability 9.0")
+
+
+def seed() -> int:
+    return torch.seed() % 2**31
+
+
+def run(config, M, N, K, rank=0, splits=None, per_row=False, pdl=True, dtype=torch.bfloat16):
+    packed, scale, gs = random_weight(N, K, seed(), "cuda", per_row)
+    x = torch.randn(M, K, device="cuda").to(dtype)
+    bias = torch.randn(N, device="cuda").to(dtype)
+    a = b = None
+    shards = len(splits) if splits else 1
+    if rank:
+        a = (torch.randn(shards * rank, K, device="cuda") * 0.5).to(dtype)
+        b = torch.randn(N, rank, device="cuda").to(dtype)
+    exact = x.double() @ reference.dequantize(packed, scale, gs, torch.float64).T + bias.double()
+    if rank:
+        exact += reference.lora(x.double(), a.double(), b.double(), splits)
+    first = None
+    for _ in range(3):
+        out = torch.full((M, N), float("nan"), device="cuda", dtype=dtype)
+        launchers.launch(config, x, packed, scale, gs, bias, a, b, splits, out, pdl)
+        assert relative_error(out, exact) < (4e-3 if dtype == torch.bfloat16 else 1e-3)
+        first = out if first is None else first
+        assert torch.equal(out, first)  # deterministic
+
+
+SKINNY = [
+    {"kernel": "skinny", "BM": BM, "WK": WK, "WN": WN, "R": R, "grid": grid}
+    for BM in (8, 16)
+    for WK, WN, R in ((4, 1, 1), (4, 1, 2), (2, 2, 2), (2, 4, 1), (1, 1, 1), (8, 1, 1))
+    for grid in (7, 132, 700)
+]
+
+
+@hopper_only
+@pytest.mark.parametrize("config", SKINNY, ids=lambda c: "_".join(str(v) for v in c.values()))
+def test_skinny(config):
+    run(config, config["BM"], 512, 2048, per_row=True)
+    run(config, 1, 384, 1024, rank=32, splits=(128, 256))
+    run(config, config["BM"] - 3, 256, 1024, rank=8, pdl=False)
+
+
+WGMMA = [
+    {"kernel": "wgmma", "BM": BM, "BN": BN, "NW": NW, "S": S, "grid": grid}
+    for BM, BN, NW, S in (
+        (16, 256, 8, 4),
+        (32, 256, 16, 4),
+        (64, 256, 16, 3),
+        (64, 256, 8, 3),
+        (64, 128, 8, 3),
+        (128, 128, 8, 2),
+    )
+    for grid in (5, 132)
+]
+
+
+@hopper_only
+@pytest.mark.parametrize("config", WGMMA, ids=lambda c: "_".join(str(v) for v in c.values()))
+def test_wgmma(config):
+    run(config, config["BM"], 768, 2048, per_row=True)
+    run(config, 1, 400, 1024)
+    run(config, config["BM"] + 17, 1024, 1024, rank=32, splits=(512, 256, 256))
+    run(config, config["BM"] - 3, 768, 768, rank=64, pdl=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("M,N,K,SK", [(1, 200, 384, 3), (17, 70, 272, 1), (40, 1000, 1024, 4), (64, 256, 16, 1)])
+def test_portable(M, N, K, SK, dtype):
+    BM = 16 if M <= 16 else 32 if M <= 32 else 64
+    config = {
+        "kernel": "portable",
+        "BM": BM,
+        "BN": 64,
+        "BK": 128,
+        "SK": SK,
+        "NW": 4,
+        "NS": 3,
+        "MMA": 3 if HOPPER else 2,
+    }
+    run(config, M, N, K, per_row=True, dtype=dtype)
+    run(config, M, N, K, rank=16, dtype=dtype)
+
+
+@pytest.mark.parametrize("M", [1, 5, 16, 17, 64, 100, 128, 256, 300, 1000])
+@pytest.mark.parametrize("N,K", [(3584, 3584), (1000, 1040), (1024, 18944)])
+def test_linear_picks_something_right(M, N, K):
+    packed, scale, gs = random_weight(N, K, seed(), "cuda")
+    x = torch.randn(M, K, device="cuda", dtype=torch.bfloat16)
+    exact = x.double() @ reference.dequantize(packed, scale, gs, torch.float64).T
+    assert relative_error(qerl_nvfp4.linear(x, packed, scale, gs), exact) < 4e-3
+    dy = torch.randn(M, N, device="cuda", dtype=torch.bfloat16)
+    exact = dy.double() @ reference.dequantize(packed, scale, gs, torch.float64)
+    assert relative_error(qerl_nvfp4.linear_backward(dy, packed, scale, gs), exact) < 4e-3
+
+
+def test_row_slices_and_float8_scales_are_weights():
+    packed, scale, gs = random_weight(2048, 1024, seed(), "cuda")
+    x = torch.randn(4, 1024, device="cuda", dtype=torch.bfloat16)
+    whole = qerl_nvfp4.linear(x, packed, scale.view(torch.float8_e4m3fn), gs)
+    part = qerl_nvfp4.linear(x, packed[512:1024], scale[512:1024], gs)
+    assert relative_error(part, whole[:, 512:1024]) < 3e-3
+
+
+@pytest.mark.parametrize("rule", reference.SCALE_RULES)
+def test_quantize_and_dequantize_equal_the_cpu_bit_for_bit(rule):
+    weight = torch.randn(300, 1040).bfloat16() * 0.02
+    weight[3, :64] = 0
+    for gs in (torch.tensor([2.0**14]), torch.tensor([20000.0])):
+        packed, scale = reference.quantize(weight, rule, gs)
+        got = qerl_nvfp4.quantize(weight.cuda(), rule, gs.cuda())
+        assert torch.equal(got[1].cpu(), scale)
+        assert torch.equal(got[0].cpu(), packed)
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            dense = qerl_nvfp4.dequantize(*got, gs.cuda(), dtype)
+            assert torch.equal(dense.cpu(), reference.dequantize(packed, scale, gs, dtype))
+
+
+@pytest.mark.parametrize("K", [128, 3584, 5120])
+def test_rms_norm(K):
+    x = torch.randn(33, K, device="cuda", dtype=torch.bfloat16)
+    r = torch.randn_like(x)
+    w = 1 + torch.randn(K, device="cuda") * 1e-3
+    y, h = qerl_nvfp4.rms_norm(x, w, 1e-6, r)
+    ry, rh = reference.rms_norm(x, w, 1e-6, r)
+    assert torch.equal(h, rh)
+    assert relative_error(y, ry) < 1e-3
+    assert relative_error(qerl_nvfp4.rms_norm(x, w, 1e-6), reference.rms_norm(x, w, 1e-6)) < 1e-3
+
+
+@pytest.mark.parametrize("M", [4, 48])
+def test_cuda_graph_sees_new_data_and_new_adapters(M):
+    N, K = 1024, 1024
+    packed, scale, gs = random_weight(N, K, seed(), "cuda")
+    x = torch.randn(M, K, device="cuda", dtype=torch.bfloat16)
+    a = torch.randn(32, K, device="cuda", dtype=torch.bfloat16)
+    b = torch.randn(N, 32, device="cuda", dtype=torch.bfloat16)
+    qerl_nvfp4.linear(x, packed, scale, gs, None, a, b)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = qerl_nvfp4.linear(x, packed, scale, gs, None, a, b)
+    for _ in range(3):
+        x.normal_()
+        b.normal_()
+        graph.replay()
+        exact = x.double() @ reference.dequantize(packed, scale, gs, torch.float64).T
+        exact += reference.lora(x.double(), a.double(), b.double(), None)
+        assert relative_error(y, exact) < 5e-3
+
+
+def test_a_chain_of_calls_without_synchronization_is_right():
+    """Programmatic dependent launch: each call reads what the one before it wrote."""
+    packed, scale, gs = random_weight(1024, 1024, seed(), "cuda")
+    gs = gs * 2.0**8
+    dense = reference.dequantize(packed, scale, gs, torch.float64)
+    for M in (2, 40):
+        x = torch.randn(M, 1024, device="cuda", dtype=torch.bfloat16)
+        h, expected = x, x.double()
+        for _ in range(6):
+            y = qerl_nvfp4.linear(h, packed, scale, gs)
+            h = qerl_nvfp4.rms_norm(y, torch.ones(1024, device="cuda"), 1e-6)
+            step = h.double() if h is x else expected @ dense.T
+            expected = (step / step.square().mean(-1, keepdim=True).sqrt()).bfloat16().double()
+            assert relative_error(h, expected) < 3e-2
+
+
+def test_torch_compile():
+    packed, scale, gs = random_weight(512, 1024, seed(), "cuda")
+    x = torch.randn(4, 1024, device="cuda", dtype=torch.bfloat16)
+    compiled = torch.compile(lambda x: qerl_nvfp4.linear(x, packed, scale, gs) * 2, fullgraph=True)
+    assert relative_error(compiled(x), qerl_nvfp4.linear(x, packed, scale, gs) * 2) < 1e-3
+
+
+def test_describe_names_the_path():
+    assert "Triton" in qerl_nvfp4.describe()
+    assert qerl_nvfp4.is_available()
+    config = select.choose(3584, 3584, 4, torch.cuda.current_device(), HOPPER)
+    assert config["kernel"] in ("skinny", "portable", "wgmma")
