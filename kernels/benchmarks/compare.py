@@ -175,43 +175,52 @@ class Matrix:
         return {k: round(v, 2) if isinstance(v, float) else v for k, v in row.items()}
 
 
+def matrix_streams(name: str, N: int, K: int, l2: int) -> dict:
+    """Dequantize and quantize in TB/s read plus written, next to a device-to-device copy of as many bytes."""
+    copies = copies_needed(int(N * K * 2.5625), l2, 12)
+    weights = [random_weight(N, K, i) for i in range(copies)]
+    gs, small = torch.tensor([2048.0], device="cuda"), torch.tensor([2.0**13], device="cuda")
+    dense = [torch.empty(N, K, device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
+    nbytes = N * K * 2.5625
+    halves = [torch.empty(int(nbytes / 4), device="cuda", dtype=torch.bfloat16).normal_() for _ in range(copies + 1)]
+    row = {"matrix": name}
+    row["copy_TBps"] = nbytes / time_us(lambda i: halves[i].copy_(halves[i + 1]), copies) / 1e6
+    row["dequantize_TBps"] = (
+        nbytes / time_us(lambda i: ops._dequantize(*weights[i], gs, torch.bfloat16, dense[i]), copies) / 1e6
+    )
+    if not torch.equal(dense[0][:2048], reference.dequantize(weights[0][0][:2048], weights[0][1][:2048], gs)):
+        print(f"# WRONG dequantize {name}")
+        del row["dequantize_TBps"]
+    for d in dense:
+        d.normal_(0, 0.02)
+    for rule in reference.SCALE_RULES:
+        got = ops._quantize(dense[0][:64], rule, small)
+        truth = reference.quantize(dense[0][:64].cpu(), rule, small.cpu())
+        if torch.equal(got[0].cpu(), truth[0]) and torch.equal(got[1].cpu(), truth[1]):
+            t = time_us(lambda i, rule=rule: ops._quantize(dense[i], rule, small), copies, 3, copies)
+            row[f"quantize_{rule}_TBps"] = nbytes / t / 1e6
+        else:
+            print(f"# WRONG quantize {rule} {name}")
+    row = {k: round(v, 2) if isinstance(v, float) else v for k, v in row.items()}
+    print(row, flush=True)
+    return row
+
+
+def norm_stream(M: int, K: int = 3584) -> dict:
+    x = [torch.randn(M, K, device="cuda", dtype=torch.bfloat16) for _ in range(8)]
+    w = torch.ones(K, device="cuda")
+    t = time_us(lambda i: qerl_nvfp4.rms_norm(x[i], w, 1e-6, x[-1 - i]), 8)
+    row = {"matrix": f"rms_norm + residual, {M} x {K}", "us": round(t, 2), "TBps": round(M * K * 8 / t / 1e6, 2)}
+    print(row, flush=True)
+    return row
+
+
 def stream_bandwidth(l2: int) -> list[dict]:
-    """Dequantize, quantize (rtn) and RMSNorm in TB/s read plus written, next to a device-to-device copy of as many bytes."""
     found = []
     for name, N, K in (("7B gate_up", 37888, 3584), ("32B gate_up", 55296, 5120), ("7B o", 3584, 3584)):
-        copies = copies_needed(int(N * K * 2.5625), l2, 12)
-        weights = [random_weight(N, K, i) for i in range(copies)]
-        gs = torch.tensor([2048.0], device="cuda")
-        outs = [torch.empty(N, K, device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
-        nbytes = N * K * 2.5625
-        halves = [o.view(-1)[: int(nbytes / 4)] for o in outs]
-        sources = [torch.empty_like(h).normal_() for h in halves]
-        copy = nbytes / time_us(lambda i: halves[i].copy_(sources[i]), copies) / 1e6
-        del sources
-        de = nbytes / time_us(lambda i: ops._dequantize(*weights[i], gs, torch.bfloat16, outs[i]), copies) / 1e6
-        assert torch.equal(outs[0], reference.dequantize(*weights[0], gs)), "dequantize is wrong"
-        dense = [o.clone().normal_(0, 0.02) for o in outs]
-        big = torch.tensor([2.0**13], device="cuda")
-        row = {"matrix": name, "copy_TBps": round(copy, 2), "dequantize_TBps": round(de, 2)}
-        got = ops._quantize(dense[0][:64], "rtn", big)
-        truth = reference.quantize(dense[0][:64].cpu(), "rtn", big.cpu())
-        if torch.equal(got[0].cpu(), truth[0]) and torch.equal(got[1].cpu(), truth[1]):
-            for rule in reference.SCALE_RULES:
-                t = time_us(lambda i, rule=rule: ops._quantize(dense[i], rule, big), copies, 3, copies)
-                row[f"quantize_{rule}_TBps"] = round(nbytes / t / 1e6, 2)
-        found.append(row)
-        print(row, flush=True)
-        del weights, outs, halves, dense
+        found.append(matrix_streams(name, N, K, l2))
         torch.cuda.empty_cache()
-    for M in (64, 8192):
-        x = [torch.randn(M, 3584, device="cuda", dtype=torch.bfloat16) for _ in range(8)]
-        w = torch.ones(3584, device="cuda")
-        t = time_us(lambda i: qerl_nvfp4.rms_norm(x[i], w, 1e-6, x[-1 - i]), 8)
-        found.append(
-            {"matrix": f"rms_norm + residual, {M} x 3584", "us": round(t, 2), "TBps": round(M * 3584 * 8 / t / 1e6, 2)}
-        )
-        print(found[-1], flush=True)
-    return found
+    return found + [norm_stream(64), norm_stream(8192)]
 
 
 def sums(rows: list[dict]) -> list[dict]:
