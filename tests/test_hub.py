@@ -348,5 +348,5 @@ def test_arguments_do_not_pickle_the_token(tmp_path):
 def test_other_ranks_upload_nothing(server, exported, monkeypatch):
     policy = types.SimpleNamespace(accelerator=types.SimpleNamespace(is_main_process=False))
     monkeypatch.setattr(export, "save_base", lambda *a, **k: {"kind": "nvfp4_base"})
-    assert hub.push_base(policy, REPO) is None
+    assert hub.push_base(policy, REPO, facts={"kind": "nvfp4_base", "settings": {}}) is None
     assert server.requests == []

@@ -23,6 +23,7 @@ TEMPLATES = {
     "nvfp4_base": "nvfp4.md.jinja",
     "nvfp4_merged": "nvfp4.md.jinja",
 }
+_EVALUATION_FACTS = ("name", "dataset", "accuracy", "interval95", "total", "protocol", "engine", "seed")
 #: `base_model_relation` of the Hub's model tree
 _RELATIONS = {
     "adapter": "adapter",
@@ -79,6 +80,10 @@ def facts_of_run(folder: str | os.PathLike, run: dict[str, Any], dataset: str | 
         facts["versions"] = content.get("versions")
         dataset = dataset or content.get("dataset")
         facts["log"] = _log_summary(content.get("log_history", []))
+    facts["evaluations"] = [
+        {key: value for key, value in json.loads(path.read_text()).items() if key in _EVALUATION_FACTS}
+        for path in sorted(Path(folder).glob("eval-*.json"))
+    ]
     if curves is not None and run["kind"] != "nvfp4_base":
         facts["curves"] = str(curves)
     facts["dataset"] = dataset
@@ -178,8 +183,11 @@ def _public(facts: dict[str, Any]) -> dict[str, Any]:
     settings = facts.get("settings", {})
     if settings.get("model"):
         settings["model"] = public_name(settings["model"])
-    if facts.get("dataset"):
-        facts["dataset"] = public_name(facts["dataset"])
+    for holder in (facts, *(facts.get("evaluations") or [])):
+        if holder.get("dataset"):
+            holder["dataset"] = public_name(holder["dataset"])
+    for each in facts.get("evaluations") or []:
+        each["protocol"]["dataset"] = each["dataset"]
     return facts
 
 
@@ -231,12 +239,33 @@ def render(facts: dict[str, Any]) -> str:
                 "quantization",
                 "has_curves",
                 "hardware",
+                "evaluations",
             )
         },
         "exported_with": facts.get("exported_with") or {},
     }
     text = environment.get_template(TEMPLATES[facts["kind"]]).render(context)
     return f"---\n{_header(facts, base, context)}---\n\n{text.strip()}\n"
+
+
+def _model_index(facts: dict[str, Any], dataset: str | None) -> list[dict[str, Any]]:
+    """Results for the card's metadata: what `qerl-trl eval` measured, and the held-out accuracy of the run itself."""
+    found = []
+    for each in facts.get("evaluations") or []:
+        protocol = each["protocol"]
+        how = f"temperature {protocol['temperature']:g}, {protocol['samples']} completion(s) a problem"
+        found.append((each["dataset"], each["accuracy"], f"accuracy (%), {each['total']} problems, {how}"))
+    after = (facts.get("results") or {}).get("after")
+    if after and dataset:
+        found.append((dataset, after["accuracy"], f"accuracy (%), {after['total']} held-out problems, greedy"))
+    return [
+        {
+            "task": {"type": "text-generation", "name": "math word problems"},
+            "dataset": {"type": name, "name": name, "split": "test"},
+            "metrics": [{"type": "accuracy", "value": round(100 * value, 2), "name": metric}],
+        }
+        for name, value, metric in found
+    ]
 
 
 class _Facts(dict):
@@ -247,6 +276,8 @@ class _Facts(dict):
 
 
 def _lenient(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_lenient(each) for each in value]
     return _Facts({key: _lenient(each) for key, each in value.items()}) if isinstance(value, dict) else value
 
 
@@ -267,17 +298,8 @@ def _header(facts: dict[str, Any], base: str | None, context: dict[str, Any]) ->
     if trained and context["dataset_is_public"]:
         header["datasets"] = [context["dataset"]]
     header["tags"] = tags + [tag for tag in facts.get("extra_tags", []) if tag not in tags]
-    results = facts.get("results") or {}
-    # the accuracy was measured on the policy: the adapter on its base, and the merge that equals it
-    if kind in ("adapter", "merged") and "after" in results and context["dataset"]:
-        metric = {
-            "type": "accuracy",
-            "value": round(100 * results["after"]["accuracy"], 2),
-            "name": f"accuracy (%), {results['after']['total']} held-out problems, greedy",
-        }
-        dataset = {"type": context["dataset"], "name": context["dataset"], "split": "test"}
-        task = {"type": "text-generation", "name": "math word problems"}
-        header["model-index"] = [
-            {"name": context["title"], "results": [{"task": task, "dataset": dataset, "metrics": [metric]}]}
-        ]
+    # what was measured: the adapter on its base, and the merge that equals it
+    measured = _model_index(facts, context["dataset"]) if kind in ("adapter", "merged") else []
+    if measured:
+        header["model-index"] = [{"name": context["title"], "results": measured}]
     return yaml.safe_dump(header, sort_keys=False, allow_unicode=True)

@@ -38,9 +38,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers.core_model_loading import revert_weight_conversion
 
 from . import checkpoint, formats, nvfp4, report, shards
+from .fused import FUSED_GROUPS
 from .linear import NVFP4Linear
 from .lora import load_adapter
-from .quantizer import FUSED_GROUPS, NVFP4Config, from_pretrained, load_config
+from .quantizer import NVFP4Config, from_pretrained, load_config
 from .shards import Job, TensorSpec
 
 logger = logging.getLogger(__name__)

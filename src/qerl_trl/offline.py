@@ -27,7 +27,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from . import checkpoint, formats, nvfp4, report, shards
 from .export import _packed_specs, public_name
 from .formats import TensorInfo
-from .quantizer import FUSED_GROUPS, NVFP4Config, NVFP4HfQuantizer
+from .fused import FUSED_GROUPS, _share_global_scale
+from .linear import NVFP4Linear
+from .nvfp4 import NVFP4Tensor
+from .quantizer import NVFP4Config, NVFP4HfQuantizer
 from .shards import Job, TensorSpec
 
 logger = logging.getLogger(__name__)
@@ -274,22 +277,25 @@ def _quantize_job(group: list[TensorInfo], scale_rule: str, device: str, quantiz
     def make() -> Iterator[torch.Tensor]:
         budget.acquire(size)
         try:
-            weights = [_read(info).to(device) for info in group]
-            for info, weight in zip(group, weights, strict=True):
-                if not bool(torch.isfinite(weight.abs().amax())):
-                    raise ValueError(f"{info.file}: tensor {info.name!r} holds NaN or infinity. Check the checkpoint.")
-            amax = torch.stack([weight.abs().amax().float() for weight in weights]).amax()
-            shared = nvfp4.power_of_two_global_scale(amax)
-            layers = []
+            layers, reports = [], []
             for info in group:
-                weight = weights.pop(0)
-                packed, block_scale = quantize(weight, scale_rule, shared)
-                layers.append(_error(info.name.removesuffix(".weight"), weight, packed, block_scale, shared))
-                del weight
+                weight = _read(info).to(device)
+                amax = weight.abs().amax()
+                if not bool(torch.isfinite(amax)):
+                    raise ValueError(f"{info.file}: tensor {info.name!r} holds NaN or infinity. Check the checkpoint.")
+                scale = nvfp4.power_of_two_global_scale(amax)
+                packed, block_scale = quantize(weight, scale_rule, scale)
+                layers.append(NVFP4Linear.from_nvfp4(NVFP4Tensor(packed, block_scale, scale)))
+                reports.append(_error(info.name.removesuffix(".weight"), weight, layers[-1].nvfp4))
+                del weight, packed, block_scale
+            if len(layers) > 1:
+                _share_global_scale(layers)  # as after loading, so that the bytes are the same
+            for layer in layers:
+                packed, block_scale, scale = layer.nvfp4
                 yield packed
                 yield block_scale.view(torch.float8_e4m3fn)
-                yield shared
-            note["layers"] = layers
+                yield scale
+            note["layers"] = reports
         finally:
             budget.release(size)
 
@@ -326,15 +332,13 @@ def _read(info: TensorInfo) -> torch.Tensor:
     return raw.view(formats.torch_dtype(info)).view(info.shape)
 
 
-def _error(
-    name: str, weight: torch.Tensor, packed: torch.Tensor, block_scale: torch.Tensor, scale: torch.Tensor
-) -> dict:
+def _error(name: str, weight: torch.Tensor, tensor: NVFP4Tensor) -> dict[str, Any]:
+    """Error of a layer on evenly spaced rows: relative squared, and the largest."""
     rows = max(1, min(weight.shape[0], _ERROR_SAMPLE // weight.shape[1]))
     step = weight.shape[0] // rows
     sample = weight[::step].float()
-    error = (
-        nvfp4.dequantize(packed[::step].contiguous(), block_scale[::step].contiguous(), scale, torch.float32) - sample
-    )
+    packed, block_scale = tensor.packed[::step].contiguous(), tensor.block_scale[::step].contiguous()
+    error = nvfp4.dequantize(packed, block_scale, tensor.global_scale, torch.float32) - sample
     squared = sample.square().sum(dtype=torch.float64).item()
     return {
         "name": name,
@@ -342,7 +346,6 @@ def _error(
         "weights": weight.numel(),
         "nmse": error.square().sum(dtype=torch.float64).item() / squared if squared else 0.0,
         "largest_error": error.abs().max().item(),
-        "global_scale": scale.item(),
     }
 
 
