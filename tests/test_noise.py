@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import make_tiny_model
 from datasets import Dataset
 from peft import LoraConfig
 from safetensors.torch import load_file
+from tiny_models import make_tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from transformers import PreTrainedTokenizerFast, Trainer, TrainerCallback, TrainingArguments

@@ -8,8 +8,8 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import FAMILIES, make_tiny_model
 from peft import LoraConfig, get_peft_model
+from tiny_models import FAMILIES, make_tiny_model
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, PhiConfig

@@ -4,8 +4,8 @@ import copy
 
 import pytest
 import torch
-from conftest import FAMILIES, make_tiny_model
 from peft import LoraConfig, get_peft_model
+from tiny_models import FAMILIES, make_tiny_model
 from torch import nn
 from transformers import AutoModelForCausalLM, Olmo2Config, T5Config, T5ForConditionalGeneration
 

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 import torch
-from conftest import make_tiny_config
 from peft import LoraConfig, get_peft_model
+from tiny_models import make_tiny_config
 from transformers import AutoModelForCausalLM, Qwen2Config
 from transformers.cache_utils import DynamicCache
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import FAMILIES
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from tiny_models import FAMILIES
 from torch import nn
 from transformers import (
     AutoConfig,

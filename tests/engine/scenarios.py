@@ -5,6 +5,8 @@
 vLLM reads its environment at import and an engine never quite leaves a process, so scenarios don't run inside pytest.
 """
 
+# ruff: noqa: E402  (the environment must be set before torch and vLLM are imported)
+
 import json
 import os
 import sys
@@ -46,7 +48,7 @@ def scenario(function):
 def write_model(folder: Path, family: str = "qwen2", **overrides) -> str:
     """A tiny random checkpoint with a tokenizer; weights large enough that greedy tokens depend on them."""
     sys.path.insert(0, str(Path(__file__).parents[1]))
-    from conftest import make_tiny_config
+    from tiny_models import make_tiny_config
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
