@@ -100,7 +100,7 @@ def test_a_nan_is_refused_with_its_place(tiny_model_dir, tmp_path):
         tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = float("nan")
 
     source = damaged(tiny_model_dir("llama"), tmp_path, change)
-    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.up_proj\.weight' holds NaN"):
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.up_proj\.weight': .*(nan|NaN)"):
         quantize_folder(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

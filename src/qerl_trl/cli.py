@@ -88,9 +88,7 @@ def quantize(
         list[str] | None, typer.Option(help="Linear layers to leave dense: names or patterns. Repeatable.")
     ] = None,
     device: Device = "cpu",
-    workers: Annotated[
-        int | None, typer.Option(help="Layers worked on at a time. Default: one a core, at most 8.")
-    ] = None,
+    workers: Annotated[int | None, typer.Option(help="Layers worked on at a time. Default: by the machine.")] = None,
     max_shard_gb: Annotated[float, typer.Option(help="Size of a shard, in GB.")] = 2.0,
     overwrite: Overwrite = False,
     trust_remote_code: Annotated[

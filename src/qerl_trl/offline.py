@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 REPORT_NAME = "quantization_report.json"
 #: weights of a layer on which its error is measured: evenly spaced rows
-_ERROR_SAMPLE = 1 << 18
+_ERROR_SAMPLE = 1 << 16
 #: memory for tensors in work, beyond two of the largest
 _SLACK_BYTES = 400_000_000
 #: what a model repository holds beside weights, and nothing that a reader would execute
@@ -80,7 +80,7 @@ def quantize_folder(
         source: folder, or Hub id (downloaded into the Hub's cache).
         scale_rule, modules_to_not_convert: as in `NVFP4Config`.
         device: "cpu" or "cuda[:i]".
-        workers: layers worked on at a time; default: one a core, at most 8.
+        workers: layers worked on at a time, as threads; default: one on a small CPU, else one a core, at most 8.
         card: called with the unfinished folder to add a README.
         progress: called with (bytes written since the last call, bytes in total).
 
@@ -230,7 +230,11 @@ def _write(
         for group in _groups(tensors, converted)
     ]
     total = sum(job.nbytes for job in jobs)
-    workers = workers or min(os.cpu_count() or 1, 8)
+    if workers is None:
+        # on a CPU one thread keeps a core busy with small tensor operations; more of them mostly wait for each other's interpreter lock
+        workers = (
+            1 if torch.device(device).type == "cpu" and (os.cpu_count() or 1) <= 2 else min(os.cpu_count() or 1, 8)
+        )
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # one core a worker: layers in parallel scale better than the pieces of a layer
     try:
@@ -259,15 +263,23 @@ def _groups(tensors: dict[str, TensorInfo], converted: dict[str, nn.Linear]) -> 
     return list(groups.values())
 
 
-def _quantizer_for(device: str) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """`(weight, scale_rule, global_scale) -> (packed, block_scale)` on `device`: the kernel's where there is one."""
+def _quantizer_for(device: str) -> Callable[[torch.Tensor, str], NVFP4Tensor]:
+    """What quantizes a matrix on `device`: the kernel where there is one, else the reference; both give the same bytes."""
     target = torch.device(device)
     if target.type == "cuda":
         import qerl_nvfp4
 
         if qerl_nvfp4.is_available(target):
-            return qerl_nvfp4.quantize
-    return lambda weight, rule, scale: nvfp4.quantize(weight, rule, scale)[:2]
+
+            lock = threading.Lock()  # launching is short; reading and writing go on meanwhile
+
+            def quantize(weight: torch.Tensor, scale_rule: str) -> NVFP4Tensor:
+                with lock:
+                    scale = nvfp4.power_of_two_global_scale(weight.abs().amax())  # refuses NaN and infinity
+                    return NVFP4Tensor(*qerl_nvfp4.quantize(weight, scale_rule, scale), scale)
+
+            return quantize
+    return nvfp4.quantize
 
 
 def _quantize_job(group: list[TensorInfo], scale_rule: str, device: str, quantize, budget: _Budget) -> Job:
@@ -280,14 +292,13 @@ def _quantize_job(group: list[TensorInfo], scale_rule: str, device: str, quantiz
             layers, reports = [], []
             for info in group:
                 weight = _read(info).to(device)
-                amax = weight.abs().amax()
-                if not bool(torch.isfinite(amax)):
-                    raise ValueError(f"{info.file}: tensor {info.name!r} holds NaN or infinity. Check the checkpoint.")
-                scale = nvfp4.power_of_two_global_scale(amax)
-                packed, block_scale = quantize(weight, scale_rule, scale)
-                layers.append(NVFP4Linear.from_nvfp4(NVFP4Tensor(packed, block_scale, scale)))
-                reports.append(_error(info.name.removesuffix(".weight"), weight, layers[-1].nvfp4))
-                del weight, packed, block_scale
+                try:
+                    tensor = quantize(weight, scale_rule)
+                except ValueError as error:
+                    raise ValueError(f"{info.file}: tensor {info.name!r}: {error}") from error
+                layers.append(NVFP4Linear.from_nvfp4(tensor))
+                reports.append(_error(info.name.removesuffix(".weight"), weight, tensor))
+                del weight, tensor
             if len(layers) > 1:
                 _share_global_scale(layers)  # as after loading, so that the bytes are the same
             for layer in layers:

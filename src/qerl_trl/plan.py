@@ -25,6 +25,8 @@ CONTEXT_BYTES = 1_000_000_000
 VLLM_BYTES = 2_500_000_000
 #: bytes of optimizer state a trained parameter
 OPTIMIZER_BYTES = {"adamw_torch": 8.0, "adamw_8bit": 2.1, "adafactor": 0.1, "sgd": 0.0}
+#: tokens and vocabulary entries of one tile of TRL's output head (trl.kernels.chunked_logprob, TRL 1.16)
+HEAD_TILE = (4096, 32768)
 _NVFP4_BYTES = 0.5625
 #: elements that the reference dequantization handles at once, and the float32 copies it makes of them
 _DEQUANTIZE_CHUNK, _DEQUANTIZE_COPIES = 1 << 24, 3
@@ -144,9 +146,13 @@ def activation_bytes(shape: Shape, work: Workload) -> int:
 
 
 def logit_bytes(shape: Shape, work: Workload) -> int:
-    """Logits of the completion tokens: the bf16 logits, their copy divided by the temperature, the log-softmax that is kept for
-    backward (row by row), and the gradients of these: 2 bytes each, of B x (completion + 1) x V; at most four are alive at once."""
-    return 4 * 2 * work.batch * (work.completion_length + 1) * shape.vocabulary
+    """The output head of an update. TRL never builds the logits: it projects tiles of `HEAD_TILE` tokens x vocabulary (2 bytes each),
+    and for the C completion tokens it keeps the hidden state (2 h), its gradient summed in float32 (4 h) and rounded (2 h); the
+    gradient is then scattered back to all M tokens (2 x 2 h)."""
+    tokens, columns = HEAD_TILE
+    completion = work.batch * work.completion_length
+    tile = 2 * min(tokens, completion) * min(columns, shape.vocabulary)
+    return tile + 8 * shape.hidden * completion + 4 * shape.hidden * work.batch * work.length
 
 
 def scratch_bytes(shape: Shape, work: Workload) -> int:
@@ -183,9 +189,11 @@ def generation_bytes(shape: Shape, work: Workload) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Bytes of the parts, and what they add up to."""
+    """Bytes of the parts, and what they add up to: peak of an update, of a rollout, of both, and `total` with CUDA and vLLM."""
 
     parts: dict[str, int]
+    update: int
+    rollout: int
     peak: int
     total: int
     gpu_bytes: int | None
@@ -216,12 +224,13 @@ def predict(shape: Shape, work: Workload, gpu_gib: float | None = None) -> Plan:
     static = parts["base"] + parts["adapter"] + parts["gradients"] + parts["optimizer"]
     in_layer = parts["activations"] + mlp_backward_bytes(shape, work) + parts["scratch"]
     update = max(kept + parts["logits"], in_layer)
-    peak = static + max(update, parts["generation"] + parts["scratch"])
+    update, rollout = static + update, static + parts["generation"] + parts["scratch"]
+    peak = max(update, rollout)
     total = peak + CONTEXT_BYTES + (VLLM_BYTES if work.vllm else 0)
     gpu = None if gpu_gib is None else round(gpu_gib * 2**30)
     left = max(0, (gpu or 0) - total)
     one = kv_bytes(shape, 1, work.length)
-    return Plan(parts, peak, total, gpu, left if work.vllm else 0, left // one if work.vllm else 0)
+    return Plan(parts, update, rollout, peak, total, gpu, left if work.vllm else 0, left // one if work.vllm else 0)
 
 
 def suggest(shape: Shape, work: Workload, gpu_gib: float) -> tuple[Workload, Plan] | None:
