@@ -15,7 +15,6 @@ HERE = Path(__file__).parent
 LAUNCH = {
     "server_tp2": [],
     "tensor_parallel": ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0"],
-    "server": [],
     "trainers": [],
     "checkpoints": [],
     "live": [],

@@ -175,34 +175,29 @@ def test_rloo(trainers):
 # ------------------------------------------------------------------------------------------- server and tensor parallel
 
 
-@pytest.fixture(params=["server", "server_tp2"])
-def served(request, server, server_tp2):
-    return {"server": server, "server_tp2": server_tp2}[request.param]
+def test_server_round_trip(server_tp2):
+    assert server_tp2["probe"]["difference"] < EXACT and server_tp2["first"] < 1e-3
+    assert max(server_tp2["adapter"]) < EXACT
 
 
-def test_server_round_trip(served):
-    assert served["probe"]["difference"] < EXACT and served["first"] < 1e-3
-    assert max(served["adapter"]) < EXACT
-
-
-def test_server_noise(served):
-    assert served["noisy"] < EXACT < 0.1 < served["noise ignored"]
-    for sigma, effective in served["sigma"][1:]:
+def test_server_noise(server_tp2):
+    assert server_tp2["noisy"] < EXACT < 0.1 < server_tp2["noise ignored"]
+    for sigma, effective in server_tp2["sigma"][1:]:
         assert effective == pytest.approx(sigma, rel=0.15)
 
 
-def test_server_refuses_what_is_not_an_adapter(served):
-    assert "not a safetensors file" in served["not safetensors"]
-    assert "damaged" in served["damaged"]
-    assert served["still as before"] < EXACT
+def test_server_refuses_what_is_not_an_adapter(server_tp2):
+    assert "not a safetensors file" in server_tp2["not safetensors"]
+    assert "damaged" in server_tp2["damaged"]
+    assert server_tp2["still as before"] < EXACT
 
 
-def test_server_with_other_weights_is_refused(served):
-    assert "differ from the trainer's" in served["other weights"] and "four_over_six" in served["other weights"]
+def test_server_with_other_weights_is_refused(server_tp2):
+    assert "differ from the trainer's" in server_tp2["other weights"] and "four_over_six" in server_tp2["other weights"]
 
 
-def test_dead_server_ends_the_run(served):
-    assert served["dead server"].startswith("RolloutError") and "refused" in served["dead server"]
+def test_dead_server_ends_the_run(server_tp2):
+    assert server_tp2["dead server"].startswith("RolloutError") and "refused" in server_tp2["dead server"]
 
 
 def test_tensor_parallel_in_the_trainers_processes(tensor_parallel):
