@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig, get_peft_model
+from peft import LoHaConfig, LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOConfig
@@ -65,6 +65,7 @@ def make_trainer(tiny_model_dir, tiny_tokenizer, tmp_path):
         callbacks=None,
         peft_config=LORA,
         args=None,
+        eval_dataset=None,
         **kwargs,
     ):
         config = QeRLConfig if trainer_class is QeRLGRPOTrainer else QeRLRLOOConfig
@@ -73,6 +74,7 @@ def make_trainer(tiny_model_dir, tiny_tokenizer, tmp_path):
             reward,
             args if args is not None else settings(tmp_path, config, **kwargs),
             PROMPTS,
+            eval_dataset,
             processing_class=tiny_tokenizer,
             peft_config=peft_config,
             callbacks=callbacks,
@@ -218,6 +220,38 @@ def test_wrong_combinations_are_refused_with_the_remedy(make_trainer, tiny_model
         make_trainer(base_format="full")
     with pytest.raises(TypeError, match=r"replace GRPOConfig\(\.\.\.\) by QeRLConfig"):
         make_trainer(args=GRPOConfig(str(tmp_path), use_cpu=True, bf16=False))
+
+
+def test_every_argument_of_trl_may_come_by_position(tiny_model_dir, tiny_tokenizer, tmp_path):
+    trainer = QeRLGRPOTrainer(
+        *(str(tiny_model_dir("qwen2")), spread_reward, settings(tmp_path), PROMPTS, None, tiny_tokenizer),
+        *(None, None, (None, None), NVFP4Config(scale_rule="four_over_six", compute_dtype="float32"), LORA),
+    )
+    assert trainer.model.peft_config["default"].r == 4
+    assert trainer.model.config.quantization_config.scale_rule == "four_over_six"
+    with pytest.raises(TypeError, match="multiple values"):
+        QeRLGRPOTrainer("model", spread_reward, settings(tmp_path), PROMPTS, train_dataset=PROMPTS)
+
+
+@pytest.mark.parametrize("base_format", ["nvfp4", "bf16", "full"])
+def test_dtype_auto_is_the_checkpoints(make_trainer, base_format):
+    peft_config = None if base_format == "full" else LORA
+    trainer = make_trainer(base_format=base_format, peft_config=peft_config, model_init_kwargs={"dtype": "auto"})
+    assert trainer.model.get_input_embeddings().weight.dtype == torch.bfloat16
+    assert all(m.compute_dtype == torch.bfloat16 for m in trainer.model.modules() if isinstance(m, NVFP4Linear))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_trained_in_16_bits_are_reported(make_trainer, caplog, dtype):
+    with caplog.at_level(logging.WARNING):
+        make_trainer(base_format="full", peft_config=None, model_init_kwargs={"dtype": dtype})
+    assert ("lost to rounding" in caplog.text) is (dtype == "bfloat16")
+
+
+@pytest.mark.parametrize("base_format", ["nvfp4", "bf16"])
+def test_other_adapters_are_refused_with_the_reason(make_trainer, base_format):
+    with pytest.raises(ValueError, match="LoHaConfig"):
+        make_trainer(base_format=base_format, peft_config=LoHaConfig(target_modules=["q_proj"]))
 
 
 def test_an_adapter_that_matches_nothing_is_an_error(make_trainer):
@@ -366,6 +400,58 @@ def test_saves_wait_for_the_end_of_a_rollout(make_trainer, tmp_path):
     assert steps == [3, 6, 7]  # asked for at 2, 4, 6 and the end
 
 
+@pytest.mark.parametrize("save_strategy", ["steps", "best"])
+def test_the_best_checkpoint_is_one_that_was_evaluated_between_rollouts(make_trainer, tmp_path, save_strategy):
+    trainer = make_trainer(
+        num_iterations=2,
+        max_steps=4,
+        save_strategy=save_strategy,
+        save_steps=1,
+        eval_strategy="steps",
+        eval_steps=1,
+        eval_dataset=PROMPTS.select(range(4)),
+        load_best_model_at_end=True,
+        metric_for_best_model="eval_num_tokens",
+        greater_is_better=False,  # so the first evaluation is the best
+    )
+    trainer.train()
+    assert [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry] == [2, 4]
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "run" / "checkpoint-2")
+    saved = load_file(tmp_path / "run" / "checkpoint-2" / "adapter_model.safetensors")
+    loaded = {name.replace(".default", ""): value for name, value in adapter_of(trainer).items()}
+    assert_identical({name: saved[name] for name in loaded}, loaded)
+
+
+def test_evaluations_that_decide_nothing_stay_where_they_are(make_trainer):
+    trainer = make_trainer(
+        num_iterations=2, eval_strategy="steps", eval_steps=1, eval_dataset=PROMPTS.select(range(4)), max_steps=3
+    )
+    trainer.train()
+    assert [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry] == [1, 2, 3]
+
+
+def test_an_adapter_may_have_any_name_and_targets_may_be_a_pattern(make_trainer, tiny_model_dir, tmp_path):
+    base = AutoModelForCausalLM.from_pretrained(
+        tiny_model_dir("qwen2"), quantization_config=NVFP4Config(compute_dtype="float32"), dtype=torch.float32
+    )
+    pattern = r".*\.(q_proj|up_proj)"
+    model = get_peft_model(base, register_nvfp4_lora(LoraConfig(r=2, target_modules=pattern)), adapter_name="policy")
+    trainer = make_trainer(model=model, peft_config=None, model_init_kwargs=None, save_strategy="steps", save_steps=2)
+    trainer.train()
+    run = json.loads((tmp_path / "run" / "checkpoint-2" / MANIFEST_NAME).read_text())["run"]
+    assert run["lora"] == {"r": 2, "alpha": 8, "targets": pattern}
+
+
+def test_a_second_training_starts_over(make_trainer):
+    options = {"gradient_accumulation_steps": 4, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    make_trainer(**options).train()
+    trainer = make_trainer(**options)
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer._epochs_done == 2
+    trainer.train()
+    assert trainer._epochs_done == 0
+
+
 def test_old_checkpoints_go_only_after_the_new_one_is_sealed(make_trainer, tmp_path, monkeypatch):
     from qerl_trl import checkpoint
 
@@ -448,3 +534,49 @@ def test_rewards_without_spread_are_reported(make_trainer, caplog):
     with caplog.at_level(logging.WARNING):
         make_trainer(reward=flat, max_steps=3, zero_advantage_patience=2).train()
     assert "last 2 rollouts" in caplog.text
+
+
+# --- the mismatch between rollout and trainer ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mode", "low", "high", "ratio", "fraction"),
+    [
+        ("token_truncate", None, 2.0, [[2.0, 1.0, 0.5, 9.0]], 1 / 3),
+        ("token_truncate", 0.5, None, [[2.0, 1.0, 0.5, 9.0]], 1 / 3),
+        ("token_truncate", 0.5, 2.0, [[2.0, 1.0, 0.5, 9.0]], 2 / 3),
+        ("token_mask", None, 2.0, [[0.0, 1.0, 0.5, 9.0]], 1 / 3),
+        ("sequence_truncate", None, 2.0, [[2.0]], 1.0),
+    ],
+)
+def test_truncated_fraction_counts_both_ends_of_real_tokens(make_trainer, mode, low, high, ratio, fraction):
+    trainer = make_trainer(
+        vllm_importance_sampling_mode=mode,
+        vllm_importance_sampling_clip_min=low,
+        vllm_importance_sampling_clip_max=high,
+    )
+    trainer._log_mismatch(
+        {
+            "completion_mask": torch.tensor([[1, 1, 1, 0]]),
+            "sampling_per_token_logps": torch.zeros(1, 4),
+            "old_per_token_logps": torch.tensor([[math.log(2), 0.0, math.nan, 5.0]]),
+            "importance_sampling_ratio": torch.tensor(ratio),
+        }
+    )
+    metrics = trainer._metrics["train"]
+    assert metrics["rollout/truncated_fraction"] == [pytest.approx(fraction)]
+    assert metrics["rollout/mismatch_kl"] == [pytest.approx((1 - math.log(2)) / 2)]  # the two tokens that were scored
+
+
+def test_the_mismatch_is_measured_on_as_many_sequences_at_a_time_as_a_step(make_trainer, monkeypatch):
+    trainer = make_trainer(per_device_train_batch_size=2, num_generations=2, gradient_accumulation_steps=4, max_steps=3)
+    sizes, logps = [], trainer._get_per_token_logps_and_entropies
+
+    def watching(model, input_ids, *args, batch_size=None, **kwargs):
+        sizes.append(batch_size or len(input_ids))
+        return logps(model, input_ids, *args, batch_size=batch_size, **kwargs)
+
+    monkeypatch.setattr(trainer, "_get_per_token_logps_and_entropies", watching)
+    trainer.train()
+    assert logged(trainer, "rollout/mismatch_kl")
+    assert set(sizes) == {2}

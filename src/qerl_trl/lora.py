@@ -68,6 +68,15 @@ def default_lora_config() -> LoraConfig:
     return LoraConfig(r=32, lora_alpha=64, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
+def check_is_lora(config: PeftConfig) -> None:
+    """Raise `ValueError` for a PEFT method other than LoRA."""
+    if not isinstance(config, LoraConfig):
+        raise ValueError(
+            f"peft_config is a {type(config).__name__}. Rollout, export and noise here are built for LoRA on linear layers; "
+            "prompt-learning and other methods would train something that the rollout never sees. Pass a LoraConfig."
+        )
+
+
 def register_nvfp4_lora(config: PeftConfig) -> LoraConfig:
     """Check that `config` can work on a frozen 4-bit base and return a copy that knows the NVFP4 layer.
 
@@ -75,11 +84,7 @@ def register_nvfp4_lora(config: PeftConfig) -> LoraConfig:
         `ValueError`: for a method other than LoRA, for initialisations that rewrite the base weight, and for an adapter on
             the output head; each with the reason and what to do.
     """
-    if not isinstance(config, LoraConfig):
-        raise ValueError(
-            f"peft_config is a {type(config).__name__}. Rollout, export and noise here are built for LoRA on linear layers; "
-            "prompt-learning and other methods would train something that the rollout never sees. Pass a LoraConfig."
-        )
+    check_is_lora(config)
     init = config.init_lora_weights
     if init not in _PLAIN_INITS:
         raise ValueError(
@@ -130,8 +135,11 @@ def check_adapter(model: nn.Module) -> None:
     """Refuse an adapter that cannot train, and warn about what would train badly.
 
     Raises:
-        `ValueError`: no layer carries an adapter, no parameter is trainable, or a packed tensor was made trainable.
+        `ValueError`: a PEFT method other than LoRA, no layer carries an adapter, no parameter of it is trainable, or a packed
+            tensor was made trainable.
     """
+    for config in getattr(model, "peft_config", {}).values():
+        check_is_lora(config)
     layers = adapted_layers(model)
     if not layers:
         linears = sorted({name.split(".")[-1] for name, m in model.named_modules() if isinstance(m, nn.Linear)})
@@ -152,10 +160,17 @@ def check_adapter(model: nn.Module) -> None:
                 "train through LoRA only: take it out of modules_to_save, or keep the layer in bf16 with "
                 "modules_to_not_convert."
             )
+    warn_of_low_precision(model)
+
+
+def warn_of_low_precision(model: nn.Module) -> None:
+    """Warn of trainable tensors in 16 bits, adapter or whole model, where most AdamW steps are lost to rounding."""
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     low = [name for name, p in trainable.items() if p.dtype in (torch.bfloat16, torch.float16)]
     if low and not getattr(model, "is_loaded_in_4bit", False):  # TRL itself casts bitsandbytes adapters to bf16
         logger.warning(
-            "%d trainable tensors are %s (first: %s). Small AdamW steps are lost to rounding there; keep adapters in float32.",
+            "%d trainable tensors are %s (first: %s). Small AdamW steps are lost to rounding there; keep what is trained in "
+            "float32 (dtype=float32; bf16=True still computes in bf16).",
             len(low),
             trainable[low[0]].dtype,
             low[0],

@@ -19,7 +19,9 @@ differs from the parent, method by method:
 `super().__init__` (the only rebind in this package; `tests/test_contracts.py` fails with a clear message if TRL moves it).
 """
 
+import inspect
 import logging
+import math
 import os
 import sys
 import time
@@ -30,15 +32,22 @@ import torch
 from accelerate.utils import is_peft_model
 from peft import PeftConfig
 from torch import nn
-from transformers import PreTrainedModel, TrainerCallback, TrainerState
+from transformers import AutoConfig, PreTrainedModel, TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import rotate_checkpoints
+from transformers.trainer_utils import SaveStrategy, rotate_checkpoints
 from trl import GRPOTrainer, RLOOTrainer
 
 from . import checkpoint, guards, report
 from .config import QeRLArguments, QeRLConfig, QeRLRLOOConfig
 from .linear import NVFP4Linear
-from .lora import check_adapter, default_lora_config, prepare_trainable_norms, register_nvfp4_lora
+from .lora import (
+    check_adapter,
+    check_is_lora,
+    default_lora_config,
+    prepare_trainable_norms,
+    register_nvfp4_lora,
+    warn_of_low_precision,
+)
 from .noise import AQNCallback
 from .quantizer import NVFP4Config, pretrained_kwargs
 
@@ -74,10 +83,11 @@ class QeRLMixin:
         reward_funcs=None,
         args: QeRLArguments | None = None,
         *positional,
-        quantization_config=None,
-        peft_config: PeftConfig | None = None,
         **kwargs,
     ):
+        # by name, wherever the parent keeps them: its later arguments may come by position too
+        signature = inspect.signature(super().__init__)
+        given = signature.bind_partial(model, reward_funcs, args, *positional, **kwargs).arguments
         if args is None:
             name = model if isinstance(model, str) else getattr(model.config, "_name_or_path", "")
             args = self._config_class(f"{name.split('/')[-1]}-{self._name}")
@@ -86,20 +96,15 @@ class QeRLMixin:
                 f"{type(self).__name__} needs args of type {self._config_class.__name__}, got {type(args).__name__}. It takes "
                 f"the same fields: replace {type(args).__name__}(...) by {self._config_class.__name__}(...)."
             )
-        peft_config = _adapter_config(model, args, peft_config)
-        with self._model_init(model, args, quantization_config) as quantization_config, self._own_vllm_generation():
-            super().__init__(
-                model,
-                reward_funcs,
-                args,
-                *positional,
-                quantization_config=quantization_config,
-                peft_config=peft_config,
-                **kwargs,
-            )
+        given["args"], given["peft_config"] = args, _adapter_config(model, args, given.get("peft_config"))
+        loading = self._model_init(model, args, given.pop("quantization_config", None))
+        with loading as quantization_config, self._own_vllm_generation():
+            super().__init__(**given, quantization_config=quantization_config)
         policy = self.accelerator.unwrap_model(self.model)
         if is_peft_model(policy):
             check_adapter(policy)
+        else:
+            warn_of_low_precision(policy)
         self._monitor = guards.SignalMonitor(args.zero_advantage_patience, args.rollout_mismatch_threshold)
         self._seconds = {"rollout": 0.0, "reward": 0.0}
         self.reward_funcs = [
@@ -132,8 +137,12 @@ class QeRLMixin:
             return
         given = args.model_init_kwargs
         init = dict(given or {})
+        hub = {key: init[key] for key in ("revision", "token", "cache_dir", "subfolder") if key in init}
+        hub["trust_remote_code"] = init.get("trust_remote_code", args.trust_remote_code)
         if args.base_format != "full":
             init.setdefault("dtype", "bfloat16")  # TRL's default is float32
+        if init.get("dtype") == "auto":
+            init["dtype"] = AutoConfig.from_pretrained(model, **hub).dtype or "bfloat16"
         quantization_config = quantization_config or init.pop("quantization_config", None)
         if quantization_config is None and args.base_format == "nvfp4":
             quantization_config = NVFP4Config(
@@ -144,9 +153,8 @@ class QeRLMixin:
         elif quantization_config is None and args.base_format == "nf4":
             quantization_config = _nf4_config(init["dtype"])
         if isinstance(quantization_config, NVFP4Config) and "config" not in init:
-            hub = {key: init[key] for key in ("revision", "token", "cache_dir", "subfolder") if key in init}
             # what an NVFP4 checkpoint needs is a model config, what a dense one needs is the quantization config
-            loading = pretrained_kwargs(model, quantization_config, trust_remote_code=args.trust_remote_code, **hub)
+            loading = pretrained_kwargs(model, quantization_config, **hub)
             quantization_config = loading.pop("quantization_config", None)
             init.update(loading)
         args.model_init_kwargs = init
@@ -207,14 +215,14 @@ class QeRLMixin:
         """Log KL(rollout || trainer) in nats a token, by the estimator exp(d) - 1 - d with d = log(trainer / rollout).
 
         With vLLM both log-probabilities are at hand. transformers generation returns none, so with noise in the rollout only
-        they are computed on the first few sequences, clean and noisy.
+        they are computed on the first few sequences, clean and noisy (of text: pictures are not fed again).
         """
         mask = output["completion_mask"].bool()
         if "tool_mask" in output:
             mask &= output["tool_mask"].bool()
         rollout, trainer = output.get("sampling_per_token_logps"), output.get("old_per_token_logps")
         if rollout is None or trainer is None:
-            if self.aqn is None or self.aqn.scope != "rollout" or self.aqn.sigma == 0:
+            if self.aqn is None or self.aqn.scope != "rollout" or self.aqn.sigma == 0 or "pixel_values" in output:
                 return
             n = min(_MISMATCH_SAMPLE, len(mask))
             mask = mask[:n]
@@ -230,7 +238,10 @@ class QeRLMixin:
         ratio = output.get("importance_sampling_ratio")
         if ratio is not None:
             mode = self.args.vllm_importance_sampling_mode
-            cut = ratio >= self.args.vllm_importance_sampling_clip_max if mode.endswith("truncate") else ratio == 0
+            low, high = self.args.vllm_importance_sampling_clip_min, self.args.vllm_importance_sampling_clip_max
+            cut = ratio == 0  # how the mask modes mark it
+            if mode.endswith("truncate"):
+                cut = (ratio <= (-math.inf if low is None else low)) | (ratio >= (math.inf if high is None else high))
             cut = cut[mask] if cut.shape == mask.shape else cut.flatten()
             fraction = cut.float().mean() if cut.numel() else cut.new_zeros((), dtype=torch.float32)
             self._metrics["train"]["rollout/truncated_fraction"].append(self.accelerator.gather(fraction).mean().item())
@@ -239,7 +250,10 @@ class QeRLMixin:
         """Log-probabilities (n, T) of the first n completions under the model as it is now."""
         ids = torch.cat([output["prompt_ids"][:n], output["completion_ids"][:n]], dim=1)
         mask = torch.cat([output["prompt_mask"][:n], output["completion_mask"][:n]], dim=1)
-        return self._get_per_token_logps_and_entropies(self.model, ids, mask, output["completion_ids"].size(1))[0]
+        length = output["completion_ids"].size(1)
+        # as many at a time as TRL takes: logits of long completions over a large vocabulary are gigabytes a sequence
+        batch_size = self.args.per_device_train_batch_size
+        return self._get_per_token_logps_and_entropies(self.model, ids, mask, length, batch_size=batch_size)[0]
 
     # -------------------------------------------------------------------------------------------------------- update
 
@@ -279,6 +293,7 @@ class QeRLMixin:
                 )
         elif resume_from_checkpoint:
             checkpoint.verify(resume_from_checkpoint)
+        self._epochs_done = 0
         if resume_from_checkpoint:
             for difference in checkpoint.run_differences(resume_from_checkpoint, self._run_settings()):
                 logger.warning("Resuming %s with other settings: %s", resume_from_checkpoint, difference)
@@ -292,7 +307,8 @@ class QeRLMixin:
 
     def _get_train_sampler(self, dataset=None):
         sampler = super()._get_train_sampler(dataset)
-        for _ in range(self._epochs_done):  # each epoch's order is drawn from one generator, when its first index is asked for
+        # each epoch's order is drawn from one generator, when its first index is asked for
+        for _ in range(self._epochs_done):
             next(iter(sampler))
         return sampler
 
@@ -324,8 +340,10 @@ class QeRLMixin:
         policy = self.accelerator.unwrap_model(self.model)
         settings["model"] = getattr(policy.config, "_name_or_path", "")
         if is_peft_model(policy):
-            lora = policy.peft_config["default"]
-            settings["lora"] = {"r": lora.r, "alpha": lora.lora_alpha, "targets": sorted(lora.target_modules)}
+            lora = policy.peft_config[policy.active_adapter]
+            targets = lora.target_modules  # a string is a regular expression
+            targets = targets if isinstance(targets, str) else sorted(targets)
+            settings["lora"] = {"r": lora.r, "alpha": lora.lora_alpha, "targets": targets}
         settings["versions"] = report.versions()
         return settings
 
@@ -335,20 +353,28 @@ class _SaveBetweenRollouts(TrainerCallback):
 
     Completions in use are not part of a checkpoint, so a run resumed in the middle of them would draw others: only between
     rollouts does it continue the same trajectory. Matters with `num_iterations > 1` or `steps_per_generation` above the
-    gradient accumulation.
+    gradient accumulation. Where evaluations decide about checkpoints (`save_strategy="best"`, `load_best_model_at_end`), they
+    move along: the weights that were evaluated are the weights that are saved.
     """
 
     def __init__(self, trainer: "QeRLMixin"):
         self._trainer = trainer
-        self._pending = False
+        self._pending: set[str] = set()
 
     def on_step_end(self, args, state, control, **kwargs):
         rollout_every = args.steps_per_generation * getattr(args, "num_iterations", 1)
-        between = self._trainer._step % rollout_every == 0
-        if control.should_save and not between and state.global_step < state.max_steps:
-            control.should_save, self._pending = False, True
-        elif self._pending and between:
-            control.should_save, self._pending = True, False
+        moved = ["should_save"]
+        if args.save_strategy == SaveStrategy.BEST or args.load_best_model_at_end:
+            moved.append("should_evaluate")
+        if self._trainer._step % rollout_every == 0 or state.global_step >= state.max_steps:
+            for name in self._pending:
+                setattr(control, name, True)
+            self._pending.clear()
+            return control
+        for name in moved:
+            if getattr(control, name):
+                setattr(control, name, False)
+                self._pending.add(name)
         return control
 
 
@@ -367,6 +393,7 @@ def _adapter_config(model, args: QeRLArguments, peft_config: PeftConfig | None) 
     if peft_config is None:
         peft_config = default_lora_config()
         logger.info("No peft_config: training LoRA with r=%d on all linear layers.", peft_config.r)
+    check_is_lora(peft_config)
     return register_nvfp4_lora(peft_config) if args.base_format == "nvfp4" else peft_config
 
 
