@@ -27,8 +27,9 @@ demo: $(VENV)/.base
 	$(BIN)/accelerate launch --cpu --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
 		examples/grpo_gsm8k.py --config examples/configs/embedded.yaml
 
+# two processes of one thread each; a file stays in one process, because engines and checkpoints are shared inside it
 test: $(VENV)/.test
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
