@@ -220,7 +220,7 @@ def stream_bandwidth(l2: int) -> list[dict]:
     for name, N, K in (("7B gate_up", 37888, 3584), ("32B gate_up", 55296, 5120), ("7B o", 3584, 3584)):
         found.append(matrix_streams(name, N, K, l2))
         torch.cuda.empty_cache()
-    return found + [norm_stream(64), norm_stream(8192)]
+    return [*found, norm_stream(64), norm_stream(8192)]
 
 
 def sums(rows: list[dict]) -> list[dict]:

@@ -122,12 +122,12 @@ def gather_partials(acc, off, tile, seg0, seg1, u0, steps, U, ws_ptr, cnt_ptr, S
 
 
 @gluon.jit
-def load_lora_down(xa_ptr, row, ms, r_R, mp, ks_n, RS, RANK: gl.constexpr):
+def load_lora_down(xa_ptr, row, ms, r_R, mp, RS, KS: gl.constexpr, RANK: gl.constexpr):
     """Sum of the K slices of x A^T: [r, m] float32, rows row + r of the stacked A's."""
     xa = gl.load(
         xa_ptr + ((row + r_R)[:, None] * mp + ms[None, :]), mask=(r_R < RANK)[:, None] & (ms < mp)[None, :], other=0.0
     )
-    for ks in range(1, ks_n):
+    for ks in gl.static_range(1, KS):
         xa += gl.load(
             xa_ptr + ((ks * RS + row + r_R)[:, None] * mp + ms[None, :]),
             mask=(r_R < RANK)[:, None] & (ms < mp)[None, :],
@@ -222,10 +222,10 @@ def skinny_lora(
     b_ptr,
     row0,
     mp,
-    ks_n,
     RS,
     e1,
     e2,
+    KS: gl.constexpr,
     RANK: gl.constexpr,
     ROWS: gl.constexpr,
     BM: gl.constexpr,
@@ -244,12 +244,12 @@ def skinny_lora(
     acc = gl.zeros([ROWS, BM], gl.float32, MMA)
     for r0 in gl.static_range(0, RANK, 32):
         b = gl.load(b_ptr + (n_a[:, None] * RANK + (r0 + r_a)[None, :]), mask=(r0 + r_a < RANK)[None, :], other=0.0)
-        xa = load_lora_down(xa_ptr, row, m_b, r0 + r_b, mp, ks_n, RS, RANK)
+        xa = load_lora_down(xa_ptr, row, m_b, r0 + r_b, mp, RS, KS, RANK)
         acc = mma_v2(b, xa.to(gl.bfloat16), acc)
     return acc
 
 
-@gluon.jit(do_not_specialize=["M", "U", "steps", "sgs", "RS", "mp", "ks_n", "e1", "e2"])
+@gluon.jit(do_not_specialize=["M", "U", "steps", "sgs", "RS", "mp", "e1", "e2"])
 def skinny_kernel(
     x_ptr,
     w_ptr,
@@ -267,7 +267,6 @@ def skinny_kernel(
     sgs,
     RS,
     mp,
-    ks_n,
     e1,
     e2,
     steps,
@@ -280,12 +279,14 @@ def skinny_kernel(
     R: gl.constexpr,
     BIAS: gl.constexpr,
     RANK: gl.constexpr,
+    KS: gl.constexpr,
+    LATE: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """y[m, n] for M <= BM; N a multiple of 16 R WN, K of 128 WK.  w_ptr int32 (N, K/8), s_ptr int16 (N, K/32); steps = K / (128 WK).
 
     The row strides are compile-time constants, so that the rows of a thread are immediate offsets of one address.
-    With RANK and PDL, prepare_kernel(LATE) ran before: x is ready at the start, x A^T only after gdc_wait.
+    LATE: prepare_kernel(LATE) ran before, x is ready at the start and x A^T only after gdc_wait.
     """
     NW: gl.constexpr = WK * WN
     ROWS: gl.constexpr = 16 * R * WN
@@ -330,7 +331,7 @@ def skinny_kernel(
         gdc_launch_dependents()
     q = gl.load((w_lane + wo) + w_reg, eviction_policy="evict_first")
     s = gl.load((s_lane + so) + s_reg)
-    if PDL and RANK == 0:
+    if PDL and not LATE:
         gdc_wait()
     while seg0 < u1:
         seg1 = gl.minimum((tile + 1) * steps, u1)
@@ -362,7 +363,7 @@ def skinny_kernel(
             q = q_next
             s = s_next
         y = gl.sum(gl.convert_layout(acc, OL), 0)
-        if PDL and RANK > 0:
+        if PDL and LATE:
             gdc_wait()
         z = opaque_zero()
         off = (n_y + z)[:, None] * BM + m_y[None, :]
@@ -372,7 +373,7 @@ def skinny_kernel(
             y = scale_and_bias(y, rows, gs_ptr, sgs, bias_ptr, BIAS)
             if RANK > 0:
                 y += gl.convert_layout(
-                    skinny_lora(xa_ptr, b_ptr, tile * ROWS + z, mp, ks_n, RS, e1, e2, RANK, ROWS, BM, NW), YL
+                    skinny_lora(xa_ptr, b_ptr, tile * ROWS + z, mp, RS, e1, e2, KS, RANK, ROWS, BM, NW), YL
                 )
             gl.store(y_ptr + (m_y[None, :] * sym + rows[:, None]), y.to(gl.bfloat16), mask=(m_y < M)[None, :])
         seg0 = seg1
@@ -438,7 +439,7 @@ def refill(st, u, u1, steps, mt, x_d, w_d, s_d, w_sh, s_sh, x_sh, full, BN: gl.c
 
 @gluon.jit
 def wgmma_lora(
-    acc, xa_sh, xa_ptr, b_ptr, row0, m0, N, mp, ks_n, RS, e1, e2, RANK: gl.constexpr, BN: gl.constexpr, BM: gl.constexpr
+    acc, xa_sh, xa_ptr, b_ptr, row0, m0, N, mp, RS, e1, e2, KS, RANK: gl.constexpr, BN: gl.constexpr, BM: gl.constexpr
 ):
     """acc + B[rows] (x A^T)^T, 32 ranks at a time."""
     NW: gl.constexpr = gl.num_warps()
@@ -453,7 +454,7 @@ def wgmma_lora(
     row = ((row0 >= e1).to(gl.int32) + (row0 >= e2).to(gl.int32)) * RANK
     for r0 in gl.static_range(0, RANK, 32):
         b = gl.load(b_ptr + (n_a[:, None] * RANK + (r0 + r_a)[None, :]), mask=(r0 + r_a < RANK)[None, :], other=0.0)
-        xa = load_lora_down(xa_ptr, row, m_t, r0 + r_t, mp, ks_n, RS, RANK)
+        xa = load_lora_down(xa_ptr, row, m_t, r0 + r_t, mp, RS, KS, RANK)
         xa_sh.store(xa.to(gl.bfloat16))
         fence_async_shared()
         gl.thread_barrier()
@@ -463,7 +464,7 @@ def wgmma_lora(
     return acc
 
 
-@gluon.jit(do_not_specialize=["M", "U", "steps", "sgs", "mt", "RS", "mp", "ks_n", "e1", "e2"])
+@gluon.jit(do_not_specialize=["M", "U", "steps", "sgs", "mt", "RS", "mp", "e1", "e2"])
 def wgmma_kernel(
     x_d,
     w_d,
@@ -481,7 +482,6 @@ def wgmma_kernel(
     sgs,
     RS,
     mp,
-    ks_n,
     e1,
     e2,
     steps,
@@ -493,6 +493,7 @@ def wgmma_kernel(
     S: gl.constexpr,
     BIAS: gl.constexpr,
     RANK: gl.constexpr,
+    KS: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """y[m, n]; K a multiple of 256, steps = K / 256, mt = ceil(M / BM), units U = ceil(N / BN) * mt * steps.
@@ -571,7 +572,7 @@ def wgmma_kernel(
             rows = pn * BN + n_y + z
             acc = scale_and_bias(acc, gl.minimum(rows, N - 1), gs_ptr, sgs, bias_ptr, BIAS)
             if RANK > 0:
-                acc = wgmma_lora(acc, xa_sh, xa_ptr, b_ptr, pn * BN + z, m0, N, mp, ks_n, RS, e1, e2, RANK, BN, BM)
+                acc = wgmma_lora(acc, xa_sh, xa_ptr, b_ptr, pn * BN + z, m0, N, mp, RS, e1, e2, KS, RANK, BN, BM)
             ms = m0 + m_y
             gl.store(
                 y_ptr + (ms[None, :] * sym + rows[:, None]),

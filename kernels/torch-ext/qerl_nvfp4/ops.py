@@ -139,21 +139,26 @@ def lora_plan(x, lora_a, lora_b, splits, tile_rows: int) -> Lora | None:
     ):
         return None
     edges = (edges + [2**31 - 1] * 2)[:2]
-    slice_k = 1024 if K <= 8192 else 2048
+    slice_k = lora_slice(K)
     padded = math.ceil(M / 16) * 16
     slices = math.ceil(K / slice_k)
     xa = scratch(x.device, "lora", slices * rows * padded, torch.float32)
     return Lora(xa, lora_b, rank, rows, padded, slices, edges)
 
 
+def lora_slice(K: int) -> int:
+    """Columns of a slice of x A^T: at most eight slices, which the last step of the matrix product adds up."""
+    return max(256, math.ceil(K / 8 / 128) * 128)
+
+
 def prepare(x, lora_a, lora: Lora | None, permuted: torch.Tensor | None, late: bool, pdl: bool) -> None:
     """x A^T (in K slices) and the k-permuted copy of x, one launch."""
     M, K = x.shape
     BM = 16 if M <= 16 else 32 if M <= 32 else 64
-    n_lora = rows = kslice = 0
+    n_lora = rows = 0
     if lora is not None:
-        rows, kslice = lora.rows, 1024 if K <= 8192 else 2048
-        n_lora = math.ceil(rows / 32) * math.ceil(M / BM) * lora.slices
+        rows = lora.rows
+        n_lora = math.ceil(rows / 16) * math.ceil(M / BM) * lora.slices
     n_permute = 0 if permuted is None else math.ceil(M / 4) * (K // 128)
     portable.prepare_kernel[(n_lora + n_permute,)](
         x,
@@ -166,11 +171,12 @@ def prepare(x, lora_a, lora: Lora | None, permuted: torch.Tensor | None, late: b
         x.stride(0),
         K,
         0 if lora is None else lora.padded,
-        kslice,
         n_lora,
+        KSLICE=lora_slice(K),
         BM=BM,
-        BR=32,
+        BR=16,
         BK=128,
+        EVEN_K=K % 128 == 0,
         LATE=late,
         PDL=pdl,
         INTERP=portable.INTERPRET,
@@ -197,9 +203,9 @@ def launch(
         out += reference.lora(x, lora_a, lora_b, splits)
 
 
-def _lora_args(lora: Lora | None):
-    """(rows, padded tokens, K slices, shard edges), rank"""
-    return (0, 0, 0, 0, 0) if lora is None else (lora.rows, lora.padded, lora.slices, *lora.edges)
+def _lora_args(lora: Lora | None) -> tuple[int, int, int, int]:
+    """Rows of the stacked A's, padded tokens, two shard edges."""
+    return (0, 0, 0, 0) if lora is None else (lora.rows, lora.padded, *lora.edges)
 
 
 def launch_skinny(config, x, packed, block_scale, global_scale, bias, lora_a, lora: Lora | None, out, pdl) -> None:
@@ -211,8 +217,9 @@ def launch_skinny(config, x, packed, block_scale, global_scale, bias, lora_a, lo
     steps = K // (128 * WK)
     units = N // rows * steps
     grid = min(config["grid"], units)
+    late = lora is not None and config.get("late", True)
     if lora is not None:
-        prepare(x, lora_a, lora, None, True, pdl)
+        prepare(x, lora_a, lora, None, late, pdl)
     gs, sgs = _scale_args(global_scale)
     words, scales = packed.view(torch.int32), _bytes(block_scale).view(torch.int16)
     partial = scratch(x.device, "partial", 2 * grid * rows * BM, torch.float32)
@@ -242,6 +249,8 @@ def launch_skinny(config, x, packed, block_scale, global_scale, bias, lora_a, lo
         R=R,
         BIAS=bias is not None,
         RANK=0 if lora is None else lora.rank,
+        KS=0 if lora is None else lora.slices,
+        LATE=late,
         PDL=pdl,
         num_warps=WK * WN,
         **({"launch_pdl": True} if pdl else {}),
@@ -288,6 +297,7 @@ def launch_wgmma(config, x, packed, block_scale, global_scale, bias, lora_a, lor
         S=S,
         BIAS=bias is not None,
         RANK=0 if lora is None else lora.rank,
+        KS=0 if lora is None else lora.slices,
         PDL=pdl,
         num_warps=NW,
         **({"launch_pdl": True} if pdl else {}),
@@ -308,7 +318,7 @@ def launch_portable(
     words, scales = packed.view(torch.int32), _bytes(block_scale)
     partial = scratch(x.device, "partial", tiles * SK * BN * BM if SK > 1 else 1, torch.float32)
     rank = 0 if lora is None else lora.rank
-    rows, padded, slices, e1, e2 = _lora_args(lora)
+    rows, padded, e1, e2 = _lora_args(lora)
     portable.gemm_kernel[(tiles, SK)](
         x,
         words,
@@ -330,7 +340,7 @@ def launch_portable(
         sgs,
         rows,
         padded,
-        slices,
+        0 if lora is None else lora.slices,
         e1,
         e2,
         per_split,

@@ -190,13 +190,17 @@ def lora_down_block(
     RS,
     sxm,
     mp,
-    kslice,
+    KSLICE: tl.constexpr,
     BM: tl.constexpr,
     BR: tl.constexpr,
     BK: tl.constexpr,
+    EVEN_K: tl.constexpr,
     INTERP: tl.constexpr,
 ):
-    """xa[ks, row, m] = sum over slice ks of a[row, k] * x[m, k], float32; a (RS, K), x (M, K)."""
+    """xa[ks, row, m] = sum over slice ks of a[row, k] * x[m, k], float32; a (RS, K), x (M, K).
+
+    The slice length is a compile-time constant: only then are 16-byte loads provably aligned.
+    """
     nr = tl.cdiv(RS, BR)
     nm = tl.cdiv(M, BM)
     pr = pid % nr
@@ -204,20 +208,24 @@ def lora_down_block(
     ks = pid // (nr * nm)
     r_R = pr * BR + tl.arange(0, BR)
     m_M = pm * BM + tl.arange(0, BM)
-    k_K = tl.arange(0, BK)
+    k_K = ks * KSLICE + tl.arange(0, BK)
+    ap = a_ptr + tl.minimum(r_R, RS - 1)[:, None].to(tl.int64) * K + k_K[None, :]
+    xp = x_ptr + tl.minimum(m_M, M - 1)[:, None].to(tl.int64) * sxm + k_K[None, :]
     acc = tl.zeros((BR, BM), tl.float32)
-    for k0 in tl.range(ks * kslice, tl.minimum((ks + 1) * kslice, K), BK):
-        k = k0 + k_K
-        a = tl.load(
-            a_ptr + r_R[:, None].to(tl.int64) * K + k[None, :], mask=(r_R[:, None] < RS) & (k[None, :] < K), other=0.0
-        )
-        x = tl.load(
-            x_ptr + m_M[:, None].to(tl.int64) * sxm + k[None, :], mask=(m_M[:, None] < M) & (k[None, :] < K), other=0.0
-        )
+    steps = tl.cdiv(tl.minimum(KSLICE, K - ks * KSLICE), BK)
+    for i in tl.range(0, steps):
+        if EVEN_K:
+            a = tl.load(ap)
+            x = tl.load(xp)
+        else:
+            a = tl.load(ap, mask=k_K[None, :] + i * BK < K, other=0.0)
+            x = tl.load(xp, mask=k_K[None, :] + i * BK < K, other=0.0)
+        ap += BK
+        xp += BK
         if INTERP:
             acc += tl.dot(widen(a, INTERP), tl.trans(widen(x, INTERP)))
         else:
-            acc = tl.dot(a.to(x.dtype), tl.trans(x), acc)
+            acc = tl.dot(a, tl.trans(x), acc)
     out = xa_ptr + (ks * RS + r_R[:, None]) * mp + m_M[None, :]
     tl.store(out, acc, mask=(r_R[:, None] < RS) & (m_M[None, :] < mp))
 
@@ -234,7 +242,7 @@ def permute_block(x_ptr, o_ptr, pid, M, K, sxm, som, BM: tl.constexpr, NC: tl.co
     tl.store(o_ptr + m_M[:, None].to(tl.int64) * som + k_K[None, :], x, mask=mask)
 
 
-@triton.jit(do_not_specialize=["M", "kslice", "n_lora", "mp"])
+@triton.jit(do_not_specialize=["M", "n_lora", "mp"])
 def prepare_kernel(
     x_ptr,
     a_ptr,
@@ -246,11 +254,12 @@ def prepare_kernel(
     sxm,
     som,
     mp,
-    kslice,
     n_lora,
+    KSLICE: tl.constexpr,
     BM: tl.constexpr,
     BR: tl.constexpr,
     BK: tl.constexpr,
+    EVEN_K: tl.constexpr,
     LATE: tl.constexpr,
     PDL: tl.constexpr,
     INTERP: tl.constexpr,
@@ -265,7 +274,7 @@ def prepare_kernel(
             gdc_wait()
     pid = tl.program_id(0)
     if pid < n_lora:
-        lora_down_block(x_ptr, a_ptr, xa_ptr, pid, M, K, RS, sxm, mp, kslice, BM, BR, BK, INTERP)
+        lora_down_block(x_ptr, a_ptr, xa_ptr, pid, M, K, RS, sxm, mp, KSLICE, BM, BR, BK, EVEN_K, INTERP)
     else:
         permute_block(x_ptr, o_ptr, pid - n_lora, M, K, sxm, som, 4, 1)
 

@@ -82,7 +82,10 @@ def wgmma_candidates(N: int, K: int, bucket: int, sms: int):
         yield from (config | {"grid": g} for g in sorted(grids))
 
 
-def candidates(N: int, K: int, bucket: int, sms: int) -> list[dict]:
+def candidates(
+    N: int, K: int, bucket: int, sms: int, kernels: tuple[str, ...] = ("skinny", "wgmma", "dense")
+) -> list[dict]:
+    """Everything worth timing for `bucket` tokens (0: many)."""
     found = []
     if bucket and bucket <= 16:
         found += skinny_candidates(N, K, bucket, sms)
@@ -90,7 +93,7 @@ def candidates(N: int, K: int, bucket: int, sms: int) -> list[dict]:
         found += wgmma_candidates(N, K, bucket, sms)
     if bucket == 0 or bucket >= 128:
         found += [{"kernel": "dense", "pieces": p} for p in (1, 2, 4, 8) if N // p >= 2048]
-    return found
+    return [c for c in found if c["kernel"] in kernels]
 
 
 def run(config, x, weight, gs, out, bias=None, a=None, b=None, splits=None) -> None:
@@ -135,7 +138,9 @@ def precompile(jobs: list, processes: int) -> dict[str, str]:
     return failed
 
 
-def tune_shape(N: int, K: int, buckets: list[int], sms: int, l2: int, deadline: float, large: int = 2048) -> list[dict]:
+def tune_shape(
+    N: int, K: int, buckets: list[int], sms: int, l2: int, deadline: float, kernels: tuple[str, ...], large: int = 2048
+) -> list[dict]:
     """Entries for one matrix; bucket 0 (every larger M) is tuned at `large` tokens."""
     nbytes = N * K * 9 // 16
     copies = copies_needed(nbytes, l2)
@@ -150,7 +155,7 @@ def tune_shape(N: int, K: int, buckets: list[int], sms: int, l2: int, deadline: 
         out = torch.empty(M, N, device="cuda", dtype=torch.bfloat16)
         expected = x.float() @ dense.T
         timed = []
-        for config in candidates(N, K, bucket, sms):
+        for config in candidates(N, K, bucket, sms, kernels):
             if time.time() > deadline:
                 break
             try:
@@ -201,6 +206,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--shapes", default="", help="comma-separated NxK; default: Qwen2.5 3B, 7B, 14B, 32B")
     parser.add_argument("--models", default="7B,32B,14B,3B")
     parser.add_argument("--buckets", default="8,16,32,64,128,256,512,0", help="numbers of tokens; 0: every larger one")
+    parser.add_argument("--kernels", default="skinny,wgmma,dense", help="families to try")
     parser.add_argument("--seconds", type=float, default=600, help="stop cleanly after this long")
     parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 2) - 2))
     parser.add_argument("--output", default="", help="default: the package's own table for this device")
@@ -216,15 +222,18 @@ def main(arguments: list[str] | None = None) -> None:
         shapes = [nk for model in args.models.split(",") for nk in layer_shapes(model).values()]
     shapes = list(dict.fromkeys(shapes))
     buckets = [int(b) for b in args.buckets.split(",")]
+    kernels = tuple(args.kernels.split(","))
     deadline = time.time() + args.seconds
     sms = properties.multi_processor_count
-    precompile([(c, N, K, 0) for N, K in shapes for b in buckets for c in candidates(N, K, b, sms)], args.processes)
+    precompile(
+        [(c, N, K, 0) for N, K in shapes for b in buckets for c in candidates(N, K, b, sms, kernels)], args.processes
+    )
     path = Path(args.output) if args.output else select.table_path(properties.name)
     for N, K in shapes:
         if time.time() > deadline:
             print(f"# time is up before {N}x{K}")
             break
-        write(path, properties.name, tune_shape(N, K, buckets, sms, properties.L2_cache_size, deadline))
+        write(path, properties.name, tune_shape(N, K, buckets, sms, properties.L2_cache_size, deadline, kernels))
         torch.cuda.empty_cache()
     print(f"# wrote {path}")
 

@@ -1,0 +1,72 @@
+"""Render the markdown tables of a result of compare.py.   python table.py results/h200.json [> table.md]"""
+
+import json
+import sys
+from pathlib import Path
+
+
+def cell(value, pattern: str = "{:.1f}") -> str:
+    return "" if value is None else pattern.format(value)
+
+
+def layer_table(result: dict) -> list[str]:
+    """Microseconds of the four matrices of one decoder layer, and ratios to cuBLAS bf16."""
+    lines = [
+        "| model | tokens | floor us | bf16 us | Marlin us | ours us | ours + LoRA us | Marlin / bf16 | **ours / bf16** | LoRA |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for s in result["sums"]:
+        overhead = s.get("lora_overhead")
+        lines.append(
+            f"| {s['model']} | {s['M']} | {cell(s.get('floor_us'))} | {cell(s.get('bf16_us'))} | {cell(s.get('marlin_us'))} "
+            f"| {cell(s.get('ours_us'))} | {cell(s.get('ours_lora_us'))} | {cell(s.get('marlin_ratio'), '{:.2f}x')} "
+            f"| **{cell(s.get('ratio'), '{:.2f}x')}** | {cell(None if overhead is None else 100 * overhead, '{:+.0f} %')} |"
+        )
+    return lines
+
+
+def stream_table(result: dict) -> list[str]:
+    rows = [r for r in result.get("streams", []) if "copy_TBps" in r]
+    if not rows:
+        return []
+    lines = [
+        "",
+        "| matrix | copy TB/s | dequantize | quantize rtn | four_over_six | neighbor_sweep |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for r in rows:
+        keys = (
+            "copy_TBps",
+            "dequantize_TBps",
+            "quantize_rtn_TBps",
+            "quantize_four_over_six_TBps",
+            "quantize_neighbor_sweep_TBps",
+        )
+        lines.append(f"| {r['matrix']} | " + " | ".join(cell(r.get(k), "{:.2f}") for k in keys) + " |")
+    return lines
+
+
+def humming_table(result: dict) -> list[str]:
+    humming = result.get("humming_7B_gate_up_us")
+    if not humming:
+        return []
+    ours = {r["M"]: r for r in result["rows"] if r["shape"] == "7B.gate_up"}
+    lines = ["", "| 7B gate_up, tokens | humming-kernels us | ours us | bf16 us |", "|---:|---:|---:|---:|"]
+    for M, us in humming.items():
+        row = ours.get(int(M), {})
+        lines.append(f"| {M} | {cell(us)} | {cell(row.get('ours_us'))} | {cell(row.get('bf16_us'))} |")
+    return lines
+
+
+def main() -> None:
+    result = json.loads(Path(sys.argv[1]).read_text())
+    print(
+        f"{result['device']}, torch {result['torch']}, triton {result['triton']}, commit {result['commit'][:10]}, "
+        f"`{result['command']}`; sums over qkv + o + gate_up + down of one decoder layer, CUDA graph replays over rotating weights, "
+        f"rank-{result['lora_rank']} adapter.\n"
+    )
+    print("\n".join(layer_table(result) + stream_table(result) + humming_table(result)))
+
+
+if __name__ == "__main__":
+    main()
