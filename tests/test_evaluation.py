@@ -11,7 +11,7 @@ import pytest
 import torch
 from datasets import Dataset
 from test_export import make_policy
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from qerl_trl import evaluation
 from qerl_trl.evaluation import (
@@ -153,6 +153,19 @@ def test_greedy_answers_do_not_depend_on_the_batch(tiny_model_dir, tiny_tokenize
     many = solve(model, tiny_tokenizer, problems, 8, batch_size=4, progress=False)
     assert one == many
     assert len(set(one)) > 1
+
+
+def test_the_models_own_generation_config_changes_no_greedy_answer(tiny_model_dir, tiny_tokenizer):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir("qwen2"))
+    problems = Dataset.from_dict({"prompt": [[{"role": "user", "content": text}] for text in ("2+2?", "one two")]})
+    plain = solve(model, tiny_tokenizer, problems, max_new_tokens=24, progress=False)
+    model.generation_config.repetition_penalty = 1.8  # Qwen2.5-Instruct ships 1.05 to 1.1
+    model.generation_config.no_repeat_ngram_size = 1
+    assert solve(model, tiny_tokenizer, problems, max_new_tokens=24, progress=False) == plain
+    settings = GenerationConfig(do_sample=False, max_new_tokens=24)
+    before = settings.to_dict()
+    solve(model, tiny_tokenizer, problems, 24, generation_config=settings, progress=False)
+    assert settings.to_dict() == before
 
 
 def test_sampling_is_seeded_and_greedy_at_temperature_zero(tiny_model_dir, tiny_tokenizer, problems):

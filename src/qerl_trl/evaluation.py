@@ -7,6 +7,7 @@ the *whole* stated answer (the last `#### ...` or `\\boxed{...}`) equal to the r
 The same checkpoints in other people's harnesses: [`harness_commands`].
 """
 
+import copy
 import json
 import math
 import shlex
@@ -26,6 +27,9 @@ from . import report
 from .rewards import is_correct
 
 _Z95 = 1.959963984540054
+#: `generate` fills what is left open from the model's generation_config.json (Qwen2.5-Instruct: a repetition penalty), and that would
+#: not be the policy that was trained
+_NEUTRAL = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "typical_p": 1.0}
 #: column names of problems and reference answers, in the order they are looked for
 _QUESTIONS = ("question", "problem")
 _ANSWERS = ("answer", "solution")
@@ -283,14 +287,18 @@ def solve(
 ) -> list[str]:
     """Completions for the conversational `prompt` column of `dataset`, in its order.
 
-    Greedy unless a `generation_config` says otherwise. The model is put into evaluation mode, where no noise acts, and back.
+    Greedy unless a `generation_config` says otherwise; penalties in the model's own generation_config.json do not act. The model is put into evaluation mode, where no noise acts, and back.
 
     Args:
         max_new_tokens: length limit of a completion, in tokens.
         batch_size: prompts generated for at a time; sorted by length inside so that padding stays small.
     """
-    if generation_config is None:
-        generation_config = GenerationConfig(do_sample=False, max_new_tokens=max_new_tokens)
+    generation_config = copy.deepcopy(generation_config) or GenerationConfig(
+        do_sample=False, max_new_tokens=max_new_tokens
+    )
+    for name, neutral in _NEUTRAL.items():
+        if getattr(generation_config, name) is None:
+            setattr(generation_config, name, neutral)
     generation_config.pad_token_id = tokenizer.pad_token_id
     generation_config.eos_token_id = generation_config.eos_token_id or (
         model.generation_config.eos_token_id or tokenizer.eos_token_id
