@@ -49,6 +49,23 @@ def test_entropy_target_needs_a_target():
         make(aqn_schedule="entropy_target")
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"aqn_num_stages": 1}, ["aqn_num_stages=1", "2"]),
+        ({"aqn_sigma_end": 0.0}, ["aqn_sigma_end=0", "exponential"]),
+        ({"aqn_entropy_target": 0.5}, ["aqn_entropy_target=0.5", "'exponential'"]),
+        ({"aqn_schedule": "entropy_target", "aqn_entropy_target": -1.0}, ["aqn_entropy_target=-1.0"]),
+    ],
+    ids=["one-stage", "decay-to-zero", "target-without-use", "negative-target"],
+)
+def test_a_schedule_that_cannot_be_is_refused_before_any_model_is_loaded(options, words):
+    with pytest.raises(ValueError) as info:
+        make(**options)
+    assert all(word in str(info.value) for word in words)
+    make(**options, aqn=False)  # an arm without noise, from the same file
+
+
 def test_continuous_batching_is_refused():
     with pytest.raises(ValueError, match="use_vllm=True"):
         make(use_transformers_continuous_batching=True)

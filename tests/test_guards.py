@@ -43,10 +43,12 @@ def test_good_rewards_pass_as_floats(rewards):
         ([0.0, 1.0], ValueError, ["my_reward", "2 rewards for 3"]),
         ([0.0, "good", 1.0], TypeError, ["my_reward", "'good'", "completion 1"]),
         ([0.0, [1.0], 1.0], TypeError, ["my_reward", "list", "completion 1"]),
+        (torch.ones(3, 2), TypeError, ["my_reward", "Tensor", "completion 0"]),
+        (np.ones((3, 2)), TypeError, ["my_reward", "ndarray", "completion 0"]),
         (0.5, TypeError, ["my_reward", "0.5", "list"]),
         (None, TypeError, ["my_reward", "None"]),
     ],
-    ids=["inf", "minus-inf", "short", "string", "nested", "scalar", "none"],
+    ids=["inf", "minus-inf", "short", "string", "nested", "two-columns", "two-columns-numpy", "scalar", "none"],
 )
 def test_bad_rewards_are_named_by_function_index_and_value(rewards, error, words):
     with pytest.raises(error) as info:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from trl import GRPOConfig, RLOOConfig
 
-from .noise import SCHEDULES, SCOPES
+from .noise import SCHEDULES, SCOPES, make_schedule
 from .nvfp4 import SCALE_RULES
 
 BASE_FORMATS = ("nvfp4", "bf16", "nf4", "full")
@@ -116,7 +116,8 @@ class QeRLArguments:
         default=None, metadata={"help": "End the run when one rollout in vLLM takes longer than this, in seconds."}
     )
     vllm_gpu_memory_utilization: float | None = field(
-        default=None, metadata={"help": "Share of the GPU for vLLM; left out, the KV cache is planned from what is free."}
+        default=None,
+        metadata={"help": "Share of the GPU for vLLM; left out, the KV cache is planned from what is free."},
     )
     vllm_engine_kwargs: dict | str | None = field(
         default=None, metadata={"help": "Further arguments of vllm.LLM in colocate mode, as a dict (JSON on the CLI)."}
@@ -140,6 +141,17 @@ class QeRLArguments:
                 "aqn_schedule='entropy_target' needs a target. Set aqn_entropy_target, in nats a token; the `entropy` "
                 "that a short run without noise logs is a good first value."
             )
+        if self.aqn:
+            try:  # combinations that no schedule can follow: now, not after the model was loaded
+                make_schedule(
+                    self.aqn_schedule,
+                    self.aqn_sigma_start,
+                    self.aqn_sigma_end,
+                    self.aqn_num_stages,
+                    self.aqn_entropy_target,
+                )
+            except ValueError as error:
+                raise ValueError(f"aqn_schedule={self.aqn_schedule!r}, aqn_{error}") from error
         if self.zero_advantage_patience < 1:
             raise ValueError(f"zero_advantage_patience={self.zero_advantage_patience} must be at least 1.")
         if self.use_transformers_continuous_batching:

@@ -54,8 +54,8 @@ def check_rewards(rewards, name: str, completions: list) -> list[float | None]:
         )
     checked = []
     for index, reward in enumerate(rewards):
-        if isinstance(reward, torch.Tensor) or (hasattr(reward, "item") and not isinstance(reward, numbers.Number)):
-            reward = reward.item()
+        if not isinstance(reward, numbers.Number) and math.prod(getattr(reward, "shape", (0,))) == 1:
+            reward = reward.item()  # one number as a tensor or array
         if reward is not None and not isinstance(reward, numbers.Real):
             raise TypeError(
                 f"Reward function {name!r} returned {reward!r} ({type(reward).__name__}) for completion {index}: "

@@ -146,7 +146,7 @@ class AQNCallback(TrainerCallback):
             sigma_start=args.aqn_sigma_start,
             sigma_end=args.aqn_sigma_end,
             num_stages=args.aqn_num_stages,
-            entropy_target=args.aqn_entropy_target if args.aqn_schedule == "entropy_target" else None,
+            entropy_target=args.aqn_entropy_target,
             scope=args.aqn_scope,
             seed=args.aqn_seed,
         )
@@ -245,8 +245,8 @@ class AQNCallback(TrainerCallback):
                 if not self._noise.landed:
                     raise RuntimeError(
                         f"Noise of sigma {self.draw.sigma:g} was drawn for {len(self.norms)} norms, but none of them ran "
-                        "during the rollout: another model or engine generated. Set callback.engine = True and hand the "
-                        "draw to that engine."
+                        "during the rollout: another model or engine generated (a rollout_func that asks a server?). Train "
+                        "without noise (aqn=False), or set callback.engine = True and hand callback.draw to that engine."
                     )
             else:
                 yield self.draw
