@@ -108,10 +108,10 @@ def choose(N: int, K: int, M: int, device_index: int, bf16: bool) -> dict:
     tuned = load_table(name).get((N, K, bucket))
     if tuned is not None and (bf16 or tuned["kernel"] == "dense"):
         return tuned
-    if bucket == 0 or M > 256:
+    if bucket == 0 or M > 128:
         return {"kernel": "dense", "pieces": dense_pieces(N, M)}
-    if hopper and bf16:
-        found = skinny_heuristic(N, K, M, sms) if M <= 16 else wgmma_heuristic(N, K, M, sms)
+    if hopper and bf16 and M <= 16:
+        found = skinny_heuristic(N, K, M, sms)
         if found is not None:
             return found
     return portable_heuristic(N, K, M, sms, hopper)
