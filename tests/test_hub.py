@@ -57,9 +57,11 @@ def exported(tiny_model_dir, tiny_tokenizer, tmp_path_factory):
     policy = make_policy(tiny_model_dir("llama"), dtype="bfloat16")
     source = Source(policy, tiny_tokenizer, {"base_format": "nvfp4", "model": "someone/base", "scale_rule": "rtn"})
     facts = {"kind": "adapter", "settings": source.settings, "dataset": None}
-    export.save_adapter(source, root / "adapter", card=lambda folder: cards.write(folder, facts))
-    export.save_merged(source, root / "merged", max_shard_bytes=200_000, card=lambda folder: cards.write(folder, facts))
-    export.save_base(source, root / "base", card=lambda folder: cards.write(folder, facts))
+    export.save_adapter(source, root / "adapter", card=lambda folder, run: cards.write(folder, facts, run))
+    export.save_merged(
+        source, root / "merged", max_shard_bytes=200_000, card=lambda folder, run: cards.write(folder, facts, run)
+    )
+    export.save_base(source, root / "base", card=lambda folder, run: cards.write(folder, facts, run))
     return root
 
 

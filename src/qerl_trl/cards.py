@@ -90,11 +90,10 @@ def facts_of_run(folder: str | os.PathLike, run: dict[str, Any], dataset: str | 
     return facts
 
 
-def facts_of_quantization(folder: Path) -> dict[str, Any]:
+def facts_of_quantization(folder: Path, run: dict[str, Any]) -> dict[str, Any]:
     """Facts of an NVFP4 base that `qerl-trl quantize` is writing into `folder`: its error report and sizes."""
     from .offline import REPORT_NAME
 
-    run = shards_run(folder)
     layers = json.loads((folder / REPORT_NAME).read_text())["layers"]
     worst = max(layers, key=lambda layer: layer["nmse"])
     weights = sum(layer["weights"] for layer in layers)
@@ -147,11 +146,9 @@ def _log_summary(history: list[dict[str, Any]]) -> dict[str, list[float]]:
     return summary
 
 
-def write(folder: Path, facts: dict[str, Any]) -> None:
-    """Put README.md, the facts and the curves into an export that is being made."""
-    facts = dict(facts)
-    run = shards_run(folder)
-    facts.update({key: run[key] for key in ("kind", "survived", "measured") if key in run})
+def write(folder: Path, facts: dict[str, Any], run: dict[str, Any]) -> None:
+    """Put README.md, the facts and the curves into an export that is being made and that `run` describes."""
+    facts = {**facts, **{key: run[key] for key in ("kind", "survived", "measured", "exported_with") if key in run}}
     curves = facts.pop("curves", None)
     if curves is not None and Path(curves).is_file():
         (folder / "curves.png").write_bytes(Path(curves).read_bytes())
@@ -159,14 +156,6 @@ def write(folder: Path, facts: dict[str, Any]) -> None:
     facts.setdefault("folder", folder.name.removeprefix(".").removesuffix(".partial"))
     checkpoint.write_json_atomically(folder / FACTS_NAME, _public(facts))
     (folder / "README.md").write_text(render(facts))
-
-
-def shards_run(folder: Path) -> dict[str, Any]:
-    """The description of an export that is being written (its plan)."""
-    from .shards import _PLAN_NAME
-
-    plan = folder / _PLAN_NAME
-    return json.loads(plan.read_text()) if plan.is_file() else {}
 
 
 def read_facts(folder: Path) -> dict[str, Any] | None:

@@ -110,7 +110,7 @@ def quantize(
             int(max_shard_gb * 1e9),
             overwrite,
             trust_remote_code,
-            card=lambda folder: cards.write(folder, cards.facts_of_quantization(folder)),
+            card=lambda folder, run: cards.write(folder, cards.facts_of_quantization(folder, run), run),
             progress=progress,
         )
     worst = max(done.layers, key=lambda layer: layer["nmse"])
@@ -191,8 +191,8 @@ def merge(
             measured = export.logit_distance(trained, export.logits_of(policy.model, batches))
     facts = cards.facts_of_run(run, {"kind": "adapter", "settings": policy.settings}, dataset)
 
-    def card(folder: Path) -> None:
-        cards.write(folder, facts)
+    def card(folder: Path, described: dict[str, Any]) -> None:
+        cards.write(folder, facts, described)
 
     with _bar("writing") as progress:
         if form == "adapter":
@@ -202,7 +202,14 @@ def merge(
         elif form == "nvfp4":
             rule = policy.settings.get("scale_rule", "rtn")
             done = export.save_merged_nvfp4(
-                policy, destination, scale_rule=rule, force=force, overwrite=overwrite, card=card, progress=progress
+                policy,
+                destination,
+                scale_rule=rule,
+                force=force,
+                overwrite=overwrite,
+                card=card,
+                progress=progress,
+                say=_note,
             )
         else:
             extra = {"measured": measured} if measured else None
@@ -266,7 +273,7 @@ def push(
         settings = export.run_settings(source)
         facts = cards.facts_of_run(source, {"kind": "adapter", "settings": settings}, dataset)
         folder = source / f"_hub-adapter-{repo_id.replace('/', '--')}"
-        export.copy_adapter(source, folder, lambda partial: cards.write(partial, facts))
+        export.copy_adapter(source, folder, lambda partial, run: cards.write(partial, facts, run))
         source = folder
     elif kind not in kinds[what]:
         held = f"a {kind.replace('_', ' ')}" if kind else "no export of qerl-trl"

@@ -279,11 +279,11 @@ def save_adapter(
     tokenizer: PreTrainedTokenizerBase | None = None,
     base_model: str | None = None,
     overwrite: bool = False,
-    card: Callable[[Path], None] | None = None,
+    card: Callable[[Path, dict], None] | None = None,
 ) -> dict[str, Any]:
     """(a) The adapter as plain PEFT, with the tokenizer. `base_model` replaces the name of the base in adapter_config.json.
 
-    `card`: called with the folder before it is sealed, to add a README. Returns the manifest's description of the export.
+    `card`: called with the unfinished folder and the export's description, to add a README. Returns the manifest's description of the export.
     """
 
     def write(policy: Source) -> dict[str, Any]:
@@ -303,7 +303,7 @@ def save_adapter(
                 checkpoint.write_json_atomically(config, content)
             _save_tokenizer(partial, policy.tokenizer)
             if card is not None:
-                card(partial)
+                card(partial, run)
         return run
 
     return _on_rank_zero(source, tokenizer, write)
@@ -317,7 +317,7 @@ def save_merged(
     overwrite: bool = False,
     max_shard_bytes: int = shards.MAX_SHARD_BYTES,
     extra: dict[str, Any] | None = None,
-    card: Callable[[Path], None] | None = None,
+    card: Callable[[Path, dict], None] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> dict[str, Any]:
     """(b), (c) The dense model: base and adapter merged in float32, each weight rounded once to `dtype`.
@@ -340,7 +340,7 @@ def save_merged(
             _save_config(partial, policy, dtype, None, {job.specs[0].name for job in jobs})
             _save_tokenizer(partial, policy.tokenizer)
             if card is not None:
-                card(partial)
+                card(partial, run)
         return run
 
     return _on_rank_zero(source, tokenizer, write)
@@ -352,7 +352,7 @@ def save_base(
     tokenizer: PreTrainedTokenizerBase | None = None,
     overwrite: bool = False,
     max_shard_bytes: int = shards.MAX_SHARD_BYTES,
-    card: Callable[[Path], None] | None = None,
+    card: Callable[[Path, dict], None] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> dict[str, Any]:
     """(d) The frozen NVFP4 base, without the adapter, byte for byte as it was trained on, in compressed-tensors' layout."""
@@ -373,7 +373,7 @@ def save_base(
             _save_config(partial, policy, quantizer.torch_dtype, quantizer.to_dict(), names)
             _save_tokenizer(partial, policy.tokenizer)
             if card is not None:
-                card(partial)
+                card(partial, run)
         return run
 
     return _on_rank_zero(source, tokenizer, write)
@@ -387,10 +387,11 @@ def save_merged_nvfp4(
     force: bool = False,
     overwrite: bool = False,
     max_shard_bytes: int = shards.MAX_SHARD_BYTES,
-    card: Callable[[Path], None] | None = None,
+    card: Callable[[Path, dict], None] | None = None,
     progress: Callable[[int], None] | None = None,
+    say: Callable[[str], None] = print,
 ) -> dict[str, Any]:
-    """(e) The merge rounded to NVFP4 again. Returns the description with `kept_fraction` and prints it.
+    """(e) The merge rounded to NVFP4 again. Returns the description with `kept_fraction`, and says it.
 
     With D the adapter's change and C the change of the weights that are written, both against the dequantized base:
     `kept_fraction` = <C, D> / <D, D>, `error_ratio` = |C - D| / |D|, over all quantized layers.
@@ -415,7 +416,7 @@ def save_merged_nvfp4(
         with shards.staging(folder, result, overwrite) as partial:
             notes = shards.write_shards(partial, jobs, dict(formats.WRITTEN_BY), max_shard_bytes, progress=progress)
             survived.update(_survived(notes))
-            print(
+            say(
                 f"Re-quantizing kept {survived['kept_fraction']:.3f} of the adapter's change (error {survived['error_ratio']:.2f} of its "
                 "size)."
             )
@@ -428,7 +429,7 @@ def save_merged_nvfp4(
             _save_config(partial, policy, quantizer.torch_dtype, quantizer.to_dict(), names)
             _save_tokenizer(partial, policy.tokenizer)
             if card is not None:
-                card(partial)
+                card(partial, result)
         return result
 
     return _on_rank_zero(source, tokenizer, write)
@@ -606,7 +607,9 @@ def _fingerprint(source: Source, with_adapter: bool) -> str:
     return digest.hexdigest()
 
 
-def copy_adapter(run: Path, folder: str | os.PathLike, card: Callable[[Path], None] | None = None) -> dict[str, Any]:
+def copy_adapter(
+    run: Path, folder: str | os.PathLike, card: Callable[[Path, dict], None] | None = None
+) -> dict[str, Any]:
     """(a) The adapter of a run's folder as an export, from its files alone: the base is not loaded."""
     run = Path(run)
     missing = [name for name in ADAPTER_FILES if not (run / name).is_file()]
@@ -627,7 +630,7 @@ def copy_adapter(run: Path, folder: str | os.PathLike, card: Callable[[Path], No
                 if (run / name).is_file():
                     shutil.copyfile(run / name, partial / name)
             if card is not None:
-                card(partial)
+                card(partial, described)
     return described
 
 

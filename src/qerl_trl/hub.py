@@ -298,7 +298,7 @@ def _export_and_push(
         source,
         folder,
         overwrite=True,
-        card=lambda partial: cards.write(partial, facts),
+        card=lambda partial, run: cards.write(partial, facts, run),
         **saving,
     )
     assert run["kind"]

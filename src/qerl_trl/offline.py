@@ -71,7 +71,7 @@ def quantize_folder(
     max_shard_bytes: int = shards.MAX_SHARD_BYTES,
     overwrite: bool = False,
     trust_remote_code: bool = False,
-    card: Callable[[Path], None] | None = None,
+    card: Callable[[Path, dict], None] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Quantized:
     """Write `source`'s weights as NVFP4 into the folder `destination`.
@@ -81,7 +81,7 @@ def quantize_folder(
         scale_rule, modules_to_not_convert: as in `NVFP4Config`.
         device: "cpu" or "cuda[:i]".
         workers: layers worked on at a time, as threads; default: one on a small CPU, else one a core, at most 8.
-        card: called with the unfinished folder to add a README.
+        card: called with the unfinished folder and the manifest's description, to add a README.
         progress: called with (bytes written since the last call, bytes in total).
 
     Memory: two of the largest tensors + 0.4 GB, beside torch itself.
@@ -128,7 +128,7 @@ def quantize_folder(
             config.quantization_config = nvfp4_config.to_dict()
             config.save_pretrained(partial)
             if card is not None:
-                card(partial)
+                card(partial, run)
     return _summary(Path(destination), tensors)
 
 
@@ -270,7 +270,6 @@ def _quantizer_for(device: str) -> Callable[[torch.Tensor, str], NVFP4Tensor]:
         import qerl_nvfp4
 
         if qerl_nvfp4.is_available(target):
-
             lock = threading.Lock()  # launching is short; reading and writing go on meanwhile
 
             def quantize(weight: torch.Tensor, scale_rule: str) -> NVFP4Tensor:
