@@ -4,10 +4,12 @@ import json
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
 import time
+import types
 import weakref
 from pathlib import Path
 
@@ -156,7 +158,7 @@ def test_base_is_what_was_trained_on_and_loads_in_stock_transformers(tiny_model_
     """
     torch.save(IDS, tmp_path / "ids.pt")
     arguments = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "ids.pt"), str(tmp_path / "logits.pt")]
-    subprocess.run(arguments, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    subprocess.run(arguments, check=True, env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"})
     with policy.disable_adapter():
         torch.testing.assert_close(
             torch.load(tmp_path / "logits.pt"), torch.cat(logits_of(policy, [IDS])), rtol=0, atol=0
@@ -368,6 +370,59 @@ def test_killed_while_finishing(tiny_model_dir, tmp_path, monkeypatch, step):
     export.save_merged(policy, target, overwrite=True)
     assert not checkpoint.problems(target)
     assert [p.name for p in tmp_path.iterdir()] == ["merged"]
+
+
+def _ddp_rank(rank, port, policy, folder, results):
+    """One of two processes under DDP with gloo: exports, then an export that fails in the main process."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    torch.set_num_threads(1)
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
+    AcceleratorState._reset_state(True)
+    accelerator = Accelerator(cpu=True)
+    trainer = types.SimpleNamespace(
+        accelerator=accelerator,
+        model=torch.nn.parallel.DistributedDataParallel(policy),
+        processing_class=None,
+        args=types.SimpleNamespace(modules_to_not_convert=None),
+        state=types.SimpleNamespace(global_step=3),
+        _run_settings=lambda: {"base_format": "nvfp4", "model": "someone/base"},
+    )
+    run = export.save_merged(trainer, folder, dtype=torch.float32)
+    failed = ""
+    try:
+        export.save_merged(trainer, Path(folder).with_name("taken"))
+    except (ValueError, RuntimeError) as error:
+        failed = f"{type(error).__name__}: {error}"
+    results.put((rank, run["weights_sha256"], run["settings"]["global_step"], failed))
+
+
+def test_under_ddp_rank_zero_writes_and_all_learn_the_outcome(tiny_model_dir, tmp_path):
+    policy = make_policy(tiny_model_dir("qwen2"))
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken/file").write_text("mine")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    processes = [
+        context.Process(target=_ddp_rank, args=(r, port, policy, str(tmp_path / "out"), results)) for r in (0, 1)
+    ]
+    for process in processes:
+        process.start()
+    got = sorted(results.get(timeout=60) for _ in processes)
+    for process in processes:
+        process.join(20)
+        assert process.exitcode == 0
+    assert got[0][1:3] == got[1][1:3] == (got[0][1], 3)
+    assert got[0][3].startswith("ValueError") and "already exists" in got[0][3]
+    assert got[1][3].startswith("RuntimeError") and "main process" in got[1][3]
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    assert logit_distance(logits_of(policy, [IDS]), logits_of(stock, [IDS]))["max_logit_distance"] < 2e-5
 
 
 def test_two_writers_of_one_folder_are_refused(tmp_path):

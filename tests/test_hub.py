@@ -306,6 +306,8 @@ def test_trainer_pushes_adapter_with_card(server, tiny_model_dir, tiny_tokenizer
 
 def test_push_merged_and_base_from_a_live_trainer(server, tiny_model_dir, tiny_tokenizer, tmp_path):
     trainer = make_trainer(tiny_model_dir, tiny_tokenizer, tmp_path)
+    trainer.save_merged(tmp_path / "merged")
+    assert "rank 32" in (tmp_path / "merged/README.md").read_text()
     hub.push_merged(trainer, "tester/merged")
     hub.push_base(trainer, "tester/base")
     assert "model.safetensors" in server.repos["tester/merged"]["files"]

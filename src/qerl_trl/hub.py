@@ -310,10 +310,25 @@ def _export_and_push(
 
 
 class HubMixin:
-    """Pushing for a trainer: the same promises as [`push_folder`], for `push_to_hub()` and for `hub_strategy` while training.
+    """Exports and pushes of a trainer: the same promises as [`push_folder`], for `push_to_hub()` and for `hub_strategy` while training.
 
     To be mixed in before TRL's trainer. With a full fine-tune (no adapter) the parent's own upload follows the checks.
     """
+
+    def save_adapter(self, folder: str | os.PathLike, **options: Any) -> dict[str, Any]:
+        """See [`export.save_adapter`]. Call it, and the two below, in all processes; the main one writes."""
+        return export.save_adapter(self, folder, card=self._write_card, **options)
+
+    def save_merged(self, folder: str | os.PathLike, **options: Any) -> dict[str, Any]:
+        """See [`export.save_merged`]."""
+        return export.save_merged(self, folder, card=self._write_card, **options)
+
+    def save_base(self, folder: str | os.PathLike, **options: Any) -> dict[str, Any]:
+        """See [`export.save_base`]."""
+        return export.save_base(self, folder, card=self._write_card, **options)
+
+    def _write_card(self, folder: Path, run: dict[str, Any]) -> None:
+        cards.write(folder, cards.facts_of(self), run)
 
     def init_hf_repo(self, token: str | None = None) -> None:
         if not self.is_world_process_zero():
