@@ -4,7 +4,8 @@
     python rollout_check.py --case CASE --out FILE   one case here
 
 Every case appends one JSON line. `graphs`, `compiled`, `eager` run the same checks under full CUDA graphs, torch.compile and
-neither; `agree-7b` puts our packed 7B and stock bf16 vLLM side by side; `sync-7b` and `sync-32b` time the sync and add up memory.
+neither; `agree-7b` puts our packed 7B and stock bf16 vLLM side by side; `sync-7b` and `sync-32b` time the sync and add up memory; `serve` saves a small model with `save_pretrained`
+and asks two `vllm serve` processes, one with our method and one without, for log-probabilities of the same tokens.
 """
 
 import argparse
@@ -36,7 +37,7 @@ ENGINES = {
 }  # fmt: skip
 #: how the 7B and 32B cases run
 ENGINE = os.environ.get("ROLLOUT_ENGINE", "graphs")
-CASES = (*ENGINES, "agree-7b", "agree-7b-stock", "sync-7b", "sync-32b")
+CASES = (*ENGINES, "agree-7b", "agree-7b-stock", "sync-7b", "sync-32b", "serve")
 
 
 def prompts(n: int, length: int) -> list[list[int]]:
@@ -115,6 +116,7 @@ def check(case: str) -> dict:
         randomize(model, 0.05)
         g.sync_weights()
         result["adapter_updates"].append(difference(model, g.llm, ids, 32))
+    g._reset_prefix_cache()  # with cached prefixes the prefill would have another shape, and other rounding
     clean = sample(g.llm, ids, 16, 0.0)
     noise = NormNoise(find_noisy_norms(model))
     g.trainer.aqn.draw = NoiseDraw(1e-2, 0, 3, 1)
@@ -147,12 +149,15 @@ def agree_7b() -> dict:
     ids = prompts(8, 64)
     randomize(model, 0.01)
     g.sync_weights()
-    return {**compare_weights(model, g.llm), "mean_abs_logp_difference": difference(model, g.llm, ids, 128)}
+    result = {**compare_weights(model, g.llm), "with_adapter": difference(model, g.llm, ids, 128)}
+    randomize(model, 0.0)
+    g.sync_weights()
+    return {**result, "mean_abs_logp_difference": difference(model, g.llm, ids, 128)}
 
 
 @torch.no_grad()
 def agree_7b_stock() -> dict:
-    """Stock vLLM bf16 against transformers bf16 on the same weights (transformers reads vLLM's tensors), no adapter."""
+    """Stock vLLM bf16 against transformers bf16 on the same weights: our random NVFP4 ones, dequantized. No adapter."""
     from vllm import LLM
 
     from qerl_trl.rollout import engine_model
@@ -160,24 +165,33 @@ def agree_7b_stock() -> dict:
     arguments = {"skip_tokenizer_init": True, "max_model_len": 512, "max_num_seqs": 16, "gpu_memory_utilization": 0.3}
     llm = LLM(folder("7b"), load_format="dummy", logprobs_mode="processed_logprobs", dtype="bfloat16", seed=0,
               max_num_batched_tokens=4096, **arguments, **ENGINES[ENGINE])  # fmt: skip
-    source = engine_model(llm)
-    model = packed_model("7b", dense=True)
-    modules = dict(model.named_modules())
-    for name, module in source.named_modules():
-        for key, parameter in module.named_parameters(recurse=False):
-            if parameter.ndim == 1 and "norm" in name:
-                parameter.fill_(1.0)
-            else:
-                parameter.normal_(0, 0.02)
-            parent, _, leaf = name.rpartition(".")
-            shards = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}.get(
-                leaf, (leaf,)
-            )
-            row = 0
-            for shard in shards:
-                target = getattr(modules[f"{parent}.{shard}" if parent else shard], key)
-                target.copy_(parameter[row : row + target.shape[0]])
-                row += target.shape[0]
+    source = dict(engine_model(llm).named_parameters())
+    model = packed_model("7b")
+    shards = {
+        "q_proj": "qkv_proj",
+        "k_proj": "qkv_proj",
+        "v_proj": "qkv_proj",
+        "gate_proj": "gate_up_proj",
+        "up_proj": "gate_up_proj",
+    }
+    rows = dict.fromkeys(source, 0)
+    for parent_name, parent in list(model.named_modules()):
+        for name, child in list(parent.named_children()):
+            if hasattr(child, "dequantize"):
+                linear = torch.nn.Linear(
+                    child.in_features, child.out_features, bias=child.bias is not None, device="meta"
+                )
+                linear.weight = torch.nn.Parameter(child.dequantize(torch.bfloat16), requires_grad=False)
+                linear.bias = child.bias
+                setattr(parent, name, linear)
+    for name, parameter in model.named_parameters():  # stock vLLM gets the dequantized weights of our own random model
+        module, _, key = name.rpartition(".")
+        parent, _, leaf = module.rpartition(".")
+        target = f"{parent}.{shards.get(leaf, leaf)}.{key}" if parent else name
+        source[target][rows[target] : rows[target] + parameter.shape[0]].copy_(parameter)
+        rows[target] += parameter.shape[0]
+    if any(rows[name] != parameter.shape[0] for name, parameter in source.items()):
+        raise RuntimeError("not every parameter of vLLM's model was written")
     return {"mean_abs_logp_difference": difference(model, llm, prompts(8, 64), 128)}
 
 
@@ -259,7 +273,78 @@ def sync_case(size: str) -> dict:
     }  # fmt: skip
 
 
+def serve_case() -> dict:
+    """A folder saved by us, in `vllm serve` with and without our method, against transformers."""
+    import socket
+    import tempfile
+
+    import requests
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+    from qerl_trl.quantizer import NVFP4Config
+
+    root = Path(tempfile.mkdtemp())
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=2048, hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8,
+        num_key_value_heads=2, max_position_embeddings=1024, tie_word_embeddings=False, initializer_range=0.05,
+    )  # fmt: skip
+    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(root / "bf16")
+    model = AutoModelForCausalLM.from_pretrained(root / "bf16", quantization_config=NVFP4Config(), dtype=torch.bfloat16)
+    model.save_pretrained(root / "nvfp4")
+    vocabulary = {f"w{i}": i for i in range(2048)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w1", pad_token="w2").save_pretrained(root / "nvfp4")
+    servers = {}
+    for name, arguments in {"without": [], "with": ["--quantization", "qerl_nvfp4"]}.items():
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(root / "nvfp4"), "--host", "127.0.0.1", "--port",
+                   str(port), "--enforce-eager", "--max-model-len", "256", "--gpu-memory-utilization", "0.1", *arguments]  # fmt: skip
+        environment = {
+            k: v for k, v in os.environ.items() if k not in ("VLLM_ENABLE_V1_MULTIPROCESSING", "MASTER_PORT")
+        }
+        log = open(root / f"{name}.log", "w")  # noqa: SIM115  (lives as long as the server)
+        servers[name] = (
+            port,
+            subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT),
+            root / f"{name}.log",
+        )
+    prompt = list(range(100, 132))
+    result = {
+        "quantization_config": json.loads((root / "nvfp4/config.json").read_text())["quantization_config"]["format"]
+    }
+    model = model.to(DEVICE)
+    for name, (port, process, log) in servers.items():
+        deadline = time.time() + 120
+        while time.time() < deadline and process.poll() is None:
+            try:
+                if requests.get(f"http://127.0.0.1:{port}/health", timeout=2).status_code == 200:
+                    break
+            except requests.RequestException:
+                time.sleep(1)
+        body = {"model": str(root / "nvfp4"), "prompt": prompt, "max_tokens": 64, "temperature": 0.0, "logprobs": 1,
+                "return_tokens_as_token_ids": True, "ignore_eos": True}  # fmt: skip
+        try:
+            answer = requests.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=60).json()["choices"][
+                0
+            ]["logprobs"]
+        except (requests.RequestException, KeyError) as error:
+            result[name] = f"failed: {error}: {log.read_text()[-1500:]}"
+            continue
+        tokens = [int(token.removeprefix("token_id:")) for token in answer["tokens"]]
+        mine = trainer_logps(model, [prompt], [tokens], autocast=False)[0]
+        result[name] = {"mean_abs_logp_difference": (mine - torch.tensor(answer["token_logprobs"])).abs().mean().item()}
+        process.terminate()
+    return result
+
+
 def run_case(case: str) -> dict:
+    if case == "serve":
+        return serve_case()
     if case in ENGINES:
         return check(case)
     if case == "agree-7b":

@@ -104,7 +104,11 @@ class ServerLink:
         response = self.session.post(f"{self.url}/collective_rpc", json=body, timeout=MESSAGE_TIMEOUT)
         if response.status_code != 200:
             raise RuntimeError(f"vLLM answered {method} with {response.status_code}: {response.text[:500]}")
-        return response.json()["results"]
+        answers = response.json()["results"]
+        refusals = [answer["error"] for answer in answers if "error" in answer]
+        if refusals:
+            raise RuntimeError(f"vLLM refused {method}: {refusals[0]}")
+        return answers
 
     def push_adapter(self, adapter: dict[str, "AdapterTensors"], norms: dict[str, torch.Tensor]) -> None:
         """Send an adapter and trained norms; the server holds all of it or what it had before."""

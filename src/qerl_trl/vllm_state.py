@@ -5,9 +5,7 @@ stay valid. Whoever calls these methods must reset the engine's prefix cache aft
 """
 
 import math
-import os
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -17,8 +15,6 @@ from .noise import NoiseDraw, standard_noise
 from .vllm_checksum import checksum
 from .vllm_linear import AdaptedMethod
 from .vllm_norm import find_norms
-
-_THREADS = min(8, os.cpu_count() or 1)
 
 
 @dataclass(frozen=True)
@@ -199,12 +195,9 @@ class RolloutState:
         if draw.sigma == 0:
             _copy(weights, self._split(self._clean))
         else:
-            with ThreadPoolExecutor(max_workers=_THREADS) as pool:  # numpy draws outside of Python's lock
-                key = (draw.seed, draw.step, draw.generation)
-                parts = pool.map(
-                    lambda item: standard_noise(*key, item[0], item[1].numel()), zip(self._names, weights, strict=True)
-                )
-                unit = torch.cat(list(parts))
+            key = (draw.seed, draw.step, draw.generation)
+            sizes = [weight.numel() for weight in weights]
+            unit = torch.cat([standard_noise(*key, name, size) for name, size in zip(self._names, sizes, strict=True)])
             # the same two roundings as in the trainer (NormNoise): sigma * z, then the sum
             noise = (unit * draw.sigma).to(self._clean.device, non_blocking=True)
             _copy(weights, self._split(self._clean + noise))

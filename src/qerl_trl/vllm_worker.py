@@ -12,7 +12,9 @@ server belongs on the loopback interface or behind a proxy that asks who is call
 
 import base64
 import binascii
+import functools
 import hashlib
+from collections.abc import Callable
 
 import torch
 from safetensors import SafetensorError
@@ -57,8 +59,21 @@ def decode_update(data: bytes, device: torch.device) -> tuple[dict[str, AdapterT
     return {name: AdapterTensors(a, parts["b"][name], 1.0) for name, a in parts["a"].items()}, parts["norm"]
 
 
+def _answers(method: Callable[..., dict]) -> Callable[..., dict]:
+    """Turn refusals into an answer {"error": ...}: an exception in one worker would end a tensor-parallel engine."""
+
+    @functools.wraps(method)
+    def answering(self, *args: str) -> dict:
+        try:
+            return method(self, *args)
+        except (ValueError, RuntimeError) as error:
+            return {"error": f"{type(error).__name__}: {error}"}
+
+    return answering
+
+
 class QeRLWorkerExtension:
-    """Methods that vLLM's worker gains. Each answers with a dict, one a rank."""
+    """Methods that vLLM's worker gains. Each answers with a dict, one a rank; {"error": text} when it refused."""
 
     def _qerl_state(self) -> RolloutState:
         state = self.__dict__.get("_qerl_rollout_state")
@@ -66,6 +81,7 @@ class QeRLWorkerExtension:
             state = self._qerl_rollout_state = RolloutState(self.model_runner.get_model())
         return state
 
+    @_answers
     def qerl_describe(self) -> dict:
         """Which layers have adapter buffers, which norms can be noisy, and checksums of this rank's packed weights."""
         state = self._qerl_state()
@@ -77,12 +93,9 @@ class QeRLWorkerExtension:
             "checksums": state.checksums(self.model_runner.get_model()),
         }
 
+    @_answers
     def qerl_receive(self, transfer: str, index: str, chunk: str) -> dict:
-        """Store part number `index` of the update `transfer`; parts arrive in order.
-
-        Raises:
-            `ValueError`: out of order, too large, or not base64.
-        """
+        """Store part number `index` of the update `transfer`; parts arrive in order. Refused: out of order, too large, not base64."""
         pending = self.__dict__.setdefault("_qerl_pending", {})
         if int(index) == 0:
             pending.clear()
@@ -100,11 +113,11 @@ class QeRLWorkerExtension:
             raise ValueError(f"Part {index} of transfer {transfer!r} is not base64: {error}") from error
         return {"bytes": len(data)}
 
+    @_answers
     def qerl_apply(self, transfer: str, digest: str) -> dict:
         """Load the adapter (and trained norms) of the complete `transfer`, whose sha256 is `digest`.
 
-        Raises:
-            `ValueError`: incomplete or damaged; the engine keeps what it had.
+        Refused: incomplete, damaged, or not for this model; the engine then keeps what it had.
         """
         data = bytes(self.__dict__.get("_qerl_pending", {}).pop(transfer, b""))
         if hashlib.sha256(data).hexdigest() != digest:
@@ -116,11 +129,13 @@ class QeRLWorkerExtension:
             state.update_clean(norms)
         return {"layers": layers, "norms": len(norms)}
 
+    @_answers
     def qerl_noisy_norms(self, names: str) -> dict:
         """Declare which norms carry noise: their names, separated by spaces."""
         self._qerl_state().remember_clean(names.split())
         return {"norms": len(names.split())}
 
+    @_answers
     def qerl_noise(self, sigma: str, seed: str, step: str, generation: str) -> dict:
         """Take the noise of this draw from now on; each rank computes it from these four numbers."""
         state = self._qerl_state()

@@ -319,6 +319,7 @@ def live(folder: Path) -> dict:
     with policy.disable_adapter():
         results["adapter ignored"] = gap(policy, g.llm)
 
+    g._reset_prefix_cache()  # with cached prefixes the prefill would have another shape
     clean = greedy(g.llm)
     noise = NormNoise(find_noisy_norms(policy))
     g.trainer.aqn.draw = NoiseDraw(5e-2, 7, 3, 1)
@@ -468,6 +469,7 @@ def compiled(folder: Path) -> dict:
         randomize(policy, seed)
         g.sync_weights()
         results["adapter"].append(gap(policy, g.llm))
+    g._reset_prefix_cache()  # with cached prefixes the prefill would have another shape
     clean = greedy(g.llm)
     noise = NormNoise(find_noisy_norms(policy))
     g.trainer.aqn.draw = NoiseDraw(5e-2, 7, 3, 1)
