@@ -1,5 +1,5 @@
 # `make demo` trains the embedded example, `make test` runs the tests; both set everything up first.
-# On a machine with a GPU, install with `pip install -e .[vllm,math,plot]` into an environment of your own instead.
+# On a machine with a GPU, install with `pip install -e .[vllm,math,plot,bnb]` into an environment of your own instead.
 
 PYTHON ?= python3
 VENV := .venv

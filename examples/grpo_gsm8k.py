@@ -100,7 +100,12 @@ def main(script: ScriptArguments, args: QeRLConfig, model_args: ModelConfig) -> 
     }
     args.reward_weights = [1.0, script.format_reward_weight]
     train, test = load_problems(script)
-    tokenizer = AutoTokenizer.from_pretrained(model, revision=model_args.model_revision, padding_side="left")
+    tokenizer = AutoTokenizer.from_pretrained(
+        model,
+        revision=model_args.model_revision,
+        padding_side="left",
+        trust_remote_code=args.trust_remote_code,
+    )
     trainer = QeRLGRPOTrainer(
         model=model,
         reward_funcs=[correctness_reward, format_reward],
@@ -171,14 +176,19 @@ def report(trainer: QeRLGRPOTrainer, before: list[bool], after: list[bool], metr
     }
     write_json_atomically(output_dir / "results.json", results)
     plot_curves(trainer.state.log_history, output_dir / "curves.png", title=output_dir.name)
-    saved = "weights" if args.base_format == "full" else "adapter"
+    if args.base_format == "full":
+        saved, publish = "model", f"hf upload <user>/<name> {output_dir} . --private --exclude 'checkpoint-*/*'"
+    else:
+        saved, publish = "adapter", f"qerl-trl push adapter {output_dir} <user>/<name>"
+        if Path(trainer.model.config._name_or_path).is_dir():
+            publish += " --base-model <the base's name on the Hub>"
     print(
         f"Held-out accuracy, greedy: before {Accuracy(sum(before), len(before))}\n"
         f"                            after {Accuracy(sum(after), len(after))}\n"
         f"                       difference {100 * difference:+.1f} points [{100 * low:+.1f}, {100 * high:+.1f}] (95 %)\n"
         f"Curves: {output_dir / 'curves.png'}   figures: {output_dir / 'results.json'}\n"
-        f"The {saved} is in {output_dir}. Publish it (private unless hub_private_repo is false):\n"
-        f"    huggingface-cli upload <user>/<name> {output_dir} --private --include 'adapter_*' 'README.md'"
+        f"The {saved} is in {output_dir}. Publish it, privately:\n"
+        f"    {publish}"
     )
 
 

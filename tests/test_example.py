@@ -65,7 +65,7 @@ def test_says_what_it_does_and_leaves_everything_behind(finished):
         "exponential",
         "reference",
         "(95 %)",
-        "upload",
+        f"qerl-trl push adapter {output} <user>/<name> --base-model",
     ):
         assert word in said, word
     results = json.loads((output / "results.json").read_text())
@@ -117,7 +117,8 @@ def test_killed_at_random_moments_it_ends_with_the_same_adapter(finished, tmp_pa
     "arm", [{"base_format": "bf16", "aqn": "false"}, {"base_format": "full", "aqn": "true"}], ids=str
 )
 def test_control_arms_by_one_option(tmp_path, arm):
-    run(tmp_path / "run", **arm, max_steps=2, save_steps=2)
+    said = run(tmp_path / "run", **arm, max_steps=2, save_steps=2)
+    assert ("hf upload" if arm["base_format"] == "full" else "qerl-trl push adapter") in said
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     assert results["arm"]["base_format"] == arm["base_format"]
     assert any("aqn/sigma" in entry for entry in results["log_history"]) is (arm["aqn"] == "true")

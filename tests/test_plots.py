@@ -1,5 +1,9 @@
+import importlib
+import sys
+
 import pytest
 
+from qerl_trl import plots
 from qerl_trl.plots import plot_curves
 
 
@@ -14,3 +18,9 @@ def test_png_is_written(tmp_path):
 def test_nothing_to_draw_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="no reward"):
         plot_curves([{"step": 1, "loss": 0.0}], tmp_path / "curves.png")
+
+
+def test_a_missing_matplotlib_is_noticed_at_import_not_at_the_end_of_a_run(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError, match=r"qerl-trl\[plot\]"):
+        importlib.reload(plots)

@@ -100,3 +100,26 @@ def test_tables_come_from_the_committed_measurements():
 def test_every_path_named_in_the_readme_exists():
     for path in re.findall(r"\]\(([^)#:]+)\)", README) + re.findall(r"examples/[\w./-]+\.(?:py|yaml)", README):
         assert (ROOT / path).exists(), path
+
+
+def test_the_gpu_install_line_brings_what_the_configs_ask_for():
+    extras = re.search(r'pip install -e "\.\[([\w,]+)\]"', README)[1].split(",")
+    for path in (ROOT / "examples" / "configs").glob("qwen*.yaml"):
+        values = yaml.safe_load(path.read_text())
+        assert not values.get("use_vllm") or "vllm" in extras
+        assert not values.get("optim", "").endswith("8bit") or "bnb" in extras
+    assert {"math", "plot"} <= set(extras)  # imported by the example
+
+
+def test_every_arm_in_the_table_parses_and_full_fine_tuning_is_not_in_16_bits():
+    rows = re.findall(r"^\| (?:bf16|NF4|full|NVFP4) ?.*\| (.*`.*) \|$", README, re.MULTILINE)
+    arms = [re.match(r"`([^`]*)`", row)[1].split() for row in rows]
+    assert len(arms) == 4
+    for arm in arms:
+        options = dict(zip(arm[::2], arm[1::2], strict=True))
+        options = {"--output_dir": "out", "--use_cpu": "true", "--bf16": "false", "--dtype": "bfloat16", **options}
+        argv = [part for pair in options.items() for part in pair]
+        args, model = TrlParser((QeRLConfig, ModelConfig)).parse_args_into_dataclasses(argv)
+        assert args.base_format != "full" or (model.dtype == "float32" and not model.use_peft)
+        # the configs roll out in vLLM, and TRL's own way there, which the others take, carries no noise
+        assert args.base_format in ("nvfp4", "bf16") or not args.aqn

@@ -2,6 +2,11 @@
 
 import os
 
+try:
+    import matplotlib
+except ImportError as error:  # at import, not at the end of a run
+    raise ImportError("Curves are drawn with matplotlib: pip install qerl-trl[plot].") from error
+
 #: panel title -> (log keys, log-scaled axis); a panel without data is left out
 _PANELS = {
     "reward": (("reward", "rewards/correctness_reward/mean"), False),
@@ -12,15 +17,11 @@ _PANELS = {
 
 
 def plot_curves(log_history: list[dict], path: str | os.PathLike, title: str | None = None) -> None:
-    """Draw the curves of `trainer.state.log_history` into the PNG `path`. Needs matplotlib (`pip install qerl-trl[plot]`).
+    """Draw the curves of `trainer.state.log_history` into the PNG `path`.
 
     Raises:
         `ValueError`: the history holds none of the curves.
     """
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ImportError("Curves are drawn with matplotlib: pip install qerl-trl[plot].") from error
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -34,7 +35,9 @@ def plot_curves(log_history: list[dict], path: str | os.PathLike, title: str | N
         if curves:
             panels[name] = (curves, log_scale)
     if not panels:
-        raise ValueError("The log history holds no reward, entropy or sigma. Was logging_steps larger than the run?")
+        raise ValueError(
+            "The log history holds no reward, entropy or sigma. logging_steps must not be larger than the run."
+        )
     figure, axes = pyplot.subplots(1, len(panels), figsize=(4.2 * len(panels), 3.2), squeeze=False)
     for axis, (name, (curves, log_scale)) in zip(axes[0], panels.items(), strict=True):
         for index, (key, points) in enumerate(curves.items()):
