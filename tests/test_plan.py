@@ -1,6 +1,8 @@
 """The memory plan against counts of real (tiny) models; the peaks are checked on a GPU by examples/benchmarks/plan_check.py."""
 
 import dataclasses
+import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -87,6 +89,19 @@ def test_seven_billion_parameters():
     assert plan.base_bytes(shape) == pytest.approx(5.85e9, rel=0.01)
     assert plan.base_bytes(shape, "bf16") == pytest.approx(15.23e9, rel=0.01)
     assert plan.adapter_parameters(shape, 32) == 80740352
+
+
+MEASURED = json.loads((Path(__file__).parents[1] / "examples/benchmarks/results/plan_check_h200.json").read_text())[
+    "memory"
+]
+
+
+@pytest.mark.parametrize(
+    "row", MEASURED, ids=lambda r: f"{r['phase']}-{r['workload']['batch']}x{r['workload']['completion_length']}"
+)
+def test_peaks_measured_on_a_gpu_are_predicted_within_ten_percent(row):
+    predicted = getattr(plan.predict(plan.shape_of(SEVEN_B), plan.Workload(**row["workload"])), row["phase"])
+    assert predicted / 2**30 == pytest.approx(row["measured_gib"], rel=0.1)
 
 
 def test_more_of_anything_needs_more():

@@ -164,8 +164,9 @@ def scratch_bytes(shape: Shape, work: Workload) -> int:
 
 
 def mlp_backward_bytes(shape: Shape, work: Workload) -> int:
-    """Gradients alive while a layer's MLP is walked backwards: of gate, up and their product, 2 bytes each."""
-    return 3 * 2 * work.batch * work.length * shape.mlp
+    """Gradients alive while a layer's MLP is walked backwards, 2 bytes each: of gate, up and their product, the last of them twice, since
+    the base's share and LoRA's are summed."""
+    return 4 * 2 * work.batch * work.length * shape.mlp
 
 
 def kv_bytes(shape: Shape, sequences: int, length: int) -> int:
@@ -173,15 +174,23 @@ def kv_bytes(shape: Shape, sequences: int, length: int) -> int:
     return 4 * shape.kv_width * shape.layers * sequences * length
 
 
+def prefill_bytes(shape: Shape, work: Workload) -> int:
+    """The prompts' pass through one MLP in transformers' generate, which runs outside autocast: the activated gate and up (2 f each), and
+    LoRA's float32 output with its sum (4 f each); residual, norm output and its float32 copy (8 h)."""
+    return work.completions * work.prompt_length * (12 * shape.mlp + 8 * shape.hidden)
+
+
 def generation_bytes(shape: Shape, work: Workload) -> int:
-    """transformers' generate: the KV cache (twice while it grows by concatenation: one layer's), and float32 logits of one position.
+    """transformers' generate: at the prompts' pass, their KV cache and `prefill_bytes`; at the last token, the whole KV cache (one layer's
+    twice, while it grows by concatenation) and two float32 logits a sequence.
 
     With vLLM the KV cache is vLLM's, and takes what is left.
     """
     if work.vllm:
         return 0
+    prompts = kv_bytes(shape, work.completions, work.prompt_length) + prefill_bytes(shape, work)
     cache = kv_bytes(shape, work.completions, work.length)
-    return cache + cache // shape.layers + 2 * 4 * work.completions * shape.vocabulary
+    return max(prompts, cache + cache // shape.layers + 2 * 4 * work.completions * shape.vocabulary)
 
 
 # --- the sum ----------------------------------------------------------------------------------------------------------------------
