@@ -51,7 +51,9 @@ POINTERS = {
     "s_ptr": "*i16",
     "gs_ptr": "*fp32",
     "bias_ptr": "*bf16",
+    "a_ptr": "*bf16",
     "xa_ptr": "*fp32",
+    "flag_ptr": "*i32",
     "b_ptr": "*bf16",
     "y_ptr": "*bf16",
     "ws_ptr": "*fp32",
@@ -75,7 +77,7 @@ def compile_sm90(
     known = POINTERS | (pointers or {}) | (descriptors or {})
     signature = {n: "constexpr" if n in constants else known.get(n, "i32") for n in names}
     aligned = [n for n in names if n in known and n not in (descriptors or {})] + [
-        n for n in names if n in ("N", "K", "sxm", "sym", "swn", "ssn")
+        n for n in names if n in ("N", "K", "sxm", "sym", "swn", "ssn", "son")
     ]
     attributes = {(names.index(n),): [["tt.divisibility", 16]] for n in aligned if n not in constants}
     source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constants, attributes)
@@ -132,7 +134,16 @@ def test_skinny(BM, WK, WN, R, rank, limit):
 def test_wgmma(BM, BN, NW, S, rank, limit):
     from qerl_nvfp4 import hopper
 
-    constants = {"BM": BM, "BN": BN, "NW": NW, "S": S, "BIAS": rank > 0, "RANK": rank, "PDL": True}
+    constants = {
+        "BM": BM,
+        "BN": BN,
+        "NW": NW,
+        "S": S,
+        "BIAS": rank > 0,
+        "RANK": rank,
+        "KS": 7 * (rank > 0),
+        "PDL": True,
+    }
     descriptors = {
         "x_d": f"tensordesc<bf16[{BM}, 128],{hopper.X_SHARED!r}>",
         "w_d": f"tensordesc<i32[{BN}, 16],{hopper.W_SHARED!r}>",

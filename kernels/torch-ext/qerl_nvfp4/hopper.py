@@ -132,6 +132,7 @@ def load_lora_down(xa_ptr, row, ms, r_R, mp, RS, KS: gl.constexpr, RANK: gl.cons
             xa_ptr + ((ks * RS + row + r_R)[:, None] * mp + ms[None, :]),
             mask=(r_R < RANK)[:, None] & (ms < mp)[None, :],
             other=0.0,
+            cache_modifier=".cg",
         )
     return xa
 
@@ -249,6 +250,61 @@ def skinny_lora(
     return acc
 
 
+@gluon.jit
+def skinny_lora_down(
+    x_ptr,
+    a_ptr,
+    xa_ptr,
+    flag_ptr,
+    M,
+    sxm,
+    RS,
+    mp,
+    K: gl.constexpr,
+    BM: gl.constexpr,
+    NW: gl.constexpr,
+    SLICE: gl.constexpr,
+):
+    """Program pid computes rows 16 (pid % (RS / 16)) .. of x A^T over one slice of K, publishes it and raises the flag.
+
+    The warps split the slice; a and x are read in natural order, 16 bytes a lane.
+    """
+    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[NW, 1, 1], instr_shape=[1, 16, 8])
+    AL: gl.constexpr = gl.DotOperandLayout(0, MMA, 8)
+    BL: gl.constexpr = gl.DotOperandLayout(1, MMA, 8)
+    OL: gl.constexpr = gl.BlockedLayout([NW, 1, 1], [1, 8, 4], [1, NW, 1], [0, 1, 2])
+    YL: gl.constexpr = gl.SliceLayout(0, OL)
+    pid = gl.program_id(0)
+    tiles = (RS + 15) // 16
+    rt = pid % tiles
+    k0 = pid // tiles * SLICE
+    w_a = gl.arange(0, NW, layout=gl.SliceLayout(1, gl.SliceLayout(2, AL)))[:, None, None]
+    r_a = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, AL)))[None, :, None]
+    k_a = gl.arange(0, 128, layout=gl.SliceLayout(0, gl.SliceLayout(1, AL)))[None, None, :]
+    w_b = gl.arange(0, NW, layout=gl.SliceLayout(1, gl.SliceLayout(2, BL)))[:, None, None]
+    k_b = gl.arange(0, 128, layout=gl.SliceLayout(0, gl.SliceLayout(2, BL)))[None, :, None]
+    m_b = gl.arange(0, BM, layout=gl.SliceLayout(0, gl.SliceLayout(1, BL)))[None, None, :]
+    rows = gl.minimum(rt * 16 + r_a, RS - 1)
+    ms = gl.minimum(m_b, M - 1)
+    acc = gl.zeros([NW, 16, BM], gl.float32, MMA)
+    for c in gl.static_range(0, SLICE, 128 * NW):
+        ka = k0 + c + w_a * 128 + k_a
+        kb = k0 + c + w_b * 128 + k_b
+        a = gl.load(a_ptr + (rows * K + ka), mask=(ka < K) & (c + w_a * 128 < SLICE), other=0.0)
+        x = gl.load(x_ptr + (ms * sxm + kb), mask=(kb < K) & (c + w_b * 128 < SLICE), other=0.0)
+        acc = mma_v2(a, x, acc)
+    y = gl.sum(gl.convert_layout(acc, OL), 0)
+    r_y = rt * 16 + gl.arange(0, 16, layout=gl.SliceLayout(1, YL))
+    m_y = gl.arange(0, BM, layout=gl.SliceLayout(0, YL))
+    gl.store(
+        xa_ptr + ((pid // tiles * RS + r_y)[:, None] * mp + m_y[None, :]),
+        y,
+        mask=(r_y < RS)[:, None] & (m_y < mp)[None, :],
+    )
+    gl.thread_barrier()
+    gl.atomic_add(flag_ptr, 1, sem="acq_rel")
+
+
 @gluon.jit(do_not_specialize=["M", "U", "steps", "sgs", "RS", "mp", "e1", "e2"])
 def skinny_kernel(
     x_ptr,
@@ -256,11 +312,13 @@ def skinny_kernel(
     s_ptr,
     gs_ptr,
     bias_ptr,
+    a_ptr,
     xa_ptr,
     b_ptr,
     y_ptr,
     ws_ptr,
     cnt_ptr,
+    flag_ptr,
     M,
     sxm,
     sym,
@@ -280,13 +338,16 @@ def skinny_kernel(
     BIAS: gl.constexpr,
     RANK: gl.constexpr,
     KS: gl.constexpr,
+    SLICE: gl.constexpr,
     LATE: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """y[m, n] for M <= BM; N a multiple of 16 R WN, K of 128 WK.  w_ptr int32 (N, K/8), s_ptr int16 (N, K/32); steps = K / (128 WK).
 
     The row strides are compile-time constants, so that the rows of a thread are immediate offsets of one address.
-    LATE: prepare_kernel(LATE) ran before, x is ready at the start and x A^T only after gdc_wait.
+    x A^T comes from prepare_kernel (LATE: that kernel still runs, x is ready at the start and x A^T only after gdc_wait), or, with
+    SLICE > 0, from the first programs of this one, which raise flag_ptr[0]; the last tile lowers it again.  The first programs wait
+    for nobody and start no later than the others, so nobody waits forever.
     """
     NW: gl.constexpr = WK * WN
     ROWS: gl.constexpr = 16 * R * WN
@@ -333,6 +394,8 @@ def skinny_kernel(
     s = gl.load((s_lane + so) + s_reg)
     if PDL and not LATE:
         gdc_wait()
+    if SLICE > 0 and pid < KS * ((RS + 15) // 16):
+        skinny_lora_down(x_ptr, a_ptr, xa_ptr, flag_ptr, M, sxm, RS, mp, swn * 8, BM, NW, SLICE)
     while seg0 < u1:
         seg1 = gl.minimum((tile + 1) * steps, u1)
         acc = gl.zeros([WK, ROWS, BM], gl.float32, MMA)
@@ -371,11 +434,21 @@ def skinny_kernel(
         if finish:
             rows = tile * ROWS + n_y + z
             y = scale_and_bias(y, rows, gs_ptr, sgs, bias_ptr, BIAS)
+            if SLICE > 0:
+                raised = gl.atomic_add(flag_ptr, 0, sem="acquire")
+                while raised < KS * ((RS + 15) // 16):
+                    raised = gl.atomic_add(flag_ptr, 0, sem="acquire")
+                gl.thread_barrier()
             if RANK > 0:
                 y += gl.convert_layout(
                     skinny_lora(xa_ptr, b_ptr, tile * ROWS + z, mp, RS, e1, e2, KS, RANK, ROWS, BM, NW), YL
                 )
             gl.store(y_ptr + (m_y[None, :] * sym + rows[:, None]), y.to(gl.bfloat16), mask=(m_y < M)[None, :])
+            if SLICE > 0:
+                gl.thread_barrier()
+                if gl.atomic_add(flag_ptr + 1, 1, sem="acq_rel") == U // steps - 1:
+                    gl.store(flag_ptr, 0)
+                    gl.store(flag_ptr + 1, 0)
         seg0 = seg1
         tile += 1
 
@@ -540,7 +613,6 @@ def wgmma_kernel(
     while seg0 < u1:
         seg1 = gl.minimum((tile + 1) * steps, u1)
         acc = gl.zeros([BN, BM], gl.float32, MMA)
-        before = st
         for u in range(seg0, seg1):
             mbarrier.wait(full.index(st), phase)
             for c in gl.static_range(2):
@@ -555,14 +627,13 @@ def wgmma_kernel(
                     1, deps=[acc]
                 )  # the previous one is done, this one runs on during the next decode
                 if c == 0 and u > seg0:
-                    refill(before, u - 1 + S, u1, steps, mt, x_d, w_d, s_d, w_sh, s_sh, x_sh, full, BN, BM)
-            before = st
+                    refill((st + (S - 1)) % S, u - 1 + S, u1, steps, mt, x_d, w_d, s_d, w_sh, s_sh, x_sh, full, BN, BM)
             st += 1
             if st == S:
                 st = 0
                 phase ^= 1
         acc = warpgroup_mma_wait(0, deps=[acc])
-        refill(before, seg1 - 1 + S, u1, steps, mt, x_d, w_d, s_d, w_sh, s_sh, x_sh, full, BN, BM)
+        refill((st + (S - 1)) % S, seg1 - 1 + S, u1, steps, mt, x_d, w_d, s_d, w_sh, s_sh, x_sh, full, BN, BM)
         z = opaque_zero()
         off = (n_y + z)[:, None] * BM + m_y[None, :]
         acc, finish = gather_partials(acc, off, tile, seg0, seg1, u0, steps, U, ws_ptr, cnt_ptr, BN * BM)

@@ -148,7 +148,7 @@ def lora_plan(x, lora_a, lora_b, splits, tile_rows: int) -> Lora | None:
 
 def lora_slice(K: int) -> int:
     """Columns of a slice of x A^T: at most eight slices, which the last step of the matrix product adds up."""
-    return max(256, math.ceil(K / 8 / 128) * 128)
+    return max(512, math.ceil(K / 8 / 512) * 512)
 
 
 def prepare(x, lora_a, lora: Lora | None, permuted: torch.Tensor | None, late: bool, pdl: bool) -> None:
@@ -217,23 +217,32 @@ def launch_skinny(config, x, packed, block_scale, global_scale, bias, lora_a, lo
     steps = K // (128 * WK)
     units = N // rows * steps
     grid = min(config["grid"], units)
-    late = lora is not None and config.get("late", True)
-    if lora is not None:
-        prepare(x, lora_a, lora, None, late, pdl)
-    gs, sgs = _scale_args(global_scale)
     words, scales = packed.view(torch.int32), _bytes(block_scale).view(torch.int16)
+    # x A^T inside the kernel wants its first programs for it, and row strides that say what K is
+    inside = lora is not None and WN == 1 and words.stride(0) * 8 == K and config.get("inside", True)
+    inside = inside and lora.slices * math.ceil(lora.rows / 16) <= grid
+    late = lora is not None and not inside
+    if late:
+        prepare(x, lora_a, lora, None, True, pdl)
+    gs, sgs = _scale_args(global_scale)
     partial = scratch(x.device, "partial", 2 * grid * rows * BM, torch.float32)
+    resident = math.ceil(grid / device_properties(x.device.index)[1])
+    registers = min(
+        255, 65536 // (resident * WK * WN * 32) // 8 * 8
+    )  # all programs at once, whatever the last step needs
     hopper.skinny_kernel[(grid,)](
         x,
         words,
         scales,
         gs,
         x if bias is None else bias,
+        x if lora is None else lora_a,
         partial if lora is None else lora.xa,
         x if lora is None else lora.b,
         out,
         partial,
         scratch(x.device, "counters", 1 << 16, torch.int32, zero=True),
+        scratch(x.device, "flags", 64, torch.int32, zero=True),
         M,
         x.stride(0),
         out.stride(0),
@@ -250,9 +259,11 @@ def launch_skinny(config, x, packed, block_scale, global_scale, bias, lora_a, lo
         BIAS=bias is not None,
         RANK=0 if lora is None else lora.rank,
         KS=0 if lora is None else lora.slices,
+        SLICE=lora_slice(K) if inside else 0,
         LATE=late,
         PDL=pdl,
         num_warps=WK * WN,
+        maxnreg=registers,
         **({"launch_pdl": True} if pdl else {}),
     )
 
