@@ -38,6 +38,7 @@ def test_vllm_generation_is_a_module_global_called_in_init(module):
         ("training_step", ["self", "model", "inputs", "num_items_in_batch"]),
         ("_get_train_sampler", ["self", "dataset"]),
         ("log", ["self", "logs", "start_time"]),
+        ("_load_from_checkpoint", ["self", "resume_from_checkpoint", "model"]),
         ("_save_checkpoint", ["self", "model", "trial"]),
     ],
 )

@@ -361,6 +361,31 @@ def test_resume_continues_the_same_trajectory(make_trainer, tmp_path, case):
     assert len(saved) == len(adapter_of(whole))
 
 
+def test_resume_of_a_peft_model_with_its_reference(make_trainer, tiny_model_dir, tmp_path):
+    """With beta > 0 TRL keeps the adapter that was passed in as a second one, "ref": both come back."""
+
+    def trained_before():
+        base = AutoModelForCausalLM.from_pretrained(
+            tiny_model_dir("qwen2"), quantization_config=NVFP4Config(compute_dtype="float32"), dtype=torch.float32
+        )
+        torch.manual_seed(0)
+        model = get_peft_model(base, register_nvfp4_lora(LORA))
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.02)
+        return model
+
+    options = {"peft_config": None, "model_init_kwargs": None, "beta": 0.1, "save_strategy": "steps", "save_steps": 2}
+    whole = make_trainer(model=trained_before(), max_steps=4, **options)
+    whole.train()
+    shutil.rmtree(tmp_path / "run" / "checkpoint-4")
+    resumed = make_trainer(model=trained_before(), max_steps=4, **options)
+    resumed.train(resume_from_checkpoint=True)
+    assert sum(".ref." in name for name in adapter_of(whole)) == len(adapter_of(whole)) / 2
+    assert_identical(adapter_of(resumed), adapter_of(whole))
+    assert logged(resumed, "kl") == logged(whole, "kl")
+
+
 def test_a_torn_checkpoint_is_skipped_and_the_run_still_ends_identically(make_trainer, tmp_path):
     options = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2}
     whole = make_trainer(**options)

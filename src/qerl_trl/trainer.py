@@ -12,6 +12,7 @@ differs from the parent, method by method:
 | `_calculate_rewards` | times rewards and refuses infinite ones |
 | `_generate_and_score_completions` | measures the rollout/trainer mismatch |
 | `training_step` | refuses a non-finite loss or gradient before the optimizer sees it |
+| `_load_from_checkpoint` | the trained adapter comes back also where TRL keeps a second one as reference |
 | `_save_checkpoint` | seals the checkpoint, then rotates older ones |
 | `log` | feeds the signal monitor |
 
@@ -31,6 +32,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 import torch
 from accelerate.utils import is_peft_model
 from peft import PeftConfig
+from peft.utils import CONFIG_NAME as PEFT_CONFIG_NAME
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel, TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
@@ -311,6 +313,15 @@ class QeRLMixin:
         for _ in range(self._epochs_done):
             next(iter(sampler))
         return sampler
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        policy = self.accelerator.unwrap_model(self.model if model is None else model)
+        beside = os.path.isfile(os.path.join(resume_from_checkpoint, PEFT_CONFIG_NAME))
+        if is_peft_model(policy) and len(policy.peft_config) > 1 and beside and not self.is_fsdp_enabled:
+            # Trainer loads the adapters in subfolders (TRL's "ref", with a PeftModel and beta > 0) and then forgets the one
+            # beside them, which is the trained one
+            policy.load_adapter(resume_from_checkpoint, policy.active_adapter, is_trainable=True)
 
     def _save_checkpoint(self, model, trial) -> None:
         run_dir = self._get_output_dir(trial=trial)
