@@ -118,6 +118,9 @@ def test_skinny(BM, WK, WN, R, rank, limit):
         "R": R,
         "BIAS": rank > 0,
         "RANK": rank,
+        "KS": 7 * (rank > 0),
+        "SLICE": 512 * (rank > 0),
+        "LATE": False,
         "PDL": True,
     }
     code = disassemble(compile_sm90(hopper.skinny_kernel, constants, WK * WN).asm["cubin"])

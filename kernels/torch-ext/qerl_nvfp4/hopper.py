@@ -394,8 +394,9 @@ def skinny_kernel(
     s = gl.load((s_lane + so) + s_reg)
     if PDL and not LATE:
         gdc_wait()
-    if SLICE > 0 and pid < KS * ((RS + 15) // 16):
-        skinny_lora_down(x_ptr, a_ptr, xa_ptr, flag_ptr, M, sxm, RS, mp, swn * 8, BM, NW, SLICE)
+    if SLICE > 0:  # noqa: SIM102  a compile-time condition and a run-time one do not mix
+        if pid < KS * ((RS + 15) // 16):
+            skinny_lora_down(x_ptr, a_ptr, xa_ptr, flag_ptr, M, sxm, RS, mp, swn * 8, BM, NW, SLICE)
     while seg0 < u1:
         seg1 = gl.minimum((tile + 1) * steps, u1)
         acc = gl.zeros([WK, ROWS, BM], gl.float32, MMA)
@@ -626,8 +627,11 @@ def wgmma_kernel(
                 acc = warpgroup_mma_wait(
                     1, deps=[acc]
                 )  # the previous one is done, this one runs on during the next decode
-                if c == 0 and u > seg0:
-                    refill((st + (S - 1)) % S, u - 1 + S, u1, steps, mt, x_d, w_d, s_d, w_sh, s_sh, x_sh, full, BN, BM)
+                if c == 0:  # noqa: SIM102
+                    if u > seg0:
+                        refill(
+                            (st + (S - 1)) % S, u - 1 + S, u1, steps, mt, x_d, w_d, s_d, w_sh, s_sh, x_sh, full, BN, BM
+                        )
             st += 1
             if st == S:
                 st = 0
