@@ -150,6 +150,10 @@ def write(folder: Path, facts: dict[str, Any], run: dict[str, Any]) -> None:
     """Put README.md, the facts and the curves into an export that is being made and that `run` describes."""
     facts = {**facts, **{key: run[key] for key in ("kind", "survived", "measured", "exported_with") if key in run}}
     curves = facts.pop("curves", None)
+    if facts["kind"] == "nvfp4_base":  # nothing was trained
+        curves = None
+        for key in ("results", "evaluations", "log", "versions", "dataset"):
+            facts.pop(key, None)
     if curves is not None and Path(curves).is_file():
         (folder / "curves.png").write_bytes(Path(curves).read_bytes())
         facts["has_curves"] = True

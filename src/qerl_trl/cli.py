@@ -30,6 +30,9 @@ BaseModel = Annotated[str | None, typer.Option(help="Folder or Hub id of the bas
 BaseFormat = Annotated[
     str | None, typer.Option(help="nvfp4 or bf16: the base's format. Default: what the run recorded.")
 ]
+Dtype = Annotated[
+    str | None, typer.Option(help="Compute dtype of the policy. Default: what the run recorded, else bfloat16.")
+]
 Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:<i>.")]
 DatasetName = Annotated[str | None, typer.Option("--dataset", help="Training data to name in the card.")]
 
@@ -161,6 +164,7 @@ def merge(
         bool, typer.Option("--force", help="Write an NVFP4 merge even if next to nothing of the adapter survives.")
     ] = False,
     dataset: DatasetName = None,
+    dtype: Dtype = None,
     device: Device = "cpu",
     overwrite: Overwrite = False,
     as_json: AsJson = False,
@@ -174,7 +178,7 @@ def merge(
         )
     from qerl_trl import cards, export
 
-    policy = export.load_policy(run, base_model, base_format, device=device)
+    policy = export.load_policy(run, base_model, base_format, dtype, device)
     measured = None
     if prompts is not None:
         batches = export.prompt_batches(prompts, policy.tokenizer)
@@ -186,7 +190,7 @@ def merge(
                 )
             settings = policy.settings
             del policy
-            policy = export.load_policy(run, base_model, "bf16", device=device)
+            policy = export.load_policy(run, base_model, "bf16", dtype, device)
             policy.settings["base_format"] = settings.get("base_format", "nvfp4")
             measured = export.logit_distance(trained, export.logits_of(policy.model, batches))
     facts = cards.facts_of_run(run, {"kind": "adapter", "settings": policy.settings}, dataset)
@@ -223,9 +227,10 @@ def merge(
     }
     lines = [f"written: {destination} ({done['kind'].replace('_', ' ')})"]
     if prompts is not None and form in ("bf16", "nvfp4"):
-        measured = measured or export.logit_distance(
-            trained, export.logits_of(export.load_dense(destination, device), batches)
-        )
+        written = export.load_any(
+            str(destination), device, policy.settings["dtype"]
+        )  # same arithmetic: only the weights differ
+        measured = measured or export.logit_distance(trained, export.logits_of(written.model, batches))
         content["measured"] = measured
         lines.append(
             f"distance to the trained policy on {measured['tokens']} tokens: mean logit {measured['mean_logit_distance']:.3g}, KL "
@@ -353,6 +358,7 @@ def evaluate(
     batch_size: Annotated[int, typer.Option(help="Problems at a time (transformers).")] = 64,
     base_model: BaseModel = None,
     base_format: BaseFormat = None,
+    dtype: Dtype = None,
     device: Device = "cpu",
     harness: Annotated[
         bool, typer.Option("--harness", help="Only print the commands for lm-eval and lighteval.")
@@ -402,9 +408,9 @@ def evaluate(
         generate = evaluation.vllm_engine(base, chosen, str(adapter) if adapter else None, seed)
     else:
         if adapter:
-            source = export.load_policy(adapter, base_model, base_format, device=device)
+            source = export.load_policy(adapter, base_model, base_format, dtype, device)
         else:
-            source = export.load_any(model, device)
+            source = export.load_any(model, device, dtype)
         generate = evaluation.transformers_engine(
             source.model, source.tokenizer, chosen, batch_size, seed, progress=sys.stderr.isatty()
         )

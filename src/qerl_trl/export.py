@@ -362,15 +362,18 @@ def save_base(
         run = _describe(policy, "nvfp4_base", with_adapter=False)
         if shards.is_complete(folder, run):
             return run
-        jobs = [
-            job
-            for entry in _entries(policy, with_adapter=False)
-            for job in (_packed_job(entry) if _nvfp4_layer(entry) is not None else _cast_job(entry, entry.dtype),)
-        ]
+        jobs, dtypes = [], {torch.bfloat16}
+        for entry in _entries(policy, with_adapter=False):
+            if _nvfp4_layer(entry) is not None:
+                jobs.append(_packed_job(entry))
+            else:
+                dtypes.add(_lossless_dtype(entry))
+                jobs.append(_cast_job(entry, _lossless_dtype(entry)))
         names = {spec.name for job in jobs for spec in job.specs}
         with shards.staging(folder, run, overwrite) as partial:
             shards.write_shards(partial, jobs, dict(formats.WRITTEN_BY), max_shard_bytes, progress=progress)
-            _save_config(partial, policy, quantizer.torch_dtype, quantizer.to_dict(), names)
+            dtype = torch.bfloat16 if dtypes == {torch.bfloat16} else quantizer.torch_dtype
+            _save_config(partial, policy, dtype, quantizer.to_dict(), names)
             _save_tokenizer(partial, policy.tokenizer)
             if card is not None:
                 card(partial, run)
@@ -408,7 +411,7 @@ def save_merged_nvfp4(
             return done
         entries = _entries(policy, with_adapter=True)
         packed = [entry for entry in entries if _nvfp4_layer(entry) is not None]
-        jobs = [_cast_job(entry, entry.dtype) for entry in entries if _nvfp4_layer(entry) is None]
+        jobs = [_cast_job(entry, torch.bfloat16) for entry in entries if _nvfp4_layer(entry) is None]
         jobs += [_requantize_job(group, scale_rule) for group in _fused(packed)]
         names = {spec.name for job in jobs for spec in job.specs}
         survived: dict[str, float] = {}
@@ -426,7 +429,7 @@ def save_merged_nvfp4(
                     "under another name. Publish the adapter or the bf16 merge, or force it (force=True, --force)."
                 )
             result["survived"] = survived
-            _save_config(partial, policy, quantizer.torch_dtype, quantizer.to_dict(), names)
+            _save_config(partial, policy, torch.bfloat16, quantizer.to_dict(), names)
             _save_tokenizer(partial, policy.tokenizer)
             if card is not None:
                 card(partial, result)
@@ -459,6 +462,14 @@ def _on_rank_zero(
 def _cast_job(entry: _Entry, dtype: torch.dtype) -> Job:
     dtype = dtype if entry.dtype.is_floating_point else entry.dtype
     return Job((TensorSpec(entry.name, dtype, entry.shape),), lambda: [entry.value().to(dtype)])
+
+
+def _lossless_dtype(entry: _Entry) -> torch.dtype:
+    """bfloat16 for a tensor that is only held in float32 (a run with float32 compute loads a bf16 base so), else its own dtype."""
+    if entry.dtype != torch.float32:
+        return entry.dtype
+    value = entry.value()
+    return torch.bfloat16 if torch.equal(value.to(torch.bfloat16).to(torch.float32), value) else torch.float32
 
 
 def _nvfp4_layer(entry: _Entry) -> NVFP4Linear | None:
@@ -585,8 +596,8 @@ def _describe(source: Source, kind: str, with_adapter: bool = True) -> dict[str,
 
 
 def public_name(model: str) -> str:
-    """A Hub id as it is; a path shortened to its last part, since nobody else has the folder and its path is private."""
-    return model if is_hub_id(model) else Path(model).name
+    """A Hub id (or any other name) as it is; a path shortened to its last part: it is private, and nobody else has the folder."""
+    return Path(model).name if os.path.exists(model) or os.path.isabs(model) else model
 
 
 def is_hub_id(model: str) -> bool:
@@ -638,17 +649,14 @@ _TOKENIZER_FILES = """tokenizer.json tokenizer_config.json special_tokens_map.js
     merges.txt tokenizer.model""".split()
 
 
-def load_any(model: str, device: str = "cpu") -> Source:
-    """A model without an adapter, dense or NVFP4, with its tokenizer."""
-    config = load_config(model)
-    options = {} if getattr(config, "quantization_config", None) is None else {"config": config}
-    loaded = AutoModelForCausalLM.from_pretrained(model, dtype="auto", device_map={"": device}, **options).eval()
+def load_any(model: str, device: str = "cpu", dtype: str | None = None) -> Source:
+    """A model without an adapter, dense or NVFP4, with its tokenizer. `dtype`: compute dtype; default: as stored."""
+    wanted = NVFP4Config(compute_dtype=dtype) if dtype else None
+    config = load_config(model, wanted)
+    packed = getattr(config, "quantization_config", None) is not None
+    options = {"config": config, "dtype": getattr(torch, dtype or "bfloat16")} if packed else {"dtype": dtype or "auto"}
+    loaded = AutoModelForCausalLM.from_pretrained(model, device_map={"": device}, **options).eval()
     return Source(loaded, AutoTokenizer.from_pretrained(model), {"model": model})
-
-
-def load_dense(folder: Path, device: str = "cpu") -> PreTrainedModel:
-    """An export, for measuring: bf16 as it is, NVFP4 in our layers."""
-    return load_any(str(folder), device).model
 
 
 # --- how far two models are apart -------------------------------------------------------------------------------------------------
