@@ -490,6 +490,7 @@ def test_old_checkpoints_go_only_after_the_new_one_is_sealed(make_trainer, tmp_p
     make_trainer(max_steps=3, save_strategy="steps", save_steps=1, save_total_limit=1).train()
     assert present == [["checkpoint-1"], ["checkpoint-1", "checkpoint-2"], ["checkpoint-2", "checkpoint-3"]]
     assert [p.name for p in run.glob("checkpoint-*")] == ["checkpoint-3"]
+    assert torch.load(run / "checkpoint-3" / "training_args.bin", weights_only=False).save_total_limit == 1
 
 
 def test_manifest_describes_the_run(make_trainer, tmp_path):

@@ -35,7 +35,7 @@ from peft import PeftConfig
 from peft.utils import CONFIG_NAME as PEFT_CONFIG_NAME
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel, TrainerCallback, TrainerState
-from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import SaveStrategy, rotate_checkpoints
 from trl import GRPOTrainer, RLOOTrainer
 
@@ -336,6 +336,8 @@ class QeRLMixin:
             self.args.save_total_limit = limit
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
+            # again: the limit was cleared when it was written
+            torch.save(self.args, os.path.join(folder, TRAINING_ARGS_NAME))
             checkpoint.seal(folder, self._run_settings())
             rotate_checkpoints(
                 output_dir=run_dir, save_total_limit=limit, best_model_checkpoint=self.state.best_model_checkpoint
