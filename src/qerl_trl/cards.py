@@ -159,7 +159,7 @@ def write(folder: Path, facts: dict[str, Any], run: dict[str, Any]) -> None:
         facts["has_curves"] = True
     facts.setdefault("folder", folder.name.removeprefix(".").removesuffix(".partial"))
     checkpoint.write_json_atomically(folder / FACTS_NAME, _public(facts))
-    (folder / "README.md").write_text(render(facts))
+    (folder / "README.md").write_text(render(read_facts(folder)))  # as it will be rendered again from the file
 
 
 def read_facts(folder: Path) -> dict[str, Any] | None:
