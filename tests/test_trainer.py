@@ -3,13 +3,14 @@ import json
 import logging
 import math
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from datasets import Dataset
 from peft import LoHaConfig, LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 from trl import GRPOConfig
 
 from qerl_trl import (
@@ -491,6 +492,20 @@ def test_old_checkpoints_go_only_after_the_new_one_is_sealed(make_trainer, tmp_p
     assert present == [["checkpoint-1"], ["checkpoint-1", "checkpoint-2"], ["checkpoint-2", "checkpoint-3"]]
     assert [p.name for p in run.glob("checkpoint-*")] == ["checkpoint-3"]
     assert torch.load(run / "checkpoint-3" / "training_args.bin", weights_only=False).save_total_limit == 1
+
+
+def test_a_checkpoint_is_pushed_only_once_it_is_sealed(make_trainer, tmp_path, monkeypatch):
+    pushed = []
+
+    def push(trainer, folder):
+        pushed.append((Path(folder).name, (Path(folder) / MANIFEST_NAME).is_file()))
+
+    monkeypatch.setattr(Trainer, "_push_from_checkpoint", push)
+    monkeypatch.setattr(Trainer, "init_hf_repo", lambda self, token=None: None)
+    trainer = make_trainer(save_strategy="steps", save_steps=1, push_to_hub=True)
+    monkeypatch.setattr(trainer, "push_to_hub", lambda *args, **kwargs: None)
+    trainer.train()
+    assert pushed == [("checkpoint-1", True), ("checkpoint-2", True)]
 
 
 def test_manifest_describes_the_run(make_trainer, tmp_path):

@@ -13,7 +13,7 @@ differs from the parent, method by method:
 | `_generate_and_score_completions` | measures the rollout/trainer mismatch |
 | `training_step` | refuses a non-finite loss or gradient before the optimizer sees it |
 | `_load_from_checkpoint` | the trained adapter comes back also where TRL keeps a second one as reference |
-| `_save_checkpoint` | seals the checkpoint, then rotates older ones |
+| `_save_checkpoint`, `_push_from_checkpoint` | seals the checkpoint, then rotates older ones and pushes |
 | `log` | feeds the signal monitor |
 
 `VLLMGeneration` has no factory hook, so its module-level name in TRL's trainer module is rebound for the duration of
@@ -330,6 +330,7 @@ class QeRLMixin:
             checkpoint.discard(folder)
         self.accelerator.wait_for_everyone()
         limit, self.args.save_total_limit = self.args.save_total_limit, None  # rotate only once the new one is sealed
+        self._unpushed = None
         try:
             super()._save_checkpoint(model, trial)
         finally:
@@ -342,6 +343,11 @@ class QeRLMixin:
             rotate_checkpoints(
                 output_dir=run_dir, save_total_limit=limit, best_model_checkpoint=self.state.best_model_checkpoint
             )
+        if self._unpushed is not None:
+            super()._push_from_checkpoint(self._unpushed)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        self._unpushed = checkpoint_folder  # the parent would push it before it is sealed
 
     def _run_settings(self) -> dict:
         """What must agree for a resumed run to continue the same trajectory."""
