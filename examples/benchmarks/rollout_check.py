@@ -177,7 +177,7 @@ def agree_7b_stock() -> dict:
     rows = dict.fromkeys(source, 0)
     for parent_name, parent in list(model.named_modules()):
         for name, child in list(parent.named_children()):
-            if hasattr(child, "dequantize"):
+            if hasattr(child, "weight_packed"):
                 linear = torch.nn.Linear(
                     child.in_features, child.out_features, bias=child.bias is not None, device="meta"
                 )

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,14 +30,14 @@ def start(rollout: str, seed: int, folder: Path, options: list[str]) -> subproce
         str(ROOT / "examples/configs/embedded.yaml"),
     ]
     command += ["--output_dir", str(output), "--seed", str(seed), "--data_seed", str(seed), "--save_strategy", "no"]
-    environment = dict(os.environ, MASTER_PORT="0")  # several engines on one machine: TRL then picks a free port
+    environment = dict(os.environ, MASTER_PORT=str(29600 + seed))  # several engines on one machine
     with open(folder / f"{output.name}.log", "w") as log:
         return subprocess.Popen(
             [*command, *ROLLOUTS[rollout], *options],
             stdout=log,
             stderr=subprocess.STDOUT,
             cwd=ROOT,
-            env=dict(os.environ),
+            env=environment,
         )
 
 
@@ -66,11 +67,16 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--rollouts", nargs="+", default=list(ROLLOUTS))
     parser.add_argument("--timeout", type=float, default=240)
+    parser.add_argument("--stagger", type=float, default=0, help="seconds between two starts")
     parser.add_argument("options", nargs=argparse.REMAINDER)
     args = parser.parse_args()
     options = [option for option in args.options if option != "--"]
     folder = Path(tempfile.mkdtemp())
-    runs = {(r, s): start(r, s, folder, options) for s in args.seeds for r in args.rollouts}
+    runs = {}
+    for seed in args.seeds:
+        for rollout in args.rollouts:
+            runs[rollout, seed] = start(rollout, seed, folder, options)
+            time.sleep(args.stagger)  # an engine measures free memory while it starts, and minds others that do
     results = []
     for (rollout, seed), process in runs.items():
         try:
