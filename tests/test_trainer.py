@@ -333,6 +333,19 @@ def test_no_event_ever_sees_a_noisy_weight(make_trainer, scope):
             assert torch.equal(trainer.model.eval()(ids).logits, fresh(ids).logits)
 
 
+def test_merged_and_saved_files_do_not_know_of_the_noise(make_trainer, tmp_path):
+    """With learning rate 0 nothing is learned, so whatever a noisy run writes must equal what was there before it."""
+    trainer = make_trainer(learning_rate=0.0, aqn_scope="policy", aqn_sigma_start=0.5, max_steps=4, save_strategy="steps")
+    trainer.save_merged(tmp_path / "before")
+    trainer.save_base(tmp_path / "base-before")
+    trainer.train()
+    assert max(logged(trainer, "aqn/sigma")) == 0.5
+    trainer.save_merged(tmp_path / "after")
+    trainer.save_base(tmp_path / "base-after")
+    for left, right in (("before", "after"), ("base-before", "base-after")):
+        assert_identical(*(load_file(tmp_path / folder / "model.safetensors") for folder in (left, right)))
+
+
 # --- checkpoints -----------------------------------------------------------------------------------------------------
 
 
@@ -501,7 +514,7 @@ def test_a_checkpoint_is_pushed_only_once_it_is_sealed(make_trainer, tmp_path, m
         pushed.append((Path(folder).name, (Path(folder) / MANIFEST_NAME).is_file()))
 
     monkeypatch.setattr(Trainer, "_push_from_checkpoint", push)
-    monkeypatch.setattr(Trainer, "init_hf_repo", lambda self, token=None: None)
+    monkeypatch.setattr(QeRLGRPOTrainer, "init_hf_repo", lambda self, token=None: None)
     trainer = make_trainer(save_strategy="steps", save_steps=1, push_to_hub=True)
     monkeypatch.setattr(trainer, "push_to_hub", lambda *args, **kwargs: None)
     trainer.train()

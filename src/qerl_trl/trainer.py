@@ -15,6 +15,7 @@ differs from the parent, method by method:
 | `_load_from_checkpoint` | the trained adapter comes back also where TRL keeps a second one as reference |
 | `_save_checkpoint`, `_push_from_checkpoint` | seals the checkpoint, then rotates older ones and pushes |
 | `log` | feeds the signal monitor |
+| `push_to_hub`, `create_model_card`, `init_hf_repo` | [`HubMixin`]: private, whole or not at all, with our card; and `save_merged`, `save_base` |
 
 `VLLMGeneration` has no factory hook, so its module-level name in TRL's trainer module is rebound for the duration of
 `super().__init__` (the only rebind in this package; `tests/test_contracts.py` fails with a clear message if TRL moves it).
@@ -41,6 +42,7 @@ from trl import GRPOTrainer, RLOOTrainer
 
 from . import checkpoint, guards, report
 from .config import QeRLArguments, QeRLConfig, QeRLRLOOConfig
+from .hub import HubMixin
 from .linear import NVFP4Linear
 from .lora import (
     check_adapter,
@@ -59,7 +61,7 @@ logger = logging.getLogger(__name__)
 _MISMATCH_SAMPLE = 8
 
 
-class QeRLMixin:
+class QeRLMixin(HubMixin):
     """Adds QeRL to a TRL trainer. Put it before the trainer in the bases and set `_config_class`.
 
     Args:
