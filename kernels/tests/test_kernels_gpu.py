@@ -51,19 +51,23 @@ SKINNY = [
 def test_skinny(config):
     run(config, config["BM"], 512, 2048, per_row=True)
     run(config, 1, 384, 1024, rank=32, splits=(128, 256))
+    run(config | {"inside": False}, 1, 384, 1024, rank=32, splits=(128, 256))
     run(config, config["BM"] - 3, 256, 1024, rank=8, pdl=False)
 
 
+WGMMA_SHAPES = (
+    (16, 256, 8, 4),
+    (32, 256, 16, 4),
+    (32, 128, 4, 3),
+    (64, 256, 8, 3),
+    (64, 128, 8, 4),
+    (64, 128, 4, 2),
+    (128, 128, 8, 2),
+    (128, 64, 4, 2),
+)
 WGMMA = [
     {"kernel": "wgmma", "BM": BM, "BN": BN, "NW": NW, "S": S, "grid": grid}
-    for BM, BN, NW, S in (
-        (16, 256, 8, 4),
-        (32, 256, 16, 4),
-        (64, 256, 16, 3),
-        (64, 256, 8, 3),
-        (64, 128, 8, 3),
-        (128, 128, 8, 2),
-    )
+    for BM, BN, NW, S in WGMMA_SHAPES
     for grid in (5, 132)
 ]
 

@@ -219,7 +219,7 @@ def launch_skinny(config, x, packed, block_scale, global_scale, bias, lora_a, lo
     grid = min(config["grid"], units)
     words, scales = packed.view(torch.int32), _bytes(block_scale).view(torch.int16)
     # x A^T inside the kernel wants its first programs for it, and row strides that say what K is
-    inside = lora is not None and words.stride(0) * 8 == K and config.get("inside", False)
+    inside = lora is not None and words.stride(0) * 8 == K and config.get("inside", True)
     inside = inside and lora.slices * math.ceil(lora.rows / 16) <= grid
     late = lora is not None and not inside
     if late:

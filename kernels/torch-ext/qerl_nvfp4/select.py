@@ -65,14 +65,20 @@ def skinny_heuristic(N: int, K: int, M: int, sms: int) -> dict | None:
 
 
 def wgmma_heuristic(N: int, K: int, M: int, sms: int) -> dict | None:
+    """Tiles of 128 rows; two programs a multiprocessor for large matrices, at most one tile a program for small ones."""
     if not wgmma_fits(N, K):
         return None
-    BM = 16 if M <= 16 else 32 if M <= 32 else 64
-    BN, NW, S = (256, 16, 3) if N * K > 3e7 else (128, 8, 3)
-    if M > 64 and N * K <= 3e7:
-        BM, S = 128, 2
-    units = math.ceil(N / BN) * math.ceil(M / BM) * (K // 256)
-    return {"kernel": "wgmma", "BM": BM, "BN": BN, "NW": NW, "S": S, "grid": min(sms, max(1, units // 2))}
+    large = N * K > 6e7
+    if M <= 32:
+        BM, BN, NW, S = (32, 128, 4, 3) if large else (32, 128, 8, 4)
+    elif M <= 64:
+        BM, BN, NW, S = (64, 128, 4, 2) if large else (64, 128, 8, 4)
+    else:
+        BM, BN, NW, S = (128, 128, 8, 2) if large else (128, 64, 4, 2)
+    tiles = math.ceil(N / BN) * math.ceil(M / BM)
+    most = sms * (2 if large and M <= 64 else 1)
+    grid = most if tiles > most else tiles * max(1, min(most // tiles, K // 512))
+    return {"kernel": "wgmma", "BM": BM, "BN": BN, "NW": NW, "S": S, "grid": grid}
 
 
 def portable_heuristic(N: int, K: int, M: int, sms: int, hopper: bool) -> dict:
@@ -110,8 +116,8 @@ def choose(N: int, K: int, M: int, device_index: int, bf16: bool) -> dict:
         return tuned
     if bucket == 0 or M > 128:
         return {"kernel": "dense", "pieces": dense_pieces(N, M)}
-    if hopper and bf16 and M <= 16:
-        found = skinny_heuristic(N, K, M, sms)
+    if hopper and bf16:
+        found = skinny_heuristic(N, K, M, sms) if M <= 16 else wgmma_heuristic(N, K, M, sms)
         if found is not None:
             return found
     return portable_heuristic(N, K, M, sms, hopper)

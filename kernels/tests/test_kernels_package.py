@@ -1,0 +1,97 @@
+"""What the Kernel Hub asks of the folder, and the selection of configurations: no GPU needed."""
+
+import ast
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from qerl_nvfp4 import select
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "torch-ext" / "qerl_nvfp4"
+ALLOWED = {"torch", "triton"}
+
+
+def test_only_torch_triton_and_the_standard_library_are_imported():
+    import sys
+
+    for path in PACKAGE.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                names = [node.module]
+            for name in names:
+                top = name.split(".")[0]
+                assert top in ALLOWED or top in sys.stdlib_module_names, f"{path.name} imports {name}"
+
+
+def test_build_description():
+    build = tomllib.loads((ROOT / "build.toml").read_text())
+    assert build["general"]["name"].replace("-", "_") == PACKAGE.name
+    assert {"py", "json"} <= set(build["torch-noarch"]["pyext"])
+    assert build["general"]["license"] == "Apache-2.0"
+    assert not (ROOT / "__init__.py").exists(), "it would shadow the `kernels` library"
+
+
+def test_card_names_the_licence():
+    assert "license: apache-2.0" in (ROOT / "CARD.md").read_text()
+
+
+@pytest.fixture
+def h200(monkeypatch):
+    monkeypatch.setattr(select, "device_properties", lambda index: ("NVIDIA H200", 132, (9, 0)))
+    select.choose.cache_clear()
+    yield
+    select.choose.cache_clear()
+
+
+@pytest.mark.parametrize("path", sorted(select.CONFIG_FOLDER.glob("*.json")), ids=lambda p: p.stem)
+def test_every_table_entry_fits_its_matrix(path):
+    for entry in json.loads(path.read_text())["entries"]:
+        config, N, K = entry["config"], entry["N"], entry["K"]
+        if config["kernel"] == "skinny":
+            assert select.skinny_fits(config, N, K)
+            assert 0 < entry["bucket"] <= config["BM"]
+        elif config["kernel"] == "wgmma":
+            assert select.wgmma_fits(N, K)
+        else:
+            assert config["kernel"] == "dense"
+
+
+def test_tuned_shapes_come_from_the_table_and_others_from_the_heuristic(h200):
+    table = select.load_table("NVIDIA H200")
+    assert select.choose(37888, 3584, 5, 0, True) == table[(37888, 3584, 8)]
+    assert select.choose(37888, 3584, 9, 0, True) == table[(37888, 3584, 16)]
+    assert select.choose(37888, 3584, 4096, 0, True)["kernel"] == "dense"
+    assert select.choose(2560, 2048, 4, 0, True)["kernel"] == "skinny"
+    assert select.choose(2560, 2048, 40, 0, True)["kernel"] == "wgmma"
+    assert select.choose(2500, 2048, 4, 0, True)["kernel"] == "portable"  # N not a multiple of 16
+    assert select.choose(2560, 2064, 4, 0, True)["kernel"] == "portable"  # K not a multiple of 128
+    assert select.choose(2560, 2048, 4, 0, False)["kernel"] == "portable"  # float16
+
+
+@pytest.mark.parametrize("M", [1, 9, 17, 33, 65, 128])
+@pytest.mark.parametrize("N,K", [(16, 128), (48, 256), (2048, 2048), (1024, 11008), (55296, 5120), (896, 896)])
+def test_heuristics_are_valid_for_any_shape(h200, M, N, K):
+    config = select.choose(N, K, M, 0, True)
+    if config["kernel"] == "skinny":
+        assert select.skinny_fits(config, N, K)
+        assert config["BM"] >= M
+    elif config["kernel"] == "wgmma":
+        assert select.wgmma_fits(N, K)
+        assert config["grid"] >= 1
+
+
+def test_the_table_renders():
+    import subprocess
+    import sys
+
+    result = ROOT / "benchmarks" / "results" / "h200.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "table.py"), str(result)]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "| 7B | 1 |" in text
+    assert "NVIDIA H200" in text
