@@ -259,12 +259,8 @@ def test_a_file_with_the_token_is_not_uploaded(server, exported, tmp_path):
 # --- the trainer ------------------------------------------------------------------------------------------------------------------
 
 
-class HubTrainer(hub.HubMixin, QeRLGRPOTrainer):
-    """As `QeRLGRPOTrainer` with the mixin in its bases."""
-
-
 def make_trainer(tiny_model_dir, tiny_tokenizer, tmp_path, **kwargs):
-    return HubTrainer(
+    return QeRLGRPOTrainer(
         model=str(tiny_model_dir("qwen2")),
         reward_funcs=spread_reward,
         args=settings(tmp_path, **kwargs),
@@ -283,6 +279,8 @@ def test_trainer_pushes_adapter_with_card(server, tiny_model_dir, tiny_tokenizer
     files = server.repos[REPO]["files"]
     assert server.repos[REPO]["private"] is True
     assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json", "README.md"} <= set(files)
+    run = json.loads(files[checkpoint.MANIFEST_NAME])["run"]
+    assert run["settings"]["dtype"] == "float32"
     assert "training_args.bin" not in files
     card = server.text(REPO)["README.md"]
     assert "base_model: someone/base" in card

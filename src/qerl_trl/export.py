@@ -76,9 +76,16 @@ def source_of(trainer_or_model: Any, tokenizer: PreTrainedTokenizerBase | None =
         trainer = trainer_or_model
         model = trainer.accelerator.unwrap_model(trainer.model)
         settings = {**trainer._run_settings(), "modules_to_not_convert": trainer.args.modules_to_not_convert}
-        settings["global_step"] = trainer.state.global_step
+        settings.update(global_step=trainer.state.global_step, dtype=compute_dtype(model))
         return Source(model, tokenizer or trainer.processing_class, settings)
     return Source(trainer_or_model, tokenizer, {})
+
+
+def compute_dtype(model: nn.Module) -> str:
+    """What a policy computes in, for its settings: the packed layers' dtype, else the configuration's."""
+    packed = next((module for module in model.modules() if isinstance(module, NVFP4Linear)), None)
+    dtype = model.config.dtype if packed is None else packed.compute_dtype
+    return str(dtype).removeprefix("torch.")
 
 
 def load_policy(
