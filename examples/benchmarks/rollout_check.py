@@ -175,7 +175,7 @@ def agree_7b_stock() -> dict:
         "up_proj": "gate_up_proj",
     }
     rows = dict.fromkeys(source, 0)
-    for parent_name, parent in list(model.named_modules()):
+    for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if hasattr(child, "weight_packed"):
                 linear = torch.nn.Linear(

@@ -276,7 +276,8 @@ class QeRLVLLMGeneration(VLLMGeneration):
         try:
             with _deadline(timeout):
                 yield
-        except RolloutError:
+        except RolloutError as error:
+            error.add_note(self._rescue())
             raise
         except Exception as error:
             # TRL's client raises plain Exception; anything narrower of another kind is a bug to show as it is
@@ -284,9 +285,25 @@ class QeRLVLLMGeneration(VLLMGeneration):
                 raise
             raise RolloutError(
                 f"The rollout failed in vLLM ({self.mode} mode) at step {self.trainer.state.global_step}: "
-                f"{type(error).__name__}: {error}. The trainer's own state is intact: resume from the last checkpoint "
-                "(resume_from_checkpoint=True) once the cause is gone."
+                f"{type(error).__name__}: {error}. {self._rescue()}"
             ) from error
+
+    def _rescue(self) -> str:
+        """Save a checkpoint of the step that has ended, where that is safe; says what to resume from.
+
+        A rollout begins between two updates, so the trainer's state is whole. With several processes the others wait elsewhere
+        and a save would hang.
+        """
+        trainer, step = self.trainer, self.trainer.state.global_step
+        resume = "resume from the last checkpoint (resume_from_checkpoint=True) once the cause is gone"
+        wanted = getattr(trainer.args, "save_strategy", "no") != "no" and step > 0 and trainer.model.training
+        if wanted and self.accelerator.num_processes == 1:
+            try:
+                trainer._save_checkpoint(trainer.model, None)
+            except OSError as error:
+                return f"Saving step {step} failed too ({error}); {resume}."
+            return f"Step {step} is saved; {resume}."
+        return f"The trainer's own state is intact; {resume}."
 
     def _wake(self) -> None:
         if self.kv_sleeps and getattr(self, "_asleep", False):
@@ -402,7 +419,7 @@ def _deadline(seconds: float | None) -> Iterator[None]:
     def expired(signum, frame):
         raise RolloutError(
             f"vLLM did not finish a rollout within rollout_timeout={seconds:g} s. The engine hangs, or the limit is too short for "
-            "these lengths. Resume from the last checkpoint (resume_from_checkpoint=True)."
+            "these lengths."
         )
 
     before = signal.signal(signal.SIGALRM, expired)

@@ -484,7 +484,7 @@ def compiled(folder: Path) -> dict:
     return results
 
 
-def train(folder: Path, trainer_class, config_class, path: str, **settings):
+def train(folder: Path, trainer_class, config_class, path: str, callbacks=None, resume=None, **settings):
     from datasets import Dataset
     from peft import LoraConfig
 
@@ -505,10 +505,36 @@ def train(folder: Path, trainer_class, config_class, path: str, **settings):
         args=args,
         train_dataset=prompts,
         peft_config=LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"),
+        callbacks=callbacks,
     )
     _ALIVE.append(trainer)
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     return trainer, [log for log in trainer.state.log_history if "loss" in log]
+
+
+def rescue(folder: Path, path: str) -> dict:
+    """An engine that dies after two steps: the run must end with the cause and leave a checkpoint that continues."""
+    from transformers import TrainerCallback
+
+    from qerl_trl import QeRLConfig, QeRLGRPOTrainer, last_checkpoint
+
+    class Breaks(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                _ALIVE[-1].vllm_generation.llm.generate = self.dies
+
+        def dies(self, *args, **kwargs):
+            raise RuntimeError("EngineCore died")
+
+    settings = {"max_steps": 3, "save_strategy": "steps", "save_steps": 100, "output_dir": str(folder / "broken")}
+    results = {
+        "error": error_of(lambda: train(folder, QeRLGRPOTrainer, QeRLConfig, path, callbacks=[Breaks()], **settings))
+    }
+    saved = last_checkpoint(str(folder / "broken"))
+    results["saved"] = Path(saved).name if saved else None
+    trainer, _ = train(folder, QeRLGRPOTrainer, QeRLConfig, path, resume=True, **settings)
+    results["steps after resuming"] = trainer.state.global_step
+    return results
 
 
 @scenario
@@ -538,6 +564,7 @@ def trainers(folder: Path) -> dict:
     g.sync_weights()
     g._sync_noise()
     results["clean at the end"] = gap(policy.eval(), g.llm)
+    results["rescue"] = rescue(folder, path)
     trainer, logs = train(folder, QeRLGRPOTrainer, QeRLConfig, path, aqn=False, max_steps=2)
     results["without noise"] = [log["sampling/sampling_logp_difference/max"] for log in logs]
     trainer, logs = train(folder, QeRLRLOOTrainer, QeRLRLOOConfig, path, max_steps=2)

@@ -167,6 +167,17 @@ def test_without_noise_rollout_and_trainer_agree(trainers):
     assert max(trainers["without noise"]) < 1e-3
 
 
+def test_a_dying_engine_leaves_a_checkpoint_that_continues(trainers):
+    rescue = trainers["rescue"]
+    assert (
+        rescue["error"].startswith("RolloutError")
+        and "EngineCore died" in rescue["error"]
+        and "Step 2 is saved" in rescue["error"]
+    )
+    assert rescue["saved"] == "checkpoint-2"
+    assert rescue["steps after resuming"] == 3
+
+
 def test_rloo(trainers):
     assert trainers["rloo steps"] == 2
     assert trainers["rloo"][0] == 0 and trainers["rloo"][1] > 1e-3
