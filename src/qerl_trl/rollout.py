@@ -21,17 +21,23 @@ from typing import Any
 
 import torch
 from accelerate.utils import is_peft_model
-from peft import LoraConfig
-from peft.utils import ModulesToSaveWrapper
 from torch import nn
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer.utils import ensure_master_addr_port
 
-from .linear import NVFP4Linear
 from .lora import adapted_layers
 from .noise import NoiseDraw
 from .norms import canonical_name
 from .rollout_plan import current_memory, plan_kv_cache
+from .rollout_policy import (
+    adapter_room,
+    check_servable,
+    compute_dtype,
+    full_tensor,
+    has_bitsandbytes,
+    is_sharded,
+    trained_norms,
+)
 from .rollout_probe import probe
 
 logger = logging.getLogger(__name__)
@@ -64,7 +70,7 @@ class QeRLVLLMGeneration(VLLMGeneration):
     # ------------------------------------------------------------------ start
 
     def _init_vllm(self) -> None:
-        self.stock = not is_peft_model(self.model) or _has_bitsandbytes(self.model)
+        self.stock = not is_peft_model(self.model) or has_bitsandbytes(self.model)
         if self.stock:
             if getattr(self.trainer.args, "aqn", False):
                 raise ValueError(
@@ -113,12 +119,12 @@ class QeRLVLLMGeneration(VLLMGeneration):
         os.environ["LOCAL_RANK"] = str(accelerator.local_process_index)
         os.environ["WORLD_SIZE"] = str(accelerator.num_processes)
         ensure_master_addr_port()
-        self.shared = self.trainer.args.share_weights and tp == 1 and not _is_sharded(self.model)
+        self.shared = self.trainer.args.share_weights and tp == 1 and not is_sharded(self.model)
         if self.trainer.args.share_weights and not self.shared:
             logger.warning(
                 "share_weights=True needs one unsharded process an engine; with vllm_tensor_parallel_size=%d%s vLLM gets a copy.",
                 tp,
-                " and sharded parameters" if _is_sharded(self.model) else "",
+                " and sharded parameters" if is_sharded(self.model) else "",
             )
         if self.shared:
             from .quantizer import fuse_storage
@@ -141,7 +147,7 @@ class QeRLVLLMGeneration(VLLMGeneration):
         """Keyword arguments of `vllm.LLM`: TRL's, and ours."""
         arguments: dict[str, Any] = {
             "model": self.model.name_or_path,
-            "dtype": _compute_dtype(self.model),
+            "dtype": compute_dtype(self.model),
             "quantization": "qerl_nvfp4",
             "load_format": "qerl_trainer",
             "additional_config": {"qerl": {"adapter": adapter_room(self.model)}},
@@ -197,10 +203,10 @@ class QeRLVLLMGeneration(VLLMGeneration):
         pairs = [(down.weight, up.weight) for _, down, up in self._layers.values()]
         with self._dist.gather_params([*(p for pair in pairs for p in pair), *trained.values()]):
             adapter = {
-                name: AdapterTensors(_full(a), _full(b), layer.scaling["default"])
+                name: AdapterTensors(full_tensor(a), full_tensor(b), layer.scaling["default"])
                 for (name, (layer, *_)), (a, b) in zip(self._layers.items(), pairs, strict=True)
             }
-            norms = {name: _full(p) for name, p in trained.items()}
+            norms = {name: full_tensor(p) for name, p in trained.items()}
             if self.server is not None:
                 self.server.push_adapter(adapter, norms)
             elif self.state is not None:
@@ -325,88 +331,10 @@ class QeRLVLLMGeneration(VLLMGeneration):
             self.server.close()
 
 
-# ---------------------------------------------------------------------------- the trainer's model
-
-
 def engine_model(llm) -> nn.Module:
     """vLLM's model in this process."""
     runner = llm.llm_engine.model_executor.driver_worker.model_runner
     return runner.get_model() if hasattr(runner, "get_model") else runner.model
-
-
-def check_servable(model: nn.Module) -> None:
-    """Refuse adapters that our vLLM method does not compute.
-
-    Raises:
-        `ValueError`: DoRA, LoRA biases, several adapters, another PEFT method, or trained modules other than norms.
-    """
-    configs = model.peft_config
-    config = configs.get("default")
-    problems = []
-    if len(configs) > 1 and set(configs) - {"default", "ref"}:
-        problems.append(f"several adapters ({', '.join(configs)})")
-    if not isinstance(config, LoraConfig):
-        problems.append(f"{type(config).__name__}, not LoRA")
-    else:
-        problems += [
-            f"{flag}={getattr(config, flag)!r}" for flag in ("use_dora", "lora_bias") if getattr(config, flag, False)
-        ]
-        if config.bias != "none":
-            problems.append(f"bias={config.bias!r}")
-        if getattr(config, "trainable_token_indices", None):
-            problems.append("trainable_token_indices")
-    for name, module in model.named_modules():
-        if isinstance(module, ModulesToSaveWrapper) and module.original_module.weight.ndim != 1:
-            problems.append(f"modules_to_save with {canonical_name(name)}")
-    if problems:
-        raise ValueError(
-            f"vLLM rollouts cannot carry this adapter: {'; '.join(problems)}. Use plain LoRA (rank, alpha, rsLoRA and target "
-            "modules are free; norms may be in modules_to_save), or use_vllm=False."
-        )
-
-
-def adapter_room(model: nn.Module) -> dict[str, Any]:
-    """The engine option `adapter` for this PEFT model: its largest rank, and the layers by the shortest names that work."""
-    layers = {canonical_name(name): layer for name, layer in adapted_layers(model).items()}
-    by_leaf: dict[str, list[str]] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and ".lora_" not in name:
-            clean = canonical_name(name)
-            by_leaf.setdefault(clean.rpartition(".")[2], []).append(clean)
-    targets: list[str] = []
-    for leaf, names in sorted(by_leaf.items()):
-        adapted = sorted(set(names) & set(layers))
-        targets += [leaf] if adapted and len(adapted) == len(set(names)) else adapted
-    return {"rank": max(layer.r["default"] for layer in layers.values()), "targets": targets}
-
-
-def trained_norms(model: nn.Module) -> dict[str, nn.Module]:
-    """Norms that are trained (`modules_to_save`), by canonical name."""
-    return {
-        canonical_name(name): module.modules_to_save["default"]
-        for name, module in model.named_modules()
-        if isinstance(module, ModulesToSaveWrapper) and module.original_module.weight.ndim == 1
-    }
-
-
-def _full(parameter: torch.Tensor) -> torch.Tensor:
-    tensor = parameter.detach()
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
-def _is_sharded(model: nn.Module) -> bool:
-    return any(hasattr(p, "full_tensor") or hasattr(p, "ds_id") for p in model.parameters())
-
-
-def _compute_dtype(model: nn.Module) -> torch.dtype:
-    for module in model.modules():
-        if isinstance(module, NVFP4Linear):
-            return module.compute_dtype
-    return model.get_input_embeddings().weight.dtype
-
-
-def _has_bitsandbytes(model: nn.Module) -> bool:
-    return any(type(module).__module__.startswith("bitsandbytes") for module in model.modules())
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .lora import adapted_layers
+from .rollout_policy import compute_dtype
 
 if TYPE_CHECKING:
     from .rollout import QeRLVLLMGeneration
@@ -45,10 +46,10 @@ def probe(generation: "QeRLVLLMGeneration") -> ProbeResult:
     Raises:
         `RolloutError`: greedy tokens did not change, or log-probabilities disagree.
     """
-    from .rollout import RolloutError, _compute_dtype
+    from .rollout import RolloutError
 
     model, device = generation.model, generation.accelerator.device
-    tolerance = TOLERANCE[_compute_dtype(model)]
+    tolerance = TOLERANCE[compute_dtype(model)]
     vocab = model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(0, vocab, (_PROMPTS, _PROMPT_TOKENS), generator=generator).tolist()

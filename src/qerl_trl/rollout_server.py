@@ -20,6 +20,7 @@ from .linear import NVFP4Linear
 from .lora import adapted_layers
 from .noise import NoiseDraw
 from .norms import canonical_name
+from .rollout_policy import adapter_room, compute_dtype
 from .vllm_checksum import checksum
 
 if TYPE_CHECKING:
@@ -56,8 +57,6 @@ class ServerLink:
         self._check()
 
     def _check(self) -> None:
-        from .rollout import adapter_room
-
         model = self.generation.model
         room = adapter_room(model)
         try:
@@ -112,10 +111,9 @@ class ServerLink:
 
     def push_adapter(self, adapter: dict[str, "AdapterTensors"], norms: dict[str, torch.Tensor]) -> None:
         """Send an adapter and trained norms; the server holds all of it or what it had before."""
-        from .rollout import _compute_dtype
         from .vllm_worker import CHUNK, encode_update
 
-        data = encode_update(adapter, norms, _compute_dtype(self.generation.model))
+        data = encode_update(adapter, norms, compute_dtype(self.generation.model))
         transfer = uuid.uuid4().hex
         for index, start in enumerate(range(0, len(data), CHUNK)):
             self.call("qerl_receive", transfer, index, base64.b64encode(data[start : start + CHUNK]).decode())

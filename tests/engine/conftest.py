@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -15,7 +16,7 @@ HERE = Path(__file__).parent
 #: scenario -> how it is started before `scenarios.py NAME FOLDER`
 LAUNCH = {
     "server_tp2": [],
-    "tensor_parallel": ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0"],
+    "tensor_parallel": ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"],
     "trainers": [],
     "checkpoints": [],
     "live": [],
@@ -52,13 +53,26 @@ def run_scenario(name: str, folder: Path) -> dict:
         for _ in range(slots):
             _slots.acquire()
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # a scenario may have children of its own
+        )
+        try:
+            stdout, stderr = process.communicate(timeout=TIMEOUT)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            stdout, stderr = process.communicate()
+            stderr += f"\nkilled after {TIMEOUT} s"
     finally:
         _slots.release(slots)
-    for line in done.stdout.splitlines():
+    for line in stdout.splitlines():
         if line.startswith("RESULTS "):
             return json.loads(line.removeprefix("RESULTS "))
-    raise RuntimeError(f"scenario {name} ended with {done.returncode}:\n{done.stdout[-1000:]}\n{done.stderr[-4000:]}")
+    raise RuntimeError(f"scenario {name} ended with {process.returncode}:\n{stdout[-1000:]}\n{stderr[-4000:]}")
 
 
 @pytest.fixture(scope="session")
