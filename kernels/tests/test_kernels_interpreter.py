@@ -6,6 +6,7 @@ from nvfp4_cases import random_weight, relative_error
 
 from qerl_nvfp4 import ops as launchers
 from qerl_nvfp4 import portable, reference
+from qerl_nvfp4.launch import prepare
 
 triton = pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(not portable.INTERPRET, reason="runs where there is no GPU, with TRITON_INTERPRET=1")
@@ -120,7 +121,7 @@ def test_fused_lora(rank, splits):
 def test_permuted_x_has_the_order_of_the_decoded_weights(K):
     x = torch.arange(5 * K, dtype=torch.float32).view(5, K).to(torch.bfloat16)
     out = poisoned(5, K)
-    launchers.prepare(x, None, None, out, False, False)
+    prepare(x, None, None, out, False, False)
     k = torch.arange(K)
     c, t, j, pp, i1, i0 = k // 128, k % 128 // 32, k % 32 // 8, k % 8 // 4, k % 4 // 2, k % 2
     expected = torch.empty_like(x)

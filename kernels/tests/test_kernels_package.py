@@ -95,3 +95,18 @@ def test_the_table_renders():
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert "| 7B | 1 |" in text
     assert "NVIDIA H200" in text
+
+
+def test_layouts_that_a_kernel_cannot_read_are_recognised():
+    import torch
+
+    from qerl_nvfp4.ops import usable
+
+    x = torch.zeros(2, 896, dtype=torch.bfloat16)
+    packed, scale = torch.zeros(64, 448, dtype=torch.uint8), torch.zeros(64, 56, dtype=torch.uint8)
+    assert usable({"kernel": "skinny"}, x, packed, scale)
+    assert not usable({"kernel": "wgmma"}, x, packed, scale)  # 56 bytes of scales a row
+    assert usable({"kernel": "portable"}, x, packed, scale)
+    assert not usable({"kernel": "portable"}, x.t().contiguous().t(), packed, scale)
+    wide = torch.zeros(64, 450, dtype=torch.uint8)[:, 1:449]
+    assert not usable({"kernel": "portable"}, x, wide, scale)

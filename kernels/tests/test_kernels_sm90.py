@@ -135,7 +135,7 @@ def test_skinny(BM, WK, WN, R, rank, limit):
 @pytest.mark.skipif(not INSIDE, reason="run by test_in_a_fresh_process")
 @pytest.mark.parametrize("BM,BN,NW,S,rank,limit", WGMMA)
 def test_wgmma(BM, BN, NW, S, rank, limit):
-    from qerl_nvfp4 import hopper
+    from qerl_nvfp4 import hopper_wgmma as hopper
 
     constants = {
         "BM": BM,

@@ -19,6 +19,7 @@ import torch
 from triton.errors import TritonError
 
 from . import ops, reference, select
+from .launch import tile_rows
 from .timing import copies_needed, random_weight, relative_error, time_us
 
 FAILURES = (TritonError, RuntimeError, ValueError, AssertionError, TypeError)
@@ -107,7 +108,7 @@ def compile_one(job) -> tuple[str, str]:
     """Compile by launching once on a small problem with the row strides of the real one."""
     config, _, K, rank = job
     try:
-        rows = max(512, ops.tile_rows(config))
+        rows = max(512, tile_rows(config))
         weight = random_weight(rows, K, 0)
         x = torch.randn(min(config["BM"], 16), K, device="cuda", dtype=torch.bfloat16)
         a = torch.zeros(rank, K, device="cuda", dtype=torch.bfloat16) if rank else None
