@@ -17,9 +17,7 @@ base_format="bf16")` builds that one, `logit_distance` measures how far it is.
 import copy
 import hashlib
 import json
-import logging
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -28,128 +26,55 @@ from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils import broadcast_object_list
-from peft import PeftConfig, PeftModel
+from peft import PeftModel
 from peft.tuners.lora.layer import Linear as LoraLinear
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 
 from . import checkpoint, formats, nvfp4, report, shards
+from .distance import logit_distance, logits_of, prompt_batches
 from .fused import FUSED_GROUPS
 from .linear import NVFP4Linear
-from .lora import load_adapter
-from .quantizer import NVFP4Config, from_pretrained, load_config
+from .policy import (
+    Source,
+    compute_dtype,
+    is_hub_id,
+    load_any,
+    load_policy,
+    public_name,
+    run_settings,
+    source_of,
+)
+from .quantizer import NVFP4Config
 from .shards import Job, TensorSpec
 
-logger = logging.getLogger(__name__)
+__all__ = [
+    "Source",
+    "compute_dtype",
+    "copy_adapter",
+    "is_hub_id",
+    "load_any",
+    "load_policy",
+    "logit_distance",
+    "logits_of",
+    "merged_layer",
+    "prompt_batches",
+    "public_name",
+    "run_settings",
+    "save_adapter",
+    "save_base",
+    "save_merged",
+    "save_merged_nvfp4",
+    "source_of",
+]
 
 #: an NVFP4 merge that keeps less than this share of the adapter's change is refused
 MIN_KEPT_FRACTION = 0.25
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_config.json")
-_HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
-
-
-# --- where an export comes from ---------------------------------------------------------------------------------------------------
-
-
-class Source(NamedTuple):
-    """A policy to export. `model` is a `PeftModel` or a plain model; `settings` describes the run, as far as known."""
-
-    model: nn.Module
-    tokenizer: PreTrainedTokenizerBase | None
-    settings: dict[str, Any]
-
-    @property
-    def inner(self) -> PreTrainedModel:
-        """The transformers model, with adapter layers inside."""
-        return self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
-
-
-def source_of(trainer_or_model: Any, tokenizer: PreTrainedTokenizerBase | None = None) -> Source:
-    """Wrap a trainer, a model or a `Source`."""
-    if isinstance(trainer_or_model, Source):
-        return trainer_or_model
-    if hasattr(trainer_or_model, "accelerator"):
-        trainer = trainer_or_model
-        model = trainer.accelerator.unwrap_model(trainer.model)
-        settings = {**trainer._run_settings(), "modules_to_not_convert": trainer.args.modules_to_not_convert}
-        settings.update(global_step=trainer.state.global_step, dtype=compute_dtype(model))
-        return Source(model, tokenizer or trainer.processing_class, settings)
-    return Source(trainer_or_model, tokenizer, {})
-
-
-def compute_dtype(model: nn.Module) -> str:
-    """What a policy computes in, for its settings: the packed layers' dtype, else the configuration's."""
-    packed = next((module for module in model.modules() if isinstance(module, NVFP4Linear)), None)
-    dtype = model.config.dtype if packed is None else packed.compute_dtype
-    return str(dtype).removeprefix("torch.")
-
-
-def load_policy(
-    adapter: str | os.PathLike,
-    base_model: str | None = None,
-    base_format: str | None = None,
-    dtype: str | None = None,
-    device: str = "cpu",
-) -> Source:
-    """Build the policy of a checkpoint or adapter folder: its base in the format it was trained on, and the adapter.
-
-    Args:
-        adapter: folder with adapter_config.json: a checkpoint, a finished run, or what `save_adapter` wrote.
-        base_model: folder or Hub id; default: what adapter_config.json says.
-        base_format: "nvfp4" or "bf16"; default: what the run recorded. Another one than the run's makes another model.
-        dtype: compute dtype; default: the run's, else bfloat16.
-
-    Raises:
-        `ValueError`: no adapter there, or nothing says what base it was trained on.
-    """
-    adapter = Path(adapter)
-    if not (adapter / "adapter_config.json").is_file():
-        raise ValueError(f"{adapter} has no adapter_config.json. Name a checkpoint folder or the run's output folder.")
-    if (adapter / checkpoint.MANIFEST_NAME).is_file():
-        checkpoint.verify(adapter)
-    settings = run_settings(adapter)
-    base_model = base_model or PeftConfig.from_pretrained(adapter).base_model_name_or_path
-    recorded = settings.get("base_format")
-    base_format = base_format or recorded
-    if base_format is None:
-        raise ValueError(
-            f"Nothing in {adapter} says which base the adapter was trained on. Pass base_format='nvfp4' (--base-format nvfp4) if it was "
-            "trained by a QeRL trainer with its default, or 'bf16'."
-        )
-    if base_format not in ("nvfp4", "bf16"):
-        raise ValueError(
-            f"base_format={base_format!r} cannot be exported; only adapters on 'nvfp4' and 'bf16' bases can."
-        )
-    dtype = dtype or settings.get("dtype") or "bfloat16"
-    if base_format == "nvfp4":
-        config = NVFP4Config(
-            scale_rule=settings.get("scale_rule", "rtn"),
-            modules_to_not_convert=settings.get("modules_to_not_convert"),
-            compute_dtype=dtype,
-        )
-        model = from_pretrained(base_model, config, dtype=getattr(torch, dtype), device_map={"": device})
-    else:
-        model = AutoModelForCausalLM.from_pretrained(base_model, dtype=dtype, device_map={"": device})
-    policy = load_adapter(model, str(adapter)).eval()
-    policy.to(torch.device(device))
-    has_tokenizer = (adapter / "tokenizer_config.json").is_file()
-    tokenizer = AutoTokenizer.from_pretrained(adapter if has_tokenizer else base_model)
-    settings = {**settings, "model": base_model, "merged_onto": base_format, "dtype": dtype}
-    return Source(policy, tokenizer, settings)
-
-
-def run_settings(folder: Path) -> dict[str, Any]:
-    """What the run in `folder` recorded about itself: the manifest of a checkpoint or export, or of the newest checkpoint inside."""
-    found = shards.manifest_run(folder)
-    if "settings" in found:  # an export
-        return found["settings"]
-    if not found and (newest := checkpoint.last_checkpoint(folder)) is not None:
-        found = shards.manifest_run(newest)
-    return found
 
 
 # --- the adapter's change, layer by layer -----------------------------------------------------------------------------------------
@@ -602,16 +527,6 @@ def _describe(source: Source, kind: str, with_adapter: bool = True) -> dict[str,
     return described
 
 
-def public_name(model: str) -> str:
-    """A Hub id (or any other name) as it is; a path shortened to its last part: it is private, and nobody else has the folder."""
-    return Path(model).name if os.path.exists(model) or os.path.isabs(model) else model
-
-
-def is_hub_id(model: str) -> bool:
-    """Whether `model` names a Hub repository (`user/name`) and not a folder here."""
-    return bool(_HUB_ID.match(model)) and not os.path.isdir(model)
-
-
 @torch.no_grad()
 def _fingerprint(source: Source, with_adapter: bool) -> str:
     """SHA-256 of what training changed (of a small packed sample for a base)."""
@@ -654,69 +569,3 @@ def copy_adapter(
 
 _TOKENIZER_FILES = """tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json chat_template.jinja vocab.json
     merges.txt tokenizer.model""".split()
-
-
-def load_any(model: str, device: str = "cpu", dtype: str | None = None) -> Source:
-    """A model without an adapter, dense or NVFP4, with its tokenizer. `dtype`: compute dtype; default: as stored."""
-    wanted = NVFP4Config(compute_dtype=dtype) if dtype else None
-    config = load_config(model, wanted)
-    packed = getattr(config, "quantization_config", None) is not None
-    options = {"config": config, "dtype": getattr(torch, dtype or "bfloat16")} if packed else {"dtype": dtype or "auto"}
-    loaded = AutoModelForCausalLM.from_pretrained(model, device_map={"": device}, **options).eval()
-    return Source(loaded, AutoTokenizer.from_pretrained(model), {"model": model})
-
-
-# --- how far two models are apart -------------------------------------------------------------------------------------------------
-
-
-def prompt_batches(file: Path, tokenizer: PreTrainedTokenizerBase, limit: int = 64) -> list[torch.Tensor]:
-    """Token ids (1, T) of the first problems of a .jsonl file, worked solution included where there is one.
-
-    Raises:
-        `ValueError`: no `question`, `problem`, `prompt` or `text` in a line.
-    """
-    batches = []
-    for line in file.read_text().splitlines()[:limit]:
-        row = json.loads(line)
-        question = next((row[key] for key in ("question", "problem", "prompt", "text") if key in row), None)
-        if question is None:
-            raise ValueError(f"{file}: a line has the keys {sorted(row)}; question, problem, prompt or text is needed.")
-        text = question
-        if tokenizer.chat_template:
-            message = [{"role": "user", "content": question}]
-            text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
-        text += str(row.get("answer", ""))
-        batches.append(tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"])
-    if not batches:
-        raise ValueError(f"{file} is empty.")
-    return batches
-
-
-@torch.no_grad()
-def logits_of(model: nn.Module, batches: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Logits, float32 on the CPU, for batches of token ids (B, T)."""
-    model.eval()
-    return [model(batch.to(next(model.parameters()).device)).logits.float().cpu() for batch in batches]
-
-
-def logit_distance(policy: list[torch.Tensor], other: list[torch.Tensor]) -> dict[str, float]:
-    """How far `other` is from `policy`, from their logits (lists of (B, T, V)): mean and largest absolute difference, KL(policy || other)
-    in nats a token, and the share of positions with the same most likely token."""
-    tokens = sum(a.shape[0] * a.shape[1] for a in policy)
-    total = largest = kl = agree = 0.0
-    values = 0
-    for a, b in zip(policy, other, strict=True):
-        difference = (a - b).abs()
-        total += difference.sum(dtype=torch.float64).item()
-        values += difference.numel()
-        largest = max(largest, difference.max().item())
-        log_a, log_b = a.log_softmax(-1), b.log_softmax(-1)
-        kl += (log_a.exp() * (log_a - log_b)).sum(dtype=torch.float64).item()
-        agree += (a.argmax(-1) == b.argmax(-1)).sum().item()
-    return {
-        "mean_logit_distance": total / values,
-        "max_logit_distance": largest,
-        "kl_nats_per_token": kl / tokens,
-        "same_greedy_token": agree / tokens,
-        "tokens": tokens,
-    }

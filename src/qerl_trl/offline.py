@@ -11,7 +11,6 @@ On a CUDA device with the Triton kernels the arithmetic runs there (the same byt
 import dataclasses
 import hashlib
 import json
-import logging
 import os
 import shutil
 import threading
@@ -32,8 +31,6 @@ from .linear import NVFP4Linear
 from .nvfp4 import NVFP4Tensor
 from .quantizer import NVFP4Config, NVFP4HfQuantizer
 from .shards import Job, TensorSpec
-
-logger = logging.getLogger(__name__)
 
 REPORT_NAME = "quantization_report.json"
 #: weights of a layer on which its error is measured: evenly spaced rows
