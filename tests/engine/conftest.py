@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import uuid
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -44,7 +45,9 @@ def run_scenario(name: str, folder: Path) -> dict:
     Raises:
         `RuntimeError`: it failed; with the end of its output.
     """
-    environment = dict(os.environ)
+    # the name of vLLM's shared memory on CPU; a run that was killed leaves its segments behind, and an equal name is an error
+    identity = f"qerl_{uuid.uuid4().hex}"
+    environment = dict(os.environ, VLLM_DIST_IDENT=identity)
     if name in ("tensor_parallel", "server_tp2"):
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
     command = [sys.executable, *LAUNCH[name], str(HERE / "scenarios.py"), name, str(folder)]
@@ -69,6 +72,8 @@ def run_scenario(name: str, folder: Path) -> dict:
             stderr += f"\nkilled after {TIMEOUT} s"
     finally:
         _slots.release(slots)
+        for segment in Path("/dev/shm").glob(f"{identity}*"):
+            segment.unlink(missing_ok=True)
     for line in stdout.splitlines():
         if line.startswith("RESULTS "):
             return json.loads(line.removeprefix("RESULTS "))

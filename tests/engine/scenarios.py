@@ -10,6 +10,7 @@ vLLM reads its environment at import and an engine never quite leaves a process,
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 DEFAULTS = {
@@ -53,7 +54,10 @@ def write_model(folder: Path, family: str = "qwen2", **overrides) -> str:
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
     path = folder / f"{family}-{'-'.join(f'{k}{v}' for k, v in overrides.items())}"
-    if path.exists():
+    done = path / "complete"
+    while not done.exists() and os.environ.get("RANK", "0") != "0":
+        time.sleep(0.1)  # the first rank writes
+    if done.exists():
         return str(path)
     config = make_tiny_config(family, **{"initializer_range": 0.2, "bos_token_id": 2, **overrides})
     torch.manual_seed(0)
@@ -73,6 +77,7 @@ def write_model(folder: Path, family: str = "qwen2", **overrides) -> str:
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", bos_token="<bos>"
     ).save_pretrained(path)
+    done.touch()
     return str(path)
 
 
