@@ -74,9 +74,14 @@ def choose_config(argv: list[str]) -> list[str]:
     return [*argv, "--config", str(config)]
 
 
+def data_folder(name: str) -> Path | None:
+    """The local folder that `dataset_name` means, seen from here or from the repository; `None` for a Hub dataset."""
+    return next((path for path in (Path(name), HERE.parent / name) if path.is_dir()), None)
+
+
 def load_problems(script: ScriptArguments) -> tuple[Dataset, Dataset]:
     """Training and held-out problems with a `prompt` and an `answer` column."""
-    folder = next((p for p in (Path(script.dataset_name), HERE.parent / script.dataset_name) if p.is_dir()), None)
+    folder = data_folder(script.dataset_name)
     if folder is not None:
         files = {split: str(folder / f"{split}.jsonl") for split in ("train", "test")}
         data = load_dataset("json", data_files=files)
@@ -147,12 +152,21 @@ def main(script: ScriptArguments, args: QeRLConfig, model_args: ModelConfig) -> 
     after = held_out()
     trainer.save_model()
     if main_process:
-        report(trainer, before, after, summary.metrics, output_dir)
+        # a local folder has no name that a card could link to
+        dataset = None if data_folder(script.dataset_name) else script.dataset_name
+        report(trainer, before, after, summary.metrics, output_dir, dataset)
     if args.push_to_hub:
         trainer.push_to_hub(dataset_name=script.dataset_name)
 
 
-def report(trainer: QeRLGRPOTrainer, before: list[bool], after: list[bool], metrics: dict, output_dir: Path) -> None:
+def report(
+    trainer: QeRLGRPOTrainer,
+    before: list[bool],
+    after: list[bool],
+    metrics: dict,
+    output_dir: Path,
+    dataset: str | None,
+) -> None:
     """Write results.json and curves.png, and say what came out and what to do with it."""
     args = trainer.args
     difference, low, high = paired_difference(before, after)
@@ -163,6 +177,7 @@ def report(trainer: QeRLGRPOTrainer, before: list[bool], after: list[bool], metr
         "train_seconds": metrics.get("train_runtime"),
         "steps": trainer.state.global_step,
         "seed": args.seed,
+        "dataset": dataset,
         "arm": {
             "base_format": args.base_format,
             "aqn": args.aqn,

@@ -38,8 +38,7 @@ def source_of(trainer_or_model: Any, tokenizer: PreTrainedTokenizerBase | None =
     if hasattr(trainer_or_model, "accelerator"):
         trainer = trainer_or_model
         model = trainer.accelerator.unwrap_model(trainer.model)
-        settings = {**trainer._run_settings(), "modules_to_not_convert": trainer.args.modules_to_not_convert}
-        settings.update(global_step=trainer.state.global_step, dtype=compute_dtype(model))
+        settings = {**trainer._run_settings(), "global_step": trainer.state.global_step}
         return Source(model, tokenizer or trainer.processing_class, settings)
     return Source(trainer_or_model, tokenizer, {})
 

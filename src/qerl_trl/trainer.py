@@ -53,6 +53,7 @@ from .lora import (
     warn_of_low_precision,
 )
 from .noise import AQNCallback
+from .policy import compute_dtype
 from .quantizer import NVFP4Config, pretrained_kwargs
 
 logger = logging.getLogger(__name__)
@@ -356,10 +357,10 @@ class QeRLMixin(HubMixin):
         names = """base_format scale_rule aqn aqn_schedule aqn_sigma_start aqn_sigma_end aqn_num_stages aqn_scope aqn_seed
             aqn_entropy_target seed data_seed learning_rate max_steps num_train_epochs per_device_train_batch_size
             gradient_accumulation_steps num_generations steps_per_generation num_iterations temperature max_completion_length
-            loss_type beta world_size""".split()
+            loss_type beta world_size modules_to_not_convert""".split()
         settings = {name: value for name in names if (value := getattr(self.args, name, None)) is not None}
         policy = self.accelerator.unwrap_model(self.model)
-        settings["model"] = getattr(policy.config, "_name_or_path", "")
+        settings |= {"model": getattr(policy.config, "_name_or_path", ""), "dtype": compute_dtype(policy)}
         if is_peft_model(policy):
             lora = policy.peft_config[policy.active_adapter]
             targets = lora.target_modules  # a string is a regular expression
