@@ -81,7 +81,9 @@ def _handler(hub: StandInHub):
         def _handle(self, method):
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             path = self.path.split("?")[0]
-            if path.startswith(("/api/telemetry", "/api/agent-harnesses")):  # the client's own curiosity, no part of publishing
+            if path.startswith(
+                ("/api/telemetry", "/api/agent-harnesses")
+            ):  # the client's own curiosity, no part of publishing
                 return self._answer(200)
             hub.requests.append(f"{method} {path}")
             for pattern, status in hub.fail.items():

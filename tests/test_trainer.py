@@ -335,7 +335,9 @@ def test_no_event_ever_sees_a_noisy_weight(make_trainer, scope):
 
 def test_merged_and_saved_files_do_not_know_of_the_noise(make_trainer, tmp_path):
     """With learning rate 0 nothing is learned, so whatever a noisy run writes must equal what was there before it."""
-    trainer = make_trainer(learning_rate=0.0, aqn_scope="policy", aqn_sigma_start=0.5, max_steps=4, save_strategy="steps")
+    trainer = make_trainer(
+        learning_rate=0.0, aqn_scope="policy", aqn_sigma_start=0.5, max_steps=4, save_strategy="steps"
+    )
     trainer.save_merged(tmp_path / "before")
     trainer.save_base(tmp_path / "base-before")
     trainer.train()

@@ -176,7 +176,9 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--workers", type=int, default=8)
-    parser.add_argument("--repeats", type=int, default=2, help="Times to quantize; the first includes compiling the kernels.")
+    parser.add_argument(
+        "--repeats", type=int, default=2, help="Times to quantize; the first includes compiling the kernels."
+    )
     arguments = parser.parse_args()
     torch.manual_seed(0)
     config = Qwen2Config(
