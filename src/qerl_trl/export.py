@@ -41,7 +41,6 @@ from .fused import FUSED_GROUPS
 from .linear import NVFP4Linear
 from .policy import (
     Source,
-    compute_dtype,
     is_hub_id,
     load_any,
     load_policy,
@@ -54,7 +53,6 @@ from .shards import Job, TensorSpec
 
 __all__ = [
     "Source",
-    "compute_dtype",
     "copy_adapter",
     "is_hub_id",
     "load_any",

@@ -301,6 +301,12 @@ class NVFP4Linear(nn.Linear):
         return tensor.untyped_storage().nbytes() == self.fused_rows * tensor.shape[1]
 
 
+def compute_dtype(model: nn.Module) -> torch.dtype:
+    """What a model computes in: its packed layers' dtype, else that of its embeddings."""
+    packed = next((module for module in model.modules() if isinstance(module, NVFP4Linear)), None)
+    return model.get_input_embeddings().weight.dtype if packed is None else packed.compute_dtype
+
+
 def _frozen(tensor: torch.Tensor) -> nn.Parameter:
     return nn.Parameter(tensor.detach(), requires_grad=False)
 

@@ -11,7 +11,6 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from . import checkpoint, shards
-from .linear import NVFP4Linear
 from .lora import load_adapter
 from .quantizer import NVFP4Config, from_pretrained, load_config
 
@@ -41,13 +40,6 @@ def source_of(trainer_or_model: Any, tokenizer: PreTrainedTokenizerBase | None =
         settings = {**trainer._run_settings(), "global_step": trainer.state.global_step}
         return Source(model, tokenizer or trainer.processing_class, settings)
     return Source(trainer_or_model, tokenizer, {})
-
-
-def compute_dtype(model: nn.Module) -> str:
-    """What a policy computes in, for its settings: the packed layers' dtype, else the configuration's."""
-    packed = next((module for module in model.modules() if isinstance(module, NVFP4Linear)), None)
-    dtype = model.config.dtype if packed is None else packed.compute_dtype
-    return str(dtype).removeprefix("torch.")
 
 
 def load_policy(

@@ -25,6 +25,7 @@ from torch import nn
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer.utils import ensure_master_addr_port
 
+from .linear import compute_dtype
 from .lora import adapted_layers
 from .noise import NoiseDraw
 from .norms import canonical_name
@@ -32,7 +33,6 @@ from .rollout_plan import current_memory, plan_kv_cache
 from .rollout_policy import (
     adapter_room,
     check_servable,
-    compute_dtype,
     full_tensor,
     has_bitsandbytes,
     is_sharded,

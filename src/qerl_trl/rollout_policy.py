@@ -7,7 +7,6 @@ from peft import LoraConfig
 from peft.utils import ModulesToSaveWrapper
 from torch import nn
 
-from .linear import NVFP4Linear
 from .lora import adapted_layers
 from .norms import canonical_name
 
@@ -74,13 +73,6 @@ def full_tensor(parameter: torch.Tensor) -> torch.Tensor:
 
 def is_sharded(model: nn.Module) -> bool:
     return any(hasattr(p, "full_tensor") or hasattr(p, "ds_id") for p in model.parameters())
-
-
-def compute_dtype(model: nn.Module) -> torch.dtype:
-    for module in model.modules():
-        if isinstance(module, NVFP4Linear):
-            return module.compute_dtype
-    return model.get_input_embeddings().weight.dtype
 
 
 def has_bitsandbytes(model: nn.Module) -> bool:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .linear import compute_dtype
 from .lora import adapted_layers
-from .rollout_policy import compute_dtype
 
 if TYPE_CHECKING:
     from .rollout import QeRLVLLMGeneration

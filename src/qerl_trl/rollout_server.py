@@ -16,11 +16,11 @@ import requests
 import torch
 from trl.generation.vllm_client import VLLMClient
 
-from .linear import NVFP4Linear
+from .linear import NVFP4Linear, compute_dtype
 from .lora import adapted_layers
 from .noise import NoiseDraw
 from .norms import canonical_name
-from .rollout_policy import adapter_room, compute_dtype
+from .rollout_policy import adapter_room
 from .vllm_checksum import checksum
 
 if TYPE_CHECKING:

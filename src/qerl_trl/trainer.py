@@ -43,7 +43,7 @@ from trl import GRPOTrainer, RLOOTrainer
 from . import checkpoint, guards, report
 from .config import QeRLArguments, QeRLConfig, QeRLRLOOConfig
 from .hub import HubMixin
-from .linear import NVFP4Linear
+from .linear import NVFP4Linear, compute_dtype
 from .lora import (
     check_adapter,
     check_is_lora,
@@ -53,7 +53,6 @@ from .lora import (
     warn_of_low_precision,
 )
 from .noise import AQNCallback
-from .policy import compute_dtype
 from .quantizer import NVFP4Config, pretrained_kwargs
 
 logger = logging.getLogger(__name__)
@@ -360,7 +359,10 @@ class QeRLMixin(HubMixin):
             loss_type beta world_size modules_to_not_convert""".split()
         settings = {name: value for name in names if (value := getattr(self.args, name, None)) is not None}
         policy = self.accelerator.unwrap_model(self.model)
-        settings |= {"model": getattr(policy.config, "_name_or_path", ""), "dtype": compute_dtype(policy)}
+        settings |= {
+            "model": getattr(policy.config, "_name_or_path", ""),
+            "dtype": str(compute_dtype(policy)).removeprefix("torch."),
+        }
         if is_peft_model(policy):
             lora = policy.peft_config[policy.active_adapter]
             targets = lora.target_modules  # a string is a regular expression
