@@ -347,7 +347,7 @@ def _deadline(seconds: float | None) -> Iterator[None]:
     def expired(signum, frame):
         raise RolloutError(
             f"vLLM did not finish a rollout within rollout_timeout={seconds:g} s. The engine hangs, or the limit is too short for "
-            "these lengths."
+            "these lengths. The trainer's own state is intact: resume from the last checkpoint (resume_from_checkpoint=True)."
         )
 
     before = signal.signal(signal.SIGALRM, expired)

