@@ -11,7 +11,10 @@ import gc
 import json
 import os
 import statistics
+import sys
 import time
+from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -97,23 +100,36 @@ def build(size: str, kind: str) -> nn.Module:
     return model
 
 
-def measure(size: str, kind: str, batch: int, tokens: int, steps: int) -> dict:
-    torch.manual_seed(0)
+@torch.no_grad()
+def check(layer: nn.Module) -> None:
+    """The packed layer's forward and backward against the dequantized weight: no time is reported for a wrong kernel."""
+    from qerl_trl.linear import linear
+
+    x = torch.randn(512, layer.in_features, device="cuda", dtype=torch.bfloat16)
+    dy = torch.randn(512, layer.out_features, device="cuda", dtype=torch.bfloat16)
+    dense = layer.dequantize(torch.float32)
+    with torch.enable_grad():
+        y = linear(x.requires_grad_(), *layer.nvfp4, implementation="kernel")
+    (dx,) = torch.autograd.grad(y, x, dy)
+    for ours, exact in ((y, x.float() @ dense.T), (dx, dy.float() @ dense)):
+        error = ((ours.float() - exact).norm() / exact.norm()).item()
+        if not error < 4e-3:
+            raise RuntimeError(f"relative error {error:.1e} in {layer}; no time is reported")
+
+
+def trainer(size: str, kind: str, batch: int, tokens: int) -> tuple[nn.Module, Callable[[], None]]:
+    """The model with its adapter, and a function that does one training step."""
     model = build(size, kind)
+    lora = LoraConfig(r=32, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
     if kind == "nvfp4":
         from qerl_trl.lora import register_nvfp4_lora
 
-        lora = LoraConfig(r=32, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
-        model = get_peft_model(model, register_nvfp4_lora(lora))
-    else:
-        model = get_peft_model(
-            model, LoraConfig(r=32, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
-        )
+        check(model.model.layers[0].mlp.down_proj)
+        lora = register_nvfp4_lora(lora)
+    model = get_peft_model(model, lora)
     model.train()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-5)
     inner = model.base_model.model
-    weights = torch.cuda.memory_allocated() / 2**30
-    torch.cuda.reset_peak_memory_stats()
 
     def step() -> None:
         ids = torch.randint(0, 100000, (batch, tokens), device="cuda")
@@ -127,6 +143,14 @@ def measure(size: str, kind: str, batch: int, tokens: int, steps: int) -> dict:
         optimizer.step()
         optimizer.zero_grad()
 
+    return model, step
+
+
+def measure(size: str, kind: str, batch: int, tokens: int, steps: int, profile: bool) -> dict:
+    torch.manual_seed(0)
+    model, step = trainer(size, kind, batch, tokens)
+    weights = torch.cuda.memory_allocated() / 2**30
+    torch.cuda.reset_peak_memory_stats()
     times = []
     for i in range(steps + 2):
         torch.cuda.synchronize()
@@ -138,6 +162,11 @@ def measure(size: str, kind: str, batch: int, tokens: int, steps: int) -> dict:
     finite = all(bool(torch.isfinite(p).all()) for p in model.parameters() if p.requires_grad)
     if not finite:
         raise RuntimeError(f"{kind}: the adapter is not finite after {steps} steps; no time is reported")
+    if profile:
+        with torch.profiler.profile() as profiler:
+            step()
+            torch.cuda.synchronize()
+        print(profiler.key_averages().table(sort_by="self_cuda_time_total", row_limit=25, max_name_column_width=90))
     return {
         "kind": kind,
         "step_s": round(statistics.median(times), 4),
@@ -153,19 +182,23 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--kinds", default="bf16,nvfp4")
+    parser.add_argument("--profile", action="store_true", help="print where one more step spends its time on the GPU")
     parser.add_argument("--out", default="train_step.json")
     args = parser.parse_args()
     result = {
         "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
+        "versions": {name: version(name) for name in ("torch", "triton", "transformers", "peft")},
+        "command": " ".join(["kernels_train_step.py", *(Path(a).name if "/" in a else a for a in sys.argv[1:])]),
         "size": args.size,
         "batch": args.batch,
         "tokens": args.tokens,
     }
     result["commit"] = os.environ.get("BENCH_COMMIT", "unknown")
     result["runs"] = []
+    if "nf4" in args.kinds:
+        result["versions"]["bitsandbytes"] = version("bitsandbytes")
     for kind in args.kinds.split(","):
-        result["runs"].append(measure(args.size, kind, args.batch, args.tokens, args.steps))
+        result["runs"].append(measure(args.size, kind, args.batch, args.tokens, args.steps, args.profile))
         print(result["runs"][-1], flush=True)
         gc.collect()
         torch.cuda.empty_cache()
