@@ -4,13 +4,16 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-TORCH ?= torch==2.13.0
+TORCH ?= 2.13.0
+TORCH_INDEX := https://download.pytorch.org/whl/cpu
 
-# the CPU build of torch first, so that nothing below pulls CUDA
+# torch first, in its CPU build, so that nothing below pulls CUDA: from where pip looks, or from PyTorch's index; else the default build
 $(VENV)/.base: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet "$(TORCH)"
+	$(BIN)/pip install --quiet "torch==$(TORCH)+cpu" 2>/dev/null \
+		|| $(BIN)/pip install --quiet --retries 1 --timeout 10 --index-url $(TORCH_INDEX) "torch==$(TORCH)+cpu" \
+		|| $(BIN)/pip install --quiet "torch==$(TORCH)"
 	$(BIN)/pip install --quiet --editable ".[math,plot]"
 	touch $@
 

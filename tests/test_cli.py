@@ -217,7 +217,7 @@ def test_plan(tiny_model_dir):
 def test_doctor(monkeypatch):
     code, out, _ = call("doctor", "--json")
     result = json.loads(out)
-    assert result["versions"]["torch"] == torch.__version__
+    assert result["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]  # metadata may omit "+cu130"
     assert code == (1 if any(problem["fatal"] for problem in result["problems"]) else 0)
     real = doctor.importlib.metadata.version
     monkeypatch.setattr(doctor.importlib.metadata, "version", lambda name: "0.9.0" if name == "trl" else real(name))
