@@ -1,0 +1,53 @@
+"""The folder as the Kernel Hub serves it: staged as kernel-builder lays a build out, loaded by the `kernels` library."""
+
+import json
+import shutil
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+from nvfp4_cases import random_weight, relative_error
+
+import qerl_nvfp4
+
+kernels = pytest.importorskip("kernels")
+PROJECT = Path(__file__).resolve().parents[1]
+NAMESPACE = "_qerl_nvfp4_test_build"
+
+
+@pytest.fixture(scope="module")
+def from_hub(tmp_path_factory):
+    """The package under build/torch-<backend>/, with the two files that the builder adds."""
+    backend = "cuda" if torch.cuda.is_available() else "cpu"
+    general = tomllib.loads((PROJECT / "build.toml").read_text())["general"]
+    assert backend in general["backends"]
+    root = tmp_path_factory.mktemp("kernel")
+    variant = root / "build" / f"torch-{backend}"
+    shutil.copytree(
+        PROJECT / "torch-ext" / "qerl_nvfp4", variant, ignore=shutil.ignore_patterns("__pycache__", "_ops.py")
+    )
+    (variant / "_ops.py").write_text(
+        f"import torch\nops = torch.ops.{NAMESPACE}\n\n\ndef add_op_namespace_prefix(name):\n    return f'{NAMESPACE}::{{name}}'\n"
+    )
+    metadata = {"id": "qerl_nvfp4_test", "python-depends": [], "backend": {"type": backend}}
+    metadata |= {key: general[key] for key in ("name", "version", "license")}
+    (variant / "metadata.json").write_text(json.dumps(metadata))
+    return kernels.get_local_kernel(root, backend=backend, trust_remote_code=True)
+
+
+def test_loads_beside_the_installed_package_and_computes_the_same(from_hub):
+    assert from_hub is not qerl_nvfp4
+    assert "qerl_nvfp4" in from_hub.describe()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    weight = random_weight(64, 256, device=device)
+    x = torch.randn(5, 256, dtype=torch.bfloat16, device=device)
+    assert torch.equal(from_hub.linear(x, *weight), qerl_nvfp4.linear(x, *weight))
+    dense = from_hub.dequantize(*weight)
+    assert torch.equal(dense, qerl_nvfp4.dequantize(*weight))
+    assert relative_error(from_hub.linear(x, *weight), x.double() @ dense.double().T) < 6e-3
+
+
+def test_its_operators_have_a_namespace_of_their_own(from_hub):
+    assert hasattr(getattr(torch.ops, NAMESPACE), "linear")
+    assert from_hub.linear.__module__ != qerl_nvfp4.linear.__module__
