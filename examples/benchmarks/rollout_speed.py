@@ -3,13 +3,16 @@
     python rollout_speed.py --out FILE ours:7b stock-lora:7b ...        one process a case
     python rollout_speed.py --out FILE --case ours:7b --batches 8,32
 
+With `--together` all cases build their engines at the same time and are then measured one after the other (the others idle), which
+saves minutes on a rented machine; they must fit the GPU side by side. With `--profile 64,256` a decode step of each of these batches
+runs under torch.profiler as well.
+
 Cases (each `NAME:SIZE`):
     ours          NVFP4 base shared with a trainer's model, rank-32 adapter inside the quantized layer
     ours-dense    the same engine with a bf16 base
     ours-slots    our NVFP4 base, the adapter in vLLM's own LoRA slots
     stock-lora    stock vLLM, bf16, rank-32 adapter in vLLM's LoRA slots
     stock-merged  stock vLLM, bf16, no adapter: what TRL runs after it merged and streamed every weight
-    profile       `ours` under torch.profiler: the kernels of one decode step
 Settings as in the baselines: 256-token prompts, 256 new tokens, temperature 1, processed log-probabilities, CUDA graphs of the
 decode step, no torch.compile.
 """
@@ -35,13 +38,18 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from rollout_models import VOCAB, folder, generation, model_config, policy, seconds
 
-CASES = ("ours", "ours-dense", "ours-slots", "stock-lora", "stock-merged", "profile")
 RANK, PROMPT, NEW = 32, 256, 256
 CAPTURE = [1, 2, 4, 8, 16, 32, 64, 128, 256]
 
 
-def engine_settings(batches: list[int]) -> dict:
+def engine_settings(size: str, batches: list[int]) -> dict:
+    c = model_config(size)
+    head = c["hidden_size"] // c["num_attention_heads"]
+    kv_bytes = 2 * c["num_hidden_layers"] * c["num_key_value_heads"] * head * 2
     return {
+        # room for all sequences at full length, said explicitly: what is free does not matter then
+        "kv_cache_memory_bytes": max(8, max(batches)) * (PROMPT + NEW + 64) * kv_bytes + 2**30,
+        "gpu_memory_utilization": 0.05,
         "skip_tokenizer_init": True,
         "enable_prefix_caching": False,
         "compilation_config": {
@@ -52,10 +60,10 @@ def engine_settings(batches: list[int]) -> dict:
     }
 
 
-def stock_settings(batches: list[int]) -> dict:
+def stock_settings(size: str, batches: list[int]) -> dict:
     return {
-        "dtype": "bfloat16", "max_model_len": 2048, "max_num_seqs": max(batches), "gpu_memory_utilization": 0.85, "seed": 0,
-        "logprobs_mode": "processed_logprobs", "max_num_batched_tokens": 4096, **engine_settings(batches),
+        "dtype": "bfloat16", "max_model_len": 2048, "max_num_seqs": max(batches), "seed": 0,
+        "logprobs_mode": "processed_logprobs", "max_num_batched_tokens": 4096, **engine_settings(size, batches),
     }  # fmt: skip
 
 
@@ -98,9 +106,9 @@ def randomize_stock(llm) -> None:
 
 def build(name: str, size: str, batches: list[int]):
     """(llm, LoRA request or None)"""
-    if name in ("ours", "ours-dense", "profile"):
+    if name in ("ours", "ours-dense"):
         model = policy(size, RANK, dense=name == "ours-dense")
-        g = generation(model, max_sequences=max(batches), max_length=2048, **engine_settings(batches))
+        g = generation(model, max_sequences=max(batches), max_length=2048, **engine_settings(size, batches))
         build.keep = g
         return g.llm, None
     from vllm import LLM
@@ -114,54 +122,34 @@ def build(name: str, size: str, batches: list[int]):
 
         model = packed_model(size)
         vllm_loader.publish(model)
-        settings = stock_settings(batches) | {"gpu_memory_utilization": 0.6}
+        settings = stock_settings(size, batches)
         llm = LLM(folder(size), load_format="qerl_trainer", quantization="qerl_nvfp4", **settings, **lora)
         vllm_loader.publish(None)
     else:
-        llm = LLM(
-            folder(size), load_format="dummy", **stock_settings(batches), **(lora if name == "stock-lora" else {})
-        )
+        lora = lora if name == "stock-lora" else {}
+        llm = LLM(folder(size), load_format="dummy", **stock_settings(size, batches), **lora)
         randomize_stock(llm)
     return llm, None if name == "stock-merged" else LoRARequest("a", 1, write_lora(size))
 
 
-def measure(llm, request, batch: int, repeats: int) -> list[float]:
-    """Tokens per second of `repeats` rollouts of `batch` sequences."""
+def rollout(llm, request, batch: int, new_tokens: int, seed: int = 0) -> float:
+    """Seconds that `batch` fresh random prompts with `new_tokens` sampled tokens each take."""
     from vllm import SamplingParams
 
-    generator = torch.Generator().manual_seed(batch)
-
-    def run(new_tokens: int) -> int:
-        ids = torch.randint(1000, VOCAB - 1000, (batch, PROMPT), generator=generator).tolist()
-        parameters = SamplingParams(
-            temperature=1.0, max_tokens=new_tokens, ignore_eos=True, logprobs=0, detokenize=False
-        )
-        outputs = llm.generate([{"prompt_token_ids": i} for i in ids], parameters, use_tqdm=False, lora_request=request)
-        return sum(len(output.outputs[0].token_ids) for output in outputs)
-
-    run(8)
-    return [round(batch * NEW / seconds(lambda: run(NEW)), 1) for _ in range(repeats)]
-
-
-def profile(llm, batch: int) -> list[str]:
-    """Kernels of a decode step, by time: microseconds a step, launches a step."""
-    from vllm import SamplingParams
-
-    steps = 16
-    ids = torch.randint(1000, VOCAB - 1000, (batch, 32)).tolist()
+    generator = torch.Generator().manual_seed(1000 * batch + seed)
+    ids = torch.randint(1000, VOCAB - 1000, (batch, PROMPT), generator=generator).tolist()
+    parameters = SamplingParams(temperature=1.0, max_tokens=new_tokens, ignore_eos=True, logprobs=0, detokenize=False)
     inputs = [{"prompt_token_ids": i} for i in ids]
+    return seconds(lambda: llm.generate(inputs, parameters, use_tqdm=False, lora_request=request))
 
-    def run(new_tokens: int) -> None:
-        parameters = SamplingParams(
-            temperature=1.0, max_tokens=new_tokens, ignore_eos=True, logprobs=0, detokenize=False
-        )
-        llm.generate(inputs, parameters, use_tqdm=False)
 
-    run(8)
+def profile(llm, request, batch: int) -> list[str]:
+    """Kernels of a decode step, by time: microseconds a step, launches a step. The prefill and the first steps are subtracted."""
+    first, steps = 8, 16
     spans = []
-    for new_tokens in (8, 8 + steps):
+    for new_tokens in (first, first + steps):
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
-            wall = seconds(lambda n=new_tokens: run(n))
+            wall = rollout(llm, request, batch, new_tokens)
         spans.append(({e.key: (e.device_time_total, e.count) for e in trace.key_averages()}, wall))
     (before, wall_before), (after, wall_after) = spans
     rows = []
@@ -170,10 +158,10 @@ def profile(llm, batch: int) -> list[str]:
         rows.append(((time_us - old_us) / steps, (count - old_count) / steps, key))
     rows.sort(reverse=True)
     lines = [f"wall {1e6 * (wall_after - wall_before) / steps:.0f} us a step, kernels {sum(r[0] for r in rows):.0f} us"]
-    return lines + [f"{us:9.1f} us {count:7.1f}x {key[:110]}" for us, count, key in rows[:18]]
+    return lines + [f"{us:9.1f} us {count:7.1f}x {key[:110]}" for us, count, key in rows[:24]]
 
 
-def run_case(case: str, batches: list[int], repeats: int) -> dict:
+def run_case(case: str, batches: list[int], profiled: list[int], repeats: int, rendezvous: Path | None) -> dict:
     import vllm
 
     name, size = case.split(":")
@@ -186,37 +174,74 @@ def run_case(case: str, batches: list[int], repeats: int) -> dict:
         "torch": torch.__version__,
     }
     result["gpu"] = torch.cuda.get_device_name()
-    if name == "profile":
-        result["profile"] = {batch: profile(llm, batch) for batch in batches}
-    else:
-        result["tokens_per_s"] = {batch: measure(llm, request, batch, repeats) for batch in batches}
+    if rendezvous is not None:
+        (rendezvous / f"{case}.ready").touch()
+        while not (rendezvous / f"{case}.turn").exists():
+            time.sleep(0.1)
+    result["tokens_per_s"], result["prefill_s"] = {}, {}
+    for batch in batches:
+        rollout(llm, request, batch, 8)
+        times = [rollout(llm, request, batch, NEW, seed) for seed in range(1, repeats + 1)]
+        result["tokens_per_s"][batch] = [round(batch * NEW / t, 1) for t in times]
+        result["prefill_s"][batch] = round(rollout(llm, request, batch, 1), 4)
+    if profiled:
+        result["profile"] = {batch: profile(llm, request, batch) for batch in profiled}
     return result
+
+
+def run_together(commands: dict[str, list[str]], timeout: float) -> None:
+    """Start all cases; when each has built its engine or ended, let one after the other measure."""
+    folder = Path(tempfile.mkdtemp())
+    running = {case: subprocess.Popen([*command, "--rendezvous", str(folder)]) for case, command in commands.items()}
+    deadline = time.time() + timeout
+    while any(p.poll() is None and not (folder / f"{case}.ready").exists() for case, p in running.items()):
+        if time.time() > deadline:
+            break
+        time.sleep(0.2)
+    for case, process in running.items():
+        (folder / f"{case}.turn").touch()
+        report(case, process, timeout)
+
+
+def report(case: str, process: subprocess.Popen, timeout: float) -> None:
+    try:
+        code = process.wait(timeout)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        code = "timeout"
+    if code:
+        print(f"CASE {case} FAILED: {code}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*")
+    parser.add_argument("cases", nargs="*", help="NAME:SIZE or NAME:SIZE:BATCHES")
     parser.add_argument("--case")
     parser.add_argument("--batches", default="8,32,64,128,256")
+    parser.add_argument("--profile", default="", help="batches whose decode step is profiled")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--timeout", type=float, default=240)
+    parser.add_argument("--together", action="store_true")
+    parser.add_argument("--rendezvous", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.case:
-        result = run_case(args.case, [int(b) for b in args.batches.split(",")], args.repeats)
+        batches, profiled = ([int(b) for b in text.split(",") if b] for text in (args.batches, args.profile))
+        result = run_case(args.case, batches, profiled, args.repeats, args.rendezvous)
         with open(args.out, "a") as file:
             file.write(json.dumps(result) + "\n")
-        print(json.dumps(result, indent=1) if "profile" in result else json.dumps(result), flush=True)
+        print(json.dumps(result), flush=True)
         os._exit(0)
-    for item in args.cases:  # NAME:SIZE or NAME:SIZE:BATCHES
+    commands = {}
+    for item in args.cases:
         name, size, batches, *_ = [*item.split(":"), args.batches][:3]
         command = [sys.executable, __file__, "--case", f"{name}:{size}", "--batches", batches, "--out", str(args.out)]
-        try:
-            code = subprocess.run([*command, "--repeats", str(args.repeats)], timeout=args.timeout).returncode
-        except subprocess.TimeoutExpired:
-            code = "timeout"
-        if code:
-            print(f"CASE {item} FAILED: {code}", flush=True)
+        commands[f"{name}:{size}"] = [*command, "--repeats", str(args.repeats), "--profile", args.profile]
+    if args.together:
+        run_together(commands, args.timeout)
+        return
+    for case, command in commands.items():
+        report(case, subprocess.Popen(command), args.timeout)
 
 
 if __name__ == "__main__":

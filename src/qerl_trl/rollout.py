@@ -6,7 +6,7 @@ What differs from the parent, method by method:
 |---|---|
 | `_init_vllm` | vLLM reads the trainer's own tensors (vllm_loader.py) and gets buffers for the adapter; then it is probed |
 | `sync_weights` | copies the adapter into those buffers; never merges, never streams the base |
-| `generate` | brings adapter and noise up to date first; frees only the KV cache afterwards; reports a dead engine as such |
+| `generate` | brings adapter and noise up to date first; sleeps as `_sleep` says afterwards; reports a dead engine as such |
 
 A base that our method cannot hold (bitsandbytes) or a run without adapter (`base_format="full"`) uses the parent as it is.
 """
@@ -26,16 +26,17 @@ from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer.utils import ensure_master_addr_port
 
 from .linear import compute_dtype
-from .lora import adapted_layers
 from .noise import NoiseDraw
-from .norms import canonical_name
-from .rollout_plan import current_memory, plan_kv_cache
+from .rollout_plan import current_memory, frozen_bytes, plan_kv_cache
 from .rollout_policy import (
+    active_adapter,
     adapter_room,
     check_servable,
+    check_sharding,
     full_tensor,
     has_bitsandbytes,
     is_sharded,
+    rollout_layers,
     trained_norms,
 )
 from .rollout_probe import probe
@@ -64,7 +65,7 @@ class QeRLVLLMGeneration(VLLMGeneration):
         self._norm_names: tuple[str, ...] = ()
         self.state = None
         self.server = None
-        self.kv_sleeps = False
+        self.kv_sleeps = self._asleep = False
         super().__init__(*args, **kwargs)
 
     # ------------------------------------------------------------------ start
@@ -79,11 +80,13 @@ class QeRLVLLMGeneration(VLLMGeneration):
                 )
             super()._init_vllm()
             return
+        check_sharding(self._dist.zero_stage, self._dist.fsdp_version)
         check_servable(self.model)
         # found once: wrappers such as DDP and FSDP come later and keep these modules
+        self._adapter = active_adapter(self.model)
         self._layers = {
-            canonical_name(name): (layer, layer.lora_A["default"], layer.lora_B["default"])
-            for name, layer in adapted_layers(self.model).items()
+            name: (layer, layer.lora_A[self._adapter], layer.lora_B[self._adapter])
+            for name, layer in rollout_layers(self.model).items()
         }
         self._trained_norms = trained_norms(self.model)
         if self.mode == "server":
@@ -136,11 +139,10 @@ class QeRLVLLMGeneration(VLLMGeneration):
             self.llm = LLM(**self.engine_arguments())
         finally:
             vllm_loader.publish(None)
-        if self.kv_sleeps:
+        if self.kv_sleeps and self.shared:
             from .vllm_sleep import use_kv_only_sleep
 
             use_kv_only_sleep(self.llm)
-        self._llm_weights_sleeping = False
         self.state = RolloutState(engine_model(self.llm))
 
     def engine_arguments(self) -> dict[str, Any]:
@@ -183,6 +185,7 @@ class QeRLVLLMGeneration(VLLMGeneration):
             train_tokens=args.per_device_train_batch_size * length,
             engine_tokens=MAX_BATCHED_TOKENS,
             kv_sleeps=self.kv_sleeps,
+            copy=0 if self.shared else frozen_bytes(self.model) // self.tensor_parallel_size,
             gradient_checkpointing=args.gradient_checkpointing,
             tensor_parallel_size=self.tensor_parallel_size,
         )
@@ -199,11 +202,12 @@ class QeRLVLLMGeneration(VLLMGeneration):
             return
         from .vllm_state import AdapterTensors
 
+        self._wake()  # the buffers are part of what sleeps where vLLM has a copy of the weights
         trained = {name: module.weight for name, module in self._trained_norms.items()}
         pairs = [(down.weight, up.weight) for _, down, up in self._layers.values()]
         with self._dist.gather_params([*(p for pair in pairs for p in pair), *trained.values()]):
             adapter = {
-                name: AdapterTensors(full_tensor(a), full_tensor(b), layer.scaling["default"])
+                name: AdapterTensors(full_tensor(a), full_tensor(b), layer.scaling[self._adapter])
                 for (name, (layer, *_)), (a, b) in zip(self._layers.items(), pairs, strict=True)
             }
             norms = {name: full_tensor(p) for name, p in trained.items()}
@@ -312,13 +316,15 @@ class QeRLVLLMGeneration(VLLMGeneration):
         return f"The trainer's own state is intact; {resume}."
 
     def _wake(self) -> None:
-        if self.kv_sleeps and getattr(self, "_asleep", False):
+        if self._asleep:
             torch.cuda.empty_cache()
             self.llm.wake_up()  # everything by name, which our backend narrows to the KV cache; a partial wake stays paused
             self._asleep = False
 
     def _sleep(self) -> None:
-        if self.kv_sleeps and not getattr(self, "_asleep", False):
+        """Give the KV cache's memory to the training; where vLLM has a copy of the weights, that goes to host memory as well."""
+        if self.kv_sleeps and not self._asleep:
+            # level 1 brings every byte back at its address: weights, adapter and noisy norms. Level 2 would lose them
             self.llm.sleep(level=1)
             self._asleep = True
 

@@ -19,6 +19,7 @@ class MemoryPlan:
 
     total: int
     base: int
+    copy: int
     optimizer: int
     activations: int
     engine: int
@@ -29,10 +30,11 @@ class MemoryPlan:
     def __str__(self) -> str:
         parts = {
             "in use (base, adapter, context)": self.base,
+            **({"vLLM's copy of the weights": self.copy} if self.copy else {}),
             "optimizer and gradients": self.optimizer,
             "training activations": self.activations,
             "engine activations and reserve": self.engine,
-            f"KV cache{', freed while training' if self.kv_sleeps else ''}": self.kv,
+            f"KV cache{', asleep while training' if self.kv_sleeps else ''}": self.kv,
         }
         text = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items())
         return f"GPU memory plan, GiB of {self.total / GIB:.1f}: {text} (all sequences at full length want {self.wanted / GIB:.1f})"
@@ -47,6 +49,7 @@ def plan_kv_cache(
     train_tokens: int,
     engine_tokens: int,
     kv_sleeps: bool,
+    copy: int = 0,
     gradient_checkpointing: bool = True,
     tensor_parallel_size: int = 1,
 ) -> MemoryPlan:
@@ -58,7 +61,8 @@ def plan_kv_cache(
         max_sequences, max_length: of the engine; the KV cache never needs more than their product.
         train_tokens: tokens of one training micro-batch, prompts included.
         engine_tokens: `max_num_batched_tokens` of the engine.
-        kv_sleeps: the cache is freed while training, so it may use the training's share.
+        kv_sleeps: the engine sleeps while training, so its cache (and its copy of the weights) may use the training's share.
+        copy: bytes of weights that the engine will hold beside the trainer's.
 
     Raises:
         `RuntimeError`: less is left than two sequences of full length need.
@@ -82,8 +86,8 @@ def plan_kv_cache(
     )
     wanted = max_sequences * (max_length + 32) * per_token
     training = 0 if kv_sleeps else optimizer + activations
-    kv = min(wanted, free - engine - training)
-    plan = MemoryPlan(total, total - free, optimizer, activations, engine, wanted, max(kv, 0), kv_sleeps)
+    kv = min(wanted, free - copy - engine - training)
+    plan = MemoryPlan(total, total - free, copy, optimizer, activations, engine, wanted, max(kv, 0), kv_sleeps)
     if kv < min(wanted, 2 * max_length * per_token):
         raise RuntimeError(
             f"{plan}. Too little is left for the rollout. Lower per_device_train_batch_size or the completion length, set "
@@ -91,6 +95,11 @@ def plan_kv_cache(
             "override the plan."
         )
     return plan
+
+
+def frozen_bytes(model: nn.Module) -> int:
+    """Bytes of the parameters that are not trained: what a second copy of the base takes."""
+    return sum(p.numel() * p.element_size() for p in model.parameters() if not p.requires_grad)
 
 
 def current_memory(device: torch.device) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .linear import compute_dtype
-from .lora import adapted_layers
+from .rollout_policy import active_adapter, rollout_layers
 
 if TYPE_CHECKING:
     from .rollout import QeRLVLLMGeneration
@@ -53,21 +53,20 @@ def probe(generation: "QeRLVLLMGeneration") -> ProbeResult:
     vocab = model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(0, vocab, (_PROMPTS, _PROMPT_TOKENS), generator=generator).tolist()
-    layers = adapted_layers(model).values()
-    saved = [layer.lora_B["default"].weight.detach().clone() for layer in layers]
-    for layer in layers:
-        layer.lora_B["default"].weight.zero_()
+    adapter = active_adapter(model)
+    ups = [layer.lora_B[adapter].weight for layer in rollout_layers(model).values()]
+    saved = [up.detach().clone() for up in ups]
+    for up in ups:
+        up.zero_()
     generation.sync_weights()
     base_tokens, base_logps = _greedy(generation, prompts)
     base_difference = _difference(model, device, prompts, base_tokens, base_logps)
     result = None
     try:
         for strength in _STRENGTHS:
-            for layer in layers:
-                b = layer.lora_B["default"].weight
-                b.copy_(
-                    (torch.randn(b.shape, generator=generator) * strength / b.shape[1] ** 0.5).to(b.device, b.dtype)
-                )
+            for up in ups:
+                b = torch.randn(up.shape, generator=generator) * strength / up.shape[1] ** 0.5
+                up.copy_(b.to(up.device, up.dtype))
             generation.sync_weights()
             tokens, logps = _greedy(generation, prompts)
             changed = sum(x != y for a, b in zip(tokens, base_tokens, strict=True) for x, y in zip(a, b, strict=True))
@@ -77,8 +76,8 @@ def probe(generation: "QeRLVLLMGeneration") -> ProbeResult:
                 result = ProbeResult(difference, base_difference, changed, strength)
                 break
     finally:
-        for layer, b in zip(layers, saved, strict=True):
-            layer.lora_B["default"].weight.copy_(b)
+        for up, b in zip(ups, saved, strict=True):
+            up.copy_(b)
         generation.sync_weights()
     if result is None:
         raise RolloutError(

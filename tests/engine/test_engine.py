@@ -7,6 +7,8 @@ an adapter, a noise or a scale that is missing moves them by 0.1 to 10.
 import pytest
 
 EXACT = 1e-4
+#: of an engine on a GPU, see scenarios.MEMORY
+KV_CACHE_MIB = 256
 
 
 # ------------------------------------------------------------------------------------------------------- checkpoints
@@ -127,6 +129,7 @@ def test_dense_base_carries_adapter_and_shares(bases):
 
 
 def test_copied_base_with_rank_and_alpha_patterns(bases):
+    assert bases["copied adapter"] == "student"  # any name will do
     assert bases["copied base"] < EXACT
     assert not bases["copied shared"]
 
@@ -186,29 +189,35 @@ def test_rloo(trainers):
 # ------------------------------------------------------------------------------------------- server and tensor parallel
 
 
-def test_server_round_trip(server_tp2):
-    assert server_tp2["probe"]["difference"] < EXACT and server_tp2["first"] < 1e-3
-    assert max(server_tp2["adapter"]) < EXACT
+def test_server_round_trip(server):
+    assert server["probe"]["difference"] < EXACT and server["first"] < 1e-3
+    assert max(server["adapter"]) < EXACT
 
 
-def test_server_noise(server_tp2):
-    assert server_tp2["noisy"] < EXACT < 0.1 < server_tp2["noise ignored"]
-    for sigma, effective in server_tp2["sigma"][1:]:
+def test_server_noise(server):
+    assert server["noisy"] < EXACT < 0.1 < server["noise ignored"]
+    for sigma, effective in server["sigma"][1:]:
         assert effective == pytest.approx(sigma, rel=0.15)
 
 
-def test_server_refuses_what_is_not_an_adapter(server_tp2):
-    assert "not a safetensors file" in server_tp2["not safetensors"]
-    assert "damaged" in server_tp2["damaged"]
-    assert server_tp2["still as before"] < EXACT
+def test_server_refuses_what_is_not_an_adapter(server):
+    assert "not a safetensors file" in server["not safetensors"]
+    assert "damaged" in server["damaged"]
+    assert server["still as before"] < EXACT
 
 
-def test_server_with_other_weights_is_refused(server_tp2):
-    assert "differ from the trainer's" in server_tp2["other weights"] and "four_over_six" in server_tp2["other weights"]
+def test_server_with_other_weights_is_refused(server):
+    assert "differ from the trainer's" in server["other weights"] and "four_over_six" in server["other weights"]
 
 
-def test_dead_server_ends_the_run(server_tp2):
-    assert server_tp2["dead server"].startswith("RolloutError") and "refused" in server_tp2["dead server"]
+def test_dead_server_ends_the_run(server):
+    assert server["dead server"].startswith("RolloutError") and "refused" in server["dead server"]
+
+
+def test_adapter_sharded_by_fsdp_is_gathered(sharded):
+    assert sharded["is sharded"] and sharded["sharded adapter"] == "DTensor"
+    assert sharded["probe"]["difference"] < EXACT
+    assert max(sharded["adapter"]) < EXACT
 
 
 def test_tensor_parallel_in_the_trainers_processes(tensor_parallel):
@@ -224,3 +233,24 @@ def test_torch_compile_sees_updates_in_place(compiled):
     assert max(compiled["adapter"]) < EXACT
     assert compiled["noisy"] < EXACT < 0.1 < compiled["noise ignored"]
     assert compiled["restored"]
+
+
+# ---------------------------------------------------------------------------------------------------------- sleep
+
+
+@pytest.mark.gpu
+def test_sleep_frees_the_cache_and_keeps_shared_weights(sleeping_shared):
+    assert 0.9 * KV_CACHE_MIB < sleeping_shared["freed MiB"] < KV_CACHE_MIB + 0.5 * sleeping_shared["frozen MiB"]
+    check_sleep(sleeping_shared)
+
+
+@pytest.mark.gpu
+def test_sleep_frees_a_copy_of_the_weights_too(sleeping_copy):
+    assert sleeping_copy["freed MiB"] > 0.9 * (KV_CACHE_MIB + sleeping_copy["frozen MiB"])
+    check_sleep(sleeping_copy)
+
+
+def check_sleep(case):
+    assert case["asleep at the start"] and case["asleep after generate"]
+    assert case["adapter"] < EXACT  # synced while it slept
+    assert case["same output"]

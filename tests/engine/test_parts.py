@@ -45,9 +45,64 @@ def test_plan_leaves_the_training_its_share_unless_the_cache_sleeps():
     assert awake.kv + awake.optimizer + awake.activations + awake.engine <= 24 * GIB
 
 
+def test_plan_leaves_room_for_a_copy_of_the_weights():
+    shared, copied = plan(free=38 * GIB), plan(free=38 * GIB, copy=15 * GIB)
+    assert copied.kv + copied.copy + copied.optimizer + copied.activations + copied.engine <= 38 * GIB
+    assert copied.kv < shared.kv
+    assert "copy of the weights 15.0" in str(copied) and "copy" not in str(shared)
+
+
 def test_plan_refuses_too_little():
     with pytest.raises(RuntimeError, match="Too little is left"):
         plan(free=8 * GIB)
+
+
+# ------------------------------------------------------------------------------------------------------------ adapters
+
+
+def adapted(*names, target=("q_proj",)) -> nn.Module:
+    """A tiny PEFT model with one adapter a name; the first is active."""
+    from peft import LoraConfig, get_peft_model
+    from tiny_models import make_tiny_model
+
+    configs = [LoraConfig(r=4 * (i + 1), target_modules=list(target)) for i in range(len(names))]
+    model = get_peft_model(make_tiny_model("qwen2"), configs[0], adapter_name=names[0])
+    for name, config in zip(names[1:], configs[1:], strict=True):
+        model.add_adapter(name, config)
+    return model
+
+
+def test_the_active_adapter_is_rolled_out_whatever_its_name():
+    from qerl_trl.rollout_policy import adapter_room, check_servable, rollout_layers
+
+    model = adapted("student", "ref")
+    check_servable(model)
+    assert adapter_room(model) == {"rank": 4, "targets": ["q_proj"]}
+    assert all("student" in layer.lora_A for layer in rollout_layers(model).values())
+    model.set_adapter("ref")
+    with pytest.raises(ValueError, match="several adapters"):
+        check_servable(model)
+
+
+def test_two_active_adapters_are_refused():
+    from qerl_trl.rollout_policy import active_adapter
+
+    model = adapted("student", "ref")
+    model.base_model.set_adapter(["student", "ref"])
+    with pytest.raises(ValueError, match="student, ref are active at once"):
+        active_adapter(model)
+
+
+@pytest.mark.parametrize(
+    ("zero_stage", "fsdp_version", "named"), [(3, None, "ZeRO-3"), (0, 1, "fsdp_version: 2")], ids=["zero3", "fsdp1"]
+)
+def test_sharding_that_hides_the_adapter_is_refused(zero_stage, fsdp_version, named):
+    from qerl_trl.rollout_policy import check_sharding
+
+    with pytest.raises(ValueError, match=named):
+        check_sharding(zero_stage, fsdp_version)
+    check_sharding(2, None)
+    check_sharding(0, 2)
 
 
 def test_checksums_of_shards_add_up():
