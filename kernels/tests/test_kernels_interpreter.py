@@ -127,3 +127,23 @@ def test_permuted_x_has_the_order_of_the_decoded_weights(K):
     expected = torch.empty_like(x)
     expected[:, 128 * c + 32 * j + 16 * i1 + 8 * i0 + 2 * t + pp] = x
     assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("pieces", [1, 3])
+@pytest.mark.parametrize("splits", [None, (500, 140, 128)], ids=["one", "three"])
+@pytest.mark.parametrize("rank", [8, 12], ids=["joined", "maybe_afterwards"])
+def test_dense_product_with_an_adapter(rank, splits, pieces):
+    """Wide output: the adapter is part of the product when its stacked rank is a multiple of 8, and is added afterwards if not."""
+    N, K, M = 768, 64, 5
+    packed, scale, gs = random_weight(N, K, seed=rank)
+    g = torch.Generator().manual_seed(1)
+    shards = len(splits or (N,))
+    a, b, x = (torch.randn(*shape, generator=g).bfloat16() for shape in ((shards * rank, K), (N, rank), (M, K)))
+    a, b = a * 0.1, b * 0.1
+    bias = torch.randn(N, generator=g).bfloat16()
+    out = poisoned(M, N)
+    launchers.linear_dense(x, packed, scale, gs, bias, a, b, splits, out, pieces)
+    exact = (x.double(), packed, scale, gs, bias.double())
+    expected = reference.linear(*exact, a.double(), b.double(), splits)
+    assert relative_error(out, expected) < 6e-3
+    assert relative_error(reference.linear(*exact), expected) > 0.02  # what a forgotten adapter would give

@@ -86,27 +86,40 @@ def describe(device: torch.device | str | int | None = None) -> str:
 # --- matrix product ---------------------------------------------------------------------------------------------------------------
 
 
-def _dense_weight(packed, block_scale, global_scale, dtype, rows: slice, columns: slice) -> torch.Tensor:
-    """A piece of the dequantized weight in the shared scratch buffer."""
+def _dense_weight(
+    packed, block_scale, global_scale, dtype, rows: slice, columns: slice, extra: int = 0
+) -> torch.Tensor:
+    """A piece of the dequantized weight in the shared scratch buffer, with room for `extra` more columns."""
     packed = packed[rows, columns.start // 2 : columns.stop // 2]
     block_scale = block_scale[rows, columns.start // 16 : columns.stop // 16]
     gs = global_scale if global_scale.numel() == 1 else global_scale[rows]
     n, k = packed.shape[0], packed.shape[1] * 2
-    out = scratch(packed.device, f"dense {dtype}", n * k, dtype)[: n * k].view(n, k)
-    return _dequantize(packed, block_scale, gs, dtype, out)
+    out = scratch(packed.device, f"dense {dtype}", n * (k + extra), dtype)[: n * (k + extra)].view(n, k + extra)
+    _dequantize(packed, block_scale, gs, dtype, out[:, :k])
+    return out
 
 
 def linear_dense(x, packed, block_scale, global_scale, bias, lora_a, lora_b, splits, out, pieces: int) -> None:
+    """Dequantize, then cuBLAS. Where the output is much wider than x the adapter becomes more columns of the same product,
+    [x | x A^T] [W | B]^T: adding it afterwards would read and write the output once more."""
     N, K = packed.shape[0], x.shape[1]
+    joined = 0 if lora_a is None or N < 2 * K or lora_a.shape[0] % 8 else lora_a.shape[0]
+    if joined:
+        M, x_MK = x.shape[0], x
+        x = scratch(x.device, f"joined {x.dtype}", M * (K + joined), x.dtype)[: M * (K + joined)].view(M, K + joined)
+        x[:, :K].copy_(x_MK)
+        torch.mm(x_MK, lora_a.to(x.dtype).t(), out=x[:, K:])
     step = math.ceil(N / pieces / 256) * 256
     for n0 in range(0, N, step):
         rows = slice(n0, min(n0 + step, N))
-        weight = _dense_weight(packed, block_scale, global_scale, x.dtype, rows, slice(0, K))
+        weight = _dense_weight(packed, block_scale, global_scale, x.dtype, rows, slice(0, K), joined)
+        if joined:
+            _block_diagonal(lora_b, splits, rows, weight[:, K:])
         if bias is None:
             torch.mm(x, weight.t(), out=out[:, rows])
         else:
             torch.addmm(bias[rows].to(x.dtype), x, weight.t(), out=out[:, rows])
-    if lora_a is not None:
+    if lora_a is not None and not joined:
         rank = lora_b.shape[1]
         down = x @ lora_a.to(x.dtype).t()
         n0 = 0
@@ -114,6 +127,18 @@ def linear_dense(x, packed, block_scale, global_scale, bias, lora_a, lora_b, spl
             part = out[:, n0 : n0 + n]
             part.addmm_(down[:, i * rank : (i + 1) * rank], lora_b[n0 : n0 + n].to(x.dtype).t())
             n0 += n
+
+
+def _block_diagonal(lora_b, splits, rows: slice, out) -> None:
+    """The given rows of B (N, r) with shard i in columns i*r to (i+1)*r and zeros elsewhere."""
+    widths, rank, start = reference.split_rows(lora_b, splits), lora_b.shape[1], 0
+    if len(widths) > 1:
+        out.zero_()
+    for i, width in enumerate(widths):
+        first, last = max(start, rows.start), min(start + width, rows.stop)
+        if first < last:
+            out[first - rows.start : last - rows.start, i * rank : (i + 1) * rank] = lora_b[first:last]
+        start += width
 
 
 def usable(config: dict, x, packed, block_scale) -> bool:
