@@ -11,6 +11,7 @@ and asks two `vllm serve` processes, one with our method and one without, for lo
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -26,7 +27,7 @@ os.environ.setdefault("MASTER_PORT", "0")  # TRL then picks a free one
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from rollout_models import folder, generation, packed_model, policy, randomize, seconds
+from rollout_models import folder, generation, packed_model, policy, randomize, seconds, time_syncs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DECODE_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8]}
@@ -220,24 +221,14 @@ def sync_case(size: str) -> dict:
     both = unique_bytes(model, engine)
     g._wake()
     awake = torch.cuda.mem_get_info()[0]
-    times = {"adapter": [], "norms_new_draw": [], "both": []}
-
-    def sync_both(step: int) -> None:
-        g.sync_weights()
-        g.trainer.aqn.draw = NoiseDraw(1e-2, 0, step, 0)
-        g._sync_noise()
-
-    for step in range(10):
-        randomize(model)
-        times["adapter"].append(seconds(g.sync_weights))
-        g.trainer.aqn.draw = NoiseDraw(1e-2, 0, 1000 + step, 0)
-        times["norms_new_draw"].append(seconds(g._sync_noise))
-        times["both"].append(seconds(lambda step=step: sync_both(step)))
+    times = time_syncs(g)
     torch.cuda.synchronize()
     allocated, free = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]
     peak_before = torch.cuda.memory_reserved()
     for step in range(100, 300):
-        sync_both(step)
+        g.sync_weights()
+        g.trainer.aqn.draw = NoiseDraw(1e-2, 0, step, 0)
+        g._sync_noise()
     torch.cuda.synchronize()
     flat = {
         "allocated_growth_bytes": torch.cuda.memory_allocated() - allocated,
@@ -256,8 +247,8 @@ def sync_case(size: str) -> dict:
     asleep_difference.append(difference(model, g.llm, ids, 16))
     gib = 2**30
     return {
-        "sync_ms": {k: [round(1e3 * t, 2) for t in v] for k, v in times.items()},
-        "sync_ms_median": {k: round(1e3 * sorted(v)[len(v) // 2], 2) for k, v in times.items()},
+        "sync_ms": times,
+        "sync_ms_median": {k: statistics.median(v) for k, v in times.items()},
         "after_200_syncs": flat,
         "weights_GiB": {
             "trainer_without_adapter": (trainer_only - adapter) / gib,

@@ -136,12 +136,36 @@ def generation(
         per_device_train_batch_size=8, gradient_checkpointing=True,
     )  # fmt: skip
     trainer = SimpleNamespace(args=args, aqn=_Noise(model), state=SimpleNamespace(global_step=0))
-    on_gpu = torch.cuda.is_available()
+    share_of_gpu = engine.pop("gpu_memory_utilization", None if torch.cuda.is_available() else 0.05)
     return QeRLVLLMGeneration(
         model=model, accelerator=Accelerator(), processing_class=None, trainer=trainer, mode="colocate",
-        gpu_memory_utilization=None if on_gpu else 0.05, max_model_length=max_length, max_num_seqs=max_sequences,
+        gpu_memory_utilization=share_of_gpu, max_model_length=max_length, max_num_seqs=max_sequences,
         enable_sleep_mode=sleep, max_completion_length=16,
     )  # fmt: skip
+
+
+def time_syncs(generation, count: int = 10) -> dict[str, list[float]]:
+    """Wall milliseconds of syncs with fresh values: adapter, a new draw for every noisy norm, both."""
+    from qerl_trl.noise import NoiseDraw
+
+    times: dict[str, list[float]] = {"adapter": [], "norms_new_draw": [], "both": []}
+
+    def new_draw(step: int) -> None:
+        generation.trainer.aqn.draw = NoiseDraw(1e-2, 0, step, 0)
+        generation._sync_noise()
+
+    def both(step: int) -> None:
+        generation.sync_weights()
+        new_draw(step)
+
+    for step in range(count):
+        randomize(generation.model)
+        times["adapter"].append(seconds(generation.sync_weights))
+        times["norms_new_draw"].append(seconds(lambda step=step: new_draw(1000 + step)))
+        times["both"].append(seconds(lambda step=step: both(step)))
+    generation.trainer.aqn.draw = NoiseDraw(0.0, 0, 0, 0)
+    generation._sync_noise()
+    return {name: [round(1e3 * t, 2) for t in values] for name, values in times.items()}
 
 
 def seconds(function, device: str = "cuda") -> float:

@@ -4,8 +4,9 @@
     python rollout_speed.py --out FILE --case ours:7b --batches 8,32
 
 With `--together` all cases build their engines at the same time and are then measured one after the other (the others idle), which
-saves minutes on a rented machine; they must fit the GPU side by side. With `--profile 64,256` a decode step of each of these batches
-runs under torch.profiler as well.
+saves minutes on a rented machine; they must fit the GPU side by side, except those named in `--after`, which build when the others are
+done. A third part of a case lists batches whose decode step is profiled as well: `ours:7b:8,64,256:64,256`. `ours` also times syncs of
+adapter and noise. rollout_results.py makes the committed file of what comes out.
 
 Cases (each `NAME:SIZE`):
     ours          NVFP4 base shared with a trainer's model, rank-32 adapter inside the quantized layer
@@ -36,9 +37,10 @@ os.environ.setdefault("MASTER_PORT", "0")  # TRL then picks a free one
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from rollout_models import VOCAB, folder, generation, model_config, policy, seconds
+from rollout_models import VOCAB, folder, generation, model_config, policy, seconds, time_syncs
 
 RANK, PROMPT, NEW = 32, 256, 256
+PREFILL = 64  # sequences whose prefill alone is timed
 CAPTURE = [1, 2, 4, 8, 16, 32, 64, 128, 256]
 
 
@@ -132,20 +134,23 @@ def build(name: str, size: str, batches: list[int]):
     return llm, None if name == "stock-merged" else LoRARequest("a", 1, write_lora(size))
 
 
-def rollout(llm, request, batch: int, new_tokens: int, seed: int = 0) -> float:
+def rollout(llm, request, batch: int, new_tokens: int, seed: int = 0, prompt: int = PROMPT) -> float:
     """Seconds that `batch` fresh random prompts with `new_tokens` sampled tokens each take."""
     from vllm import SamplingParams
 
     generator = torch.Generator().manual_seed(1000 * batch + seed)
-    ids = torch.randint(1000, VOCAB - 1000, (batch, PROMPT), generator=generator).tolist()
+    ids = torch.randint(1000, VOCAB - 1000, (batch, prompt), generator=generator).tolist()
     parameters = SamplingParams(temperature=1.0, max_tokens=new_tokens, ignore_eos=True, logprobs=0, detokenize=False)
     inputs = [{"prompt_token_ids": i} for i in ids]
     return seconds(lambda: llm.generate(inputs, parameters, use_tqdm=False, lora_request=request))
 
 
 def profile(llm, request, batch: int) -> list[str]:
-    """Kernels of a decode step, by time: microseconds a step, launches a step. The prefill and the first steps are subtracted."""
-    first, steps = 8, 16
+    """Kernels of a decode step, by time: microseconds a step, launches a step. Prefill and first steps are subtracted.
+
+    Kernels that wait for their predecessor on the GPU (launched early, as ours are) count the waiting, so their sum exceeds the wall.
+    """
+    first, steps = 24, 16  # after 24 steps every sequence of the batch decodes
     spans = []
     for new_tokens in (first, first + steps):
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
@@ -162,45 +167,67 @@ def profile(llm, request, batch: int) -> list[str]:
 
 
 def run_case(case: str, batches: list[int], profiled: list[int], repeats: int, rendezvous: Path | None) -> dict:
-    import vllm
+    import vllm.entrypoints.llm
+
+    def await_turn(announce: str, turn: str) -> None:
+        if rendezvous is not None:
+            (rendezvous / f"{case}.{announce}").touch()
+            while not (rendezvous / f"{case}.{turn}").exists():
+                time.sleep(0.1)
 
     name, size = case.split(":")
+    await_turn("imported", "build")
     started = time.time()
     llm, request = build(name, size, batches)
-    result = {
-        "case": case,
-        "load_s": round(time.time() - started, 1),
-        "vllm": vllm.__version__,
-        "torch": torch.__version__,
-    }
-    result["gpu"] = torch.cuda.get_device_name()
-    if rendezvous is not None:
-        (rendezvous / f"{case}.ready").touch()
-        while not (rendezvous / f"{case}.turn").exists():
-            time.sleep(0.1)
-    result["tokens_per_s"], result["prefill_s"] = {}, {}
+    versions = {"vllm": vllm.__version__, "torch": torch.__version__, "gpu": torch.cuda.get_device_name()}
+    result = {"case": case, "load_s": round(time.time() - started, 1), **versions}
+    await_turn("ready", "measure")
+    if name == "ours":
+        result["sync_ms"] = time_syncs(build.keep)
+    rollout(llm, request, 16, 8)  # a prefill step of full size
+    result["tokens_per_s"] = {}
     for batch in batches:
-        rollout(llm, request, batch, 8)
+        rollout(llm, request, batch, 8, prompt=16)
         times = [rollout(llm, request, batch, NEW, seed) for seed in range(1, repeats + 1)]
         result["tokens_per_s"][batch] = [round(batch * NEW / t, 1) for t in times]
-        result["prefill_s"][batch] = round(rollout(llm, request, batch, 1), 4)
+    result["prefill_s"] = {PREFILL: round(rollout(llm, request, PREFILL, 1), 4)} if max(batches) >= PREFILL else {}
     if profiled:
         result["profile"] = {batch: profile(llm, request, batch) for batch in profiled}
     return result
 
 
-def run_together(commands: dict[str, list[str]], timeout: float) -> None:
-    """Start all cases; when each has built its engine or ended, let one after the other measure."""
-    folder = Path(tempfile.mkdtemp())
-    running = {case: subprocess.Popen([*command, "--rendezvous", str(folder)]) for case, command in commands.items()}
-    deadline = time.time() + timeout
-    while any(p.poll() is None and not (folder / f"{case}.ready").exists() for case, p in running.items()):
-        if time.time() > deadline:
-            break
-        time.sleep(0.2)
-    for case, process in running.items():
-        (folder / f"{case}.turn").touch()
-        report(case, process, timeout)
+class Group:
+    """Cases that run side by side: all build their engines, then one after the other measures."""
+
+    def __init__(self, commands: dict[str, list[str]], after: list[str], timeout: float) -> None:
+        self.folder, self.after, self.timeout = Path(tempfile.mkdtemp()), after, timeout
+        self.running = {c: subprocess.Popen([*a, "--rendezvous", str(self.folder)]) for c, a in commands.items()}
+
+    def _tell(self, case: str, what: str) -> None:
+        (self.folder / f"{case}.{what}").touch()
+
+    def build(self, cases: list[str]) -> None:
+        """Returns when every case has its engine, or ended."""
+        for case in cases:
+            self._tell(case, "build")
+        deadline = time.time() + self.timeout
+        while time.time() < deadline:
+            if all(self.running[c].poll() is not None or (self.folder / f"{c}.ready").exists() for c in cases):
+                break
+            time.sleep(0.2)
+
+    def measure(self, cases: list[str]) -> None:
+        for case in cases:
+            self._tell(case, "measure")
+            report(case, self.running[case], self.timeout)
+
+    def run(self) -> None:
+        first = [case for case in self.running if case not in self.after]
+        self.build(first)
+        self.measure(first)
+        for case in self.after:
+            self.build([case])
+            self.measure([case])
 
 
 def report(case: str, process: subprocess.Popen, timeout: float) -> None:
@@ -215,7 +242,7 @@ def report(case: str, process: subprocess.Popen, timeout: float) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", help="NAME:SIZE or NAME:SIZE:BATCHES")
+    parser.add_argument("cases", nargs="*", help="NAME:SIZE, NAME:SIZE:BATCHES or NAME:SIZE:BATCHES:PROFILED")
     parser.add_argument("--case")
     parser.add_argument("--batches", default="8,32,64,128,256")
     parser.add_argument("--profile", default="", help="batches whose decode step is profiled")
@@ -223,6 +250,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--timeout", type=float, default=240)
     parser.add_argument("--together", action="store_true")
+    parser.add_argument("--after", default="", help="cases that build when the others are done: NAME:SIZE,...")
     parser.add_argument("--rendezvous", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.case:
@@ -232,16 +260,21 @@ def main() -> None:
             file.write(json.dumps(result) + "\n")
         print(json.dumps(result), flush=True)
         os._exit(0)
-    commands = {}
-    for item in args.cases:
-        name, size, batches, *_ = [*item.split(":"), args.batches][:3]
-        command = [sys.executable, __file__, "--case", f"{name}:{size}", "--batches", batches, "--out", str(args.out)]
-        commands[f"{name}:{size}"] = [*command, "--repeats", str(args.repeats), "--profile", args.profile]
+    commands = dict(command(item, args) for item in args.cases)
     if args.together:
-        run_together(commands, args.timeout)
+        Group(commands, [case for case in args.after.split(",") if case], args.timeout).run()
         return
-    for case, command in commands.items():
-        report(case, subprocess.Popen(command), args.timeout)
+    for case, arguments in commands.items():
+        report(case, subprocess.Popen(arguments), args.timeout)
+
+
+def command(item: str, args: argparse.Namespace) -> tuple[str, list[str]]:
+    """A case's name and the command line of its process."""
+    name, size, *rest = item.split(":")
+    batches, profiled = [*rest, *(args.batches, args.profile)[len(rest) :]][:2]
+    case = f"{name}:{size}"
+    arguments = ["--case", case, "--batches", batches, "--profile", profiled, "--repeats", str(args.repeats)]
+    return case, [sys.executable, __file__, *arguments, "--out", str(args.out)]
 
 
 if __name__ == "__main__":
