@@ -145,6 +145,17 @@ def test_rms_norm(K):
     assert relative_error(qerl_nvfp4.rms_norm(x, w, 1e-6), reference.rms_norm(x, w, 1e-6)) < 1e-3
 
 
+@pytest.mark.parametrize("N,K,splits", [(4096, 1024, (2048, 1024, 1024)), (1024, 1024, None)], ids=["wide", "square"])
+def test_dense_path_with_an_adapter(N, K, splits):
+    M, rank, shards = 700, 32, len(splits or (N,))
+    packed, scale, gs = random_weight(N, K, seed(), "cuda")
+    x, a = (torch.randn(rows, K, device="cuda", dtype=torch.bfloat16) for rows in (M, shards * rank))
+    b = torch.randn(N, rank, device="cuda", dtype=torch.bfloat16)
+    exact = x.double() @ reference.dequantize(packed, scale, gs, torch.float64).T
+    exact += reference.lora(x.double(), a.double(), b.double(), splits)
+    assert relative_error(qerl_nvfp4.linear(x, packed, scale, gs, None, a, b, splits), exact) < 4e-3
+
+
 @pytest.mark.parametrize("M", [4, 48])
 def test_cuda_graph_sees_new_data_and_new_adapters(M):
     N, K = 1024, 1024
