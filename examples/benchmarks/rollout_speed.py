@@ -50,8 +50,8 @@ def engine_settings(size: str, batches: list[int]) -> dict:
     kv_bytes = 2 * c["num_hidden_layers"] * c["num_key_value_heads"] * head * 2
     return {
         # room for all sequences at full length, said explicitly: what is free does not matter then
-        "kv_cache_memory_bytes": max(8, max(batches)) * (PROMPT + NEW + 64) * kv_bytes + 2**30,
-        "gpu_memory_utilization": 0.05,
+        "kv_cache_memory_bytes": max(8, max(batches)) * (PROMPT + NEW + 32) * kv_bytes + 2**30,
+        "gpu_memory_utilization": 0.02,
         "skip_tokenizer_init": True,
         "enable_prefix_caching": False,
         "compilation_config": {
