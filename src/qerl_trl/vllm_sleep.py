@@ -1,6 +1,7 @@
 """Sleep that frees the KV cache and nothing else.
 
-vLLM's own levels unmap everything it allocated, adapter buffers, norms and whatever is shared with the trainer included.
+vLLM's own levels unmap everything it allocated, adapter buffers, norms and whatever is shared with the trainer included. That is
+right where it has a copy of the weights (`share_weights=False`, level 1), and wrong where it shares them.
 Its sleep backends are pluggable (`SleepModeBackendFactory.register_backend`); ours is selected by name on the engine's
 model config, which the worker reads at the first sleep.
 """
