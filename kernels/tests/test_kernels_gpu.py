@@ -56,18 +56,18 @@ def test_skinny(config):
 
 
 WGMMA_SHAPES = (
-    (16, 256, 8, 4),
-    (32, 256, 16, 4),
-    (32, 128, 4, 3),
-    (64, 256, 8, 3),
-    (64, 128, 8, 4),
-    (64, 128, 4, 2),
-    (128, 128, 8, 2),
-    (128, 64, 4, 2),
+    (32, 2, 5, True),
+    (32, 3, 4, True),
+    (32, 3, 4, False),
+    (64, 2, 4, True),
+    (64, 2, 4, False),
+    (64, 3, 3, False),
+    (128, 2, 2, False),
+    (128, 3, 2, False),
 )
 WGMMA = [
-    {"kernel": "wgmma", "BM": BM, "BN": BN, "NW": NW, "S": S, "grid": grid}
-    for BM, BN, NW, S in WGMMA_SHAPES
+    {"kernel": "wgmma", "BM": BM, "P": P, "S": S, "permute": permute, "grid": grid}
+    for BM, P, S, permute in WGMMA_SHAPES
     for grid in (5, 132)
 ]
 
@@ -77,8 +77,21 @@ WGMMA = [
 def test_wgmma(config):
     run(config, config["BM"], 768, 2048, per_row=True)
     run(config, 1, 400, 1024)
-    run(config, config["BM"] + 17, 1024, 1024, rank=32, splits=(512, 256, 256))
-    run(config, config["BM"] - 3, 768, 768, rank=64, pdl=False)
+    run(config, config["BM"] + 17, 1024, 1024, rank=32, splits=(576, 256, 192))
+    run(config, config["BM"] - 3, 768, 768, rank=72, pdl=False)
+    run(config, config["BM"], 528, 1280, rank=256)
+    run(config, config["BM"], 256, 512, rank=12)  # rows of B that the copy engine cannot read
+
+
+@hopper_only
+def test_wgmma_reads_x_at_any_address():
+    config = {"kernel": "wgmma", "BM": 32, "P": 2, "S": 5, "permute": True, "grid": 8}
+    packed, scale, gs = random_weight(256, 1024, seed(), "cuda")
+    x = torch.randn(20, 1027, device="cuda", dtype=torch.bfloat16)[:, 3:]
+    out = torch.empty(20, 256, device="cuda", dtype=torch.bfloat16)
+    launchers.launch(config, x, packed, scale, gs, None, None, None, None, out)
+    exact = x.double() @ reference.dequantize(packed, scale, gs, torch.float64).T
+    assert relative_error(out, exact) < 4e-3
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])

@@ -6,7 +6,7 @@ from nvfp4_cases import random_weight, relative_error
 
 from qerl_nvfp4 import ops as launchers
 from qerl_nvfp4 import portable, reference
-from qerl_nvfp4.launch import prepare
+from qerl_nvfp4.launch import lora_down, lora_plan, permute_columns
 
 triton = pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(not portable.INTERPRET, reason="runs where there is no GPU, with TRITON_INTERPRET=1")
@@ -121,7 +121,7 @@ def test_fused_lora(rank, splits):
 def test_permuted_x_has_the_order_of_the_decoded_weights(K):
     x = torch.arange(5 * K, dtype=torch.float32).view(5, K).to(torch.bfloat16)
     out = poisoned(5, K)
-    prepare(x, None, None, out, False, False)
+    permute_columns(x, out, False)
     k = torch.arange(K)
     c, t, j, pp, i1, i0 = k // 128, k % 128 // 32, k % 32 // 8, k % 8 // 4, k % 4 // 2, k % 2
     expected = torch.empty_like(x)
@@ -147,3 +147,14 @@ def test_dense_product_with_an_adapter(rank, splits, pieces):
     expected = reference.linear(*exact, a.double(), b.double(), splits)
     assert relative_error(out, expected) < 6e-3
     assert relative_error(reference.linear(*exact), expected) > 0.02  # what a forgotten adapter would give
+
+
+@pytest.mark.parametrize("M,K,rows", [(5, 1152, 48), (33, 3584, 8)])
+def test_sum_of_the_slices_of_the_adapters_first_product(M, K, rows):
+    g = torch.Generator().manual_seed(M)
+    x, a = torch.randn(M, K, generator=g).bfloat16(), torch.randn(rows, K, generator=g).bfloat16()
+    plan = lora_plan(x, a, torch.zeros(64, rows).bfloat16(), None, 16)
+    for _ in range(2):  # the second time finds the counters as the first one did
+        total = poisoned(M, rows)
+        lora_down(x, a, plan, False, False, total)
+        assert relative_error(total, x.double() @ a.double().T) < 3e-3

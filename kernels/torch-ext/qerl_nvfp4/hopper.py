@@ -331,7 +331,7 @@ def skinny_kernel(
     """y[m, n] for M <= BM; N a multiple of 16 R WN, K of 128 WK.  w_ptr int32 (N, K/8), s_ptr int16 (N, K/32); steps = K / (128 WK).
 
     The row strides are compile-time constants, so that the rows of a thread are immediate offsets of one address.
-    x A^T comes from prepare_kernel (LATE: that kernel still runs, x is ready at the start and x A^T only after gdc_wait), or, with
+    x A^T comes from lora_down_kernel (LATE: that kernel still runs, x is ready at the start and x A^T only after gdc_wait), or, with
     SLICE > 0, from the first programs of this one, which raise flag_ptr[0]; the last tile lowers it again.  The first programs wait
     for nobody and start no later than the others, so nobody waits forever.
     """

@@ -1,7 +1,13 @@
-"""The Hopper kernel for 16 to a few hundred tokens, in Gluon.
+"""The Hopper kernel for 17 to a few hundred tokens, in Gluon: warps with roles.
 
-Weights, scales and x arrive by the bulk copy engine, several stages deep; weights are decoded into the *register* operand of `wgmma`
-while the previous `wgmma` runs.  x must be permuted (portable.permute_block).  What it shares with skinny_kernel is in hopper.py.
+A program computes tiles of 64 P rows (weights) by BM columns (tokens).  P groups of four warps own 64 rows each: they decode words from
+shared memory into the *register* operand of `wgmma`; while one group decodes, the matrix units work for the others.  One warp keeps a
+ring of S stages full: the bulk copy engine brings words, scales and x.  x must be in the k order in which words are decoded: either it
+comes so (portable.permute_kernel), or (PERMUTE) four more warps put it in order in shared memory, which saves a launch.
+
+An adapter is one more stage of the ring: 32 columns of B in place of words, 32 of x A^T in place of x.
+
+Work is cut as in hopper.py; of the programs that share a tile, the one that begins it adds up what the others leave, in order.
 """
 
 from triton.experimental import gluon
@@ -15,204 +21,349 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .hopper import decode_word, gather_partials, halves, load_lora_down, opaque_zero, scale_and_bias, spread_scales
+from .hopper import decode_scales, decode_word, halves, opaque_zero
 
 X_SHARED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 W_SHARED = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=32, rank=2)
 S_SHARED = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=16, rank=2)
+L_SHARED = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)  # 32 columns of B or of x A^T
+R = gl.constexpr(64)  # rows of a group of four warps
+
+# [64 rows, 16 words]: a lane holds 4 words of a row, so 32 consecutive columns; [64 rows, 4 pairs of scales] goes with it
+WORDS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [8, 0]], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 16]
+    )
+)
+SCALES = gl.constexpr(
+    gl.DistributedLinearLayout([[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4])
+)
+
+
+def registers(BM: int, P: int, permute: bool) -> int:
+    """Of a thread.  Few enough, where that costs nothing, to let a small kernel run beside this one."""
+    return {2: 128 if BM <= 64 or permute else 168, 3: 96 if permute else 128}[P]
 
 
 @gluon.constexpr_function
-def wgmma_rows(BN, NW):
-    regs = [[8, 0]]
-    warps = []
-    n = 16
-    while n < 16 * NW:
-        warps.append([n, 0])
-        n *= 2
-    while n < BN:
-        regs.append([n, 0])
-        n *= 2
-    return regs, warps
+def tokens_layout(T):
+    """[T tokens, 128 columns]: reads and writes of 16 bytes without bank conflicts, in either order of k."""
+    regs = [[0, 1], [0, 2], [0, 4], [0, 32], [0, 64]] + ([[32, 0]] if T > 32 else [])
+    return gl.DistributedLinearLayout(regs, [[1, 0], [2, 0], [4, 0], [0, 8], [0, 16]], [[8, 0], [16, 0]], [], [T, 128])
 
 
-@gluon.constexpr_function
-def wgmma_q_layout(BN, NW):
-    regs, warps = wgmma_rows(BN, NW)
-    lanes = [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]]
-    return gl.DistributedLinearLayout([[0, 1], [0, 2], *regs], lanes, warps, [], [BN, 16])
-
-
-@gluon.constexpr_function
-def wgmma_s_layout(BN, NW):
-    regs, warps = wgmma_rows(BN, NW)
-    return gl.DistributedLinearLayout(regs, [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], warps, [], [BN, 4])
+# --- the warps that fill the ring ------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def load_weights(w_d, s_d, w_sh, s_sh, full, st, tile, it, mt, BN: gl.constexpr, BM: gl.constexpr):
-    """Ask for 256 columns of a tile: two blocks of words, one of scales (x follows, on the same barrier)."""
-    n0 = tile // mt * BN
-    mbarrier.expect(full.index(st), 2 * BN * 64 + BN * 16 + 2 * BM * 256)
-    tma.async_copy_global_to_shared(w_d, [n0, it * 32], full.index(st), w_sh.index(st * 2))
-    tma.async_copy_global_to_shared(w_d, [n0, it * 32 + 16], full.index(st), w_sh.index(st * 2 + 1))
-    tma.async_copy_global_to_shared(s_d, [n0, it * 8], full.index(st), s_sh.index(st))
+def unit_of(v, u0, u1, steps, NL: gl.constexpr):
+    """Unit v of this program: (tile, K step), or, past the K steps of a tile that it began, (tile, steps + piece of the adapter)."""
+    tile = u0 // steps
+    it = u0 - tile * steps
+    begun = gl.minimum((steps - it) % steps, u1 - u0)  # units of a tile that another program began
+    if v < begun:
+        it += v
+    else:
+        w = v - begun
+        i = w // (steps + NL)
+        tile += i + (it > 0).to(gl.int32)
+        it = w - i * (steps + NL)
+        count = gl.minimum(steps, u1 - tile * steps)
+        if it >= count:
+            it += steps - count
+    return tile, it
 
 
 @gluon.jit
-def load_x(x_d, x_sh, full, st, tile, it, mt, BM: gl.constexpr):
-    m0 = (tile - tile // mt * mt) * BM
-    tma.async_copy_global_to_shared(x_d, [m0, it * 256], full.index(st), x_sh.index(st * 2))
-    tma.async_copy_global_to_shared(x_d, [m0, it * 256 + 128], full.index(st), x_sh.index(st * 2 + 1))
-
-
-@gluon.jit
-def refill(st, u, u1, steps, mt, x_d, w_d, s_d, w_sh, s_sh, x_sh, full, BN: gl.constexpr, BM: gl.constexpr):
-    """Every warp is done with stage st: load unit u into it."""
-    gl.thread_barrier()
-    if u < u1:
-        tile = u // steps
-        load_weights(w_d, s_d, w_sh, s_sh, full, st, tile, u - tile * steps, mt, BN, BM)
-        load_x(x_d, x_sh, full, st, tile, u - tile * steps, mt, BM)
-
-
-@gluon.jit
-def wgmma_lora(
-    acc, xa_sh, xa_ptr, b_ptr, row0, m0, N, mp, RS, e1, e2, KS, RANK: gl.constexpr, BN: gl.constexpr, BM: gl.constexpr
+def load_weights(
+    w_d,
+    s_d,
+    b_d,
+    w_sh,
+    s_sh,
+    full,
+    st,
+    h: gl.constexpr,
+    tile,
+    it,
+    steps,
+    mt,
+    P: gl.constexpr,
+    RANK: gl.constexpr,
 ):
-    """acc + B[rows] (x A^T)^T, 32 ranks at a time."""
-    NW: gl.constexpr = gl.num_warps()
-    MMA: gl.constexpr = acc.type.layout
-    AL: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    TM: gl.constexpr = 32 if BM >= 128 else BM // 4
-    TL: gl.constexpr = gl.BlockedLayout([1, 4], [32 // TM, TM], [NW, 1], [1, 0])
-    n_a = gl.minimum(row0 + gl.arange(0, BN, layout=gl.SliceLayout(1, AL)), N - 1)
-    r_a = gl.arange(0, 32, layout=gl.SliceLayout(0, AL))
-    r_t = gl.arange(0, 32, layout=gl.SliceLayout(1, TL))
-    m_t = m0 + gl.arange(0, BM, layout=gl.SliceLayout(0, TL))
-    row = ((row0 >= e1).to(gl.int32) + (row0 >= e2).to(gl.int32)) * RANK
-    for r0 in gl.static_range(0, RANK, 32):
-        b = gl.load(b_ptr + (n_a[:, None] * RANK + (r0 + r_a)[None, :]), mask=(r0 + r_a < RANK)[None, :], other=0.0)
-        xa = load_lora_down(xa_ptr, row, m_t, r0 + r_t, mp, RS, KS, RANK)
-        xa_sh.store(xa.to(gl.bfloat16))
-        fence_async_shared()
-        gl.thread_barrier()
-        acc = warpgroup_mma(b, xa_sh, acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=[acc])
-        gl.thread_barrier()
+    """Half h of a unit: words of 128 columns and (h = 0) the scales of all 256; or 32 columns of B."""
+    slot = st * 2 + h
+    n0 = tile // mt * (P * R)
+    if it < steps:
+        mbarrier.expect(full.index(slot), P * R * 64 + (1 - h) * (P * R * 16))
+        for p in gl.static_range(P):
+            tma.async_copy_global_to_shared(
+                w_d, [n0 + p * R, it * 32 + h * 16], full.index(slot), w_sh.index(slot * P + p)
+            )
+            if h == 0:
+                tma.async_copy_global_to_shared(s_d, [n0 + p * R, it * 8], full.index(slot), s_sh.index(st * P + p))
+    elif RANK > 0:
+        r = ((it - steps) * 2 + h) * 32
+        mbarrier.expect(full.index(slot), P * R * 64)
+        for p in gl.static_range(P):
+            b_sh = w_sh.index(slot * P + p)._reinterpret(gl.bfloat16, [R, 32], L_SHARED)
+            tma.async_copy_global_to_shared(b_d, [n0 + p * R, r], full.index(slot), b_sh)
+
+
+@gluon.jit
+def load_x(
+    x_d,
+    xa_d,
+    x_sh,
+    raw,
+    st,
+    h: gl.constexpr,
+    tile,
+    it,
+    steps,
+    mt,
+    e1,
+    e2,
+    P: gl.constexpr,
+    BM: gl.constexpr,
+    RANK: gl.constexpr,
+    LATE: gl.constexpr,
+):
+    """Half h of a unit: 128 columns of x, or 32 columns of x A^T for each group of rows."""
+    slot = st * 2 + h
+    pn = tile // mt
+    m0 = (tile - pn * mt) * BM
+    if it < steps:
+        mbarrier.expect(raw.index(slot), BM * 256)
+        tma.async_copy_global_to_shared(x_d, [m0, it * 256 + h * 128], raw.index(slot), x_sh.index(slot))
+    elif RANK > 0:
+        if LATE:
+            gdc_wait()
+        r = ((it - steps) * 2 + h) * 32
+        mbarrier.expect(raw.index(slot), P * BM * 64)
+        for p in gl.static_range(P):
+            n = pn * (P * R) + p * R
+            shard = (n >= e1).to(gl.int32) + (n >= e2).to(gl.int32)
+            xa_sh = x_sh.index(slot)._reinterpret(gl.bfloat16, [4, BM, 32], L_SHARED).index(p)
+            tma.async_copy_global_to_shared(xa_d, [m0, shard * RANK + r], raw.index(slot), xa_sh)
+
+
+@gluon.jit
+def produce(
+    maps,
+    ring,
+    work,
+    e1,
+    e2,
+    P: gl.constexpr,
+    BM: gl.constexpr,
+    S: gl.constexpr,
+    RANK: gl.constexpr,
+    LATE: gl.constexpr,
+    PDL: gl.constexpr,
+    PERMUTE: gl.constexpr,
+):
+    """One warp that asks for everything."""
+    x_d, w_d, s_d, b_d, xa_d = maps
+    w_sh, s_sh, x_sh, raw, full, empty = ring
+    _, _, u0, u1, V, steps, _, mt = work
+    arrived = raw if PERMUTE else full
+    NL: gl.constexpr = (RANK + 63) // 64
+    for i in gl.static_range(S):  # weights do not depend on the previous kernel
+        if i < V:
+            tile, it = unit_of(i, u0, u1, steps, NL)
+            for h in gl.static_range(2):
+                load_weights(w_d, s_d, b_d, w_sh, s_sh, full, i, h, tile, it, steps, mt, P, RANK)
+    if PDL and not LATE:
+        gdc_wait()
+    for i in gl.static_range(S):
+        if i < V:
+            tile, it = unit_of(i, u0, u1, steps, NL)
+            for h in gl.static_range(2):
+                load_x(x_d, xa_d, x_sh, arrived, i, h, tile, it, steps, mt, e1, e2, P, BM, RANK, LATE)
+    st = 0
+    phase = 0
+    for v in range(S, V):
+        tile, it = unit_of(v, u0, u1, steps, NL)
+        for h in gl.static_range(2):
+            mbarrier.wait(empty.index(st * 2 + h), phase)
+            load_weights(w_d, s_d, b_d, w_sh, s_sh, full, st, h, tile, it, steps, mt, P, RANK)
+            load_x(x_d, xa_d, x_sh, arrived, st, h, tile, it, steps, mt, e1, e2, P, BM, RANK, LATE)
+        st += 1
+        if st == S:
+            st = 0
+            phase ^= 1
+
+
+@gluon.jit
+def permute(ring, work, BM: gl.constexpr, S: gl.constexpr, RANK: gl.constexpr):
+    """Four warps: column 32 t + 8 j + 4 p + 2 i1 + i0 of x moves to 32 j + 16 i1 + 8 i0 + 2 t + p, in place."""
+    _, _, x_sh, raw, full, _ = ring
+    _, _, u0, u1, V, steps, _, _ = work
+    NL: gl.constexpr = (RANK + 63) // 64
+    T: gl.constexpr = min(BM, 64)
+    st = 0
+    phase = 0
+    for v in range(V):
+        it = 0
+        if RANK > 0:
+            _, it = unit_of(v, u0, u1, steps, NL)
+        for h in gl.static_range(2):
+            mbarrier.wait(raw.index(st * 2 + h), phase)
+            if it < steps:
+                for i in gl.static_range(BM // T):
+                    part = x_sh.index(st * 2 + h).slice(i * T, T, 0)
+                    x = part.load(tokens_layout(T)).reshape([T, 4, 4, 2, 2, 2])
+                    part.store(x.permute([0, 2, 4, 5, 1, 3]).reshape([T, 128]))
+                fence_async_shared()
+            mbarrier.arrive(full.index(st * 2 + h))
+        st += 1
+        if st == S:
+            st = 0
+            phase ^= 1
+
+
+# --- the warps that multiply --------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def decode(q, s, AL: gl.constexpr):
+    """[64 rows, 4 lanes, 2 words] and a scale each -> the left operand, 64 columns."""
+    s = gl.convert_layout(gl.join(s, s), q.type.layout, assert_trivial=True)
+    p0, p1, p2, p3 = decode_word(q, s)
+    A = halves(gl.join(gl.join(p0, p1), gl.join(p2, p3)))
+    return gl.convert_layout(A.permute([0, 2, 4, 3, 1, 5]).reshape([R, 64]), AL, assert_trivial=True)
+
+
+@gluon.jit
+def gather(
+    acc,
+    off,
+    cnt_ptr,
+    ws_ptr,
+    part: gl.constexpr,
+    pid,
+    G,
+    first,
+    seg0,
+    seg1,
+    steps,
+    U,
+    P: gl.constexpr,
+    SIZE: gl.constexpr,
+):
+    """Of the programs that share a tile, the one that began it waits for the others and adds theirs in order."""
+    if seg1 - seg0 < steps:
+        if seg0 == first:
+            p1 = ((first + steps) * G - 1) // U
+            while gl.atomic_add(cnt_ptr, 0, sem="acquire") < p1 - pid:
+                pass
+            gl.thread_barrier()
+            for p in range(pid + 1, p1 + 1):
+                acc += gl.load(ws_ptr + ((p * P + part) * SIZE + off), cache_modifier=".cg")
+            gl.store(cnt_ptr, 0)
+        else:
+            gl.store(ws_ptr + ((pid * P + part) * SIZE + off), acc)
+            gl.thread_barrier()
+            gl.atomic_add(cnt_ptr, 1, sem="release")
     return acc
 
 
-@gluon.jit(do_not_specialize=["M", "U", "steps", "sgs", "mt", "RS", "mp", "e1", "e2"])
-def wgmma_kernel(
-    x_d,
-    w_d,
-    s_d,
-    gs_ptr,
-    bias_ptr,
-    xa_ptr,
-    b_ptr,
-    y_ptr,
-    ws_ptr,
-    cnt_ptr,
-    M,
-    N,
-    sym,
-    sgs,
-    RS,
-    mp,
-    e1,
-    e2,
-    steps,
-    U,
-    mt,
+@gluon.jit
+def consume(
+    ring,
+    work,
+    out,
+    part: gl.constexpr,
+    P: gl.constexpr,
     BM: gl.constexpr,
-    BN: gl.constexpr,
-    NW: gl.constexpr,
     S: gl.constexpr,
     BIAS: gl.constexpr,
     RANK: gl.constexpr,
-    KS: gl.constexpr,
-    PDL: gl.constexpr,
 ):
-    """y[m, n]; K a multiple of 256, steps = K / 256, mt = ceil(M / BM), units U = ceil(N / BN) * mt * steps.
-
-    x_d bfloat16 (M, K) *permuted*, box (BM, 128); w_d int32 (N, K/8), box (BN, 16); s_d int16 (N, K/32), box (BN, 8).
-    """
-    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[NW, 1], instr_shape=[16, BM, 16])
+    """Four warps: rows part * 64 .. of every tile."""
+    w_sh, s_sh, x_sh, _, full, empty = ring
+    pid, G, u0, u1, _, steps, U, mt = work
+    gs_ptr, bias_ptr, y_ptr, ws_ptr, cnt_ptr, M, N, sym, sgs = out
+    NL: gl.constexpr = (RANK + 63) // 64
+    LAG: gl.constexpr = P == 2  # one wgmma runs on during the next decode; with three groups ptxas would serialize
+    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
     AL: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    QL: gl.constexpr = wgmma_q_layout(BN, NW)
-    SL: gl.constexpr = wgmma_s_layout(BN, NW)
-    w_sh = gl.allocate_shared_memory(gl.int32, [2 * S, BN, 16], w_d.layout)
-    s_sh = gl.allocate_shared_memory(gl.int16, [S, BN, 8], s_d.layout)
-    x_sh = gl.allocate_shared_memory(gl.bfloat16, [2 * S, BM, 128], x_d.layout)
-    full = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
-    if RANK > 0:
-        XA: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=min(128, BM * 2), element_bitwidth=16, rank=2)
-        xa_sh = gl.allocate_shared_memory(gl.bfloat16, [32, BM], XA)
-    for i in gl.static_range(S):
-        mbarrier.init(full.index(i), 1)
-    fence_async_shared()
-    gl.thread_barrier()
-    pid = gl.program_id(0)
-    G = gl.num_programs(0)
-    u0 = pid * U // G
-    u1 = (pid + 1) * U // G
-    if PDL:
-        gdc_launch_dependents()
-    for i in gl.static_range(S):  # weights do not depend on the previous kernel
-        if u0 + i < u1:
-            t = (u0 + i) // steps
-            load_weights(w_d, s_d, w_sh, s_sh, full, i, t, u0 + i - t * steps, mt, BN, BM)
-    if PDL:
-        gdc_wait()
-    for i in gl.static_range(S):
-        if u0 + i < u1:
-            t = (u0 + i) // steps
-            load_x(x_d, x_sh, full, i, t, u0 + i - t * steps, mt, BM)
-    n_y = gl.arange(0, BN, layout=gl.SliceLayout(1, MMA))
+    n_y = gl.arange(0, R, layout=gl.SliceLayout(1, MMA))
     m_y = gl.arange(0, BM, layout=gl.SliceLayout(0, MMA))
     seg0 = u0
     tile = u0 // steps
     st = 0
     phase = 0
     while seg0 < u1:
-        seg1 = gl.minimum((tile + 1) * steps, u1)
-        acc = gl.zeros([BN, BM], gl.float32, MMA)
+        first = tile * steps
+        seg1 = gl.minimum(first + steps, u1)
+        acc = gl.zeros([R, BM], gl.float32, MMA)
         for u in range(seg0, seg1):
-            mbarrier.wait(full.index(st), phase)
-            for c in gl.static_range(2):
-                q = w_sh.index(st * 2 + c).load(QL).reshape([BN, 4, 2, 2])
-                s = s_sh.index(st).slice(c * 4, 4, 1).load(SL)
-                p0, p1, p2, p3 = decode_word(q, spread_scales(s, q))
-                P = halves(gl.join(gl.join(p0, p1), gl.join(p2, p3)))
-                P = P.permute([0, 2, 3, 5, 4, 1, 6]).reshape([BN, 128])
-                P = gl.convert_layout(P, AL, assert_trivial=True)
-                acc = warpgroup_mma(P, x_sh.index(st * 2 + c).permute([1, 0]), acc, is_async=True)
-                acc = warpgroup_mma_wait(
-                    1, deps=[acc]
-                )  # the previous one is done, this one runs on during the next decode
-                if c == 0:  # noqa: SIM102
-                    if u > seg0:
-                        refill(
-                            (st + (S - 1)) % S, u - 1 + S, u1, steps, mt, x_d, w_d, s_d, w_sh, s_sh, x_sh, full, BN, BM
-                        )
+            mbarrier.wait(full.index(st * 2), phase)
+            # the scales of both halves at once: their place is refilled together with the first half's words
+            sa0, sa1 = decode_scales(s_sh.index(st * P + part).slice(0, 4, 1).load(SCALES))
+            sb = s_sh.index(st * P + part).slice(4, 4, 1).load(SCALES)
+            for h in gl.static_range(2):
+                slot = st * 2 + h
+                if h == 1:
+                    mbarrier.wait(full.index(slot), phase)
+                    sa0, sa1 = decode_scales(sb)
+                q = w_sh.index(slot * P + part).load(WORDS).reshape([R, 4, 2, 2]).permute([0, 1, 3, 2])
+                q0, q1 = gl.split(q)
+                x = x_sh.index(slot).permute([1, 0])
+                acc = warpgroup_mma(decode(q0, sa0, AL), x.slice(0, 64, 0), acc, is_async=True)
+                acc = warpgroup_mma_wait(1, deps=[acc])
+                if LAG:
+                    if h == 1:
+                        mbarrier.arrive(empty.index(st * 2))
+                    else:
+                        mbarrier.arrive(empty.index(gl.where(st == 0, S - 1, st - 1) * 2 + 1), pred=u > seg0)
+                acc = warpgroup_mma(decode(q1, sa1, AL), x.slice(64, 64, 0), acc, is_async=True)
+                if LAG:
+                    acc = warpgroup_mma_wait(1, deps=[acc])
+                else:
+                    acc = warpgroup_mma_wait(0, deps=[acc])
+                    mbarrier.arrive(empty.index(slot))
             st += 1
             if st == S:
                 st = 0
                 phase ^= 1
-        acc = warpgroup_mma_wait(0, deps=[acc])
-        refill((st + (S - 1)) % S, seg1 - 1 + S, u1, steps, mt, x_d, w_d, s_d, w_sh, s_sh, x_sh, full, BN, BM)
+        if LAG:
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            mbarrier.arrive(empty.index(gl.where(st == 0, S - 1, st - 1) * 2 + 1))
         z = opaque_zero()
-        off = (n_y + z)[:, None] * BM + m_y[None, :]
-        acc, finish = gather_partials(acc, off, tile, seg0, seg1, u0, steps, U, ws_ptr, cnt_ptr, BN * BM)
-        if finish:
-            pn = tile // mt
+        # two columns are one access; three groups of 128 tokens have no registers to keep the columns' addresses in
+        m_off = m_y + z if P * BM > 256 else m_y
+        off = (n_y + z)[:, None] * BM + m_off[None, :]
+        pn = tile // mt
+        rows = pn * (P * R) + part * R + n_y + z
+        safe = gl.minimum(rows, N - 1)
+        gs = gl.load(gs_ptr + safe * sgs)  # on their way while the others' sums are awaited
+        if BIAS:
+            bias = gl.load(bias_ptr + safe)
+        acc = gather(
+            acc, off, cnt_ptr + (tile * P + part), ws_ptr, part, pid, G, first, seg0, seg1, steps, U, P, R * BM
+        )
+        if seg0 == first:
             m0 = (tile - pn * mt) * BM + z
-            rows = pn * BN + n_y + z
-            acc = scale_and_bias(acc, gl.minimum(rows, N - 1), gs_ptr, sgs, bias_ptr, BIAS)
-            if RANK > 0:
-                acc = wgmma_lora(acc, xa_sh, xa_ptr, b_ptr, pn * BN + z, m0, N, mp, RS, e1, e2, KS, RANK, BN, BM)
+            acc = acc * gl.div_rn(gs * 0.0 + 256.0, gs)[:, None]
+            if BIAS:
+                acc += bias.to(gl.float32)[:, None]
+            for i in gl.static_range(NL):
+                for h in gl.static_range(2):
+                    slot = st * 2 + h
+                    mbarrier.wait(full.index(slot), phase)
+                    if (i * 2 + h) * 32 < RANK:
+                        b = w_sh.index(slot * P + part)._reinterpret(gl.bfloat16, [R, 32], L_SHARED).load(AL)
+                        xa = x_sh.index(slot)._reinterpret(gl.bfloat16, [4, BM, 32], L_SHARED).index(part)
+                        acc = warpgroup_mma(b, xa.permute([1, 0]), acc, is_async=True)
+                        acc = warpgroup_mma_wait(0, deps=[acc])
+                    mbarrier.arrive(empty.index(slot))
+                st += 1
+                if st == S:
+                    st = 0
+                    phase ^= 1
             ms = m0 + m_y
             gl.store(
                 y_ptr + (ms[None, :] * sym + rows[:, None]),
@@ -221,3 +372,111 @@ def wgmma_kernel(
             )
         seg0 = seg1
         tile += 1
+
+
+@gluon.jit(do_not_specialize=["M", "U", "steps", "sgs", "mt", "e1", "e2"])
+def wgmma_kernel(
+    x_d,
+    w_d,
+    s_d,
+    b_d,
+    xa_d,
+    gs_ptr,
+    bias_ptr,
+    y_ptr,
+    ws_ptr,
+    cnt_ptr,
+    M,
+    N,
+    sym,
+    sgs,
+    e1,
+    e2,
+    steps,
+    U,
+    mt,
+    BM: gl.constexpr,
+    P: gl.constexpr,
+    S: gl.constexpr,
+    BIAS: gl.constexpr,
+    RANK: gl.constexpr,
+    LATE: gl.constexpr,
+    PDL: gl.constexpr,
+    PERMUTE: gl.constexpr,
+    REGS: gl.constexpr,
+):
+    """y[m, n]; K a multiple of 256, steps = K / 256, mt = ceil(M / BM), units U = ceil(N / 64 P) * mt * steps.
+
+    x_d bfloat16 (M, K), box (BM, 128); w_d int32 (N, K/8), box (64, 16); s_d int16 (N, K/32), box (64, 8);
+    b_d bfloat16 (N, RANK), box (64, 32); xa_d = x A^T bfloat16 (M, shards * RANK), box (BM, 32).
+    """
+    NL: gl.constexpr = (RANK + 63) // 64
+    w_sh = gl.allocate_shared_memory(gl.int32, [2 * S * P, R, 16], w_d.layout)
+    s_sh = gl.allocate_shared_memory(gl.int16, [S * P, R, 8], s_d.layout)
+    x_sh = gl.allocate_shared_memory(gl.bfloat16, [2 * S, BM, 128], x_d.layout)
+    raw = gl.allocate_shared_memory(gl.int64, [2 * S, 1], mbarrier.MBarrierLayout())  # x as it is has arrived
+    full = gl.allocate_shared_memory(gl.int64, [2 * S, 1], mbarrier.MBarrierLayout())  # words have, and x is in order
+    empty = gl.allocate_shared_memory(gl.int64, [2 * S, 1], mbarrier.MBarrierLayout())  # every group is done
+    for i in gl.static_range(2 * S):
+        mbarrier.init(raw.index(i), 1)
+        mbarrier.init(full.index(i), 2)
+        mbarrier.init(empty.index(i), P)
+    fence_async_shared()
+    gl.thread_barrier()
+    G = gl.num_programs(0)
+    pid = G - 1 - gl.program_id(0)  # programs wait for larger pid only, which started no later
+    u0 = pid * U // G
+    u1 = (pid + 1) * U // G
+    V = u1 - u0
+    if RANK > 0:  # the adapter comes with the tiles that this program begins
+        V += ((u1 + steps - 1) // steps - (u0 + steps - 1) // steps) * NL
+    if PDL:
+        gdc_launch_dependents()
+    maps = (x_d, w_d, s_d, b_d, xa_d)
+    ring = (w_sh, s_sh, x_sh, raw, full, empty)
+    work = (pid, G, u0, u1, V, steps, U, mt)
+    out = (gs_ptr, bias_ptr, y_ptr, ws_ptr, cnt_ptr, M, N, sym, sgs)
+    if P == 2 and PERMUTE:
+        gl.warp_specialize(
+            [
+                (consume, (ring, work, out, 0, P, BM, S, BIAS, RANK)),
+                (consume, (ring, work, out, 1, P, BM, S, BIAS, RANK)),
+                (permute, (ring, work, BM, S, RANK)),
+                (produce, (maps, ring, work, e1, e2, P, BM, S, RANK, LATE, PDL, PERMUTE)),
+            ],
+            [4, 4, 1],
+            [REGS, REGS, REGS],
+        )
+    elif P == 2:
+        gl.warp_specialize(
+            [
+                (consume, (ring, work, out, 0, P, BM, S, BIAS, RANK)),
+                (consume, (ring, work, out, 1, P, BM, S, BIAS, RANK)),
+                (produce, (maps, ring, work, e1, e2, P, BM, S, RANK, LATE, PDL, PERMUTE)),
+            ],
+            [4, 1],
+            [REGS, REGS],
+        )
+    elif P == 3 and PERMUTE:
+        gl.warp_specialize(
+            [
+                (consume, (ring, work, out, 0, P, BM, S, BIAS, RANK)),
+                (consume, (ring, work, out, 1, P, BM, S, BIAS, RANK)),
+                (consume, (ring, work, out, 2, P, BM, S, BIAS, RANK)),
+                (permute, (ring, work, BM, S, RANK)),
+                (produce, (maps, ring, work, e1, e2, P, BM, S, RANK, LATE, PDL, PERMUTE)),
+            ],
+            [4, 4, 4, 1],
+            [REGS, REGS, REGS, REGS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consume, (ring, work, out, 0, P, BM, S, BIAS, RANK)),
+                (consume, (ring, work, out, 1, P, BM, S, BIAS, RANK)),
+                (consume, (ring, work, out, 2, P, BM, S, BIAS, RANK)),
+                (produce, (maps, ring, work, e1, e2, P, BM, S, RANK, LATE, PDL, PERMUTE)),
+            ],
+            [4, 4, 1],
+            [REGS, REGS, REGS],
+        )

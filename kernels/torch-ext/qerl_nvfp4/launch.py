@@ -74,43 +74,56 @@ def lora_slice(K: int) -> int:
     return max(512, math.ceil(K / 8 / 512) * 512)
 
 
-def prepare(x, lora_a, lora: Lora | None, permuted: torch.Tensor | None, late: bool, pdl: bool) -> None:
-    """x A^T (in K slices) and the k-permuted copy of x, one launch."""
+def lora_down(x, lora_a, lora: Lora, late: bool, pdl: bool, total: torch.Tensor | None = None) -> None:
+    """x A^T, float32, in K slices; `total` (M, rows) takes their sum."""
     M, K = x.shape
-    BM = 16 if M <= 16 else 32 if M <= 32 else 64
-    n_lora = rows = 0
-    if lora is not None:
-        rows = lora.rows
-        n_lora = math.ceil(rows / 16) * math.ceil(M / BM) * lora.slices
-    n_permute = 0 if permuted is None else math.ceil(M / 4) * (K // 128)
-    portable.prepare_kernel[(n_lora + n_permute,)](
+    # the matrix product with `total` starts meanwhile, if its shared memory and registers fit beside these programs
+    BM, stages = (16, 2) if total is not None or M <= 16 else (32 if M <= 32 else 64, 4)
+    tiles = math.ceil(lora.rows / 16) * math.ceil(M / BM)
+    portable.lora_down_kernel[(tiles * lora.slices,)](
         x,
-        x if lora is None else lora_a,
-        x if lora is None else lora.xa,
-        x if permuted is None else permuted,
+        lora_a,
+        lora.xa,
+        lora.xa if total is None else total,
+        scratch(x.device, "lora counters", max(1 << 12, tiles), torch.int32, zero=True),
         M,
         K,
-        rows,
+        lora.rows,
         x.stride(0),
-        K,
-        0 if lora is None else lora.padded,
-        n_lora,
+        lora.padded,
         KSLICE=lora_slice(K),
         BM=BM,
         BR=16,
         BK=128,
         EVEN_K=K % 128 == 0,
+        SUM=total is not None,
         LATE=late,
         PDL=pdl,
         INTERP=portable.INTERPRET,
         num_warps=4,
-        num_stages=4,
+        num_stages=stages,
         **({"launch_pdl": True} if pdl else {}),
     )
 
 
+def permute_columns(x, out, pdl: bool) -> None:
+    """out = x in the order in which the wgmma kernel decodes weights; a few hundred programs, or 16 rows each."""
+    M, K = x.shape
+    rows = max(1, min(16, M * (K // 128) // 1024))
+    rows = 1 << (rows.bit_length() - 1)
+    portable.permute_kernel[(math.ceil(M / rows), math.ceil(K / 512))](
+        x, out, M, K, x.stride(0), BM=rows, BK=512, PDL=pdl, num_warps=4, **({"launch_pdl": True} if pdl else {})
+    )
+
+
 def tile_rows(config: dict) -> int:
-    return 16 * config["R"] * config["WN"] if config["kernel"] == "skinny" else config["BN"]
+    return (
+        16 * config["R"] * config["WN"]
+        if config["kernel"] == "skinny"
+        else 64
+        if config["kernel"] == "wgmma"
+        else config["BN"]
+    )
 
 
 def launch(
@@ -120,6 +133,8 @@ def launch(
     lora = None
     if lora_a is not None:
         lora = lora_plan(x, lora_a, lora_b, splits, tile_rows(config))
+        if config["kernel"] == "wgmma" and lora_b.shape[1] % 8:  # rows of B and of x A^T are pieces of 16 bytes
+            lora = None
     kernel = {"skinny": launch_skinny, "wgmma": launch_wgmma, "portable": launch_portable}[config["kernel"]]
     kernel(config, x, packed, block_scale, global_scale, bias, lora_a, lora, out, pdl)
     if lora_a is not None and lora is None:
@@ -146,7 +161,7 @@ def launch_skinny(config, x, packed, block_scale, global_scale, bias, lora_a, lo
     inside = inside and lora.slices * math.ceil(lora.rows / 16) <= grid
     late = lora is not None and not inside
     if late:
-        prepare(x, lora_a, lora, None, True, pdl)
+        lora_down(x, lora_a, lora, True, pdl)
     gs, sgs = scale_args(global_scale)
     partial = scratch(x.device, "partial", 2 * grid * rows * BM, torch.float32)
     resident = math.ceil(grid / device_properties(x.device.index)[1])
@@ -197,43 +212,54 @@ def launch_wgmma(config, x, packed, block_scale, global_scale, bias, lora_a, lor
     from . import hopper_wgmma as hopper
 
     (M, K), N = x.shape, packed.shape[0]
-    BM, BN, NW, S = config["BM"], config["BN"], config["NW"], config["S"]
+    BM, P, S = config["BM"], config["P"], config["S"]
     mt, steps = math.ceil(M / BM), K // 256
-    units = math.ceil(N / BN) * mt * steps
+    units = math.ceil(N / (64 * P)) * mt * steps
     grid = min(config["grid"], units)
-    permuted = scratch(x.device, "permuted", M * K, x.dtype)[: M * K].view(M, K)
-    prepare(x, lora_a, lora, permuted, False, pdl)
+    if x.stride(0) % 8 or x.data_ptr() % 16:  # the copy engine wants rows of 16-byte pieces
+        x = scratch(x.device, "aligned x", M * K, x.dtype)[: M * K].view(M, K).copy_(x)
+    permute = config["permute"]
+    if not permute:
+        natural, x = x, scratch(x.device, "permuted", M * K, x.dtype)[: M * K].view(M, K)
+        permute_columns(natural, x, pdl)
+    down = up = x
+    if lora is not None:
+        down = scratch(x.device, "lora sum", M * lora.rows, x.dtype)[: M * lora.rows].view(M, lora.rows)
+        up = lora.b
+        lora_down(x if permute else natural, lora_a, lora, True, pdl, down)
     gs, sgs = scale_args(global_scale)
     words, scales = packed.view(torch.int32), scale_bytes(block_scale).view(torch.int16)
-    partial = scratch(x.device, "partial", 2 * grid * BN * BM, torch.float32)
+    registers = hopper.registers(BM, P, permute)
     hopper.wgmma_kernel[(grid,)](
-        TensorDescriptor(permuted, [M, K], [K, 1], [BM, 128], hopper.X_SHARED),
-        TensorDescriptor(words, [N, K // 8], [words.stride(0), 1], [BN, 16], hopper.W_SHARED),
-        TensorDescriptor(scales, [N, K // 32], [scales.stride(0), 1], [BN, 8], hopper.S_SHARED),
+        TensorDescriptor(x, [M, K], [x.stride(0), 1], [BM, 128], hopper.X_SHARED),
+        TensorDescriptor(words, [N, K // 8], [words.stride(0), 1], [64, 16], hopper.W_SHARED),
+        TensorDescriptor(scales, [N, K // 32], [scales.stride(0), 1], [64, 8], hopper.S_SHARED),
+        TensorDescriptor(up, list(up.shape), [up.stride(0), 1], [64, 32], hopper.L_SHARED),
+        TensorDescriptor(down, list(down.shape), [down.stride(0), 1], [BM, 32], hopper.L_SHARED),
         gs,
         x if bias is None else bias,
-        partial if lora is None else lora.xa,
-        x if lora is None else lora.b,
         out,
-        partial,
-        scratch(x.device, "counters", 1 << 16, torch.int32, zero=True),
+        scratch(x.device, "partial", grid * 64 * P * BM, torch.float32),
+        scratch(x.device, "counters", max(1 << 16, units // steps * P), torch.int32, zero=True),
         M,
         N,
         out.stride(0),
         sgs,
-        *_lora_args(lora),
+        *_lora_args(lora)[2:],
         steps,
         units,
         mt,
         BM=BM,
-        BN=BN,
-        NW=NW,
+        P=P,
         S=S,
         BIAS=bias is not None,
         RANK=0 if lora is None else lora.rank,
-        KS=0 if lora is None else lora.slices,
+        LATE=lora is not None,
         PDL=pdl,
-        num_warps=NW,
+        PERMUTE=permute,
+        REGS=registers,
+        num_warps=4,
+        maxnreg=registers,
         **({"launch_pdl": True} if pdl else {}),
     )
 
@@ -247,7 +273,7 @@ def launch_portable(
     per_split = math.ceil(steps / config["SK"])
     SK = math.ceil(steps / per_split)
     if lora is not None:
-        prepare(x, lora_a, lora, None, False, False)
+        lora_down(x, lora_a, lora, False, False)
     gs, sgs = scale_args(global_scale)
     words, scales = packed.view(torch.int32), scale_bytes(block_scale)
     partial = scratch(x.device, "partial", tiles * SK * BN * BM if SK > 1 else 1, torch.float32)

@@ -230,41 +230,43 @@ def lora_down_block(
     tl.store(out, acc, mask=(r_R[:, None] < RS) & (m_M[None, :] < mp))
 
 
-@triton.jit
-def permute_block(x_ptr, o_ptr, pid, M, K, sxm, som, BM: tl.constexpr, NC: tl.constexpr):
+@triton.jit(do_not_specialize=["M"])
+def permute_kernel(x_ptr, o_ptr, M, K, sxm, BM: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr):
     """x[:, 128c + 32t + 8j + 4pp + 2*i1 + i0] -> o[:, 128c + 32j + 16*i1 + 8*i0 + 2t + pp], the order of wgmma_kernel."""
-    nk = K // (NC * 128)
-    m_M = (pid // nk) * BM + tl.arange(0, BM)
-    k_K = (pid % nk) * (NC * 128) + tl.arange(0, NC * 128)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    m_M = tl.program_id(0) * BM + tl.arange(0, BM)
+    k_K = tl.program_id(1) * BK + tl.arange(0, BK)
     mask = (m_M[:, None] < M) & (k_K[None, :] < K)
     x = tl.load(x_ptr + m_M[:, None].to(tl.int64) * sxm + k_K[None, :], mask=mask, other=0.0)
-    x = x.reshape(BM, NC, 4, 4, 2, 2, 2).permute(0, 1, 3, 5, 6, 2, 4).reshape(BM, NC * 128)
-    tl.store(o_ptr + m_M[:, None].to(tl.int64) * som + k_K[None, :], x, mask=mask)
+    x = x.reshape(BM, BK // 128, 4, 4, 2, 2, 2).permute(0, 1, 3, 5, 6, 2, 4).reshape(BM, BK)
+    tl.store(o_ptr + m_M[:, None].to(tl.int64) * K + k_K[None, :], x, mask=mask)
 
 
-@triton.jit(do_not_specialize=["M", "n_lora", "mp"])
-def prepare_kernel(
+@triton.jit(do_not_specialize=["M", "RS", "mp"])
+def lora_down_kernel(
     x_ptr,
     a_ptr,
     xa_ptr,
-    o_ptr,
+    sum_ptr,
+    cnt_ptr,
     M,
     K,
     RS,
     sxm,
-    som,
     mp,
-    n_lora,
     KSLICE: tl.constexpr,
     BM: tl.constexpr,
     BR: tl.constexpr,
     BK: tl.constexpr,
     EVEN_K: tl.constexpr,
+    SUM: tl.constexpr,
     LATE: tl.constexpr,
     PDL: tl.constexpr,
     INTERP: tl.constexpr,
 ):
-    """What the matrix product wants beforehand: programs below n_lora compute x A^T, the others permute x."""
+    """x A^T in slices of K, one a program.  SUM: whoever finishes last adds the slices up, in order, into sum_ptr (M, RS)."""
     if PDL:
         if LATE:  # the matrix product reads x before this kernel has finished, so its launch must wait for x
             gdc_wait()
@@ -273,10 +275,24 @@ def prepare_kernel(
             gdc_launch_dependents()
             gdc_wait()
     pid = tl.program_id(0)
-    if pid < n_lora:
-        lora_down_block(x_ptr, a_ptr, xa_ptr, pid, M, K, RS, sxm, mp, KSLICE, BM, BR, BK, EVEN_K, INTERP)
-    else:
-        permute_block(x_ptr, o_ptr, pid - n_lora, M, K, sxm, som, 4, 1)
+    lora_down_block(x_ptr, a_ptr, xa_ptr, pid, M, K, RS, sxm, mp, KSLICE, BM, BR, BK, EVEN_K, INTERP)
+    if SUM:
+        nr = tl.cdiv(RS, BR)
+        nm = tl.cdiv(M, BM)
+        slices = tl.cdiv(K, KSLICE)
+        tl.debug_barrier()
+        counter = cnt_ptr + pid % (nr * nm)
+        if tl.atomic_add(counter, 1, sem="acq_rel") == slices - 1:
+            r_R = pid % nr * BR + tl.arange(0, BR)
+            m_M = pid // nr % nm * BM + tl.arange(0, BM)
+            mask = (m_M[:, None] < M) & (r_R[None, :] < RS)
+            xa = tl.zeros((BM, BR), tl.float32)
+            for ks in range(slices):
+                xa += tl.load(
+                    xa_ptr + (ks * RS + r_R[None, :]) * mp + m_M[:, None], mask=mask, other=0.0, cache_modifier=".cg"
+                )
+            tl.store(sum_ptr + m_M[:, None] * RS + r_R[None, :], narrow(xa, x_ptr.dtype.element_ty, INTERP), mask=mask)
+            tl.store(counter, 0)
 
 
 @triton.jit(do_not_specialize=["M", "sgs", "iters_per_split", "num_splits", "mp", "ks_n", "e1", "e2", "RS"])

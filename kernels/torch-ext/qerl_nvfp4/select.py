@@ -4,7 +4,7 @@ A table tuned on the device (configs/<device name>.json, written by `python -m q
 a heuristic answers for the others.  A configuration is a small dict:
 
     {"kernel": "skinny", "BM", "WK", "WN", "R", "grid"}        hopper.skinny_kernel, up to 16 tokens
-    {"kernel": "wgmma", "BM", "BN", "NW", "S", "grid"}         hopper.wgmma_kernel
+    {"kernel": "wgmma", "BM", "P", "S", "permute", "grid"}     hopper_wgmma.wgmma_kernel, tiles of 64 P rows
     {"kernel": "portable", "BM", "BN", "BK", "SK", "NW", "NS", "MMA"}    portable.gemm_kernel
     {"kernel": "dense", "pieces"}                              dequantize into a scratch buffer, then cuBLAS
 """
@@ -65,20 +65,13 @@ def skinny_heuristic(N: int, K: int, M: int, sms: int) -> dict | None:
 
 
 def wgmma_heuristic(N: int, K: int, M: int, sms: int) -> dict | None:
-    """Tiles of 128 rows; two programs a multiprocessor for large matrices, at most one tile a program for small ones."""
+    """Tiles of 128 rows; few tiles are split along K so that each program has one piece."""
     if not wgmma_fits(N, K):
         return None
-    large = N * K > 6e7
-    if M <= 32:
-        BM, BN, NW, S = (32, 128, 4, 3) if large else (32, 128, 8, 4)
-    elif M <= 64:
-        BM, BN, NW, S = (64, 128, 4, 2) if large else (64, 128, 8, 4)
-    else:
-        BM, BN, NW, S = (128, 128, 8, 2) if large else (128, 64, 4, 2)
-    tiles = math.ceil(N / BN) * math.ceil(M / BM)
-    most = sms * (2 if large and M <= 64 else 1)
-    grid = most if tiles > most else tiles * max(1, min(most // tiles, K // 512))
-    return {"kernel": "wgmma", "BM": BM, "BN": BN, "NW": NW, "S": S, "grid": grid}
+    BM, S = (32, 5) if M <= 32 else (64, 4) if M <= 64 else (128, 2)
+    tiles = math.ceil(N / 128) * math.ceil(M / BM)
+    grid = sms if tiles > sms else tiles * max(1, min(sms // tiles, K // 512))
+    return {"kernel": "wgmma", "BM": BM, "P": 2, "S": S, "permute": M <= 64, "grid": grid}
 
 
 def portable_heuristic(N: int, K: int, M: int, sms: int, hopper: bool) -> dict:
@@ -114,10 +107,10 @@ def choose(N: int, K: int, M: int, device_index: int, bf16: bool) -> dict:
     tuned = load_table(name).get((N, K, bucket))
     if tuned is not None and (bf16 or tuned["kernel"] == "dense"):
         return tuned
-    if bucket == 0 or M > 128:
-        return {"kernel": "dense", "pieces": dense_pieces(N, M)}
-    if hopper and bf16:
+    if hopper and bf16 and M <= 256:
         found = skinny_heuristic(N, K, M, sms) if M <= 16 else wgmma_heuristic(N, K, M, sms)
         if found is not None:
             return found
+    if M > 128:
+        return {"kernel": "dense", "pieces": dense_pieces(N, M)}
     return portable_heuristic(N, K, M, sms, hopper)

@@ -62,24 +62,20 @@ def skinny_candidates(N: int, K: int, bucket: int, sms: int):
         yield from (config | {"grid": g} for g in sorted(grids))
 
 
-WGMMA = {
-    16: [(16, 256, 16, 5), (16, 256, 8, 5), (16, 128, 8, 6)],
-    32: [(32, 256, 16, 4), (32, 256, 8, 4), (32, 128, 8, 4), (32, 128, 4, 3)],
-    64: [(64, 256, 16, 3), (64, 256, 8, 3), (64, 128, 8, 4), (64, 128, 4, 2)],
-    128: [(64, 256, 16, 3), (64, 256, 8, 3), (128, 128, 8, 2), (64, 128, 8, 4), (128, 64, 4, 2)],
+WGMMA = {  # tokens -> (BM, P, S, permute)
+    32: [(32, 2, 5, True), (32, 3, 4, True), (32, 3, 4, False)],
+    64: [(64, 2, 4, True), (64, 2, 4, False), (64, 3, 3, False)],
+    128: [(128, 2, 2, False), (128, 3, 2, False)],
 }
 
 
 def wgmma_candidates(N: int, K: int, bucket: int, sms: int):
     if not select.wgmma_fits(N, K):
         return
-    for BM, BN, NW, S in WGMMA[min(bucket, 128)]:
-        tiles = math.ceil(N / BN) * math.ceil(bucket / BM)
-        per_sm = 2 if S * (BN * 144 + BM * 512) < 110_000 and NW <= 4 else 1
-        grids = {sms * i for i in range(1, per_sm + 1)} | {
-            tiles * i for i in (1, 2, 3, 4, 6) if tiles * i <= sms * per_sm
-        }
-        config = {"kernel": "wgmma", "BM": BM, "BN": BN, "NW": NW, "S": S}
+    for BM, P, S, permute in WGMMA[min(bucket, 128)]:
+        tiles = math.ceil(N / (64 * P)) * math.ceil(bucket / BM)
+        grids = {sms} | {tiles * i for i in range(1, sms // tiles + 1) if tiles * i * 2 >= sms}
+        config = {"kernel": "wgmma", "BM": BM, "P": P, "S": S, "permute": permute}
         yield from (config | {"grid": g} for g in sorted(grids))
 
 
@@ -90,7 +86,7 @@ def candidates(
     found = []
     if bucket and bucket <= 16:
         found += skinny_candidates(N, K, bucket, sms)
-    if bucket >= 16:
+    if bucket >= 32:
         found += wgmma_candidates(N, K, bucket, sms)
     if bucket == 0 or bucket >= 128:
         found += [{"kernel": "dense", "pieces": p} for p in (1, 2, 4, 8) if N // p >= 2048]
