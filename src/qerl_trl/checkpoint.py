@@ -22,18 +22,21 @@ MANIFEST_NAME = "qerl_manifest.json"
 _FOLDER = re.compile(rf"^{PREFIX_CHECKPOINT_DIR}-(\d+)$")
 
 
-def seal(folder: str | os.PathLike, run: dict | None = None) -> None:
+def seal(folder: str | os.PathLike, run: dict | None = None, hashed: dict[str, str] | None = None) -> None:
     """Write the manifest of `folder`, atomically and last.
 
     Args:
         folder: a finished checkpoint.
         run: JSON-serializable description of the run, compared on resume (see [`run_differences`]).
+        hashed: SHA-256 of files (relative names) that were hashed when they were complete; the others are hashed here.
     """
-    folder = Path(folder)
+    folder, hashed = Path(folder), hashed or {}
+    names = sorted(
+        str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST_NAME
+    )
     files = {
-        str(path.relative_to(folder)): {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name != MANIFEST_NAME
+        name: {"bytes": (folder / name).stat().st_size, "sha256": hashed.get(name) or sha256(folder / name)}
+        for name in names
     }
     write_json_atomically(folder / MANIFEST_NAME, {"files": files, "run": run or {}})
 
@@ -63,7 +66,7 @@ def problems(folder: str | os.PathLike) -> list[str]:
             found.append(f"{name} is missing")
         elif path.stat().st_size != expected["bytes"]:
             found.append(f"{name} has {path.stat().st_size} bytes, {expected['bytes']} were written")
-        elif _sha256(path) != expected["sha256"]:
+        elif sha256(path) != expected["sha256"]:
             found.append(f"{name} has other content than was written (SHA-256 differs)")
     return found
 
@@ -131,6 +134,6 @@ def write_json_atomically(path: Path, content: dict | list) -> None:
     os.replace(temporary, path)
 
 
-def _sha256(path: Path) -> str:
+def sha256(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -15,6 +15,8 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,8 @@ from .linear import NVFP4Linear
 from .nvfp4 import NVFP4Tensor
 from .quantizer import NVFP4Config, NVFP4HfQuantizer
 from .shards import Job, TensorSpec
+
+Quantize = Callable[[torch.Tensor, str], NVFP4Tensor]
 
 REPORT_NAME = "quantization_report.json"
 #: weights of a layer on which its error is measured: evenly spaced rows
@@ -87,6 +91,7 @@ def quantize_folder(
         `ValueError`: no safetensors, names that do not fit the architecture, MoE experts, a NaN in a weight, an existing destination.
     """
     folder = _local(source)
+    quantize = _start(device, scale_rule)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     if getattr(config, "quantization_config", None) is not None:
         method = config.quantization_config.get("quant_method")
@@ -112,6 +117,7 @@ def quantize_folder(
                 converted,
                 nvfp4_config,
                 device,
+                quantize,
                 workers,
                 max_shard_bytes,
                 progress or (lambda *_: None),
@@ -213,11 +219,11 @@ def _write(
     converted: dict[str, nn.Linear],
     config: NVFP4Config,
     device: str,
+    quantize: "Future[Quantize]",
     workers: int | None,
     max_shard_bytes: int,
     progress: Callable[[int, int], None],
 ) -> list[dict[str, Any]]:
-    quantize = _quantizer_for(device)
     largest = max(info.end - info.start for info in tensors.values())
     budget = _Budget(2 * largest + _SLACK_BYTES)
     jobs = [
@@ -260,51 +266,80 @@ def _groups(tensors: dict[str, TensorInfo], converted: dict[str, nn.Linear]) -> 
     return list(groups.values())
 
 
-def _quantizer_for(device: str) -> Callable[[torch.Tensor, str], NVFP4Tensor]:
+def _start(device: str, scale_rule: str) -> "Future[Quantize]":
+    """Begin to make ready what quantizes on `device`: on a GPU that takes a second or more (CUDA's start, the kernel's compilation),
+    which passes while the model is planned and the first tensors are read."""
+
+    def prepare() -> Quantize:
+        quantize = _quantizer_for(torch.device(device))
+        if torch.device(device).type == "cuda":
+            sample = torch.ones(256, 256, dtype=torch.bfloat16, device=device)
+            _error("", sample, quantize(sample, scale_rule))
+        return quantize
+
+    pool = ThreadPoolExecutor(1)
+    started = pool.submit(prepare)
+    pool.shutdown(wait=False)
+    return started
+
+
+def _quantizer_for(device: torch.device) -> Quantize:
     """What quantizes a matrix on `device`: the kernel where there is one, else the reference; both give the same bytes."""
-    target = torch.device(device)
-    if target.type == "cuda":
+    if device.type == "cuda":
         import qerl_nvfp4
 
-        if qerl_nvfp4.is_available(target):
-            lock = threading.Lock()  # launching is short; reading and writing go on meanwhile
+        if qerl_nvfp4.is_available(device):
+            lock = threading.Lock()  # Triton's launcher is not made for several threads; launching is short
 
             def quantize(weight: torch.Tensor, scale_rule: str) -> NVFP4Tensor:
+                scale = nvfp4.power_of_two_global_scale(weight.abs().amax())  # refuses NaN and infinity
                 with lock:
-                    scale = nvfp4.power_of_two_global_scale(weight.abs().amax())  # refuses NaN and infinity
                     return NVFP4Tensor(*qerl_nvfp4.quantize(weight, scale_rule, scale), scale)
 
             return quantize
     return nvfp4.quantize
 
 
-def _quantize_job(group: list[TensorInfo], scale_rule: str, device: str, quantize, budget: _Budget) -> Job:
+def _own_stream(device: str):
+    """A CUDA stream for the calling thread: copies of one worker then run beside another's arithmetic."""
+    return torch.cuda.stream(torch.cuda.Stream(device)) if torch.device(device).type == "cuda" else nullcontext()
+
+
+def _quantize_job(
+    group: list[TensorInfo], scale_rule: str, device: str, quantize: "Future[Quantize]", budget: _Budget
+) -> Job:
     note: dict[str, Any] = {}
     size = sum(info.end - info.start for info in group)
 
     def make() -> Iterator[torch.Tensor]:
         budget.acquire(size)
         try:
-            layers, reports = [], []
-            for info in group:
-                weight = _read(info).to(device)
-                try:
-                    tensor = quantize(weight, scale_rule)
-                except ValueError as error:
-                    raise ValueError(f"{info.file}: tensor {info.name!r}: {error}") from error
-                layers.append(NVFP4Linear.from_nvfp4(tensor))
-                reports.append(_error(info.name.removesuffix(".weight"), weight, tensor))
-                del weight, tensor
-            if len(layers) > 1:
-                _share_global_scale(layers)  # as after loading, so that the bytes are the same
-            for layer in layers:
-                packed, block_scale, scale = layer.nvfp4
-                yield packed
-                yield block_scale.view(torch.float8_e4m3fn)
-                yield scale
-            note["layers"] = reports
+            with _own_stream(device):
+                yield from quantized()
         finally:
             budget.release(size)
+
+    def quantized() -> Iterator[torch.Tensor]:
+        layers, reports = [], []
+        for info in group:
+            weight = _read(info)
+            on_device = quantize.result()
+            weight = weight.to(device)
+            try:
+                tensor = on_device(weight, scale_rule)
+            except ValueError as error:
+                raise ValueError(f"{info.file}: tensor {info.name!r}: {error}") from error
+            layers.append(NVFP4Linear.from_nvfp4(tensor))
+            reports.append(_error(info.name.removesuffix(".weight"), weight, tensor))
+            del weight, tensor
+        if len(layers) > 1:
+            _share_global_scale(layers)  # as after loading, so that the bytes are the same
+        for layer in layers:
+            packed, block_scale, scale = layer.nvfp4
+            yield packed
+            yield block_scale.view(torch.float8_e4m3fn)
+            yield scale
+        note["layers"] = reports
 
     return Job(tuple(spec for info in group for spec in _packed_specs(info.name, *info.shape)), make, note)
 

@@ -16,11 +16,12 @@ import math
 import os
 import shutil
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
@@ -30,6 +31,7 @@ INDEX_NAME = "model.safetensors.index.json"
 #: default size of a shard: what save_pretrained used for years, and small enough that a killed run loses little
 MAX_SHARD_BYTES = 2_000_000_000
 _PLAN_NAME = ".plan.json"
+_NOTES_SUFFIX = ".notes.json"
 _DTYPE_NAMES = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
@@ -84,7 +86,7 @@ def write_shards(
         folder: existing folder, from [`staging`] if an interrupted run shall be continued.
         metadata: goes into each file's header, beside `format: pt`.
         max_shard_bytes: a job is never split, so a shard may exceed this by its largest job.
-        workers: jobs of one shard worked on at a time, as threads.
+        workers: jobs worked on at a time, as threads.
         progress: called with the number of bytes written, after each tensor.
 
     Returns:
@@ -96,12 +98,14 @@ def write_shards(
     files = ["model.safetensors"]
     if len(shards) > 1:
         files = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+    missing = []
     for file, shard in zip(files, shards, strict=True):
         if (folder / file).is_file() and _notes_file(folder / file).is_file():
             if progress is not None:
                 progress(sum(job.nbytes for job in shard))
-            continue
-        _write_shard(folder / file, shard, {**metadata, "format": "pt"}, workers, progress)
+        else:
+            missing.append(_Shard(folder / file, shard, {**metadata, "format": "pt"}, progress))
+    _run([(shard, job) for shard in missing for job in shard.jobs], workers)
     notes: list[dict[str, Any]] = []
     for file in files:
         notes += json.loads(_notes_file(folder / file).read_text())["notes"]
@@ -127,55 +131,77 @@ def _group(jobs: list[Job], max_shard_bytes: int) -> list[list[Job]]:
 
 
 def _notes_file(shard: Path) -> Path:
-    return shard.with_name(f".{shard.name}.notes.json")
+    return shard.with_name(f".{shard.name}{_NOTES_SUFFIX}")
 
 
-def _write_shard(path: Path, jobs: list[Job], metadata: dict[str, str], workers: int, progress) -> None:
-    # readers view the file's bytes as the tensor's dtype, so wider dtypes come first: every tensor is then aligned
-    specs = sorted((spec for job in jobs for spec in job.specs), key=lambda spec: -spec.dtype.itemsize)
-    header: dict[str, Any] = {"__metadata__": metadata}
-    position = 0
-    for spec in specs:
-        header[spec.name] = {
-            "dtype": _DTYPE_NAMES[spec.dtype],
-            "shape": list(spec.shape),
-            "data_offsets": [position, position + spec.nbytes],
+def _run(work: "list[tuple[_Shard, Job]]", workers: int) -> None:
+    """Do the jobs in order, `workers` at a time and across shards: a shard is flushed and hashed while the next one is written."""
+    if workers == 1:
+        for shard, job in work:
+            shard.run(job)
+        return
+    with ThreadPoolExecutor(workers) as pool:
+        for _ in pool.map(lambda item: item[0].run(item[1]), work):
+            pass
+
+
+class _Shard:
+    """A file being written: opened by its first job, published by its last."""
+
+    def __init__(self, path: Path, jobs: list[Job], metadata: dict[str, str], progress: Callable[[int], None] | None):
+        self.path, self.jobs, self.progress = path, jobs, progress
+        self._temporary = path.with_name(f".{path.name}.tmp")
+        # readers view the file's bytes as the tensor's dtype, so wider dtypes come first: every tensor is then aligned
+        specs = sorted((spec for job in jobs for spec in job.specs), key=lambda spec: -spec.dtype.itemsize)
+        header: dict[str, Any] = {"__metadata__": metadata}
+        position = 0
+        for spec in specs:
+            header[spec.name] = {
+                "dtype": _DTYPE_NAMES[spec.dtype],
+                "shape": list(spec.shape),
+                "data_offsets": [position, position + spec.nbytes],
+            }
+            position += spec.nbytes
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self._head = len(text).to_bytes(8, "little") + text
+        self._offsets = {spec.name: len(self._head) + header[spec.name]["data_offsets"][0] for spec in specs}
+        self._size = len(self._head) + position
+        self._lock = threading.Lock()
+        self._left = len(jobs)
+        self._file: BinaryIO | None = None
+
+    def run(self, job: Job) -> None:
+        """Make the job's tensors and write each to its place; the last job to end publishes the file."""
+        with self._lock:
+            if self._file is None:
+                self._file = open(self._temporary, "wb", buffering=0)  # noqa: SIM115  closed by the last job
+                self._file.write(self._head)
+                self._file.truncate(self._size)
+        made = iter(job.make())
+        for spec in job.specs:
+            tensor = next(made)
+            assert (tensor.dtype, tuple(tensor.shape)) == (spec.dtype, spec.shape), (spec, tensor.dtype, tensor.shape)
+            _write_at(self._file.fileno(), self._offsets[spec.name], tensor)
+            del tensor
+            if self.progress is not None:
+                self.progress(spec.nbytes)
+        next(made, None)  # lets a generator finish
+        with self._lock:
+            self._left -= 1
+            last = self._left == 0
+        if last:
+            self._publish()
+
+    def _publish(self) -> None:
+        with self._file:
+            os.fsync(self._file.fileno())
+        described = {
+            "notes": [job.note for job in self.jobs if job.note],
+            "sha256": checkpoint.sha256(self._temporary),
         }
-        position += spec.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    temporary = path.with_name(f".{path.name}.tmp")
-    with open(temporary, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.flush()
-        start = file.tell()
-        file.truncate(start + position)
-
-        def run(job: Job) -> None:
-            made = iter(job.make())
-            for spec in job.specs:
-                tensor = next(made)
-                assert (tensor.dtype, tuple(tensor.shape)) == (spec.dtype, spec.shape), (
-                    spec,
-                    tensor.dtype,
-                    tensor.shape,
-                )
-                _write_at(file.fileno(), start + header[spec.name]["data_offsets"][0], tensor)
-                del tensor
-                if progress is not None:
-                    progress(spec.nbytes)
-            next(made, None)  # lets a generator finish
-
-        if workers > 1:
-            with ThreadPoolExecutor(workers) as pool:
-                for _ in pool.map(run, jobs):
-                    pass
-        else:
-            for job in jobs:
-                run(job)
-        os.fsync(file.fileno())
-    checkpoint.write_json_atomically(_notes_file(path), {"notes": [job.note for job in jobs if job.note]})
-    os.replace(temporary, path)
+        checkpoint.write_json_atomically(_notes_file(self.path), described)
+        os.replace(self._temporary, self.path)
 
 
 def _write_at(descriptor: int, offset: int, tensor: torch.Tensor) -> None:
@@ -241,10 +267,14 @@ def staging(destination: str | os.PathLike, run: dict, overwrite: bool = False) 
             _empty(partial)
             checkpoint.write_json_atomically(plan, run)
         yield partial
+        hashed = {
+            path.name[1:].removesuffix(_NOTES_SUFFIX): json.loads(path.read_text())["sha256"]
+            for path in partial.glob(f".*{_NOTES_SUFFIX}")
+        }
         for path in partial.iterdir():
             if path.name.startswith("."):
                 path.unlink()  # the plan, notes of finished shards, temporary files of a killed run
-        checkpoint.seal(partial, run)
+        checkpoint.seal(partial, run, hashed)
         _replace(partial, destination)
     finally:
         os.close(descriptor)

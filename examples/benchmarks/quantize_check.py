@@ -1,0 +1,206 @@
+"""Is `qerl-trl quantize` as fast as its disk? Random weights, real shapes.
+
+    python examples/benchmarks/quantize_check.py --shape 7b --folder /tmp/check --output quantize_check.json    # about 2 minutes on an H200
+    python examples/benchmarks/quantize_check.py --shape tiny --device cpu --folder /tmp/check                  # dry run
+
+Every row is a process of its own, which reads the whole source once before its clock starts: all of them find it in the page cache, as
+far as that holds it.
+
+    floor      each tensor of the source read, the result's files written with as many bytes and flushed to disk (fsync), by as many threads
+    quantize   `quantize_folder` from call to return: CUDA's start, compilation of the kernel, reading, arithmetic, writing, fsync, SHA-256
+               of every file for the manifest, the final rename. "first": Triton's cache is empty; "again": it is not
+
+Imports are timed apart: they depend on the installation, and the floor needs none of them.
+"""
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+_PIECE = 1 << 24
+
+
+def read_once(folder: Path) -> None:
+    """Every byte of the checkpoint, so that a run finds the same page cache as the others."""
+    for file in sorted(folder.glob("*.safetensors")):
+        with open(file, "rb", buffering=0) as stream:
+            while stream.read(_PIECE):
+                pass
+    os.sync()
+
+
+def floor(source: Path, result: Path, scratch: Path, workers: int) -> dict:
+    """Read `source`, write files as large as `result`'s into `scratch`: nothing is computed, nothing depends on anything."""
+    from qerl_trl import formats
+
+    read = list(formats.read_headers(source.glob("*.safetensors")).values())
+    sizes = {file.name: file.stat().st_size for file in result.glob("*.safetensors")}
+    scratch.mkdir()
+
+    def read_tensor(info) -> None:
+        buffer = memoryview(bytearray(info.end - info.start))
+        with open(info.file, "rb", buffering=0) as stream:
+            stream.seek(info.start)
+            done = 0
+            while done < len(buffer):
+                done += stream.readinto(buffer[done:])
+
+    def write_piece(piece: tuple[int, int, int]) -> None:
+        descriptor, start, size = piece
+        os.pwrite(descriptor, noise[:size], start)
+
+    noise = memoryview(os.urandom(_PIECE))
+    started = time.perf_counter()
+    files = {name: os.open(scratch / name, os.O_CREAT | os.O_WRONLY) for name in sizes}
+    pieces = [
+        (files[name], start, min(_PIECE, size - start))
+        for name, size in sizes.items()
+        for start in range(0, size, _PIECE)
+    ]
+    with ThreadPoolExecutor(workers) as pool:
+        reading = [pool.submit(read_tensor, info) for info in read[: len(read) // 2]]
+        # writing begins amid reading, as in a quantizer; both are in one queue
+        writing = [pool.submit(write_piece, piece) for piece in pieces]
+        reading += [pool.submit(read_tensor, info) for info in read[len(read) // 2 :]]
+        for future in reading + writing:
+            future.result()
+        list(pool.map(os.fsync, files.values()))
+    for descriptor in files.values():
+        os.close(descriptor)
+    seconds = time.perf_counter() - started
+    shutil.rmtree(scratch)
+    return {"seconds": seconds, "read_bytes": sum(i.end - i.start for i in read), "written_bytes": sum(sizes.values())}
+
+
+class Resident(threading.Thread):
+    """The process's resident memory, sampled: the largest growth since the start."""
+
+    def __init__(self):
+        super().__init__(daemon=True)
+        self.before = self.peak = self.now()
+        self.start()
+
+    @staticmethod
+    def now() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    def run(self) -> None:
+        while True:
+            self.peak = max(self.peak, self.now())
+            time.sleep(0.02)
+
+
+def quantize(source: Path, result: Path, device: str, workers: int | None) -> dict:
+    started = time.perf_counter()
+    import torch
+
+    from qerl_trl import offline
+
+    imports = time.perf_counter() - started
+    memory = Resident()
+    written: list[float] = []
+    started = time.perf_counter()
+    done = offline.quantize_folder(
+        source, result, device=device, workers=workers, progress=lambda *_: written.append(time.perf_counter())
+    )
+    seconds = time.perf_counter() - started
+    return {
+        "seconds": seconds,
+        "seconds_to_first_write": written[0] - started,
+        "seconds_to_last_write": written[-1] - started,
+        "import_seconds": imports,
+        "weights": done.weights,
+        "weights_per_second": done.weights / seconds,
+        "nmse": done.nmse,
+        "memory_growth_bytes": memory.peak - memory.before,
+        "gpu_peak_bytes": torch.cuda.max_memory_allocated() if device != "cpu" else None,
+    }
+
+
+def in_new_process(arguments: argparse.Namespace, step: str, triton_cache: Path) -> dict:
+    command = [sys.executable, __file__, "--shape", arguments.shape, "--device", arguments.device]
+    command += ["--folder", str(arguments.folder), "--step", step]
+    if arguments.workers:
+        command += ["--workers", str(arguments.workers)]
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(triton_cache)}
+    started = time.perf_counter()
+    output = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
+    row = {"step": step, **json.loads(output.splitlines()[-1]), "process_seconds": time.perf_counter() - started}
+    print(row, flush=True)
+    return row
+
+
+def run_step(arguments: argparse.Namespace, source: Path, result: Path) -> dict:
+    if arguments.step == "write":
+        from random_checkpoint import write_checkpoint
+
+        return {"bytes": write_checkpoint(arguments.shape, source, arguments.device)}
+    if arguments.step == "describe":
+        import torch
+
+        from qerl_trl.report import device_name, versions
+
+        return {"device": device_name(torch.device(arguments.device)), "versions": versions(), "cores": os.cpu_count()}
+    started = time.perf_counter()
+    read_once(source)
+    read = {"reading_before_seconds": time.perf_counter() - started}
+    if arguments.step == "floor":
+        return read | floor(source, result, arguments.folder / "floor", arguments.workers or min(os.cpu_count(), 8))
+    return read | quantize(source, result, arguments.device, arguments.workers)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="7b", help="Of random_checkpoint.py: tiny, 3b, 7b.")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--folder", type=Path, required=True, help="Where checkpoint and result are written.")
+    parser.add_argument("--workers", type=int, help="Threads; default: what quantize_folder takes.")
+    parser.add_argument("--repeats", type=int, default=2, help="Further runs, after the first.")
+    parser.add_argument("--keep", action="store_true", help="Leave checkpoint and result there.")
+    parser.add_argument("--commit", help="Of the code that runs, where there is no git.")
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--step", choices=("write", "describe", "floor", "quantize"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    source, result = arguments.folder / "source", arguments.folder / "nvfp4"
+    if arguments.step:
+        print(json.dumps(run_step(arguments, source, result)))
+        return
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    triton_cache = arguments.folder / "triton"
+    if not source.exists():
+        in_new_process(arguments, "write", arguments.folder / "triton_writing")
+    rows = []
+    for repeat in range(1 + arguments.repeats):
+        for folder in (result, triton_cache) if repeat == 0 else (result,):
+            shutil.rmtree(folder, ignore_errors=True)
+        row = in_new_process(arguments, "quantize", triton_cache)
+        bound = in_new_process(arguments, "floor", triton_cache)
+        rows.append({"run": "again" if repeat else "first", "quantize": row, "floor": bound})
+        rows[-1]["ratio"] = row["seconds"] / bound["seconds"]
+    for row in rows:
+        print(
+            f"{row['run']}: {row['quantize']['seconds']:.2f} s, floor {row['floor']['seconds']:.2f} s, {row['ratio']:.2f}"
+        )
+    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    report = {
+        "command": " ".join(["python", *sys.argv]),
+        "commit": arguments.commit or git or None,
+        **in_new_process(arguments, "describe", triton_cache),
+        "rows": rows,
+    }
+    if arguments.output:
+        arguments.output.write_text(json.dumps(report, indent=1) + "\n")
+    if not arguments.keep:
+        shutil.rmtree(arguments.folder)
+
+
+if __name__ == "__main__":
+    main()
