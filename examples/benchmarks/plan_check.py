@@ -1,108 +1,53 @@
-"""Does `qerl-trl plan` predict what a GPU measures, and is `qerl-trl quantize` as fast as its disk? Random weights, real shapes.
+"""Does `qerl-trl plan` predict what a GPU measures? Random weights, real shapes.
 
-    python examples/benchmarks/plan_check.py --shape 7b --folder /tmp/check --output plan_check.json      # about 3 minutes on an H200
-    python examples/benchmarks/plan_check.py --shape tiny --device cpu --folder /tmp/check                # dry run
+    python examples/benchmarks/plan_check.py --shapes 7b 3b --folder /tmp/check --output plan_check.json     # about 3 minutes on an H200
+    python examples/benchmarks/plan_check.py --shapes tiny --device cpu --folder /tmp/check                  # dry run
 
-Writes a random bf16 checkpoint, times reading it and writing the result's bytes (the floor of any quantizer), times quantize_folder, loads
-the result with LoRA and measures torch's peak memory of updates (TRL's tiled output head, AdamW) and of a rollout in transformers.
+Prints every prediction first. Then quantizes a random checkpoint of each shape, loads it with LoRA and measures torch's peak memory of
+updates (TRL's tiled output head, AdamW) and of rollouts in transformers.
 """
 
 import argparse
 import dataclasses
 import json
-import shutil
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, Qwen2Config
+from random_checkpoint import random_config, write_checkpoint
 
-from qerl_trl import offline, plan, shards
+from qerl_trl import offline, plan
 from qerl_trl.linear import describe
 from qerl_trl.lora import register_nvfp4_lora
 from qerl_trl.quantizer import from_pretrained
 from qerl_trl.report import device_name, versions
 
-SHAPES = {
+WORKLOADS = {
     "tiny": {
-        "vocab_size": 512,
-        "hidden_size": 128,
-        "intermediate_size": 384,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
+        "update": [plan.Workload(batch=2, prompt_length=16, completion_length=48)],
+        "rollout": [plan.Workload(prompt_length=16, completion_length=48, completions=4)],
+    },
+    "3b": {
+        "update": [plan.Workload(batch=6, prompt_length=384, completion_length=1152)],
+        "rollout": [plan.Workload(prompt_length=512, completion_length=64, completions=96)],
     },
     "7b": {
-        "vocab_size": 152064,
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
+        "update": [
+            plan.Workload(batch=4, prompt_length=256, completion_length=768),
+            plan.Workload(batch=8, prompt_length=512, completion_length=1536),
+            plan.Workload(batch=16, prompt_length=512, completion_length=3584),
+            plan.Workload(batch=2, prompt_length=256, completion_length=768, gradient_checkpointing=False),
+            plan.Workload(batch=3, prompt_length=1024, completion_length=2048),
+        ],
+        "rollout": [
+            plan.Workload(prompt_length=256, completion_length=64, completions=64),
+            plan.Workload(prompt_length=128, completion_length=192, completions=160),
+        ],
     },
 }
-KV_HEADS = {"tiny": 2, "7b": 4}
-SOURCE_SHARD_BYTES = 4_000_000_000
-WORKLOADS = {
-    "tiny": [plan.Workload(batch=2, prompt_length=16, completion_length=48, completions=4)],
-    "7b": [
-        plan.Workload(batch=4, prompt_length=256, completion_length=768, completions=64),
-        plan.Workload(batch=8, prompt_length=512, completion_length=1536, completions=64),
-        plan.Workload(batch=16, prompt_length=512, completion_length=3584, completions=64),
-        plan.Workload(batch=2, prompt_length=256, completion_length=768, completions=64, gradient_checkpointing=False),
-    ],
-}
-
-
-def write_checkpoint(config: Qwen2Config, folder: Path, device: str) -> int:
-    """A bf16 checkpoint with normally distributed weights; returns its bytes."""
-    folder.mkdir(parents=True)
-    config.save_pretrained(folder)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-
-    def job(name: str, shape: tuple[int, ...]) -> shards.Job:
-        def make():
-            if "norm" in name:
-                return [torch.ones(shape, dtype=torch.bfloat16)]
-            return [(torch.randn(shape, device=device) * 0.02).to(torch.bfloat16)]
-
-        return shards.Job((shards.TensorSpec(name, torch.bfloat16, shape),), make)
-
-    jobs = [job(name, tuple(p.shape)) for name, p in model.named_parameters()]
-    shards.write_shards(folder, jobs, {}, SOURCE_SHARD_BYTES, workers=8)
-    return sum(job.nbytes for job in jobs)
-
-
-def floor_seconds(source: Path, result: Path, scratch: Path, workers: int) -> float:
-    """Read every tensor of `source` and write as many bytes as `result` has, with the same threads and calls, sealed alike."""
-    written = {info.name: info for info in offline.formats.read_headers(result.glob("*.safetensors")).values()}
-    read = offline.formats.read_headers(source.glob("*.safetensors"))
-
-    def job(info) -> shards.Job:
-        prefix = info.name.removesuffix(".weight")
-        parts = offline.formats.LAYOUTS["compressed-tensors"].tensors
-        names = (info.name, *(f"{prefix}.{part}" for part in parts))
-        outputs = [written[name] for name in names if name in written]
-        specs = tuple(shards.TensorSpec(o.name, offline.formats.torch_dtype(o), o.shape) for o in outputs)
-
-        def make():
-            raw = offline._read(info).reshape(-1).view(torch.uint8)
-            for spec in specs:
-                yield (
-                    raw[: spec.nbytes].view(spec.dtype).view(spec.shape)
-                    if spec.nbytes <= raw.numel()
-                    else torch.zeros(spec.shape, dtype=spec.dtype)
-                )
-
-        return shards.Job(specs, make)
-
-    started = time.perf_counter()
-    with shards.staging(scratch, {"floor": True}) as partial:
-        shards.write_shards(partial, [job(info) for info in read.values()], {}, workers=workers)
-    seconds = time.perf_counter() - started
-    shutil.rmtree(scratch)
-    return seconds
 
 
 def update(model, optimizer, work: plan.Workload, device: str) -> None:
@@ -125,11 +70,25 @@ def update(model, optimizer, work: plan.Workload, device: str) -> None:
     optimizer.zero_grad(set_to_none=False)
 
 
-def measure(model, optimizer, work: plan.Workload, shape: plan.Shape, device: str, phase: str) -> dict:
-    """Peak of one phase against the plan's."""
+def generate(model, work: plan.Workload, device: str) -> None:
+    """A rollout in transformers, every completion of full length."""
+    prompts = torch.randint(4, model.config.vocab_size, (work.completions, work.prompt_length), device=device)
+    tokens = work.completion_length
+    with torch.no_grad():
+        model.generate(
+            prompts,
+            attention_mask=torch.ones_like(prompts),
+            max_new_tokens=tokens,
+            min_new_tokens=tokens,
+            do_sample=True,
+        )
+
+
+def measure(model, optimizer, work: plan.Workload, phase: str, device: str) -> dict:
+    """Peak of one phase."""
     cuda = torch.device(device).type == "cuda"
-    model.train()
-    if work.gradient_checkpointing:
+    model.train(phase == "update")
+    if phase == "update" and work.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     else:
         model.gradient_checkpointing_disable()
@@ -140,104 +99,82 @@ def measure(model, optimizer, work: plan.Workload, shape: plan.Shape, device: st
     if phase == "update":
         update(model, optimizer, work, device)
     else:
-        model.eval()
-        model.gradient_checkpointing_disable()
-        prompts = torch.randint(4, model.config.vocab_size, (work.completions, work.prompt_length), device=device)
-        tokens = work.completion_length
-        with torch.no_grad():
-            model.generate(
-                prompts,
-                attention_mask=torch.ones_like(prompts),
-                max_new_tokens=tokens,
-                min_new_tokens=tokens,
-                do_sample=True,
-            )
+        generate(model, work, device)
     if cuda:
         torch.cuda.synchronize()
-    seconds = time.perf_counter() - started
-    predicted = getattr(plan.predict(shape, work), phase)
-    measured = torch.cuda.max_memory_allocated() if cuda else 0
-    row = {
-        "phase": phase,
-        "workload": dataclasses.asdict(work),
-        "predicted_gib": predicted / 2**30,
-        "measured_gib": measured / 2**30,
-        "error": predicted / measured - 1 if measured else None,
-        "seconds": seconds,
+    return {
+        "measured_gib": torch.cuda.max_memory_allocated() / 2**30 if cuda else None,
+        "seconds": time.perf_counter() - started,
     }
-    print(phase, {k: v for k, v in row.items() if k not in ("phase", "workload")}, work, flush=True)
-    return row
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="7b")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--output", type=Path)
-    parser.add_argument("--workers", type=int, default=8)
-    parser.add_argument(
-        "--repeats", type=int, default=2, help="Times to quantize; the first includes compiling the kernels."
-    )
-    arguments = parser.parse_args()
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        **SHAPES[arguments.shape],
-        num_key_value_heads=KV_HEADS[arguments.shape],
-        tie_word_embeddings=False,
-        dtype="bfloat16",
-        architectures=["Qwen2ForCausalLM"],
-        eos_token_id=1,
-        pad_token_id=0,
-    )
-    source, result = arguments.folder / "source", arguments.folder / "nvfp4"
-    source_bytes = write_checkpoint(config, source, arguments.device)
-    print(f"checkpoint: {source_bytes / 1e9:.2f} GB", flush=True)
-    timed = []
-    for repeat in range(arguments.repeats):
-        started = time.perf_counter()
-        done = offline.quantize_folder(source, result, device=arguments.device, workers=arguments.workers)
-        timed.append(time.perf_counter() - started)
-        print(
-            f"quantize: {timed[-1]:.2f} s, {done.weights / timed[-1] / 1e6:.0f} M weights/s, nmse {done.nmse:.5f}",
-            flush=True,
-        )
-        floor = floor_seconds(source, result, arguments.folder / "floor", arguments.workers)
-        print(f"reading and writing: {floor:.2f} s, ratio {timed[-1] / floor:.2f}", flush=True)
-        timed[-1] = (timed[-1], floor)
-        if repeat < arguments.repeats - 1:
-            shutil.rmtree(result)
-    shape = plan.shape_of(source)
-    model = from_pretrained(result, device_map={"": arguments.device})
+def load(folder: Path, device: str):
+    """(NVFP4 model with LoRA on every linear layer, its optimizer)"""
+    model = from_pretrained(folder, device_map={"": device})
     torch.manual_seed(1)
     model = get_peft_model(
         model, register_nvfp4_lora(LoraConfig(r=32, lora_alpha=64, target_modules="all-linear", task_type="CAUSAL_LM"))
     )
     model.enable_input_require_grads()
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-5)
-    works = WORKLOADS[arguments.shape]
-    update(model, optimizer, dataclasses.replace(works[0], batch=1), arguments.device)  # optimizer state and kernels
-    rows = [measure(model, optimizer, work, shape, arguments.device, "update") for work in works]
-    rollout = dataclasses.replace(
-        works[0], prompt_length=works[0].prompt_length, completion_length=min(256, works[0].completion_length)
-    )
-    rows.append(measure(model, optimizer, rollout, shape, arguments.device, "rollout"))
+    return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-5)
+
+
+def check(shape: str, rows: list[dict], folder: Path, device: str) -> None:
+    """Measure the rows of one shape and add what was measured to them."""
+    source, result = folder / shape / "source", folder / shape / "nvfp4"
+    if not source.is_dir():
+        write_checkpoint(shape, source, device)
+    if not result.is_dir():
+        offline.quantize_folder(source, result, device=device)
+    model, optimizer = load(result, device)
+    warm = plan.Workload(batch=1, prompt_length=16, completion_length=48)
+    update(model, optimizer, warm, device)  # creates the optimizer's state, compiles the kernels
+    for row in rows:
+        row.update(measure(model, optimizer, plan.Workload(**row["workload"]), row["phase"], device))
+        if row["measured_gib"]:
+            row["error"] = row["predicted_gib"] / row["measured_gib"] - 1
+        print(json.dumps(row), flush=True)
+
+
+def predictions(shape: str) -> list[dict]:
+    numbers = plan.shape_of(random_config(shape))
+    return [
+        {
+            "shape": shape,
+            "phase": phase,
+            "workload": dataclasses.asdict(work),
+            "predicted_gib": getattr(plan.predict(numbers, work), phase) / 2**30,
+        }
+        for phase, works in WORKLOADS[shape].items()
+        for work in works
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", choices=WORKLOADS, default=["7b", "3b"])
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--folder", type=Path, required=True, help="For checkpoints; ones that are there are used.")
+    parser.add_argument("--commit", help="Of the code that runs, where there is no git.")
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    rows = {shape: predictions(shape) for shape in arguments.shapes}
     report = {
+        "command": " ".join(["python", *sys.argv]),
+        "commit": arguments.commit or git or None,
         "device": device_name(torch.device(arguments.device)),
         "versions": versions(),
-        "commit": subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip() or None,
         "linear": describe(arguments.device),
-        "quantize": {
-            "source_bytes": source_bytes,
-            "weights": done.weights,
-            "seconds_and_floor": timed,
-            "workers": arguments.workers,
-        },
-        "memory": rows,
+        "memory": [row for shape in arguments.shapes for row in rows[shape]],
     }
-    if arguments.output:
-        arguments.output.write_text(json.dumps(report, indent=1) + "\n")
-    shutil.rmtree(arguments.folder)
+    for row in report["memory"]:
+        print(json.dumps(row), flush=True)
+    for shape in arguments.shapes:
+        check(shape, rows[shape], arguments.folder, arguments.device)
+        if arguments.output:
+            arguments.output.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -39,11 +39,15 @@ SHAPES = {
 SHARD_BYTES = 4_000_000_000
 
 
-def write_checkpoint(shape: str, folder: Path, device: str) -> int:
-    """Normally distributed weights, norms of one; returns the bytes of the tensors."""
-    config = Qwen2Config(
+def random_config(shape: str) -> Qwen2Config:
+    return Qwen2Config(
         **SHAPES[shape], dtype="bfloat16", architectures=["Qwen2ForCausalLM"], eos_token_id=1, pad_token_id=0
     )
+
+
+def write_checkpoint(shape: str, folder: Path, device: str) -> int:
+    """Normally distributed weights, norms of one; returns the bytes of the tensors."""
+    config = random_config(shape)
     folder.mkdir(parents=True)
     config.save_pretrained(folder)
     with torch.device("meta"):
