@@ -28,8 +28,8 @@ import torch
 from . import checkpoint
 
 INDEX_NAME = "model.safetensors.index.json"
-#: default size of a shard: what save_pretrained used for years, and small enough that a killed run loses little
-MAX_SHARD_BYTES = 2_000_000_000
+#: default size of a shard: small enough that a killed run loses little, and that hashing the last one takes little
+MAX_SHARD_BYTES = 1_000_000_000
 _PLAN_NAME = ".plan.json"
 _NOTES_SUFFIX = ".notes.json"
 _DTYPE_NAMES = {
@@ -105,6 +105,10 @@ def write_shards(
                 progress(sum(job.nbytes for job in shard))
         else:
             missing.append(_Shard(folder / file, shard, {**metadata, "format": "pt"}, progress))
+    if workers > 1:
+        missing.sort(
+            key=lambda shard: -max(job.nbytes for job in shard.jobs)
+        )  # what one thread is long at shall not come last
     _run([(shard, job) for shard in missing for job in shard.jobs], workers)
     notes: list[dict[str, Any]] = []
     for file in files:
