@@ -20,7 +20,7 @@ MUST_OVER_MERGED_7B_AT_8 = 1.4
 WHAT = (
     "256-token prompts, 256 new tokens, temperature 1, processed log-probabilities, full decode CUDA graphs, no torch.compile, rank-32 "
     "adapter on all seven projections; ours: NVFP4 base shared with a trainer's model, adapter inside the quantized layer; stock-lora: bf16 with vLLM's LoRA slots; stock-merged: bf16 without adapter (what "
-    "TRL runs after merging); one run each, the engines of one run side by side on the GPU, measured one after the other"
+    "TRL runs after merging); median of up to three rollouts, the engines of one run side by side on the GPU, measured one after the other"
 )
 
 

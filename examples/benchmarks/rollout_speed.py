@@ -40,6 +40,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from rollout_models import VOCAB, folder, generation, model_config, policy, seconds, time_syncs
 
 RANK, PROMPT, NEW = 32, 256, 256
+ENOUGH = 8.0  # seconds after which a batch is not repeated
 PREFILL = 64  # sequences whose prefill alone is timed
 CAPTURE = [1, 2, 4, 8, 16, 32, 64, 128, 256]
 
@@ -188,7 +189,9 @@ def run_case(case: str, batches: list[int], profiled: list[int], repeats: int, r
     result["tokens_per_s"] = {}
     for batch in batches:
         rollout(llm, request, batch, 8, prompt=16)
-        times = [rollout(llm, request, batch, NEW, seed) for seed in range(1, repeats + 1)]
+        times: list[float] = []
+        while len(times) < repeats and sum(times) < ENOUGH:
+            times.append(rollout(llm, request, batch, NEW, seed=len(times) + 1))
         result["tokens_per_s"][batch] = [round(batch * NEW / t, 1) for t in times]
     result["prefill_s"] = {PREFILL: round(rollout(llm, request, PREFILL, 1), 4)} if max(batches) >= PREFILL else {}
     if profiled:
@@ -246,7 +249,7 @@ def main() -> None:
     parser.add_argument("--case")
     parser.add_argument("--batches", default="8,32,64,128,256")
     parser.add_argument("--profile", default="", help="batches whose decode step is profiled")
-    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=3, help=f"at most; none after {ENOUGH:g} s")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--timeout", type=float, default=240)
     parser.add_argument("--together", action="store_true")
