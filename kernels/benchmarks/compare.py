@@ -106,8 +106,8 @@ def floor_us(N: int, K: int, M: int) -> float:
 class Matrix:
     """One (N, K): rotating 4-bit and bf16 copies, an adapter, and what to compare with."""
 
-    def __init__(self, name: str, N: int, K: int, l2: int, marlin: Marlin | None, rank: int, inside: bool):
-        self.name, self.N, self.K, self.rank, self.inside = name, N, K, rank, inside
+    def __init__(self, name: str, N: int, K: int, l2: int, marlin: Marlin | None, rank: int):
+        self.name, self.N, self.K, self.rank = name, N, K, rank
         copies = copies_needed(N * K * 9 // 16, l2)
         self.weights = [random_weight(N, K, i) for i in range(copies)]
         self.dense = [
@@ -155,17 +155,7 @@ class Matrix:
             run(config, x, self.weights[i], self.gs, out)
 
         def lora(i):
-            run(
-                config | {"inside": self.inside},
-                x,
-                self.weights[i],
-                self.gs,
-                out,
-                None,
-                self.a[i],
-                self.b[i],
-                self.splits,
-            )
+            run(config, x, self.weights[i], self.gs, out, None, self.a[i], self.b[i], self.splits)
 
         adapter = reference.lora(x.float(), self.a[0].float(), self.b[0].float(), self.splits)[:, self.rows]
         for key, call, truth in (("ours_us", base, expected), ("ours_lora_us", lora, expected + adapter)):
@@ -270,9 +260,6 @@ def main() -> None:
     parser.add_argument("--marlin", default="")
     parser.add_argument("--humming", action="store_true")
     parser.add_argument("--rank", type=int, default=32)
-    parser.add_argument(
-        "--lora-apart", action="store_true", help="x A^T in a kernel of its own, also where it could be fused"
-    )
     parser.add_argument("--no-streams", action="store_true")
     parser.add_argument("--seconds", type=float, default=300)
     args = parser.parse_args()
@@ -310,7 +297,7 @@ def main() -> None:
         if time.time() - begin > args.seconds:
             print(f"# time is up before {name}")
             break
-        matrix = Matrix(name, N, K, properties.L2_cache_size, marlin, args.rank, not args.lora_apart)
+        matrix = Matrix(name, N, K, properties.L2_cache_size, marlin, args.rank)
         for M in tokens:
             row = matrix.measure(M)
             result["rows"].append(row)

@@ -51,8 +51,16 @@ SKINNY = [
 def test_skinny(config):
     run(config, config["BM"], 512, 2048, per_row=True)
     run(config, 1, 384, 1024, rank=32, splits=(128, 256))
-    run(config | {"inside": False}, 1, 384, 1024, rank=32, splits=(128, 256))
+    run(
+        config | {"lora": {"grid": config["grid"] + 5, "cost": 3}},
+        config["BM"],
+        384,
+        1024,
+        rank=64,
+        splits=(128, 128, 128),
+    )
     run(config, config["BM"] - 3, 256, 1024, rank=8, pdl=False)
+    run(config, 3, 256, 1024, rank=6)
 
 
 WGMMA_SHAPES = (
@@ -134,8 +142,9 @@ def test_row_slices_and_float8_scales_are_weights():
 
 @pytest.mark.parametrize("rule", reference.SCALE_RULES)
 def test_quantize_and_dequantize_equal_the_cpu_bit_for_bit(rule):
-    weight = torch.randn(300, 1040).bfloat16() * 0.02
+    weight = (torch.randn(300, 1040) * 0.02).bfloat16()
     weight[3, :64] = 0
+    weight[100:200] *= torch.exp2(torch.randint(-12, 4, (100, 1040)))
     for gs in (torch.tensor([2.0**14]), torch.tensor([20000.0])):
         packed, scale = reference.quantize(weight, rule, gs)
         got = qerl_nvfp4.quantize(weight.cuda(), rule, gs.cuda())

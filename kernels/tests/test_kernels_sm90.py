@@ -32,14 +32,15 @@ def disassemble(cubin: bytes) -> list[tuple[int, str, str]]:
     return [(int(a, 16), op, rest) for a, op, rest in INSTRUCTION.findall(text)]
 
 
-def hot_loop(code: list[tuple[int, str, str]], matrix: str) -> list[str]:
-    """The innermost loop that issues matrix instructions: its opcodes."""
+def hot_loop(code: list[tuple[int, str, str]], matrix: str, count: int = 0) -> list[str]:
+    """The innermost loop that issues (`count`) matrix instructions: its opcodes."""
     bodies = []
     for address, op, rest in code:
         target = re.search(r"0x([0-9a-f]+)", rest)
         if op.startswith("BRA") and target and int(target.group(1), 16) < address:
             body = [o for a, o, _ in code if int(target.group(1), 16) <= a <= address]
-            if sum(o.startswith(matrix) for o in body) >= 8:
+            found = sum(o.startswith(matrix) for o in body)
+            if found == count if count else found >= 8:
                 bodies.append(body)
     assert bodies, f"no loop with {matrix} instructions"
     return min(bodies, key=len)
@@ -53,11 +54,14 @@ POINTERS = {
     "bias_ptr": "*bf16",
     "a_ptr": "*bf16",
     "xa_ptr": "*fp32",
-    "flag_ptr": "*i32",
+    "slice_ptr": "*fp32",
+    "ticket_ptr": "*i32",
     "b_ptr": "*bf16",
     "y_ptr": "*bf16",
     "ws_ptr": "*fp32",
     "cnt_ptr": "*i32",
+    "sum_ptr": "*bf16",
+    "done_ptr": "*i32",
 }
 
 
@@ -90,10 +94,10 @@ def opcodes(code):
     return [op for _, op, _ in code]
 
 
-def check(code, matrix: str, weights_per_thread: int, limit: float, spills: int = 0) -> None:
+def check(code, matrix: str, weights_per_thread: int, limit: float, spills: int = 0, count: int = 0) -> None:
     everything = opcodes(code)
     assert sum(op.startswith(("LDL", "STL")) for op in everything) <= spills, "local memory traffic"
-    body = hot_loop(code, matrix)
+    body = hot_loop(code, matrix, count)
     ratio = len(body) / weights_per_thread
     print(f"{len(body)} instructions for {weights_per_thread} weights a thread: {ratio:.2f}")
     assert ratio < limit
@@ -103,14 +107,17 @@ def check(code, matrix: str, weights_per_thread: int, limit: float, spills: int 
 
 
 SKINNY = [(8, 4, 1, 2, 0, 3.15), (8, 4, 1, 4, 32, 2.95), (16, 4, 1, 2, 32, 3.45)]
-# BM, P, S, permute, rank; local memory accesses outside the loop (three groups of 128 tokens fill the register file)
+# BM, P, S, permute, rank; wgmma in flight during the next decode, all along; local memory accesses outside the loop
 WGMMA = [
-    (32, 2, 5, True, 32, 0),
-    (32, 3, 4, True, 0, 0),
-    (64, 2, 4, True, 32, 0),
-    (64, 3, 3, False, 0, 0),
-    (128, 2, 2, False, 256, 0),
-    (128, 3, 2, False, 0, 8),
+    (32, 2, 5, True, 0, True, 0),
+    (32, 2, 5, False, 32, True, 16),
+    (32, 3, 4, True, 0, False, 0),
+    (64, 2, 4, True, 0, True, 0),
+    (64, 2, 4, False, 32, True, 8),
+    (64, 3, 3, False, 0, False, 0),
+    (128, 2, 2, False, 0, True, 0),
+    (128, 2, 2, False, 256, False, 8),
+    (128, 3, 2, False, 0, False, 8),
 ]
 
 
@@ -128,14 +135,15 @@ def test_skinny(BM, WK, WN, R, rank, limit):
         "R": R,
         "BIAS": rank > 0,
         "RANK": rank,
-        "KS": 7 * (rank > 0),
-        "SLICE": 512 * (rank > 0),
-        "LATE": False,
+        "K": 3584,
+        "SLICE": 512,
         "PDL": True,
     }
-    code = disassemble(compile_sm90(hopper.skinny_kernel, constants, WK * WN).asm["cubin"])
-    check(code, "HMMA", 64 * R, limit)
-    body = hot_loop(code, "HMMA")
+    kernel = compile_sm90(hopper.skinny_kernel, constants, WK * WN, None, 3, {"xa_ptr": "*i32"})
+    code = disassemble(kernel.asm["cubin"])
+    count = 8 * R * (BM // 8)  # the loop over the weights, not that of the x A^T tasks
+    check(code, "HMMA", 64 * R, limit, count=count)
+    body = hot_loop(code, "HMMA", count)
     assert not [op for op in body if op.startswith(("BAR", "LDS"))], (
         "the loop has no barrier and reads no shared memory"
     )
@@ -143,18 +151,17 @@ def test_skinny(BM, WK, WN, R, rank, limit):
 
 
 @pytest.mark.skipif(not INSIDE, reason="run by test_in_a_fresh_process")
-@pytest.mark.parametrize("BM,P,S,permute,rank,spills", WGMMA)
-def test_wgmma(BM, P, S, permute, rank, spills):
+@pytest.mark.parametrize("BM,P,S,permute,rank,lag,spills", WGMMA)
+def test_wgmma(BM, P, S, permute, rank, lag, spills):
     from qerl_nvfp4 import hopper_wgmma as hopper
 
-    registers = hopper.registers(BM, P, permute)
+    registers = hopper.registers(P, permute, rank > 0)
     constants = {
         "BM": BM,
         "P": P,
         "S": S,
         "BIAS": rank > 0,
         "RANK": rank,
-        "LATE": rank > 0,
         "PDL": True,
         "PERMUTE": permute,
         "REGS": registers,
@@ -171,9 +178,9 @@ def test_wgmma(BM, P, S, permute, rank, spills):
     code = disassemble(compiled.asm["cubin"])
     check(code, "HGMMA", 128, 3.2, spills)
     waits = [rest for _, op, rest in code if op == "WARPGROUP.DEPBAR.LE"]
-    # a group waits four times in its loop, once after it (P = 2) and once a piece of the adapter, else wgmma is serialized
+    # a group waits four times in its loop, once after it and once a piece of the adapter, else wgmma is serialized
     assert len(waits) <= P * (5 + (rank + 31) // 32)
-    assert sum("0x1" in rest for rest in waits) == (4 if P == 2 else 2) * P, "a wgmma runs on during the next decode"
+    assert sum("0x1" in rest for rest in waits) == (4 if lag else 2) * P, "a wgmma runs on during the next decode"
     if permute:
         stores = [op for op in opcodes(code) if op.startswith("STS")]
         assert sum("128" in op for op in stores) >= BM // 4, "x is put in order 16 bytes at a time"
@@ -209,6 +216,19 @@ def test_portable():
     assert any(op.startswith("STG") and "128" in op for op in everything)
 
 
+@pytest.mark.skipif(not INSIDE, reason="run by test_in_a_fresh_process")
+def test_quantize():
+    from qerl_nvfp4 import elementwise
+
+    pointers = {"x_ptr": "*i32", "w_ptr": "*i32", "s_ptr": "*u8"}
+    kernel = compile_sm90(elementwise.quantize_rtn_kernel, {"PER_ROW": False, "BB": 256}, 8, None, 3, pointers)
+    everything = opcodes(disassemble(kernel.asm["cubin"]))
+    assert not [op for op in everything if op.startswith(("LDL", "STL", "STS", "LDS"))]
+    assert sum(op.startswith("LDG") and "128" in op for op in everything) == 2, "a block is two 16-byte loads"
+    assert sum(op.startswith("STG") and "64" in op for op in everything) == 1
+    assert sum(op.startswith(("FFMA.SAT", "FADD.SAT")) for op in everything) == 48, "three saturated pieces a weight"
+
+
 @pytest.mark.skipif(INSIDE, reason="the outer test")
 def test_in_a_fresh_process():
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"QERL_SM90_COMPILE": "1"}
@@ -228,4 +248,4 @@ def test_in_a_fresh_process():
     result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900)
     print(result.stdout[-6000:])
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
-    assert "10 passed" in result.stdout
+    assert "14 passed" in result.stdout

@@ -134,6 +134,89 @@ def quantize_kernel(
     )
 
 
+def _rtn_asm() -> str:
+    """PTX for one block of 16 bfloat16 ($3..$10, two a register) and its divisor ($11): codes ($0, $1) and the scale byte ($2).
+
+    For a divisor that is a power of two, x / unit is multiplied out: the quotient is a tie of the e2m1 grid or at least 2^-14 away from
+    one, so x * (1 / unit) + 64, a multiple of 2^-17, decides like a division; and amax * (1 / 6) rounds to the same e4m3 as amax / 6.
+    The grid has step 1/2 below 2, 1 below 4, 2 above.  With v in it, each stretch is a saturated s in [0, 1]; adding 4 s1, then 2 s2,
+    then s3 to 2^23 rounds each to nearest even and leaves the code in the lowest byte.
+    """
+    words, magnitudes = [f"${i + 3}" for i in range(8)], [f"a{i}" for i in range(8)]
+    code = """{
+    .reg .b32 a<8>, c<8>, m, n, l, h; .reg .f32 amax, q, val, inv, o1, o2, o3, s1, s2, s3, t, v<16>; .reg .pred ok;
+    """
+    code += "".join(f"and.b32 {a}, {w}, 0x7FFF7FFF;\n" for a, w in zip(magnitudes, words, strict=True))
+    code += "max.bf16x2 m, a0, a1;\n" + "".join(f"max.bf16x2 m, m, {a};\n" for a in magnitudes[2:])
+    code += """
+    shr.u32 n, m, 16; and.b32 m, m, 0xFFFF; max.u32 m, m, n; shl.b32 m, m, 16; mov.b32 amax, m;
+    mov.b32 n, $11; and.b32 m, n, 0x7FFFFF; setp.eq.u32 ok, m, 0;
+    sub.u32 n, n, 0x0D800000; setp.lt.and.u32 ok, n, 0x64000000, ok;
+    """
+    code += "@!ok div.rn.f32 q, amax, 0f40C00000;\n@ok mul.rn.f32 q, amax, 0f3E2AAAAB;\n"
+    code += """
+    mul.rn.f32 q, q, $11; max.f32 q, q, 0f3C800000; min.f32 q, q, 0f43E00000;
+    mov.b32 m, q; shr.u32 n, m, 20; and.b32 n, n, 1; add.u32 m, m, n; add.u32 m, m, 0x7FFFF; shr.u32 m, m, 20;
+    sub.u32 $2, m, 960; shl.b32 n, m, 20; mov.b32 val, n;
+    """
+    pairs = "".join(
+        f"shl.b32 m, a{i}, 16; mov.b32 v{2 * i}, m; and.b32 m, a{i}, 0x7FFF0000; mov.b32 v{2 * i + 1}, m;\n"
+        for i in range(8)
+    )
+    code += pairs + "@!ok bra DIVIDE;\nrcp.approx.f32 inv, val; mul.rn.f32 inv, inv, $11; mov.f32 o1, 0fC2000000;\n"
+    code += "".join(f"fma.rn.f32 v{i}, v{i}, inv, 0f42800000;\n" for i in range(16))
+    code += "bra ROUND;\nDIVIDE: div.rn.f32 inv, val, $11; mov.f32 o1, 0f00000000;\n"
+    code += "".join(f"div.rn.f32 v{i}, v{i}, inv;\n" for i in range(16))
+    code += "ROUND: add.rn.f32 o2, o1, 0fBF800000; add.rn.f32 o3, o1, 0fC0000000;\n"
+    for i in range(8):
+        for j, byte in ((2 * i, "n"), (2 * i + 1, "m")):
+            code += "".join(f"fma.rn.sat.f32 s{k}, v{j}, 0f3F000000, o{k};\n" for k in (1, 2, 3))
+            code += "fma.rn.f32 t, s1, 0f40800000, 0f4B000000; fma.rn.f32 t, s2, 0f40000000, t; add.rn.f32 t, t, s3;\n"
+            code += f"mov.b32 {byte}, t;\n"
+        code += f"mad.lo.u32 c{i}, m, 16, n;\n"
+    for half in (0, 1):  # the lowest byte of four words, and the signs from bits 15 and 31 of the input
+        w, c = words[4 * half : 4 * half + 4], [f"c{4 * half + i}" for i in range(4)]
+        code += f"prmt.b32 m, {c[0]}, {c[1]}, 0x0040; prmt.b32 n, {c[2]}, {c[3]}, 0x0040; prmt.b32 c0, m, n, 0x5410;\n"
+        code += f"prmt.b32 m, {w[0]}, {w[1]}, 0x7531; prmt.b32 n, {w[2]}, {w[3]}, 0x7531;\n"
+        code += "prmt.b32 l, m, n, 0x6420; prmt.b32 h, m, n, 0x7531; shr.u32 l, l, 4;\n"
+        code += f"lop3.b32 c0, h, 0x80808080, c0, 0xEA; lop3.b32 ${half}, l, 0x08080808, c0, 0xEA;\n"
+    return code + "}"
+
+
+RTN_ASM = tl.constexpr(_rtn_asm())
+
+
+@triton.jit
+def quantize_rtn_kernel(x_ptr, w_ptr, s_ptr, gs_ptr, blocks, blocks_per_row, PER_ROW: tl.constexpr, BB: tl.constexpr):
+    """quantize_kernel for rtn and a contiguous bfloat16 matrix on a GPU, a thread a block: x_ptr int32, two values a word."""
+    b_B = tl.program_id(0).to(tl.int64) * BB + tl.arange(0, BB)
+    inside = b_B < blocks
+    x0_ptr = x_ptr + b_B[:, None] * 8 + tl.arange(0, 4)[None, :]
+    x0 = tl.load(x0_ptr, mask=inside[:, None], other=0, eviction_policy="evict_first")
+    x1 = tl.load(x0_ptr + 4, mask=inside[:, None], other=0, eviction_policy="evict_first")
+    if PER_ROW:
+        gs = tl.load(gs_ptr + b_B // blocks_per_row, mask=inside, other=1.0)
+    else:
+        gs = tl.broadcast_to(tl.load(gs_ptr), (BB,))
+    even, odd = tl.split(x0.reshape(BB, 2, 2))
+    w0, w2 = tl.split(even)
+    w1, w3 = tl.split(odd)
+    even, odd = tl.split(x1.reshape(BB, 2, 2))
+    w4, w6 = tl.split(even)
+    w5, w7 = tl.split(odd)
+    c0, c1, s = tl.inline_asm_elementwise(
+        asm=RTN_ASM,
+        constraints="=&r,=&r,=&r,r,r,r,r,r,r,r,r,f",
+        args=[w0, w1, w2, w3, w4, w5, w6, w7, gs],
+        dtype=(tl.int32, tl.int32, tl.int32),
+        is_pure=True,
+        pack=1,
+    )
+    out_ptr = w_ptr + b_B[:, None] * 2 + tl.arange(0, 2)[None, :]
+    tl.store(out_ptr, tl.join(c0, c1), mask=inside[:, None])
+    tl.store(s_ptr + b_B, s.to(tl.uint8), mask=inside)
+
+
 @triton.jit
 def rms_norm_kernel(
     x_ptr,

@@ -7,7 +7,7 @@ is always in flight while the current one is decoded, also across tiles.  `hoppe
 Both cut the work, tiles x steps along K, into one equal contiguous range of units per program.  A tile that several programs share
 is added up from float32 partial tiles by whoever finishes last, always in the same order: results do not depend on timing.
 
-Shape suffixes as in portable.py.  A decoded weight carries a factor 2^-8, put right in `scale_and_bias`.
+Shape suffixes as in portable.py.  A decoded weight carries a factor 2^-8, put right in a tile's last step.
 """
 
 from triton.experimental import gluon
@@ -15,20 +15,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from .portable import DECODE_WORD
+
 
 @gluon.jit
 def decode_word(q, s):
     """int32 words of 8 codes, bfloat16 scale * 2^118 -> 4 int32, the bfloat16 pairs (n_i, n_{i+4}) * scale * 2^-8."""
     return gl.inline_asm_elementwise(
-        asm="""{
-        .reg .b32 t, u, s2, nz; mov.b32 nz, 0x80008000;
-        mov.b32 s2, {$5, $5};
-        and.b32 t, $4, 0x000F000F; mul.lo.u32 t, t, 0x1040; and.b32 t, t, 0x81C081C0; fma.rn.bf16x2 $0, t, s2, nz;
-        and.b32 t, $4, 0x00F000F0; mul.lo.u32 t, t, 0x0104; and.b32 t, t, 0x81C081C0; fma.rn.bf16x2 $1, t, s2, nz;
-        shr.u32 u, $4, 8;
-        and.b32 t, u, 0x000F000F; mul.lo.u32 t, t, 0x1040; and.b32 t, t, 0x81C081C0; fma.rn.bf16x2 $2, t, s2, nz;
-        and.b32 t, u, 0x00F000F0; mul.lo.u32 t, t, 0x0104; and.b32 t, t, 0x81C081C0; fma.rn.bf16x2 $3, t, s2, nz;
-        }""",
+        asm=DECODE_WORD,
         constraints="=&r,=&r,=&r,=&r,r,h",
         args=[q, s],
         dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
@@ -83,14 +77,17 @@ def opaque_zero():
 
 
 @gluon.jit
-def gather_partials(acc, off, tile, seg0, seg1, u0, steps, U, ws_ptr, cnt_ptr, SIZE: gl.constexpr):
-    """Add up a tile that several programs share.  Returns (sum, whether this program is the one to finish the tile)."""
+def gather_partials(acc, off, tile, seg0, seg1, u0, steps, U, ws_ptr, cnt_ptr, skip, SIZE: gl.constexpr):
+    """Add up a tile that several programs share.  Returns (sum, whether this program is the one to finish the tile).
+
+    U units of work are cut into one range a program, of which this program's begins at u0; tile 0 begins at unit `skip`.
+    """
     whole = seg1 - seg0 == steps
     finish = whole
     if not whole:
         pid = gl.program_id(0)
         G = gl.num_programs(0)
-        first = tile * steps
+        first = tile * steps + skip
         # a program has at most two unfinished tiles: slot 1 is the one it begins, slot 0 the one begun before it
         slot = (u0 < first).to(gl.int32)
         gl.store(ws_ptr + ((pid * 2 + slot) * SIZE + off), acc)
@@ -99,37 +96,12 @@ def gather_partials(acc, off, tile, seg0, seg1, u0, steps, U, ws_ptr, cnt_ptr, S
         p1 = ((first + steps) * G - 1) // U
         finish = gl.atomic_add(cnt_ptr + tile, 1, sem="acq_rel") == p1 - p0
         if finish:
-            acc = acc * 0.0
-            for p in range(p0, p1 + 1):
-                slot = ((p * U // G) < first).to(gl.int32)
-                acc += gl.load(ws_ptr + ((p * 2 + slot) * SIZE + off), cache_modifier=".cg")
+            # only the first of them can have begun an earlier tile
+            acc = gl.load(ws_ptr + ((p0 * 2 + ((p0 * U // G) < first).to(gl.int32)) * SIZE + off), cache_modifier=".cg")
+            for p in range(p0 + 1, p1 + 1):
+                acc += gl.load(ws_ptr + (p * 2 * SIZE + off), cache_modifier=".cg")
             gl.store(cnt_ptr + tile, 0)
     return acc, finish
-
-
-@gluon.jit
-def load_lora_down(xa_ptr, row, ms, r_R, mp, RS, KS: gl.constexpr, RANK: gl.constexpr):
-    """Sum of the K slices of x A^T: [r, m] float32, rows row + r of the stacked A's."""
-    xa = gl.load(
-        xa_ptr + ((row + r_R)[:, None] * mp + ms[None, :]), mask=(r_R < RANK)[:, None] & (ms < mp)[None, :], other=0.0
-    )
-    for ks in gl.static_range(1, KS):
-        xa += gl.load(
-            xa_ptr + ((ks * RS + row + r_R)[:, None] * mp + ms[None, :]),
-            mask=(r_R < RANK)[:, None] & (ms < mp)[None, :],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-    return xa
-
-
-@gluon.jit
-def scale_and_bias(acc, rows, gs_ptr, sgs, bias_ptr, BIAS: gl.constexpr):
-    gs = gl.load(gs_ptr + rows * sgs)
-    acc = acc * gl.div_rn(gs * 0.0 + 256.0, gs)[:, None]
-    if BIAS:
-        acc += gl.load(bias_ptr + rows).to(gl.float32)[:, None]
-    return acc
 
 
 # --- up to 16 tokens --------------------------------------------------------------------------------------------------------------
@@ -203,55 +175,110 @@ def skinny_x_layout(WK, WN, BM):
     )
 
 
+LORA_ROWS = gl.constexpr(768)  # three shards of rank 256: rows of x A^T in one of its two buffers
+LORA_CELLS = gl.constexpr(16 * 768)
+
+
 @gluon.jit
-def skinny_lora(
-    xa_ptr,
-    b_ptr,
-    row0,
-    mp,
-    RS,
-    e1,
-    e2,
-    KS: gl.constexpr,
-    RANK: gl.constexpr,
-    ROWS: gl.constexpr,
-    BM: gl.constexpr,
-    NW: gl.constexpr,
-):
-    """[ROWS, BM] = B[rows] (x A^T)^T with mma.sync, 32 ranks at a time."""
-    WM: gl.constexpr = NW if ROWS // 16 >= NW else ROWS // 16
-    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[WM, NW // WM], instr_shape=[16, 8])
-    AL: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    BL: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
-    n_a = row0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, AL))
-    r_a = gl.arange(0, 32, layout=gl.SliceLayout(0, AL))
-    r_b = gl.arange(0, 32, layout=gl.SliceLayout(1, BL))
-    m_b = gl.arange(0, BM, layout=gl.SliceLayout(0, BL))
-    row = ((row0 >= e1).to(gl.int32) + (row0 >= e2).to(gl.int32)) * RANK
-    acc = gl.zeros([ROWS, BM], gl.float32, MMA)
-    for r0 in gl.static_range(0, RANK, 32):
-        b = gl.load(b_ptr + (n_a[:, None] * RANK + (r0 + r_a)[None, :]), mask=(r0 + r_a < RANK)[None, :], other=0.0)
-        xa = load_lora_down(xa_ptr, row, m_b, r0 + r_b, mp, RS, KS, RANK)
-        acc = mma_v2(b, xa.to(gl.bfloat16), acc)
-    return acc
+def draw_ticket(now, ticket_ptr, NW: gl.constexpr):
+    """If `now`, thread 0 counts this program in; the number arrives while other work is done (`inc`: an `add` would be waited for)."""
+    i = gl.arange(0, NW * 32, layout=gl.BlockedLayout([1], [32], [NW], [0]))
+    return gl.inline_asm_elementwise(
+        asm="""{
+        .reg .pred p; setp.eq.s32 p, $1, 0; mov.b32 $0, 0;
+        @p atom.relaxed.gpu.global.inc.u32 $0, [$2], 0xFFFFFFFE;
+        }""",
+        constraints="=&r,r,l",
+        args=[gl.where(now, i, 1), (ticket_ptr + i * 0).to(gl.int64)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def settle_ticket(ticket, ticket_ptr, NW: gl.constexpr):
+    """The last program that was counted in sets the count (low 16 bits) to zero and counts the launch (the bits above)."""
+    i = gl.arange(0, NW * 32, layout=gl.BlockedLayout([1], [32], [NW], [0]))
+    G = gl.num_programs(0)
+    gl.inline_asm_elementwise(
+        asm="""{
+        .reg .pred p; .reg .b32 c; and.b32 c, $1, 0xFFFF; setp.eq.s32 p, $2, 0; setp.eq.and.s32 p, c, $3, p;
+        @p red.relaxed.gpu.global.add.u32 [$5], $4; mov.b32 $0, 0;
+        }""",
+        constraints="=&r,r,r,r,r,l",
+        args=[ticket, i, G - 1, 65536 - G, (ticket_ptr + i * 0).to(gl.int64)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def await_cells(v, off, ptr):
+    """Load again what still has the bits of an empty cell, until a producer has filled it; four neighbours at a time."""
+    return gl.inline_asm_elementwise(
+        asm="""{
+        .reg .pred p; .reg .b64 a; mad.wide.s32 a, $8, 4, $12;
+        mov.b32 $0, $4; mov.b32 $1, $5; mov.b32 $2, $6; mov.b32 $3, $7;
+        AGAIN: setp.eq.s32 p, $0, -1; setp.eq.or.s32 p, $1, -1, p; setp.eq.or.s32 p, $2, -1, p; setp.eq.or.s32 p, $3, -1, p;
+        @!p bra DONE;
+        ld.volatile.global.v4.b32 {$0, $1, $2, $3}, [a];
+        bra AGAIN;
+        DONE:
+        }""",
+        constraints="=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,l,l,l,l",
+        args=[v, off, ptr.to(gl.int64)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=4,
+    )
+
+
+@gluon.constexpr_function
+def lora_layout(ROWS, NW):
+    warps = min(NW, ROWS // 16)
+    return gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[warps, NW // warps], instr_shape=[16, 8])
+
+
+@gluon.jit
+def load_lora_up(b_ptr, row0, r0, RANK: gl.constexpr, ROWS: gl.constexpr, NW: gl.constexpr):
+    """32 columns of B, as the left operand of the matrix instruction."""
+    AL: gl.constexpr = gl.DotOperandLayout(0, lora_layout(ROWS, NW), 4)
+    n = row0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, AL))
+    r = r0 + gl.arange(0, 32, layout=gl.SliceLayout(0, AL))
+    return gl.load(b_ptr + (n[:, None] * RANK + r[None, :]), mask=(r < RANK)[None, :], other=0.0)
+
+
+@gluon.jit
+def load_cells(xa_ptr, row, r0, RANK: gl.constexpr, ROWS: gl.constexpr, BM: gl.constexpr, NW: gl.constexpr):
+    """32 ranks of x A^T, as the right operand, perhaps not there yet; and where they are."""
+    BL: gl.constexpr = gl.DotOperandLayout(1, lora_layout(ROWS, NW), 4)
+    r = r0 + gl.arange(0, 32, layout=gl.SliceLayout(1, BL))
+    m = gl.arange(0, BM, layout=gl.SliceLayout(0, BL))
+    off = m[None, :] * LORA_ROWS + (row + r)[:, None]
+    return gl.load(xa_ptr + off, mask=(r < RANK)[:, None], other=0, cache_modifier=".cg"), off
 
 
 @gluon.jit
 def skinny_lora_down(
+    task,
+    buffer,
     x_ptr,
     a_ptr,
     xa_ptr,
-    flag_ptr,
+    slice_ptr,
+    cnt_ptr,
     M,
     sxm,
     RS,
-    mp,
+    tasks,
     K: gl.constexpr,
     BM: gl.constexpr,
     NW: gl.constexpr,
     SLICE: gl.constexpr,
 ):
-    """Program pid computes rows 16 (pid % (RS / 16)) .. of x A^T over one slice of K, publishes it and raises the flag.
+    """x A^T for 16 rows of A over one slice of K; whoever is the last of a row tile adds up the slices, in order, and publishes.
 
     The warps split the slice; a and x are read in natural order, 16 bytes a lane.
     """
@@ -259,11 +286,11 @@ def skinny_lora_down(
     AL: gl.constexpr = gl.DotOperandLayout(0, MMA, 8)
     BL: gl.constexpr = gl.DotOperandLayout(1, MMA, 8)
     OL: gl.constexpr = gl.BlockedLayout([NW, 1, 1], [1, 8, 4], [1, NW, 1], [0, 1, 2])
-    YL: gl.constexpr = gl.SliceLayout(0, OL)
-    pid = gl.program_id(0)
-    tiles = (RS + 15) // 16
-    rt = pid % tiles
-    k0 = pid // tiles * SLICE
+    YL: gl.constexpr = gl.BlockedLayout([1, 1], [16, 2], [1, NW], [0, 1])
+    KS: gl.constexpr = (K + SLICE - 1) // SLICE
+    rt = task // KS
+    ks = task % KS
+    k0 = ks * SLICE
     w_a = gl.arange(0, NW, layout=gl.SliceLayout(1, gl.SliceLayout(2, AL)))[:, None, None]
     r_a = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, AL)))[None, :, None]
     k_a = gl.arange(0, 128, layout=gl.SliceLayout(0, gl.SliceLayout(1, AL)))[None, None, :]
@@ -276,22 +303,29 @@ def skinny_lora_down(
     for c in gl.static_range(0, SLICE, 128 * NW):
         ka = k0 + c + w_a * 128 + k_a
         kb = k0 + c + w_b * 128 + k_b
-        a = gl.load(a_ptr + (rows * K + ka), mask=(ka < K) & (c + w_a * 128 < SLICE), other=0.0)
-        x = gl.load(x_ptr + (ms * sxm + kb), mask=(kb < K) & (c + w_b * 128 < SLICE), other=0.0)
+        a = gl.load(a_ptr + (rows * K + ka), mask=ka < K, other=0.0)
+        x = gl.load(x_ptr + (ms * sxm + kb), mask=kb < K, other=0.0)
         acc = mma_v2(a, x, acc)
-    y = gl.sum(gl.convert_layout(acc, OL), 0)
-    r_y = rt * 16 + gl.arange(0, 16, layout=gl.SliceLayout(1, YL))
-    m_y = gl.arange(0, BM, layout=gl.SliceLayout(0, YL))
-    gl.store(
-        xa_ptr + ((pid // tiles * RS + r_y)[:, None] * mp + m_y[None, :]),
-        y,
-        mask=(r_y < RS)[:, None] & (m_y < mp)[None, :],
-    )
+    # the buffer of the launch before this one is empty again when the next launch fills it
+    e = gl.arange(0, NW * 128, layout=gl.BlockedLayout([4], [32], [NW], [0]))
+    for c in range(task * (NW * 128), LORA_CELLS, tasks * (NW * 128)):
+        gl.store(xa_ptr + ((1 - buffer) * LORA_CELLS + c + e), e * 0 - 1)
+    y = gl.convert_layout(gl.sum(gl.convert_layout(acc, OL), 0), YL)
+    r = gl.arange(0, 16, layout=gl.SliceLayout(1, YL))
+    m = gl.arange(0, BM, layout=gl.SliceLayout(0, YL))
+    off = m[None, :] * 16 + r[:, None]
+    gl.store(slice_ptr + (task * (16 * BM) + off), y)
     gl.thread_barrier()
-    gl.atomic_add(flag_ptr, 1, sem="acq_rel")
+    if gl.atomic_add(cnt_ptr + rt, 1, sem="acq_rel") == KS - 1:
+        y = y * 0.0
+        for i in gl.static_range(0, KS):
+            y += gl.load(slice_ptr + ((rt * KS + i) * (16 * BM) + off), cache_modifier=".cg")
+        cell = buffer * LORA_CELLS + m[None, :] * LORA_ROWS + (rt * 16 + r)[:, None]
+        gl.store(xa_ptr + cell, y.to(gl.int32, bitcast=True), mask=(rt * 16 + r < RS)[:, None])
+        gl.store(cnt_ptr + rt, 0)
 
 
-@gluon.jit(do_not_specialize=["M", "U", "steps", "sgs", "RS", "mp", "e1", "e2"])
+@gluon.jit(do_not_specialize=["M", "U", "steps", "sgs", "RS", "e1", "e2", "tiles", "tasks", "cost"])
 def skinny_kernel(
     x_ptr,
     w_ptr,
@@ -299,22 +333,24 @@ def skinny_kernel(
     gs_ptr,
     bias_ptr,
     a_ptr,
-    xa_ptr,
     b_ptr,
+    xa_ptr,
+    slice_ptr,
+    ticket_ptr,
     y_ptr,
     ws_ptr,
     cnt_ptr,
-    flag_ptr,
     M,
     sxm,
     sym,
     sgs,
     RS,
-    mp,
     e1,
     e2,
+    tiles,
     steps,
-    U,
+    tasks,
+    cost,
     swn: gl.constexpr,
     ssn: gl.constexpr,
     BM: gl.constexpr,
@@ -323,17 +359,18 @@ def skinny_kernel(
     R: gl.constexpr,
     BIAS: gl.constexpr,
     RANK: gl.constexpr,
-    KS: gl.constexpr,
+    K: gl.constexpr,
     SLICE: gl.constexpr,
-    LATE: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """y[m, n] for M <= BM; N a multiple of 16 R WN, K of 128 WK.  w_ptr int32 (N, K/8), s_ptr int16 (N, K/32); steps = K / (128 WK).
 
     The row strides are compile-time constants, so that the rows of a thread are immediate offsets of one address.
-    x A^T comes from lora_down_kernel (LATE: that kernel still runs, x is ready at the start and x A^T only after gdc_wait), or, with
-    SLICE > 0, from the first programs of this one, which raise flag_ptr[0]; the last tile lowers it again.  The first programs wait
-    for nobody and start no later than the others, so nobody waits forever.
+
+    With RANK > 0 the first `tasks` * `cost` units of work are x A^T, `cost` of them a task (skinny_lora_down), and the tiles follow.
+    The cells of x A^T hold float32 bits, or -1 (a NaN no arithmetic gives) while empty: no flag is needed, and the last step of a tile
+    asks for them before it needs them.  Two buffers take turns from launch to launch, so that one is emptied while the other is used.
+    Whose turn it is stands in ticket_ptr[0] until every program has read it.  Tasks come first and wait for nobody: nobody waits forever.
     """
     NW: gl.constexpr = WK * WN
     ROWS: gl.constexpr = 16 * R * WN
@@ -347,8 +384,12 @@ def skinny_kernel(
     YL: gl.constexpr = gl.SliceLayout(0, OL)
     pid = gl.program_id(0)
     G = gl.num_programs(0)
-    u0 = pid * U // G
-    u1 = (pid + 1) * U // G
+    skip = tasks * cost
+    U = tiles * steps + skip
+    v0 = pid * U // G
+    v1 = (pid + 1) * U // G
+    u0 = gl.maximum(v0, skip) - skip
+    u1 = gl.maximum(v1, skip) - skip
     b_w = gl.arange(0, WK, layout=gl.SliceLayout(1, gl.SliceLayout(2, WL)))[:, None, None].to(gl.int64)
     n_w = gl.arange(0, ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, WL)))[None, :, None].to(gl.int64)
     k_w = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, WL)))[None, None, :].to(gl.int64)
@@ -378,11 +419,15 @@ def skinny_kernel(
         gdc_launch_dependents()
     q = gl.load((w_lane + wo) + w_reg, eviction_policy="evict_first")
     s = gl.load((s_lane + so) + s_reg)
-    if PDL and not LATE:
+    if PDL:
         gdc_wait()
-    if SLICE > 0:  # noqa: SIM102  a compile-time condition and a run-time one do not mix
-        if pid < KS * ((RS + 15) // 16):
-            skinny_lora_down(x_ptr, a_ptr, xa_ptr, flag_ptr, M, sxm, RS, mp, swn * 8, BM, NW, SLICE)
+    if RANK > 0:
+        buffer = (gl.load(ticket_ptr, volatile=True) >> 16) & 1
+        for task in range((v0 + cost - 1) // cost, gl.minimum((v1 + cost - 1) // cost, tasks)):
+            skinny_lora_down(
+                task, buffer, x_ptr, a_ptr, xa_ptr, slice_ptr, cnt_ptr + tiles, M, sxm, RS, tasks, K, BM, NW, SLICE
+            )
+        ticket = draw_ticket(u0 == u1, ticket_ptr, NW)
     while seg0 < u1:
         seg1 = gl.minimum((tile + 1) * steps, u1)
         acc = gl.zeros([WK, ROWS, BM], gl.float32, MMA)
@@ -412,29 +457,37 @@ def skinny_kernel(
             acc = mma_v2(gl.convert_layout(P, AL, assert_trivial=True), x, acc)
             q = q_next
             s = s_next
-        y = gl.sum(gl.convert_layout(acc, OL), 0)
-        if PDL and LATE:
-            gdc_wait()
         z = opaque_zero()
+        row0 = tile * ROWS + z
+        rows = row0 + n_y
+        if RANK > 0:  # what the last step needs is on its way while the warps' sums meet
+            b = load_lora_up(b_ptr, row0, 0, RANK, ROWS, NW)
+            cells_ptr = xa_ptr + buffer * LORA_CELLS
+            shard = ((row0 >= e1).to(gl.int32) + (row0 >= e2).to(gl.int32)) * RANK
+            cells, where = load_cells(cells_ptr, shard, 0, RANK, ROWS, BM, NW)
+        y = gl.sum(gl.convert_layout(acc, OL), 0)
+        gs = gl.load(gs_ptr + rows * sgs)
+        if BIAS:
+            bias = gl.load(bias_ptr + rows)
+        if RANK > 0:
+            ticket += draw_ticket(seg1 == u1, ticket_ptr, NW)
         off = (n_y + z)[:, None] * BM + m_y[None, :]
-        y, finish = gather_partials(y, off, tile, seg0, seg1, u0, steps, U, ws_ptr, cnt_ptr, ROWS * BM)
+        y, finish = gather_partials(y, off, tile, seg0, seg1, v0, steps, U, ws_ptr, cnt_ptr, skip, ROWS * BM)
         if finish:
-            rows = tile * ROWS + n_y + z
-            y = scale_and_bias(y, rows, gs_ptr, sgs, bias_ptr, BIAS)
-            if SLICE > 0:
-                raised = gl.atomic_add(flag_ptr, 0, sem="acquire")
-                while raised < KS * ((RS + 15) // 16):
-                    raised = gl.atomic_add(flag_ptr, 0, sem="acquire")
-                gl.thread_barrier()
+            y = y * gl.div_rn(gs * 0.0 + 256.0, gs)[:, None]
+            if BIAS:
+                y += bias.to(gl.float32)[:, None]
             if RANK > 0:
-                y += gl.convert_layout(
-                    skinny_lora(xa_ptr, b_ptr, tile * ROWS + z, mp, RS, e1, e2, KS, RANK, ROWS, BM, NW), YL
-                )
+                up = gl.zeros([ROWS, BM], gl.float32, lora_layout(ROWS, NW))
+                for r0 in gl.static_range(0, RANK, 32):
+                    if r0 > 0:
+                        b = load_lora_up(b_ptr, row0, r0, RANK, ROWS, NW)
+                        cells, where = load_cells(cells_ptr, shard, r0, RANK, ROWS, BM, NW)
+                    cells = await_cells(cells, where, cells_ptr + where * 0)
+                    up = mma_v2(b, cells.to(gl.float32, bitcast=True).to(gl.bfloat16), up)
+                y += gl.convert_layout(up, YL)
             gl.store(y_ptr + (m_y[None, :] * sym + rows[:, None]), y.to(gl.bfloat16), mask=(m_y < M)[None, :])
-            if SLICE > 0:
-                gl.thread_barrier()
-                if gl.atomic_add(flag_ptr + 1, 1, sem="acq_rel") == U // steps - 1:
-                    gl.store(flag_ptr, 0)
-                    gl.store(flag_ptr + 1, 0)
         seg0 = seg1
         tile += 1
+    if RANK > 0:
+        settle_ticket(ticket, ticket_ptr, NW)

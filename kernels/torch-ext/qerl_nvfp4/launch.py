@@ -12,14 +12,16 @@ _captured: list[torch.Tensor] = []  # buffers that a CUDA graph may point to: ke
 _RANK_LIMIT = 256
 
 
-def scratch(device: torch.device, name: str, numel: int, dtype: torch.dtype, zero: bool = False) -> torch.Tensor:
+def scratch(device: torch.device, name: str, numel: int, dtype: torch.dtype, fill: int | None = None) -> torch.Tensor:
     """A buffer of at least `numel` elements, the same one at every call."""
     key = (device, name)
     buffer = _scratch.get(key)
     if buffer is None or buffer.numel() < numel:
         if buffer is not None:
             _captured.append(buffer)
-        buffer = (torch.zeros if zero else torch.empty)(numel, device=device, dtype=dtype)
+        buffer = torch.empty(numel, device=device, dtype=dtype)
+        if fill is not None:
+            buffer.fill_(fill)
         _scratch[key] = buffer
     return buffer
 
@@ -74,18 +76,14 @@ def lora_slice(K: int) -> int:
     return max(512, math.ceil(K / 8 / 512) * 512)
 
 
-def lora_down(x, lora_a, lora: Lora, late: bool, pdl: bool, total: torch.Tensor | None = None) -> None:
-    """x A^T, float32, in K slices; `total` (M, rows) takes their sum."""
+def lora_down(x, lora_a, lora: Lora, late: bool, pdl: bool) -> None:
+    """x A^T, float32, in K slices."""
     M, K = x.shape
-    # the matrix product with `total` starts meanwhile, if its shared memory and registers fit beside these programs
-    BM, stages = (16, 2) if total is not None or M <= 16 else (32 if M <= 32 else 64, 4)
-    tiles = math.ceil(lora.rows / 16) * math.ceil(M / BM)
-    portable.lora_down_kernel[(tiles * lora.slices,)](
+    BM = 16 if M <= 16 else 32 if M <= 32 else 64
+    portable.lora_down_kernel[(math.ceil(lora.rows / 16) * math.ceil(M / BM) * lora.slices,)](
         x,
         lora_a,
         lora.xa,
-        lora.xa if total is None else total,
-        scratch(x.device, "lora counters", max(1 << 12, tiles), torch.int32, zero=True),
         M,
         K,
         lora.rows,
@@ -96,12 +94,11 @@ def lora_down(x, lora_a, lora: Lora, late: bool, pdl: bool, total: torch.Tensor 
         BR=16,
         BK=128,
         EVEN_K=K % 128 == 0,
-        SUM=total is not None,
         LATE=late,
         PDL=pdl,
         INTERP=portable.INTERPRET,
         num_warps=4,
-        num_stages=stages,
+        num_stages=4,
         **({"launch_pdl": True} if pdl else {}),
     )
 
@@ -131,7 +128,7 @@ def launch(
 ) -> None:
     """out (M, N) = x (M, K) W^T [+ bias] [+ LoRA] with one of the fused kernels."""
     lora = None
-    if lora_a is not None:
+    if lora_a is not None and (config["kernel"] != "skinny" or lora_b.shape[1] % 4 == 0):
         lora = lora_plan(x, lora_a, lora_b, splits, tile_rows(config))
         if config["kernel"] == "wgmma" and lora_b.shape[1] % 8:  # rows of B and of x A^T are pieces of 16 bytes
             lora = None
@@ -146,6 +143,20 @@ def _lora_args(lora: Lora | None) -> tuple[int, int, int, int]:
     return (0, 0, 0, 0) if lora is None else (lora.rows, lora.padded, *lora.edges)
 
 
+def adapter_work(config: dict, units: int, tasks: int, sms: int) -> tuple[int, int]:
+    """Programs of a launch with an adapter, and how many units of work a task of x A^T counts for.
+
+    Programs of their own for the tasks where they still fit beside the others; else a task counts as much as it takes, about 3 units.
+    """
+    grid = min(config["grid"], units)
+    if "lora" in config:
+        cost = config["lora"]["cost"]
+        return min(config["lora"]["grid"], units + tasks * cost), cost
+    if math.ceil((grid + tasks) / sms) == math.ceil(grid / sms):
+        return grid + tasks, max(1, units // grid)
+    return grid, min(3, math.ceil(units / grid))
+
+
 def launch_skinny(config, x, packed, block_scale, global_scale, bias, lora_a, lora: Lora | None, out, pdl) -> None:
     from . import hopper
 
@@ -154,20 +165,18 @@ def launch_skinny(config, x, packed, block_scale, global_scale, bias, lora_a, lo
     rows = 16 * R * WN
     steps = K // (128 * WK)
     units = N // rows * steps
-    grid = min(config["grid"], units)
+    sms = device_properties(x.device.index)[1]
     words, scales = packed.view(torch.int32), scale_bytes(block_scale).view(torch.int16)
-    # x A^T inside the kernel wants its first programs for it, and row strides that say what K is
-    inside = lora is not None and words.stride(0) * 8 == K and config.get("inside", True)
-    inside = inside and lora.slices * math.ceil(lora.rows / 16) <= grid
-    late = lora is not None and not inside
-    if late:
-        lora_down(x, lora_a, lora, True, pdl)
+    grid, tasks, cost, slice_k, slices = min(config["grid"], units), 0, 1, 0, None
+    if lora is not None:
+        slice_k = 128 * WK * WN * (1 if K <= 8192 else 2)
+        tasks = math.ceil(K / slice_k) * math.ceil(lora.rows / 16)
+        grid, cost = adapter_work(config, units, tasks, sms)
+        slices = scratch(x.device, "slices", tasks * 16 * BM, torch.float32)
     gs, sgs = scale_args(global_scale)
     partial = scratch(x.device, "partial", 2 * grid * rows * BM, torch.float32)
-    resident = math.ceil(grid / device_properties(x.device.index)[1])
-    registers = min(
-        255, 65536 // (resident * WK * WN * 32) // 8 * 8
-    )  # all programs at once, whatever the last step needs
+    # all programs at once, whatever the last step needs
+    registers = min(255, 65536 // (math.ceil(grid / sms) * WK * WN * 32) // 8 * 8)
     hopper.skinny_kernel[(grid,)](
         x,
         words,
@@ -175,19 +184,23 @@ def launch_skinny(config, x, packed, block_scale, global_scale, bias, lora_a, lo
         gs,
         x if bias is None else bias,
         x if lora is None else lora_a,
-        partial if lora is None else lora.xa,
         x if lora is None else lora.b,
+        scratch(x.device, "cells", 2 * 16 * 768, torch.int32, fill=-1),
+        partial if slices is None else slices,
+        scratch(x.device, "ticket", 1, torch.int32, fill=0),
         out,
         partial,
-        scratch(x.device, "counters", 1 << 16, torch.int32, zero=True),
-        scratch(x.device, "flags", 64, torch.int32, zero=True),
+        scratch(x.device, "counters", 1 << 16, torch.int32, fill=0),
         M,
         x.stride(0),
         out.stride(0),
         sgs,
-        *_lora_args(lora),
+        0 if lora is None else lora.rows,
+        *((0, 0) if lora is None else lora.edges),
+        N // rows,
         steps,
-        units,
+        tasks,
+        cost,
         swn=words.stride(0),
         ssn=scales.stride(0),
         BM=BM,
@@ -196,9 +209,8 @@ def launch_skinny(config, x, packed, block_scale, global_scale, bias, lora_a, lo
         R=R,
         BIAS=bias is not None,
         RANK=0 if lora is None else lora.rank,
-        KS=0 if lora is None else lora.slices,
-        SLICE=lora_slice(K) if inside else 0,
-        LATE=late,
+        K=K if lora is not None else 0,
+        SLICE=slice_k,
         PDL=pdl,
         num_warps=WK * WN,
         maxnreg=registers,
@@ -214,37 +226,53 @@ def launch_wgmma(config, x, packed, block_scale, global_scale, bias, lora_a, lor
     (M, K), N = x.shape, packed.shape[0]
     BM, P, S = config["BM"], config["P"], config["S"]
     mt, steps = math.ceil(M / BM), K // 256
-    units = math.ceil(N / (64 * P)) * mt * steps
-    grid = min(config["grid"], units)
     if x.stride(0) % 8 or x.data_ptr() % 16:  # the copy engine wants rows of 16-byte pieces
         x = scratch(x.device, "aligned x", M * K, x.dtype)[: M * K].view(M, K).copy_(x)
-    permute = config["permute"]
+    permute = config["permute"] and lora is None
+    natural = x
     if not permute:
-        natural, x = x, scratch(x.device, "permuted", M * K, x.dtype)[: M * K].view(M, K)
+        x = scratch(x.device, "permuted", M * K, x.dtype)[: M * K].view(M, K)
         permute_columns(natural, x, pdl)
+    rank = rows = 0
     down = up = x
+    xa = done = None
     if lora is not None:
-        down = scratch(x.device, "lora sum", M * lora.rows, x.dtype)[: M * lora.rows].view(M, lora.rows)
-        up = lora.b
-        lora_down(x if permute else natural, lora_a, lora, True, pdl, down)
+        P = 2  # the warps that compute x A^T need the registers of a third group, and of those that put x in order
+        rank, rows, up = lora.rank, lora.rows, lora.b
+        tiles = math.ceil(rows / 16) * math.ceil(M / 16)
+        down = scratch(x.device, "lora sum", M * rows, x.dtype)[: M * rows].view(M, rows)
+        xa = scratch(x.device, "lora pieces", tiles * math.ceil(K / 512) * 256, torch.float32)
+        done = scratch(x.device, "lora counters", max(1 << 12, tiles), torch.int32, fill=0)
+    units = math.ceil(N / (64 * P)) * mt * steps
+    grid = min(config["grid"], units)
     gs, sgs = scale_args(global_scale)
+    counters = scratch(x.device, "counters", max(1 << 16, units // steps * P), torch.int32, fill=0)
     words, scales = packed.view(torch.int32), scale_bytes(block_scale).view(torch.int16)
-    registers = hopper.registers(BM, P, permute)
+    registers = hopper.registers(P, permute, rank > 0)
     hopper.wgmma_kernel[(grid,)](
         TensorDescriptor(x, [M, K], [x.stride(0), 1], [BM, 128], hopper.X_SHARED),
         TensorDescriptor(words, [N, K // 8], [words.stride(0), 1], [64, 16], hopper.W_SHARED),
         TensorDescriptor(scales, [N, K // 32], [scales.stride(0), 1], [64, 8], hopper.S_SHARED),
         TensorDescriptor(up, list(up.shape), [up.stride(0), 1], [64, 32], hopper.L_SHARED),
         TensorDescriptor(down, list(down.shape), [down.stride(0), 1], [BM, 32], hopper.L_SHARED),
+        natural,
+        natural if lora is None else lora_a,
+        gs if lora is None else xa,
+        down,
+        counters if lora is None else done,
+        scratch(x.device, "wgmma flags", 2, torch.int32, fill=0),
         gs,
         x if bias is None else bias,
         out,
         scratch(x.device, "partial", grid * 64 * P * BM, torch.float32),
-        scratch(x.device, "counters", max(1 << 16, units // steps * P), torch.int32, zero=True),
+        counters,
         M,
         N,
+        K,
+        natural.stride(0),
         out.stride(0),
         sgs,
+        rows,
         *_lora_args(lora)[2:],
         steps,
         units,
@@ -253,8 +281,7 @@ def launch_wgmma(config, x, packed, block_scale, global_scale, bias, lora_a, lor
         P=P,
         S=S,
         BIAS=bias is not None,
-        RANK=0 if lora is None else lora.rank,
-        LATE=lora is not None,
+        RANK=rank,
         PDL=pdl,
         PERMUTE=permute,
         REGS=registers,
@@ -289,7 +316,7 @@ def launch_portable(
         x if lora is None else lora.b,
         out,
         partial,
-        scratch(x.device, "counters", max(1 << 16, tiles), torch.int32, zero=True),
+        scratch(x.device, "counters", max(1 << 16, tiles), torch.int32, fill=0),
         M,
         N,
         K,

@@ -274,6 +274,22 @@ def _quantize(weight, scale_rule: str, global_scale) -> tuple[torch.Tensor, torc
     packed = torch.empty(N, K // 2, device=weight.device, dtype=torch.uint8)
     scales = torch.empty(N, K // 16, device=weight.device, dtype=torch.uint8)
     gs, sgs = scale_args(global_scale.to(weight.device, torch.float32))
+    streamed = scale_rule == "rtn" and weight.dtype == torch.bfloat16 and weight.is_contiguous() and weight.is_cuda
+    if streamed and weight.data_ptr() % 4 == 0 and is_available(weight.device):
+        blocks, BB = N * K // 16, 256
+        with torch.cuda.device(weight.device):
+            elementwise.quantize_rtn_kernel[(triton.cdiv(blocks, BB),)](
+                weight.view(torch.int32),
+                packed.view(torch.int32),
+                scales,
+                gs,
+                blocks,
+                K // 16,
+                PER_ROW=sgs > 0,
+                BB=BB,
+                num_warps=8,
+            )
+        return packed, scales
     BN, BK = 4, 512
     with torch.cuda.device(weight.device if weight.is_cuda else -1):
         elementwise.quantize_kernel[(triton.cdiv(K, BK), triton.cdiv(N, BN))](

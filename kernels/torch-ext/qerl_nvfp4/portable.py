@@ -36,22 +36,23 @@ def decode_bits(q):
     return p0, p1, p2, p3
 
 
+# x * 0x1040 = (x << 12) | (x << 6) moves sign and magnitude at once, on the otherwise idle multiply pipe
+DECODE_WORD = tl.constexpr("""{
+    .reg .b32 t, u, s2, nz; mov.b32 nz, 0x80008000;
+    mov.b32 s2, {$5, $5};
+    and.b32 t, $4, 0x000F000F; mul.lo.u32 t, t, 0x1040; and.b32 t, t, 0x81C081C0; fma.rn.bf16x2 $0, t, s2, nz;
+    and.b32 t, $4, 0x00F000F0; mul.lo.u32 t, t, 0x0104; and.b32 t, t, 0x81C081C0; fma.rn.bf16x2 $1, t, s2, nz;
+    shr.u32 u, $4, 8;
+    and.b32 t, u, 0x000F000F; mul.lo.u32 t, t, 0x1040; and.b32 t, t, 0x81C081C0; fma.rn.bf16x2 $2, t, s2, nz;
+    and.b32 t, u, 0x00F000F0; mul.lo.u32 t, t, 0x0104; and.b32 t, t, 0x81C081C0; fma.rn.bf16x2 $3, t, s2, nz;
+}""")
+
+
 @triton.jit
 def decode_word(q, s):
-    """int32 words, bfloat16 scale * 2^118 -> 4 int32, the bfloat16 pairs (n_i, n_{i+4}) * scale * 2^-8.
-
-    x * 0x1040 = (x << 12) | (x << 6) moves sign and magnitude at once, on the otherwise idle multiply pipe.
-    """
+    """int32 words, bfloat16 scale * 2^118 -> 4 int32, the bfloat16 pairs (n_i, n_{i+4}) * scale * 2^-8."""
     return tl.inline_asm_elementwise(
-        asm="""{
-        .reg .b32 t, u, s2, nz; mov.b32 nz, 0x80008000;
-        mov.b32 s2, {$5, $5};
-        and.b32 t, $4, 0x000F000F; mul.lo.u32 t, t, 0x1040; and.b32 t, t, 0x81C081C0; fma.rn.bf16x2 $0, t, s2, nz;
-        and.b32 t, $4, 0x00F000F0; mul.lo.u32 t, t, 0x0104; and.b32 t, t, 0x81C081C0; fma.rn.bf16x2 $1, t, s2, nz;
-        shr.u32 u, $4, 8;
-        and.b32 t, u, 0x000F000F; mul.lo.u32 t, t, 0x1040; and.b32 t, t, 0x81C081C0; fma.rn.bf16x2 $2, t, s2, nz;
-        and.b32 t, u, 0x00F000F0; mul.lo.u32 t, t, 0x0104; and.b32 t, t, 0x81C081C0; fma.rn.bf16x2 $3, t, s2, nz;
-        }""",
+        asm=DECODE_WORD,
         constraints="=&r,=&r,=&r,=&r,r,h",
         args=[q, s],
         dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
@@ -249,8 +250,6 @@ def lora_down_kernel(
     x_ptr,
     a_ptr,
     xa_ptr,
-    sum_ptr,
-    cnt_ptr,
     M,
     K,
     RS,
@@ -261,12 +260,11 @@ def lora_down_kernel(
     BR: tl.constexpr,
     BK: tl.constexpr,
     EVEN_K: tl.constexpr,
-    SUM: tl.constexpr,
     LATE: tl.constexpr,
     PDL: tl.constexpr,
     INTERP: tl.constexpr,
 ):
-    """x A^T in slices of K, one a program.  SUM: whoever finishes last adds the slices up, in order, into sum_ptr (M, RS)."""
+    """x A^T in slices of K, one a program."""
     if PDL:
         if LATE:  # the matrix product reads x before this kernel has finished, so its launch must wait for x
             gdc_wait()
@@ -274,25 +272,7 @@ def lora_down_kernel(
         else:
             gdc_launch_dependents()
             gdc_wait()
-    pid = tl.program_id(0)
-    lora_down_block(x_ptr, a_ptr, xa_ptr, pid, M, K, RS, sxm, mp, KSLICE, BM, BR, BK, EVEN_K, INTERP)
-    if SUM:
-        nr = tl.cdiv(RS, BR)
-        nm = tl.cdiv(M, BM)
-        slices = tl.cdiv(K, KSLICE)
-        tl.debug_barrier()
-        counter = cnt_ptr + pid % (nr * nm)
-        if tl.atomic_add(counter, 1, sem="acq_rel") == slices - 1:
-            r_R = pid % nr * BR + tl.arange(0, BR)
-            m_M = pid // nr % nm * BM + tl.arange(0, BM)
-            mask = (m_M[:, None] < M) & (r_R[None, :] < RS)
-            xa = tl.zeros((BM, BR), tl.float32)
-            for ks in range(slices):
-                xa += tl.load(
-                    xa_ptr + (ks * RS + r_R[None, :]) * mp + m_M[:, None], mask=mask, other=0.0, cache_modifier=".cg"
-                )
-            tl.store(sum_ptr + m_M[:, None] * RS + r_R[None, :], narrow(xa, x_ptr.dtype.element_ty, INTERP), mask=mask)
-            tl.store(counter, 0)
+    lora_down_block(x_ptr, a_ptr, xa_ptr, tl.program_id(0), M, K, RS, sxm, mp, KSLICE, BM, BR, BK, EVEN_K, INTERP)
 
 
 @triton.jit(do_not_specialize=["M", "sgs", "iters_per_split", "num_splits", "mp", "ks_n", "e1", "e2", "RS"])
