@@ -12,6 +12,7 @@ Work is cut as in hopper.py; of the programs that share a tile, the one that beg
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -40,9 +41,9 @@ SCALES = gl.constexpr(
 )
 
 
-def registers(BM: int, P: int, permute: bool) -> int:
-    """Of a thread.  Few enough, where that costs nothing, to let a small kernel run beside this one."""
-    return {2: 128 if BM <= 64 or permute else 168, 3: 96 if permute else 128}[P]
+def registers(P: int, permute: bool, adapter: bool) -> int:
+    """Of a thread: what 64 Ki registers allow (the one warp that fills the ring counts as four)."""
+    return 65536 // (128 * (P + 1 + permute + adapter)) // 8 * 8
 
 
 @gluon.constexpr_function
@@ -83,6 +84,7 @@ def load_weights(
     s_sh,
     full,
     st,
+    sc,
     h: gl.constexpr,
     tile,
     it,
@@ -91,7 +93,7 @@ def load_weights(
     P: gl.constexpr,
     RANK: gl.constexpr,
 ):
-    """Half h of a unit: words of 128 columns and (h = 0) the scales of all 256; or 32 columns of B."""
+    """Half h of a unit: words of 128 columns and (h = 0) the scales of all 256, in place sc; or 32 columns of B."""
     slot = st * 2 + h
     n0 = tile // mt * (P * R)
     if it < steps:
@@ -101,7 +103,7 @@ def load_weights(
                 w_d, [n0 + p * R, it * 32 + h * 16], full.index(slot), w_sh.index(slot * P + p)
             )
             if h == 0:
-                tma.async_copy_global_to_shared(s_d, [n0 + p * R, it * 8], full.index(slot), s_sh.index(st * P + p))
+                tma.async_copy_global_to_shared(s_d, [n0 + p * R, it * 8], full.index(slot), s_sh.index(sc * P + p))
     elif RANK > 0:
         r = ((it - steps) * 2 + h) * 32
         mbarrier.expect(full.index(slot), P * R * 64)
@@ -127,7 +129,6 @@ def load_x(
     P: gl.constexpr,
     BM: gl.constexpr,
     RANK: gl.constexpr,
-    LATE: gl.constexpr,
 ):
     """Half h of a unit: 128 columns of x, or 32 columns of x A^T for each group of rows."""
     slot = st * 2 + h
@@ -137,8 +138,6 @@ def load_x(
         mbarrier.expect(raw.index(slot), BM * 256)
         tma.async_copy_global_to_shared(x_d, [m0, it * 256 + h * 128], raw.index(slot), x_sh.index(slot))
     elif RANK > 0:
-        if LATE:
-            gdc_wait()
         r = ((it - steps) * 2 + h) * 32
         mbarrier.expect(raw.index(slot), P * BM * 64)
         for p in gl.static_range(P):
@@ -149,50 +148,129 @@ def load_x(
 
 
 @gluon.jit
+def fence_proxies():
+    """Ordinary accesses before this come before those of the bulk copy engine after it, for memory of any kind."""
+    gl.inline_asm_elementwise("fence.proxy.async; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def wait_for_adapter(it, steps, flag_ptr, tiles, waited, RANK: gl.constexpr):
+    """Before the first piece of x A^T is asked for: all of it must be there."""
+    if RANK > 0:  # noqa: SIM102
+        if (it >= steps) & (waited == 0):
+            while gl.atomic_add(flag_ptr, 0, sem="acquire") < tiles:
+                pass
+            fence_proxies()
+            waited += 1
+    return waited
+
+
+@gluon.jit
 def produce(
     maps,
     ring,
     work,
-    e1,
-    e2,
+    shards,
     P: gl.constexpr,
     BM: gl.constexpr,
     S: gl.constexpr,
     RANK: gl.constexpr,
-    LATE: gl.constexpr,
     PDL: gl.constexpr,
     PERMUTE: gl.constexpr,
 ):
     """One warp that asks for everything."""
     x_d, w_d, s_d, b_d, xa_d = maps
     w_sh, s_sh, x_sh, raw, full, empty = ring
-    _, _, u0, u1, V, steps, _, mt = work
+    _, G, u0, u1, V, steps, _, mt = work
+    e1, e2, flag_ptr, tiles = shards
     arrived = raw if PERMUTE else full
     NL: gl.constexpr = (RANK + 63) // 64
     for i in gl.static_range(S):  # weights do not depend on the previous kernel
         if i < V:
             tile, it = unit_of(i, u0, u1, steps, NL)
-            for h in gl.static_range(2):
-                load_weights(w_d, s_d, b_d, w_sh, s_sh, full, i, h, tile, it, steps, mt, P, RANK)
-    if PDL and not LATE:
+            if it < steps:
+                for h in gl.static_range(2):
+                    load_weights(w_d, s_d, b_d, w_sh, s_sh, full, i, i, h, tile, it, steps, mt, P, RANK)
+    if PDL:
         gdc_wait()
+    waited = 0
     for i in gl.static_range(S):
         if i < V:
             tile, it = unit_of(i, u0, u1, steps, NL)
+            waited = wait_for_adapter(it, steps, flag_ptr, tiles, waited, RANK)
             for h in gl.static_range(2):
-                load_x(x_d, xa_d, x_sh, arrived, i, h, tile, it, steps, mt, e1, e2, P, BM, RANK, LATE)
+                if it >= steps:
+                    load_weights(w_d, s_d, b_d, w_sh, s_sh, full, i, i, h, tile, it, steps, mt, P, RANK)
+                load_x(x_d, xa_d, x_sh, arrived, i, h, tile, it, steps, mt, e1, e2, P, BM, RANK)
     st = 0
     phase = 0
     for v in range(S, V):
         tile, it = unit_of(v, u0, u1, steps, NL)
+        waited = wait_for_adapter(it, steps, flag_ptr, tiles, waited, RANK)
         for h in gl.static_range(2):
             mbarrier.wait(empty.index(st * 2 + h), phase)
-            load_weights(w_d, s_d, b_d, w_sh, s_sh, full, st, h, tile, it, steps, mt, P, RANK)
-            load_x(x_d, xa_d, x_sh, arrived, st, h, tile, it, steps, mt, e1, e2, P, BM, RANK, LATE)
+            load_weights(w_d, s_d, b_d, w_sh, s_sh, full, st, v % (S + 1), h, tile, it, steps, mt, P, RANK)
+            load_x(x_d, xa_d, x_sh, arrived, st, h, tile, it, steps, mt, e1, e2, P, BM, RANK)
         st += 1
         if st == S:
             st = 0
             phase ^= 1
+    if RANK > 0:  # noqa: SIM102  the last program that needs the flag lowers it
+        if gl.atomic_add(flag_ptr + 1, 1, sem="acq_rel") == G - 1:
+            gl.store(flag_ptr, 0)
+            gl.store(flag_ptr + 1, 0)
+
+
+@gluon.jit
+def adapt(adapter, G, PDL: gl.constexpr):
+    """Four warps: the programs share out x A^T in pieces of 16 rows of A, 16 tokens and 512 columns, one at a time.
+
+    Who finishes the last piece of a 16 x 16 tile adds its pieces up, in order, and raises the flag by one.
+    """
+    x_ptr, a_ptr, xa_ptr, sum_ptr, cnt_ptr, flag_ptr, M, K, sxm, RS = adapter
+    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1, 1], instr_shape=[1, 16, 8])
+    AL: gl.constexpr = gl.DotOperandLayout(0, MMA, 8)
+    BL: gl.constexpr = gl.DotOperandLayout(1, MMA, 8)
+    OL: gl.constexpr = gl.BlockedLayout([16, 1, 2], [1, 4, 8], [1, 4, 1], [2, 1, 0])
+    YL: gl.constexpr = gl.SliceLayout(0, OL)
+    w_a = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, AL)))[:, None, None] * 128
+    r_a = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, AL)))[None, :, None]
+    k_a = gl.arange(0, 128, layout=gl.SliceLayout(0, gl.SliceLayout(1, AL)))[None, None, :]
+    w_b = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, BL)))[:, None, None] * 128
+    k_b = gl.arange(0, 128, layout=gl.SliceLayout(0, gl.SliceLayout(2, BL)))[None, :, None]
+    m_b = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, BL)))[None, None, :]
+    s_o = gl.arange(0, 16, layout=gl.SliceLayout(1, gl.SliceLayout(2, OL)))[:, None, None]
+    r_y = gl.arange(0, 16, layout=gl.SliceLayout(1, YL))
+    m_y = gl.arange(0, 16, layout=gl.SliceLayout(0, YL))
+    off = r_y[:, None] * 16 + m_y[None, :]
+    slices = (K + 511) // 512
+    row_tiles = (RS + 15) // 16
+    tiles = row_tiles * ((M + 15) // 16)
+    if PDL:
+        gdc_wait()
+    for job in range(gl.program_id(0), tiles * slices, G):
+        ks = job // tiles
+        tile = job - ks * tiles
+        m0 = tile // row_tiles * 16
+        r0 = (tile - tile // row_tiles * row_tiles) * 16
+        ka = ks * 512 + w_a + k_a
+        kb = ks * 512 + w_b + k_b
+        a = gl.load(a_ptr + (gl.minimum(r0 + r_a, RS - 1) * K + ka), mask=ka < K, other=0.0)
+        x = gl.load(x_ptr + (gl.minimum(m0 + m_b, M - 1) * sxm + kb), mask=kb < K, other=0.0)
+        acc = mma_v2(a, x, gl.zeros([4, 16, 16], gl.float32, MMA))
+        gl.store(xa_ptr + (job * 256 + off), gl.convert_layout(gl.sum(acc, 0), YL))
+        gl.thread_barrier()
+        if gl.atomic_add(cnt_ptr + tile, 1, sem="acq_rel") == slices - 1:
+            y = gl.zeros([16, 16], gl.float32, YL)
+            for s0 in range(0, slices, 16):
+                piece = xa_ptr + (((s0 + s_o) * tiles + tile) * 256 + gl.expand_dims(off, 0))
+                y += gl.sum(gl.load(piece, mask=s0 + s_o < slices, other=0.0, cache_modifier=".cg"), 0)
+            mask = (m0 + m_y < M)[None, :] & (r0 + r_y < RS)[:, None]
+            gl.store(sum_ptr + ((m0 + m_y)[None, :] * RS + (r0 + r_y)[:, None]), y.to(gl.bfloat16), mask=mask)
+            gl.store(cnt_ptr + tile, 0)
+            fence_proxies()
+            gl.thread_barrier()
+            gl.atomic_add(flag_ptr, 1, sem="acq_rel")
 
 
 @gluon.jit
@@ -280,13 +358,15 @@ def consume(
     S: gl.constexpr,
     BIAS: gl.constexpr,
     RANK: gl.constexpr,
+    REGS: gl.constexpr,
 ):
     """Four warps: rows part * 64 .. of every tile."""
     w_sh, s_sh, x_sh, _, full, empty = ring
     pid, G, u0, u1, _, steps, U, mt = work
     gs_ptr, bias_ptr, y_ptr, ws_ptr, cnt_ptr, M, N, sym, sgs = out
     NL: gl.constexpr = (RANK + 63) // 64
-    LAG: gl.constexpr = P == 2  # one wgmma runs on during the next decode; with three groups ptxas would serialize
+    # one wgmma runs on during the next decode, where ptxas has the registers not to serialize
+    LAG: gl.constexpr = P == 2 and (128 if BM <= 64 else 168) <= REGS
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
     AL: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     n_y = gl.arange(0, R, layout=gl.SliceLayout(1, MMA))
@@ -294,21 +374,17 @@ def consume(
     seg0 = u0
     tile = u0 // steps
     st = 0
+    sc = 0
     phase = 0
     while seg0 < u1:
         first = tile * steps
         seg1 = gl.minimum(first + steps, u1)
         acc = gl.zeros([R, BM], gl.float32, MMA)
         for u in range(seg0, seg1):
-            mbarrier.wait(full.index(st * 2), phase)
-            # the scales of both halves at once: their place is refilled together with the first half's words
-            sa0, sa1 = decode_scales(s_sh.index(st * P + part).slice(0, 4, 1).load(SCALES))
-            sb = s_sh.index(st * P + part).slice(4, 4, 1).load(SCALES)
             for h in gl.static_range(2):
                 slot = st * 2 + h
-                if h == 1:
-                    mbarrier.wait(full.index(slot), phase)
-                    sa0, sa1 = decode_scales(sb)
+                mbarrier.wait(full.index(slot), phase)
+                sa0, sa1 = decode_scales(s_sh.index(sc * P + part).slice(h * 4, 4, 1).load(SCALES))
                 q = w_sh.index(slot * P + part).load(WORDS).reshape([R, 4, 2, 2]).permute([0, 1, 3, 2])
                 q0, q1 = gl.split(q)
                 x = x_sh.index(slot).permute([1, 0])
@@ -329,6 +405,9 @@ def consume(
             if st == S:
                 st = 0
                 phase ^= 1
+            sc += 1
+            if sc == S + 1:
+                sc = 0
         if LAG:
             acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(empty.index(gl.where(st == 0, S - 1, st - 1) * 2 + 1))
@@ -364,6 +443,9 @@ def consume(
                 if st == S:
                     st = 0
                     phase ^= 1
+                sc += 1
+                if sc == S + 1:
+                    sc = 0
             ms = m0 + m_y
             gl.store(
                 y_ptr + (ms[None, :] * sym + rows[:, None]),
@@ -374,13 +456,19 @@ def consume(
         tile += 1
 
 
-@gluon.jit(do_not_specialize=["M", "U", "steps", "sgs", "mt", "e1", "e2"])
+@gluon.jit(do_not_specialize=["M", "U", "steps", "sgs", "mt", "e1", "e2", "RS"])
 def wgmma_kernel(
     x_d,
     w_d,
     s_d,
     b_d,
     xa_d,
+    x_ptr,
+    a_ptr,
+    xa_ptr,
+    sum_ptr,
+    done_ptr,
+    flag_ptr,
     gs_ptr,
     bias_ptr,
     y_ptr,
@@ -388,8 +476,11 @@ def wgmma_kernel(
     cnt_ptr,
     M,
     N,
+    K,
+    sxm,
     sym,
     sgs,
+    RS,
     e1,
     e2,
     steps,
@@ -400,7 +491,6 @@ def wgmma_kernel(
     S: gl.constexpr,
     BIAS: gl.constexpr,
     RANK: gl.constexpr,
-    LATE: gl.constexpr,
     PDL: gl.constexpr,
     PERMUTE: gl.constexpr,
     REGS: gl.constexpr,
@@ -412,7 +502,8 @@ def wgmma_kernel(
     """
     NL: gl.constexpr = (RANK + 63) // 64
     w_sh = gl.allocate_shared_memory(gl.int32, [2 * S * P, R, 16], w_d.layout)
-    s_sh = gl.allocate_shared_memory(gl.int16, [S * P, R, 8], s_d.layout)
+    # one place more: the first half's words are asked for before the second half's scales have been read
+    s_sh = gl.allocate_shared_memory(gl.int16, [(S + 1) * P, R, 8], s_d.layout)
     x_sh = gl.allocate_shared_memory(gl.bfloat16, [2 * S, BM, 128], x_d.layout)
     raw = gl.allocate_shared_memory(gl.int64, [2 * S, 1], mbarrier.MBarrierLayout())  # x as it is has arrived
     full = gl.allocate_shared_memory(gl.int64, [2 * S, 1], mbarrier.MBarrierLayout())  # words have, and x is in order
@@ -436,13 +527,26 @@ def wgmma_kernel(
     ring = (w_sh, s_sh, x_sh, raw, full, empty)
     work = (pid, G, u0, u1, V, steps, U, mt)
     out = (gs_ptr, bias_ptr, y_ptr, ws_ptr, cnt_ptr, M, N, sym, sgs)
-    if P == 2 and PERMUTE:
+    shards = (e1, e2, flag_ptr, (RS + 15) // 16 * ((M + 15) // 16))
+    adapter = (x_ptr, a_ptr, xa_ptr, sum_ptr, done_ptr, flag_ptr, M, K, sxm, RS)
+    if RANK > 0:
         gl.warp_specialize(
             [
-                (consume, (ring, work, out, 0, P, BM, S, BIAS, RANK)),
-                (consume, (ring, work, out, 1, P, BM, S, BIAS, RANK)),
+                (consume, (ring, work, out, 0, P, BM, S, BIAS, RANK, REGS)),
+                (consume, (ring, work, out, 1, P, BM, S, BIAS, RANK, REGS)),
+                (adapt, (adapter, G, PDL)),
+                (produce, (maps, ring, work, shards, P, BM, S, RANK, PDL, PERMUTE)),
+            ],
+            [4, 4, 1],
+            [REGS, REGS, REGS],
+        )
+    elif P == 2 and PERMUTE:
+        gl.warp_specialize(
+            [
+                (consume, (ring, work, out, 0, P, BM, S, BIAS, RANK, REGS)),
+                (consume, (ring, work, out, 1, P, BM, S, BIAS, RANK, REGS)),
                 (permute, (ring, work, BM, S, RANK)),
-                (produce, (maps, ring, work, e1, e2, P, BM, S, RANK, LATE, PDL, PERMUTE)),
+                (produce, (maps, ring, work, shards, P, BM, S, RANK, PDL, PERMUTE)),
             ],
             [4, 4, 1],
             [REGS, REGS, REGS],
@@ -450,21 +554,21 @@ def wgmma_kernel(
     elif P == 2:
         gl.warp_specialize(
             [
-                (consume, (ring, work, out, 0, P, BM, S, BIAS, RANK)),
-                (consume, (ring, work, out, 1, P, BM, S, BIAS, RANK)),
-                (produce, (maps, ring, work, e1, e2, P, BM, S, RANK, LATE, PDL, PERMUTE)),
+                (consume, (ring, work, out, 0, P, BM, S, BIAS, RANK, REGS)),
+                (consume, (ring, work, out, 1, P, BM, S, BIAS, RANK, REGS)),
+                (produce, (maps, ring, work, shards, P, BM, S, RANK, PDL, PERMUTE)),
             ],
             [4, 1],
             [REGS, REGS],
         )
-    elif P == 3 and PERMUTE:
+    elif PERMUTE:
         gl.warp_specialize(
             [
-                (consume, (ring, work, out, 0, P, BM, S, BIAS, RANK)),
-                (consume, (ring, work, out, 1, P, BM, S, BIAS, RANK)),
-                (consume, (ring, work, out, 2, P, BM, S, BIAS, RANK)),
+                (consume, (ring, work, out, 0, P, BM, S, BIAS, RANK, REGS)),
+                (consume, (ring, work, out, 1, P, BM, S, BIAS, RANK, REGS)),
+                (consume, (ring, work, out, 2, P, BM, S, BIAS, RANK, REGS)),
                 (permute, (ring, work, BM, S, RANK)),
-                (produce, (maps, ring, work, e1, e2, P, BM, S, RANK, LATE, PDL, PERMUTE)),
+                (produce, (maps, ring, work, shards, P, BM, S, RANK, PDL, PERMUTE)),
             ],
             [4, 4, 4, 1],
             [REGS, REGS, REGS, REGS],
@@ -472,10 +576,10 @@ def wgmma_kernel(
     else:
         gl.warp_specialize(
             [
-                (consume, (ring, work, out, 0, P, BM, S, BIAS, RANK)),
-                (consume, (ring, work, out, 1, P, BM, S, BIAS, RANK)),
-                (consume, (ring, work, out, 2, P, BM, S, BIAS, RANK)),
-                (produce, (maps, ring, work, e1, e2, P, BM, S, RANK, LATE, PDL, PERMUTE)),
+                (consume, (ring, work, out, 0, P, BM, S, BIAS, RANK, REGS)),
+                (consume, (ring, work, out, 1, P, BM, S, BIAS, RANK, REGS)),
+                (consume, (ring, work, out, 2, P, BM, S, BIAS, RANK, REGS)),
+                (produce, (maps, ring, work, shards, P, BM, S, RANK, PDL, PERMUTE)),
             ],
             [4, 4, 1],
             [REGS, REGS, REGS],
