@@ -34,7 +34,7 @@ def linear(
         global_scale: float32 (1,) or (N,); it divides.
         lora_a: (S * r, K); lora_b: (N, r), alpha/r folded in; lora_splits: S row counts that sum to N (None: one shard).
             Rows of shard i use rows i*r to (i+1)*r of lora_a.  Up to three shards whose edges are multiples of 256 (128 for small
-            matrices) and ranks up to 256 are fused; anything else is added by two more matrix products.
+            matrices) and ranks up to 256, multiples of 8 (of 4 up to 16 tokens), are fused; anything else is added by two more products.
 
     No autograd, deterministic, safe in CUDA graphs and transparent to torch.compile.  Scratch buffers are one set a device: do not
     call from two streams of one device at once.  Raises `ValueError` when shapes disagree.
