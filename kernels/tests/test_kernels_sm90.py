@@ -63,7 +63,6 @@ POINTERS = {
     "cnt_ptr": "*i32",
     "sum_ptr": "*bf16",
     "done_ptr": "*i32",
-    "flag_ptr": "*i32",
 }
 
 

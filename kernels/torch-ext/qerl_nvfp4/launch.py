@@ -76,7 +76,7 @@ def lora_slice(K: int) -> int:
     return max(512, math.ceil(K / 8 / 512) * 512)
 
 
-def lora_down(x, lora_a, lora: Lora, late: bool, pdl: bool) -> None:
+def lora_down(x, lora_a, lora: Lora) -> None:
     """x A^T, float32, in K slices."""
     M, K = x.shape
     BM = 16 if M <= 16 else 32 if M <= 32 else 64
@@ -94,12 +94,9 @@ def lora_down(x, lora_a, lora: Lora, late: bool, pdl: bool) -> None:
         BR=16,
         BK=128,
         EVEN_K=K % 128 == 0,
-        LATE=late,
-        PDL=pdl,
         INTERP=portable.INTERPRET,
         num_warps=4,
         num_stages=4,
-        **({"launch_pdl": True} if pdl else {}),
     )
 
 
@@ -300,7 +297,7 @@ def launch_portable(
     per_split = math.ceil(steps / config["SK"])
     SK = math.ceil(steps / per_split)
     if lora is not None:
-        lora_down(x, lora_a, lora, False, False)
+        lora_down(x, lora_a, lora)
     gs, sgs = scale_args(global_scale)
     words, scales = packed.view(torch.int32), scale_bytes(block_scale)
     partial = scratch(x.device, "partial", tiles * SK * BN * BM if SK > 1 else 1, torch.float32)

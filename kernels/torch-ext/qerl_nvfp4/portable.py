@@ -260,18 +260,9 @@ def lora_down_kernel(
     BR: tl.constexpr,
     BK: tl.constexpr,
     EVEN_K: tl.constexpr,
-    LATE: tl.constexpr,
-    PDL: tl.constexpr,
     INTERP: tl.constexpr,
 ):
     """x A^T in slices of K, one a program."""
-    if PDL:
-        if LATE:  # the matrix product reads x before this kernel has finished, so its launch must wait for x
-            gdc_wait()
-            gdc_launch_dependents()
-        else:
-            gdc_launch_dependents()
-            gdc_wait()
     lora_down_block(x_ptr, a_ptr, xa_ptr, tl.program_id(0), M, K, RS, sxm, mp, KSLICE, BM, BR, BK, EVEN_K, INTERP)
 
 
