@@ -56,6 +56,7 @@ POINTERS = {
     "xa_ptr": "*fp32",
     "slice_ptr": "*fp32",
     "ticket_ptr": "*i32",
+    "flag_ptr": "*i32",
     "b_ptr": "*bf16",
     "y_ptr": "*bf16",
     "ws_ptr": "*fp32",
