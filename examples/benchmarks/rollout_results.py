@@ -99,7 +99,9 @@ def main() -> None:
             record[name].setdefault("kernels", record["kernels_commit"])
         record |= {"kernels_commit": args.commit, "command": args.command, **full_run(cases)}
     if args.engine_tests:
-        record["engine_tests"] = args.engine_tests.read_text().strip().splitlines()[-1].strip("= ")
+        lines = args.engine_tests.read_text().strip().splitlines()
+        outcomes = [line for line in lines if line.startswith(("ERROR tests", "FAILED tests", "SKIPPED"))]
+        record["engine_tests"] = [lines[-1].strip("= "), *outcomes]
     RESULTS.write_text(json.dumps(record, indent=1) + "\n")
 
 

@@ -40,6 +40,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from rollout_models import VOCAB, folder, generation, model_config, policy, seconds, time_syncs
 
 RANK, PROMPT, NEW = 32, 256, 256
+FIRST_PORT = 29600  # of cases that run side by side
 ENOUGH = 8.0  # seconds after which a batch is not repeated
 PREFILL = 64  # sequences whose prefill alone is timed
 CAPTURE = [1, 2, 4, 8, 16, 32, 64, 128, 256]
@@ -204,7 +205,10 @@ class Group:
 
     def __init__(self, commands: dict[str, list[str]], after: list[str], timeout: float) -> None:
         self.folder, self.after, self.timeout = Path(tempfile.mkdtemp()), after, timeout
-        self.running = {c: subprocess.Popen([*a, "--rendezvous", str(self.folder)]) for c, a in commands.items()}
+        self.running = {}
+        for port, (case, command) in enumerate(commands.items(), FIRST_PORT):
+            environment = dict(os.environ, MASTER_PORT=str(port))  # TRL's search for a free one is a race between them
+            self.running[case] = subprocess.Popen([*command, "--rendezvous", str(self.folder)], env=environment)
 
     def _tell(self, case: str, what: str) -> None:
         (self.folder / f"{case}.{what}").touch()
