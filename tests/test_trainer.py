@@ -162,6 +162,13 @@ def test_policy_scope_runs_on_policy(make_trainer, checkpointing):
     assert not logged(trainer, "rollout/mismatch_kl")
 
 
+def test_older_name_of_dtype_is_read(make_trainer):
+    trainer = make_trainer(model_init_kwargs={"torch_dtype": "bfloat16"})
+    assert {m.compute_dtype for m in trainer.model.modules() if isinstance(m, NVFP4Linear)} == {torch.bfloat16}
+    trainer = make_trainer(model_init_kwargs={"torch_dtype": "bfloat16", "dtype": "float32"})
+    assert {m.compute_dtype for m in trainer.model.modules() if isinstance(m, NVFP4Linear)} == {torch.float32}
+
+
 def test_bf16_autocast_run(make_trainer):
     trainer = make_trainer(bf16=True, model_init_kwargs=None, max_steps=2, gradient_checkpointing=True)
     assert {m.compute_dtype for m in trainer.model.modules() if isinstance(m, NVFP4Linear)} == {torch.bfloat16}

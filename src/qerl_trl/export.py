@@ -38,7 +38,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from . import checkpoint, formats, nvfp4, report, shards
 from .distance import logit_distance, logits_of, prompt_batches
 from .fused import FUSED_GROUPS
-from .linear import NVFP4Linear
+from .linear import NVFP4Linear, has_nvfp4
 from .policy import (
     Source,
     is_hub_id,
@@ -474,7 +474,7 @@ def _survived(notes: list[dict[str, Any]]) -> dict[str, float]:
 
 def _require_nvfp4(source: Source) -> NVFP4Config:
     quantizer = getattr(source.inner, "hf_quantizer", None)
-    if quantizer is None or not any(isinstance(module, NVFP4Linear) for module in source.inner.modules()):
+    if quantizer is None or not has_nvfp4(source.inner):
         raise ValueError(
             "The base of this model is not NVFP4, so there are no 4-bit weights to save. Quantize a folder instead: qerl-trl quantize "
             "<model> <folder>."

@@ -301,6 +301,11 @@ class NVFP4Linear(nn.Linear):
         return tensor.untyped_storage().nbytes() == self.fused_rows * tensor.shape[1]
 
 
+def has_nvfp4(model: nn.Module) -> bool:
+    """Whether any layer of the model is packed."""
+    return any(isinstance(module, NVFP4Linear) for module in model.modules())
+
+
 def compute_dtype(model: nn.Module) -> torch.dtype:
     """What a model computes in: its packed layers' dtype, else that of its embeddings."""
     packed = next((module for module in model.modules() if isinstance(module, NVFP4Linear)), None)

@@ -38,7 +38,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from . import formats, nvfp4
 from .fused import FUSED_GROUPS, fuse_storage
-from .linear import NVFP4Linear
+from .linear import NVFP4Linear, has_nvfp4
 from .nvfp4 import NVFP4Tensor
 
 __all__ = [
@@ -438,7 +438,7 @@ class NVFP4HfQuantizer(HfQuantizer):
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         """The state dict in compressed-tensors' dtypes. Views only: nothing is copied but the global scales' shape."""
         state = model.state_dict()
-        if not any(isinstance(module, NVFP4Linear) for module in model.modules()):
+        if not has_nvfp4(model):
             raise RuntimeError(
                 "No layer of this model is NVFP4 any more (an adapter was merged?), but its configuration says so, and such a folder "
                 "could not be read. Call model.dequantize() first: it makes the configuration agree."

@@ -43,7 +43,7 @@ from trl import GRPOTrainer, RLOOTrainer
 from . import checkpoint, guards, report
 from .config import QeRLArguments, QeRLConfig, QeRLRLOOConfig
 from .hub import HubMixin
-from .linear import NVFP4Linear, compute_dtype
+from .linear import compute_dtype, has_nvfp4
 from .lora import (
     check_adapter,
     check_is_lora,
@@ -125,7 +125,7 @@ class QeRLMixin(HubMixin):
         self.model.add_model_tags(self._tag_names)
 
     def _is_nvfp4(self) -> bool:
-        return any(isinstance(module, NVFP4Linear) for module in self.accelerator.unwrap_model(self.model).modules())
+        return has_nvfp4(self.accelerator.unwrap_model(self.model))
 
     # ------------------------------------------------------------------------------------------------------- loading
 
@@ -141,6 +141,8 @@ class QeRLMixin(HubMixin):
             return
         given = args.model_init_kwargs
         init = dict(given or {})
+        if (legacy := init.pop("torch_dtype", None)) is not None:
+            init.setdefault("dtype", legacy)  # its older name, as transformers reads it
         hub = {key: init[key] for key in ("revision", "token", "cache_dir", "subfolder") if key in init}
         hub["trust_remote_code"] = init.get("trust_remote_code", args.trust_remote_code)
         if args.base_format != "full":
@@ -422,7 +424,7 @@ def _adapter_config(model, args: QeRLArguments, peft_config: PeftConfig | None) 
 
 
 def _check_instance(model: nn.Module, base_format: str) -> None:
-    packed = any(isinstance(module, NVFP4Linear) for module in model.modules())
+    packed = has_nvfp4(model)
     if base_format == "nvfp4" and not packed:
         raise ValueError(
             f"base_format='nvfp4', but the {type(model).__name__} passed has no NVFP4 layer. Pass its name or folder to have it "
