@@ -26,6 +26,16 @@ SEVEN_B = Qwen2Config(
     tie_word_embeddings=False,
 )
 
+THREE_B = Qwen2Config(
+    vocab_size=151936,
+    hidden_size=2048,
+    intermediate_size=11008,
+    num_hidden_layers=36,
+    num_attention_heads=16,
+    num_key_value_heads=2,
+    tie_word_embeddings=True,
+)
+
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "gemma3", "phi3"])
 def test_static_parts_equal_a_built_model(tiny_model_dir, family):
@@ -97,10 +107,13 @@ MEASURED = json.loads((Path(__file__).parents[1] / "examples/benchmarks/results/
 
 
 @pytest.mark.parametrize(
-    "row", MEASURED, ids=lambda r: f"{r['phase']}-{r['workload']['batch']}x{r['workload']['completion_length']}"
+    "row",
+    MEASURED,
+    ids=lambda r: f"{r['shape']}-{r['phase']}-{r['workload']['batch']}x{r['workload']['completion_length']}",
 )
 def test_peaks_measured_on_a_gpu_are_predicted_within_ten_percent(row):
-    predicted = getattr(plan.predict(plan.shape_of(SEVEN_B), plan.Workload(**row["workload"])), row["phase"])
+    shape = plan.shape_of({"7b": SEVEN_B, "3b": THREE_B}[row["shape"]])
+    predicted = getattr(plan.predict(shape, plan.Workload(**row["workload"])), row["phase"])
     assert predicted / 2**30 == pytest.approx(row["measured_gib"], rel=0.1)
 
 
