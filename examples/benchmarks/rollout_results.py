@@ -1,9 +1,10 @@
-"""Put a run of rollout_speed.py into results/rollout_h200.json, with the targets that it missed.
+"""Put runs of rollout_speed.py and rollout_check.py into results/rollout_h200.json, with the targets that were missed.
 
-    python rollout_results.py SPEED.jsonl --commit REV --command "..." [--engine-tests SUITE.log]
+    python rollout_results.py [SPEED.jsonl ...] [--checks CHECK.jsonl] --commit REV --command "..." [--engine-tests SUITE.log]
 
-Replaces throughput, profiles and sync times; what other scripts measured (agreement, memory, learning, ...) stays as it is and keeps
-the commit of the kernels that it was measured with. A run that holds `ours-slots:7b` replaces the comparison with vLLM's LoRA slots.
+A speed run replaces throughput, profiles and sync times; one that holds `ours-slots:7b` replaces the comparison with vLLM's LoRA
+slots. Checks replace the agreement of the 7B model and the modes (eager, CUDA graphs, torch.compile). Everything else stays as it is
+and keeps the commit of the kernels that it was measured with.
 """
 
 import argparse
@@ -22,6 +23,11 @@ WHAT = (
     "adapter on all seven projections; ours: NVFP4 base shared with a trainer's model, adapter inside the quantized layer; stock-lora: bf16 with vLLM's LoRA slots; stock-merged: bf16 without adapter (what "
     "TRL runs after merging); median of up to three rollouts, the engines of one run side by side on the GPU, measured one after the other"
 )
+
+
+def read_cases(paths: list[Path]) -> dict[str, dict]:
+    lines = [line for path in paths for line in path.read_text().splitlines()]
+    return {case["case"]: case for case in map(json.loads, lines)}
 
 
 def speeds(cases: dict[str, dict]) -> dict[str, dict[str, float]]:
@@ -80,24 +86,39 @@ def full_run(cases: dict[str, dict]) -> dict:
     return {"rollout_tokens_per_s": section, "missed": missed(section), "profiles": profiles, "sync": sync}
 
 
+def put_checks(record: dict, cases: dict[str, dict], measured: dict) -> None:
+    ours = cases["agree-7b"]
+    record["agreement"] |= {
+        "ours": ours["mean_abs_logp_difference"],
+        "stock_vllm_bf16_against_transformers_bf16": cases["agree-7b-stock"]["mean_abs_logp_difference"],
+        "ours_with_random_rank32_adapter": ours["with_adapter"],
+        "layers_with_bit_identical_dequantized_weights": f"{ours['dequantized_identical']} of {ours['layers']}",
+        **measured,
+    }
+    names = {"eager": "eager", "graphs": "full CUDA graphs", "compiled": "torch.compile and CUDA graphs"}
+    record["modes"] |= {title: cases[case] for case, title in names.items()} | measured
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("speed", type=Path, nargs="+")
+    parser.add_argument("speed", type=Path, nargs="*")
+    parser.add_argument("--checks", type=Path, help="output of rollout_check.py")
     parser.add_argument("--commit", required=True)
     parser.add_argument("--command", required=True)
     parser.add_argument("--engine-tests", type=Path, help="log of `pytest tests/engine` on the same machine")
     args = parser.parse_args()
-    lines = [line for path in args.speed for line in path.read_text().splitlines()]
-    cases = {case["case"]: case for case in map(json.loads, lines)}
+    cases = read_cases(args.speed)
     record = json.loads(RESULTS.read_text())
     measured = {"kernels": args.commit, "command": args.command}
     if "ours-slots:7b" in cases:
         what = "tokens/s: our adapter inside the quantized layer, the same base with the adapter in vLLM's LoRA slots, stock bf16 with slots"
         record["fused_against_slots"] = {"what": what, **measured, **speeds(cases)}
-    else:
+    elif cases:
         for name in ("agreement", "modes", "memory", "serve"):
             record[name].setdefault("kernels", record["kernels_commit"])
         record |= {"kernels_commit": args.commit, "command": args.command, **full_run(cases)}
+    if args.checks:
+        put_checks(record, read_cases([args.checks]), measured)
     if args.engine_tests:
         lines = args.engine_tests.read_text().strip().splitlines()
         outcomes = [line for line in lines if line.startswith(("ERROR tests", "FAILED tests", "SKIPPED"))]
