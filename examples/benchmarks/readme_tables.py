@@ -18,6 +18,8 @@ import embedded_arms  # noqa: E402
 README = ROOT / "README.md"
 ROLLOUT = ROOT / "examples/benchmarks/results/rollout_h200.json"
 KERNELS = ROOT / "kernels/benchmarks/results/h200.json"
+TRAINING = ROOT / "examples/benchmarks/results/train_step_h200.json"
+PLAN = ROOT / "examples/benchmarks/results/plan_check_h200.json"
 
 
 def embedded() -> str:
@@ -55,6 +57,26 @@ def kernels() -> str:
     )
 
 
+def training() -> str:
+    """One optimizer step of LoRA on each base, and what `qerl-trl plan` predicts."""
+    record = json.loads(TRAINING.read_text())
+    names = {"bf16": "bf16", "nvfp4": "NVFP4 (ours)", "nf4": "NF4 (bitsandbytes)"}
+    rows = ["| base | step, s | weights, GiB | peak, GiB |", "|---|---:|---:|---:|"]
+    rows += [
+        f"| {names[run['kind']]} | {run['step_s']:.2f} | {run['weights_GiB']:.1f} | {run['peak_GiB']:.1f} |"
+        for run in record["runs"]
+    ]
+    source, plan = TRAINING.relative_to(ROOT), json.loads(PLAN.read_text())
+    errors = [abs(row["error"]) for row in plan["memory"]]
+    return (
+        "\n".join(rows)
+        + f"\n\nOne training step of the {record['size'].upper()} shape, {record['batch']} x {record['tokens']} tokens, rank-32 LoRA, gradient "
+        f"checkpointing. {record['device']}, torch {record['versions']['torch']}, commit {record['commit'][:7]}, [{source.name}]({source}). "
+        f"`qerl-trl plan` was within {100 * max(errors):.0f} % of the measured peak in {len(errors)} workloads of the 3B and 7B shapes "
+        f"([{PLAN.name}]({PLAN.relative_to(ROOT)}))."
+    )
+
+
 def rollout() -> str:
     """vLLM tokens a second, ours against bf16 with vLLM's LoRA."""
     record = json.loads(ROLLOUT.read_text())
@@ -80,7 +102,12 @@ def rollout() -> str:
     )
 
 
-TABLES: dict[str, Callable[[], str]] = {"embedded_arms": embedded, "kernels": kernels, "rollout": rollout}
+TABLES: dict[str, Callable[[], str]] = {
+    "embedded_arms": embedded,
+    "kernels": kernels,
+    "rollout": rollout,
+    "training": training,
+}
 
 
 def filled(text: str) -> str:
