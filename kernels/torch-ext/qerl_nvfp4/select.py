@@ -3,7 +3,8 @@
 A table tuned on the device (configs/<device name>.json, written by `python -m qerl_nvfp4.tune`) answers for the shapes it knows;
 a heuristic answers for the others.  A configuration is a small dict:
 
-    {"kernel": "skinny", "BM", "WK", "WN", "R", "grid"}        hopper.skinny_kernel, up to 16 tokens
+    {"kernel": "skinny", "BM", "WK", "WN", "R", "grid"}        hopper.skinny_kernel, up to 16 tokens; with an adapter,
+        "lora": {"grid", "cost"}                               other programs, and K steps that a piece of x A^T counts as
     {"kernel": "wgmma", "BM", "P", "S", "permute", "grid"}     hopper_wgmma.wgmma_kernel, tiles of 64 P rows
     {"kernel": "portable", "BM", "BN", "BK", "SK", "NW", "NS", "MMA"}    portable.gemm_kernel
     {"kernel": "dense", "pieces"}                              dequantize into a scratch buffer, then cuBLAS
@@ -93,11 +94,6 @@ def portable_heuristic(N: int, K: int, M: int, sms: int, hopper: bool) -> dict:
     }
 
 
-def dense_pieces(N: int, M: int) -> int:
-    """Pieces of the dequantized weight: large enough to fill the GPU, small enough to stay in the second-level cache."""
-    return 1
-
-
 @functools.lru_cache(maxsize=4096)
 def choose(N: int, K: int, M: int, device_index: int, bf16: bool) -> dict:
     """The configuration for y (M, N) = x (M, K) W^T."""
@@ -112,5 +108,5 @@ def choose(N: int, K: int, M: int, device_index: int, bf16: bool) -> dict:
         if found is not None:
             return found
     if M > 128:
-        return {"kernel": "dense", "pieces": dense_pieces(N, M)}
+        return {"kernel": "dense", "pieces": 1}
     return portable_heuristic(N, K, M, sms, hopper)
