@@ -61,7 +61,6 @@ POINTERS = {
     "y_ptr": "*bf16",
     "ws_ptr": "*fp32",
     "cnt_ptr": "*i32",
-    "sum_ptr": "*bf16",
     "done_ptr": "*i32",
 }
 
@@ -110,15 +109,15 @@ def check(code, matrix: str, weights_per_thread: int, limit: float, spills: int 
 SKINNY = [(8, 4, 1, 2, 0, 3.15), (8, 4, 1, 4, 32, 2.95), (16, 4, 1, 2, 32, 3.45)]
 # BM, P, S, permute, rank; wgmma in flight during the next decode, all along; local memory accesses outside the loop
 WGMMA = [
-    (32, 2, 5, True, 0, True, 0),
-    (32, 2, 5, False, 32, True, 16),
+    (32, 2, 5, True, 32, True, 16),
     (32, 3, 4, True, 0, False, 0),
+    (32, 3, 4, True, 32, False, 36),
     (64, 2, 4, True, 0, True, 0),
     (64, 2, 4, False, 32, True, 8),
     (64, 3, 3, False, 0, False, 0),
     (128, 2, 2, False, 0, True, 0),
-    (128, 2, 2, False, 256, False, 8),
-    (128, 3, 2, False, 0, False, 8),
+    (128, 2, 2, False, 256, True, 8),
+    (128, 3, 2, False, 32, False, 40),
 ]
 
 
@@ -156,13 +155,14 @@ def test_skinny(BM, WK, WN, R, rank, limit):
 def test_wgmma(BM, P, S, permute, rank, lag, spills):
     from qerl_nvfp4 import hopper_wgmma as hopper
 
-    registers = hopper.registers(P, permute, rank > 0)
+    registers = hopper.registers(P, permute)
     constants = {
         "BM": BM,
         "P": P,
         "S": S,
         "BIAS": rank > 0,
         "RANK": rank,
+        "SLICES": 4 if P == 2 else 2,
         "PDL": True,
         "PERMUTE": permute,
         "REGS": registers,
@@ -174,10 +174,10 @@ def test_wgmma(BM, P, S, permute, rank, lag, spills):
         "b_d": f"tensordesc<bf16[64, 32],{hopper.L_SHARED!r}>",
         "xa_d": f"tensordesc<bf16[{BM}, 32],{hopper.L_SHARED!r}>",
     }
-    compiled = compile_sm90(hopper.wgmma_kernel, constants, 4, descriptors, registers=registers)
+    compiled = compile_sm90(hopper.wgmma_kernel, constants, 4, descriptors, 3, {"xa_ptr": "*bf16"}, registers)
     assert compiled.metadata.shared <= 227 * 1024
     code = disassemble(compiled.asm["cubin"])
-    check(code, "HGMMA", 128, 3.2, spills)
+    check(code, "HGMMA", 128, 3.2, spills, count=16)
     waits = [rest for _, op, rest in code if op == "WARPGROUP.DEPBAR.LE"]
     # a group waits four times in its loop, once after it and once a piece of the adapter, else wgmma is serialized
     assert len(waits) <= P * (5 + (rank + 31) // 32)

@@ -5,7 +5,7 @@ shared memory into the *register* operand of `wgmma`; while one group decodes, t
 ring of S stages full: the bulk copy engine brings words, scales and x.  x must be in the k order in which words are decoded: either it
 comes so (portable.permute_kernel), or (PERMUTE) four more warps put it in order in shared memory, which saves a launch.
 
-An adapter is one more stage of the ring: 32 columns of B in place of words, 32 of x A^T in place of x.
+An adapter has shared memory of its own for B and x A^T, filled when a tile's last unit has been asked for (hopper_adapt.py).
 
 Work is cut as in hopper.py; of the programs that share a tile, the one that begins it adds up what the others leave, in order.
 """
@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .hopper import decode_scales, decode_word, halves, opaque_zero
-from .hopper_adapt import adapt, wait_for_adapter
+from .hopper_adapt import adapt, load_adapter, lower_flags, multiply_adapter
 
 X_SHARED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 W_SHARED = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=32, rank=2)
@@ -41,9 +41,9 @@ SCALES = gl.constexpr(
 )
 
 
-def registers(P: int, permute: bool, adapter: bool) -> int:
+def registers(P: int, permute: bool) -> int:
     """Of a thread: what 64 Ki registers allow (the one warp that fills the ring counts as four)."""
-    return 65536 // (128 * (P + 1 + permute + adapter)) // 8 * 8
+    return 65536 // (128 * (P + 1 + permute)) // 8 * 8
 
 
 @gluon.constexpr_function
@@ -57,94 +57,22 @@ def tokens_layout(T):
 
 
 @gluon.jit
-def unit_of(v, u0, u1, steps, NL: gl.constexpr):
-    """Unit v of this program: (tile, K step), or, past the K steps of a tile that it began, (tile, steps + piece of the adapter)."""
-    tile = u0 // steps
-    it = u0 - tile * steps
-    begun = gl.minimum((steps - it) % steps, u1 - u0)  # units of a tile that another program began
-    if v < begun:
-        it += v
-    else:
-        w = v - begun
-        i = w // (steps + NL)
-        tile += i + (it > 0).to(gl.int32)
-        it = w - i * (steps + NL)
-        count = gl.minimum(steps, u1 - tile * steps)
-        if it >= count:
-            it += steps - count
-    return tile, it
+def load_weights(w_d, s_d, w_sh, s_sh, full, st, sc, h: gl.constexpr, n0, it, P: gl.constexpr):
+    """Half h of a unit: words of 128 columns and (h = 0) the scales of all 256, in place sc."""
+    slot = st * 2 + h
+    mbarrier.expect(full.index(slot), P * R * 64 + (1 - h) * (P * R * 16))
+    for p in gl.static_range(P):
+        tma.async_copy_global_to_shared(w_d, [n0 + p * R, it * 32 + h * 16], full.index(slot), w_sh.index(slot * P + p))
+        if h == 0:
+            tma.async_copy_global_to_shared(s_d, [n0 + p * R, it * 8], full.index(slot), s_sh.index(sc * P + p))
 
 
 @gluon.jit
-def load_weights(
-    w_d,
-    s_d,
-    b_d,
-    w_sh,
-    s_sh,
-    full,
-    st,
-    sc,
-    h: gl.constexpr,
-    tile,
-    it,
-    steps,
-    mt,
-    P: gl.constexpr,
-    RANK: gl.constexpr,
-):
-    """Half h of a unit: words of 128 columns and (h = 0) the scales of all 256, in place sc; or 32 columns of B."""
+def load_x(x_d, x_sh, raw, st, h: gl.constexpr, m0, it, BM: gl.constexpr):
+    """Half h of a unit: 128 columns of x."""
     slot = st * 2 + h
-    n0 = tile // mt * (P * R)
-    if it < steps:
-        mbarrier.expect(full.index(slot), P * R * 64 + (1 - h) * (P * R * 16))
-        for p in gl.static_range(P):
-            tma.async_copy_global_to_shared(
-                w_d, [n0 + p * R, it * 32 + h * 16], full.index(slot), w_sh.index(slot * P + p)
-            )
-            if h == 0:
-                tma.async_copy_global_to_shared(s_d, [n0 + p * R, it * 8], full.index(slot), s_sh.index(sc * P + p))
-    elif RANK > 0:
-        r = ((it - steps) * 2 + h) * 32
-        mbarrier.expect(full.index(slot), P * R * 64)
-        for p in gl.static_range(P):
-            b_sh = w_sh.index(slot * P + p)._reinterpret(gl.bfloat16, [R, 32], L_SHARED)
-            tma.async_copy_global_to_shared(b_d, [n0 + p * R, r], full.index(slot), b_sh)
-
-
-@gluon.jit
-def load_x(
-    x_d,
-    xa_d,
-    x_sh,
-    raw,
-    st,
-    h: gl.constexpr,
-    tile,
-    it,
-    steps,
-    mt,
-    e1,
-    e2,
-    P: gl.constexpr,
-    BM: gl.constexpr,
-    RANK: gl.constexpr,
-):
-    """Half h of a unit: 128 columns of x, or 32 columns of x A^T for each group of rows."""
-    slot = st * 2 + h
-    pn = tile // mt
-    m0 = (tile - pn * mt) * BM
-    if it < steps:
-        mbarrier.expect(raw.index(slot), BM * 256)
-        tma.async_copy_global_to_shared(x_d, [m0, it * 256 + h * 128], raw.index(slot), x_sh.index(slot))
-    elif RANK > 0:
-        r = ((it - steps) * 2 + h) * 32
-        mbarrier.expect(raw.index(slot), P * BM * 64)
-        for p in gl.static_range(P):
-            n = pn * (P * R) + p * R
-            shard = (n >= e1).to(gl.int32) + (n >= e2).to(gl.int32)
-            xa_sh = x_sh.index(slot)._reinterpret(gl.bfloat16, [4, BM, 32], L_SHARED).index(p)
-            tma.async_copy_global_to_shared(xa_d, [m0, shard * RANK + r], raw.index(slot), xa_sh)
+    mbarrier.expect(raw.index(slot), BM * 256)
+    tma.async_copy_global_to_shared(x_d, [m0, it * 256 + h * 128], raw.index(slot), x_sh.index(slot))
 
 
 @gluon.jit
@@ -152,78 +80,79 @@ def produce(
     maps,
     ring,
     work,
+    lora,
     shards,
     P: gl.constexpr,
     BM: gl.constexpr,
     S: gl.constexpr,
     RANK: gl.constexpr,
+    SLICES: gl.constexpr,
     PDL: gl.constexpr,
     PERMUTE: gl.constexpr,
 ):
     """One warp that asks for everything."""
     x_d, w_d, s_d, b_d, xa_d = maps
     w_sh, s_sh, x_sh, raw, full, empty = ring
-    _, G, u0, u1, V, steps, _, mt = work
-    e1, e2, flag_ptr, tiles = shards
+    _, G, u0, u1, steps, _, mt = work
     arrived = raw if PERMUTE else full
-    NL: gl.constexpr = (RANK + 63) // 64
     for i in gl.static_range(S):  # weights do not depend on the previous kernel
-        if i < V:
-            tile, it = unit_of(i, u0, u1, steps, NL)
-            if it < steps:
-                for h in gl.static_range(2):
-                    load_weights(w_d, s_d, b_d, w_sh, s_sh, full, i, i, h, tile, it, steps, mt, P, RANK)
+        if i < u1 - u0:
+            tile = (u0 + i) // steps
+            for h in gl.static_range(2):
+                load_weights(w_d, s_d, w_sh, s_sh, full, i, i, h, tile // mt * (P * R), u0 + i - tile * steps, P)
     if PDL:
         gdc_wait()
-    waited = 0
-    for i in gl.static_range(S):
-        if i < V:
-            tile, it = unit_of(i, u0, u1, steps, NL)
-            waited = wait_for_adapter(it, steps, flag_ptr, tiles, waited, RANK)
-            for h in gl.static_range(2):
-                if it >= steps:
-                    load_weights(w_d, s_d, b_d, w_sh, s_sh, full, i, i, h, tile, it, steps, mt, P, RANK)
-                load_x(x_d, xa_d, x_sh, arrived, i, h, tile, it, steps, mt, e1, e2, P, BM, RANK)
     st = 0
-    phase = 0
-    for v in range(S, V):
-        tile, it = unit_of(v, u0, u1, steps, NL)
-        waited = wait_for_adapter(it, steps, flag_ptr, tiles, waited, RANK)
-        for h in gl.static_range(2):
-            mbarrier.wait(empty.index(st * 2 + h), phase)
-            load_weights(w_d, s_d, b_d, w_sh, s_sh, full, st, v % (S + 1), h, tile, it, steps, mt, P, RANK)
-            load_x(x_d, xa_d, x_sh, arrived, st, h, tile, it, steps, mt, e1, e2, P, BM, RANK)
-        st += 1
-        if st == S:
-            st = 0
-            phase ^= 1
-    if RANK > 0:  # noqa: SIM102  the last program that needs the flag lowers it
-        if gl.atomic_add(flag_ptr + 1, 1, sem="acq_rel") == G - 1:
-            gl.store(flag_ptr, 0)
-            gl.store(flag_ptr + 1, 0)
+    sc = 0
+    phase = 1
+    turn = 0
+    waited = 0
+    seg0 = u0
+    tile = u0 // steps
+    while seg0 < u1:
+        first = tile * steps
+        seg1 = gl.minimum(first + steps, u1)
+        n0 = tile // mt * (P * R)
+        m_tile = tile % mt
+        for u in range(seg0, seg1):
+            for h in gl.static_range(2):
+                mbarrier.wait(empty.index(st * 2 + h), phase)
+                if u - u0 >= S:
+                    load_weights(w_d, s_d, w_sh, s_sh, full, st, sc, h, n0, u - first, P)
+                load_x(x_d, x_sh, arrived, st, h, m_tile * BM, u - first, BM)
+            st += 1
+            if st == S:
+                st = 0
+                phase ^= 1
+            sc += 1
+            if sc == S + 1:
+                sc = 0
+        if RANK > 0:  # noqa: SIM102
+            if seg0 == first:
+                waited, turn = load_adapter(b_d, xa_d, lora, shards, n0, m_tile, waited, turn, P, BM, RANK, SLICES)
+        seg0 = seg1
+        tile += 1
+    if RANK > 0:  # noqa: SIM102
+        if u1 > u0:
+            lower_flags(shards, G)
 
 
 @gluon.jit
-def permute(ring, work, BM: gl.constexpr, S: gl.constexpr, RANK: gl.constexpr):
+def permute(ring, work, BM: gl.constexpr, S: gl.constexpr):
     """Four warps: column 32 t + 8 j + 4 p + 2 i1 + i0 of x moves to 32 j + 16 i1 + 8 i0 + 2 t + p, in place."""
     _, _, x_sh, raw, full, _ = ring
-    _, _, u0, u1, V, steps, _, _ = work
-    NL: gl.constexpr = (RANK + 63) // 64
+    _, _, u0, u1, _, _, _ = work
     T: gl.constexpr = min(BM, 64)
     st = 0
     phase = 0
-    for v in range(V):
-        it = 0
-        if RANK > 0:
-            _, it = unit_of(v, u0, u1, steps, NL)
+    for _ in range(u0, u1):
         for h in gl.static_range(2):
             mbarrier.wait(raw.index(st * 2 + h), phase)
-            if it < steps:
-                for i in gl.static_range(BM // T):
-                    part = x_sh.index(st * 2 + h).slice(i * T, T, 0)
-                    x = part.load(tokens_layout(T)).reshape([T, 4, 4, 2, 2, 2])
-                    part.store(x.permute([0, 2, 4, 5, 1, 3]).reshape([T, 128]))
-                fence_async_shared()
+            for i in gl.static_range(BM // T):
+                part = x_sh.index(st * 2 + h).slice(i * T, T, 0)
+                x = part.load(tokens_layout(T)).reshape([T, 4, 4, 2, 2, 2])
+                part.store(x.permute([0, 2, 4, 5, 1, 3]).reshape([T, 128]))
+            fence_async_shared()
             mbarrier.arrive(full.index(st * 2 + h))
         st += 1
         if st == S:
@@ -282,19 +211,25 @@ def consume(
     ring,
     work,
     out,
+    lora,
+    shards,
+    adapter,
     part: gl.constexpr,
     P: gl.constexpr,
     BM: gl.constexpr,
     S: gl.constexpr,
     BIAS: gl.constexpr,
     RANK: gl.constexpr,
+    SLICES: gl.constexpr,
     REGS: gl.constexpr,
+    PDL: gl.constexpr,
 ):
     """Four warps: rows part * 64 .. of every tile."""
     w_sh, s_sh, x_sh, _, full, empty = ring
-    pid, G, u0, u1, _, steps, U, mt = work
+    pid, G, u0, u1, steps, U, mt = work
     gs_ptr, bias_ptr, y_ptr, ws_ptr, cnt_ptr, M, N, sym, sgs = out
-    NL: gl.constexpr = (RANK + 63) // 64
+    if RANK > 0:
+        adapt(adapter, x_sh, part, gl.num_programs(0) - G, mt, P, BM, SLICES, REGS, PDL)
     # one wgmma runs on during the next decode, where ptxas has the registers not to serialize
     LAG: gl.constexpr = P == 2 and (128 if BM <= 64 else 168) <= REGS
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
@@ -306,6 +241,7 @@ def consume(
     st = 0
     sc = 0
     phase = 0
+    turn = 0
     while seg0 < u1:
         first = tile * steps
         seg1 = gl.minimum(first + steps, u1)
@@ -359,23 +295,8 @@ def consume(
             acc = acc * gl.div_rn(gs * 0.0 + 256.0, gs)[:, None]
             if BIAS:
                 acc += bias.to(gl.float32)[:, None]
-            for i in gl.static_range(NL):
-                for h in gl.static_range(2):
-                    slot = st * 2 + h
-                    mbarrier.wait(full.index(slot), phase)
-                    if (i * 2 + h) * 32 < RANK:
-                        b = w_sh.index(slot * P + part)._reinterpret(gl.bfloat16, [R, 32], L_SHARED).load(AL)
-                        xa = x_sh.index(slot)._reinterpret(gl.bfloat16, [4, BM, 32], L_SHARED).index(part)
-                        acc = warpgroup_mma(b, xa.permute([1, 0]), acc, is_async=True)
-                        acc = warpgroup_mma_wait(0, deps=[acc])
-                    mbarrier.arrive(empty.index(slot))
-                st += 1
-                if st == S:
-                    st = 0
-                    phase ^= 1
-                sc += 1
-                if sc == S + 1:
-                    sc = 0
+            if RANK > 0:
+                acc, turn = multiply_adapter(acc, lora, shards, pn * (P * R), part, turn, P, RANK, SLICES, AL)
             ms = m0 + m_y
             gl.store(
                 y_ptr + (ms[None, :] * sym + rows[:, None]),
@@ -386,7 +307,7 @@ def consume(
         tile += 1
 
 
-@gluon.jit(do_not_specialize=["M", "U", "steps", "sgs", "mt", "e1", "e2", "RS"])
+@gluon.jit(do_not_specialize=["M", "U", "steps", "sgs", "mt", "e1", "e2", "R8", "H"])
 def wgmma_kernel(
     x_d,
     w_d,
@@ -396,9 +317,8 @@ def wgmma_kernel(
     x_ptr,
     a_ptr,
     xa_ptr,
-    sum_ptr,
-    done_ptr,
     flag_ptr,
+    done_ptr,
     gs_ptr,
     bias_ptr,
     y_ptr,
@@ -410,7 +330,8 @@ def wgmma_kernel(
     sxm,
     sym,
     sgs,
-    RS,
+    R8,
+    H,
     e1,
     e2,
     steps,
@@ -421,6 +342,7 @@ def wgmma_kernel(
     S: gl.constexpr,
     BIAS: gl.constexpr,
     RANK: gl.constexpr,
+    SLICES: gl.constexpr,
     PDL: gl.constexpr,
     PERMUTE: gl.constexpr,
     REGS: gl.constexpr,
@@ -428,9 +350,9 @@ def wgmma_kernel(
     """y[m, n]; K a multiple of 256, steps = K / 256, mt = ceil(M / BM), units U = ceil(N / 64 P) * mt * steps.
 
     x_d bfloat16 (M, K), box (BM, 128); w_d int32 (N, K/8), box (64, 16); s_d int16 (N, K/32), box (64, 8);
-    b_d bfloat16 (N, RANK), box (64, 32); xa_d = x A^T bfloat16 (M, shards * RANK), box (BM, 32).
+    b_d bfloat16 (N, RANK), box (64, 32); xa_d bfloat16, SLICES times (mt * BM, shards * RANK = 8 R8) of x A^T, box (BM, 32).
+    The H programs that start first compute x A^T, the others are left with the units.
     """
-    NL: gl.constexpr = (RANK + 63) // 64
     w_sh = gl.allocate_shared_memory(gl.int32, [2 * S * P, R, 16], w_d.layout)
     # one place more: the first half's words are asked for before the second half's scales have been read
     s_sh = gl.allocate_shared_memory(gl.int16, [(S + 1) * P, R, 8], s_d.layout)
@@ -442,41 +364,37 @@ def wgmma_kernel(
         mbarrier.init(raw.index(i), 1)
         mbarrier.init(full.index(i), 2)
         mbarrier.init(empty.index(i), P)
+    ring = (w_sh, s_sh, x_sh, raw, full, empty)
+    lora = ring
+    if RANK > 0:
+        b_sh = gl.allocate_shared_memory(gl.bfloat16, [P, R, 32], b_d.layout)
+        xa_sh = gl.allocate_shared_memory(gl.bfloat16, [SLICES, BM, 32], xa_d.layout)
+        ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        mbarrier.init(ready, 1)
+        mbarrier.init(free, P)
+        lora = (b_sh, xa_sh, ready, free)
     fence_async_shared()
     gl.thread_barrier()
-    G = gl.num_programs(0)
-    pid = G - 1 - gl.program_id(0)  # programs wait for larger pid only, which started no later
-    u0 = pid * U // G
-    u1 = (pid + 1) * U // G
-    V = u1 - u0
-    if RANK > 0:  # the adapter comes with the tiles that this program begins
-        V += ((u1 + steps - 1) // steps - (u0 + steps - 1) // steps) * NL
+    G = gl.num_programs(0) - H
+    pid = gl.num_programs(0) - 1 - gl.program_id(0)  # programs wait for larger pid only, which started no later
+    u0 = gl.minimum(pid, G) * U // G
+    u1 = gl.minimum(pid + 1, G) * U // G
     if PDL:
         gdc_launch_dependents()
     maps = (x_d, w_d, s_d, b_d, xa_d)
-    ring = (w_sh, s_sh, x_sh, raw, full, empty)
-    work = (pid, G, u0, u1, V, steps, U, mt)
+    work = (pid, G, u0, u1, steps, U, mt)
     out = (gs_ptr, bias_ptr, y_ptr, ws_ptr, cnt_ptr, M, N, sym, sgs)
-    shards = (e1, e2, flag_ptr, (RS + 15) // 16 * ((M + 15) // 16))
-    adapter = (x_ptr, a_ptr, xa_ptr, sum_ptr, done_ptr, flag_ptr, M, K, sxm, RS)
-    if RANK > 0:
+    RS = R8 * 8
+    shards = (e1, e2, flag_ptr, done_ptr, M, RS, mt)
+    adapter = (x_ptr, a_ptr, xa_ptr, flag_ptr, M, K, sxm, RS)
+    if P == 2 and PERMUTE:
         gl.warp_specialize(
             [
-                (consume, (ring, work, out, 0, P, BM, S, BIAS, RANK, REGS)),
-                (consume, (ring, work, out, 1, P, BM, S, BIAS, RANK, REGS)),
-                (adapt, (adapter, G, PDL)),
-                (produce, (maps, ring, work, shards, P, BM, S, RANK, PDL, PERMUTE)),
-            ],
-            [4, 4, 1],
-            [REGS, REGS, REGS],
-        )
-    elif P == 2 and PERMUTE:
-        gl.warp_specialize(
-            [
-                (consume, (ring, work, out, 0, P, BM, S, BIAS, RANK, REGS)),
-                (consume, (ring, work, out, 1, P, BM, S, BIAS, RANK, REGS)),
-                (permute, (ring, work, BM, S, RANK)),
-                (produce, (maps, ring, work, shards, P, BM, S, RANK, PDL, PERMUTE)),
+                (consume, (ring, work, out, lora, shards, adapter, 0, P, BM, S, BIAS, RANK, SLICES, REGS, PDL)),
+                (consume, (ring, work, out, lora, shards, adapter, 1, P, BM, S, BIAS, RANK, SLICES, REGS, PDL)),
+                (permute, (ring, work, BM, S)),
+                (produce, (maps, ring, work, lora, shards, P, BM, S, RANK, SLICES, PDL, PERMUTE)),
             ],
             [4, 4, 1],
             [REGS, REGS, REGS],
@@ -484,9 +402,9 @@ def wgmma_kernel(
     elif P == 2:
         gl.warp_specialize(
             [
-                (consume, (ring, work, out, 0, P, BM, S, BIAS, RANK, REGS)),
-                (consume, (ring, work, out, 1, P, BM, S, BIAS, RANK, REGS)),
-                (produce, (maps, ring, work, shards, P, BM, S, RANK, PDL, PERMUTE)),
+                (consume, (ring, work, out, lora, shards, adapter, 0, P, BM, S, BIAS, RANK, SLICES, REGS, PDL)),
+                (consume, (ring, work, out, lora, shards, adapter, 1, P, BM, S, BIAS, RANK, SLICES, REGS, PDL)),
+                (produce, (maps, ring, work, lora, shards, P, BM, S, RANK, SLICES, PDL, PERMUTE)),
             ],
             [4, 1],
             [REGS, REGS],
@@ -494,11 +412,11 @@ def wgmma_kernel(
     elif PERMUTE:
         gl.warp_specialize(
             [
-                (consume, (ring, work, out, 0, P, BM, S, BIAS, RANK, REGS)),
-                (consume, (ring, work, out, 1, P, BM, S, BIAS, RANK, REGS)),
-                (consume, (ring, work, out, 2, P, BM, S, BIAS, RANK, REGS)),
-                (permute, (ring, work, BM, S, RANK)),
-                (produce, (maps, ring, work, shards, P, BM, S, RANK, PDL, PERMUTE)),
+                (consume, (ring, work, out, lora, shards, adapter, 0, P, BM, S, BIAS, RANK, SLICES, REGS, PDL)),
+                (consume, (ring, work, out, lora, shards, adapter, 1, P, BM, S, BIAS, RANK, SLICES, REGS, PDL)),
+                (consume, (ring, work, out, lora, shards, adapter, 2, P, BM, S, BIAS, RANK, SLICES, REGS, PDL)),
+                (permute, (ring, work, BM, S)),
+                (produce, (maps, ring, work, lora, shards, P, BM, S, RANK, SLICES, PDL, PERMUTE)),
             ],
             [4, 4, 4, 1],
             [REGS, REGS, REGS, REGS],
@@ -506,10 +424,10 @@ def wgmma_kernel(
     else:
         gl.warp_specialize(
             [
-                (consume, (ring, work, out, 0, P, BM, S, BIAS, RANK, REGS)),
-                (consume, (ring, work, out, 1, P, BM, S, BIAS, RANK, REGS)),
-                (consume, (ring, work, out, 2, P, BM, S, BIAS, RANK, REGS)),
-                (produce, (maps, ring, work, shards, P, BM, S, RANK, PDL, PERMUTE)),
+                (consume, (ring, work, out, lora, shards, adapter, 0, P, BM, S, BIAS, RANK, SLICES, REGS, PDL)),
+                (consume, (ring, work, out, lora, shards, adapter, 1, P, BM, S, BIAS, RANK, SLICES, REGS, PDL)),
+                (consume, (ring, work, out, lora, shards, adapter, 2, P, BM, S, BIAS, RANK, SLICES, REGS, PDL)),
+                (produce, (maps, ring, work, lora, shards, P, BM, S, RANK, SLICES, PDL, PERMUTE)),
             ],
             [4, 4, 1],
             [REGS, REGS, REGS],

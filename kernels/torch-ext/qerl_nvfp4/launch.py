@@ -215,38 +215,61 @@ def launch_skinny(config, x, packed, block_scale, global_scale, bias, lora_a, lo
     )
 
 
+def helper_programs(config: dict, M: int, K: int, rows: int, grid: int, sms: int) -> tuple[int, int]:
+    """Programs for the tiles, and programs that compute x A^T (hopper_adapt.py): one task for each of their groups of four warps,
+    where the tiles leave so many multiprocessors idle; else two, and the tiles give up some programs."""
+    from .hopper_adapt import task_side
+
+    side = task_side(config["BM"])
+    tasks = math.ceil(rows / side) * math.ceil(M / side) * slices_of(config, K)
+    helpers = config.get("helpers")
+    if helpers is None:
+        helpers = math.ceil(tasks / config["P"])
+        if helpers > sms - grid:
+            helpers = max(sms - grid, 4, math.ceil(helpers / 2))
+    helpers = min(helpers, tasks)
+    return max(1, min(grid, sms - helpers)), helpers
+
+
+def slices_of(config: dict, K: int) -> int:
+    """Slices of K for x A^T; there must be room for them in shared memory."""
+    return config.get("slices") or (2 if K <= 8192 or config["P"] > 2 else 4)
+
+
 def launch_wgmma(config, x, packed, block_scale, global_scale, bias, lora_a, lora: Lora | None, out, pdl) -> None:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+    from . import hopper_adapt
     from . import hopper_wgmma as hopper
 
     (M, K), N = x.shape, packed.shape[0]
+    if lora is not None:
+        config = config | config.get("lora", {})
     BM, P, S = config["BM"], config["P"], config["S"]
     mt, steps = math.ceil(M / BM), K // 256
     if x.stride(0) % 8 or x.data_ptr() % 16:  # the copy engine wants rows of 16-byte pieces
         x = scratch(x.device, "aligned x", M * K, x.dtype)[: M * K].view(M, K).copy_(x)
-    permute = config["permute"] and lora is None
+    permute = config["permute"]
     natural = x
     if not permute:
         x = scratch(x.device, "permuted", M * K, x.dtype)[: M * K].view(M, K)
         permute_columns(natural, x, pdl)
+    units = math.ceil(N / (64 * P)) * mt * steps
+    grid, helpers, slices = min(config["grid"], units), 0, 1
     rank = rows = 0
     down = up = x
-    xa = done = None
     if lora is not None:
-        P = 2  # the warps that compute x A^T need the registers of a third group, and of those that put x in order
         rank, rows, up = lora.rank, lora.rows, lora.b
-        tiles = math.ceil(rows / 16) * math.ceil(M / 16)
-        down = scratch(x.device, "lora sum", M * rows, x.dtype)[: M * rows].view(M, rows)
-        xa = scratch(x.device, "lora pieces", tiles * math.ceil(K / 512) * 256, torch.float32)
-        done = scratch(x.device, "lora counters", max(1 << 12, tiles), torch.int32, fill=0)
-    units = math.ceil(N / (64 * P)) * mt * steps
-    grid = min(config["grid"], units)
+        slices = slices_of(config, K)
+        grid, helpers = helper_programs(config, M, K, rows, grid, device_properties(x.device.index)[1])
+        side = hopper_adapt.task_side(BM)
+        shape = slices * mt * BM, math.ceil(rows / side) * side
+        down = scratch(x.device, "lora slices", math.prod(shape), x.dtype)[: math.prod(shape)].view(shape)
     gs, sgs = scale_args(global_scale)
     counters = scratch(x.device, "counters", max(1 << 16, units // steps * P), torch.int32, fill=0)
     words, scales = packed.view(torch.int32), scale_bytes(block_scale).view(torch.int16)
-    registers = hopper.registers(P, permute, rank > 0)
-    hopper.wgmma_kernel[(grid,)](
+    registers = hopper.registers(P, permute)
+    hopper.wgmma_kernel[(grid + helpers,)](
         TensorDescriptor(x, [M, K], [x.stride(0), 1], [BM, 128], hopper.X_SHARED),
         TensorDescriptor(words, [N, K // 8], [words.stride(0), 1], [64, 16], hopper.W_SHARED),
         TensorDescriptor(scales, [N, K // 32], [scales.stride(0), 1], [64, 8], hopper.S_SHARED),
@@ -254,10 +277,9 @@ def launch_wgmma(config, x, packed, block_scale, global_scale, bias, lora_a, lor
         TensorDescriptor(down, list(down.shape), [down.stride(0), 1], [BM, 32], hopper.L_SHARED),
         natural,
         natural if lora is None else lora_a,
-        gs if lora is None else xa,
         down,
-        counters if lora is None else done,
-        scratch(x.device, "wgmma flags", 2, torch.int32, fill=0),
+        scratch(x.device, "lora flags", max(64, mt), torch.int32, fill=0),
+        scratch(x.device, "lora done", 1, torch.int32, fill=0),
         gs,
         x if bias is None else bias,
         out,
@@ -269,7 +291,8 @@ def launch_wgmma(config, x, packed, block_scale, global_scale, bias, lora_a, lor
         natural.stride(0),
         out.stride(0),
         sgs,
-        rows,
+        rows // 8,
+        helpers,
         *_lora_args(lora)[2:],
         steps,
         units,
@@ -279,6 +302,7 @@ def launch_wgmma(config, x, packed, block_scale, global_scale, bias, lora_a, lor
         S=S,
         BIAS=bias is not None,
         RANK=rank,
+        SLICES=slices,
         PDL=pdl,
         PERMUTE=permute,
         REGS=registers,

@@ -4,6 +4,7 @@ Nothing here allocates per call except the result.  Scratch memory (split-K tile
 set a device (launch.py), grown on demand and never shrunk: calls on different streams of one device must not overlap.
 """
 
+import itertools
 import math
 
 import torch
@@ -120,13 +121,35 @@ def linear_dense(x, packed, block_scale, global_scale, bias, lora_a, lora_b, spl
         else:
             torch.addmm(bias[rows].to(x.dtype), x, weight.t(), out=out[:, rows])
     if lora_a is not None and not joined:
-        rank = lora_b.shape[1]
-        down = x @ lora_a.to(x.dtype).t()
-        n0 = 0
-        for i, n in enumerate(reference.split_rows(lora_b, splits)):
-            part = out[:, n0 : n0 + n]
-            part.addmm_(down[:, i * rank : (i + 1) * rank], lora_b[n0 : n0 + n].to(x.dtype).t())
-            n0 += n
+        _add_adapter(x, lora_a, lora_b, splits, out)
+
+
+def _add_adapter(x, lora_a, lora_b, splits, out) -> None:
+    """out += (x A^T) B^T; up to three shards in one launch."""
+    (M, N), rank, rows = out.shape, lora_b.shape[1], lora_a.shape[0]
+    edges = list(itertools.accumulate(reference.split_rows(lora_b, splits)))[:-1]
+    BM, BN = 64, 128
+    if len(edges) > 2 or any(e % BN for e in edges):
+        out += reference.lora(x, lora_a, lora_b, splits)
+        return
+    down = scratch(x.device, f"lora down {x.dtype}", M * rows, x.dtype)[: M * rows].view(M, rows)
+    torch.mm(x, lora_a.to(x.dtype).t(), out=down)
+    portable.lora_up_kernel[(triton.cdiv(N, BN), triton.cdiv(M, BM))](
+        down,
+        lora_b.to(x.dtype).contiguous(),
+        out,
+        M,
+        N,
+        rows,
+        out.stride(0),
+        *(edges + [2**31 - 1] * 2)[:2],
+        RANK=rank,
+        BM=BM,
+        BN=BN,
+        BRANK=max(16, min(64, triton.next_power_of_2(rank))),
+        INTERP=portable.INTERPRET,
+        num_warps=4,
+    )
 
 
 def _block_diagonal(lora_b, splits, rows: slice, out) -> None:

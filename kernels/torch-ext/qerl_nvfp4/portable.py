@@ -266,6 +266,41 @@ def lora_down_kernel(
     lora_down_block(x_ptr, a_ptr, xa_ptr, tl.program_id(0), M, K, RS, sxm, mp, KSLICE, BM, BR, BK, EVEN_K, INTERP)
 
 
+@triton.jit(do_not_specialize=["M", "e1", "e2"])
+def lora_up_kernel(
+    xa_ptr,
+    b_ptr,
+    y_ptr,
+    M,
+    N,
+    sxam,
+    sym,
+    e1,
+    e2,
+    RANK: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BRANK: tl.constexpr,
+    INTERP: tl.constexpr,
+):
+    """y += (x A^T) B^T; the shards of y end at rows e1 and e2 of B, multiples of BN."""
+    n0 = tl.program_id(0) * BN
+    shard = (n0 >= e1).to(tl.int32) + (n0 >= e2).to(tl.int32)
+    m = tl.program_id(1) * BM + tl.arange(0, BM)
+    n = n0 + tl.arange(0, BN)
+    acc = tl.zeros([BM, BN], tl.float32)
+    for r0 in tl.static_range(0, RANK, BRANK):
+        r = r0 + tl.arange(0, BRANK)
+        xa_off = m[:, None] * sxam + (shard * RANK + r)[None, :]
+        xa = tl.load(xa_ptr + xa_off, mask=(m < M)[:, None] & (r < RANK)[None, :], other=0.0)
+        b = tl.load(b_ptr + n[None, :] * RANK + r[:, None], mask=(n < N)[None, :] & (r < RANK)[:, None], other=0.0)
+        acc = tl.dot(widen(xa, INTERP), widen(b, INTERP), acc) if INTERP else tl.dot(xa, b, acc)
+    y = y_ptr + m[:, None].to(tl.int64) * sym + n[None, :]
+    mask = (m < M)[:, None] & (n < N)[None, :]
+    acc += tl.load(y, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y, narrow(acc, y_ptr.dtype.element_ty, INTERP), mask=mask)
+
+
 @triton.jit(do_not_specialize=["M", "sgs", "iters_per_split", "num_splits", "mp", "ks_n", "e1", "e2", "RS"])
 def gemm_kernel(
     x_ptr,
