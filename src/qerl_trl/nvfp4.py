@@ -234,7 +234,8 @@ def _quantize_rows(
     """(packed, block_scale) of a few rows."""
     weight_RB16 = weight_RK.to(torch.float32).reshape(weight_RK.shape[0], -1, BLOCK_SIZE)
     amax_RB = weight_RB16.abs().amax(-1)
-    code_RB = _round_scale(amax_RB / E2M1_MAX * global_scale)
+    # by a tensor: CUDA multiplies by the reciprocal of a number, which rounds differently
+    code_RB = _round_scale(amax_RB / torch.full_like(global_scale, E2M1_MAX) * global_scale)
     if scale_rule == "four_over_six":
         code_RB = _best_scale(weight_RB16, global_scale, [code_RB, _round_scale(amax_RB / 4.0 * global_scale)])
     elif scale_rule == "neighbor_sweep":

@@ -5,12 +5,14 @@ rules as `from_pretrained(..., quantization_config=NVFP4Config())`. Then each we
 its own; q/k/v and gate/up are done together, since they share a global scale. Several are worked on at a time, within a budget of memory.
 A killed run continues with the shards that are missing.
 
-On a CUDA device with the Triton kernels the arithmetic runs there (the same bytes come out); reading and writing stay the bottleneck.
+On a CUDA device the arithmetic runs there (the same bytes come out); reading and writing stay the bottleneck. What passes between file and
+GPU, and what is only copied, does so in pieces through small buffers, so that little host memory is ever touched for the first time.
 """
 
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import shutil
 import threading
@@ -18,7 +20,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from huggingface_hub import snapshot_download
@@ -41,6 +43,8 @@ REPORT_NAME = "quantization_report.json"
 _ERROR_SAMPLE = 1 << 16
 #: memory for tensors in work, beyond two of the largest
 _SLACK_BYTES = 400_000_000
+#: what passes through a buffer at a time
+_PIECE_BYTES = 1 << 24
 #: what a model repository holds beside weights, and nothing that a reader would execute
 _COPIED_PATTERNS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 _NOT_COPIED = ("config.json", shards.INDEX_NAME, checkpoint.MANIFEST_NAME, REPORT_NAME, "hf_quant_config.json")
@@ -91,7 +95,6 @@ def quantize_folder(
         `ValueError`: no safetensors, names that do not fit the architecture, MoE experts, a NaN in a weight, an existing destination.
     """
     folder = _local(source)
-    quantize = _start(device, scale_rule)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     if getattr(config, "quantization_config", None) is not None:
         method = config.quantization_config.get("quant_method")
@@ -100,6 +103,7 @@ def quantize_folder(
         )
     nvfp4_config = NVFP4Config(scale_rule, modules_to_not_convert, compute_dtype=_dtype_name(config))
     tensors, converted = _plan(folder, config, nvfp4_config, trust_remote_code)
+    quantize = _start(device, scale_rule)
     run = {
         "kind": "nvfp4_base",
         "settings": {"model": public_name(str(source)), "scale_rule": scale_rule, "base_format": "nvfp4"},
@@ -267,11 +271,11 @@ def _groups(tensors: dict[str, TensorInfo], converted: dict[str, nn.Linear]) -> 
 
 
 def _start(device: str, scale_rule: str) -> "Future[Quantize]":
-    """Begin to make ready what quantizes on `device`: on a GPU that takes a second or more (CUDA's start, the kernel's compilation),
-    which passes while the model is planned and the first tensors are read."""
+    """Begin to make ready what quantizes on `device`: on a GPU that takes half a second or more (CUDA's start, for some rules the
+    kernel's compilation), in which the largest dense tensors are copied."""
 
     def prepare() -> Quantize:
-        quantize = _quantizer_for(torch.device(device))
+        quantize = _quantizer_for(torch.device(device), scale_rule)
         if torch.device(device).type == "cuda":
             sample = torch.ones(256, 256, dtype=torch.bfloat16, device=device)
             _error("", sample, quantize(sample, scale_rule))
@@ -283,16 +287,17 @@ def _start(device: str, scale_rule: str) -> "Future[Quantize]":
     return started
 
 
-def _quantizer_for(device: torch.device) -> Quantize:
-    """What quantizes a matrix on `device`: the kernel where there is one, else the reference; both give the same bytes."""
-    if device.type == "cuda":
+def _quantizer_for(device: torch.device, scale_rule: str) -> Quantize:
+    """What quantizes a matrix on `device`: the reference, or the kernel where there is one and it saves more than its compilation takes,
+    a second in which the interpreter is busy: not for rtn. Both give the same bytes."""
+    if device.type == "cuda" and scale_rule != "rtn":
         import qerl_nvfp4
 
         if qerl_nvfp4.is_available(device):
             lock = threading.Lock()  # Triton's launcher is not made for several threads; launching is short
 
             def quantize(weight: torch.Tensor, scale_rule: str) -> NVFP4Tensor:
-                scale = nvfp4.power_of_two_global_scale(weight.abs().amax())  # refuses NaN and infinity
+                scale = nvfp4.power_of_two_global_scale(nvfp4._amax(weight))  # refuses NaN and infinity
                 with lock:
                     return NVFP4Tensor(*qerl_nvfp4.quantize(weight, scale_rule, scale), scale)
 
@@ -312,19 +317,18 @@ def _quantize_job(
     size = sum(info.end - info.start for info in group)
 
     def make() -> Iterator[torch.Tensor]:
+        on_device = quantize.result()
         budget.acquire(size)
         try:
             with _own_stream(device):
-                yield from quantized()
+                yield from quantized(on_device)
         finally:
             budget.release(size)
 
-    def quantized() -> Iterator[torch.Tensor]:
+    def quantized(on_device: Quantize) -> Iterator[torch.Tensor]:
         layers, reports = [], []
         for info in group:
-            weight = _read(info)
-            on_device = quantize.result()
-            weight = weight.to(device)
+            weight = _read(info, device)
             try:
                 tensor = on_device(weight, scale_rule)
             except ValueError as error:
@@ -336,9 +340,9 @@ def _quantize_job(
             _share_global_scale(layers)  # as after loading, so that the bytes are the same
         for layer in layers:
             packed, block_scale, scale = layer.nvfp4
-            yield packed
-            yield block_scale.view(torch.float8_e4m3fn)
-            yield scale
+            yield from _on_host(packed)
+            yield from _on_host(block_scale.view(torch.float8_e4m3fn))
+            yield from _on_host(scale)
         note["layers"] = reports
 
     return Job(tuple(spec for info in group for spec in _packed_specs(info.name, *info.shape)), make, note)
@@ -348,30 +352,73 @@ def _copy_job(info: TensorInfo, compute_dtype: torch.dtype, budget: _Budget) -> 
     """Everything that stays dense: float32 becomes the compute dtype, as in `from_pretrained`; other dtypes stay."""
     stored = formats.torch_dtype(info)
     dtype = compute_dtype if stored.is_floating_point and stored.itemsize > 1 else stored
-    size = info.end - info.start
+    size = min(info.end - info.start, _PIECE_BYTES)
 
     def make() -> Iterator[torch.Tensor]:
         budget.acquire(size)
         try:
-            yield _read(info).to(dtype)
+            for piece in _pieces(info):
+                yield piece.to(dtype)
         finally:
             budget.release(size)
 
     return Job((TensorSpec(info.name, dtype, info.shape),), make)
 
 
-def _read(info: TensorInfo) -> torch.Tensor:
-    """A tensor of a safetensors file, read (not mapped: mapped pages would count as this process's memory)."""
-    raw = torch.empty(info.end - info.start, dtype=torch.uint8)
-    view = memoryview(raw.numpy())
+def _read(info: TensorInfo, device: str) -> torch.Tensor:
+    """A tensor of a safetensors file, read to `device`."""
+    if torch.device(device).type == "cpu":
+        tensor = torch.empty(info.shape, dtype=formats.torch_dtype(info))
+        with open(info.file, "rb", buffering=0) as file:
+            file.seek(info.start)
+            _fill(tensor, file, info)
+        return tensor
+    tensor = torch.empty(info.shape, dtype=formats.torch_dtype(info), device=device)
+    start = 0
+    for piece in _pieces(info, pinned=True):
+        tensor[start : start + len(piece)].copy_(piece)
+        start += len(piece)
+    return tensor
+
+
+def _pieces(info: TensorInfo, pinned: bool = False) -> Iterator[torch.Tensor]:
+    """A tensor of a safetensors file in slices of its first dimension, each in the place of the one before."""
+    if not info.shape or not math.prod(info.shape):
+        yield _read(info, "cpu")
+        return
+    rows = _rows_of_a_piece((info.end - info.start) // info.shape[0], info.shape[0])
+    buffer = torch.empty(rows, *info.shape[1:], dtype=formats.torch_dtype(info), pin_memory=pinned)
     with open(info.file, "rb", buffering=0) as file:
         file.seek(info.start)
-        while view:
-            count = file.readinto(view)
-            if not count:
-                raise ValueError(f"{info.file}: ends within tensor {info.name!r}. Download it again.")
-            view = view[count:]
-    return raw.view(formats.torch_dtype(info)).view(info.shape)
+        for start in range(0, info.shape[0], rows):
+            piece = buffer[: info.shape[0] - start]
+            _fill(piece, file, info)
+            yield piece
+
+
+def _fill(tensor: torch.Tensor, file: BinaryIO, info: TensorInfo) -> None:
+    """Read a whole tensor (not map it: mapped pages would count as this process's memory)."""
+    view = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    while view:
+        count = file.readinto(view)
+        if not count:
+            raise ValueError(f"{info.file}: ends within tensor {info.name!r}. Download it again.")
+        view = view[count:]
+
+
+def _on_host(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """A tensor as a CPU job may yield it: one on a GPU in slices of its first dimension, each in the place of the one before."""
+    if tensor.device.type == "cpu":
+        yield tensor
+        return
+    rows = _rows_of_a_piece(tensor[0].nbytes, len(tensor))
+    buffer = torch.empty(rows, *tensor.shape[1:], dtype=tensor.dtype, pin_memory=True)
+    for part in tensor.split(rows):
+        yield buffer[: len(part)].copy_(part)
+
+
+def _rows_of_a_piece(row_bytes: int, rows: int) -> int:
+    return min(rows, max(1, _PIECE_BYTES // row_bytes))
 
 
 def _error(name: str, weight: torch.Tensor, tensor: NVFP4Tensor) -> dict[str, Any]:
@@ -381,13 +428,14 @@ def _error(name: str, weight: torch.Tensor, tensor: NVFP4Tensor) -> dict[str, An
     sample = weight[::step].float()
     packed, block_scale = tensor.packed[::step].contiguous(), tensor.block_scale[::step].contiguous()
     error = nvfp4.dequantize(packed, block_scale, tensor.global_scale, torch.float32) - sample
-    squared = sample.square().sum(dtype=torch.float64).item()
+    sums = sample.square().sum(dtype=torch.float64), error.square().sum(dtype=torch.float64), error.abs().max().double()
+    squared, squared_error, largest = torch.stack(sums).tolist()  # a GPU is waited for once
     return {
         "name": name,
         "shape": list(weight.shape),
         "weights": weight.numel(),
-        "nmse": error.square().sum(dtype=torch.float64).item() / squared if squared else 0.0,
-        "largest_error": error.abs().max().item(),
+        "nmse": squared_error / squared if squared else 0.0,
+        "largest_error": largest,
     }
 
 

@@ -11,6 +11,8 @@ being replaced) makes it the destination: at every moment that is the old folder
 
 import ctypes
 import fcntl
+import hashlib
+import itertools
 import json
 import math
 import os
@@ -30,6 +32,11 @@ from . import checkpoint
 INDEX_NAME = "model.safetensors.index.json"
 #: default size of a shard: small enough that a killed run loses little, and that hashing the last one takes little
 MAX_SHARD_BYTES = 1_000_000_000
+_HASHED_AT_ONCE = 1 << 20
+#: shards that several workers write side by side: a disk may well be faster than one core hashes
+_SIDE_BY_SIDE = 3
+#: the kernel is told to start writing back at once what is written in pieces of at least this size
+_WRITTEN_BACK_AT_ONCE = 1 << 20
 _PLAN_NAME = ".plan.json"
 _NOTES_SUFFIX = ".notes.json"
 _DTYPE_NAMES = {
@@ -61,7 +68,8 @@ class TensorSpec(NamedTuple):
 
 
 class Job(NamedTuple):
-    """Tensors that are made together. `make` yields them in the order of `specs`; `note` may be filled by it (JSON) and is kept."""
+    """Tensors that are made together. `make` yields them in the order of `specs`, each whole or in slices of its first dimension (a slice
+    may be overwritten when the next is asked for); `note` may be filled by it (JSON) and is kept."""
 
     specs: tuple[TensorSpec, ...]
     make: Callable[[], Iterable[torch.Tensor]]
@@ -87,7 +95,7 @@ def write_shards(
         metadata: goes into each file's header, beside `format: pt`.
         max_shard_bytes: a job is never split, so a shard may exceed this by its largest job.
         workers: jobs worked on at a time, as threads.
-        progress: called with the number of bytes written, after each tensor.
+        progress: called with the number of bytes written, after each tensor or slice.
 
     Returns:
         The jobs' notes, those of shards that an earlier run wrote included.
@@ -105,11 +113,7 @@ def write_shards(
                 progress(sum(job.nbytes for job in shard))
         else:
             missing.append(_Shard(folder / file, shard, {**metadata, "format": "pt"}, progress))
-    if workers > 1:
-        missing.sort(
-            key=lambda shard: -max(job.nbytes for job in shard.jobs)
-        )  # what one thread is long at shall not come last
-    _run([(shard, job) for shard in missing for job in shard.jobs], workers)
+    _run(missing, workers)
     notes: list[dict[str, Any]] = []
     for file in files:
         notes += json.loads(_notes_file(folder / file).read_text())["notes"]
@@ -138,15 +142,29 @@ def _notes_file(shard: Path) -> Path:
     return shard.with_name(f".{shard.name}{_NOTES_SUFFIX}")
 
 
-def _run(work: "list[tuple[_Shard, Job]]", workers: int) -> None:
-    """Do the jobs in order, `workers` at a time and across shards: a shard is flushed and hashed while the next one is written."""
+def _run(missing: "list[_Shard]", workers: int) -> None:
+    """Do the shards' jobs, `workers` at a time and across shards: some are flushed while the next ones are written."""
     if workers == 1:
-        for shard, job in work:
-            shard.run(job)
+        for shard in missing:
+            for job in shard.jobs:
+                shard.run(job)
         return
+    missing = sorted(missing, key=lambda shard: max(job.nbytes for job in shard.jobs))
+    batches = [missing[i : i + _SIDE_BY_SIDE] for i in range(0, len(missing), _SIDE_BY_SIDE)]
+    batches.reverse()  # what one thread is long at shall not come last
     with ThreadPoolExecutor(workers) as pool:
-        for _ in pool.map(lambda item: item[0].run(item[1]), work):
+        for _ in pool.map(lambda item: item[0].run(item[1]), (item for batch in batches for item in _interleaved(batch))):
             pass
+
+
+def _interleaved(shards: "list[_Shard]") -> "list[tuple[_Shard, Job]]":
+    """The shards' jobs in an order in which all of them are complete at about the same time."""
+    places = []
+    for shard in shards:
+        ends = list(itertools.accumulate(job.nbytes for job in shard.jobs))
+        for job, end in zip(shard.jobs, ends, strict=True):
+            places.append(((end - job.nbytes) / max(ends[-1], 1), shard, job))
+    return [(shard, job) for _, shard, job in sorted(places, key=lambda place: place[0])]
 
 
 class _Shard:
@@ -155,8 +173,12 @@ class _Shard:
     def __init__(self, path: Path, jobs: list[Job], metadata: dict[str, str], progress: Callable[[int], None] | None):
         self.path, self.jobs, self.progress = path, jobs, progress
         self._temporary = path.with_name(f".{path.name}.tmp")
-        # readers view the file's bytes as the tensor's dtype, so wider dtypes come first: every tensor is then aligned
-        specs = sorted((spec for job in jobs for spec in job.specs), key=lambda spec: -spec.dtype.itemsize)
+        # in the order of writing, so that hashing can follow it. Readers view the file's bytes as the tensor's dtype: what would leave its
+        # successor at an odd place comes last, wider dtypes first, and every tensor is aligned
+        specs = sorted(
+            (spec for job in jobs for spec in job.specs),
+            key=lambda spec: -spec.dtype.itemsize if spec.nbytes % 8 else -8,
+        )
         header: dict[str, Any] = {"__metadata__": metadata}
         position = 0
         for spec in specs:
@@ -174,23 +196,35 @@ class _Shard:
         self._lock = threading.Lock()
         self._left = len(jobs)
         self._file: BinaryIO | None = None
+        self._digest: _Digest | None = None
 
     def run(self, job: Job) -> None:
         """Make the job's tensors and write each to its place; the last job to end publishes the file."""
         with self._lock:
             if self._file is None:
-                self._file = open(self._temporary, "wb", buffering=0)  # noqa: SIM115  closed by the last job
+                self._file = open(self._temporary, "w+b", buffering=0)  # noqa: SIM115  closed by the last job
                 self._file.write(self._head)
                 self._file.truncate(self._size)
+                self._digest = _Digest(self._file.fileno(), self._size)
+                self._digest.add(0, len(self._head))
         made = iter(job.make())
         for spec in job.specs:
-            tensor = next(made)
-            assert (tensor.dtype, tuple(tensor.shape)) == (spec.dtype, spec.shape), (spec, tensor.dtype, tensor.shape)
-            _write_at(self._file.fileno(), self._offsets[spec.name], tensor)
-            del tensor
-            if self.progress is not None:
-                self.progress(spec.nbytes)
+            start = position = self._offsets[spec.name]
+            end = start + spec.nbytes
+            while True:
+                tensor = next(made)
+                assert (tensor.dtype, tensor.shape[1:]) == (spec.dtype, spec.shape[1:]), (spec, tensor.dtype, tensor.shape)
+                assert position + tensor.nbytes <= end, (spec, tensor.shape)
+                _write_at(self._file.fileno(), position, tensor)
+                position += tensor.nbytes
+                if self.progress is not None:
+                    self.progress(tensor.nbytes)
+                del tensor
+                if position == end:
+                    break
+            self._digest.add(start, end)
         next(made, None)  # lets a generator finish
+        self._digest.follow()
         with self._lock:
             self._left -= 1
             last = self._left == 0
@@ -200,21 +234,75 @@ class _Shard:
     def _publish(self) -> None:
         with self._file:
             os.fsync(self._file.fileno())
-        described = {
-            "notes": [job.note for job in self.jobs if job.note],
-            "sha256": checkpoint.sha256(self._temporary),
-        }
+            sha256 = self._digest.hexdigest()
+        described = {"notes": [job.note for job in self.jobs if job.note], "sha256": sha256}
         checkpoint.write_json_atomically(_notes_file(self.path), described)
         os.replace(self._temporary, self.path)
+
+
+class _Digest:
+    """SHA-256 of a file that several threads write: follows the bytes that are there without a gap, read back from the page cache."""
+
+    def __init__(self, descriptor: int, size: int):
+        self._descriptor, self._size = descriptor, size
+        self._sha256 = hashlib.sha256()
+        self._hashed = self._contiguous = 0
+        self._ends: dict[int, int] = {}
+        self._busy = False
+        self._changed = threading.Condition()
+
+    def add(self, start: int, end: int) -> None:
+        """The bytes from `start` to `end` are written."""
+        with self._changed:
+            if start != end:
+                self._ends[start] = end
+            while self._contiguous in self._ends:
+                self._contiguous = self._ends.pop(self._contiguous)
+
+    def follow(self) -> None:
+        """Hash what there is, unless another thread is at it."""
+        with self._changed:
+            if self._busy:
+                return
+            self._busy = True
+        piece = memoryview(bytearray(_HASHED_AT_ONCE))
+        while True:
+            with self._changed:
+                size = min(self._contiguous - self._hashed, len(piece))
+                if not size:
+                    self._busy = False
+                    self._changed.notify_all()
+                    return
+            size = os.preadv(self._descriptor, [piece[:size]], self._hashed)
+            self._sha256.update(piece[:size])
+            self._hashed += size
+
+    def hexdigest(self) -> str:
+        """Of the whole file, when every byte was added and followed."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._busy)
+        assert self._hashed == self._size
+        return self._sha256.hexdigest()
 
 
 def _write_at(descriptor: int, offset: int, tensor: torch.Tensor) -> None:
     if not tensor.numel():
         return
     data = memoryview(tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy())
+    start, size = offset, len(data)
     while data:
         written = os.pwrite(descriptor, data, offset)
         data, offset = data[written:], offset + written
+    if size >= _WRITTEN_BACK_AT_ONCE:
+        _start_writing_back(descriptor, start, size)
+
+
+def _start_writing_back(descriptor: int, offset: int, size: int) -> None:
+    """Have the disk begin with these bytes now and not at the file's fsync (Linux; elsewhere nothing happens)."""
+    sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    if sync_file_range is not None:
+        start_writing = 2  # SYNC_FILE_RANGE_WRITE
+        sync_file_range(descriptor, ctypes.c_int64(offset), ctypes.c_int64(size), ctypes.c_uint(start_writing))
 
 
 # --- the folder as a whole --------------------------------------------------------------------------------------------------------
