@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from qerl_trl import NVFP4Config, checkpoint, nvfp4, offline, shards
+from qerl_trl import NVFP4Config, checkpoint, formats, nvfp4, offline, shards
 from qerl_trl.linear import NVFP4Linear
 from qerl_trl.offline import quantize_folder
 from qerl_trl.quantizer import from_pretrained
@@ -59,6 +59,46 @@ def test_several_shards_and_workers_give_the_same_tensors(tiny_model_dir, tmp_pa
             with safe_open(tmp_path / "many" / file, "pt") as shard:
                 a, b = one.get_tensor(name), shard.get_tensor(name)
             assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), name
+
+
+def test_tensors_larger_than_a_buffer_are_copied_whole(tiny_model_dir, tmp_path, monkeypatch):
+    quantize_folder(tiny_model_dir("llama"), tmp_path / "one")
+    monkeypatch.setattr(offline, "_PIECE_BYTES", 1000)  # less than an embedding, more than some of its rows
+    quantize_folder(tiny_model_dir("llama"), tmp_path / "many")
+    assert (tmp_path / "one/model.safetensors").read_bytes() == (tmp_path / "many/model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_slices_odd_sizes_and_hashes(tmp_path, workers):
+    tensors = {
+        "odd": torch.arange(5, dtype=torch.uint8),
+        "scalar": torch.tensor(3.0),
+        "empty": torch.empty(0, 4),
+        "matrix": torch.randn(7, 3).bfloat16(),
+        "wide": torch.randn(6, 4),
+        "three": torch.randn(3).half(),
+    }
+
+    def job(name, tensor):
+        pieces = tensor.split(2) if name in ("matrix", "wide") else [tensor]
+        return shards.Job((shards.TensorSpec(name, tensor.dtype, tuple(tensor.shape)),), lambda: pieces)
+
+    with shards.staging(tmp_path / "out", {}) as folder:
+        shards.write_shards(folder, [job(*item) for item in tensors.items()], {}, workers=workers)
+    assert not checkpoint.problems(tmp_path / "out")  # compares the hashes
+    for info in formats.read_headers([tmp_path / "out/model.safetensors"]).values():
+        assert info.start % tensors[info.name].dtype.itemsize == 0
+    with safe_open(tmp_path / "out/model.safetensors", "pt") as file:
+        assert all(torch.equal(file.get_tensor(name), tensor) for name, tensor in tensors.items())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rule", nvfp4.SCALE_RULES)
+def test_a_gpu_gives_the_same_files(tiny_model_dir, tmp_path, monkeypatch, rule):
+    quantize_folder(tiny_model_dir("qwen2"), tmp_path / "cpu", rule)
+    monkeypatch.setattr(offline, "_PIECE_BYTES", 1000)
+    quantize_folder(tiny_model_dir("qwen2"), tmp_path / "cuda", rule, device="cuda")
+    assert (tmp_path / "cpu/model.safetensors").read_bytes() == (tmp_path / "cuda/model.safetensors").read_bytes()
 
 
 def test_error_report_is_true(tiny_model_dir, tmp_path):

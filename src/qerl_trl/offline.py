@@ -89,7 +89,7 @@ def quantize_folder(
         card: called with the unfinished folder and the manifest's description, to add a README.
         progress: called with (bytes written since the last call, bytes in total).
 
-    Memory: two of the largest tensors + 0.4 GB, beside torch itself.
+    Memory for tensors: on a CPU two of the largest + 0.4 GB; with a GPU that much there, and 16 MB a worker on the host.
 
     Raises:
         `ValueError`: no safetensors, names that do not fit the architecture, MoE experts, a NaN in a weight, an existing destination.

@@ -153,7 +153,9 @@ def _run(missing: "list[_Shard]", workers: int) -> None:
     batches = [missing[i : i + _SIDE_BY_SIDE] for i in range(0, len(missing), _SIDE_BY_SIDE)]
     batches.reverse()  # what one thread is long at shall not come last
     with ThreadPoolExecutor(workers) as pool:
-        for _ in pool.map(lambda item: item[0].run(item[1]), (item for batch in batches for item in _interleaved(batch))):
+        for _ in pool.map(
+            lambda item: item[0].run(item[1]), (item for batch in batches for item in _interleaved(batch))
+        ):
             pass
 
 
@@ -213,7 +215,7 @@ class _Shard:
             end = start + spec.nbytes
             while True:
                 tensor = next(made)
-                assert (tensor.dtype, tensor.shape[1:]) == (spec.dtype, spec.shape[1:]), (spec, tensor.dtype, tensor.shape)
+                assert (tensor.dtype, tensor.shape[1:]) == (spec.dtype, spec.shape[1:]), (spec, tensor.shape)
                 assert position + tensor.nbytes <= end, (spec, tensor.shape)
                 _write_at(self._file.fileno(), position, tensor)
                 position += tensor.nbytes
@@ -267,15 +269,21 @@ class _Digest:
             self._busy = True
         piece = memoryview(bytearray(_HASHED_AT_ONCE))
         while True:
-            with self._changed:
+            with self._changed:  # nothing is added between looking for more and leaving
                 size = min(self._contiguous - self._hashed, len(piece))
+                self._busy = size > 0
                 if not size:
-                    self._busy = False
                     self._changed.notify_all()
                     return
-            size = os.preadv(self._descriptor, [piece[:size]], self._hashed)
-            self._sha256.update(piece[:size])
-            self._hashed += size
+            try:
+                size = os.preadv(self._descriptor, [piece[:size]], self._hashed)
+                self._sha256.update(piece[:size])
+                self._hashed += size
+            except BaseException:
+                with self._changed:
+                    self._busy = False
+                    self._changed.notify_all()
+                raise
 
     def hexdigest(self) -> str:
         """Of the whole file, when every byte was added and followed."""
