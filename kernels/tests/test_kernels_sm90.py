@@ -139,7 +139,7 @@ def test_skinny(BM, WK, WN, R, rank, limit):
         "SLICE": 512,
         "PDL": True,
     }
-    kernel = compile_sm90(hopper.skinny_kernel, constants, WK * WN, None, 3, {"xa_ptr": "*i32"})
+    kernel = compile_sm90(hopper.skinny_kernel, constants, WK * WN, None, 3, {"xa_ptr": "*i32", "ws_ptr": "*i32"})
     code = disassemble(kernel.asm["cubin"])
     count = 8 * R * (BM // 8)  # the loop over the weights, not that of the x A^T tasks
     check(code, "HMMA", 64 * R, limit, count=count)

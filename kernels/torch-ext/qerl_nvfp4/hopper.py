@@ -5,7 +5,7 @@ no barrier in the loop.  The warps of a program share its rows and split K; thei
 is always in flight while the current one is decoded, also across tiles.  `hopper_wgmma.py` has the kernel for more tokens.
 
 Both cut the work, tiles x steps along K, into one equal contiguous range of units per program.  A tile that several programs share
-is added up from float32 partial tiles by whoever finishes last, always in the same order: results do not depend on timing.
+is added up by the program that begins it, always in the same order: results do not depend on timing.
 
 Shape suffixes as in portable.py.  A decoded weight carries a factor 2^-8, put right in a tile's last step.
 """
@@ -76,32 +76,53 @@ def opaque_zero():
     return gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
-@gluon.jit
-def gather_partials(acc, off, tile, seg0, seg1, u0, steps, U, ws_ptr, cnt_ptr, skip, SIZE: gl.constexpr):
-    """Add up a tile that several programs share.  Returns (sum, whether this program is the one to finish the tile).
+@gluon.constexpr_function
+def await_asm(n):
+    """While one of n neighbours has the bits of an empty cell, load them again."""
+    out, found = [f"${i}" for i in range(n)], [f"${n + i}" for i in range(n)]
+    kind = {1: "", 2: ".v2", 4: ".v4"}[n]
+    lines = [".reg .pred p; .reg .b64 a;", f"mad.wide.s32 a, ${2 * n}, 4, ${3 * n};"]
+    lines += [f"mov.b32 {o}, {f};" for o, f in zip(out, found, strict=True)]
+    lines += [f"AGAIN: setp.eq.s32 p, {out[0]}, -1;"] + [f"setp.eq.or.s32 p, {o}, -1, p;" for o in out[1:]]
+    lines += ["@!p bra DONE;", f"ld.volatile.global{kind}.b32 {{{', '.join(out)}}}, [a];", "bra AGAIN; DONE:"]
+    return "{ " + " ".join(lines) + " }"
 
-    U units of work are cut into one range a program, of which this program's begins at u0; tile 0 begins at unit `skip`.
+
+@gluon.constexpr_function
+def await_constraints(n):
+    return ",".join(["=&r"] * n + ["r"] * (2 * n) + ["l"] * n)
+
+
+@gluon.jit
+def await_words(v, off, ptr, PACK: gl.constexpr):
+    """v = ptr[off], but wait for the words that are still empty (all ones); PACK of a thread's words are neighbours."""
+    return gl.inline_asm_elementwise(
+        asm=await_asm(PACK),
+        constraints=await_constraints(PACK),
+        args=[v, off, (ptr + off * 0).to(gl.int64)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=PACK,
+    )
+
+
+@gluon.jit
+def gather_pieces(y, off, first, steps, U, ws_ptr, SIZE: gl.constexpr, PACK: gl.constexpr, BATCH: gl.constexpr):
+    """Add to the piece of a tile (which begins at unit `first`) of the program that begins it those of the programs that follow.
+
+    Everyone else has left its piece in ws_ptr as float32 bits; all ones are an empty cell, and what was read is emptied again.
     """
-    whole = seg1 - seg0 == steps
-    finish = whole
-    if not whole:
-        pid = gl.program_id(0)
-        G = gl.num_programs(0)
-        first = tile * steps + skip
-        # a program has at most two unfinished tiles: slot 1 is the one it begins, slot 0 the one begun before it
-        slot = (u0 < first).to(gl.int32)
-        gl.store(ws_ptr + ((pid * 2 + slot) * SIZE + off), acc)
-        gl.thread_barrier()
-        p0 = ((first + 1) * G - 1) // U
-        p1 = ((first + steps) * G - 1) // U
-        finish = gl.atomic_add(cnt_ptr + tile, 1, sem="acq_rel") == p1 - p0
-        if finish:
-            # only the first of them can have begun an earlier tile
-            acc = gl.load(ws_ptr + ((p0 * 2 + ((p0 * U // G) < first).to(gl.int32)) * SIZE + off), cache_modifier=".cg")
-            for p in range(p0 + 1, p1 + 1):
-                acc += gl.load(ws_ptr + (p * 2 * SIZE + off), cache_modifier=".cg")
-            gl.store(cnt_ptr + tile, 0)
-    return acc, finish
+    G = gl.num_programs(0)
+    p0 = ((first + 1) * G - 1) // U
+    p1 = ((first + steps) * G - 1) // U
+    for p in range(p0 + 1, p1 + 1, BATCH):  # a batch of loads is on its way at once
+        pieces = ()
+        for i in gl.static_range(BATCH):
+            pieces = pieces + (gl.load(ws_ptr + (p + i) * SIZE + off, mask=p + i <= p1, other=0, cache_modifier=".cg"),)
+        for i in gl.static_range(BATCH):
+            y += await_words(pieces[i], off, ws_ptr + (p + i) * SIZE, PACK).to(gl.float32, bitcast=True)
+            gl.store(ws_ptr + (p + i) * SIZE + off, off * 0 - 1, mask=p + i <= p1)
+    return y
 
 
 # --- up to 16 tokens --------------------------------------------------------------------------------------------------------------
@@ -175,8 +196,16 @@ def skinny_x_layout(WK, WN, BM):
     )
 
 
-LORA_ROWS = gl.constexpr(768)  # three shards of rank 256: rows of x A^T in one of its two buffers
-LORA_CELLS = gl.constexpr(16 * 768)
+@gluon.constexpr_function
+def sum_layout(WK, WN, values, rows):
+    """[WK chunks, rows, tokens] for adding up the chunks; up to four of the `values` of a thread are neighbouring rows."""
+    v = max(1, min(4, values))
+    warps = max(1, min(WK * WN, rows // (8 * v)))
+    return gl.BlockedLayout([WK, v, 1], [1, 8, 4], [1, warps, WK * WN // warps], [0, 1, 2])
+
+
+LORA_WORDS = gl.constexpr(384)  # a token's x A^T for three shards of rank 256, two ranks a word
+LORA_CELLS = gl.constexpr(16 * 384)  # one of its two buffers
 
 
 @gluon.jit
@@ -214,27 +243,6 @@ def settle_ticket(ticket, ticket_ptr, NW: gl.constexpr):
     )
 
 
-@gluon.jit
-def await_cells(v, off, ptr):
-    """Load again what still has the bits of an empty cell, until a producer has filled it; four neighbours at a time."""
-    return gl.inline_asm_elementwise(
-        asm="""{
-        .reg .pred p; .reg .b64 a; mad.wide.s32 a, $8, 4, $12;
-        mov.b32 $0, $4; mov.b32 $1, $5; mov.b32 $2, $6; mov.b32 $3, $7;
-        AGAIN: setp.eq.s32 p, $0, -1; setp.eq.or.s32 p, $1, -1, p; setp.eq.or.s32 p, $2, -1, p; setp.eq.or.s32 p, $3, -1, p;
-        @!p bra DONE;
-        ld.volatile.global.v4.b32 {$0, $1, $2, $3}, [a];
-        bra AGAIN;
-        DONE:
-        }""",
-        constraints="=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,l,l,l,l",
-        args=[v, off, ptr.to(gl.int64)],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=4,
-    )
-
-
 @gluon.constexpr_function
 def lora_layout(ROWS, NW):
     warps = min(NW, ROWS // 16)
@@ -242,22 +250,22 @@ def lora_layout(ROWS, NW):
 
 
 @gluon.jit
-def load_lora_up(b_ptr, row0, r0, RANK: gl.constexpr, ROWS: gl.constexpr, NW: gl.constexpr):
+def load_lora_up(b_ptr, row0, r0, wanted, RANK: gl.constexpr, ROWS: gl.constexpr, NW: gl.constexpr):
     """32 columns of B, as the left operand of the matrix instruction."""
     AL: gl.constexpr = gl.DotOperandLayout(0, lora_layout(ROWS, NW), 4)
     n = row0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, AL))
     r = r0 + gl.arange(0, 32, layout=gl.SliceLayout(0, AL))
-    return gl.load(b_ptr + (n[:, None] * RANK + r[None, :]), mask=(r < RANK)[None, :], other=0.0)
+    return gl.load(b_ptr + (n[:, None] * RANK + r[None, :]), mask=(r < RANK)[None, :] & wanted, other=0.0)
 
 
 @gluon.jit
-def load_cells(xa_ptr, row, r0, RANK: gl.constexpr, ROWS: gl.constexpr, BM: gl.constexpr, NW: gl.constexpr):
-    """32 ranks of x A^T, as the right operand, perhaps not there yet; and where they are."""
-    BL: gl.constexpr = gl.DotOperandLayout(1, lora_layout(ROWS, NW), 4)
-    r = r0 + gl.arange(0, 32, layout=gl.SliceLayout(1, BL))
-    m = gl.arange(0, BM, layout=gl.SliceLayout(0, BL))
-    off = m[None, :] * LORA_ROWS + (row + r)[:, None]
-    return gl.load(xa_ptr + off, mask=(r < RANK)[:, None], other=0, cache_modifier=".cg"), off
+def load_cells(cells_ptr, z, r0, wanted, RANK: gl.constexpr, BM: gl.constexpr, NW: gl.constexpr):
+    """32 ranks of x A^T, two a word, perhaps not there yet; and where they are.  A program reads each cell once."""
+    L: gl.constexpr = gl.BlockedLayout([2, 1], [8, 4], [1, NW], [0, 1])
+    r = r0 // 2 + gl.arange(0, 16, layout=gl.SliceLayout(1, L)) + z
+    m = gl.arange(0, BM, layout=gl.SliceLayout(0, L)) + z
+    off = (m * LORA_WORDS)[None, :] + r[:, None]
+    return gl.load(cells_ptr + off, mask=(2 * r < RANK)[:, None] & wanted, other=0, cache_modifier=".cg"), off
 
 
 @gluon.jit
@@ -286,7 +294,7 @@ def skinny_lora_down(
     AL: gl.constexpr = gl.DotOperandLayout(0, MMA, 8)
     BL: gl.constexpr = gl.DotOperandLayout(1, MMA, 8)
     OL: gl.constexpr = gl.BlockedLayout([NW, 1, 1], [1, 8, 4], [1, NW, 1], [0, 1, 2])
-    YL: gl.constexpr = gl.BlockedLayout([1, 1], [16, 2], [1, NW], [0, 1])
+    YL: gl.constexpr = gl.BlockedLayout([2, 1], [8, 4], [1, NW], [0, 1])
     KS: gl.constexpr = (K + SLICE - 1) // SLICE
     rt = task // KS
     ks = task % KS
@@ -320,8 +328,12 @@ def skinny_lora_down(
         y = y * 0.0
         for i in gl.static_range(0, KS):
             y += gl.load(slice_ptr + ((rt * KS + i) * (16 * BM) + off), cache_modifier=".cg")
-        cell = buffer * LORA_CELLS + m[None, :] * LORA_ROWS + (rt * 16 + r)[:, None]
-        gl.store(xa_ptr + cell, y.to(gl.int32, bitcast=True), mask=(rt * 16 + r < RS)[:, None])
+        even, odd = gl.split(y.to(gl.bfloat16).to(gl.int16, bitcast=True).reshape([8, 2, BM]).permute([0, 2, 1]))
+        words = (even.to(gl.int32) & 0xFFFF) | (odd.to(gl.int32) << 16)
+        w = rt * 8 + gl.arange(0, 8, layout=gl.SliceLayout(1, words.type.layout))
+        m_w = gl.arange(0, BM, layout=gl.SliceLayout(0, words.type.layout))
+        cell = xa_ptr + (buffer * LORA_CELLS + m_w[None, :] * LORA_WORDS + w[:, None])
+        gl.store(cell, words, mask=(2 * w < RS)[:, None])
         gl.store(cnt_ptr + rt, 0)
 
 
@@ -380,8 +392,9 @@ def skinny_kernel(
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[WK, WN, 1], instr_shape=[1, 16, 8])
     AL: gl.constexpr = gl.DotOperandLayout(0, MMA, 8)
     BL: gl.constexpr = gl.DotOperandLayout(1, MMA, 8)
-    OL: gl.constexpr = gl.BlockedLayout([WK, 1, 1], [1, 8, 4], [1, NW, 1], [0, 1, 2])
+    OL: gl.constexpr = sum_layout(WK, WN, ROWS * BM // (NW * 32), ROWS)
     YL: gl.constexpr = gl.SliceLayout(0, OL)
+    BATCH: gl.constexpr = max(1, 8 * NW * 32 // (ROWS * BM))
     pid = gl.program_id(0)
     G = gl.num_programs(0)
     skip = tasks * cost
@@ -460,33 +473,38 @@ def skinny_kernel(
         z = opaque_zero()
         row0 = tile * ROWS + z
         rows = row0 + n_y
+        mine = seg0 == tile * steps
         if RANK > 0:  # what the last step needs is on its way while the warps' sums meet
-            b = load_lora_up(b_ptr, row0, 0, RANK, ROWS, NW)
-            cells_ptr = xa_ptr + buffer * LORA_CELLS
-            shard = ((row0 >= e1).to(gl.int32) + (row0 >= e2).to(gl.int32)) * RANK
-            cells, where = load_cells(cells_ptr, shard, 0, RANK, ROWS, BM, NW)
+            shard = (row0 >= e1).to(gl.int32) + (row0 >= e2).to(gl.int32)
+            cells_ptr = xa_ptr + (buffer * LORA_CELLS + shard * (RANK // 2))
+            b = load_lora_up(b_ptr, row0, 0, mine, RANK, ROWS, NW)
+            words, where = load_cells(cells_ptr, z, 0, mine, RANK, BM, NW)
         y = gl.sum(gl.convert_layout(acc, OL), 0)
         gs = gl.load(gs_ptr + rows * sgs)
         if BIAS:
             bias = gl.load(bias_ptr + rows)
         if RANK > 0:
             ticket += draw_ticket(seg1 == u1, ticket_ptr, NW)
-        off = (n_y + z)[:, None] * BM + m_y[None, :]
-        y, finish = gather_partials(y, off, tile, seg0, seg1, v0, steps, U, ws_ptr, cnt_ptr, skip, ROWS * BM)
-        if finish:
+        off = (n_y + z)[:, None] + ((m_y + z) * ROWS)[None, :]
+        if mine:
+            if seg1 - seg0 < steps:
+                y = gather_pieces(y, off, seg0 + skip, steps, U, ws_ptr, ROWS * BM, OL.size_per_thread[1], BATCH)
             y = y * gl.div_rn(gs * 0.0 + 256.0, gs)[:, None]
             if BIAS:
                 y += bias.to(gl.float32)[:, None]
             if RANK > 0:
                 up = gl.zeros([ROWS, BM], gl.float32, lora_layout(ROWS, NW))
+                BL32: gl.constexpr = gl.DotOperandLayout(1, lora_layout(ROWS, NW), 4)
                 for r0 in gl.static_range(0, RANK, 32):
                     if r0 > 0:
-                        b = load_lora_up(b_ptr, row0, r0, RANK, ROWS, NW)
-                        cells, where = load_cells(cells_ptr, shard, r0, RANK, ROWS, BM, NW)
-                    cells = await_cells(cells, where, cells_ptr + where * 0)
-                    up = mma_v2(b, cells.to(gl.float32, bitcast=True).to(gl.bfloat16), up)
+                        b = load_lora_up(b_ptr, row0, r0, True, RANK, ROWS, NW)
+                        words, where = load_cells(cells_ptr, z, r0, True, RANK, BM, NW)
+                    xa = halves(await_words(words, where, cells_ptr, 2)).permute([0, 2, 1]).reshape([32, BM])
+                    up = mma_v2(b, gl.convert_layout(xa, BL32), up)
                 y += gl.convert_layout(up, YL)
             gl.store(y_ptr + (m_y[None, :] * sym + rows[:, None]), y.to(gl.bfloat16), mask=(m_y < M)[None, :])
+        else:
+            gl.store(ws_ptr + (pid * (ROWS * BM) + off), y.to(gl.int32, bitcast=True))
         seg0 = seg1
         tile += 1
     if RANK > 0:

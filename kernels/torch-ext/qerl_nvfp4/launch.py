@@ -171,7 +171,7 @@ def launch_skinny(config, x, packed, block_scale, global_scale, bias, lora_a, lo
         grid, cost = adapter_work(config, units, tasks, sms)
         slices = scratch(x.device, "slices", tasks * 16 * BM, torch.float32)
     gs, sgs = scale_args(global_scale)
-    partial = scratch(x.device, "partial", 2 * grid * rows * BM, torch.float32)
+    pieces = scratch(x.device, "pieces", max(1 << 20, grid * rows * BM), torch.int32, fill=-1)
     # all programs at once, whatever the last step needs
     registers = min(255, 65536 // (math.ceil(grid / sms) * WK * WN * 32) // 8 * 8)
     hopper.skinny_kernel[(grid,)](
@@ -182,11 +182,11 @@ def launch_skinny(config, x, packed, block_scale, global_scale, bias, lora_a, lo
         x if bias is None else bias,
         x if lora is None else lora_a,
         x if lora is None else lora.b,
-        scratch(x.device, "cells", 2 * 16 * 768, torch.int32, fill=-1),
-        partial if slices is None else slices,
+        scratch(x.device, "cells", 2 * 16 * 384, torch.int32, fill=-1),
+        gs if slices is None else slices,
         scratch(x.device, "ticket", 1, torch.int32, fill=0),
         out,
-        partial,
+        pieces,
         scratch(x.device, "counters", 1 << 16, torch.int32, fill=0),
         M,
         x.stride(0),
