@@ -17,7 +17,7 @@ def seed() -> int:
     return torch.seed() % 2**31
 
 
-def run(config, M, N, K, rank=0, splits=None, per_row=False, pdl=True, dtype=torch.bfloat16):
+def run(config, M, N, K, rank=0, splits=None, per_row=False, pdl=True, dtype=torch.bfloat16, launches=3):
     packed, scale, gs = random_weight(N, K, seed(), "cuda", per_row)
     x = torch.randn(M, K, device="cuda").to(dtype)
     bias = torch.randn(N, device="cuda").to(dtype)
@@ -30,7 +30,7 @@ def run(config, M, N, K, rank=0, splits=None, per_row=False, pdl=True, dtype=tor
     if rank:
         exact += reference.lora(x.double(), a.double(), b.double(), splits)
     first = None
-    for _ in range(3):
+    for _ in range(launches):
         out = torch.full((M, N), float("nan"), device="cuda", dtype=dtype)
         launchers.launch(config, x, packed, scale, gs, bias, a, b, splits, out, pdl)
         assert relative_error(out, exact) < (4e-3 if dtype == torch.bfloat16 else 1e-3)
@@ -49,10 +49,10 @@ SKINNY = [
 @hopper_only
 @pytest.mark.parametrize("config", SKINNY, ids=lambda c: "_".join(str(v) for v in c.values()))
 def test_skinny(config):
-    run(config, config["BM"], 512, 2048, per_row=True)
-    run(config, 1, 384, 1024, rank=32, splits=(128, 256))
+    run(config, config["BM"], 512, 2048, per_row=True, launches=40)
+    run(config, 1, 384, 1024, rank=32, splits=(128, 256), launches=40)
     run(
-        config | {"lora": {"grid": config["grid"] + 5, "cost": 3}},
+        config | {"lora": {"WK": 4, "WN": 1, "R": 2, "grid": config["grid"] + 5, "cost": 3}},
         config["BM"],
         384,
         1024,

@@ -106,7 +106,15 @@ def check(code, matrix: str, weights_per_thread: int, limit: float, spills: int 
     assert not stores, f"weights take a detour through shared memory: {stores[:3]}"
 
 
-SKINNY = [(8, 4, 1, 2, 0, 3.15), (8, 4, 1, 4, 32, 2.95), (16, 4, 1, 2, 32, 3.45)]
+# BM, WK, WN, R, rank, programs a multiprocessor, instructions a weight
+SKINNY = [
+    (8, 4, 1, 2, 0, 4, 3.15),
+    (8, 4, 1, 2, 32, 4, 3.15),
+    (8, 2, 2, 2, 0, 5, 3.15),
+    (8, 4, 1, 4, 32, 3, 2.95),
+    (16, 4, 1, 2, 32, 3, 3.45),
+    (16, 4, 1, 4, 0, 2, 3.1),
+]
 # BM, P, S, permute, rank; wgmma in flight during the next decode, all along; local memory accesses outside the loop
 WGMMA = [
     (32, 2, 5, True, 32, True, 16),
@@ -122,8 +130,8 @@ WGMMA = [
 
 
 @pytest.mark.skipif(not INSIDE, reason="run by test_in_a_fresh_process")
-@pytest.mark.parametrize("BM,WK,WN,R,rank,limit", SKINNY)
-def test_skinny(BM, WK, WN, R, rank, limit):
+@pytest.mark.parametrize("BM,WK,WN,R,rank,programs,limit", SKINNY)
+def test_skinny(BM, WK, WN, R, rank, programs, limit):
     from qerl_nvfp4 import hopper
 
     constants = {
@@ -139,7 +147,9 @@ def test_skinny(BM, WK, WN, R, rank, limit):
         "SLICE": 512,
         "PDL": True,
     }
-    kernel = compile_sm90(hopper.skinny_kernel, constants, WK * WN, None, 3, {"xa_ptr": "*i32", "ws_ptr": "*i32"})
+    pointers = {"xa_ptr": "*i32", "ws_ptr": "*i32"}
+    registers = min(255, 65536 // (programs * WK * WN * 32) // 8 * 8)
+    kernel = compile_sm90(hopper.skinny_kernel, constants, WK * WN, None, 3, pointers, registers)
     code = disassemble(kernel.asm["cubin"])
     count = 8 * R * (BM // 8)  # the loop over the weights, not that of the x A^T tasks
     check(code, "HMMA", 64 * R, limit, count=count)
@@ -147,7 +157,12 @@ def test_skinny(BM, WK, WN, R, rank, limit):
     assert not [op for op in body if op.startswith(("BAR", "LDS"))], (
         "the loop has no barrier and reads no shared memory"
     )
-    assert sum(op.startswith("LDG") and "128" in op for op in body) >= 2 * R, "16-byte loads of weights"
+    words = [op for op in body if op.startswith("LDG") and "LTC256B" in op]
+    assert len(words) == 2 * R and all(".128" in op for op in words), (
+        "16-byte loads, 256 bytes to the second-level cache"
+    )
+    fences = [op for op in opcodes(code) if op.startswith(("MEMBAR", "ATOM"))]
+    assert rank > 0 or not fences, "a tile's pieces are cells that are awaited: no counter, no fence"
 
 
 @pytest.mark.skipif(not INSIDE, reason="run by test_in_a_fresh_process")
@@ -249,4 +264,4 @@ def test_in_a_fresh_process():
     result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900)
     print(result.stdout[-6000:])
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
-    assert "14 passed" in result.stdout
+    assert "17 passed" in result.stdout

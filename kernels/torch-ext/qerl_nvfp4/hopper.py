@@ -67,6 +67,38 @@ def spread_scales(s, q):
     return gl.convert_layout(gl.join(sc, sc), q.type.layout, assert_trivial=True)
 
 
+@gluon.jit
+def load_words(ptr):
+    """Four words a thread.  The second-level cache fetches 256 bytes of the row, which other warps or the next unit want, and lets go first.
+
+    Pure assembly, because gl.load cannot ask for the 256 bytes.
+    """
+    return gl.inline_asm_elementwise(
+        asm="""{
+        .reg .b64 policy; createpolicy.fractional.L2::evict_first.b64 policy, 1.0;
+        ld.global.L1::evict_first.L2::cache_hint.L2::256B.v4.b32 {$0, $1, $2, $3}, [$4], policy;
+        }""",
+        constraints="=r,=r,=r,=r,l,l,l,l",
+        args=[ptr.to(gl.int64)],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=4,
+    )
+
+
+@gluon.jit
+def load_scales(ptr):
+    """Two scales a thread, and 128 bytes of the row to the second-level cache."""
+    return gl.inline_asm_elementwise(
+        asm="ld.global.L2::128B.b16 $0, [$1];",
+        constraints="=h,l",
+        args=[ptr.to(gl.int64)],
+        dtype=gl.int16,
+        is_pure=True,
+        pack=1,
+    )
+
+
 # --- the end of a tile ------------------------------------------------------------------------------------------------------------
 
 
@@ -107,10 +139,14 @@ def await_words(v, off, ptr, PACK: gl.constexpr):
 
 
 @gluon.jit
-def gather_pieces(y, off, first, steps, U, ws_ptr, SIZE: gl.constexpr, PACK: gl.constexpr, BATCH: gl.constexpr):
+def gather_pieces(
+    y, off, first, steps, U, ws_ptr, SIZE: gl.constexpr, PACK: gl.constexpr, BATCH: gl.constexpr, SHARED: gl.constexpr
+):
     """Add to the piece of a tile (which begins at unit `first`) of the program that begins it those of the programs that follow.
 
-    Everyone else has left its piece in ws_ptr as float32 bits; all ones are an empty cell, and what was read is emptied again.
+    Everyone else leaves its piece in ws_ptr as float32 bits; all ones (a NaN no arithmetic gives) are an empty cell, and what was read
+    is emptied again: one trip through the second-level cache, where a counter takes three (fence, atomic, read).  A program waits for
+    later ones, so all must be resident; launch_skinny limits the registers accordingly.  A launch that was aborted leaves cells behind.
     """
     G = gl.num_programs(0)
     p0 = ((first + 1) * G - 1) // U
@@ -118,9 +154,13 @@ def gather_pieces(y, off, first, steps, U, ws_ptr, SIZE: gl.constexpr, PACK: gl.
     for p in range(p0 + 1, p1 + 1, BATCH):  # a batch of loads is on its way at once
         pieces = ()
         for i in gl.static_range(BATCH):
-            pieces = pieces + (gl.load(ws_ptr + (p + i) * SIZE + off, mask=p + i <= p1, other=0, cache_modifier=".cg"),)
+            piece = gl.load(ws_ptr + (p + i) * SIZE + off, mask=p + i <= p1, other=0, cache_modifier=".cg")
+            pieces = pieces + (piece,)  # noqa: RUF005  Gluon knows no starred expressions
         for i in gl.static_range(BATCH):
             y += await_words(pieces[i], off, ws_ptr + (p + i) * SIZE, PACK).to(gl.float32, bitcast=True)
+        if SHARED:  # several threads read the same cell
+            gl.thread_barrier()
+        for i in gl.static_range(BATCH):
             gl.store(ws_ptr + (p + i) * SIZE + off, off * 0 - 1, mask=p + i <= p1)
     return y
 
@@ -262,7 +302,7 @@ def load_lora_up(b_ptr, row0, r0, wanted, RANK: gl.constexpr, ROWS: gl.constexpr
 def load_cells(cells_ptr, z, r0, wanted, RANK: gl.constexpr, BM: gl.constexpr, NW: gl.constexpr):
     """32 ranks of x A^T, two a word, perhaps not there yet; and where they are.  A program reads each cell once."""
     L: gl.constexpr = gl.BlockedLayout([2, 1], [8, 4], [1, NW], [0, 1])
-    r = r0 // 2 + gl.arange(0, 16, layout=gl.SliceLayout(1, L)) + z
+    r = r0 // 2 + gl.arange(0, 16, layout=gl.SliceLayout(1, L))
     m = gl.arange(0, BM, layout=gl.SliceLayout(0, L)) + z
     off = (m * LORA_WORDS)[None, :] + r[:, None]
     return gl.load(cells_ptr + off, mask=(2 * r < RANK)[:, None] & wanted, other=0, cache_modifier=".cg"), off
@@ -430,8 +470,8 @@ def skinny_kernel(
     seg0 = u0
     if PDL:
         gdc_launch_dependents()
-    q = gl.load((w_lane + wo) + w_reg, eviction_policy="evict_first")
-    s = gl.load((s_lane + so) + s_reg)
+    q = load_words((w_lane + wo) + w_reg)
+    s = load_scales((s_lane + so) + s_reg)
     if PDL:
         gdc_wait()
     if RANK > 0:
@@ -454,8 +494,8 @@ def skinny_kernel(
                 wo += ROWS * swn - (steps - 1) * (WK * 16)
                 so += ROWS * ssn - (steps - 1) * (WK * 4)
                 xo = xo * 0
-            q_next = gl.load((w_lane + wo) + w_reg, eviction_policy="evict_first")
-            s_next = gl.load((s_lane + so) + s_reg)
+            q_next = load_words((w_lane + wo) + w_reg)
+            s_next = load_scales((s_lane + so) + s_reg)
             x = (
                 x.reshape([WK, BM, 4, 4, 2, 2, 2])
                 .permute([0, 1, 3, 2, 5, 6, 4])
@@ -488,7 +528,9 @@ def skinny_kernel(
         off = (n_y + z)[:, None] + ((m_y + z) * ROWS)[None, :]
         if mine:
             if seg1 - seg0 < steps:
-                y = gather_pieces(y, off, seg0 + skip, steps, U, ws_ptr, ROWS * BM, OL.size_per_thread[1], BATCH)
+                y = gather_pieces(
+                    y, off, seg0 + skip, steps, U, ws_ptr, ROWS * BM, OL.size_per_thread[1], BATCH, ROWS * BM < NW * 32
+                )
             y = y * gl.div_rn(gs * 0.0 + 256.0, gs)[:, None]
             if BIAS:
                 y += bias.to(gl.float32)[:, None]

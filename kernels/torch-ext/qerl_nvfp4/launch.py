@@ -125,6 +125,8 @@ def launch(
 ) -> None:
     """out (M, N) = x (M, K) W^T [+ bias] [+ LoRA] with one of the fused kernels."""
     lora = None
+    if lora_a is not None:
+        config = config | config.get("lora", {})
     if lora_a is not None and (config["kernel"] != "skinny" or lora_b.shape[1] % 4 == 0):
         lora = lora_plan(x, lora_a, lora_b, splits, tile_rows(config))
         if config["kernel"] == "wgmma" and lora_b.shape[1] % 8:  # rows of B and of x A^T are pieces of 16 bytes
@@ -145,10 +147,9 @@ def adapter_work(config: dict, units: int, tasks: int, sms: int) -> tuple[int, i
 
     Programs of their own for the tasks where they still fit beside the others; else a task counts as much as it takes, about 3 units.
     """
+    if "cost" in config:
+        return min(config["grid"], units + tasks * config["cost"]), config["cost"]
     grid = min(config["grid"], units)
-    if "lora" in config:
-        cost = config["lora"]["cost"]
-        return min(config["lora"]["grid"], units + tasks * cost), cost
     if math.ceil((grid + tasks) / sms) == math.ceil(grid / sms):
         return grid + tasks, max(1, units // grid)
     return grid, min(3, math.ceil(units / grid))

@@ -4,7 +4,7 @@ A table tuned on the device (configs/<device name>.json, written by `python -m q
 a heuristic answers for the others.  A configuration is a small dict:
 
     {"kernel": "skinny", "BM", "WK", "WN", "R", "grid"}        hopper.skinny_kernel, up to 16 tokens; with an adapter,
-        "lora": {"grid", "cost"}                               other programs, and K steps that a piece of x A^T counts as
+        "lora": {..., "cost"}                                  what differs, and K steps that a piece of x A^T counts as
     {"kernel": "wgmma", "BM", "P", "S", "permute", "grid"}     hopper_wgmma.wgmma_kernel, tiles of 64 P rows
         "lora": {"helpers", "slices", ...}                     with an adapter: programs and slices of K for x A^T; may replace any other
     {"kernel": "portable", "BM", "BN", "BK", "SK", "NW", "NS", "MMA"}    portable.gemm_kernel

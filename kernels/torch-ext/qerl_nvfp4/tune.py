@@ -19,7 +19,6 @@ import torch
 from triton.errors import TritonError
 
 from . import ops, reference, select
-from .launch import tile_rows
 from .timing import copies_needed, random_weight, relative_error, time_us
 
 FAILURES = (TritonError, RuntimeError, ValueError, AssertionError, TypeError)
@@ -38,28 +37,32 @@ def layer_shapes(size: str) -> dict[str, tuple[int, int]]:
     return {"qkv": (q + 2 * kv, hidden), "o": (hidden, q), "gate_up": (2 * inner, hidden), "down": (hidden, inner)}
 
 
+def layer_splits(size: str) -> dict[tuple[int, int], tuple[int, ...]]:
+    """(N, K) -> rows of the shards of a fused matrix, each with an adapter of its own."""
+    _, q, kv, inner = QWEN[size]
+    shapes = layer_shapes(size)
+    return {shapes["qkv"]: (q, kv, kv), shapes["gate_up"]: (inner, inner)}
+
+
 def skinny_candidates(N: int, K: int, bucket: int, sms: int):
-    for WK, WN, R in (
-        (4, 1, 1),
-        (4, 1, 2),
-        (4, 1, 4),
-        (4, 2, 1),
-        (4, 2, 2),
-        (8, 1, 1),
-        (8, 1, 2),
-        (2, 2, 2),
-        (2, 4, 2),
-        (2, 2, 4),
-    ):
+    for WK, WN, R in ((4, 1, 1), (4, 1, 2), (4, 1, 4), (8, 1, 2), (2, 2, 2), (2, 4, 2)):
         config = {"kernel": "skinny", "BM": 8 if bucket <= 8 else 16, "WK": WK, "WN": WN, "R": R}
         if not select.skinny_fits(config, N, K):
             continue
         tiles = N // (16 * R * WN)
         resident = 20 // (WK * WN)
-        grids = {sms * i for i in (1, 2, 3, 4, 5) if i <= resident} | {
+        grids = {sms * i for i in (2, 3, 4, 5) if i <= resident} | {
             tiles * i for i in (1, 2) if tiles * i <= sms * resident
         }
         yield from (config | {"grid": g} for g in sorted(grids))
+
+
+def adapter_candidates(config: dict, sms: int):
+    """What may differ from a configuration of the skinny kernel with an adapter: its "lora"."""
+    layout = {k: config[k] for k in ("WK", "WN", "R")}
+    resident = 20 // (config["WK"] * config["WN"])
+    for grid in {sms * i for i in range(max(1, resident - 2), resident + 1)} | {config["grid"]}:
+        yield from (layout | {"grid": grid, "cost": cost} for cost in (1, 2, 3, 5, 8))
 
 
 WGMMA = {  # tokens -> (BM, P, S, permute)
@@ -101,15 +104,14 @@ def run(config, x, weight, gs, out, bias=None, a=None, b=None, splits=None) -> N
 
 
 def compile_one(job) -> tuple[str, str]:
-    """Compile by launching once on a small problem with the row strides of the real one."""
-    config, _, K, rank = job
+    """Compile by launching once."""
+    config, N, K, rank = job
     try:
-        rows = max(512, tile_rows(config))
-        weight = random_weight(rows, K, 0)
+        weight = random_weight(N, K, 0)  # the whole matrix: registers depend on the number of programs
         x = torch.randn(min(config["BM"], 16), K, device="cuda", dtype=torch.bfloat16)
         a = torch.zeros(rank, K, device="cuda", dtype=torch.bfloat16) if rank else None
-        b = torch.zeros(rows, rank, device="cuda", dtype=torch.bfloat16) if rank else None
-        out = torch.empty(len(x), rows, device="cuda", dtype=torch.bfloat16)
+        b = torch.zeros(N, rank, device="cuda", dtype=torch.bfloat16) if rank else None
+        out = torch.empty(len(x), N, device="cuda", dtype=torch.bfloat16)
         run(config, x, weight, torch.ones(1, device="cuda"), out, None, a, b)
         torch.cuda.synchronize()
     except FAILURES as error:  # a candidate that does not compile is only dropped, and named in the log
@@ -119,12 +121,14 @@ def compile_one(job) -> tuple[str, str]:
 
 def precompile(jobs: list, processes: int) -> dict[str, str]:
     """Fill Triton's disk cache; returns the jobs that failed."""
+    sms = select.device_properties(torch.cuda.current_device())[1]
     unique = {}
     for config, N, K, rank in jobs:
         if config["kernel"] != "dense":
-            key = json.dumps(
-                [{k: v for k, v in config.items() if k != "grid"}, K if config["kernel"] == "skinny" else 0, rank]
-            )
+            used = config | config.get("lora", {}) if rank else config
+            layout = {k: v for k, v in used.items() if k not in ("grid", "lora", "cost")}
+            skinny = config["kernel"] == "skinny"  # compiled for a matrix's K and for its number of programs
+            key = json.dumps([layout, K if skinny else 0, math.ceil(used["grid"] / sms) if skinny else 0, rank])
             unique.setdefault(key, (config, N, K, rank))
     begin = time.time()
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
@@ -135,47 +139,93 @@ def precompile(jobs: list, processes: int) -> dict[str, str]:
     return failed
 
 
+class Matrix:
+    """Rotating copies of one (N, K) with adapters of rank 32, and the times of configurations that are right."""
+
+    def __init__(self, N: int, K: int, splits: tuple[int, ...] | None, l2: int):
+        self.N, self.K, self.splits = N, K, splits
+        self.copies = copies_needed(N * K * 9 // 16, l2)
+        self.weights = [random_weight(N, K, i) for i in range(self.copies)]
+        self.gs = torch.tensor([2048.0], device="cuda")
+        self.rows = torch.randperm(N, device="cuda")[: min(N, 4096)]
+        packed, scale = self.weights[0]
+        self.dense = reference.dequantize(packed[self.rows], scale[self.rows], self.gs, torch.float32)
+        self.adapters = [
+            (
+                torch.randn(len(splits or (N,)) * 32, K, device="cuda", dtype=torch.bfloat16) / math.sqrt(K),
+                torch.randn(N, 32, device="cuda", dtype=torch.bfloat16),
+            )
+            for _ in range(self.copies)
+        ]
+
+    def time(self, configs, M: int, adapter: bool, deadline: float) -> list[tuple[float, dict]]:
+        """(microseconds, configuration), the best first; one that is wrong or fails is dropped and named."""
+        x = torch.randn(M, self.K, device="cuda", dtype=torch.bfloat16)
+        out = torch.empty(M, self.N, device="cuda", dtype=torch.bfloat16)
+        expected = x.float() @ self.dense.T
+        if adapter:
+            a, b = self.adapters[0]
+            expected += reference.lora(x.float(), a.float(), b.float(), self.splits)[:, self.rows]
+        found = []
+        for config in configs:
+            if time.time() > deadline:
+                break
+
+            def call(i, config=config):
+                a, b = self.adapters[i] if adapter else (None, None)
+                run(config, x, self.weights[i], self.gs, out, None, a, b, self.splits if adapter else None)
+
+            try:
+                out.fill_(float("nan"))
+                call(0)
+                error = relative_error(out[:, self.rows], expected)
+                if error < 6e-3:
+                    found.append((time_us(call, self.copies, 5), config))
+                else:
+                    print(f"# WRONG {self.N}x{self.K} M={M} {config}: relative error {error:.1e}", flush=True)
+                    ops.scratch(x.device, "counters", 1, torch.int32).zero_()
+            except FAILURES as failure:
+                print(f"# failed {self.N}x{self.K} M={M} {config}: {type(failure).__name__} {str(failure)[-150:]}")
+        return sorted(found, key=lambda t: t[0])
+
+
+def report(N: int, K: int, M: int, timed: list[tuple[float, dict]]) -> None:
+    best = "  ".join(f"{t:.1f} {short(c)}" for t, c in timed[:6])
+    print(f"{N:6d} x {K:5d} M={M:5d} {timed[0][0]:8.2f} us  {best}", flush=True)
+
+
 def tune_shape(
-    N: int, K: int, buckets: list[int], sms: int, l2: int, deadline: float, kernels: tuple[str, ...], large: int = 2048
+    N: int,
+    K: int,
+    splits: tuple[int, ...] | None,
+    buckets: list[int],
+    sms: int,
+    l2: int,
+    deadline: float,
+    kernels: tuple[str, ...],
+    large: int = 2048,
 ) -> list[dict]:
     """Entries for one matrix; bucket 0 (every larger M) is tuned at `large` tokens."""
-    nbytes = N * K * 9 // 16
-    copies = copies_needed(nbytes, l2)
-    weights = [random_weight(N, K, i) for i in range(copies)]
-    gs = torch.tensor([2048.0], device="cuda")
-    rows = torch.randperm(N, device="cuda")[: min(N, 4096)]
-    dense = reference.dequantize(weights[0][0][rows], weights[0][1][rows], gs, torch.float32)
+    matrix = Matrix(N, K, splits, l2)
     entries = []
     for bucket in buckets:
         M = bucket or large
-        x = torch.randn(M, K, device="cuda", dtype=torch.bfloat16)
-        out = torch.empty(M, N, device="cuda", dtype=torch.bfloat16)
-        expected = x.float() @ dense.T
-        timed = []
-        for config in candidates(N, K, bucket, sms, kernels):
-            if time.time() > deadline:
-                break
-            try:
-                out.fill_(float("nan"))
-                run(config, x, weights[0], gs, out)
-                error = relative_error(out[:, rows], expected)
-                if not error < 6e-3:
-                    print(f"# WRONG {N}x{K} M={M} {config}: relative error {error:.1e}", flush=True)
-                    ops.scratch(x.device, "counters", 1, torch.int32).zero_()
-                    continue
-                timed.append(
-                    (time_us(lambda i, c=config, x=x, out=out: run(c, x, weights[i], gs, out), copies, 5), config)
-                )
-            except FAILURES as failure:
-                print(f"# failed {N}x{K} M={M} {config}: {type(failure).__name__} {str(failure)[-150:]}", flush=True)
-        timed.sort(key=lambda t: t[0])
-        if timed:
-            print(
-                f"{N:6d} x {K:5d} M={M:5d} {timed[0][0]:8.2f} us  "
-                + "  ".join(f"{t:.1f} {short(c)}" for t, c in timed[:6]),
-                flush=True,
-            )
-            entries.append({"N": N, "K": K, "bucket": bucket, "us": round(timed[0][0], 2), "config": timed[0][1]})
+        timed = matrix.time(candidates(N, K, bucket, sms, kernels), M, False, deadline)
+        if not timed:
+            continue
+        report(N, K, M, timed)
+        best = timed[0][1]
+        if best["kernel"] == "skinny":
+            # the adapter wants registers and other programs: the best layouts again, with everything they may change
+            layouts = {}
+            for _, config in timed[:8]:
+                layouts.setdefault((config["WK"], config["WN"], config["R"]), config)
+            tries = [best | {"lora": lora} for c in layouts.values() for lora in adapter_candidates(c, sms)]
+            fused = matrix.time(tries, M, True, deadline)
+            if fused:
+                report(N, K, M, fused)
+                best = fused[0][1]
+        entries.append({"N": N, "K": K, "bucket": bucket, "us": round(timed[0][0], 2), "config": best})
     return entries
 
 
@@ -222,15 +272,21 @@ def main(arguments: list[str] | None = None) -> None:
     kernels = tuple(args.kernels.split(","))
     deadline = time.time() + args.seconds
     sms = properties.multi_processor_count
-    precompile(
-        [(c, N, K, 0) for N, K in shapes for b in buckets for c in candidates(N, K, b, sms, kernels)], args.processes
-    )
+    jobs = []
+    for N, K in shapes:
+        for config in (c for b in buckets for c in candidates(N, K, b, sms, kernels)):
+            jobs.append((config, N, K, 0))
+            if config["kernel"] == "skinny":
+                jobs += [(config | {"lora": lora}, N, K, 32) for lora in adapter_candidates(config, sms)]
+    precompile(jobs, args.processes)
+    splits = {nk: s for model in QWEN for nk, s in layer_splits(model).items()}
     path = Path(args.output) if args.output else select.table_path(properties.name)
     for N, K in shapes:
         if time.time() > deadline:
             print(f"# time is up before {N}x{K}")
             break
-        write(path, properties.name, tune_shape(N, K, buckets, sms, properties.L2_cache_size, deadline, kernels))
+        entries = tune_shape(N, K, splits.get((N, K)), buckets, sms, properties.L2_cache_size, deadline, kernels)
+        write(path, properties.name, entries)
         torch.cuda.empty_cache()
     print(f"# wrote {path}")
 
