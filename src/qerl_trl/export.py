@@ -407,20 +407,11 @@ def _nvfp4_layer(entry: _Entry) -> NVFP4Linear | None:
     return layer if isinstance(layer, NVFP4Linear) else None
 
 
-def _packed_specs(name: str, rows: int, columns: int) -> tuple[TensorSpec, ...]:
-    """The three tensors of a packed matrix (N, K) as compressed-tensors names them; `name` ends in ".weight"."""
-    return (
-        TensorSpec(f"{name}_packed", torch.uint8, (rows, columns // 2)),
-        TensorSpec(f"{name}_scale", torch.float8_e4m3fn, (rows, columns // nvfp4.BLOCK_SIZE)),
-        TensorSpec(f"{name}_global_scale", torch.float32, (1,)),
-    )
-
-
 def _packed_job(entry: _Entry) -> Job:
     layer = _nvfp4_layer(entry)
     packed, block_scale, global_scale = layer.nvfp4
     return Job(
-        _packed_specs(entry.name, *entry.shape),
+        formats.packed_specs(entry.name, *entry.shape),
         lambda: [packed, block_scale.view(torch.float8_e4m3fn), global_scale],
     )
 
@@ -453,7 +444,7 @@ def _requantize_job(group: list[_Entry], scale_rule: str) -> Job:
             note["error"] += _dot(written - wanted, written - wanted)
             yield from (packed, block_scale.view(torch.float8_e4m3fn), global_scale)
 
-    specs = tuple(spec for entry in group for spec in _packed_specs(entry.name, *entry.shape))
+    specs = tuple(spec for entry in group for spec in formats.packed_specs(entry.name, *entry.shape))
     return Job(specs, make, note)
 
 

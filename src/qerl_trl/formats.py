@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .nvfp4 import BLOCK_SIZE
+from .shards import TensorSpec
 
 #: written into the safetensors metadata of what we save
 WRITTEN_BY = {"quantized_by": "qerl-trl"}
@@ -220,6 +221,15 @@ def compressed_tensors_config(ignore: Iterable[str]) -> dict[str, Any]:
         "kv_cache_scheme": None,
         "global_compression_ratio": None,
     }
+
+
+def packed_specs(name: str, rows: int, columns: int) -> tuple[TensorSpec, ...]:
+    """The three tensors we write for a packed matrix (N, K) as compressed-tensors names them; `name` ends in ".weight"."""
+    return (
+        TensorSpec(f"{name}_packed", torch.uint8, (rows, columns // 2)),
+        TensorSpec(f"{name}_scale", torch.float8_e4m3fn, (rows, columns // BLOCK_SIZE)),
+        TensorSpec(f"{name}_global_scale", torch.float32, (1,)),
+    )
 
 
 # --- headers ----------------------------------------------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ def fuse_storage(model: nn.Module) -> int:
         layers = [layer for _, layer in members]
         if all(layer.fused_rows for layer in layers) and len({_storage(layer.weight_packed) for layer in layers}) == 1:
             continue
-        if not _share_global_scale(layers):
+        if not share_global_scale(layers):
             unshared.append(parent)
         rows = sum(layer.out_features for layer in layers)
         for attribute in ("weight_packed", "weight_scale"):
@@ -71,7 +71,7 @@ def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _share_global_scale(layers: list[NVFP4Linear]) -> bool:
+def share_global_scale(layers: list[NVFP4Linear]) -> bool:
     """Give the layers one global scale, or, when that would change a foreign checkpoint's weights, return False."""
     scales = torch.cat([layer.global_scale for layer in layers])
     shared = scales.amin().reshape(1)

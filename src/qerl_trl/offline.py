@@ -28,11 +28,11 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from . import checkpoint, formats, nvfp4, report, shards
-from .export import _packed_specs, public_name
-from .formats import TensorInfo
-from .fused import FUSED_GROUPS, _share_global_scale
+from .formats import TensorInfo, packed_specs
+from .fused import FUSED_GROUPS, share_global_scale
 from .linear import NVFP4Linear
 from .nvfp4 import NVFP4Tensor
+from .policy import public_name
 from .quantizer import NVFP4Config, NVFP4HfQuantizer
 from .shards import Job, TensorSpec
 
@@ -337,7 +337,7 @@ def _quantize_job(
             reports.append(_error(info.name.removesuffix(".weight"), weight, tensor))
             del weight, tensor
         if len(layers) > 1:
-            _share_global_scale(layers)  # as after loading, so that the bytes are the same
+            share_global_scale(layers)  # as after loading, so that the bytes are the same
         for layer in layers:
             packed, block_scale, scale = layer.nvfp4
             yield from _on_host(packed)
@@ -345,7 +345,7 @@ def _quantize_job(
             yield from _on_host(scale)
         note["layers"] = reports
 
-    return Job(tuple(spec for info in group for spec in _packed_specs(info.name, *info.shape)), make, note)
+    return Job(tuple(spec for info in group for spec in packed_specs(info.name, *info.shape)), make, note)
 
 
 def _copy_job(info: TensorInfo, compute_dtype: torch.dtype, budget: _Budget) -> Job:
