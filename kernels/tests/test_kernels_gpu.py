@@ -72,6 +72,7 @@ WGMMA_SHAPES = (
     (64, 3, 3, False),
     (128, 2, 2, False),
     (128, 3, 2, False),
+    (128, 4, 2, False),
 )
 WGMMA = [
     {"kernel": "wgmma", "BM": BM, "P": P, "S": S, "permute": permute, "grid": grid}
@@ -90,6 +91,7 @@ def test_wgmma(config):
     run(config, config["BM"], 528, 1280, rank=256)
     run(config | {"lora": {"helpers": 2, "slices": 1}}, 2 * config["BM"] + 1, 1024, 2048, rank=32, splits=(512, 512))
     run(config, config["BM"], 256, 512, rank=12)  # rows of B that the copy engine cannot read
+    run(config | {"grid": 7}, 3 * config["BM"] + 1, 1280, 512)  # whole tiles for every program, and split ones
 
 
 @hopper_only
@@ -108,6 +110,35 @@ def test_wgmma_with_an_adapter_is_the_same_bit_for_bit(config):
             launchers.launch(config, x, packed, scale, gs, None, a, b, splits, out)
         first = [out.clone() for out in outs] if first is None else first
         assert all(torch.equal(*pair) for pair in zip(first, outs, strict=True))
+
+
+@hopper_only
+@pytest.mark.parametrize("P", [2, 3, 4])
+@pytest.mark.parametrize("M,rank", [(128, 0), (128, 32), (700, 0)])
+def test_wgmma_gives_the_same_bits_every_time(P, M, rank):
+    N, K = 3584, 2048
+    config = {"kernel": "wgmma", "BM": 128, "P": P, "S": 2, "permute": False, "grid": 132}
+    packed, scale, gs = random_weight(N, K, seed(), "cuda")
+    x = torch.randn(M, K, device="cuda", dtype=torch.bfloat16)
+    a = torch.randn(rank, K, device="cuda", dtype=torch.bfloat16) if rank else None
+    b = torch.randn(N, rank, device="cuda", dtype=torch.bfloat16) if rank else None
+    outs = torch.full((60, M, N), float("nan"), device="cuda", dtype=torch.bfloat16)
+    for out in outs:
+        launchers.launch(config, x, packed, scale, gs, None, a, b, None, out)
+    assert outs[0].isfinite().all()
+    assert all(torch.equal(out, outs[0]) for out in outs[1:])
+
+
+@hopper_only
+def test_wgmma_writes_to_any_address():
+    config = {"kernel": "wgmma", "BM": 32, "P": 2, "S": 5, "permute": True, "grid": 8}
+    packed, scale, gs = random_weight(256, 1024, seed(), "cuda")
+    x = torch.randn(20, 1024, device="cuda", dtype=torch.bfloat16)
+    wide = torch.zeros(20, 259, device="cuda", dtype=torch.bfloat16)
+    launchers.launch(config, x, packed, scale, gs, None, None, None, None, wide[:, 3:])
+    exact = x.double() @ reference.dequantize(packed, scale, gs, torch.float64).T
+    assert relative_error(wide[:, 3:], exact) < 4e-3
+    assert not wide[:, :3].any()
 
 
 @hopper_only

@@ -40,7 +40,8 @@ def hot_loop(code: list[tuple[int, str, str]], matrix: str, count: int = 0) -> l
         if op.startswith("BRA") and target and int(target.group(1), 16) < address:
             body = [o for a, o, _ in code if int(target.group(1), 16) <= a <= address]
             found = sum(o.startswith(matrix) for o in body)
-            if found == count if count else found >= 8:
+            # what spans an EXIT is a wait's way back from the end of the code, not a loop
+            if "EXIT" not in body and (found == count if count else found >= 8):
                 bodies.append(body)
     assert bodies, f"no loop with {matrix} instructions"
     return min(bodies, key=len)
@@ -115,17 +116,18 @@ SKINNY = [
     (16, 4, 1, 2, 32, 3, 3.45),
     (16, 4, 1, 4, 0, 2, 3.1),
 ]
-# BM, P, S, permute, rank; wgmma in flight during the next decode, all along; local memory accesses outside the loop
+# BM, P, S, permute, rank; local memory accesses outside the loop
 WGMMA = [
-    (32, 2, 5, True, 32, True, 16),
-    (32, 3, 4, True, 0, False, 0),
-    (32, 3, 4, True, 32, False, 36),
-    (64, 2, 4, True, 0, True, 0),
-    (64, 2, 4, False, 32, True, 8),
-    (64, 3, 3, False, 0, False, 0),
-    (128, 2, 2, False, 0, True, 0),
-    (128, 2, 2, False, 256, True, 8),
-    (128, 3, 2, False, 32, False, 40),
+    (32, 2, 5, True, 32, 16),
+    (32, 3, 4, True, 0, 0),
+    (32, 3, 4, True, 32, 36),
+    (64, 2, 4, True, 0, 0),
+    (64, 2, 4, False, 32, 0),
+    (64, 3, 3, False, 0, 0),
+    (128, 2, 2, False, 0, 0),
+    (128, 2, 2, False, 256, 0),
+    (128, 3, 2, False, 32, 0),
+    (128, 4, 2, False, 0, 12),
 ]
 
 
@@ -166,21 +168,22 @@ def test_skinny(BM, WK, WN, R, rank, programs, limit):
 
 
 @pytest.mark.skipif(not INSIDE, reason="run by test_in_a_fresh_process")
-@pytest.mark.parametrize("BM,P,S,permute,rank,lag,spills", WGMMA)
-def test_wgmma(BM, P, S, permute, rank, lag, spills):
+@pytest.mark.parametrize("BM,P,S,permute,rank,spills", WGMMA)
+def test_wgmma(BM, P, S, permute, rank, spills):
     from qerl_nvfp4 import hopper_wgmma as hopper
 
-    registers = hopper.registers(P, permute)
+    average, registers, ring_registers = hopper.registers(P, permute)
     constants = {
         "BM": BM,
         "P": P,
         "S": S,
         "BIAS": rank > 0,
         "RANK": rank,
-        "SLICES": 4 if P == 2 else 2,
+        "SLICES": 2 if P > 2 or BM == 64 else 4,
         "PDL": True,
         "PERMUTE": permute,
         "REGS": registers,
+        "RING_REGS": ring_registers,
     }
     descriptors = {
         "x_d": f"tensordesc<bf16[{BM}, 128],{hopper.X_SHARED!r}>",
@@ -188,15 +191,21 @@ def test_wgmma(BM, P, S, permute, rank, lag, spills):
         "s_d": f"tensordesc<i16[64, 8],{hopper.S_SHARED!r}>",
         "b_d": f"tensordesc<bf16[64, 32],{hopper.L_SHARED!r}>",
         "xa_d": f"tensordesc<bf16[{BM}, 32],{hopper.L_SHARED!r}>",
+        "y_d": f"tensordesc<bf16[16, 64],{hopper.X_SHARED!r}>",
     }
-    compiled = compile_sm90(hopper.wgmma_kernel, constants, 4, descriptors, 3, {"xa_ptr": "*bf16"}, registers)
+    compiled = compile_sm90(hopper.wgmma_kernel, constants, 4, descriptors, 3, {"xa_ptr": "*bf16"}, average)
     assert compiled.metadata.shared <= 227 * 1024
     code = disassemble(compiled.asm["cubin"])
-    check(code, "HGMMA", 128, 3.2, spills, count=16)
+    check(code, "HGMMA", 128, 3.5, spills, count=16)
     waits = [rest for _, op, rest in code if op == "WARPGROUP.DEPBAR.LE"]
-    # a group waits four times in its loop, once after it and once a piece of the adapter, else wgmma is serialized
-    assert len(waits) <= P * (5 + (rank + 31) // 32)
-    assert sum("0x1" in rest for rest in waits) == (4 if lag else 2) * P, "a wgmma runs on during the next decode"
+    # a group waits eight times in its loop, once after it and once a piece of the adapter, else wgmma is serialized
+    assert len(waits) <= P * (9 + (rank + 31) // 32)
+    assert sum("0x1" in rest for rest in waits) == 8 * P, "a wgmma runs on during the next decode"
+    everything = opcodes(code)
+    assert sum(op.startswith("STSM") for op in everything) >= P * BM // 16, "y leaves through the matrix store"
+    assert sum(op.startswith("UTMASTG") for op in everything) == P * BM // 16, "and the bulk copy engine"
+    loads = [op for op in everything if op.startswith(("LDG", "STG")) and "128" in op]
+    assert len(loads) >= 2 * P * BM // 8, "partial sums travel 16 bytes at a time"
     if permute:
         stores = [op for op in opcodes(code) if op.startswith("STS")]
         assert sum("128" in op for op in stores) >= BM // 4, "x is put in order 16 bytes at a time"
@@ -264,4 +273,4 @@ def test_in_a_fresh_process():
     result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900)
     print(result.stdout[-6000:])
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
-    assert "17 passed" in result.stdout
+    assert "18 passed" in result.stdout

@@ -99,6 +99,12 @@ def load_scales(ptr):
     )
 
 
+@gluon.jit
+def finish():
+    """The threads end here: ptxas serializes wgmma where warps could come back to fewer registers, as Triton's could."""
+    gl.inline_asm_elementwise("exit; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
 # --- the end of a tile ------------------------------------------------------------------------------------------------------------
 
 

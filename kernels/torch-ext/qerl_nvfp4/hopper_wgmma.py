@@ -1,13 +1,14 @@
-"""The Hopper kernel for 17 to a few hundred tokens, in Gluon: warps with roles.
+"""The Hopper kernel for 17 to about a thousand tokens, in Gluon: warps with roles.
 
 A program computes tiles of 64 P rows (weights) by BM columns (tokens).  P groups of four warps own 64 rows each: they decode words from
 shared memory into the *register* operand of `wgmma`; while one group decodes, the matrix units work for the others.  One warp keeps a
-ring of S stages full: the bulk copy engine brings words, scales and x.  x must be in the k order in which words are decoded: either it
+ring of S stages full: the bulk copy engine brings words, scales and x, and takes y away.  x must be in the k order in which words are decoded: either it
 comes so (portable.permute_kernel), or (PERMUTE) four more warps put it in order in shared memory, which saves a launch.
 
 An adapter has shared memory of its own for B and x A^T, filled when a tile's last unit has been asked for (hopper_adapt.py).
 
-Work is cut as in hopper.py; of the programs that share a tile, the one that begins it adds up what the others leave, in order.
+Programs first compute whole tiles, neighbours at the same time, so that they share words and x in the second-level cache.  What does
+not go round is cut as in hopper.py; of the programs that share a tile, the one that begins it adds up what the others leave, in order.
 """
 
 from triton.experimental import gluon
@@ -21,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .hopper import decode_scales, decode_word, halves, opaque_zero
+from .hopper import decode_scales, decode_word, finish, halves, opaque_zero
 from .hopper_adapt import adapt, load_adapter, lower_flags, multiply_adapter
 
 X_SHARED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -41,9 +42,24 @@ SCALES = gl.constexpr(
 )
 
 
-def registers(P: int, permute: bool) -> int:
-    """Of a thread: what 64 Ki registers allow (the one warp that fills the ring counts as four)."""
-    return 65536 // (128 * (P + 1 + permute)) // 8 * 8
+@gluon.constexpr_function
+def partial_layout(BM):
+    """The accumulator as [pieces, 128 threads, 4]: what a thread holds is 16 bytes of every piece."""
+    pieces = BM // 8
+    regs = [[0, 0, 1], [0, 0, 2]] + [[1 << i, 0, 0] for i in range(pieces.bit_length() - 1)]
+    threads = [[0, 1 << i, 0] for i in range(7)]
+    return gl.DistributedLinearLayout(regs, threads[:5], threads[5:], [], [pieces, 128, 4])
+
+
+def registers(P: int, permute: bool) -> tuple[int, int, int]:
+    """Registers a thread: what 64 Ki allow on average, of the groups that multiply, and of the ring's warp (it counts as four).
+
+    Where there are no other warps, the ring's gives most of its registers to those that multiply.
+    """
+    average = 65536 // (128 * (P + 1 + permute)) // 8 * 8
+    if permute:
+        return average, average, average
+    return average, ((P + 1) * average - 24) // P // 8 * 8, 24
 
 
 @gluon.constexpr_function
@@ -51,6 +67,42 @@ def tokens_layout(T):
     """[T tokens, 128 columns]: reads and writes of 16 bytes without bank conflicts, in either order of k."""
     regs = [[0, 1], [0, 2], [0, 4], [0, 32], [0, 64]] + ([[32, 0]] if T > 32 else [])
     return gl.DistributedLinearLayout(regs, [[1, 0], [2, 0], [4, 0], [0, 8], [0, 16]], [[8, 0], [16, 0]], [], [T, 128])
+
+
+@gluon.jit
+def idle():
+    """A warp that only makes up a group of four."""
+    finish()
+
+
+@gluon.jit
+def units_of(work):
+    """Of this program."""
+    _, _, u0, u1, steps, _, _, D = work
+    return D * steps + u1 - u0
+
+
+@gluon.jit
+def tiles_of(work):
+    """Of this program, also those that it shares."""
+    _, _, u0, u1, steps, _, _, D = work
+    return D + (u1 + steps - 1) // steps - u0 // steps
+
+
+@gluon.jit
+def segment(j, work):
+    """What this program computes j-th: a tile (which of all, which of the split ones) and its first and last step."""
+    pid, G, u0, u1, steps, _, _, D = work
+    tile = j * G + pid
+    t = 0
+    s0 = 0
+    s1 = steps
+    if j >= D:
+        t = u0 // steps + j - D
+        tile = D * G + t
+        s0 = gl.maximum(u0 - t * steps, 0)
+        s1 = gl.minimum(u1 - t * steps, steps)
+    return tile, t, s0, s1
 
 
 # --- the warps that fill the ring ------------------------------------------------------------------------------------------------
@@ -93,13 +145,18 @@ def produce(
     """One warp that asks for everything."""
     x_d, w_d, s_d, b_d, xa_d = maps
     w_sh, s_sh, x_sh, raw, full, empty = ring
-    _, G, u0, u1, steps, _, mt = work
+    pid, G, u0, _, steps, _, mt, D = work
     arrived = raw if PERMUTE else full
     for i in gl.static_range(S):  # weights do not depend on the previous kernel
-        if i < u1 - u0:
-            tile = (u0 + i) // steps
+        if i < units_of(work):
+            tile = i // steps * G + pid
+            it = i % steps
+            if i >= D * steps:
+                u = u0 + i - D * steps
+                tile = D * G + u // steps
+                it = u % steps
             for h in gl.static_range(2):
-                load_weights(w_d, s_d, w_sh, s_sh, full, i, i, h, tile // mt * (P * R), u0 + i - tile * steps, P)
+                load_weights(w_d, s_d, w_sh, s_sh, full, i, i, h, tile // mt * (P * R), it, P)
     if PDL:
         gdc_wait()
     st = 0
@@ -107,19 +164,18 @@ def produce(
     phase = 1
     turn = 0
     waited = 0
-    seg0 = u0
-    tile = u0 // steps
-    while seg0 < u1:
-        first = tile * steps
-        seg1 = gl.minimum(first + steps, u1)
+    v = 0
+    for j in range(tiles_of(work)):
+        tile, _, s0, s1 = segment(j, work)
         n0 = tile // mt * (P * R)
         m_tile = tile % mt
-        for u in range(seg0, seg1):
+        for it in range(s0, s1):
             for h in gl.static_range(2):
                 mbarrier.wait(empty.index(st * 2 + h), phase)
-                if u - u0 >= S:
-                    load_weights(w_d, s_d, w_sh, s_sh, full, st, sc, h, n0, u - first, P)
-                load_x(x_d, x_sh, arrived, st, h, m_tile * BM, u - first, BM)
+                if v >= S:
+                    load_weights(w_d, s_d, w_sh, s_sh, full, st, sc, h, n0, it, P)
+                load_x(x_d, x_sh, arrived, st, h, m_tile * BM, it, BM)
+            v += 1
             st += 1
             if st == S:
                 st = 0
@@ -128,24 +184,22 @@ def produce(
             if sc == S + 1:
                 sc = 0
         if RANK > 0:  # noqa: SIM102
-            if seg0 == first:
+            if s0 == 0:
                 waited, turn = load_adapter(b_d, xa_d, lora, shards, n0, m_tile, waited, turn, P, BM, RANK, SLICES)
-        seg0 = seg1
-        tile += 1
     if RANK > 0:  # noqa: SIM102
-        if u1 > u0:
+        if units_of(work) > 0:
             lower_flags(shards, G)
+    finish()
 
 
 @gluon.jit
 def permute(ring, work, BM: gl.constexpr, S: gl.constexpr):
     """Four warps: column 32 t + 8 j + 4 p + 2 i1 + i0 of x moves to 32 j + 16 i1 + 8 i0 + 2 t + p, in place."""
     _, _, x_sh, raw, full, _ = ring
-    _, _, u0, u1, _, _, _ = work
     T: gl.constexpr = min(BM, 64)
     st = 0
     phase = 0
-    for _ in range(u0, u1):
+    for _ in range(units_of(work)):
         for h in gl.static_range(2):
             mbarrier.wait(raw.index(st * 2 + h), phase)
             for i in gl.static_range(BM // T):
@@ -158,6 +212,7 @@ def permute(ring, work, BM: gl.constexpr, S: gl.constexpr):
         if st == S:
             st = 0
             phase ^= 1
+    finish()
 
 
 # --- the warps that multiply --------------------------------------------------------------------------------------------------------
@@ -165,45 +220,60 @@ def permute(ring, work, BM: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def decode(q, s, AL: gl.constexpr):
-    """[64 rows, 4 lanes, 2 words] and a scale each -> the left operand, 64 columns."""
-    s = gl.convert_layout(gl.join(s, s), q.type.layout, assert_trivial=True)
-    p0, p1, p2, p3 = decode_word(q, s)
+    """[64 rows, 4 lanes] words and a scale each -> the left operand, 32 columns."""
+    # a warp waits for its wgmma to be taken on: ptxas must not gather the decodes before the first of them
+    gl.inline_asm_elementwise(
+        "bar.warp.sync 0xffffffff; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+    p0, p1, p2, p3 = decode_word(q, gl.convert_layout(s, q.type.layout, assert_trivial=True))
     A = halves(gl.join(gl.join(p0, p1), gl.join(p2, p3)))
-    return gl.convert_layout(A.permute([0, 2, 4, 3, 1, 5]).reshape([R, 64]), AL, assert_trivial=True)
+    return gl.convert_layout(A.permute([0, 3, 2, 1, 4]).reshape([R, 32]), AL, assert_trivial=True)
 
 
 @gluon.jit
-def gather(
-    acc,
-    off,
-    cnt_ptr,
-    ws_ptr,
-    part: gl.constexpr,
-    pid,
-    G,
-    first,
-    seg0,
-    seg1,
-    steps,
-    U,
-    P: gl.constexpr,
-    SIZE: gl.constexpr,
-):
-    """Of the programs that share a tile, the one that began it waits for the others and adds theirs in order."""
-    if seg1 - seg0 < steps:
-        if seg0 == first:
-            p1 = ((first + steps) * G - 1) // U
+def gather(acc, cnt_ptr, ws_ptr, part: gl.constexpr, pid, G, t, s0, s1, steps, U, P: gl.constexpr):
+    """Of the programs that share tile t of the split ones, the one that began it waits for the others and adds theirs in order."""
+    if s1 - s0 < steps:
+        BM: gl.constexpr = acc.shape[1]
+        L: gl.constexpr = partial_layout(BM)
+        piece = gl.arange(0, BM // 8, layout=gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None, None]
+        thread = gl.arange(0, 128, layout=gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
+        four = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]
+        off = piece * 512 + thread * 4 + four + opaque_zero() * 4
+        a = acc.reshape([4, 2, 8, BM // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5])
+        a = gl.convert_layout(a.reshape([BM // 8, 128, 4]), L, assert_trivial=True)
+        if s0 == 0:
+            p1 = ((t + 1) * steps * G - 1) // U
             while gl.atomic_add(cnt_ptr, 0, sem="acquire") < p1 - pid:
                 pass
             gl.thread_barrier()
             for p in range(pid + 1, p1 + 1):
-                acc += gl.load(ws_ptr + ((p * P + part) * SIZE + off), cache_modifier=".cg")
+                a += gl.load(ws_ptr + ((p * P + part) * (R * BM) + off), cache_modifier=".cg")
             gl.store(cnt_ptr, 0)
+            total = a.reshape([BM // 8, 4, 8, 4, 2, 2]).permute([1, 4, 2, 0, 3, 5])
+            acc = gl.convert_layout(total.reshape([R, BM]), acc.type.layout, assert_trivial=True)
         else:
-            gl.store(ws_ptr + ((pid * P + part) * SIZE + off), acc)
+            gl.store(ws_ptr + ((pid * P + part) * (R * BM) + off), a)
             gl.thread_barrier()
             gl.atomic_add(cnt_ptr, 1, sem="release")
     return acc
+
+
+@gluon.jit
+def write(y, y_d, y_sh, m0, n0, part: gl.constexpr, turn: gl.constexpr):
+    """y [rows, tokens] -> global memory, 16 tokens at a time, through two buffers."""
+    if y.shape[1] > 16:
+        lo, hi = gl.split(y.reshape([y.shape[0], 2, y.shape[1] // 2]).permute([0, 2, 1]))
+        write(lo, y_d, y_sh, m0, n0, part, turn)
+        write(hi, y_d, y_sh, m0 + y.shape[1] // 2, n0, part, turn + y.shape[1] // 32)
+    else:
+        buffer = y_sh.index(part * 2 + turn % 2)
+        tma.store_wait(1)
+        gl.thread_barrier()
+        buffer.store(y.permute([1, 0]))
+        fence_async_shared()
+        gl.thread_barrier()
+        tma.async_copy_shared_to_global(y_d, [m0, n0], buffer)
 
 
 @gluon.jit
@@ -226,47 +296,41 @@ def consume(
 ):
     """Four warps: rows part * 64 .. of every tile."""
     w_sh, s_sh, x_sh, _, full, empty = ring
-    pid, G, u0, u1, steps, U, mt = work
-    gs_ptr, bias_ptr, y_ptr, ws_ptr, cnt_ptr, M, N, sym, sgs = out
+    pid, G, _, _, steps, U, mt, _ = work
+    y_d, y_sh, gs_ptr, bias_ptr, ws_ptr, cnt_ptr, N, sgs = out
     if RANK > 0:
         adapt(adapter, x_sh, part, gl.num_programs(0) - G, mt, P, BM, SLICES, REGS, PDL)
-    # one wgmma runs on during the next decode, where ptxas has the registers not to serialize
-    LAG: gl.constexpr = P == 2 and (128 if BM <= 64 else 168) <= REGS
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
     AL: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    n_y = gl.arange(0, R, layout=gl.SliceLayout(1, MMA))
-    m_y = gl.arange(0, BM, layout=gl.SliceLayout(0, MMA))
-    seg0 = u0
-    tile = u0 // steps
+    n_a = gl.arange(0, R, layout=gl.SliceLayout(1, MMA))
     st = 0
     sc = 0
     phase = 0
     turn = 0
-    while seg0 < u1:
-        first = tile * steps
-        seg1 = gl.minimum(first + steps, u1)
+    for j in range(tiles_of(work)):
+        tile, t, s0, s1 = segment(j, work)
         acc = gl.zeros([R, BM], gl.float32, MMA)
-        for u in range(seg0, seg1):
+        for u in range(s0, s1):
             for h in gl.static_range(2):
                 slot = st * 2 + h
                 mbarrier.wait(full.index(slot), phase)
                 sa0, sa1 = decode_scales(s_sh.index(sc * P + part).slice(h * 4, 4, 1).load(SCALES))
-                q = w_sh.index(slot * P + part).load(WORDS).reshape([R, 4, 2, 2]).permute([0, 1, 3, 2])
-                q0, q1 = gl.split(q)
+                even, odd = gl.split(w_sh.index(slot * P + part).load(WORDS).reshape([R, 4, 2, 2]))
+                q0, q2 = gl.split(even)
+                q1, q3 = gl.split(odd)
                 x = x_sh.index(slot).permute([1, 0])
-                acc = warpgroup_mma(decode(q0, sa0, AL), x.slice(0, 64, 0), acc, is_async=True)
+                acc = warpgroup_mma(decode(q0, sa0, AL), x.slice(0, 32, 0), acc, is_async=True)
                 acc = warpgroup_mma_wait(1, deps=[acc])
-                if LAG:
-                    if h == 1:
-                        mbarrier.arrive(empty.index(st * 2))
-                    else:
-                        mbarrier.arrive(empty.index(gl.where(st == 0, S - 1, st - 1) * 2 + 1), pred=u > seg0)
-                acc = warpgroup_mma(decode(q1, sa1, AL), x.slice(64, 64, 0), acc, is_async=True)
-                if LAG:
-                    acc = warpgroup_mma_wait(1, deps=[acc])
+                if h == 1:
+                    mbarrier.arrive(empty.index(st * 2))
                 else:
-                    acc = warpgroup_mma_wait(0, deps=[acc])
-                    mbarrier.arrive(empty.index(slot))
+                    mbarrier.arrive(empty.index(gl.where(st == 0, S - 1, st - 1) * 2 + 1), pred=u > s0)
+                acc = warpgroup_mma(decode(q1, sa0, AL), x.slice(32, 32, 0), acc, is_async=True)
+                acc = warpgroup_mma_wait(1, deps=[acc])
+                acc = warpgroup_mma(decode(q2, sa1, AL), x.slice(64, 32, 0), acc, is_async=True)
+                acc = warpgroup_mma_wait(1, deps=[acc])
+                acc = warpgroup_mma(decode(q3, sa1, AL), x.slice(96, 32, 0), acc, is_async=True)
+                acc = warpgroup_mma_wait(1, deps=[acc])
             st += 1
             if st == S:
                 st = 0
@@ -274,46 +338,34 @@ def consume(
             sc += 1
             if sc == S + 1:
                 sc = 0
-        if LAG:
-            acc = warpgroup_mma_wait(0, deps=[acc])
-            mbarrier.arrive(empty.index(gl.where(st == 0, S - 1, st - 1) * 2 + 1))
-        z = opaque_zero()
-        # two columns are one access; three groups of 128 tokens have no registers to keep the columns' addresses in
-        m_off = m_y + z if P * BM > 256 else m_y
-        off = (n_y + z)[:, None] * BM + m_off[None, :]
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(empty.index(gl.where(st == 0, S - 1, st - 1) * 2 + 1))
         pn = tile // mt
-        rows = pn * (P * R) + part * R + n_y + z
-        safe = gl.minimum(rows, N - 1)
+        n0 = pn * (P * R) + part * R
+        safe = gl.minimum(n0 + n_a + opaque_zero(), N - 1)
         gs = gl.load(gs_ptr + safe * sgs)  # on their way while the others' sums are awaited
         if BIAS:
             bias = gl.load(bias_ptr + safe)
-        acc = gather(
-            acc, off, cnt_ptr + (tile * P + part), ws_ptr, part, pid, G, first, seg0, seg1, steps, U, P, R * BM
-        )
-        if seg0 == first:
-            m0 = (tile - pn * mt) * BM + z
+        acc = gather(acc, cnt_ptr + (t * P + part), ws_ptr, part, pid, G, t, s0, s1, steps, U, P)
+        if s0 == 0:
             acc = acc * gl.div_rn(gs * 0.0 + 256.0, gs)[:, None]
             if BIAS:
                 acc += bias.to(gl.float32)[:, None]
             if RANK > 0:
                 acc, turn = multiply_adapter(acc, lora, shards, pn * (P * R), part, turn, P, RANK, SLICES, AL)
-            ms = m0 + m_y
-            gl.store(
-                y_ptr + (ms[None, :] * sym + rows[:, None]),
-                acc.to(gl.bfloat16),
-                mask=(ms < M)[None, :] & (rows < N)[:, None],
-            )
-        seg0 = seg1
-        tile += 1
+            write(acc.to(gl.bfloat16), y_d, y_sh, (tile - pn * mt) * BM, n0, part, 0)
+    tma.store_wait(0)  # shared memory must outlive what is read from it
+    finish()
 
 
-@gluon.jit(do_not_specialize=["M", "U", "steps", "sgs", "mt", "e1", "e2", "R8", "H"])
+@gluon.jit(do_not_specialize=["M", "U", "steps", "sgs", "mt", "D", "e1", "e2", "R8", "H"])
 def wgmma_kernel(
     x_d,
     w_d,
     s_d,
     b_d,
     xa_d,
+    y_d,
     x_ptr,
     a_ptr,
     xa_ptr,
@@ -321,14 +373,12 @@ def wgmma_kernel(
     done_ptr,
     gs_ptr,
     bias_ptr,
-    y_ptr,
     ws_ptr,
     cnt_ptr,
     M,
     N,
     K,
     sxm,
-    sym,
     sgs,
     R8,
     H,
@@ -337,6 +387,7 @@ def wgmma_kernel(
     steps,
     U,
     mt,
+    D,
     BM: gl.constexpr,
     P: gl.constexpr,
     S: gl.constexpr,
@@ -346,17 +397,21 @@ def wgmma_kernel(
     PDL: gl.constexpr,
     PERMUTE: gl.constexpr,
     REGS: gl.constexpr,
+    RING_REGS: gl.constexpr,
 ):
-    """y[m, n]; K a multiple of 256, steps = K / 256, mt = ceil(M / BM), units U = ceil(N / 64 P) * mt * steps.
+    """y[m, n]; K a multiple of 256, steps = K / 256, mt = ceil(M / BM), tiles = ceil(N / 64 P) * mt.
 
+    The H programs that start first compute x A^T.  The G others compute D whole tiles each; the steps of the tiles that then remain, U
+    in all, are cut into G ranges.
     x_d bfloat16 (M, K), box (BM, 128); w_d int32 (N, K/8), box (64, 16); s_d int16 (N, K/32), box (64, 8);
-    b_d bfloat16 (N, RANK), box (64, 32); xa_d bfloat16, SLICES times (mt * BM, shards * RANK = 8 R8) of x A^T, box (BM, 32).
-    The H programs that start first compute x A^T, the others are left with the units.
+    y_d bfloat16 (M, N), box (16, 64); b_d bfloat16 (N, RANK), box (64, 32); xa_d bfloat16, SLICES times (mt * BM, shards * RANK = 8 R8) of x A^T, box (BM, 32).
     """
+    gl.static_assert(P < 4 or not PERMUTE, "four groups leave no registers to put x in order")
     w_sh = gl.allocate_shared_memory(gl.int32, [2 * S * P, R, 16], w_d.layout)
     # one place more: the first half's words are asked for before the second half's scales have been read
     s_sh = gl.allocate_shared_memory(gl.int16, [(S + 1) * P, R, 8], s_d.layout)
     x_sh = gl.allocate_shared_memory(gl.bfloat16, [2 * S, BM, 128], x_d.layout)
+    y_sh = gl.allocate_shared_memory(gl.bfloat16, [2 * P, 16, R], y_d.layout)
     raw = gl.allocate_shared_memory(gl.int64, [2 * S, 1], mbarrier.MBarrierLayout())  # x as it is has arrived
     full = gl.allocate_shared_memory(gl.int64, [2 * S, 1], mbarrier.MBarrierLayout())  # words have, and x is in order
     empty = gl.allocate_shared_memory(gl.int64, [2 * S, 1], mbarrier.MBarrierLayout())  # every group is done
@@ -383,8 +438,8 @@ def wgmma_kernel(
     if PDL:
         gdc_launch_dependents()
     maps = (x_d, w_d, s_d, b_d, xa_d)
-    work = (pid, G, u0, u1, steps, U, mt)
-    out = (gs_ptr, bias_ptr, y_ptr, ws_ptr, cnt_ptr, M, N, sym, sgs)
+    work = (pid, G, u0, u1, steps, U, mt, gl.where(pid < G, D, 0))
+    out = (y_d, y_sh, gs_ptr, bias_ptr, ws_ptr, cnt_ptr, N, sgs)
     RS = R8 * 8
     shards = (e1, e2, flag_ptr, done_ptr, M, RS, mt)
     adapter = (x_ptr, a_ptr, xa_ptr, flag_ptr, M, K, sxm, RS)
@@ -395,9 +450,11 @@ def wgmma_kernel(
                 (consume, (ring, work, out, lora, shards, adapter, 1, P, BM, S, BIAS, RANK, SLICES, REGS, PDL)),
                 (permute, (ring, work, BM, S)),
                 (produce, (maps, ring, work, lora, shards, P, BM, S, RANK, SLICES, PDL, PERMUTE)),
+                (idle, ()),
+                (idle, ()),
             ],
-            [4, 4, 1],
-            [REGS, REGS, REGS],
+            [4, 4, 1, 1, 2],
+            [REGS, REGS, RING_REGS, RING_REGS, RING_REGS],
         )
     elif P == 2:
         gl.warp_specialize(
@@ -405,9 +462,25 @@ def wgmma_kernel(
                 (consume, (ring, work, out, lora, shards, adapter, 0, P, BM, S, BIAS, RANK, SLICES, REGS, PDL)),
                 (consume, (ring, work, out, lora, shards, adapter, 1, P, BM, S, BIAS, RANK, SLICES, REGS, PDL)),
                 (produce, (maps, ring, work, lora, shards, P, BM, S, RANK, SLICES, PDL, PERMUTE)),
+                (idle, ()),
+                (idle, ()),
             ],
-            [4, 1],
-            [REGS, REGS],
+            [4, 1, 1, 2],
+            [REGS, RING_REGS, RING_REGS, RING_REGS],
+        )
+    elif P == 4:
+        gl.warp_specialize(
+            [
+                (consume, (ring, work, out, lora, shards, adapter, 0, P, BM, S, BIAS, RANK, SLICES, REGS, PDL)),
+                (consume, (ring, work, out, lora, shards, adapter, 1, P, BM, S, BIAS, RANK, SLICES, REGS, PDL)),
+                (consume, (ring, work, out, lora, shards, adapter, 2, P, BM, S, BIAS, RANK, SLICES, REGS, PDL)),
+                (consume, (ring, work, out, lora, shards, adapter, 3, P, BM, S, BIAS, RANK, SLICES, REGS, PDL)),
+                (produce, (maps, ring, work, lora, shards, P, BM, S, RANK, SLICES, PDL, PERMUTE)),
+                (idle, ()),
+                (idle, ()),
+            ],
+            [4, 4, 4, 1, 1, 2],
+            [REGS, REGS, REGS, RING_REGS, RING_REGS, RING_REGS],
         )
     elif PERMUTE:
         gl.warp_specialize(
@@ -417,9 +490,11 @@ def wgmma_kernel(
                 (consume, (ring, work, out, lora, shards, adapter, 2, P, BM, S, BIAS, RANK, SLICES, REGS, PDL)),
                 (permute, (ring, work, BM, S)),
                 (produce, (maps, ring, work, lora, shards, P, BM, S, RANK, SLICES, PDL, PERMUTE)),
+                (idle, ()),
+                (idle, ()),
             ],
-            [4, 4, 4, 1],
-            [REGS, REGS, REGS, REGS],
+            [4, 4, 4, 1, 1, 2],
+            [REGS, REGS, REGS, RING_REGS, RING_REGS, RING_REGS],
         )
     else:
         gl.warp_specialize(
@@ -428,7 +503,9 @@ def wgmma_kernel(
                 (consume, (ring, work, out, lora, shards, adapter, 1, P, BM, S, BIAS, RANK, SLICES, REGS, PDL)),
                 (consume, (ring, work, out, lora, shards, adapter, 2, P, BM, S, BIAS, RANK, SLICES, REGS, PDL)),
                 (produce, (maps, ring, work, lora, shards, P, BM, S, RANK, SLICES, PDL, PERMUTE)),
+                (idle, ()),
+                (idle, ()),
             ],
-            [4, 4, 1],
-            [REGS, REGS, REGS],
+            [4, 4, 1, 1, 2],
+            [REGS, REGS, RING_REGS, RING_REGS, RING_REGS],
         )

@@ -234,7 +234,7 @@ def helper_programs(config: dict, M: int, K: int, rows: int, grid: int, sms: int
 
 def slices_of(config: dict, K: int) -> int:
     """Slices of K for x A^T; there must be room for them in shared memory."""
-    return config.get("slices") or (2 if K <= 8192 or config["P"] > 2 else 4)
+    return config.get("slices") or (2 if K <= 8192 or config["P"] > 2 or config["BM"] == 64 else 4)
 
 
 def launch_wgmma(config, x, packed, block_scale, global_scale, bias, lora_a, lora: Lora | None, out, pdl) -> None:
@@ -245,7 +245,9 @@ def launch_wgmma(config, x, packed, block_scale, global_scale, bias, lora_a, lor
 
     (M, K), N = x.shape, packed.shape[0]
     if lora is not None:
-        config = config | config.get("lora", {})
+        config = (
+            config | {"P": min(config["P"], 3)} | config.get("lora", {})
+        )  # four groups leave no room for B and x A^T
     BM, P, S = config["BM"], config["P"], config["S"]
     mt, steps = math.ceil(M / BM), K // 256
     if x.stride(0) % 8 or x.data_ptr() % 16:  # the copy engine wants rows of 16-byte pieces
@@ -255,8 +257,11 @@ def launch_wgmma(config, x, packed, block_scale, global_scale, bias, lora_a, lor
     if not permute:
         x = scratch(x.device, "permuted", M * K, x.dtype)[: M * K].view(M, K)
         permute_columns(natural, x, pdl)
-    units = math.ceil(N / (64 * P)) * mt * steps
-    grid, helpers, slices = min(config["grid"], units), 0, 1
+    y = out
+    if out.stride(0) % 8 or out.data_ptr() % 16:
+        y = scratch(x.device, "aligned y", M * N, out.dtype)[: M * N].view(M, N)
+    tiles = math.ceil(N / (64 * P)) * mt
+    grid, helpers, slices = min(config["grid"], tiles * steps), 0, 1
     rank = rows = 0
     down = up = x
     if lora is not None:
@@ -266,16 +271,18 @@ def launch_wgmma(config, x, packed, block_scale, global_scale, bias, lora_a, lor
         side = hopper_adapt.task_side(BM)
         shape = slices * mt * BM, math.ceil(rows / side) * side
         down = scratch(x.device, "lora slices", math.prod(shape), x.dtype)[: math.prod(shape)].view(shape)
+    whole = tiles // grid - (1 if tiles % grid and tiles > grid else 0)  # tiles of its own that a program computes
     gs, sgs = scale_args(global_scale)
-    counters = scratch(x.device, "counters", max(1 << 16, units // steps * P), torch.int32, fill=0)
+    counters = scratch(x.device, "counters", max(1 << 16, tiles * P), torch.int32, fill=0)
     words, scales = packed.view(torch.int32), scale_bytes(block_scale).view(torch.int16)
-    registers = hopper.registers(P, permute)
+    average, registers, ring_registers = hopper.registers(P, permute)
     hopper.wgmma_kernel[(grid + helpers,)](
         TensorDescriptor(x, [M, K], [x.stride(0), 1], [BM, 128], hopper.X_SHARED),
         TensorDescriptor(words, [N, K // 8], [words.stride(0), 1], [64, 16], hopper.W_SHARED),
         TensorDescriptor(scales, [N, K // 32], [scales.stride(0), 1], [64, 8], hopper.S_SHARED),
         TensorDescriptor(up, list(up.shape), [up.stride(0), 1], [64, 32], hopper.L_SHARED),
         TensorDescriptor(down, list(down.shape), [down.stride(0), 1], [BM, 32], hopper.L_SHARED),
+        TensorDescriptor(y, [M, N], [y.stride(0), 1], [16, 64], hopper.X_SHARED),
         natural,
         natural if lora is None else lora_a,
         down,
@@ -283,21 +290,20 @@ def launch_wgmma(config, x, packed, block_scale, global_scale, bias, lora_a, lor
         scratch(x.device, "lora done", 1, torch.int32, fill=0),
         gs,
         x if bias is None else bias,
-        out,
         scratch(x.device, "partial", grid * 64 * P * BM, torch.float32),
         counters,
         M,
         N,
         K,
         natural.stride(0),
-        out.stride(0),
         sgs,
         rows // 8,
         helpers,
         *_lora_args(lora)[2:],
         steps,
-        units,
+        (tiles - whole * grid) * steps,
         mt,
+        whole,
         BM=BM,
         P=P,
         S=S,
@@ -307,10 +313,13 @@ def launch_wgmma(config, x, packed, block_scale, global_scale, bias, lora_a, lor
         PDL=pdl,
         PERMUTE=permute,
         REGS=registers,
+        RING_REGS=ring_registers,
         num_warps=4,
-        maxnreg=registers,
+        maxnreg=average,
         **({"launch_pdl": True} if pdl else {}),
     )
+    if y is not out:
+        out.copy_(y)
 
 
 def launch_portable(

@@ -19,8 +19,7 @@ from pathlib import Path
 import torch
 
 CONFIG_FOLDER = Path(__file__).parent / "configs"
-BUCKETS = (8, 16, 32, 64, 128, 256, 512)  # M is rounded up to one of these; above the last: "dense"
-MAX_FUSED_TOKENS = BUCKETS[-1]
+BUCKETS = (8, 16, 32, 64, 128, 256, 512, 1024)  # M is rounded up to one of these; above the last: "dense"
 
 
 def table_path(device_name: str) -> Path:
@@ -67,13 +66,14 @@ def skinny_heuristic(N: int, K: int, M: int, sms: int) -> dict | None:
 
 
 def wgmma_heuristic(N: int, K: int, M: int, sms: int) -> dict | None:
-    """Tiles of 128 rows; few tiles are split along K so that each program has one piece."""
+    """Tiles of 192 rows where there are plenty, else of 128; few tiles are split along K so that each program has one piece."""
     if not wgmma_fits(N, K):
         return None
     BM, S = (32, 5) if M <= 32 else (64, 4) if M <= 64 else (128, 2)
-    tiles = math.ceil(N / 128) * math.ceil(M / BM)
+    P = 3 if M > 64 and math.ceil(N / 192) * math.ceil(M / BM) > sms else 2
+    tiles = math.ceil(N / (64 * P)) * math.ceil(M / BM)
     grid = sms if tiles > sms else tiles * max(1, min(sms // tiles, K // 512))
-    return {"kernel": "wgmma", "BM": BM, "P": 2, "S": S, "permute": M <= 64, "grid": grid}
+    return {"kernel": "wgmma", "BM": BM, "P": P, "S": S, "permute": M <= 64, "grid": grid}
 
 
 def portable_heuristic(N: int, K: int, M: int, sms: int, hopper: bool) -> dict:
@@ -104,7 +104,7 @@ def choose(N: int, K: int, M: int, device_index: int, bf16: bool) -> dict:
     tuned = load_table(name).get((N, K, bucket))
     if tuned is not None and (bf16 or tuned["kernel"] == "dense"):
         return tuned
-    if hopper and bf16 and M <= 256:
+    if hopper and bf16 and M <= 512:
         found = skinny_heuristic(N, K, M, sms) if M <= 16 else wgmma_heuristic(N, K, M, sms)
         if found is not None:
             return found

@@ -13,23 +13,30 @@ def copies_needed(nbytes: int, l2_bytes: int, limit: int = 24) -> int:
 
 def time_us(call, copies: int, repeats: int = 7, at_least: int = 16) -> float:
     """Median microseconds of `call(i)`, i = 0 .. copies - 1, from replays of one captured graph."""
-    call(0)
-    torch.cuda.synchronize()
+    return times_us([call], copies, repeats, at_least)[0]
+
+
+def times_us(calls: list, copies: int, repeats: int = 7, at_least: int = 16) -> list[float]:
+    """The same for several calls in turns: large products draw so much power that the clock falls while they are timed."""
     count = copies * max(1, round(at_least / copies))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(count):
-            call(i % copies)
-    graph.replay()
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    times = []
-    for _ in range(repeats):
-        begin.record()
-        graph.replay()
-        end.record()
+    graphs = []
+    for call in calls:
+        call(0)
         torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / count)
-    return statistics.median(times)
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1]):
+            for i in range(count):
+                call(i % copies)
+    times = [[] for _ in calls]
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    for _ in range(1 + repeats):
+        for graph, found in zip(graphs, times, strict=True):
+            begin.record()
+            graph.replay()
+            end.record()
+            torch.cuda.synchronize()
+            found.append(begin.elapsed_time(end) * 1e3 / count)
+    return [statistics.median(found[1:]) for found in times]
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
