@@ -171,6 +171,7 @@ def test_skinny(BM, WK, WN, R, rank, programs, limit):
 @pytest.mark.parametrize("BM,P,S,permute,rank,spills", WGMMA)
 def test_wgmma(BM, P, S, permute, rank, spills):
     from qerl_nvfp4 import hopper_wgmma as hopper
+    from qerl_nvfp4.launch import slices_of
 
     average, registers, ring_registers = hopper.registers(P, permute)
     constants = {
@@ -179,7 +180,7 @@ def test_wgmma(BM, P, S, permute, rank, spills):
         "S": S,
         "BIAS": rank > 0,
         "RANK": rank,
-        "SLICES": 2 if P > 2 or BM == 64 else 4,
+        "SLICES": slices_of({"BM": BM, "P": P}, 18944),
         "PDL": True,
         "PERMUTE": permute,
         "REGS": registers,

@@ -216,25 +216,34 @@ def launch_skinny(config, x, packed, block_scale, global_scale, bias, lora_a, lo
     )
 
 
-def helper_programs(config: dict, M: int, K: int, rows: int, grid: int, sms: int) -> tuple[int, int]:
-    """Programs for the tiles, and programs that compute x A^T (hopper_adapt.py): one task for each of their groups of four warps,
-    where the tiles leave so many multiprocessors idle; else two, and the tiles give up some programs."""
+def helper_programs(config: dict, M: int, N: int, K: int, rows: int, grid: int, sms: int) -> tuple[int, int]:
+    """Programs for the tiles, and programs that compute x A^T (hopper_adapt.py).
+
+    Where the tiles leave a dozen multiprocessors idle: those, at most one for each group's task.  Else the tiles give up as few as have
+    x A^T ready after two thirds of the launch's time: a step of a task takes about 1 us, times the groups that share a multiprocessor.
+    """
     from .hopper_adapt import task_side
 
-    side = task_side(config["BM"])
-    tasks = math.ceil(rows / side) * math.ceil(M / side) * slices_of(config, K)
+    side, slices = task_side(config["BM"]), slices_of(config, K)
+    tasks = math.ceil(rows / side) * math.ceil(M / side) * slices
     helpers = config.get("helpers")
     if helpers is None:
-        helpers = math.ceil(tasks / config["P"])
-        if helpers > sms - grid:
-            helpers = max(sms - grid, 4, math.ceil(helpers / 2))
+        idle = sms - grid
+        helpers = max(12, math.ceil(tasks / config["P"]))
+        if idle >= 12:
+            helpers = min(helpers, idle)
+        else:
+            steps = K / slices / (512 if side == 16 else 256)
+            launch_us = N * K * max(0.5625 / 2.3e6, 2 * M / 600e6)
+            helpers = min(helpers, max(4 if M <= 32 else 6, math.ceil(tasks * steps / (0.65 * launch_us))))
     helpers = min(helpers, tasks)
     return max(1, min(grid, sms - helpers)), helpers
 
 
 def slices_of(config: dict, K: int) -> int:
-    """Slices of K for x A^T; there must be room for them in shared memory."""
-    return config.get("slices") or (2 if K <= 8192 or config["P"] > 2 or config["BM"] == 64 else 4)
+    """Slices of K for x A^T: more for a long K, where shared memory has room for them."""
+    roomy = config["BM"] == 32 or (config["BM"] == 128 and config["P"] == 2)
+    return config.get("slices") or (4 if K > 8192 and roomy else 2)
 
 
 def launch_wgmma(config, x, packed, block_scale, global_scale, bias, lora_a, lora: Lora | None, out, pdl) -> None:
@@ -267,7 +276,7 @@ def launch_wgmma(config, x, packed, block_scale, global_scale, bias, lora_a, lor
     if lora is not None:
         rank, rows, up = lora.rank, lora.rows, lora.b
         slices = slices_of(config, K)
-        grid, helpers = helper_programs(config, M, K, rows, grid, device_properties(x.device.index)[1])
+        grid, helpers = helper_programs(config, M, N, K, rows, grid, device_properties(x.device.index)[1])
         side = hopper_adapt.task_side(BM)
         shape = slices * mt * BM, math.ceil(rows / side) * side
         down = scratch(x.device, "lora slices", math.prod(shape), x.dtype)[: math.prod(shape)].view(shape)
