@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from qerl_trl import cli, doctor, export, hub
-from qerl_trl.export import Source, logits_of
+from qerl_trl.distance import logits_of
+from qerl_trl.policy import Source, load_policy
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = ("quantize", "merge", "push", "train", "eval", "plan", "doctor", "plot")
@@ -138,9 +139,9 @@ def test_four_commands_publish_a_run(run, tiny_model_dir, tmp_path):
         assert json.loads(out)["kind"] == kind
         assert (tmp_path / form / "README.md").is_file()
         assert (tmp_path / form / "tokenizer.json").is_file()
-    again = export.load_policy(tmp_path / "adapter", base_model=str(tiny_model_dir("qwen2")))
+    again = load_policy(tmp_path / "adapter", base_model=str(tiny_model_dir("qwen2")))
     assert torch.equal(torch.cat(logits_of(again.model, [IDS])).argmax(-1), expected)
-    on_published_base = export.load_policy(tmp_path / "adapter", base_model=str(tmp_path / "base"), dtype="float32")
+    on_published_base = load_policy(tmp_path / "adapter", base_model=str(tmp_path / "base"), dtype="float32")
     assert torch.equal(torch.cat(logits_of(on_published_base.model, [IDS])), torch.cat(logits_of(policy, [IDS])))
 
 

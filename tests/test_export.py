@@ -19,10 +19,11 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from qerl_trl import NVFP4Config, checkpoint, export, shards
-from qerl_trl.export import Source, load_policy, logit_distance, logits_of
+from qerl_trl import NVFP4Config, checkpoint, export, merge, shards
+from qerl_trl.distance import logit_distance, logits_of
 from qerl_trl.linear import NVFP4Linear
 from qerl_trl.lora import prepare_trainable_norms, register_nvfp4_lora
+from qerl_trl.policy import Source, load_policy
 from qerl_trl.quantizer import from_pretrained
 
 IDS = torch.randint(5, 300, (3, 16), generator=torch.Generator().manual_seed(0))
@@ -287,7 +288,7 @@ def test_no_path_of_this_machine_is_published(tiny_model_dir, tiny_tokenizer, tm
 @pytest.mark.parametrize("save", [export.save_merged, export.save_merged_nvfp4], ids=["bf16", "nvfp4"])
 def test_one_merged_weight_is_alive_at_a_time(tiny_model_dir, tmp_path, monkeypatch, save):
     policy = make_policy(tiny_model_dir("llama"), dtype="bfloat16", size=0.3)
-    merged_layer, alive, most = export.merged_layer, set(), []
+    merged_layer, alive, most = merge.merged_layer, set(), []
 
     def counted(layer):
         weight, bias = merged_layer(layer)
@@ -296,7 +297,7 @@ def test_one_merged_weight_is_alive_at_a_time(tiny_model_dir, tmp_path, monkeypa
         most.append(len(alive))
         return weight, bias
 
-    monkeypatch.setattr(export, "merged_layer", counted)
+    monkeypatch.setattr(merge, "merged_layer", counted)
     save(policy, tmp_path / "out")
     assert len(most) >= 14
     assert max(most) <= 2  # the one being made, and the one the writer is about to drop

@@ -16,7 +16,7 @@ from test_trainer import PROMPTS, settings, spread_reward
 from transformers import AutoModelForCausalLM
 
 from qerl_trl import QeRLGRPOTrainer, cards, checkpoint, export, hub
-from qerl_trl.export import Source
+from qerl_trl.policy import Source
 
 REPO = "tester/model"
 

@@ -120,8 +120,8 @@ def _find(folder: str | os.PathLike, name: str) -> Path | None:
 
 
 def facts_of(source: Any, dataset: str | None = None) -> dict[str, Any]:
-    """Facts of a live trainer (its settings and log), or of an [`export.Source`]."""
-    from .export import source_of
+    """Facts of a live trainer (its settings and log), or of an [`policy.Source`]."""
+    from .policy import source_of
 
     policy = source_of(source)
     facts: dict[str, Any] = {"kind": "adapter", "settings": dict(policy.settings), "dataset": dataset}
@@ -170,7 +170,7 @@ def read_facts(folder: Path) -> dict[str, Any] | None:
 
 def _public(facts: dict[str, Any]) -> dict[str, Any]:
     """Facts without paths of this machine."""
-    from .export import public_name
+    from .policy import public_name
 
     facts = json.loads(json.dumps(facts))
     settings = facts.get("settings", {})
@@ -195,7 +195,7 @@ def render(facts: dict[str, Any]) -> str:
     """
     if facts.get("kind") not in TEMPLATES:
         raise ValueError(f"There is no card for kind={facts.get('kind')!r}; known are {', '.join(TEMPLATES)}.")
-    from .export import is_hub_id
+    from .policy import is_hub_id
 
     raw_model = facts.get("settings", {}).get("model") or ""
     base = facts.get("base_model") or (raw_model if is_hub_id(raw_model) else None)

@@ -177,12 +177,14 @@ def merge(
             "--onto-original makes another model than was trained, so it is for --as bf16 only and has to be measured: add --prompts FILE.jsonl."
         )
     from qerl_trl import cards, export
+    from qerl_trl.distance import logit_distance, logits_of, prompt_batches
+    from qerl_trl.policy import load_any, load_policy
 
-    policy = export.load_policy(run, base_model, base_format, dtype, device)
+    policy = load_policy(run, base_model, base_format, dtype, device)
     measured = None
     if prompts is not None:
-        batches = export.prompt_batches(prompts, policy.tokenizer)
-        trained = export.logits_of(policy.model, batches)
+        batches = prompt_batches(prompts, policy.tokenizer)
+        trained = logits_of(policy.model, batches)
         if onto_original:
             if policy.settings["merged_onto"] != "nvfp4":
                 raise ValueError(
@@ -190,9 +192,9 @@ def merge(
                 )
             settings = policy.settings
             del policy
-            policy = export.load_policy(run, base_model, "bf16", dtype, device)
+            policy = load_policy(run, base_model, "bf16", dtype, device)
             policy.settings["base_format"] = settings.get("base_format", "nvfp4")
-            measured = export.logit_distance(trained, export.logits_of(policy.model, batches))
+            measured = logit_distance(trained, logits_of(policy.model, batches))
     facts = cards.facts_of_run(run, {"kind": "adapter", "settings": policy.settings}, dataset)
 
     def card(folder: Path, described: dict[str, Any]) -> None:
@@ -227,10 +229,10 @@ def merge(
     }
     lines = [f"written: {destination} ({done['kind'].replace('_', ' ')})"]
     if prompts is not None and form in ("bf16", "nvfp4"):
-        written = export.load_any(
+        written = load_any(
             str(destination), device, policy.settings["dtype"]
         )  # same arithmetic: only the weights differ
-        measured = measured or export.logit_distance(trained, export.logits_of(written.model, batches))
+        measured = measured or logit_distance(trained, logits_of(written.model, batches))
         content["measured"] = measured
         lines.append(
             f"distance to the trained policy on {measured['tokens']} tokens: mean logit {measured['mean_logit_distance']:.3g}, KL "
@@ -271,11 +273,12 @@ def push(
     kind = shards.manifest_run(source).get("kind")
     if kind is None and what == "adapter":
         from qerl_trl import cards, export
+        from qerl_trl.policy import run_settings
 
         if base_model is None:
             named = json.loads((source / "adapter_config.json").read_text()).get("base_model_name_or_path") or ""
             hub.require_hub_base(named)
-        settings = export.run_settings(source)
+        settings = run_settings(source)
         facts = cards.facts_of_run(source, {"kind": "adapter", "settings": settings}, dataset)
         folder = source / f"_hub-adapter-{repo_id.replace('/', '--')}"
         export.copy_adapter(source, folder, lambda partial, run: cards.write(partial, facts, run))
@@ -368,7 +371,8 @@ def evaluate(
     """Measure accuracy with the paper's protocol (temperature 0.6, top-p 0.95, 4096 tokens), noise off."""
     import dataclasses
 
-    from qerl_trl import checkpoint, evaluation, export
+    from qerl_trl import checkpoint, evaluation
+    from qerl_trl.policy import load_any, load_policy, public_name, run_settings
 
     adapter = Path(model) if (Path(model) / "adapter_config.json").is_file() else None
     if harness:
@@ -400,7 +404,7 @@ def evaluate(
         base = model
         if adapter:
             base = base_model or json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"]
-            recorded = base_format or export.run_settings(adapter).get("base_format")
+            recorded = base_format or run_settings(adapter).get("base_format")
             if recorded == "nvfp4" and not (Path(base) / "config.json").is_file():
                 _note(
                     f"Serving the adapter on {base} as it is stored; it was trained on NVFP4. Pass an NVFP4 folder as --base-model."
@@ -408,14 +412,14 @@ def evaluate(
         generate = evaluation.vllm_engine(base, chosen, str(adapter) if adapter else None, seed)
     else:
         if adapter:
-            source = export.load_policy(adapter, base_model, base_format, dtype, device)
+            source = load_policy(adapter, base_model, base_format, dtype, device)
         else:
-            source = export.load_any(model, device, dtype)
+            source = load_any(model, device, dtype)
         generate = evaluation.transformers_engine(
             source.model, source.tokenizer, chosen, batch_size, seed, progress=sys.stderr.isatty()
         )
     result = evaluation.evaluate(chosen, generate, limit, seed)
-    result.update(model=export.public_name(model), adapter=adapter is not None, engine=engine, name=protocol)
+    result.update(model=public_name(model), adapter=adapter is not None, engine=engine, name=protocol)
     if output is None and Path(model).is_dir():
         output = Path(model) / f"eval-{protocol}.json"
     if output is not None:

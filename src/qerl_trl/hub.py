@@ -22,6 +22,7 @@ from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, Reposit
 from peft import PeftModel
 
 from . import cards, checkpoint, export, shards
+from .policy import is_hub_id
 
 #: what the Hub itself puts into a new repository
 _HUB_FILES = {".gitattributes", "README.md"}
@@ -237,7 +238,7 @@ def _adapter_config(folder: Path, base_model: str | None) -> dict[str, bytes]:
 
 def require_hub_base(base: str) -> None:
     """Refuse a base model that others cannot load."""
-    if not export.is_hub_id(base):
+    if not is_hub_id(base):
         raise ValueError(
             f"The adapter's base is {base!r}, a folder that only this machine has: nobody could load what would be published. Publish the "
             "base first (qerl-trl quantize or merge --as base, then qerl-trl push base <folder> user/name) and name it: base_model='user/name' "
@@ -273,7 +274,7 @@ def _compare(api: HfApi, repo_id: str, revision: str | None, content: dict, run:
 def push_adapter(
     source: Any, repo_id: str, base_model: str | None = None, facts: dict | None = None, **options: Any
 ) -> str | None:
-    """Save the adapter of a trainer or [`export.Source`] and upload it. `options` as for [`push_folder`]. None on other ranks."""
+    """Save the adapter of a trainer or [`policy.Source`] and upload it. `options` as for [`push_folder`]. None on other ranks."""
     return _export_and_push(export.save_adapter, source, repo_id, facts, {}, {"base_model": base_model, **options})
 
 
