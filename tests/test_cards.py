@@ -197,7 +197,7 @@ def test_templates_travel_in_the_wheel(tmp_path):
         assert f"qerl_trl/hub_cards/{template}" in names
     assert {"qerl_trl/examples/grpo_gsm8k.py", "qerl_trl/examples/configs/embedded.yaml"} <= names
     code = (
-        "from qerl_trl import cards, cli; print(cards.template_folder()); print(cli.examples_folder());"
+        "from qerl_trl import cards, cli_run; print(cards.template_folder()); print(cli_run.examples_folder());"
         "print(cards.render({'kind': 'adapter', 'settings': {'base_format': 'nvfp4'}})[:3])"
     )
     run = subprocess.run(

@@ -1,0 +1,46 @@
+"""What the commands of `qerl-trl` share: options that mean the same everywhere, and how results, notes and progress are printed."""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import typer
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace an existing destination, once the new one is complete.")
+]
+BaseModel = Annotated[str | None, typer.Option(help="Folder or Hub id of the base. Default: what the adapter says.")]
+BaseFormat = Annotated[
+    str | None, typer.Option(help="nvfp4 or bf16: the base's format. Default: what the run recorded.")
+]
+Dtype = Annotated[
+    str | None, typer.Option(help="Compute dtype of the policy. Default: what the run recorded, else bfloat16.")
+]
+Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:<i>.")]
+DatasetName = Annotated[str | None, typer.Option("--dataset", help="Training data to name in the card.")]
+
+
+def note(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def print_result(content: dict[str, Any], as_json: bool, lines: list[str]) -> None:
+    print(json.dumps(content, indent=1) if as_json else "\n".join(lines))
+
+
+@contextmanager
+def progress_bar(description: str) -> Iterator[Any]:
+    """A progress bar in bytes; call with (bytes since the last call, bytes in total or None)."""
+    from tqdm import tqdm
+
+    with tqdm(desc=description, unit="B", unit_scale=True, disable=not sys.stderr.isatty()) as bar:
+
+        def update(size: int, total: int | None = None) -> None:
+            if total is not None and bar.total != total:
+                bar.total = total
+            bar.update(size)
+
+        yield update

@@ -1,0 +1,148 @@
+"""Commands that run a model: train, eval."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .cli_options import AsJson, BaseFormat, BaseModel, Device, Dtype, note, print_result
+
+
+def train(
+    context: typer.Context,
+    config: Annotated[
+        str | None,
+        typer.Option(help="YAML file; a bare name is looked up in the shipped configs. Default: by machine."),
+    ] = None,
+    num_processes: Annotated[int, typer.Option(help="Processes (GPUs), through accelerate launch.")] = 1,
+) -> None:
+    """Train with examples/grpo_gsm8k.py. Further options go to it: any field of QeRLConfig and TRL's ModelConfig."""
+    examples = examples_folder()
+    arguments = list(context.args)
+    if config is not None:
+        found = next(
+            (
+                p
+                for p in (Path(config), examples / "configs" / config, examples / "configs" / f"{config}.yaml")
+                if p.is_file()
+            ),
+            None,
+        )
+        if found is None:
+            shipped = ", ".join(sorted(p.stem for p in (examples / "configs").glob("*.yaml")))
+            raise ValueError(f"--config {config} is no file, and not one of the shipped ones: {shipped}.")
+        arguments += ["--config", str(found)]
+    launcher = [sys.executable]
+    if num_processes > 1:
+        launcher += ["-m", "accelerate.commands.launch", "--num_processes", str(num_processes)]
+    command = [*launcher, str(examples / "grpo_gsm8k.py"), *arguments]
+    sys.stdout.flush()
+    os.execv(command[0], command)  # the run gets our signals, and its exit code is ours
+
+
+def examples_folder() -> Path:
+    """Where the example script, its configs and the embedded model are: in the wheel, or in a source checkout."""
+    here = Path(__file__).resolve().parent
+    for folder in (here / "examples", here.parents[1] / "examples"):
+        if (folder / "grpo_gsm8k.py").is_file():
+            return folder
+    raise RuntimeError(f"examples/grpo_gsm8k.py is neither in {here} nor in a source checkout. Reinstall qerl-trl.")
+
+
+def evaluate(
+    model: Annotated[str, typer.Argument(help="Run or checkpoint with an adapter, or folder or Hub id of a model.")],
+    protocol: Annotated[str, typer.Option(help="gsm8k, math500, amc23, aime24, aime25, or local.")] = "gsm8k",
+    data: Annotated[
+        str | None, typer.Option(help="Own problems: .jsonl, folder with test.jsonl, or Hub id (question, answer).")
+    ] = None,
+    engine: Annotated[str, typer.Option(help="transformers or vllm.")] = "transformers",
+    output: Annotated[
+        Path | None,
+        typer.Option(help="JSON file for the result. Default: eval-<protocol>.json in a local model's folder."),
+    ] = None,
+    limit: Annotated[int | None, typer.Option(help="Only the first problems.")] = None,
+    samples: Annotated[int | None, typer.Option(help="Completions a problem. Default: the protocol's.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy. Default: the protocol's (0.6).")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Default: the protocol's (0.95).")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(help="Default: the protocol's (4096).")] = None,
+    system_prompt: Annotated[
+        str | None, typer.Option(help="System message; '' for none. Default: the protocol's.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    batch_size: Annotated[int, typer.Option(help="Problems at a time (transformers).")] = 64,
+    base_model: BaseModel = None,
+    base_format: BaseFormat = None,
+    dtype: Dtype = None,
+    device: Device = "cpu",
+    harness: Annotated[
+        bool, typer.Option("--harness", help="Only print the commands for lm-eval and lighteval.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Measure accuracy with the paper's protocol (temperature 0.6, top-p 0.95, 4096 tokens), noise off."""
+    import dataclasses
+
+    from qerl_trl import checkpoint, evaluation
+    from qerl_trl.policy import load_any, load_policy, public_name, run_settings
+
+    adapter = Path(model) if (Path(model) / "adapter_config.json").is_file() else None
+    if harness:
+        base = base_model or (
+            json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"] if adapter else model
+        )
+        commands = evaluation.harness_commands(base, str(adapter) if adapter else None)
+        print_result(commands, as_json, [f"# {name}\n{command}" for name, command in commands.items()])
+        return
+    if engine not in ("transformers", "vllm"):
+        raise ValueError(f"--engine {engine} is unknown; choose transformers or vllm.")
+    if protocol == "local" or data is not None:
+        if data is None:
+            raise ValueError("--protocol local needs --data: a .jsonl file, a folder with test.jsonl, or a Hub id.")
+        chosen = evaluation.Protocol(data, system_prompt=None)
+        if protocol in evaluation.PROTOCOLS and protocol != "gsm8k":
+            chosen = dataclasses.replace(evaluation.PROTOCOLS[protocol], dataset=data, config=None)
+        protocol = "local" if protocol == "gsm8k" else protocol
+    elif protocol in evaluation.PROTOCOLS:
+        chosen = evaluation.PROTOCOLS[protocol]
+    else:
+        raise ValueError(f"--protocol {protocol} is none of {', '.join(evaluation.PROTOCOLS)}, local.")
+    given = {"samples": samples, "temperature": temperature, "top_p": top_p, "max_new_tokens": max_new_tokens}
+    chosen = dataclasses.replace(chosen, **{name: value for name, value in given.items() if value is not None})
+    if system_prompt is not None:
+        chosen = dataclasses.replace(chosen, system_prompt=system_prompt or None)
+
+    if engine == "vllm":
+        base = model
+        if adapter:
+            base = base_model or json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"]
+            recorded = base_format or run_settings(adapter).get("base_format")
+            if recorded == "nvfp4" and not (Path(base) / "config.json").is_file():
+                note(
+                    f"Serving the adapter on {base} as it is stored; it was trained on NVFP4. Pass an NVFP4 folder as --base-model."
+                )
+        generate = evaluation.vllm_engine(base, chosen, str(adapter) if adapter else None, seed)
+    else:
+        if adapter:
+            source = load_policy(adapter, base_model, base_format, dtype, device)
+        else:
+            source = load_any(model, device, dtype)
+        generate = evaluation.transformers_engine(
+            source.model, source.tokenizer, chosen, batch_size, seed, progress=sys.stderr.isatty()
+        )
+    result = evaluation.evaluate(chosen, generate, limit, seed)
+    result.update(model=public_name(model), adapter=adapter is not None, engine=engine, name=protocol)
+    if output is None and Path(model).is_dir():
+        output = Path(model) / f"eval-{protocol}.json"
+    if output is not None:
+        checkpoint.write_json_atomically(output, result)
+    low, high = result["interval95"]
+    lines = [
+        f"{protocol}: {100 * result['accuracy']:.1f} % [{100 * low:.1f}, {100 * high:.1f}] on {result['total']} problems, "
+        f"{chosen.samples} completion{'s' if chosen.samples > 1 else ''} each, temperature {chosen.temperature:g}, {result['seconds']:.0f} s"
+    ]
+    if output is not None:
+        lines.append(f"written: {output}")
+    print_result({key: value for key, value in result.items() if key != "verdicts"}, as_json, lines)
