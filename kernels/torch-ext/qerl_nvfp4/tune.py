@@ -19,6 +19,7 @@ import torch
 from triton.errors import TritonError
 
 from . import ops, reference, select
+from .launch import slices_of
 from .timing import copies_needed, random_weight, relative_error, time_us, times_us
 
 FINALISTS = 5  # the fastest candidates are timed again, in turns
@@ -130,9 +131,12 @@ def precompile(jobs: list, processes: int) -> dict[str, str]:
     for config, N, K, rank in jobs:
         if config["kernel"] != "dense":
             used = config | config.get("lora", {}) if rank else config
-            layout = {k: v for k, v in used.items() if k not in ("grid", "lora", "cost")}
-            skinny = config["kernel"] == "skinny"  # compiled for a matrix's K and for its number of programs
-            key = json.dumps([layout, K if skinny else 0, math.ceil(used["grid"] / sms) if skinny else 0, rank])
+            layout = {k: v for k, v in used.items() if k not in ("grid", "lora", "cost", "helpers")}
+            if config["kernel"] == "skinny":  # compiled for a matrix's K and for its number of programs
+                layout |= {"K": K, "resident": math.ceil(used["grid"] / sms)}
+            elif config["kernel"] == "wgmma" and rank:
+                layout["slices"] = slices_of(used, K)
+            key = json.dumps([layout, rank])
             unique.setdefault(key, (config, N, K, rank))
     begin = time.time()
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
