@@ -89,7 +89,7 @@ def test_wgmma(config):
     run(config, config["BM"] + 17, 1024, 1024, rank=32, splits=(576, 256, 192))
     run(config, config["BM"] - 3, 768, 768, rank=72, pdl=False)
     run(config, config["BM"], 528, 1280, rank=256)
-    run(config | {"lora": {"helpers": 2, "slices": 1}}, 2 * config["BM"] + 1, 1024, 2048, rank=32, splits=(512, 512))
+    run(config | {"lora": {"helpers": 2}}, 2 * config["BM"] + 1, 1024, 2048, rank=32, splits=(512, 512))
     run(config, config["BM"], 256, 512, rank=12)  # rows of B that the copy engine cannot read
     run(config | {"grid": 7}, 3 * config["BM"] + 1, 1280, 512)  # whole tiles for every program, and split ones
 
@@ -102,12 +102,13 @@ def test_wgmma_with_an_adapter_is_the_same_bit_for_bit(config):
     packed, scale, gs = random_weight(N, K, seed(), "cuda")
     a = torch.randn(96, K, device="cuda", dtype=torch.bfloat16) * 0.02
     b = torch.randn(N, 32, device="cuda", dtype=torch.bfloat16)
+    bias = torch.randn(N, device="cuda", dtype=torch.bfloat16)
     xs = [torch.randn(M, K, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
     outs = [torch.empty(M, N, device="cuda", dtype=torch.bfloat16) for _ in xs]
     first = None
     for _ in range(50):
         for x, out in zip(xs, outs, strict=True):  # one launch's leftovers are wrong for the next
-            launchers.launch(config, x, packed, scale, gs, None, a, b, splits, out)
+            launchers.launch(config, x, packed, scale, gs, bias, a, b, splits, out)
         first = [out.clone() for out in outs] if first is None else first
         assert all(torch.equal(*pair) for pair in zip(first, outs, strict=True))
 
