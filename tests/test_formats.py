@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from qerl_trl import formats
-from qerl_trl.formats import LAYOUTS, check_headers, check_values, name_matches, parse_quantization_config, read_headers
+from qerl_trl import formats, headers
+from qerl_trl.formats import LAYOUTS, name_matches, parse_quantization_config
+from qerl_trl.headers import check_headers, check_values, read_headers
 
 N, K = 8, 64
 MODULE = "model.layers.0.mlp.down_proj"
@@ -165,7 +166,7 @@ def test_many_problems_are_counted(tmp_path):
 
 
 def test_a_scale_past_the_first_piece_is_found(tmp_path, monkeypatch, layout):
-    monkeypatch.setattr(formats, "_READ_BYTES", 5)
+    monkeypatch.setattr(headers, "_READ_BYTES", 5)
     with pytest.raises(ValueError, match="negative, the first at row 5, block 3"):
         tensors = good_tensors(layout)
         set_scale(0x90)(tensors, layout)
@@ -236,7 +237,7 @@ def test_what_compressed_tensors_writes_passes(packed_model_dir, layout_name, sh
     """All-zero blocks included: it stores a scale of 0.125 there."""
     folder = packed_model_dir(layout_name, shared_scales=shared)
     headers, names = read_headers([folder / "model.safetensors"]), LAYOUTS[layout_name]
-    packed = formats.packed_modules(headers, names)
+    packed = headers.packed_modules(headers, names)
     assert len(packed) == 14
     check_values(packed, names)
     state = load_file(folder / "model.safetensors")

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from qerl_trl import NVFP4Config, checkpoint, formats, nvfp4, offline, shards
+from qerl_trl import NVFP4Config, checkpoint, headers, nvfp4, offline, shards
 from qerl_trl.linear import NVFP4Linear
 from qerl_trl.offline import quantize_folder
 from qerl_trl.quantizer import from_pretrained
@@ -86,7 +86,7 @@ def test_slices_odd_sizes_and_hashes(tmp_path, workers):
     with shards.staging(tmp_path / "out", {}) as folder:
         shards.write_shards(folder, [job(*item) for item in tensors.items()], {}, workers=workers)
     assert not checkpoint.problems(tmp_path / "out")  # compares the hashes
-    for info in formats.read_headers([tmp_path / "out/model.safetensors"]).values():
+    for info in headers.read_headers([tmp_path / "out/model.safetensors"]).values():
         assert info.start % tensors[info.name].dtype.itemsize == 0
     with safe_open(tmp_path / "out/model.safetensors", "pt") as file:
         assert all(torch.equal(file.get_tensor(name), tensor) for name, tensor in tensors.items())

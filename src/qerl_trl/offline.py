@@ -27,9 +27,10 @@ from huggingface_hub import snapshot_download
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from . import checkpoint, formats, nvfp4, report, shards
-from .formats import TensorInfo, packed_specs
+from . import checkpoint, formats, headers, nvfp4, report, shards
+from .formats import packed_specs
 from .fused import FUSED_GROUPS, share_global_scale
+from .headers import TensorInfo
 from .linear import NVFP4Linear
 from .nvfp4 import NVFP4Tensor
 from .policy import public_name
@@ -350,7 +351,7 @@ def _quantize_job(
 
 def _copy_job(info: TensorInfo, compute_dtype: torch.dtype, budget: _Budget) -> Job:
     """Everything that stays dense: float32 becomes the compute dtype, as in `from_pretrained`; other dtypes stay."""
-    stored = formats.torch_dtype(info)
+    stored = headers.torch_dtype(info)
     dtype = compute_dtype if stored.is_floating_point and stored.itemsize > 1 else stored
     size = min(info.end - info.start, _PIECE_BYTES)
 
@@ -368,12 +369,12 @@ def _copy_job(info: TensorInfo, compute_dtype: torch.dtype, budget: _Budget) -> 
 def _read(info: TensorInfo, device: str) -> torch.Tensor:
     """A tensor of a safetensors file, read to `device`."""
     if torch.device(device).type == "cpu":
-        tensor = torch.empty(info.shape, dtype=formats.torch_dtype(info))
+        tensor = torch.empty(info.shape, dtype=headers.torch_dtype(info))
         with open(info.file, "rb", buffering=0) as file:
             file.seek(info.start)
             _fill(tensor, file, info)
         return tensor
-    tensor = torch.empty(info.shape, dtype=formats.torch_dtype(info), device=device)
+    tensor = torch.empty(info.shape, dtype=headers.torch_dtype(info), device=device)
     start = 0
     for piece in _pieces(info, pinned=True):
         tensor[start : start + len(piece)].copy_(piece)
@@ -387,7 +388,7 @@ def _pieces(info: TensorInfo, pinned: bool = False) -> Iterator[torch.Tensor]:
         yield _read(info, "cpu")
         return
     rows = _rows_of_a_piece((info.end - info.start) // info.shape[0], info.shape[0])
-    buffer = torch.empty(rows, *info.shape[1:], dtype=formats.torch_dtype(info), pin_memory=pinned)
+    buffer = torch.empty(rows, *info.shape[1:], dtype=headers.torch_dtype(info), pin_memory=pinned)
     with open(info.file, "rb", buffering=0) as file:
         file.seek(info.start)
         for start in range(0, info.shape[0], rows):

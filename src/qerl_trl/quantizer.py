@@ -36,7 +36,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from . import formats, nvfp4
+from . import formats, headers, nvfp4
 from .fused import FUSED_GROUPS, fuse_storage
 from .linear import NVFP4Linear, has_nvfp4
 from .nvfp4 import NVFP4Tensor
@@ -254,11 +254,11 @@ def _modelopt_sidecar(model_id: str | os.PathLike, **kwargs: Any) -> dict[str, A
 class _PackedPlaceholder(nn.Module):
     """Stands in for a linear while a quantized checkpoint is loaded: its parameters have the checkpoint's names and dtypes."""
 
-    def __init__(self, linear: nn.Linear, parts: dict[str, formats.TensorInfo]):
+    def __init__(self, linear: nn.Linear, parts: dict[str, headers.TensorInfo]):
         super().__init__()
         for part, info in parts.items():
             if part != "bias":
-                tensor = torch.empty(info.shape, dtype=formats.torch_dtype(info), device="meta")
+                tensor = torch.empty(info.shape, dtype=headers.torch_dtype(info), device="meta")
                 self.register_parameter(part, nn.Parameter(tensor, requires_grad=False))
         self.bias = linear.bias
 
@@ -305,7 +305,7 @@ class NVFP4HfQuantizer(HfQuantizer):
         super().__init__(quantization_config, **kwargs)
         self.errors: list[str] = []
         self._converted: dict[str, nn.Linear] = {}
-        self._headers: dict[str, formats.TensorInfo] = {}
+        self._headers: dict[str, headers.TensorInfo] = {}
 
     def is_serializable(self) -> bool:
         return True
@@ -356,16 +356,16 @@ class NVFP4HfQuantizer(HfQuantizer):
         self._converted = {name: module for name, module in linears.items() if name not in skipped}
         config._dense_linears = sorted(skipped)
         self._refuse_unsupported(model)
-        self._headers = formats.read_headers(checkpoint_files or ())
+        self._headers = headers.read_headers(checkpoint_files or ())
         if not self.pre_quantized:
             if self._headers:
-                formats.check_dense_headers(self._headers, self._converted)
+                headers.check_dense_headers(self._headers, self._converted)
             return model
         layout = formats.LAYOUTS[config.source_format]
-        packed = formats.check_headers(
+        packed = headers.check_headers(
             self._headers, layout, self._converted, skipped, model._keys_to_ignore_on_load_unexpected or ()
         )
-        formats.check_values(packed, layout)
+        headers.check_values(packed, layout)
         for name, module in self._converted.items():
             _replace(model, name, _PackedPlaceholder(module, packed[name]))
         # scales of a quantized KV cache sit on the attention module, not on a linear
