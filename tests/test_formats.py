@@ -13,7 +13,7 @@ from torch import nn
 
 from qerl_trl import formats, headers
 from qerl_trl.formats import LAYOUTS, name_matches, parse_quantization_config
-from qerl_trl.headers import check_headers, check_values, read_headers
+from qerl_trl.headers import check_headers, check_values, packed_modules, read_headers
 
 N, K = 8, 64
 MODULE = "model.layers.0.mlp.down_proj"
@@ -237,7 +237,7 @@ def test_what_compressed_tensors_writes_passes(packed_model_dir, layout_name, sh
     """All-zero blocks included: it stores a scale of 0.125 there."""
     folder = packed_model_dir(layout_name, shared_scales=shared)
     headers, names = read_headers([folder / "model.safetensors"]), LAYOUTS[layout_name]
-    packed = headers.packed_modules(headers, names)
+    packed = packed_modules(headers, names)
     assert len(packed) == 14
     check_values(packed, names)
     state = load_file(folder / "model.safetensors")
