@@ -19,7 +19,9 @@ from transformers.cache_utils import DynamicCache
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.trainer.utils import add_fused_lm_head
 
-from qerl_trl.noise import SCOPES, AQNCallback, NoiseDraw, find_noisy_norms, standard_noise
+from qerl_trl.noise import SCOPES, AQNCallback
+from qerl_trl.norm_noise import NoiseDraw, standard_noise
+from qerl_trl.norms import find_noisy_norms
 from qerl_trl.schedules import ExponentialSchedule
 
 #: 4 stages in 4 steps: silent, 0.05, 0.022, 0.01

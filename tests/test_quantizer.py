@@ -25,8 +25,9 @@ from transformers import (
 )
 
 from qerl_trl import nvfp4
+from qerl_trl.fused import FUSED_GROUPS, fuse_storage
 from qerl_trl.linear import NVFP4Linear
-from qerl_trl.quantizer import FUSED_GROUPS, NVFP4Config, from_pretrained, fuse_storage, load_config, pretrained_kwargs
+from qerl_trl.quantizer import NVFP4Config, from_pretrained, load_config, pretrained_kwargs
 
 IDS = torch.arange(24).reshape(2, 12) % 300
 LAYOUT_NAMES = ["compressed-tensors", "modelopt"]

@@ -104,7 +104,7 @@ def compare_weights(model, llm) -> dict:
 
 def check(case: str) -> dict:
     """Adapter and noise through a live engine, under eager, CUDA graphs or torch.compile."""
-    from qerl_trl.noise import NoiseDraw, NormNoise
+    from qerl_trl.norm_noise import NoiseDraw, NormNoise
     from qerl_trl.norms import find_noisy_norms
 
     model = policy("tiny", device=DEVICE)
@@ -208,7 +208,7 @@ def unique_bytes(*models) -> int:
 
 def sync_case(size: str) -> dict:
     """Seconds of a sync of adapter and all norms, memory of one copy, and that 200 syncs allocate nothing."""
-    from qerl_trl.noise import NoiseDraw
+    from qerl_trl.norm_noise import NoiseDraw
     from qerl_trl.rollout import engine_model
 
     model = policy(size)

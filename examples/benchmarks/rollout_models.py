@@ -146,7 +146,7 @@ def generation(
 
 def time_syncs(generation, count: int = 10) -> dict[str, list[float]]:
     """Wall milliseconds of syncs with fresh values: adapter, a new draw for every noisy norm, both."""
-    from qerl_trl.noise import NoiseDraw
+    from qerl_trl.norm_noise import NoiseDraw
 
     times: dict[str, list[float]] = {"adapter": [], "norms_new_draw": [], "both": []}
 

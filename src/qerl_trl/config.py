@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 
 from trl import GRPOConfig, RLOOConfig
 
-from .noise import SCHEDULES, SCOPES, make_schedule
+from .noise import SCOPES
 from .nvfp4 import SCALE_RULES
+from .schedules import SCHEDULES, make_schedule
 
 BASE_FORMATS = ("nvfp4", "bf16", "nf4", "full")
 
@@ -58,7 +59,9 @@ class QeRLArguments:
 
         share_weights (`bool`, *optional*, defaults to `True`):
             In colocate mode, let vLLM read the trainer's packed weights, embeddings and head instead of a second copy.
-            Needs one process a vLLM engine (`vllm_tensor_parallel_size=1`).
+            Needs one process a vLLM engine (`vllm_tensor_parallel_size=1`). With `False` the engine has a copy, which
+            `vllm_enable_sleep_mode` moves to host memory while training (level 1). Under FSDP 2 the engine of each process keeps a
+            copy of the full base in any case.
         rollout_mismatch_threshold (`float`, *optional*, defaults to `0.1`):
             Warn when the estimated KL divergence a token between rollout and trainer exceeds this value, in nats.
         rollout_timeout (`float`, *optional*):

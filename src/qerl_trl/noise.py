@@ -3,7 +3,7 @@
 The paper (arXiv 2510.11696, Section 3.3) adds Z ~ N(0, sigma^2 I) to RMSNorm weights while completions are sampled, with a
 sigma that decays over the run, so that a quantized policy explores more. Four properties hold here:
 
-- **Stateless.** The noise of a norm is a function of (seed, step, generation, name), `standard_noise`. Every rank, a vLLM
+- **Stateless.** The noise of a norm is a function of (seed, step, generation, name), `norm_noise.standard_noise`. Every rank, a vLLM
   worker and a resumed run compute the same values; nothing is sent or stored.
 - **Never written.** `NormNoise` replaces the weight for the duration of one norm forward. The parameter itself is never
   touched: a checkpoint taken at any moment is clean, and switching the noise off restores nothing because nothing changed.
@@ -30,22 +30,9 @@ from torch import nn
 from transformers import PreTrainedModel, TrainerCallback
 from transformers.utils import logging
 
-from .norm_noise import NoiseDraw, NormNoise, standard_noise
-from .norms import canonical_name, find_noisy_norms, unwrap
+from .norm_noise import NoiseDraw, NormNoise
+from .norms import find_noisy_norms, unwrap
 from .schedules import SCHEDULES, NoiseSchedule, make_schedule
-
-__all__ = [
-    "SCHEDULES",
-    "SCOPES",
-    "AQNCallback",
-    "NoiseDraw",
-    "NoiseSchedule",
-    "NormNoise",
-    "canonical_name",
-    "find_noisy_norms",
-    "make_schedule",
-    "standard_noise",
-]
 
 logger = logging.get_logger(__name__)
 

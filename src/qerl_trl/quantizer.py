@@ -37,19 +37,9 @@ from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from . import formats, headers, nvfp4
-from .fused import FUSED_GROUPS, fuse_storage
+from .fused import fuse_storage
 from .linear import NVFP4Linear, has_nvfp4
 from .nvfp4 import NVFP4Tensor
-
-__all__ = [
-    "FUSED_GROUPS",
-    "NVFP4Config",
-    "NVFP4HfQuantizer",
-    "from_pretrained",
-    "fuse_storage",
-    "load_config",
-    "pretrained_kwargs",
-]
 
 logger = logging.get_logger(__name__)
 

@@ -26,7 +26,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer.utils import ensure_master_addr_port
 
 from .linear import compute_dtype
-from .noise import NoiseDraw
+from .norm_noise import NoiseDraw
 from .rollout_plan import current_memory, frozen_bytes, plan_kv_cache
 from .rollout_policy import (
     active_adapter,
@@ -130,7 +130,7 @@ class QeRLVLLMGeneration(VLLMGeneration):
                 " and sharded parameters" if is_sharded(self.model) else "",
             )
         if self.shared:
-            from .quantizer import fuse_storage
+            from .fused import fuse_storage
 
             fuse_storage(self.model)
         self.kv_sleeps, self.enable_sleep_mode = self.enable_sleep_mode, False  # the parent would sleep at level 2

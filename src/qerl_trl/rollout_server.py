@@ -19,7 +19,7 @@ import torch
 from trl.generation.vllm_client import VLLMClient
 
 from .linear import NVFP4Linear, compute_dtype
-from .noise import NoiseDraw
+from .norm_noise import NoiseDraw
 from .norms import canonical_name
 from .rollout_policy import adapter_room, rollout_layers
 from .vllm_checksum import checksum

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from .noise import NoiseDraw, standard_noise
+from .norm_noise import NoiseDraw, standard_noise
 from .vllm_checksum import checksum
 from .vllm_linear import AdaptedMethod
 from .vllm_norm import find_norms

@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
-from .noise import NoiseDraw
+from .norm_noise import NoiseDraw
 from .vllm_state import AdapterTensors, RolloutState
 
 #: raw bytes of one message

@@ -301,7 +301,7 @@ def as_modelopt(source: str, target: Path) -> str:
 @scenario
 def live(folder: Path) -> dict:
     """One shared engine: adapter updates, noise on and off, stale caches, storage, the probe."""
-    from qerl_trl.noise import NoiseDraw, NormNoise
+    from qerl_trl.norm_noise import NoiseDraw, NormNoise
     from qerl_trl.norms import find_noisy_norms
     from qerl_trl.rollout import engine_model
 
@@ -399,7 +399,7 @@ def bases(folder: Path) -> dict:
     """Other bases and adapters: bf16 in the same engine, copies instead of sharing, rank patterns, refusals."""
     from transformers import AutoModelForCausalLM
 
-    from qerl_trl.noise import NoiseDraw
+    from qerl_trl.norm_noise import NoiseDraw
     from qerl_trl.rollout import RolloutError, engine_model
 
     path = write_model(folder, tie_word_embeddings=False)
@@ -472,7 +472,7 @@ def bases(folder: Path) -> dict:
 @scenario
 def compiled(folder: Path) -> dict:
     """torch.compile of the whole model: what was traced must read the buffers, not remember them."""
-    from qerl_trl.noise import NoiseDraw, NormNoise
+    from qerl_trl.norm_noise import NoiseDraw, NormNoise
     from qerl_trl.norms import find_noisy_norms
 
     policy = adapter_on(packed(write_model(folder, num_hidden_layers=1)))
@@ -673,7 +673,7 @@ def serve(folder: Path, tensor_parallel: int) -> dict:
     import time
 
     from qerl_trl import QeRLConfig, QeRLGRPOTrainer
-    from qerl_trl.noise import NoiseDraw, NormNoise
+    from qerl_trl.norm_noise import NoiseDraw, NormNoise
     from qerl_trl.norms import find_noisy_norms
 
     path = write_model(folder)
@@ -802,7 +802,7 @@ def sharded(folder: Path) -> dict:
 
 def sleep(folder: Path, share: bool) -> dict:
     """An engine on a GPU through sleep, a sync while it sleeps, and a rollout. vLLM allows one engine a process that can sleep."""
-    from qerl_trl.noise import NoiseDraw
+    from qerl_trl.norm_noise import NoiseDraw
 
     # large enough that its bytes stand out from what the allocator rounds and keeps
     large = {"hidden_size": 512, "intermediate_size": 8192, "num_hidden_layers": 8, "initializer_range": 0.05}
