@@ -73,7 +73,7 @@ def test_log_probabilities_behind_the_mismatch():
 
 def test_completions_are_drawn_every_steps_per_generation_times_num_iterations():
     source = inspect.getsource(trl.GRPOTrainer._prepare_inputs)
-    assert "self.args.steps_per_generation * self.num_iterations" in source, "_SaveBetweenRollouts repeats this product"
+    assert "self.args.steps_per_generation * self.num_iterations" in source, "SaveBetweenRollouts repeats this product"
 
 
 def test_trainer_hooks():

@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or not there: seal, verify, find.
+"""Checkpoints that are whole or not there, and when they are taken: seal, verify, find, `SaveBetweenRollouts`.
 
 `Trainer` writes a checkpoint file by file into its final folder, so a run that is killed meanwhile leaves a folder that
 looks like a checkpoint. Here the last file written is a manifest with the size and SHA-256 of every other file; a folder
@@ -14,7 +14,8 @@ import re
 import shutil
 from pathlib import Path
 
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers import TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
 logger = logging.getLogger(__name__)
 
@@ -137,3 +138,33 @@ def write_json_atomically(path: Path, content: dict | list) -> None:
 def sha256(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class SaveBetweenRollouts(TrainerCallback):
+    """Moves a save to the next step after which a new rollout begins.
+
+    Completions in use are not part of a checkpoint, so a run resumed in the middle of them would draw others: only between
+    rollouts does it continue the same trajectory. Matters with `num_iterations > 1` or `steps_per_generation` above the
+    gradient accumulation. Where evaluations decide about checkpoints (`save_strategy="best"`, `load_best_model_at_end`), they
+    move along: the weights that were evaluated are the weights that are saved.
+    """
+
+    def __init__(self, trainer):
+        self._trainer = trainer
+        self._pending: set[str] = set()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        rollout_every = args.steps_per_generation * getattr(args, "num_iterations", 1)
+        moved = ["should_save"]
+        if args.save_strategy == SaveStrategy.BEST or args.load_best_model_at_end:
+            moved.append("should_evaluate")
+        if self._trainer._step % rollout_every == 0 or state.global_step >= state.max_steps:
+            for name in self._pending:
+                setattr(control, name, True)
+            self._pending.clear()
+            return control
+        for name in moved:
+            if getattr(control, name):
+                setattr(control, name, False)
+                self._pending.add(name)
+        return control

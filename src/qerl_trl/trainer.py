@@ -32,28 +32,20 @@ from contextlib import ExitStack, contextmanager, nullcontext
 
 import torch
 from accelerate.utils import is_peft_model
-from peft import PeftConfig
 from peft.utils import CONFIG_NAME as PEFT_CONFIG_NAME
 from torch import nn
-from transformers import AutoConfig, PreTrainedModel, TrainerCallback, TrainerState
+from transformers import PreTrainedModel, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
-from transformers.trainer_utils import SaveStrategy, rotate_checkpoints
+from transformers.trainer_utils import rotate_checkpoints
 from trl import GRPOTrainer, RLOOTrainer
 
 from . import checkpoint, guards, report
 from .config import QeRLArguments, QeRLConfig, QeRLRLOOConfig
 from .hub import HubMixin
 from .linear import compute_dtype, has_nvfp4
-from .lora import (
-    check_adapter,
-    check_is_lora,
-    default_lora_config,
-    prepare_trainable_norms,
-    register_nvfp4_lora,
-    warn_of_low_precision,
-)
+from .loading import adapter_config, model_init
+from .lora import check_adapter, prepare_trainable_norms, warn_of_low_precision
 from .noise import AQNCallback
-from .quantizer import NVFP4Config, pretrained_kwargs
 
 logger = logging.getLogger(__name__)
 
@@ -100,8 +92,8 @@ class QeRLMixin(HubMixin):
                 f"{type(self).__name__} needs args of type {self._config_class.__name__}, got {type(args).__name__}. It takes "
                 f"the same fields: replace {type(args).__name__}(...) by {self._config_class.__name__}(...)."
             )
-        given["args"], given["peft_config"] = args, _adapter_config(model, args, given.get("peft_config"))
-        loading = self._model_init(model, args, given.pop("quantization_config", None))
+        given["args"], given["peft_config"] = args, adapter_config(model, args, given.get("peft_config"))
+        loading = model_init(model, args, given.pop("quantization_config", None))
         with loading as quantization_config, self._own_vllm_generation():
             super().__init__(**given, quantization_config=quantization_config)
         policy = self.accelerator.unwrap_model(self.model)
@@ -115,7 +107,7 @@ class QeRLMixin(HubMixin):
             function if isinstance(function, nn.Module) else guards.checked_reward(function, name)
             for function, name in zip(self.reward_funcs, self.reward_func_names, strict=True)
         ]
-        self.add_callback(_SaveBetweenRollouts(self))
+        self.add_callback(checkpoint.SaveBetweenRollouts(self))
         prepare_trainable_norms(policy)
         if args.aqn:
             self.aqn = AQNCallback.from_args(args)
@@ -126,48 +118,6 @@ class QeRLMixin(HubMixin):
 
     def _is_nvfp4(self) -> bool:
         return has_nvfp4(self.accelerator.unwrap_model(self.model))
-
-    # ------------------------------------------------------------------------------------------------------- loading
-
-    @contextmanager
-    def _model_init(self, model, args: QeRLArguments, quantization_config) -> Iterator:
-        """Yield the quantization config for TRL, with `args.model_init_kwargs` completed for the time of loading.
-
-        Restored afterwards: a model config or dtype object in there would not survive `TrainingArguments.to_json_string`.
-        """
-        if not isinstance(model, str):
-            _check_instance(model, args.base_format)
-            yield quantization_config
-            return
-        given = args.model_init_kwargs
-        init = dict(given or {})
-        if (legacy := init.pop("torch_dtype", None)) is not None:
-            init.setdefault("dtype", legacy)  # its older name, as transformers reads it
-        hub = {key: init[key] for key in ("revision", "token", "cache_dir", "subfolder") if key in init}
-        hub["trust_remote_code"] = init.get("trust_remote_code", args.trust_remote_code)
-        if args.base_format != "full":
-            init.setdefault("dtype", "bfloat16")  # TRL's default is float32
-        if init.get("dtype") == "auto":
-            init["dtype"] = AutoConfig.from_pretrained(model, **hub).dtype or "bfloat16"
-        quantization_config = quantization_config or init.pop("quantization_config", None)
-        if quantization_config is None and args.base_format == "nvfp4":
-            quantization_config = NVFP4Config(
-                scale_rule=args.scale_rule,
-                modules_to_not_convert=args.modules_to_not_convert,
-                compute_dtype=str(init["dtype"]).removeprefix("torch."),
-            )
-        elif quantization_config is None and args.base_format == "nf4":
-            quantization_config = _nf4_config(init["dtype"])
-        if isinstance(quantization_config, NVFP4Config) and "config" not in init:
-            # what an NVFP4 checkpoint needs is a model config, what a dense one needs is the quantization config
-            loading = pretrained_kwargs(model, quantization_config, **hub)
-            quantization_config = loading.pop("quantization_config", None)
-            init.update(loading)
-        args.model_init_kwargs = init
-        try:
-            yield quantization_config
-        finally:
-            args.model_init_kwargs = given
 
     @contextmanager
     def _own_vllm_generation(self) -> Iterator[None]:
@@ -372,78 +322,6 @@ class QeRLMixin(HubMixin):
             settings["lora"] = {"r": lora.r, "alpha": lora.lora_alpha, "targets": targets}
         settings["versions"] = report.versions()
         return settings
-
-
-class _SaveBetweenRollouts(TrainerCallback):
-    """Moves a save to the next step after which a new rollout begins.
-
-    Completions in use are not part of a checkpoint, so a run resumed in the middle of them would draw others: only between
-    rollouts does it continue the same trajectory. Matters with `num_iterations > 1` or `steps_per_generation` above the
-    gradient accumulation. Where evaluations decide about checkpoints (`save_strategy="best"`, `load_best_model_at_end`), they
-    move along: the weights that were evaluated are the weights that are saved.
-    """
-
-    def __init__(self, trainer: "QeRLMixin"):
-        self._trainer = trainer
-        self._pending: set[str] = set()
-
-    def on_step_end(self, args, state, control, **kwargs):
-        rollout_every = args.steps_per_generation * getattr(args, "num_iterations", 1)
-        moved = ["should_save"]
-        if args.save_strategy == SaveStrategy.BEST or args.load_best_model_at_end:
-            moved.append("should_evaluate")
-        if self._trainer._step % rollout_every == 0 or state.global_step >= state.max_steps:
-            for name in self._pending:
-                setattr(control, name, True)
-            self._pending.clear()
-            return control
-        for name in moved:
-            if getattr(control, name):
-                setattr(control, name, False)
-                self._pending.add(name)
-        return control
-
-
-def _adapter_config(model, args: QeRLArguments, peft_config: PeftConfig | None) -> PeftConfig | None:
-    """The adapter that training needs, checked; `None` where the model brings its own or none is wanted."""
-    has_adapter = not isinstance(model, str) and is_peft_model(model)
-    if args.base_format == "full":
-        if peft_config is not None or has_adapter:
-            raise ValueError(
-                "base_format='full' trains every weight, but an adapter was passed too. Drop peft_config, or choose "
-                "base_format='bf16' for LoRA on a bf16 base."
-            )
-        return None
-    if has_adapter:
-        return peft_config  # TRL refuses the combination with its own message
-    if peft_config is None:
-        peft_config = default_lora_config()
-        logger.info("No peft_config: training LoRA with r=%d on all linear layers.", peft_config.r)
-    check_is_lora(peft_config)
-    return register_nvfp4_lora(peft_config) if args.base_format == "nvfp4" else peft_config
-
-
-def _check_instance(model: nn.Module, base_format: str) -> None:
-    packed = has_nvfp4(model)
-    if base_format == "nvfp4" and not packed:
-        raise ValueError(
-            f"base_format='nvfp4', but the {type(model).__name__} passed has no NVFP4 layer. Pass its name or folder to have it "
-            "quantized while loading, load it with from_pretrained(..., quantization_config=NVFP4Config()), or set "
-            "base_format='bf16' to train it as it is."
-        )
-    if base_format in ("bf16", "full") and packed:
-        raise ValueError(
-            f"base_format={base_format!r}, but the model passed has NVFP4 layers. Set base_format='nvfp4', or load it without "
-            "NVFP4Config."
-        )
-
-
-def _nf4_config(dtype):
-    from transformers import BitsAndBytesConfig
-
-    return BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype, bnb_4bit_use_double_quant=True
-    )
 
 
 class QeRLGRPOTrainer(QeRLMixin, GRPOTrainer):
