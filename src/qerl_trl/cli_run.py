@@ -90,9 +90,7 @@ def evaluate(
 
     adapter = Path(model) if (Path(model) / "adapter_config.json").is_file() else None
     if harness:
-        base = base_model or (
-            json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"] if adapter else model
-        )
+        base = base_model or (_base_of(adapter) if adapter else model)
         commands = evaluation.harness_commands(base, str(adapter) if adapter else None)
         print_result(commands, as_json, [f"# {name}\n{command}" for name, command in commands.items()])
         return
@@ -117,7 +115,7 @@ def evaluate(
     if engine == "vllm":
         base = model
         if adapter:
-            base = base_model or json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"]
+            base = base_model or _base_of(adapter)
             recorded = base_format or run_settings(adapter).get("base_format")
             if recorded == "nvfp4" and not (Path(base) / "config.json").is_file():
                 note(
@@ -146,3 +144,8 @@ def evaluate(
     if output is not None:
         lines.append(f"written: {output}")
     print_result({key: value for key, value in result.items() if key != "verdicts"}, as_json, lines)
+
+
+def _base_of(adapter: Path) -> str:
+    """Folder or Hub id of the model that an adapter was trained on, as its configuration says."""
+    return json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"]
