@@ -70,6 +70,27 @@ def test_rms_norm(K, residual):
         assert torch.equal(h, expected[1])
 
 
+def test_rms_norm_of_tensors_that_are_not_contiguous():
+    g = torch.Generator().manual_seed(0)
+    x, r = (torch.randn(64, 3, generator=g).bfloat16().t() for _ in range(2))
+    w = torch.randn(128, generator=g)[::2]
+    y, h = launchers._rms_norm(x, w, 1e-6, r)
+    expected = reference.rms_norm(x, w, 1e-6, r)
+    assert relative_error(y, expected[0]) < 1e-3
+    assert torch.equal(h, expected[1])
+
+
+@pytest.mark.parametrize("gs", [(64.0,), range(32, 45)], ids=["scalar", "per_row"])
+def test_quantize_in_several_launches(monkeypatch, gs):
+    """As many rows as one launch cannot take."""
+    monkeypatch.setattr(launchers, "_MAX_GRID_Y", 2)
+    weight = torch.randn(13, 32, generator=torch.Generator().manual_seed(0))
+    gs = torch.tensor([float(v) for v in gs])
+    got, expected = launchers._quantize(weight, "four_over_six", gs), reference.quantize(weight, "four_over_six", gs)
+    assert torch.equal(got[0], expected[0])
+    assert torch.equal(got[1], expected[1])
+
+
 def configuration(BM, BN, SK, MMA=3, BK=128):
     return {"kernel": "portable", "BM": BM, "BN": BN, "BK": BK, "SK": SK, "NW": 4, "NS": 1, "MMA": MMA}
 

@@ -75,7 +75,7 @@ def test_tuned_shapes_come_from_the_table_and_others_from_the_heuristic(h200):
 
 
 @pytest.mark.parametrize("M", [1, 9, 17, 33, 65, 128])
-@pytest.mark.parametrize("N,K", [(16, 128), (48, 256), (2048, 2048), (1024, 11008), (55296, 5120), (896, 896)])
+@pytest.mark.parametrize("N,K", [(16, 128), (48, 256), (2304, 2048), (1024, 11008), (55296, 5120), (896, 896)])
 def test_heuristics_are_valid_for_any_shape(h200, M, N, K):
     config = select.choose(N, K, M, 0, True)
     if config["kernel"] == "skinny":
@@ -84,6 +84,57 @@ def test_heuristics_are_valid_for_any_shape(h200, M, N, K):
     elif config["kernel"] == "wgmma":
         assert select.wgmma_fits(N, K)
         assert config["grid"] >= 1
+    else:
+        assert config["kernel"] == "portable" or M > 128
+        assert M <= 16 or not select.wgmma_fits(N, K), "Hopper's own kernel fits"
+    if config["kernel"] == "portable":
+        assert 1 <= config["SK"] <= -(-K // config["BK"])
+
+
+@pytest.mark.parametrize("M", [1, 16, 17, 128, 300, 4096])
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)], ids=str)
+def test_kernels_for_hopper_go_to_no_other_gpu(monkeypatch, capability, M):
+    from qerl_nvfp4 import ops
+
+    for module in (select, ops):
+        monkeypatch.setattr(module, "device_properties", lambda index: ("some GPU", 100, capability))
+    select.choose.cache_clear()
+    assert not ops.use_hopper(0)
+    for bf16 in (False, True):  # choose() must not rely on its caller's question
+        assert select.choose(4096, 4096, M, 0, bf16)["kernel"] in ("portable", "dense")
+    select.choose.cache_clear()
+
+
+def test_a_triton_without_gluons_names_means_the_portable_kernels(monkeypatch):
+    from qerl_nvfp4 import ops
+
+    gl = pytest.importorskip("triton.experimental.gluon.language")
+    assert ops.missing_from_gluon() is None
+    monkeypatch.delattr(gl, "thread_barrier")
+    assert ops.missing_from_gluon() == "thread_barrier"
+    ops._gluon_lacks.cache_clear()
+    for module in (select, ops):
+        monkeypatch.setattr(module, "device_properties", lambda index: ("NVIDIA H200", 132, (9, 0)))
+    monkeypatch.setattr(ops, "is_available", lambda device: True)
+    assert not ops.use_hopper(0)
+    assert "lacks thread_barrier" in ops.describe(0)
+    ops._gluon_lacks.cache_clear()
+
+
+def test_scratch_memory_outlives_inference_mode_and_what_is_kept_stays_small():
+    import torch
+
+    from qerl_nvfp4 import launch
+
+    device, before = torch.device("cpu"), len(launch._captured)
+    with torch.inference_mode():
+        launch.scratch(device, "a test", 100, torch.float32)
+    launch.scratch(device, "a test", 100, torch.float32).zero_()
+    for numel in range(100, 5000, 10):
+        buffer = launch.scratch(device, "a test", numel, torch.float32)
+    assert buffer.numel() < 2 * 5000
+    assert sum(kept.numel() for kept in launch._captured[before:]) < buffer.numel()
+    del launch._captured[before:], launch._scratch[device, "a test"]
 
 
 def test_the_table_renders():

@@ -78,6 +78,44 @@ def test_wrong_shapes_name_the_numbers():
         qerl_nvfp4.linear(torch.randn(2, 64), packed, scale, torch.ones(7))
     with pytest.raises(ValueError, match="best"):
         qerl_nvfp4.quantize(torch.randn(4, 32), "best", gs)
+    x, a, b = torch.randn(2, 64), torch.randn(4, 64), torch.randn(32, 4)
+    with pytest.raises(ValueError, match=r"bias has shape \(16,\)"):
+        qerl_nvfp4.linear(x, packed, scale, gs, torch.zeros(16))
+    with pytest.raises(ValueError, match="both lora_a"):
+        qerl_nvfp4.linear(x, packed, scale, gs, None, a)
+    with pytest.raises(ValueError, match=r"lora_splits are \(16, 8\)"):
+        qerl_nvfp4.linear(x, packed, scale, gs, None, a.repeat(2, 1), b, (16, 8))
+    with pytest.raises(ValueError, match=r"2 shards of rank 4 need \(8, 64\)"):
+        qerl_nvfp4.linear(x, packed, scale, gs, None, a, b, (16, 16))
+    with pytest.raises(ValueError, match="dy has 31 columns"):
+        qerl_nvfp4.linear_backward(torch.randn(2, 31), packed, scale, gs)
+    with pytest.raises(ValueError, match=r"needs a weight \(64,\)"):
+        qerl_nvfp4.rms_norm(x, torch.ones(63), 1e-6)
+
+
+def test_a_wrong_out_is_refused_before_anything_is_written():
+    packed, scale, gs = random_weight(32, 64)
+    memory = torch.zeros(32, 64, dtype=torch.bfloat16)
+    for out in (memory[:16], memory.float(), memory.t()):
+        with pytest.raises(ValueError, match="out is"):
+            qerl_nvfp4.dequantize(packed, scale, gs, torch.bfloat16, out)
+    assert not memory.any()
+
+
+def test_a_gradient_that_would_be_lost_is_refused():
+    packed, scale, gs = random_weight(32, 64)
+    x, weight = torch.randn(2, 64, requires_grad=True), torch.ones(64, requires_grad=True)
+    b = torch.randn(32, 4, requires_grad=True)
+    calls = (
+        lambda: qerl_nvfp4.linear(x, packed, scale, gs),
+        lambda: qerl_nvfp4.linear(x.detach(), packed, scale, gs, None, torch.randn(4, 64), b),
+        lambda: qerl_nvfp4.rms_norm(x.detach(), weight, 1e-6),
+    )
+    for call in calls:
+        with pytest.raises(RuntimeError, match="no autograd"):
+            call()
+        with torch.no_grad():
+            call()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says so only without a GPU")
@@ -96,6 +134,9 @@ def test_operators_have_correct_fakes():
     )
     torch.library.opcheck(ops.dequantize.default, (packed, scale, gs, torch.bfloat16), test_utils=checks)
     torch.library.opcheck(ops.rms_norm.default, (x, torch.ones(64), 1e-6, x), test_utils=checks)
+    strided = torch.randn(2, 5, 3, 64).bfloat16().transpose(1, 2)
+    torch.library.opcheck(ops.rms_norm.default, (strided, torch.ones(64), 1e-6), test_utils=checks)
+    torch.library.opcheck(ops.rms_norm.default, (strided.float(), torch.ones(64), 1e-6), test_utils=checks)
 
 
 def test_torch_compile_sees_one_operator():

@@ -74,6 +74,7 @@ def compile_sm90(
     num_stages: int = 3,
     pointers: dict | None = None,
     registers: int | None = None,
+    capability: int = 90,
 ):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -88,7 +89,7 @@ def compile_sm90(
     attributes = {(names.index(n),): [["tt.divisibility", 16]] for n in aligned if n not in constants}
     source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constants, attributes)
     options = {"num_warps": num_warps, "num_stages": num_stages, "maxnreg": registers}
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
 def opcodes(code):
@@ -240,6 +241,26 @@ def test_portable():
     everything = opcodes(disassemble(kernel.asm["cubin"]))
     assert not [op for op in everything if op.startswith(("LDL", "STL"))]
     assert any(op.startswith("STG") and "128" in op for op in everything)
+
+
+@pytest.mark.skipif(not INSIDE, reason="run by test_in_a_fresh_process")
+@pytest.mark.parametrize("capability", [80, 89, 100, 120])
+def test_portable_compiles_for_other_gpus(capability):
+    """They are not tuned and were not run; a block must fit their shared memory (99 KiB on consumer GPUs)."""
+    from qerl_nvfp4 import portable, select
+
+    config = select.portable_heuristic(4096, 4096, 64, 100, hopper=False)
+    constants = {name: config[name] for name in ("BM", "BN", "BK", "MMA")} | {
+        "SPLIT": config["SK"] > 1,
+        "EVEN_K": True,
+        "BIAS": True,
+        "RANK": 32,
+        "BRANK": 32,
+        "INTERP": False,
+    }
+    pointers = {"s_ptr": "*u8", "b_ptr": "*bf16"}
+    kernel = compile_sm90(portable.gemm_kernel, constants, config["NW"], None, config["NS"], pointers, None, capability)
+    assert kernel.metadata.shared <= 101_376
 
 
 @pytest.mark.skipif(not INSIDE, reason="run by test_in_a_fresh_process")

@@ -139,7 +139,7 @@ class _NVFP4Matmul(torch.autograd.Function):
             backward = _backward_op if torch.compiler.is_compiling() else _backward
             dx = backward(dy, *ctx.saved_tensors, ctx.implementation)
         if ctx.needs_input_grad[4]:
-            dbias = dy.flatten(0, -2).sum(0)
+            dbias = dy.reshape(-1, dy.shape[-1]).sum(0)
         return dx, None, None, None, dbias, None
 
 

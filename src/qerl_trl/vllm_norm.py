@@ -33,9 +33,9 @@ def _add_rms_norm(
 for _key in ("CPU", "CUDA"):
     _LIBRARY.impl("rms_norm", _rms_norm, _key)
     _LIBRARY.impl("add_rms_norm", _add_rms_norm, _key)
-torch.library.register_fake("qerl_norm::rms_norm", lambda x, weight, eps: torch.empty_like(x))
+torch.library.register_fake("qerl_norm::rms_norm", lambda x, weight, eps: x.new_empty(x.shape))
 torch.library.register_fake(
-    "qerl_norm::add_rms_norm", lambda x, residual, weight, eps: (torch.empty_like(x), torch.empty_like(x))
+    "qerl_norm::add_rms_norm", lambda x, residual, weight, eps: (x.new_empty(x.shape), x.new_empty(x.shape))
 )
 
 

@@ -36,8 +36,13 @@ def linear(
             Rows of shard i use rows i*r to (i+1)*r of lora_a.  Up to three shards whose edges are multiples of 256 (128 for small
             matrices) and ranks up to 256, multiples of 8 (of 4 up to 16 tokens), are fused; anything else is added by two more products.
 
-    No autograd, deterministic, safe in CUDA graphs and transparent to torch.compile.  Scratch buffers are one set a device: do not
-    call from two streams of one device at once.  Raises `ValueError` when shapes disagree.
+    Deterministic, safe in CUDA graphs and transparent to torch.compile.  No autograd: inputs that require a gradient are refused unless
+    gradients are off.  Scratch buffers are one set a device, made and grown by the first calls: do not call from two streams or two
+    threads of one device at once, and call once eagerly with the largest shape before graphs are captured
+    (torch.compile(mode="reduce-overhead") captures by itself).
+
+    Raises:
+        `ValueError`: shapes disagree. `RuntimeError`: a gradient would be lost.
     """
     return _ops.ops.linear(x, packed, block_scale, global_scale, bias, lora_a, lora_b, lora_splits)
 
@@ -56,10 +61,13 @@ def dequantize(
     dtype: torch.dtype = torch.bfloat16,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """(N, K) = e2m1 * (e4m3 / global_scale), rounded once to `dtype`: bit for bit compressed-tensors' own decompression."""
+    """(N, K) = e2m1 * (e4m3 / global_scale), rounded once to `dtype`: bit for bit compressed-tensors' own decompression.
+
+    `out`: where to write it; shape, dtype and device must fit. Raises `ValueError` when shapes disagree.
+    """
     if out is None:
         return _ops.ops.dequantize(packed, block_scale, global_scale, dtype)
-    return _ops._dequantize(packed, block_scale, global_scale, dtype, out)
+    return _ops.dequantize_into(packed, block_scale, global_scale, dtype, out)
 
 
 def quantize(weight: torch.Tensor, scale_rule: str, global_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

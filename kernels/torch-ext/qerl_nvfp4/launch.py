@@ -19,11 +19,19 @@ def scratch(device: torch.device, name: str, numel: int, dtype: torch.dtype, fil
     if buffer is None or buffer.numel() < numel:
         if buffer is not None:
             _captured.append(buffer)
-        buffer = torch.empty(numel, device=device, dtype=dtype)
-        if fill is not None:
-            buffer.fill_(fill)
+            numel = max(numel, 2 * buffer.numel())  # so that what is kept stays below what is used
+        with torch.inference_mode(False):  # such a tensor could not be written outside of it
+            buffer = torch.empty(numel, device=device, dtype=dtype)
+            if fill is not None:
+                buffer.fill_(fill)
         _scratch[key] = buffer
     return buffer
+
+
+def forget_scratch() -> None:
+    """After a launch that failed: its counters and cells may be left half-way. Captured graphs keep the old ones."""
+    _captured.extend(_scratch.values())
+    _scratch.clear()
 
 
 class Lora:
@@ -129,8 +137,8 @@ def launch(
         config = config | config.get("lora", {})
     if lora_a is not None and (config["kernel"] != "skinny" or lora_b.shape[1] % 4 == 0):
         lora = lora_plan(x, lora_a, lora_b, splits, tile_rows(config))
-        if config["kernel"] == "wgmma" and lora_b.shape[1] % 8:  # rows of B and of x A^T are pieces of 16 bytes
-            lora = None
+        if config["kernel"] == "wgmma" and (lora_b.shape[1] % 8 or lora_b.data_ptr() % 16):
+            lora = None  # the copy engine wants rows of 16-byte pieces
     kernel = {"skinny": launch_skinny, "wgmma": launch_wgmma, "portable": launch_portable}[config["kernel"]]
     kernel(config, x, packed, block_scale, global_scale, bias, lora_a, lora, out, pdl)
     if lora_a is not None and lora is None:

@@ -4,8 +4,11 @@ Nothing here allocates per call except the result.  Scratch memory (split-K tile
 set a device (launch.py), grown on demand and never shrunk: calls on different streams of one device must not overlap.
 """
 
+import functools
+import importlib
 import itertools
 import math
+import operator
 
 import torch
 
@@ -26,31 +29,65 @@ if HAS_TRITON:
     from .launch import launch, scale_args, scale_bytes, scratch
 
 
-def gluon_available() -> bool:
-    """Whether this Triton has what hopper.py uses."""
+# Gluon's names that the Hopper kernels use and that newer versions of Triton have renamed; compiling would be the first to notice
+_GLUON_NAMES = (
+    ("triton.experimental.gluon.language", "thread_barrier"),
+    ("triton.experimental.gluon.language", "shared_memory_descriptor._reinterpret"),
+    ("triton.experimental.gluon.language.nvidia.hopper", "tma.async_copy_global_to_shared"),
+)
+
+
+def missing_from_gluon() -> str | None:
+    """What this Triton lacks of what the Hopper kernels use; None: nothing."""
+    for module, name in _GLUON_NAMES:
+        try:
+            operator.attrgetter(name)(importlib.import_module(module))
+        except (ImportError, AttributeError):
+            return name
     try:
         from . import hopper_wgmma  # noqa: F401
-    except (ImportError, AttributeError, TypeError):
-        return False
-    return True
+    except (ImportError, AttributeError, TypeError) as error:
+        return str(error)
+    return None
 
 
-_gluon: bool | None = None
+@functools.cache
+def _gluon_lacks() -> str | None:
+    return missing_from_gluon()
 
 
 def use_hopper(index: int) -> bool:
-    global _gluon
-    if _gluon is None:
-        _gluon = gluon_available()
-    return _gluon and device_properties(index)[2][0] == 9
+    return device_properties(index)[2][0] == 9 and _gluon_lacks() is None
 
 
 def is_available(device: torch.device | str | int | None = None) -> bool:
     """Whether the Triton kernels can run on `device` (default: the current CUDA device)."""
-    if not HAS_TRITON or not torch.cuda.is_available() or torch.version.cuda is None:
+    if not HAS_TRITON or not torch.cuda.is_available():
         return False
     index = _device_index(device)
-    return index is not None and device_properties(index)[2] >= (8, 0)
+    return index is not None and _made_for(index)
+
+
+def _made_for(index: int) -> bool:
+    return HAS_TRITON and torch.version.cuda is not None and device_properties(index)[2] >= (8, 0)
+
+
+def _runs_on(tensor: torch.Tensor) -> bool:
+    """Whether the kernels can run where a tensor is: on a GPU for which they are made, or in Triton's interpreter."""
+    return _made_for(tensor.device.index) if tensor.is_cuda else HAS_TRITON and portable.INTERPRET
+
+
+def _refuse_grad(name: str, *tensors: torch.Tensor | None) -> None:
+    """A product computed here would silently lack gradients, or part of them."""
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        raise RuntimeError(
+            f"qerl_nvfp4.{name} has no autograd, and one of its inputs requires a gradient. Call it under torch.no_grad(), or inside a "
+            "torch.autograd.Function whose backward uses linear_backward (qerl_trl.linear.linear is one)."
+        )
+
+
+def _unit_stride(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return tensor if tensor is None or tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _device_index(device: torch.device | str | int | None) -> int | None:
@@ -79,6 +116,8 @@ def describe(device: torch.device | str | int | None = None) -> str:
 
     name, _, (major, minor) = device_properties(_device_index(device))
     path = "Hopper kernels (Gluon)" if use_hopper(_device_index(device)) else "portable Triton kernels"
+    if major == 9 and _gluon_lacks() is not None:
+        path += f" (slower than the Hopper kernels, for which this Triton lacks {_gluon_lacks()}; they are made for Triton 3.6)"
     shapes = len({key[:2] for key in load_table(name)})
     tuned = f"table for {name}, {shapes} shapes; heuristic for others" if shapes else f"heuristic: no table for {name}"
     return f"qerl_nvfp4: {path}, sm_{major}{minor}, Triton {triton.__version__}, {tuned}"
@@ -179,12 +218,8 @@ def usable(config: dict, x, packed, block_scale) -> bool:
     )
 
 
-def check(x, packed, block_scale, global_scale) -> None:
+def check_weight(packed, block_scale, global_scale) -> None:
     K, N = packed.shape[1] * 2, packed.shape[0]
-    if x.shape[-1] != K:
-        raise ValueError(
-            f"x has {x.shape[-1]} columns, the weight {K} (packed {tuple(packed.shape)} holds two codes a byte)"
-        )
     if block_scale.shape != (N, K // 16):
         raise ValueError(
             f"block_scale has shape {tuple(block_scale.shape)}; a weight of {N} x {K} needs {(N, K // 16)}"
@@ -193,11 +228,37 @@ def check(x, packed, block_scale, global_scale) -> None:
         raise ValueError(f"global_scale has {global_scale.numel()} elements; give 1, or one for each of the {N} rows")
 
 
+def check(x, packed, block_scale, global_scale, bias, lora_a, lora_b, lora_splits) -> None:
+    K, N = packed.shape[1] * 2, packed.shape[0]
+    if x.shape[-1] != K:
+        raise ValueError(
+            f"x has {x.shape[-1]} columns, the weight {K} (packed {tuple(packed.shape)} holds two codes a byte)"
+        )
+    check_weight(packed, block_scale, global_scale)
+    if bias is not None and bias.shape != (N,):
+        raise ValueError(f"bias has shape {tuple(bias.shape)}; a weight of {N} rows needs {(N,)}")
+    if (lora_a is None) != (lora_b is None):
+        raise ValueError("an adapter needs both lora_a (S * r, K) and lora_b (N, r); one of them is None")
+    if lora_a is not None:
+        splits = reference.split_rows(lora_b, lora_splits)
+        if lora_b.ndim != 2 or lora_b.shape[0] != N or sum(splits) != N:
+            raise ValueError(
+                f"lora_b has shape {tuple(lora_b.shape)} and lora_splits are {splits}; both must cover {N} rows"
+            )
+        if lora_a.shape != (len(splits) * lora_b.shape[1], K):
+            raise ValueError(
+                f"lora_a has shape {tuple(lora_a.shape)}; {len(splits)} shards of rank {lora_b.shape[1]} need "
+                f"{(len(splits) * lora_b.shape[1], K)}"
+            )
+
+
 def _linear(
     x, packed, block_scale, global_scale, bias=None, lora_a=None, lora_b=None, lora_splits=None
 ) -> torch.Tensor:
-    check(x, packed, block_scale, global_scale)
-    if not x.is_cuda or not HAS_TRITON or x.dtype not in (torch.bfloat16, torch.float16):
+    check(x, packed, block_scale, global_scale, bias, lora_a, lora_b, lora_splits)
+    _refuse_grad("linear", x, bias, lora_a, lora_b)
+    bias = _unit_stride(bias)
+    if not x.is_cuda or not _runs_on(x) or x.dtype not in (torch.bfloat16, torch.float16):
         return reference.linear(x, packed, block_scale, global_scale, bias, lora_a, lora_b, lora_splits)
     N, K = packed.shape[0], x.shape[-1]
     x_MK = x.reshape(-1, K)
@@ -223,13 +284,19 @@ def _linear(
 
 
 def _linear_backward(dy, packed, block_scale, global_scale) -> torch.Tensor:
-    if not dy.is_cuda or not HAS_TRITON or dy.dtype not in (torch.bfloat16, torch.float16):
+    check_weight(packed, block_scale, global_scale)
+    if dy.shape[-1] != packed.shape[0]:
+        raise ValueError(f"dy has {dy.shape[-1]} columns, the weight {packed.shape[0]} rows")
+    _refuse_grad("linear_backward", dy)
+    if not dy.is_cuda or not _runs_on(dy) or dy.dtype not in (torch.bfloat16, torch.float16):
         return reference.linear_backward(dy, packed, block_scale, global_scale)
     N, K = packed.shape[0], packed.shape[1] * 2
     with torch.cuda.device(dy.device):
         weight = _dense_weight(packed, block_scale, global_scale, dy.dtype, slice(0, N), slice(0, K))
         return (dy.reshape(-1, N) @ weight).view(*dy.shape[:-1], K)
 
+
+_MAX_GRID_Y = 65535  # CUDA's limit
 
 # --- streaming kernels ------------------------------------------------------------------------------------------------------------
 
@@ -239,13 +306,7 @@ def _dequantize(packed, block_scale, global_scale, dtype, out) -> torch.Tensor:
     readable = (
         packed.stride(1) == 1 and packed.stride(0) % 4 == 0 and packed.data_ptr() % 4 == 0 and packed.shape[1] % 4 == 0
     )
-    if (
-        not HAS_TRITON
-        or not (packed.is_cuda or portable.INTERPRET)
-        or not readable
-        or scales.stride(1) != 1
-        or out.stride(1) != 1
-    ):
+    if not _runs_on(packed) or not readable or scales.stride(1) != 1 or out.stride(1) != 1:
         return reference.dequantize(packed, block_scale, global_scale, dtype, out)
     N, K = packed.shape[0], packed.shape[1] * 2
     words = packed.view(torch.int32)
@@ -276,12 +337,22 @@ def _dequantize(packed, block_scale, global_scale, dtype, out) -> torch.Tensor:
     return out
 
 
-def _dequantize_op(packed, block_scale, global_scale, dtype) -> torch.Tensor:
-    out = torch.empty(packed.shape[0], packed.shape[1] * 2, device=packed.device, dtype=dtype)
-    if packed.is_cuda:
+def dequantize_into(packed, block_scale, global_scale, dtype, out) -> torch.Tensor:
+    check_weight(packed, block_scale, global_scale)
+    shape = (packed.shape[0], packed.shape[1] * 2)
+    if out.shape != shape or out.dtype != dtype or out.device != packed.device:
+        raise ValueError(
+            f"out is {tuple(out.shape)} {out.dtype} on {out.device}; the weight needs {shape} {dtype} on {packed.device}"
+        )
+    if packed.is_cuda and dtype in (torch.bfloat16, torch.float16, torch.float32):
         with torch.cuda.device(packed.device):
             return _dequantize(packed, block_scale, global_scale, dtype, out)
     return reference.dequantize(packed, block_scale, global_scale, dtype, out)
+
+
+def _dequantize_op(packed, block_scale, global_scale, dtype) -> torch.Tensor:
+    out = torch.empty(packed.shape[0], packed.shape[1] * 2, device=packed.device, dtype=dtype)
+    return dequantize_into(packed, block_scale, global_scale, dtype, out)
 
 
 def _quantize(weight, scale_rule: str, global_scale) -> tuple[torch.Tensor, torch.Tensor]:
@@ -291,14 +362,14 @@ def _quantize(weight, scale_rule: str, global_scale) -> tuple[torch.Tensor, torc
         raise ValueError(
             f"quantize needs a float matrix (N, K) with K a multiple of 16; got {tuple(weight.shape)} {weight.dtype}"
         )
-    if not HAS_TRITON or not (weight.is_cuda or portable.INTERPRET) or weight.stride(1) != 1:
+    if not _runs_on(weight) or weight.stride(1) != 1:
         return reference.quantize(weight, scale_rule, global_scale)
     N, K = weight.shape
     packed = torch.empty(N, K // 2, device=weight.device, dtype=torch.uint8)
     scales = torch.empty(N, K // 16, device=weight.device, dtype=torch.uint8)
     gs, sgs = scale_args(global_scale.to(weight.device, torch.float32))
     streamed = scale_rule == "rtn" and weight.dtype == torch.bfloat16 and weight.is_contiguous() and weight.is_cuda
-    if streamed and weight.data_ptr() % 4 == 0 and is_available(weight.device):
+    if streamed and weight.data_ptr() % 4 == 0:
         blocks, BB = N * K // 16, 256
         with torch.cuda.device(weight.device):
             elementwise.quantize_rtn_kernel[(triton.cdiv(blocks, BB),)](
@@ -314,36 +385,44 @@ def _quantize(weight, scale_rule: str, global_scale) -> tuple[torch.Tensor, torc
             )
         return packed, scales
     BN, BK = 4, 512
-    with torch.cuda.device(weight.device if weight.is_cuda else -1):
-        elementwise.quantize_kernel[(triton.cdiv(K, BK), triton.cdiv(N, BN))](
-            weight,
-            packed,
-            scales,
-            gs,
-            N,
-            K,
-            weight.stride(0),
-            sgs,
-            BN=BN,
-            BK=BK,
-            RULE=reference.SCALE_RULES.index(scale_rule),
-            NARROW=weight.dtype in (torch.bfloat16, torch.float16),
-            INTERP=portable.INTERPRET,
-            num_warps=4,
-            enable_fp_fusion=False,
-        )
+    for first in range(0, N, BN * _MAX_GRID_Y):
+        rows = slice(first, min(first + BN * _MAX_GRID_Y, N))
+        with torch.cuda.device(weight.device if weight.is_cuda else -1):
+            elementwise.quantize_kernel[(triton.cdiv(K, BK), triton.cdiv(rows.stop - first, BN))](
+                weight[rows],
+                packed[rows],
+                scales[rows],
+                gs[rows] if sgs else gs,
+                rows.stop - first,
+                K,
+                weight.stride(0),
+                sgs,
+                BN=BN,
+                BK=BK,
+                RULE=reference.SCALE_RULES.index(scale_rule),
+                NARROW=weight.dtype in (torch.bfloat16, torch.float16),
+                INTERP=portable.INTERPRET,
+                num_warps=4,
+                enable_fp_fusion=False,
+            )
     return packed, scales
 
 
 def _rms_norm(x, weight, eps: float, residual=None) -> tuple[torch.Tensor, torch.Tensor]:
-    if not HAS_TRITON or not (x.is_cuda or portable.INTERPRET) or x.dtype == torch.float32:
-        y = reference.rms_norm(x, weight, eps, residual)
-        return y if residual is not None else (y, x.new_empty(0))
+    _refuse_grad("rms_norm", x, weight, residual)
     K = x.shape[-1]
-    x_MK = x.reshape(-1, K)
+    if weight.shape != (K,) or (residual is not None and residual.shape != x.shape):
+        given = None if residual is None else tuple(residual.shape)
+        raise ValueError(
+            f"rms_norm of x {tuple(x.shape)} needs a weight {(K,)} and a residual of x's shape; got {tuple(weight.shape)}, {given}"
+        )
+    if not _runs_on(x) or x.dtype == torch.float32:
+        y = reference.rms_norm(x.contiguous(), weight, eps, None if residual is None else residual.contiguous())
+        return y if residual is not None else (y, x.new_empty(0))
+    x_MK, weight = _unit_stride(x.reshape(-1, K)), _unit_stride(weight)
     y = torch.empty_like(x_MK, memory_format=torch.contiguous_format)
     h = torch.empty_like(y) if residual is not None else x.new_empty(0)
-    r_MK = x_MK if residual is None else residual.reshape(-1, K)
+    r_MK = x_MK if residual is None else _unit_stride(residual.reshape(-1, K))
     pdl = x.is_cuda and device_properties(x.device.index)[2][0] >= 9
     with torch.cuda.device(x.device if x.is_cuda else -1):
         elementwise.rms_norm_kernel[(x_MK.shape[0],)](
@@ -410,8 +489,8 @@ _register(
     "rms_norm(Tensor x, Tensor weight, float eps, Tensor? residual=None) -> (Tensor, Tensor)",
     _rms_norm,
     lambda x, weight, eps, residual=None: (
-        torch.empty_like(x),
-        x.new_empty(0) if residual is None else torch.empty_like(x),
+        x.new_empty(x.shape),
+        x.new_empty(0 if residual is None else x.shape),
     ),
 )
 

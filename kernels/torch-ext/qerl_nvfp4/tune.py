@@ -19,7 +19,7 @@ import torch
 from triton.errors import TritonError
 
 from . import ops, reference, select
-from .launch import slices_of
+from .launch import forget_scratch, slices_of
 from .timing import copies_needed, random_weight, relative_error, time_us, times_us
 
 FINALISTS = 5  # the fastest candidates are timed again, in turns
@@ -191,8 +191,9 @@ class Matrix:
                     found.append((time_us(call, self.copies, 5), config, call))
                 else:
                     print(f"# WRONG {self.N}x{self.K} M={M} {config}: relative error {error:.1e}", flush=True)
-                    ops.scratch(x.device, "counters", 1, torch.int32).zero_()
+                    forget_scratch()
             except FAILURES as failure:
+                forget_scratch()
                 print(f"# failed {self.N}x{self.K} M={M} {config}: {type(failure).__name__} {str(failure)[-150:]}")
         found.sort(key=lambda t: t[0])
         again = times_us([call for _, _, call in found[:FINALISTS]], self.copies, 9)
