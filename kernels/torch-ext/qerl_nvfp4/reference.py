@@ -132,7 +132,8 @@ def quantize(weight: torch.Tensor, scale_rule: str, global_scale: torch.Tensor) 
     def encode_scale(value: torch.Tensor) -> torch.Tensor:
         return value.clamp(MIN_BLOCK_SCALE, E4M3_MAX).to(torch.float8_e4m3fn)
 
-    base = encode_scale(amax / E2M1_MAX * gs)
+    # by a tensor: CUDA multiplies by the reciprocal of a number, which rounds differently
+    base = encode_scale(amax / torch.full_like(gs, E2M1_MAX) * gs)
     if scale_rule == "rtn":
         candidates = [base]
     elif scale_rule == "four_over_six":
