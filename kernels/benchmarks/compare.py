@@ -248,8 +248,12 @@ def sums(rows: list[dict]) -> list[dict]:
 def commit() -> str:
     if os.environ.get("BENCH_COMMIT"):
         return os.environ["BENCH_COMMIT"]
-    answer = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
-    return answer.stdout.strip() or "unknown"
+    commands = (["git", "rev-parse", "HEAD"], ["git", "status", "--porcelain", "--untracked-files=no"])
+    head, changes = (
+        subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip()
+        for command in commands
+    )
+    return (head or "unknown") + (" with uncommitted changes" if changes else "")
 
 
 def main() -> None:

@@ -116,6 +116,11 @@ def test_a_gradient_that_would_be_lost_is_refused():
             call()
         with torch.no_grad():
             call()
+    compiled = torch.compile(lambda x: qerl_nvfp4.linear(x, packed, scale, gs) + x.sum(), backend="aot_eager")
+    with pytest.raises(Exception, match="no autograd"):
+        compiled(x)
+    with torch.no_grad():
+        compiled(x)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says so only without a GPU")

@@ -29,8 +29,7 @@ def scratch(device: torch.device, name: str, numel: int, dtype: torch.dtype, fil
 
 
 def forget_scratch() -> None:
-    """After a launch that failed: its counters and cells may be left half-way. Captured graphs keep the old ones."""
-    _captured.extend(_scratch.values())
+    """After a launch that failed, whose counters and cells may be left half-way. Graphs captured before must not be replayed."""
     _scratch.clear()
 
 

@@ -451,6 +451,21 @@ _NAMESPACE = add_op_namespace_prefix("linear").split("::")[0]
 _library = torch.library.Library(_NAMESPACE, "FRAGMENT")
 
 
+def _fake_linear(x, packed, block_scale, global_scale, bias=None, lora_a=None, lora_b=None, lora_splits=None):
+    _refuse_grad("linear", x, bias, lora_a, lora_b)  # torch.compile would never ask the implementation
+    return x.new_empty(*x.shape[:-1], packed.shape[0])
+
+
+def _fake_linear_backward(dy, packed, block_scale, global_scale):
+    _refuse_grad("linear_backward", dy)
+    return dy.new_empty(*dy.shape[:-1], packed.shape[1] * 2)
+
+
+def _fake_rms_norm(x, weight, eps, residual=None):
+    _refuse_grad("rms_norm", x, weight, residual)
+    return x.new_empty(x.shape), x.new_empty(0 if residual is None else x.shape)
+
+
 def _register(schema: str, implementation, fake) -> None:
     """Library.define / impl instead of custom_op: a few microseconds less a call in eager mode."""
     name = schema.split("(")[0]
@@ -463,12 +478,12 @@ _register(
     "linear(Tensor x, Tensor packed, Tensor block_scale, Tensor global_scale, Tensor? bias=None, Tensor? lora_a=None, "
     "Tensor? lora_b=None, int[]? lora_splits=None) -> Tensor",
     _linear,
-    lambda x, packed, *_, **__: x.new_empty(*x.shape[:-1], packed.shape[0]),
+    _fake_linear,
 )
 _register(
     "linear_backward(Tensor dy, Tensor packed, Tensor block_scale, Tensor global_scale) -> Tensor",
     _linear_backward,
-    lambda dy, packed, *_: dy.new_empty(*dy.shape[:-1], packed.shape[1] * 2),
+    _fake_linear_backward,
 )
 _register(
     "dequantize(Tensor packed, Tensor block_scale, Tensor global_scale, ScalarType dtype) -> Tensor",
@@ -488,10 +503,7 @@ _register(
 _register(
     "rms_norm(Tensor x, Tensor weight, float eps, Tensor? residual=None) -> (Tensor, Tensor)",
     _rms_norm,
-    lambda x, weight, eps, residual=None: (
-        x.new_empty(x.shape),
-        x.new_empty(0 if residual is None else x.shape),
-    ),
+    _fake_rms_norm,
 )
 
 ops = getattr(torch.ops, _NAMESPACE)

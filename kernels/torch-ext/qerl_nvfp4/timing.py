@@ -7,7 +7,7 @@ import torch
 
 
 def copies_needed(nbytes: int, l2_bytes: int, limit: int = 24) -> int:
-    """Copies of a weight that together are several times the second-level cache."""
+    """Copies of a weight that together are several times the second-level cache; of a small one at most `limit`, about its size."""
     return max(2, min(limit, math.ceil(5 * l2_bytes / nbytes)))
 
 
