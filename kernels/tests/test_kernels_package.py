@@ -63,7 +63,7 @@ def test_every_table_entry_fits_its_matrix(path):
 
 
 def test_tuned_shapes_come_from_the_table_and_others_from_the_heuristic(h200):
-    table = select.load_table("NVIDIA H200")
+    table = select.load_table("NVIDIA H200", 132)
     assert select.choose(37888, 3584, 5, 0, True) == table[(37888, 3584, 8)]
     assert select.choose(37888, 3584, 9, 0, True) == table[(37888, 3584, 16)]
     assert select.choose(37888, 3584, 4096, 0, True)["kernel"] == "dense"
@@ -72,6 +72,14 @@ def test_tuned_shapes_come_from_the_table_and_others_from_the_heuristic(h200):
     assert select.choose(2500, 2048, 4, 0, True)["kernel"] == "portable"  # N not a multiple of 16
     assert select.choose(2560, 2064, 4, 0, True)["kernel"] == "portable"  # K not a multiple of 128
     assert select.choose(2560, 2048, 4, 0, False)["kernel"] == "portable"  # float16
+
+
+def test_a_table_is_for_as_many_multiprocessors_as_it_was_tuned_with(monkeypatch):
+    assert not select.load_table("NVIDIA H200", 66)
+    monkeypatch.setattr(select, "device_properties", lambda index: ("NVIDIA H200", 66, (9, 0)))
+    select.choose.cache_clear()
+    assert select.choose(37888, 3584, 100, 0, True)["grid"] <= 66
+    select.choose.cache_clear()
 
 
 @pytest.mark.parametrize("M", [1, 9, 17, 33, 65, 128])

@@ -90,7 +90,7 @@ def entries_of(source: Source, with_adapter: bool) -> list[Entry]:
                 seen.add(place)
                 entries.append(Entry(key, tuple(tensor.shape), tensor.dtype, lambda tensor=tensor: tensor))
             continue
-        entries += _layerentries_of(owner, owners[owner], key.removeprefix(f"{owner}."), tensor, with_adapter)
+        entries += _layer_entries(owner, owners[owner], key.removeprefix(f"{owner}."), tensor, with_adapter)
     renamed = _disk_names(model, entries)
     return [entry._replace(name=renamed[entry.name]) for entry in entries]
 
@@ -102,7 +102,7 @@ def _prefixes(key: str) -> Iterator[str]:
         yield ".".join(parts[:length])
 
 
-def _layerentries_of(
+def _layer_entries(
     name: str, module: nn.Module, rest: str, tensor: torch.Tensor, with_adapter: bool
 ) -> Iterator[Entry]:
     if isinstance(module, ModulesToSaveWrapper):

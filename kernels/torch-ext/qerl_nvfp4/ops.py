@@ -114,12 +114,12 @@ def describe(device: torch.device | str | int | None = None) -> str:
         return f"qerl_nvfp4: plain PyTorch, slow (the whole weight is dequantized at every call): {where}"
     from .select import load_table
 
-    name, _, (major, minor) = device_properties(_device_index(device))
+    name, sms, (major, minor) = device_properties(_device_index(device))
     path = "Hopper kernels (Gluon)" if use_hopper(_device_index(device)) else "portable Triton kernels"
     if major == 9 and _gluon_lacks() is not None:
         path += f" (slower than the Hopper kernels, for which this Triton lacks {_gluon_lacks()}; they are made for Triton 3.6)"
-    shapes = len({key[:2] for key in load_table(name)})
-    tuned = f"table for {name}, {shapes} shapes; heuristic for others" if shapes else f"heuristic: no table for {name}"
+    shapes = len({key[:2] for key in load_table(name, sms)})
+    tuned = f"table for {name}, {shapes} shapes; heuristic for others" if shapes else f"heuristic: no table for {name} with {sms} multiprocessors"
     return f"qerl_nvfp4: {path}, sm_{major}{minor}, Triton {triton.__version__}, {tuned}"
 
 

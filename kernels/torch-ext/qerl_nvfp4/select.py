@@ -27,13 +27,14 @@ def table_path(device_name: str) -> Path:
 
 
 @functools.cache
-def load_table(device_name: str) -> dict[tuple[int, int, int], dict]:
-    """(N, K, bucket) -> configuration; empty when the device was never tuned. Bucket 0 stands for every larger M."""
+def load_table(device_name: str, sms: int) -> dict[tuple[int, int, int], dict]:
+    """(N, K, bucket) -> configuration; empty when such a device with as many multiprocessors (MPS and green contexts may hide some) was
+    never tuned. Bucket 0 stands for every larger M."""
     path = table_path(device_name)
-    if not path.is_file():
+    table = json.loads(path.read_text()) if path.is_file() else {}
+    if table.get("multiprocessors") != sms:
         return {}
-    entries = json.loads(path.read_text())["entries"]
-    return {(e["N"], e["K"], e["bucket"]): e["config"] for e in entries}
+    return {(e["N"], e["K"], e["bucket"]): e["config"] for e in table["entries"]}
 
 
 @functools.cache
@@ -101,7 +102,7 @@ def choose(N: int, K: int, M: int, device_index: int, bf16: bool) -> dict:
     name, sms, capability = device_properties(device_index)
     hopper = capability[0] == 9
     bucket = bucket_of(M)
-    tuned = load_table(name).get((N, K, bucket))
+    tuned = load_table(name, sms).get((N, K, bucket))
     if tuned is not None and (bf16 or tuned["kernel"] == "dense"):
         return tuned
     if hopper and bf16 and M <= 512:

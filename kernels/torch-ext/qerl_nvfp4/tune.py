@@ -245,14 +245,14 @@ def short(config: dict) -> str:
     return config["kernel"][0] + "_".join(str(v) for k, v in config.items() if k != "kernel")
 
 
-def write(path: Path, device: str, entries: list[dict]) -> None:
+def write(path: Path, device: str, sms: int, entries: list[dict]) -> None:
     """Merge into the table; the file appears whole or not at all."""
     old = json.loads(path.read_text())["entries"] if path.is_file() else []
     merged = {(e["N"], e["K"], e["bucket"]): e for e in old} | {(e["N"], e["K"], e["bucket"]): e for e in entries}
     import triton
 
     lines = ",\n".join("  " + json.dumps(merged[key]) for key in sorted(merged))
-    head = {"device": device, "torch": torch.__version__, "triton": triton.__version__}
+    head = {"device": device, "multiprocessors": sms, "torch": torch.__version__, "triton": triton.__version__}
     text = json.dumps(head)[:-1] + ', "entries": [\n' + lines + "\n]}\n"
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
@@ -300,7 +300,7 @@ def main(arguments: list[str] | None = None) -> None:
             print(f"# time is up before {N}x{K}")
             break
         entries = tune_shape(N, K, splits.get((N, K)), buckets, sms, properties.L2_cache_size, deadline, kernels)
-        write(path, properties.name, entries)
+        write(path, properties.name, sms, entries)
         torch.cuda.empty_cache()
     print(f"# wrote {path}")
 
