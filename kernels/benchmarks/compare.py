@@ -4,7 +4,7 @@
 
 --marlin: the operator library out of a vLLM wheel (unzip -j vllm-*.whl vllm/_C_stable_libtorch.abi3.so); its ABI needs the torch
 version the wheel was built with.  --humming: humming-kernels, compiled with nvcc on first use, timed on the 7B gate_up matrix.
-Weights rotate over several times the second-level cache; CUDA graph replays, median.  Floor = max(bytes / 4.59 TB/s read bandwidth,
+Weights rotate over several times the second-level cache; CUDA graph replays in turns, median.  Floor = max(bytes / 4.59 TB/s read bandwidth,
 flops / 790 TFLOP/s), both measured on an H200.  No number is reported for a kernel whose check failed.  table.py renders the result.
 """
 
@@ -12,6 +12,7 @@ import argparse
 import json
 import math
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -23,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "torch-ext"))
 
 import qerl_nvfp4
 from qerl_nvfp4 import ops, reference, select
-from qerl_nvfp4.timing import copies_needed, random_weight, relative_error, time_us
+from qerl_nvfp4.timing import copies_needed, random_weight, relative_error, time_us, times_us
 from qerl_nvfp4.tune import layer_shapes, precompile, run
 
 READ_BANDWIDTH, MATRIX_RATE = 4.59e12, 790e12
@@ -74,29 +75,43 @@ def humming_layer(N: int, K: int):
     return lambda x: layer(inputs=x, tuning_config=tuning), dense
 
 
-def time_humming(N: int, K: int, tokens: list[int]) -> dict[int, float]:
-    """Event timed with a cold second-level cache (its launches do not survive graph capture everywhere)."""
-    call, dense = humming_layer(N, K)
+def cold_us(calls: dict) -> dict[str, float]:
+    """Median microseconds of each call in turns, by events with a cold second-level cache."""
     junk = torch.empty(80_000_000, device="cuda", dtype=torch.int32)
-    found = {}
-    for M in tokens:
-        x = torch.randn(M, K, device="cuda", dtype=torch.bfloat16)
-        error = relative_error(call(x), x.float() @ dense.float().T)  # of a 4-bit rounded weight: only a sanity check
-        if not error < 0.2:
-            print(f"# humming M={M}: relative error {error:.2f}, not timed")
-            continue
-        times = []
-        for _ in range(12):
+    times = {name: [] for name in calls}
+    for _ in range(12):
+        for name, call in calls.items():
             junk.zero_()
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             torch.cuda._sleep(200_000)
             begin.record()
-            call(x)
+            call()
             end.record()
             torch.cuda.synchronize()
-            times.append(begin.elapsed_time(end) * 1e3)
-        found[M] = round(sorted(times)[len(times) // 2], 2)
-    return found
+            times[name].append(begin.elapsed_time(end) * 1e3)
+    return {name: round(statistics.median(found), 2) for name, found in times.items()}
+
+
+def against_humming(N: int, K: int, tokens: list[int]) -> list[dict]:
+    """One matrix by humming-kernels, ours and cuBLAS, not by graphs: humming's launches do not survive graph capture everywhere."""
+    humming, dense = humming_layer(N, K)
+    weight, gs = random_weight(N, K, 0), torch.tensor([2048.0], device="cuda")
+    rows = []
+    for M in tokens:
+        x = torch.randn(M, K, device="cuda", dtype=torch.bfloat16)
+        out = torch.empty(M, N, device="cuda", dtype=torch.bfloat16)
+        error = relative_error(humming(x), x.float() @ dense.float().T)  # of a 4-bit rounded weight: only a sanity check
+        if not error < 0.2:
+            print(f"# humming M={M}: relative error {error:.2f}, not timed")
+            continue
+        config = select.choose(N, K, M, torch.cuda.current_device(), True)
+        calls = {
+            "humming_us": lambda x=x: humming(x),
+            "ours_us": lambda x=x, out=out, config=config: run(config, x, weight, gs, out),
+            "bf16_us": lambda x=x, out=out: torch.mm(x, dense.t(), out=out),
+        }
+        rows.append({"M": M} | cold_us(calls))
+    return rows
 
 
 def floor_us(N: int, K: int, M: int) -> float:
@@ -149,7 +164,7 @@ class Matrix:
             "floor_us": round(floor_us(self.N, self.K, M), 2),
             "config": config,
         }
-        row["bf16_us"] = time_us(lambda i: torch.mm(x, self.dense[i].t(), out=out), len(self.dense))
+        calls = {"bf16_us": lambda i: torch.mm(x, self.dense[i % len(self.dense)].t(), out=out)}
 
         def base(i):
             run(config, x, self.weights[i], self.gs, out)
@@ -163,16 +178,17 @@ class Matrix:
             call(0)
             error = relative_error(out[:, self.rows], truth)
             if error < TOLERANCE:
-                row[key] = time_us(call, len(self.weights))
+                calls[key] = call
             else:
                 print(f"# WRONG {self.name} M={M} {key}: relative error {error:.1e}", flush=True)
         if self.marlin is not None:
             error = relative_error(self.marlin[0](x)[:, self.rows], expected)
             if error < 2e-2:
-                row["marlin_us"] = time_us(lambda i: self.marlin[i](x), len(self.marlin))
+                calls["marlin_us"] = lambda i: self.marlin[i](x)
             else:
                 print(f"# WRONG marlin {self.name} M={M}: relative error {error:.1e}", flush=True)
-        return {k: round(v, 2) if isinstance(v, float) else v for k, v in row.items()}
+        times = times_us(list(calls.values()), len(self.weights))
+        return row | {key: round(us, 2) for key, us in zip(calls, times, strict=True)}
 
 
 def matrix_streams(name: str, N: int, K: int, l2: int) -> dict:
@@ -318,8 +334,8 @@ def main() -> None:
         result["streams"] = stream_bandwidth(properties.L2_cache_size)
         save()
     if args.humming:
-        result["humming_7B_gate_up_us"] = time_humming(*layer_shapes("7B")["gate_up"], [m for m in tokens if m <= 256])
-        print("humming", result["humming_7B_gate_up_us"])
+        result["humming_7B_gate_up"] = against_humming(*layer_shapes("7B")["gate_up"], [m for m in tokens if m <= 256])
+        print("humming", result["humming_7B_gate_up"])
         save()
     print(f"# wrote {args.out} after {time.time() - begin:.0f} s")
 
