@@ -6,7 +6,8 @@ from nvfp4_cases import random_weight, relative_error
 
 import qerl_nvfp4
 from qerl_nvfp4 import ops as launchers
-from qerl_nvfp4 import reference, select
+from qerl_nvfp4 import reference, select, timing
+from qerl_nvfp4.launch import slices_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.kernels_ci]
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -131,6 +132,15 @@ def test_wgmma_gives_the_same_bits_every_time(P, M, rank):
 
 
 @hopper_only
+@pytest.mark.parametrize("M", [17, 40, 64, 128])
+@pytest.mark.parametrize("K", [9216, 18944])
+def test_wgmma_with_an_adapter_and_a_long_k(M, K):
+    config = select.wgmma_heuristic(512, K, M, 132)
+    assert slices_of(config, K) == (2 if config["BM"] == 64 else 4)
+    run(config, M, 512, K, rank=32, splits=(320, 128, 64), launches=20)
+
+
+@hopper_only
 def test_wgmma_writes_to_any_address():
     config = {"kernel": "wgmma", "BM": 32, "P": 2, "S": 5, "permute": True, "grid": 8}
     packed, scale, gs = random_weight(256, 1024, seed(), "cuda")
@@ -183,6 +193,68 @@ def test_linear_picks_something_right(M, N, K):
     assert relative_error(qerl_nvfp4.linear_backward(dy, packed, scale, gs), exact) < 4e-3
 
 
+@pytest.mark.parametrize("rank", [0, 16], ids=["base", "adapter"])
+@pytest.mark.parametrize("M", [1, 16, 40, 200])
+def test_linear_in_float16(M, rank):
+    N, K = 1024, 1024
+    packed, scale, gs = random_weight(N, K, seed(), "cuda")
+    x = torch.randn(M, K, device="cuda").half()
+    a = (torch.randn(rank, K, device="cuda") * 0.5).half() if rank else None
+    b = torch.randn(N, rank, device="cuda").half() if rank else None
+    exact = x.double() @ reference.dequantize(packed, scale, gs, torch.float64).T
+    if rank:
+        exact += reference.lora(x.double(), a.double(), b.double(), None)
+    y = qerl_nvfp4.linear(x, packed, scale, gs, None, a, b)
+    assert y.dtype == torch.float16
+    assert relative_error(y, exact) < 1e-3
+
+
+@pytest.mark.parametrize("M", [1, 5, 16, 20])
+def test_a_matrix_as_large_as_a_vocabulary(M):
+    N, K = 152064, 3584
+    packed, scale = timing.random_weight(N, K, seed())
+    gs = torch.tensor([2048.0], device="cuda")
+    x = torch.randn(M, K, device="cuda", dtype=torch.bfloat16)
+    y = qerl_nvfp4.linear(x, packed, scale, gs)
+    assert y.isfinite().all()
+    rows = torch.randperm(N, device="cuda")[:4096]
+    rows[0], rows[1] = 0, N - 1
+    exact = x.double() @ reference.dequantize(packed[rows], scale[rows], gs, torch.float64).T
+    assert relative_error(y[:, rows], exact) < 4e-3
+
+
+@pytest.mark.parametrize("rank", [0, 16], ids=["base", "adapter"])
+def test_no_tokens(rank):
+    packed, scale, gs = random_weight(512, 1024, seed(), "cuda")
+    a = torch.randn(rank, 1024, device="cuda", dtype=torch.bfloat16) if rank else None
+    b = torch.randn(512, rank, device="cuda", dtype=torch.bfloat16) if rank else None
+    for shape in ((0,), (2, 0)):
+        x = torch.empty(*shape, 1024, device="cuda", dtype=torch.bfloat16)
+        assert qerl_nvfp4.linear(x, packed, scale, gs, None, a, b).shape == (*shape, 512)
+        dy = torch.empty(*shape, 512, device="cuda", dtype=torch.bfloat16)
+        assert qerl_nvfp4.linear_backward(dy, packed, scale, gs).shape == x.shape
+        for h in qerl_nvfp4.rms_norm(x, torch.ones(1024, device="cuda"), 1e-6, x):
+            assert h.shape == x.shape
+
+
+@pytest.mark.parametrize("M", [4, 48, 300])
+def test_tensors_that_are_not_contiguous(M):
+    N, K = 512, 1024
+    packed, scale, gs = random_weight(N, K, seed(), "cuda")
+    xs = (
+        torch.randn(K, M, device="cuda", dtype=torch.bfloat16).t(),
+        torch.randn(M, 2 * K, device="cuda", dtype=torch.bfloat16)[:, ::2],
+        torch.randn(2 * M, K + 8, device="cuda", dtype=torch.bfloat16)[::2, 8:],
+        torch.randn(1, K, device="cuda", dtype=torch.bfloat16).expand(M, K),
+    )
+    bias = 30 * torch.randn(2 * N, device="cuda", dtype=torch.bfloat16)[::2]
+    dense = reference.dequantize(packed, scale, gs, torch.float64)
+    for x in xs:
+        assert relative_error(qerl_nvfp4.linear(x, packed, scale, gs, bias), x.double() @ dense.T + bias.double()) < 4e-3
+    dy = torch.randn(N, M, device="cuda", dtype=torch.bfloat16).t()
+    assert relative_error(qerl_nvfp4.linear_backward(dy, packed, scale, gs), dy.double() @ dense) < 4e-3
+
+
 def test_row_slices_and_float8_scales_are_weights():
     packed, scale, gs = random_weight(2048, 1024, seed(), "cuda")
     x = torch.randn(4, 1024, device="cuda", dtype=torch.bfloat16)
@@ -206,6 +278,34 @@ def test_quantize_and_dequantize_equal_the_cpu_bit_for_bit(rule):
             assert torch.equal(dense.cpu(), reference.dequantize(packed, scale, gs, dtype))
 
 
+RANGES = (2.0**-126, 2.0**-101, 2.0**-100, 2.0**-50, 1.0, 8192.0, 9000.0, 3e-30, 2.0**50, 2.0**99, 2.0**100, 2.0**126)
+
+
+@pytest.mark.parametrize("divisor", [*RANGES, "rows"])
+def test_quantize_to_rtn_equals_the_cpu_for_any_bits_ties_and_neighbours_of_ties(divisor):
+    N, K = 192, 1024
+    g = torch.Generator().manual_seed(seed())
+    if divisor == "rows":
+        gs = torch.exp2(torch.randint(-20, 20, (N,), generator=g).float())
+        gs[::2] *= 1 + torch.rand(N // 2, generator=g)
+    else:
+        gs = torch.tensor([divisor])
+    bits = torch.randint(-32768, 32768, (N, K), generator=g).to(torch.int16).view(torch.bfloat16)
+    normal = torch.randn(N, K, generator=g) * torch.exp2(8 * torch.rand(N, K, generator=g) - 4) * 200 / gs.view(-1, 1)
+    grid = torch.tensor([0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 0.5, 1, 1.5, 2, 3, 4, 6])
+    scale = torch.randint(8, 127, (N, K // 16, 1), generator=g).to(torch.uint8).view(torch.float8_e4m3fn).float()
+    ties = grid[torch.randint(0, 15, (N, K // 16, 16), generator=g)] * scale / gs.view(-1, 1, 1)
+    ties[..., 0] = 6 * scale[..., 0] / gs.view(-1, 1)
+    ties = ties.view(N, K).bfloat16() * (2 * torch.randint(0, 2, (N, K), generator=g) - 1)
+    near = (ties.view(torch.int16) + torch.randint(-1, 2, (N, K), generator=g).to(torch.int16)).view(torch.bfloat16)
+    for weight in (bits, normal.bfloat16(), ties, near):
+        weight = torch.where(weight.isfinite(), weight, 0)
+        packed, scales = reference.quantize(weight, "rtn", gs)
+        got = qerl_nvfp4.quantize(weight.cuda(), "rtn", gs.cuda())
+        assert torch.equal(got[1].cpu(), scales)
+        assert torch.equal(got[0].cpu(), packed)
+
+
 @pytest.mark.parametrize("K", [128, 3584, 5120])
 def test_rms_norm(K):
     x = torch.randn(33, K, device="cuda", dtype=torch.bfloat16)
@@ -216,6 +316,31 @@ def test_rms_norm(K):
     assert torch.equal(h, rh)
     assert relative_error(y, ry) < 1e-3
     assert relative_error(qerl_nvfp4.rms_norm(x, w, 1e-6), reference.rms_norm(x, w, 1e-6)) < 1e-3
+
+
+def test_rms_norm_of_tensors_that_are_not_contiguous():
+    K = 640
+    w = (1 + torch.randn(2 * K, device="cuda") * 1e-3)[::2]
+    xs = (
+        torch.randn(K, 33, device="cuda", dtype=torch.bfloat16).t(),
+        torch.randn(33, 2 * K, device="cuda", dtype=torch.bfloat16)[:, ::2],
+        torch.randn(66, K + 3, device="cuda", dtype=torch.bfloat16)[::2, 3:],
+        torch.randn(1, K, device="cuda", dtype=torch.bfloat16).expand(33, K),
+    )
+    for x in xs:
+        for r in xs:
+            y, h = qerl_nvfp4.rms_norm(x, w, 1e-6, r)
+            ry, rh = reference.rms_norm(x, w, 1e-6, r)
+            assert torch.equal(h, rh)
+            assert relative_error(y, ry) < 1e-3
+        assert relative_error(qerl_nvfp4.rms_norm(x, w, 1e-6), reference.rms_norm(x, w, 1e-6)) < 1e-3
+
+
+def test_dequantize_of_more_rows_than_a_launch_can_take():
+    N = 524_280 + 17
+    packed, scale = timing.random_weight(N, 16, seed())
+    for gs in (torch.full((1,), 64.0, device="cuda"), torch.rand(N, device="cuda") + 1):
+        assert torch.equal(qerl_nvfp4.dequantize(packed, scale, gs), reference.dequantize(packed, scale, gs))
 
 
 @pytest.mark.parametrize("N,K,splits", [(4096, 1024, (2048, 1024, 1024)), (1024, 1024, None)], ids=["wide", "square"])
@@ -248,6 +373,42 @@ def test_cuda_graph_sees_new_data_and_new_adapters(M):
         exact = x.double() @ reference.dequantize(packed, scale, gs, torch.float64).T
         exact += reference.lora(x.double(), a.double(), b.double(), None)
         assert relative_error(y, exact) < 5e-3
+
+
+def test_graphs_and_eager_calls_in_any_order_give_the_same_bits():
+    """They share scratch memory: what one leaves behind must not change the next."""
+    N, K, splits = 1024, 1024, (512, 256, 256)
+    packed, scale, gs = random_weight(N, K, seed(), "cuda")
+    a = torch.randn(96, K, device="cuda", dtype=torch.bfloat16)
+    b = torch.randn(N, 32, device="cuda", dtype=torch.bfloat16)
+    xs = [torch.randn(M, K, device="cuda", dtype=torch.bfloat16) for M in (100, 4, 48, 12)]
+
+    def call(x):
+        return qerl_nvfp4.linear(x, packed, scale, gs, None, a, b, splits)
+
+    first = [call(x) for x in xs]  # the largest shape grows the scratch memory before graphs are captured
+    exact = reference.linear(xs[0].double(), packed, scale, gs, None, a.double(), b.double(), splits)
+    assert relative_error(first[0], exact) < 5e-3
+    torch.cuda.synchronize()
+    captured = []
+    for x in xs[1:3]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = call(x)
+        captured.append((graph, y))
+    (few, y_few), (many, y_many) = captured
+    for turn in range(30):
+        for _, y in captured:
+            y.fill_(float("nan"))
+        few.replay()
+        many.replay()
+        eager = [call(xs[turn % 4]), call(xs[(turn + 1) % 4])]
+        many.replay()
+        few.replay()
+        assert torch.equal(y_few, first[1])
+        assert torch.equal(y_many, first[2])
+        assert torch.equal(eager[0], first[turn % 4])
+        assert torch.equal(eager[1], first[(turn + 1) % 4])
 
 
 def test_a_chain_of_calls_without_synchronization_is_right():

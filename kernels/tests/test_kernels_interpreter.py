@@ -91,6 +91,15 @@ def test_quantize_in_several_launches(monkeypatch, gs):
     assert torch.equal(got[1], expected[1])
 
 
+@pytest.mark.parametrize("per_row", [False, True], ids=["scalar", "per_row"])
+def test_dequantize_in_several_launches(monkeypatch, per_row):
+    monkeypatch.setattr(launchers, "_MAX_GRID_Y", 2)
+    packed, scale, gs = random_weight(37, 32, per_row=per_row)
+    out = poisoned(37, 32)
+    launchers._dequantize(packed, scale, gs, torch.bfloat16, out)
+    assert torch.equal(out, reference.dequantize(packed, scale, gs))
+
+
 def configuration(BM, BN, SK, MMA=3, BK=128):
     return {"kernel": "portable", "BM": BM, "BN": BN, "BK": BK, "SK": SK, "NW": 4, "NS": 1, "MMA": MMA}
 

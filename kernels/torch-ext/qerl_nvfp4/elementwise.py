@@ -137,49 +137,54 @@ def quantize_kernel(
 def _rtn_asm() -> str:
     """PTX for one block of 16 bfloat16 ($3..$10, two a register) and its divisor ($11): codes ($0, $1) and the scale byte ($2).
 
-    For a divisor that is a power of two, x / unit is multiplied out: the quotient is a tie of the e2m1 grid or at least 2^-14 away from
-    one, so x * (1 / unit) + 64, a multiple of 2^-17, decides like a division; and amax * (1 / 6) rounds to the same e4m3 as amax / 6.
-    The grid has step 1/2 below 2, 1 below 4, 2 above.  With v in it, each stretch is a saturated s in [0, 1]; adding 4 s1, then 2 s2,
-    then s3 to 2^23 rounds each to nearest even and leaves the code in the lowest byte.
+    With v = |x| / unit the code is min(2 v, v + 2, v / 2 + 4), each rounded to the nearest integer, ties to even (the grid has step 1/2
+    below 2, 1 below 4, 2 above).  All of that is done for two values at once in bfloat16, where adding to 128 rounds to integers.
+
+    It takes v as a bfloat16 that is a tie of the grid exactly where x / unit is one, and else on the same side of it.  For a divisor that
+    is a power of two: unit has 4 significant bits and a tie 3, so tie * unit is a bfloat16 like x, and x / unit is a tie or at least 8/15
+    of a step of bfloat16 away from one: x times 1 / unit, as the sum of two bfloat16, rounds to the right side.  And amax * (1 / 6)
+    rounds to the same e4m3 as amax / 6.  Otherwise (and where the scale is cut at 448, so that v can be large) x is divided in float32,
+    and cut to a bfloat16 whose last bit is set if anything was cut off.
     """
     words, magnitudes = [f"${i + 3}" for i in range(8)], [f"a{i}" for i in range(8)]
     code = """{
-    .reg .b32 a<8>, c<8>, m, n, l, h; .reg .f32 amax, q, val, inv, o1, o2, o3, s1, s2, s3, t, v<16>; .reg .pred ok;
+    .reg .b32 a<8>, c<8>, high, low, one, two, half, add0, add2, add4, m, n, p; .reg .f32 amax, q, val, inv, rest; .reg .pred ok;
     """
-    code += "".join(f"and.b32 {a}, {w}, 0x7FFF7FFF;\n" for a, w in zip(magnitudes, words, strict=True))
+    code += "".join(f"abs.bf16x2 {a}, {w};\n" for a, w in zip(magnitudes, words, strict=True))
     code += "max.bf16x2 m, a0, a1;\n" + "".join(f"max.bf16x2 m, m, {a};\n" for a in magnitudes[2:])
     code += """
-    shr.u32 n, m, 16; and.b32 m, m, 0xFFFF; max.u32 m, m, n; shl.b32 m, m, 16; mov.b32 amax, m;
+    shl.b32 n, m, 16; max.bf16x2 m, m, n; and.b32 m, m, 0xFFFF0000; mov.b32 amax, m;
     mov.b32 n, $11; and.b32 m, n, 0x7FFFFF; setp.eq.u32 ok, m, 0;
     sub.u32 n, n, 0x0D800000; setp.lt.and.u32 ok, n, 0x64000000, ok;
-    """
-    code += "@!ok div.rn.f32 q, amax, 0f40C00000;\n@ok mul.rn.f32 q, amax, 0f3E2AAAAB;\n"
-    code += """
-    mul.rn.f32 q, q, $11; max.f32 q, q, 0f3C800000; min.f32 q, q, 0f43E00000;
+    mul.rn.f32 q, amax, 0f3E2AAAAB; mul.rn.f32 q, q, $11; setp.le.and.f32 ok, q, 0f43E00000, ok;
+    @ok bra SCALE;
+    div.rn.f32 q, amax, 0f40C00000; mul.rn.f32 q, q, $11; min.f32 q, q, 0f43E00000;
+    SCALE: max.f32 q, q, 0f3C800000;
     mov.b32 m, q; shr.u32 n, m, 20; and.b32 n, n, 1; add.u32 m, m, n; add.u32 m, m, 0x7FFFF; shr.u32 m, m, 20;
     sub.u32 $2, m, 960; shl.b32 n, m, 20; mov.b32 val, n;
+    @!ok bra DIVIDE;
+    rcp.approx.ftz.f32 inv, val; mul.rn.f32 inv, inv, $11;
+    cvt.rn.bf16x2.f32 high, inv, inv; shl.b32 n, high, 16; mov.b32 rest, n;
+    sub.rn.f32 rest, inv, rest; cvt.rn.bf16x2.f32 low, rest, rest; mov.b32 n, 0x80008000;
     """
-    pairs = "".join(
-        f"shl.b32 m, a{i}, 16; mov.b32 v{2 * i}, m; and.b32 m, a{i}, 0x7FFF0000; mov.b32 v{2 * i + 1}, m;\n"
-        for i in range(8)
-    )
-    code += pairs + "@!ok bra DIVIDE;\nrcp.approx.f32 inv, val; mul.rn.f32 inv, inv, $11; mov.f32 o1, 0fC2000000;\n"
-    code += "".join(f"fma.rn.f32 v{i}, v{i}, inv, 0f42800000;\n" for i in range(16))
-    code += "bra ROUND;\nDIVIDE: div.rn.f32 inv, val, $11; mov.f32 o1, 0f00000000;\n"
-    code += "".join(f"div.rn.f32 v{i}, v{i}, inv;\n" for i in range(16))
-    code += "ROUND: add.rn.f32 o2, o1, 0fBF800000; add.rn.f32 o3, o1, 0fC0000000;\n"
-    for i in range(8):
-        for j, byte in ((2 * i, "n"), (2 * i + 1, "m")):
-            code += "".join(f"fma.rn.sat.f32 s{k}, v{j}, 0f3F000000, o{k};\n" for k in (1, 2, 3))
-            code += "fma.rn.f32 t, s1, 0f40800000, 0f4B000000; fma.rn.f32 t, s2, 0f40000000, t; add.rn.f32 t, t, s3;\n"
-            code += f"mov.b32 {byte}, t;\n"
-        code += f"mad.lo.u32 c{i}, m, 16, n;\n"
-    for half in (0, 1):  # the lowest byte of four words, and the signs from bits 15 and 31 of the input
-        w, c = words[4 * half : 4 * half + 4], [f"c{4 * half + i}" for i in range(4)]
-        code += f"prmt.b32 m, {c[0]}, {c[1]}, 0x0040; prmt.b32 n, {c[2]}, {c[3]}, 0x0040; prmt.b32 c0, m, n, 0x5410;\n"
-        code += f"prmt.b32 m, {w[0]}, {w[1]}, 0x7531; prmt.b32 n, {w[2]}, {w[3]}, 0x7531;\n"
-        code += "prmt.b32 l, m, n, 0x6420; prmt.b32 h, m, n, 0x7531; shr.u32 l, l, 4;\n"
-        code += f"lop3.b32 c0, h, 0x80808080, c0, 0xEA; lop3.b32 ${half}, l, 0x08080808, c0, 0xEA;\n"
+    code += "".join(f"fma.rn.bf16x2 m, {a}, low, n; fma.rn.bf16x2 {a}, {a}, high, m;\n" for a in magnitudes)
+    code += "bra ROUND;\nDIVIDE: div.rn.f32 inv, val, $11;\n"
+    for a in magnitudes:
+        for value, part in ((f"shl.b32 m, {a}, 16", "n"), (f"and.b32 m, {a}, 0x7FFF0000", "p")):
+            code += f"{value}; mov.b32 q, m; div.rn.f32 q, q, inv; min.f32 q, q, 0f40C00000; mov.b32 m, q;\n"
+            code += f"and.b32 {part}, m, 0xFFFF; add.u32 {part}, {part}, 0xFFFF; or.b32 {part}, {part}, m;\n"
+        code += f"prmt.b32 {a}, n, p, 0x7632;\n"
+    code += """ROUND: mov.b32 one, 0x3F803F80; mov.b32 two, 0x40004000; mov.b32 half, 0x3F003F00;
+    mov.b32 add0, 0x43004300; mov.b32 add2, 0x43024302; mov.b32 add4, 0x43044304;
+    """
+    for a, c in zip(magnitudes, [f"c{i}" for i in range(8)], strict=True):
+        code += f"fma.rn.bf16x2 m, {a}, two, add0; fma.rn.bf16x2 n, {a}, one, add2; fma.rn.bf16x2 p, {a}, half, add4;\n"
+        code += f"min.bf16x2 m, m, n; min.bf16x2 {c}, m, p;\n"
+    for i in (0, 2, 4, 6):  # the codes of weights 0, 2, 1, 3, a byte each, with their signs (prmt spreads a byte's first bit)
+        code += f"prmt.b32 c{i}, c{i}, c{i + 1}, 0x6240; prmt.b32 m, {words[i]}, {words[i + 1]}, 0xFBD9;\n"
+        code += f"lop3.b32 c{i}, 0x08080808, m, c{i}, 0xCA;\n"
+    for i in (0, 4):
+        code += f"prmt.b32 n, c{i}, c{i + 2}, 0x5410; prmt.b32 m, c{i}, c{i + 2}, 0x7632; mad.lo.u32 ${i // 4}, m, 16, n;\n"
     return code + "}"
 
 

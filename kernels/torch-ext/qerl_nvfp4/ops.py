@@ -309,6 +309,13 @@ def _dequantize(packed, block_scale, global_scale, dtype, out) -> torch.Tensor:
     if not _runs_on(packed) or not readable or scales.stride(1) != 1 or out.stride(1) != 1:
         return reference.dequantize(packed, block_scale, global_scale, dtype, out)
     N, K = packed.shape[0], packed.shape[1] * 2
+    BN, BK = 8, 512
+    if N > BN * _MAX_GRID_Y:
+        for first in range(0, N, BN * _MAX_GRID_Y):
+            rows = slice(first, first + BN * _MAX_GRID_Y)
+            gs = global_scale if global_scale.numel() == 1 else global_scale[rows]
+            _dequantize(packed[rows], block_scale[rows], gs, dtype, out[rows])
+        return out
     words = packed.view(torch.int32)
     gs, sgs = scale_args(global_scale)
     types = {
@@ -316,7 +323,6 @@ def _dequantize(packed, block_scale, global_scale, dtype, out) -> torch.Tensor:
         torch.float16: portable.tl.float16,
         torch.float32: portable.tl.float32,
     }
-    BN, BK = 8, 512
     portable.dequantize_kernel[(triton.cdiv(K, BK), triton.cdiv(N, BN))](
         words,
         scales,
@@ -370,7 +376,7 @@ def _quantize(weight, scale_rule: str, global_scale) -> tuple[torch.Tensor, torc
     gs, sgs = scale_args(global_scale.to(weight.device, torch.float32))
     streamed = scale_rule == "rtn" and weight.dtype == torch.bfloat16 and weight.is_contiguous() and weight.is_cuda
     if streamed and weight.data_ptr() % 4 == 0:
-        blocks, BB = N * K // 16, 256
+        blocks, BB = N * K // 16, 128
         with torch.cuda.device(weight.device):
             elementwise.quantize_rtn_kernel[(triton.cdiv(blocks, BB),)](
                 weight.view(torch.int32),
@@ -381,7 +387,7 @@ def _quantize(weight, scale_rule: str, global_scale) -> tuple[torch.Tensor, torc
                 K // 16,
                 PER_ROW=sgs > 0,
                 BB=BB,
-                num_warps=8,
+                num_warps=4,
             )
         return packed, scales
     BN, BK = 4, 512
