@@ -2,6 +2,7 @@
 
 import ast
 import json
+import sys
 import tomllib
 from pathlib import Path
 
@@ -118,14 +119,16 @@ def test_a_triton_without_gluons_names_means_the_portable_kernels(monkeypatch):
 
     gl = pytest.importorskip("triton.experimental.gluon.language")
     assert ops.missing_from_gluon() is None
-    monkeypatch.delattr(gl, "thread_barrier")
-    assert ops.missing_from_gluon() == "thread_barrier"
+    for name in ("barrier", "thread_barrier"):
+        monkeypatch.delattr(gl, name, raising=False)
+    for name in ("gluon_names", "hopper", "hopper_adapt", "hopper_wgmma"):
+        monkeypatch.delitem(sys.modules, f"qerl_nvfp4.{name}")
     ops._gluon_lacks.cache_clear()
     for module in (select, ops):
         monkeypatch.setattr(module, "device_properties", lambda index: ("NVIDIA H200", 132, (9, 0)))
     monkeypatch.setattr(ops, "is_available", lambda device: True)
     assert not ops.use_hopper(0)
-    assert "lacks thread_barrier" in ops.describe(0)
+    assert "none of ('barrier', 'thread_barrier')" in ops.describe(0)
     ops._gluon_lacks.cache_clear()
 
 

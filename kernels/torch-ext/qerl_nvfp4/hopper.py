@@ -15,6 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from .gluon_names import barrier
 from .portable import DECODE_WORD
 
 
@@ -165,7 +166,7 @@ def gather_pieces(
         for i in gl.static_range(BATCH):
             y += await_words(pieces[i], off, ws_ptr + (p + i) * SIZE, PACK).to(gl.float32, bitcast=True)
         if SHARED:  # several threads read the same cell
-            gl.thread_barrier()
+            barrier()
         for i in gl.static_range(BATCH):
             gl.store(ws_ptr + (p + i) * SIZE + off, off * 0 - 1, mask=p + i <= p1)
     return y
@@ -369,7 +370,7 @@ def skinny_lora_down(
     m = gl.arange(0, BM, layout=gl.SliceLayout(0, YL))
     off = m[None, :] * 16 + r[:, None]
     gl.store(slice_ptr + (task * (16 * BM) + off), y)
-    gl.thread_barrier()
+    barrier()
     if gl.atomic_add(cnt_ptr + rt, 1, sem="acq_rel") == KS - 1:
         y = y * 0.0
         for i in gl.static_range(0, KS):

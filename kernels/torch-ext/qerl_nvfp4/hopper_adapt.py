@@ -8,8 +8,10 @@ The ring is not used for it: with two stages, one more unit at the end of each t
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_wait
+
+from .gluon_names import async_load, barrier, reinterpret
 
 
 def task_side(BM: int) -> int:
@@ -76,7 +78,7 @@ def load_adapter(
             mbarrier.wait(free, turn ^ 1)
             mbarrier.expect(ready, P * 4096 + SLICES * BM * 64)
             for p in gl.static_range(P):
-                tma.async_copy_global_to_shared(b_d, [n0 + p * 64, r], ready, b_sh.index(p))
+                async_load(b_d, [n0 + p * 64, r], ready, b_sh.index(p))
             if waited != m_tile + 1:
                 while read_flag(flag_ptr + m_tile) < tasks:
                     pass
@@ -84,7 +86,7 @@ def load_adapter(
                 waited = m_tile + 1
             for i in gl.static_range(SLICES):
                 at = [(i * mt + m_tile) * BM, shard * RANK + r]
-                tma.async_copy_global_to_shared(xa_d, at, ready, xa_sh.index(i))
+                async_load(xa_d, at, ready, xa_sh.index(i))
             turn ^= 1
     return waited, turn
 
@@ -191,14 +193,15 @@ def adapt(
             x = gl.load(x_ptr + (x_off + k), mask=k_x + k < K, other=0.0)
             a = gl.load(a_ptr + (a_off + k), mask=k_a + k < K, other=0.0)
             acc = mma_v2(x, a, acc)
-        sums = x_sh.index(part)._reinterpret(gl.float32, [4 * T, T], sums_layout(T))  # a helper's ring is empty
-        sums.store(acc.reshape([4 * T, T]))
-        gl.thread_barrier()
+        # a helper's ring is empty; all of a half's BM * 256 bytes, since Triton 3.8 wants a view to be as large as what it shows
+        sums = reinterpret(x_sh.index(part), gl.float32, [BM * 64 // T, T], sums_layout(T))
+        sums.slice(0, 4 * T, 0).store(acc.reshape([4 * T, T]))
+        barrier()
         y = gl.zeros([T, T], gl.float32, YL)
         for w in gl.static_range(4):
             y += sums.slice(w * T, T, 0).load(YL)
         rows = (ks * mt * BM + m0 + m_y) * (row_tiles * T)
         gl.store(xa_ptr + (rows[:, None] + (r0 + r_y)[None, :]), y.to(gl.bfloat16))
         fence_proxies()
-        gl.thread_barrier()
+        barrier()
         gl.atomic_add(flag_ptr + m0 // BM, 1, sem="release")

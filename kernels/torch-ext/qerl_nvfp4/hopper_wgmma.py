@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from .gluon_names import async_load, async_store, barrier
 from .hopper import decode_scales, decode_word, finish, halves, opaque_zero
 from .hopper_adapt import adapt, load_adapter, lower_flags, multiply_adapter
 
@@ -114,9 +115,9 @@ def load_weights(w_d, s_d, w_sh, s_sh, full, st, sc, h: gl.constexpr, n0, it, P:
     slot = st * 2 + h
     mbarrier.expect(full.index(slot), P * R * 64 + (1 - h) * (P * R * 16))
     for p in gl.static_range(P):
-        tma.async_copy_global_to_shared(w_d, [n0 + p * R, it * 32 + h * 16], full.index(slot), w_sh.index(slot * P + p))
+        async_load(w_d, [n0 + p * R, it * 32 + h * 16], full.index(slot), w_sh.index(slot * P + p))
         if h == 0:
-            tma.async_copy_global_to_shared(s_d, [n0 + p * R, it * 8], full.index(slot), s_sh.index(sc * P + p))
+            async_load(s_d, [n0 + p * R, it * 8], full.index(slot), s_sh.index(sc * P + p))
 
 
 @gluon.jit
@@ -124,7 +125,7 @@ def load_x(x_d, x_sh, raw, st, h: gl.constexpr, m0, it, BM: gl.constexpr):
     """Half h of a unit: 128 columns of x."""
     slot = st * 2 + h
     mbarrier.expect(raw.index(slot), BM * 256)
-    tma.async_copy_global_to_shared(x_d, [m0, it * 256 + h * 128], raw.index(slot), x_sh.index(slot))
+    async_load(x_d, [m0, it * 256 + h * 128], raw.index(slot), x_sh.index(slot))
 
 
 @gluon.jit
@@ -246,7 +247,7 @@ def gather(acc, cnt_ptr, ws_ptr, part: gl.constexpr, pid, G, t, s0, s1, steps, U
             p1 = ((t + 1) * steps * G - 1) // U
             while gl.atomic_add(cnt_ptr, 0, sem="acquire") < p1 - pid:
                 pass
-            gl.thread_barrier()
+            barrier()
             for p in range(pid + 1, p1 + 1):
                 a += gl.load(ws_ptr + ((p * P + part) * (R * BM) + off), cache_modifier=".cg")
             gl.store(cnt_ptr, 0)
@@ -254,7 +255,7 @@ def gather(acc, cnt_ptr, ws_ptr, part: gl.constexpr, pid, G, t, s0, s1, steps, U
             acc = gl.convert_layout(total.reshape([R, BM]), acc.type.layout, assert_trivial=True)
         else:
             gl.store(ws_ptr + ((pid * P + part) * (R * BM) + off), a)
-            gl.thread_barrier()
+            barrier()
             gl.atomic_add(cnt_ptr, 1, sem="release")
     return acc
 
@@ -269,11 +270,11 @@ def write(y, y_d, y_sh, m0, n0, part: gl.constexpr, turn: gl.constexpr):
     else:
         buffer = y_sh.index(part * 2 + turn % 2)
         tma.store_wait(1)
-        gl.thread_barrier()
+        barrier()
         buffer.store(y.permute([1, 0]))
         fence_async_shared()
-        gl.thread_barrier()
-        tma.async_copy_shared_to_global(y_d, [m0, n0], buffer)
+        barrier()
+        async_store(y_d, [m0, n0], buffer)
 
 
 @gluon.jit
@@ -430,7 +431,7 @@ def wgmma_kernel(
         mbarrier.init(free, P)
         lora = (b_sh, xa_sh, ready, free)
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
     G = gl.num_programs(0) - H
     pid = gl.num_programs(0) - 1 - gl.program_id(0)  # programs wait for larger pid only, which started no later
     u0 = gl.minimum(pid, G) * U // G

@@ -8,7 +8,6 @@ import functools
 import importlib
 import itertools
 import math
-import operator
 
 import torch
 
@@ -29,23 +28,10 @@ if HAS_TRITON:
     from .launch import launch, scale_args, scale_bytes, scratch
 
 
-# Gluon's names that the Hopper kernels use and that newer versions of Triton have renamed; compiling would be the first to notice
-_GLUON_NAMES = (
-    ("triton.experimental.gluon.language", "thread_barrier"),
-    ("triton.experimental.gluon.language", "shared_memory_descriptor._reinterpret"),
-    ("triton.experimental.gluon.language.nvidia.hopper", "tma.async_copy_global_to_shared"),
-)
-
-
 def missing_from_gluon() -> str | None:
     """What this Triton lacks of what the Hopper kernels use; None: nothing."""
-    for module, name in _GLUON_NAMES:
-        try:
-            operator.attrgetter(name)(importlib.import_module(module))
-        except (ImportError, AttributeError):
-            return name
     try:
-        from . import hopper_wgmma  # noqa: F401
+        importlib.import_module(".hopper_wgmma", __package__)
     except (ImportError, AttributeError, TypeError) as error:
         return str(error)
     return None
@@ -117,7 +103,7 @@ def describe(device: torch.device | str | int | None = None) -> str:
     name, sms, (major, minor) = device_properties(_device_index(device))
     path = "Hopper kernels (Gluon)" if use_hopper(_device_index(device)) else "portable Triton kernels"
     if major == 9 and _gluon_lacks() is not None:
-        path += f" (slower than the Hopper kernels, for which this Triton lacks {_gluon_lacks()}; they are made for Triton 3.6)"
+        path += f" (slower than the Hopper kernels, which are made for Triton 3.6 to 3.9; this one: {_gluon_lacks()})"
     shapes = len({key[:2] for key in load_table(name, sms)})
     tuned = f"table for {name}, {shapes} shapes; heuristic for others" if shapes else f"heuristic: no table for {name} with {sms} multiprocessors"
     return f"qerl_nvfp4: {path}, sm_{major}{minor}, Triton {triton.__version__}, {tuned}"
