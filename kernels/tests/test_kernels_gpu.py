@@ -90,7 +90,7 @@ def test_wgmma(config):
     run(config, config["BM"] + 17, 1024, 1024, rank=32, splits=(576, 256, 192))
     run(config, config["BM"] - 3, 768, 768, rank=72, pdl=False)
     run(config, config["BM"], 528, 1280, rank=256)
-    run(config | {"lora": {"helpers": 2}}, 2 * config["BM"] + 1, 1024, 2048, rank=32, splits=(512, 512))
+    run(config, 2 * config["BM"] + 1, 1024, 2048, rank=32, splits=(512, 512))
     run(config, config["BM"], 256, 512, rank=12)  # rows of B that the copy engine cannot read
     run(config | {"grid": 7}, 3 * config["BM"] + 1, 1280, 512)  # whole tiles for every program, and split ones
 

@@ -58,6 +58,8 @@ POINTERS = {
     "slice_ptr": "*fp32",
     "ticket_ptr": "*i32",
     "flag_ptr": "*i32",
+    "taken_ptr": "*i32",
+    "count_ptr": "*i32",
     "b_ptr": "*bf16",
     "y_ptr": "*bf16",
     "ws_ptr": "*fp32",
@@ -120,15 +122,16 @@ SKINNY = [
 ]
 # BM, P, S, permute, rank; local memory accesses outside the loop
 WGMMA = [
-    (32, 2, 5, True, 32, 16),
+    (16, 3, 4, True, 32, 8),
+    (32, 2, 5, True, 32, 2),
     (32, 3, 4, True, 0, 0),
-    (32, 3, 4, True, 32, 36),
+    (32, 3, 4, True, 32, 4),
     (64, 2, 4, True, 0, 0),
     (64, 2, 4, False, 32, 0),
     (64, 3, 3, False, 0, 0),
     (128, 2, 2, False, 0, 0),
-    (128, 2, 2, False, 256, 0),
-    (128, 3, 2, False, 32, 0),
+    (128, 2, 2, False, 224, 8),
+    (128, 3, 2, False, 32, 12),
     (128, 4, 2, False, 0, 12),
 ]
 
@@ -173,16 +176,15 @@ def test_skinny(BM, WK, WN, R, rank, programs, limit):
 @pytest.mark.parametrize("BM,P,S,permute,rank,spills", WGMMA)
 def test_wgmma(BM, P, S, permute, rank, spills):
     from qerl_nvfp4 import hopper_wgmma as hopper
-    from qerl_nvfp4.launch import slices_of
 
-    average, registers, ring_registers = hopper.registers(P, permute)
+    average, registers, ring_registers = hopper.registers(P, permute, rank > 0)
     constants = {
         "BM": BM,
         "P": P,
         "S": S,
         "BIAS": rank > 0,
         "RANK": rank,
-        "SLICES": slices_of({"BM": BM, "P": P}, 18944),
+        "TASKS": rank > 0,
         "PDL": True,
         "PERMUTE": permute,
         "REGS": registers,
@@ -190,7 +192,7 @@ def test_wgmma(BM, P, S, permute, rank, spills):
     }
     descriptors = {
         "x_d": f"tensordesc<bf16[{BM}, 128],{hopper.X_SHARED!r}>",
-        "w_d": f"tensordesc<i32[64, 16],{hopper.W_SHARED!r}>",
+        "w_d": f"tensordesc<i32[64, {32 // hopper.pieces_of(S)}],{hopper.words_layout(S)!r}>",
         "s_d": f"tensordesc<i16[64, 8],{hopper.S_SHARED!r}>",
         "b_d": f"tensordesc<bf16[64, 32],{hopper.L_SHARED!r}>",
         "xa_d": f"tensordesc<bf16[{BM}, 32],{hopper.L_SHARED!r}>",
@@ -201,8 +203,8 @@ def test_wgmma(BM, P, S, permute, rank, spills):
     code = disassemble(compiled.asm["cubin"])
     check(code, "HGMMA", 128, 3.5, spills, count=16)
     waits = [rest for _, op, rest in code if op == "WARPGROUP.DEPBAR.LE"]
-    # a group waits eight times in its loop, once after it and once a piece of the adapter, else wgmma is serialized
-    assert len(waits) <= P * (9 + (rank + 31) // 32)
+    # a group waits eight times in its loop, once after it and once a piece of the adapter (ptxas copies one or two), else wgmma is serialized
+    assert len(waits) <= P * (9 + (rank + 31) // 32) + 2
     assert sum("0x1" in rest for rest in waits) == 8 * P, "a wgmma runs on during the next decode"
     everything = opcodes(code)
     assert sum(op.startswith("STSM") for op in everything) >= P * BM // 16, "y leaves through the matrix store"
@@ -299,4 +301,4 @@ def test_in_a_fresh_process():
     result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900)
     print(result.stdout[-6000:])
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
-    assert "22 passed" in result.stdout
+    assert "23 passed" in result.stdout

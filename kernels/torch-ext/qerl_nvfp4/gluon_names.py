@@ -15,4 +15,3 @@ def _known_as(owner, *names: str):
 barrier = _known_as(gl, "barrier", "thread_barrier")  # 3.7
 async_load = _known_as(tma, "async_load", "async_copy_global_to_shared")  # 3.8
 async_store = _known_as(tma, "async_store", "async_copy_shared_to_global")  # 3.8
-reinterpret = _known_as(gl.shared_memory_descriptor, "reinterpret", "_reinterpret")  # 3.9

@@ -1,8 +1,9 @@
-"""The adapter's x A^T, beside the Hopper kernel's matrix products: some programs of the launch ("helpers") do only this.
+"""The adapter's part in hopper_wgmma.py: x A^T, and its product with B in the last step of a tile.
 
-Helpers are the first programs to start and wait for none of the others; the multiprocessors that a small matrix leaves idle are theirs.
-K is cut into slices, one buffer each: a tile's last step multiplies B with every slice, so that nobody has to add them up first.
-The ring is not used for it: with two stages, one more unit at the end of each tile would cost as much as any other.
+x A^T is needed by everyone at the end of their first tile.  Two warps of every program, which have nothing else to do, compute it in
+small tasks, which whoever is first takes from a counter: under the load of the weights every access takes some microseconds, which no
+other warp could spare.  A program waits for tasks only after none is left to be taken, and those that have been taken wait for
+nothing: nobody waits forever, however few programs are resident.  Many tokens' x A^T comes from cuBLAS, before.
 """
 
 from triton.experimental import gluon
@@ -11,28 +12,13 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_wait
 
-from .gluon_names import async_load, barrier, reinterpret
+from .gluon_names import async_load, barrier
 
-
-def task_side(BM: int) -> int:
-    """Tokens, and rows of A, in a task: few tokens are soon done in small tasks, many take less traffic in larger ones."""
-    return 16 if BM <= 64 else 32
-
-
-side_of = gluon.constexpr_function(task_side)
-
-
-@gluon.constexpr_function
-def sums_layout(T):
-    """[4 warps * T tokens, T rows of A] float32."""
-    return gl.SwizzledSharedLayout(4, 32 // T, T // 4, order=[1, 0])
-
-
-@gluon.constexpr_function
-def result_layout(T):
-    """[T tokens, T rows of A]"""
-    n = T * T // 128
-    return gl.BlockedLayout([1, n], [32 * n // T, T // n], [4, 1], [1, 0])
+TASK = 16  # tokens, and rows of A, in a task
+STEP = 256  # columns of a step of a task: 128 a warp
+T = gl.constexpr(TASK)
+SUMS_SHARED = gl.constexpr(gl.SwizzledSharedLayout(4, 2, 4, order=[1, 0]))  # [2 warps * T tokens, T rows of A] float32
+RESULT = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [2, 1], [1, 0]))  # [T tokens, T rows of A]
 
 
 @gluon.jit
@@ -66,43 +52,31 @@ def load_adapter(
     P: gl.constexpr,
     BM: gl.constexpr,
     RANK: gl.constexpr,
-    SLICES: gl.constexpr,
+    TASKS: gl.constexpr,
 ):
     """The loading warp, for one tile: turn by turn 32 columns of B, and of a shard's x A^T once all of it is there."""
     b_sh, xa_sh, ready, free = lora
-    _, _, flag_ptr, _, M, RS, mt = shards
-    T: gl.constexpr = side_of(BM)
-    tasks = (gl.minimum(M - m_tile * BM, BM) + T - 1) // T * ((RS + T - 1) // T) * SLICES
+    _, _, flag_ptr, _, M, RS, _ = shards
     for shard in range(shard_of(n0, shards), shard_of(n0 + (P - 1) * 64, shards) + 1):
         for r in gl.static_range(0, RANK, 32):
             mbarrier.wait(free, turn ^ 1)
-            mbarrier.expect(ready, P * 4096 + SLICES * BM * 64)
+            mbarrier.expect(ready, P * 4096 + BM * 64)
             for p in gl.static_range(P):
                 async_load(b_d, [n0 + p * 64, r], ready, b_sh.index(p))
-            if waited != m_tile + 1:
-                while read_flag(flag_ptr + m_tile) < tasks:
-                    pass
-                fence_proxies()
-                waited = m_tile + 1
-            for i in gl.static_range(SLICES):
-                at = [(i * mt + m_tile) * BM, shard * RANK + r]
-                async_load(xa_d, at, ready, xa_sh.index(i))
+            if TASKS:  # noqa: SIM102
+                if waited != m_tile + 1:
+                    while read_flag(flag_ptr + m_tile) < task_rows(M, m_tile, BM) * ((RS + T - 1) // T):
+                        pass
+                    fence_proxies()
+                    waited = m_tile + 1
+            async_load(xa_d, [m_tile * BM, shard * RANK + r], ready, xa_sh)
             turn ^= 1
     return waited, turn
 
 
 @gluon.jit
 def multiply_adapter(
-    acc,
-    lora,
-    shards,
-    n0,
-    part: gl.constexpr,
-    turn,
-    P: gl.constexpr,
-    RANK: gl.constexpr,
-    SLICES: gl.constexpr,
-    AL: gl.constexpr,
+    acc, lora, shards, n0, part: gl.constexpr, turn, P: gl.constexpr, RANK: gl.constexpr, AL: gl.constexpr
 ):
     """Four warps, rows part * 64 .. of the tile: what load_adapter brings; of another shard it brings nothing for these rows."""
     b_sh, xa_sh, ready, free = lora
@@ -112,8 +86,7 @@ def multiply_adapter(
             mbarrier.wait(ready, turn)
             b = b_sh.index(part).load(AL)
             b = gl.where(shard == mine, b, gl.zeros_like(b))
-            for i in gl.static_range(SLICES):
-                acc = warpgroup_mma(b, xa_sh.index(i).permute([1, 0]), acc, is_async=True)
+            acc = warpgroup_mma(b, xa_sh.permute([1, 0]), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(free)
             turn ^= 1
@@ -130,78 +103,101 @@ def lower_flags(shards, G):
         gl.store(done_ptr, 0)
 
 
+# --- x A^T ------------------------------------------------------------------------------------------------------------------------
+
+
 @gluon.jit
-def adapt(
-    adapter,
-    x_sh,
-    part: gl.constexpr,
-    H,
-    mt,
-    P: gl.constexpr,
-    BM: gl.constexpr,
-    SLICES: gl.constexpr,
-    REGS: gl.constexpr,
-    PDL: gl.constexpr,
-):
-    """Four warps of a helper: tasks of T tokens, T rows of A and a slice of K, which the warps share out, KC columns each at a time."""
-    x_ptr, a_ptr, xa_ptr, flag_ptr, M, K, sxm, RS = adapter
-    T: gl.constexpr = side_of(BM)
-    KC: gl.constexpr = 128 if T == 16 else 64 if REGS >= 128 else 32
-    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1, 1], instr_shape=[1, 16, 8])
+def task_rows(M, m_tile, BM: gl.constexpr):
+    """Tasks' rows of tokens in a tile."""
+    return (gl.minimum(M - m_tile * BM, BM) + T - 1) // T
+
+
+@gluon.jit
+def fetch_adapter(a_ptr, count):
+    """A is no one's output: it comes into the second-level cache while the kernel before this one ends."""
+    line = gl.arange(0, 64, layout=gl.BlockedLayout([1], [32], [2], [0])) * 64
+    for i in range(gl.program_id(0) * 4096, count, gl.num_programs(0) * 4096):
+        gl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+            "=r,l",
+            [(a_ptr + gl.minimum(i + line, count - 1)).to(gl.int64)],
+            dtype=gl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@gluon.jit
+def adapt(adapter, sums_sh, KS, BM: gl.constexpr, ROUND: gl.constexpr, PDL: gl.constexpr):
+    """Two warps: takes tasks of T tokens, T rows of A and one of KS slices of K until there are no more.
+
+    The warps share out a slice, 128 columns each at a time; ROUND times as many are asked for at once.  Of the programs that computed
+    slices of the same rows, the last adds them up, in order, and raises the flag.
+    """
+    x_ptr, a_ptr, slice_ptr, xa_ptr, flag_ptr, taken_ptr, count_ptr, M, K, sxm, RS = adapter
+    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[2, 1, 1], instr_shape=[1, 16, 8])
     XL: gl.constexpr = gl.DotOperandLayout(0, MMA, 8)
     AL: gl.constexpr = gl.DotOperandLayout(1, MMA, 8)
-    YL: gl.constexpr = result_layout(T)
-    w_x = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, XL)))[:, None, None] * KC
+    w_x = gl.arange(0, 2, layout=gl.SliceLayout(1, gl.SliceLayout(2, XL)))[:, None, None] * 128
     m_x = gl.arange(0, T, layout=gl.SliceLayout(0, gl.SliceLayout(2, XL)))[None, :, None]
-    k_x = w_x + gl.arange(0, KC, layout=gl.SliceLayout(0, gl.SliceLayout(1, XL)))[None, None, :]
-    w_a = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, AL)))[:, None, None] * KC
-    k_a = w_a + gl.arange(0, KC, layout=gl.SliceLayout(0, gl.SliceLayout(2, AL)))[None, :, None]
+    k_x = w_x + gl.arange(0, 128, layout=gl.SliceLayout(0, gl.SliceLayout(1, XL)))[None, None, :]
+    w_a = gl.arange(0, 2, layout=gl.SliceLayout(1, gl.SliceLayout(2, AL)))[:, None, None] * 128
+    k_a = w_a + gl.arange(0, 128, layout=gl.SliceLayout(0, gl.SliceLayout(2, AL)))[None, :, None]
     r_a = gl.arange(0, T, layout=gl.SliceLayout(0, gl.SliceLayout(1, AL)))[None, None, :]
-    m_y = gl.arange(0, T, layout=gl.SliceLayout(1, YL))
-    r_y = gl.arange(0, T, layout=gl.SliceLayout(0, YL))
+    m_y = gl.arange(0, T, layout=gl.SliceLayout(1, RESULT))[:, None]
+    r_y = gl.arange(0, T, layout=gl.SliceLayout(0, RESULT))[None, :]
     row_tiles = (RS + T - 1) // T
-    a_slice = row_tiles * SLICES
-    tasks = (M + T - 1) // T * a_slice
-    steps = (K + 4 * KC - 1) // (4 * KC)
-    start = gl.program_id(0) + part * H
-    if gl.program_id(0) >= H:
-        start = tasks
-    if start < tasks:
-        # A is no one's output: it comes into the second-level cache while the kernel before this one ends
-        line = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0])) * 64
-        for i in range(start * 8192, RS * K, H * P * 8192):
-            gl.inline_asm_elementwise(
-                "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-                "=r,l",
-                [(a_ptr + gl.minimum(i + line, RS * K - 1)).to(gl.int64)],
-                dtype=gl.int32,
-                is_pure=False,
-                pack=1,
-            )
-        if PDL:
-            gdc_wait()
-    for task in range(start, tasks, H * P):
-        i = task % a_slice
-        ks = i // row_tiles
-        r0 = (i - ks * row_tiles) * T
-        m0 = task // a_slice * T
-        k1 = (ks + 1) * steps // SLICES * (4 * KC)
+    blocks = (M + T - 1) // T * row_tiles
+    steps = K // 256
+    fetch_adapter(a_ptr, RS * K)
+    if PDL:
+        gdc_wait()
+    task = gl.atomic_add(taken_ptr, 1, sem="relaxed")
+    while task < blocks * KS:
+        block = task % blocks
+        ks = task // blocks
+        r0 = block % row_tiles * T
+        m0 = block // row_tiles * T
         x_off = gl.minimum(m0 + m_x, M - 1) * sxm + k_x
         a_off = gl.minimum(r0 + r_a, RS - 1) * K + k_a
-        acc = gl.zeros([4, T, T], gl.float32, MMA)
-        for k in range(ks * steps // SLICES * (4 * KC), k1, 4 * KC):
-            x = gl.load(x_ptr + (x_off + k), mask=k_x + k < K, other=0.0)
-            a = gl.load(a_ptr + (a_off + k), mask=k_a + k < K, other=0.0)
-            acc = mma_v2(x, a, acc)
-        # a helper's ring is empty; all of a half's BM * 256 bytes, since Triton 3.8 wants a view to be as large as what it shows
-        sums = reinterpret(x_sh.index(part), gl.float32, [BM * 64 // T, T], sums_layout(T))
-        sums.slice(0, 4 * T, 0).store(acc.reshape([4 * T, T]))
+        acc = gl.zeros([2, T, T], gl.float32, MMA)
+        k1 = (ks + 1) * steps // KS * 256
+        for k0 in range(ks * steps // KS * 256, k1, 256 * ROUND):
+            loads = ()
+            for i in gl.static_range(ROUND):
+                k = k0 + i * 256
+                x = gl.load(x_ptr + (x_off + k), mask=k_x + k < k1, other=0.0)
+                loads = loads + ((x, gl.load(a_ptr + (a_off + k), mask=k_a + k < k1, other=0.0)),)  # noqa: RUF005
+            for i in gl.static_range(ROUND):
+                acc = mma_v2(loads[i][0], loads[i][1], acc)
+        sums_sh.store(acc.reshape([2 * T, T]))
         barrier()
-        y = gl.zeros([T, T], gl.float32, YL)
-        for w in gl.static_range(4):
-            y += sums.slice(w * T, T, 0).load(YL)
-        rows = (ks * mt * BM + m0 + m_y) * (row_tiles * T)
-        gl.store(xa_ptr + (rows[:, None] + (r0 + r_y)[None, :]), y.to(gl.bfloat16))
-        fence_proxies()
-        barrier()
-        gl.atomic_add(flag_ptr + m0 // BM, 1, sem="release")
+        y = gl.zeros([T, T], gl.float32, RESULT)
+        for w in gl.static_range(2):
+            y += sums_sh.slice(w * T, T, 0).load(RESULT)
+        last = KS == 1
+        if KS > 1:
+            off = m_y * T + r_y
+            gl.store(slice_ptr + (task * (T * T) + off), y)
+            barrier()
+            last = gl.atomic_add(count_ptr + block, 1, sem="acq_rel") == KS - 1
+            if last:
+                y = y * 0.0
+                for i in range(0, KS, 16):  # as many are on their way at once
+                    parts = ()
+                    for j in gl.static_range(16):
+                        part = slice_ptr + (((i + j) * blocks + block) * (T * T) + off)
+                        part = gl.load(part, mask=off * 0 + i + j < KS, other=0.0, cache_modifier=".cg")
+                        parts = parts + (part,)  # noqa: RUF005
+                    for j in gl.static_range(16):
+                        y += parts[j]
+                gl.store(count_ptr + block, 0)
+        if last:
+            gl.store(xa_ptr + ((m0 + m_y) * RS + r0 + r_y), y.to(gl.bfloat16), mask=r0 + r_y < RS)
+            fence_proxies()
+            barrier()
+            gl.atomic_add(flag_ptr + m0 // BM, 1, sem="release")
+        barrier()  # everyone has read the sums
+        task = gl.atomic_add(taken_ptr, 1, sem="relaxed")
+    if task == blocks * KS + gl.num_programs(0) - 1:  # everyone has been told once that there are no more
+        gl.store(taken_ptr, 0)

@@ -24,10 +24,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .gluon_names import async_load, async_store, barrier
 from .hopper import decode_scales, decode_word, finish, halves, opaque_zero
-from .hopper_adapt import adapt, load_adapter, lower_flags, multiply_adapter
+from .hopper_adapt import SUMS_SHARED, T, adapt, load_adapter, lower_flags, multiply_adapter
 
 X_SHARED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-W_SHARED = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=32, rank=2)
 S_SHARED = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=16, rank=2)
 L_SHARED = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)  # 32 columns of B or of x A^T
 R = gl.constexpr(64)  # rows of a group of four warps
@@ -52,27 +51,51 @@ def partial_layout(BM):
     return gl.DistributedLinearLayout(regs, threads[:5], threads[5:], [], [pieces, 128, 4])
 
 
-def registers(P: int, permute: bool) -> tuple[int, int, int]:
+def pieces_of(S: int) -> int:
+    """Pieces of a unit, each with barriers of its own: a short ring is filled by halves."""
+    return 2 if S == 2 else 1
+
+
+def words_layout(S: int):
+    """32 words of a row, or half as many."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=128 // pieces_of(S), element_bitwidth=32, rank=2)
+
+
+barriers_of = gluon.constexpr_function(pieces_of)
+
+
+def registers(P: int, permute: bool, tasks: bool) -> tuple[int, int, int]:
     """Registers a thread: what 64 Ki allow on average, of the groups that multiply, and of the ring's warp (it counts as four).
 
-    Where there are no other warps, the ring's gives most of its registers to those that multiply.
+    Where there are no other warps, the ring's gives most of its registers to those that multiply; fewer if x A^T is computed beside it.
     """
     average = 65536 // (128 * (P + 1 + permute)) // 8 * 8
     if permute:
         return average, average, average
-    return average, ((P + 1) * average - 24) // P // 8 * 8, 24
+    ring = 24 if not tasks else 152 if P == 2 else 88
+    return average, ((P + 1) * average - ring) // P // 8 * 8, ring
 
 
 @gluon.constexpr_function
 def tokens_layout(T):
     """[T tokens, 128 columns]: reads and writes of 16 bytes without bank conflicts, in either order of k."""
     regs = [[0, 1], [0, 2], [0, 4], [0, 32], [0, 64]] + ([[32, 0]] if T > 32 else [])
-    return gl.DistributedLinearLayout(regs, [[1, 0], [2, 0], [4, 0], [0, 8], [0, 16]], [[8, 0], [16, 0]], [], [T, 128])
+    return gl.DistributedLinearLayout(
+        regs, [[1, 0], [2, 0], [4, 0], [0, 8], [0, 16]], [[8, 0], [16, 0] if T > 16 else [0, 0]], [], [T, 128]
+    )
 
 
 @gluon.jit
 def idle():
     """A warp that only makes up a group of four."""
+    finish()
+
+
+@gluon.jit
+def spare(adapter, sums_sh, KS, BM: gl.constexpr, ROUND: gl.constexpr, TASKS: gl.constexpr, PDL: gl.constexpr):
+    """Two more such warps, which compute x A^T if there are TASKS."""
+    if TASKS:
+        adapt(adapter, sums_sh, KS, BM, ROUND, PDL)
     finish()
 
 
@@ -110,22 +133,24 @@ def segment(j, work):
 
 
 @gluon.jit
-def load_weights(w_d, s_d, w_sh, s_sh, full, st, sc, h: gl.constexpr, n0, it, P: gl.constexpr):
-    """Half h of a unit: words of 128 columns and (h = 0) the scales of all 256, in place sc."""
-    slot = st * 2 + h
-    mbarrier.expect(full.index(slot), P * R * 64 + (1 - h) * (P * R * 16))
+def load_weights(w_d, s_d, w_sh, s_sh, full, st, b: gl.constexpr, n0, it, P: gl.constexpr, B: gl.constexpr):
+    """Words of piece b of a unit; with the last piece come the scales of all, for which the first one's readers wait too."""
+    mbarrier.expect(full.index(st * B + b), P * R * 128 // B)
     for p in gl.static_range(P):
-        async_load(w_d, [n0 + p * R, it * 32 + h * 16], full.index(slot), w_sh.index(slot * P + p))
-        if h == 0:
-            async_load(s_d, [n0 + p * R, it * 8], full.index(slot), s_sh.index(sc * P + p))
+        at = [n0 + p * R, it * 32 + b * 16]
+        async_load(w_d, at, full.index(st * B + b), w_sh.index((st * B + b) * P + p))
+    if b == B - 1:
+        mbarrier.expect(full.index(st * B), P * R * 16)
+        for p in gl.static_range(P):
+            async_load(s_d, [n0 + p * R, it * 8], full.index(st * B), s_sh.index(st * P + p))
 
 
 @gluon.jit
-def load_x(x_d, x_sh, raw, st, h: gl.constexpr, m0, it, BM: gl.constexpr):
-    """Half h of a unit: 128 columns of x."""
-    slot = st * 2 + h
-    mbarrier.expect(raw.index(slot), BM * 256)
-    async_load(x_d, [m0, it * 256 + h * 128], raw.index(slot), x_sh.index(slot))
+def load_x(x_d, x_sh, arrived, st, b: gl.constexpr, m0, it, BM: gl.constexpr, B: gl.constexpr):
+    """x of piece b of a unit; a buffer for each half of it."""
+    mbarrier.expect(arrived.index(st * B + b), BM * 512 // B)
+    for h in gl.static_range(b, 2, B):
+        async_load(x_d, [m0, it * 256 + h * 128], arrived.index(st * B + b), x_sh.index(st * 2 + h))
 
 
 @gluon.jit
@@ -139,12 +164,13 @@ def produce(
     BM: gl.constexpr,
     S: gl.constexpr,
     RANK: gl.constexpr,
-    SLICES: gl.constexpr,
+    TASKS: gl.constexpr,
     PDL: gl.constexpr,
     PERMUTE: gl.constexpr,
 ):
     """One warp that asks for everything."""
     x_d, w_d, s_d, b_d, xa_d = maps
+    B: gl.constexpr = barriers_of(S)
     w_sh, s_sh, x_sh, raw, full, empty = ring
     pid, G, u0, _, steps, _, mt, D = work
     arrived = raw if PERMUTE else full
@@ -156,12 +182,11 @@ def produce(
                 u = u0 + i - D * steps
                 tile = D * G + u // steps
                 it = u % steps
-            for h in gl.static_range(2):
-                load_weights(w_d, s_d, w_sh, s_sh, full, i, i, h, tile // mt * (P * R), it, P)
+            for b in gl.static_range(B):
+                load_weights(w_d, s_d, w_sh, s_sh, full, i, b, tile // mt * (P * R), it, P, B)
     if PDL:
         gdc_wait()
     st = 0
-    sc = 0
     phase = 1
     turn = 0
     waited = 0
@@ -171,23 +196,20 @@ def produce(
         n0 = tile // mt * (P * R)
         m_tile = tile % mt
         for it in range(s0, s1):
-            for h in gl.static_range(2):
-                mbarrier.wait(empty.index(st * 2 + h), phase)
+            for b in gl.static_range(B):
+                mbarrier.wait(empty.index(st * B + b), phase)
                 if v >= S:
-                    load_weights(w_d, s_d, w_sh, s_sh, full, st, sc, h, n0, it, P)
-                load_x(x_d, x_sh, arrived, st, h, m_tile * BM, it, BM)
+                    load_weights(w_d, s_d, w_sh, s_sh, full, st, b, n0, it, P, B)
+                load_x(x_d, x_sh, arrived, st, b, m_tile * BM, it, BM, B)
             v += 1
             st += 1
             if st == S:
                 st = 0
                 phase ^= 1
-            sc += 1
-            if sc == S + 1:
-                sc = 0
         if RANK > 0:  # noqa: SIM102
             if s0 == 0:
-                waited, turn = load_adapter(b_d, xa_d, lora, shards, n0, m_tile, waited, turn, P, BM, RANK, SLICES)
-    if RANK > 0:  # noqa: SIM102
+                waited, turn = load_adapter(b_d, xa_d, lora, shards, n0, m_tile, waited, turn, P, BM, RANK, TASKS)
+    if TASKS:  # noqa: SIM102
         if units_of(work) > 0:
             lower_flags(shards, G)
     finish()
@@ -201,14 +223,13 @@ def permute(ring, work, BM: gl.constexpr, S: gl.constexpr):
     st = 0
     phase = 0
     for _ in range(units_of(work)):
-        for h in gl.static_range(2):
-            mbarrier.wait(raw.index(st * 2 + h), phase)
-            for i in gl.static_range(BM // T):
-                part = x_sh.index(st * 2 + h).slice(i * T, T, 0)
-                x = part.load(tokens_layout(T)).reshape([T, 4, 4, 2, 2, 2])
-                part.store(x.permute([0, 2, 4, 5, 1, 3]).reshape([T, 128]))
-            fence_async_shared()
-            mbarrier.arrive(full.index(st * 2 + h))
+        mbarrier.wait(raw.index(st), phase)
+        for i in gl.static_range(2 * BM // T):
+            part = x_sh.index(st * 2 + i % 2).slice(i // 2 * T, T, 0)
+            x = part.load(tokens_layout(T)).reshape([T, 4, 4, 2, 2, 2])
+            part.store(x.permute([0, 2, 4, 5, 1, 3]).reshape([T, 128]))
+        fence_async_shared()
+        mbarrier.arrive(full.index(st))
         st += 1
         if st == S:
             st = 0
@@ -261,20 +282,28 @@ def gather(acc, cnt_ptr, ws_ptr, part: gl.constexpr, pid, G, t, s0, s1, steps, U
 
 
 @gluon.jit
-def write(y, y_d, y_sh, m0, n0, part: gl.constexpr, turn: gl.constexpr):
+def write(y, y_d, y_sh, m0, n0, part: gl.constexpr, turn: gl.constexpr, BM: gl.constexpr):
     """y [rows, tokens] -> global memory, 16 tokens at a time, through two buffers."""
     if y.shape[1] > 16:
         lo, hi = gl.split(y.reshape([y.shape[0], 2, y.shape[1] // 2]).permute([0, 2, 1]))
-        write(lo, y_d, y_sh, m0, n0, part, turn)
-        write(hi, y_d, y_sh, m0 + y.shape[1] // 2, n0, part, turn + y.shape[1] // 32)
+        write(lo, y_d, y_sh, m0, n0, part, turn, BM)
+        write(hi, y_d, y_sh, m0 + y.shape[1] // 2, n0, part, turn + y.shape[1] // 32, BM)
     else:
         buffer = y_sh.index(part * 2 + turn % 2)
-        tma.store_wait(1)
+        tma.store_wait(0 if BM == 16 else 1)
         barrier()
         buffer.store(y.permute([1, 0]))
         fence_async_shared()
         barrier()
         async_store(y_d, [m0, n0], buffer)
+
+
+@gluon.jit
+def words_of(w_sh, st, h: gl.constexpr, part: gl.constexpr, P: gl.constexpr, B: gl.constexpr):
+    """Half h of a group's unit."""
+    if B == 2:
+        return w_sh.index((st * 2 + h) * P + part).load(WORDS)
+    return w_sh.index(st * P + part).slice(h * 16, 16, 1).load(WORDS)
 
 
 @gluon.jit
@@ -284,28 +313,22 @@ def consume(
     out,
     lora,
     shards,
-    adapter,
     part: gl.constexpr,
     P: gl.constexpr,
     BM: gl.constexpr,
     S: gl.constexpr,
     BIAS: gl.constexpr,
     RANK: gl.constexpr,
-    SLICES: gl.constexpr,
-    REGS: gl.constexpr,
-    PDL: gl.constexpr,
 ):
     """Four warps: rows part * 64 .. of every tile."""
+    B: gl.constexpr = barriers_of(S)
     w_sh, s_sh, x_sh, _, full, empty = ring
     pid, G, _, _, steps, U, mt, _ = work
     y_d, y_sh, gs_ptr, bias_ptr, ws_ptr, cnt_ptr, N, sgs = out
-    if RANK > 0:
-        adapt(adapter, x_sh, part, gl.num_programs(0) - G, mt, P, BM, SLICES, REGS, PDL)
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
     AL: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     n_a = gl.arange(0, R, layout=gl.SliceLayout(1, MMA))
     st = 0
-    sc = 0
     phase = 0
     turn = 0
     for j in range(tiles_of(work)):
@@ -313,19 +336,19 @@ def consume(
         acc = gl.zeros([R, BM], gl.float32, MMA)
         for u in range(s0, s1):
             for h in gl.static_range(2):
-                slot = st * 2 + h
-                mbarrier.wait(full.index(slot), phase)
-                sa0, sa1 = decode_scales(s_sh.index(sc * P + part).slice(h * 4, 4, 1).load(SCALES))
-                even, odd = gl.split(w_sh.index(slot * P + part).load(WORDS).reshape([R, 4, 2, 2]))
+                if h < B:
+                    mbarrier.wait(full.index(st * B + h), phase)
+                sa0, sa1 = decode_scales(s_sh.index(st * P + part).slice(h * 4, 4, 1).load(SCALES))
+                even, odd = gl.split(words_of(w_sh, st, h, part, P, B).reshape([R, 4, 2, 2]))
                 q0, q2 = gl.split(even)
                 q1, q3 = gl.split(odd)
-                x = x_sh.index(slot).permute([1, 0])
+                x = x_sh.index(st * 2 + h).permute([1, 0])
                 acc = warpgroup_mma(decode(q0, sa0, AL), x.slice(0, 32, 0), acc, is_async=True)
                 acc = warpgroup_mma_wait(1, deps=[acc])
-                if h == 1:
-                    mbarrier.arrive(empty.index(st * 2))
-                else:
-                    mbarrier.arrive(empty.index(gl.where(st == 0, S - 1, st - 1) * 2 + 1), pred=u > s0)
+                if h == 0:  # the last wgmma of the unit before is done
+                    mbarrier.arrive(empty.index(gl.where(st == 0, S - 1, st - 1) * B + B - 1), pred=u > s0)
+                elif B == 2:
+                    mbarrier.arrive(empty.index(st * B))
                 acc = warpgroup_mma(decode(q1, sa0, AL), x.slice(32, 32, 0), acc, is_async=True)
                 acc = warpgroup_mma_wait(1, deps=[acc])
                 acc = warpgroup_mma(decode(q2, sa1, AL), x.slice(64, 32, 0), acc, is_async=True)
@@ -336,11 +359,8 @@ def consume(
             if st == S:
                 st = 0
                 phase ^= 1
-            sc += 1
-            if sc == S + 1:
-                sc = 0
         acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(empty.index(gl.where(st == 0, S - 1, st - 1) * 2 + 1))
+        mbarrier.arrive(empty.index(gl.where(st == 0, S - 1, st - 1) * B + B - 1))
         pn = tile // mt
         n0 = pn * (P * R) + part * R
         safe = gl.minimum(n0 + n_a + opaque_zero(), N - 1)
@@ -353,13 +373,13 @@ def consume(
             if BIAS:
                 acc += bias.to(gl.float32)[:, None]
             if RANK > 0:
-                acc, turn = multiply_adapter(acc, lora, shards, pn * (P * R), part, turn, P, RANK, SLICES, AL)
-            write(acc.to(gl.bfloat16), y_d, y_sh, (tile - pn * mt) * BM, n0, part, 0)
+                acc, turn = multiply_adapter(acc, lora, shards, pn * (P * R), part, turn, P, RANK, AL)
+            write(acc.to(gl.bfloat16), y_d, y_sh, (tile - pn * mt) * BM, n0, part, 0, BM)
     tma.store_wait(0)  # shared memory must outlive what is read from it
     finish()
 
 
-@gluon.jit(do_not_specialize=["M", "U", "steps", "sgs", "mt", "D", "e1", "e2", "R8", "H"])
+@gluon.jit(do_not_specialize=["M", "U", "steps", "sgs", "mt", "D", "e1", "e2", "R8", "H", "KS"])
 def wgmma_kernel(
     x_d,
     w_d,
@@ -369,9 +389,12 @@ def wgmma_kernel(
     y_d,
     x_ptr,
     a_ptr,
+    slice_ptr,
     xa_ptr,
     flag_ptr,
     done_ptr,
+    taken_ptr,
+    count_ptr,
     gs_ptr,
     bias_ptr,
     ws_ptr,
@@ -383,6 +406,7 @@ def wgmma_kernel(
     sgs,
     R8,
     H,
+    KS,
     e1,
     e2,
     steps,
@@ -394,7 +418,7 @@ def wgmma_kernel(
     S: gl.constexpr,
     BIAS: gl.constexpr,
     RANK: gl.constexpr,
-    SLICES: gl.constexpr,
+    TASKS: gl.constexpr,
     PDL: gl.constexpr,
     PERMUTE: gl.constexpr,
     REGS: gl.constexpr,
@@ -402,34 +426,36 @@ def wgmma_kernel(
 ):
     """y[m, n]; K a multiple of 256, steps = K / 256, mt = ceil(M / BM), tiles = ceil(N / 64 P) * mt.
 
-    The H programs that start first compute x A^T.  The G others compute D whole tiles each; the steps of the tiles that then remain, U
-    in all, are cut into G ranges.
-    x_d bfloat16 (M, K), box (BM, 128); w_d int32 (N, K/8), box (64, 16); s_d int16 (N, K/32), box (64, 8);
-    y_d bfloat16 (M, N), box (16, 64); b_d bfloat16 (N, RANK), box (64, 32); xa_d bfloat16, SLICES times (mt * BM, shards * RANK = 8 R8) of x A^T, box (BM, 32).
+    The H programs that start first have no tiles, only tasks of x A^T.  The G others compute D whole tiles each; the steps of the tiles
+    that then remain, U in all, are cut into G ranges.  TASKS: x A^T is computed here, in KS slices of K; else xa_d holds it already.
+    x_d bfloat16 (M, K), box (BM, 128); w_d int32 (N, K/8), box (64, 32 or 16); s_d int16 (N, K/32), box (64, 8);
+    y_d bfloat16 (M, N), box (16, 64); b_d bfloat16 (N, RANK), box (64, 32); xa_d bfloat16 (mt * BM, shards * RANK = 8 R8), x A^T, box (BM, 32).
     """
-    gl.static_assert(P < 4 or not PERMUTE, "four groups leave no registers to put x in order")
-    w_sh = gl.allocate_shared_memory(gl.int32, [2 * S * P, R, 16], w_d.layout)
-    # one place more: the first half's words are asked for before the second half's scales have been read
-    s_sh = gl.allocate_shared_memory(gl.int16, [(S + 1) * P, R, 8], s_d.layout)
+    B: gl.constexpr = barriers_of(S)
+    w_sh = gl.allocate_shared_memory(gl.int32, [S * B * P, R, 32 // B], w_d.layout)
+    s_sh = gl.allocate_shared_memory(gl.int16, [S * P, R, 8], s_d.layout)
     x_sh = gl.allocate_shared_memory(gl.bfloat16, [2 * S, BM, 128], x_d.layout)
     y_sh = gl.allocate_shared_memory(gl.bfloat16, [2 * P, 16, R], y_d.layout)
-    raw = gl.allocate_shared_memory(gl.int64, [2 * S, 1], mbarrier.MBarrierLayout())  # x as it is has arrived
-    full = gl.allocate_shared_memory(gl.int64, [2 * S, 1], mbarrier.MBarrierLayout())  # words have, and x is in order
-    empty = gl.allocate_shared_memory(gl.int64, [2 * S, 1], mbarrier.MBarrierLayout())  # every group is done
-    for i in gl.static_range(2 * S):
+    raw = gl.allocate_shared_memory(gl.int64, [S * B, 1], mbarrier.MBarrierLayout())  # x as it is has arrived
+    full = gl.allocate_shared_memory(gl.int64, [S * B, 1], mbarrier.MBarrierLayout())  # words have, and x is in order
+    empty = gl.allocate_shared_memory(gl.int64, [S * B, 1], mbarrier.MBarrierLayout())  # every group is done
+    for i in gl.static_range(S * B):
         mbarrier.init(raw.index(i), 1)
-        mbarrier.init(full.index(i), 2)
+        mbarrier.init(full.index(i), 2 if i % B else 3)
         mbarrier.init(empty.index(i), P)
     ring = (w_sh, s_sh, x_sh, raw, full, empty)
     lora = ring
     if RANK > 0:
         b_sh = gl.allocate_shared_memory(gl.bfloat16, [P, R, 32], b_d.layout)
-        xa_sh = gl.allocate_shared_memory(gl.bfloat16, [SLICES, BM, 32], xa_d.layout)
+        xa_sh = gl.allocate_shared_memory(gl.bfloat16, [BM, 32], xa_d.layout)
         ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
         free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
         mbarrier.init(ready, 1)
         mbarrier.init(free, P)
         lora = (b_sh, xa_sh, ready, free)
+    sums_sh = y_sh
+    if TASKS:
+        sums_sh = gl.allocate_shared_memory(gl.float32, [2 * T, T], SUMS_SHARED)
     fence_async_shared()
     barrier()
     G = gl.num_programs(0) - H
@@ -443,16 +469,16 @@ def wgmma_kernel(
     out = (y_d, y_sh, gs_ptr, bias_ptr, ws_ptr, cnt_ptr, N, sgs)
     RS = R8 * 8
     shards = (e1, e2, flag_ptr, done_ptr, M, RS, mt)
-    adapter = (x_ptr, a_ptr, xa_ptr, flag_ptr, M, K, sxm, RS)
+    adapter = (x_ptr, a_ptr, slice_ptr, xa_ptr, flag_ptr, taken_ptr, count_ptr, M, K, sxm, RS)
     if P == 2 and PERMUTE:
         gl.warp_specialize(
             [
-                (consume, (ring, work, out, lora, shards, adapter, 0, P, BM, S, BIAS, RANK, SLICES, REGS, PDL)),
-                (consume, (ring, work, out, lora, shards, adapter, 1, P, BM, S, BIAS, RANK, SLICES, REGS, PDL)),
+                (consume, (ring, work, out, lora, shards, 0, P, BM, S, BIAS, RANK)),
+                (consume, (ring, work, out, lora, shards, 1, P, BM, S, BIAS, RANK)),
                 (permute, (ring, work, BM, S)),
-                (produce, (maps, ring, work, lora, shards, P, BM, S, RANK, SLICES, PDL, PERMUTE)),
+                (produce, (maps, ring, work, lora, shards, P, BM, S, RANK, TASKS, PDL, PERMUTE)),
                 (idle, ()),
-                (idle, ()),
+                (spare, (adapter, sums_sh, KS, BM, 1 + (RING_REGS > 128), TASKS, PDL)),
             ],
             [4, 4, 1, 1, 2],
             [REGS, REGS, RING_REGS, RING_REGS, RING_REGS],
@@ -460,25 +486,40 @@ def wgmma_kernel(
     elif P == 2:
         gl.warp_specialize(
             [
-                (consume, (ring, work, out, lora, shards, adapter, 0, P, BM, S, BIAS, RANK, SLICES, REGS, PDL)),
-                (consume, (ring, work, out, lora, shards, adapter, 1, P, BM, S, BIAS, RANK, SLICES, REGS, PDL)),
-                (produce, (maps, ring, work, lora, shards, P, BM, S, RANK, SLICES, PDL, PERMUTE)),
+                (consume, (ring, work, out, lora, shards, 0, P, BM, S, BIAS, RANK)),
+                (consume, (ring, work, out, lora, shards, 1, P, BM, S, BIAS, RANK)),
+                (produce, (maps, ring, work, lora, shards, P, BM, S, RANK, TASKS, PDL, PERMUTE)),
                 (idle, ()),
-                (idle, ()),
+                (spare, (adapter, sums_sh, KS, BM, 1 + (RING_REGS > 128), TASKS, PDL)),
             ],
             [4, 1, 1, 2],
             [REGS, RING_REGS, RING_REGS, RING_REGS],
         )
+    elif P == 4 and PERMUTE:
+        gl.warp_specialize(
+            [
+                (consume, (ring, work, out, lora, shards, 0, P, BM, S, BIAS, RANK)),
+                (consume, (ring, work, out, lora, shards, 1, P, BM, S, BIAS, RANK)),
+                (consume, (ring, work, out, lora, shards, 2, P, BM, S, BIAS, RANK)),
+                (consume, (ring, work, out, lora, shards, 3, P, BM, S, BIAS, RANK)),
+                (permute, (ring, work, BM, S)),
+                (produce, (maps, ring, work, lora, shards, P, BM, S, RANK, TASKS, PDL, PERMUTE)),
+                (idle, ()),
+                (spare, (adapter, sums_sh, KS, BM, 1 + (RING_REGS > 128), TASKS, PDL)),
+            ],
+            [4, 4, 4, 4, 1, 1, 2],
+            [REGS, REGS, REGS, REGS, RING_REGS, RING_REGS, RING_REGS],
+        )
     elif P == 4:
         gl.warp_specialize(
             [
-                (consume, (ring, work, out, lora, shards, adapter, 0, P, BM, S, BIAS, RANK, SLICES, REGS, PDL)),
-                (consume, (ring, work, out, lora, shards, adapter, 1, P, BM, S, BIAS, RANK, SLICES, REGS, PDL)),
-                (consume, (ring, work, out, lora, shards, adapter, 2, P, BM, S, BIAS, RANK, SLICES, REGS, PDL)),
-                (consume, (ring, work, out, lora, shards, adapter, 3, P, BM, S, BIAS, RANK, SLICES, REGS, PDL)),
-                (produce, (maps, ring, work, lora, shards, P, BM, S, RANK, SLICES, PDL, PERMUTE)),
+                (consume, (ring, work, out, lora, shards, 0, P, BM, S, BIAS, RANK)),
+                (consume, (ring, work, out, lora, shards, 1, P, BM, S, BIAS, RANK)),
+                (consume, (ring, work, out, lora, shards, 2, P, BM, S, BIAS, RANK)),
+                (consume, (ring, work, out, lora, shards, 3, P, BM, S, BIAS, RANK)),
+                (produce, (maps, ring, work, lora, shards, P, BM, S, RANK, TASKS, PDL, PERMUTE)),
                 (idle, ()),
-                (idle, ()),
+                (spare, (adapter, sums_sh, KS, BM, 1 + (RING_REGS > 128), TASKS, PDL)),
             ],
             [4, 4, 4, 1, 1, 2],
             [REGS, REGS, REGS, RING_REGS, RING_REGS, RING_REGS],
@@ -486,13 +527,13 @@ def wgmma_kernel(
     elif PERMUTE:
         gl.warp_specialize(
             [
-                (consume, (ring, work, out, lora, shards, adapter, 0, P, BM, S, BIAS, RANK, SLICES, REGS, PDL)),
-                (consume, (ring, work, out, lora, shards, adapter, 1, P, BM, S, BIAS, RANK, SLICES, REGS, PDL)),
-                (consume, (ring, work, out, lora, shards, adapter, 2, P, BM, S, BIAS, RANK, SLICES, REGS, PDL)),
+                (consume, (ring, work, out, lora, shards, 0, P, BM, S, BIAS, RANK)),
+                (consume, (ring, work, out, lora, shards, 1, P, BM, S, BIAS, RANK)),
+                (consume, (ring, work, out, lora, shards, 2, P, BM, S, BIAS, RANK)),
                 (permute, (ring, work, BM, S)),
-                (produce, (maps, ring, work, lora, shards, P, BM, S, RANK, SLICES, PDL, PERMUTE)),
+                (produce, (maps, ring, work, lora, shards, P, BM, S, RANK, TASKS, PDL, PERMUTE)),
                 (idle, ()),
-                (idle, ()),
+                (spare, (adapter, sums_sh, KS, BM, 1 + (RING_REGS > 128), TASKS, PDL)),
             ],
             [4, 4, 4, 1, 1, 2],
             [REGS, REGS, REGS, RING_REGS, RING_REGS, RING_REGS],
@@ -500,12 +541,12 @@ def wgmma_kernel(
     else:
         gl.warp_specialize(
             [
-                (consume, (ring, work, out, lora, shards, adapter, 0, P, BM, S, BIAS, RANK, SLICES, REGS, PDL)),
-                (consume, (ring, work, out, lora, shards, adapter, 1, P, BM, S, BIAS, RANK, SLICES, REGS, PDL)),
-                (consume, (ring, work, out, lora, shards, adapter, 2, P, BM, S, BIAS, RANK, SLICES, REGS, PDL)),
-                (produce, (maps, ring, work, lora, shards, P, BM, S, RANK, SLICES, PDL, PERMUTE)),
+                (consume, (ring, work, out, lora, shards, 0, P, BM, S, BIAS, RANK)),
+                (consume, (ring, work, out, lora, shards, 1, P, BM, S, BIAS, RANK)),
+                (consume, (ring, work, out, lora, shards, 2, P, BM, S, BIAS, RANK)),
+                (produce, (maps, ring, work, lora, shards, P, BM, S, RANK, TASKS, PDL, PERMUTE)),
                 (idle, ()),
-                (idle, ()),
+                (spare, (adapter, sums_sh, KS, BM, 1 + (RING_REGS > 128), TASKS, PDL)),
             ],
             [4, 4, 1, 1, 2],
             [REGS, REGS, RING_REGS, RING_REGS, RING_REGS],

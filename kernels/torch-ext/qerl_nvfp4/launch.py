@@ -5,7 +5,7 @@ import math
 import torch
 
 from . import portable, reference
-from .select import device_properties
+from .select import device_properties, with_adapter
 
 _scratch: dict[tuple[torch.device, str], torch.Tensor] = {}
 _captured: list[torch.Tensor] = []  # buffers that a CUDA graph may point to: kept when a larger one takes their place
@@ -133,7 +133,7 @@ def launch(
     """out (M, N) = x (M, K) W^T [+ bias] [+ LoRA] with one of the fused kernels."""
     lora = None
     if lora_a is not None:
-        config = config | config.get("lora", {})
+        config = with_adapter(config)
     if lora_a is not None and (config["kernel"] != "skinny" or lora_b.shape[1] % 4 == 0):
         lora = lora_plan(x, lora_a, lora_b, splits, tile_rows(config))
         if config["kernel"] == "wgmma" and (lora_b.shape[1] % 8 or lora_b.data_ptr() % 16):
@@ -223,36 +223,6 @@ def launch_skinny(config, x, packed, block_scale, global_scale, bias, lora_a, lo
     )
 
 
-def helper_programs(config: dict, M: int, N: int, K: int, rows: int, grid: int, sms: int) -> tuple[int, int]:
-    """Programs for the tiles, and programs that compute x A^T (hopper_adapt.py).
-
-    Where the tiles leave a dozen multiprocessors idle: those, at most one for each group's task.  Else the tiles give up as few as have
-    x A^T ready after two thirds of the launch's time: a step of a task takes about 1 us, times the groups that share a multiprocessor.
-    """
-    from .hopper_adapt import task_side
-
-    side, slices = task_side(config["BM"]), slices_of(config, K)
-    tasks = math.ceil(rows / side) * math.ceil(M / side) * slices
-    helpers = config.get("helpers")
-    if helpers is None:
-        idle = sms - grid
-        helpers = max(12, math.ceil(tasks / config["P"]))
-        if idle >= 12:
-            helpers = min(helpers, idle)
-        else:
-            steps = K / slices / (512 if side == 16 else 256)
-            launch_us = N * K * max(0.5625 / 2.3e6, 2 * M / 600e6)
-            helpers = min(helpers, max(4 if M <= 32 else 6, math.ceil(tasks * steps / (0.65 * launch_us))))
-    helpers = min(helpers, tasks)
-    return max(1, min(grid, sms - helpers)), helpers
-
-
-def slices_of(config: dict, K: int) -> int:
-    """Slices of K for x A^T: more for a long K, where shared memory has room for them."""
-    roomy = config["BM"] == 32 or (config["BM"] == 128 and config["P"] == 2)
-    return config.get("slices") or (4 if K > 8192 and roomy else 2)
-
-
 def launch_wgmma(config, x, packed, block_scale, global_scale, bias, lora_a, lora: Lora | None, out, pdl) -> None:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -260,16 +230,17 @@ def launch_wgmma(config, x, packed, block_scale, global_scale, bias, lora_a, lor
     from . import hopper_wgmma as hopper
 
     (M, K), N = x.shape, packed.shape[0]
-    if lora is not None:
-        config = (
-            config | {"P": min(config["P"], 3)} | config.get("lora", {})
-        )  # four groups leave no room for B and x A^T
+    if lora is not None and config["BM"] == 128:
+        config = config | {"P": min(config["P"], 3)}  # four groups leave no room for B and x A^T
     BM, P, S = config["BM"], config["P"], config["S"]
     mt, steps = math.ceil(M / BM), K // 256
     if x.stride(0) % 8 or x.data_ptr() % 16:  # the copy engine wants rows of 16-byte pieces
         x = scratch(x.device, "aligned x", M * K, x.dtype)[: M * K].view(M, K).copy_(x)
-    permute = config["permute"]
-    natural = x
+    permute, natural, sms = config["permute"], x, device_properties(x.device.index)[1]
+    rank, rows, up, down = 0, 0, x, x
+    if lora is not None:
+        rank, rows, up = lora.rank, lora.rows, lora.b
+        down = scratch(x.device, "lora down", mt * BM * rows, x.dtype)[: mt * BM * rows].view(mt * BM, rows)
     if not permute:
         x = scratch(x.device, "permuted", M * K, x.dtype)[: M * K].view(M, K)
         permute_columns(natural, x, pdl)
@@ -277,33 +248,38 @@ def launch_wgmma(config, x, packed, block_scale, global_scale, bias, lora_a, lor
     if out.stride(0) % 8 or out.data_ptr() % 16:
         y = scratch(x.device, "aligned y", M * N, out.dtype)[: M * N].view(M, N)
     tiles = math.ceil(N / (64 * P)) * mt
-    grid, helpers, slices = min(config["grid"], tiles * steps), 0, 1
-    rank = rows = 0
-    down = up = x
-    if lora is not None:
-        rank, rows, up = lora.rank, lora.rows, lora.b
-        slices = slices_of(config, K)
-        grid, helpers = helper_programs(config, M, N, K, rows, grid, device_properties(x.device.index)[1])
-        side = hopper_adapt.task_side(BM)
-        shape = slices * mt * BM, math.ceil(rows / side) * side
-        down = scratch(x.device, "lora slices", math.prod(shape), x.dtype)[: math.prod(shape)].view(shape)
-    whole = tiles // grid - (1 if tiles % grid and tiles > grid else 0)  # tiles of its own that a program computes
     gs, sgs = scale_args(global_scale)
     counters = scratch(x.device, "counters", max(1 << 16, tiles * P), torch.int32, fill=0)
+    grid, helpers, slices, slice_sums, counts = min(config["grid"], tiles * steps), 0, 1, gs, counters
+    tasks = lora is not None and config.get("tasks", M <= 128)
+    if tasks:
+        blocks = math.ceil(M / hopper_adapt.TASK) * math.ceil(rows / hopper_adapt.TASK)
+        slices = max(1, min(K // hopper_adapt.STEP, sms // blocks))
+        helpers = max(0, min(sms - grid, blocks * slices))  # multiprocessors that the tiles leave idle
+        slice_sums = scratch(x.device, "lora slices", blocks * slices * hopper_adapt.TASK**2, torch.float32)
+        counts = scratch(x.device, "lora counts", max(1 << 12, blocks), torch.int32, fill=0)
+    elif lora is not None:
+        torch.mm(natural, lora_a.t(), out=down[:M])
+    whole = tiles // grid - (1 if tiles % grid and tiles > grid else 0)  # tiles of its own that a program computes
     words, scales = packed.view(torch.int32), scale_bytes(block_scale).view(torch.int16)
-    average, registers, ring_registers = hopper.registers(P, permute)
+    average, registers, ring_registers = hopper.registers(P, permute, tasks)
     hopper.wgmma_kernel[(grid + helpers,)](
         TensorDescriptor(x, [M, K], [x.stride(0), 1], [BM, 128], hopper.X_SHARED),
-        TensorDescriptor(words, [N, K // 8], [words.stride(0), 1], [64, 16], hopper.W_SHARED),
+        TensorDescriptor(
+            words, [N, K // 8], [words.stride(0), 1], [64, 32 // hopper.pieces_of(S)], hopper.words_layout(S)
+        ),
         TensorDescriptor(scales, [N, K // 32], [scales.stride(0), 1], [64, 8], hopper.S_SHARED),
         TensorDescriptor(up, list(up.shape), [up.stride(0), 1], [64, 32], hopper.L_SHARED),
         TensorDescriptor(down, list(down.shape), [down.stride(0), 1], [BM, 32], hopper.L_SHARED),
         TensorDescriptor(y, [M, N], [y.stride(0), 1], [16, 64], hopper.X_SHARED),
         natural,
         natural if lora is None else lora_a,
+        slice_sums,
         down,
         scratch(x.device, "lora flags", max(64, mt), torch.int32, fill=0),
         scratch(x.device, "lora done", 1, torch.int32, fill=0),
+        scratch(x.device, "lora taken", 1, torch.int32, fill=0),
+        counts,
         gs,
         x if bias is None else bias,
         scratch(x.device, "partial", grid * 64 * P * BM, torch.float32),
@@ -315,6 +291,7 @@ def launch_wgmma(config, x, packed, block_scale, global_scale, bias, lora_a, lor
         sgs,
         rows // 8,
         helpers,
+        slices,
         *_lora_args(lora)[2:],
         steps,
         (tiles - whole * grid) * steps,
@@ -325,7 +302,7 @@ def launch_wgmma(config, x, packed, block_scale, global_scale, bias, lora_a, lor
         S=S,
         BIAS=bias is not None,
         RANK=rank,
-        SLICES=slices,
+        TASKS=tasks,
         PDL=pdl,
         PERMUTE=permute,
         REGS=registers,

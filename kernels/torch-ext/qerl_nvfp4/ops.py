@@ -13,7 +13,7 @@ import torch
 
 from . import reference
 from ._compat import add_op_namespace_prefix
-from .select import choose, device_properties
+from .select import choose, device_properties, with_adapter
 
 try:
     import triton
@@ -105,7 +105,11 @@ def describe(device: torch.device | str | int | None = None) -> str:
     if major == 9 and _gluon_lacks() is not None:
         path += f" (slower than the Hopper kernels, which are made for Triton 3.6 to 3.9; this one: {_gluon_lacks()})"
     shapes = len({key[:2] for key in load_table(name, sms)})
-    tuned = f"table for {name}, {shapes} shapes; heuristic for others" if shapes else f"heuristic: no table for {name} with {sms} multiprocessors"
+    tuned = (
+        f"table for {name}, {shapes} shapes; heuristic for others"
+        if shapes
+        else f"heuristic: no table for {name} with {sms} multiprocessors"
+    )
     return f"qerl_nvfp4: {path}, sm_{major}{minor}, Triton {triton.__version__}, {tuned}"
 
 
@@ -254,6 +258,8 @@ def _linear(
         index = x.device.index
         bf16 = x.dtype == torch.bfloat16 and use_hopper(index)
         config = choose(N, K, M, index, bf16)
+        if lora_a is not None:
+            config = with_adapter(config)
         if config["kernel"] != "dense" and not usable(config, x_MK, packed, block_scale):
             config = {
                 "kernel": "dense",

@@ -6,7 +6,7 @@ a heuristic answers for the others.  A configuration is a small dict:
     {"kernel": "skinny", "BM", "WK", "WN", "R", "grid"}        hopper.skinny_kernel, up to 16 tokens; with an adapter,
         "lora": {..., "cost"}                                  what differs, and K steps that a piece of x A^T counts as
     {"kernel": "wgmma", "BM", "P", "S", "permute", "grid"}     hopper_wgmma.wgmma_kernel, tiles of 64 P rows
-        "lora": {"helpers", "slices", ...}                     with an adapter: programs and slices of K for x A^T; may replace any other
+        "lora": {"tasks", ...}                                 with an adapter: whether x A^T is computed beside it or by cuBLAS before
     {"kernel": "portable", "BM", "BN", "BK", "SK", "NW", "NS", "MMA"}    portable.gemm_kernel
     {"kernel": "dense", "pieces"}                              dequantize into a scratch buffer, then cuBLAS
 """
@@ -42,6 +42,11 @@ def device_properties(index: int) -> tuple[str, int, tuple[int, int]]:
     """Name, multiprocessors, compute capability."""
     p = torch.cuda.get_device_properties(index)
     return p.name, p.multi_processor_count, (p.major, p.minor)
+
+
+def with_adapter(config: dict) -> dict:
+    """The configuration for a product with an adapter."""
+    return config | config.get("lora", {})
 
 
 def bucket_of(M: int) -> int:

@@ -19,7 +19,7 @@ import torch
 from triton.errors import TritonError
 
 from . import ops, reference, select
-from .launch import forget_scratch, slices_of
+from .launch import forget_scratch
 from .timing import copies_needed, random_weight, relative_error, time_us, times_us
 
 FINALISTS = 5  # the fastest candidates are timed again, in turns
@@ -59,17 +59,27 @@ def skinny_candidates(N: int, K: int, bucket: int, sms: int):
         yield from (config | {"grid": g} for g in sorted(grids))
 
 
-def adapter_candidates(config: dict, sms: int):
-    """What may differ from a configuration of the skinny kernel with an adapter: its "lora"."""
-    layout = {k: config[k] for k in ("WK", "WN", "R")}
+def adapter_candidates(config: dict, bucket: int, sms: int):
+    """What to try with an adapter where a configuration is good without."""
+    layout = {k: v for k, v in config.items() if k != "grid"}
+    if config["kernel"] == "wgmma":
+        tasks = [True, False] if bucket >= 128 else [True]  # x A^T beside it, or by cuBLAS before
+        if config["BM"] < 128 or config["P"] < 4:
+            grids = {config["grid"], *range(sms - 24, sms + 1, 8)}
+            yield from (layout | {"grid": g, "tasks": t} for g in sorted(grids) for t in tasks)
+        return
+    if config["kernel"] == "dense":
+        yield config
+        return
     resident = 20 // (config["WK"] * config["WN"])
     for grid in {sms * i for i in range(max(1, resident - 2), resident + 1)} | {config["grid"]}:
         yield from (layout | {"grid": grid, "cost": cost} for cost in (1, 2, 3, 5, 8))
 
 
 WGMMA = {  # tokens -> (BM, P, S, permute)
+    16: [(16, 3, 4, True), (16, 3, 5, True)],
     32: [(32, 2, 5, True), (32, 3, 4, True), (32, 3, 4, False)],
-    64: [(64, 2, 4, True), (64, 2, 4, False), (64, 3, 3, False)],
+    64: [(64, 2, 4, True), (64, 3, 3, True), (64, 2, 4, False), (64, 3, 3, False)],
     128: [(128, 2, 2, False), (128, 3, 2, False), (128, 4, 2, False)],
 }
 
@@ -94,7 +104,7 @@ def candidates(
     found = []
     if bucket and bucket <= 16:
         found += skinny_candidates(N, K, bucket, sms)
-    if bucket >= 32:
+    if bucket >= 16:
         found += wgmma_candidates(N, K, bucket, sms)
     if bucket == 0 or bucket >= 128:
         found += [{"kernel": "dense", "pieces": p} for p in (1, 2, 4, 8) if N // p >= 2048]
@@ -102,6 +112,8 @@ def candidates(
 
 
 def run(config, x, weight, gs, out, bias=None, a=None, b=None, splits=None) -> None:
+    if a is not None:
+        config = select.with_adapter(config)
     if config["kernel"] == "dense":
         ops.linear_dense(x, *weight, gs, bias, a, b, splits, out, config["pieces"])
     else:
@@ -113,7 +125,7 @@ def compile_one(job) -> tuple[str, str]:
     config, N, K, rank = job
     try:
         weight = random_weight(N, K, 0)  # the whole matrix: registers depend on the number of programs
-        x = torch.randn(min(config["BM"], 16), K, device="cuda", dtype=torch.bfloat16)
+        x = torch.randn(min(config.get("BM", 16), 16), K, device="cuda", dtype=torch.bfloat16)
         a = torch.zeros(rank, K, device="cuda", dtype=torch.bfloat16) if rank else None
         b = torch.zeros(N, rank, device="cuda", dtype=torch.bfloat16) if rank else None
         out = torch.empty(len(x), N, device="cuda", dtype=torch.bfloat16)
@@ -129,13 +141,11 @@ def precompile(jobs: list, processes: int) -> dict[str, str]:
     sms = select.device_properties(torch.cuda.current_device())[1]
     unique = {}
     for config, N, K, rank in jobs:
-        if config["kernel"] != "dense":
-            used = config | config.get("lora", {}) if rank else config
-            layout = {k: v for k, v in used.items() if k not in ("grid", "lora", "cost", "helpers")}
-            if config["kernel"] == "skinny":  # compiled for a matrix's K and for its number of programs
+        used = select.with_adapter(config) if rank else config
+        if used["kernel"] != "dense":
+            layout = {k: v for k, v in used.items() if k not in ("grid", "lora", "cost")}
+            if used["kernel"] == "skinny":  # compiled for a matrix's K and for its number of programs
                 layout |= {"K": K, "resident": math.ceil(used["grid"] / sms)}
-            elif config["kernel"] == "wgmma" and rank:
-                layout["slices"] = slices_of(used, K)
             key = json.dumps([layout, rank])
             unique.setdefault(key, (config, N, K, rank))
     begin = time.time()
@@ -227,16 +237,16 @@ def tune_shape(
             continue
         report(N, K, M, timed)
         best = timed[0][1]
-        if best["kernel"] == "skinny":
-            # the adapter wants registers and other programs: the best layouts again, with everything they may change
-            layouts = {}
-            for _, config in timed[:8]:
-                layouts.setdefault((config["WK"], config["WN"], config["R"]), config)
-            tries = [best | {"lora": lora} for c in layouts.values() for lora in adapter_candidates(c, sms)]
-            fused = matrix.time(tries, M, True, deadline)
-            if fused:
-                report(N, K, M, fused)
-                best = fused[0][1]
+        # the adapter wants registers and other programs: the best layouts again, with everything they may change
+        layouts = {}
+        for _, config in timed[:6]:
+            layouts.setdefault(json.dumps(config | {"grid": 0}), config)
+        tries = [lora for c in layouts.values() for lora in adapter_candidates(c, bucket, sms)]
+        tries = [{k: v for k, v in lora.items() if best.get(k) != v} for lora in tries]
+        fused = matrix.time([best | {"lora": lora} for lora in tries], M, True, deadline)
+        if fused:
+            report(N, K, M, fused)
+            best = fused[0][1]
         entries.append({"N": N, "K": K, "bucket": bucket, "us": round(timed[0][0], 2), "config": best})
     return entries
 
@@ -288,10 +298,10 @@ def main(arguments: list[str] | None = None) -> None:
     sms = properties.multi_processor_count
     jobs = []
     for N, K in shapes:
-        for config in (c for b in buckets for c in candidates(N, K, b, sms, kernels)):
-            jobs.append((config, N, K, 0))
-            if config["kernel"] == "skinny":
-                jobs += [(config | {"lora": lora}, N, K, 32) for lora in adapter_candidates(config, sms)]
+        for bucket in buckets:
+            for config in candidates(N, K, bucket, sms, kernels):
+                jobs.append((config, N, K, 0))
+                jobs += [(config | {"lora": lora}, N, K, 32) for lora in adapter_candidates(config, bucket, sms)]
     precompile(jobs, args.processes)
     splits = {nk: s for model in QWEN for nk, s in layer_splits(model).items()}
     path = Path(args.output) if args.output else select.table_path(properties.name)
