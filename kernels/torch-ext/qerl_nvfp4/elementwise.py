@@ -242,10 +242,10 @@ def rms_norm_kernel(
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BK)
     mask = k < K
+    w = tl.load(w_ptr + k, mask=mask, other=0.0)
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()  # the weight too may be what the kernel before this one writes
-    w = tl.load(w_ptr + k, mask=mask, other=0.0)
+        gdc_wait()
     h = widen(tl.load(x_ptr + row * sx + k, mask=mask, other=0.0), INTERP)
     if RESIDUAL:
         h = narrow(
