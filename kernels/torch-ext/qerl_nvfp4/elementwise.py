@@ -242,6 +242,7 @@ def rms_norm_kernel(
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BK)
     mask = k < K
+    # before the wait: only our kernels let the next one begin early, and none of them writes a weight
     w = tl.load(w_ptr + k, mask=mask, other=0.0)
     if PDL:
         gdc_launch_dependents()
