@@ -18,7 +18,6 @@ import embedded_arms  # noqa: E402
 README = ROOT / "README.md"
 ROLLOUT = ROOT / "examples/benchmarks/results/rollout_h200.json"
 KERNELS = ROOT / "kernels/benchmarks/results/h200.json"
-KERNELS_SINCE = [ROOT / f"kernels/benchmarks/results/h200_{part}.json" for part in ("skinny", "wgmma")]
 TRAINING = ROOT / "examples/benchmarks/results/train_step_h200.json"
 PLAN = ROOT / "examples/benchmarks/results/plan_check_h200.json"
 
@@ -55,34 +54,6 @@ def kernels() -> str:
         + "\n\nSpeed relative to cuBLAS bf16 (above 1 is faster), summed over the four matrices of a Qwen2.5 decoder layer; "
         f"rank-{record['lora_rank']} adapter inside the kernel, against bf16 without one. {record['device']}, torch {record['torch']}, "
         f"triton {record['triton']}, commit {record['commit'][:7]}, [{source.name}]({source})."
-    )
-
-
-def kernels_since() -> str:
-    """One decoder layer: the times of newer kernels, from runs of the tuner (up to 16 tokens) and a probe (from 128)."""
-    then = {(entry["model"], entry["M"]): entry["ours_us"] for entry in json.loads(KERNELS.read_text())["sums"]}
-    skinny, wgmma = (json.loads(path.read_text()) for path in KERNELS_SINCE)
-    now = {(entry["model"], entry["M"]): (entry["us"], None) for entry in skinny["sums"]}
-    for key in then:
-        rows = [r for r in wgmma["in_turns"]["rows"] if (r["shape"].split(".")[0], r["M"]) == key]
-        if len(rows) == 4:
-            now[key] = sum(r["ours_us"] for r in rows), sum(r["bf16_us"] for r in rows)
-    lines = [
-        "| tokens | 7B: above, us | now | bf16 in the same run | ratio | 32B: above, us | now | bf16 in the same run | ratio |",
-        "|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
-    ]
-    for tokens in sorted({tokens for _, tokens in now}):
-        cells = []
-        for model in ("7B", "32B"):
-            ours, bf16 = now[model, tokens]
-            cells += [f"{then[model, tokens]:.0f}", f"{ours:.0f}"]
-            cells += ["", ""] if bf16 is None else [f"{bf16:.0f}", f"{bf16 / ours:.2f}"]
-        lines.append(f"| {tokens} | {' | '.join(cells)} |")
-    links = ", ".join(f"[{path.name}]({path.relative_to(ROOT)})" for path in KERNELS_SINCE)
-    return (
-        "\n".join(lines)
-        + "\n\nThe same sums with newer kernels, without an adapter, from the tuner's run (8 and 16 tokens) and a probe that times ours and "
-        f"cuBLAS in turns; not yet from the benchmark above. {wgmma['device']}, torch {wgmma['torch']}, triton {wgmma['triton']}, {links}."
     )
 
 
@@ -134,7 +105,6 @@ def rollout() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "embedded_arms": embedded,
     "kernels": kernels,
-    "kernels_since": kernels_since,
     "rollout": rollout,
     "training": training,
 }
