@@ -307,4 +307,4 @@ def test_in_a_fresh_process():
     result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900)
     print(result.stdout[-6000:])
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
-    assert "25 passed" in result.stdout
+    assert "23 passed" in result.stdout

@@ -2,7 +2,7 @@
 
 `skinny_kernel` (up to 16 tokens): weights go from global memory straight into the registers that feed `mma.sync`; no shared memory,
 no barrier in the loop.  The warps of a program share its rows and split K; their sums meet once per tile.  The next unit of weights
-and x is always in flight while the current one is decoded, also across tiles.  `hopper_wgmma.py` has the kernel for more tokens.
+is always in flight while the current one is decoded, also across tiles.  `hopper_wgmma.py` has the kernel for more tokens.
 
 Both cut the work, tiles x steps along K, into one equal contiguous range of units per program.  A tile that several programs share
 is added up by the program that begins it, always in the same order: results do not depend on timing.
@@ -528,7 +528,7 @@ def skinny_kernel(
     while seg0 < u1:
         seg1 = gl.minimum((tile + 1) * steps, u1)
         acc = ()
-        for _g in gl.static_range(R):
+        for g in gl.static_range(R):
             acc = acc + (gl.zeros([WK, GROUP, BM], gl.float32, MMA),)  # noqa: RUF005
         for u in range(seg0, seg1):
             x = gl.convert_layout(pair_up(x_next, WK, BM), BL, assert_trivial=True)
