@@ -43,11 +43,6 @@ SKINNY = [
     for BM in (8, 16)
     for WK, WN, R in ((4, 1, 1), (4, 1, 2), (2, 2, 2), (2, 4, 1), (1, 1, 1), (8, 1, 1))
     for grid in (7, 132, 700)
-] + [
-    {"kernel": "skinny", "BM": BM, "WK": 4, "WN": 1, "R": R, "late": late, "grid": grid}
-    for BM in (8, 16)
-    for R, late in ((2, True), (4, False), (4, True))
-    for grid in (7, 132, 260)
 ]
 
 

@@ -216,7 +216,6 @@ def launch_skinny(config, x, packed, block_scale, global_scale, bias, lora_a, lo
         RANK=0 if lora is None else lora.rank,
         K=K if lora is not None else 0,
         SLICE=slice_k,
-        LATE=config.get("late", False),
         PDL=pdl,
         num_warps=WK * WN,
         maxnreg=registers,

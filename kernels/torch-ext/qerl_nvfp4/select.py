@@ -3,7 +3,7 @@
 A table tuned on the device (configs/<device name>.json, written by `python -m qerl_nvfp4.tune`) answers for the shapes it knows;
 a heuristic answers for the others.  A configuration is a small dict:
 
-    {"kernel": "skinny", "BM", "WK", "WN", "R", "late", "grid"}    hopper.skinny_kernel, up to 16 tokens; with an adapter,
+    {"kernel": "skinny", "BM", "WK", "WN", "R", "grid"}        hopper.skinny_kernel, up to 16 tokens; with an adapter,
         "lora": {..., "cost"}                                  what differs, and K steps that a piece of x A^T counts as
     {"kernel": "wgmma", "BM", "P", "S", "permute", "grid"}     hopper_wgmma.wgmma_kernel, tiles of 64 P rows
         "lora": {"tasks", ...}                                 with an adapter: whether x A^T is computed beside it or by cuBLAS before
@@ -67,7 +67,7 @@ def skinny_heuristic(N: int, K: int, M: int, sms: int) -> dict | None:
     for WK, WN, R in ((4, 1, 2), (4, 1, 1), (2, 2, 1), (2, 1, 1), (1, 4, 1), (1, 1, 1)):
         config = {"kernel": "skinny", "BM": BM, "WK": WK, "WN": WN, "R": R}
         if skinny_fits(config, N, K):
-            return config | {"grid": sms * (4 if BM == 8 else 3) * (1 if WK * WN == 4 else 2)}
+            return config | {"grid": sms * (4 if WK * WN == 4 else 8)}
     return None
 
 
