@@ -75,6 +75,15 @@ def test_tuned_shapes_come_from_the_table_and_others_from_the_heuristic(h200):
     assert select.choose(2560, 2048, 4, 0, False)["kernel"] == "portable"  # float16
 
 
+def test_hopper_kernels_are_for_bfloat16_only(h200):
+    """An adapter may change the kernel of a table's entry."""
+    table = select.load_table("NVIDIA H200", 132)
+    assert any(c["kernel"] == "dense" and select.with_adapter(c)["kernel"] == "wgmma" for c in table.values())
+    for N, K, bucket in table:
+        for M in (max(1, bucket - 1), bucket or 5000):
+            assert select.with_adapter(select.choose(N, K, M, 0, False))["kernel"] in ("dense", "portable")
+
+
 def test_a_table_is_for_as_many_multiprocessors_as_it_was_tuned_with(monkeypatch):
     assert not select.load_table("NVIDIA H200", 66)
     monkeypatch.setattr(select, "device_properties", lambda index: ("NVIDIA H200", 66, (9, 0)))

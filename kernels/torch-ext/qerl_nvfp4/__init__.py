@@ -34,11 +34,11 @@ def linear(
         global_scale: float32 (1,) or (N,); it divides.
         lora_a: (S * r, K); lora_b: (N, r), alpha/r folded in; lora_splits: S row counts that sum to N (None: one shard).
             Rows of shard i use rows i*r to (i+1)*r of lora_a.  Up to three shards whose edges are multiples of 256 (128 for small
-            matrices) and ranks up to 256, multiples of 8 (of 4 up to 16 tokens), are fused; anything else is added by two more products.
+            matrices) and ranks up to 256, multiples of 8 (of 4 up to 8 tokens), are fused; anything else is added by two more products.
 
     Deterministic, safe in CUDA graphs and transparent to torch.compile.  No autograd: inputs that require a gradient are refused unless
     gradients are off.  Scratch buffers are one set a device, made and grown by the first calls: do not call from two streams or two
-    threads of one device at once, and call once eagerly with the largest shape before graphs are captured
+    threads of one device at once, and call eagerly what a graph will do before it is captured
     (torch.compile(mode="reduce-overhead") captures by itself).
 
     Raises:

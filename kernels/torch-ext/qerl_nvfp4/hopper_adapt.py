@@ -182,7 +182,7 @@ def adapt(adapter, sums_sh, KS, BM: gl.constexpr, ROUND: gl.constexpr, PDL: gl.c
             barrier()
             last = gl.atomic_add(count_ptr + block, 1, sem="acq_rel") == KS - 1
             if last:
-                y = y * 0.0
+                y = gl.zeros([T, T], gl.float32, RESULT)
                 for i in range(0, KS, 16):  # as many are on their way at once
                     parts = ()
                     for j in gl.static_range(16):

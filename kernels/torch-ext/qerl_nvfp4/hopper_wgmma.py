@@ -432,6 +432,7 @@ def wgmma_kernel(
     y_d bfloat16 (M, N), box (16, 64); b_d bfloat16 (N, RANK), box (64, 32); xa_d bfloat16 (mt * BM, shards * RANK = 8 R8), x A^T, box (BM, 32).
     """
     B: gl.constexpr = barriers_of(S)
+    gl.static_assert(B == 1 or not PERMUTE, "x is put in order a unit at a time, not by halves")
     w_sh = gl.allocate_shared_memory(gl.int32, [S * B * P, R, 32 // B], w_d.layout)
     s_sh = gl.allocate_shared_memory(gl.int16, [S * P, R, 8], s_d.layout)
     x_sh = gl.allocate_shared_memory(gl.bfloat16, [2 * S, BM, 128], x_d.layout)

@@ -252,14 +252,15 @@ def launch_wgmma(config, x, packed, block_scale, global_scale, bias, lora_a, lor
     counters = scratch(x.device, "counters", max(1 << 16, tiles * P), torch.int32, fill=0)
     grid, helpers, slices, slice_sums, counts = min(config["grid"], tiles * steps), 0, 1, gs, counters
     tasks = lora is not None and config.get("tasks", M <= 128)
-    if tasks:
+    if lora is not None:  # the same scratch memory for every M, so that a graph of fewer tokens finds it there
         blocks = math.ceil(M / hopper_adapt.TASK) * math.ceil(rows / hopper_adapt.TASK)
         slices = max(1, min(K // hopper_adapt.STEP, sms // blocks))
-        helpers = max(0, min(sms - grid, blocks * slices))  # multiprocessors that the tiles leave idle
-        slice_sums = scratch(x.device, "lora slices", blocks * slices * hopper_adapt.TASK**2, torch.float32)
+        slice_sums = scratch(x.device, "lora slices", max(sms, blocks) * hopper_adapt.TASK**2, torch.float32)
         counts = scratch(x.device, "lora counts", max(1 << 12, blocks), torch.int32, fill=0)
-    elif lora is not None:
-        torch.mm(natural, lora_a.t(), out=down[:M])
+        if tasks:
+            helpers = max(0, min(sms - grid, blocks * slices))  # multiprocessors that the tiles leave idle
+        else:
+            torch.mm(natural, lora_a.t(), out=down[:M])
     whole = tiles // grid - (1 if tiles % grid and tiles > grid else 0)  # tiles of its own that a program computes
     words, scales = packed.view(torch.int32), scale_bytes(block_scale).view(torch.int16)
     average, registers, ring_registers = hopper.registers(P, permute, tasks)

@@ -365,7 +365,7 @@ def _quantize(weight, scale_rule: str, global_scale) -> tuple[torch.Tensor, torc
     N, K = weight.shape
     packed = torch.empty(N, K // 2, device=weight.device, dtype=torch.uint8)
     scales = torch.empty(N, K // 16, device=weight.device, dtype=torch.uint8)
-    gs, sgs = scale_args(global_scale.to(weight.device, torch.float32))
+    gs, sgs = scale_args(global_scale.to(weight.device, torch.float32).contiguous())
     streamed = scale_rule == "rtn" and weight.dtype == torch.bfloat16 and weight.is_contiguous() and weight.is_cuda
     if streamed and weight.data_ptr() % 4 == 0:
         blocks, BB = N * K // 16, 128

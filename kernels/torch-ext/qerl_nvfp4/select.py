@@ -108,8 +108,11 @@ def choose(N: int, K: int, M: int, device_index: int, bf16: bool) -> dict:
     hopper = capability[0] == 9
     bucket = bucket_of(M)
     tuned = load_table(name, sms).get((N, K, bucket))
-    if tuned is not None and (bf16 or tuned["kernel"] == "dense"):
+    if tuned is not None and bf16:
         return tuned
+    if tuned is not None and tuned["kernel"] == "dense":
+        # with an adapter it may be another kernel, which takes bfloat16 only
+        return {k: v for k, v in tuned.items() if k != "lora"}
     if hopper and bf16 and M <= 512:
         found = skinny_heuristic(N, K, M, sms) if M <= 16 else wgmma_heuristic(N, K, M, sms)
         if found is not None:
