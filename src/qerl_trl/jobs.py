@@ -48,7 +48,7 @@ def requantize_job(group: list[Entry], scale_rule: str) -> Job:
     note: dict[str, Any] = {}
 
     def make() -> Iterator[torch.Tensor]:
-        amax = torch.stack([entry.value().abs().amax() for entry in group]).amax()  # twice merged rather than all kept
+        amax = torch.stack([nvfp4.largest_magnitude(entry.value()) for entry in group]).amax()  # twice merged rather than kept
         shared = nvfp4.power_of_two_global_scale(amax)
         note.update(layers=[entry.name for entry in group], kept=0.0, change=0.0, error=0.0)
         for entry in group:

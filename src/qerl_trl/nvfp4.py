@@ -190,7 +190,7 @@ def quantize(weight_NK: torch.Tensor, scale_rule: str = "rtn", global_scale: tor
         )
     rows, columns = weight_NK.shape
     device = weight_NK.device
-    own_scale = power_of_two_global_scale(_amax(weight_NK))  # refuses NaN and infinity
+    own_scale = power_of_two_global_scale(largest_magnitude(weight_NK))  # refuses NaN and infinity
     if global_scale is None:
         global_scale = own_scale
     global_scale = global_scale.detach().to(device, torch.float32).reshape(1).clone()
@@ -279,8 +279,8 @@ def _best_scale(weight_RB16: torch.Tensor, global_scale: torch.Tensor, candidate
     return best_code
 
 
-def _amax(weight_NK: torch.Tensor) -> torch.Tensor:
-    """Largest magnitude without a copy of the matrix."""
+def largest_magnitude(weight_NK: torch.Tensor) -> torch.Tensor:
+    """Largest magnitude of a matrix (N, K), float32, without a copy of it."""
     if weight_NK.numel() == 0:
         return torch.zeros((), dtype=torch.float32, device=weight_NK.device)
     smallest, largest = torch.aminmax(weight_NK)

@@ -298,7 +298,7 @@ def _quantizer_for(device: torch.device, scale_rule: str) -> Quantize:
             lock = threading.Lock()  # Triton's launcher is not made for several threads; launching is short
 
             def quantize(weight: torch.Tensor, scale_rule: str) -> NVFP4Tensor:
-                scale = nvfp4.power_of_two_global_scale(nvfp4._amax(weight))  # refuses NaN and infinity
+                scale = nvfp4.power_of_two_global_scale(nvfp4.largest_magnitude(weight))  # refuses NaN and infinity
                 with lock:
                     return NVFP4Tensor(*qerl_nvfp4.quantize(weight, scale_rule, scale), scale)
 

@@ -11,6 +11,7 @@ being replaced) makes it the destination: at every moment that is the old folder
 
 import ctypes
 import fcntl
+import functools
 import hashlib
 import itertools
 import json
@@ -305,9 +306,14 @@ def _write_at(descriptor: int, offset: int, tensor: torch.Tensor) -> None:
         _start_writing_back(descriptor, start, size)
 
 
+@functools.cache
+def _sync_file_range() -> Callable | None:
+    return getattr(ctypes.CDLL(None), "sync_file_range", None)
+
+
 def _start_writing_back(descriptor: int, offset: int, size: int) -> None:
     """Have the disk begin with these bytes now and not at the file's fsync (Linux; elsewhere nothing happens)."""
-    sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    sync_file_range = _sync_file_range()
     if sync_file_range is not None:
         start_writing = 2  # SYNC_FILE_RANGE_WRITE
         sync_file_range(descriptor, ctypes.c_int64(offset), ctypes.c_int64(size), ctypes.c_uint(start_writing))

@@ -29,7 +29,7 @@ from vllm.model_executor.utils import set_weight_attrs
 
 import qerl_nvfp4
 
-from .nvfp4 import BLOCK_SIZE, power_of_two_global_scale
+from .nvfp4 import BLOCK_SIZE, largest_magnitude, power_of_two_global_scale
 
 #: adapter buffers are padded with zeros to a multiple of this rank: the tensor cores' smallest inner dimension
 RANK_MULTIPLE = 16
@@ -290,7 +290,7 @@ class OnlineNVFP4Method(_PackedMethod):
         if getattr(layer, "qerl_ready", False):
             return
         weight = layer.weight.data
-        amax = weight.abs().amax().float()
+        amax = largest_magnitude(weight)
         if layer.tp_size > 1:
             torch.distributed.all_reduce(amax, op=torch.distributed.ReduceOp.MAX, group=get_tp_group().device_group)
         global_scale = power_of_two_global_scale(amax).to(weight.device)
