@@ -10,7 +10,6 @@ flops / 790 TFLOP/s), both measured on an H200.  No number is reported for a ker
 
 import argparse
 import json
-import math
 import os
 import statistics
 import subprocess
@@ -23,12 +22,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "torch-ext"))
 
 import qerl_nvfp4
-from qerl_nvfp4 import ops, reference, select
+from qerl_nvfp4 import ops, reference, select, tune
 from qerl_nvfp4.timing import copies_needed, random_weight, relative_error, time_us, times_us
-from qerl_nvfp4.tune import layer_shapes, precompile, run
 
 READ_BANDWIDTH, MATRIX_RATE = 4.59e12, 790e12
-TOLERANCE = 6e-3
 FLOAT4_E2M1F_ID = 562949953487106  # vllm.scalar_type.scalar_types.float4_e2m1f.id
 
 
@@ -107,7 +104,7 @@ def against_humming(N: int, K: int, tokens: list[int]) -> list[dict]:
         config = select.choose(N, K, M, torch.cuda.current_device(), True)
         calls = {
             "humming_us": lambda x=x: humming(x),
-            "ours_us": lambda x=x, out=out, config=config: run(config, x, weight, gs, out),
+            "ours_us": lambda x=x, out=out, config=config: ops.product(config, x, *weight, gs, None, None, None, None, out),
             "bf16_us": lambda x=x, out=out: torch.mm(x, dense.t(), out=out),
         }
         rows.append({"M": M} | cold_us(calls))
@@ -118,43 +115,20 @@ def floor_us(N: int, K: int, M: int) -> float:
     return max((N * K * 0.5625 + 2 * M * (N + K)) / READ_BANDWIDTH, 2 * M * N * K / MATRIX_RATE) * 1e6
 
 
-class Matrix:
-    """One (N, K): rotating 4-bit and bf16 copies, an adapter, and what to compare with."""
+class Matrix(tune.Matrix):
+    """And what to compare with: bf16 copies, and Marlin's of the same weights."""
 
     def __init__(self, name: str, N: int, K: int, l2: int, marlin: Marlin | None, rank: int):
-        self.name, self.N, self.K, self.rank = name, N, K, rank
-        copies = copies_needed(N * K * 9 // 16, l2)
-        self.weights = [random_weight(N, K, i) for i in range(copies)]
+        super().__init__(N, K, tune.layer_splits(name.split(".")[0]).get((N, K)), l2, rank)
+        self.name = name
         self.dense = [
             torch.randn(N, K, device="cuda", dtype=torch.bfloat16) * 0.02
             for _ in range(copies_needed(N * K * 2, l2, 8))
         ]
-        self.gs = torch.tensor([2048.0], device="cuda")
-        self.rows = torch.randperm(N, device="cuda")[: min(N, 4096)]
-        packed, scale = self.weights[0]
-        self.reference = reference.dequantize(packed[self.rows], scale[self.rows], self.gs, torch.float32)
-        self.shards = {"qkv": 3, "gate_up": 2}.get(name.split(".")[1], 1)
-        self.splits = self.shard_rows()
-        # one adapter a weight copy: a model never reads the same adapter twice in a row either
-        self.a = [
-            torch.randn(self.shards * rank, K, device="cuda", dtype=torch.bfloat16) / math.sqrt(K)
-            for _ in range(copies)
-        ]
-        self.b = [torch.randn(N, rank, device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
         self.marlin = None if marlin is None else [marlin.make(*w, 2048.0) for w in self.weights]
 
-    def shard_rows(self) -> tuple[int, ...] | None:
-        if self.shards == 2:
-            return (self.N // 2, self.N // 2)
-        if self.shards == 3:
-            q, kv = (3584, 512) if self.name.startswith("7B") else (5120, 1024)
-            return (q, kv, kv)
-        return None
-
     def measure(self, M: int) -> dict:
-        x = torch.randn(M, self.K, device="cuda", dtype=torch.bfloat16)
-        out = torch.empty(M, self.N, device="cuda", dtype=torch.bfloat16)
-        expected = x.float() @ self.reference.T
+        x, out = self.problem(M)
         config = select.choose(self.N, self.K, M, torch.cuda.current_device(), True)
         row = {
             "shape": self.name,
@@ -165,24 +139,15 @@ class Matrix:
             "config": config,
         }
         calls = {"bf16_us": lambda i: torch.mm(x, self.dense[i % len(self.dense)].t(), out=out)}
-
-        def base(i):
-            run(config, x, self.weights[i], self.gs, out)
-
-        def lora(i):
-            run(config, x, self.weights[i], self.gs, out, None, self.a[i], self.b[i], self.splits)
-
-        adapter = reference.lora(x.float(), self.a[0].float(), self.b[0].float(), self.splits)[:, self.rows]
-        for key, call, truth in (("ours_us", base, expected), ("ours_lora_us", lora, expected + adapter)):
-            out.fill_(float("nan"))
-            call(0)
-            error = relative_error(out[:, self.rows], truth)
-            if error < TOLERANCE:
+        for key, adapter in (("ours_us", False), ("ours_lora_us", True)):
+            call = self.call(config, x, out, adapter)
+            error = self.error(call, out, self.expected(x, adapter))
+            if error < tune.TOLERANCE:
                 calls[key] = call
             else:
                 print(f"# WRONG {self.name} M={M} {key}: relative error {error:.1e}", flush=True)
         if self.marlin is not None:
-            error = relative_error(self.marlin[0](x)[:, self.rows], expected)
+            error = relative_error(self.marlin[0](x)[:, self.rows], self.expected(x, False))
             if error < 2e-2:
                 calls["marlin_us"] = lambda i: self.marlin[i](x)
             else:
@@ -190,7 +155,7 @@ class Matrix:
         # Marlin apart: what runs after it finds the clock rested where it draws little power
         turns = [[key for key in calls if key != "marlin_us"], [key for key in calls if key == "marlin_us"]]
         for keys in turns:
-            times = times_us([calls[key] for key in keys], len(self.weights))
+            times = times_us([calls[key] for key in keys], self.copies)
             row |= {key: round(us, 2) for key, us in zip(keys, times, strict=True)}
         return row
 
@@ -293,11 +258,11 @@ def main() -> None:
     properties = torch.cuda.get_device_properties(0)
     print("#", qerl_nvfp4.describe(), flush=True)
     marlin = Marlin(args.marlin) if args.marlin else None
-    shapes = [(f"{m}.{n}", N, K) for m in args.models.split(",") for n, (N, K) in layer_shapes(m).items()]
+    shapes = [(f"{m}.{n}", N, K) for m in args.models.split(",") for n, (N, K) in tune.layer_shapes(m).items()]
     jobs = [
         (select.choose(N, K, M, 0, True), N, K, rank) for _, N, K in shapes for M in tokens for rank in (0, args.rank)
     ]
-    precompile(jobs, max(1, (os.cpu_count() or 2) - 2))
+    tune.precompile(jobs, max(1, (os.cpu_count() or 2) - 2))
     import triton
 
     result = {
@@ -338,7 +303,7 @@ def main() -> None:
         result["streams"] = stream_bandwidth(properties.L2_cache_size)
         save()
     if args.humming:
-        result["humming_7B_gate_up"] = against_humming(*layer_shapes("7B")["gate_up"], [m for m in tokens if m <= 256])
+        result["humming_7B_gate_up"] = against_humming(*tune.layer_shapes("7B")["gate_up"], [m for m in tokens if m <= 256])
         print("humming", result["humming_7B_gate_up"])
         save()
     print(f"# wrote {args.out} after {time.time() - begin:.0f} s")

@@ -32,7 +32,9 @@ def run(config, M, N, K, rank=0, splits=None, per_row=False, pdl=True, dtype=tor
     first = None
     for _ in range(launches):
         out = torch.full((M, N), float("nan"), device="cuda", dtype=dtype)
-        launchers.launch(config, x, packed, scale, gs, bias, a, b, splits, out, pdl)
+        launchers.launch(
+            select.with_adapter(config) if rank else config, x, packed, scale, gs, bias, a, b, splits, out, pdl
+        )
         assert relative_error(out, exact) < (4e-3 if dtype == torch.bfloat16 else 1e-3)
         first = out if first is None else first
         assert torch.equal(out, first)  # deterministic

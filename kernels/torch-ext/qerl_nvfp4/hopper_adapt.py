@@ -17,6 +17,7 @@ from .gluon_names import async_load, barrier
 TASK = 16  # tokens, and rows of A, in a task
 STEP = 256  # columns of a step of a task: 128 a warp
 T = gl.constexpr(TASK)
+C = gl.constexpr(STEP)
 SUMS_SHARED = gl.constexpr(gl.SwizzledSharedLayout(4, 2, 4, order=[1, 0]))  # [2 warps * T tokens, T rows of A] float32
 RESULT = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [2, 1], [1, 0]))  # [T tokens, T rows of A]
 
@@ -148,7 +149,7 @@ def adapt(adapter, sums_sh, KS, BM: gl.constexpr, ROUND: gl.constexpr, PDL: gl.c
     r_y = gl.arange(0, T, layout=gl.SliceLayout(0, RESULT))[None, :]
     row_tiles = (RS + T - 1) // T
     blocks = (M + T - 1) // T * row_tiles
-    steps = K // 256
+    steps = K // C
     fetch_adapter(a_ptr, RS * K)
     if PDL:
         gdc_wait()
@@ -161,11 +162,11 @@ def adapt(adapter, sums_sh, KS, BM: gl.constexpr, ROUND: gl.constexpr, PDL: gl.c
         x_off = gl.minimum(m0 + m_x, M - 1) * sxm + k_x
         a_off = gl.minimum(r0 + r_a, RS - 1) * K + k_a
         acc = gl.zeros([2, T, T], gl.float32, MMA)
-        k1 = (ks + 1) * steps // KS * 256
-        for k0 in range(ks * steps // KS * 256, k1, 256 * ROUND):
+        k1 = (ks + 1) * steps // KS * C
+        for k0 in range(ks * steps // KS * C, k1, C * ROUND):
             loads = ()
             for i in gl.static_range(ROUND):
-                k = k0 + i * 256
+                k = k0 + i * C
                 x = gl.load(x_ptr + (x_off + k), mask=k_x + k < k1, other=0.0)
                 loads = loads + ((x, gl.load(a_ptr + (a_off + k), mask=k_a + k < k1, other=0.0)),)  # noqa: RUF005
             for i in gl.static_range(ROUND):

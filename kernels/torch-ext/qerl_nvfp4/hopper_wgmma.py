@@ -432,6 +432,7 @@ def wgmma_kernel(
     y_d bfloat16 (M, N), box (16, 64); b_d bfloat16 (N, RANK), box (64, 32); xa_d bfloat16 (mt * BM, shards * RANK = 8 R8), x A^T, box (BM, 32).
     """
     B: gl.constexpr = barriers_of(S)
+    gl.static_assert(P < 4 or not PERMUTE, "four groups leave no registers to put x in order")
     gl.static_assert(B == 1 or not PERMUTE, "x is put in order a unit at a time, not by halves")
     w_sh = gl.allocate_shared_memory(gl.int32, [S * B * P, R, 32 // B], w_d.layout)
     s_sh = gl.allocate_shared_memory(gl.int16, [S * P, R, 8], s_d.layout)
@@ -471,6 +472,7 @@ def wgmma_kernel(
     RS = R8 * 8
     shards = (e1, e2, flag_ptr, done_ptr, M, RS, mt)
     adapter = (x_ptr, a_ptr, slice_ptr, xa_ptr, flag_ptr, taken_ptr, count_ptr, M, K, sxm, RS)
+    ROUND: gl.constexpr = 1 + (RING_REGS > 128)
     if P == 2 and PERMUTE:
         gl.warp_specialize(
             [
@@ -479,7 +481,7 @@ def wgmma_kernel(
                 (permute, (ring, work, BM, S)),
                 (produce, (maps, ring, work, lora, shards, P, BM, S, RANK, TASKS, PDL, PERMUTE)),
                 (idle, ()),
-                (spare, (adapter, sums_sh, KS, BM, 1 + (RING_REGS > 128), TASKS, PDL)),
+                (spare, (adapter, sums_sh, KS, BM, ROUND, TASKS, PDL)),
             ],
             [4, 4, 1, 1, 2],
             [REGS, REGS, RING_REGS, RING_REGS, RING_REGS],
@@ -491,25 +493,10 @@ def wgmma_kernel(
                 (consume, (ring, work, out, lora, shards, 1, P, BM, S, BIAS, RANK)),
                 (produce, (maps, ring, work, lora, shards, P, BM, S, RANK, TASKS, PDL, PERMUTE)),
                 (idle, ()),
-                (spare, (adapter, sums_sh, KS, BM, 1 + (RING_REGS > 128), TASKS, PDL)),
+                (spare, (adapter, sums_sh, KS, BM, ROUND, TASKS, PDL)),
             ],
             [4, 1, 1, 2],
             [REGS, RING_REGS, RING_REGS, RING_REGS],
-        )
-    elif P == 4 and PERMUTE:
-        gl.warp_specialize(
-            [
-                (consume, (ring, work, out, lora, shards, 0, P, BM, S, BIAS, RANK)),
-                (consume, (ring, work, out, lora, shards, 1, P, BM, S, BIAS, RANK)),
-                (consume, (ring, work, out, lora, shards, 2, P, BM, S, BIAS, RANK)),
-                (consume, (ring, work, out, lora, shards, 3, P, BM, S, BIAS, RANK)),
-                (permute, (ring, work, BM, S)),
-                (produce, (maps, ring, work, lora, shards, P, BM, S, RANK, TASKS, PDL, PERMUTE)),
-                (idle, ()),
-                (spare, (adapter, sums_sh, KS, BM, 1 + (RING_REGS > 128), TASKS, PDL)),
-            ],
-            [4, 4, 4, 4, 1, 1, 2],
-            [REGS, REGS, REGS, REGS, RING_REGS, RING_REGS, RING_REGS],
         )
     elif P == 4:
         gl.warp_specialize(
@@ -520,7 +507,7 @@ def wgmma_kernel(
                 (consume, (ring, work, out, lora, shards, 3, P, BM, S, BIAS, RANK)),
                 (produce, (maps, ring, work, lora, shards, P, BM, S, RANK, TASKS, PDL, PERMUTE)),
                 (idle, ()),
-                (spare, (adapter, sums_sh, KS, BM, 1 + (RING_REGS > 128), TASKS, PDL)),
+                (spare, (adapter, sums_sh, KS, BM, ROUND, TASKS, PDL)),
             ],
             [4, 4, 4, 1, 1, 2],
             [REGS, REGS, REGS, RING_REGS, RING_REGS, RING_REGS],
@@ -534,7 +521,7 @@ def wgmma_kernel(
                 (permute, (ring, work, BM, S)),
                 (produce, (maps, ring, work, lora, shards, P, BM, S, RANK, TASKS, PDL, PERMUTE)),
                 (idle, ()),
-                (spare, (adapter, sums_sh, KS, BM, 1 + (RING_REGS > 128), TASKS, PDL)),
+                (spare, (adapter, sums_sh, KS, BM, ROUND, TASKS, PDL)),
             ],
             [4, 4, 4, 1, 1, 2],
             [REGS, REGS, REGS, RING_REGS, RING_REGS, RING_REGS],
@@ -547,7 +534,7 @@ def wgmma_kernel(
                 (consume, (ring, work, out, lora, shards, 2, P, BM, S, BIAS, RANK)),
                 (produce, (maps, ring, work, lora, shards, P, BM, S, RANK, TASKS, PDL, PERMUTE)),
                 (idle, ()),
-                (spare, (adapter, sums_sh, KS, BM, 1 + (RING_REGS > 128), TASKS, PDL)),
+                (spare, (adapter, sums_sh, KS, BM, ROUND, TASKS, PDL)),
             ],
             [4, 4, 1, 1, 2],
             [REGS, REGS, RING_REGS, RING_REGS, RING_REGS],

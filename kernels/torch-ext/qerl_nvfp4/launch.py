@@ -1,11 +1,12 @@
 """Scratch memory and the launches of the fused matrix products."""
 
 import math
+from typing import NamedTuple
 
 import torch
 
 from . import portable, reference
-from .select import device_properties, with_adapter
+from .select import device_properties
 
 _scratch: dict[tuple[torch.device, str], torch.Tensor] = {}
 _captured: list[torch.Tensor] = []  # buffers that a CUDA graph may point to: kept when a larger one takes their place
@@ -33,19 +34,13 @@ def forget_scratch() -> None:
     _scratch.clear()
 
 
-class Lora:
-    """What a kernel needs to add (x A^T) B^T in its last step."""
+class Lora(NamedTuple):
+    """What every kernel needs to add (x A^T) B^T in its last step."""
 
-    def __init__(self, xa, b, rank, rows, padded, slices, edges):
-        self.xa, self.b, self.rank, self.rows, self.padded, self.slices, self.edges = (
-            xa,
-            b,
-            rank,
-            rows,
-            padded,
-            slices,
-            edges,
-        )
+    b: torch.Tensor
+    rank: int
+    rows: int  # of the stacked A's
+    edges: list[int]  # where the second and the third shard of B begin
 
 
 def scale_args(global_scale: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -58,8 +53,7 @@ def scale_bytes(block_scale: torch.Tensor) -> torch.Tensor:
 
 def lora_plan(x, lora_a, lora_b, splits, tile_rows: int) -> Lora | None:
     """None when the adapter does not fit the fused path (more than three shards, shard edges inside a tile, rank above 256)."""
-    M, K = x.shape
-    rank, rows = lora_b.shape[1], lora_a.shape[0]
+    rank = lora_b.shape[1]
     splits = reference.split_rows(lora_b, splits)
     edges = [sum(splits[: i + 1]) for i in range(len(splits) - 1)]
     fits = len(splits) <= 3 and rank <= _RANK_LIMIT and all(e % tile_rows == 0 for e in edges)
@@ -70,33 +64,26 @@ def lora_plan(x, lora_a, lora_b, splits, tile_rows: int) -> Lora | None:
         or not (lora_a.is_contiguous() and lora_b.is_contiguous())
     ):
         return None
-    edges = (edges + [2**31 - 1] * 2)[:2]
-    slice_k = lora_slice(K)
-    padded = math.ceil(M / 16) * 16
-    slices = math.ceil(K / slice_k)
+    return Lora(lora_b, rank, lora_a.shape[0], (edges + [2**31 - 1] * 2)[:2])
+
+
+def lora_down(x, lora_a) -> tuple[torch.Tensor, int, int]:
+    """x A^T, float32, in at most eight slices of K, which the last step of the portable product adds up; slices, tokens of each."""
+    (M, K), rows = x.shape, lora_a.shape[0]
+    slice_k = max(512, math.ceil(K / 8 / 512) * 512)
+    slices, padded = math.ceil(K / slice_k), math.ceil(M / 16) * 16
     xa = scratch(x.device, "lora", slices * rows * padded, torch.float32)
-    return Lora(xa, lora_b, rank, rows, padded, slices, edges)
-
-
-def lora_slice(K: int) -> int:
-    """Columns of a slice of x A^T: at most eight slices, which the last step of the matrix product adds up."""
-    return max(512, math.ceil(K / 8 / 512) * 512)
-
-
-def lora_down(x, lora_a, lora: Lora) -> None:
-    """x A^T, float32, in K slices."""
-    M, K = x.shape
     BM = 16 if M <= 16 else 32 if M <= 32 else 64
-    portable.lora_down_kernel[(math.ceil(lora.rows / 16) * math.ceil(M / BM) * lora.slices,)](
+    portable.lora_down_kernel[(math.ceil(rows / 16) * math.ceil(M / BM) * slices,)](
         x,
         lora_a,
-        lora.xa,
+        xa,
         M,
         K,
-        lora.rows,
+        rows,
         x.stride(0),
-        lora.padded,
-        KSLICE=lora_slice(K),
+        padded,
+        KSLICE=slice_k,
         BM=BM,
         BR=16,
         BK=128,
@@ -105,6 +92,7 @@ def lora_down(x, lora_a, lora: Lora) -> None:
         num_warps=4,
         num_stages=4,
     )
+    return xa, slices, padded
 
 
 def permute_columns(x, out, pdl: bool) -> None:
@@ -132,8 +120,6 @@ def launch(
 ) -> None:
     """out (M, N) = x (M, K) W^T [+ bias] [+ LoRA] with one of the fused kernels."""
     lora = None
-    if lora_a is not None:
-        config = with_adapter(config)
     if lora_a is not None and (config["kernel"] != "skinny" or lora_b.shape[1] % 4 == 0):
         lora = lora_plan(x, lora_a, lora_b, splits, tile_rows(config))
         if config["kernel"] == "wgmma" and (lora_b.shape[1] % 8 or lora_b.data_ptr() % 16):
@@ -142,11 +128,6 @@ def launch(
     kernel(config, x, packed, block_scale, global_scale, bias, lora_a, lora, out, pdl)
     if lora_a is not None and lora is None:
         out += reference.lora(x, lora_a, lora_b, splits)
-
-
-def _lora_args(lora: Lora | None) -> tuple[int, int, int, int]:
-    """Rows of the stacked A's, padded tokens, two shard edges."""
-    return (0, 0, 0, 0) if lora is None else (lora.rows, lora.padded, *lora.edges)
 
 
 def adapter_work(config: dict, units: int, tasks: int, sms: int) -> tuple[int, int]:
@@ -293,7 +274,7 @@ def launch_wgmma(config, x, packed, block_scale, global_scale, bias, lora_a, lor
         rows // 8,
         helpers,
         slices,
-        *_lora_args(lora)[2:],
+        *((0, 0) if lora is None else lora.edges),
         steps,
         (tiles - whole * grid) * steps,
         mt,
@@ -324,20 +305,20 @@ def launch_portable(
     tiles, steps = math.ceil(M / BM) * math.ceil(N / BN), math.ceil(K / BK)
     per_split = math.ceil(steps / config["SK"])
     SK = math.ceil(steps / per_split)
-    if lora is not None:
-        lora_down(x, lora_a, lora)
     gs, sgs = scale_args(global_scale)
     words, scales = packed.view(torch.int32), scale_bytes(block_scale)
     partial = scratch(x.device, "partial", tiles * SK * BN * BM if SK > 1 else 1, torch.float32)
-    rank = 0 if lora is None else lora.rank
-    rows, padded, e1, e2 = _lora_args(lora)
+    rank, rows, edges, xa, slices, padded = 0, 0, (0, 0), partial, 0, 0
+    if lora is not None:
+        rank, rows, edges = lora.rank, lora.rows, lora.edges
+        xa, slices, padded = lora_down(x, lora_a)
     portable.gemm_kernel[(tiles, SK)](
         x,
         words,
         scales,
         gs,
         x if bias is None else bias,
-        partial if lora is None else lora.xa,
+        xa,
         x if lora is None else lora.b,
         out,
         partial,
@@ -352,9 +333,8 @@ def launch_portable(
         sgs,
         rows,
         padded,
-        0 if lora is None else lora.slices,
-        e1,
-        e2,
+        slices,
+        *edges,
         per_split,
         SK,
         BM=BM,

@@ -193,6 +193,19 @@ def _block_diagonal(lora_b, splits, rows: slice, out) -> None:
         start += width
 
 
+def product(config, x, packed, block_scale, global_scale, bias, lora_a, lora_b, splits, out) -> None:
+    """out (M, N) = x (M, K) W^T [+ bias] [+ LoRA] by the kernel of a configuration, or, if the memory layout does not suit it, dense."""
+    if lora_a is not None:
+        config = with_adapter(config)
+    if config["kernel"] != "dense" and not usable(config, x, packed, block_scale):
+        config = {"kernel": "dense", "pieces": 1}  # sliced along K, say: right, and only as slow as decoding everything
+    arguments = (x, packed, block_scale, global_scale, bias, lora_a, lora_b, splits, out)
+    if config["kernel"] == "dense":
+        linear_dense(*arguments, config["pieces"])
+    else:
+        launch(config, *arguments)
+
+
 def usable(config: dict, x, packed, block_scale) -> bool:
     """Whether the memory layout suits the kernel: unit strides; the bulk copy engine also wants 16-byte rows and addresses."""
     scale_alignment = 16 if config["kernel"] == "wgmma" else 2 if config["kernel"] == "skinny" else 1
@@ -258,20 +271,8 @@ def _linear(
         index = x.device.index
         bf16 = x.dtype == torch.bfloat16 and use_hopper(index)
         config = choose(N, K, M, index, bf16)
-        if lora_a is not None:
-            config = with_adapter(config)
-        if config["kernel"] != "dense" and not usable(config, x_MK, packed, block_scale):
-            config = {
-                "kernel": "dense",
-                "pieces": 1,
-            }  # sliced along K, say: right, and only as slow as decoding everything
         with torch.cuda.device(x.device):
-            if config["kernel"] == "dense":
-                linear_dense(
-                    x_MK, packed, block_scale, global_scale, bias, lora_a, lora_b, lora_splits, out, config["pieces"]
-                )
-            else:
-                launch(config, x_MK, packed, block_scale, global_scale, bias, lora_a, lora_b, lora_splits, out)
+            product(config, x_MK, packed, block_scale, global_scale, bias, lora_a, lora_b, lora_splits, out)
     return out.view(*x.shape[:-1], N)
 
 

@@ -22,6 +22,7 @@ from . import ops, reference, select
 from .launch import forget_scratch
 from .timing import copies_needed, random_weight, relative_error, time_us, times_us
 
+TOLERANCE = 6e-3  # relative error above which a product is wrong
 FINALISTS = 5  # the fastest candidates are timed again, in turns
 FAILURES = (TritonError, RuntimeError, ValueError, AssertionError, TypeError)
 
@@ -111,15 +112,6 @@ def candidates(
     return [c for c in found if c["kernel"] in kernels]
 
 
-def run(config, x, weight, gs, out, bias=None, a=None, b=None, splits=None) -> None:
-    if a is not None:
-        config = select.with_adapter(config)
-    if config["kernel"] == "dense":
-        ops.linear_dense(x, *weight, gs, bias, a, b, splits, out, config["pieces"])
-    else:
-        ops.launch(config, x, *weight, gs, bias, a, b, splits, out)
-
-
 def compile_one(job) -> tuple[str, str]:
     """Compile by launching once."""
     config, N, K, rank = job
@@ -129,7 +121,7 @@ def compile_one(job) -> tuple[str, str]:
         a = torch.zeros(rank, K, device="cuda", dtype=torch.bfloat16) if rank else None
         b = torch.zeros(N, rank, device="cuda", dtype=torch.bfloat16) if rank else None
         out = torch.empty(len(x), N, device="cuda", dtype=torch.bfloat16)
-        run(config, x, weight, torch.ones(1, device="cuda"), out, None, a, b)
+        ops.product(config, x, *weight, torch.ones(1, device="cuda"), None, a, b, None, out)
         torch.cuda.synchronize()
     except FAILURES as error:  # a candidate that does not compile is only dropped, and named in the log
         return str(job), f"{type(error).__name__}: {str(error)[-200:]}"
@@ -158,46 +150,64 @@ def precompile(jobs: list, processes: int) -> dict[str, str]:
 
 
 class Matrix:
-    """Rotating copies of one (N, K) with adapters of rank 32, and the times of configurations that are right."""
+    """Rotating copies of one (N, K) with adapters (a model never reads the same one twice in a row either), and the times of
+    configurations that are right."""
 
-    def __init__(self, N: int, K: int, splits: tuple[int, ...] | None, l2: int):
+    def __init__(self, N: int, K: int, splits: tuple[int, ...] | None, l2: int, rank: int = 32):
         self.N, self.K, self.splits = N, K, splits
         self.copies = copies_needed(N * K * 9 // 16, l2)
         self.weights = [random_weight(N, K, i) for i in range(self.copies)]
         self.gs = torch.tensor([2048.0], device="cuda")
         self.rows = torch.randperm(N, device="cuda")[: min(N, 4096)]
         packed, scale = self.weights[0]
-        self.dense = reference.dequantize(packed[self.rows], scale[self.rows], self.gs, torch.float32)
+        self.reference = reference.dequantize(packed[self.rows], scale[self.rows], self.gs, torch.float32)
         self.adapters = [
             (
-                torch.randn(len(splits or (N,)) * 32, K, device="cuda", dtype=torch.bfloat16) / math.sqrt(K),
-                torch.randn(N, 32, device="cuda", dtype=torch.bfloat16),
+                torch.randn(len(splits or (N,)) * rank, K, device="cuda", dtype=torch.bfloat16) / math.sqrt(K),
+                torch.randn(N, rank, device="cuda", dtype=torch.bfloat16),
             )
             for _ in range(self.copies)
         ]
 
-    def time(self, configs, M: int, adapter: bool, deadline: float) -> list[tuple[float, dict]]:
-        """(microseconds, configuration), the best first; one that is wrong or fails is dropped and named."""
+    def problem(self, M: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """x, and where its product goes."""
         x = torch.randn(M, self.K, device="cuda", dtype=torch.bfloat16)
-        out = torch.empty(M, self.N, device="cuda", dtype=torch.bfloat16)
-        expected = x.float() @ self.dense.T
+        return x, torch.empty(M, self.N, device="cuda", dtype=torch.bfloat16)
+
+    def expected(self, x, adapter: bool) -> torch.Tensor:
+        """The product with the first copy, at self.rows, float32."""
+        y = x.float() @ self.reference.T
         if adapter:
             a, b = self.adapters[0]
-            expected += reference.lora(x.float(), a.float(), b.float(), self.splits)[:, self.rows]
+            y += reference.lora(x.float(), a.float(), b.float(), self.splits)[:, self.rows]
+        return y
+
+    def call(self, config, x, out, adapter: bool):
+        """call(i): the product with copy i."""
+
+        def call(i):
+            a, b = self.adapters[i] if adapter else (None, None)
+            ops.product(config, x, *self.weights[i], self.gs, None, a, b, self.splits if adapter else None, out)
+
+        return call
+
+    def error(self, call, out, expected) -> float:
+        out.fill_(float("nan"))
+        call(0)
+        return relative_error(out[:, self.rows], expected)
+
+    def time(self, configs, M: int, adapter: bool, deadline: float) -> list[tuple[float, dict]]:
+        """(microseconds, configuration), the best first; one that is wrong or fails is dropped and named."""
+        x, out = self.problem(M)
+        expected = self.expected(x, adapter)
         found = []
         for config in configs:
             if time.time() > deadline:
                 break
-
-            def call(i, config=config):
-                a, b = self.adapters[i] if adapter else (None, None)
-                run(config, x, self.weights[i], self.gs, out, None, a, b, self.splits if adapter else None)
-
+            call = self.call(config, x, out, adapter)
             try:
-                out.fill_(float("nan"))
-                call(0)
-                error = relative_error(out[:, self.rows], expected)
-                if error < 6e-3:
+                error = self.error(call, out, expected)
+                if error < TOLERANCE:
                     found.append((time_us(call, self.copies, 5), config, call))
                 else:
                     print(f"# WRONG {self.N}x{self.K} M={M} {config}: relative error {error:.1e}", flush=True)
