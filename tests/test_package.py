@@ -1,11 +1,20 @@
 """The package as a whole: light import, complete lazy names, no side effects on its neighbours."""
 
+import ast
+import importlib.metadata
+import itertools
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import qerl_trl
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def run_python(code: str) -> str:
@@ -28,6 +37,23 @@ def test_public_names_are_sorted_and_resolve():
     assert qerl_trl.__all__ == sorted(qerl_trl.__all__)
     for name in qerl_trl.__all__:
         assert getattr(qerl_trl, name) is not None
+
+
+def test_every_import_is_of_a_declared_dependency():
+    """What only other packages happen to bring goes when they change: huggingface_hub 2 brings httpx2 where 1 brought httpx."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    requirements = [*project["dependencies"], *itertools.chain(*project["optional-dependencies"].values())]
+    declared = {canonicalize_name(Requirement(text).name) for text in requirements}
+    modules = {"qerl_trl", "qerl_nvfp4", *sys.stdlib_module_names}
+    for file in sorted((ROOT / "src" / "qerl_trl").rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) and not node.level else []
+            for module in {name.partition(".")[0] for name in names} - modules:
+                # a module of the same name as its distribution need not be installed here
+                brought_by = {module, *importlib.metadata.packages_distributions().get(module, ())}
+                assert {canonicalize_name(name) for name in brought_by} & declared, f"{file.name} imports {module}"
+                modules.add(module)
 
 
 def test_unknown_name_is_an_attribute_error():

@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
 from peft import PeftModel
@@ -27,6 +26,8 @@ from .policy import is_hub_id
 #: what the Hub itself puts into a new repository
 _HUB_FILES = {".gitattributes", "README.md"}
 _ATTEMPTS = 5
+#: what the client's HTTP library raises also where no answer came: httpx's, from huggingface_hub 2 on httpx2's
+_HTTPError = next(base for base in HfHubHTTPError.__mro__ if base.__name__ == "HTTPError")
 
 
 class HubError(RuntimeError):
@@ -76,7 +77,7 @@ def _explained(repo_id: str, token: str) -> Iterator[None]:
     """Turn what can go wrong on the way to the Hub into a `HubError` that says what to do, without the token."""
     try:
         yield
-    except (HfHubHTTPError, httpx.HTTPError, OfflineModeIsEnabled, OSError, RuntimeError) as error:
+    except (HfHubHTTPError, _HTTPError, OfflineModeIsEnabled, OSError, RuntimeError) as error:
         if isinstance(error, HubError):
             raise
         # not chained: the requests inside carry the token in their headers
@@ -100,7 +101,7 @@ def _explanation(error: Exception, repo_id: str) -> str:
         return f"{repo_id} was not found, or the token may not see it. {nothing}"
     if status is not None:
         return f"The Hub answered {status} for {repo_id}: {_root(error)}. {nothing} Try the same command again later."
-    if isinstance(_root(error), (httpx.HTTPError, OSError)):
+    if isinstance(_root(error), (_HTTPError, OSError)):
         return (
             f"The connection to the Hub failed ({type(_root(error)).__name__}: {_root(error)}). {nothing} Run the same command again: files "
             "that arrived are not sent twice."
@@ -112,7 +113,7 @@ def _root(error: BaseException) -> BaseException:
     """The first HTTP or connection error behind an exception (huggingface_hub wraps failed uploads in a RuntimeError)."""
     cause: BaseException | None = error
     while cause is not None:
-        if isinstance(cause, (HfHubHTTPError, httpx.HTTPError, ConnectionError, TimeoutError)):
+        if isinstance(cause, (HfHubHTTPError, _HTTPError, ConnectionError, TimeoutError)):
             return cause
         cause = cause.__cause__
     return error
@@ -128,11 +129,11 @@ def _retried(request: Callable[[], Any], attempts: int = _ATTEMPTS, wait: float 
     for attempt in range(attempts):
         try:
             return request()
-        except (HfHubHTTPError, httpx.HTTPError, ConnectionError, TimeoutError, RuntimeError) as error:
+        except (HfHubHTTPError, _HTTPError, ConnectionError, TimeoutError, RuntimeError) as error:
             root = _root(error)
             status = getattr(getattr(root, "response", None), "status_code", None)
             passing = status is None or status >= 500 or status == 429
-            known = (HfHubHTTPError, httpx.HTTPError, ConnectionError, TimeoutError)  # the last two: the xet client's
+            known = (HfHubHTTPError, _HTTPError, ConnectionError, TimeoutError)  # the last two: the xet client's
             if not isinstance(root, known) or not passing or attempt == attempts - 1:
                 raise
             time.sleep((_WAIT_SECONDS if wait is None else wait) * 2**attempt)
