@@ -97,14 +97,18 @@ def against_humming(N: int, K: int, tokens: list[int]) -> list[dict]:
     for M in tokens:
         x = torch.randn(M, K, device="cuda", dtype=torch.bfloat16)
         out = torch.empty(M, N, device="cuda", dtype=torch.bfloat16)
-        error = relative_error(humming(x), x.float() @ dense.float().T)  # of a 4-bit rounded weight: only a sanity check
+        error = relative_error(
+            humming(x), x.float() @ dense.float().T
+        )  # of a 4-bit rounded weight: only a sanity check
         if not error < 0.2:
             print(f"# humming M={M}: relative error {error:.2f}, not timed")
             continue
         config = select.choose(N, K, M, torch.cuda.current_device(), True)
         calls = {
             "humming_us": lambda x=x: humming(x),
-            "ours_us": lambda x=x, out=out, config=config: ops.product(config, x, *weight, gs, None, None, None, None, out),
+            "ours_us": lambda x=x, out=out, config=config: ops.product(
+                config, x, *weight, gs, None, None, None, None, out
+            ),
             "bf16_us": lambda x=x, out=out: torch.mm(x, dense.t(), out=out),
         }
         rows.append({"M": M} | cold_us(calls))
@@ -303,7 +307,9 @@ def main() -> None:
         result["streams"] = stream_bandwidth(properties.L2_cache_size)
         save()
     if args.humming:
-        result["humming_7B_gate_up"] = against_humming(*tune.layer_shapes("7B")["gate_up"], [m for m in tokens if m <= 256])
+        result["humming_7B_gate_up"] = against_humming(
+            *tune.layer_shapes("7B")["gate_up"], [m for m in tokens if m <= 256]
+        )
         print("humming", result["humming_7B_gate_up"])
         save()
     print(f"# wrote {args.out} after {time.time() - begin:.0f} s")

@@ -2,15 +2,19 @@
 
 import pytest
 import torch
+import triton
 from nvfp4_cases import random_weight, relative_error
 
 import qerl_nvfp4
+from qerl_nvfp4 import fallback, reference, select, timing
 from qerl_nvfp4 import ops as launchers
-from qerl_nvfp4 import reference, select, timing
 
 pytestmark = [pytest.mark.gpu, pytest.mark.kernels_ci]
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 hopper_only = pytest.mark.skipif(not HOPPER, reason="needs compute capability 9.0")
+gluon_only = pytest.mark.skipif(
+    not torch.cuda.is_available() or not launchers.use_gluon(0), reason="needs a Triton with Gluon's names"
+)
 
 
 def seed() -> int:
@@ -45,10 +49,15 @@ SKINNY = [
     for BM in (8, 16)
     for WK, WN, R in ((4, 1, 1), (4, 1, 2), (2, 2, 2), (2, 4, 1), (1, 1, 1), (8, 1, 1))
     for grid in (7, 132, 700)
+] + [
+    {"kernel": "skinny", "BM": BM, "WK": 4, "WN": 1, "R": R, "late": late, "grid": grid}
+    for BM in (8, 16)
+    for R, late in ((2, True), (4, False), (4, True))
+    for grid in (7, 132, 260)
 ]
 
 
-@hopper_only
+@gluon_only
 @pytest.mark.parametrize("config", SKINNY, ids=lambda c: "_".join(str(v) for v in c.values()))
 def test_skinny(config):
     run(config, config["BM"], 512, 2048, per_row=True, launches=40)
@@ -183,6 +192,26 @@ def test_portable(M, N, K, SK, dtype):
     }
     run(config, M, N, K, per_row=True, dtype=dtype)
     run(config, M, N, K, rank=16, dtype=dtype)
+    run(config, M, N, K, rank=200, dtype=dtype)
+
+
+@hopper_only
+def test_a_kernel_that_does_not_compile_is_replaced():
+    """Four groups leave no registers for warps that put x in order: the kernel refuses this itself."""
+    config = {"kernel": "wgmma", "BM": 32, "P": 4, "S": 3, "permute": True, "grid": 8}
+    packed, scale, gs = random_weight(256, 1024, seed(), "cuda")
+    x = torch.randn(20, 1024, device="cuda", dtype=torch.bfloat16)
+    out = torch.empty(20, 256, device="cuda", dtype=torch.bfloat16)
+    exact = x.double() @ reference.dequantize(packed, scale, gs, torch.float64).T
+    with pytest.warns(RuntimeWarning, match="the wgmma kernel does not compile.*The portable kernel"):
+        launchers.product_by_any(config, x, packed, scale, gs, None, None, None, None, out)
+    assert relative_error(out, exact) < 4e-3
+    fallback.forget()
+    config = {"kernel": "portable", "BM": 64, "BN": 128, "BK": 128, "SK": 1, "NW": 4, "NS": 12, "MMA": 3}
+    with pytest.warns(RuntimeWarning, match="OutOfResources.*The dense path"):  # more stages than fit
+        launchers.product_by_any(config, x, packed, scale, gs, None, None, None, None, out)
+    assert relative_error(out, exact) < 4e-3
+    fallback.forget()
 
 
 @pytest.mark.parametrize("M", [1, 5, 16, 17, 64, 100, 128, 256, 300, 1000])
@@ -254,7 +283,9 @@ def test_tensors_that_are_not_contiguous(M):
     bias = 30 * torch.randn(2 * N, device="cuda", dtype=torch.bfloat16)[::2]
     dense = reference.dequantize(packed, scale, gs, torch.float64)
     for x in xs:
-        assert relative_error(qerl_nvfp4.linear(x, packed, scale, gs, bias), x.double() @ dense.T + bias.double()) < 4e-3
+        assert (
+            relative_error(qerl_nvfp4.linear(x, packed, scale, gs, bias), x.double() @ dense.T + bias.double()) < 4e-3
+        )
     dy = torch.randn(N, M, device="cuda", dtype=torch.bfloat16).t()
     assert relative_error(qerl_nvfp4.linear_backward(dy, packed, scale, gs), dy.double() @ dense) < 4e-3
 
@@ -442,3 +473,28 @@ def test_describe_names_the_path():
     assert qerl_nvfp4.is_available()
     config = select.choose(3584, 3584, 4, torch.cuda.current_device(), HOPPER)
     assert config["kernel"] in ("skinny", "portable", "wgmma")
+
+
+def test_what_is_compiled_ahead_is_what_is_launched(monkeypatch):
+    from qerl_nvfp4.precompile import Weight, precompile
+
+    N, K, rank, splits = 768, 1024, 24, (256, 256, 256)  # of no other test
+    tokens = [1, 3, 16, 24, 64, 100, 200, 512, 700, 2048]
+    said: list[str] = []
+    result = precompile([Weight(N, K, splits, rank, bias=True)], tokens, norms=[K + 8], tell=said.append)
+    assert result.kernels > 0 and not result.failed
+    again = precompile([Weight(N, K, splits, rank, bias=True)], tokens, norms=[K + 8])
+    assert again.kernels == 0 and again.seconds < 1
+
+    compiled: list[str] = []
+    monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", lambda **given: compiled.append(given["repr"]))
+    weight = random_weight(N, K, seed(), "cuda")
+    bias, a = torch.zeros(N, device="cuda").bfloat16(), torch.zeros(3 * rank, K, device="cuda").bfloat16()
+    b = torch.zeros(N, rank, device="cuda").bfloat16()
+    for M in tokens:
+        qerl_nvfp4.linear(torch.randn(M, K, device="cuda").bfloat16(), *weight, bias, a, b, splits)
+    x = torch.randn(5, K + 8, device="cuda").bfloat16()
+    qerl_nvfp4.rms_norm(x, torch.ones(K + 8, device="cuda"), 1e-6)
+    qerl_nvfp4.rms_norm(x, torch.ones(K + 8, device="cuda"), 1e-6, x)
+    torch.cuda.synchronize()
+    assert not compiled

@@ -129,7 +129,7 @@ def test_gemm(M, N, K, config, dtype):
     assert torch.equal(out, again)  # deterministic, and the split-K counters were reset
 
 
-@pytest.mark.parametrize("rank", [4, 32])
+@pytest.mark.parametrize("rank", [4, 32, 136, 256])
 @pytest.mark.parametrize("splits", [None, (32, 64), (32, 32, 32), (40, 56)], ids=["one", "two", "three", "unaligned"])
 def test_fused_lora(rank, splits):
     M, N, K = 5, 96, 1152

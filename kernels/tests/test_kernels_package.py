@@ -7,6 +7,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
 from qerl_nvfp4 import select
 
@@ -43,11 +44,24 @@ def test_card_names_the_licence():
 
 
 @pytest.fixture
-def h200(monkeypatch):
-    monkeypatch.setattr(select, "device_properties", lambda index: ("NVIDIA H200", 132, (9, 0)))
-    select.choose.cache_clear()
-    yield
-    select.choose.cache_clear()
+def pretend(monkeypatch):
+    """pretend(name, multiprocessors, capability, shared memory in KiB): the GPU of the rest of the test."""
+    from qerl_nvfp4 import ops
+
+    def be(name: str, sms: int, capability: tuple[int, int], shared: int) -> None:
+        for module in (select, ops):
+            monkeypatch.setattr(module, "device_properties", lambda index: (name, sms, capability))
+        monkeypatch.setattr(select, "shared_memory_limit", lambda index: shared * 1024)
+        monkeypatch.setattr(ops, "is_available", lambda device: True)
+        select.explain.cache_clear()
+
+    yield be
+    select.explain.cache_clear()
+
+
+@pytest.fixture
+def h200(pretend):
+    pretend("NVIDIA H200", 132, (9, 0), 227)
 
 
 @pytest.mark.parametrize("path", sorted(select.CONFIG_FOLDER.glob("*.json")), ids=lambda p: p.stem)
@@ -84,12 +98,53 @@ def test_hopper_kernels_are_for_bfloat16_only(h200):
             assert select.with_adapter(select.choose(N, K, M, 0, False))["kernel"] in ("dense", "portable")
 
 
-def test_a_table_is_for_as_many_multiprocessors_as_it_was_tuned_with(monkeypatch):
+def test_a_table_is_for_as_many_multiprocessors_as_it_was_tuned_with(pretend):
     assert not select.load_table("NVIDIA H200", 66)
-    monkeypatch.setattr(select, "device_properties", lambda index: ("NVIDIA H200", 66, (9, 0)))
-    select.choose.cache_clear()
+    pretend("NVIDIA H200", 66, (9, 0), 227)
     assert select.choose(37888, 3584, 100, 0, True)["grid"] <= 66
-    select.choose.cache_clear()
+
+
+@pytest.mark.parametrize("name", ["NVIDIA H100 80GB HBM3", "NVIDIA GH200 480GB", "NVIDIA H200 NVL"])
+def test_a_hopper_with_as_many_multiprocessors_uses_the_h200s_table(pretend, name):
+    from qerl_nvfp4 import ops
+
+    pretend(name, 132, (9, 0), 227)
+    assert select.explain(37888, 3584, 5, 0, True) == (
+        select.load_table("NVIDIA H200", 132)[37888, 3584, 8],
+        "table of NVIDIA H200",
+    )
+    assert f"table for NVIDIA H200, which has 132 multiprocessors like this {name}" in ops.describe(0)
+
+
+@pytest.mark.parametrize(
+    "name,sms,capability",
+    [("NVIDIA H100 PCIe", 114, (9, 0)), ("NVIDIA H20", 78, (9, 0)), ("a Blackwell", 132, (10, 0))],
+    ids=str,
+)
+def test_other_gpus_use_the_heuristic(pretend, name, sms, capability):
+    from qerl_nvfp4 import ops
+
+    pretend(name, sms, capability, 227)
+    assert select.table_for(name, sms, capability) == ("", {})
+    config, why = select.explain(37888, 3584, 64, 0, True)
+    assert why == "heuristic"
+    assert config["kernel"] == ("wgmma" if capability == (9, 0) else "portable")
+    assert f"no table for {name} with {sms} multiprocessors" in ops.describe(0)
+
+
+def test_a_gpus_own_table_comes_first(pretend, monkeypatch, tmp_path):
+    own = {"device": "NVIDIA H100 80GB HBM3", "multiprocessors": 132}
+    own["entries"] = [{"N": 64, "K": 256, "bucket": 8, "config": {"kernel": "dense", "pieces": 1}}]
+    other = json.loads(select.table_path("NVIDIA H200").read_text())
+    monkeypatch.setattr(select, "CONFIG_FOLDER", tmp_path)
+    for table in (own, other):
+        select.table_path(table["device"]).write_text(json.dumps(table))
+    for cached in (select.load_table, select.table_for):
+        cached.cache_clear()
+    pretend(own["device"], 132, (9, 0), 227)
+    assert select.explain(64, 256, 3, 0, True)[1] == "table of NVIDIA H100 80GB HBM3"
+    for cached in (select.load_table, select.table_for):
+        cached.cache_clear()
 
 
 @pytest.mark.parametrize("M", [1, 9, 17, 33, 65, 128])
@@ -111,16 +166,45 @@ def test_heuristics_are_valid_for_any_shape(h200, M, N, K):
 
 @pytest.mark.parametrize("M", [1, 16, 17, 128, 300, 4096])
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)], ids=str)
-def test_kernels_for_hopper_go_to_no_other_gpu(monkeypatch, capability, M):
+def test_of_hoppers_kernels_only_that_for_few_tokens_goes_to_other_gpus(pretend, capability, M):
     from qerl_nvfp4 import ops
 
-    for module in (select, ops):
-        monkeypatch.setattr(module, "device_properties", lambda index: ("some GPU", 100, capability))
-    select.choose.cache_clear()
-    assert not ops.use_hopper(0)
-    for bf16 in (False, True):  # choose() must not rely on its caller's question
-        assert select.choose(4096, 4096, M, 0, bf16)["kernel"] in ("portable", "dense")
-    select.choose.cache_clear()
+    pretend("some GPU", 100, capability, 99)
+    assert ops.use_gluon(0)
+    assert select.choose(4096, 4096, M, 0, False)["kernel"] == ("portable" if M <= 128 else "dense")
+    config = select.choose(4096, 4096, M, 0, True)
+    assert config["kernel"] == ("skinny" if M <= 16 else "portable" if M <= 128 else "dense")
+    assert select.with_adapter(config)["kernel"] == config["kernel"]
+
+
+@pytest.mark.parametrize("shared", [227, 163, 99, 64, 48])
+@pytest.mark.parametrize("M", [17, 64, 128])
+@pytest.mark.parametrize("N", [1024, 65536])
+def test_the_portable_kernel_keeps_to_the_cards_shared_memory(pretend, shared, M, N):
+    pretend("some GPU", 100, (8, 6), shared)
+    config = select.choose(N, 4096, M, 0, True)
+    assert config["kernel"] == "portable"
+    assert select.portable_shared_memory(config) <= shared * 1024
+    assert config["NS"] >= (3 if shared >= 99 else 1), "fewer stages hide less latency"
+
+
+def test_the_selection_is_listed(pretend, h200):
+    from qerl_nvfp4 import ops
+
+    rows = ops.selected(37888, 3584, (1, 64, 4096), 0, rank=32)
+    assert [(row.tokens, row.kernel) for row in rows] == [(1, "skinny"), (64, "wgmma"), (4096, "dense")]
+    assert all(row.why == "table of NVIDIA H200" for row in rows)
+    assert rows[0].config == select.with_adapter(select.choose(37888, 3584, 1, 0, True))
+    (line,) = ops.selected_text({"gate_up": (37888, 3584)}, 0)
+    assert line == (
+        "gate_up 37888 x 3584: skinny up to 8 tokens, wgmma up to 1024 tokens, dense for more (table of NVIDIA H200)"
+    )
+    assert {row.kernel for row in ops.selected(2560, 2048, device=0, dtype=torch.float32)} == {"reference"}
+    (line,) = ops.selected_text({"o": (4096, 4096)}, 0, dtype=torch.float16)
+    assert line == "o 4096 x 4096: portable up to 128 tokens, dense for more (heuristic)"
+    pretend("NVIDIA L40S", 142, (8, 9), 99)
+    (line,) = ops.selected_text({"o": (4096, 4096)}, 0)
+    assert line == "o 4096 x 4096: skinny up to 16 tokens, portable up to 128 tokens, dense for more (heuristic)"
 
 
 def test_a_triton_without_gluons_names_means_the_portable_kernels(monkeypatch):
@@ -136,7 +220,7 @@ def test_a_triton_without_gluons_names_means_the_portable_kernels(monkeypatch):
     for module in (select, ops):
         monkeypatch.setattr(module, "device_properties", lambda index: ("NVIDIA H200", 132, (9, 0)))
     monkeypatch.setattr(ops, "is_available", lambda device: True)
-    assert not ops.use_hopper(0)
+    assert not ops.use_gluon(0)
     assert "none of ('barrier', 'thread_barrier')" in ops.describe(0)
     ops._gluon_lacks.cache_clear()
 
@@ -166,6 +250,15 @@ def test_the_table_renders():
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert "| 7B | 1 |" in text
     assert "NVIDIA H200" in text
+
+
+def test_the_committed_compilations_are_of_every_triton_that_is_named():
+    """CARD.md and the README name 3.6 to 3.9; benchmarks/compile_matrix.py writes the file."""
+    tritons = json.loads((ROOT / "benchmarks" / "results" / "compile.json").read_text())["tritons"]
+    assert {version.rsplit(".", 1)[0] for version in tritons} >= {"3.6", "3.7", "3.8", "3.9"}
+    for rows in tritons.values():
+        assert {row["sm"] for row in rows} == {80, 86, 89, 90, 100, 120}
+        assert all("error" not in row and row["shared"] <= row["shared_limit"] for row in rows)
 
 
 def test_layouts_that_a_kernel_cannot_read_are_recognised():

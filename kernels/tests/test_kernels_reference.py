@@ -8,7 +8,7 @@ import qerl_nvfp4
 from qerl_nvfp4 import reference
 from qerl_nvfp4.ops import ops
 
-nvfp4 = pytest.importorskip("qerl_trl.nvfp4")
+nvfp4 = pytest.importorskip("qerl_trl.nvfp4.format")
 
 
 def test_dequantize_equals_the_package_reference_bit_for_bit():

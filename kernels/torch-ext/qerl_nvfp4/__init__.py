@@ -10,9 +10,20 @@ and `describe()` says so.  Only torch and triton are imported.
 import torch
 
 from . import ops as _ops
-from .ops import describe, is_available
+from .ops import describe, is_available, selected, selected_text
 
-__all__ = ["dequantize", "describe", "is_available", "layers", "linear", "linear_backward", "quantize", "rms_norm"]
+__all__ = [
+    "dequantize",
+    "describe",
+    "is_available",
+    "layers",
+    "linear",
+    "linear_backward",
+    "quantize",
+    "rms_norm",
+    "selected",
+    "selected_text",
+]
 
 
 def linear(
@@ -37,7 +48,7 @@ def linear(
             matrices) and ranks up to 256, multiples of 8 (of 4 up to 8 tokens), are fused; anything else is added by two more products.
 
     Deterministic, safe in CUDA graphs and transparent to torch.compile.  No autograd: inputs that require a gradient are refused unless
-    gradients are off.  Scratch buffers are one set a device, made and grown by the first calls: do not call from two streams or two
+    gradients are off.  Scratch buffers are one set per device, made and grown by the first calls: do not call from two streams or two
     threads of one device at once, and call eagerly what a graph will do before it is captured
     (torch.compile(mode="reduce-overhead") captures by itself).
 

@@ -180,11 +180,18 @@ def _rtn_asm() -> str:
     for a, c in zip(magnitudes, [f"c{i}" for i in range(8)], strict=True):
         code += f"fma.rn.bf16x2 m, {a}, two, add0; fma.rn.bf16x2 n, {a}, one, add2; fma.rn.bf16x2 p, {a}, half, add4;\n"
         code += f"min.bf16x2 m, m, n; min.bf16x2 {c}, m, p;\n"
-    for i in (0, 2, 4, 6):  # the codes of weights 0, 2, 1, 3, a byte each, with their signs (prmt spreads a byte's first bit)
+    for i in (
+        0,
+        2,
+        4,
+        6,
+    ):  # the codes of weights 0, 2, 1, 3, a byte each, with their signs (prmt spreads a byte's first bit)
         code += f"prmt.b32 c{i}, c{i}, c{i + 1}, 0x6240; prmt.b32 m, {words[i]}, {words[i + 1]}, 0xFBD9;\n"
         code += f"lop3.b32 c{i}, 0x08080808, m, c{i}, 0xCA;\n"
     for i in (0, 4):
-        code += f"prmt.b32 n, c{i}, c{i + 2}, 0x5410; prmt.b32 m, c{i}, c{i + 2}, 0x7632; mad.lo.u32 ${i // 4}, m, 16, n;\n"
+        code += (
+            f"prmt.b32 n, c{i}, c{i + 2}, 0x5410; prmt.b32 m, c{i}, c{i + 2}, 0x7632; mad.lo.u32 ${i // 4}, m, 16, n;\n"
+        )
     return code + "}"
 
 

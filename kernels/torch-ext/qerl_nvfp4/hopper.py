@@ -2,7 +2,7 @@
 
 `skinny_kernel` (up to 16 tokens): weights go from global memory straight into the registers that feed `mma.sync`; no shared memory,
 no barrier in the loop.  The warps of a program share its rows and split K; their sums meet once per tile.  The next unit of weights
-is always in flight while the current one is decoded, also across tiles.  `hopper_wgmma.py` has the kernel for more tokens.
+and x is always in flight while the current one is decoded, also across tiles.  `hopper_wgmma.py` has the kernel for more tokens.
 
 Both cut the work, tiles x steps along K, into one equal contiguous range of units per program.  A tile that several programs share
 is added up by the program that begins it, always in the same order: results do not depend on timing.
@@ -70,7 +70,7 @@ def spread_scales(s, q):
 
 @gluon.jit
 def load_words(ptr):
-    """Four words a thread.  The second-level cache fetches 256 bytes of the row, which other warps or the next unit want, and lets go first.
+    """Four words per thread.  The second-level cache fetches 256 bytes of the row, which other warps or the next unit want, and lets go first.
 
     Pure assembly, because gl.load cannot ask for the 256 bytes.
     """
@@ -89,7 +89,7 @@ def load_words(ptr):
 
 @gluon.jit
 def load_scales(ptr):
-    """Two scales a thread, and 128 bytes of the row to the second-level cache."""
+    """Two scales per thread, and 128 bytes of the row to the second-level cache."""
     return gl.inline_asm_elementwise(
         asm="ld.global.L2::128B.b16 $0, [$1];",
         constraints="=h,l",
@@ -193,36 +193,26 @@ def warp_bases(WK, WN, rank, row_dim):
 
 
 @gluon.constexpr_function
-def row_registers(WN, R):
-    regs = [[0, 8, 0]]
-    n = 1
-    while n < R:
-        regs.append([0, 16 * WN * n, 0])
-        n *= 2
-    return regs
-
-
-@gluon.constexpr_function
-def skinny_w_layout(WK, WN, R):
-    """[WK chunks, rows, 16 words]: a lane holds 4 words of a row, 8 lanes hold 8 rows."""
+def skinny_w_layout(WK, WN):
+    """[WK chunks, rows, 16 words]: a lane holds 4 words of two rows, 8 lanes hold 8 rows."""
     return gl.DistributedLinearLayout(
-        reg_bases=[[0, 0, 1], [0, 0, 2], *row_registers(WN, R)],
+        reg_bases=[[0, 0, 1], [0, 0, 2], [0, 8, 0]],
         lane_bases=[[0, 0, 4], [0, 0, 8], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
         warp_bases=warp_bases(WK, WN, 3, 1),
         block_bases=[],
-        shape=[WK, 16 * R * WN, 16],
+        shape=[WK, 16 * WN, 16],
     )
 
 
 @gluon.constexpr_function
-def skinny_s_layout(WK, WN, R):
+def skinny_s_layout(WK, WN):
     """[WK chunks, rows, 4 pairs of scales]."""
     return gl.DistributedLinearLayout(
-        reg_bases=row_registers(WN, R),
+        reg_bases=[[0, 8, 0]],
         lane_bases=[[0, 0, 1], [0, 0, 2], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
         warp_bases=warp_bases(WK, WN, 3, 1),
         block_bases=[],
-        shape=[WK, 16 * R * WN, 4],
+        shape=[WK, 16 * WN, 4],
     )
 
 
@@ -241,6 +231,43 @@ def skinny_x_layout(WK, WN, BM):
         block_bases=[],
         shape=[WK, BM, 4, 32],
     )
+
+
+@gluon.jit
+def load_x(ptr, WK: gl.constexpr, BM: gl.constexpr):
+    """int32 [WK, BM, 4 lanes, 16], two neighbouring columns a word; no instruction but the loads."""
+    lo, hi = gl.split(gl.load(ptr, eviction_policy="evict_last").reshape([WK, BM, 4, 16, 2]))
+    return (lo.to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF) | (hi.to(gl.int16, bitcast=True).to(gl.int32) << 16)
+
+
+@gluon.jit
+def pair_up(x, WK: gl.constexpr, BM: gl.constexpr):
+    """load_x's words -> bfloat16 [WK, 128, BM], columns in the order of the decoded weights: i and i + 4 are a pair."""
+    lo, hi = gl.split(x.reshape([WK, BM, 4, 4, 2, 2]).permute([0, 1, 2, 3, 5, 4]))
+    even, odd = gl.inline_asm_elementwise(
+        asm="prmt.b32 $0, $2, $3, 0x5410; prmt.b32 $1, $2, $3, 0x7632;",
+        constraints="=&r,=r,r,r",
+        args=[lo, hi],
+        dtype=(gl.int32, gl.int32),
+        is_pure=True,
+        pack=1,
+    )
+    return halves(gl.join(even, odd)).permute([0, 1, 3, 2, 4, 5, 6]).reshape([WK, BM, 128]).permute([0, 2, 1])
+
+
+@gluon.jit
+def stack(parts, R: gl.constexpr):
+    """A tuple of R tensors [WK, rows, tokens] -> [WK, R rows, tokens]."""
+    WK: gl.constexpr = parts[0].shape[0]
+    ROWS: gl.constexpr = R * parts[0].shape[1]
+    BM: gl.constexpr = parts[0].shape[2]
+    if R == 1:
+        return parts[0]
+    elif R == 2:
+        return gl.join(parts[0], parts[1]).permute([0, 3, 1, 2]).reshape([WK, ROWS, BM])
+    else:
+        both = gl.join(gl.join(parts[0], parts[2]), gl.join(parts[1], parts[3]))
+        return both.permute([0, 3, 4, 1, 2]).reshape([WK, ROWS, BM])
 
 
 @gluon.constexpr_function
@@ -420,9 +447,13 @@ def skinny_kernel(
     RANK: gl.constexpr,
     K: gl.constexpr,
     SLICE: gl.constexpr,
+    LATE: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """y[m, n] for M <= BM; N a multiple of 16 R WN, K of 128 WK.  w_ptr int32 (N, K/8), s_ptr int16 (N, K/32); steps = K / (128 WK).
+
+    A warp's rows are R groups of 16, decoded and multiplied one after the other.  x of the next unit is always loaded before this one is
+    decoded: it comes from the second-level cache.  So are the words; or LATE, each group's after its own, in the same registers.
 
     The row strides are compile-time constants, so that the rows of a thread are immediate offsets of one address.
 
@@ -433,15 +464,17 @@ def skinny_kernel(
     """
     NW: gl.constexpr = WK * WN
     ROWS: gl.constexpr = 16 * R * WN
-    WL: gl.constexpr = skinny_w_layout(WK, WN, R)
-    SL: gl.constexpr = skinny_s_layout(WK, WN, R)
+    GROUP: gl.constexpr = 16 * WN
+    WL: gl.constexpr = skinny_w_layout(WK, WN)
+    SL: gl.constexpr = skinny_s_layout(WK, WN)
     XL: gl.constexpr = skinny_x_layout(WK, WN, BM)
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[WK, WN, 1], instr_shape=[1, 16, 8])
     AL: gl.constexpr = gl.DotOperandLayout(0, MMA, 8)
     BL: gl.constexpr = gl.DotOperandLayout(1, MMA, 8)
     OL: gl.constexpr = sum_layout(WK, WN, ROWS * BM // (NW * 32), ROWS)
     YL: gl.constexpr = gl.SliceLayout(0, OL)
-    BATCH: gl.constexpr = max(1, 8 * NW * 32 // (ROWS * BM))
+    SPARE: gl.constexpr = 8 if not LATE else 16 if RANK > 0 else 32  # registers for pieces of other programs
+    BATCH: gl.constexpr = max(1, min(4, SPARE * NW * 32 // (ROWS * BM)))
     pid = gl.program_id(0)
     G = gl.num_programs(0)
     skip = tasks * cost
@@ -451,10 +484,10 @@ def skinny_kernel(
     u0 = gl.maximum(v0, skip) - skip
     u1 = gl.maximum(v1, skip) - skip
     b_w = gl.arange(0, WK, layout=gl.SliceLayout(1, gl.SliceLayout(2, WL)))[:, None, None].to(gl.int64)
-    n_w = gl.arange(0, ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, WL)))[None, :, None].to(gl.int64)
+    n_w = gl.arange(0, GROUP, layout=gl.SliceLayout(0, gl.SliceLayout(2, WL)))[None, :, None].to(gl.int64)
     k_w = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, WL)))[None, None, :].to(gl.int64)
     b_s = gl.arange(0, WK, layout=gl.SliceLayout(1, gl.SliceLayout(2, SL)))[:, None, None].to(gl.int64)
-    n_s = gl.arange(0, ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, SL)))[None, :, None].to(gl.int64)
+    n_s = gl.arange(0, GROUP, layout=gl.SliceLayout(0, gl.SliceLayout(2, SL)))[None, :, None].to(gl.int64)
     k_s = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, SL)))[None, None, :].to(gl.int64)
     b_x = gl.arange(0, WK, layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, XL))))[:, None, None, None]
     m_x = gl.arange(0, BM, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, XL))))[None, :, None, None]
@@ -462,7 +495,7 @@ def skinny_kernel(
     k_x = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, XL))))[None, None, None, :]
     n_y = gl.arange(0, ROWS, layout=gl.SliceLayout(1, YL))
     m_y = gl.arange(0, BM, layout=gl.SliceLayout(0, YL))
-    # rows: bits 0 to 2 belong to the lane, the next log2(WN) above 16 to the warp, the others (bit 3 too) to the register
+    # rows: bits 0 to 2 belong to the lane, bit 3 to the register, the others to the warp
     LANE: gl.constexpr = 7 + 16 * (WN - 1)
     w_lane = w_ptr + ((n_w & LANE) * swn + b_w * 16 + k_w)
     w_reg = (n_w & (-1 - LANE)) * swn
@@ -477,8 +510,11 @@ def skinny_kernel(
     seg0 = u0
     if PDL:
         gdc_launch_dependents()
-    q = load_words((w_lane + wo) + w_reg)
-    s = load_scales((s_lane + so) + s_reg)
+    q = ()
+    s = ()
+    for g in gl.static_range(R):
+        q = q + (load_words((w_lane + wo) + (w_reg + g * GROUP * swn)),)  # noqa: RUF005
+        s = s + (load_scales((s_lane + so) + (s_reg + g * GROUP * ssn)),)  # noqa: RUF005
     if PDL:
         gdc_wait()
     if RANK > 0:
@@ -488,11 +524,14 @@ def skinny_kernel(
                 task, buffer, x_ptr, a_ptr, xa_ptr, slice_ptr, cnt_ptr + tiles, M, sxm, RS, tasks, K, BM, NW, SLICE
             )
         ticket = draw_ticket(u0 == u1, ticket_ptr, NW)
+    x_next = load_x(x_lane + xo, WK, BM)
     while seg0 < u1:
         seg1 = gl.minimum((tile + 1) * steps, u1)
-        acc = gl.zeros([WK, ROWS, BM], gl.float32, MMA)
+        acc = ()
+        for _g in gl.static_range(R):
+            acc = acc + (gl.zeros([WK, GROUP, BM], gl.float32, MMA),)  # noqa: RUF005
         for u in range(seg0, seg1):
-            x = gl.load(x_lane + xo, eviction_policy="evict_last")
+            x = gl.convert_layout(pair_up(x_next, WK, BM), BL, assert_trivial=True)
             if u + 1 < seg1:
                 wo += WK * 16
                 so += WK * 4
@@ -501,20 +540,24 @@ def skinny_kernel(
                 wo += ROWS * swn - (steps - 1) * (WK * 16)
                 so += ROWS * ssn - (steps - 1) * (WK * 4)
                 xo = xo * 0
-            q_next = load_words((w_lane + wo) + w_reg)
-            s_next = load_scales((s_lane + so) + s_reg)
-            x = (
-                x.reshape([WK, BM, 4, 4, 2, 2, 2])
-                .permute([0, 1, 3, 2, 5, 6, 4])
-                .reshape([WK, BM, 128])
-                .permute([0, 2, 1])
-            )
-            x = gl.convert_layout(x, BL, assert_trivial=True)
-            q = q.reshape([WK, ROWS, 4, 2, 2])
-            p0, p1, p2, p3 = decode_word(q, spread_scales(s, q))
-            P = halves(gl.join(gl.join(p0, p1), gl.join(p2, p3)))
-            P = P.reshape([WK, ROWS, 4, 4, 2, 2, 2]).permute([0, 1, 3, 2, 5, 4, 6]).reshape([WK, ROWS, 128])
-            acc = mma_v2(gl.convert_layout(P, AL, assert_trivial=True), x, acc)
+            x_next = load_x(x_lane + xo, WK, BM)
+            q_next = ()
+            s_next = ()
+            sums = ()
+            if not LATE:
+                for g in gl.static_range(R):
+                    q_next = q_next + (load_words((w_lane + wo) + (w_reg + g * GROUP * swn)),)  # noqa: RUF005
+                    s_next = s_next + (load_scales((s_lane + so) + (s_reg + g * GROUP * ssn)),)  # noqa: RUF005
+            for g in gl.static_range(R):
+                codes = q[g].reshape([WK, GROUP, 4, 2, 2])
+                p0, p1, p2, p3 = decode_word(codes, spread_scales(s[g], codes))
+                P = halves(gl.join(gl.join(p0, p1), gl.join(p2, p3)))
+                P = P.reshape([WK, GROUP, 4, 4, 2, 2, 2]).permute([0, 1, 3, 2, 5, 4, 6]).reshape([WK, GROUP, 128])
+                sums = sums + (mma_v2(gl.convert_layout(P, AL, assert_trivial=True), x, acc[g]),)  # noqa: RUF005
+                if LATE:
+                    q_next = q_next + (load_words((w_lane + wo) + (w_reg + g * GROUP * swn)),)  # noqa: RUF005
+                    s_next = s_next + (load_scales((s_lane + so) + (s_reg + g * GROUP * ssn)),)  # noqa: RUF005
+            acc = sums
             q = q_next
             s = s_next
         z = opaque_zero()
@@ -526,7 +569,7 @@ def skinny_kernel(
             cells_ptr = xa_ptr + (buffer * LORA_CELLS + shard * (RANK // 2))
             b = load_lora_up(b_ptr, row0, 0, mine, RANK, ROWS, NW)
             words, where = load_cells(cells_ptr, z, 0, mine, RANK, BM, NW)
-        y = gl.sum(gl.convert_layout(acc, OL), 0)
+        y = gl.sum(gl.convert_layout(stack(acc, R), OL), 0)
         gs = gl.load(gs_ptr + rows * sgs)
         if BIAS:
             bias = gl.load(bias_ptr + rows)

@@ -303,7 +303,8 @@ def words_of(w_sh, st, h: gl.constexpr, part: gl.constexpr, P: gl.constexpr, B: 
     """Half h of a group's unit."""
     if B == 2:
         return w_sh.index((st * 2 + h) * P + part).load(WORDS)
-    return w_sh.index(st * P + part).slice(h * 16, 16, 1).load(WORDS)
+    else:  # Triton 3.9 compiles what follows a return, whatever the condition
+        return w_sh.index(st * P + part).slice(h * 16, 16, 1).load(WORDS)
 
 
 @gluon.jit

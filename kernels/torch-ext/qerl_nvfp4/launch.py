@@ -1,6 +1,9 @@
 """Scratch memory and the launches of the fused matrix products."""
 
+import contextlib
+import functools
 import math
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -11,6 +14,32 @@ from .select import device_properties
 _scratch: dict[tuple[torch.device, str], torch.Tensor] = {}
 _captured: list[torch.Tensor] = []  # buffers that a CUDA graph may point to: kept when a larger one takes their place
 _RANK_LIMIT = 256
+_only_compile = False
+
+
+@contextlib.contextmanager
+def only_compile() -> Iterator[None]:
+    """Launches inside compile their kernel, for tensors on the meta device, and do nothing else (precompile.py)."""
+    global _only_compile
+    _only_compile = True
+    try:
+        yield
+    finally:
+        _only_compile = False
+        meta = torch.device("meta")
+        _captured[:] = [buffer for buffer in _captured if not buffer.is_meta]
+        for key in [key for key in _scratch if key[0] == meta]:
+            del _scratch[key]
+
+
+def compiles(tensor: torch.Tensor) -> bool:
+    """Whether what is launched for this tensor is only compiled."""
+    return _only_compile and tensor.is_meta
+
+
+def launcher(kernel, *grid: int) -> Callable[..., None]:
+    """What starts a kernel on a grid: every launch goes through here, so that what is compiled ahead is what will be launched."""
+    return functools.partial(kernel.warmup, grid=grid) if _only_compile else kernel[grid]
 
 
 def scratch(device: torch.device, name: str, numel: int, dtype: torch.dtype, fill: int | None = None) -> torch.Tensor:
@@ -74,7 +103,7 @@ def lora_down(x, lora_a) -> tuple[torch.Tensor, int, int]:
     slices, padded = math.ceil(K / slice_k), math.ceil(M / 16) * 16
     xa = scratch(x.device, "lora", slices * rows * padded, torch.float32)
     BM = 16 if M <= 16 else 32 if M <= 32 else 64
-    portable.lora_down_kernel[(math.ceil(rows / 16) * math.ceil(M / BM) * slices,)](
+    launcher(portable.lora_down_kernel, math.ceil(rows / 16) * math.ceil(M / BM) * slices)(
         x,
         lora_a,
         xa,
@@ -100,7 +129,7 @@ def permute_columns(x, out, pdl: bool) -> None:
     M, K = x.shape
     rows = max(1, min(16, M * (K // 128) // 1024))
     rows = 1 << (rows.bit_length() - 1)
-    portable.permute_kernel[(math.ceil(M / rows), math.ceil(K / 512))](
+    launcher(portable.permute_kernel, math.ceil(M / rows), math.ceil(K / 512))(
         x, out, M, K, x.stride(0), BM=rows, BK=512, PDL=pdl, num_warps=4, **({"launch_pdl": True} if pdl else {})
     )
 
@@ -151,7 +180,10 @@ def launch_skinny(config, x, packed, block_scale, global_scale, bias, lora_a, lo
     rows = 16 * R * WN
     steps = K // (128 * WK)
     units = N // rows * steps
-    sms = device_properties(x.device.index)[1]
+    _, sms, capability = device_properties(x.device.index)
+    pdl = pdl and capability >= (9, 0)  # programmatic dependent launch
+    # programs wait for others of the launch, so all must be resident: any GPU from sm_80 on takes 16 programs and 48 warps at once
+    config = config | {"grid": min(config["grid"], sms * min(16, 48 // (WK * WN)))}
     words, scales = packed.view(torch.int32), scale_bytes(block_scale).view(torch.int16)
     grid, tasks, cost, slice_k, slices = min(config["grid"], units), 0, 1, 0, None
     if lora is not None:
@@ -161,9 +193,9 @@ def launch_skinny(config, x, packed, block_scale, global_scale, bias, lora_a, lo
         slices = scratch(x.device, "slices", tasks * 16 * BM, torch.float32)
     gs, sgs = scale_args(global_scale)
     pieces = scratch(x.device, "pieces", max(1 << 20, grid * rows * BM), torch.int32, fill=-1)
-    # all programs at once, whatever the last step needs
+    # and registers for all of them, whatever the last step needs
     registers = min(255, 65536 // (math.ceil(grid / sms) * WK * WN * 32) // 8 * 8)
-    hopper.skinny_kernel[(grid,)](
+    launcher(hopper.skinny_kernel, grid)(
         x,
         words,
         scales,
@@ -197,6 +229,7 @@ def launch_skinny(config, x, packed, block_scale, global_scale, bias, lora_a, lo
         RANK=0 if lora is None else lora.rank,
         K=K if lora is not None else 0,
         SLICE=slice_k,
+        LATE=config.get("late", False),
         PDL=pdl,
         num_warps=WK * WN,
         maxnreg=registers,
@@ -212,7 +245,7 @@ def launch_wgmma(config, x, packed, block_scale, global_scale, bias, lora_a, lor
 
     (M, K), N = x.shape, packed.shape[0]
     if lora is not None and config["BM"] == 128:
-        config = config | {"P": min(config["P"], 3)}  # four groups leave no room for B and x A^T
+        config = config | {"P": min(config["P"], 3)}  # four groups leave no shared memory for B and x A^T
     BM, P, S = config["BM"], config["P"], config["S"]
     mt, steps = math.ceil(M / BM), K // 256
     if x.stride(0) % 8 or x.data_ptr() % 16:  # the copy engine wants rows of 16-byte pieces
@@ -245,7 +278,7 @@ def launch_wgmma(config, x, packed, block_scale, global_scale, bias, lora_a, lor
     whole = tiles // grid - (1 if tiles % grid and tiles > grid else 0)  # tiles of its own that a program computes
     words, scales = packed.view(torch.int32), scale_bytes(block_scale).view(torch.int16)
     average, registers, ring_registers = hopper.registers(P, permute, tasks)
-    hopper.wgmma_kernel[(grid + helpers,)](
+    launcher(hopper.wgmma_kernel, grid + helpers)(
         TensorDescriptor(x, [M, K], [x.stride(0), 1], [BM, 128], hopper.X_SHARED),
         TensorDescriptor(
             words, [N, K // 8], [words.stride(0), 1], [64, 32 // hopper.pieces_of(S)], hopper.words_layout(S)
@@ -312,7 +345,7 @@ def launch_portable(
     if lora is not None:
         rank, rows, edges = lora.rank, lora.rows, lora.edges
         xa, slices, padded = lora_down(x, lora_a)
-    portable.gemm_kernel[(tiles, SK)](
+    launcher(portable.gemm_kernel, tiles, SK)(
         x,
         words,
         scales,
@@ -345,7 +378,7 @@ def launch_portable(
         MMA=config["MMA"],
         BIAS=bias is not None,
         RANK=rank,
-        BRANK=max(16, 1 << (rank - 1).bit_length()) if rank else 16,
+        BRANK=max(16, min(64, 1 << (rank - 1).bit_length())) if rank else 16,
         INTERP=portable.INTERPRET,
         num_warps=config["NW"],
         num_stages=config["NS"],

@@ -1,17 +1,18 @@
 """The operators: argument checks, scratch memory, launches, registration with torch.library.
 
 Nothing here allocates per call except the result.  Scratch memory (split-K tiles, permuted x, x A^T, one dequantized weight) is one
-set a device (launch.py), grown on demand and never shrunk: calls on different streams of one device must not overlap.
+set per device (launch.py), grown on demand and never shrunk: calls on different streams of one device must not overlap.
 """
 
 import functools
 import importlib
 import itertools
 import math
+from typing import NamedTuple
 
 import torch
 
-from . import reference
+from . import reference, select
 from ._compat import add_op_namespace_prefix
 from .select import choose, device_properties, with_adapter
 
@@ -24,8 +25,8 @@ except ImportError:
     HAS_TRITON = False
 
 if HAS_TRITON:
-    from . import elementwise, portable
-    from .launch import launch, scale_args, scale_bytes, scratch
+    from . import elementwise, fallback, portable
+    from .launch import compiles, launch, launcher, scale_args, scale_bytes, scratch
 
 
 def missing_from_gluon() -> str | None:
@@ -42,8 +43,9 @@ def _gluon_lacks() -> str | None:
     return missing_from_gluon()
 
 
-def use_hopper(index: int) -> bool:
-    return device_properties(index)[2][0] == 9 and _gluon_lacks() is None
+def use_gluon(index: int) -> bool:
+    """Whether the Gluon kernels can run on a device: `skinny` from sm_80 on, `wgmma` on Hopper."""
+    return device_properties(index)[2] >= (8, 0) and _gluon_lacks() is None
 
 
 def is_available(device: torch.device | str | int | None = None) -> bool:
@@ -60,7 +62,12 @@ def _made_for(index: int) -> bool:
 
 def _runs_on(tensor: torch.Tensor) -> bool:
     """Whether the kernels can run where a tensor is: on a GPU for which they are made, or in Triton's interpreter."""
-    return _made_for(tensor.device.index) if tensor.is_cuda else HAS_TRITON and portable.INTERPRET
+    return _made_for(tensor.device.index) if _on_gpu(tensor) else HAS_TRITON and portable.INTERPRET
+
+
+def _on_gpu(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is on a GPU, or stands for one that will be."""
+    return tensor.is_cuda or (HAS_TRITON and compiles(tensor))
 
 
 def _refuse_grad(name: str, *tensors: torch.Tensor | None) -> None:
@@ -68,7 +75,7 @@ def _refuse_grad(name: str, *tensors: torch.Tensor | None) -> None:
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         raise RuntimeError(
             f"qerl_nvfp4.{name} has no autograd, and one of its inputs requires a gradient. Call it under torch.no_grad(), or inside a "
-            "torch.autograd.Function whose backward uses linear_backward (qerl_trl.linear.linear is one)."
+            "torch.autograd.Function whose backward uses linear_backward (qerl_trl.nvfp4.linear.linear is one)."
         )
 
 
@@ -98,19 +105,76 @@ def describe(device: torch.device | str | int | None = None) -> str:
             else f"{device} is not a CUDA device of compute capability >= 8.0"
         )
         return f"qerl_nvfp4: plain PyTorch, slow (the whole weight is dequantized at every call): {where}"
-    from .select import load_table
-
     name, sms, (major, minor) = device_properties(_device_index(device))
-    path = "Hopper kernels (Gluon)" if use_hopper(_device_index(device)) else "portable Triton kernels"
-    if major == 9 and _gluon_lacks() is not None:
-        path += f" (slower than the Hopper kernels, which are made for Triton 3.6 to 3.9; this one: {_gluon_lacks()})"
-    shapes = len({key[:2] for key in load_table(name, sms)})
-    tuned = (
-        f"table for {name}, {shapes} shapes; heuristic for others"
-        if shapes
-        else f"heuristic: no table for {name} with {sms} multiprocessors"
+    path = (
+        "Hopper kernels (Gluon)"
+        if major == 9
+        else "a Gluon kernel up to 16 tokens, the portable Triton kernel for more"
     )
-    return f"qerl_nvfp4: {path}, sm_{major}{minor}, Triton {triton.__version__}, {tuned}"
+    if not use_gluon(_device_index(device)):
+        path = f"portable Triton kernels (slower than the Gluon kernels, which are made for Triton 3.6 to 3.9; this one: {_gluon_lacks()})"
+    owner, table = select.table_for(name, sms, (major, minor))
+    tuned = f"heuristic: no table for {name} with {sms} multiprocessors"
+    if table:
+        whose = "" if owner == name else f", which has {sms} multiprocessors like this {name}"
+        tuned = f"table for {owner}{whose}, {len({key[:2] for key in table})} shapes; heuristic for others"
+    failed = "".join(f"; {variant[0]} does not compile: {reason}" for variant, reason in fallback.refused.items())
+    return f"qerl_nvfp4: {path}, sm_{major}{minor}, Triton {triton.__version__}, {tuned}{failed}"
+
+
+class Selected(NamedTuple):
+    """What computes y (tokens, N) = x (tokens, K) W^T."""
+
+    N: int
+    K: int
+    tokens: int
+    kernel: str  # "skinny", "wgmma", "portable", "dense" (dequantize, then cuBLAS), "reference" (plain PyTorch)
+    config: dict
+    why: str  # the table of which device, the heuristic, or what did not compile
+
+
+def selected(
+    N: int,
+    K: int,
+    tokens: tuple[int, ...] = (*select.BUCKETS, 2048),
+    device: torch.device | str | int | None = None,
+    rank: int = 0,
+    dtype: torch.dtype = torch.bfloat16,
+) -> list[Selected]:
+    """Which kernel is selected for a weight (N, K), for each number of tokens; `rank` of the adapter, 0: none.
+
+    What was already refused by the compiler is taken into account. A weight whose rows or addresses a kernel cannot read (`usable`) takes
+    the dense path all the same.
+    """
+    if dtype not in (torch.bfloat16, torch.float16) or not is_available(device):
+        why = "Triton or a GPU for it is missing" if dtype in (torch.bfloat16, torch.float16) else f"x is {dtype}"
+        return [Selected(N, K, M, "reference", {}, why) for M in tokens]
+    index = _device_index(device)
+    bf16 = dtype == torch.bfloat16 and use_gluon(index)
+    rows = []
+    for M in tokens:
+        config, why = select.explain(N, K, M, index, bf16)
+        if rank:
+            config = with_adapter(config)
+        while config["kernel"] != "dense" and (failed := fallback.refused.get(_variant(config, rank, dtype))):
+            config, why = _instead_of(config, N, K, M, index), f"{config['kernel']} does not compile: {failed}"
+        rows.append(Selected(N, K, M, config["kernel"], config, why))
+    return rows
+
+
+def selected_text(matrices: dict[str, tuple[int, int]], device=None, rank: int = 0, dtype=torch.bfloat16) -> list[str]:
+    """One line per matrix {name: (N, K)}: which kernel is selected up to how many tokens, and why."""
+    lines = []
+    for name, (N, K) in matrices.items():
+        parts, rows = [], selected(N, K, (*select.BUCKETS, select.BUCKETS[-1] + 1), device, rank, dtype)
+        for kernel, group in itertools.groupby(rows, key=lambda row: row.kernel):
+            last = list(group)[-1].tokens
+            parts.append(f"{kernel} up to {last} tokens" if last in select.BUCKETS else f"{kernel} for more")
+        if len(parts) == 1:
+            parts = [rows[0].kernel]
+        reasons = "; ".join(dict.fromkeys(row.why for row in rows))
+        lines.append(f"{name} {N} x {K}: {', '.join(parts)} ({reasons})")
+    return lines
 
 
 # --- matrix product ---------------------------------------------------------------------------------------------------------------
@@ -119,7 +183,7 @@ def describe(device: torch.device | str | int | None = None) -> str:
 def _dense_weight(
     packed, block_scale, global_scale, dtype, rows: slice, columns: slice, extra: int = 0
 ) -> torch.Tensor:
-    """A piece of the dequantized weight in the shared scratch buffer, with room for `extra` more columns."""
+    """A piece of the dequantized weight in the shared scratch buffer, with `extra` more columns beside it."""
     packed = packed[rows, columns.start // 2 : columns.stop // 2]
     block_scale = block_scale[rows, columns.start // 16 : columns.stop // 16]
     gs = global_scale if global_scale.numel() == 1 else global_scale[rows]
@@ -163,22 +227,27 @@ def _add_adapter(x, lora_a, lora_b, splits, out) -> None:
         return
     down = scratch(x.device, f"lora down {x.dtype}", M * rows, x.dtype)[: M * rows].view(M, rows)
     torch.mm(x, lora_a.to(x.dtype).t(), out=down)
-    portable.lora_up_kernel[(triton.cdiv(N, BN), triton.cdiv(M, BM))](
-        down,
-        lora_b.to(x.dtype).contiguous(),
-        out,
-        M,
-        N,
-        rows,
-        out.stride(0),
-        *(edges + [2**31 - 1] * 2)[:2],
-        RANK=rank,
-        BM=BM,
-        BN=BN,
-        BRANK=max(16, min(64, triton.next_power_of_2(rank))),
-        INTERP=portable.INTERPRET,
-        num_warps=4,
-    )
+
+    def start() -> None:
+        launcher(portable.lora_up_kernel, triton.cdiv(N, BN), triton.cdiv(M, BM))(
+            down,
+            lora_b.to(x.dtype).contiguous(),
+            out,
+            M,
+            N,
+            rows,
+            out.stride(0),
+            *(edges + [2**31 - 1] * 2)[:2],
+            RANK=rank,
+            BM=BM,
+            BN=BN,
+            BRANK=max(16, min(64, triton.next_power_of_2(rank))),
+            INTERP=portable.INTERPRET,
+            num_warps=4,
+        )
+
+    if not fallback.attempt(start, lambda: ("lora_up", rank, x.dtype), _PLAIN):
+        out += reference.lora(x, lora_a, lora_b, splits)
 
 
 def _block_diagonal(lora_b, splits, rows: slice, out) -> None:
@@ -194,16 +263,50 @@ def _block_diagonal(lora_b, splits, rows: slice, out) -> None:
 
 
 def product(config, x, packed, block_scale, global_scale, bias, lora_a, lora_b, splits, out) -> None:
-    """out (M, N) = x (M, K) W^T [+ bias] [+ LoRA] by the kernel of a configuration, or, if the memory layout does not suit it, dense."""
+    """out (M, N) = x (M, K) W^T [+ bias] [+ LoRA] by the kernel of a configuration, or, if the memory layout does not suit it, dense.
+
+    An error if the kernel does not compile, which tuning and benchmarks want to know; `product_by_any` falls back.
+    """
     if lora_a is not None:
         config = with_adapter(config)
     if config["kernel"] != "dense" and not usable(config, x, packed, block_scale):
-        config = {"kernel": "dense", "pieces": 1}  # sliced along K, say: right, and only as slow as decoding everything
+        config = {"kernel": "dense", "pieces": 1}  # sliced along K: right, and only as slow as decoding everything
     arguments = (x, packed, block_scale, global_scale, bias, lora_a, lora_b, splits, out)
     if config["kernel"] == "dense":
         linear_dense(*arguments, config["pieces"])
     else:
         launch(config, *arguments)
+
+
+def product_by_any(config, x, packed, block_scale, global_scale, bias, lora_a, lora_b, splits, out) -> None:
+    """The same, by a slower kernel where this one does not compile: Gluon's -> portable -> dense, each said once."""
+    if lora_a is not None:
+        config = with_adapter(config)
+    arguments = (x, packed, block_scale, global_scale, bias, lora_a, lora_b, splits, out)
+    (M, K), N, rank = x.shape, packed.shape[0], 0 if lora_b is None else lora_b.shape[1]
+    while config["kernel"] != "dense":
+        done = fallback.attempt(
+            lambda c=config: product(c, *arguments),
+            lambda c=config: _variant(c, rank, x.dtype),
+            _DENSE if config["kernel"] == "portable" or M > 128 else "The portable kernel",
+        )
+        if done:
+            return
+        config = _instead_of(config, N, K, M, x.device.index)
+    product(config, *arguments)
+
+
+_DENSE = "The dense path (dequantize, then cuBLAS)"
+
+
+def _variant(config: dict, rank: int, dtype: torch.dtype) -> tuple:
+    """What is compiled for a configuration, without what only the launch depends on."""
+    compiled = tuple(sorted((k, v) for k, v in config.items() if k not in ("kernel", "grid", "lora", "cost", "SK")))
+    return (config["kernel"], compiled, rank, dtype)
+
+
+def _instead_of(config: dict, N: int, K: int, M: int, index: int) -> dict:
+    return {"kernel": "dense", "pieces": 1} if config["kernel"] == "portable" else select.without_gluon(N, K, M, index)
 
 
 def usable(config: dict, x, packed, block_scale) -> bool:
@@ -269,10 +372,10 @@ def _linear(
     out = torch.empty(M, N, device=x.device, dtype=x.dtype)
     if M:
         index = x.device.index
-        bf16 = x.dtype == torch.bfloat16 and use_hopper(index)
+        bf16 = x.dtype == torch.bfloat16 and use_gluon(index)
         config = choose(N, K, M, index, bf16)
         with torch.cuda.device(x.device):
-            product(config, x_MK, packed, block_scale, global_scale, bias, lora_a, lora_b, lora_splits, out)
+            product_by_any(config, x_MK, packed, block_scale, global_scale, bias, lora_a, lora_b, lora_splits, out)
     return out.view(*x.shape[:-1], N)
 
 
@@ -290,6 +393,7 @@ def _linear_backward(dy, packed, block_scale, global_scale) -> torch.Tensor:
 
 
 _MAX_GRID_Y = 65535  # CUDA's limit
+_PLAIN = "Plain PyTorch"
 
 # --- streaming kernels ------------------------------------------------------------------------------------------------------------
 
@@ -316,23 +420,28 @@ def _dequantize(packed, block_scale, global_scale, dtype, out) -> torch.Tensor:
         torch.float16: portable.tl.float16,
         torch.float32: portable.tl.float32,
     }
-    portable.dequantize_kernel[(triton.cdiv(K, BK), triton.cdiv(N, BN))](
-        words,
-        scales,
-        gs,
-        out,
-        N,
-        K,
-        words.stride(0),
-        scales.stride(0),
-        out.stride(0),
-        sgs,
-        BN=BN,
-        BK=BK,
-        DTYPE=types[dtype],
-        INTERP=portable.INTERPRET,
-        num_warps=4,
-    )
+
+    def start() -> None:
+        launcher(portable.dequantize_kernel, triton.cdiv(K, BK), triton.cdiv(N, BN))(
+            words,
+            scales,
+            gs,
+            out,
+            N,
+            K,
+            words.stride(0),
+            scales.stride(0),
+            out.stride(0),
+            sgs,
+            BN=BN,
+            BK=BK,
+            DTYPE=types[dtype],
+            INTERP=portable.INTERPRET,
+            num_warps=4,
+        )
+
+    if not fallback.attempt(start, lambda: ("dequantize", dtype), _PLAIN):
+        return reference.dequantize(packed, block_scale, global_scale, dtype, out)
     return out
 
 
@@ -367,43 +476,52 @@ def _quantize(weight, scale_rule: str, global_scale) -> tuple[torch.Tensor, torc
     packed = torch.empty(N, K // 2, device=weight.device, dtype=torch.uint8)
     scales = torch.empty(N, K // 16, device=weight.device, dtype=torch.uint8)
     gs, sgs = scale_args(global_scale.to(weight.device, torch.float32).contiguous())
-    streamed = scale_rule == "rtn" and weight.dtype == torch.bfloat16 and weight.is_contiguous() and weight.is_cuda
+    streamed = scale_rule == "rtn" and weight.dtype == torch.bfloat16 and weight.is_contiguous() and _on_gpu(weight)
     if streamed and weight.data_ptr() % 4 == 0:
         blocks, BB = N * K // 16, 128
-        with torch.cuda.device(weight.device):
-            elementwise.quantize_rtn_kernel[(triton.cdiv(blocks, BB),)](
-                weight.view(torch.int32),
-                packed.view(torch.int32),
-                scales,
-                gs,
-                blocks,
-                K // 16,
-                PER_ROW=sgs > 0,
-                BB=BB,
-                num_warps=4,
-            )
-        return packed, scales
+
+        def stream() -> None:
+            with torch.cuda.device(weight.device if weight.is_cuda else -1):
+                launcher(elementwise.quantize_rtn_kernel, triton.cdiv(blocks, BB))(
+                    weight.view(torch.int32),
+                    packed.view(torch.int32),
+                    scales,
+                    gs,
+                    blocks,
+                    K // 16,
+                    PER_ROW=sgs > 0,
+                    BB=BB,
+                    num_warps=4,
+                )
+
+        if fallback.attempt(stream, lambda: ("quantize_rtn", sgs > 0), "The general quantize kernel"):
+            return packed, scales
     BN, BK = 4, 512
-    for first in range(0, N, BN * _MAX_GRID_Y):
-        rows = slice(first, min(first + BN * _MAX_GRID_Y, N))
-        with torch.cuda.device(weight.device if weight.is_cuda else -1):
-            elementwise.quantize_kernel[(triton.cdiv(K, BK), triton.cdiv(rows.stop - first, BN))](
-                weight[rows],
-                packed[rows],
-                scales[rows],
-                gs[rows] if sgs else gs,
-                rows.stop - first,
-                K,
-                weight.stride(0),
-                sgs,
-                BN=BN,
-                BK=BK,
-                RULE=reference.SCALE_RULES.index(scale_rule),
-                NARROW=weight.dtype in (torch.bfloat16, torch.float16),
-                INTERP=portable.INTERPRET,
-                num_warps=4,
-                enable_fp_fusion=False,
-            )
+
+    def start() -> None:
+        for first in range(0, N, BN * _MAX_GRID_Y):
+            rows = slice(first, min(first + BN * _MAX_GRID_Y, N))
+            with torch.cuda.device(weight.device if weight.is_cuda else -1):
+                launcher(elementwise.quantize_kernel, triton.cdiv(K, BK), triton.cdiv(rows.stop - first, BN))(
+                    weight[rows],
+                    packed[rows],
+                    scales[rows],
+                    gs[rows] if sgs else gs,
+                    rows.stop - first,
+                    K,
+                    weight.stride(0),
+                    sgs,
+                    BN=BN,
+                    BK=BK,
+                    RULE=reference.SCALE_RULES.index(scale_rule),
+                    NARROW=weight.dtype in (torch.bfloat16, torch.float16),
+                    INTERP=portable.INTERPRET,
+                    num_warps=4,
+                    enable_fp_fusion=False,
+                )
+
+    if not fallback.attempt(start, lambda: ("quantize", scale_rule, weight.dtype), _PLAIN):
+        return reference.quantize(weight, scale_rule, global_scale)
     return packed, scales
 
 
@@ -422,25 +540,31 @@ def _rms_norm(x, weight, eps: float, residual=None) -> tuple[torch.Tensor, torch
     y = torch.empty_like(x_MK, memory_format=torch.contiguous_format)
     h = torch.empty_like(y) if residual is not None else x.new_empty(0)
     r_MK = x_MK if residual is None else _unit_stride(residual.reshape(-1, K))
-    pdl = x.is_cuda and device_properties(x.device.index)[2][0] >= 9
-    with torch.cuda.device(x.device if x.is_cuda else -1):
-        elementwise.rms_norm_kernel[(x_MK.shape[0],)](
-            x_MK,
-            r_MK,
-            weight,
-            y,
-            h if residual is not None else y,
-            K,
-            x_MK.stride(0),
-            r_MK.stride(0),
-            eps,
-            RESIDUAL=residual is not None,
-            BK=triton.next_power_of_2(K),
-            PDL=pdl,
-            INTERP=portable.INTERPRET,
-            num_warps=4 if K <= 2048 else 8,
-            **({"launch_pdl": True} if pdl else {}),
-        )
+    pdl = _on_gpu(x) and device_properties(x.device.index)[2][0] >= 9
+
+    def start() -> None:
+        with torch.cuda.device(x.device if x.is_cuda else -1):
+            launcher(elementwise.rms_norm_kernel, x_MK.shape[0])(
+                x_MK,
+                r_MK,
+                weight,
+                y,
+                h if residual is not None else y,
+                K,
+                x_MK.stride(0),
+                r_MK.stride(0),
+                eps,
+                RESIDUAL=residual is not None,
+                BK=triton.next_power_of_2(K),
+                PDL=pdl,
+                INTERP=portable.INTERPRET,
+                num_warps=4 if K <= 2048 else 8,
+                **({"launch_pdl": True} if pdl else {}),
+            )
+
+    if not fallback.attempt(start, lambda: ("rms_norm", residual is not None, K, x.dtype), _PLAIN):
+        found = reference.rms_norm(x.contiguous(), weight, eps, None if residual is None else residual.contiguous())
+        return found if residual is not None else (found, h)
     return y.view(x.shape), h.view(x.shape) if residual is not None else h
 
 

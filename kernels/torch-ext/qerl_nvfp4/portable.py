@@ -137,7 +137,7 @@ def decode_tile(q, s, BN: tl.constexpr, W: tl.constexpr, INTERP: tl.constexpr):
         return halves(tl.join(tl.join(p0, p1), tl.join(p2, p3)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sgs"])
 def dequantize_kernel(
     w_ptr,
     s_ptr,
@@ -262,7 +262,7 @@ def lora_down_kernel(
     EVEN_K: tl.constexpr,
     INTERP: tl.constexpr,
 ):
-    """x A^T in slices of K, one a program."""
+    """x A^T in slices of K, one per program."""
     lora_down_block(x_ptr, a_ptr, xa_ptr, tl.program_id(0), M, K, RS, sxm, mp, KSLICE, BM, BR, BK, EVEN_K, INTERP)
 
 
@@ -420,20 +420,22 @@ def gemm_kernel(
         if BIAS:
             acc += tl.load(bias_ptr + nc_N).to(tl.float32)[:, None]
         if RANK > 0:
-            r_R = tl.arange(0, BRANK)
-            row = ((pn * BN >= e1).to(tl.int32) + (pn * BN >= e2).to(tl.int32)) * RANK + r_R
-            ok = r_R < RANK
-            xa = tl.zeros((BRANK, BM), tl.float32)
-            for ks in range(ks_n):
-                xa += tl.load(
-                    xa_ptr + (ks * RS + row[:, None]) * mp + m_M[None, :],
-                    mask=ok[:, None] & (m_M[None, :] < mp),
-                    other=0.0,
-                )
-            b = tl.load(b_ptr + nc_N[:, None].to(tl.int64) * RANK + r_R[None, :], mask=ok[None, :], other=0.0)
-            if INTERP:
-                acc += tl.dot(widen(b, INTERP), widen(narrow(xa, x_ptr.dtype.element_ty, INTERP), INTERP))
-            else:
-                acc = tl.dot(b.to(x_ptr.dtype.element_ty), xa.to(x_ptr.dtype.element_ty), acc)
+            shard = (pn * BN >= e1).to(tl.int32) + (pn * BN >= e2).to(tl.int32)
+            for r0 in tl.static_range(0, RANK, BRANK):  # shared memory for BRANK ranks, however many there are
+                r_R = r0 + tl.arange(0, BRANK)
+                row = shard * RANK + r_R
+                ok = r_R < RANK
+                xa = tl.zeros((BRANK, BM), tl.float32)
+                for ks in range(ks_n):
+                    xa += tl.load(
+                        xa_ptr + (ks * RS + row[:, None]) * mp + m_M[None, :],
+                        mask=ok[:, None] & (m_M[None, :] < mp),
+                        other=0.0,
+                    )
+                b = tl.load(b_ptr + nc_N[:, None].to(tl.int64) * RANK + r_R[None, :], mask=ok[None, :], other=0.0)
+                if INTERP:
+                    acc += tl.dot(widen(b, INTERP), widen(narrow(xa, x_ptr.dtype.element_ty, INTERP), INTERP))
+                else:
+                    acc = tl.dot(b.to(x_ptr.dtype.element_ty), xa.to(x_ptr.dtype.element_ty), acc)
         yp = y_ptr + m_M[None, :].to(tl.int64) * sym + n_N[:, None]
         tl.store(yp, narrow(acc, y_ptr.dtype.element_ty, INTERP), mask=(m_M[None, :] < M) & (n_N[:, None] < N))

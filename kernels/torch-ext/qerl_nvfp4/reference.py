@@ -3,7 +3,7 @@
 Shapes: M tokens, N output features, K input features.  A weight is
     W[n, k] = e2m1(code[n, k]) * e4m3(block_scale[n, k // 16]) / global_scale[n or 0]
 with two codes a byte (low nibble first) in `packed` (N, K/2) uint8, `block_scale` (N, K/16) as float8_e4m3fn or its bytes, and
-`global_scale` float32 (1,) or (N,).  The same format as qerl_trl/nvfp4.py, which teaches it; repeated here because a Hub kernel
+`global_scale` float32 (1,) or (N,).  The same format as qerl_trl/nvfp4/format.py, which teaches it; repeated here because a Hub kernel
 may import nothing but torch and triton.
 """
 

@@ -1,14 +1,16 @@
 """Which kernel, with which configuration, for a matrix (N, K) and M tokens on a device.
 
-A table tuned on the device (configs/<device name>.json, written by `python -m qerl_nvfp4.tune`) answers for the shapes it knows;
-a heuristic answers for the others.  A configuration is a small dict:
+A table tuned on the device (configs/device_name=<name>.json, written by `python -m qerl_nvfp4.tune`) answers for the shapes it knows,
+also for another Hopper GPU with as many multiprocessors; a heuristic answers for the others.  A configuration is a small dict:
 
-    {"kernel": "skinny", "BM", "WK", "WN", "R", "grid"}        hopper.skinny_kernel, up to 16 tokens; with an adapter,
+    {"kernel": "skinny", "BM", "WK", "WN", "R", "late", "grid"}    hopper.skinny_kernel, up to 16 tokens, sm_80 and newer; with an adapter,
         "lora": {..., "cost"}                                  what differs, and K steps that a piece of x A^T counts as
     {"kernel": "wgmma", "BM", "P", "S", "permute", "grid"}     hopper_wgmma.wgmma_kernel, tiles of 64 P rows
         "lora": {"tasks", ...}                                 with an adapter: whether x A^T is computed beside it or by cuBLAS before
     {"kernel": "portable", "BM", "BN", "BK", "SK", "NW", "NS", "MMA"}    portable.gemm_kernel
     {"kernel": "dense", "pieces"}                              dequantize into a scratch buffer, then cuBLAS
+
+What the portable kernel takes of shared memory is computed (`portable_shared_memory`) and kept below what the card gives a block.
 """
 
 import functools
@@ -20,6 +22,7 @@ import torch
 
 CONFIG_FOLDER = Path(__file__).parent / "configs"
 BUCKETS = (8, 16, 32, 64, 128, 256, 512, 1024)  # M is rounded up to one of these; above the last: "dense"
+SMALLEST_SHARED_MEMORY = 99 * 1024  # bytes per block; of the GPUs from sm_80 on, sm_86, sm_89 and sm_12x have the least
 
 
 def table_path(device_name: str) -> Path:
@@ -38,10 +41,37 @@ def load_table(device_name: str, sms: int) -> dict[tuple[int, int, int], dict]:
 
 
 @functools.cache
-def device_properties(index: int) -> tuple[str, int, tuple[int, int]]:
-    """Name, multiprocessors, compute capability."""
+def table_for(device_name: str, sms: int, capability: tuple[int, int]) -> tuple[str, dict[tuple[int, int, int], dict]]:
+    """The device whose table is used, and the table: the device's own, or that of another Hopper with as many multiprocessors (an H100
+    SXM or a GH200 has the H200's 132). ("", {}): none."""
+    table = load_table(device_name, sms)
+    if table:
+        return device_name, table
+    if capability[0] == 9:  # only Hopper GPUs are tuned
+        for path in sorted(CONFIG_FOLDER.glob("device_name=*.json")):
+            other = json.loads(path.read_text())["device"]
+            table = load_table(other, sms)
+            if table:
+                return other, table
+    return "", {}
+
+
+def device_properties(index: int | None) -> tuple[str, int, tuple[int, int]]:
+    """Name, multiprocessors, compute capability; None, the index of the meta device: of the current CUDA device."""
+    return _properties(torch.cuda.current_device() if index is None else index)
+
+
+@functools.cache
+def _properties(index: int) -> tuple[str, int, tuple[int, int]]:
     p = torch.cuda.get_device_properties(index)
     return p.name, p.multi_processor_count, (p.major, p.minor)
+
+
+@functools.cache
+def shared_memory_limit(index: int | None) -> int:
+    """Bytes of shared memory that a block may have."""
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device() if index is None else index)
+    return getattr(properties, "shared_memory_per_block_optin", SMALLEST_SHARED_MEMORY)
 
 
 def with_adapter(config: dict) -> dict:
@@ -67,7 +97,7 @@ def skinny_heuristic(N: int, K: int, M: int, sms: int) -> dict | None:
     for WK, WN, R in ((4, 1, 2), (4, 1, 1), (2, 2, 1), (2, 1, 1), (1, 4, 1), (1, 1, 1)):
         config = {"kernel": "skinny", "BM": BM, "WK": WK, "WN": WN, "R": R}
         if skinny_fits(config, N, K):
-            return config | {"grid": sms * (4 if WK * WN == 4 else 8)}
+            return config | {"grid": sms * (4 if BM == 8 else 3) * (1 if WK * WN == 4 else 2)}
     return None
 
 
@@ -82,41 +112,63 @@ def wgmma_heuristic(N: int, K: int, M: int, sms: int) -> dict | None:
     return {"kernel": "wgmma", "BM": BM, "P": P, "S": S, "permute": M <= 64, "grid": grid}
 
 
-def portable_heuristic(N: int, K: int, M: int, sms: int, hopper: bool) -> dict:
+def portable_shared_memory(config: dict) -> int:
+    """Bytes, at most, per block of portable.gemm_kernel: words, scales and x of all stages but one, a tile of decoded weights, barriers.
+
+    An adapter needs less, of any rank: it is added 64 ranks at a time, when the stages are done.
+    """
+    BM, BN, BK = config["BM"], config["BN"], config["BK"]
+    return (config["NS"] - 1) * (BN * BK * 9 // 16 + BM * BK * 2) + BN * BK * 2 + 64
+
+
+def portable_heuristic(
+    N: int, K: int, M: int, sms: int, hopper: bool, shared_memory: int = SMALLEST_SHARED_MEMORY
+) -> dict:
+    """As many stages, up to four, as `shared_memory` bytes hold."""
     BM = 16 if M <= 16 else 32 if M <= 32 else 64
     BN = 64 if N * math.ceil(M / BM) <= 64 * sms else 128
     tiles = math.ceil(N / BN) * math.ceil(M / BM)
     steps = math.ceil(K / 128)
     SK = max(1, min(steps, round(2 * sms / tiles)))
     SK = math.ceil(steps / math.ceil(steps / SK))
-    return {
-        "kernel": "portable",
-        "BM": BM,
-        "BN": BN,
-        "BK": 128,
-        "SK": SK,
-        "NW": 4,
-        "NS": 4 if BM < 64 else 3,
-        "MMA": 3 if hopper else 2,
-    }
+    config = {"kernel": "portable", "BM": BM, "BN": BN, "BK": 128, "SK": SK, "NW": 4, "MMA": 3 if hopper else 2}
+    stages = range(4 if BM < 64 else 3, 1, -1)
+    fitting = (NS for NS in stages if portable_shared_memory(config | {"NS": NS}) <= shared_memory)
+    return config | {"NS": next(fitting, 1)}
 
 
 @functools.lru_cache(maxsize=4096)
-def choose(N: int, K: int, M: int, device_index: int, bf16: bool) -> dict:
-    """The configuration for y (M, N) = x (M, K) W^T."""
+def explain(N: int, K: int, M: int, device_index: int | None, bf16: bool) -> tuple[dict, str]:
+    """The configuration for y (M, N) = x (M, K) W^T, and where it is from: the table of which device, or the heuristic.
+
+    bf16: whether x is bfloat16 and Triton has what the Gluon kernels use (ops.use_gluon).
+    """
     name, sms, capability = device_properties(device_index)
     hopper = capability[0] == 9
     bucket = bucket_of(M)
-    tuned = load_table(name, sms).get((N, K, bucket))
+    owner, table = table_for(name, sms, capability)
+    tuned = table.get((N, K, bucket))
     if tuned is not None and bf16:
-        return tuned
+        return tuned, f"table of {owner}"
     if tuned is not None and tuned["kernel"] == "dense":
         # with an adapter it may be another kernel, which takes bfloat16 only
-        return {k: v for k, v in tuned.items() if k != "lora"}
-    if hopper and bf16 and M <= 512:
-        found = skinny_heuristic(N, K, M, sms) if M <= 16 else wgmma_heuristic(N, K, M, sms)
-        if found is not None:
-            return found
+        return {k: v for k, v in tuned.items() if k != "lora"}, f"table of {owner}"
+    found = None
+    if bf16 and M <= 16 and capability >= (8, 0):
+        found = skinny_heuristic(N, K, M, sms)
+    elif bf16 and hopper and M <= 512:
+        found = wgmma_heuristic(N, K, M, sms)
+    return found or without_gluon(N, K, M, device_index), "heuristic"
+
+
+def choose(N: int, K: int, M: int, device_index: int | None, bf16: bool) -> dict:
+    """The configuration for y (M, N) = x (M, K) W^T."""
+    return explain(N, K, M, device_index, bf16)[0]
+
+
+def without_gluon(N: int, K: int, M: int, device_index: int | None) -> dict:
+    """The portable kernel, or for many tokens the dense path."""
     if M > 128:
         return {"kernel": "dense", "pieces": 1}
-    return portable_heuristic(N, K, M, sms, hopper)
+    _, sms, capability = device_properties(device_index)
+    return portable_heuristic(N, K, M, sms, capability[0] == 9, shared_memory_limit(device_index))

@@ -48,16 +48,18 @@ def layer_splits(size: str) -> dict[tuple[int, int], tuple[int, ...]]:
 
 
 def skinny_candidates(N: int, K: int, bucket: int, sms: int):
-    for WK, WN, R in ((4, 1, 1), (4, 1, 2), (4, 1, 4), (8, 1, 2), (2, 2, 2), (2, 4, 2)):
-        config = {"kernel": "skinny", "BM": 8 if bucket <= 8 else 16, "WK": WK, "WN": WN, "R": R}
+    for WK, WN, R in ((4, 1, 2), (4, 1, 4), (8, 1, 2), (2, 2, 2), (4, 2, 2)):
+        config = {"kernel": "skinny", "BM": 8 if bucket <= 8 else 16, "WK": WK, "WN": WN, "R": R, "late": False}
         if not select.skinny_fits(config, N, K):
             continue
         tiles = N // (16 * R * WN)
-        resident = 20 // (WK * WN)
-        grids = {sms * i for i in (2, 3, 4, 5) if i <= resident} | {
+        resident = 16 // (WK * WN)
+        grids = {sms * i for i in (2, 3, 4) if i <= resident} | {
             tiles * i for i in (1, 2) if tiles * i <= sms * resident
         }
         yield from (config | {"grid": g} for g in sorted(grids))
+        if WK * WN == 4:  # late loads want registers
+            yield from (config | {"late": True, "grid": g} for g in sorted(grids) if g <= 3 * sms)
 
 
 def adapter_candidates(config: dict, bucket: int, sms: int):
@@ -72,9 +74,9 @@ def adapter_candidates(config: dict, bucket: int, sms: int):
     if config["kernel"] == "dense":
         yield config
         return
-    resident = 20 // (config["WK"] * config["WN"])
+    resident = 16 // (config["WK"] * config["WN"])
     for grid in {sms * i for i in range(max(1, resident - 2), resident + 1)} | {config["grid"]}:
-        yield from (layout | {"grid": grid, "cost": cost} for cost in (1, 2, 3, 5, 8))
+        yield from (layout | {"grid": grid, "cost": cost} for cost in (2, 3, 5, 8))
 
 
 WGMMA = {  # tokens -> (BM, P, S, permute)

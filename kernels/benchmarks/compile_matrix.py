@@ -1,0 +1,266 @@
+"""Compile, without a GPU, every kernel that would be selected, for several GPUs and several versions of Triton: registers, stack, shared memory.
+
+    python compile_matrix.py --out results/compile.json --tritons DIR:DIR:...      one folder per version, made by
+        pip install --no-deps --target DIR triton==3.9.0
+    python compile_matrix.py --out compile.json                                   the installed Triton
+
+The launches are the real ones (ops.product, on tensors without memory); only Triton's driver is replaced by one that names the GPU and
+never launches.  A row tells a kernel's registers per thread, bytes of stack per thread (0: nothing is spilled), bytes of shared memory per
+block and the card's limit; or the error.  `--quick` leaves out some matrices and numbers of tokens; kernels/tests runs it.  Versions
+of Triton that are not run now keep their rows in the file.
+"""
+
+import argparse
+import collections
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent / "torch-ext"))
+
+# sm -> a card of this architecture, its multiprocessors, bytes of shared memory that a block may have
+CARDS = {
+    80: ("NVIDIA A100-SXM4-80GB", 108, 163 * 1024),
+    86: ("NVIDIA GeForce RTX 3090", 82, 99 * 1024),
+    89: ("NVIDIA L40S", 142, 99 * 1024),
+    90: ("NVIDIA H200", 132, 227 * 1024),
+    100: ("NVIDIA B200", 148, 227 * 1024),
+    120: ("NVIDIA GeForce RTX 5090", 170, 99 * 1024),
+}
+
+
+class Driver:
+    """What compilation asks of Triton's driver."""
+
+    def __init__(self, sm: int):
+        self.sm = sm
+
+    def get_current_device(self) -> int:
+        return self.sm  # Triton keeps a target per device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self):
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.sm, 32)
+
+
+def pretend(sm: int) -> None:
+    """Let the package and Triton believe in a card of this architecture."""
+    import torch
+    from triton.runtime import driver
+
+    from qerl_nvfp4 import launch, ops, select
+
+    name, sms, shared = CARDS[sm]
+    driver.set_active(Driver(sm))
+    for module in (select, launch, ops):
+        module.device_properties = lambda index: (name, sms, (sm // 10, sm % 10))
+    select.shared_memory_limit = lambda index: shared
+    ops._made_for = lambda index: True
+    torch.cuda.current_device = lambda: 0
+    select.explain.cache_clear()
+
+
+def recorded(call) -> list:
+    """[(kernel, compiled)] of what `call` would launch."""
+    from triton.runtime.jit import JITFunction
+
+    from qerl_nvfp4.launch import only_compile
+
+    found, run = [], JITFunction.run
+
+    def recording(self, *args, **kwargs):
+        found.append((self.__name__, run(self, *args, **kwargs)))
+        return found[-1][1]
+
+    JITFunction.run = recording
+    try:
+        with only_compile():
+            call()
+    finally:
+        JITFunction.run = run
+    return found
+
+
+def product(config: dict, N: int, K: int, M: int, splits: tuple[int, ...], rank: int, dtype):
+    """The launches of one matrix product."""
+    import torch
+
+    from qerl_nvfp4 import ops
+
+    def empty(*shape, dtype=dtype):
+        return torch.empty(*shape, device="meta", dtype=dtype)
+
+    weight = (
+        empty(N, K // 2, dtype=torch.uint8),
+        empty(N, K // 16, dtype=torch.uint8),
+        empty(1, dtype=torch.float32),
+    )
+    adapter = (empty(len(splits) * rank, K), empty(N, rank), splits) if rank else (None, None, None)
+    ops.product(config, empty(M, K), *weight, empty(N), *adapter, empty(M, N))
+
+
+def streams() -> None:
+    """The kernels beside the product."""
+    import torch
+
+    from qerl_nvfp4 import ops
+
+    x, weight = (torch.empty(64, 3584, device="meta", dtype=torch.bfloat16) for _ in range(2))
+    ops._rms_norm(x, torch.empty(3584, device="meta"), 1e-6, x)
+    for rule in ("rtn", "four_over_six", "neighbor_sweep"):
+        ops._quantize(weight, rule, torch.empty(1, device="meta"))
+
+
+def resources(cubin: bytes) -> dict[str, int]:
+    import triton.backends.nvidia
+
+    tool = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    found = dict(re.findall(r"(REG|STACK):(\d+)", text))
+    return {"registers": int(found["REG"]), "stack": int(found["STACK"])}
+
+
+def cases(sm: int, quick: bool):
+    """(what, call): everything that is compiled for an architecture."""
+    import torch
+
+    from qerl_nvfp4 import ops, select, tune
+
+    pretend(sm)
+    shapes, splits = tune.layer_shapes("7B"), tune.layer_splits("7B")
+    matrices = [(*nk, splits.get(nk, (nk[0],))) for nk in shapes.values()]
+    matrices = [matrices[0], matrices[3]] if quick else [*matrices, (1000, 1040, (1000,))]
+    done = set()
+    for dtype in (torch.bfloat16, torch.float16):
+        tokens = (1, 16, 32, 64, 128, 2048) if quick or sm != 90 else (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+        if dtype == torch.float16:
+            tokens = (16,) if quick else (16, 64)
+        for N, K, shards in matrices:
+            for M in tokens:
+                for rank in (0, 32, 256):
+                    config = select.choose(N, K, M, 0, dtype == torch.bfloat16 and ops.use_gluon(0))
+                    used = select.with_adapter(config) if rank else config
+                    resident = -(-used.get("grid", 0) // CARDS[sm][1])
+                    exact = (K, N) if used["kernel"] == "skinny" and not quick else ()  # K and strides are constants
+                    key = (ops._variant(used, rank, dtype), resident, exact)
+                    if key not in done:
+                        done.add(key)
+                        arguments = (config, N, K, M, shards, rank, dtype)
+                        what = {"N": N, "K": K, "tokens": M, "rank": rank, "dtype": str(dtype)[6:], "config": used}
+                        yield what, lambda arguments=arguments: product(*arguments)
+    yield {"config": {"kernel": "streams"}}, streams
+
+
+def compile_all(architectures: list[int], quick: bool) -> list[dict]:
+    """One row per kernel that is launched in each case."""
+    from qerl_nvfp4 import fallback
+
+    rows = []
+    for sm in architectures:
+        for what, call in cases(sm, quick):
+            begin = time.time()
+            try:
+                compiled = recorded(call)
+            except fallback.COMPILE_ERRORS as error:
+                rows.append({"sm": sm, "kernel": what["config"]["kernel"]} | what | {"error": repr(error)[:400]})
+                print(rows[-1], flush=True)
+                continue
+            for name, kernel in compiled:
+                row = {"sm": sm, "kernel": name} | what | resources(kernel.asm["cubin"])
+                row |= {"shared": kernel.metadata.shared, "shared_limit": CARDS[sm][2]}
+                if row not in rows:
+                    rows.append(row)
+            print(f"sm_{sm} {what} {time.time() - begin:.1f} s", flush=True)
+        for key, reason in fallback.refused.items():  # of the streaming kernels, which fall back by themselves
+            rows.append({"sm": sm, "kernel": str(key), "error": reason})
+        fallback.forget()
+    return rows
+
+
+def table(result: dict) -> list[str]:
+    """Per Triton and architecture: kernels compiled, failed, spilling, and the most shared memory."""
+    lines = [
+        "| Triton | sm | kernel | compiled | failed | with a stack | largest stack | most shared KiB | limit KiB |"
+    ]
+    lines.append("|---|---|---|---:|---:|---:|---:|---:|---:|")
+    for version, rows in result["tritons"].items():
+        groups = collections.defaultdict(list)
+        for row in rows:
+            groups[row["sm"], row["kernel"]].append(row)
+        for (sm, kernel), found in groups.items():
+            good = [row for row in found if "error" not in row]
+            stacks = [row["stack"] for row in good]
+            shared = max((row["shared"] for row in good), default=0) / 1024
+            limit = CARDS[sm][2] // 1024
+            counts = f"{len(good)} | {len(found) - len(good)} | {sum(s > 0 for s in stacks)} | {max(stacks, default=0)}"
+            lines.append(f"| {version} | {sm} | {kernel} | {counts} | {shared:.0f} | {limit} |")
+    return lines
+
+
+def in_a_process_of_its_own(triton: str, arguments: list[str], log=None) -> tuple[str, list[dict]]:
+    """The rows of one Triton; "": the installed one."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [triton, environment.get("PYTHONPATH", "")]))
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "rows.json"
+        command = [sys.executable, __file__, "--inside", "--out", str(out), *arguments]
+        result = subprocess.run(command, env=environment, stdout=log, stderr=subprocess.STDOUT, check=False)
+        if result.returncode:
+            raise RuntimeError(
+                f"{' '.join(command)} with Triton from {triton or 'the environment'} failed; see its output"
+            )
+        found = json.loads(out.read_text())
+    return found["triton"], found["rows"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("compile.json"))
+    parser.add_argument("--tritons", default="", help="folders with a Triton each, separated like PATH")
+    parser.add_argument("--architectures", default=",".join(map(str, CARDS)))
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--inside", action="store_true", help="with the Triton of this process")
+    args = parser.parse_args()
+    architectures = [int(sm) for sm in args.architectures.split(",")]
+    if args.inside:
+        import triton
+
+        result = {"triton": triton.__version__, "rows": compile_all(architectures, args.quick)}
+    else:
+        passed_on = ["--architectures", args.architectures] + ["--quick"] * args.quick
+        folders = args.tritons.split(os.pathsep)
+        command = f"compile_matrix.py --architectures {args.architectures}" + " --quick" * args.quick
+        old = json.loads(args.out.read_text())["tritons"] if args.out.is_file() else {}
+        result = {"command": f"{command} --tritons <one folder per version>", "tritons": old}
+        for folder in folders:
+            version, rows = in_a_process_of_its_own(folder, passed_on)
+            result["tritons"][version] = rows
+        print("\n".join(table(result)))
+    temporary = args.out.with_suffix(".tmp")
+    head = {k: v for k, v in result.items() if k not in ("tritons", "rows")}
+    if args.inside:
+        temporary.write_text(json.dumps(result))
+    else:  # a row per line
+        versions = ",\n".join(
+            f" {json.dumps(version)}: [\n  " + ",\n  ".join(map(json.dumps, rows)) + "\n ]"
+            for version, rows in sorted(result["tritons"].items())
+        )
+        temporary.write_text(json.dumps(head)[:-1] + ', "tritons": {\n' + versions + "\n}}\n")
+    os.replace(temporary, args.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""A kernel that does not compile is replaced by a slower one, once said; other errors are not touched."""
+
+import warnings
+
+import pytest
+import torch
+from nvfp4_cases import random_weight, relative_error
+
+triton = pytest.importorskip("triton")
+from triton.runtime.errors import OutOfResources, PTXASError  # noqa: E402
+
+from qerl_nvfp4 import fallback, ops, portable, reference, select  # noqa: E402
+
+pytestmark = pytest.mark.skipif(not portable.INTERPRET, reason="the kernels run in Triton's interpreter")
+
+WGMMA = {"kernel": "wgmma", "BM": 32, "P": 2, "S": 5, "permute": True, "grid": 8}
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch):
+    monkeypatch.setattr(select, "device_properties", lambda index: ("some Hopper", 100, (9, 0)))
+    monkeypatch.setattr(select, "shared_memory_limit", lambda index: 227 * 1024)
+    fallback.forget()
+    yield
+    fallback.forget()
+
+
+def failing(monkeypatch, errors: dict[str, Exception]) -> list[str]:
+    """Launches of these kernels fail; the list tells which kernels were tried."""
+    tried, launch = [], ops.launch
+
+    def failing_launch(config, *arguments):
+        tried.append(config["kernel"])
+        if config["kernel"] in errors:
+            raise errors[config["kernel"]]
+        launch(config, *arguments, pdl=False)
+
+    monkeypatch.setattr(ops, "launch", failing_launch)
+    return tried
+
+
+def multiply(config, M=20):
+    """A product with an adapter, and its relative error."""
+    N, K, rank = 96, 512, 16
+    packed, scale, gs = random_weight(N, K)
+    g = torch.Generator().manual_seed(M)
+    x = torch.randn(M, K, generator=g).bfloat16()
+    a, b = torch.randn(rank, K, generator=g).bfloat16(), torch.randn(N, rank, generator=g).bfloat16()
+    out = torch.full((M, N), float("nan"), dtype=torch.bfloat16)
+    ops.product_by_any(config, x, packed, scale, gs, None, a, b, None, out)
+    exact = x.double() @ reference.dequantize(packed, scale, gs, torch.float64).T
+    return relative_error(out, exact + reference.lora(x.double(), a.double(), b.double(), None))
+
+
+def test_wgmma_falls_back_to_the_portable_kernel_and_says_so_once(monkeypatch):
+    tried = failing(monkeypatch, {"wgmma": PTXASError("ptxas fatal: Unsupported .version 9.0")})
+    with pytest.warns(RuntimeWarning, match=r"the wgmma kernel .* \(PTXASError: .*Unsupported .version.*The portable"):
+        assert multiply(WGMMA) < 5e-3
+    assert tried == ["wgmma", "portable"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        assert multiply(WGMMA) < 5e-3
+    assert tried == ["wgmma", "portable", "portable"], "what was refused is not tried again"
+
+
+def test_the_portable_kernel_falls_back_to_the_dense_path(monkeypatch):
+    errors = {kernel: OutOfResources(200_000, 101_376, "shared memory") for kernel in ("wgmma", "portable")}
+    tried = failing(monkeypatch, errors)
+    with pytest.warns(RuntimeWarning, match="out of resource") as said:
+        assert multiply(WGMMA) < 5e-3
+    assert tried == ["wgmma", "portable"]
+    assert [str(w.message).split()[2] for w in said] == ["wgmma", "portable"]
+
+
+def test_many_tokens_go_from_wgmma_to_the_dense_path(monkeypatch):
+    tried = failing(monkeypatch, {"wgmma": PTXASError("no")})
+    with pytest.warns(RuntimeWarning, match="The dense path"):
+        assert multiply(WGMMA | {"BM": 128, "permute": False, "S": 2}, M=130) < 5e-3
+    assert tried == ["wgmma"]
+
+
+def test_without_any_kernel_there_is_plain_pytorch(monkeypatch):
+    def refuse(kernel, *grid):
+        raise PTXASError("no")
+
+    failing(monkeypatch, {"portable": PTXASError("no")})
+    monkeypatch.setattr(ops, "launcher", refuse)
+    config = select.portable_heuristic(96, 512, 20, 100, hopper=False)
+    with pytest.warns(RuntimeWarning) as said:
+        assert multiply(config) < 5e-3
+    assert {str(w.message).split()[2] for w in said} == {"portable", "dequantize", "lora_up"}
+    weight, gs = torch.randn(4, 32), torch.tensor([64.0])
+    x, w = torch.randn(3, 64).bfloat16(), torch.ones(64)
+    with pytest.warns(RuntimeWarning, match="Plain PyTorch"):
+        packed, _ = ops._quantize(weight, "four_over_six", gs)
+    with pytest.warns(RuntimeWarning, match="Plain PyTorch"):
+        y, h = ops._rms_norm(x, w, 1e-6, x)
+    assert torch.equal(packed, reference.quantize(weight, "four_over_six", gs)[0])
+    assert torch.equal(y, reference.rms_norm(x, w, 1e-6, x)[0])
+    assert torch.equal(h, 2 * x)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("CUDA error: an illegal memory access was encountered"),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        ValueError("lora_b has the wrong shape"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_errors_that_are_not_the_compilers_are_raised(monkeypatch, error):
+    failing(monkeypatch, {"wgmma": error})
+    with pytest.raises(type(error), match=str(error)[:10]):
+        multiply(WGMMA)
+    assert not fallback.refused
+
+
+def test_an_error_inside_the_compiler_is_the_compilers_whatever_its_type():
+    namespace = {"__name__": "triton.compiler.compiler"}
+    exec("def compile(): raise RuntimeError('PassManager::run failed')", namespace)  # as MLIR raises it
+    with pytest.raises(RuntimeError) as found:
+        namespace["compile"]()
+    assert fallback.of_the_compiler(found.value)
+    assert not fallback.of_the_compiler(RuntimeError("PassManager::run failed"))
+
+
+def test_the_tuner_gets_the_error(monkeypatch):
+    """A configuration that does not compile must not be timed as another one."""
+    failing(monkeypatch, {"wgmma": PTXASError("no")})
+    with pytest.raises(PTXASError):
+        ops.product(WGMMA, torch.zeros(20, 512), *random_weight(96, 512), None, None, None, None, torch.zeros(20, 96))
+
+
+def test_what_was_refused_is_listed(monkeypatch):
+    monkeypatch.setattr(ops, "device_properties", lambda index: ("some Hopper", 100, (9, 0)))
+    monkeypatch.setattr(ops, "is_available", lambda device: True)
+    select.explain.cache_clear()
+    config = select.choose(4096, 4096, 64, 0, True)
+    rows = ops.selected(4096, 4096, (64,), 0)
+    assert [(row.kernel, row.why) for row in rows] == [("wgmma", "heuristic")]
+    fallback.refused[ops._variant(config, 0, torch.bfloat16)] = "PTXASError: no"
+    rows = ops.selected(4096, 4096, (64,), 0)
+    assert [(row.kernel, row.why) for row in rows] == [("portable", "wgmma does not compile: PTXASError: no")]
+    assert "wgmma does not compile: PTXASError: no" in ops.describe(0)
+    select.explain.cache_clear()

@@ -1,0 +1,171 @@
+"""Compile what a model will launch before it is launched: every kernel once, in parallel.
+
+Each matrix and number of tokens goes through the launch code itself, with tensors on the meta device and Triton's warm-up in place of
+the launch (launch.launcher): there is no second list of what a kernel is specialized on.  Triton keeps the binaries in its cache on disk
+(TRITON_CACHE_DIR); in this process they are loaded as well, so that the first launch finds everything.
+"""
+
+import concurrent.futures
+import contextlib
+import functools
+import itertools
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from . import ops
+from .select import BUCKETS, choose
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+#: numbers of tokens that between them run every kernel: what a launch makes of a number changes once within a bucket at most
+TOKENS = (*(M for low, high in itertools.pairwise((0, *BUCKETS)) for M in (low + 1, high)), BUCKETS[-1] + 1)
+QUIET_S = 1.0  # to load what an earlier start has compiled takes less, and nothing is said about it
+
+
+class Weight(NamedTuple):
+    """A packed weight (N, K) of one or several layers of `splits` rows each, and the rank of their adapters (0: none)."""
+
+    N: int
+    K: int
+    splits: tuple[int, ...]
+    rank: int = 0
+    bias: bool = False
+
+
+class Compiled(NamedTuple):
+    """How many kernels are ready, and why others failed to compile, which a launch would try again."""
+
+    kernels: int
+    seconds: float
+    failed: list[str]
+
+
+class _Collector(concurrent.futures.Executor):
+    """Takes what Triton would compile, and compiles it when all is known."""
+
+    def __init__(self) -> None:
+        self.tasks: list[tuple[concurrent.futures.Future, Callable[[], Any]]] = []
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> concurrent.futures.Future:
+        future: concurrent.futures.Future = concurrent.futures.Future()
+        self.tasks.append((future, lambda: fn(*args, **kwargs)))
+        return future
+
+    def cancel(self) -> None:
+        for future, _ in self.tasks:
+            future.cancel()
+            future.set_running_or_notify_cancel()  # else whoever waits for it is not told
+
+    def run(self, device: int, threads: int, tell: Callable[[str], None]) -> list[str]:
+        """Returns the errors."""
+        begin, futures = time.perf_counter(), [future for future, _ in self.tasks]
+        threads = max(1, min(threads, len(futures)))
+        with concurrent.futures.ThreadPoolExecutor(
+            threads, initializer=torch.cuda.set_device, initargs=(device,)
+        ) as pool:
+            for future, compile_fn in self.tasks:
+                pool.submit(_compile, compile_fn).add_done_callback(functools.partial(_pass_on, future))
+            _, left = concurrent.futures.wait(futures, timeout=QUIET_S)
+            if left:
+                tell(
+                    f"Compiling {len(left)} kernels for this model and GPU on {threads} threads (first start only) ..."
+                )
+        if left:
+            tell(f"... {time.perf_counter() - begin:.0f} s")
+        errors = [future.exception() for future in futures]
+        return [f"{type(error).__name__}: {error}" for error in errors if error is not None]
+
+
+def _compile(compile_fn: Callable[[], Any]) -> Any:
+    kernel = compile_fn()
+    kernel.run  # noqa: B018  compiles the C function that launches it, which takes as long as a small kernel, and loads both
+    return kernel
+
+
+def _pass_on(future: concurrent.futures.Future, done: concurrent.futures.Future) -> None:
+    error = done.exception()
+    if error is None:
+        future.set_result(done.result())
+    else:  # the launch raises it again, where it can be handled
+        future.set_exception(error)
+
+
+def precompile(
+    weights: Iterable[Weight],
+    tokens: Iterable[int] = TOKENS,
+    norms: Iterable[int] = (),
+    dtype: torch.dtype = torch.bfloat16,
+    threads: int | None = None,
+    tell: Callable[[str], None] = print,
+) -> Compiled:
+    """Compile every kernel that `linear` launches for these weights and numbers of tokens, and `rms_norm` for rows of `norms` elements.
+
+    For the current CUDA device; without one that the kernels are made for it does nothing. `threads`: one per processor unless given.
+    `tell` is called where it takes more than a second, before and after.
+    """
+    begin = time.perf_counter()
+    if not ops.is_available() or dtype not in (
+        torch.bfloat16,
+        torch.float16,
+    ):  # other types take the plain PyTorch path
+        return Compiled(0, 0.0, [])
+    import triton
+
+    from .launch import only_compile
+
+    collector, device = _Collector(), torch.cuda.current_device()
+    with triton.AsyncCompileMode(collector, ignore_errors=True):
+        try:
+            with only_compile():
+                _launch_all(weights, sorted(set(tokens)), norms, dtype, device)
+        except BaseException:
+            collector.cancel()  # or leaving the mode would wait for them
+            raise
+        with _one_process_at_a_time():
+            failed = collector.run(device, threads or _processors(), tell)
+    return Compiled(len(collector.tasks) - len(failed), time.perf_counter() - begin, failed)
+
+
+def _processors() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextlib.contextmanager
+def _one_process_at_a_time() -> Iterator[None]:
+    """Among those that share Triton's cache: the first one compiles, the others find what it has compiled."""
+    with contextlib.ExitStack() as stack:
+        if fcntl is not None:
+            import triton
+
+            folder = Path(triton.knobs.cache.dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(open(folder / "qerl_nvfp4.lock", "w"))
+            with contextlib.suppress(OSError):  # a file system without locks: every process compiles
+                fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _launch_all(weights, tokens: list[int], norms, dtype: torch.dtype, device: int) -> None:
+    def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    bf16 = dtype == torch.bfloat16 and ops.use_gluon(device)
+    for N, K, splits, rank, bias in dict.fromkeys(weights):
+        weight = empty(N, K // 2, dtype=torch.uint8), empty(N, K // 16, dtype=torch.uint8)
+        divisor = empty(1, dtype=torch.float32)  # one per row runs the same kernels
+        adapter = (empty(len(splits) * rank, K), empty(N, rank), splits) if rank else (None, None, None)
+        for M in tokens:
+            config = choose(N, K, M, device, bf16)
+            ops.product(config, empty(M, K), *weight, divisor, empty(N) if bias else None, *adapter, empty(M, N))
+    for K in norms:
+        x, norm = empty(1, K), empty(K, dtype=torch.float32)
+        ops._rms_norm(x, norm, 1e-6)
+        ops._rms_norm(x, norm, 1e-6, x)
