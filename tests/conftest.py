@@ -15,8 +15,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
-from tiny_models import make_tiny_config, make_tiny_model, make_tiny_tokenizer, write_packed_checkpoint
 from transformers import PretrainedConfig
+
+from tests.tiny_models import make_tiny_config, make_tiny_model, make_tiny_tokenizer, write_packed_checkpoint
 
 
 @pytest.fixture(scope="session")

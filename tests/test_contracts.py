@@ -65,7 +65,7 @@ def test_what_the_mixin_reads(cls):
 def test_log_probabilities_behind_the_mismatch():
     source = inspect.getsource(trl.GRPOTrainer)
     for key in ('"sampling_per_token_logps"', '"old_per_token_logps"', '"importance_sampling_ratio"'):
-        assert key in source, f"QeRLMixin._log_mismatch reads {key}"
+        assert key in source, f"mismatch.measure reads {key}"
     for cls in (trl.GRPOTrainer, trl.RLOOTrainer):
         names = parameters(cls._get_per_token_logps_and_entropies)
         assert names[:5] == ["self", "model", "input_ids", "attention_mask", "logits_to_keep"]

@@ -29,7 +29,7 @@ def test_import_is_light():
 def test_training_imports_vllm_only_if_trl_does():
     """TRL imports vLLM where it is installed; nothing here adds to that."""
     code = "import sys, trl.trainer.grpo_trainer, trl.trainer.rloo_trainer; before = 'vllm' in sys.modules;"
-    code += "import qerl_trl.trainer, qerl_trl.noise, qerl_trl.export; print(('vllm' in sys.modules) == before)"
+    code += "import qerl_trl.trainer, qerl_trl.noise, qerl_trl.publish.export; print(('vllm' in sys.modules) == before)"
     assert run_python(code).strip() == "True"
 
 

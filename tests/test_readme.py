@@ -12,6 +12,7 @@ from datasets import Dataset
 from trl import ModelConfig, TrlParser
 
 from qerl_trl import QeRLConfig
+from qerl_trl.nvfp4.linear import has_nvfp4
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -56,7 +57,7 @@ def test_the_three_line_diff_turns_a_trl_script_into_ours(tiny_model_dir, tiny_t
     trainer = namespace["trainer"]
     assert type(trainer).__name__ == "QeRLGRPOTrainer"
     assert trainer.state.global_step > 0
-    assert trainer._is_nvfp4()
+    assert has_nvfp4(trainer.model)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples" / "configs").glob("*.yaml")), ids=lambda p: p.stem)

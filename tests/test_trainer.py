@@ -23,8 +23,8 @@ from qerl_trl import (
     last_checkpoint,
 )
 from qerl_trl.checkpoint import MANIFEST_NAME
-from qerl_trl.linear import NVFP4Linear
 from qerl_trl.lora import register_nvfp4_lora
+from qerl_trl.nvfp4.linear import NVFP4Linear
 
 LORA = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
 PROMPTS = Dataset.from_dict({"prompt": [f"say {word} " for word in ("one", "two", "six", "ten")] * 4})
@@ -278,12 +278,23 @@ def test_model_init_kwargs_are_restored(make_trainer):
     trainer.args.to_json_string()
 
 
-def test_tags_and_card(make_trainer, tmp_path):
-    trainer = make_trainer()
-    trainer.create_model_card(model_name="m")
+@pytest.mark.parametrize(
+    ("trainer_class", "name", "other"),
+    [(QeRLGRPOTrainer, "grpo", "rloo"), (QeRLRLOOTrainer, "rloo", "grpo")],
+    ids=["grpo", "rloo"],
+)
+def test_tags_and_card(make_trainer, tmp_path, trainer_class, name, other):
+    trainer = make_trainer(trainer_class=trainer_class, max_steps=2)
+    trainer.train()
+    trainer.create_model_card(model_name="m", tags=trainer._tag_names)
     card = (tmp_path / "run" / "README.md").read_text()
-    for tag in ("qerl", "nvfp4", "grpo"):
-        assert f"- {tag}" in card
+    for tag in ("qerl", "nvfp4", name):
+        assert f"- {tag}\n" in card
+    assert f"| method | {name.upper()} with TRL" in card
+    assert other not in card.lower()
+    assert "rewards/spread_reward/mean" in card  # the reward that was given, by its own name
+    for word in ("math word problems", "gsm8k", "correctness"):
+        assert word not in card.lower()
     assert "2510.11696" in card
 
 
@@ -597,49 +608,3 @@ def test_rewards_without_spread_are_reported(make_trainer, caplog):
     with caplog.at_level(logging.WARNING):
         make_trainer(reward=flat, max_steps=3, zero_advantage_patience=2).train()
     assert "last 2 rollouts" in caplog.text
-
-
-# --- the mismatch between rollout and trainer ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("mode", "low", "high", "ratio", "fraction"),
-    [
-        ("token_truncate", None, 2.0, [[2.0, 1.0, 0.5, 9.0]], 1 / 3),
-        ("token_truncate", 0.5, None, [[2.0, 1.0, 0.5, 9.0]], 1 / 3),
-        ("token_truncate", 0.5, 2.0, [[2.0, 1.0, 0.5, 9.0]], 2 / 3),
-        ("token_mask", None, 2.0, [[0.0, 1.0, 0.5, 9.0]], 1 / 3),
-        ("sequence_truncate", None, 2.0, [[2.0]], 1.0),
-    ],
-)
-def test_truncated_fraction_counts_both_ends_of_real_tokens(make_trainer, mode, low, high, ratio, fraction):
-    trainer = make_trainer(
-        vllm_importance_sampling_mode=mode,
-        vllm_importance_sampling_clip_min=low,
-        vllm_importance_sampling_clip_max=high,
-    )
-    trainer._log_mismatch(
-        {
-            "completion_mask": torch.tensor([[1, 1, 1, 0]]),
-            "sampling_per_token_logps": torch.zeros(1, 4),
-            "old_per_token_logps": torch.tensor([[math.log(2), 0.0, math.nan, 5.0]]),
-            "importance_sampling_ratio": torch.tensor(ratio),
-        }
-    )
-    metrics = trainer._metrics["train"]
-    assert metrics["rollout/truncated_fraction"] == [pytest.approx(fraction)]
-    assert metrics["rollout/mismatch_kl"] == [pytest.approx((1 - math.log(2)) / 2)]  # the two tokens that were scored
-
-
-def test_the_mismatch_is_measured_on_as_many_sequences_at_a_time_as_a_step(make_trainer, monkeypatch):
-    trainer = make_trainer(per_device_train_batch_size=2, num_generations=2, gradient_accumulation_steps=4, max_steps=3)
-    sizes, logps = [], trainer._get_per_token_logps_and_entropies
-
-    def watching(model, input_ids, *args, batch_size=None, **kwargs):
-        sizes.append(batch_size or len(input_ids))
-        return logps(model, input_ids, *args, batch_size=batch_size, **kwargs)
-
-    monkeypatch.setattr(trainer, "_get_per_token_logps_and_entropies", watching)
-    trainer.train()
-    assert logged(trainer, "rollout/mismatch_kl")
-    assert set(sizes) == {2}

@@ -10,18 +10,18 @@ __version__ = "0.1.0.dev0"
 
 #: public name -> module that defines it
 _EXPORTS = {
-    "AQNCallback": "noise",
-    "NVFP4Config": "quantizer",
-    "NVFP4Linear": "linear",
+    "AQNCallback": "noise.callback",
+    "NVFP4Config": "nvfp4.config",
+    "NVFP4Linear": "nvfp4.linear",
     "QeRLConfig": "config",
     "QeRLGRPOTrainer": "trainer",
     "QeRLRLOOConfig": "config",
     "QeRLRLOOTrainer": "trainer",
-    "from_pretrained": "quantizer",
+    "from_pretrained": "nvfp4.config",
     "last_checkpoint": "checkpoint",
     "load_adapter": "lora",
-    "load_config": "quantizer",
-    "pretrained_kwargs": "quantizer",
+    "load_config": "nvfp4.config",
+    "pretrained_kwargs": "nvfp4.config",
 }
 
 __all__ = sorted([*_EXPORTS, "__version__"])
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from .checkpoint import last_checkpoint as last_checkpoint
     from .config import QeRLConfig as QeRLConfig
     from .config import QeRLRLOOConfig as QeRLRLOOConfig
-    from .linear import NVFP4Linear as NVFP4Linear
     from .lora import load_adapter as load_adapter
-    from .noise import AQNCallback as AQNCallback
-    from .quantizer import NVFP4Config as NVFP4Config
-    from .quantizer import from_pretrained as from_pretrained
-    from .quantizer import load_config as load_config
-    from .quantizer import pretrained_kwargs as pretrained_kwargs
+    from .noise.callback import AQNCallback as AQNCallback
+    from .nvfp4.config import NVFP4Config as NVFP4Config
+    from .nvfp4.config import from_pretrained as from_pretrained
+    from .nvfp4.config import load_config as load_config
+    from .nvfp4.config import pretrained_kwargs as pretrained_kwargs
+    from .nvfp4.linear import NVFP4Linear as NVFP4Linear
     from .trainer import QeRLGRPOTrainer as QeRLGRPOTrainer
     from .trainer import QeRLRLOOTrainer as QeRLRLOOTrainer
 

@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or not there, and when they are taken: seal, verify, find, `SaveBetweenRollouts`.
+"""Checkpoints that are whole or not there: seal, verify, find.
 
 `Trainer` writes a checkpoint file by file into its final folder, so a run that is killed meanwhile leaves a folder that
 looks like a checkpoint. Here the last file written is a manifest with the size and SHA-256 of every other file; a folder
@@ -12,18 +12,15 @@ import logging
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
-
-from transformers import TrainerCallback
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
 logger = logging.getLogger(__name__)
 
 MANIFEST_NAME = "qerl_manifest.json"
-_FOLDER = re.compile(rf"^{PREFIX_CHECKPOINT_DIR}-(\d+)$")
 
 
-def seal(folder: str | os.PathLike, run: dict | None = None, hashed: dict[str, str] | None = None) -> None:
+def seal(folder: str | os.PathLike, run: Mapping | None = None, hashed: dict[str, str] | None = None) -> None:
     """Write the manifest of `folder`, atomically and last.
 
     Args:
@@ -74,11 +71,15 @@ def problems(folder: str | os.PathLike) -> list[str]:
 
 def last_checkpoint(output_dir: str | os.PathLike) -> str | None:
     """The newest whole checkpoint in `output_dir`, or `None`. Damaged newer ones are skipped with a warning each."""
+    # here, because it imports PEFT, which imports bitsandbytes where it is installed; `qerl-trl quantize` needs neither
+    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
     output_dir = Path(output_dir)
     if not output_dir.is_dir():
         return None
+    pattern = re.compile(rf"^{PREFIX_CHECKPOINT_DIR}-(\d+)$")
     steps = sorted(
-        (int(m.group(1)) for p in output_dir.iterdir() if p.is_dir() and (m := _FOLDER.match(p.name))), reverse=True
+        (int(m.group(1)) for p in output_dir.iterdir() if p.is_dir() and (m := pattern.match(p.name))), reverse=True
     )
     for step in steps:
         folder = output_dir / f"{PREFIX_CHECKPOINT_DIR}-{step}"
@@ -89,10 +90,30 @@ def last_checkpoint(output_dir: str | os.PathLike) -> str | None:
     return None
 
 
+def to_resume(resume_from_checkpoint: str | bool | None, output_dir: str | os.PathLike) -> str | None:
+    """The whole checkpoint that `Trainer.train(resume_from_checkpoint)` means, `None` for a fresh start.
+
+    Raises:
+        `ValueError`: there is none in `output_dir`, or the one that was named is damaged.
+    """
+    if resume_from_checkpoint is True:
+        newest = last_checkpoint(output_dir)
+        if newest is None:
+            raise ValueError(
+                f"resume_from_checkpoint=True, but there is no whole checkpoint in {output_dir}. Start without it, or give the path "
+                "of a checkpoint."
+            )
+        return newest
+    if not resume_from_checkpoint:
+        return None
+    verify(resume_from_checkpoint)
+    return resume_from_checkpoint
+
+
 def verify(folder: str | os.PathLike) -> None:
     """Check a checkpoint that the user named.
 
-    A folder without a manifest may come from a stock TRL trainer: accepted with a warning.
+    A folder without a manifest may come from TRL's own trainer: accepted with a warning.
 
     Raises:
         `ValueError`: the folder is not there or is damaged; names the files.
@@ -115,7 +136,7 @@ def verify(folder: str | os.PathLike) -> None:
         )
 
 
-def run_differences(folder: str | os.PathLike, run: dict) -> list[str]:
+def run_differences(folder: str | os.PathLike, run: Mapping) -> list[str]:
     """Settings in which the sealed checkpoint and `run` differ, one line each."""
     path = Path(folder) / MANIFEST_NAME
     if not path.is_file():
@@ -124,7 +145,7 @@ def run_differences(folder: str | os.PathLike, run: dict) -> list[str]:
     return [f"{key}: {saved[key]!r} then, {run[key]!r} now" for key in saved if key in run and saved[key] != run[key]]
 
 
-def write_json_atomically(path: Path, content: dict | list) -> None:
+def write_json_atomically(path: Path, content: Mapping | list) -> None:
     """Write beside, flush to disk, rename."""
     temporary = path.with_name(f".{path.name}.tmp")
     with open(temporary, "w") as file:
@@ -138,33 +159,3 @@ def write_json_atomically(path: Path, content: dict | list) -> None:
 def sha256(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-class SaveBetweenRollouts(TrainerCallback):
-    """Moves a save to the next step after which a new rollout begins.
-
-    Completions in use are not part of a checkpoint, so a run resumed in the middle of them would draw others: only between
-    rollouts does it continue the same trajectory. Matters with `num_iterations > 1` or `steps_per_generation` above the
-    gradient accumulation. Where evaluations decide about checkpoints (`save_strategy="best"`, `load_best_model_at_end`), they
-    move along: the weights that were evaluated are the weights that are saved.
-    """
-
-    def __init__(self, trainer):
-        self._trainer = trainer
-        self._pending: set[str] = set()
-
-    def on_step_end(self, args, state, control, **kwargs):
-        rollout_every = args.steps_per_generation * getattr(args, "num_iterations", 1)
-        moved = ["should_save"]
-        if args.save_strategy == SaveStrategy.BEST or args.load_best_model_at_end:
-            moved.append("should_evaluate")
-        if self._trainer._step % rollout_every == 0 or state.global_step >= state.max_steps:
-            for name in self._pending:
-                setattr(control, name, True)
-            self._pending.clear()
-            return control
-        for name in moved:
-            if getattr(control, name):
-                setattr(control, name, False)
-                self._pending.add(name)
-        return control

@@ -10,15 +10,17 @@ from dataclasses import dataclass, field
 
 from trl import GRPOConfig, RLOOConfig
 
-from .noise import SCOPES
-from .nvfp4 import SCALE_RULES
-from .schedules import SCHEDULES, make_schedule
+from .noise.callback import SCOPES
+from .noise.schedules import SCHEDULES, make_schedule
+from .nvfp4.format import SCALE_RULES
+from .rollout.arms import check_options
+from .upstream import OnlineConfig
 
 BASE_FORMATS = ("nvfp4", "bf16", "nf4", "full")
 
 
 @dataclass(repr=False)  # the generated one would show hub_token
-class QeRLArguments:
+class QeRLArguments(OnlineConfig):
     r"""
     The fields that QeRL adds to a TRL config. Mixed into [`QeRLConfig`] and [`QeRLRLOOConfig`].
 
@@ -53,7 +55,7 @@ class QeRLArguments:
         aqn_seed (`int`, *optional*):
             Seed of the noise. Defaults to `seed`.
         aqn_entropy_target (`float`, *optional*):
-            Entropy in nats a token that `aqn_schedule="entropy_target"` steers to.
+            Entropy in nats per token that `aqn_schedule="entropy_target"` steers to.
 
         > Rollout in vLLM
 
@@ -63,11 +65,12 @@ class QeRLArguments:
             `vllm_enable_sleep_mode` moves to host memory while training (level 1). Under FSDP 2 the engine of each process keeps a
             copy of the full base in any case.
         rollout_mismatch_threshold (`float`, *optional*, defaults to `0.1`):
-            Warn when the estimated KL divergence a token between rollout and trainer exceeds this value, in nats.
+            Warn when the estimated KL divergence per token between rollout and trainer exceeds this value, in nats.
         rollout_timeout (`float`, *optional*):
             End the run, with the cause, when one rollout in vLLM takes longer than this, in seconds.
         vllm_gpu_memory_utilization (`float`, *optional*):
-            As TRL's, but left out by default: the KV cache is then planned from what is free, and the plan is printed.
+            As TRL's, but left out by default: the KV cache is then planned (`qerl-trl plan` shows how), from what all sequences need
+            down to what is left. `vllm_max_model_length`, left out, is the longest prompt of the data plus `max_completion_length`.
         vllm_engine_kwargs (`dict`, *optional*):
             Further arguments of `vllm.LLM` in colocate mode, such as `{"enforce_eager": true}`.
 
@@ -107,13 +110,13 @@ class QeRLArguments:
     )
     aqn_seed: int | None = field(default=None, metadata={"help": "Seed of the noise. Defaults to `seed`."})
     aqn_entropy_target: float | None = field(
-        default=None, metadata={"help": "Entropy (nats a token) that aqn_schedule='entropy_target' steers to."}
+        default=None, metadata={"help": "Entropy (nats per token) that aqn_schedule='entropy_target' steers to."}
     )
     share_weights: bool = field(
         default=True, metadata={"help": "Colocated vLLM reads the trainer's weights instead of a second copy."}
     )
     rollout_mismatch_threshold: float | None = field(
-        default=0.1, metadata={"help": "Warn when the rollout/trainer KL a token (nats) exceeds this value."}
+        default=0.1, metadata={"help": "Warn when the rollout/trainer KL per token (nats) exceeds this value."}
     )
     rollout_timeout: float | None = field(
         default=None, metadata={"help": "End the run when one rollout in vLLM takes longer than this, in seconds."}
@@ -141,7 +144,7 @@ class QeRLArguments:
                 raise ValueError(f"{name}={value} is not a standard deviation. Pass a finite number >= 0.")
         if self.aqn and self.aqn_schedule == "entropy_target" and self.aqn_entropy_target is None:
             raise ValueError(
-                "aqn_schedule='entropy_target' needs a target. Set aqn_entropy_target, in nats a token; the `entropy` "
+                "aqn_schedule='entropy_target' needs a target. Set aqn_entropy_target, in nats per token; the `entropy` "
                 "that a short run without noise logs is a good first value."
             )
         if self.aqn:
@@ -157,6 +160,7 @@ class QeRLArguments:
                 raise ValueError(f"aqn_schedule={self.aqn_schedule!r}, aqn_{error}") from error
         if self.zero_advantage_patience < 1:
             raise ValueError(f"zero_advantage_patience={self.zero_advantage_patience} must be at least 1.")
+        check_options(self)  # type: ignore[arg-type]  # one of the two classes below
         if self.use_transformers_continuous_batching:
             raise ValueError(
                 "use_transformers_continuous_batching=True casts the whole model to bf16 before it generates, the fp32 "
@@ -182,7 +186,7 @@ def _check_choice(name: str, value: str, choices) -> None:
 
 
 @dataclass(repr=False)  # the generated one would show hub_token
-class QeRLConfig(QeRLArguments, GRPOConfig):
+class QeRLConfig(QeRLArguments, GRPOConfig):  # type: ignore[misc]  # None is a further value of vllm_gpu_memory_utilization
     r"""
     Configuration of [`QeRLGRPOTrainer`]: every field of [`trl.GRPOConfig`], those of [`QeRLArguments`], and three changed
     defaults.
@@ -206,7 +210,7 @@ class QeRLConfig(QeRLArguments, GRPOConfig):
 
 
 @dataclass(repr=False)  # the generated one would show hub_token
-class QeRLRLOOConfig(QeRLArguments, RLOOConfig):
+class QeRLRLOOConfig(QeRLArguments, RLOOConfig):  # type: ignore[misc]  # the same
     """Configuration of [`QeRLRLOOTrainer`]: every field of [`trl.RLOOConfig`] and those of [`QeRLArguments`]."""
 
     _VALID_DICT_FIELDS = RLOOConfig._VALID_DICT_FIELDS + ["vllm_engine_kwargs"]  # noqa: RUF005  (TRL's own form)

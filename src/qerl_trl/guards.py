@@ -40,17 +40,17 @@ def checked_reward(function: Callable, name: str) -> Callable:
 
 
 def check_rewards(rewards, name: str, completions: list) -> list[float | None]:
-    """Validate what a reward function returned and give it back as floats (or `None`), one a completion."""
+    """Validate what a reward function returned and give it back as floats (or `None`), one per completion."""
     try:
         rewards = list(rewards)
     except TypeError as error:
         raise TypeError(
-            f"Reward function {name!r} returned {rewards!r}. It must return a list with one number (or None) a completion."
+            f"Reward function {name!r} returned {rewards!r}. It must return a list with one number (or None) per completion."
         ) from error
     if len(rewards) != len(completions):
         raise ValueError(
             f"Reward function {name!r} returned {len(rewards)} rewards for {len(completions)} completions. It must return "
-            "exactly one a completion, None where it does not apply."
+            "exactly one per completion, None where it does not apply."
         )
     checked = []
     for index, reward in enumerate(rewards):
@@ -120,7 +120,7 @@ class SignalMonitor:
 
     Args:
         zero_advantage_patience: rollouts in a row without any non-zero advantage before a warning.
-        mismatch_threshold: KL(rollout || trainer) in nats a token above which to warn, `None` for never.
+        mismatch_threshold: KL(rollout || trainer) in nats per token above which to warn, `None` for never.
     """
 
     #: entropy below this share of its first logged value counts as collapsed
@@ -153,7 +153,7 @@ class SignalMonitor:
         """Report the estimated KL between the policy that sampled and the policy that is trained."""
         if self.mismatch_threshold is not None and kl > self.mismatch_threshold:
             logger.warning(
-                "Rollout and trainer disagree: KL of about %.4g nats a token at step %d (threshold %.4g). With noise, lower "
+                "Rollout and trainer disagree: KL of about %.4g nats per token at step %d (threshold %.4g). With noise, lower "
                 "aqn_sigma_start or use aqn_scope='policy'; without, the engine may hold a stale adapter.",
                 kl,
                 step,
@@ -161,13 +161,13 @@ class SignalMonitor:
             )
 
     def entropy(self, value: float, step: int) -> None:
-        """Report the policy's entropy, nats a token."""
+        """Report the policy's entropy, nats per token."""
         if self._first_entropy is None:
             self._first_entropy = value
         elif value < self.COLLAPSE * self._first_entropy and not self._collapse_reported:
             self._collapse_reported = True
             logger.warning(
-                "Entropy collapsed to %.3g nats a token at step %d (it began at %.3g): completions of a group are nearly equal "
+                "Entropy collapsed to %.3g nats per token at step %d (it began at %.3g): completions of a group are nearly equal "
                 "and exploration is over. Lower the learning rate, raise temperature or noise, or stop here.",
                 value,
                 step,

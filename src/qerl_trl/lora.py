@@ -20,7 +20,7 @@ from peft.tuners.lora.layer import Linear as LoraLinear
 from peft.utils import ModulesToSaveWrapper
 from torch import nn
 
-from .linear import NVFP4Linear
+from .nvfp4.linear import NVFP4Linear
 
 logger = logging.getLogger(__name__)
 
@@ -68,13 +68,14 @@ def default_lora_config() -> LoraConfig:
     return LoraConfig(r=32, lora_alpha=64, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
-def check_is_lora(config: PeftConfig) -> None:
-    """Raise `ValueError` for a PEFT method other than LoRA."""
+def check_is_lora(config: PeftConfig) -> LoraConfig:
+    """Return `config`; raise `ValueError` for a PEFT method other than LoRA."""
     if not isinstance(config, LoraConfig):
         raise ValueError(
             f"peft_config is a {type(config).__name__}. Rollout, export and noise here are built for LoRA on linear layers; "
             "prompt-learning and other methods would train something that the rollout never sees. Pass a LoraConfig."
         )
+    return config
 
 
 def register_nvfp4_lora(config: PeftConfig) -> LoraConfig:
@@ -84,7 +85,7 @@ def register_nvfp4_lora(config: PeftConfig) -> LoraConfig:
         `ValueError`: for a method other than LoRA, for initialisations that rewrite the base weight, and for an adapter on
             the output head; each with the reason and what to do.
     """
-    check_is_lora(config)
+    config = check_is_lora(config)
     init = config.init_lora_weights
     if init not in _PLAIN_INITS:
         raise ValueError(

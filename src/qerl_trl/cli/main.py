@@ -1,0 +1,56 @@
+"""The command line `qerl-trl`: the list of commands, and what becomes of their errors.
+
+The commands are in `make`, `run` and `ask`; heavy imports happen inside them, so that `--help` is instant.
+
+Exit codes: 0 done; 1 it failed (a file, the hub, a run); 2 the request cannot work (wrong option or input). Results go to standard output
+(as JSON with `--json`), everything else to standard error.
+"""
+
+import os
+import sys
+from typing import NoReturn
+
+import typer
+
+from . import ask, make, run
+
+app = typer.Typer(
+    help="Reinforcement learning of LLMs on a frozen 4-bit (NVFP4) base: train, measure, merge, quantize, publish.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,  # its tracebacks can show local variables, and one of them is the Hub token
+)
+
+# in the order of `--help`
+app.command()(make.quantize)
+app.command()(make.merge)
+app.command()(make.push)
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(run.train)
+app.command(name="eval")(run.evaluate)
+app.command()(ask.plan)
+app.command()(ask.doctor)
+app.command()(ask.plot)
+
+
+def main() -> None:
+    """Entry point: runs a command, and turns the errors we raise on purpose into one message and an exit code."""
+    try:
+        app()
+    except ValueError as error:  # the user's input
+        _fail(error, 2)
+    except (RuntimeError, OSError, ImportError) as error:
+        _fail(error, 1)
+    except KeyboardInterrupt:
+        _fail("Interrupted. Destinations hold the old content or the new one; the same command continues.", 130)
+
+
+def _fail(message: object, code: int) -> NoReturn:
+    text = str(message)
+    token = os.environ.get("HF_TOKEN")
+    print(f"qerl-trl: {text.replace(token, '<token>') if token else text}", file=sys.stderr)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,227 @@
+"""Commands that make something to publish, and publish it: quantize, merge, push."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .options import (
+    AsJson,
+    BaseFormat,
+    BaseModel,
+    DatasetName,
+    Device,
+    Dtype,
+    Overwrite,
+    note,
+    print_result,
+    progress_bar,
+)
+
+
+def quantize(
+    model: Annotated[str, typer.Argument(help="Folder or Hub id of a bf16 model.")],
+    destination: Annotated[Path, typer.Argument(help="Folder to write (compressed-tensors NVFP4).")],
+    scale_rule: Annotated[str, typer.Option(help="rtn, four_over_six or neighbor_sweep.")] = "rtn",
+    skip: Annotated[
+        list[str] | None, typer.Option(help="Linear layers to leave dense: names or patterns. Repeatable.")
+    ] = None,
+    device: Device = "cpu",
+    workers: Annotated[int | None, typer.Option(help="Layers worked on at a time. Default: by the machine.")] = None,
+    max_shard_gb: Annotated[float, typer.Option(help="Size of a shard, in GB.")] = 2.0,
+    overwrite: Overwrite = False,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run model code from the repository.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Quantize a model to NVFP4, readable by transformers and vLLM. Killed? The same command continues."""
+    from qerl_trl.publish import cards
+    from qerl_trl.publish.quantize import REPORT_NAME, quantize_folder
+
+    with progress_bar("quantizing") as progress:
+        done = quantize_folder(
+            model,
+            destination,
+            scale_rule,
+            skip,
+            device,
+            workers,
+            int(max_shard_gb * 1e9),
+            overwrite,
+            trust_remote_code,
+            card=lambda folder, export: cards.write(folder, cards.facts_of_quantization(folder, export), export),
+            progress=progress,
+        )
+    worst = max(done.layers, key=lambda layer: layer["nmse"])
+    content = {
+        "destination": str(destination),
+        "weights": done.weights,
+        "layers": len(done.layers),
+        "nmse": done.nmse,
+        "worst_layer": worst["name"],
+        "worst_nmse": worst["nmse"],
+        "source_bytes": done.source_bytes,
+        "written_bytes": done.written_bytes,
+        "not_quantized": done.skipped,
+    }
+    lines = [
+        f"{done.weights:,} weights in {len(done.layers)} layers, {done.source_bytes / 1e9:.2f} GB -> {done.written_bytes / 1e9:.2f} GB",
+        f"relative squared error {done.nmse:.3g}, worst {worst['nmse']:.3g} in {worst['name']} (all: {REPORT_NAME})",
+        f"left dense: {', '.join(done.skipped) or 'nothing'}",
+        f"written: {destination}",
+    ]
+    print_result(content, as_json, lines)
+
+
+def merge(
+    run: Annotated[Path, typer.Argument(help="Checkpoint, output folder of a run, or exported adapter.")],
+    destination: Annotated[Path, typer.Argument(help="Folder to write.")],
+    form: Annotated[
+        str,
+        typer.Option(
+            "--as",
+            help="bf16: base + adapter, dense. nvfp4: that, rounded to 4 bits again. base: the NVFP4 base. adapter: plain PEFT.",
+        ),
+    ] = "bf16",
+    base_model: BaseModel = None,
+    base_format: BaseFormat = None,
+    onto_original: Annotated[
+        bool,
+        typer.Option(
+            "--onto-original", help="Merge onto the unquantized base: another model than was trained. Needs --prompts."
+        ),
+    ] = False,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help="Held-out problems (.jsonl): measure the distance of the result to the trained policy."),
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Write an NVFP4 merge even if next to nothing of the adapter survives.")
+    ] = False,
+    dataset: DatasetName = None,
+    dtype: Dtype = None,
+    device: Device = "cpu",
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+) -> None:
+    """Turn a run into something to publish: merged model, adapter or base, with a card."""
+    if form not in ("bf16", "nvfp4", "base", "adapter"):
+        raise ValueError(f"--as {form} is unknown; choose bf16, nvfp4, base or adapter.")
+    if onto_original and (form != "bf16" or prompts is None):
+        raise ValueError(
+            "--onto-original makes another model than was trained, so it is for --as bf16 only and has to be measured: add --prompts FILE.jsonl."
+        )
+    from qerl_trl.publish import cards, export
+    from qerl_trl.publish.distance import logit_distance, logits_of, prompt_batches
+    from qerl_trl.publish.records import Export, Measured
+    from qerl_trl.publish.run import load_any, load_policy
+
+    policy = load_policy(run, base_model, base_format, dtype, device)
+    measured: Measured | None = None
+    if prompts is not None:
+        assert policy.tokenizer is not None  # load_policy brings one
+        batches = prompt_batches(prompts, policy.tokenizer)
+        trained = logits_of(policy.model, batches)
+        if onto_original:
+            if policy.settings["merged_onto"] != "nvfp4":
+                raise ValueError(
+                    "This adapter was trained on the unquantized base: a plain merge is already what --onto-original asks for."
+                )
+            settings = policy.settings
+            del policy
+            policy = load_policy(run, base_model, "bf16", dtype, device)
+            policy.settings["base_format"] = settings.get("base_format", "nvfp4")
+            measured = logit_distance(trained, logits_of(policy.model, batches))
+    facts = cards.facts_of_run(run, policy.settings, dataset)
+
+    def card(folder: Path, record: Export) -> None:
+        cards.write(folder, facts, record)
+
+    with progress_bar("writing") as progress:
+        if form == "adapter":
+            done = export.save_adapter(policy, destination, base_model=base_model, overwrite=overwrite, card=card)
+        elif form == "base":
+            done = export.save_base(policy, destination, overwrite=overwrite, card=card, progress=progress)
+        elif form == "nvfp4":
+            rule = policy.settings.get("scale_rule", "rtn")
+            done = export.save_merged_nvfp4(
+                policy,
+                destination,
+                scale_rule=rule,
+                force=force,
+                overwrite=overwrite,
+                card=card,
+                progress=progress,
+                notify=note,
+            )
+        else:
+            done = export.save_merged(
+                policy, destination, measured=measured, overwrite=overwrite, card=card, progress=progress
+            )
+    content: dict[str, Any] = {
+        "destination": str(destination),
+        "kind": done["kind"],
+        **({"survived": done["survived"]} if "survived" in done else {}),
+    }
+    lines = [f"written: {destination} ({done['kind'].replace('_', ' ')})"]
+    if prompts is not None and form in ("bf16", "nvfp4"):
+        written = load_any(
+            str(destination), device, policy.settings["dtype"]
+        )  # same arithmetic: only the weights differ
+        measured = measured or logit_distance(trained, logits_of(written.model, batches))
+        content["measured"] = measured
+        lines.append(
+            f"distance to the trained policy on {measured['tokens']} tokens: mean logit {measured['mean_logit_distance']:.3g}, KL "
+            f"{measured['kl_nats_per_token']:.3g} nats per token, same greedy token {100 * measured['same_greedy_token']:.1f} %"
+        )
+    print_result(content, as_json, lines)
+
+
+def push(
+    what: Annotated[str, typer.Argument(help="adapter, merged or base.")],
+    folder: Annotated[Path, typer.Argument(help="Folder made by merge or quantize; a run's folder for an adapter.")],
+    repo_id: Annotated[str, typer.Argument(help="user/name on the Hub.")],
+    public: Annotated[bool, typer.Option("--public", help="Visible to everybody. Default: private.")] = False,
+    base_model: Annotated[
+        str | None, typer.Option(help="Hub id of the base, when the run used a local folder.")
+    ] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch to commit to.")] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Publish into a repository that holds something else.")
+    ] = False,
+    dataset: DatasetName = None,
+    as_json: AsJson = False,
+) -> None:
+    """Publish to the Hugging Face Hub: announced first, private by default, all or nothing. Interrupted? Run it again."""
+    kinds = {
+        "adapter": ("adapter",),
+        "merged": ("merged", "merged_other_base", "nvfp4_merged"),
+        "base": ("nvfp4_base",),
+    }
+    if what not in kinds:
+        raise ValueError(f"{what!r} is none of {', '.join(kinds)}.")
+    from qerl_trl.publish import hub, staging
+
+    kind = staging.manifest_run(folder).get("kind")
+    if kind is None and what == "adapter":
+        from qerl_trl.publish import cards, export
+        from qerl_trl.publish.run import recorded_settings
+
+        if base_model is None:
+            named = json.loads((folder / "adapter_config.json").read_text()).get("base_model_name_or_path") or ""
+            hub.require_hub_base(named)
+        facts = cards.facts_of_run(folder, recorded_settings(folder), dataset)
+        exported = folder / f"_hub-adapter-{repo_id.replace('/', '--')}"
+        export.copy_adapter(folder, exported, lambda partial, record: cards.write(partial, facts, record))
+        folder = exported
+    elif kind not in kinds[what]:
+        found = f"a {kind.replace('_', ' ')}" if kind else "no export of qerl-trl"
+        raise ValueError(
+            f"{folder} contains {found}, not something to push as {what}. Make one with qerl-trl merge or qerl-trl quantize."
+        )
+    url = hub.push_folder(
+        folder, repo_id, not public, revision=revision, base_model=base_model, force=force, notify=note
+    )
+    print_result({"url": url, "repo_id": repo_id, "private": not public}, as_json, [url])

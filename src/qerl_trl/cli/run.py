@@ -1,0 +1,158 @@
+"""Commands that run a model: train, eval."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .options import AsJson, BaseFormat, BaseModel, Device, Dtype, note, print_result
+
+
+def train(
+    context: typer.Context,
+    config: Annotated[
+        str | None,
+        typer.Option(help="YAML file; a bare name is looked up in the shipped configs. Default: by machine."),
+    ] = None,
+    num_processes: Annotated[int, typer.Option(help="Processes (GPUs), through accelerate launch.")] = 1,
+) -> None:
+    """Train with examples/grpo_gsm8k.py. Further options go to it: any field of QeRLConfig and TRL's ModelConfig."""
+    examples = examples_folder()
+    arguments = list(context.args)
+    if config is not None:
+        arguments += ["--config", str(config_file(config))]
+    launcher = [sys.executable]
+    if num_processes > 1:
+        launcher += ["-m", "accelerate.commands.launch", "--num_processes", str(num_processes)]
+    command = [*launcher, str(examples / "grpo_gsm8k.py"), *arguments]
+    sys.stdout.flush()
+    os.execv(command[0], command)  # the run gets our signals, and its exit code is ours
+
+
+def config_file(name: str) -> Path:
+    """A YAML file, or the shipped one of that name."""
+    configs = examples_folder() / "configs"
+    found = next((path for path in (Path(name), configs / name, configs / f"{name}.yaml") if path.is_file()), None)
+    if found is None:
+        shipped = ", ".join(sorted(path.stem for path in configs.glob("*.yaml")))
+        raise ValueError(f"--config {name} is no file, and not one of the shipped ones: {shipped}.")
+    return found
+
+
+def examples_folder() -> Path:
+    """Where the example script, its configs and the embedded model are: in the wheel, or in a source checkout."""
+    package = Path(__file__).resolve().parents[1]
+    for folder in (package / "examples", package.parents[1] / "examples"):
+        if (folder / "grpo_gsm8k.py").is_file():
+            return folder
+    raise RuntimeError(f"examples/grpo_gsm8k.py is neither in {package} nor in a source checkout. Reinstall qerl-trl.")
+
+
+def evaluate(
+    model: Annotated[str, typer.Argument(help="Run or checkpoint with an adapter, or folder or Hub id of a model.")],
+    protocol: Annotated[str, typer.Option(help="gsm8k, math500, amc23, aime24, aime25, or local.")] = "gsm8k",
+    data: Annotated[
+        str | None, typer.Option(help="Own problems: .jsonl, folder with test.jsonl, or Hub id (question, answer).")
+    ] = None,
+    engine: Annotated[str, typer.Option(help="transformers or vllm.")] = "transformers",
+    output: Annotated[
+        Path | None,
+        typer.Option(help="JSON file for the result. Default: eval-<protocol>.json in a local model's folder."),
+    ] = None,
+    limit: Annotated[int | None, typer.Option(help="Only the first problems.")] = None,
+    samples: Annotated[int | None, typer.Option(help="Completions per problem. Default: the protocol's.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy. Default: the protocol's (0.6).")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Default: the protocol's (0.95).")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(help="Default: the protocol's (4096).")] = None,
+    system_prompt: Annotated[
+        str | None, typer.Option(help="System message; '' for none. Default: the protocol's.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    batch_size: Annotated[int, typer.Option(help="Problems at a time (transformers).")] = 64,
+    base_model: BaseModel = None,
+    base_format: BaseFormat = None,
+    dtype: Dtype = None,
+    device: Device = "cpu",
+    harness: Annotated[
+        bool, typer.Option("--harness", help="Only print the commands for lm-eval and lighteval.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Measure accuracy with the paper's protocol (temperature 0.6, top-p 0.95, 4096 tokens), noise off."""
+    import dataclasses
+
+    from qerl_trl import checkpoint
+    from qerl_trl.publish.names import public_name
+    from qerl_trl.publish.run import load_any, load_policy, recorded_settings
+    from qerl_trl.tasks import evaluation
+
+    adapter = Path(model) if (Path(model) / "adapter_config.json").is_file() else None
+    if harness:
+        base = base_model or (_base_of(adapter) if adapter else model)
+        commands = evaluation.harness_commands(base, str(adapter) if adapter else None)
+        print_result(commands, as_json, [f"# {name}\n{command}" for name, command in commands.items()])
+        return
+    if engine not in ("transformers", "vllm"):
+        raise ValueError(f"--engine {engine} is unknown; choose transformers or vllm.")
+    if protocol == "local" or data is not None:
+        if data is None:
+            raise ValueError("--protocol local needs --data: a .jsonl file, a folder with test.jsonl, or a Hub id.")
+        chosen = evaluation.Protocol(data, system_prompt=None)
+        if protocol in evaluation.PROTOCOLS and protocol != "gsm8k":
+            chosen = dataclasses.replace(evaluation.PROTOCOLS[protocol], dataset=data, config=None)
+        protocol = "local" if protocol == "gsm8k" else protocol
+    elif protocol in evaluation.PROTOCOLS:
+        chosen = evaluation.PROTOCOLS[protocol]
+    else:
+        raise ValueError(f"--protocol {protocol} is none of {', '.join(evaluation.PROTOCOLS)}, local.")
+    given: dict[str, Any] = {
+        "samples": samples,
+        "temperature": temperature,
+        "top_p": top_p,
+        "max_new_tokens": max_new_tokens,
+    }
+    chosen = dataclasses.replace(chosen, **{name: value for name, value in given.items() if value is not None})
+    if system_prompt is not None:
+        chosen = dataclasses.replace(chosen, system_prompt=system_prompt or None)
+
+    if engine == "vllm":
+        base = model
+        if adapter:
+            base = base_model or _base_of(adapter)
+            recorded = base_format or recorded_settings(adapter).get("base_format")
+            if recorded == "nvfp4" and not (Path(base) / "config.json").is_file():
+                note(
+                    f"Serving the adapter on {base} as it is stored; it was trained on NVFP4. Pass an NVFP4 folder as --base-model."
+                )
+        generate = evaluation.vllm_engine(base, chosen, str(adapter) if adapter else None, seed)
+    else:
+        if adapter:
+            policy = load_policy(adapter, base_model, base_format, dtype, device)
+        else:
+            policy = load_any(model, device, dtype)
+        assert policy.tokenizer is not None  # both bring one
+        generate = evaluation.transformers_engine(
+            policy.model, policy.tokenizer, chosen, batch_size, seed, progress=sys.stderr.isatty()
+        )
+    result = evaluation.evaluate(chosen, generate, limit, seed)
+    result.update(model=public_name(model), adapter=adapter is not None, engine=engine, name=protocol)
+    if output is None and Path(model).is_dir():
+        output = Path(model) / f"eval-{protocol}.json"
+    if output is not None:
+        checkpoint.write_json_atomically(output, result)
+    low, high = result["interval95"]
+    lines = [
+        f"{protocol}: {100 * result['accuracy']:.1f} % [{100 * low:.1f}, {100 * high:.1f}] on {result['total']} problems, "
+        f"{chosen.samples} completion{'s' if chosen.samples > 1 else ''} each, temperature {chosen.temperature:g}, {result['seconds']:.0f} s"
+    ]
+    if output is not None:
+        lines.append(f"written: {output}")
+    print_result({key: value for key, value in result.items() if key != "verdicts"}, as_json, lines)
+
+
+def _base_of(adapter: Path) -> str:
+    """Folder or Hub id of the model that an adapter was trained on, as its configuration says."""
+    return json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"]

@@ -1,0 +1,305 @@
+"""Bytes of everything that a run puts on its GPU, as functions of the model's shape and the workload.
+
+The model class is built on the meta device, so that every count (which layers are quantized, how wide they are) is the model's own and
+not a guess from its name. Formulas are in the functions' docstrings; M = B * T tokens are in one backward pass, h is the hidden width, f
+the MLP's, V the vocabulary, q and kv the attention's, and a bf16 number has 2 bytes. T is the longest prompt plus the longest completion.
+
+`examples/benchmarks/plan_check.py` measures the sums on a GPU and compares.
+"""
+
+import copy
+import dataclasses
+import os
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from ..nvfp4.config import NVFP4Config
+from .workload import Workload
+
+# What no formula gives; measured on an H200 (examples/benchmarks/results/memory_h200.json)
+#: CUDA context, cuBLAS workspaces and loaded kernels of a process, outside torch's count (0.7 to 1.0 GiB measured), and 0.5 GiB that no
+#: measured run may exceed the plan by: the largest model's allocator keeps more in pieces than its share below says
+CONTEXT_BYTES = 1_530_000_000
+#: vLLM beside weights, adapter, KV cache and graphs: input and sampling buffers, attention workspaces
+ENGINE_BYTES = 900_000_000
+#: one captured CUDA graph, per decoder layer
+GRAPH_BYTES = 400_000
+#: what torch's allocator reserves beyond what is allocated, as a share of the memory that comes and goes
+ALLOCATOR_SLACK = 0.08
+#: float32 copies of the logits that vLLM's sampler makes (logits, log-probabilities, random numbers)
+SAMPLER_COPIES = 3
+
+# What upstream code does
+#: tokens and vocabulary entries of one tile of TRL's output head (trl.kernels.chunked_logprob, TRL 1.16)
+HEAD_TILE = (4096, 32768)
+#: tokens of a block of vLLM's KV cache
+KV_BLOCK = 16
+#: float32 numbers that an optimizer keeps per trained parameter, by the family in its name (transformers' `OptimizerNames`)
+_OPTIMIZER_MOMENTS = {
+    "ademamix": 3,
+    "lomo": 0,
+    "sgd": 0,
+    "adafactor": 0.03,
+    "adagrad": 1,
+    "rmsprop": 1,
+    "lion": 1,
+    "adam": 2,
+}
+#: bytes of one such number, by what the name says of it: 8-bit ones have a float32 scale per block of 256
+_OPTIMIZER_WIDTHS = {"4bit": 0.53, "8bit": 1.02, "adamw_bnb": 1.02}
+#: bytes per weight of a linear layer, by base format; nf4 with double quantization
+_WEIGHT_BYTES = {"nvfp4": 0.5625, "nf4": 0.516}
+#: elements that the reference dequantization handles at once, and the float32 copies it makes of them
+_DEQUANTIZE_CHUNK, _DEQUANTIZE_COPIES = 1 << 24, 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """The numbers of a model that memory depends on. `linears`: (N, K) of each layer that is quantized and adapted."""
+
+    hidden: int
+    mlp: int
+    layers: int
+    vocabulary: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    linears: tuple[tuple[int, int], ...]
+    dense_parameters: int
+
+    @property
+    def parameters(self) -> int:
+        return self.dense_parameters + sum(n * k for n, k in self.linears)
+
+    @property
+    def query_width(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        return self.kv_heads * self.head_dim
+
+
+def shape_of(model: str | os.PathLike | PretrainedConfig, **kwargs: Any) -> Shape:
+    """Read a model's shape from its configuration (folder, Hub id or config object). No weights are read."""
+    config = AutoConfig.from_pretrained(model, **kwargs) if not isinstance(model, PretrainedConfig) else model
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    if getattr(config, "quantization_config", None) is not None:
+        del config.quantization_config
+    with torch.device("meta"):
+        built = AutoModelForCausalLM.from_config(config)
+    linears = NVFP4Config().linears_to_quantize(built)
+    quantized = {f"{name}.weight" for name in linears}
+    return Shape(
+        hidden=text.hidden_size,
+        mlp=text.intermediate_size,
+        layers=text.num_hidden_layers,
+        vocabulary=text.vocab_size,
+        heads=text.num_attention_heads,
+        kv_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
+        head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
+        linears=tuple((layer.out_features, layer.in_features) for layer in linears.values()),
+        dense_parameters=sum(p.numel() for name, p in built.named_parameters() if name not in quantized),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelBytes:
+    """Bytes of a model's frozen and trained parameters; `trained_parameters` counts them."""
+
+    base: int
+    trained: int
+    trained_parameters: int
+
+
+def model_bytes(model: nn.Module) -> ModelBytes:
+    """Count a model that is in memory; storage shared by tensors counts once."""
+    storages: dict[tuple[int, str], tuple[int, bool]] = {}
+    for parameter in model.parameters():
+        storage = parameter.untyped_storage()
+        storages[(storage.data_ptr(), str(parameter.device))] = (storage.nbytes(), parameter.requires_grad)
+    return ModelBytes(
+        base=sum(size for size, requires_grad in storages.values() if not requires_grad),
+        trained=sum(size for size, requires_grad in storages.values() if requires_grad),
+        trained_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
+    )
+
+
+# --- what stays ---------------------------------------------------------------------------------------------------------------------
+
+
+def base_bytes(shape: Shape, base_format: str = "nvfp4", dtype_bytes: int = 2) -> int:
+    """Weights: 4.5 bits per quantized weight (+ 4 bytes per layer), `dtype_bytes` for everything else (embeddings, head, norms)."""
+    quantized = sum(n * k for n, k in shape.linears)
+    if base_format in ("bf16", "full"):
+        return dtype_bytes * shape.parameters
+    scales = 4 * len(shape.linears) if base_format == "nvfp4" else 0
+    return round(quantized * _WEIGHT_BYTES[base_format] + scales + dtype_bytes * shape.dense_parameters)
+
+
+def adapter_parameters(shape: Shape, rank: int) -> int:
+    """LoRA on every linear layer: r (N + K) parameters each."""
+    return sum(rank * (n + k) for n, k in shape.linears)
+
+
+def predicted_bytes(shape: Shape, work: Workload) -> ModelBytes:
+    """What `model_bytes` will count: a frozen base and a float32 adapter, or with base_format="full" nothing frozen."""
+    if work.base_format == "full":
+        return ModelBytes(0, work.dtype_bytes * shape.parameters, shape.parameters)
+    adapter = adapter_parameters(shape, work.lora_rank)
+    return ModelBytes(base_bytes(shape, work.base_format, work.dtype_bytes), 4 * adapter, adapter)
+
+
+def optimizer_bytes(optimizer: str, model: ModelBytes) -> int:
+    """The optimizer's state. torch's own keep it in the parameter's dtype, bitsandbytes' and torchao's in 8 or 4 bits; an optimizer
+    that is not known here is counted as AdamW."""
+    moments = next((count for family, count in _OPTIMIZER_MOMENTS.items() if family in optimizer), 2)
+    own = model.trained / max(1, model.trained_parameters)
+    width = next(
+        (size for name, size in _OPTIMIZER_WIDTHS.items() if name in optimizer and "32bit" not in optimizer), own
+    )
+    return round(moments * width * model.trained_parameters)
+
+
+def engine_copy_bytes(shape: Shape, work: Workload) -> int:
+    """A colocated engine's own weights, split over tensor-parallel ranks; none where it reads the trainer's."""
+    if work.shares_weights:
+        return 0
+    return base_bytes(shape, "bf16" if work.base_format == "full" else work.base_format) // work.tensor_parallel
+
+
+def engine_fixed_bytes(shape: Shape, work: Workload) -> int:
+    """A colocated engine beside weights and KV cache: the adapter in bf16 (its rank padded to 16), CUDA graphs for 1, 2, 4, every
+    multiple of 8 up to 256 and of 16 up to 512 sequences (at most twice `max_num_seqs`), and `ENGINE_BYTES`."""
+    adapter = 0
+    if work.base_format != "full":
+        adapter = 2 * adapter_parameters(shape, -(-work.lora_rank // 16) * 16) // work.tensor_parallel
+    most = min(2 * work.completions, 512)
+    sizes = 3 + min(most, 256) // 8 + max(0, most - 256) // 16 if work.graphs else 0
+    return adapter + sizes * shape.layers * GRAPH_BYTES + ENGINE_BYTES
+
+
+# --- an update ----------------------------------------------------------------------------------------------------------------------
+
+
+def layer_activation_bytes(shape: Shape, work: Workload) -> int:
+    """What one decoder layer keeps for its backward pass, under bf16 autocast with LoRA, M tokens:
+
+        norms       2 x 4 h         (float32 copies of their inputs)
+        residual    2 h
+        attention   4 q + 4 kv      (q, k, v and its output; 8 q with a mask: PyTorch's attention then wants k and v for every head)
+        MLP         6 f             (gate, up, activated gate)
+        LoRA        2 K + 2 r       per linear layer (its own bf16 copy of the input; x A^T)
+        mask        2 T             (as bf16; of the softmax in "eager" attention 8 T per head)
+
+    The base's linear layers keep nothing: their backward needs only the weight. With every weight trained they keep their inputs
+    (attention's and the MLP's 2 h each, the down projection's 2 f) in place of LoRA's.
+    """
+    per_layer = shape.linears[: len(shape.linears) // shape.layers]
+    masked = work.padded and work.attention == "sdpa"
+    token = 10 * shape.hidden + 6 * shape.mlp
+    token += 8 * shape.query_width if masked else 4 * shape.query_width + 4 * shape.kv_width
+    if work.base_format == "full":
+        token += 4 * shape.hidden + 2 * shape.mlp
+    else:
+        token += sum(2 * k + 2 * work.lora_rank for _, k in per_layer)
+    token += {"sdpa": 2 if masked else 0, "eager": 8 * shape.heads}.get(work.attention, 0) * work.length
+    return work.batch * work.length * token * work.dtype_bytes // 2
+
+
+def mask_bytes(work: Workload) -> int:
+    """The boolean mask (T x T per sequence) that all layers share, and its second bf16 copy where T is not a multiple of 8."""
+    if not work.padded or work.attention not in ("sdpa", "eager"):
+        return 0
+    return work.batch * work.length**2 * (1 if work.length % 8 == 0 else 3)
+
+
+def checkpoint_bytes(shape: Shape, work: Workload) -> int:
+    """What gradient checkpointing keeps: the input of each layer, 2 h per token."""
+    return shape.layers * work.batch * work.length * work.dtype_bytes * shape.hidden
+
+
+def head_bytes(shape: Shape, work: Workload) -> int:
+    """The output head of an update. TRL never builds the logits: it projects tiles of `HEAD_TILE` tokens x vocabulary (2 bytes each),
+    and for the C completion tokens it keeps the hidden state (2 h), its gradient summed in float32 (4 h) and rounded (2 h); the
+    gradient is then scattered back to all M tokens (2 x 2 h)."""
+    tokens, columns = HEAD_TILE
+    completion = work.batch * work.completion_length
+    tile = 2 * min(tokens, completion) * min(columns, shape.vocabulary)
+    return tile + 8 * shape.hidden * completion + 4 * shape.hidden * work.batch * work.length
+
+
+def mlp_backward_bytes(shape: Shape, work: Workload) -> int:
+    """Gradients alive while a layer's MLP is walked backwards, 2 bytes each: of gate, up and their product, the last of them twice, since
+    the base's share and LoRA's are summed."""
+    return 4 * work.dtype_bytes * work.batch * work.length * shape.mlp
+
+
+def scratch_bytes(shape: Shape, work: Workload) -> int:
+    """The largest weight, dequantized to bf16 for a matrix product with many tokens, and what the reference dequantization needs."""
+    if work.base_format in ("bf16", "full"):
+        return 0
+    largest = max(n * k for n, k in shape.linears)
+    return 2 * largest + 4 * _DEQUANTIZE_COPIES * min(largest, _DEQUANTIZE_CHUNK)
+
+
+def scoring_bytes(shape: Shape, work: Workload) -> int:
+    """The forward pass without gradients for the old log-probabilities, in batches of an update's size: residual and norm (8 h), the MLP
+    (gate, up, their product and LoRA's sum, 8 f), the completions' hidden states (2 h) and the head's tile."""
+    tile = 2 * min(HEAD_TILE[0], work.batch * work.completion_length) * min(HEAD_TILE[1], shape.vocabulary)
+    token = (10 * shape.hidden + 8 * shape.mlp) * work.dtype_bytes // 2
+    return work.batch * work.length * token + tile + 3 * mask_bytes(work) + scratch_bytes(shape, work)
+
+
+def update_bytes(shape: Shape, work: Workload) -> int:
+    """What comes and goes in an update: its peak is at the head's backward (all checkpoints, no layer in full yet), inside a layer's, or
+    (never with these shapes) in the forward pass for the old log-probabilities. Every weight trained in float32 is cast to bf16 too."""
+    layer = layer_activation_bytes(shape, work)
+    kept = checkpoint_bytes(shape, work) if work.gradient_checkpointing else shape.layers * layer
+    inside = (
+        kept
+        + (layer if work.gradient_checkpointing else 0)
+        + mlp_backward_bytes(shape, work)
+        + scratch_bytes(shape, work)
+    )
+    casts = 2 * shape.parameters if work.base_format == "full" and work.dtype_bytes > 2 else 0
+    return casts + max(mask_bytes(work) + max(kept + head_bytes(shape, work), inside), scoring_bytes(shape, work))
+
+
+# --- a rollout ----------------------------------------------------------------------------------------------------------------------
+
+
+def kv_bytes(shape: Shape, sequences: int, length: int) -> int:
+    """Key and value, 2 bytes each, for every layer: 4 kv per token, for L tokens."""
+    return 4 * shape.kv_width * shape.layers * sequences * length
+
+
+def engine_kv_bytes(shape: Shape, work: Workload, sequences: int) -> int:
+    """vLLM's KV cache for so many sequences of full length on one tensor-parallel rank, in whole blocks, and the one block it keeps back."""
+    blocks = sequences * -(-work.length // KV_BLOCK) + 1
+    width = max(1, shape.kv_heads // work.tensor_parallel) * shape.head_dim
+    return 2 * work.kv_dtype_bytes * width * shape.layers * blocks * KV_BLOCK
+
+
+def transformers_rollout_bytes(shape: Shape, work: Workload) -> int:
+    """transformers' generate. At the prompts' pass: their KV cache, the activated gate and up (2 f each), LoRA's float32 output with its
+    sum (4 f each), residual, norm output and its float32 copy (8 h). At the last token: the whole KV cache (one layer's twice, while it
+    grows by concatenation) and two float32 logits per sequence."""
+    prompts = kv_bytes(shape, work.completions, work.prompt_length)
+    prompts += work.completions * work.prompt_length * (12 * shape.mlp + 8 * shape.hidden)
+    cache = kv_bytes(shape, work.completions, work.length)
+    last = cache + cache // shape.layers + 2 * 4 * work.completions * shape.vocabulary
+    return max(prompts, last) + scratch_bytes(shape, work)
+
+
+def engine_rollout_bytes(shape: Shape, work: Workload) -> int:
+    """What comes and goes in vLLM beside its KV cache: one step with prompts (gate and up, their product, 6 f per token; residual and norms,
+    8 h), gate and up dequantized together, and the sampler's float32 logits."""
+    tokens = min(work.batched_tokens, work.completions * work.prompt_length)
+    prompts = tokens * (6 * shape.mlp // work.tensor_parallel + 8 * shape.hidden)
+    scratch = 4 * shape.mlp * shape.hidden // work.tensor_parallel if work.base_format in ("nvfp4", "nf4") else 0
+    return prompts + scratch + SAMPLER_COPIES * 4 * work.completions * shape.vocabulary

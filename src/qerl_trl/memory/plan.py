@@ -1,0 +1,337 @@
+"""Will it fit? The one model of bytes: `qerl-trl plan`, the KV cache of a colocated engine and the start banner all ask here.
+
+    plan = plan_run(shape_of("Qwen/Qwen2.5-7B-Instruct"), Workload(batch=4, completion_length=4096, rollout="colocate"), Gpu.of_gib(24))
+    plan.check(); print(plan.table()); plan.kv_bytes, plan.peak
+
+What is predicted is the most that a process takes of its GPU. Updates and rollouts take turns, so the peak is the larger of the two, each
+with what always stays. Only the KV cache can shrink: it gets what all sequences need at full length, or what is left. A run is refused only
+where less than two sequences would fit, and then with the settings that would make it fit, found by planning them.
+"""
+
+import dataclasses
+import itertools
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ..nvfp4.linear import compute_dtype
+from . import formulas
+from .formulas import ModelBytes, Shape, model_bytes, shape_of
+from .workload import Workload, dtype_bytes_of, run_lengths, workload_of
+
+logger = logging.getLogger(__name__)
+
+GIB = 2**30
+#: completions shorter than this are not proposed
+_SHORTEST_COMPLETION = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """Memory of one GPU in bytes. `outside`: in use, or soon to be, outside of torch's allocator (CUDA, kernels, other processes).
+    `free`: now, for a process that has started."""
+
+    total: int
+    outside: int = formulas.CONTEXT_BYTES
+    free: int | None = None
+
+    @classmethod
+    def of_gib(cls, gib: float) -> "Gpu":
+        return cls(round(gib * GIB))
+
+    @classmethod
+    def current(cls, device: torch.device) -> "Gpu":
+        """The GPU as it is now. What torch has cached but does not use counts as free; about half of `CONTEXT_BYTES` is yet to come."""
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(device)
+        cached = torch.cuda.memory_reserved(device)
+        outside = total - free - cached + formulas.CONTEXT_BYTES // 2
+        return cls(total, max(formulas.CONTEXT_BYTES, outside), free + cached - torch.cuda.memory_allocated(device))
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Bytes of one thing while the trainer updates and while it rolls out."""
+
+    name: str
+    update: int
+    rollout: int
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryPlan:
+    """What a run takes of its GPU, in bytes.
+
+    `kv_bytes` is what a colocated engine gets, `kv_wanted` what all its sequences need at full length, `kv_least` what it does not start
+    without, `sequences` how many of full length run at a time. `max_model_len`: of the engine; None for the model's own. `changes`: settings that make the run fit, or that let all sequences
+    run at a time; `least` is the peak of the most frugal settings that were tried.
+    """
+
+    work: Workload
+    parts: tuple[Part, ...]
+    gpu: Gpu | None
+    kv_bytes: int
+    kv_wanted: int
+    kv_least: int
+    sequences: int
+    max_model_len: int | None
+    changes: tuple[str, ...] = ()
+    changed_waves: int | None = None
+    least: int | None = None
+
+    @property
+    def update(self) -> int:
+        return sum(part.update for part in self.parts)
+
+    @property
+    def rollout(self) -> int:
+        return sum(part.rollout for part in self.parts)
+
+    @property
+    def peak(self) -> int:
+        return max(self.update, self.rollout)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak is within the GPU, with a KV cache for two sequences of full length at least (or all, if fewer)."""
+        return self.kv_bytes >= self.kv_least and (self.gpu is None or self.peak <= self.gpu.total)
+
+    @property
+    def waves(self) -> int:
+        """How often the engine fills up until all sequences are done, if every one has full length."""
+        return -(-self.work.completions // max(1, self.sequences))
+
+    def check(self) -> None:
+        """
+        Raises:
+            `RuntimeError`: it does not fit, and the KV cache's size was not set by hand.
+        """
+        if self.fits or self.work.kv_limit is not None or self.work.utilization is not None:
+            return
+        raise RuntimeError(f"{self.table()}\n{self.verdict()}")
+
+    def engine_arguments(self) -> dict[str, Any]:
+        """What `vllm.LLM` is told of memory: exactly this KV cache. vLLM compares its share of the GPU with what is free when it starts,
+        and takes nothing by it; the share is small, so that a neighbour on the same GPU that starts at this moment does no harm."""
+        assert self.gpu is not None, "planned without a GPU"
+        return {"kv_cache_memory_bytes": self.kv_bytes, "gpu_memory_utilization": 0.01}
+
+    # ------------------------------------------------------------------ in words
+
+    def summary(self) -> str:
+        """One line: the peak, and what the engine got."""
+        when = "an update" if self.update >= self.rollout else "a rollout"
+        of = f" of {self.gpu.total / GIB:.1f}" if self.gpu else ""
+        text = f"planned peak {self.peak / GIB:.1f}{of} GiB, in {when}"
+        return f"{text}; {self._kv_line()}" if self.work.colocated else text
+
+    def _kv_line(self) -> str:
+        work = self.work
+        size = f"KV cache {self.kv_bytes / GIB:.1f} GiB{', freed in updates' if work.sleep else ''}"
+        return f"{size}: {self.sequences} sequences of {work.length} tokens at a time, {work.completions} completions run in {_waves(self.waves)}"
+
+    def table(self) -> str:
+        """The parts, in GiB, in an update and in a rollout."""
+        width = max(len(part.name) for part in self.parts)
+        rows = [("GPU memory, GiB", "update", "rollout")]
+        rows += [
+            (part.name, _gib(part.update), _gib(part.rollout)) for part in self.parts if part.update or part.rollout
+        ]
+        rows.append(("sum", _gib(self.update), _gib(self.rollout)))
+        lines = [f"{name:<{width}}{update:>9}{rollout:>9}" for name, update, rollout in rows]
+        return "\n".join([*lines, self.summary()])
+
+    def verdict(self) -> str:
+        """Whether it fits, and what to change."""
+        if self.gpu is None:
+            return "No GPU was named, so nothing limits this run."
+        size = f"{self.gpu.total / GIB:.1f} GiB"
+        proposal = " and ".join(self.changes)
+        if self.fits:
+            return f"It fits into {size}." + (
+                f" {proposal} would make it {_waves(self.changed_waves)}." if proposal else ""
+            )
+        text = f"It does not fit into {size}" + (
+            ", not even with a KV cache for two sequences." if self.work.colocated else "."
+        )
+        if proposal:
+            return f"{text} It fits with {proposal}."
+        least = f" The most frugal settings take {self.least / GIB:.1f} GiB." if self.least else ""
+        return f"{text} No setting was found that helps: use a larger GPU, a smaller model, or shorter prompts.{least}"
+
+
+def _waves(count: int | None) -> str:
+    return "1 wave" if count == 1 else f"{count} waves"
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.2f}"
+
+
+# --- planning -----------------------------------------------------------------------------------------------------------------------
+
+
+def plan_run(
+    shape: Shape,
+    work: Workload,
+    gpu: Gpu | None = None,
+    model: ModelBytes | None = None,
+    max_model_len: int | None = None,
+) -> MemoryPlan:
+    """Plan one process's GPU: add up the parts, give the KV cache what is left, and where that is too little try what would help.
+
+    Args:
+        gpu: without it nothing is limited.
+        model: counted, where the model is in memory already; else predicted.
+        max_model_len: of the engine, where it is more than the workload's own length; vLLM wants a KV cache for one such sequence.
+    """
+    plan = _add_up(shape, work, gpu, model, max_model_len)
+    if gpu is None or (plan.fits and plan.waves == 1):
+        return plan
+    if plan.fits:
+        return _in_fewer_waves(shape, plan, model)
+    least = plan.peak
+    for settings, changed in _alternatives(work):
+        other = _add_up(shape, changed, gpu, model, max_model_len)
+        least = min(least, other.peak - other.kv_bytes + other.kv_least)
+        if other.fits:
+            return dataclasses.replace(plan, changes=settings)
+    return dataclasses.replace(plan, least=least)
+
+
+def _in_fewer_waves(shape: Shape, plan: MemoryPlan, model: ModelBytes | None) -> MemoryPlan:
+    """With the cheapest settings that leave the KV cache most, among those that change no result."""
+    best, settings = plan, tuple[str, ...]()
+    for names, changed in _alternatives(plan.work):
+        if (changed.optimizer, changed.completion_length) == (plan.work.optimizer, plan.work.completion_length):
+            other = _add_up(shape, changed, plan.gpu, model, plan.max_model_len)
+            if other.fits and other.waves < best.waves:
+                best, settings = other, names
+    return dataclasses.replace(plan, changes=settings, changed_waves=best.waves) if settings else plan
+
+
+def _add_up(
+    shape: Shape, work: Workload, gpu: Gpu | None, model: ModelBytes | None, max_model_len: int | None
+) -> MemoryPlan:
+    model = model or formulas.predicted_bytes(shape, work)
+    gradients = model.trained * (2 if work.processes > 1 else 1)  # DDP's buckets are a second copy
+    between = (
+        work.batch * work.accumulation > work.completions // work.tensor_parallel
+    )  # a rollout in the middle of an update
+    slack = 1 + formulas.ALLOCATOR_SLACK
+    optimizer = formulas.optimizer_bytes(work.optimizer, model)
+    copy = fixed = transient = 0
+    if work.colocated:
+        copy, fixed = formulas.engine_copy_bytes(shape, work), formulas.engine_fixed_bytes(shape, work)
+        transient = formulas.engine_rollout_bytes(shape, work)
+    elif work.rollout == "transformers":
+        transient = formulas.transformers_rollout_bytes(shape, work)
+    trained = "trained weights" if work.base_format == "full" else f"adapter, rank {work.lora_rank}"
+    outside = gpu.outside if gpu else formulas.CONTEXT_BYTES
+    rollout = round(slack * transient)
+    parts = [
+        Part("CUDA and whatever else is on the GPU", outside, outside),
+        Part(f"frozen base, {work.base_format}", model.base, model.base),
+        Part(trained, model.trained, model.trained),
+        Part(f"optimizer, {work.optimizer}", optimizer, optimizer),
+        Part("gradients", gradients, gradients if between else gradients - model.trained),
+        Part("the engine's copy of the weights", 0 if work.sleep else copy, copy),
+        Part("the engine's adapter, CUDA graphs and buffers", fixed, fixed),
+        Part(
+            f"activations of {work.batch} x {work.length} tokens", round(slack * formulas.update_bytes(shape, work)), 0
+        ),
+        Part("activations of a rollout", 0, rollout),
+    ]
+    if not work.colocated:
+        return MemoryPlan(work, tuple(parts), gpu, 0, 0, 0, work.completions, max_model_len)
+    wanted = kv = formulas.engine_kv_bytes(shape, work, work.completions)
+    least = formulas.engine_kv_bytes(shape, work, min(2, work.completions))
+    if max_model_len is not None:
+        longest = dataclasses.replace(work, prompt_length=max(0, max_model_len - work.completion_length))
+        least = max(least, formulas.engine_kv_bytes(shape, longest, 1))
+    if work.kv_limit is not None:
+        kv = work.kv_limit
+    elif (
+        work.utilization is not None and gpu is not None
+    ):  # as vLLM counts: its share, minus what it takes beside the cache
+        kv = max(0, round(work.utilization * gpu.total) - copy - fixed - rollout)
+    elif gpu is not None:
+        taken = max(sum(part.rollout for part in parts), 0 if work.sleep else sum(part.update for part in parts))
+        kv = max(0, min(max(wanted, least), gpu.total - taken))
+    one_block = formulas.engine_kv_bytes(shape, work, 0)
+    one = formulas.engine_kv_bytes(shape, work, 1) - one_block
+    sequences = min(work.completions, max(0, kv - one_block) // one)
+    parts.append(Part("KV cache", 0 if work.sleep else kv, kv))
+    return MemoryPlan(work, tuple(parts), gpu, kv, wanted, least, sequences, max_model_len)
+
+
+def _alternatives(work: Workload) -> Iterator[tuple[tuple[str, ...], Workload]]:
+    """(settings, workload with them), the cheapest first: alone, then one after the other on top of each other."""
+    sleeping = [{"sleep": True}] if work.colocated and not work.sleep else []
+    batches = [
+        {"batch": batch, "accumulation": work.accumulation * (work.batch // batch)}
+        for batch in range(work.batch - 1, 0, -1)
+        if work.batch % batch == 0
+    ]
+    checkpointing = [] if work.gradient_checkpointing else [{"gradient_checkpointing": True}]
+    optimizers = [] if "8bit" in work.optimizer or "4bit" in work.optimizer else [{"optimizer": "adamw_8bit"}]
+    halves = itertools.takewhile(
+        lambda n: n >= _SHORTEST_COMPLETION, (work.completion_length >> i for i in itertools.count(1))
+    )
+    completions = [{"completion_length": length} for length in halves]
+    groups: list[list[dict[str, Any]]] = [sleeping, batches, checkpointing, optimizers, completions]
+    yield from ((_settings(change), dataclasses.replace(work, **change)) for group in groups[:4] for change in group)
+    piled: dict[str, Any] = {}
+    for group in groups:
+        for change in group:
+            yield _settings(piled | change), dataclasses.replace(work, **(piled | change))
+        piled |= group[-1] if group else {}
+
+
+def _settings(change: dict[str, Any]) -> tuple[str, ...]:
+    """A change of workload, as settings of a configuration."""
+    names = {
+        "sleep": "vllm_enable_sleep_mode: true",
+        "batch": f"per_device_train_batch_size: {change.get('batch')} (gradient_accumulation_steps: {change.get('accumulation')})",
+        "gradient_checkpointing": "gradient_checkpointing: true",
+        "optimizer": f"optim: {change.get('optimizer')}",
+        "completion_length": f"max_completion_length: {change.get('completion_length')}",
+    }
+    return tuple(text for name, text in names.items() if name in change)
+
+
+def plan_trainer(trainer: Any, gpu: Gpu | None = None) -> MemoryPlan:
+    """The plan of a trainer's process, made at its first call and kept as `trainer.memory_plan`.
+
+    Args:
+        gpu: in place of the trainer's own, as it is now; a trainer on a CPU has none.
+
+    Raises:
+        `ValueError`: prompts that cannot fit; see `run_lengths`.
+    """
+    made: MemoryPlan | None = getattr(trainer, "memory_plan", None)
+    if made is None:
+        args, model = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
+        lengths = run_lengths(trainer)
+        configs = getattr(model, "peft_config", None) or {}
+        work = workload_of(
+            args,
+            lengths,
+            lora_rank=max((config.r for config in configs.values()), default=0),
+            dtype_bytes=dtype_bytes_of(compute_dtype(model), args.base_format),
+            attention=getattr(model.config, "_attn_implementation", None) or "sdpa",
+        )
+        if trainer.is_fsdp_enabled:  # it will shard what the engine would share
+            work = dataclasses.replace(work, share_weights=False)
+        device = trainer.accelerator.device
+        if gpu is None and device.type == "cuda":
+            gpu = Gpu.current(device)
+        made = plan_run(
+            shape_of(model.config), work, gpu, model_bytes(model), args.vllm_max_model_length or lengths.engine
+        )
+        trainer.memory_plan = made
+        if gpu is not None and trainer.accelerator.is_main_process and (work.colocated or not made.fits):
+            logger.warning("%s\n%s", made.table(), made.verdict())
+    return made

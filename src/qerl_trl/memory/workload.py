@@ -1,0 +1,221 @@
+"""What one process of a run does, read from its configuration and its data: how long, how many, in which formats."""
+
+import dataclasses
+import json
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+#: tokens that one engine step may process; TRL's own value
+MAX_BATCHED_TOKENS = 4096
+#: tokens of a prompt where the data do not tell (streamed data, pictures, environments, a rollout function)
+ASSUMED_PROMPT = 1024
+#: the least that an engine is started for; the probe at its start uses about 30 tokens
+SHORTEST_ENGINE = 64
+#: prompts that are tokenized at a time
+_TOKENIZED_AT_ONCE = 1000
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """What one process does.
+
+    `batch`: sequences of one backward pass (`per_device_train_batch_size`), `accumulation`: backward passes per update. `completions`:
+    sequences that are generated at a time. `rollout`: "transformers", "colocate" or "server" (vLLM). `padded`: the prompts' lengths differ,
+    so that attention gets a mask. `dtype_bytes`: of what is not quantized. `kv_limit` (bytes) and `utilization` (of the GPU) replace what
+    would be planned for the KV cache.
+    """
+
+    batch: int = 8
+    prompt_length: int = 512
+    completion_length: int = 1024
+    completions: int = 64
+    accumulation: int = 1
+    lora_rank: int = 32
+    optimizer: str = "adamw_torch_fused"
+    gradient_checkpointing: bool = True
+    base_format: str = "nvfp4"
+    dtype_bytes: int = 2
+    attention: str = "sdpa"
+    padded: bool = True
+    processes: int = 1
+    rollout: str = "transformers"
+    share_weights: bool = True
+    sleep: bool = False
+    tensor_parallel: int = 1
+    graphs: bool = True
+    batched_tokens: int = MAX_BATCHED_TOKENS
+    kv_dtype_bytes: int = 2
+    kv_limit: int | None = None
+    utilization: float | None = None
+
+    @property
+    def length(self) -> int:
+        return self.prompt_length + self.completion_length
+
+    @property
+    def colocated(self) -> bool:
+        return self.rollout == "colocate"
+
+    @property
+    def shares_weights(self) -> bool:
+        """Whether the engine reads the trainer's tensors. Weights that are all trained are streamed into a copy."""
+        return self.share_weights and self.tensor_parallel == 1 and self.base_format != "full"
+
+
+@dataclasses.dataclass(frozen=True)
+class Lengths:
+    """Tokens of the longest prompt, of the longest completion, and of the longest sequence that model and engine take, if that is known.
+    `counted` is False where the prompt's is `ASSUMED_PROMPT`."""
+
+    prompt: int
+    completion: int
+    limit: int | None = None
+    counted: bool = True
+
+    @property
+    def engine(self) -> int | None:
+        """`max_model_len` of an engine that these fit into. Where no prompt was counted, as long as can be."""
+        if not self.counted:
+            return self.limit
+        length = max(SHORTEST_ENGINE, self.prompt + self.completion)
+        return length if self.limit is None else min(self.limit, length)
+
+
+def workload_of(
+    args: Any, lengths: Lengths, *, lora_rank: int = 32, dtype_bytes: int = 2, attention: str = "sdpa"
+) -> Workload:
+    """The workload that a `QeRLConfig` asks of each process.
+
+    Args:
+        lora_rank, dtype_bytes, attention: of the model, which the configuration does not name.
+    """
+    engine = getattr(args, "vllm_engine_kwargs", None) or {}
+    engine = json.loads(engine) if isinstance(engine, str) else engine
+    rollout = args.vllm_mode if args.use_vllm else "transformers"
+    tensor_parallel = args.vllm_tensor_parallel_size if rollout == "colocate" else 1
+    completions = args.per_device_train_batch_size * args.steps_per_generation * tensor_parallel
+    return Workload(
+        batch=args.per_device_train_batch_size,
+        prompt_length=lengths.prompt,
+        completion_length=lengths.completion,
+        completions=engine.get("max_num_seqs", completions),
+        accumulation=args.gradient_accumulation_steps,
+        lora_rank=lora_rank,
+        optimizer=str(getattr(args.optim, "value", args.optim)),
+        gradient_checkpointing=args.gradient_checkpointing,
+        base_format=args.base_format,
+        dtype_bytes=dtype_bytes,
+        attention=attention if attention in ("sdpa", "eager") else "flash",
+        processes=args.world_size,
+        rollout=rollout,
+        share_weights=args.share_weights,
+        sleep=args.vllm_enable_sleep_mode,
+        tensor_parallel=tensor_parallel,
+        graphs=not engine.get("enforce_eager", False),
+        batched_tokens=engine.get("max_num_batched_tokens", MAX_BATCHED_TOKENS),
+        kv_dtype_bytes=1 if str(engine.get("kv_cache_dtype", "auto")).startswith("fp8") else 2,
+        kv_limit=engine.get("kv_cache_memory_bytes"),
+        utilization=engine.get("gpu_memory_utilization", args.vllm_gpu_memory_utilization),
+    )
+
+
+def workload_of_file(path: str | os.PathLike[str], prompt_length: int) -> tuple[str | None, Workload]:
+    """(model, workload of one process) of a run's YAML file; only the length of its prompts is not in there."""
+    import yaml
+    from trl import ModelConfig
+
+    from ..config import QeRLConfig
+
+    values: dict[str, Any] = yaml.safe_load(Path(path).read_text())
+
+    def build(kind: Any, **changed: Any) -> Any:
+        names = {field.name for field in dataclasses.fields(kind) if field.init}
+        return kind(**{name: value for name, value in values.items() if name in names} | changed)
+
+    # whether this machine has the GPU that the run is for does not matter here
+    args, model = build(QeRLConfig, use_cpu=True, bf16=False, fp16=False), build(ModelConfig)
+    lengths = Lengths(prompt_length, args.max_completion_length)
+    dtype = (args.model_init_kwargs or {}).get("dtype", model.dtype)
+    attention = model.attn_implementation or "sdpa"
+    work = workload_of(
+        args, lengths, lora_rank=model.lora_r, dtype_bytes=dtype_bytes_of(dtype, args.base_format), attention=attention
+    )
+    return model.model_name_or_path, work
+
+
+# --- lengths ------------------------------------------------------------------------------------------------------------------------
+
+
+def run_lengths(trainer: Any) -> Lengths:
+    """The lengths of a trainer's run: its prompts are tokenized as a rollout would, training and evaluation data alike.
+
+    Warns of prompts that leave less than `max_completion_length` tokens.
+
+    Raises:
+        `ValueError`: prompts leave no token for a completion; they would stop the run when their turn comes.
+    """
+    args, text = trainer.args, trainer.model.config.get_text_config()
+    completion = args.max_completion_length
+    limits = {"the model": getattr(text, "max_position_embeddings", None)}
+    if args.use_vllm:
+        limits["the engine (vllm_max_model_length)"] = args.vllm_max_model_length
+    known = {name: limit for name, limit in limits.items() if limit is not None}
+    who = min(known, key=known.__getitem__, default="")
+    limit = known.get(who)
+    lengths = list(prompt_lengths(trainer))
+    if not lengths:
+        prompt = ASSUMED_PROMPT if limit is None else min(ASSUMED_PROMPT, max(1, limit - completion))
+        return Lengths(prompt, completion if limit is None else min(completion, limit - prompt), limit, counted=False)
+    longest = max(lengths)
+    if limit is not None:
+        too_long = sum(length >= limit for length in lengths)
+        short = sum(length + completion > limit for length in lengths)
+        if too_long:
+            raise ValueError(
+                f"{too_long} of {len(lengths)} prompts leave no token for a completion: the longest has {longest} tokens with its chat "
+                f"template, and {who} takes {limit} in all. Filter them out of the dataset"
+                + ("." if who == "the model" else ", or raise vllm_max_model_length.")
+            )
+        if short:
+            logger.warning(
+                "%d of %d prompts leave less than max_completion_length=%d tokens for a completion: the longest has %d tokens with its "
+                "chat template, and %s takes %d in all. Their completions are cut short.",
+                short, len(lengths), completion, longest, who, limit,
+            )  # fmt: skip
+        completion = min(completion, limit - min(lengths))
+        longest = min(longest, limit - completion) if longest + completion > limit else longest
+    return Lengths(longest, completion, limit)
+
+
+def prompt_lengths(trainer: Any) -> Iterator[int]:
+    """Tokens of each prompt of the training and evaluation data; nothing where they cannot be told before the run."""
+    from datasets import Dataset
+
+    untold = ("rollout_func", "environments", "environment_factories")
+    if any(getattr(trainer, name, None) for name in untold) or not hasattr(trainer, "_tokenize_prompts"):
+        return
+    evaluation = getattr(trainer, "eval_dataset", None)
+    datasets = [trainer.train_dataset, *(evaluation.values() if isinstance(evaluation, dict) else [evaluation])]
+    datasets = [dataset for dataset in datasets if dataset is not None]
+    for dataset in datasets:
+        if not isinstance(dataset, Dataset) or {"image", "images"} & set(dataset.column_names):
+            return
+    for dataset in datasets:
+        prompts = dataset.select_columns("prompt")
+        for start in range(0, len(prompts), _TOKENIZED_AT_ONCE):
+            batch = prompts[start : start + _TOKENIZED_AT_ONCE]["prompt"]
+            yield from (len(ids) for ids in trainer._tokenize_prompts(batch)[0])
+
+
+def dtype_bytes_of(dtype: torch.dtype | str | None, base_format: str) -> int:
+    """Bytes per number of what is not quantized. Without a dtype an adapter's base is loaded in bf16, a model that is trained in float32."""
+    if dtype is None or dtype == "auto":
+        return 4 if base_format == "full" and dtype is None else 2
+    return 4 if "32" in str(dtype) else 2

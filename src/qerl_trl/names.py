@@ -1,0 +1,38 @@
+"""Names of modules whatever wraps the model, and whole tensors whatever shards them."""
+
+import re
+
+import torch
+from torch import nn
+
+_PREFIXES = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "base_model.model.")
+_WRAPPERS = re.compile(r"(?<=\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+_PEFT_LAYERS = re.compile(r"\.(modules_to_save\.[^.]+|original_module|base_layer)(?=\.|$)")
+
+
+def canonical_name(name: str) -> str:
+    """The module or parameter path in the checkpoint (and in vLLM), whatever wraps the model: PEFT, DDP, FSDP, compile.
+
+    >>> canonical_name("module.base_model.model.model.layers.0.input_layernorm.modules_to_save.default")
+    'model.layers.0.input_layernorm'
+    """
+    while name.startswith(_PREFIXES):
+        name = name[len(next(prefix for prefix in _PREFIXES if name.startswith(prefix))) :]
+    return _PEFT_LAYERS.sub("", _WRAPPERS.sub("", name))
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The model inside DistributedDataParallel, DeepSpeed and torch.compile wrappers; PEFT stays."""
+    # by registered child, not by hasattr: a PeftModel forwards unknown attributes to what it wraps
+    while (inner := model._modules.get("_orig_mod") or model._modules.get("module")) is not None:
+        model = inner
+    return model
+
+
+def full_tensor(parameter: torch.Tensor) -> torch.Tensor:
+    tensor = parameter.detach()
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def is_sharded(model: nn.Module) -> bool:
+    return any(hasattr(p, "full_tensor") or hasattr(p, "ds_id") for p in model.parameters())

@@ -1,0 +1,406 @@
+"""Adaptive quantization noise (AQN): Gaussian noise on the norm weights that feed linear layers, as a TRL callback.
+
+The paper (arXiv 2510.11696, Section 3.3) adds Z ~ N(0, sigma^2 I) to RMSNorm weights while completions are sampled, with a
+sigma that decays over the run, so that a quantized policy explores more. Four properties hold here:
+
+- **Stateless.** The noise of a norm is a function of (seed, step, generation, name), `norm_noise.standard_noise`. Every rank, a vLLM
+  worker and a resumed run compute the same values; nothing is sent or stored.
+- **Never written.** `NormNoise` replaces the weight for the duration of one norm forward. The parameter itself is never
+  touched: a checkpoint taken at any moment is clean, and switching the noise off restores nothing because nothing changed.
+- **In fp32.** bf16 weights near 1 swallow noise below 2e-3 (an intended 5e-4 lands as 3e-5), which is half of the paper's
+  schedule. The noisy weight is fp32, the norm's output is cast back, and `aqn/sigma_effective`, the rms of what landed in
+  the weight that the norm computed with, equals `aqn/sigma`.
+- **Exactly nothing at sigma 0.** The hooks then return at once: bit-identical to no callback.
+
+What happens when, in the default scope `rollout`: a generation begins in training -> a new draw -> norms are noisy until it
+ends -> log-probabilities and gradients are clean, as are evaluation and everything outside a training step. With scope
+`policy` a draw stays in force until the next generation, so that the log-probabilities, the loss and its gradient belong to
+the same noisy policy that sampled the batch.
+
+How much: `schedules`. On which norms: `norms`. How it is laid over them: `norm_noise`. When: `AQNCallback`, here.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, TrainerCallback, TrainerState
+from transformers.utils import logging
+
+from ..names import unwrap
+from .hooks import NoiseDraw, NormNoise
+from .norms import find_noisy_norms
+from .schedules import SCHEDULES, NoiseSchedule, make_schedule
+
+logger = logging.get_logger(__name__)
+
+#: where the noise acts: "rollout" only while sampling (the paper), "policy" also in log-probabilities and gradients
+SCOPES = ("rollout", "policy")
+
+
+class AQNCallback(TrainerCallback):
+    """Adaptive quantization noise in any TRL trainer that samples from its policy.
+
+    Alone, with transformers generation, nothing else is needed:
+
+        trainer = GRPOTrainer(..., callbacks=[AQNCallback()])
+
+    It then recognises generation by the forward calls of the model (no gradient, no labels, a cache; an empty cache begins
+    a new draw). [`QeRLGRPOTrainer`] instead brackets its rollouts with `with callback.generation(): ...`, which also serves
+    vLLM; noise is never applied twice. (With tools a rollout has several turns: alone, each is a generation with a draw of
+    its own; inside `generation()` one draw spans them all.)
+
+    The draw of a generation is keyed by (seed, global_step, number of the generation within that step), so a run resumed
+    from a checkpoint draws the same noise again. The noise is active only between `on_step_begin` and
+    `on_pre_optimizer_step`, and never in evaluation mode. With scope `policy`, a PEFT reference policy (beta > 0) is
+    evaluated under the same noise, so that its KL measures the adapter; a separate reference model is clean. A run that ends
+    with an exception leaves the hooks on: call `detach()` before using the model in training mode for something else.
+
+    Logged with every training log line: `aqn/sigma` and `aqn/sigma_effective`, means over the draws since the last line.
+    They reach `state.log_history`, the progress bar and callbacks that were added later. Trainer calls the integrations of
+    `report_to` before any callback passed by the user, so these see the values only after `callback.log_first(trainer)`.
+
+    Args:
+        schedule: a name of `SCHEDULES` or a `NoiseSchedule`; the four following arguments belong to a name.
+        sigma_start: standard deviation in the first noisy stage.
+        sigma_end: standard deviation in the last stage.
+        num_stages: stages of the run; stage 0 has no noise.
+        entropy_target: nats per token, for schedule "entropy_target".
+        scope: "rollout" or "policy" (`SCOPES`).
+        seed: of the noise; the trainer's `args.seed` by default.
+        norms: {canonical name: module} instead of what `find_noisy_norms(model)` finds.
+
+    Attributes:
+        explicit: True when a trainer brackets its rollouts with `generation()`; recognition by forward calls is then off. Such a
+            trainer sets it beforehand (`from_args` does), which makes `use_vllm` acceptable.
+        engine: True when vLLM generates; `generation()` then leaves the transformers model clean.
+        draw: the `NoiseDraw` of the generation in progress; None outside of one, which means clean.
+
+    Raises:
+        ValueError: impossible schedule or scope; a trainer whose rollouts the callback alone cannot reach (vLLM); a model
+            without a norm to put noise on; a second AQNCallback.
+        RuntimeError: the model was swapped during training; a rollout or a whole training step went by without noise.
+    """
+
+    def __init__(
+        self,
+        schedule: str | NoiseSchedule = "exponential",
+        *,
+        sigma_start: float = 1e-2,
+        sigma_end: float = 5e-4,
+        num_stages: int = 10,
+        entropy_target: float | None = None,
+        scope: str = "rollout",
+        seed: int | None = None,
+        norms: Mapping[str, nn.Module] | None = None,
+    ) -> None:
+        if isinstance(schedule, str):
+            schedule = make_schedule(schedule, sigma_start, sigma_end, num_stages, entropy_target)
+        elif not isinstance(schedule, NoiseSchedule):
+            raise ValueError(f"schedule={schedule!r} is neither a name ({', '.join(SCHEDULES)}) nor a NoiseSchedule.")
+        if scope not in SCOPES:
+            raise ValueError(f"scope={scope!r} is not one of {', '.join(map(repr, SCOPES))}.")
+        self.schedule = schedule
+        self.scope = scope
+        self.seed = seed
+        self.explicit = False
+        self.engine = False
+        self.draw: NoiseDraw | None = None
+        self._seed = 0
+        self._given_norms = norms
+        self._noise: NormNoise | None = None
+        self._model: nn.Module | None = None  # as the trainer knows it
+        self._policy: nn.Module | None = None  # the module whose generate() samples
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._state: TrainerState | None = None
+        self._in_step = False
+        self._entered = False
+        self._last: NoiseDraw | None = None
+        self._measured = True
+        self._reported: float | None = None
+        self._unlogged: list[tuple[float, float]] = []
+        self._uncached_prefix: torch.Tensor | None = None
+
+    # ------------------------------------------------------------------ life on a model
+
+    @classmethod
+    def from_args(cls, args) -> "AQNCallback":
+        """The callback that a [`QeRLConfig`] asks for, for a trainer that brackets its rollouts with `generation()`."""
+        callback = cls(
+            args.aqn_schedule,
+            sigma_start=args.aqn_sigma_start,
+            sigma_end=args.aqn_sigma_end,
+            num_stages=args.aqn_num_stages,
+            entropy_target=args.aqn_entropy_target,
+            scope=args.aqn_scope,
+            seed=args.aqn_seed,
+        )
+        callback.explicit = True
+        callback.engine = args.use_vllm
+        return callback
+
+    def attach(self, model: nn.Module, seed: int = 0) -> None:
+        """Find the norms of `model` and hook them. Called at the start of training.
+
+        A trainer may call it earlier, as soon as the model is complete; the search is not repeated for the same model.
+        """
+        candidates = (module for module in unwrap(model).modules() if isinstance(module, PreTrainedModel))
+        policy = next((module for module in candidates if module.can_generate()), None)
+        if policy is None:
+            raise ValueError(
+                f"{type(model).__name__} contains no transformers model that can generate, so there is no rollout to put "
+                "noise on. Pass a causal language model of transformers, bare or in PEFT."
+            )
+        norms = self._given_norms
+        if norms is None:
+            known = self._noise if policy is self._policy else None
+            norms = known.norms if known is not None else find_noisy_norms(model)
+        self.detach()  # hooks go on again in any case: those of ZeRO-3, which gather a weight, must come before ours
+        self._noise = NormNoise(norms)
+        self._model, self._policy = model, policy
+        self._seed = seed if self.seed is None else self.seed
+        self._handles = [
+            policy.register_forward_pre_hook(self._hook(self._before_forward), with_kwargs=True),
+            policy.register_forward_hook(self._hook(self._after_forward), always_call=True),
+        ]
+
+    def detach(self) -> None:
+        """Take every hook off the model. Called at the end of training."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        if self._noise is not None:
+            self._noise.remove()
+        self._noise = self._model = self._policy = None
+        self._in_step = self._entered = False
+        self._last = self._reported = self.draw = None
+        self._measured = True
+
+    @property
+    def norms(self) -> tuple[str, ...]:
+        """Canonical names of the norms that carry the noise; empty while not attached."""
+        return tuple(self._noise.norms) if self._noise is not None else ()
+
+    @property
+    def sigma(self) -> float:
+        """Standard deviation of the latest draw; 0 before the first."""
+        return self._last.sigma if self._last is not None else 0.0
+
+    @property
+    def sigma_effective(self) -> float:
+        """Rms of what the latest draw really added to the norm weights; NaN while no noisy norm has run.
+
+        When vLLM generates, the engine measures, and hands over its number by assigning it here.
+        """
+        if self._reported is not None:
+            return self._reported
+        effective = self._noise.sigma_effective() if self._noise is not None and self._last is not None else 0.0
+        return math.nan if effective is None else effective
+
+    @sigma_effective.setter
+    def sigma_effective(self, value: float) -> None:
+        self._reported = value
+
+    # ------------------------------------------------------------------ when, way 1: the trainer says so
+
+    @contextmanager
+    def generation(self) -> Iterator[NoiseDraw]:
+        """One rollout: a new draw if this is a training step, a clean one (sigma 0) in evaluation or outside a step.
+
+        The noise acts on the transformers model inside the context, unless `engine` says that vLLM generates and applies
+        the draw itself.
+
+        Yields:
+            the draw; also `self.draw` while inside.
+
+        Raises:
+            RuntimeError: transformers was to generate, the rollout ended, and no noisy norm had run.
+        """
+        self.explicit = True
+        on_model = not self.engine
+        if not self._training():
+            step = self._state.global_step if self._state is not None else 0
+            self.draw = NoiseDraw(0.0, self._seed, step, 0)
+            on_model = False
+        else:
+            self.draw = self._new_draw()
+        try:
+            if on_model and self.draw.sigma > 0:
+                with self._attached().active():
+                    yield self.draw
+                if not self._attached().landed:
+                    raise RuntimeError(
+                        f"Noise of sigma {self.draw.sigma:g} was drawn for {len(self.norms)} norms, but none of them ran "
+                        "during the rollout: another model or engine generated (a rollout_func that asks a server?). Train "
+                        "without noise (aqn=False), or set callback.engine = True and hand callback.draw to that engine."
+                    )
+            else:
+                yield self.draw
+        finally:
+            self.draw = None
+
+    @contextmanager
+    def noisy(self) -> Iterator[None]:
+        """The transformers model under the latest draw, in training or evaluation mode: for measurements."""
+        if self._noise is None or self._last is None:
+            raise RuntimeError("There is no draw to look at yet. Call noisy() during training, after a generation.")
+        with self._noise.active():
+            yield
+
+    # ------------------------------------------------------------------ when, way 2: recognised by forward calls
+
+    def _hook(self, method):
+        # a plain function: deepcopy of the model copies bound methods and, with them, the callback and its modules
+        def hook(module, *args):
+            return method(*args) if module is self._policy else None
+
+        return hook
+
+    def _before_forward(self, args: tuple, kwargs: dict) -> None:
+        if self.explicit or not self._training() or not self._is_generation(args, kwargs):
+            return
+        if self._begins_generation(args, kwargs):
+            self._new_draw()
+        if self._last is not None and self._last.sigma > 0:
+            self._attached().enter()
+            self._entered = True
+
+    def _after_forward(self, args: tuple, output: Any) -> None:
+        if self._entered:
+            self._entered = False
+            self._attached().exit()
+
+    @staticmethod
+    def _is_generation(args: tuple, kwargs: dict) -> bool:
+        # generate() always passes `use_cache`; the log-probability forwards of TRL pass labels and no cache
+        return not torch.is_grad_enabled() and kwargs.get("labels") is None and "use_cache" in kwargs
+
+    def _begins_generation(self, args: tuple, kwargs: dict) -> bool:
+        cache = kwargs.get("past_key_values")
+        if cache is not None:
+            return int(cache.get_seq_length()) == 0
+        # without a cache each forward gets the whole sequence; it continues the last one if it extends it by one column
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        before, self._uncached_prefix = self._uncached_prefix, ids
+        return (
+            before is None or ids is None or before.shape != ids[:, :-1].shape or not torch.equal(before, ids[:, :-1])
+        )
+
+    # ------------------------------------------------------------------ draws
+
+    def _training(self) -> bool:
+        return self._in_step and self._policy is not None and self._policy.training
+
+    def _new_draw(self) -> NoiseDraw:
+        self._measure()
+        assert self._state is not None, "only in a training step"
+        step, total = self._state.global_step, self._state.max_steps
+        generation = self._last.generation + 1 if self._last is not None and self._last.step == step else 0
+        sigma = self.schedule.sigma(step, total, self._state.log_history)
+        self._last = NoiseDraw(sigma, self._seed, step, generation)
+        self._reported = None
+        self._measured = False
+        self._attached().set(self._last)
+        self._attached().in_training = self.scope == "policy"
+        return self._last
+
+    def _attached(self) -> NormNoise:
+        assert self._noise is not None, "attach() comes first"
+        return self._noise
+
+    def _measure(self) -> None:
+        """Remember the latest draw for the log, once it has acted."""
+        if not self._measured:
+            self._unlogged.append((self.sigma, self.sigma_effective))
+            self._measured = True
+
+    # ------------------------------------------------------------------ trainer events
+
+    def on_init_end(self, args, state, control, **kwargs):
+        self._check_reach(args)
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        self._check_reach(args)
+        self._state = state
+        self.attach(model, seed=args.seed)
+        if (
+            self.schedule.name == "entropy_target"
+            and args.save_strategy == "steps"
+            and state.save_steps % state.logging_steps
+        ):
+            logger.warning(
+                f"schedule='entropy_target' follows the logged entropy, and save_steps={state.save_steps} is not a multiple "
+                f"of logging_steps={state.logging_steps}: a run resumed from such a checkpoint logs other averages and "
+                "will not repeat this one bit for bit. Make save_steps a multiple of logging_steps."
+            )
+        logger.info(f"Adaptive quantization noise on {len(self.norms)} norms, scope {self.scope}: {self.schedule}")
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        if model is not self._model:
+            raise RuntimeError(
+                f"AQNCallback is attached to one {type(self._model).__name__} and the trainer now trains another "
+                f"{type(model).__name__}. Use a callback of its own for each trainer, and do not replace the model "
+                "during training."
+            )
+        self._state = state
+        self._in_step = True
+        self._attached().in_training = self.scope == "policy" and self._last is not None
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        # every forward and backward of the step is done; other callbacks may sample in their on_step_end before ours runs
+        self._in_step = False
+        self._attached().in_training = False
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self._last is None:
+            raise RuntimeError(
+                "A training step went by and AQNCallback saw no generation by the policy, so no noise would ever act. It "
+                "belongs in a trainer that samples from its model with transformers generation (GRPOTrainer, RLOOTrainer); "
+                "with another engine use QeRLGRPOTrainer."
+            )
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if not logs or "loss" not in logs or self._last is None:
+            return
+        self._measure()
+        draws, self._unlogged = self._unlogged or [(self.sigma, self.sigma_effective)], []
+        if "aqn/sigma" in logs:  # the trainer logs it
+            return
+        effective = [value for _, value in draws if not math.isnan(value)]
+        values = {"aqn/sigma": sum(sigma for sigma, _ in draws) / len(draws)}
+        if effective:
+            values["aqn/sigma_effective"] = sum(effective) / len(effective)
+        logs.update(values)
+        # Trainer put a copy of `logs` into the history before it called us
+        if state.log_history and state.log_history[-1].get("step") == state.global_step:
+            state.log_history[-1].update(values)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.detach()
+
+    def log_first(self, trainer) -> None:
+        """Move this callback before the integrations of `report_to`, so that W&B, TensorBoard and others log its values.
+
+        Trainer calls callbacks in a fixed order: its own, those of `report_to`, the user's, the progress bar.
+        """
+        callbacks = trainer.callback_handler.callbacks
+        if self not in callbacks:
+            raise ValueError("This AQNCallback is not a callback of that trainer. Pass it as callbacks=[...] first.")
+        callbacks.remove(self)
+        callbacks.insert(0, self)
+
+    def _check_reach(self, args) -> None:
+        if getattr(args, "use_transformers_continuous_batching", False):
+            raise ValueError(
+                "AQNCallback cannot be used with use_transformers_continuous_batching=True: its rollouts bypass the model's "
+                "generate(). Use the default transformers generation, or QeRLGRPOTrainer with use_vllm=True."
+            )
+        if getattr(args, "use_vllm", False) and not self.explicit:
+            raise ValueError(
+                "AQNCallback alone reaches only rollouts by transformers, and use_vllm=True generates in another engine: the "
+                "noise would silently do nothing. Use QeRLGRPOTrainer (or QeRLRLOOTrainer) with aqn=True and no AQNCallback of "
+                "your own: it carries the noise into vLLM. Or set use_vllm=False."
+            )

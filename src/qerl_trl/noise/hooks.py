@@ -1,0 +1,229 @@
+"""The noise itself: a pure function of its key, laid over the norms of a live model without writing a parameter."""
+
+import hashlib
+import math
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+# norm modules that a NormNoise has hooks on: two of them on one norm would add up
+_noisy_modules: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+
+
+class NoiseDraw(NamedTuple):
+    """The key of one draw: all that a worker needs to reproduce the noise of every norm.
+
+    `sigma` is 0 where there is no noise (evaluation, stage 0).
+    """
+
+    sigma: float
+    seed: int
+    step: int
+    generation: int
+
+
+def standard_noise(seed: int, step: int, generation: int, name: str, numel: int) -> torch.Tensor:
+    """Unit normal noise of one norm, a pure function of its arguments.
+
+    Generator: the 32-byte blake2b digest of "seed:step:generation:name" seeds numpy's legacy `RandomState` (MT19937, polar
+    method). Its stream is the one that numpy promises never to change (NEP 19), and it is computed in double precision on
+    the CPU, so neither the torch version nor the device nor the instruction set changes a value; torch.randn keeps none of
+    these promises.
+
+    Args:
+        seed: of the run.
+        step: the trainer's global step at which the draw was made.
+        generation: number of the generation within that step, from 0.
+        name: canonical name of the norm module (`canonical_name`), for example "model.layers.0.input_layernorm".
+        numel: length of the norm weight.
+
+    Returns:
+        (numel,) float32 on the CPU.
+    """
+    digest = hashlib.blake2b(f"{seed}:{step}:{generation}:{name}".encode(), digest_size=32).digest()
+    random_state = np.random.RandomState(np.frombuffer(digest, dtype="<u4"))
+    return torch.from_numpy(random_state.standard_normal(numel).astype(np.float32))
+
+
+class NormNoise:
+    """Noise on the norms of a live transformers model, through forward hooks.
+
+    `set(draw)` chooses the noise, `with active():` applies it, `in_training = True` applies it in every forward of a norm that is
+    in training mode (and in the recomputation of gradient checkpointing, which happens in the backward pass). During one
+    forward of a norm the entry `_parameters["weight"]` is replaced by `weight + sigma * z` in fp32 and put back afterwards,
+    also when the forward raises. A trainable norm gets its gradient through the sum. FSDP2, DDP and ZeRO-3 see no change,
+    because between forwards the module is what they left there.
+
+    Args:
+        norms: {canonical name: module}, from `find_noisy_norms`.
+
+    Raises:
+        ValueError: `norms` is empty, or one of them already has the hooks of another NormNoise.
+    """
+
+    def __init__(self, norms: Mapping[str, nn.Module]) -> None:
+        if not norms:
+            raise ValueError("There is no norm to put noise on. Pass what find_noisy_norms(model) returns.")
+        for name, module in norms.items():
+            if module in _noisy_modules:
+                raise ValueError(
+                    f"The norm {name!r} already carries adaptive quantization noise, and two noises would add up. Use one "
+                    "AQNCallback per model (QeRL trainers bring their own; aqn=False turns it off), and call detach() on one that an "
+                    "interrupted run left behind."
+                )
+        self.norms = dict(norms)
+        self.draw: NoiseDraw | None = None
+        self.in_training = False
+        self._depth = 0
+        self._noise: dict[str, torch.Tensor] = {}
+        self._ready: dict[str, tuple[int, torch.Tensor]] = {}
+        self._landed: dict[str, torch.Tensor] = {}
+        self._clean: dict[str, tuple[dict[str, torch.Tensor], torch.dtype]] = {}
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        for name, module in self.norms.items():
+            self._install(name, module)
+
+    def set(self, draw: NoiseDraw) -> None:
+        """Take the noise of `draw` from now on. With sigma 0 the hooks do nothing at all."""
+        if not math.isfinite(draw.sigma) or draw.sigma < 0:
+            raise ValueError(f"sigma={draw.sigma} is not a standard deviation. Pass a finite number >= 0.")
+        self.draw = draw
+        self._noise, self._ready, self._landed = {}, {}, {}
+        if draw.sigma > 0:
+            for name, module in self.norms.items():
+                weight = _weight(module)
+                numel = math.prod(getattr(weight, "ds_shape", weight.shape))  # ds_shape: ZeRO-3
+                unit = standard_noise(draw.seed, draw.step, draw.generation, name, numel)
+                self._noise[name] = (unit * draw.sigma).to(weight.device)
+
+    def clear(self) -> None:
+        """Forget the draw: clean from now on."""
+        self.draw, self.in_training = None, False
+        self._noise, self._ready, self._landed = {}, {}, {}
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Every norm forward inside is noisy, in training mode or not. May be nested."""
+        self.enter()
+        try:
+            yield
+        finally:
+            self.exit()
+
+    def enter(self) -> None:
+        """Begin what `active` does, for callers that cannot use `with`."""
+        self._depth += 1
+
+    def exit(self) -> None:
+        """End what `enter` began."""
+        assert self._depth > 0, "exit() without enter()"
+        self._depth -= 1
+
+    @property
+    def landed(self) -> int:
+        """Number of norms that ran with the noise of the current draw."""
+        return len(self._landed)
+
+    def sigma_effective(self) -> float | None:
+        """Rms of what the current draw really added to the weights that norms computed with; None if none ran noisy yet.
+
+        Measured in the first noisy forward of each norm, on the weight used there. Equals sigma up to the sampling error
+        of the noise itself, 1/sqrt(2 n) over n values.
+        """
+        if self.draw is not None and self.draw.sigma == 0:
+            return 0.0
+        if not self._landed:
+            return None
+        device = next(iter(self._landed.values())).device
+        total = sum(value.to(device) for value in self._landed.values())
+        count = sum(self._noise[name].numel() for name in self._landed)
+        return math.sqrt(float(total) / count)
+
+    def remove(self) -> None:
+        """Take the hooks off. The model is then exactly as it was before."""
+        self.clear()
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        for module in self.norms.values():
+            _noisy_modules.discard(module)
+
+    def _install(self, name: str, module: nn.Module) -> None:
+        def before(running: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+            # a deepcopy of the model shares this closure and must stay clean
+            if running is module and self._noise and (self._depth or (self.in_training and module.training)):
+                return self._swap_in(name, module, args, kwargs)
+            return None
+
+        def after(running: nn.Module, args: tuple, output: Any) -> Any:
+            if running is module and name in self._clean:
+                return self._swap_out(name, module, output)
+            return None
+
+        # FSDP2 may shard the norm itself: its hooks gather before ours run and must reshard only after we put the clean
+        # parameter back, hence prepend on the way out. always_call: gradient checkpointing stops its recomputation with an
+        # exception in the middle of a forward.
+        self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+        self._handles.append(module.register_forward_hook(after, prepend=True, always_call=True))
+        _noisy_modules.add(module)
+
+    def _swap_in(self, name: str, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        parameters = _parameters(module)
+        clean = _weight(module)
+        noisy = self._noisy_weight(name, clean)
+        dtype = noisy.dtype
+        hidden = args[0] if args else next(iter(kwargs.values()))
+        replaced: dict[str, torch.Tensor] = {"weight": clean}
+        if isinstance(module, nn.LayerNorm | nn.RMSNorm) and clean.dtype != dtype:
+            # torch's fused kernels want input, weight and bias in one dtype (they compute in fp32 inside anyhow)
+            if (bias := parameters.get("bias")) is not None:
+                replaced["bias"] = bias
+                parameters["bias"] = bias.to(dtype)
+            args = (args[0].to(dtype), *args[1:]) if args else args
+            kwargs = kwargs if args else {key: value.to(dtype) for key, value in kwargs.items()}
+        self._clean[name] = (replaced, hidden.dtype)
+        parameters["weight"] = noisy
+        return args, kwargs
+
+    def _noisy_weight(self, name: str, clean: torch.Tensor) -> torch.Tensor:
+        """weight + sigma * z in fp32 (fp64 for an fp64 weight); kept between forwards if the weight is frozen."""
+        compiling = (
+            torch.compiler.is_compiling()
+        )  # a compiled graph fuses the sum; entries that come and go would break it up
+        if not compiling:
+            version, noisy = self._ready.get(name, (None, None))
+            if noisy is not None and version == clean._version and noisy.device == clean.device:
+                return noisy
+        noise = self._noise[name]
+        if noise.device != clean.device:
+            noise = self._noise[name] = noise.to(clean.device)
+        noisy = clean + noise
+        if not compiling and not clean.requires_grad:
+            self._ready[name] = (clean._version, noisy)
+        if name not in self._landed:
+            self._landed[name] = (noisy.detach() - clean.detach()).square().sum()
+        return noisy
+
+    def _swap_out(self, name: str, module: nn.Module, output: Any) -> Any:
+        replaced, dtype = self._clean.pop(name)
+        _parameters(module).update(replaced)
+        # noise changes values, never dtypes: a norm whose own weight is fp32 may well return fp32 for a bf16 input
+        if isinstance(output, torch.Tensor) and replaced["weight"].dtype not in (torch.float32, torch.float64):
+            return output.to(dtype)
+        return output
+
+
+def _parameters(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """torch's own table of a module's parameters, which for one forward may name a plain tensor."""
+    return module._parameters  # type: ignore[return-value]  # annotated as parameters only, and a dict's values are invariant
+
+
+def _weight(module: nn.Module) -> torch.Tensor:
+    weight = module._parameters["weight"]
+    assert weight is not None, "find_noisy_norms takes norms with a weight only"
+    return weight

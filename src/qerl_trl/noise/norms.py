@@ -1,0 +1,172 @@
+"""Which norms carry the noise: those whose output feeds a linear layer.
+
+Adding noise z to the weight of an RMSNorm perturbs every linear layer that reads its output at once, as if column j of each
+of their weights had been scaled by 1 + z_j / w_j (the paper, Section 3.3). That argument holds only for a norm that a linear
+layer reads directly, and which norms those are differs by family: `input_layernorm` and `post_attention_layernorm` on Llama
+and Qwen, `pre_feedforward_layernorm` instead of the latter on Gemma 2 and 3 (where `post_attention_layernorm` feeds the
+residual stream), none at all on OLMo-2. No table of names: one forward of four tokens is traced, and a norm is taken when the
+tensor that it returned (by storage, so views count) is what a linear layer received.
+
+Left out by that rule: norms inside attention (q_norm, k_norm, latent attention), sandwich norms, and the final norm, which
+feeds only the output head.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..names import canonical_name, unwrap
+from ..nvfp4.linear import decoded_weights
+
+
+def find_noisy_norms(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> dict[str, nn.Module]:
+    """Norms whose output feeds a linear layer other than the output head, by canonical name, in model order.
+
+    Runs one forward of four tokens, in evaluation mode, without gradients and without a cache. Random state, gradients and
+    every module's training flag are afterwards what they were. Under FSDP2 and ZeRO-3 the forward is collective: call this
+    on every rank.
+
+    Args:
+        model: a causal language model of transformers, bare or inside PEFT, DDP, FSDP2 or torch.compile; on one device
+            or several, quantized or not.
+        inputs: keyword arguments of the forward, for a model that `input_ids` of shape (1, 4) do not suffice for.
+
+    Returns:
+        {"model.layers.0.input_layernorm": module, ...}; under PEFT's `modules_to_save` the module is the trained copy.
+
+    Raises:
+        ValueError: no norm of the model feeds a linear layer (OLMo-2, for example).
+        RuntimeError: the tiny forward failed.
+    """
+    model = unwrap(model)
+    width = _hidden_size(model)
+    norms = {name: module for name, module in model.named_modules() if _is_norm(module, width)}
+    fed = _trace(model, norms, inputs) if norms else set()
+    found = {canonical_name(name): module for name, module in norms.items() if name in fed}
+    if not found:
+        seen = sorted({type(module).__name__ for module in norms.values()}) or ["none"]
+        raise ValueError(
+            f"{type(model).__name__} has no norm whose output feeds a linear layer (norm classes of hidden size seen: "
+            f"{', '.join(seen)}), so adaptive quantization noise has nowhere to go. That is so by design where norms follow "
+            "the linear layers, as in OLMo-2. Train without noise (aqn=False, or drop the AQNCallback), or choose a pre-norm "
+            "model such as Qwen, Llama, Mistral, Gemma or Phi-3."
+        )
+    return found
+
+
+def _hidden_size(model: nn.Module) -> int | None:
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(config, "get_text_config"):
+        return None
+    return getattr(config.get_text_config(decoder=True), "hidden_size", None)
+
+
+def _is_norm(module: nn.Module, width: int | None) -> bool:
+    weight = module._parameters.get("weight")
+    if weight is None or "norm" not in type(module).__name__.lower():
+        return False
+    # ZeRO-3 keeps an empty tensor between forwards and the true shape in ds_shape
+    shape = tuple(getattr(weight, "ds_shape", weight.shape))
+    return len(shape) == 1 and width in (None, shape[0])
+
+
+def _is_linear(module: nn.Module) -> bool:
+    if isinstance(module, nn.Linear) or (hasattr(module, "in_features") and hasattr(module, "out_features")):
+        return True
+    # fused experts are one 3-D parameter per projection and no nn.Linear
+    return any(parameter.ndim == 3 for parameter in module.parameters(recurse=False))
+
+
+def _trace(model: nn.Module, norms: Mapping[str, nn.Module], inputs: Mapping[str, Any] | None) -> set[str]:
+    """Names of the norms that fed a linear layer in one forward."""
+    head = _embeddings(model, "get_output_embeddings")
+    head_modules = set(head.modules()) if head is not None else set()
+    source: dict[int, str] = {}
+    outputs: list[torch.Tensor] = []  # kept alive, so that a storage address stays one norm's for the whole trace
+    fed: set[str] = set()
+
+    def on_norm(name: str):
+        def hook(module, args, output):
+            if isinstance(output, torch.Tensor):
+                outputs.append(output)
+                source[output.untyped_storage().data_ptr()] = name
+
+        return hook
+
+    def on_linear(module, args, kwargs):
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, torch.Tensor):
+                name = source.get(value.untyped_storage().data_ptr())
+                if name is not None:
+                    fed.add(name)
+
+    handles = [module.register_forward_hook(on_norm(name)) for name, module in norms.items()]
+    handles += [
+        module.register_forward_pre_hook(on_linear, with_kwargs=True)
+        for module in model.modules()
+        if module not in head_modules and _is_linear(module)
+    ]
+    device = _input_device(model)
+    if inputs is None:
+        vocabulary = getattr(_text_config(model), "vocab_size", None) or 5
+        inputs = {"input_ids": torch.arange(1, 5, device=device).remainder(vocabulary)[None], "use_cache": False}
+    try:
+        with (
+            torch.no_grad(),
+            _undisturbed(model, device),
+            decoded_weights(model),
+            torch.compiler.set_stance("force_eager"),
+        ):
+            model(**inputs)
+    except (TypeError, ValueError, RuntimeError, AttributeError, LookupError, NotImplementedError) as error:
+        raise RuntimeError(
+            f"Looking for the norms that carry the noise runs one forward of {type(model).__name__} with "
+            f"{', '.join(f'{key} {_describe(value)}' for key, value in inputs.items())}, which failed: "
+            f"{type(error).__name__}: {error}. A model that needs other inputs gets them from you: "
+            "find_noisy_norms(model, inputs={...}), and pass the result as AQNCallback(norms=...)."
+        ) from error
+    finally:
+        for handle in handles:
+            handle.remove()
+    return fed
+
+
+def _text_config(model: nn.Module) -> Any:
+    config = getattr(model, "config", None)
+    return config if config is None or not hasattr(config, "get_text_config") else config.get_text_config(decoder=True)
+
+
+def _embeddings(model: nn.Module, method: str) -> nn.Module | None:
+    get = getattr(model, method, None)  # transformers' models have it, other modules need not
+    return None if get is None else get()
+
+
+def _input_device(model: nn.Module) -> torch.device:
+    embedding = _embeddings(model, "get_input_embeddings")
+    parameter = next((embedding if embedding is not None else model).parameters())
+    if parameter.device.type == "meta":
+        raise ValueError(
+            f"{type(model).__name__} has its embedding on the meta device, so no forward can run. Load the weights first."
+        )
+    return parameter.device
+
+
+def _describe(value: Any) -> str:
+    return f"of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+
+
+@contextmanager
+def _undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Evaluation mode inside; random state and each module's own training flag restored after."""
+    flags = {module: module.training for module in model.modules()}
+    devices = [device] if device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(devices=devices):
+            model.eval()
+            yield
+    finally:
+        for module, flag in flags.items():
+            module.training = flag

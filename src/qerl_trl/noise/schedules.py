@@ -1,0 +1,236 @@
+"""How sigma, the standard deviation of adaptive quantization noise, moves over a run.
+
+The paper (arXiv 2510.11696, Section 3.3) cuts training into K equal stages. Stage 0 has no noise: quantization alone
+perturbs the policy. From stage 1 on
+
+    sigma(k) = sigma_start * (sigma_end / sigma_start) ** ((k - 1) / (K - 1))
+
+The formula leaves open whether the silent stage is one of the K. Read with k = 1..K it makes K + 1 stages; read with
+k = 0..K-1 it never reaches sigma_end (1e-2 -> 5e-4 in 10 stages would end at 7.0e-4). The released code settles it: K
+stages in all, the silent one included, and the last one at sigma_end. That is what is implemented here,
+
+    stage k = step * K // total_steps,   progress u = (k - 1) / (K - 2),   sigma = shape(u), shape(0) = start, shape(1) = end
+
+so `exponential` reproduces the released script number for number and still runs from the first to the last value that the
+paper's tables name. The paper compares the other shapes by name only; their formulas are ours and stand at each class.
+
+A schedule is a pure function of the step, the length of the run and the logged history, so a resumed run follows the same
+curve with nothing stored.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+
+def _check_sigma(name: str, value: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+        raise ValueError(f"{name}={value!r} is not a standard deviation. Pass a finite number >= 0, for example 1e-2.")
+
+
+@dataclass(frozen=True)
+class NoiseSchedule:
+    """Base of the schedules in `SCHEDULES`: `num_stages` equal stages, the first without noise.
+
+    Args:
+        sigma_start: standard deviation in the first noisy stage.
+        sigma_end: standard deviation in the last stage.
+        num_stages: stages that the run is cut into, the silent stage 0 included; at least 2.
+
+    Raises:
+        ValueError: a sigma is negative, infinite or not a number; fewer than 2 stages.
+    """
+
+    sigma_start: float = 1e-2
+    sigma_end: float = 5e-4
+    num_stages: int = 10
+
+    name: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        _check_sigma("sigma_start", self.sigma_start)
+        _check_sigma("sigma_end", self.sigma_end)
+        if isinstance(self.num_stages, bool) or not isinstance(self.num_stages, int) or self.num_stages < 2:
+            raise ValueError(
+                f"num_stages={self.num_stages!r} leaves no stage with noise, because stage 0 has none. Pass an integer >= 2; "
+                "the paper uses 10."
+            )
+
+    def stage(self, step: int, total_steps: int) -> int:
+        """Stage of optimizer step `step` (from 0) in a run of `total_steps`; steps beyond the end stay in the last stage."""
+        if total_steps < 1:
+            raise ValueError(
+                f"total_steps={total_steps} is not the length of a run. Pass the trainer's max_steps (>= 1)."
+            )
+        if step < 0:
+            raise ValueError(f"step={step} is before the run. Pass the trainer's global_step (>= 0).")
+        return min(step * self.num_stages // total_steps, self.num_stages - 1)
+
+    def sigma(self, step: int, total_steps: int, log_history: Sequence[Mapping[str, Any]] = ()) -> float:
+        """Standard deviation of the noise at optimizer step `step` of `total_steps`.
+
+        Args:
+            step: the trainer's `global_step`, from 0.
+            total_steps: the trainer's `max_steps`.
+            log_history: the trainer's `state.log_history`; only `entropy_target` reads it.
+        """
+        stage = self.stage(step, total_steps)
+        if stage == 0:
+            return 0.0
+        return self.shape((stage - 1) / max(self.num_stages - 2, 1))
+
+    def shape(self, progress: float) -> float:
+        """Sigma at `progress` through the noisy stages, from 0 (sigma_start) to 1 (sigma_end)."""
+        raise NotImplementedError
+
+
+class ExponentialSchedule(NoiseSchedule):
+    """The paper's: sigma_start * (sigma_end / sigma_start) ** u."""
+
+    name = "exponential"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.sigma_start > 0 and self.sigma_end == 0:
+            raise ValueError(
+                f"sigma_end=0 cannot be reached from sigma_start={self.sigma_start} by exponential decay. Pass a small "
+                "positive sigma_end (the paper: 5e-4), or schedule='linear' or 'cosine'."
+            )
+
+    def shape(self, progress: float) -> float:
+        if self.sigma_start == 0:
+            return 0.0
+        return self.sigma_start * (self.sigma_end / self.sigma_start) ** progress
+
+
+class LinearSchedule(NoiseSchedule):
+    """sigma_start + (sigma_end - sigma_start) * u."""
+
+    name = "linear"
+
+    def shape(self, progress: float) -> float:
+        return self.sigma_start + (self.sigma_end - self.sigma_start) * progress
+
+
+class CosineSchedule(NoiseSchedule):
+    """Half a cosine: sigma_end + (sigma_start - sigma_end) * (1 + cos(pi u)) / 2."""
+
+    name = "cosine"
+
+    def shape(self, progress: float) -> float:
+        return self.sigma_end + (self.sigma_start - self.sigma_end) * (1 + math.cos(math.pi * progress)) / 2
+
+
+class LogarithmicSchedule(NoiseSchedule):
+    """Straight in the logarithm of the stage, k = 1..n: sigma_start + (sigma_end - sigma_start) * ln(k) / ln(n)."""
+
+    name = "logarithmic"
+
+    def shape(self, progress: float) -> float:
+        stages = self.num_stages - 1
+        if stages == 1:
+            return self.sigma_start
+        share = math.log1p(progress * (stages - 1)) / math.log(stages)
+        return self.sigma_start + (self.sigma_end - self.sigma_start) * share
+
+
+class ConstantSchedule(NoiseSchedule):
+    """sigma_start at every step. No silent stage; sigma_end and num_stages are not used."""
+
+    name = "constant"
+
+    def sigma(self, step: int, total_steps: int, log_history: Sequence[Mapping[str, Any]] = ()) -> float:
+        self.stage(step, total_steps)
+        return self.sigma_start
+
+
+@dataclass(frozen=True)
+class EntropyTargetSchedule(NoiseSchedule):
+    """Steers sigma so that the policy's entropy follows `target`: an integral controller on ln(sigma).
+
+    Starts at the geometric mean of sigma_start and sigma_end and, for each logged training `entropy` H up to the current
+    step,
+
+        ln(sigma) += gain * clip((target - H) / target, -1, 1),   clipped to ln of [sigma_end, sigma_start] (in either order)
+
+    An entropy below the target raises the noise, one above lowers it. The state is recomputed from the trainer's
+    `log_history`, which every checkpoint holds, so a resumed run continues with the same sigma. That is exact when
+    checkpoints fall on logging steps: TRL averages the entropy between two logs, and a restart forgets a half-filled average.
+
+    Args:
+        target: entropy to keep, nats per token, as the trainer logs it.
+        gain: change of ln(sigma) a log line at 100 % error.
+
+    Raises:
+        ValueError: no positive target, no positive gain, or a sigma of 0 (its logarithm has no place to start from).
+    """
+
+    target: float | None = None
+    gain: float = 1.0
+
+    name: ClassVar[str] = "entropy_target"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, value in (("sigma_start", self.sigma_start), ("sigma_end", self.sigma_end)):
+            if value == 0:
+                raise ValueError(
+                    f"{name}=0 bounds nothing: entropy_target moves ln(sigma). Pass a value > 0, e.g. 5e-4."
+                )
+        if self.target is None or not math.isfinite(self.target) or self.target <= 0:
+            raise ValueError(
+                f"entropy_target={self.target} is not an entropy to steer to. Pass a positive number of nats per token; the "
+                "`entropy` that a short run without noise logs is a good first value."
+            )
+        if not math.isfinite(self.gain) or self.gain <= 0:
+            raise ValueError(f"gain={self.gain} does not steer. Pass a positive number; 1.0 is the default.")
+
+    def sigma(self, step: int, total_steps: int, log_history: Sequence[Mapping[str, Any]] = ()) -> float:
+        self.stage(step, total_steps)
+        low, high = sorted((math.log(self.sigma_start), math.log(self.sigma_end)))
+        log_sigma = (low + high) / 2
+        for entry in log_history:
+            entropy = entry.get("entropy")
+            if entropy is None or not math.isfinite(entropy) or entry.get("step", 0) > step:
+                continue
+            error = min(max((self.target - entropy) / self.target, -1.0), 1.0)
+            log_sigma = min(max(log_sigma + self.gain * error, low), high)
+        return math.exp(log_sigma)
+
+
+#: schedule name -> class
+SCHEDULES: dict[str, type[NoiseSchedule]] = {
+    cls.name: cls
+    for cls in (
+        ExponentialSchedule,
+        LinearSchedule,
+        CosineSchedule,
+        LogarithmicSchedule,
+        ConstantSchedule,
+        EntropyTargetSchedule,
+    )
+}
+
+
+def make_schedule(
+    name: str,
+    sigma_start: float = 1e-2,
+    sigma_end: float = 5e-4,
+    num_stages: int = 10,
+    entropy_target: float | None = None,
+) -> NoiseSchedule:
+    """The schedule called `name`.
+
+    Raises:
+        ValueError: unknown name, impossible values, or an `entropy_target` that the named schedule would ignore.
+    """
+    if name not in SCHEDULES:
+        raise ValueError(f"schedule={name!r} is not one of {', '.join(map(repr, SCHEDULES))}.")
+    if name == EntropyTargetSchedule.name:
+        return EntropyTargetSchedule(sigma_start, sigma_end, num_stages, target=entropy_target)
+    if entropy_target is not None:
+        raise ValueError(
+            f"entropy_target={entropy_target} is not used by schedule={name!r}. Pass schedule='entropy_target', or leave it out."
+        )
+    return SCHEDULES[name](sigma_start, sigma_end, num_stages)

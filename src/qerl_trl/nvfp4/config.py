@@ -1,0 +1,259 @@
+"""`NVFP4Config`, and loading a model in NVFP4 whatever the checkpoint holds.
+
+A bf16 checkpoint is quantized while it is loaded, one tensor at a time, on the device where the layer will live; the dense model never
+exists as a whole:
+
+    model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen2.5-3B-Instruct", quantization_config=NVFP4Config())
+
+A checkpoint that is NVFP4 already (compressed-tensors or ModelOpt) carries its own `quantization_config`, and transformers refuses to
+replace one. `from_pretrained` below reads either kind; where another library calls transformers' `from_pretrained` (TRL's trainers,
+`pipeline`), pass it the arguments from `pretrained_kwargs`, or the configuration from `load_config`:
+
+    model = qerl_trl.from_pretrained(folder_or_id)
+    model = AutoModelForCausalLM.from_pretrained(folder_or_id, config=load_config(folder_or_id))
+
+`model.save_pretrained` writes compressed-tensors, always: stock transformers, vLLM and llm-compressor open it without this package.
+
+Not transformers' own `NVFP4Config` (method "nvfp4": Blackwell only, inference only): ours is the method "qerl_nvfp4", in memory only.
+The transformers quantizer behind it is in quantizer.py, which is imported here so that it is registered wherever the configuration is.
+"""
+
+import copy
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.quantizers import register_quantization_config
+from transformers.utils import logging
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from . import (
+    layouts,
+    quantizer,  # noqa: F401  (its decorator registers the quantizer of this configuration)
+)
+from .format import SCALE_RULES
+
+logger = logging.get_logger(__name__)
+
+
+# --- the configuration ------------------------------------------------------------------------------------------------------------
+
+
+@register_quantization_config(layouts.METHOD)
+class NVFP4Config(QuantizationConfigMixin):
+    """How to quantize a model to NVFP4 weights (W4A16) while loading it.
+
+    Args:
+        scale_rule: "rtn" (plain rounding, the QeRL paper), "four_over_six" or "neighbor_sweep" (see `qerl_trl.nvfp4`).
+        modules_to_not_convert: modules to leave in `compute_dtype`, besides the output head and tied embeddings, which always stay:
+            whole dotted names or parts ("down_proj", "model.layers.1"), shell patterns ("*.layers.[01].*"), regular expressions
+            ("re:..."). See `qerl_trl.nvfp4.layouts.name_matches`.
+        compute_dtype: dtype of everything that is not quantized, and of the matmuls; the model's `dtype`.
+        source_format: layout of a checkpoint that is quantized already, None for a dense one. Set by `load_config`.
+        source_targets: which modules such a checkpoint quantizes, in compressed-tensors' notation. Set by `load_config`.
+    """
+
+    def __init__(
+        self,
+        scale_rule: str = "rtn",
+        modules_to_not_convert: list[str] | None = None,
+        compute_dtype: str | torch.dtype = "bfloat16",
+        source_format: str | None = None,
+        source_targets: list[str] | None = None,
+        **unknown: Any,
+    ):
+        unknown.pop("quant_method", None)
+        if unknown:
+            raise ValueError(f"NVFP4Config has no option {', '.join(map(repr, sorted(unknown)))}.")
+        if scale_rule not in SCALE_RULES:
+            raise ValueError(
+                f"scale_rule={scale_rule!r} is unknown; choose one of {', '.join(map(repr, SCALE_RULES))}."
+            )
+        skipped = layouts.check_entries(modules_to_not_convert or (), "modules_to_not_convert")
+        name = str(compute_dtype).removeprefix("torch.")
+        if name not in ("bfloat16", "float16", "float32"):
+            raise ValueError(f"compute_dtype={compute_dtype!r} must be 'bfloat16', 'float16' or 'float32'.")
+        if source_format is not None and source_format not in layouts.LAYOUTS:
+            raise ValueError(
+                f"source_format={source_format!r} is unknown; choose one of {', '.join(map(repr, layouts.LAYOUTS))}."
+            )
+        self.quant_method = layouts.METHOD  # type: ignore[assignment]  # a registered name; transformers declares its own enum
+        self.scale_rule = scale_rule
+        self.modules_to_not_convert = list(skipped)
+        self.compute_dtype = name
+        self.source_format = source_format
+        self.source_targets = list(source_targets or ("Linear",))
+        self._dense_linears: list[str] | None = None  # known once a model was seen
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.compute_dtype)
+
+    @property
+    def selection(self) -> layouts.Selection:
+        """Which layers are quantized."""
+        return layouts.Selection(self.source_format, tuple(self.modules_to_not_convert), tuple(self.source_targets))
+
+    @property
+    def dense_linears(self) -> list[str] | None:
+        """Names of the linear layers that stay dense, sorted; None before `linears_to_quantize` has seen a model."""
+        return self._dense_linears
+
+    def linears_to_quantize(self, model: PreTrainedModel) -> dict[str, nn.Linear]:
+        """The linear layers of `model` that become (or are) NVFP4, by name; those that do not are noted for config.json.
+
+        Raises:
+            `ValueError`: as `layouts.linears_to_quantize`.
+        """
+        if self.source_format is None:
+            self._warn_unmatched(model)
+        quantized, dense = layouts.linears_to_quantize(model, self.selection)
+        self._dense_linears = sorted(dense)
+        return quantized
+
+    def _warn_unmatched(self, model: PreTrainedModel) -> None:
+        names = [name for name, _ in model.named_modules()] + [name for name, _ in model.named_parameters()]
+        for entry in self.modules_to_not_convert:
+            if not any(layouts.name_matches(name, entry) for name in names):
+                logger.warning(f"modules_to_not_convert: {entry!r} matches no module of {type(model).__name__}.")
+
+    def options(self) -> dict[str, Any]:
+        """The constructor's arguments, with `quant_method`: what `from_dict` takes back."""
+        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
+
+    def to_dict(self) -> dict[str, Any]:
+        """What goes into config.json: compressed-tensors' description, readable without this package."""
+        ignore = self.modules_to_not_convert if self.dense_linears is None else self.dense_linears
+        return layouts.compressed_tensors_config(ignore)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any):
+        """Build from `options()`, or from the `quantization_config` of an NVFP4 checkpoint."""
+        if config_dict.get("quant_method") == layouts.METHOD:
+            config = cls(**{**config_dict, **kwargs})
+        else:
+            config = cls.from_checkpoint(config_dict, "quantization_config", **kwargs)
+        return (config, {}) if return_unused_kwargs else config
+
+    @classmethod
+    def from_checkpoint(
+        cls, quantization_config: dict[str, Any], where: str, modules_to_not_convert: Iterable[str] = (), **options: Any
+    ) -> "NVFP4Config":
+        """Translate the `quantization_config` of a compressed-tensors or ModelOpt checkpoint; `where` names it in errors."""
+        selection = layouts.parse_quantization_config(quantization_config, where).without(modules_to_not_convert)
+        return cls(
+            modules_to_not_convert=list(selection.ignore),
+            source_format=selection.layout,
+            source_targets=list(selection.targets),
+            **options,
+        )
+
+    def __repr__(self) -> str:
+        return f"NVFP4Config({', '.join(f'{name}={value!r}' for name, value in self.options().items() if name != 'quant_method')})"
+
+
+# --- loading ----------------------------------------------------------------------------------------------------------------------
+
+
+def load_config(
+    model_id: str | os.PathLike, quantization_config: NVFP4Config | None = None, **kwargs: Any
+) -> PretrainedConfig:
+    """`AutoConfig.from_pretrained`, with an NVFP4 checkpoint's `quantization_config` replaced by ours.
+
+    Pass the result as `config=` to any `from_pretrained`. For a checkpoint that is not quantized the plain configuration comes back:
+    there, `quantization_config=NVFP4Config()` goes to `from_pretrained` itself (`pretrained_kwargs` knows which).
+
+    Args:
+        model_id: folder or Hub repository.
+        quantization_config: `compute_dtype` and further `modules_to_not_convert` are taken from it; a scale rule has no effect on
+            weights that are quantized already, which is said in a warning.
+        kwargs: `revision`, `token`, `subfolder`, `trust_remote_code`, ... for `AutoConfig.from_pretrained`.
+    """
+    _check_is_ours(quantization_config)
+    config = AutoConfig.from_pretrained(model_id, **kwargs)
+    stored = getattr(config, "quantization_config", None)
+    where = f"{model_id}: config.json: quantization_config"
+    if stored is None:
+        stored = _modelopt_sidecar(model_id, **kwargs)
+        where = f"{model_id}: hf_quant_config.json"
+    if stored is None:
+        return config
+    if not isinstance(stored, dict):
+        stored = stored.to_dict()
+    wanted = quantization_config or NVFP4Config()
+    if wanted.scale_rule != "rtn":
+        logger.warning(
+            f"{model_id} is quantized already: scale_rule={wanted.scale_rule!r} has no effect on its weights."
+        )
+    ours = NVFP4Config.from_checkpoint(
+        stored, where, modules_to_not_convert=wanted.modules_to_not_convert, compute_dtype=wanted.compute_dtype
+    )
+    config.quantization_config = ours.options()
+    return config
+
+
+def pretrained_kwargs(
+    model_id: str | os.PathLike, quantization_config: NVFP4Config | None = None, **kwargs: Any
+) -> dict[str, Any]:
+    """The arguments that make `AutoModelForCausalLM.from_pretrained(model_id, ...)` give an NVFP4 model, whatever `model_id` holds.
+
+    `{"quantization_config": ...}` for a dense checkpoint, `{"config": ...}` for an NVFP4 one. `kwargs` as for `load_config`.
+    """
+    config = load_config(model_id, quantization_config, **kwargs)
+    if getattr(config, "quantization_config", None) is None:
+        return {"quantization_config": quantization_config or NVFP4Config()}
+    return {"config": config}
+
+
+def from_pretrained(
+    model_id: str | os.PathLike,
+    quantization_config: NVFP4Config | None = None,
+    *,
+    model_class: Any = AutoModelForCausalLM,
+    **kwargs: Any,
+) -> PreTrainedModel:
+    """Load a model in NVFP4 from a dense, compressed-tensors or ModelOpt checkpoint (folder or Hub repository).
+
+    `kwargs` go to `model_class.from_pretrained` (`device_map`, `attn_implementation`, `revision`, ...).
+    """
+    hub = {
+        key: kwargs[key]
+        for key in ("revision", "token", "subfolder", "cache_dir", "trust_remote_code")
+        if key in kwargs
+    }
+    chosen = pretrained_kwargs(model_id, quantization_config, **hub)
+    if "config" in chosen and isinstance(kwargs.get("config"), PretrainedConfig):
+        given = copy.deepcopy(kwargs["config"])
+        given.quantization_config = chosen["config"].quantization_config
+        chosen["config"] = given
+    return model_class.from_pretrained(model_id, **{**kwargs, **chosen})
+
+
+def _check_is_ours(quantization_config: Any) -> None:
+    if quantization_config is None or isinstance(quantization_config, NVFP4Config):
+        return
+    cls = type(quantization_config)
+    raise ValueError(
+        f"quantization_config is a {cls.__module__}.{cls.__name__}; this function takes qerl_trl.NVFP4Config (transformers has another "
+        "class of that name, for inference on Blackwell). For other methods call transformers' from_pretrained."
+    )
+
+
+def _modelopt_sidecar(model_id: str | os.PathLike, **kwargs: Any) -> dict[str, Any] | None:
+    """hf_quant_config.json, where older ModelOpt exports describe the quantization instead of in config.json."""
+    name = "hf_quant_config.json"
+    if os.path.isdir(model_id):
+        path = Path(model_id, kwargs.get("subfolder") or "", name)
+        return json.loads(path.read_text()) if path.is_file() else None
+    hub = {key: kwargs[key] for key in ("revision", "token", "subfolder", "cache_dir") if kwargs.get(key)}
+    try:
+        return json.loads(Path(hf_hub_download(str(model_id), name, **hub)).read_text())
+    except EntryNotFoundError:  # also its subclass for "not in the cache, and offline"
+        return None

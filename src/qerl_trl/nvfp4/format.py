@@ -1,0 +1,308 @@
+"""NVFP4: four bits a weight, taught and implemented in plain PyTorch. The reference that every kernel is tested against.
+
+**The element.** A 4-bit float `E2M1`: one sign bit, two exponent bits, one mantissa bit. It can say eight magnitudes:
+
+    code & 7     0    1    2    3    4    5    6    7           code & 8 is the sign
+    magnitude    0   0.5   1   1.5   2    3    4    6           (code 8 is minus zero)
+
+The step between neighbours is 0.5 below 2, then 1, then 2: relative precision is roughly constant, as in every float.
+On its own this grid is useless for a weight of 0.013, hence two scales.
+
+**Two scales.** Sixteen neighbours along a row (along the *input* dimension K) form a block with one 8-bit float `E4M3` as its scale
+(4 exponent bits, 3 mantissa bits, 2^-9 ... 448, no infinity). All blocks of a tensor share one float32, the *global scale*, which
+brings the block scales into E4M3's range. With `N` output rows, `K` input columns:
+
+    W[n, k]  =  e2m1(code[n, k]) * e4m3(block_scale[n, k // 16]) / global_scale
+
+The global scale **divides**: that is the convention of compressed-tensors, the layout we read and write. ModelOpt stores the
+reciprocal and multiplies; `qerl_trl.nvfp4.layouts` converts. 4 bits + 8/16 bits = 4.5 bits a weight, 0.5625 bytes.
+
+**In memory.** Two codes a byte, the even column in the low nibble, plain row-major (nothing is swizzled, so a row slice of a matrix
+is the matrix of these rows):
+
+    packed        uint8   (N, K/2)     byte j of a row = code[2j] | code[2j+1] << 4
+    block_scale   uint8   (N, K/16)    the E4M3 bit patterns (uint8, because nothing casts or averages a uint8 by accident)
+    global_scale  float32 (1,)
+
+**A worked example.** A block whose largest magnitude is 0.3, in a tensor whose largest is 1.2. Ideal global scale: the block holding
+1.2 should get the largest block scale, 1.2 = 6 * 448 / g, so g = 2688 / 1.2 = 2240. We round it *down* to a power of two, g = 2048.
+Block scale: 0.3 should become code 7 (= 6), so s = 0.3 / 6 * 2048 = 102.4, of which E4M3 stores 104. The block's unit is
+104 / 2048 = 0.05078. The weight 0.1 is 1.969 units; the nearest code is 4 (= 2): stored as 0.1016. The weight 0.3 is 5.9 units,
+code 7: 0.3047. The weight 0.01 is 0.197 units, code 0.
+
+**Why a power of two.** e2m1 * e4m3 has at most 6 significant bits, so with a power-of-two global scale every dequantized weight is
+exact in bfloat16, and moving block scales to another global scale (so that q, k and v can share one) is an exponent shift: exact.
+It costs at most 0.21 % of mean squared error. For the same reason our block scales never go below 2^-6, the smallest *normal* E4M3
+number: the Marlin kernels flush subnormal ones to zero.
+
+**Choosing the block scale** (`scale_rule`):
+
+    "rtn"             s = amax / 6, rounded to nearest. Plain rounding, what the QeRL paper does.
+    "four_over_six"   also tries s = amax / 4 and keeps the better one: the codes' grid is denser below 4 than above
+                      (https://arxiv.org/abs/2512.02010). 8 to 16 % less squared error than rtn.
+    "neighbor_sweep"  also tries the 8 E4M3 neighbours on each side. 15 to 27 % less squared error than rtn, 20 times slower.
+
+Less squared error is not more accuracy: that needs an evaluation. Hence rtn stays the reference point.
+
+**What is not done.** No activation quantization (weights only, W4A16), no Hadamard rotation, no calibration data, no stochastic
+rounding, no swizzled scale layout for Blackwell tensor cores, no gradient with respect to the weight: the base stays frozen.
+
+Shape suffixes: N output rows, K input columns, B = K/16 blocks of a row, R rows of a chunk.
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+
+BLOCK_SIZE = 16
+SCALE_RULES = ("rtn", "four_over_six", "neighbor_sweep")
+
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1_MAX = 6.0
+E4M3_MAX = 448.0
+#: smallest block scale we write: 2^-6, E4M3's smallest normal number (bit pattern 0x08)
+MIN_BLOCK_SCALE = 2.0**-6
+_MIN_BLOCK_CODE, _MAX_BLOCK_CODE = 0x08, 0x7E
+#: largest power-of-two global scale: keeps 0.5 * 2^-6 / g a normal number in bfloat16 (2^-107), whatever the weights
+_MAX_GLOBAL_EXPONENT = 100
+_SWEEP_RADIUS = 8
+
+#: weights handled at once: small enough for the second-level cache of a CPU, large enough to fill a GPU
+_CHUNK_WEIGHTS = {"cpu": 1 << 16, "cuda": 1 << 24}
+
+
+class NVFP4Tensor(NamedTuple):
+    """A quantized matrix: `packed` uint8 (N, K/2), `block_scale` uint8 (N, K/16), `global_scale` float32 (1,)."""
+
+    packed: torch.Tensor
+    block_scale: torch.Tensor
+    global_scale: torch.Tensor
+
+
+# --- the element ------------------------------------------------------------------------------------------------------------------
+
+
+def encode_e2m1(x: torch.Tensor) -> torch.Tensor:
+    """Nearest E2M1 codes of `x` (any shape, float; no NaN): uint8, one code a byte. Ties go to the even code, |x| > 6 saturates.
+
+    The code is the number of grid steps plus two for each exponent: 1.5 is 3 steps in [1, 2), code 3; 3 is 3 steps in [2, 4), code 5.
+    """
+    magnitude = x.to(torch.float32, copy=True)
+    sign = (magnitude.view(torch.int32) >> 28).bitwise_and_(8)
+    exponent, magic = _grid_exponent(magnitude.abs_().clamp_(max=E2M1_MAX))
+    steps = magnitude.add_(magic).view(torch.int32).bitwise_and_(7)
+    doubled_exponent = exponent.bitwise_right_shift_(22).sub_(2 * 127)
+    return steps.add_(doubled_exponent).bitwise_or_(sign).to(torch.uint8)
+
+
+def _grid_exponent(magnitude: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The float32 bits of 2^e (int32), and the number that rounds to the grid when it is added; magnitude float32 in [0, 6].
+
+    Within [2^e, 2^(e+1)) the grid step is 2^(e-1), so adding 2^(e+22), a float32 whose last bit is worth exactly that step, leaves
+    magnitude / step, rounded half to even by the hardware, in the low bits of the sum. Below 1 the step is that of e = 0.
+    """
+    exponent = magnitude.clamp(min=1.0).view(torch.int32).bitwise_and_(0x7F800000)
+    return exponent, (exponent + (22 << 23)).view(torch.float32)
+
+
+def decode_e2m1(codes: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Values of E2M1 codes (uint8 0..15, any shape); exact in every float dtype."""
+    table = torch.tensor([*E2M1_VALUES, *(-value for value in E2M1_VALUES)], dtype=dtype, device=codes.device)
+    return table[codes.to(torch.int32)]
+
+
+def pack(codes: torch.Tensor) -> torch.Tensor:
+    """Two codes a byte: uint8 (..., K) -> uint8 (..., K/2), even column in the low nibble. K must be even."""
+    if codes.shape[-1] % 2:
+        raise ValueError(f"two codes share a byte, so the last dimension must be even; got shape {tuple(codes.shape)}")
+    pairs = codes.contiguous().view(torch.int16)  # even | odd << 8
+    return pairs.bitwise_right_shift(4).bitwise_or_(pairs).to(torch.uint8)
+
+
+def unpack(packed: torch.Tensor) -> torch.Tensor:
+    """The inverse of `pack`: uint8 (..., K/2) -> uint8 (..., K), one code a byte."""
+    return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
+
+
+# --- the scales -------------------------------------------------------------------------------------------------------------------
+
+
+def power_of_two_global_scale(amax: torch.Tensor | float) -> torch.Tensor:
+    """Largest power of two g with g * amax <= 2688 = 6 * 448, as float32 (1,) on `amax`'s device.
+
+    `amax` is the largest magnitude of the tensor (or of the group that shares the scale). 0 (an all-zero tensor) gives 1.
+    Raises `ValueError` when it is not finite.
+    """
+    amax = torch.as_tensor(amax, dtype=torch.float32).reshape(1)
+    if not bool(torch.isfinite(amax)):
+        raise ValueError(
+            f"the largest weight magnitude is {amax.item()}: NVFP4 has neither NaN nor infinity. Check the checkpoint."
+        )
+    mantissa, exponent = torch.frexp(amax)  # amax = mantissa * 2^exponent, 0.5 <= mantissa < 1; 2688 = 0.65625 * 2^12
+    power = (12 - exponent - (mantissa > 0.65625).to(exponent.dtype)).clamp(-126, _MAX_GLOBAL_EXPONENT)
+    scale = torch.ldexp(torch.ones_like(amax), power)
+    return torch.where(amax == 0, torch.ones_like(amax), scale)
+
+
+def rescale(
+    block_scale: torch.Tensor, old_global_scale: torch.Tensor, new_global_scale: torch.Tensor
+) -> tuple[torch.Tensor, bool]:
+    """Move block scales from one global scale to another: uint8 (N, B) -> (uint8 (N, B), exact).
+
+    `exact` says that every scale still stands for the same unit, block_scale / global_scale, bit for bit; then no code has to change.
+    It is so when the quotient of the global scales is a power of two and no block scale leaves [2^-6, 448]; ones that do are clamped.
+    """
+    old = decode_scale(block_scale)
+    old_global, new_global = old_global_scale.to(old.device).reshape(1), new_global_scale.to(old.device).reshape(1)
+    moved = (old * (new_global / old_global)).clamp_(MIN_BLOCK_SCALE, E4M3_MAX).to(torch.float8_e4m3fn)
+    exact = torch.equal(moved.to(torch.float32) / new_global, old / old_global)
+    return moved.view(torch.uint8), exact
+
+
+def decode_scale(block_scale: torch.Tensor) -> torch.Tensor:
+    """Block scales as float32: `block_scale` holds E4M3 bit patterns (uint8) or is float8_e4m3fn already."""
+    return (block_scale.view(torch.float8_e4m3fn) if block_scale.dtype == torch.uint8 else block_scale).to(
+        torch.float32
+    )
+
+
+# --- the matrix -------------------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def quantize(weight_NK: torch.Tensor, scale_rule: str = "rtn", global_scale: torch.Tensor | None = None) -> NVFP4Tensor:
+    """Quantize a matrix (N, K), K a multiple of 16, any float dtype and device. Deterministic, the same bytes on every device.
+
+    Args:
+        weight_NK: the matrix. Not modified.
+        scale_rule: one of `SCALE_RULES`, see the module's docstring.
+        global_scale: float32 (1,) divisor to use, e.g. one shared by q, k and v. Default: the tensor's own power of two.
+
+    Memory beyond the result: a few row chunks of 64 K weights (CPU) or 16 M weights (GPU), in float32.
+    Raises `ValueError` for a wrong shape or rule, and for a weight that is NaN or infinite.
+    """
+    if scale_rule not in SCALE_RULES:
+        raise ValueError(f"scale_rule={scale_rule!r} is unknown; choose one of {', '.join(map(repr, SCALE_RULES))}.")
+    if weight_NK.ndim != 2 or weight_NK.shape[1] % BLOCK_SIZE or not weight_NK.is_floating_point():
+        raise ValueError(
+            f"NVFP4 needs a float matrix (N, K) with K a multiple of {BLOCK_SIZE}; got {tuple(weight_NK.shape)} {weight_NK.dtype}. "
+            "Leave such a layer unquantized (modules_to_not_convert)."
+        )
+    rows, columns = weight_NK.shape
+    device = weight_NK.device
+    own_scale = power_of_two_global_scale(largest_magnitude(weight_NK))  # refuses NaN and infinity
+    if global_scale is None:
+        global_scale = own_scale
+    global_scale = global_scale.detach().to(device, torch.float32).reshape(1).clone()
+    packed = torch.empty(rows, columns // 2, dtype=torch.uint8, device=device)
+    block_scale = torch.empty(rows, columns // BLOCK_SIZE, dtype=torch.uint8, device=device)
+    for chunk in _row_chunks(rows, columns, device):
+        packed[chunk], block_scale[chunk] = _quantize_rows(weight_NK[chunk], scale_rule, global_scale)
+    return NVFP4Tensor(packed, block_scale, global_scale)
+
+
+@torch.no_grad()
+def dequantize(
+    packed: torch.Tensor, block_scale: torch.Tensor, global_scale: torch.Tensor, dtype: torch.dtype = torch.bfloat16
+) -> torch.Tensor:
+    """The dense matrix (N, K) of a quantized one, bit for bit what compressed-tensors' own decompression gives.
+
+    In float32: e2m1 * (e4m3 / global_scale), then one rounding to `dtype`.
+
+    Args:
+        packed: uint8 (N, K/2).
+        block_scale: uint8 bit patterns or float8_e4m3fn, (N, K/16).
+        global_scale: float32 (1,), or (N,) with one divisor a row (fused layers whose parts keep their own scale).
+    """
+    rows, columns = packed.shape[0], packed.shape[1] * 2
+    device = packed.device
+    pair_values = _pair_values(device)
+    global_scale = global_scale.detach().to(device, torch.float32).reshape(-1, 1).expand(rows, 1)
+    dense = torch.empty(rows, columns, dtype=dtype, device=device)
+    for chunk in _row_chunks(rows, columns, device):
+        unit_RB = decode_scale(block_scale[chunk]) / global_scale[chunk]
+        # one gather of 8 bytes, the two float32 values of a packed byte, instead of two of 4
+        value_RB16 = torch.index_select(pair_values, 0, packed[chunk].reshape(-1).to(torch.int32)).view(torch.float32)
+        value_RB16 = value_RB16.view(*unit_RB.shape, BLOCK_SIZE)
+        dense[chunk] = value_RB16.mul_(unit_RB.unsqueeze(-1)).view(-1, columns)
+    return dense
+
+
+def _quantize_rows(
+    weight_RK: torch.Tensor, scale_rule: str, global_scale: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(packed, block_scale) of a few rows."""
+    weight_RB16 = weight_RK.to(torch.float32).reshape(weight_RK.shape[0], -1, BLOCK_SIZE)
+    amax_RB = weight_RB16.abs().amax(-1)
+    # by a tensor: CUDA multiplies by the reciprocal of a number, which rounds differently
+    code_RB = _round_scale(amax_RB / torch.full_like(global_scale, E2M1_MAX) * global_scale)
+    if scale_rule == "four_over_six":
+        code_RB = _best_scale(weight_RB16, global_scale, [code_RB, _round_scale(amax_RB / 4.0 * global_scale)])
+    elif scale_rule == "neighbor_sweep":
+        offsets = sorted(range(-_SWEEP_RADIUS, _SWEEP_RADIUS + 1), key=abs)  # rtn first: it wins ties
+        middle = code_RB.to(torch.int16)
+        candidates = ((middle + offset).clamp_(_MIN_BLOCK_CODE, _MAX_BLOCK_CODE).to(torch.uint8) for offset in offsets)
+        code_RB = _best_scale(weight_RB16, global_scale, candidates)
+    unit_RB1 = (decode_scale(code_RB) / global_scale).unsqueeze(-1)
+    codes = encode_e2m1(weight_RB16 / unit_RB1)
+    return pack(codes.view(weight_RK.shape)), code_RB
+
+
+def _round_scale(scale: torch.Tensor) -> torch.Tensor:
+    """Nearest E4M3 bit patterns (uint8) within [2^-6, 448]."""
+    return scale.clamp(MIN_BLOCK_SCALE, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+
+
+def _best_scale(
+    weight_RB16: torch.Tensor, global_scale: torch.Tensor, candidates: Iterable[torch.Tensor]
+) -> torch.Tensor:
+    """Per block the candidate scale with the least squared error; the first one wins a tie.
+
+    The error is measured in units of 1 / global_scale (tiny weights must not underflow when squared) and summed as a fixed binary
+    tree of halves, 16 -> 8 -> 4 -> 2 -> 1, so that a kernel can make the same choice bit for bit.
+    """
+    magnitude_RB16 = weight_RB16.abs()
+    best: tuple[torch.Tensor, torch.Tensor] | None = None
+    for code_RB in candidates:
+        unit_RB1 = (decode_scale(code_RB) / global_scale).unsqueeze(-1)
+        rounded = (magnitude_RB16 / unit_RB1).clamp_(max=E2M1_MAX)
+        magic = _grid_exponent(rounded)[1]
+        error = rounded.add_(magic).sub_(magic).mul_(unit_RB1).sub_(magnitude_RB16).mul_(global_scale).square_()
+        while error.shape[-1] > 1:
+            half = error.shape[-1] // 2
+            error = error[..., :half] + error[..., half:]
+        error = error.squeeze(-1)
+        if best is None:
+            best = code_RB, error
+        else:
+            better = error < best[1]
+            best = torch.where(better, code_RB, best[0]), torch.where(better, error, best[1])
+    assert best is not None, "a scale rule has candidates"
+    return best[0]
+
+
+def largest_magnitude(weight_NK: torch.Tensor) -> torch.Tensor:
+    """Largest magnitude of a matrix (N, K), float32, without a copy of it."""
+    if weight_NK.numel() == 0:
+        return torch.zeros((), dtype=torch.float32, device=weight_NK.device)
+    smallest, largest = torch.aminmax(weight_NK)
+    return torch.maximum(largest.float(), -smallest.float())
+
+
+def _row_chunks(rows: int, columns: int, device: torch.device):
+    """Slices of rows of about `_CHUNK_WEIGHTS` weights each."""
+    step = max(1, _CHUNK_WEIGHTS.get(device.type, 1 << 22) // max(columns, 1))
+    for start in range(0, rows, step):
+        yield slice(start, min(start + step, rows))
+
+
+_PAIR_VALUES: dict[torch.device, torch.Tensor] = {}
+
+
+def _pair_values(device: torch.device) -> torch.Tensor:
+    """int64 (256,): entry b holds, bit for bit, the two float32 values of packed byte b, low nibble first."""
+    if device not in _PAIR_VALUES:
+        byte = torch.arange(256, device=device, dtype=torch.uint8)
+        _PAIR_VALUES[device] = decode_e2m1(unpack(byte.unsqueeze(-1))).contiguous().view(torch.int64).view(256)
+    return _PAIR_VALUES[device]

@@ -1,0 +1,97 @@
+"""q/k/v and gate/up layers that share one storage and one global scale, so that vLLM's fused layer can be that very storage.
+
+vLLM runs the three attention inputs of a block as one matrix, and the two MLP inputs as another. NVFP4's layout is row-major and not
+swizzled, so a row slice of a packed matrix is the packed matrix of these rows: the trainer's layers can be slices of vLLM's.
+"""
+
+import logging
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from .architectures import DECODER
+from .format import BLOCK_SIZE, decode_scale, quantize, rescale
+from .linear import NVFP4Linear
+
+logger = logging.getLogger(__name__)
+
+
+def fused_groups(model: nn.Module) -> Iterator[tuple[str, list[tuple[str, NVFP4Linear]]]]:
+    """(parent's name, [(child's name, layer), ...]) for each complete group of the architecture with one input width and device.
+
+    Sees through adapters: a PEFT layer counts as the NVFP4 layer in its `base_layer`.
+    """
+    for parent_name, parent in model.named_modules():
+        for group in DECODER.groups:
+            children = [getattr(parent, child, None) for child in group]
+            inner = [getattr(child, "base_layer", child) for child in children]
+            layers = [layer for layer in inner if isinstance(layer, NVFP4Linear)]
+            if len(layers) < len(group):
+                continue
+            if len({(layer.in_features, layer.weight_packed.device) for layer in layers}) == 1:
+                yield parent_name, list(zip(group, layers, strict=True))
+
+
+@torch.no_grad()
+def fuse_storage(model: nn.Module) -> int:
+    """Give q/k/v (and gate/up) one global scale and one storage each; returns the number of groups. Can be called again.
+
+    Afterwards each layer's `weight_packed` and `weight_scale` are row slices of one tensor, in the group's order. The shared global
+    scale is the smallest one (the largest weights decide). Moving to it is exact for the power-of-two scales that we write, but for
+    blocks so small that their scale would fall below 2^-6: those are rounded again. A foreign checkpoint's layers whose scales cannot be
+    moved exactly keep their own, so that its weights stay bit for bit what they were.
+    """
+    groups, unshared = 0, []
+    for parent, members in fused_groups(model):
+        groups += 1
+        layers = [layer for _, layer in members]
+        if all(layer.fused_rows for layer in layers) and len({_storage(layer.weight_packed) for layer in layers}) == 1:
+            continue
+        if not share_global_scale(layers):
+            unshared.append(parent)
+        rows = sum(layer.out_features for layer in layers)
+        for attribute in ("weight_packed", "weight_scale"):
+            parts = [getattr(layer, attribute) for layer in layers]
+            fused = torch.cat([part.detach() for part in parts])
+            for part, view in zip(parts, fused.split([part.shape[0] for part in parts]), strict=True):
+                part.data = view
+        for layer in layers:
+            layer.fused_rows = rows
+    if unshared:
+        logger.warning(
+            f"{len(unshared)} groups of fused layers, e.g. in {unshared[0]!r}, keep different global scales: the checkpoint's cannot be "
+            "made equal without changing its weights."
+        )
+    return groups
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def share_global_scale(layers: list[NVFP4Linear]) -> bool:
+    """Give the layers one global scale, or, when that would change a foreign checkpoint's weights, return False."""
+    scales = torch.cat([layer.global_scale for layer in layers])
+    shared = scales.amin().reshape(1)
+    if bool((scales == shared).all()):
+        return True
+    ours = all(_is_power_of_two(scale) for scale in scales.tolist())
+    moved = [rescale(layer.weight_scale, layer.global_scale, shared) for layer in layers]
+    if not ours and not all(exact for _, exact in moved):
+        return False
+    for layer, (block_scale, exact) in zip(layers, moved, strict=True):
+        if not exact:
+            old_unit = decode_scale(layer.weight_scale) / layer.global_scale
+            changed = decode_scale(block_scale) / shared != old_unit
+            rounded = quantize(layer.dequantize(torch.float32), "rtn", shared).packed
+            blocks = (*block_scale.shape, BLOCK_SIZE // 2)
+            packed = torch.where(changed.unsqueeze(-1), rounded.view(blocks), layer.weight_packed.view(blocks))
+            layer.weight_packed.copy_(packed.view_as(rounded))
+        layer.weight_scale.copy_(block_scale)
+        layer.weight_global_scale.copy_(shared.view(torch.uint8))
+    return True
+
+
+def _is_power_of_two(value: float) -> bool:
+    return torch.frexp(torch.tensor(value)).mantissa.item() == 0.5

@@ -1,0 +1,335 @@
+"""What lies on disk: the two NVFP4 checkpoint layouts we read, and the one we write.
+
+    layout               compressed-tensors                        ModelOpt
+                         (`nvfp4-pack-quantized`, llm-compressor)  (NVIDIA TensorRT Model Optimizer)
+    codes                X.weight_packed        U8 (N, K/2)        X.weight          U8 (N, K/2)
+    block scales         X.weight_scale         F8_E4M3 (N, K/16)  X.weight_scale    F8_E4M3 (N, K/16)
+    global scale         X.weight_global_scale  F32 (1,), divides  X.weight_scale_2  F32 (), multiplies
+    activation scales    X.input_global_scale   ignored            X.input_scale     ignored
+
+Codes and block scales are the same bytes in both, and in ours. Only the global scale changes: ModelOpt's is the reciprocal.
+
+**Weight-only reading of W4A4 checkpoints.** ModelOpt's "NVFP4" and compressed-tensors' "NVFP4" preset also quantize activations at run
+time. Their weights are ordinary NVFP4 weights, so they are read, and the activation (and KV cache) scales are ignored. Refused is what
+*cannot* be read that way: configurations that quantize activations only, weights that make sense only after the activations were
+transformed (rotations, AWQ pre-scales, SVDQuant), sparse weights, and mixed precision.
+
+This file is the only reader of quantization configurations (`parse_quantization_config`) and the only judge of which layer is quantized
+(`Selection.is_quantized`): the trainer's quantizer, the offline quantizer and the engine (`rollout/vllm/quantization.py`) call it, on the
+names that the layers have in transformers.
+"""
+
+import dataclasses
+import fnmatch
+import math
+import re
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+
+from .architectures import DECODER
+from .format import BLOCK_SIZE
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+#: our quantization method: in transformers (in memory only, never on disk) and in vLLM
+METHOD = "qerl_nvfp4"
+#: written into the safetensors metadata of what we save
+WRITTEN_BY = {"quantized_by": "qerl-trl"}
+
+
+class TensorSpec(NamedTuple):
+    """A tensor that will be written: name, dtype, shape."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Names of one checkpoint layout. `divides`: whether the stored global scale divides (ours) or multiplies."""
+
+    name: str
+    packed: str
+    block_scale: str
+    global_scale: str
+    divides: bool
+
+    @property
+    def tensors(self) -> tuple[str, str, str]:
+        return self.packed, self.block_scale, self.global_scale
+
+
+LAYOUTS = {
+    "compressed-tensors": Layout("compressed-tensors", "weight_packed", "weight_scale", "weight_global_scale", True),
+    "modelopt": Layout("modelopt", "weight", "weight_scale", "weight_scale_2", False),
+}
+
+
+# --- which layer is quantized -----------------------------------------------------------------------------------------------------
+
+
+def name_matches(name: str, entry: str) -> bool:
+    """Whether a module name is meant by an entry of `modules_to_not_convert` (or of a checkpoint's ignore list).
+
+    "lm_head", "down_proj", "model.layers.1"   whole dotted components, anywhere: the last hits model.layers.1.mlp.up_proj and
+                                               not model.layers.11.mlp.up_proj
+    "*.mlp.down_proj", "model.layers.[0-3].*"  shell pattern, over the whole name
+    "re:.*layers\\.(0|1)\\..*"                   regular expression, matched from the start (compressed-tensors' notation)
+    """
+    if entry.startswith("re:"):
+        return re.match(entry[3:], name) is not None
+    if any(character in entry for character in "*?["):
+        return fnmatch.fnmatchcase(name, entry)
+    return f".{entry}." in f".{name}."
+
+
+def matches_any(name: str, entries: Iterable[str]) -> bool:
+    return any(name_matches(name, entry) for entry in entries)
+
+
+def check_entries(entries: Any, where: str) -> tuple[str, ...]:
+    """The entries of a list of names, as a tuple. Raises `ValueError` for what `name_matches` cannot compare."""
+    if isinstance(entries, str) or not isinstance(entries, Iterable):
+        raise ValueError(f"{where}={entries!r} must be a list of names, e.g. ['down_proj'].")
+    entries = tuple(entries)
+    for entry in entries:
+        if not isinstance(entry, str) or not entry:
+            raise ValueError(
+                f"{where}: {entry!r} is not the name of a module. Give names, shell patterns, or 're:' patterns."
+            )
+        if entry.startswith("re:"):
+            try:
+                re.compile(entry[3:])
+            except re.error as error:
+                raise ValueError(f"{where}: {entry!r} is not a regular expression: {error}. Correct it.") from error
+    return entries
+
+
+@dataclasses.dataclass(frozen=True)
+class Selection:
+    """Which linear layers of a model are NVFP4: those that `targets` means, but for those that `ignore` means.
+
+    Args:
+        layout: how their weights lie on disk, a key of `LAYOUTS`; None: dense, they are quantized while they are loaded.
+        ignore: entries as in `name_matches`.
+        targets: compressed-tensors' notation: the class name "Linear", or entries as in `name_matches`.
+    """
+
+    layout: str | None = None
+    ignore: tuple[str, ...] = ()
+    targets: tuple[str, ...] = ("Linear",)
+
+    def without(self, entries: Iterable[str]) -> "Selection":
+        """The same, with more entries on the ignore list."""
+        return dataclasses.replace(self, ignore=(*self.ignore, *entries))
+
+    def is_quantized(self, name: str, columns: int) -> bool:
+        """Whether the linear layer `name` with `columns` input features is NVFP4. Output heads never are.
+
+        Raises:
+            `ValueError`: it should be, but its rows do not divide into blocks.
+        """
+        if name in DECODER.heads or matches_any(name, self.ignore):
+            return False
+        if not any(target == "Linear" or name_matches(name, target) for target in self.targets):
+            return False
+        if columns % BLOCK_SIZE:
+            raise ValueError(
+                f"{name}: in_features={columns} is not a multiple of {BLOCK_SIZE}, the NVFP4 block. Keep it dense: "
+                f"NVFP4Config(modules_to_not_convert=[{name!r}]), or the engine's option ignore."
+            )
+        return True
+
+
+def linears_to_quantize(
+    model: "PreTrainedModel", selection: Selection
+) -> tuple[dict[str, nn.Linear], dict[str, nn.Linear]]:
+    """(linear layers that become NVFP4, linear layers that stay dense) of a transformers model, by name.
+
+    Besides what `selection` leaves out, dense stay the output head, linears whose weight is tied, and what the model's class keeps in
+    float32. Modules of another class than `nn.Linear` are not looked at.
+
+    Raises:
+        `ValueError`: nothing is left to quantize, a width that is no multiple of the block, or mixture-of-experts tensors that
+            `selection.ignore` does not name.
+    """
+    head = model.get_output_embeddings()
+    kept = [name for name, module in model.named_modules() if head is not None and module is head]
+    kept += [name.removesuffix(".weight") for pair in model.all_tied_weights_keys.items() for name in pair]
+    chosen = selection.without([*kept, *(model._keep_in_fp32_modules or ())])
+    linears = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
+    quantized = {name: module for name, module in linears.items() if chosen.is_quantized(name, module.in_features)}
+    if not quantized:
+        raise ValueError(
+            f"no nn.Linear of {type(model).__name__} is left to quantize (modules_to_not_convert={list(selection.ignore)}). Load it "
+            "without NVFP4Config, or skip less."
+        )
+    _refuse_experts(model, selection)
+    return quantized, {name: module for name, module in linears.items() if name not in quantized}
+
+
+def _refuse_experts(model: nn.Module, selection: Selection) -> None:
+    experts = [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.ndim == 3 and "expert" in name and not matches_any(name, selection.ignore)
+    ]
+    if experts:
+        raise ValueError(
+            f"{len(experts)} mixture-of-experts tensors, e.g. {experts[0]!r}, hold most of {type(model).__name__}'s weights and cannot "
+            "be quantized by qerl_trl yet: transformers stores them as 3-D parameters, not as linears. To leave them dense, name them: "
+            "NVFP4Config(modules_to_not_convert=['experts'])."
+        )
+
+
+# --- configurations ---------------------------------------------------------------------------------------------------------------
+
+
+def parse_quantization_config(config: Mapping[str, Any], where: str) -> Selection:
+    """Read the `quantization_config` of a checkpoint (or ModelOpt's hf_quant_config.json). `where` names it in errors.
+
+    Raises `ValueError` for everything that is not plain NVFP4 weights: other methods and formats, mixed precision, transformed, sparse or
+    activation-only quantization.
+    """
+    method = config.get("quant_method")
+    if method == "compressed-tensors":
+        return _parse_compressed_tensors(config, where)
+    if method == "modelopt" or "quant_algo" in config or "quantization" in config:
+        return _parse_modelopt(config, where)
+    raise ValueError(
+        f"{where}: quant_method={method!r} is not an NVFP4 checkpoint that qerl_trl reads (compressed-tensors "
+        "'nvfp4-pack-quantized' or ModelOpt 'NVFP4'). Start from the unquantized model; it is quantized while loading."
+    )
+
+
+def _parse_compressed_tensors(config: Mapping[str, Any], where: str) -> Selection:
+    groups = _mapping(config.get("config_groups"), f"{where}: config_groups")
+    if not groups:
+        raise ValueError(f"{where}: compressed-tensors with no config_groups: nothing says how the weights are stored.")
+    status = config.get("quantization_status")
+    if status not in (None, "compressed"):
+        raise ValueError(
+            f"{where}: quantization_status={status!r}, the weights are not packed. Save the model compressed."
+        )
+    if config.get("transform_config"):
+        raise ValueError(
+            f"{where}: transform_config={config['transform_config']!r}: these weights are rotated and need the same rotation of the "
+            "activations, which qerl_trl does not apply. Use a checkpoint without transforms."
+        )
+    sparsity = _mapping(config.get("sparsity_config"), f"{where}: sparsity_config").get("format")
+    if sparsity not in (None, "dense"):
+        raise ValueError(
+            f"{where}: sparsity_config has format={sparsity!r}: the weights are stored sparse. Save them without sparse compression."
+        )
+    targets: list[str] = []
+    for name, group in groups.items():
+        group = _mapping(group, f"{where}: config group {name!r}")
+        weights = _mapping(group.get("weights"), f"{where}: config group {name!r}: weights")
+        layout = group.get("format") or config.get("format")
+        if not weights:
+            raise ValueError(
+                f"{where}: config group {name!r} quantizes activations only: there are no NVFP4 weights to read."
+            )
+        found = tuple(weights.get(key) for key in ("num_bits", "type", "group_size", "strategy"))
+        wanted = (4, "float", BLOCK_SIZE, "tensor_group")
+        if layout != "nvfp4-pack-quantized" or found != wanted or not weights.get("symmetric", True):
+            what = "mixed precision is not supported" if len(groups) > 1 else "this is not NVFP4"
+            raise ValueError(
+                f"{where}: config group {name!r} has format={layout!r} and (num_bits, type, group_size, strategy)={found}, symmetric="
+                f"{weights.get('symmetric', True)}; {what}: qerl_trl needs every group to be 'nvfp4-pack-quantized' with {wanted}. "
+                "Start from the unquantized model; it is quantized while loading."
+            )
+        targets += check_entries(group.get("targets") or ["Linear"], f"{where}: config group {name!r}: targets")
+    ignore = check_entries(config.get("ignore") or (), f"{where}: ignore")
+    return Selection("compressed-tensors", ignore, tuple(targets))
+
+
+def _parse_modelopt(config: Mapping[str, Any], where: str) -> Selection:
+    inner = _mapping(config.get("quantization", config), f"{where}: quantization")
+    algorithm = inner.get("quant_algo")
+    if algorithm not in ("NVFP4", "W4A16_NVFP4"):
+        mixed = (
+            "mixed precision"
+            if algorithm == "MIXED_PRECISION" or "quantized_layers" in inner
+            else "not plain NVFP4 weights"
+        )
+        raise ValueError(
+            f"{where}: ModelOpt quant_algo={algorithm!r} is {mixed}; qerl_trl reads 'NVFP4' and 'W4A16_NVFP4'. "
+            "Start from the unquantized model; it is quantized while loading."
+        )
+    if inner.get("group_size") not in (None, BLOCK_SIZE):
+        raise ValueError(f"{where}: group_size={inner['group_size']}; NVFP4 blocks have {BLOCK_SIZE} weights.")
+    targets: list[str] = []
+    for name, group in _mapping(inner.get("config_groups"), f"{where}: config_groups").items():
+        group = _mapping(group, f"{where}: config group {name!r}")
+        weights = _mapping(group.get("weights"), f"{where}: config group {name!r}: weights")
+        if not weights and group.get("input_activations"):
+            raise ValueError(
+                f"{where}: config group {name!r} quantizes activations only: there are no NVFP4 weights to read."
+            )
+        if weights.get("num_bits", 4) != 4 or weights.get("group_size", BLOCK_SIZE) != BLOCK_SIZE:
+            raise ValueError(f"{where}: config group {name!r} has weights={weights}: mixed precision is not supported.")
+        targets += check_entries(group.get("targets") or ["Linear"], f"{where}: config group {name!r}: targets")
+    ignore = check_entries(inner.get("exclude_modules") or inner.get("ignore") or (), f"{where}: ignore")
+    return Selection("modelopt", ignore, tuple(targets or ["Linear"]))
+
+
+def _mapping(value: Any, what: str) -> Mapping[str, Any]:
+    """`value` if it is an object of JSON, an empty one for null."""
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{what} is {value!r}, not an object. The configuration is damaged; download it again.")
+    return value
+
+
+def compressed_tensors_config(ignore: Iterable[str]) -> dict[str, Any]:
+    """The `quantization_config` of config.json for what we save: compressed-tensors NVFP4A16 on every Linear but `ignore`."""
+    weights = {
+        "num_bits": 4,
+        "type": "float",
+        "symmetric": True,
+        "group_size": BLOCK_SIZE,
+        "strategy": "tensor_group",
+        "block_structure": None,
+        "dynamic": False,
+        "actorder": None,
+        "scale_dtype": "torch.float8_e4m3fn",
+        "zp_dtype": None,
+        "observer": "memoryless_minmax",
+        "observer_kwargs": {},
+    }
+    group = {
+        "targets": ["Linear"],
+        "weights": weights,
+        "input_activations": None,
+        "output_activations": None,
+        "format": "nvfp4-pack-quantized",
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "nvfp4-pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": list(ignore),
+        "kv_cache_scheme": None,
+        "global_compression_ratio": None,
+    }
+
+
+def packed_specs(name: str, rows: int, columns: int) -> tuple[TensorSpec, ...]:
+    """The three tensors we write for a packed matrix (N, K) as compressed-tensors names them; `name` ends in ".weight"."""
+    return (
+        TensorSpec(f"{name}_packed", torch.uint8, (rows, columns // 2)),
+        TensorSpec(f"{name}_scale", torch.float8_e4m3fn, (rows, columns // BLOCK_SIZE)),
+        TensorSpec(f"{name}_global_scale", torch.float32, (1,)),
+    )

@@ -1,0 +1,386 @@
+"""`NVFP4Linear`: a frozen linear layer whose weight exists only as packed NVFP4 bytes.
+
+    forward     y  = x W^T + b
+    backward    dx = dy W           W is decoded again from the packed bytes: no dense weight is ever kept for backward
+                                    (nothing flows into W: the base is frozen, LoRA learns beside it)
+
+This file is also the one place that picks an implementation. The kernels of `qerl_nvfp4` serve bf16 and fp16 on a CUDA device where
+they report themselves available; everything else (CPU, fp32, no triton) takes the reference: dequantize, then `F.linear`. `describe`
+says in one line which and why, and every call can ask for one by name.
+
+The state is three `uint8` parameters. Not float8, not buffers: `.to(torch.bfloat16)`, FSDP2 mixed precision, DeepSpeed's `.bfloat16()`
+and the gloo collectives all mangle float8 or float32 parameters, and DDP broadcasts buffers at every forward; uint8 parameters are
+left alone by all of them.
+"""
+
+import contextlib
+import copy
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from .format import BLOCK_SIZE, NVFP4Tensor, dequantize, quantize
+
+IMPLEMENTATIONS = ("auto", "kernel", "decode", "reference")
+_KERNEL_DTYPES = (torch.bfloat16, torch.float16)
+#: decode the weight, then an ordinary product: "decode" by the kernel, "reference" in plain PyTorch; both give the same bits
+_DECODED = ("decode", "reference")
+#: "auto" leaves products of more tokens than this to cuBLAS: training has that many, decodes the weight for the gradient anyway, and its
+#: micro-batches are of every length, while each kernel for a range of lengths takes seconds to compile at its first launch
+_MOST_TOKENS = 128
+
+
+# --- which implementation ---------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _kernels(device: torch.device) -> tuple[ModuleType | None, str]:
+    """(the `qerl_nvfp4` package or None, why) for a device."""
+    if device.type != "cuda":
+        return None, f"the kernels need a CUDA device, this is {device.type}"
+    try:
+        import qerl_nvfp4
+    except ImportError as error:
+        return None, f"the kernels could not be imported ({error})"
+    if not qerl_nvfp4.is_available(device):
+        return None, qerl_nvfp4.describe(device)
+    return qerl_nvfp4, qerl_nvfp4.describe(device)
+
+
+def kernels_for(device: torch.device) -> ModuleType | None:
+    """The `qerl_nvfp4` package where its kernels run on `device`."""
+    return _kernels(device)[0]
+
+
+def describe(device: torch.device | str) -> str:
+    """One line: which implementation NVFP4 linears use on `device`, and why."""
+    kernels, reason = _kernels(torch.device(device))
+    return f"NVFP4 linear on {device}: {'reference (dequantize + matmul)' if kernels is None else 'kernels'}; {reason}"
+
+
+def _pick(device: torch.device, dtype: torch.dtype, implementation: str) -> ModuleType | None:
+    """The kernel package to call, or None for the reference."""
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation={implementation!r} is unknown; choose one of {IMPLEMENTATIONS}.")
+    if implementation == "reference":
+        return None
+    kernels, reason = _kernels(device)
+    if dtype not in _KERNEL_DTYPES:
+        kernels, reason = None, f"the kernels compute in bf16 or fp16, not {dtype}"
+    if kernels is None and implementation == "kernel":
+        raise RuntimeError(
+            f"implementation='kernel' was asked for, but {reason}. Use 'auto' to fall back to the reference."
+        )
+    return kernels
+
+
+@contextlib.contextmanager
+def decoded_weights(model: nn.Module) -> Iterator[None]:
+    """Inside, every NVFP4 layer decodes its weight and leaves the product to cuBLAS, as a training step of many tokens does.
+
+    For a forward of a few tokens outside of training: it computes what training will, and needs none of the kernels for a few tokens,
+    each of which takes seconds to compile at its first launch.
+    """
+    layers = [
+        module for module in model.modules() if isinstance(module, NVFP4Linear) and module.implementation == "auto"
+    ]
+    for layer in layers:
+        layer.implementation = "decode"
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.implementation = "auto"
+
+
+# --- the operation ----------------------------------------------------------------------------------------------------------------
+
+
+def _forward(
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    block_scale: torch.Tensor,
+    global_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    implementation: str,
+) -> torch.Tensor:
+    kernels = _pick(x.device, x.dtype, implementation)
+    tokens = x.numel() // x.shape[-1]
+    # beyond the kernels' last range of lengths their own choice is the same, in a buffer that is kept
+    many = implementation == "auto" and kernels is not None and _MOST_TOKENS < tokens <= kernels.select.BUCKETS[-1]
+    if kernels is not None and (many or implementation == "decode"):
+        return F.linear(x, kernels.dequantize(packed, block_scale, global_scale, x.dtype), bias)
+    if kernels is not None:
+        return kernels.linear(x, packed, block_scale, global_scale, bias)
+    return F.linear(x, dequantize(packed, block_scale, global_scale, x.dtype), bias)
+
+
+def _backward(
+    dy: torch.Tensor, packed: torch.Tensor, block_scale: torch.Tensor, global_scale: torch.Tensor, implementation: str
+) -> torch.Tensor:
+    kernels = _pick(dy.device, dy.dtype, implementation)
+    if kernels is not None:
+        return kernels.linear_backward(dy, packed, block_scale, global_scale)
+    return dy @ dequantize(packed, block_scale, global_scale, dy.dtype)
+
+
+# Under torch.compile the two functions below take their place. The kernels' package has registered its functions as operators, which the
+# compiler does not look into, so a model compiles as one graph whatever happens inside; each picks kernel or plain PyTorch when it runs.
+# Eager code calls the functions above: there the dispatcher's tens of microseconds per call would count.
+
+
+def _traced_forward(
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    block_scale: torch.Tensor,
+    global_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    implementation: str,
+) -> torch.Tensor:
+    import qerl_nvfp4
+
+    if implementation in _DECODED:
+        return F.linear(x, qerl_nvfp4.dequantize(packed, block_scale, global_scale, x.dtype), bias)
+    return qerl_nvfp4.linear(x, packed, block_scale, global_scale, bias)
+
+
+def _traced_backward(
+    dy: torch.Tensor, packed: torch.Tensor, block_scale: torch.Tensor, global_scale: torch.Tensor, implementation: str
+) -> torch.Tensor:
+    import qerl_nvfp4
+
+    if implementation == "reference":
+        return dy @ qerl_nvfp4.dequantize(packed, block_scale, global_scale, dy.dtype)
+    return qerl_nvfp4.linear_backward(dy, packed, block_scale, global_scale)
+
+
+class _NVFP4Matmul(torch.autograd.Function):
+    """Saves the packed weight only. `global_scale` is float32 (1,) or (N,)."""
+
+    @staticmethod
+    def forward(ctx: Any, x, packed, block_scale, global_scale, bias, implementation):
+        ctx.save_for_backward(packed, block_scale, global_scale)
+        ctx.implementation = implementation
+        forward = _traced_forward if torch.compiler.is_compiling() else _forward
+        return forward(x, packed, block_scale, global_scale, bias, implementation)
+
+    @staticmethod
+    def backward(ctx: Any, dy):
+        dx = dbias = None
+        if ctx.needs_input_grad[0]:
+            backward = _traced_backward if torch.compiler.is_compiling() else _backward
+            packed, block_scale, global_scale = ctx.saved_tensors
+            dx = backward(dy, packed, block_scale, global_scale, ctx.implementation)
+        if ctx.needs_input_grad[4]:
+            dbias = dy.reshape(-1, dy.shape[-1]).sum(0)
+        return dx, None, None, None, dbias, None
+
+
+def linear(
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    block_scale: torch.Tensor,
+    global_scale: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    implementation: str = "auto",
+) -> torch.Tensor:
+    """y = x W^T + bias for a packed W, differentiable in `x` and `bias`.
+
+    x (..., K) float; packed uint8 (N, K/2); block_scale uint8 or float8_e4m3fn (N, K/16); global_scale float32 (1,) or (N,), divides;
+    bias (N,) in x's dtype. Returns (..., N) in x's dtype. `implementation`: "auto"; "kernel", which raises where there is none (not under
+    torch.compile, which must not ask the device); "decode", the kernel that decodes, then cuBLAS; or "reference".
+    """
+    return _NVFP4Matmul.apply(x, packed, block_scale, global_scale, bias, implementation)
+
+
+# --- the layer --------------------------------------------------------------------------------------------------------------------
+
+
+class NVFP4Linear(nn.Linear):
+    """A frozen `nn.Linear` in NVFP4. A subclass, so that PEFT's "all-linear" finds it.
+
+    Parameters, all without gradient (see `qerl_trl.nvfp4` for the format):
+        weight_packed        uint8 (N, K/2)
+        weight_scale         uint8 (N, K/16), E4M3 bit patterns
+        weight_global_scale  uint8 (4,), the bytes of one float32 that divides
+        bias                 (N,) float, or None
+
+    The dtype of the matmul: under autocast, autocast's; else the input's own when it is bf16, fp16 or fp64; a float32 input (fp32
+    norms in front, no autocast) is computed in `compute_dtype` and returned as float32.
+
+    q/k/v and gate/up layers of one block may share one storage: each holds a row slice of it (`qerl_trl.nvfp4.fused.fuse_storage`).
+    `copy.deepcopy` and `.to(device)` of the model keep that sharing.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        compute_dtype: torch.dtype = torch.bfloat16,
+    ):
+        nn.Module.__init__(self)  # not nn.Linear's: it would allocate the dense weight
+        if in_features % BLOCK_SIZE:
+            raise ValueError(
+                f"in_features={in_features} is not a multiple of {BLOCK_SIZE}, the NVFP4 block. Leave this layer unquantized "
+                "(modules_to_not_convert)."
+            )
+        self.in_features, self.out_features = in_features, out_features
+        self.compute_dtype = compute_dtype  # also what PEFT reads as the layer's dtype
+        self.implementation = "auto"
+        self.fused_rows: int | None = None  # rows of the storage this layer is a slice of; None: not shared
+        self.weight_packed = _frozen(torch.empty(out_features, in_features // 2, dtype=torch.uint8, device=device))
+        self.weight_scale = _frozen(torch.empty(out_features, in_features // 16, dtype=torch.uint8, device=device))
+        self.weight_global_scale = _frozen(torch.empty(4, dtype=torch.uint8, device=device))
+        empty = _frozen(torch.empty(out_features, dtype=compute_dtype, device=device)) if bias else None
+        self.register_parameter("bias", empty)
+
+    @classmethod
+    def from_linear(
+        cls, linear: nn.Linear, scale_rule: str = "rtn", global_scale: torch.Tensor | None = None
+    ) -> "NVFP4Linear":
+        """Quantize a dense layer. The bias is shared with it, not copied. `compute_dtype` is the dense weight's dtype."""
+        weight = linear.weight.detach()
+        return cls.from_nvfp4(quantize(weight, scale_rule, global_scale), linear.bias, weight.dtype)
+
+    @classmethod
+    def from_nvfp4(
+        cls, tensor: NVFP4Tensor, bias: torch.Tensor | None = None, compute_dtype: torch.dtype = torch.bfloat16
+    ) -> "NVFP4Linear":
+        """Wrap a quantized matrix, without a copy. The block scales may be uint8 or float8_e4m3fn, the global scale one float32."""
+        packed, block_scale, global_scale = tensor
+        out_features, in_features = packed.shape[0], packed.shape[1] * 2
+        if block_scale.shape != (out_features, in_features // BLOCK_SIZE) or global_scale.numel() != 1:
+            raise ValueError(
+                f"packed {tuple(packed.shape)} needs block scales ({out_features}, {in_features // BLOCK_SIZE}) and one global "
+                f"scale; got {tuple(block_scale.shape)} and {tuple(global_scale.shape)}."
+            )
+        layer = cls(in_features, out_features, bias=False, device="meta", compute_dtype=compute_dtype)
+        layer.weight_packed = _frozen(packed)
+        layer.weight_scale = _frozen(block_scale.view(torch.uint8))
+        layer.weight_global_scale = _frozen(global_scale.detach().float().reshape(1).contiguous().view(torch.uint8))
+        layer.register_parameter("bias", None if bias is None else _frozen(bias))
+        return layer
+
+    @property
+    def weight(self) -> nn.Parameter:  # type: ignore[override]  # nothing may be assigned to it
+        """The *packed* weight. PEFT and others touch `.weight` for its device; a dense `weight += delta` fails on the shape."""
+        return self.weight_packed
+
+    @property
+    def W_q(self) -> nn.Parameter:
+        """The name by which PEFT recognizes a layer that can `dequantize()` (DoRA needs the dense weight's norm)."""
+        return self.weight_packed
+
+    @property
+    def global_scale(self) -> torch.Tensor:
+        """float32 (1,), a view of the parameter's bytes."""
+        return self.weight_global_scale.detach().view(torch.float32)
+
+    @property
+    def nvfp4(self) -> NVFP4Tensor:
+        """The three tensors, as views (uint8, uint8, float32)."""
+        return NVFP4Tensor(self.weight_packed.detach(), self.weight_scale.detach(), self.global_scale)
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The dense weight (N, K), in `compute_dtype` unless told otherwise."""
+        return dequantize(*self.nvfp4, dtype or self.compute_dtype)
+
+    def to_dense(self, dtype: torch.dtype | None = None) -> nn.Linear:
+        """A frozen `nn.Linear` with the decoded weight and a copy of the bias, in `compute_dtype` unless told otherwise."""
+        dtype = dtype or self.compute_dtype
+        dense = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
+        dense.weight = _frozen(self.dequantize(dtype))
+        dense.register_parameter("bias", None if self.bias is None else _frozen(self.bias.detach().clone().to(dtype)))
+        return dense
+
+    def forward(self, x: torch.Tensor, implementation: str | None = None) -> torch.Tensor:
+        """x (..., K) -> (..., N). `implementation` overrides the layer's for this call."""
+        output_dtype = x.dtype
+        if torch.is_autocast_enabled(x.device.type):
+            dtype = output_dtype = torch.get_autocast_dtype(x.device.type)
+        else:
+            dtype = self.compute_dtype if x.dtype == torch.float32 else x.dtype
+        bias = None if self.bias is None else self.bias.to(dtype)
+        y = linear(x.to(dtype), *self.nvfp4, bias, implementation or self.implementation)
+        return y.to(output_dtype)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, nvfp4"
+
+    # --- storage shared between layers: a deepcopy or a move of the model copies the fused storage once, and slices it again
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "NVFP4Linear":
+        for parameter in (self.weight_packed, self.weight_scale):
+            if id(parameter) not in memo and self._is_slice(parameter):
+                key = -parameter.untyped_storage().data_ptr()  # ids are positive: no clash
+                if key not in memo:
+                    memo[key] = _whole_storage(parameter).clone()
+                memo[id(parameter)] = _frozen(_slice_like(memo[key], parameter))
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__setstate__(copy.deepcopy(self.__dict__, memo))
+        return copied
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "NVFP4Linear":
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            return _move_slice(fn, tensor) if self._is_slice(tensor) else fn(tensor)
+
+        return super()._apply(move, recurse)
+
+    def _is_slice(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` is one of this layer's row slices of a fused storage (and nobody has replaced it since)."""
+        if self.fused_rows is None or tensor.dtype != torch.uint8 or tensor.ndim != 2 or tensor.device.type == "meta":
+            return False
+        return tensor.untyped_storage().nbytes() == self.fused_rows * tensor.shape[1]
+
+
+def has_nvfp4(model: nn.Module) -> bool:
+    """Whether any layer of the model is packed."""
+    return any(isinstance(module, NVFP4Linear) for module in model.modules())
+
+
+def compute_dtype(model: nn.Module) -> torch.dtype:
+    """What a model computes in: its packed layers' dtype, else that of its embeddings."""
+    packed = next((module for module in model.modules() if isinstance(module, NVFP4Linear)), None)
+    if packed is not None:
+        return packed.compute_dtype
+    return model.get_input_embeddings().weight.dtype  # type: ignore[operator]  # every model of transformers and PEFT has it
+
+
+def _frozen(tensor: torch.Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor.detach(), requires_grad=False)
+
+
+def _whole_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """uint8 (bytes,) over the whole storage behind a uint8 tensor."""
+    storage = tensor.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def _slice_like(whole: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """The part of `whole` (bytes,) at the place that `tensor` has in its own storage."""
+    start = tensor.storage_offset()
+    return whole[start : start + tensor.numel()].view(tensor.shape)
+
+
+#: fn -> {address of a fused storage: what fn made of it}. `Module.to` hands one and the same closure to every layer, and the entry
+#: disappears with that closure.
+_MOVED: "weakref.WeakKeyDictionary[Callable, dict[int, torch.Tensor]]" = weakref.WeakKeyDictionary()
+
+
+def _move_slice(fn: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+    moved = _MOVED.setdefault(fn, {})
+    address = tensor.untyped_storage().data_ptr()
+    if address not in moved:
+        moved[address] = fn(_whole_storage(tensor))
+    if moved[address].data_ptr() == address:
+        return tensor.detach()  # fn changed nothing
+    return _slice_like(moved[address], tensor)

@@ -1,0 +1,216 @@
+"""The transformers quantizer behind `NVFP4Config` (config.py): what transformers calls while it loads and saves a model.
+
+A dense checkpoint is quantized one tensor at a time, as each arrives on its device. Only hooks with one and the same signature from
+transformers 5.10.4 to 5.23 are overridden.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import ConversionOps
+from transformers.quantizers import register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils import logging
+
+from . import headers, layouts
+from .format import NVFP4Tensor, quantize
+from .fused import fuse_storage
+from .linear import NVFP4Linear, has_nvfp4
+
+if TYPE_CHECKING:
+    from .config import NVFP4Config
+
+logger = logging.get_logger(__name__)
+
+_BYTES_PER_WEIGHT = 0.5625
+
+
+class _PackedPlaceholder(nn.Module):
+    """Stands in for a linear while a quantized checkpoint is loaded: its parameters have the checkpoint's names and dtypes."""
+
+    def __init__(self, linear: nn.Linear, parts: dict[str, headers.TensorInfo]):
+        super().__init__()
+        for part, info in parts.items():
+            if part != "bias":
+                tensor = torch.empty(info.shape, dtype=headers.torch_dtype(info), device="meta")
+                self.register_parameter(part, nn.Parameter(tensor, requires_grad=False))
+        self.bias = linear.bias
+
+    def to_nvfp4(self, layout: layouts.Layout, compute_dtype: torch.dtype) -> NVFP4Linear:
+        packed, block_scale, global_scale = (self.get_parameter(part).detach() for part in layout.tensors)
+        if not layout.divides:
+            global_scale = 1.0 / global_scale
+        return NVFP4Linear.from_nvfp4(NVFP4Tensor(packed, block_scale, global_scale), self.bias, compute_dtype)
+
+
+class _QuantizeLinear(ConversionOps):
+    """A dense checkpoint tensor arrives on its device: quantize it and put an `NVFP4Linear` in the place of its `nn.Linear`."""
+
+    def __init__(self, quantizer: "NVFP4HfQuantizer"):
+        self.quantizer = quantizer
+
+    @torch.no_grad()
+    def convert(
+        self, input_dict: dict[str, Any], *args: Any, model: Any = None, missing_keys: Any = None, **kwargs: Any
+    ) -> dict[str, list[torch.Tensor]]:
+        for key, value in input_dict.items():
+            weight = value[0] if isinstance(value, list) else value
+            name = key.removesuffix(".weight")
+            try:
+                quantized = quantize(weight, self.quantizer.quantization_config.scale_rule)
+            except ValueError as error:
+                # transformers turns an exception here into a log entry: keep it, and raise it when loading is over
+                self.quantizer.errors.append(f"{self.quantizer.where(key)}: tensor {key!r}: {error}")
+                quantized = quantize(torch.zeros_like(weight))
+            bias = model.get_submodule(name).bias
+            _replace(
+                model, name, NVFP4Linear.from_nvfp4(quantized, bias, self.quantizer.quantization_config.torch_dtype)
+            )
+            missing_keys.discard(key)
+        return {}
+
+
+@register_quantizer(layouts.METHOD)
+class NVFP4HfQuantizer(HfQuantizer):
+    """What transformers calls while it loads and saves a model with `NVFP4Config`."""
+
+    quantization_config: "NVFP4Config"
+    requires_calibration = False
+    is_trainable = True  # with adapters; `is_qat_trainable` stays False, so Trainer insists on them
+
+    def __init__(self, quantization_config: "NVFP4Config", **kwargs: Any):
+        super().__init__(quantization_config, **kwargs)
+        self.errors: list[str] = []
+        self._converted: dict[str, nn.Linear] = {}
+        self._headers: dict[str, headers.TensorInfo] = {}
+
+    def is_serializable(self) -> bool:
+        return True
+
+    def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
+        devices = {str(device) for device in device_map.values()} if isinstance(device_map, dict) else set()
+        if "disk" in devices or ("cpu" in devices and len(devices) > 1):
+            raise ValueError(
+                f"device_map={device_map}: NVFP4 layers cannot be offloaded. Use whole devices, e.g. device_map={{'': 0}}."
+            )
+
+    def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        wanted = self.quantization_config.torch_dtype
+        if dtype != wanted:
+            logger.warning_once(
+                f"dtype={dtype} is replaced by NVFP4Config's compute_dtype={wanted}; set that to choose another."
+            )
+        return wanted
+
+    def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
+        return (
+            not self.pre_quantized
+            and param_name.removesuffix(".weight") in self._converted
+            and param_name.endswith(".weight")
+        )
+
+    def param_element_size(self, model: PreTrainedModel, param_name: str, param: torch.Tensor) -> float:
+        return _BYTES_PER_WEIGHT if self.param_needs_quantization(model, param_name) else param.element_size()
+
+    def get_quantize_ops(self) -> _QuantizeLinear:
+        return _QuantizeLinear(self)
+
+    def _layout(self) -> layouts.Layout:
+        assert self.quantization_config.source_format is not None, "set for every checkpoint that is quantized already"
+        return layouts.LAYOUTS[self.quantization_config.source_format]
+
+    def where(self, tensor_name: str) -> str:
+        """The file that holds a tensor, as far as known."""
+        return str(self._headers[tensor_name].file) if tensor_name in self._headers else "checkpoint"
+
+    def _process_model_before_weight_loading(
+        self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **kwargs: Any
+    ) -> PreTrainedModel:
+        config = self.quantization_config
+        self._converted = config.linears_to_quantize(model)
+        self._headers = headers.read_headers(checkpoint_files or ())
+        if not self.pre_quantized:
+            if self._headers:
+                headers.check_dense_headers(self._headers, self._converted)
+            return model
+        layout = self._layout()
+        packed = headers.check_headers(
+            self._headers,
+            layout,
+            self._converted,
+            config.dense_linears or (),
+            model._keys_to_ignore_on_load_unexpected or (),
+        )
+        headers.check_values(packed, layout)
+        for name, module in self._converted.items():
+            _replace(model, name, _PackedPlaceholder(module, packed[name]))
+        # scales of a quantized KV cache sit on the attention module, not on a linear
+        ignored = model._keys_to_ignore_on_load_unexpected or ()
+        model._keys_to_ignore_on_load_unexpected = {*ignored, r"\.[qkv]_scale$"}
+        return model
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
+        if self.errors:
+            raise ValueError("\n".join(self.errors))
+        self._refuse_missing(model)
+        if self.pre_quantized:
+            layout = self._layout()
+            for name, module in list(model.named_modules()):
+                if isinstance(module, _PackedPlaceholder):
+                    _replace(model, name, module.to_nvfp4(layout, self.quantization_config.torch_dtype))
+        self._converted.clear()
+        self._headers.clear()
+        fuse_storage(model)
+        return model
+
+    def _refuse_missing(self, model: PreTrainedModel) -> None:
+        """transformers fills parameters that the checkpoint lacks with random numbers and logs it; for a trained model that is damage."""
+        dense = self.quantization_config.dense_linears or []
+        new_heads = [] if model.get_output_embeddings() is not None else dense
+        missing = [
+            name
+            for name, parameter in model.named_parameters()
+            if not getattr(parameter, "_is_hf_initialized", False) and name.rpartition(".")[0] not in new_heads
+        ]
+        if missing:
+            raise ValueError(
+                f"{model.config.name_or_path}: {len(missing)} tensors of {type(model).__name__} are missing in the checkpoint, e.g. "
+                f"{missing[0]!r}. Complete the checkpoint, or load it with the class that it was saved from."
+            )
+
+    # --- saving
+
+    def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+        """The state dict in compressed-tensors' dtypes. Views only: nothing is copied but the global scales' shape."""
+        state = model.state_dict()
+        if not has_nvfp4(model):
+            raise RuntimeError(
+                "No layer of this model is NVFP4 any more (an adapter was merged?), but its configuration says so, and such a folder "
+                "could not be read. Call model.dequantize() first: it makes the configuration agree."
+            )
+        for name, module in model.named_modules():
+            if isinstance(module, NVFP4Linear):
+                if f"{name}.weight_packed" not in state or name.endswith(".base_layer"):
+                    raise RuntimeError(
+                        f"{name} is inside an adapter: the base would be saved under names that nothing can load. Save the adapter "
+                        "(PeftModel.save_pretrained), or unload it first (PeftModel.unload())."
+                    )
+                state[f"{name}.weight_scale"] = state[f"{name}.weight_scale"].view(torch.float8_e4m3fn)
+                state[f"{name}.weight_global_scale"] = state[f"{name}.weight_global_scale"].view(torch.float32)
+        return state, dict(layouts.WRITTEN_BY, scale_rule=self.quantization_config.scale_rule)
+
+    def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
+        for name, module in list(model.named_modules()):
+            if isinstance(module, NVFP4Linear):
+                _replace(model, name, module.to_dense(dtype))
+        return model
+
+
+def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Put `module` in the place of `name`, marked as loaded so that transformers does not initialize it."""
+    module.train(model.training)
+    for parameter in module.parameters():
+        parameter._is_hf_initialized = not parameter.is_meta  # type: ignore[attr-defined]  # transformers' own mark
+    model.set_submodule(name, module)

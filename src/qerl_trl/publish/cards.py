@@ -1,0 +1,296 @@
+"""Model cards, rendered from the templates in `hub_cards/templates` and from facts that a run wrote down.
+
+A card's facts ([`records.Facts`]) are kept as `qerl_card.json` beside the card, so that it can be rendered again when the repository is
+known. Every number in a card is one of these facts, and so is every name (trainer, rewards, data, task); what no run wrote down is left
+out, not guessed.
+"""
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import jinja2
+import yaml
+
+from .. import checkpoint, report
+from .names import is_hub_id, public_name
+from .records import Evaluation, Export, Facts, Kind, Quantization, Results
+
+if TYPE_CHECKING:  # they import PEFT, which `qerl-trl quantize` does without
+    from ..identity import RunSettings
+    from .run import Exportable
+
+FACTS_NAME = "qerl_card.json"
+#: kind -> template
+TEMPLATES: dict[Kind, str] = {
+    "adapter": "adapter.md.jinja",
+    "merged": "merged.md.jinja",
+    "merged_other_base": "merged.md.jinja",
+    "nvfp4_base": "nvfp4.md.jinja",
+    "nvfp4_merged": "nvfp4.md.jinja",
+}
+#: logged quantities that a card shows
+_LOGGED = re.compile(r"reward|rewards/.+/mean|entropy|aqn/sigma|rollout/mismatch_kl")
+#: trainer -> (class, its configuration) for the usage of a base
+_TRAINER_CLASSES = {"GRPO": ("QeRLGRPOTrainer", "QeRLConfig"), "RLOO": ("QeRLRLOOTrainer", "QeRLRLOOConfig")}
+#: `base_model_relation` of the Hub's model tree
+_RELATIONS = {
+    "adapter": "adapter",
+    "merged": "finetune",
+    "merged_other_base": "finetune",
+    "nvfp4_base": "quantized",
+    "nvfp4_merged": "quantized",
+}
+
+
+def template_folder() -> Path:
+    """Where the templates are: inside the installed package, or at the top of a source checkout."""
+    package = Path(__file__).resolve().parents[1]
+    for folder in (package / "hub_cards", package.parents[1] / "hub_cards" / "templates"):
+        if folder.is_dir():
+            return folder
+    raise FileNotFoundError(
+        f"The card templates are in neither {package / 'hub_cards'} nor a source checkout. Reinstall qerl-trl."
+    )
+
+
+# --- facts ------------------------------------------------------------------------------------------------------------------------
+
+
+def facts_of_run(folder: str | os.PathLike, settings: "RunSettings", dataset: str | None = None) -> Facts:
+    """Facts of a run's adapter from what the run left behind; [`write`] makes them those of another export.
+
+    Args:
+        folder: checkpoint or output folder of the run; `results.json` and `curves.png` are looked for there and one level up.
+        settings: what the run recorded about itself.
+        dataset: Hub id or name of the training data; default: what results.json says.
+    """
+    facts: Facts = {"kind": "adapter", "settings": settings.copy()}
+    results, curves = _find(folder, "results.json"), _find(folder, "curves.png")
+    if results is not None:
+        content = json.loads(results.read_text())
+        facts["results"] = cast(Results, _known(content, Results))
+        facts["versions"] = content.get("versions")
+        dataset = dataset or content.get("dataset")
+        facts["log"] = _log_summary(content.get("log_history", []))
+    facts["evaluations"] = [
+        cast(Evaluation, _known(json.loads(path.read_text()), Evaluation))
+        for path in sorted(Path(folder).glob("eval-*.json"))
+    ]
+    if curves is not None:
+        facts["curves"] = str(curves)
+    facts["dataset"] = dataset
+    return facts
+
+
+def _known(content: dict[str, Any], record: Any) -> dict[str, Any]:
+    return {key: value for key, value in content.items() if key in record.__annotations__}
+
+
+def facts_of_quantization(folder: Path, export: Export) -> Facts:
+    """Facts of an NVFP4 base that `qerl-trl quantize` is writing into `folder`: its errors and sizes."""
+    from .quantize import REPORT_NAME
+
+    layers = json.loads((folder / REPORT_NAME).read_text())["layers"]
+    worst = max(layers, key=lambda layer: layer["nmse"])
+    weights = sum(layer["weights"] for layer in layers)
+    quantization: Quantization = {
+        "weights": weights,
+        "layers": len(layers),
+        "nmse": sum(layer["nmse"] * layer["weights"] for layer in layers) / weights,
+        "worst_nmse": worst["nmse"],
+        "worst_layer": worst["name"],
+        "source_bytes": export["source_bytes"],
+        "written_bytes": sum(file.stat().st_size for file in folder.glob("*.safetensors")),
+    }
+    return {
+        "kind": export["kind"],
+        "settings": export["settings"],
+        "quantization": quantization,
+        "exported_with": export["exported_with"],
+    }
+
+
+def _find(folder: str | os.PathLike, name: str) -> Path | None:
+    folder = Path(folder)
+    return next((path for path in (folder / name, folder.parent / name) if path.is_file()), None)
+
+
+def facts_of(exported: "Exportable", dataset: str | None = None) -> Facts:
+    """Facts of a live trainer (its settings and log), or of a rebuilt policy."""
+    from .run import is_trainer, trained_policy_of
+
+    settings = trained_policy_of(exported).settings
+    if not is_trainer(exported):
+        return {"kind": "adapter", "settings": settings.copy(), "dataset": dataset}
+    args = exported.args
+    facts = facts_of_run(args.output_dir or ".", settings, dataset)
+    facts["versions"] = report.versions()
+    facts["log"] = _log_summary(exported.state.log_history)
+    facts["hardware"] = report.device_name(args.device) + (f" x {args.world_size}" if args.world_size > 1 else "")
+    return facts
+
+
+def _log_summary(history: list[dict[str, Any]]) -> dict[str, list[float]]:
+    """First and last logged value of the few quantities a card shows, each the mean of up to ten entries."""
+    logged: dict[str, list[float]] = {}
+    for entry in history:
+        for key, value in entry.items():
+            if isinstance(value, (int, float)) and _LOGGED.fullmatch(key):
+                logged.setdefault(key, []).append(value)
+    summary = {}
+    for key, values in logged.items():
+        if len(values) >= 2:
+            n = min(10, len(values) // 2)
+            summary[key] = [sum(values[:n]) / n, sum(values[-n:]) / n, len(values)]
+    return summary
+
+
+def write(folder: Path, facts: Facts, export: Export) -> None:
+    """Put README.md, the facts and the curves into an unfinished export."""
+    facts = facts.copy()
+    facts["kind"], facts["exported_with"] = export["kind"], export["exported_with"]
+    if "survived" in export:
+        facts["survived"] = export["survived"]
+    if "measured" in export:
+        facts["measured"] = export["measured"]
+    curves = facts.pop("curves", None)
+    if facts["kind"] == "nvfp4_base":  # nothing was trained
+        curves = None
+        for key in ("results", "evaluations", "log", "versions", "dataset"):
+            facts.pop(key, None)  # type: ignore[misc]  # keys of Facts, in a loop
+    if curves is not None and Path(curves).is_file():
+        (folder / "curves.png").write_bytes(Path(curves).read_bytes())
+        facts["has_curves"] = True
+    facts.setdefault("folder", folder.name.removeprefix(".").removesuffix(".partial"))
+    checkpoint.write_json_atomically(folder / FACTS_NAME, _public(facts))
+    (folder / "README.md").write_text(render(read_facts(folder) or {}))  # as it will be rendered again from the file
+
+
+def read_facts(folder: Path) -> Facts | None:
+    """The facts beside a card, `None` without them."""
+    path = folder / FACTS_NAME
+    return json.loads(path.read_text()) if path.is_file() else None
+
+
+def _public(facts: Facts) -> Facts:
+    """Facts without paths of this machine."""
+    facts = json.loads(json.dumps(facts))
+    settings = facts.get("settings", {})
+    if settings.get("model"):
+        settings["model"] = public_name(settings["model"])
+    if dataset := facts.get("dataset"):
+        facts["dataset"] = public_name(dataset)
+    for each in facts.get("evaluations") or []:
+        if each.get("dataset"):
+            each["dataset"] = public_name(each["dataset"])
+        each["protocol"]["dataset"] = each["dataset"]
+    return facts
+
+
+# --- rendering --------------------------------------------------------------------------------------------------------------------
+
+
+def render(facts: Facts) -> str:
+    """The card as markdown with its YAML header.
+
+    Raises:
+        `ValueError`: unknown kind.
+    """
+    if facts.get("kind") not in TEMPLATES:
+        raise ValueError(f"There is no card for kind={facts.get('kind')!r}; known are {', '.join(TEMPLATES)}.")
+    model = facts["settings"].get("model") or ""
+    base = facts.get("base_model") or (model if is_hub_id(model) else None)
+    facts = _public(facts)
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(template_folder()),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )
+    environment.filters["percent"] = lambda value: f"{100 * value:.1f} %"
+    name = facts.get("repo_id") or facts.get("folder") or "path/to/this/folder"
+    title = facts.get("title") or name.split("/")[-1]
+    trainer_class, config_class = _TRAINER_CLASSES.get(facts["settings"].get("trainer", ""), _TRAINER_CLASSES["GRPO"])
+    context = {
+        **dict.fromkeys(Facts.__annotations__),
+        **_lenient(facts),
+        "title": title,
+        "name": name,
+        "base": base,
+        "base_name": base or facts["settings"].get("model") or "the base model",
+        "exported_with": facts.get("exported_with") or {},
+        "trained": facts["kind"] != "nvfp4_base",
+        "trainer_class": trainer_class,
+        "config_class": config_class,
+    }
+    text = environment.get_template(TEMPLATES[facts["kind"]]).render(context)
+    return f"---\n{_header(facts, base, title)}---\n\n{text.strip()}\n"
+
+
+def _model_index(facts: Facts) -> list[dict[str, Any]]:
+    """Results for the card's metadata: what `qerl-trl eval` measured, and the held-out accuracy of the run itself."""
+    found = []
+    for each in facts.get("evaluations") or []:
+        protocol = each["protocol"]
+        how = f"temperature {protocol['temperature']:g}, {protocol['samples']} completion(s) per problem"
+        metric = f"accuracy (%), {each['total']} problems, {how}"
+        found.append(_measured(each.get("task"), each["dataset"], protocol.get("split"), each["accuracy"], metric))
+    results, dataset = facts.get("results") or {}, facts.get("dataset")
+    if dataset and (after := results.get("after")):
+        decoding = f", {results['decoding']}" if results.get("decoding") else ""
+        metric = f"accuracy (%), {after['total']} held-out problems{decoding}"
+        found.append(_measured(results.get("task"), dataset, results.get("split"), after["accuracy"], metric))
+    return found
+
+
+def _measured(task: str | None, dataset: str, split: str | None, accuracy: float, metric: str) -> dict[str, Any]:
+    return {
+        "task": {"type": "text-generation", **({"name": task} if task else {})},
+        "dataset": {"type": dataset, "name": dataset, **({"split": split} if split else {})},
+        "metrics": [{"type": "accuracy", "value": round(100 * accuracy, 2), "name": metric}],
+    }
+
+
+class _Facts(dict):
+    """A dictionary whose missing keys are None, so that templates can ask for any fact (and misspelt variables still fail)."""
+
+    def __missing__(self, key: str) -> None:
+        return None
+
+
+def _lenient(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_lenient(each) for each in value]
+    return _Facts({key: _lenient(each) for key, each in value.items()}) if isinstance(value, dict) else value
+
+
+def _header(facts: Facts, base: str | None, title: str) -> str:
+    kind, settings, dataset = facts["kind"], facts["settings"], facts.get("dataset")
+    trained = kind != "nvfp4_base"
+    trainer = settings.get("trainer")
+    tags = [
+        *(["trl"] if trained else []),
+        *([trainer.lower().replace(" ", "-")] if trained and trainer else []),
+        "qerl",
+        *(["nvfp4"] if kind.startswith("nvfp4") or settings.get("base_format") == "nvfp4" else []),
+        *(["lora"] if kind == "adapter" else []),
+        *(["compressed-tensors"] if kind.startswith("nvfp4") else []),
+    ]
+    header: dict[str, Any] = {"library_name": "peft" if kind == "adapter" else "transformers"}
+    if base is not None:
+        header["base_model"] = base
+        header["base_model_relation"] = _RELATIONS[kind]
+    header["pipeline_tag"] = "text-generation"
+    if trained and dataset and is_hub_id(dataset):
+        header["datasets"] = [dataset]
+    header["tags"] = tags + [tag for tag in facts.get("extra_tags", []) if tag not in tags]
+    # what was measured: the adapter on its base, and the merge that equals it
+    measured = _model_index(facts) if kind in ("adapter", "merged") else []
+    if measured:
+        header["model-index"] = [{"name": title, "results": measured}]
+    return yaml.safe_dump(header, sort_keys=False, allow_unicode=True)

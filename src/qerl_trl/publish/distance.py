@@ -1,0 +1,64 @@
+"""How far two models are apart on given text: logits, KL divergence, greedy agreement."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from .records import Measured
+
+
+def prompt_batches(file: Path, tokenizer: PreTrainedTokenizerBase, limit: int = 64) -> list[torch.Tensor]:
+    """Token ids (1, T) of the first problems of a .jsonl file, worked solution included where there is one.
+
+    Raises:
+        `ValueError`: no `question`, `problem`, `prompt` or `text` in a line.
+    """
+    batches = []
+    for line in file.read_text().splitlines()[:limit]:
+        row = json.loads(line)
+        question = next((row[key] for key in ("question", "problem", "prompt", "text") if key in row), None)
+        if question is None:
+            raise ValueError(f"{file}: a line has the keys {sorted(row)}; question, problem, prompt or text is needed.")
+        text = question
+        if tokenizer.chat_template:
+            message = [{"role": "user", "content": question}]
+            text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+        text += str(row.get("answer", ""))
+        batches.append(tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"])
+    if not batches:
+        raise ValueError(f"{file} is empty.")
+    return batches
+
+
+@torch.no_grad()
+def logits_of(model: nn.Module, batches: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Logits, float32 on the CPU, for batches of token ids (B, T)."""
+    model.eval()
+    return [model(batch.to(next(model.parameters()).device)).logits.float().cpu() for batch in batches]
+
+
+def logit_distance(policy: list[torch.Tensor], other: list[torch.Tensor]) -> Measured:
+    """How far `other` is from `policy`, from their logits (lists of (B, T, V)): mean and largest absolute difference, KL(policy || other)
+    in nats per token, and the share of positions with the same most likely token."""
+    tokens = sum(a.shape[0] * a.shape[1] for a in policy)
+    total = largest = kl = agree = 0.0
+    values = 0
+    for a, b in zip(policy, other, strict=True):
+        difference = (a - b).abs()
+        total += difference.sum(dtype=torch.float64).item()
+        values += difference.numel()
+        largest = max(largest, difference.max().item())
+        log_a, log_b = a.log_softmax(-1), b.log_softmax(-1)
+        kl += (log_a.exp() * (log_a - log_b)).sum(dtype=torch.float64).item()
+        agree += (a.argmax(-1) == b.argmax(-1)).sum().item()
+    return {
+        "mean_logit_distance": total / values,
+        "max_logit_distance": largest,
+        "kl_nats_per_token": kl / tokens,
+        "same_greedy_token": agree / tokens,
+        "tokens": tokens,
+    }

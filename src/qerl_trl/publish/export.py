@@ -1,0 +1,328 @@
+"""What leaves a run, always loadable without this package: adapter, merged model, NVFP4 base, NVFP4 merge.
+
+    save_adapter        LoRA as plain PEFT (adapter_model.safetensors, adapter_config.json), tokenizer beside it
+    save_merged         dense model in bf16: the policy that was trained, up to one rounding of each weight
+    save_base           the frozen NVFP4 base as it is, in compressed-tensors' layout
+    save_merged_nvfp4   the merge rounded to 4 bits again. Most small changes do not survive that: it says how much did, and refuses when
+                        next to nothing did
+
+What is exported is a live trainer (under DDP: rank 0 writes, everybody waits) or a policy that [`run.load_policy`] built from a checkpoint
+or adapter folder. `merge` lists the tensors of the dense model, `tensors` says how each is made, `writer` writes them one by one: the model
+itself is not touched.
+
+**Which base?** An adapter learned on the quantized base, and corrects its rounding too. Merged into the dequantized NVFP4 base it is the
+policy that was trained; merged into the original bf16 base it is another model, of which nothing was ever sampled. `load_policy(...,
+base_format="bf16")` builds that one, `distance.logit_distance` measures how far it is.
+"""
+
+import copy
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from accelerate.utils import broadcast_object_list
+from peft import PeftModel
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from .. import checkpoint, report
+from ..identity import RunSettings
+from ..nvfp4 import layouts
+from ..nvfp4.config import NVFP4Config
+from ..nvfp4.linear import has_nvfp4
+from . import staging, writer
+from .merge import entries_of, nvfp4_layer
+from .names import public_name
+from .records import Export, Kind, Measured
+from .run import Exportable, TrainedPolicy, is_trainer, recorded_settings, trained_policy_of
+from .tensors import cast_job, fused_entries, lossless_dtype, packed_job, requantize_job, survived_of
+from .writer import Job
+
+#: adds a README to an unfinished export
+WriteCard = Callable[[Path, Export], None]
+#: an NVFP4 merge that keeps less than this share of the adapter's change is refused
+MIN_KEPT_FRACTION = 0.25
+ADAPTER_FILES = ("adapter_model.safetensors", "adapter_config.json")
+_TOKENIZER_FILES = """tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json chat_template.jinja vocab.json
+    merges.txt tokenizer.model""".split()
+_PROBE = "Tom has 12 apples and gives 7 away.\n#### 5 <|im_start|>user\n\\frac{1}{2} = 0.5"
+
+
+def save_adapter(
+    exported: Exportable,
+    folder: str | os.PathLike,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    base_model: str | None = None,
+    overwrite: bool = False,
+    card: WriteCard | None = None,
+) -> Export:
+    """(a) The adapter as plain PEFT, with the tokenizer. `base_model` replaces the name of the base in adapter_config.json.
+
+    Returns the record of the export that its manifest keeps.
+    """
+
+    def write(policy: TrainedPolicy) -> Export:
+        if not isinstance(policy.model, PeftModel):
+            raise ValueError(
+                "This model has no adapter to save. For a run with base_format='full', save_pretrained it."
+            )
+        export = _describe(policy, "adapter")
+        export["base_model"] = base_model
+        if staging.is_complete(folder, export):
+            return export
+        with _staged(folder, export, overwrite, policy.tokenizer, card) as partial:
+            policy.model.save_pretrained(str(partial))
+            (partial / "README.md").unlink(missing_ok=True)  # PEFT's empty template
+            if base_model is not None:
+                config = partial / "adapter_config.json"
+                content = {**json.loads(config.read_text()), "base_model_name_or_path": base_model}
+                checkpoint.write_json_atomically(config, content)
+        return export
+
+    return _on_rank_zero(exported, tokenizer, write)
+
+
+def copy_adapter(run: Path, folder: str | os.PathLike, card: WriteCard | None = None) -> Export:
+    """(a) The adapter of a run's folder as an export, from its files alone: the base is not loaded."""
+    run = Path(run)
+    missing = [name for name in ADAPTER_FILES if not (run / name).is_file()]
+    if missing:
+        raise ValueError(f"{run} has no {' and no '.join(missing)}: it is not the folder of a run with an adapter.")
+    digest = hashlib.sha256((run / ADAPTER_FILES[0]).read_bytes()).hexdigest()
+    export = _record("adapter", recorded_settings(run), digest)
+    if not staging.is_complete(folder, export):
+        with _staged(folder, export, True, None, card) as partial:
+            for name in (*ADAPTER_FILES, *_TOKENIZER_FILES):
+                if (run / name).is_file():
+                    shutil.copyfile(run / name, partial / name)
+    return export
+
+
+def save_merged(
+    exported: Exportable,
+    folder: str | os.PathLike,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    overwrite: bool = False,
+    max_shard_bytes: int = writer.MAX_SHARD_BYTES,
+    measured: Measured | None = None,
+    card: WriteCard | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Export:
+    """(b), (c) The dense model: base and adapter merged in float32, each weight rounded once to `dtype`.
+
+    On an NVFP4 base that is the policy that was trained. `measured`: how far it is from the trained policy, for the
+    record and the card.
+    """
+
+    def write(policy: TrainedPolicy) -> Export:
+        kind: Kind = "merged"
+        trained_on, onto = policy.settings.get("base_format"), policy.settings.get("merged_onto")
+        if onto is not None and trained_on is not None and onto != trained_on:
+            kind = "merged_other_base"
+        export = _describe(policy, kind)
+        export["dtype"] = str(dtype).removeprefix("torch.")
+        if measured is not None:
+            export["measured"] = measured
+        if staging.is_complete(folder, export):
+            return export
+        jobs = [cast_job(entry, dtype) for entry in entries_of(policy, with_adapter=True)]
+        with _staged(folder, export, overwrite, policy.tokenizer, card) as partial:
+            writer.write_shards(partial, jobs, layouts.WRITTEN_BY, max_shard_bytes, progress=progress)
+            _save_config(partial, policy, dtype, None, jobs)
+        return export
+
+    return _on_rank_zero(exported, tokenizer, write)
+
+
+def save_base(
+    exported: Exportable,
+    folder: str | os.PathLike,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    overwrite: bool = False,
+    max_shard_bytes: int = writer.MAX_SHARD_BYTES,
+    card: WriteCard | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Export:
+    """(d) The frozen NVFP4 base, without the adapter, byte for byte as it was trained on, in compressed-tensors' layout."""
+
+    def write(policy: TrainedPolicy) -> Export:
+        quantizer = _require_nvfp4(policy)
+        export = _describe(policy, "nvfp4_base", with_adapter=False)
+        if staging.is_complete(folder, export):
+            return export
+        jobs, dtypes = [], {torch.bfloat16}
+        for entry in entries_of(policy, with_adapter=False):
+            if nvfp4_layer(entry) is not None:
+                jobs.append(packed_job(entry))
+            else:
+                dtypes.add(lossless_dtype(entry))
+                jobs.append(cast_job(entry, lossless_dtype(entry)))
+        with _staged(folder, export, overwrite, policy.tokenizer, card) as partial:
+            writer.write_shards(partial, jobs, layouts.WRITTEN_BY, max_shard_bytes, progress=progress)
+            dtype = torch.bfloat16 if dtypes == {torch.bfloat16} else quantizer.torch_dtype
+            _save_config(partial, policy, dtype, quantizer.to_dict(), jobs)
+        return export
+
+    return _on_rank_zero(exported, tokenizer, write)
+
+
+def save_merged_nvfp4(
+    exported: Exportable,
+    folder: str | os.PathLike,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    scale_rule: str = "rtn",
+    force: bool = False,
+    overwrite: bool = False,
+    max_shard_bytes: int = writer.MAX_SHARD_BYTES,
+    card: WriteCard | None = None,
+    progress: Callable[[int], None] | None = None,
+    notify: Callable[[str], None] = print,
+) -> Export:
+    """(e) The merge rounded to NVFP4 again. `notify` is told how much of the change survived, which the returned record has too.
+
+    With D the adapter's change and C the change of the weights that are written, both against the dequantized base:
+    `kept_fraction` = <C, D> / <D, D>, `error_ratio` = |C - D| / |D|, over all quantized layers.
+
+    Raises:
+        `ValueError`: less than `MIN_KEPT_FRACTION` survived, unless `force`. Nothing is published then.
+    """
+
+    def write(policy: TrainedPolicy) -> Export:
+        quantizer = _require_nvfp4(policy)
+        export = _describe(policy, "nvfp4_merged")
+        export["requantized_with"], export["force"] = scale_rule, force
+        finished = staging.manifest_run(folder)
+        if finished and staging.is_complete(folder, {**export, "survived": finished.get("survived")}):
+            return cast(Export, finished)
+        entries = entries_of(policy, with_adapter=True)
+        packed = [entry for entry in entries if nvfp4_layer(entry) is not None]
+        jobs = [cast_job(entry, torch.bfloat16) for entry in entries if nvfp4_layer(entry) is None]
+        jobs += [requantize_job(group, scale_rule) for group in fused_entries(packed)]
+        # what is sealed is completed below, once it is known how much survived
+        with _staged(folder, export, overwrite, policy.tokenizer, card) as partial:
+            notes = writer.write_shards(partial, jobs, layouts.WRITTEN_BY, max_shard_bytes, progress=progress)
+            survived = survived_of(notes)
+            notify(
+                f"Re-quantizing kept {survived['kept_fraction']:.3f} of the adapter's change (error {survived['error_ratio']:.2f} of its "
+                "size)."
+            )
+            if survived["kept_fraction"] < MIN_KEPT_FRACTION and not force:
+                raise ValueError(
+                    f"Only {survived['kept_fraction']:.3f} of the adapter's change survives rounding to 4 bits: this would publish the base "
+                    "under another name. Publish the adapter or the bf16 merge, or force it (force=True, --force)."
+                )
+            export["survived"] = survived
+            _save_config(partial, policy, torch.bfloat16, quantizer.to_dict(), jobs)
+        return export
+
+    return _on_rank_zero(exported, tokenizer, write)
+
+
+# --- the frame of each ----------------------------------------------------------------------------------------------------------
+
+
+def _on_rank_zero(
+    exported: Exportable, tokenizer: PreTrainedTokenizerBase | None, write: Callable[[TrainedPolicy], Export]
+) -> Export:
+    """Run `write` in the main process; the others wait, and fail if it failed."""
+    policy = trained_policy_of(exported, tokenizer)
+    if not is_trainer(exported):
+        return write(policy)
+    written: list[Export | None] = [None]
+    try:
+        if exported.accelerator.is_main_process:
+            written[0] = write(policy)
+    finally:
+        broadcast_object_list(written)
+    if written[0] is None:
+        raise RuntimeError("The export failed in the main process; its error says why.")
+    return written[0]
+
+
+@contextmanager
+def _staged(
+    folder: str | os.PathLike,
+    export: Export,
+    overwrite: bool,
+    tokenizer: PreTrainedTokenizerBase | None,
+    card: WriteCard | None,
+) -> Iterator[Path]:
+    """An unfinished folder to fill. What every export ends with comes here: tokenizer, card, and the seal that makes it `folder`."""
+    with staging.staging(folder, export, overwrite) as partial:
+        yield partial
+        _save_tokenizer(partial, tokenizer)
+        if card is not None:
+            card(partial, export)
+
+
+# --- everything beside the weights ------------------------------------------------------------------------------------------------
+
+
+def _require_nvfp4(policy: TrainedPolicy) -> NVFP4Config:
+    quantizer = getattr(policy.transformers_model, "hf_quantizer", None)
+    if quantizer is None or not has_nvfp4(policy.transformers_model):
+        raise ValueError(
+            "The base of this model is not NVFP4, so there are no 4-bit weights to save. Quantize a folder instead: qerl-trl quantize "
+            "<model> <folder>."
+        )
+    return quantizer.quantization_config
+
+
+def _save_config(
+    folder: Path, policy: TrainedPolicy, dtype: torch.dtype, quantization: dict[str, Any] | None, jobs: list[Job]
+) -> None:
+    model = policy.transformers_model
+    names = {spec.name for job in jobs for spec in job.specs}
+    config = copy.deepcopy(model.config)
+    config.quantization_config = quantization
+    if quantization is None:
+        del config.quantization_config
+    config.dtype = dtype
+    config.architectures = [type(model).__name__]
+    if getattr(config, "tie_word_embeddings", False) and "lm_head.weight" in names:
+        config.tie_word_embeddings = False  # the embedding or the head was trained: they differ now
+    config.save_pretrained(folder)
+    if model.generation_config is not None:
+        model.generation_config.save_pretrained(folder)
+
+
+def _save_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    if tokenizer is None:
+        return
+    tokenizer.save_pretrained(folder)
+    # AutoTokenizer chooses a class by the model's type and can silently read custom tokenizers wrong
+    again = AutoTokenizer.from_pretrained(folder)
+    if again(_PROBE)["input_ids"] != tokenizer(_PROBE)["input_ids"]:
+        raise RuntimeError(
+            f"The saved tokenizer reads back as {type(again).__name__} and encodes differently from the {type(tokenizer).__name__} in use: "
+            "models published with it would see other tokens. Set tokenizer_class in tokenizer_config.json so that AutoTokenizer agrees."
+        )
+
+
+def _describe(policy: TrainedPolicy, kind: Kind, with_adapter: bool = True) -> Export:
+    return _record(kind, policy.settings.copy(), _fingerprint(policy, with_adapter))
+
+
+def _record(kind: Kind, settings: RunSettings, weights_sha256: str) -> Export:
+    if settings.get("model"):
+        settings["model"] = public_name(settings["model"])
+    return {"kind": kind, "settings": settings, "exported_with": report.versions(), "weights_sha256": weights_sha256}
+
+
+@torch.no_grad()
+def _fingerprint(policy: TrainedPolicy, with_adapter: bool) -> str:
+    """SHA-256 of what training changed (of a small packed sample for a base)."""
+    digest = hashlib.sha256()
+    for name, parameter in policy.model.named_parameters():
+        trained = "lora_" in name or "modules_to_save" in name
+        if trained == with_adapter and (with_adapter or name.endswith(("weight_packed", "weight_scale"))):
+            data = parameter.detach() if with_adapter else parameter.detach()[:64]
+            digest.update(name.encode())
+            digest.update(data.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

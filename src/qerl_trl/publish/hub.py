@@ -1,0 +1,315 @@
+"""Uploads to the Hugging Face Hub: private unless said otherwise, announced first, all or nothing, and never with a token in any text.
+
+[`push_folder`] uploads a folder that `qerl_trl.publish.export` sealed. Large files go first, and become visible only through the single commit at
+the end; an upload that was interrupted is repeated and skips what the Hub already has. `push_adapter`, `push_merged` and `push_base`
+export and upload in one go. `publishing.PublishingMixin` puts the same rules in front of `trainer.push_to_hub()` and of pushes while
+training.
+
+Only huggingface_hub's public API is used, so its endpoint (`HF_ENDPOINT`), token store and transfer settings apply.
+"""
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
+from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
+
+from .. import checkpoint
+from . import cards, export, staging
+from .names import is_hub_id
+from .records import Export, Facts
+from .run import Exportable, is_trainer
+
+#: what the Hub itself puts into a new repository
+_HUB_FILES = {".gitattributes", "README.md"}
+_ATTEMPTS = 5
+#: what the client's HTTP library raises also where no answer came: httpx's, from huggingface_hub 2 on httpx2's
+_HTTPError: type[Exception] = next(base for base in HfHubHTTPError.__mro__ if base.__name__ == "HTTPError")
+_T = TypeVar("_T")
+
+
+class HubError(RuntimeError):
+    """A publication that did not happen, and why. Nothing is visible on the Hub unless the message says otherwise."""
+
+
+# --- the repository ---------------------------------------------------------------------------------------------------------------
+
+
+def prepare_repository(
+    repo_id: str, private: bool = True, token: str | None = None, notify: Callable[[str], None] = print
+) -> tuple[HfApi, str]:
+    """Announce, then create the repository or check that the existing one has the visibility asked for.
+
+    Returns:
+        The API client, and the full id (`user/name`).
+
+    Raises:
+        `HubError`: no token, a refused token, no network, or an existing public repository where a private one is wanted.
+    """
+    token = token or get_token()
+    api = HfApi(token=token)
+    visibility = "private: only you and your organization" if private else "PUBLIC: everybody"
+    notify(f"Publishing to {api.endpoint}/{repo_id} ({visibility})")
+    if not token:
+        raise HubError(
+            "There is no Hub token on this machine, so nothing was uploaded. Create one with write access at "
+            f"{api.endpoint}/settings/tokens, then run `hf auth login`, or set HF_TOKEN."
+        )
+    with _explained(repo_id, token):
+        repo_id = _retried(lambda: api.create_repo(repo_id, private=private, exist_ok=True)).repo_id
+        if not private and api.repo_info(repo_id).private:
+            raise HubError(
+                f"{repo_id} exists and is private, and a public publication was asked for. Change its visibility in its settings on the "
+                "Hub, or publish privately."
+            )
+        if private and not api.repo_info(repo_id).private:
+            raise HubError(
+                f"{repo_id} exists and is PUBLIC, and a private publication was asked for, so nothing was uploaded. Choose another name, "
+                "or publish there on purpose: private=False (hub_private_repo=False, --public)."
+            )
+    return api, repo_id
+
+
+@contextmanager
+def _explained(repo_id: str, token: str) -> Iterator[None]:
+    """Turn what can go wrong on the way to the Hub into a `HubError` that says what to do, without the token."""
+    try:
+        yield
+    except (HfHubHTTPError, _HTTPError, OfflineModeIsEnabled, OSError, RuntimeError) as error:
+        if isinstance(error, HubError):
+            raise
+        # not chained: the requests inside carry the token in their headers
+        raise HubError(redact(_explanation(error, repo_id), token)) from None
+
+
+def _explanation(error: Exception, repo_id: str) -> str:
+    nothing = "Nothing was published: files become visible only with the last step."
+    if isinstance(error, OfflineModeIsEnabled):
+        return f"huggingface_hub is in offline mode (HF_HUB_OFFLINE=1). Unset it to publish. {nothing}"
+    response = getattr(_root(error), "response", None)
+    status = getattr(response, "status_code", None)
+    if status == 401:
+        return f"The Hub refused the token (401). Log in again with `hf auth login`, or set a valid HF_TOKEN. {nothing}"
+    if status == 403:
+        return (
+            f"The token may not write to {repo_id} (403). Use a token with write access, and a namespace that is yours: user/name or "
+            f"organization/name. {nothing}"
+        )
+    if isinstance(_root(error), RepositoryNotFoundError):
+        return f"{repo_id} was not found, or the token may not see it. {nothing}"
+    if status is not None:
+        return f"The Hub answered {status} for {repo_id}: {_root(error)}. {nothing} Try the same command again later."
+    if isinstance(_root(error), (_HTTPError, OSError)):
+        return (
+            f"The connection to the Hub failed ({type(_root(error)).__name__}: {_root(error)}). {nothing} Run the same command again: files "
+            "that arrived are not sent twice."
+        )
+    return f"{type(error).__name__}: {error}. {nothing}"
+
+
+def _root(error: BaseException) -> BaseException:
+    """The first HTTP or connection error behind an exception (huggingface_hub wraps failed uploads in a RuntimeError)."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, (HfHubHTTPError, _HTTPError, ConnectionError, TimeoutError)):
+            return cause
+        cause = cause.__cause__
+    return error
+
+
+def redact(text: str, token: str) -> str:
+    """`text` without the token, whole or in a URL."""
+    return text.replace(token, "<token>")
+
+
+def _retried(request: Callable[[], _T], attempts: int = _ATTEMPTS, wait: float | None = None) -> _T:
+    """Call again after dropped connections and server errors, 1, 2, 4, ... seconds apart."""
+    for attempt in range(attempts):
+        try:
+            return request()
+        except (HfHubHTTPError, _HTTPError, ConnectionError, TimeoutError, RuntimeError) as error:
+            root = _root(error)
+            status = getattr(getattr(root, "response", None), "status_code", None)
+            passing = status is None or status >= 500 or status == 429
+            known = (HfHubHTTPError, _HTTPError, ConnectionError, TimeoutError)  # the last two: the xet client's
+            if not isinstance(root, known) or not passing or attempt == attempts - 1:
+                raise
+            time.sleep((_WAIT_SECONDS if wait is None else wait) * 2**attempt)
+    raise AssertionError
+
+
+_WAIT_SECONDS = 1.0
+
+
+# --- a folder ---------------------------------------------------------------------------------------------------------------------
+
+
+def push_folder(
+    folder: str | os.PathLike,
+    repo_id: str,
+    private: bool = True,
+    token: str | None = None,
+    revision: str | None = None,
+    message: str | None = None,
+    base_model: str | None = None,
+    force: bool = False,
+    facts: Facts | None = None,
+    notify: Callable[[str], None] = print,
+) -> str:
+    """Upload a sealed export as the content of `repo_id`, in one commit. Returns the commit's URL.
+
+    Uploading the same again changes nothing. An update of the same kind replaces files and removes stale shards.
+
+    Args:
+        base_model: Hub id of the base, for the card and adapter_config.json of an adapter.
+        force: publish into a repository that holds something else; its other files stay.
+        facts: for the card, over those that the export recorded.
+
+    Raises:
+        `ValueError`: the folder is not a whole export, or names a base model that only this machine has.
+        `HubError`: see [`prepare_repository`]; and the repository holds other content.
+    """
+    folder = Path(folder)
+    record = _whole_export(folder)
+    base_names = _adapter_config(folder, base_model) if record["kind"] == "adapter" else {}
+    secret = token or get_token()
+    api, repo_id = prepare_repository(repo_id, private, secret, notify)
+    assert secret is not None  # prepare_repository refuses without one
+    content = {**_content(folder, record, repo_id, base_model, facts), **base_names}
+    for name, data in content.items():
+        text = data if isinstance(data, bytes) else (data.read_bytes() if data.stat().st_size < 1 << 20 else b"")
+        if secret.encode() in text:
+            raise HubError(f"{folder / name} contains the Hub token. Remove it there; nothing was uploaded.")
+    with _explained(repo_id, secret):
+        stale = _compare(api, repo_id, revision, content, record, force)
+        operations = [
+            CommitOperationAdd(name, data if isinstance(data, bytes) else str(data)) for name, data in content.items()
+        ]
+        message = message or f"{record['kind'].replace('_', ' ')}, written by qerl-trl"
+        _retried(lambda: api.preupload_lfs_files(repo_id, operations, revision=revision, free_memory=False))
+        commit = _retried(
+            lambda: api.create_commit(
+                repo_id,
+                [*operations, *(CommitOperationDelete(name) for name in stale)],
+                commit_message=message,
+                revision=revision,
+            )
+        )
+    notify(f"Published: {commit.commit_url}")
+    return commit.commit_url
+
+
+def _whole_export(folder: Path) -> Export:
+    found = staging.manifest_run(folder)
+    if "kind" not in found:
+        raise ValueError(
+            f"{folder} was not written by an export of qerl-trl (its {checkpoint.MANIFEST_NAME} is missing or of a checkpoint). Export it "
+            "first: qerl-trl merge, qerl-trl quantize, or push a run's folder with: qerl-trl push adapter <run> <user/name>."
+        )
+    if wrong := checkpoint.problems(folder):
+        raise ValueError(f"{folder} is damaged: {'; '.join(wrong)}. Export it again.")
+    return cast(Export, found)
+
+
+def _content(
+    folder: Path, record: Export, repo_id: str, base_model: str | None, given: Facts | None
+) -> dict[str, Path | bytes]:
+    """Repository path -> file, or bytes for the card, which now knows its repository."""
+    manifest = json.loads((folder / checkpoint.MANIFEST_NAME).read_text())
+    content: dict[str, Path | bytes] = {name: folder / name for name in sorted(manifest["files"])}
+    content[checkpoint.MANIFEST_NAME] = folder / checkpoint.MANIFEST_NAME
+    facts: Facts = cards.read_facts(folder) or {"kind": record["kind"], "settings": record["settings"]}
+    kind = facts["kind"]
+    facts |= given or {}
+    facts.pop("curves", None)
+    facts["kind"], facts["repo_id"] = kind, repo_id
+    if base_model:
+        facts["base_model"] = base_model
+    content["README.md"] = cards.render(facts).encode()
+    return content
+
+
+def _adapter_config(folder: Path, base_model: str | None) -> dict[str, bytes]:
+    """adapter_config.json, its base named so that others can load it."""
+    path = folder / "adapter_config.json"
+    config = json.loads(path.read_text())
+    base = base_model or config.get("base_model_name_or_path") or ""
+    require_hub_base(base)
+    if base_model is None:
+        return {}
+    return {"adapter_config.json": (json.dumps({**config, "base_model_name_or_path": base}, indent=2) + "\n").encode()}
+
+
+def require_hub_base(base: str) -> None:
+    """Refuse a base model that others cannot load."""
+    if not is_hub_id(base):
+        raise ValueError(
+            f"The adapter's base is {base!r}, a folder that only this machine has: nobody could load what would be published. Publish the "
+            "base first (qerl-trl quantize or merge --as base, then qerl-trl push base <folder> user/name) and name it: base_model='user/name' "
+            "(--base-model user/name)."
+        )
+
+
+def _compare(
+    api: HfApi, repo_id: str, revision: str | None, content: dict[str, Path | bytes], record: Export, force: bool
+) -> list[str]:
+    """Files of an older version that have to go. Refuses a repository with something else in it."""
+    present = set(_retried(lambda: api.list_repo_files(repo_id, revision=revision)))
+    foreign = present - set(content) - _HUB_FILES
+    if not present - _HUB_FILES:
+        return []
+    kind = None
+    if checkpoint.MANIFEST_NAME in present:
+        path = api.hf_hub_download(repo_id, checkpoint.MANIFEST_NAME, revision=revision)
+        kind = json.loads(Path(path).read_text()).get("run", {}).get("kind")
+    if kind == record["kind"]:
+        ours = set(json.loads(Path(path).read_text())["files"])
+        return sorted(foreign & ours)
+    if not force:
+        found = f"a {kind.replace('_', ' ')}" if kind else "other files"
+        raise HubError(
+            f"{repo_id} already contains {found} ({', '.join(sorted(present - _HUB_FILES)[:4])}, ...), so nothing was uploaded. Choose another "
+            "name, or add to it on purpose: force=True (--force)."
+        )
+    return []
+
+
+# --- export and upload in one go --------------------------------------------------------------------------------------------------
+
+
+def push_adapter(
+    exported: Exportable, repo_id: str, base_model: str | None = None, facts: Facts | None = None, **options: Any
+) -> str | None:
+    """Save the adapter of a trainer or [`run.TrainedPolicy`] and upload it. `options` as for [`push_folder`]. None on other ranks."""
+    return _export_and_push(export.save_adapter, exported, repo_id, facts, {"base_model": base_model, **options})
+
+
+def push_merged(exported: Exportable, repo_id: str, facts: Facts | None = None, **options: Any) -> str | None:
+    """Save the merged bf16 model and upload it. `options` as for [`push_folder`]."""
+    return _export_and_push(export.save_merged, exported, repo_id, facts, options)
+
+
+def push_base(exported: Exportable, repo_id: str, facts: Facts | None = None, **options: Any) -> str | None:
+    """Save the NVFP4 base and upload it. `options` as for [`push_folder`]."""
+    return _export_and_push(export.save_base, exported, repo_id, facts, options)
+
+
+def _export_and_push(
+    save: Callable[..., Export], exported: Exportable, repo_id: str, facts: Facts | None, options: dict[str, Any]
+) -> str | None:
+    known = facts or cards.facts_of(exported)
+    root = Path((exported.args.output_dir or ".") if is_trainer(exported) else ".")
+    # kept after a failure: the next try goes on from there
+    folder = root / f"_hub-{save.__name__.removeprefix('save_')}-{repo_id.replace('/', '--')}"
+    save(exported, folder, overwrite=True, card=lambda partial, record: cards.write(partial, known, record))
+    if is_trainer(exported) and not exported.accelerator.is_main_process:
+        return None
+    url = push_folder(folder, repo_id, facts=known, **options)
+    shutil.rmtree(folder)
+    return url

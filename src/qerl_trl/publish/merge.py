@@ -1,0 +1,163 @@
+"""A policy as the dense model that it publishes, tensor by tensor: names as on disk, weights merged when asked for.
+
+[`entries_of`] lists the tensors; nothing is computed until an entry's `value()` is called, and the model itself is not touched.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple, cast
+
+import torch
+from peft.tuners.lora.layer import Linear as LoraLinear
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import ModulesToSaveWrapper
+from peft.utils.other import AuxiliaryTrainingWrapper
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from ..nvfp4.linear import NVFP4Linear
+from .run import TrainedPolicy
+
+
+def _base_layer(layer: nn.Module) -> NVFP4Linear | nn.Linear:
+    return cast("NVFP4Linear | nn.Linear", layer.get_base_layer() if isinstance(layer, LoraLinear) else layer)
+
+
+@contextmanager
+def _dense_base(layer: LoraLinear) -> Iterator[nn.Linear]:
+    """Lend a LoRA layer a dense float32 copy of its base layer; afterwards everything is as it was, bit for bit."""
+    base = _base_layer(layer)
+    with torch.device("meta"):
+        dense = nn.Linear(base.in_features, base.out_features, bias=base.bias is not None)
+    weight = base.dequantize(torch.float32) if isinstance(base, NVFP4Linear) else base.weight.detach().float().clone()
+    dense.weight = nn.Parameter(weight, requires_grad=False)
+    if base.bias is not None:
+        dense.bias = nn.Parameter(base.bias.detach().float().clone(), requires_grad=False)
+    merged, caches = list(layer.merged_adapters), dict(layer._caches)
+    layer.base_layer = dense
+    try:
+        yield dense
+    finally:
+        layer.base_layer = base
+        layer.merged_adapters[:] = merged
+        layer._caches = caches
+
+
+@torch.no_grad()
+def merged_layer(layer: LoraLinear) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Weight (N, K) and bias of a LoRA layer with its active adapters merged by PEFT's own code, in float32."""
+    if layer.merged:
+        raise RuntimeError("The adapter is merged into the model already. Call unmerge_adapter() first, then export.")
+    with _dense_base(layer) as dense:
+        LoraLinear.merge(layer)
+        return dense.weight.data, None if dense.bias is None else dense.bias.data
+
+
+class Entry(NamedTuple):
+    """A published tensor before conversion: its name, shape, original dtype, and how to get its value."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    value: Callable[[], torch.Tensor]
+    layer: nn.Module | None = None  # the LoRA or NVFP4 layer whose weight this is
+
+
+@torch.no_grad()
+def entries_of(policy: TrainedPolicy, with_adapter: bool) -> list[Entry]:
+    """Every tensor of the dense model, in the model's order; weights of NVFP4 and LoRA layers are computed when asked for."""
+    model = policy.transformers_model
+    owners: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
+            if not isinstance(module, (LoraLinear, ModulesToSaveWrapper)):
+                raise ValueError(
+                    f"{name} carries a {type(module).__name__}, which cannot be merged here: only LoRA on linear layers and whole trained "
+                    "modules (modules_to_save) can. Save the adapter instead."
+                )
+            owners[name] = module
+        elif isinstance(module, NVFP4Linear) and name.rpartition(".")[0] not in owners:
+            owners[name] = module
+    entries: list[Entry] = []
+    seen: set[tuple] = set()
+    for key, tensor in model.state_dict().items():
+        if tensor.is_meta or tensor.numel() == 0 or hasattr(tensor, "device_mesh") or hasattr(tensor, "ds_id"):
+            raise RuntimeError(
+                f"{key} is sharded or offloaded, this process does not have it whole. Save a checkpoint, and export from its folder: "
+                "qerl-trl merge <checkpoint> <folder>."
+            )
+        owner = next((prefix for prefix in _prefixes(key) if prefix in owners), None)
+        if owner is None:
+            place = (tensor.data_ptr(), tensor.shape, tensor.stride())
+            if place not in seen:  # a tied tensor is written once, under its first name
+                seen.add(place)
+                entries.append(Entry(key, tuple(tensor.shape), tensor.dtype, partial(_same, tensor)))
+            continue
+        entries += _layer_entries(owner, owners[owner], key.removeprefix(f"{owner}."), tensor, with_adapter)
+    renamed = _disk_names(model, entries)
+    return [entry._replace(name=renamed[entry.name]) for entry in entries]
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _prefixes(key: str) -> Iterator[str]:
+    """Dotted prefixes of a tensor's name, the shortest first: an adapter wins over the packed layer inside it."""
+    parts = key.split(".")
+    for length in range(1, len(parts)):
+        yield ".".join(parts[:length])
+
+
+def _layer_entries(
+    name: str, module: nn.Module, rest: str, tensor: torch.Tensor, with_adapter: bool
+) -> Iterator[Entry]:
+    if isinstance(module, ModulesToSaveWrapper):
+        wanted = f"modules_to_save.{module.active_adapters[0]}." if with_adapter else "original_module."
+        if rest.startswith(wanted):
+            leaf = rest.removeprefix(wanted)
+            yield Entry(f"{name}.{leaf}", tuple(tensor.shape), tensor.dtype, partial(_same, tensor))
+        return
+    lora = module if isinstance(module, LoraLinear) else None
+    rest = rest.removeprefix("base_layer.") if lora is not None else rest
+    base = _base_layer(module)
+    merge = with_adapter and lora is not None and bool(lora.active_adapters)
+    dtype = getattr(base, "compute_dtype", tensor.dtype)
+    if rest in ("weight", "weight_packed"):
+
+        def weight() -> torch.Tensor:
+            if merge and lora is not None:
+                return merged_layer(lora)[0]
+            return base.dequantize(torch.float32) if isinstance(base, NVFP4Linear) else base.weight.detach()
+
+        yield Entry(f"{name}.weight", (base.out_features, base.in_features), dtype, weight, module)
+    elif rest == "bias":
+
+        def bias() -> torch.Tensor:
+            merged = merged_layer(lora)[1] if merge and lora is not None else None
+            return tensor if merged is None else merged
+
+        yield Entry(f"{name}.bias", tuple(tensor.shape), dtype, bias)
+
+
+def _disk_names(model: PreTrainedModel, entries: Iterable[Entry]) -> dict[str, str]:
+    """In-memory names -> the names that checkpoints of this architecture use."""
+    names = {}
+    for entry in entries:
+        stand_in = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+        reverted = revert_weight_conversion(model, {entry.name: stand_in})
+        if len(reverted) != 1 or next(iter(reverted.values())).shape != stand_in.shape:
+            raise ValueError(
+                f"{type(model).__name__} keeps {entry.name} in another form in memory than on disk, which a tensor-by-tensor export cannot "
+                "undo. Publish the adapter, or merge with PEFT (merge_and_unload) and save_pretrained, which needs the whole dense model."
+            )
+        names[entry.name] = next(iter(reverted))
+    return names
+
+
+def nvfp4_layer(entry: Entry) -> NVFP4Linear | None:
+    """The packed layer whose weight this is, under an adapter or not; `None` for a dense tensor."""
+    layer = None if entry.layer is None else _base_layer(entry.layer)
+    return layer if isinstance(layer, NVFP4Linear) else None

@@ -1,0 +1,262 @@
+"""Quantize a folder: dense safetensors checkpoint in, NVFP4 checkpoint (compressed-tensors layout) out, without building the model.
+
+The model class is instantiated on the meta device only, to learn which tensors are linear layers and which of them stay dense: the same
+rules as `from_pretrained(..., quantization_config=NVFP4Config())`. Then each weight is read, quantized and written to its final place on
+its own; q/k/v and gate/up are done together, since they share a global scale. Several are worked on at a time, within a budget of memory.
+A killed run continues with the shards that are missing.
+
+On a CUDA device the arithmetic runs there (the same bytes come out); reading and writing stay the bottleneck. `quantize_jobs` says how each
+tensor is made, `writer` writes them.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from .. import checkpoint, report
+from ..nvfp4 import headers, layouts
+from ..nvfp4.architectures import DECODER
+from ..nvfp4.config import NVFP4Config
+from ..nvfp4.headers import TensorInfo
+from . import staging, writer
+from .names import public_name
+from .quantize_jobs import Budget, Quantize, copy_job, prepare_quantizer, quantize_job
+from .records import Export
+
+REPORT_NAME = "quantization_report.json"
+#: memory for tensors in work, beyond two of the largest
+_SLACK_BYTES = 400_000_000
+#: what a model repository holds beside weights, and nothing that a reader would execute
+_COPIED_PATTERNS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
+_NOT_COPIED = ("config.json", writer.INDEX_NAME, checkpoint.MANIFEST_NAME, REPORT_NAME, "hf_quant_config.json")
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantized:
+    """What a finished `quantize_folder` reports: error and size. `nmse` is the squared error over the squared weight, on sampled rows."""
+
+    layers: list[dict[str, Any]]
+    weights: int
+    source_bytes: int
+    written_bytes: int
+    skipped: list[str]
+
+    @property
+    def nmse(self) -> float:
+        """Over all layers, weighted by their size."""
+        return sum(layer["nmse"] * layer["weights"] for layer in self.layers) / max(self.weights, 1)
+
+
+def quantize_folder(
+    model: str | os.PathLike,
+    destination: str | os.PathLike,
+    scale_rule: str = "rtn",
+    modules_to_not_convert: list[str] | None = None,
+    device: str = "cpu",
+    workers: int | None = None,
+    max_shard_bytes: int = writer.MAX_SHARD_BYTES,
+    overwrite: bool = False,
+    trust_remote_code: bool = False,
+    card: Callable[[Path, Export], None] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Quantized:
+    """Write `model`'s weights as NVFP4 into the folder `destination`.
+
+    Args:
+        model: folder, or Hub id (downloaded into the Hub's cache).
+        scale_rule, modules_to_not_convert: as in `NVFP4Config`.
+        device: "cpu" or "cuda[:i]".
+        workers: layers worked on at a time, as threads; default: one on a small CPU, else one per core, at most 8.
+        card: called with the unfinished folder and the manifest's description, to add a README.
+        progress: called with (bytes written since the last call, bytes in total).
+
+    Memory for tensors: on a CPU two of the largest + 0.4 GB; with a GPU that much there, and 16 MB per worker on the host.
+
+    Raises:
+        `ValueError`: no safetensors, names that do not fit the architecture, MoE experts, a NaN in a weight, an existing destination.
+    """
+    folder = _local(model)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    if getattr(config, "quantization_config", None) is not None:
+        method = config.quantization_config.get("quant_method")
+        raise ValueError(
+            f"{model} is quantized already ({method}). It can be used as it is; quantize the original model."
+        )
+    nvfp4_config = NVFP4Config(scale_rule, modules_to_not_convert, compute_dtype=_dtype_name(config))
+    tensors, converted = _matched(folder, config, nvfp4_config, trust_remote_code)
+    quantize = prepare_quantizer(device, scale_rule)
+    export: Export = {
+        "kind": "nvfp4_base",
+        "settings": {"model": public_name(str(model)), "scale_rule": scale_rule, "base_format": "nvfp4"},
+        "skip": sorted(modules_to_not_convert or ()),
+        "source_sha256": _fingerprint(folder, tensors),
+        "source_bytes": sum(info.end - info.start for info in tensors.values()),
+        "max_shard_bytes": max_shard_bytes,
+        "exported_with": report.versions(),
+    }
+    if not staging.is_complete(destination, export):
+        with staging.staging(destination, export, overwrite) as partial:
+            notes = _write(
+                partial,
+                tensors,
+                converted,
+                nvfp4_config,
+                device,
+                quantize,
+                workers,
+                max_shard_bytes,
+                progress or (lambda *_: None),
+            )
+            skipped = nvfp4_config.dense_linears or []
+            checkpoint.write_json_atomically(
+                partial / REPORT_NAME,
+                {"layers": sorted(notes, key=lambda note: note["name"]), "not_quantized": skipped},
+            )
+            _copy_beside(folder, partial)
+            config.quantization_config = nvfp4_config.to_dict()
+            config.save_pretrained(partial)
+            if card is not None:
+                card(partial, export)
+    return _summary(Path(destination), tensors)
+
+
+def _local(model: str | os.PathLike) -> Path:
+    folder = Path(model)
+    if folder.is_dir():
+        return folder
+    if folder.is_absolute() or str(model).count("/") != 1:
+        raise ValueError(f"{model} is neither a folder here nor a Hub id (user/name).")
+    patterns = ["*.safetensors", *_COPIED_PATTERNS]
+    return Path(snapshot_download(str(model), allow_patterns=patterns))
+
+
+def _dtype_name(config: PretrainedConfig) -> str:
+    name = str(getattr(config, "dtype", None) or "bfloat16").removeprefix("torch.")
+    return name if name in ("bfloat16", "float16") else "bfloat16"
+
+
+def _matched(
+    folder: Path, config: PretrainedConfig, nvfp4_config: NVFP4Config, trust_remote_code: bool
+) -> tuple[dict[str, TensorInfo], dict[str, nn.Linear]]:
+    """(tensors of the checkpoint, linear layers to quantize), checked against each other."""
+    index = folder / writer.INDEX_NAME
+    if index.is_file():
+        files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    missing = [file.name for file in files if not file.is_file()]
+    if missing or not files:
+        what = f"lacks {', '.join(missing)}" if missing else "has no *.safetensors file"
+        raise ValueError(f"{folder} {what}. Download it again, or convert it to safetensors (save_pretrained).")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    converted = nvfp4_config.linears_to_quantize(model)
+    tensors = headers.read_headers(files)
+    headers.check_dense_headers(tensors, converted)
+    absent = [name for name in converted if f"{name}.weight" not in tensors]
+    if absent:
+        raise ValueError(
+            f"{len(absent)} linear layers of {type(model).__name__} have no tensor in {folder}, e.g. {absent[0]}.weight: the checkpoint's "
+            "names differ from the model's. Load it with from_pretrained(..., quantization_config=NVFP4Config()) and save_pretrained it."
+        )
+    for name, layer in converted.items():
+        info = tensors[f"{name}.weight"]
+        if info.shape != tuple(layer.weight.shape):
+            raise ValueError(f"{info.file}: {info.name} is {info.shape}, config.json says {tuple(layer.weight.shape)}.")
+    return tensors, converted
+
+
+def _fingerprint(folder: Path, tensors: dict[str, TensorInfo]) -> str:
+    """Identity of a checkpoint: its configuration, tensor table, and its files' sizes and times; weights are not read for it."""
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for name, info in sorted(tensors.items()):
+        digest.update(f"{name} {info.dtype} {info.shape} {info.start}".encode())
+    for file in sorted({info.file for info in tensors.values()}):
+        status = file.stat()
+        digest.update(f"{file.name} {status.st_size} {status.st_mtime_ns}".encode())
+    return digest.hexdigest()
+
+
+# --- the work ---------------------------------------------------------------------------------------------------------------------
+
+
+def _write(
+    folder: Path,
+    tensors: dict[str, TensorInfo],
+    converted: dict[str, nn.Linear],
+    config: NVFP4Config,
+    device: str,
+    quantize: "Future[Quantize]",
+    workers: int | None,
+    max_shard_bytes: int,
+    progress: Callable[[int, int], None],
+) -> list[dict[str, Any]]:
+    largest = max(info.end - info.start for info in tensors.values())
+    budget = Budget(2 * largest + _SLACK_BYTES)
+    jobs = [
+        quantize_job(group, config.scale_rule, device, quantize, budget)
+        if group[0].name.removesuffix(".weight") in converted
+        else copy_job(group[0], config.torch_dtype, budget)
+        for group in _groups(tensors, converted)
+    ]
+    total = sum(job.nbytes for job in jobs)
+    if workers is None:
+        # on a CPU one thread keeps a core busy with small tensor operations; more of them mostly wait for each other's interpreter lock
+        workers = (
+            1 if torch.device(device).type == "cpu" and (os.cpu_count() or 1) <= 2 else min(os.cpu_count() or 1, 8)
+        )
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # one core per worker: layers in parallel scale better than the pieces of a layer
+    try:
+        notes = writer.write_shards(
+            folder,
+            jobs,
+            dict(layouts.WRITTEN_BY, scale_rule=config.scale_rule),
+            max_shard_bytes,
+            workers,
+            lambda size: progress(size, total),
+        )
+    finally:
+        torch.set_num_threads(threads)
+    return [layer for note in notes for layer in note["layers"]]
+
+
+def _groups(tensors: dict[str, TensorInfo], converted: dict[str, nn.Linear]) -> list[list[TensorInfo]]:
+    """Tensors in file order; the members of a fused group together, at the place of the first."""
+    groups: dict[tuple[str, Any], list[TensorInfo]] = {}
+    for info in tensors.values():
+        parent, _, child = info.name.removesuffix(".weight").rpartition(".")
+        group = next((g for g in DECODER.groups if child in g), None)
+        whole = group is not None and all(f"{parent}.{other}" in converted for other in group)
+        fused = whole and info.name.endswith(".weight")
+        groups.setdefault((parent, group) if fused else (info.name, None), []).append(info)
+    return list(groups.values())
+
+
+def _copy_beside(folder: Path, destination: Path) -> None:
+    for pattern in _COPIED_PATTERNS:
+        for file in folder.glob(pattern):
+            if file.name not in _NOT_COPIED and not file.name.endswith(".index.json"):
+                shutil.copyfile(file, destination / file.name)
+
+
+def _summary(folder: Path, tensors: dict[str, TensorInfo]) -> Quantized:
+    content = json.loads((folder / REPORT_NAME).read_text())
+    return Quantized(
+        layers=content["layers"],
+        weights=sum(layer["weights"] for layer in content["layers"]),
+        source_bytes=sum(info.end - info.start for info in tensors.values()),
+        written_bytes=sum(file.stat().st_size for file in folder.glob("*.safetensors")),
+        skipped=content["not_quantized"],
+    )

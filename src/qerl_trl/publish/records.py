@@ -1,0 +1,129 @@
+"""What is exported, as typed JSON: the record that a manifest keeps of an export, and the facts that its card shows.
+
+Both are dictionaries, because both are read back from files that an older version may have written: a key that is absent was not known.
+"""
+
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
+
+if TYPE_CHECKING:  # it imports PEFT, which `qerl-trl quantize` does without
+    from ..identity import RunSettings
+
+Kind = Literal["adapter", "merged", "merged_other_base", "nvfp4_base", "nvfp4_merged"]
+
+
+class Survived(TypedDict):
+    """How much of the adapter's change re-quantizing kept; see `export.save_merged_nvfp4`."""
+
+    kept_fraction: float
+    error_ratio: float
+
+
+class Measured(TypedDict):
+    """How far a model is from the trained policy; see `distance.logit_distance`."""
+
+    mean_logit_distance: float
+    max_logit_distance: float
+    kl_nats_per_token: float
+    same_greedy_token: float
+    tokens: int
+
+
+class ExportBase(TypedDict):
+    kind: Kind
+    settings: "RunSettings"
+    exported_with: dict[str, str]
+
+
+class Export(ExportBase, total=False):
+    """What was exported from what, without a path of this machine. The manifest's `run`; equal records are the same export."""
+
+    weights_sha256: str  # of what training changed
+    base_model: str | None  # the base that an adapter was told to name
+    dtype: str  # of a merged model
+    measured: Measured
+    # of a re-quantized merge
+    requantized_with: str
+    force: bool
+    survived: Survived
+    # of a folder quantized from a checkpoint
+    skip: list[str]
+    source_sha256: str
+    source_bytes: int
+    max_shard_bytes: int
+
+
+class Quantization(TypedDict):
+    """Size and error of a quantized folder. `nmse`: squared error over squared weight, on sampled rows."""
+
+    weights: int
+    layers: int
+    nmse: float
+    worst_nmse: float
+    worst_layer: str
+    source_bytes: int
+    written_bytes: int
+
+
+class Accuracy(TypedDict):
+    accuracy: float
+    interval95: list[float]
+    correct: int
+    total: int
+
+
+class Difference(TypedDict):
+    value: float
+    interval95: list[float]
+
+
+class Results(TypedDict, total=False):
+    """What a run measured of itself: a part of its results.json."""
+
+    before: Accuracy
+    after: Accuracy
+    difference: Difference
+    task: str  # in words
+    split: str  # of the data set, from which the held-out problems are
+    decoding: str  # how their answers were generated, in words
+    steps: int
+    seed: int
+    train_seconds: float
+    device: str
+
+
+class Evaluation(TypedDict, total=False):
+    """A benchmark's result: a part of the eval-*.json that `qerl-trl eval` writes."""
+
+    name: str
+    task: str
+    dataset: str
+    accuracy: float
+    interval95: list[float]
+    total: int
+    protocol: dict[str, Any]  # `evaluation.Protocol`
+    engine: str
+    seed: int
+
+
+class Facts(TypedDict, total=False):
+    """What a card may say. `qerl_card.json` beside the card; what no run wrote down is absent."""
+
+    kind: Kind
+    settings: "RunSettings"
+    dataset: str | None  # that the run trained on
+    results: Results
+    evaluations: list[Evaluation]
+    log: dict[str, list[float]]  # key -> mean at the start, mean at the end, entries
+    versions: dict[str, str] | None
+    exported_with: dict[str, str]
+    hardware: str
+    survived: Survived
+    measured: Measured
+    quantization: Quantization
+    curves: str  # path of a PNG; not kept in the file
+    has_curves: bool
+    folder: str
+    repo_id: str
+    base_model: str
+    title: str
+    extra_tags: list[str]

@@ -1,0 +1,126 @@
+"""Folders that are published whole or not at all, and not made twice.
+
+Everything is written into `.<name>.partial` beside the destination, the manifest last, and one rename (an exchange, when something is
+being replaced) makes it the destination: at every moment that is the old folder or the new one.
+"""
+
+import ctypes
+import fcntl
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from .. import checkpoint
+from .writer import NOTES_SUFFIX
+
+_RECORD_NAME = ".record.json"
+
+
+def is_complete(destination: str | os.PathLike, run: Mapping[str, Any]) -> bool:
+    """Whether `destination` is a sealed folder that `run` describes exactly: the same command already finished."""
+    destination = Path(destination).absolute()
+    manifest = destination / checkpoint.MANIFEST_NAME
+    if not manifest.is_file() or json.loads(manifest.read_text()).get("run") != _as_json(run):
+        return False
+    if checkpoint.problems(destination):
+        return False
+    leftover = destination.with_name(f".{destination.name}.partial")
+    if leftover.is_dir():  # killed after the exchange, before the replaced folder was removed
+        shutil.rmtree(leftover)
+    return True
+
+
+def manifest_run(folder: str | os.PathLike) -> dict[str, Any]:
+    """The `run` of a folder's manifest; empty without one."""
+    path = Path(folder) / checkpoint.MANIFEST_NAME
+    return json.loads(path.read_text()).get("run", {}) if path.is_file() else {}
+
+
+@contextmanager
+def staging(destination: str | os.PathLike, run: Mapping[str, Any], overwrite: bool = False) -> Iterator[Path]:
+    """Yield a folder to fill; when the block ends well, seal it and make it `destination`.
+
+    Args:
+        run: JSON description of what is made from what. Becomes the manifest's `run`; an interrupted run with the same description is
+            continued in its folder, with another one it is discarded.
+        overwrite: replace an existing destination. Otherwise only an empty folder may be there.
+
+    Raises:
+        `ValueError`: the destination exists. `RuntimeError`: another process is writing it.
+    """
+    destination = Path(destination).absolute()
+    if not overwrite and (destination.is_file() or (destination.is_dir() and any(destination.iterdir()))):
+        raise ValueError(
+            f"{destination} already exists and is not empty. Choose another folder, or allow it to be replaced (overwrite=True, "
+            "--overwrite): the old content stays until the new one is complete."
+        )
+    partial = destination.with_name(f".{destination.name}.partial")
+    partial.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process, however that ends
+        except BlockingIOError as error:
+            raise RuntimeError(f"Another process is writing {destination} (it works in {partial}).") from error
+        begun = partial / _RECORD_NAME
+        if not begun.is_file() or json.loads(begun.read_text()) != _as_json(run):
+            _empty(partial)
+            checkpoint.write_json_atomically(begun, run)
+        yield partial
+        hashed = {
+            path.name[1:].removesuffix(NOTES_SUFFIX): json.loads(path.read_text())["sha256"]
+            for path in partial.glob(f".*{NOTES_SUFFIX}")
+        }
+        for path in partial.iterdir():
+            if path.name.startswith("."):
+                path.unlink()  # the record, notes of finished shards, temporary files of a killed run
+        checkpoint.seal(partial, run, hashed)
+        _replace(partial, destination)
+    finally:
+        os.close(descriptor)
+
+
+def _empty(folder: Path) -> None:
+    for path in folder.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def _as_json(run: Mapping[str, Any]) -> dict[str, Any]:
+    return json.loads(json.dumps(run))
+
+
+def _replace(new: Path, destination: Path) -> None:
+    """Make the folder `new` the folder `destination`; an older one is removed afterwards."""
+    if not destination.exists():
+        os.rename(new, destination)
+        return
+    if destination.is_dir() and not any(destination.iterdir()):
+        os.rename(new, destination)  # POSIX: replaces an empty folder
+        return
+    if not _exchange(new, destination):
+        old = destination.with_name(f".{destination.name}.old")
+        checkpoint.discard(old)
+        os.rename(destination, old)
+        os.rename(new, destination)
+        new = old
+    shutil.rmtree(new) if new.is_dir() else new.unlink()  # after the exchange it is the older one
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Swap two paths in one step (Linux renameat2); False where the system cannot."""
+    if not sys.platform.startswith("linux"):
+        return False
+    at_fdcwd, rename_exchange = -100, 2
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    return (
+        renameat2 is not None
+        and renameat2(at_fdcwd, os.fsencode(first), at_fdcwd, os.fsencode(second), rename_exchange) == 0
+    )

@@ -1,0 +1,119 @@
+"""The trainer's way out: exports, pushes and cards as methods, with the promises of `qerl_trl.publish`.
+
+It stands outside that wing because every trainer carries it and few runs need it at once: `publish` is imported when a method is called.
+"""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from peft import PeftModel
+
+from .upstream import OnlineTrainer
+
+if TYPE_CHECKING:
+    from .publish.records import Export
+
+
+class PublishingMixin(OnlineTrainer):
+    """`save_adapter`, `save_merged`, `save_base`, and `push_to_hub()` in the parent's place, also for `hub_strategy` while training.
+
+    Private unless said otherwise, whole or not at all, with our card. To be mixed in before TRL's trainer. With a full fine-tune (no
+    adapter) the parent's own upload follows the checks.
+    """
+
+    def save_adapter(self, folder: str | os.PathLike, **options: Any) -> "Export":
+        """See [`export.save_adapter`]. Call it, and the two below, in all processes; the main one writes."""
+        from .publish import export
+
+        return export.save_adapter(self, folder, card=self._write_card, **options)
+
+    def save_merged(self, folder: str | os.PathLike, **options: Any) -> "Export":
+        """See [`export.save_merged`]."""
+        from .publish import export
+
+        return export.save_merged(self, folder, card=self._write_card, **options)
+
+    def save_base(self, folder: str | os.PathLike, **options: Any) -> "Export":
+        """See [`export.save_base`]."""
+        from .publish import export
+
+        return export.save_base(self, folder, card=self._write_card, **options)
+
+    def _write_card(self, folder: Path, export: "Export") -> None:
+        from .publish import cards
+
+        cards.write(folder, cards.facts_of(self), export)
+
+    def init_hf_repo(self, token: str | None = None) -> None:
+        if not self.is_world_process_zero():
+            return
+        from .publish import hub
+
+        private = self.args.hub_private_repo is not False
+        _, self.hub_model_id = hub.prepare_repository(self._repo_name(), private, token or self.args.hub_token)
+        self.push_in_progress = None
+
+    def _output_dir(self) -> str:
+        assert self.args.output_dir is not None  # TrainingArguments replaces None
+        return self.args.output_dir
+
+    def _repo_name(self) -> str:
+        return self.args.hub_model_id or Path(self._output_dir()).absolute().name
+
+    def create_model_card(  # type: ignore[override]  # TRL's signature, which differs from transformers'
+        self,
+        model_name: str | None = None,
+        dataset_name: str | None = None,
+        tags: str | list[str] | None = None,
+    ) -> None:
+        if not self.is_world_process_zero():
+            return
+        from .publish import cards
+
+        facts = cards.facts_of(self, dataset=dataset_name)
+        facts["extra_tags"] = [tags] if isinstance(tags, str) else sorted(tags or ())
+        if self.hub_model_id is not None:
+            facts["repo_id"] = self.hub_model_id
+        if model_name:
+            facts["title"] = model_name
+        Path(self._output_dir(), "README.md").write_text(cards.render(facts))
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        base_model: str | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Publish the adapter, with its card; the URL of the commit, `None` on other ranks. See `Trainer.push_to_hub` for the arguments
+        they share.
+
+        Args:
+            base_model (`str`, *optional*):
+                Hub id of the base, where the run trained on a local folder.
+        """
+        if not isinstance(self.accelerator.unwrap_model(self.model), PeftModel):
+            return super().push_to_hub(commit_message, blocking, token, revision, **kwargs)
+        from .publish import cards, hub
+
+        if base_model is None:
+            hub.require_hub_base(self.model.config._name_or_path)
+        if getattr(self, "push_in_progress", None) is not None:
+            self._finish_current_push()
+        url = hub.push_adapter(
+            self,
+            self.hub_model_id or self._repo_name(),
+            base_model,
+            facts=cards.facts_of(self, dataset=kwargs.get("dataset_name")),
+            private=self.args.hub_private_repo is not False,
+            token=token or self.args.hub_token,
+            revision=revision or self.args.hub_revision,
+            message=commit_message,
+            force=self.args.push_to_hub,  # the repository then contains this run's pushes during training
+        )
+        if url is not None:
+            self.hub_model_id = "/".join(url.split("/commit/")[0].split("/")[-2:])
+        return url

@@ -1,0 +1,143 @@
+"""The contract between a trainer and whatever generates for it. Everything in `rollout/` knows an engine by these methods only.
+
+| implementation | where | when |
+|---|---|---|
+| `InProcessEngine` | vllm/in_process.py | colocate mode: vLLM in this process, its weights shared with the trainer |
+| `ServerEngine` | server.py | server mode, main process: `vllm serve` with our plugin |
+| `RankWithoutEngine` | here | server mode, every other process: takes part where the main process asks the server |
+
+Every process calls every method, in the same order. What changes an engine (`put_...`, `set_noise`) invalidates cached attention
+states; `reset_prefix_cache` must follow before the next `generate`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list, gather_object
+
+from ..noise.hooks import NoiseDraw
+from .wire import AdapterTensors
+
+
+class RolloutError(RuntimeError):
+    """The engine died, hung, or holds something else than the trainer. Training cannot go on; resume from a checkpoint."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How completions are drawn: greedily by default. `seed`: prompt number i of a call is drawn with seed + i."""
+
+    max_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    ignore_eos: bool = False
+
+
+class Completion(NamedTuple):
+    """Token ids (the end-of-sequence token included, if one came) and the log-probability of each, in nats."""
+
+    tokens: list[int]
+    logps: list[float]
+
+
+class Engine(ABC):
+    """One engine, as a process of the trainer sees it."""
+
+    @abstractmethod
+    def put_adapter(self, adapter: Mapping[str, AdapterTensors]) -> None:
+        """Replace the adapter, by canonical layer names. Layers that are not named have none afterwards.
+
+        Raises:
+            `RuntimeError`, `ValueError`: the engine cannot take it; it then computes with the one before.
+        """
+
+    @abstractmethod
+    def put_norms(self, norms: Mapping[str, torch.Tensor]) -> None:
+        """Replace the clean weights of trained norms, by canonical names. Noise in force stays in force, on top of them."""
+
+    def put_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Replace weights of a model that is trained without an adapter, by canonical names. Noise in force stays in force.
+
+        Raises:
+            [`RolloutError`]: the engine does not compute with them afterwards, or cannot take any.
+        """
+        raise RolloutError(
+            f"{type(self).__name__} takes adapters only. Train every weight with vllm_mode='colocate' or use_vllm=False."
+        )
+
+    @abstractmethod
+    def set_noise(self, norms: Sequence[str], draw: NoiseDraw) -> float | None:
+        """Put the noise of `draw` on `norms` (canonical names, always the same ones); sigma 0 restores every bit.
+
+        Returns:
+            The rms of what was added to the weights that the engine computes with; None where this process has no engine.
+        """
+
+    @abstractmethod
+    def reset_prefix_cache(self) -> None:
+        """Forget cached attention states.
+
+        Raises:
+            [`RolloutError`]: the engine refused.
+        """
+
+    @abstractmethod
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Completion]:
+        """One completion for each of this process's prompts (token ids), with the adapter and the noise in force."""
+
+    @abstractmethod
+    def trl_attributes(self) -> dict[str, Any]:
+        """What TRL's `VLLMGeneration.generate` reads from `self` for this engine: `llm` or `vllm_client`."""
+
+    def sleep(self) -> None:  # noqa: B027  (most engines never sleep)
+        """Give memory back that only generation needs. No other method but `wake` and `close` may be called until `wake`."""
+
+    def wake(self) -> None:  # noqa: B027
+        """Undo `sleep`. Does nothing when awake."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let the engine go. May be called twice."""
+
+
+class RankWithoutEngine(Engine):
+    """A process whose completions come from the main process's server."""
+
+    def put_adapter(self, adapter: Mapping[str, AdapterTensors]) -> None:
+        """The main process sends it."""
+
+    def put_norms(self, norms: Mapping[str, torch.Tensor]) -> None:
+        """The main process sends them."""
+
+    def set_noise(self, norms: Sequence[str], draw: NoiseDraw) -> float | None:
+        return None  # the main process sends the draw
+
+    def reset_prefix_cache(self) -> None:
+        """The main process asks for it."""
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Completion]:
+        counts, _ = gather_prompts(prompts)
+        payload: list[list[Completion] | None] = [None]
+        broadcast_object_list(payload, from_process=0)
+        if payload[0] is None:
+            raise RolloutError("The main process got no completions from the server; its error says why.")
+        rank = PartialState().process_index
+        start = sum(counts[:rank])
+        return payload[0][start : start + counts[rank]]
+
+    def trl_attributes(self) -> dict[str, Any]:
+        return {}
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def gather_prompts(prompts: Sequence[Sequence[int]]) -> tuple[list[int], list[list[int]]]:
+    """How many prompts each process has, and all of them in rank order."""
+    return gather_object([len(prompts)]), gather_object([list(prompt) for prompt in prompts])

@@ -1,0 +1,297 @@
+"""Rollouts in vLLM: TRL's `VLLMGeneration`, with the weights shared and nothing merged.
+
+What differs from the parent, method by method:
+
+| method | why |
+|---|---|
+| `_init_vllm` | builds one of our engines (engine.py), which reads the trainer's tensors or is compared with them; then it is probed |
+| `sync_weights` | puts into the engine what an update changes (trained.py): the adapter, never merged; with `full` every weight |
+| `generate` | brings adapter and noise up to date first; lets the engine sleep afterwards; reports a dead engine as such |
+
+Every `base_format` goes through here; arms.py says what each can do.
+"""
+
+import contextlib
+import logging
+import math
+import os
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from trl.generation.vllm_generation import VLLMGeneration
+from trl.trainer.utils import ensure_master_addr_port
+
+from ..memory.plan import MemoryPlan
+from ..names import is_sharded
+from ..noise.hooks import NoiseDraw
+from ..nvfp4.linear import compute_dtype
+from .adapter import check_sharding
+from .engine import Completion, Engine, RankWithoutEngine, RolloutError, Sampling
+from .probe import probe
+from .spec import EngineSpec
+from .trained import TrainedAdapter, TrainedWeights, trained_part
+
+logger = logging.getLogger(__name__)
+
+_NO_NOISE = NoiseDraw(0.0, 0, 0, 0)
+
+
+class QeRLVLLMGeneration(VLLMGeneration):
+    """Generation in vLLM for a QeRL trainer; built in place of TRL's `VLLMGeneration`, with the same arguments.
+
+    Args:
+        trainer: the trainer; read for `args`, `aqn` and `state`.
+    """
+
+    engine: Engine
+
+    def __init__(self, *args: Any, trainer: Any, **kwargs: Any) -> None:
+        self.trainer = trainer
+        self._stamp: tuple[int, int] | None = None
+        self._draw: NoiseDraw | None = None
+        self._noisy: tuple[str, ...] = ()
+        self.shared = False
+        super().__init__(*args, **kwargs)
+
+    # ------------------------------------------------------------------ start
+
+    def _init_vllm(self) -> None:
+        check_sharding(self._dist.zero_stage, self._dist.fsdp_version)
+        self.trained = trained_part(self.model)
+        self.engine = self._build_engine()
+        vars(self).update(self.engine.trl_attributes())
+        self.accelerator.wait_for_everyone()
+        self.run_probe()
+        self.engine.sleep()
+
+    def run_probe(self) -> None:
+        """Check that the engine computes what the trainer computes (probe.py). Every process calls it.
+
+        Raises:
+            [`RolloutError`]: it does not.
+        """
+        dtype = getattr(torch, self.spec.dtype)
+        self.probe_result = probe(self.engine, self.model, self.accelerator.device, dtype, self.sync_weights)
+        logger.info("Rollout probe: %s", self.probe_result)
+
+    def _build_engine(self) -> Engine:
+        args = self.trainer.args
+        self.spec = EngineSpec.of(
+            self.model,
+            scale_rule=args.scale_rule,
+            dtype=self._compute_dtype(),
+            revision=(getattr(args, "model_init_kwargs", None) or {}).get("revision"),
+            max_model_len=self.max_model_length,
+            max_num_seqs=self.max_num_seqs,
+            model_impl=self.model_impl,
+            trust_remote_code=self.trust_remote_code,
+        )
+        if self.mode == "colocate":
+            return self._in_process()
+        if self.mode != "server":
+            raise ValueError(f"vllm_mode must be 'server' or 'colocate', got {self.mode!r}.")
+        if not self.accelerator.is_main_process:
+            return RankWithoutEngine()
+        from .server import ServerEngine
+
+        url = self.server_base_url or f"http://{self.server_host}:{self.server_port}"
+        return ServerEngine(url, self.spec, self.model, self.server_timeout)
+
+    def _compute_dtype(self) -> torch.dtype:
+        """What the engine computes in: as the trainer, whose float32 weights are computed with in 16 bits under autocast."""
+        args = self.trainer.args
+        if isinstance(self.trained, TrainedWeights) and (args.bf16 or args.fp16):
+            return torch.bfloat16 if args.bf16 else torch.float16
+        return compute_dtype(self.model)
+
+    def _in_process(self) -> Engine:
+        from .vllm.in_process import InProcessEngine
+
+        accelerator, tp = self.accelerator, self.tensor_parallel_size
+        if accelerator.num_processes % tp:
+            raise ValueError(
+                f"vllm_tensor_parallel_size={tp} must divide the number of processes, {accelerator.num_processes}."
+            )
+        self.tp_group = None
+        if tp > 1:
+            groups = [list(range(i, i + tp)) for i in range(0, accelerator.num_processes, tp)]
+            self.tp_group, _ = torch.distributed.new_subgroups_by_enumeration(groups)
+        os.environ["RANK"] = str(accelerator.process_index)
+        os.environ["LOCAL_RANK"] = str(accelerator.local_process_index)
+        os.environ["WORLD_SIZE"] = str(accelerator.num_processes)
+        ensure_master_addr_port()
+        # weights that are trained themselves change while the engine is not looking, and are mostly float32
+        wanted = self.trainer.args.share_weights and isinstance(self.trained, TrainedAdapter)
+        self.shared = wanted and tp == 1 and not is_sharded(self.model)
+        if wanted and not self.shared:
+            logger.warning(
+                "share_weights=True needs one unsharded process per engine; with vllm_tensor_parallel_size=%d%s vLLM gets a copy.",
+                tp,
+                " and sharded parameters" if is_sharded(self.model) else "",
+            )
+        sleeps, self.enable_sleep_mode = self.enable_sleep_mode, False  # the parent would sleep at level 2
+        placement = {
+            "tensor_parallel_size": tp,
+            "distributed_executor_backend": "external_launcher",
+            # the same seed in a tensor-parallel group, so that its ranks sample the same tokens
+            "seed": accelerator.process_index // tp,
+        }
+        chosen = getattr(self.trainer.args, "vllm_engine_kwargs", None) or {}
+        arguments = placement | self._memory_arguments() | chosen
+        return InProcessEngine(self.model, self.spec, self.shared, sleeps, self.tp_group, arguments)
+
+    def _memory_arguments(self) -> dict[str, Any]:
+        """What `LLM` is told about memory: the user's share of the GPU, or a planned KV cache."""
+        if self.gpu_memory_utilization is not None:
+            return {"gpu_memory_utilization": self.gpu_memory_utilization}
+        if self.accelerator.device.type != "cuda":
+            return {}
+        plan: MemoryPlan = self.trainer.memory_plan
+        plan.check()
+        return plan.engine_arguments()
+
+    # ------------------------------------------------------------------ sync
+
+    def sync_weights(self) -> None:
+        """Put what is trained into the engine and reset its prefix cache. Collective where parameters are sharded."""
+        self.engine.wake()  # what is written is part of what sleeps where vLLM has a copy of the weights
+        self.trained.put(self.engine, self._dist.gather_params)
+        self.engine.reset_prefix_cache()
+        self._stamp = self._trained_stamp()
+
+    def _trained_stamp(self) -> tuple[int, int]:
+        """Changes whenever the trained part may have changed: the step, and the in-place counters of its tensors."""
+        return self.trainer.state.global_step, self.trained.versions()
+
+    def sync_noise(self, draw: NoiseDraw | None = None) -> None:
+        """Put the noise of `draw`, by default that of this moment (`trainer.aqn.draw`), on the engine's norms."""
+        aqn = self.trainer.aqn
+        if aqn is None:
+            return
+        draw = draw or aqn.draw or _NO_NOISE
+        if draw == self._draw or (self._draw is None and draw.sigma == 0):
+            return
+        self._noisy = aqn.norms or self._noisy  # it knows none once training has ended
+        effective = self.engine.set_noise(self._noisy, draw)
+        if draw.sigma > 0 and effective is not None:
+            aqn.sigma_effective = effective
+        self.engine.reset_prefix_cache()
+        self._draw = draw
+
+    # ------------------------------------------------------------------ generate
+
+    def generate(self, prompts, images, num_generations, profiler=None) -> tuple:
+        """As the parent's, with the adapter and the noise of this very moment.
+
+        Raises:
+            [`RolloutError`]: the engine failed, or took longer than `rollout_timeout`.
+        """
+        with self._up_to_date():
+            return super().generate(prompts, images, num_generations, profiler)
+
+    def generate_greedily(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
+        """Greedy completions (token ids) of this process's prompts (token ids): adapter as it is at this moment, noise off.
+
+        Every process calls it.
+
+        Raises:
+            [`RolloutError`]: the engine failed, or took longer than `rollout_timeout`.
+        """
+        return [completion.tokens for completion in self.complete(prompts, Sampling(max_tokens))]
+
+    def complete(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Completion]:
+        """As `generate_greedily`, drawn as `sampling` says, with log-probabilities."""
+        longest, limit = max(map(len, prompts), default=0), self.max_model_length
+        if limit is not None and longest + sampling.max_tokens > limit:
+            text = (
+                f"The longest prompt has {longest} tokens; with {sampling.max_tokens} new ones that is beyond the engine's {limit}. Give "
+                "the trainer these prompts as eval_dataset, so that the engine is built for them, or raise vllm_max_model_length."
+            )
+            if longest >= limit:
+                raise ValueError(text)
+            logger.warning("%s Completions that get there are cut off.", text)
+        rollout = self.trainer.args.generation_batch_size // self.accelerator.num_processes
+        with self._up_to_date(_NO_NOISE, rollouts=max(1, math.ceil(len(prompts) / rollout))):
+            return self.engine.generate(prompts, sampling)
+
+    @contextlib.contextmanager
+    def _up_to_date(self, draw: NoiseDraw | None = None, rollouts: int = 1) -> Iterator[None]:
+        """Awake, with the weights of this moment and the noise of `draw` (`trainer.aqn`'s by default); asleep again afterwards.
+
+        Args:
+            rollouts: how many rollouts' time it may take.
+        """
+        with self._engine_errors(rollouts):
+            self.engine.wake()
+            if self._stamp != self._trained_stamp():
+                self.sync_weights()
+            self.sync_noise(draw)
+            try:
+                yield
+            finally:
+                self.engine.sleep()
+
+    @contextlib.contextmanager
+    def _engine_errors(self, rollouts: int) -> Iterator[None]:
+        timeout = self.trainer.args.rollout_timeout
+        try:
+            with _deadline(timeout and timeout * rollouts):
+                yield
+        except RolloutError as error:
+            error.add_note(self._rescue())
+            raise
+        except Exception as error:
+            # TRL's client raises plain Exception; anything narrower of another kind is a bug to show as it is
+            if type(error) is not Exception and not isinstance(error, RuntimeError | OSError | AssertionError):
+                raise
+            raise RolloutError(
+                f"The rollout failed in vLLM ({self.mode} mode) at step {self.trainer.state.global_step}: "
+                f"{type(error).__name__}: {error}. {self._rescue()}"
+            ) from error
+
+    def _rescue(self) -> str:
+        """Save a checkpoint of the step that has ended, where that is safe; says what to resume from.
+
+        A rollout begins between two updates, so the trainer's state is whole. With several processes the others wait elsewhere
+        and a save would hang.
+        """
+        trainer, step = self.trainer, self.trainer.state.global_step
+        resume = "resume from the last checkpoint (resume_from_checkpoint=True) once the cause is gone"
+        wanted = getattr(trainer.args, "save_strategy", "no") != "no" and step > 0 and trainer.model.training
+        if wanted and self.accelerator.num_processes == 1:
+            try:
+                trainer._save_checkpoint(trainer.model, None)
+            except OSError as error:
+                return f"Saving step {step} failed too ({error}); {resume}."
+            return f"Step {step} is saved; {resume}."
+        return f"The trainer's own state is intact; {resume}."
+
+    def shutdown(self) -> None:
+        """Stop the engine and give its memory back. Safe to call twice."""
+        self.engine.close()
+        vars(self).update(self.engine.trl_attributes())
+
+
+@contextlib.contextmanager
+def _deadline(seconds: float | None) -> Iterator[None]:
+    """Raise `RolloutError` in the main thread when the body takes longer than `seconds`."""
+    if not seconds or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def expired(signum, frame):
+        raise RolloutError(
+            f"vLLM did not finish a rollout within rollout_timeout={seconds:g} s. The engine hangs, or the limit is too short for "
+            "these lengths. The trainer's own state is intact: resume from the last checkpoint (resume_from_checkpoint=True)."
+        )
+
+    before = signal.signal(signal.SIGALRM, expired)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

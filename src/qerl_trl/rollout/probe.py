@@ -1,0 +1,224 @@
+"""The truth check at start: the engine must compute what the trainer computes, without the adapter and with one that matters.
+
+Greedy completions of a few random prompts come from the engine, and the trainer scores the same tokens. All numbers are mean absolute
+differences of log-probabilities, in nats:
+
+    clean difference   engine and trainer, adapter off                  what two implementations of one model differ by
+    rounding           trainer and trainer, adapter off, where every linear layer's output is moved by half a unit in the last place
+    effect             trainer with and without the probe adapter
+    difference         engine and trainer, probe adapter on
+
+The check passes if
+
+    clean difference <= CLEAN * rounding + floor                                         the same base
+    difference       <= ADAPTED * max(clean difference, rounding) + floor                the same adapter
+
+**The first bound** has to hold for any model and depth, so it is no constant: a model of many layers, or with sharp logits, amplifies
+rounding, and `rounding` measures by how much. An honest engine rounds as often as the trainer, elsewhere, and stays near one times
+`rounding`. Weights in bf16 instead of NVFP4 (or with another scale rule) move each layer's output by 5 to 10 %, which is 10 to 25 times
+half a unit of bf16 (0.4 %). Finer differences of the weights are the handshake's to find (handshake.py), which compares bytes.
+
+**The second bound** is tight because the probe adapter is made to measure. B is random, scaled layer by layer so that each adapted layer's
+output moves by the same fraction of its own size; the smallest fraction is taken whose effect is at least CONTRAST times the bound (or
+the largest, where log-probabilities move no further and LEAST_CONTRAST must do). An
+adapter that is lost, halved, doubled, lost in half of the layers, lost in all MLPs or exchanged between k and v leaves a good part of the
+effect as a difference (tests/rollout/test_probe.py injects each). The trainer's own adapter is restored bit for bit and synced again.
+
+A model that is trained without an adapter is left alone: the first bound only. That its weights arrive is checked at every sync, bit for
+bit on two layers (vllm/state.py).
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from accelerate.utils import is_peft_model
+from peft.tuners.lora import LoraLayer
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..nvfp4.linear import decoded_weights
+from .adapter import active_adapter, linear_layers, rollout_layers
+from .engine import Completion, Engine, RolloutError, Sampling
+
+_PROMPTS, _PROMPT_TOKENS, _NEW_TOKENS = 4, 12, 8
+CLEAN, ADAPTED, CONTRAST, LEAST_CONTRAST = 4.0, 4.0, 10.0, 3.0
+#: a unit in the last place of numbers in [1, 2); for float32 that of TF32, which matrix products and attention on a GPU may use
+UNIT = {torch.float32: 2**-10, torch.float16: 2**-10, torch.bfloat16: 2**-7}
+#: nats that are never called a disagreement: small means of 32 values scatter, and logits are themselves rounded
+FLOOR = {torch.float32: 2e-3, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+#: by how much the probe adapter moves each layer's output, relative to its size
+_FRACTIONS = (0.02, 0.05, 0.1, 0.2, 0.4, 0.8)
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """Mean absolute differences of log-probabilities in nats (see the module), the share of greedy tokens that the probe adapter
+    changed, and the fraction of a layer's output by which it moved it; the last three None for a model without an adapter."""
+
+    difference: float
+    base_difference: float
+    rounding: float
+    effect: float | None = None
+    changed: float | None = None
+    fraction: float | None = None
+
+    def __str__(self) -> str:
+        clean = (
+            f"log-probabilities differ from the trainer's by {self.base_difference:.4f} nats without adapter (rounding alone moves "
+            f"the trainer's own by {self.rounding:.4f})"
+        )
+        if self.effect is None:
+            return clean
+        return (
+            f"{clean} and by {self.difference:.4f} with a probe adapter, which moves them by "
+            f"{self.effect:.3f} and changed {self.changed:.0%} of the greedy tokens"
+        )
+
+
+@torch.no_grad()
+def probe(
+    engine: Engine, model: nn.Module, device: torch.device, dtype: torch.dtype, sync: Callable[[], None]
+) -> ProbeResult:
+    """Run the check on a started engine. Every process calls it; it is collective in the same places as a rollout.
+
+    Args:
+        dtype: what the engine computes in.
+        sync: puts what is trained into the engine.
+
+    Raises:
+        [`RolloutError`]: engine and trainer disagree, or the adapter does not reach the engine.
+    """
+    generator = torch.Generator().manual_seed(0)
+    vocab = cast(PreTrainedModel, model).config.get_text_config().vocab_size  # PeftModel passes it on
+    prompts = torch.randint(0, vocab, (_PROMPTS, _PROMPT_TOKENS), generator=generator).tolist()
+    sampling = Sampling(max_tokens=_NEW_TOKENS, ignore_eos=True)
+    layers: list[LoraLayer] = []
+    adapter = ""
+    if is_peft_model(model):
+        layers, adapter = list(rollout_layers(model).values()), active_adapter(model)
+    ups = [cast(nn.Linear, layer.lora_B[adapter]).weight for layer in layers]
+    saved = [up.detach().clone() for up in ups]
+
+    def score(completions: list[Completion]) -> torch.Tensor:
+        return _trainer_logps(model, device, prompts, completions)
+
+    try:
+        for up in ups:
+            up.zero_()
+        sync()
+        base = engine.generate(prompts, sampling)
+        with _sizes(layers, adapter) as sizes:
+            clean = score(base)
+        base_difference = _mean_difference(clean, _logps(base))
+        with _rounded_once_more(model, dtype):
+            rounding = _mean_difference(clean, score(base))
+        bound = CLEAN * rounding + FLOOR[dtype]
+        if not base_difference <= bound:
+            raise RolloutError(
+                f"vLLM and the trainer disagree without any adapter: their log-probabilities differ by {base_difference:.4f} nats. At "
+                f"most {bound:.4f} is expected, since rounding alone moves the trainer's by {rounding:.4f}. They do not compute the "
+                "same model: other weights, other norms, an adapter that stays in the engine, or an architecture that vLLM computes in "
+                "another way."
+            )
+        if not layers:
+            return ProbeResult(base_difference, base_difference, rounding)
+        tolerance = ADAPTED * max(base_difference, rounding) + FLOOR[dtype]
+        directions = [torch.randn(up.shape, generator=generator) for up in ups]
+        for fraction in _FRACTIONS:
+            for up, layer, direction, size in zip(ups, layers, directions, sizes(), strict=True):
+                strength = fraction * size / (layer.scaling[adapter] * up.shape[1] ** 0.5)
+                up.copy_((direction * strength).to(up.device, up.dtype))
+            effect = _mean_difference(clean, score(base))
+            if effect >= CONTRAST * tolerance:
+                break
+        sync()
+        completions = engine.generate(prompts, sampling)
+        difference = _mean_difference(score(completions), _logps(completions))
+        changed = sum(
+            x != y for a, b in zip(completions, base, strict=True) for x, y in zip(a.tokens, b.tokens, strict=True)
+        ) / (_PROMPTS * _NEW_TOKENS)
+        result = ProbeResult(difference, base_difference, rounding, effect, changed, fraction)
+        if not difference <= tolerance:
+            for up in ups:
+                up.zero_()
+            if _mean_difference(score(completions), _logps(completions)) <= tolerance:
+                raise RolloutError(
+                    f"The adapter does not reach the engine: {result}, and vLLM's are those of the model without adapter. This is a "
+                    "bug or an unsupported architecture; please report it with the model's name."
+                )
+            raise RolloutError(
+                f"vLLM and the trainer disagree: {result}. At most {tolerance:.4f} is expected, and without adapter they agree, so "
+                "part of the adapter is lost, misplaced or scaled in another way. Please report it with the model's name."
+            )
+        if effect < LEAST_CONTRAST * tolerance:
+            raise RolloutError(
+                f"The probe cannot tell a right engine from a wrong one: {result}. An adapter of {fraction:.0%} of each layer's output "
+                "hardly moves this model's log-probabilities. Check that the model's weights are loaded; use_vllm=False skips the check."
+            )
+    finally:
+        for up, b in zip(ups, saved, strict=True):
+            up.copy_(b)
+        sync()
+    return result
+
+
+def _trainer_logps(
+    model: nn.Module, device: torch.device, prompts: list[list[int]], completions: list[Completion]
+) -> torch.Tensor:
+    """The trainer's log-probabilities (prompts, new tokens) of the completions."""
+    training = model.training
+    model.eval()
+    try:
+        ids = torch.tensor([p + c.tokens for p, c in zip(prompts, completions, strict=True)], device=device)
+        with decoded_weights(model):
+            logits = model(input_ids=ids, use_cache=False).logits[:, _PROMPT_TOKENS - 1 : -1].float()
+    finally:
+        model.train(training)
+    return logits.log_softmax(-1).gather(-1, ids[:, _PROMPT_TOKENS:, None]).squeeze(-1)
+
+
+def _logps(completions: list[Completion]) -> torch.Tensor:
+    return torch.tensor([completion.logps for completion in completions])
+
+
+def _mean_difference(mine: torch.Tensor, theirs: torch.Tensor) -> float:
+    return (mine - theirs.to(mine.device)).abs().mean().item()
+
+
+@contextlib.contextmanager
+def _sizes(layers: list[LoraLayer], adapter: str) -> Iterator[Callable[[], list[float]]]:
+    """Hooks; the function given tells, per layer, the rms of its output over the rms of A x, after a forward inside."""
+    measured: dict[nn.Module, torch.Tensor] = {}
+
+    def measure(module: nn.Module, args: tuple, output: torch.Tensor) -> None:
+        measured[module] = output.float().square().mean().sqrt()
+
+    watched = [(layer.base_layer, layer.lora_A[adapter]) for layer in layers]
+    handles = [module.register_forward_hook(measure) for pair in watched for module in pair]
+    try:
+        yield lambda: [float(measured[base] / measured[down].clamp_min(1e-12)) for base, down in watched]
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextlib.contextmanager
+def _rounded_once_more(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Every linear layer's output inside is moved at random by a standard deviation of half a unit in the last place of `dtype`."""
+    half = UNIT[dtype] / 2
+    generators: dict[torch.device, torch.Generator] = {}
+
+    def move(module: nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
+        generator = generators.setdefault(output.device, torch.Generator(output.device).manual_seed(1))
+        noise = torch.randn(output.shape, generator=generator, device=output.device)
+        return (output.float() * (1 + half * noise)).to(output.dtype)
+
+    handles = [layer.register_forward_hook(move) for layer in linear_layers(model).values()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,146 @@
+"""What an engine must be told to compute the trainer's model: one record, from which come the arguments of `vllm.LLM`, the `vllm
+serve` command, and what a server's answer is compared with.
+"""
+
+import json
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from accelerate.utils import is_peft_model
+from peft import PeftModel
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..memory.workload import MAX_BATCHED_TOKENS
+from ..nvfp4.config import NVFP4Config
+from ..nvfp4.layouts import METHOD
+from ..nvfp4.linear import NVFP4Linear, compute_dtype, has_nvfp4
+from .adapter import adapter_buffers, linear_layers, short_names
+
+#: name of the loader that takes the weights out of the trainer's model (rollout/vllm)
+LOAD_FORMAT = "qerl_trainer"
+WORKER_EXTENSION = "qerl_trl.rollout.vllm.worker.QeRLWorkerExtension"
+#: log-probabilities after temperature and truncation, which are the behaviour policy's
+LOGPROBS_MODE = "processed_logprobs"
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """The trainer's model as an engine has to build it.
+
+    Args:
+        model, revision: the checkpoint, as transformers and vLLM take it.
+        dtype: compute dtype, "bfloat16", "float16" or "float32".
+        base: "nvfp4", or "dense" for weights that stay as they are (bitsandbytes' too, which only the loader knows).
+        scale_rule: block-scale rule where the checkpoint is quantized while it loads; None where its bytes are NVFP4 already.
+        ignore: linear layers that stay dense, by the shortest names that work; None where the checkpoint's own config says it.
+        adapter: {"rank": ..., "targets": [...]}, the buffers to reserve; None for a model that is trained without one.
+        max_model_len: longest sequence, in tokens; None for the model's own limit.
+    """
+
+    model: str
+    revision: str | None
+    dtype: str
+    base: str
+    scale_rule: str | None
+    ignore: tuple[str, ...] | None
+    adapter: Mapping[str, Any] | None
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    model_impl: str = "auto"
+    trust_remote_code: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        scale_rule: str = "rtn",
+        revision: str | None = None,
+        dtype: torch.dtype | None = None,
+        **limits: Any,
+    ) -> "EngineSpec":
+        """From the trainer's model, whose compute dtype is the default of `dtype`. `scale_rule` counts where the model does not
+        know its own; `limits` are the last four fields.
+
+        Raises:
+            `ValueError`: the model came from no checkpoint.
+        """
+        base = cast(PreTrainedModel, model.get_base_model() if isinstance(model, PeftModel) else model)
+        if not base.name_or_path:
+            raise ValueError(
+                f"vLLM reads the configuration and the tokenizer of a checkpoint, and this {type(base).__name__} does not say which it "
+                "came from (its name_or_path is empty). Load it with from_pretrained, or pass use_vllm=False."
+            )
+        config = getattr(getattr(base, "hf_quantizer", None), "quantization_config", None)
+        at_load = True  # a model that was quantized by hand came from a dense checkpoint
+        if isinstance(config, NVFP4Config):
+            scale_rule, at_load = config.scale_rule, config.source_format is None
+        packed = has_nvfp4(base)
+        return cls(
+            model=base.name_or_path,
+            revision=revision,
+            dtype=str(dtype or compute_dtype(model)).removeprefix("torch."),
+            base="nvfp4" if packed else "dense",
+            scale_rule=scale_rule if packed and at_load else None,
+            ignore=tuple(dense_layers(base)) if packed and at_load else None,
+            adapter=adapter_buffers(model) if is_peft_model(model) else None,
+            **limits,
+        )
+
+    def options(self) -> dict[str, Any]:
+        """`additional_config` of the engine; rollout/vllm/quantization.py reads it."""
+        options: dict[str, Any] = {"base": self.base}
+        if self.adapter is not None:
+            options["adapter"] = dict(self.adapter)
+        if self.scale_rule is not None:
+            options["scale_rule"] = self.scale_rule
+        if self.ignore is not None:
+            options["ignore"] = list(self.ignore)
+        return {"qerl": options}
+
+    def llm_arguments(self) -> dict[str, Any]:
+        """Keyword arguments of `vllm.LLM` in the trainer's process: TRL's, and ours. Memory and placement come on top."""
+        return {
+            "model": self.model,
+            "revision": self.revision,
+            "tokenizer_revision": self.revision,
+            "dtype": self.dtype,
+            "quantization": METHOD,
+            "load_format": LOAD_FORMAT,
+            "additional_config": self.options(),
+            "max_model_len": self.max_model_len,
+            "max_num_seqs": self.max_num_seqs,
+            "model_impl": self.model_impl,
+            "trust_remote_code": self.trust_remote_code,
+            "logprobs_mode": LOGPROBS_MODE,
+            "max_num_batched_tokens": MAX_BATCHED_TOKENS,
+        }
+
+    def serve_command(self) -> str:
+        """The command that starts a server for this model, as one shell line. Host, port and placement may be added."""
+        command = ["vllm", "serve", self.model]
+        options: dict[str, Any] = {
+            "revision": self.revision,
+            "tokenizer-revision": self.revision,
+            "host": "127.0.0.1",
+            "dtype": self.dtype,
+            "quantization": METHOD,
+            "additional-config": json.dumps(self.options()),
+            "worker-extension-cls": WORKER_EXTENSION,
+            "max-model-len": self.max_model_len,
+            "model-impl": None if self.model_impl == "auto" else self.model_impl,
+            "logprobs-mode": LOGPROBS_MODE,
+            "max-logprobs": -1,
+        }
+        command += [part for name, value in options.items() if value is not None for part in (f"--{name}", str(value))]
+        command += ["--trust-remote-code"] * self.trust_remote_code
+        return f"VLLM_SERVER_DEV_MODE=1 {shlex.join(command)}"
+
+
+def dense_layers(model: nn.Module) -> list[str]:
+    """The linear layers of a quantized model that are not packed (the head is one), by the shortest names that work."""
+    linears = linear_layers(model)
+    return short_names((name for name, layer in linears.items() if not isinstance(layer, NVFP4Linear)), linears)

@@ -1,0 +1,95 @@
+"""What an update changes, and how it gets from the trainer's model into an engine: an adapter, or every weight."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import cast
+
+import torch
+from accelerate.utils import is_peft_model
+from torch import nn
+
+from ..names import canonical_name, full_tensor
+from .adapter import active_adapter, check_servable, rollout_layers, trained_norms
+from .engine import Engine
+from .wire import AdapterTensors
+
+#: makes the whole tensors of sharded parameters available while it is open
+Gather = Callable[[list[torch.Tensor]], AbstractContextManager]
+
+
+class Trained(ABC):
+    """The trained part of a model. Found once, at start: wrappers such as DDP and FSDP come later and keep the modules."""
+
+    @abstractmethod
+    def parameters(self) -> list[torch.Tensor]:
+        """All of it, as it is now."""
+
+    @abstractmethod
+    def put(self, engine: Engine, gather: Gather) -> None:
+        """Copy it into the engine. Collective where parameters are sharded."""
+
+    def versions(self) -> int:
+        """Grows with every in-place change."""
+        return sum(parameter._version for parameter in self.parameters())
+
+
+class TrainedAdapter(Trained):
+    """The active LoRA adapter of a PEFT model, and the norms in its `modules_to_save`.
+
+    Raises:
+        `ValueError`: an adapter that no engine of ours computes.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        check_servable(model)
+        self.name = active_adapter(model)
+        self.layers = {
+            name: (layer, cast(nn.Linear, layer.lora_A[self.name]), cast(nn.Linear, layer.lora_B[self.name]))
+            for name, layer in rollout_layers(model).items()
+        }
+        self.norms = cast(dict[str, nn.RMSNorm], trained_norms(model))
+
+    def parameters(self) -> list[torch.Tensor]:
+        modules: list[nn.Linear | nn.RMSNorm] = [half for _, down, up in self.layers.values() for half in (down, up)]
+        return [module.weight for module in [*modules, *self.norms.values()]]
+
+    def put(self, engine: Engine, gather: Gather) -> None:
+        with gather(self.parameters()):
+            adapter = {
+                name: AdapterTensors(full_tensor(down.weight), full_tensor(up.weight), layer.scaling[self.name])
+                for name, (layer, down, up) in self.layers.items()
+            }
+            norms = {name: full_tensor(module.weight) for name, module in self.norms.items()}
+            engine.put_adapter(adapter)
+            if norms:
+                engine.put_norms(norms)
+
+
+class TrainedWeights(Trained):
+    """Every trainable weight of a model without an adapter (`base_format="full"`), tied ones once."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.places: list[tuple[str, nn.Module, str]] = []
+        seen: set[int] = set()
+        for prefix, module in model.named_modules():
+            for key, parameter in module.named_parameters(recurse=False):
+                if parameter.requires_grad and id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    self.places.append((canonical_name(f"{prefix}.{key}" if prefix else key), module, key))
+
+    def parameters(self) -> list[torch.Tensor]:
+        return [getattr(module, key) for _, module, key in self.places]
+
+    def put(self, engine: Engine, gather: Gather) -> None:
+        def stream() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, module, key in self.places:
+                parameter = getattr(module, key)
+                with gather([parameter]):
+                    yield name, full_tensor(parameter)
+
+        engine.put_weights(stream())
+
+
+def trained_part(model: nn.Module) -> Trained:
+    return TrainedAdapter(model) if is_peft_model(model) else TrainedWeights(model)

@@ -1,0 +1,1 @@
+"""Everything that runs inside vLLM; the only package here that imports it."""

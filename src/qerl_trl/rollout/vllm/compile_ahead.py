@@ -1,0 +1,63 @@
+"""The kernels of the engine that is being built, compiled before its weights are used.
+
+vLLM creates every layer before it processes the weights of any, so the first layer whose weights are ready can have the kernels of all
+of them compiled, in parallel: left to the launches, they are compiled one after the other while vLLM profiles, captures its graphs and
+answers the first prompts. This holds in the trainer's process and in a server, on every tensor-parallel rank, whose shapes they are.
+"""
+
+import functools
+import logging
+from collections import defaultdict
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from qerl_nvfp4.precompile import Weight, precompile
+
+logger = logging.getLogger(__name__)
+
+#: packed layers and norms of which no kernel was asked for yet, and the dtype of what they compute on
+_layers: WeakKeyDictionary[nn.Module, torch.dtype] = WeakKeyDictionary()
+_norms: WeakKeyDictionary[Any, torch.dtype] = WeakKeyDictionary()
+
+
+def expect_layer(layer: nn.Module, dtype: torch.dtype) -> None:
+    """A packed layer was created."""
+    _layers[layer] = dtype
+
+
+def expect_norm(norm: nn.Module, dtype: torch.dtype) -> None:
+    """A norm was created that our kernel will compute."""
+    _norms[norm] = dtype
+
+
+def compile_expected() -> None:
+    """Compile what the layers and norms created since the last call need."""
+    weights: dict[torch.dtype, set[Weight]] = defaultdict(set)
+    widths: dict[torch.dtype, set[int]] = defaultdict(set)
+    for layer, dtype in _layers.items():
+        weights[dtype].add(_weight(layer))
+    for norm, dtype in _norms.items():
+        widths[dtype].add(norm.weight.shape[0])
+    _layers.clear()
+    _norms.clear()
+    for dtype in {*weights, *widths}:
+        found = precompile(weights[dtype], norms=widths[dtype], dtype=dtype, tell=functools.partial(print, flush=True))
+        if found.failed:
+            logger.warning(
+                "%d kernels did not compile ahead; they are tried again when they are needed. The first error: %s",
+                len(found.failed),
+                found.failed[0],
+            )
+
+
+def _weight(layer: Any) -> Weight:  # what our methods put on vLLM's layers has no declared type
+    return Weight(
+        N=layer.output_size_per_partition,
+        K=layer.input_size_per_partition,
+        splits=tuple(layer.qerl_splits),
+        rank=0 if layer.adapter_b is None else layer.adapter_b.shape[1],
+        bias=getattr(layer, "bias", None) is not None and not getattr(layer, "skip_bias_add", False),
+    )

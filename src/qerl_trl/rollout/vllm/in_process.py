@@ -1,0 +1,150 @@
+"""The engine in this process: vLLM beside the trainer, on the same GPU, by default on the same weights."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from vllm import LLM, SamplingParams
+from vllm.inputs import TokensPrompt
+from vllm.outputs import RequestOutput
+
+from ...noise.hooks import NoiseDraw
+from ...nvfp4.fused import fuse_storage
+from ..engine import Completion, Engine, RolloutError, Sampling
+from ..spec import EngineSpec
+from ..wire import AdapterTensors
+from . import loader
+from .sleep import use_kv_only_sleep
+from .state import RolloutState
+
+
+class InProcessEngine(Engine):
+    """vLLM's `LLM` in this process, built from the trainer's tensors.
+
+    Args:
+        model: the trainer's model.
+        spec: what the engine has to compute.
+        share: whether vLLM reads the trainer's tensors; otherwise it gets a copy.
+        sleeps: whether `sleep` frees memory: the KV cache, and a copy of the weights with it.
+        group: processes that share this engine (tensor parallelism), all of which call it with their own prompts.
+        arguments: further arguments of `LLM`: memory and placement, and whatever the user adds.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        spec: EngineSpec,
+        share: bool,
+        sleeps: bool,
+        group: torch.distributed.ProcessGroup | None = None,
+        arguments: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.sleeps, self.group = sleeps, group
+        self.asleep = False
+        self._noisy: tuple[str, ...] = ()
+        if share:
+            fuse_storage(model)
+        loader.publish(model, alias=share)
+        try:
+            self.llm: LLM | None = LLM(**{**spec.llm_arguments(), "enable_sleep_mode": sleeps, **(arguments or {})})
+        finally:
+            loader.publish(None)
+        if sleeps and share:
+            use_kv_only_sleep(self.llm)
+        self.state = RolloutState(engine_model(self.llm))
+
+    @property
+    def _running(self) -> LLM:
+        if self.llm is None:
+            raise RolloutError("The engine was closed. Build the trainer again to generate in vLLM.")
+        return self.llm
+
+    def put_adapter(self, adapter: Mapping[str, AdapterTensors]) -> None:
+        self.state.load_adapter(adapter)
+
+    def put_norms(self, norms: Mapping[str, torch.Tensor]) -> None:
+        self.state.update_clean(norms)
+
+    def put_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self.state.load_weights(weights)
+
+    def set_noise(self, norms: Sequence[str], draw: NoiseDraw) -> float | None:
+        if tuple(norms) != self._noisy:
+            self.state.remember_clean(norms)
+            self._noisy = tuple(norms)
+        self.state.set_noise(draw)
+        return self.state.sigma_effective()
+
+    def reset_prefix_cache(self) -> None:
+        if not self._running.reset_prefix_cache():
+            raise RolloutError(
+                "vLLM refused to reset its prefix cache (requests are still running), so the next rollout would mix the new "
+                "adapter with attention states of the old one. Do not call generate() from several threads."
+            )
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Completion]:
+        ranks = [[list(prompt) for prompt in prompts]]
+        own = 0
+        if self.group is not None:
+            own = torch.distributed.get_rank(group=self.group)
+            ranks = [[] for _ in range(torch.distributed.get_world_size(group=self.group))]
+            torch.distributed.all_gather_object(ranks, [list(prompt) for prompt in prompts], group=self.group)
+        start = sum(map(len, ranks[:own]))
+        everyone = [prompt for rank in ranks for prompt in rank]
+        outputs = self._running.generate(
+            [TokensPrompt(prompt_token_ids=prompt) for prompt in everyone],
+            [_parameters(sampling, index) for index in range(len(everyone))],
+            use_tqdm=False,
+        )
+        return [_completion(output) for output in outputs[start : start + len(prompts)]]
+
+    def trl_attributes(self) -> dict[str, Any]:
+        return {"llm": self.llm}
+
+    def sleep(self) -> None:
+        if self.sleeps and not self.asleep:
+            # level 1 brings every byte back at its address: weights, adapter and noisy norms. Level 2 would lose them
+            self._running.sleep(level=1)
+            self.asleep = True
+
+    def wake(self) -> None:
+        if self.asleep:
+            torch.cuda.empty_cache()
+            # everything by name, which our backend narrows to the KV cache; a partial wake stays paused
+            self._running.wake_up()
+            self.asleep = False
+
+    def close(self) -> None:
+        llm, self.llm = self.llm, None
+        if llm is not None:
+            del self.state
+            llm.llm_engine.engine_core.shutdown()
+
+
+def engine_model(llm: LLM) -> nn.Module:
+    """vLLM's model in this process."""
+    runner = llm.llm_engine.model_executor.driver_worker.model_runner
+    return runner.get_model() if hasattr(runner, "get_model") else runner.model
+
+
+def _parameters(sampling: Sampling, index: int) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        seed=None if sampling.seed is None else sampling.seed + index,
+        ignore_eos=sampling.ignore_eos,
+        logprobs=0,
+    )
+
+
+def _completion(output: RequestOutput) -> Completion:
+    (sequence,) = output.outputs
+    tokens = list(sequence.token_ids)
+    logps = []
+    for step, token in zip(sequence.logprobs or (), tokens, strict=True):
+        assert step is not None, "logprobs=0 asks for the sampled token's"
+        logps.append(step[token].logprob)
+    return Completion(tokens, logps)

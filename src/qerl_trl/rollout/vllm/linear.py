@@ -1,0 +1,354 @@
+"""vLLM linear methods with the adapter inside: y = base(x) + (x A^T) B^T, in static buffers.
+
+Reinforcement learning has one adapter for all tokens, so none of vLLM's multi-adapter machinery is needed. Each adapted
+layer owns two buffers next to its weights; a sync is an in-place copy into them (state.py), which CUDA graphs and
+torch.compile never notice.
+
+Shapes (of one tensor-parallel rank): K input features, N output features, S shards fused into the layer (q, k, v), r the
+padded rank.
+    weight_packed (N, K/2) uint8, weight_scale (N, K/16) uint8, weight_global_scale float32 (1,) or (N,), which divides
+    adapter_a (S*r, K), adapter_b (N, r) with alpha/r folded in; shard i uses rows i*r:(i+1)*r of adapter_a
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+from torch.nn import functional as F
+from vllm.distributed import get_tp_group
+from vllm.model_executor.layers.linear import (
+    LinearMethodBase,
+    QKVParallelLinear,
+    RowParallelLinear,
+    register_weight_loader_v2_supported_method,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.parameter import GroupQuantScaleParameter, ModelWeightParameter, PerTensorScaleParameter
+from vllm.model_executor.utils import set_weight_attrs
+
+import qerl_nvfp4
+
+from ...nvfp4.format import BLOCK_SIZE, largest_magnitude, power_of_two_global_scale
+from .compile_ahead import compile_expected, expect_layer
+from .operators import register_operator
+
+#: a layer of vLLM (`LinearBase`), with what our methods hang on it: weights of many names, `adapter_a`, `adapter_b`, `qerl_splits`.
+#: Typed as Any because the type checker takes an attribute of a module for a tensor or a module
+Layer = Any
+
+#: adapter buffers are padded with zeros to a multiple of this rank: the tensor cores' smallest inner dimension
+RANK_MULTIPLE = 16
+
+
+def _dense_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    lora_a: torch.Tensor,
+    lora_b: torch.Tensor,
+    splits: list[int],
+) -> torch.Tensor:
+    x_MK = x.reshape(-1, x.shape[-1])
+    y_MN = add_adapter_(F.linear(x_MK, weight, bias), x_MK, lora_a, lora_b, splits)
+    return y_MN.view(*x.shape[:-1], -1)
+
+
+def add_adapter_(
+    y_MN: torch.Tensor, x_MK: torch.Tensor, lora_a: torch.Tensor, lora_b: torch.Tensor, splits: list[int]
+) -> torch.Tensor:
+    """y += (x A^T) B^T, shard by shard, in place."""
+    rank, column = lora_b.shape[1], 0
+    down_MR = F.linear(x_MK, lora_a)
+    for shard, width in enumerate(splits):
+        b_NR = lora_b[column : column + width]
+        y_MN[:, column : column + width].addmm_(down_MR[:, shard * rank : (shard + 1) * rank], b_NR.t())
+        column += width
+    return y_MN
+
+
+register_operator(
+    "qerl::dense_linear(Tensor x, Tensor weight, Tensor? bias, Tensor lora_a, Tensor lora_b, int[] splits) -> Tensor",
+    _dense_linear,
+    lambda x, weight, *rest: x.new_empty((*x.shape[:-1], weight.shape[0])),
+)
+
+
+class AdaptedMethod(LinearMethodBase):
+    """Base class of our methods: names of the fused shards, and the adapter's buffers.
+
+    Args:
+        names (`list[str]`): the checkpoint's layers that this layer fuses, in row order.
+        rank (`int`): rank to reserve for an adapter; 0 for none.
+        scale_rule (`str`): block-scale rule, for weights that are quantized here.
+        deferred (`bool`): the loader will put in the trainer's tensors, so allocate nothing.
+    """
+
+    supports_pre_processed_weights = False
+
+    def __init__(self, names: list[str], rank: int, scale_rule: str = "rtn", deferred: bool = False) -> None:
+        self.names, self.rank, self.scale_rule, self.deferred = names, rank, scale_rule, deferred
+
+    def _common(self, layer: Layer, k: int, widths: list[int], dtype: torch.dtype) -> None:
+        layer.logical_widths = list(widths)
+        if len(self.names) == len(widths):
+            splits = list(widths)
+        else:  # the checkpoint's layer is fused itself (Phi-3), so its adapter and tensor scale are one
+            if len(self.names) != 1 or (self.rank and getattr(layer, "tp_size", 1) > 1):
+                raise ValueError(
+                    f"vLLM holds {self.names} as {len(widths)} shards; an adapter on it cannot be split over tensor-parallel "
+                    "ranks. Use vllm_tensor_parallel_size=1 for this architecture."
+                )
+            splits = [sum(widths)]
+        layer.qerl_splits = splits
+        layer.input_size_per_partition, layer.output_size_per_partition = k, sum(widths)
+        layer.adapter_a = layer.adapter_b = None
+        if self.rank:
+            padded = -(-self.rank // RANK_MULTIPLE) * RANK_MULTIPLE
+            for name, shape in (("adapter_a", (len(splits) * padded, k)), ("adapter_b", (sum(splits), padded))):
+                del layer.__dict__[name]
+                layer.register_buffer(name, torch.zeros(shape, dtype=dtype), persistent=False)
+
+    def shard_slices(self, layer: Layer, shard: int) -> tuple[slice, slice]:
+        """What this tensor-parallel rank holds of the unsharded shard: (rows of B, columns of A)."""
+        width, rank = layer.qerl_splits[shard], getattr(layer, "tp_rank", 0)
+        if isinstance(layer, RowParallelLinear):
+            k = layer.input_size_per_partition
+            return slice(0, width), slice(rank * k, (rank + 1) * k)
+        if getattr(layer, "tp_size", 1) == 1:
+            rank = 0
+        elif isinstance(layer, QKVParallelLinear) and shard > 0:
+            rank //= layer.num_kv_head_replicas
+        return slice(rank * width, (rank + 1) * width), slice(0, layer.input_size_per_partition)
+
+
+class _PackedMethod(AdaptedMethod):
+    """The packed base, however it was loaded."""
+
+    def _common(self, layer: Layer, k: int, widths: list[int], dtype: torch.dtype) -> None:
+        super()._common(layer, k, widths, dtype)
+        expect_layer(layer, dtype)
+
+    def apply(self, layer: Layer, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return qerl_nvfp4.linear(
+            x,
+            layer.weight_packed,
+            layer.weight_scale,
+            layer.weight_global_scale,
+            bias,
+            layer.adapter_a,
+            layer.adapter_b,
+            layer.qerl_splits,
+        )
+
+    @staticmethod
+    def set_weights(layer: Layer, packed: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor) -> None:
+        """Install final tensors; they are used as they are, so a view of the trainer's storage stays one."""
+        layer.weight_packed = Parameter(packed, requires_grad=False)
+        layer.weight_scale = Parameter(scale.view(torch.uint8), requires_grad=False)
+        layer.weight_global_scale = Parameter(global_scale, requires_grad=False)
+        layer.qerl_ready = True
+
+    @staticmethod
+    def row_scale(per_shard: torch.Tensor, widths: list[int]) -> torch.Tensor:
+        """One divisor if the shards agree, else one a row: fused layers stay exact, never a maximum over shards."""
+        per_shard = per_shard.float().flatten()
+        if bool((per_shard == per_shard[0]).all()):
+            return per_shard[:1].clone()
+        return torch.cat([scale.expand(width) for scale, width in zip(per_shard, widths, strict=True)]).contiguous()
+
+
+@register_weight_loader_v2_supported_method
+class NVFP4Method(_PackedMethod):
+    """Weights that arrive packed in the compressed-tensors layout: from a checkpoint, or from the trainer."""
+
+    PACKED, SCALE, GLOBAL = "weight_packed", "weight_scale", "weight_global_scale"
+
+    def create_weights(
+        self,
+        layer: Layer,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        weight_loader: Callable | None = None,
+        **extra: Any,
+    ) -> None:
+        k, n = input_size_per_partition, sum(output_partition_sizes)
+        if k % BLOCK_SIZE:
+            raise ValueError(
+                f"{self.names}: {k} input features on one tensor-parallel rank are not a multiple of {BLOCK_SIZE}. Use a "
+                "smaller tensor-parallel size, or keep the layer dense (ignore)."
+            )
+        self._common(layer, k, output_partition_sizes, params_dtype)
+        device = "meta" if self.deferred else None
+        packed = torch.empty(n, k // 2, dtype=torch.uint8, device=device)
+        scale = torch.empty(n, k // BLOCK_SIZE, dtype=torch.float8_e4m3fn, device=device)
+        layer.register_parameter(
+            self.PACKED, ModelWeightParameter(data=packed, input_dim=1, output_dim=0, weight_loader=weight_loader)
+        )
+        layer.register_parameter(
+            self.SCALE, GroupQuantScaleParameter(data=scale, input_dim=1, output_dim=0, weight_loader=weight_loader)
+        )
+        # NaN until loaded, so that a missing scale cannot pass for a number
+        for name in self._per_tensor():
+            data = torch.full((len(output_partition_sizes),), float("nan"), dtype=torch.float32)
+            layer.register_parameter(name, PerTensorScaleParameter(data=data, weight_loader=weight_loader))
+
+    def _per_tensor(self) -> tuple[str, ...]:
+        return (self.GLOBAL,)
+
+    def _divisors(self, layer: Layer) -> torch.Tensor:
+        return layer.weight_global_scale.data
+
+    def process_weights_after_loading(self, layer: Layer) -> None:
+        compile_expected()
+        if getattr(layer, "qerl_ready", False):
+            return
+        divisors = self._divisors(layer)[: len(layer.qerl_splits)]
+        if not bool(torch.isfinite(divisors).all()) or not bool((divisors > 0).all()):
+            raise ValueError(
+                f"The tensor scales of {self.names} are {divisors.tolist()} after loading: the checkpoint lacks them, or holds "
+                "a value that is not a positive number."
+            )
+        packed, scale = getattr(layer, self.PACKED).data, getattr(layer, self.SCALE).data
+        for name in (self.PACKED, self.SCALE, *self._per_tensor()):
+            delattr(layer, name)
+        self.set_weights(layer, packed, scale, self.row_scale(divisors, layer.qerl_splits))
+
+
+@register_weight_loader_v2_supported_method
+class ModelOptNVFP4Method(NVFP4Method):
+    """ModelOpt's layout: `weight`, `weight_scale`, and `weight_scale_2`, which multiplies. `input_scale` belongs to W4A4."""
+
+    PACKED, GLOBAL = "weight", "weight_scale_2"
+
+    def _per_tensor(self) -> tuple[str, ...]:
+        return (self.GLOBAL, "input_scale")
+
+    def _divisors(self, layer: Layer) -> torch.Tensor:
+        return 1.0 / layer.weight_scale_2.data.float()
+
+
+@register_weight_loader_v2_supported_method
+class OnlineNVFP4Method(_PackedMethod):
+    """A bf16 checkpoint, quantized layer by layer while it loads, with the trainer's own rule and one scale a fused group."""
+
+    uses_meta_device = True
+
+    def create_weights(
+        self,
+        layer: Layer,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        weight_loader: Callable | None = None,
+        **extra: Any,
+    ) -> None:
+        from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
+
+        if input_size_per_partition % BLOCK_SIZE:
+            raise ValueError(
+                f"{self.names}: {input_size_per_partition} input features on one tensor-parallel rank are not a multiple of "
+                f"{BLOCK_SIZE}. Use a smaller tensor-parallel size, or keep the layer dense (ignore)."
+            )
+        self._common(layer, input_size_per_partition, output_partition_sizes, params_dtype)
+        weight = torch.empty(sum(output_partition_sizes), input_size_per_partition, dtype=params_dtype, device="meta")
+
+        def checked_loader(param: Parameter, loaded: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if not loaded.is_floating_point():
+                raise ValueError(
+                    f"{self.names}: the checkpoint holds {loaded.dtype} weights but no quantization config that names their "
+                    "layout in config.json, so they cannot be told from plain weights."
+                )
+            assert weight_loader is not None  # LinearBase always gives one
+            return weight_loader(param, loaded, *args, **kwargs)
+
+        layer.register_parameter(
+            "weight", ModelWeightParameter(data=weight, input_dim=1, output_dim=0, weight_loader=checked_loader)
+        )
+        initialize_online_processing(layer)
+
+    @torch.no_grad()
+    def process_weights_after_loading(self, layer: Layer) -> None:
+        compile_expected()
+        if getattr(layer, "qerl_ready", False):
+            return
+        weight = layer.weight.data
+        amax = largest_magnitude(weight)
+        if layer.tp_size > 1:
+            torch.distributed.all_reduce(amax, op=torch.distributed.ReduceOp.MAX, group=get_tp_group().device_group)
+        global_scale = power_of_two_global_scale(amax).to(weight.device)
+        packed, scale = qerl_nvfp4.quantize(weight, self.scale_rule, global_scale)
+        del layer.weight
+        self.set_weights(layer, packed, scale, global_scale)
+        layer._already_called_process_weights_after_loading = True
+
+
+@register_weight_loader_v2_supported_method
+class DenseMethod(AdaptedMethod):
+    """An unquantized linear with the same adapter: bf16 + LoRA, and bf16 + noise, in the same engine."""
+
+    def create_weights(
+        self,
+        layer: Layer,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        weight_loader: Callable | None = None,
+        **extra: Any,
+    ) -> None:
+        self._common(layer, input_size_per_partition, output_partition_sizes, params_dtype)
+        data = torch.empty(
+            sum(output_partition_sizes),
+            input_size_per_partition,
+            dtype=params_dtype,
+            device="meta" if self.deferred else None,
+        )
+        weight = ModelWeightParameter(data=data, input_dim=1, output_dim=0, weight_loader=weight_loader)
+        layer.register_parameter("weight", weight)
+        set_weight_attrs(weight, extra)
+
+    def apply(self, layer: Layer, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if layer.adapter_a is None:
+            return F.linear(x, layer.weight, bias)
+        return torch.ops.qerl.dense_linear(x, layer.weight, bias, layer.adapter_a, layer.adapter_b, layer.qerl_splits)
+
+
+class EmbeddingMethod(UnquantizedEmbeddingMethod):
+    """Embedding and head that stay what the loader put there: vLLM's own method would repack them for the CPU.
+
+    Args:
+        deferred (`bool`): the loader will put in the trainer's tensors, so allocate nothing.
+    """
+
+    def __init__(self, deferred: bool) -> None:
+        self.deferred = deferred
+
+    def create_weights(
+        self,
+        layer: Layer,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra: Any,
+    ) -> None:
+        device = "meta" if self.deferred else None
+        data = torch.empty(sum(output_partition_sizes), input_size_per_partition, dtype=params_dtype, device=device)
+        weight = Parameter(data, requires_grad=False)
+        set_weight_attrs(weight, {"input_dim": 1, "output_dim": 0})
+        layer.register_parameter("weight", weight)
+        set_weight_attrs(weight, extra)
+
+    def process_weights_after_loading(self, layer: Layer) -> None:
+        """Nothing: the CPU backend would make a packed second copy here, which no update would reach."""
+
+    def apply(self, layer: Layer, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return F.linear(x, layer.weight, bias)

@@ -1,0 +1,140 @@
+"""The linear method for a bitsandbytes base (QLoRA): the trainer's own 4-bit tensors, and the adapter in our static buffers.
+
+vLLM's bitsandbytes support is not used (0.31 has none): what bitsandbytes itself does in the trainer is done here,
+product by product, so that both compute with the same weights. q, k and v stay three packed tensors and become three products, since
+blocks of 64 values run on over the ends of rows and cannot be joined or cut. So there is no tensor parallelism.
+
+Per shard the tensors are, in this order: packed, absmax, code; with double quantization also offset, absmax2, code2. On a CUDA graph
+capture all of this is kernels on the current stream and allocations from PyTorch's pool.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from vllm.model_executor.layers.linear import register_weight_loader_v2_supported_method
+
+from .linear import AdaptedMethod, Layer, add_adapter_
+from .operators import register_operator
+
+
+def is_nf4(module: nn.Module) -> bool:
+    """Whether `module` holds 4-bit weights of bitsandbytes; its package is not imported for the question."""
+    return type(module).__module__.startswith("bitsandbytes") and hasattr(
+        getattr(module, "weight", None), "quant_state"
+    )
+
+
+def _dequantize(
+    tensors: list[torch.Tensor], blocks: list[int], shape: list[int], kind: str, dtype: torch.dtype
+) -> torch.Tensor:
+    from bitsandbytes.functional import QuantState, dequantize_4bit
+
+    packed, absmax, code, *nested = tensors
+    state = QuantState(absmax, torch.Size(shape), code, blocks[0], kind, dtype)
+    if nested:
+        offset, absmax2, code2 = nested
+        state.nested, state.offset = True, offset
+        state.state2 = QuantState(absmax2, code=code2, blocksize=blocks[1], dtype=torch.float32)
+    return dequantize_4bit(packed, state)
+
+
+def _nf4_linear(
+    x: torch.Tensor,
+    weights: list[torch.Tensor],
+    blocks: list[int],
+    kind: str,
+    dtype: torch.dtype,
+    bias: torch.Tensor | None,
+    lora_a: torch.Tensor | None,
+    lora_b: torch.Tensor | None,
+    splits: list[int],
+) -> torch.Tensor:
+    x_MK = x.reshape(-1, x.shape[-1])
+    size, products, row = len(weights) // len(splits), [], 0
+    for shard, width in enumerate(splits):
+        tensors = weights[shard * size : (shard + 1) * size]
+        weight_NK = _dequantize(tensors, blocks, [width, x_MK.shape[1]], kind, dtype).to(x.dtype)
+        products.append(F.linear(x_MK, weight_NK, None if bias is None else bias[row : row + width]))
+        row += width
+    y_MN = products[0] if len(products) == 1 else torch.cat(products, dim=1)
+    if lora_a is not None and lora_b is not None:
+        add_adapter_(y_MN, x_MK, lora_a, lora_b, splits)
+    return y_MN.view(*x.shape[:-1], -1)
+
+
+register_operator(
+    "qerl::nf4_linear(Tensor x, Tensor[] weights, int[] blocks, str kind, ScalarType dtype, Tensor? bias, Tensor? lora_a, "
+    "Tensor? lora_b, int[] splits) -> Tensor",
+    _nf4_linear,
+    lambda x, weights, blocks, kind, dtype, bias, lora_a, lora_b, splits: x.new_empty((*x.shape[:-1], sum(splits))),
+)
+
+
+@register_weight_loader_v2_supported_method
+class NF4Method(AdaptedMethod):
+    """Weights are bitsandbytes' `Params4bit` of the trainer; nothing is allocated before the loader installs them."""
+
+    def create_weights(
+        self,
+        layer: Layer,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        weight_loader: Callable | None = None,
+        **extra: Any,
+    ) -> None:
+        if getattr(layer, "tp_size", 1) > 1:
+            raise ValueError(
+                f"{self.names}: bitsandbytes weights cannot be split over {layer.tp_size} tensor-parallel ranks. Use "
+                "vllm_tensor_parallel_size=1, or base_format='nvfp4'."
+            )
+        self._common(layer, input_size_per_partition, output_partition_sizes, params_dtype)
+
+    @torch.no_grad()
+    def set_weights(self, layer: Layer, modules: list[Any], alias: bool) -> None:
+        """Install the 4-bit weights of the trainer's `modules`, one per shard: the same tensors, or copies without `alias`.
+
+        Raises:
+            `ValueError`: the shards were quantized in different ways, or a shape is not the engine's.
+        """
+        states = [module.weight.quant_state for module in modules]
+        k = layer.input_size_per_partition
+        shapes = [tuple(state.shape) for state in states]
+        if shapes != [(width, k) for width in layer.qerl_splits]:
+            raise ValueError(f"The trainer's {self.names} have shapes {shapes}; vLLM needs {layer.qerl_splits} x {k}.")
+        kinds = {(s.quant_type, s.dtype, s.nested, s.blocksize, s.state2.blocksize if s.nested else 0) for s in states}
+        if len(kinds) != 1:
+            raise ValueError(
+                f"{self.names} form one layer in vLLM but were quantized in different ways: {sorted(map(str, kinds))}."
+            )
+        ((layer.nf4_kind, layer.nf4_dtype, nested, *blocks),) = kinds
+        layer.nf4_blocks = blocks
+        tensors: list[torch.Tensor] = []
+        for module, state in zip(modules, states, strict=True):
+            packed = module.weight.data.as_subclass(torch.Tensor)
+            parts = [packed, state.absmax, state.code]
+            if nested:
+                parts += [state.offset, state.state2.absmax, state.state2.code]
+            tensors += [part.detach().to(packed.device) for part in parts]
+        for index, tensor in enumerate(tensors):
+            # buffers, because torch.compile must see them as inputs of the graph
+            layer.register_buffer(f"nf4_{index}", tensor if alias else tensor.clone(), persistent=False)
+        layer.nf4_tensors = len(tensors)
+
+    def apply(self, layer: Layer, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return torch.ops.qerl.nf4_linear(
+            x,
+            [getattr(layer, f"nf4_{index}") for index in range(layer.nf4_tensors)],
+            layer.nf4_blocks,
+            layer.nf4_kind,
+            layer.nf4_dtype,
+            bias,
+            layer.adapter_a,
+            layer.adapter_b,
+            layer.qerl_splits,
+        )

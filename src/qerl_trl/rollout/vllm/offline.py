@@ -1,0 +1,71 @@
+"""A checkpoint on disk in vLLM as everybody runs it, the adapter in vLLM's own LoRA slots: for evaluation, not for training."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+#: what vLLM takes as `max_lora_rank`
+_SLOT_RANKS = (8, 16, 32, 64, 128, 256, 512)
+
+
+class CheckpointEngine:
+    """vLLM on `model`, a folder or Hub id of a bf16 or NVFP4 checkpoint.
+
+    Args:
+        adapter: folder of a PEFT adapter.
+        arguments: further arguments of `vllm.LLM`.
+
+    Raises:
+        `ImportError`: vLLM is not installed.
+        `ValueError`: the adapter's rank is larger than vLLM's slots can be.
+        `RuntimeError`: the adapter changes no log-probability.
+    """
+
+    def __init__(self, model: str, adapter: str | None = None, seed: int = 0, **arguments: Any) -> None:
+        from vllm import LLM
+        from vllm.lora.request import LoRARequest
+
+        self.request = None
+        if adapter is not None:
+            self.request = LoRARequest("adapter", 1, adapter)
+            rank = json.loads(Path(adapter, "adapter_config.json").read_text())["r"]
+            slot = next((size for size in _SLOT_RANKS if size >= rank), None)
+            if slot is None:
+                raise ValueError(
+                    f"The adapter in {adapter} has rank {rank}; vLLM's slots end at {_SLOT_RANKS[-1]}. Merge it "
+                    "(qerl-trl merge), or evaluate with transformers."
+                )
+            arguments = {"enable_lora": True, "max_lora_rank": slot, **arguments}
+        self.llm = LLM(model=model, seed=seed, **arguments)
+        if self.request is not None:
+            self._check_adapter_applied()
+
+    def _check_adapter_applied(self) -> None:
+        from vllm import SamplingParams
+
+        probe = SamplingParams(temperature=0.0, max_tokens=8, logprobs=1, ignore_eos=True)
+        with_adapter, without = (
+            self.llm.generate(["One and one makes"], probe, lora_request=request, use_tqdm=False)[0].outputs[0]
+            for request in (self.request, None)
+        )
+        same_tokens = list(with_adapter.token_ids) == list(without.token_ids)
+        if same_tokens and with_adapter.cumulative_logprob == without.cumulative_logprob:
+            raise RuntimeError("vLLM gives the same log-probabilities with and without the adapter: it is not applied.")
+
+    def chat(
+        self,
+        prompts: list[list[Any]],
+        temperature: float,
+        top_p: float,
+        max_tokens: int,
+        seed: int,
+    ) -> list[str]:
+        """One completion per conversation; number i is drawn with `seed + i`, since equal prompts would repeat under one seed."""
+        from vllm import SamplingParams
+
+        sampling = [
+            SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed + index)
+            for index in range(len(prompts))
+        ]
+        outputs = self.llm.chat(prompts, sampling, lora_request=self.request)
+        return [output.outputs[0].text for output in outputs]

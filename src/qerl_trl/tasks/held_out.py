@@ -1,0 +1,72 @@
+"""Held-out problems, answered greedily by the policy that is being trained, where its rollouts are generated.
+
+With `use_vllm` that is the running engine, which has the KV cache for it: adapter as it is at this moment, noise off. Without, it is
+transformers' `generate`. Every process answers its share.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from accelerate.utils import gather_object
+from datasets import Dataset
+from transformers import TrainerCallback
+
+from .evaluation import Accuracy, grade, prompt_texts, solve
+
+
+def held_out_completions(
+    trainer: Any, dataset: Dataset, max_new_tokens: int | None = None, batch_size: int = 64
+) -> list[str]:
+    """Greedy completions for the conversational `prompt` column of `dataset`, in its order, on every process. Collective.
+
+    Args:
+        trainer ([`QeRLGRPOTrainer`] or another trainer with our mixin): before, during or after training.
+        max_new_tokens: length limit of a completion in tokens; the trainer's `max_completion_length` by default.
+        batch_size: problems at a time in transformers; the engine takes them all and schedules by itself.
+    """
+    accelerator, tokenizer = trainer.accelerator, trainer.processing_class
+    limit = max_new_tokens or trainer.args.max_completion_length
+    template = trainer.args.chat_template_kwargs or {}
+    with accelerator.split_between_processes(list(range(len(dataset)))) as rows:  # contiguous, in rank order
+        mine = dataset.select(rows)
+        if trainer.args.use_vllm:
+            texts = prompt_texts(tokenizer, mine["prompt"], template)
+            prompts = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+            tokens = trainer.vllm_generation.generate_greedily(prompts, limit)
+            completions = tokenizer.batch_decode(tokens, skip_special_tokens=True)
+        else:
+            policy = accelerator.unwrap_model(trainer.model)
+            progress = accelerator.is_main_process
+            completions = solve(
+                policy, tokenizer, mine, limit, batch_size, progress=progress, chat_template_kwargs=template
+            )
+    return gather_object(completions)
+
+
+class HeldOutAccuracy(TrainerCallback):
+    """After each evaluation (`eval_strategy`, or `trainer.evaluate()`): greedy accuracy on `dataset`, as `eval_held_out_accuracy`.
+
+    It stands in the metrics of the evaluation, so `metric_for_best_model="eval_held_out_accuracy"` works.
+
+    Args:
+        trainer: the trainer that this callback is added to.
+        dataset: with a conversational `prompt` column, and whatever `grade` reads.
+        grade: whether each completion is correct; by default against the column `answer`.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        dataset: Dataset,
+        grade: Callable[[list[str], Dataset], list[bool]] = grade,
+        batch_size: int = 64,
+    ) -> None:
+        self.trainer, self.dataset, self.grade, self.batch_size = trainer, dataset, grade, batch_size
+
+    def on_evaluate(self, args, state, control, metrics: dict[str, float] | None = None, **kwargs) -> None:
+        completions = held_out_completions(self.trainer, self.dataset, batch_size=self.batch_size)
+        verdicts = self.grade(completions, self.dataset)
+        value = {"eval_held_out_accuracy": Accuracy(sum(verdicts), len(verdicts)).value}
+        if metrics is not None:
+            metrics.update(value)
+        self.trainer.log(value)

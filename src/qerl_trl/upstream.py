@@ -1,0 +1,56 @@
+"""What this package uses of TRL's `GRPOTrainer` and `RLOOTrainer` and their configs, written down once for the type checker.
+
+`QeRLMixin` stands in front of either of them, so it cannot name one as its base. For the type checker its base is
+[`OnlineTrainer`], and every member below is compared with the real ones where `QeRLGRPOTrainer` and `QeRLRLOOTrainer` combine the
+two; `tests/test_contracts.py` compares what a type does not say. At run time it is `object`. [`OnlineConfig`] is the same for
+`QeRLArguments`.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections import defaultdict
+
+    import torch
+    from accelerate import Accelerator
+    from torch import nn
+    from transformers import TrainerControl, TrainerState, TrainingArguments
+    from trl.trainer.base_trainer import _BaseTrainer
+
+    from .config import QeRLConfig, QeRLRLOOConfig
+
+    class OnlineTrainer(_BaseTrainer):
+        _name: str
+        _tag_names: list[str]
+        args: QeRLConfig | QeRLRLOOConfig
+        model: Any  # a PeftModel or a PreTrainedModel, perhaps wrapped by accelerate
+        accelerator: Accelerator
+        state: TrainerState
+        control: TrainerControl
+        is_fsdp_enabled: bool
+        hub_model_id: Any  # transformers assigns None before it knows the name
+        reward_funcs: Any
+        reward_func_names: Any
+        _step: int
+        _metrics: dict[str, defaultdict[Any, list[Any]]]
+
+        def __init__(self, *positional: Any, **kwargs: Any) -> None: ...
+        def _generate(self, prompts: list) -> Any: ...
+        def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list) -> Any: ...
+        def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]: ...
+        def _get_per_token_logps_and_entropies(
+            self,
+            model,
+            input_ids,
+            attention_mask,
+            logits_to_keep,
+            batch_size=None,
+        ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]: ...
+        def _get_train_sampler(self, dataset=None) -> Any: ...
+        def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None: ...
+
+    class OnlineConfig(TrainingArguments):
+        use_transformers_continuous_batching: bool
+
+else:
+    OnlineTrainer = OnlineConfig = object

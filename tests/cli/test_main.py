@@ -1,0 +1,313 @@
+"""The command line: instant help, exit codes, JSON, and each command on small models."""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from qerl_trl.cli import doctor
+from qerl_trl.cli import main as cli
+from qerl_trl.publish import export, hub
+from qerl_trl.publish.distance import logits_of
+from qerl_trl.publish.run import TrainedPolicy, load_policy
+from tests.publish.test_export import IDS, make_policy
+from tests.publish.test_hub import REPO, server  # noqa: F401  (a fixture)
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMANDS = ("quantize", "merge", "push", "train", "eval", "plan", "doctor", "plot")
+
+
+def call(*arguments):
+    """Run a command in this process through `main`'s error handling; returns (exit code, stdout, stderr)."""
+    outcome = CliRunner().invoke(cli.app, [str(a) for a in arguments])
+    code, message = outcome.exit_code, ""
+    if isinstance(outcome.exception, ValueError):
+        code, message = 2, str(outcome.exception)
+    elif isinstance(outcome.exception, (RuntimeError, OSError, ImportError)):
+        code, message = 1, str(outcome.exception)
+    elif outcome.exception is not None and not isinstance(outcome.exception, SystemExit):
+        raise outcome.exception
+    return code, outcome.stdout, outcome.stderr + message
+
+
+@pytest.fixture(scope="module")
+def run(tiny_model_dir, tiny_tokenizer, tmp_path_factory):
+    """What a finished run leaves: an adapter with its settings, results.json."""
+    folder = tmp_path_factory.mktemp("runs") / "finished"
+    policy = make_policy(tiny_model_dir("qwen2"), size=0.2)
+    settings = {"base_format": "nvfp4", "scale_rule": "rtn", "dtype": "float32", "model": str(tiny_model_dir("qwen2"))}
+    export.save_adapter(TrainedPolicy(policy, tiny_tokenizer, settings), folder)
+    results = {
+        "after": {"accuracy": 0.5, "interval95": [0.4, 0.6], "total": 10, "correct": 5},
+        "log_history": [{"step": 1, "reward": 0.1}, {"step": 2, "reward": 0.3}],
+        "dataset": "someone/data",
+    }
+    (folder / "results.json").write_text(json.dumps(results))
+    return folder, policy
+
+
+def test_help_is_instant():
+    best = 9.0
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        out = subprocess.run(
+            [sys.executable, "-m", "qerl_trl.cli.main", "--help"], check=True, capture_output=True, text=True
+        ).stdout
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        best = min(best, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)  # not the machine's load
+    assert best < 0.5
+    assert all(f"  {command} " in out for command in COMMANDS)
+
+
+def test_help_imports_nothing_heavy():
+    code = "import sys; from qerl_trl import cli; print([m for m in ('torch', 'transformers', 'huggingface_hub', 'jinja2') if m in sys.modules])"
+    assert (
+        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip() == "[]"
+    )
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(command):
+    code, out, _ = call(command, "--help")
+    assert code == 0
+    assert len(out.split("Usage")[1]) > 200
+
+
+def test_exit_codes_and_messages(tmp_path):
+    command = [sys.executable, "-m", "qerl_trl.cli.main", "quantize", str(tmp_path / "absent"), str(tmp_path / "out")]
+    failed = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HF_TOKEN": "hf_Hidden123"})
+    assert failed.returncode == 2
+    assert failed.stdout == ""
+    assert failed.stderr.startswith("qerl-trl: ")
+    assert "neither a folder here nor a Hub id" in failed.stderr
+    assert "Traceback" not in failed.stderr and "hf_Hidden123" not in failed.stderr
+
+
+def test_quantize_imports_no_bitsandbytes(tiny_model_dir, tmp_path):
+    """One that cannot be imported, or that contacts the Hub at import, must not stand in the way of who never asked for it."""
+    (tmp_path / "bitsandbytes.py").write_text("raise SystemError('bitsandbytes was imported')\n")
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [
+        sys.executable,
+        "-m",
+        "qerl_trl.cli.main",
+        "quantize",
+        str(tiny_model_dir("qwen2")),
+        str(tmp_path / "out"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path})
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out/README.md").is_file()
+
+
+def test_the_token_is_cut_out_of_any_error(monkeypatch, capsys):
+    monkeypatch.setenv("HF_TOKEN", "hf_Hidden123")
+    with pytest.raises(SystemExit) as stopped:
+        cli._fail("server said hf_Hidden123", 1)
+    assert stopped.value.code == 1
+    assert capsys.readouterr().err == "qerl-trl: server said <token>\n"
+
+
+def test_quantize(tiny_model_dir, tmp_path):
+    code, out, err = call(
+        "quantize",
+        tiny_model_dir("llama"),
+        tmp_path / "out",
+        "--json",
+        "--scale-rule",
+        "four_over_six",
+        "--skip",
+        "down_proj",
+    )
+    assert code == 0, err
+    result = json.loads(out)
+    assert result["layers"] == 12
+    assert 0.004 < result["nmse"] < 0.012
+    assert "model.layers.0.mlp.down_proj" in result["not_quantized"]
+    card = (tmp_path / "out/README.md").read_text()
+    assert f"{result['weights']:,} in 12 layers" in card
+    code, _, err = call("quantize", tiny_model_dir("qwen2"), tmp_path / "out")
+    assert code == 2 and "--overwrite" in err
+
+
+def test_four_commands_publish_a_run(run, tiny_model_dir, tmp_path):
+    """Adapter, merged model, NVFP4 base and its other readers; each gives the policy's own greedy tokens."""
+    folder, policy = run
+    expected = torch.cat(logits_of(policy, [IDS])).argmax(-1)
+    prompts = tmp_path / "held_out.jsonl"
+    prompts.write_text("\n".join(json.dumps({"question": f"what is {i}?", "answer": f"#### {i}"}) for i in range(4)))
+    code, out, err = call("merge", folder, tmp_path / "merged", "--prompts", prompts, "--json")
+    assert code == 0, err
+    measured = json.loads(out)["measured"]
+    assert 0 < measured["mean_logit_distance"] < 0.05
+    assert measured["kl_nats_per_token"] < 1e-4
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    assert (torch.cat(logits_of(merged, [IDS])).argmax(-1) == expected).float().mean() > 0.98
+    card = (tmp_path / "merged/README.md").read_text()
+    assert "value: 50.0" in card and "someone/data" in card
+    for form, kind in (("adapter", "adapter"), ("base", "nvfp4_base"), ("nvfp4", "nvfp4_merged")):
+        code, out, err = call("merge", folder, tmp_path / form, "--as", form, "--json")
+        assert code == 0, err
+        assert json.loads(out)["kind"] == kind
+        assert (tmp_path / form / "README.md").is_file()
+        assert (tmp_path / form / "tokenizer.json").is_file()
+    again = load_policy(tmp_path / "adapter", base_model=str(tiny_model_dir("qwen2")))
+    assert torch.equal(torch.cat(logits_of(again.model, [IDS])).argmax(-1), expected)
+    on_published_base = load_policy(tmp_path / "adapter", base_model=str(tmp_path / "base"), dtype="float32")
+    assert torch.equal(torch.cat(logits_of(on_published_base.model, [IDS])), torch.cat(logits_of(policy, [IDS])))
+
+
+def test_merging_onto_the_original_base_is_another_model_and_measured(run, tmp_path):
+    folder, _ = run
+    code, _, err = call("merge", folder, tmp_path / "other", "--onto-original")
+    assert code == 2 and "--prompts" in err
+    prompts = tmp_path / "held_out.jsonl"
+    prompts.write_text(json.dumps({"question": "what?", "answer": "#### 2"}))
+    code, out, err = call("merge", folder, tmp_path / "other", "--onto-original", "--prompts", prompts, "--json")
+    assert code == 0, err
+    result = json.loads(out)
+    assert result["kind"] == "merged_other_base"
+    assert result["measured"]["kl_nats_per_token"] > 1e-5
+    card = (tmp_path / "other/README.md").read_text()
+    assert "Not the policy that was trained" in card
+    assert f"{result['measured']['kl_nats_per_token']:.4g}" in card
+    assert "model-index" not in card
+
+
+def test_a_merge_that_keeps_nothing_needs_force(tiny_model_dir, tiny_tokenizer, tmp_path):
+    policy = make_policy(tiny_model_dir("qwen2"), dtype="bfloat16", size=0.0005)
+    settings = {"base_format": "nvfp4", "model": str(tiny_model_dir("qwen2"))}
+    export.save_adapter(TrainedPolicy(policy, tiny_tokenizer, settings), tmp_path / "run")
+    code, _, err = call("merge", tmp_path / "run", tmp_path / "out", "--as", "nvfp4")
+    assert code == 2 and "survives rounding" in err and not (tmp_path / "out").exists()
+    assert call("merge", tmp_path / "run", tmp_path / "out", "--as", "nvfp4", "--force")[0] == 0
+
+
+def test_push(run, server, tmp_path):  # noqa: F811
+    folder, _ = run
+    code, _, err = call("push", "adapter", folder, REPO)
+    assert code == 2 and "--base-model" in err and server.requests == []
+    assert call("merge", folder, tmp_path / "merged")[0] == 0
+    code, out, err = call("push", "merged", tmp_path / "merged", REPO, "--json")
+    assert code == 0, err
+    assert json.loads(out)["private"] is True
+    assert "(private" in err
+    assert "model.safetensors" in server.repos[REPO]["files"]
+    assert call("push", "base", tmp_path / "merged", REPO)[0] == 2
+    code, out, err = call("push", "adapter", folder, "tester/adapter", "--base-model", "someone/base", "--public")
+    assert code == 0, err
+    assert server.repos["tester/adapter"]["private"] is False
+    assert "PUBLIC" in err
+    server.fail = {".*": 403}
+    code, _, err = call("push", "merged", tmp_path / "merged", REPO)
+    assert code == 1 and "may not write" in err
+
+
+def test_push_of_a_plain_checkpoint(tiny_model_dir, server, tmp_path):  # noqa: F811
+    """A checkpoint as Trainer writes it, with files that nobody should publish."""
+    policy = make_policy(tiny_model_dir("qwen2"))
+    checkpoint_folder = tmp_path / "checkpoint-2"
+    policy.save_pretrained(checkpoint_folder)
+    (checkpoint_folder / "training_args.bin").write_bytes(b"pickle")
+    (checkpoint_folder / "optimizer.pt").write_bytes(b"large")
+    code, _, err = call("push", "adapter", checkpoint_folder, REPO, "--base-model", "someone/base")
+    assert code == 0, err
+    files = set(server.repos[REPO]["files"])
+    assert "adapter_model.safetensors" in files
+    assert not files & {"training_args.bin", "optimizer.pt"}
+
+
+def test_plan(tiny_model_dir):
+    folder = tiny_model_dir("llama")
+    code, out, _ = call("plan", folder, "--gpu-gib", 24, "--no-vllm", "--json")
+    result = json.loads(out)
+    assert code == 0 and result["fits"] is True
+    assert result["peak"] == max(result["update"], result["rollout"]) == sum(part["update"] for part in result["parts"])
+    code, out, _ = call("plan", folder, "--gpu-gib", 2, "--batch", 32)
+    assert code == 1
+    assert "does not fit into 2.0 GiB" in out and "per_device_train_batch_size" in out
+    code, out, _ = call("plan", folder, "--config", "qwen2.5-7b", "--gpu-gib", 24)
+    assert code == 0 and "128 completions run in 1 wave" in out and "optimizer, adamw_8bit" in out
+    assert call("plan", folder, "--config", "qwen9")[0] == 2
+    assert call("plan")[2].startswith("There is nothing to plan")
+    assert "--optimizer lion is none of adamw_torch" in call("plan", folder, "--optimizer", "lion")[2]
+
+
+def test_doctor(monkeypatch):
+    code, out, _ = call("doctor", "--json")
+    result = json.loads(out)
+    assert result["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]  # metadata may omit "+cu130"
+    assert code == (1 if any(problem["fatal"] for problem in result["problems"]) else 0)
+    real = doctor.importlib.metadata.version
+    monkeypatch.setattr(doctor.importlib.metadata, "version", lambda name: "0.9.0" if name == "trl" else real(name))
+    code, out, _ = call("doctor")
+    assert code == 1
+    assert "trl 0.9.0 is outside" in out and "pip install 'trl" in out
+
+
+def test_eval(run, tmp_path):
+    folder, _ = run
+    problems = tmp_path / "test.jsonl"
+    problems.write_text("\n".join(json.dumps({"question": f"{i}?", "answer": f"#### {i}"}) for i in range(5)))
+    options = [
+        "--data",
+        problems,
+        "--max-new-tokens",
+        4,
+        "--samples",
+        2,
+        "--limit",
+        3,
+        "--output",
+        tmp_path / "eval.json",
+    ]
+    code, out, err = call("eval", folder, *options, "--json")
+    assert code == 0, err
+    result = json.loads((tmp_path / "eval.json").read_text())
+    assert result["total"] == 3 and result["adapter"] is True and len(result["verdicts"]) == 3
+    assert json.loads(out)["accuracy"] == result["accuracy"]
+    code, _, err = call("eval", folder, "--protocol", "quiz")
+    assert code == 2 and "gsm8k, math500" in err
+    code, out, _ = call("eval", folder, "--harness")
+    assert code == 0 and "lm_eval run" in out
+
+
+def test_eval_of_a_quantized_folder(tiny_model_dir, tiny_tokenizer, tmp_path):
+    assert call("quantize", tiny_model_dir("qwen2"), tmp_path / "out")[0] == 0
+    tiny_tokenizer.save_pretrained(tmp_path / "out")
+    (tmp_path / "test.jsonl").write_text(json.dumps({"question": "1?", "answer": "#### 1"}))
+    code, _, err = call("eval", tmp_path / "out", "--data", tmp_path, "--max-new-tokens", 2, "--temperature", 0)
+    assert code == 0, err
+    assert (tmp_path / "out/eval-local.json").is_file()
+
+
+def test_plot(run, tmp_path):
+    pytest.importorskip("matplotlib")
+    folder, _ = run
+    code, _, err = call("plot", folder, "--output", tmp_path / "curves.png")
+    assert code == 0, err
+    assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG"
+    assert call("plot", tmp_path)[0] == 2
+
+
+def test_train_runs_the_example(monkeypatch):
+    started = []
+    monkeypatch.setattr(cli.os, "execv", lambda program, command: started.append(command))
+    call("train", "--config", "embedded", "--max_steps", "3", "--aqn", "false")
+    script, config = str(ROOT / "examples/grpo_gsm8k.py"), str(ROOT / "examples/configs/embedded.yaml")
+    assert started[0] == [sys.executable, script, "--max_steps", "3", "--aqn", "false", "--config", config]
+    call("train", "--num-processes", "2")
+    assert started[1][1:5] == ["-m", "accelerate.commands.launch", "--num_processes", "2"]
+    code, _, err = call("train", "--config", "gpt9")
+    assert code == 2 and "embedded" in err
+
+
+def test_hub_errors_are_runtime_errors():
+    assert issubclass(hub.HubError, RuntimeError)  # so that main() turns them into exit code 1

@@ -1,0 +1,183 @@
+"""Formulas against counts of real (tiny) models, and against peaks that examples/benchmarks/plan_check.py measured on a GPU."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+from transformers.cache_utils import DynamicCache
+
+from qerl_trl import NVFP4Config
+from qerl_trl.lora import register_nvfp4_lora
+from qerl_trl.memory import formulas
+from qerl_trl.memory.formulas import model_bytes
+from qerl_trl.memory.plan import plan_run
+from qerl_trl.memory.workload import Workload
+from tests.shapes import SEVEN_B, THIRTY_TWO_B, THREE_B
+from tests.tiny_models import make_tiny_config
+
+WORK = Workload(batch=2, prompt_length=16, completion_length=32, completions=4, lora_rank=4, padded=False)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "gemma3", "phi3"])
+def test_static_parts_equal_a_built_model(tiny_model_dir, family):
+    shape = formulas.shape_of(tiny_model_dir(family))
+    model = AutoModelForCausalLM.from_pretrained(
+        tiny_model_dir(family), quantization_config=NVFP4Config(), dtype="bfloat16"
+    )
+    lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    counted = model_bytes(get_peft_model(model, register_nvfp4_lora(lora)))
+    predicted = formulas.predicted_bytes(shape, WORK)
+    assert predicted.base == pytest.approx(counted.base, rel=1e-3)
+    assert (predicted.trained, predicted.trained_parameters) == (counted.trained, counted.trained_parameters)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma3"])
+def test_kv_cache_equals_a_filled_one(tiny_model_dir, family):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir(family), dtype=torch.bfloat16)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(torch.ones(3, 20, dtype=torch.long), past_key_values=cache)
+    held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    assert formulas.kv_bytes(formulas.shape_of(tiny_model_dir(family)), 3, 20) == held
+
+
+def test_layer_activations_are_what_autograd_saves(tiny_model_dir):
+    """Bytes that one decoder layer's graph keeps under bf16 autocast, counted by saved-tensor hooks."""
+    model = AutoModelForCausalLM.from_pretrained(
+        tiny_model_dir("llama"), quantization_config=NVFP4Config(), dtype="bfloat16"
+    )
+    model = get_peft_model(
+        model, register_nvfp4_lora(LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+    )
+    frozen = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    saved: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in frozen:
+            saved[storage.data_ptr()] = storage
+        return tensor
+
+    def kept(layers):
+        saved.clear()
+        ids = torch.randint(5, 300, (WORK.batch, WORK.length))
+        hidden = model.get_input_embeddings()(ids).requires_grad_()
+        inner = model.get_base_model().model
+        all_layers, inner.layers = inner.layers, inner.layers[:layers]
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), torch.autocast("cpu", torch.bfloat16):
+            inner(inputs_embeds=hidden)
+        inner.layers = all_layers
+        return sum(storage.nbytes() for storage in saved.values())
+
+    shape = formulas.shape_of(tiny_model_dir("llama"))
+    measured = kept(2) - kept(1)
+    assert formulas.layer_activation_bytes(shape, WORK) == pytest.approx(measured, rel=0.15)
+
+
+def test_shared_storage_counts_once(tiny_model_dir):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir("qwen2"), quantization_config=NVFP4Config())
+    policy = get_peft_model(model, register_nvfp4_lora(LoraConfig(r=4, target_modules="all-linear")))
+    trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
+    frozen = sum(p.numel() * p.element_size() for p in policy.parameters() if not p.requires_grad)
+    # q/k/v and gate/up are row slices of one storage
+    assert model_bytes(policy) == formulas.ModelBytes(frozen, 4 * trained, trained)
+
+
+def test_a_fully_trained_model_has_no_frozen_base(tiny_model_dir):
+    shape = formulas.shape_of(tiny_model_dir("qwen2"))
+    counted = model_bytes(AutoModelForCausalLM.from_pretrained(tiny_model_dir("qwen2"), dtype="float32"))
+    work = dataclasses.replace(WORK, base_format="full", dtype_bytes=4)
+    assert formulas.predicted_bytes(shape, work) == counted
+
+
+def test_seven_billion_parameters():
+    shape = formulas.shape_of(SEVEN_B)
+    assert shape.parameters == pytest.approx(7.6156e9, rel=1e-4)
+    assert formulas.base_bytes(shape) == pytest.approx(5.85e9, rel=0.01)
+    assert formulas.base_bytes(shape, "bf16") == pytest.approx(15.23e9, rel=0.01)
+    assert formulas.adapter_parameters(shape, 32) == 80740352
+
+
+def test_reading_a_shape_needs_no_weights_and_leaves_the_config_alone(tmp_path):
+    config = make_tiny_config("llama")
+    config.save_pretrained(tmp_path)
+    assert formulas.shape_of(tmp_path).layers == 2
+    config.quantization_config = {"quant_method": "qerl_nvfp4"}
+    assert formulas.shape_of(config) == formulas.shape_of(tmp_path)
+    assert config.quantization_config == {"quant_method": "qerl_nvfp4"}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "per_parameter"),
+    [
+        ("adamw_torch_fused", 8.0),
+        ("adamw_8bit", 2.04),
+        ("paged_adamw_8bit", 2.04),
+        ("paged_adamw_32bit", 8.0),
+        ("adamw_bnb_8bit", 2.04),
+        ("lion_8bit", 1.02),
+        ("ademamix", 12.0),
+        ("sgd", 0.0),
+        ("rmsprop", 4.0),
+        ("one_that_is_not_known", 8.0),
+    ],
+)
+def test_optimizer_state_follows_the_optimizer(optimizer, per_parameter):
+    model = formulas.ModelBytes(base=7, trained=4_000_000, trained_parameters=1_000_000)
+    assert formulas.optimizer_bytes(optimizer, model) == round(per_parameter * 1_000_000)
+
+
+def test_adam_on_bf16_weights_keeps_bf16_moments():
+    assert formulas.optimizer_bytes("adamw_torch_fused", formulas.ModelBytes(0, 2000, 1000)) == 4000
+
+
+MEASURED = [
+    row
+    for row in json.loads((Path(__file__).parents[2] / "examples/benchmarks/results/memory_h200.json").read_text())[
+        "memory"
+    ]
+    if "measured_gib" in row
+]
+
+
+@pytest.mark.parametrize("row", MEASURED, ids=lambda row: row["name"])
+def test_peaks_measured_on_a_gpu_are_planned_from_zero_to_ten_percent_above(row):
+    """What a whole process took of the GPU, by NVML. `CONTEXT_BYTES` was set by these runs; nothing else was."""
+    shape = formulas.shape_of({"3b": THREE_B, "7b": SEVEN_B, "32b": THIRTY_TWO_B}[row["shape"]])
+    planned = plan_run(shape, Workload(**row["workload"]), None).peak
+    assert 1.0 <= planned / 2**30 / row["measured_gib"] <= 1.1
+
+
+def test_a_mask_costs_memory_that_grows_with_the_square_of_the_length():
+    plain = Workload(batch=4, prompt_length=512, completion_length=3584, padded=False)
+    padded, longer = (dataclasses.replace(plain, padded=True, completion_length=length) for length in (3584, 7680))
+    assert formulas.mask_bytes(plain) == 0
+    assert formulas.mask_bytes(padded) == 4 * 4096**2
+    assert formulas.mask_bytes(longer) == 4 * formulas.mask_bytes(padded)
+    assert formulas.mask_bytes(dataclasses.replace(padded, completion_length=3585)) > 3 * 4 * 4096**2
+    shape = formulas.shape_of(SEVEN_B)
+    assert formulas.update_bytes(shape, padded) > formulas.update_bytes(shape, plain)
+    flash = dataclasses.replace(padded, attention="flash")
+    assert formulas.update_bytes(shape, flash) == formulas.update_bytes(shape, plain)
+
+
+def test_an_engine_that_shares_weights_copies_nothing_and_one_per_rank_copies_its_part():
+    shape, work = formulas.shape_of(THREE_B), Workload(rollout="colocate")
+    assert formulas.engine_copy_bytes(shape, work) == 0
+    alone = formulas.engine_copy_bytes(shape, dataclasses.replace(work, share_weights=False))
+    assert alone == formulas.base_bytes(shape)
+    assert formulas.engine_copy_bytes(shape, dataclasses.replace(work, tensor_parallel=2)) == alone // 2
+    full = dataclasses.replace(work, base_format="full")
+    assert formulas.engine_copy_bytes(shape, full) == 2 * shape.parameters
+
+
+def test_the_engines_cache_is_what_vllm_allocates_for_whole_blocks():
+    shape, work = formulas.shape_of(SEVEN_B), Workload(prompt_length=100, completion_length=101)
+    block = 2 * 2 * 4 * 128 * 28 * 16
+    assert formulas.engine_kv_bytes(shape, work, 3) == (3 * 13 + 1) * block
+    assert formulas.engine_kv_bytes(shape, dataclasses.replace(work, tensor_parallel=4), 3) == (3 * 13 + 1) * block // 4
+    assert formulas.engine_kv_bytes(shape, dataclasses.replace(work, kv_dtype_bytes=1), 3) == (3 * 13 + 1) * block // 2

@@ -1,0 +1,426 @@
+"""The noise itself and how it is laid over live norms: exact values, exact restoration, gradients, wrappers."""
+
+import copy
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM, PhiConfig
+
+from qerl_trl.noise.hooks import NoiseDraw, NormNoise, standard_noise
+from qerl_trl.noise.norms import find_noisy_norms
+from tests.tiny_models import FAMILIES, make_tiny_model
+
+DRAW = NoiseDraw(sigma=0.05, seed=1, step=2, generation=3)
+IDS = torch.arange(2, 34).reshape(2, 16)
+
+
+@pytest.fixture
+def noisy():
+    """`noisy(model, draw)`: the noise on a model, taken off again after the test."""
+    made = []
+
+    def make(model, draw=DRAW):
+        noise = NormNoise(find_noisy_norms(model))
+        made.append(noise)
+        noise.set(draw)
+        return noise
+
+    yield make
+    for noise in made:
+        noise.remove()
+
+
+@torch.no_grad()
+def written(model: nn.Module, draw: NoiseDraw = DRAW) -> nn.Module:
+    """Reference: a copy of the model with the noise written into its norm weights."""
+    model = copy.deepcopy(model)
+    for name, norm in find_noisy_norms(model).items():
+        unit = standard_noise(draw.seed, draw.step, draw.generation, name, norm.weight.numel())
+        norm.weight.add_(unit * draw.sigma)
+    return model
+
+
+@torch.no_grad()
+def logits(model: nn.Module) -> torch.Tensor:
+    return model(input_ids=IDS, use_cache=False).logits
+
+
+# ------------------------------------------------------------------------------------------------------ standard_noise
+
+
+def test_values_are_pinned_for_ever():
+    """Other versions, machines and processes must agree: a change here breaks resuming and vLLM workers."""
+    noise = standard_noise(0, 7, 1, "model.layers.0.input_layernorm", 5)
+    assert noise.dtype == torch.float32
+    assert noise.device.type == "cpu"
+    assert [value.hex() for value in noise.tolist()] == PINNED
+
+
+PINNED = [
+    "0x1.0bae7a0000000p+0",
+    "0x1.9175040000000p-7",
+    "0x1.d104fa0000000p-2",
+    "-0x1.7675bc0000000p-2",
+    "-0x1.57a79e0000000p-1",
+]
+
+
+def test_another_process_draws_the_same():
+    code = (
+        "from qerl_trl.noise.hooks import standard_noise as s; import torch; torch.manual_seed(9); torch.randn(3);"
+        "print([v.hex() for v in s(0, 7, 1, 'model.layers.0.input_layernorm', 5).tolist()])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == str(PINNED)
+
+
+def test_no_global_random_state_is_used():
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    standard_noise(0, 0, 0, "a", 100)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_unit_normal_and_independent_of_each_part_of_the_key():
+    n = 100_000
+    keys = [
+        (0, 0, 0, "a"),
+        (1, 0, 0, "a"),
+        (0, 1, 0, "a"),
+        (0, 0, 1, "a"),
+        (0, 0, 0, "b"),
+        (0, 11, 0, "a"),
+        (0, 1, 1, "a"),
+    ]
+    z = torch.stack([standard_noise(*key, n) for key in keys]).double()
+    assert z.mean(1).abs().max() < 5 / math.sqrt(n)
+    assert (z.std(1) - 1).abs().max() < 5 / math.sqrt(2 * n)
+    assert (z.pow(4).mean(1) - 3).abs().max() < 5 * math.sqrt(96 / n)
+    correlation = torch.corrcoef(z) - torch.eye(len(keys), dtype=torch.float64)
+    assert correlation.abs().max() < 5 / math.sqrt(n)
+
+
+def test_a_shorter_norm_is_a_prefix():
+    assert torch.equal(standard_noise(0, 0, 0, "a", 10), standard_noise(0, 0, 0, "a", 101)[:10])
+
+
+# ------------------------------------------------------------------------------------------------------------- values
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_equals_the_noise_written_into_the_weights(family, noisy):
+    model = make_tiny_model(family, dtype=torch.float32)
+    clean, expected = logits(model), logits(written(model))
+    noise = noisy(model)
+    with noise.active():
+        assert torch.equal(logits(model), expected)
+    assert (expected - clean).abs().max() > 1e-2  # or the line above would compare nothing
+    assert torch.equal(logits(model), clean)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("sigma", [1e-2, 5e-4, 1e-4])
+def test_sigma_effective_equals_sigma_in_bf16(family, sigma, noisy):
+    model = make_tiny_model(family, dtype=torch.bfloat16)
+    noise = noisy(model, NoiseDraw(sigma, 1, 2, 3))
+    assert noise.sigma_effective() is None
+    with noise.active():
+        assert logits(model).dtype == torch.bfloat16
+    assert noise.landed == 4
+    drawn = (
+        torch.cat([standard_noise(1, 2, 3, name, 128) for name in noise.norms]).square().mean().sqrt().item() * sigma
+    )
+    assert noise.sigma_effective() == pytest.approx(drawn, rel=1e-3)
+    assert noise.sigma_effective() == pytest.approx(sigma, rel=5 / math.sqrt(2 * 4 * 128))
+
+
+def test_bf16_weights_would_have_swallowed_it():
+    """Why the noisy weight is fp32: FACTS, 5e-4 lands as a twentieth of itself near 1."""
+    weight = torch.linspace(1, 2, 10_000).bfloat16()
+    noise = standard_noise(0, 0, 0, "a", 10_000) * 5e-4
+    landed = (weight.float() + noise).bfloat16().float() - weight.float()
+    assert landed.square().mean().sqrt() < 5e-5
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma2"])
+def test_bf16_norm_computes_with_the_fp32_weight(family, noisy):
+    model = make_tiny_model(family, dtype=torch.bfloat16)
+    noise = noisy(model, NoiseDraw(5e-4, 1, 2, 3))
+    name, norm = next(iter(noise.norms.items()))
+    hidden = torch.randn(3, 128).bfloat16()
+    with noise.active(), torch.no_grad():
+        out = norm(hidden)
+    weight = norm.weight.detach().float() + standard_noise(1, 2, 3, name, 128) * 5e-4
+    x = hidden.float()
+    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+    expected = x.bfloat16() * weight if family == "qwen2" else x * (1 + weight)
+    assert torch.equal(out, expected.bfloat16())
+    assert not torch.equal(out, norm(hidden))
+
+
+@pytest.mark.parametrize(("kind", "keyword"), [(nn.RMSNorm, "x"), (nn.LayerNorm, "input")], ids=["rms", "layer"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_norms_of_torch(kind, keyword, dtype):
+    torch.manual_seed(0)
+    norm = kind(256).to(dtype)
+    with torch.no_grad():
+        for parameter in norm.parameters():
+            parameter.normal_(1.0, 0.1)
+    hidden = torch.randn(4, 256, dtype=dtype)
+    noise = NormNoise({"norm": norm})
+    noise.set(NoiseDraw(1e-3, 0, 0, 0))
+    with noise.active(), torch.no_grad():
+        out, by_keyword = norm(hidden), norm(**{keyword: hidden})
+    reference = copy.deepcopy(norm).float()
+    with torch.no_grad():
+        reference.weight.add_(standard_noise(0, 0, 0, "norm", 256) * 1e-3)
+        expected = reference(hidden.float()).to(dtype)
+    assert out.dtype == by_keyword.dtype == dtype
+    assert torch.equal(out, expected)
+    assert torch.equal(by_keyword, expected)
+    assert noise.sigma_effective() == pytest.approx(1e-3, rel=0.2)
+    assert {parameter.dtype for parameter in norm.parameters()} == {dtype}
+    noise.remove()
+
+
+def test_a_layer_norm_model(noisy):
+    config = PhiConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, pad_token_id=0
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    noise = noisy(model)
+    clean = logits(model)
+    with noise.active():
+        assert not torch.equal(logits(model), clean)
+    assert torch.equal(logits(model), clean)
+
+
+# ------------------------------------------------------------------------------------------------- clean when it is off
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sigma_0_is_no_noise_bit_for_bit(dtype, noisy):
+    model = make_tiny_model("qwen2", dtype=dtype)
+    clean = logits(model)
+    noise = noisy(model, NoiseDraw(0.0, 1, 2, 3))
+    with noise.active():
+        assert torch.equal(logits(model), clean)
+    assert noise.sigma_effective() == 0.0
+    assert noise.landed == 0
+
+
+def test_state_dict_is_clean_while_active(noisy):
+    model = make_tiny_model("qwen2")
+    before = copy.deepcopy(model.state_dict())
+    identities = {name: id(parameter) for name, parameter in model.named_parameters()}
+    inside = []
+
+    def look(module, args):  # in the middle of the layer, after a noisy norm
+        inside.append({name: value.clone() for name, value in model.state_dict().items()})
+
+    handle = model.get_submodule("model.layers.1.mlp").register_forward_pre_hook(look)
+    with noisy(model).active():
+        logits(model)
+    handle.remove()
+    for state in (*inside, model.state_dict()):
+        assert list(state) == list(before)
+        assert all(torch.equal(state[name], before[name]) for name in before)
+    assert {name: id(parameter) for name, parameter in model.named_parameters()} == identities
+
+
+def test_a_failing_forward_puts_the_parameter_back(noisy):
+    model = make_tiny_model("qwen2")
+    noise = noisy(model)
+    norm = next(iter(noise.norms.values()))
+    weight = norm.weight
+    with noise.active(), pytest.raises(RuntimeError, match="size"):
+        norm(torch.zeros(2, 77, dtype=torch.bfloat16))
+    assert norm.weight is weight
+    assert norm._parameters["weight"] is weight
+
+
+def test_noise_in_training_acts_only_in_training_mode(noisy):
+    model = make_tiny_model("qwen2", dtype=torch.float32)
+    clean, expected = logits(model), logits(written(model))
+    noise = noisy(model)
+    noise.in_training = True
+    assert torch.equal(logits(model.train()), expected)
+    assert torch.equal(logits(model.eval()), clean)
+    noise.in_training = False
+    assert torch.equal(logits(model.train()), clean)
+
+
+def test_a_new_draw_replaces_the_old_one(noisy):
+    model = make_tiny_model("qwen2", dtype=torch.float32)
+    noise = noisy(model)
+    with noise.active():
+        logits(model)
+        noise.set(DRAW._replace(generation=4))
+        assert torch.equal(logits(model), logits(written(model, DRAW._replace(generation=4))))
+
+
+def test_a_changed_weight_is_seen_under_the_same_draw(noisy):
+    """Frozen sums are kept between forwards; loading other weights must not be missed."""
+    model = make_tiny_model("qwen2", dtype=torch.float32).requires_grad_(False)
+    noise = noisy(model)
+    with noise.active():
+        logits(model)
+        model.load_state_dict(make_tiny_model("qwen2", seed=5, dtype=torch.float32).state_dict())
+        assert torch.equal(logits(model), logits(written(model)))
+
+
+def test_a_copy_of_the_model_stays_clean(noisy):
+    model = make_tiny_model("qwen2")
+    clean = logits(model)
+    noise = noisy(model)
+    duplicate = copy.deepcopy(model)
+    with noise.active():
+        assert torch.equal(logits(duplicate), clean)
+        assert not torch.equal(logits(model), clean)
+
+
+def test_removed_means_as_before():
+    model = make_tiny_model("qwen2")
+    noise = NormNoise(find_noisy_norms(model))
+    noise.set(DRAW)
+    noise.in_training = True
+    noise.remove()
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    NormNoise(find_noisy_norms(model)).remove()
+
+
+# -------------------------------------------------------------------------------------------------------------- errors
+
+
+def test_two_noises_on_one_norm_are_refused(noisy):
+    model = make_tiny_model("qwen2")
+    noisy(model)
+    with pytest.raises(ValueError, match=r"model\.layers\.0\.input_layernorm.*already carries"):
+        NormNoise(find_noisy_norms(model))
+
+
+def test_no_norm_is_refused():
+    with pytest.raises(ValueError, match="no norm to put noise on"):
+        NormNoise({})
+
+
+@pytest.mark.parametrize("sigma", [-1e-3, math.nan, math.inf])
+def test_impossible_sigma_is_refused(sigma, noisy):
+    with pytest.raises(ValueError, match=f"sigma={sigma}"):
+        noisy(make_tiny_model("qwen2"), DRAW._replace(sigma=sigma))
+
+
+# ----------------------------------------------------------------------------------------------------------- gradients
+
+
+def adapted(trained_norms: bool) -> nn.Module:
+    """LoRA on every linear layer with B != 0, in training mode, norms trainable if asked."""
+    torch.manual_seed(0)
+    model = make_tiny_model("qwen2", dtype=torch.float32)
+    saved = ["input_layernorm", "post_attention_layernorm"] if trained_norms else None
+    config = LoraConfig(r=4, target_modules="all-linear", modules_to_save=saved, init_lora_weights=False)
+    return get_peft_model(model, config).train()
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+@pytest.mark.parametrize("checkpointing", [None, "reentrant", "non-reentrant"])
+@pytest.mark.parametrize("trained_norms", [False, True], ids=["frozen-norms", "trained-norms"])
+def test_gradients_are_those_of_the_noisy_model(trained_norms, checkpointing, noisy):
+    model = adapted(trained_norms)
+    expected = gradients(written(model))
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})
+        model.enable_input_require_grads()
+    noise = noisy(model)
+    noise.in_training = True
+    found = gradients(model)
+    assert found.keys() == expected.keys()
+    assert any("layernorm" in name for name in found) == trained_norms
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=1e-7, msg=name)
+    assert noise.landed == 4
+
+
+def test_a_trained_norm_sees_its_own_updates(noisy):
+    model = adapted(trained_norms=True)
+    noise = noisy(model)
+    optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.1)
+    with noise.active():
+        logits(model)
+        gradients(model)
+        optimizer.step()
+        assert torch.equal(logits(model), logits(written(model)))
+
+
+# ------------------------------------------------------------------------------------------------------------ wrappers
+
+
+@pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
+def test_compiled_model_switches_without_compiling_again(trained, noisy):
+    import torch._dynamo.utils as dynamo
+
+    torch._dynamo.reset()
+    dynamo.counters.clear()
+    model = make_tiny_model("qwen2", dtype=torch.float32, num_hidden_layers=1).requires_grad_(trained)
+    clean = logits(model)
+    compiled = torch.compile(model, backend="eager")
+    noise = noisy(model)
+    for generation in range(3):
+        draw = DRAW._replace(generation=generation)
+        noise.set(draw)
+        with noise.active():
+            torch.testing.assert_close(logits(compiled), logits(written(model, draw)), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(logits(compiled), clean, rtol=1e-5, atol=1e-6)
+    assert not dynamo.counters["graph_break"]
+    assert dynamo.counters["stats"]["unique_graphs"] <= 3  # clean, noisy while measuring, noisy
+
+
+@pytest.fixture
+def one_process_group(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("sharded_norms", [False, True], ids=["layer", "norm-itself"])
+@pytest.mark.parametrize("hooks", ["before", "after"])
+def test_fsdp2(hooks, sharded_norms, one_process_group, noisy):
+    model = make_tiny_model("qwen2", dtype=torch.float32).train()
+    expected = gradients(written(model))
+    clean = logits(copy.deepcopy(model))
+    noise = noisy(model) if hooks == "before" else None
+    for layer in model.model.layers:
+        if sharded_norms:
+            fully_shard(layer.input_layernorm)
+        fully_shard(layer)
+    fully_shard(model)
+    noise = noise or noisy(model)
+    noise.in_training = True
+    found = gradients(model)
+    assert found.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(found[name].full_tensor(), expected[name], rtol=1e-4, atol=1e-6, msg=name)
+    noise.in_training = False
+    assert torch.equal(logits(model), clean)
+
+
+def test_distributed_data_parallel(one_process_group, noisy):
+    model = make_tiny_model("qwen2", dtype=torch.float32).train()
+    expected = gradients(written(model))
+    parallel = nn.parallel.DistributedDataParallel(model)
+    noise = noisy(parallel)
+    noise.in_training = True
+    found = gradients(parallel)
+    for name in expected:
+        torch.testing.assert_close(found[f"module.{name}"], expected[name], rtol=1e-5, atol=1e-7, msg=name)

@@ -1,0 +1,130 @@
+"""Which norms are found, on which models, and that looking leaves no trace."""
+
+import copy
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import AutoModelForCausalLM, Olmo2Config, T5Config, T5ForConditionalGeneration
+
+from qerl_trl.names import canonical_name
+from qerl_trl.noise.norms import find_noisy_norms
+from qerl_trl.nvfp4.linear import NVFP4Linear
+from tests.tiny_models import FAMILIES, make_tiny_model
+
+SECOND_NORM = dict.fromkeys(FAMILIES, "post_attention_layernorm") | {
+    "gemma2": "pre_feedforward_layernorm",
+    "gemma3": "pre_feedforward_layernorm",
+}
+
+
+def expected_names(family: str, layers: int = 2) -> list[str]:
+    return [
+        f"model.layers.{layer}.{norm}" for layer in range(layers) for norm in ("input_layernorm", SECOND_NORM[family])
+    ]
+
+
+@pytest.mark.parametrize(
+    ("wrapped", "canonical"),
+    [
+        ("model.layers.3.input_layernorm", "model.layers.3.input_layernorm"),
+        ("base_model.model.model.layers.3.input_layernorm", "model.layers.3.input_layernorm"),
+        ("module.base_model.model.model.norm", "model.norm"),
+        ("_orig_mod.module._fsdp_wrapped_module.model.norm", "model.norm"),
+        ("base_model.model.model.layers.0.input_layernorm.modules_to_save.default", "model.layers.0.input_layernorm"),
+        ("base_model.model.model.layers.0.input_layernorm.original_module", "model.layers.0.input_layernorm"),
+        (
+            "model.layers.0._checkpoint_wrapped_module.mlp.up_proj.base_layer.weight",
+            "model.layers.0.mlp.up_proj.weight",
+        ),
+        ("model.layers.1._orig_mod.mlp", "model.layers.1.mlp"),
+        ("model.base_layernorm.weight", "model.base_layernorm.weight"),
+    ],
+)
+def test_canonical_name(wrapped, canonical):
+    assert canonical_name(wrapped) == canonical
+    assert canonical_name(canonical) == canonical
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_norms_that_feed_linears(family):
+    model = make_tiny_model(family)
+    found = find_noisy_norms(model)
+    assert list(found) == expected_names(family)
+    assert all(found[name] is model.get_submodule(name) for name in found)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+@pytest.mark.parametrize("wrapping", ["lora", "modules_to_save", "data_parallel", "compiled", "checkpointing", "nvfp4"])
+def test_same_names_whatever_wraps_the_model(family, wrapping):
+    model = make_tiny_model(family)
+    trained = None
+    if wrapping == "lora":
+        model = get_peft_model(model, LoraConfig(target_modules="all-linear"))
+    elif wrapping == "modules_to_save":
+        trained = ["input_layernorm", SECOND_NORM[family]]
+        model = get_peft_model(model, LoraConfig(target_modules=["q_proj"], modules_to_save=trained))
+    elif wrapping == "data_parallel":
+        model = nn.DataParallel(model)  # the layout of DistributedDataParallel: everything under `module`
+    elif wrapping == "compiled":
+        model = torch.compile(model, backend="eager")
+    elif wrapping == "checkpointing":
+        model.train().gradient_checkpointing_enable()
+    else:
+        for name, module in list(model.named_modules()):
+            if isinstance(module, nn.Linear) and name != "lm_head":
+                model.set_submodule(name, NVFP4Linear.from_linear(module))
+    found = find_noisy_norms(model)
+    assert list(found) == expected_names(family)
+    if trained:  # the copy that is trained and used, not the frozen original
+        assert all(module.weight.requires_grad for module in found.values())
+
+
+def test_looking_leaves_no_trace():
+    model = get_peft_model(make_tiny_model("qwen2"), LoraConfig(target_modules="all-linear", lora_dropout=0.5))
+    model.train()
+    frozen_part = model.get_submodule("base_model.model.model.layers.0.mlp").eval()  # mixed flags must survive
+    flags = {name: module.training for name, module in model.named_modules()}
+    state = copy.deepcopy(model.state_dict())
+    torch.manual_seed(3)
+    random_state = torch.get_rng_state()
+    find_noisy_norms(model)
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert {name: module.training for name, module in model.named_modules()} == flags
+    assert not frozen_part.training
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_post_norm_model_is_refused_by_name():
+    config = Olmo2Config(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, pad_token_id=0
+    )
+    with pytest.raises(ValueError, match=r"Olmo2ForCausalLM has no norm .*Olmo2RMSNorm.*aqn=False"):
+        find_noisy_norms(AutoModelForCausalLM.from_config(config))
+
+
+def test_model_without_norms_is_refused():
+    with pytest.raises(ValueError, match=r"Sequential has no norm .*seen: none"):
+        find_noisy_norms(nn.Sequential(nn.Linear(4, 4)))
+
+
+def test_model_that_needs_other_inputs():
+    config = T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4, decoder_start_token_id=0)
+    model = T5ForConditionalGeneration(config)
+    with pytest.raises(RuntimeError, match=r"T5ForConditionalGeneration .*input_ids of shape \(1, 4\).*inputs=\{"):
+        find_noisy_norms(model)
+    ids = torch.ones(1, 4, dtype=torch.long)
+    found = find_noisy_norms(model, inputs={"input_ids": ids, "decoder_input_ids": ids})
+    assert "encoder.block.0.layer.0.layer_norm" in found
+    assert "decoder.final_layer_norm" not in found
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_unloaded_model_is_refused():
+    with torch.device("meta"):
+        model = make_tiny_model("qwen2")
+    with pytest.raises(ValueError, match="meta device"):
+        find_noisy_norms(model)

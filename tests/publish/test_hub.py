@@ -1,0 +1,268 @@
+"""Publishing against a stand-in Hub on 127.0.0.1: create, LFS preupload, commit, refusals, dropped connections. Never the network."""
+
+import json
+import logging
+import types
+
+import huggingface_hub
+import pytest
+import torch
+from huggingface_hub import constants
+from transformers import AutoModelForCausalLM
+
+from qerl_trl import checkpoint
+from qerl_trl.publish import cards, export, hub
+from qerl_trl.publish.run import TrainedPolicy
+from tests.hub_server import TOKEN, StandInHub
+from tests.publish.test_export import make_policy
+
+REPO = "tester/model"
+
+
+@pytest.fixture
+def server(monkeypatch, tmp_path):
+    stand_in = StandInHub()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # large files as LFS, whose protocol the stand-in speaks
+    monkeypatch.setattr(constants, "ENDPOINT", stand_in.endpoint)
+    monkeypatch.setattr(
+        constants, "HUGGINGFACE_CO_URL_TEMPLATE", stand_in.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+    )
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub-cache"))
+    monkeypatch.setattr(hub, "get_token", lambda: TOKEN)
+    monkeypatch.setattr(hub, "HfApi", lambda token: huggingface_hub.HfApi(endpoint=stand_in.endpoint, token=token))
+    monkeypatch.setattr(hub, "_WAIT_SECONDS", 0.01)
+    huggingface_hub.close_session()
+    yield stand_in
+    huggingface_hub.close_session()
+    stand_in.close()
+
+
+@pytest.fixture(autouse=True)
+def no_token_anywhere(capsys, caplog):
+    """Whatever a test makes the code say, the token is not in it."""
+    caplog.set_level(logging.DEBUG)
+    yield
+    printed = capsys.readouterr()
+    assert TOKEN not in printed.out + printed.err
+    assert TOKEN not in caplog.text
+
+
+@pytest.fixture(scope="module")
+def exported(tiny_model_dir, tiny_tokenizer, tmp_path_factory):
+    """Folders with the three kinds of export, made once."""
+    root = tmp_path_factory.mktemp("exports")
+    policy = make_policy(tiny_model_dir("llama"), dtype="bfloat16")
+    trained = TrainedPolicy(
+        policy, tiny_tokenizer, {"base_format": "nvfp4", "model": "someone/base", "scale_rule": "rtn"}
+    )
+    facts = {"kind": "adapter", "settings": trained.settings, "dataset": None}
+    export.save_adapter(trained, root / "adapter", card=lambda folder, record: cards.write(folder, facts, record))
+    export.save_merged(
+        trained,
+        root / "merged",
+        max_shard_bytes=200_000,
+        card=lambda folder, record: cards.write(folder, facts, record),
+    )
+    export.save_base(trained, root / "base", card=lambda folder, record: cards.write(folder, facts, record))
+    return root
+
+
+@pytest.mark.parametrize("kind", ["adapter", "merged", "base"])
+def test_what_is_published_is_the_folder_privately_and_announced(server, exported, tmp_path, kind):
+    told = []
+    base = "someone/base" if kind == "adapter" else None
+    url = hub.push_folder(exported / kind, REPO, base_model=base, notify=told.append)
+    assert told[0] == f"Publishing to {server.endpoint}/{REPO} (private: only you and your organization)"
+    assert url.startswith(f"{server.endpoint}/{REPO}/commit/")
+    repo = server.repos[REPO]
+    assert repo["private"] is True
+    assert len(repo["commits"]) == 1
+    for path in (exported / kind).iterdir():
+        if path.name not in ("README.md", "adapter_config.json"):
+            assert repo["files"][path.name] == path.read_bytes(), path.name
+    assert f"# {REPO.split('/')[1]}" in server.text(REPO)["README.md"]
+    assert REPO in server.text(REPO)["README.md"]
+    downloaded = tmp_path / "downloaded"
+    downloaded.mkdir()
+    for name, data in repo["files"].items():
+        (downloaded / name).write_bytes(data)
+    if kind == "merged":
+        model = AutoModelForCausalLM.from_pretrained(downloaded, dtype=torch.bfloat16)
+        assert model.config.num_hidden_layers == 2
+
+
+def test_the_announcement_comes_before_any_request(server, exported):
+    def notify(text):
+        if text.startswith("Publishing"):
+            assert server.requests == []
+
+    hub.push_folder(exported / "base", REPO, notify=notify)
+    assert server.requests[0] == "POST /api/repos/create"
+
+
+def test_uploading_again_changes_nothing(server, exported):
+    hub.push_folder(exported / "merged", REPO)
+    uploads = sum(server.uploads.values())
+    url = hub.push_folder(exported / "merged", REPO)
+    assert sum(server.uploads.values()) == uploads
+    assert len(server.repos[REPO]["commits"]) == 1
+    assert url.endswith(f"{1:040x}")
+
+
+def test_an_update_removes_stale_shards(server, exported, tiny_model_dir, tiny_tokenizer, tmp_path):
+    hub.push_folder(exported / "merged", REPO)
+    old = {name for name in server.repos[REPO]["files"] if name.endswith(".safetensors")}
+    assert len(old) > 3
+    policy = make_policy(tiny_model_dir("llama"), dtype="bfloat16", size=0.02)
+    trained = TrainedPolicy(policy, tiny_tokenizer, {"base_format": "nvfp4", "model": "someone/base"})
+    export.save_merged(trained, tmp_path / "merged")
+    hub.push_folder(tmp_path / "merged", REPO)
+    assert {name for name in server.repos[REPO]["files"] if "safetensors" in name} == {"model.safetensors"}
+    assert len(server.repos[REPO]["commits"]) == 2
+
+
+def test_dropped_connections_are_retried(server, exported):
+    server.drop_uploads, server.drop_commits = 2, 1
+    hub.push_folder(exported / "base", REPO)
+    assert len(server.repos[REPO]["commits"]) == 1
+    assert server.repos[REPO]["files"]["model.safetensors"] == (exported / "base/model.safetensors").read_bytes()
+
+
+def test_an_interrupted_upload_leaves_nothing_and_goes_on_where_it_was(server, exported):
+    server.fail = {r"POST /api/models/.*/commit/.*": 503}
+    with pytest.raises(hub.HubError, match="answered 503"):
+        hub.push_folder(exported / "merged", REPO)
+    assert set(server.repos[REPO]["files"]) == {".gitattributes"}
+    sent = dict(server.uploads)
+    assert sent
+    server.fail = {}
+    hub.push_folder(exported / "merged", REPO)
+    assert dict(server.uploads) == sent  # not one large file was sent twice
+    assert len(server.repos[REPO]["commits"]) == 1
+
+
+def test_no_network(server, exported):
+    server.close()
+    with pytest.raises(hub.HubError, match="connection to the Hub failed") as error:
+        hub.push_folder(exported / "base", REPO)
+    assert "Run the same command again" in str(error.value)
+    assert error.value.__cause__ is None
+
+
+def test_offline_mode(server, exported, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(hub.HubError, match="offline mode"):
+        hub.push_folder(exported / "base", REPO)
+    assert server.requests == []
+
+
+def test_missing_token(server, exported, monkeypatch, capsys):
+    monkeypatch.setattr(hub, "get_token", lambda: None)
+    with pytest.raises(hub.HubError, match="no Hub token"):
+        hub.push_folder(exported / "base", REPO)
+    assert server.requests == []
+    assert capsys.readouterr().out.startswith("Publishing to")
+
+
+def test_refused_token(server, exported):
+    with pytest.raises(hub.HubError, match="refused the token"):
+        hub.push_folder(exported / "base", REPO, token="hf_wrong")
+    assert server.repos == {}
+
+
+def test_a_foreign_namespace(server, exported):
+    with pytest.raises(hub.HubError, match="may not write to stranger/model"):
+        hub.push_folder(exported / "base", "stranger/model")
+    assert server.repos == {}
+
+
+def test_the_token_is_removed_from_the_servers_own_words(server, exported):
+    server.fail = {r"POST /api/repos/create": 418}  # its answer quotes the Authorization header
+    with pytest.raises(hub.HubError) as error:
+        hub.push_folder(exported / "base", REPO)
+    assert "418" in str(error.value)
+    assert TOKEN not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("exists_private", "asked_private", "message"), [(False, True, "is PUBLIC"), (True, False, "is private")]
+)
+def test_visibility_of_an_existing_repository_is_never_a_surprise(
+    server, exported, exists_private, asked_private, message
+):
+    server.put(REPO, private=exists_private)
+    with pytest.raises(hub.HubError, match=message):
+        hub.push_folder(exported / "base", REPO, private=asked_private)
+    assert set(server.repos[REPO]["files"]) == {".gitattributes"}
+
+
+def test_public_on_purpose(server, exported):
+    told = []
+    hub.push_folder(exported / "base", REPO, private=False, notify=told.append)
+    assert "PUBLIC" in told[0]
+    assert server.repos[REPO]["private"] is False
+
+
+def test_other_content_is_refused_unless_forced(server, exported):
+    server.put(REPO, **{"config.json": b"{}", "notes.txt": b"mine"})
+    with pytest.raises(hub.HubError, match="already contains other files"):
+        hub.push_folder(exported / "base", REPO)
+    assert server.repos[REPO]["files"]["config.json"] == b"{}"
+    assert not server.uploads
+    hub.push_folder(exported / "base", REPO, force=True)
+    assert server.repos[REPO]["files"]["notes.txt"] == b"mine"
+
+
+def test_another_kind_of_export_is_refused(server, exported):
+    hub.push_folder(exported / "base", REPO)
+    with pytest.raises(hub.HubError, match="already contains a nvfp4 base"):
+        hub.push_folder(exported / "merged", REPO)
+
+
+def test_adapter_of_a_local_base_is_refused_before_anything_happens(server, exported):
+    with pytest.raises(ValueError, match="nobody could load"):
+        hub.push_folder(exported / "adapter", REPO)
+    assert server.requests == []
+    hub.push_folder(exported / "adapter", REPO, base_model="someone/base")
+    config = json.loads(server.repos[REPO]["files"]["adapter_config.json"])
+    assert config["base_model_name_or_path"] == "someone/base"
+    assert "base_model: someone/base" in server.text(REPO)["README.md"]
+    local = json.loads((exported / "adapter/adapter_config.json").read_text())["base_model_name_or_path"]
+    assert local not in "".join(server.text(REPO).values())
+
+
+def test_a_damaged_folder_and_a_folder_of_something_else(server, exported, tmp_path):
+    with pytest.raises(ValueError, match="was not written by an export"):
+        hub.push_folder(tmp_path, REPO)
+    import shutil
+
+    damaged = tmp_path / "damaged"
+    shutil.copytree(exported / "base", damaged)
+    with open(damaged / "model.safetensors", "r+b") as file:
+        file.seek(5000)
+        file.write(b"\xff\xff")
+    with pytest.raises(ValueError, match="is damaged"):
+        hub.push_folder(damaged, REPO)
+    assert server.requests == []
+
+
+def test_a_file_with_the_token_is_not_uploaded(server, exported, tmp_path):
+    import shutil
+
+    leaky = tmp_path / "leaky"
+    shutil.copytree(exported / "base", leaky)
+    (leaky / "notes.json").write_text(json.dumps({"token": TOKEN}))
+    checkpoint.seal(leaky, json.loads((leaky / checkpoint.MANIFEST_NAME).read_text())["run"])
+    with pytest.raises(hub.HubError, match=r"notes\.json contains the Hub token"):
+        hub.push_folder(leaky, REPO)
+    assert not server.uploads
+
+
+def test_other_ranks_upload_nothing(server, exported, monkeypatch):
+    trainer = types.SimpleNamespace(
+        accelerator=types.SimpleNamespace(is_main_process=False), args=types.SimpleNamespace(output_dir="run")
+    )
+    monkeypatch.setattr(export, "save_base", lambda *a, **k: {"kind": "nvfp4_base"})
+    assert hub.push_base(trainer, REPO, facts={"kind": "nvfp4_base", "settings": {}}) is None
+    assert server.requests == []

@@ -1,0 +1,44 @@
+"""What a rollout needs to know of the model's adapter."""
+
+import pytest
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+from qerl_trl.rollout.adapter import active_adapter, adapter_buffers, check_servable, check_sharding, rollout_layers
+from tests.tiny_models import make_tiny_model
+
+
+def adapted(*names, target=("q_proj",)) -> nn.Module:
+    """A tiny PEFT model with one adapter per name; the first is active."""
+    configs = [LoraConfig(r=4 * (i + 1), target_modules=list(target)) for i in range(len(names))]
+    model = get_peft_model(make_tiny_model("qwen2"), configs[0], adapter_name=names[0])
+    for name, config in zip(names[1:], configs[1:], strict=True):
+        model.add_adapter(name, config)
+    return model
+
+
+def test_the_active_adapter_is_rolled_out_whatever_its_name():
+    model = adapted("student", "ref")
+    check_servable(model)
+    assert adapter_buffers(model) == {"rank": 4, "targets": ["q_proj"]}
+    assert all("student" in layer.lora_A for layer in rollout_layers(model).values())
+    model.set_adapter("ref")
+    with pytest.raises(ValueError, match="several adapters"):
+        check_servable(model)
+
+
+def test_two_active_adapters_are_refused():
+    model = adapted("student", "ref")
+    model.base_model.set_adapter(["student", "ref"])
+    with pytest.raises(ValueError, match="student, ref are active at once"):
+        active_adapter(model)
+
+
+@pytest.mark.parametrize(
+    ("zero_stage", "fsdp_version", "named"), [(3, None, "ZeRO-3"), (0, 1, "fsdp_version: 2")], ids=["zero3", "fsdp1"]
+)
+def test_sharding_that_hides_the_adapter_is_refused(zero_stage, fsdp_version, named):
+    with pytest.raises(ValueError, match=named):
+        check_sharding(zero_stage, fsdp_version)
+    check_sharding(2, None)
+    check_sharding(0, 2)

@@ -1,0 +1,118 @@
+"""The numbers that trainer and server compare, without an engine; test_engine.py compares real ones."""
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from qerl_trl.rollout.handshake import Facts, checksum, differences, plain_facts, trainer_facts
+from qerl_trl.rollout.spec import EngineSpec
+from tests.tiny_models import make_tiny_model
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32])
+def test_checksums_of_shards_add_up(dtype):
+    torch.manual_seed(0)
+    tensor = torch.randint(0, 200, (64, 32)).to(dtype) / (1 if dtype == torch.uint8 else 7)
+    tensor = tensor.to(dtype)
+    whole = checksum(tensor)
+    assert len(whole) == tensor.element_size()
+    rows = [checksum(tensor[i : i + 16]) for i in range(0, 64, 16)]
+    columns = [checksum(tensor[:, i : i + 8]) for i in range(0, 32, 8)]
+    assert whole == [sum(parts) for parts in zip(*rows, strict=True)]
+    assert whole == [sum(parts) for parts in zip(*columns, strict=True)]
+    padded = torch.cat([tensor, torch.zeros_like(tensor)])
+    assert checksum(padded) == whole
+    tensor[3, 3] += 1
+    assert checksum(tensor) != whole
+
+
+def test_checksum_counts_in_parts(monkeypatch):
+    tensor = torch.arange(250, dtype=torch.uint8)
+    expected = [int((tensor.long() ** 2).sum())]
+    assert checksum(tensor) == expected
+    monkeypatch.setattr("qerl_trl.rollout.handshake._CHUNK", 7)
+    assert checksum(tensor) == expected
+
+
+def policy(**lora):
+    settings = {"r": 4, "target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM", **lora}
+    model = make_tiny_model("qwen2").float()
+    model.name_or_path = "a-checkpoint"
+    return get_peft_model(model, LoraConfig(**settings))
+
+
+def answers(model, ranks: int = 1, **changed) -> list[dict]:
+    """What `ranks` tensor-parallel ranks would answer: every matrix cut by rows, everything else on each of them."""
+    replies = []
+    adapters = {"model.layers.0.self_attn.q_proj": 16, "model.layers.1.self_attn.q_proj": 16}
+    adapters |= {"model.layers.0.mlp.down_proj": 16, "model.layers.1.mlp.down_proj": 16}
+    base = model.get_base_model()
+    for rank in range(ranks):
+        weights = {}
+        for name, parameter in base.named_parameters():
+            name = name.replace(".base_layer", "").removesuffix(".weight")
+            if "lora_" in name:
+                continue
+            kind = "bias" if name.endswith(".bias") else "norm" if parameter.ndim == 1 else "dense"
+            kind = "embedding" if name in ("lm_head", "model.embed_tokens") else kind
+            shard = parameter.chunk(ranks)[rank] if parameter.ndim == 2 else parameter
+            weights[name] = list(plain_facts(kind, shard))
+        settings = {"dtype": "float32", "logprobs_mode": "processed_logprobs", "max_model_len": 256, "options": {}}
+        replies.append({"weights": weights, "adapter_ranks": adapters, **settings, **changed})
+    return replies
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_same_model_passes_however_it_is_cut(ranks):
+    model = policy()
+    assert differences(EngineSpec.of(model), model, answers(model, ranks)) == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"dtype": "bfloat16"}, "it computes in bfloat16, the trainer in float32"),
+        ({"logprobs_mode": "raw_logprobs"}, "its log-probabilities are raw_logprobs, not processed_logprobs"),
+        ({"max_model_len": 64}, "its longest sequence is 64 tokens, the trainer's 128"),
+        ({"adapter_ranks": {}}, "no adapter buffers in model.layers.0.mlp.down_proj"),
+    ],
+)
+def test_settings_that_differ_are_named(changed, named):
+    model = policy()
+    (found,) = differences(EngineSpec.of(model, max_model_len=128), model, answers(model, **changed))
+    assert found.startswith(named)
+
+
+def test_other_weights_are_named_by_kind():
+    model, other = policy(), policy()
+    with torch.no_grad():
+        for parameter in other.get_base_model().parameters():
+            parameter.mul_(1.01)
+    found = differences(EngineSpec.of(model), model, answers(other, 2))
+    for kind, name in [
+        ("dense", "layers.0.mlp.down_proj"),
+        ("embedding", "embed_tokens"),
+        ("bias", "layers.0.self_attn.k_proj"),
+    ]:
+        assert any(line.startswith(f"other {kind} weights (another checkpoint): model.{name}") for line in found), found
+    assert any(line.startswith("other norm weights") and "layers.0.input_layernorm" in line for line in found), found
+
+
+def test_norms_that_the_adapter_trains_are_not_compared():
+    model = policy(modules_to_save=["input_layernorm"])
+    names = trainer_facts(model, ["model.norm", "model.layers.0.input_layernorm"])
+    assert "model.norm" in names and "model.layers.0.input_layernorm" not in names
+
+
+def test_layers_that_only_one_side_has():
+    model = policy()
+    reply = answers(model)[0]
+    reply["weights"]["model.layers.9.mlp.up_proj"] = list(Facts("dense", 4, [1, 2, 3, 4]))
+    (found,) = differences(EngineSpec.of(model), model, [reply])
+    assert found == "layers that the trainer's model does not have: model.layers.9.mlp.up_proj"
+
+
+def test_an_older_plugin_is_named():
+    model = policy()
+    (found,) = differences(EngineSpec.of(model), model, [{"layers": [], "checksums": {}}])
+    assert "another version of qerl-trl" in found

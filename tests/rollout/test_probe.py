@@ -1,0 +1,212 @@
+"""The probe against engines that are the trainer's own model in bf16, computed in another order, with one fault each."""
+
+import copy
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+from qerl_trl.lora import register_nvfp4_lora
+from qerl_trl.nvfp4.linear import NVFP4Linear, compute_dtype
+from qerl_trl.rollout import probe as probing
+from qerl_trl.rollout.adapter import rollout_layers
+from qerl_trl.rollout.engine import Completion, Engine, RolloutError
+from qerl_trl.rollout.wire import AdapterTensors
+from tests.tiny_models import make_tiny_model
+
+
+class FakeEngine(Engine):
+    """Greedy generation by a copy of the trainer's model: norms in float32, the adapter rounded to bf16, one sequence at a time."""
+
+    def __init__(self, policy, fault=None, base_fault=None):
+        self.policy = copy.deepcopy(policy).eval()
+        self.fault = fault
+        for name, module in self.policy.named_modules():
+            if "norm" in name and getattr(module, "weight", None) is not None and module.weight.ndim == 1:
+                module.float()
+                module.register_forward_hook(lambda module, args, output: output.to(args[0].dtype))
+        if base_fault is not None:
+            base_fault(self.policy.get_base_model())
+
+    def put_adapter(self, adapter):
+        adapter = dict(adapter)
+        if self.fault is not None:
+            adapter = self.fault(adapter)
+        for name, layer in rollout_layers(self.policy).items():
+            a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+            if name not in adapter:
+                b.zero_()
+                continue
+            tensors = adapter[name]
+            a.copy_(tensors.a.bfloat16())
+            b.copy_((tensors.b * tensors.scaling).bfloat16() / layer.scaling["default"])
+
+    @torch.no_grad()
+    def generate(self, prompts, sampling):
+        completions = []
+        for prompt in prompts:
+            tokens, logps, past = [], [], None
+            ids = torch.tensor([prompt])
+            for _ in range(sampling.max_tokens):
+                output = self.policy(input_ids=ids, past_key_values=past, use_cache=True)
+                past = output.past_key_values
+                row = output.logits[0, -1].float().log_softmax(-1)
+                token = int(row.argmax())
+                tokens.append(token)
+                logps.append(float(row[token]))
+                ids = torch.tensor([[token]])
+            completions.append(Completion(tokens, logps))
+        return completions
+
+    def put_norms(self, norms): ...
+
+    def set_noise(self, norms, draw): ...
+
+    def reset_prefix_cache(self): ...
+
+    def trl_attributes(self):
+        return {}
+
+    def close(self): ...
+
+
+def quantized(dense: nn.Module, scale_rule: str = "rtn") -> nn.Module:
+    model = copy.deepcopy(dense)
+    for name, layer in list(model.named_modules()):
+        if isinstance(layer, nn.Linear) and name != "lm_head":
+            parent, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(parent), leaf, NVFP4Linear.from_linear(layer, scale_rule))
+    return model
+
+
+def with_adapter(model: nn.Module):
+    """Rank 8 on every linear layer, alpha 2 r, an adapter that is already trained."""
+    torch.manual_seed(0)
+    lora = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
+    policy = get_peft_model(model.requires_grad_(False), register_nvfp4_lora(lora))
+    with torch.no_grad():
+        for name, parameter in policy.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0.0, 0.05)
+    return policy
+
+
+#: depth and sharpness: what a rounding does to the log-probabilities differs by a factor of 4
+SHAPES = {"2 sharp layers": (2, 0.2), "5 layers": (5, 0.05)}
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def dense(request):
+    layers, spread = SHAPES[request.param]
+    return make_tiny_model("qwen2", num_hidden_layers=layers, initializer_range=spread)
+
+
+@pytest.fixture(scope="module")
+def policy(dense):
+    return with_adapter(quantized(dense))
+
+
+def run(engine: FakeEngine, policy) -> probing.ProbeResult:
+    def sync():
+        engine.put_adapter(
+            {
+                name: AdapterTensors(
+                    layer.lora_A["default"].weight, layer.lora_B["default"].weight, layer.scaling["default"]
+                )
+                for name, layer in rollout_layers(policy).items()
+            }
+        )
+
+    return probing.probe(engine, policy, torch.device("cpu"), compute_dtype(policy), sync)
+
+
+def test_a_right_engine_passes_with_a_margin(policy):
+    before = {name: parameter.clone() for name, parameter in policy.named_parameters()}
+    engine = FakeEngine(policy)
+    result = run(engine, policy)
+    assert result.base_difference < 0.25 * (probing.CLEAN * result.rounding + probing.FLOOR[torch.bfloat16])
+    tolerance = probing.ADAPTED * max(result.base_difference, result.rounding) + probing.FLOOR[torch.bfloat16]
+    assert result.difference < 0.5 * tolerance and result.effect > probing.CONTRAST * tolerance
+    assert all(torch.equal(before[name], parameter) for name, parameter in policy.named_parameters())
+    lost = [name for name, up in engine.policy.named_parameters() if "lora_B" in name and not up.any()]
+    assert not lost  # the trainer's own adapter is in the engine again
+
+
+def test_a_right_engine_of_a_dense_base_passes(dense):
+    policy = with_adapter(copy.deepcopy(dense))
+    run(FakeEngine(policy), policy)
+
+
+def test_without_an_adapter_the_weights_are_compared(dense):
+    model = copy.deepcopy(dense).float()  # trained in float32, computed with in bfloat16
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+
+    def check(engine):
+        return probing.probe(engine, model, torch.device("cpu"), torch.bfloat16, lambda: None)
+
+    engine = FakeEngine(dense)
+    result = check(engine)
+    assert result.effect is None and "probe adapter" not in str(result)
+    assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
+    with torch.no_grad():
+        engine.policy.model.layers[1].mlp.down_proj.weight.mul_(1.5)
+    with pytest.raises(RolloutError, match="disagree without any adapter"):
+        check(engine)
+
+
+def scaled(factor):
+    return lambda adapter: {n: AdapterTensors(t.a, t.b * factor, t.scaling) for n, t in adapter.items()}
+
+
+def without(part):
+    return lambda adapter: {n: t for n, t in adapter.items() if not part(n)}
+
+
+def exchanged(adapter):
+    places = {n: n.replace("k_proj", "v_proj") if "k_proj" in n else n.replace("v_proj", "k_proj") for n in adapter}
+    return {n: adapter[places[n]] for n in adapter}
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(scaled(2.0), id="doubled"),
+        pytest.param(scaled(0.5), id="halved"),
+        pytest.param(without(lambda name: int(name.split(".")[2]) % 2), id="half of the layers lost"),
+        pytest.param(without(lambda name: ".mlp." in name), id="MLPs lost"),
+        pytest.param(without(lambda name: ".self_attn." in name), id="attention lost"),
+        pytest.param(exchanged, id="k and v exchanged"),
+    ],
+)
+def test_a_wrong_adapter_is_found(policy, fault):
+    with pytest.raises(RolloutError, match="part of the adapter is lost, misplaced or scaled in another way"):
+        run(FakeEngine(policy, fault), policy)
+
+
+def test_a_lost_adapter_is_named_as_such(policy):
+    with pytest.raises(RolloutError, match="does not reach the engine"):
+        run(FakeEngine(policy, lambda adapter: {}), policy)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [pytest.param(lambda dense: dense, id="unquantized"), pytest.param(lambda dense: quantized(dense, "four_over_six"), id="another scale rule")],
+)  # fmt: skip
+def test_other_weights_are_found_without_an_adapter(dense, policy, other):
+    def put_in(base):
+        layers = dict(other(dense).named_modules())
+        for name, module in list(base.named_modules()):
+            if isinstance(module, NVFP4Linear):
+                parent = base.get_submodule(name.rpartition(".")[0])
+                parent.base_layer = copy.deepcopy(layers[name.removesuffix(".base_layer")])
+
+    with pytest.raises(RolloutError, match="disagree without any adapter"):
+        run(FakeEngine(policy, base_fault=put_in), policy)
+
+
+def test_a_model_that_nothing_moves_is_refused(dense):
+    policy = with_adapter(copy.deepcopy(dense))
+    policy.get_base_model().model.norm.weight.data.zero_()  # every logit is 0
+    with pytest.raises(RolloutError, match="cannot tell a right engine from a wrong one"):
+        run(FakeEngine(policy), policy)

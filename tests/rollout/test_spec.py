@@ -1,0 +1,115 @@
+"""What an engine is told: one record, three forms of it."""
+
+import json
+import shlex
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from qerl_trl.nvfp4.config import NVFP4Config
+from qerl_trl.rollout.spec import EngineSpec
+from tests.tiny_models import make_tiny_model
+
+
+@pytest.fixture
+def folder(tmp_path):
+    make_tiny_model("qwen2").to(torch.bfloat16).save_pretrained(tmp_path / "a model")
+    return str(tmp_path / "a model")
+
+
+def policy(folder, quantized=True, **config):
+    from transformers import AutoModelForCausalLM
+
+    from qerl_trl.lora import register_nvfp4_lora
+
+    kwargs = {"quantization_config": NVFP4Config(**config)} if quantized else {}
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **kwargs)
+    lora = LoraConfig(r=20, target_modules="all-linear", task_type="CAUSAL_LM")
+    return get_peft_model(model, register_nvfp4_lora(lora) if quantized else lora)
+
+
+LEAVES = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+
+
+def parsed(command: str) -> tuple[list[str], dict[str, str]]:
+    first, *words = shlex.split(command)
+    assert first == "VLLM_SERVER_DEV_MODE=1"
+    start = next(i for i, word in enumerate(words) if word.startswith("--"))
+    return words[:start], dict(zip(words[start::2], words[start + 1 :: 2], strict=True))
+
+
+def test_command_of_an_nvfp4_model(folder):
+    skip = ["model.layers.1.mlp.down_proj"]
+    model = policy(folder, scale_rule="four_over_six", modules_to_not_convert=skip)
+    spec = EngineSpec.of(model, revision="v1.0", max_model_len=512)
+    words, options = parsed(spec.serve_command())
+    assert words == ["vllm", "serve", folder]  # quoted: it has a space
+    assert json.loads(options.pop("--additional-config")) == {
+        "qerl": {
+            "adapter": {"rank": 20, "targets": LEAVES},
+            "base": "nvfp4",
+            "scale_rule": "four_over_six",
+            "ignore": [*skip, "lm_head"],
+        }
+    }
+    assert options == {
+        "--revision": "v1.0",
+        "--tokenizer-revision": "v1.0",
+        "--host": "127.0.0.1",
+        "--dtype": "bfloat16",
+        "--quantization": "qerl_nvfp4",
+        "--worker-extension-cls": "qerl_trl.rollout.vllm.worker.QeRLWorkerExtension",
+        "--max-model-len": "512",
+        "--logprobs-mode": "processed_logprobs",
+        "--max-logprobs": "-1",
+    }
+
+
+def test_the_bf16_arm_is_told_to_stay_dense(folder):
+    spec = EngineSpec.of(policy(folder, quantized=False))
+    _, options = parsed(spec.serve_command())
+    told = json.loads(options["--additional-config"])["qerl"]
+    assert told == {"adapter": {"rank": 20, "targets": LEAVES}, "base": "dense"}
+
+
+def test_a_packed_checkpoint_says_itself_what_stays_dense(folder, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    from qerl_trl.nvfp4.config import load_config
+
+    saved = str(tmp_path / "packed")
+    config = NVFP4Config(scale_rule="neighbor_sweep")
+    AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=torch.bfloat16).save_pretrained(
+        saved
+    )
+    model = AutoModelForCausalLM.from_pretrained(saved, config=load_config(saved), dtype=torch.bfloat16)
+    spec = EngineSpec.of(get_peft_model(model, LoraConfig(target_modules=["q_proj"])))
+    assert (spec.base, spec.scale_rule, spec.ignore) == ("nvfp4", None, None)
+
+
+def test_arguments_of_llm_and_the_command_say_the_same(folder):
+    spec = EngineSpec.of(policy(folder), max_model_len=256, trust_remote_code=True)
+    arguments, command = spec.llm_arguments(), spec.serve_command()
+    assert command.endswith(" --trust-remote-code")
+    _, options = parsed(command.removesuffix(" --trust-remote-code"))
+    for name, text in options.items():
+        name = name.removeprefix("--").replace("-", "_")
+        if name == "additional_config":
+            assert json.loads(text) == arguments[name]
+        elif name in arguments:
+            assert text == str(arguments[name])
+
+
+def test_the_engine_reads_what_it_is_told(folder):
+    pytest.importorskip("vllm")
+    from qerl_trl.rollout.vllm.quantization import EngineOptions
+
+    spec = EngineSpec.of(policy(folder, modules_to_not_convert=["o_proj"]))
+    options = EngineOptions.from_dict(spec.options()["qerl"])
+    assert options.adapter.rank == 20 and options.base == "nvfp4" and set(options.ignore) == {"lm_head", "o_proj"}
+
+
+def test_a_model_without_a_checkpoint_is_refused():
+    with pytest.raises(ValueError, match="this Qwen2ForCausalLM does not say which it came from"):
+        EngineSpec.of(get_peft_model(make_tiny_model("qwen2"), LoraConfig(target_modules=["q_proj"])))

@@ -1,0 +1,354 @@
+"""Trainer and engine read the same quantization configuration the same way: which layers are packed, and what is refused.
+
+The trainer is asked through its transformers quantizer on a model without weights, the engine through `get_quant_method`, layer by layer
+and without an engine being started.
+"""
+
+import functools
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, OlmoConfig, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+pytest.importorskip("vllm")
+
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.models.utils import WeightsMapper
+
+from qerl_trl import NVFP4Config
+from qerl_trl.nvfp4 import layouts
+from qerl_trl.nvfp4.quantizer import NVFP4HfQuantizer
+from qerl_trl.rollout.vllm.linear import DenseMethod
+from qerl_trl.rollout.vllm.quantization import EngineOptions, QeRLQuantizationConfig
+from tests.tiny_models import make_tiny_config
+
+#: of vLLM's classes; tests/nvfp4/test_architectures.py compares it with them
+FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+#: of vLLM's Qwen2_5_VLForConditionalGeneration, whose module needs torchvision
+QWEN_VL = WeightsMapper(
+    orig_to_new_prefix={
+        "model.language_model.": "language_model.model.",
+        "model.visual.": "visual.",
+        "lm_head.": "language_model.lm_head.",
+        "model.": "language_model.model.",
+    }
+)
+
+
+# ------------------------------------------------------------------------------------------------------------- the two sides
+
+
+@functools.cache
+def meta_model(kind: str):
+    """A model without weights: 12 layers, so that layer 1 is not layer 11."""
+    with torch.device("meta"):
+        if kind == "renamed":  # a text model inside another: vLLM renames its modules
+            text = make_tiny_config("qwen2").to_dict() | {
+                "rope_parameters": {"rope_type": "default", "mrope_section": [4, 6, 6]}
+            }
+            vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 128}
+            return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision))
+        odd = {"intermediate_size": 264} if kind == "odd" else {}
+        return AutoModelForCausalLM.from_config(make_tiny_config("qwen2", num_hidden_layers=12, **odd))
+
+
+def in_the_trainer(config: dict, model) -> dict[str, bool] | str:
+    """Layer -> whether it is packed; or the refusal."""
+    linears = {name for name, module in model.named_modules() if type(module) is torch.nn.Linear}
+    try:
+        quantizer = NVFP4HfQuantizer(NVFP4Config.from_checkpoint(config, "quantization_config"), pre_quantized=False)
+        quantizer._process_model_before_weight_loading(model)
+    except ValueError as error:
+        if "is left to quantize" in str(error):
+            return dict.fromkeys(linears, False)
+        return str(error)
+    return {name: name in quantizer._converted for name in linears}
+
+
+class Linear(LinearBase):
+    """What `get_quant_method` looks at."""
+
+    def __init__(self, columns: int):
+        torch.nn.Module.__init__(self)
+        self.input_size = columns
+
+
+@pytest.fixture(scope="module", autouse=True)
+def engine_config():
+    config = VllmConfig()
+    with set_current_vllm_config(config):
+        yield config
+
+
+def vllm_names(name: str, renamed: bool) -> str:
+    """transformers' layer -> vLLM's, which may fuse it and may call it otherwise."""
+    parent, _, leaf = name.rpartition(".")
+    leaf = next((fused for fused, parts in FUSED.items() if leaf in parts), leaf)
+    name = f"{parent}.{leaf}" if parent else leaf
+    if renamed:
+        name = name.replace("model.language_model.", "language_model.model.", 1)
+        name = "language_model.lm_head" if name == "lm_head" else name
+    return name
+
+
+def engine_side(config: dict | None, renamed: bool = False) -> QeRLQuantizationConfig:
+    built = QeRLQuantizationConfig() if config is None else QeRLQuantizationConfig.from_config(config)
+    built.packed_modules_mapping = FUSED
+    if renamed:
+        built.apply_vllm_mapper(QWEN_VL)
+    return built
+
+
+def assert_they_agree(config: dict, kind: str = "plain") -> None:
+    model, renamed = meta_model(kind), kind == "renamed"
+    trainer = in_the_trainer(config, model)
+    try:
+        engine = engine_side(config, renamed)
+    except ValueError as error:
+        assert trainer == str(error), "only the engine refuses, or in other words"
+        return
+    fused: dict[str, list[str]] = {}
+    for name, module in model.named_modules():
+        if type(module) is torch.nn.Linear and "visual" not in name:
+            fused.setdefault(vllm_names(name, renamed), []).append(name)
+    refusals = []
+    for layer, shards in fused.items():
+        columns = model.get_submodule(shards[0]).in_features
+        try:
+            method = engine.get_quant_method(Linear(columns), layer)
+        except ValueError as error:
+            if "Quantize all of them or none" in str(error) and not isinstance(trainer, str):
+                assert len({trainer[shard] for shard in shards}) == 2, layer
+            refusals.append(str(error))
+            continue
+        assert method.names == shards
+        if not isinstance(trainer, str):
+            assert [trainer[shard] for shard in shards] == [not isinstance(method, DenseMethod)] * len(shards), layer
+    if isinstance(trainer, str):
+        assert trainer in refusals, "only the trainer refuses, or in other words"
+    else:
+        assert all("Quantize all of them or none" in refusal for refusal in refusals)
+
+
+# ------------------------------------------------------------------------------------------------------------- named cases
+
+
+def compressed_tensors(ignore=("lm_head",), **changes) -> dict:
+    config = layouts.compressed_tensors_config(list(ignore))
+    weights = {key[8:]: changes.pop(key) for key in list(changes) if key.startswith("weights_")}
+    config["config_groups"]["group_0"]["weights"] |= weights
+    config["config_groups"]["group_0"]["targets"] = changes.pop("targets", ["Linear"])
+    return config | changes
+
+
+W4A4 = {"num_bits": 4, "type": "float", "group_size": 16, "strategy": "tensor_group", "dynamic": "local"}
+ACTIVATIONS_ONLY = compressed_tensors()
+ACTIVATIONS_ONLY["config_groups"]["group_0"] |= {"weights": None, "input_activations": W4A4}
+MIXED = compressed_tensors()
+MIXED["config_groups"]["group_1"] = {"format": "float-quantized", "targets": ["Linear"], "weights": {"num_bits": 8}}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        compressed_tensors(transform_config={"config_groups": {"R1": {}}}),
+        compressed_tensors(quantization_status="frozen"),
+        compressed_tensors(weights_group_size=32),
+        ACTIVATIONS_ONLY,
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32},
+        MIXED,
+        {"quant_method": "modelopt", "quant_algo": "FP8"},
+        {"quant_method": "gptq", "bits": 4},
+    ],
+    ids=["rotated", "not packed", "blocks of 32", "activations only", "modelopt blocks of 32", "mixed", "fp8", "gptq"],
+)
+def test_what_the_trainer_refuses_the_engine_refuses_in_the_same_words(config):
+    assert isinstance(in_the_trainer(config, meta_model("plain")), str)
+    assert_they_agree(config)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    ["model.layers.1", "mlp", "model.layers.1.mlp", "model.layers.[0-1].mlp.down_proj", "model.layers.1?.mlp.down_proj", "down_proj", "lm_head",
+     "re:.*layers\\.(0|11)\\..*"],
+)  # fmt: skip
+@pytest.mark.parametrize("kind", ["plain", "renamed"])
+def test_an_entry_of_the_ignore_list_means_the_same_layers(entry, kind):
+    assert_they_agree(compressed_tensors([entry, "lm_head"]), kind)
+
+
+@pytest.mark.parametrize("ignore", [[], ["*.o_pro[jk]"], ["re:model\\.layers\\.1\\."]])
+def test_lists_that_do_not_name_the_head(ignore):
+    assert_they_agree(compressed_tensors(ignore))
+
+
+@pytest.mark.parametrize("targets", [["re:.*self_attn.*"], ["down_proj"], ["Linear"], ["model.layers.1"]])
+def test_targets_mean_the_same_layers(targets):
+    assert_they_agree(compressed_tensors(targets=targets))
+
+
+def test_a_matrix_that_does_not_divide_into_blocks_is_refused_in_the_same_words():
+    config = compressed_tensors()
+    assert "in_features=264" in in_the_trainer(config, meta_model("odd"))
+    assert_they_agree(config, "odd")
+    assert_they_agree(compressed_tensors(["down_proj"]), "odd")
+
+
+def test_the_last_matrix_of_a_model_without_a_last_norm_is_packed():
+    """transformers counts a model's last parameter as its head; of OLMo with tied embeddings that is a down projection."""
+    config = OlmoConfig(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=320, tie_word_embeddings=True,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    last = next(reversed(dict(model.named_parameters()))).removesuffix(".weight")
+    assert last == "model.layers.1.mlp.down_proj"
+    assert in_the_trainer(compressed_tensors(), model)[last]
+    assert not isinstance(engine_side(compressed_tensors()).get_quant_method(Linear(64), last), DenseMethod)
+
+
+# ----------------------------------------------------------------------------------------------------------- any configuration
+
+LINEARS = [
+    name
+    for kind in ("plain", "renamed")
+    for name, module in meta_model(kind).named_modules()
+    if type(module) is torch.nn.Linear and "visual" not in name
+]
+
+
+@st.composite
+def entries(draw) -> str:
+    """What stands on ignore lists: names, parts of names, shell patterns, regular expressions, and mistakes."""
+    name = draw(st.sampled_from(LINEARS))
+    parts = name.split(".")
+    start = draw(st.integers(0, len(parts) - 1))
+    end = draw(st.integers(start + 1, len(parts)))
+    part = ".".join(parts[start:end])
+    position = draw(st.integers(0, len(name) - 1))
+    return draw(
+        st.sampled_from(
+            [
+                name, part, part, f"*{part}", f"*.{part}", f"*.{part}.*", f"{part}*", name[:position] + "?" + name[position + 1 :],
+                name[:position] + "*", name.replace("0", "[0-1]"), f"re:{part}", f"re:.*{part}$", f"re:.*{part}.*", f"re:^{part}",
+                "re:.*layers\\.(0|11)\\..*", "lm_head", "Linear", draw(st.sampled_from(["*", "re:(", "", "no.such.layer"])),
+            ]
+        )
+    )  # fmt: skip
+
+
+def mostly(value, *others):
+    """`value` nineteen times in twenty: with a dozen such choices half of the configurations are valid."""
+    return st.sampled_from([value] * 19 * len(others) + list(others))
+
+
+def ignore_lists():
+    return st.one_of(*[st.lists(entries(), max_size=3)] * 8, st.none(), st.sampled_from(["lm_head", [1]]))
+
+
+@st.composite
+def compressed_tensors_configs(draw) -> dict:
+    groups = {}
+    for index in range(draw(mostly(1, 2, 0))):
+        weights = {
+            "num_bits": draw(mostly(4, 8)),
+            "type": draw(mostly("float", "int")),
+            "group_size": draw(mostly(16, 32, None)),
+            "strategy": draw(mostly("tensor_group", "group", "channel")),
+            "symmetric": draw(mostly(True, False)),
+        }
+        groups[f"group_{index}"] = {
+            "weights": draw(mostly(weights, None)),
+            "input_activations": draw(mostly(None, W4A4)),
+            "format": draw(mostly("nvfp4-pack-quantized", None, "float-quantized")),
+            "targets": draw(st.one_of(st.just(["Linear"]), st.lists(entries(), max_size=2), st.none())),
+        }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": draw(mostly("nvfp4-pack-quantized", "pack-quantized", "mixed-precision", None)),
+        "quantization_status": draw(mostly("compressed", None, "frozen", "initialized")),
+        "transform_config": draw(mostly(None, {}, {"config_groups": {"R1": {}}})),
+        "sparsity_config": draw(mostly(None, {"format": "dense"}, {"format": "sparse-24-bitmask"})),
+        "config_groups": draw(mostly(groups, None, ["group_0"])),
+        "ignore": draw(
+            st.one_of(st.lists(entries(), max_size=4), st.none(), st.sampled_from([["lm_head"], "lm_head", [1]]))
+        ),
+    }
+
+
+@st.composite
+def modelopt_configs(draw) -> dict:
+    inner = {
+        "quant_algo": draw(mostly("NVFP4", "W4A16_NVFP4", "FP8", "NVFP4_AWQ", "MIXED_PRECISION", None)),
+        "group_size": draw(mostly(16, None, 32)),
+        draw(st.sampled_from(["exclude_modules", "ignore"])): draw(
+            st.one_of(st.lists(entries(), max_size=4), st.none())
+        ),
+    }
+    if draw(st.booleans()):
+        weights = {"num_bits": draw(mostly(4, 8)), "group_size": draw(mostly(16, 32))}
+        group = {
+            "weights": draw(mostly(weights, None)),
+            "input_activations": draw(st.sampled_from([None, W4A4])),
+            "targets": draw(st.one_of(st.just(["Linear"]), st.lists(entries(), max_size=2))),
+        }
+        inner["config_groups"] = {"group_0": group}
+    if draw(st.booleans()):
+        return {"producer": {"name": "modelopt"}, "quantization": inner}
+    return {"quant_method": draw(mostly("modelopt", "gptq", None)), **inner}
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    config=st.one_of(compressed_tensors_configs(), modelopt_configs()),
+    kind=st.sampled_from(["plain", "renamed", "odd"]),
+)
+def test_trainer_and_engine_agree_layer_by_layer(config, kind):
+    assert_they_agree(config, kind)
+
+
+# ------------------------------------------------------------------------------------------------------------- options
+
+
+def test_a_dense_checkpoint_is_packed_but_for_the_head_and_the_option_ignore(engine_config):
+    engine = engine_side(None)
+    entry = ["model.layers.1"]
+    engine_config.additional_config = {"qerl": {"ignore": entry}}
+    model, converted = (
+        meta_model("plain"),
+        NVFP4Config(modules_to_not_convert=entry).linears_to_quantize(meta_model("plain")),
+    )
+    try:
+        for name, module in model.named_modules():
+            if type(module) is torch.nn.Linear and name.endswith(("o_proj", "down_proj", "lm_head")):
+                method = engine.get_quant_method(Linear(module.in_features), name)
+                assert (name in converted) is not isinstance(method, DenseMethod), name
+    finally:
+        engine_config.additional_config = {}
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"scale_rule": "best"}, "best"),
+        ({"base": "int8"}, "int8"),
+        ({"rank": 3}, "rank"),
+        ({"adapter": {"rank": 0, "targets": ["q_proj"]}}, "rank=0"),
+        ({"adapter": {"rank": 4, "targets": []}}, "targets"),
+        ({"ignore": "lm_head"}, "ignore='lm_head'"),
+        ({"ignore": ["re:("]}, r"re:\("),
+    ],
+)
+def test_bad_options_are_named(options, named):
+    with pytest.raises(ValueError, match=named):
+        EngineOptions.from_dict(options)
+
+
+def test_a_checkpoint_is_only_taken_over_when_asked():
+    checkpoint = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}
+    assert QeRLQuantizationConfig.override_quantization_method(checkpoint, None) is None
+    assert QeRLQuantizationConfig.override_quantization_method(checkpoint, "fp8") is None
+    assert QeRLQuantizationConfig.override_quantization_method(checkpoint, "qerl_nvfp4") == "qerl_nvfp4"

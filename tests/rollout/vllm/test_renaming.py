@@ -1,0 +1,73 @@
+"""vLLM's names of layers turned back into transformers' names."""
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.model_executor.models.utils import WeightsMapper
+
+from qerl_trl.rollout.vllm.renaming import Renaming, split_fused
+
+#: rules of vLLM's classes, 0.31
+VISION = {"model.language_model.": "language_model.model.", "model.visual.": "visual.", "lm_head.": "language_model.lm_head.",
+          "model.": "language_model.model."}  # fmt: skip
+TEXT_OF_VISION = {"model.language_model.": "model."}
+DEEPSEEK_OCR = {"model.layers.": "language_model.model.layers.", "lm_head.": "language_model.lm_head.", "model.": ""}
+
+
+@pytest.mark.parametrize(
+    ("rules", "name", "expected"),
+    [
+        ({"prefix": VISION}, "language_model.model.layers.0.mlp.up_proj", "model.language_model.layers.0.mlp.up_proj"),
+        ({"prefix": VISION}, "visual.blocks.0.attn.proj", "model.visual.blocks.0.attn.proj"),
+        ({"prefix": VISION}, "language_model.lm_head", "lm_head"),
+        ({"prefix": TEXT_OF_VISION}, "model.layers.0.mlp.up_proj", "model.layers.0.mlp.up_proj"),
+        ({"prefix": DEEPSEEK_OCR}, "language_model.model.layers.0.mlp.up_proj", "model.layers.0.mlp.up_proj"),
+        ({"prefix": DEEPSEEK_OCR}, "projector.layers", "model.projector.layers"),
+        ({"substr": {".self_attn.": ".attn."}}, "model.layers.0.attn.o_proj", "model.layers.0.self_attn.o_proj"),
+        ({"substr": {"A_log": "A", "mamba": "mamba.mamba"}}, "model.layers.0.mamba.mamba.in_proj", "model.layers.0.mamba.in_proj"),
+        ({"suffix": {".router.gate.weight": ".gate.weight"}}, "model.layers.0.mlp.gate", "model.layers.0.mlp.router.gate"),
+        ({"prefix": {"model.": "language_model.model."}, "substr": {".attention.": ".self_attn."}},
+         "language_model.model.layers.0.self_attn.dense", "model.layers.0.attention.dense"),
+        ({}, "model.layers.0.mlp.up_proj", "model.layers.0.mlp.up_proj"),
+    ],
+)  # fmt: skip
+def test_a_name_is_turned_back(rules, name, expected):
+    renaming = Renaming()
+    renaming.add(WeightsMapper(**{f"orig_to_new_{kind}": rule for kind, rule in rules.items()}))
+    assert renaming.original(name) == expected
+
+
+def test_mappers_are_turned_back_from_the_innermost_to_the_outermost():
+    renaming = Renaming()
+    renaming.add(WeightsMapper(orig_to_new_prefix=VISION))
+    renaming.add(WeightsMapper(orig_to_new_substr={".attention.": ".self_attn."}))
+    renaming.add(WeightsMapper(orig_to_new_prefix=VISION))  # the same class, announced again
+    assert renaming.original("language_model.model.layers.0.self_attn.o_proj") == (
+        "model.language_model.layers.0.attention.o_proj"
+    )
+    assert len(renaming.mappers) == 2
+
+
+def test_known_names_decide_between_spellings():
+    renaming = Renaming()
+    renaming.add(WeightsMapper(orig_to_new_prefix=TEXT_OF_VISION))
+    name, other = "model.layers.0.mlp.up_proj", "model.language_model.layers.0.mlp.up_proj"
+    assert renaming.original(name, {name}) == name
+    assert renaming.original(name, {other}) == other
+
+
+def test_a_name_that_no_rule_gives_is_refused():
+    renaming = Renaming()
+    renaming.add(WeightsMapper(orig_to_new_substr={"layers": "blocks.layers"}))
+    with pytest.raises(ValueError, match=r"cannot be turned back for its layer 'model\.layers\.0\.proj'"):
+        renaming.original("model.layers.0.proj")
+
+
+def test_fused_layers_are_split_and_others_are_not():
+    fused = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+    assert split_fused("model.layers.0.self_attn.qkv_proj", fused) == [
+        f"model.layers.0.self_attn.{part}_proj" for part in "qkv"
+    ]
+    assert split_fused("model.layers.0.mlp.down_proj", fused) == ["model.layers.0.mlp.down_proj"]
+    assert split_fused("qkv_proj", fused) == ["q_proj", "k_proj", "v_proj"]

@@ -1,0 +1,264 @@
+"""Evaluation: intervals, protocols, that the adapter is really applied, and the engines' calls."""
+
+import json
+import math
+import random
+import shlex
+import sys
+import types
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from qerl_trl.tasks import evaluation
+from qerl_trl.tasks.evaluation import (
+    PROTOCOLS,
+    Accuracy,
+    Protocol,
+    check_adapter_applied,
+    evaluate,
+    grade,
+    harness_commands,
+    load_problems,
+    paired_difference,
+    sampled_accuracy,
+    solve,
+    transformers_engine,
+    vllm_engine,
+)
+from tests.publish.test_export import make_policy
+
+
+def test_wilson_interval_of_known_cases():
+    low, high = Accuracy(5, 10).interval  # R: prop.test(5, 10, correct = FALSE)
+    assert (low, high) == (pytest.approx(0.2365931, abs=1e-6), pytest.approx(0.7634069, abs=1e-6))
+    assert Accuracy(0, 20).interval[0] == 0.0
+    assert Accuracy(20, 20).interval[1] == 1.0
+    assert str(Accuracy(1, 4)) == "25.0 % [4.6, 69.9] (1 of 4)"
+
+
+def test_intervals_cover_the_truth():
+    generator = random.Random(0)
+    hits = 0
+    for _ in range(400):
+        result = Accuracy(sum(generator.random() < 0.3 for _ in range(150)), 150)
+        low, high = result.interval
+        hits += low <= 0.3 <= high
+    assert 0.92 <= hits / 400 <= 0.98
+
+
+def test_clustered_interval_is_wider_than_pretending_independence():
+    generator = random.Random(1)
+    rows = []
+    for _ in range(60):  # problems are easy or hard: the eight completions of one agree
+        p = generator.choice([0.05, 0.95])
+        rows.append([generator.random() < p for _ in range(8)])
+    clustered = sampled_accuracy(rows)
+    pooled = Accuracy(sum(map(sum, rows)), 480)
+    assert clustered["accuracy"] == pytest.approx(pooled.value)
+    width = clustered["interval95"][1] - clustered["interval95"][0]
+    assert width > 2 * (pooled.interval[1] - pooled.interval[0])
+    assert sampled_accuracy([[True], [False]])["correct"] == 1
+
+
+def test_paired_difference():
+    before, after = [True, False, False, True], [True, True, False, True]
+    mean, low, high = paired_difference(before, after)
+    assert mean == 0.25
+    assert low == pytest.approx(0.25 - 1.96 * math.sqrt(0.25 / 4), abs=1e-3)
+    assert high > mean
+    with pytest.raises(ValueError, match="zip"):
+        paired_difference([True], [])
+
+
+def test_papers_protocol():
+    assert set(PROTOCOLS) == {"gsm8k", "math500", "amc23", "aime24", "aime25"}
+    for protocol in PROTOCOLS.values():
+        assert (protocol.temperature, protocol.top_p, protocol.max_new_tokens) == (0.6, 0.95, 4096)
+    assert "####" in PROTOCOLS["gsm8k"].system_prompt
+    assert "boxed" in PROTOCOLS["math500"].system_prompt
+
+
+@pytest.mark.parametrize(
+    ("question", "answer"), [("question", "answer"), ("problem", "answer"), ("problem", "solution")]
+)
+def test_problems_from_a_file_or_folder(tmp_path, question, answer):
+    rows = [{question: f"{i} + {i}?", answer: f"so it is\n#### {2 * i}", "extra": 1} for i in range(5)]
+    (tmp_path / "test.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    for where in (tmp_path, tmp_path / "test.jsonl"):
+        data = load_problems(Protocol(str(where), system_prompt="think"), limit=3)
+        assert data.column_names == ["answer", "prompt"] or set(data.column_names) == {"answer", "prompt"}
+        assert len(data) == 3
+        assert data[1]["prompt"] == [{"role": "system", "content": "think"}, {"role": "user", "content": "1 + 1?"}]
+
+
+def test_wrong_columns_are_named(tmp_path):
+    (tmp_path / "test.jsonl").write_text('{"a": 1}')
+    with pytest.raises(ValueError, match=r"columns \['a'\]"):
+        load_problems(Protocol(str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("text", "gold", "right"),
+    [
+        ("work\n#### 12", "#### 12", True),
+        ("work\n#### 1,200", "1200", True),
+        ("12 is what I say first\n#### 13", "12", False),
+        ("#### 12 or 13", "12", False),
+        ("the answer is \\boxed{\\frac{1}{2}}", "0.5", True),
+        ("\\boxed{\\frac{1}{2}} and x", "\\frac{2}{4}", True),
+        ("\\boxed{3}", "\\frac{1}{3}", False),
+        ("no answer 12", "12", False),
+    ],
+)
+def test_answers_are_checked_whole(text, gold, right):
+    assert grade([text], Dataset.from_dict({"answer": [gold]})) == [right]
+
+
+def test_evaluate_repeats_problems_and_reports(tmp_path):
+    rows = [{"question": f"q{i}", "answer": f"#### {i}"} for i in range(4)]
+    (tmp_path / "test.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    seen = []
+
+    def generate(dataset):
+        seen.extend(row[-1]["content"] for row in dataset["prompt"])
+        return [f"#### {0 if i % 3 else row[-1]['content'][1:]}" for i, row in enumerate(dataset["prompt"])]
+
+    result = evaluate(Protocol(str(tmp_path), samples=3), generate, limit=2, seed=7)
+    assert seen == ["q0"] * 3 + ["q1"] * 3
+    assert result["verdicts"] == [[True, True, True], [True, False, False]]
+    assert result["accuracy"] == pytest.approx((1 + 1 / 3) / 2)
+    assert result["total"] == 2
+    assert json.loads(json.dumps(result))["protocol"]["samples"] == 3
+
+
+def test_adapter_that_changes_nothing_is_refused(tiny_model_dir):
+    with pytest.raises(RuntimeError, match="changes no logit"):
+        check_adapter_applied(make_policy(tiny_model_dir("qwen2"), size=0.0))
+    check_adapter_applied(make_policy(tiny_model_dir("qwen2"), size=0.05))
+    check_adapter_applied(AutoModelForCausalLM.from_pretrained(tiny_model_dir("qwen2")))  # no adapter: nothing to check
+
+
+@pytest.fixture(scope="module")
+def problems():
+    prompts = [[{"role": "user", "content": "x" * n}] for n in (3, 9, 1, 5)]
+    return Dataset.from_dict({"prompt": prompts, "answer": ["1"] * 4})
+
+
+def test_greedy_answers_do_not_depend_on_the_batch(tiny_model_dir, tiny_tokenizer, problems):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir("llama"), dtype=torch.float32)
+    one = solve(model, tiny_tokenizer, problems, 8, batch_size=1, progress=False)
+    many = solve(model, tiny_tokenizer, problems, 8, batch_size=4, progress=False)
+    assert one == many
+    assert len(set(one)) > 1
+
+
+def test_the_models_own_generation_config_changes_no_greedy_answer(tiny_model_dir, tiny_tokenizer):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir("qwen2"))
+    problems = Dataset.from_dict({"prompt": [[{"role": "user", "content": text}] for text in ("2+2?", "one two")]})
+    plain = solve(model, tiny_tokenizer, problems, max_new_tokens=24, progress=False)
+    model.generation_config.repetition_penalty = 1.8  # Qwen2.5-Instruct ships 1.05 to 1.1
+    model.generation_config.no_repeat_ngram_size = 1
+    assert solve(model, tiny_tokenizer, problems, max_new_tokens=24, progress=False) == plain
+    settings = GenerationConfig(do_sample=False, max_new_tokens=24)
+    before = settings.to_dict()
+    solve(model, tiny_tokenizer, problems, 24, generation_config=settings, progress=False)
+    assert settings.to_dict() == before
+
+
+def test_sampling_is_seeded_and_greedy_at_temperature_zero(tiny_model_dir, tiny_tokenizer, problems):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir("llama"), dtype=torch.float32)
+    hot = Protocol("x", temperature=1.5, max_new_tokens=8)
+    runs = [transformers_engine(model, tiny_tokenizer, hot, seed=s, progress=False)(problems) for s in (0, 0, 1)]
+    assert runs[0] == runs[1] != runs[2]
+    cold = transformers_engine(model, tiny_tokenizer, Protocol("x", temperature=0, max_new_tokens=8), progress=False)
+    assert cold(problems) == solve(model, tiny_tokenizer, problems, 8, progress=False)
+
+
+class FakeVLLM(types.ModuleType):
+    """Records how vLLM is called; the adapter changes the first token's log-probability unless `dead`."""
+
+    def __init__(self, dead=False):
+        super().__init__("vllm")
+        self.calls = calls = []
+
+        class SamplingParams:
+            def __init__(self, **kwargs):
+                self.__dict__.update(kwargs)
+
+            def clone(self):
+                return SamplingParams(**self.__dict__)
+
+        class LLM:
+            def __init__(self, **kwargs):
+                calls.append(("LLM", kwargs))
+
+            def generate(self, prompts, params, lora_request=None, use_tqdm=True):
+                logprob = -1.0 if lora_request is None or dead else -2.0
+                output = types.SimpleNamespace(token_ids=[1, 2], cumulative_logprob=logprob)
+                return [types.SimpleNamespace(outputs=[output])]
+
+            def chat(self, prompts, params, lora_request=None):
+                calls.append(("chat", [p.seed for p in params], lora_request))
+                return [types.SimpleNamespace(outputs=[types.SimpleNamespace(text="#### 1")]) for _ in prompts]
+
+        self.SamplingParams, self.LLM = SamplingParams, LLM
+
+
+@pytest.fixture
+def fake_vllm(monkeypatch):
+    def install(**kwargs):
+        module = FakeVLLM(**kwargs)
+        request = types.ModuleType("vllm.lora.request")
+        request.LoRARequest = lambda *args: args
+        monkeypatch.setitem(sys.modules, "vllm", module)
+        monkeypatch.setitem(sys.modules, "vllm.lora", types.ModuleType("vllm.lora"))
+        monkeypatch.setitem(sys.modules, "vllm.lora.request", request)
+        return module
+
+    return install
+
+
+def test_vllm_gets_the_adapter_and_one_seed_a_completion(fake_vllm, problems, tmp_path):
+    module = fake_vllm()
+    (tmp_path / "adapter_config.json").write_text('{"r": 12}')
+    generate = vllm_engine("base", PROTOCOLS["gsm8k"], str(tmp_path), seed=5)
+    assert generate(problems) == ["#### 1"] * 4
+    assert module.calls[0][1]["enable_lora"] is True
+    assert module.calls[0][1]["max_lora_rank"] == 16
+    assert module.calls[1] == ("chat", [5, 6, 7, 8], ("adapter", 1, str(tmp_path)))
+
+
+def test_vllm_that_ignores_the_adapter_is_refused(fake_vllm, tmp_path):
+    fake_vllm(dead=True)
+    (tmp_path / "adapter_config.json").write_text('{"r": 8}')
+    with pytest.raises(RuntimeError, match="not applied"):
+        vllm_engine("base", PROTOCOLS["gsm8k"], str(tmp_path))
+
+
+def test_without_vllm_the_error_says_what_to_do(monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(ImportError, match="--engine transformers"):
+        vllm_engine("base", PROTOCOLS["gsm8k"])
+
+
+def test_harness_commands_are_well_formed():
+    commands = harness_commands("some/base", "runs/x")
+    words = shlex.split(commands["lm-eval"])
+    assert words[:2] == ["lm_eval", "run"]
+    assert "pretrained=some/base,dtype=bfloat16,peft=runs/x" in words
+    assert "adapter" in commands["lighteval"] and "runs/x" in commands["lighteval"]
+    assert "peft" not in harness_commands("some/base")["lm-eval"]
+
+
+def test_lm_eval_understands_its_command():
+    cli = pytest.importorskip("lm_eval._cli", reason="lm-eval is not installed")
+    words = shlex.split(harness_commands("some/base", "runs/x")["lm-eval"])
+    parsed = cli.HarnessCLI()._parser.parse_args(words[1:])
+    assert parsed.tasks and parsed.apply_chat_template
+
+
+def test_module_has_no_noise():
+    assert "noise" not in vars(evaluation)

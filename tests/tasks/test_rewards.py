@@ -1,0 +1,78 @@
+import pytest
+from datasets import Dataset
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qerl_trl.tasks.rewards import as_prompts, correctness_reward, final_answer, format_reward, is_correct
+
+GOOD = "3 + 4 = 7\n#### 7"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (GOOD, "7"),
+        ("#### 1\n#### 2", "2"),
+        (r"so \boxed{\frac{1}{2}} it is", r"\frac{1}{2}"),
+        ("the answer is 7", None),
+        ("####", None),
+        ("#### \n7", None),
+        ("", None),
+    ],
+)
+def test_final_answer(text, expected):
+    assert final_answer(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "gold", "expected"),
+    [
+        (GOOD, "work\n#### 7", True),
+        ("x\n#### 1,234", "1234", True),
+        ("x\n#### $18.00", "18", True),
+        ("x\n#### 7.", "7", True),
+        ("x\n#### 8", "7", False),
+        ("x\n#### 77", "7", False),
+        ("7", "7", False),
+        (r"\boxed{\frac{1}{2}}", "0.5", True),
+        ("x\n#### 1/2", "0.5", True),
+        ("x\n#### 7 apples", "7", True),
+        ("x\n#### none", "7", False),
+    ],
+)
+def test_is_correct(text, gold, expected):
+    assert is_correct(text, gold) is expected
+
+
+@given(st.integers(-(10**9), 10**9), st.integers(-(10**9), 10**9))
+def test_numbers_are_correct_iff_equal(a, b):
+    assert is_correct(f"work\n#### {a:,}", f"#### {b}") is (a == b)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (GOOD, 1.0),
+        ("#### 7", 0.0),
+        ("a\n#### 7\nmore", 0.0),
+        ("a\n#### 7\n#### 7", 0.0),
+        ("a\n7", 0.0),
+        ("a\n####", 0.0),
+    ],
+)
+def test_format(text, expected):
+    assert format_reward([text]) == [expected]
+
+
+def test_rewards_read_conversational_completions():
+    completions = [[{"role": "assistant", "content": GOOD}], [{"role": "assistant", "content": "no"}]]
+    assert correctness_reward(completions, answer=["#### 7", "#### 7"]) == [1.0, 0.0]
+    assert format_reward(completions) == [1.0, 0.0]
+
+
+def test_as_prompts():
+    data = Dataset.from_dict({"question": ["1+1?"], "answer": ["1+1=2\n#### 2"]})
+    assert as_prompts(data)[0] == {"answer": "1+1=2\n#### 2", "prompt": [{"content": "1+1?", "role": "user"}]}
+    assert as_prompts(data, "Be brief.")[0]["prompt"][0] == {"content": "Be brief.", "role": "system"}
+    with pytest.raises(ValueError, match="question"):
+        as_prompts(data.rename_column("question", "q"))

