@@ -16,17 +16,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from accelerate.utils import gather_object
 from datasets import Dataset, load_dataset
 from transformers import AutoTokenizer, ProgressCallback
 from trl import ModelConfig, TrlParser, get_peft_config
 
 from qerl_trl import QeRLConfig, QeRLGRPOTrainer, last_checkpoint
 from qerl_trl.checkpoint import write_json_atomically
-from qerl_trl.evaluation import Accuracy, grade, paired_difference, solve
-from qerl_trl.plots import plot_curves
 from qerl_trl.report import banner, device_name, versions
-from qerl_trl.rewards import as_prompts, correctness_reward, format_reward
+from qerl_trl.tasks.evaluation import Accuracy, grade, paired_difference
+from qerl_trl.tasks.held_out import HeldOutAccuracy, held_out_completions
+from qerl_trl.tasks.plots import plot_curves
+from qerl_trl.tasks.rewards import as_prompts, correctness_reward, format_reward
 
 HERE = Path(__file__).resolve().parent
 
@@ -44,7 +44,7 @@ class ScriptArguments:
         default=0.1, metadata={"help": "Weight of the format reward; correctness has 1."}
     )
     eval_problems: int | None = field(default=None, metadata={"help": "Held-out problems to grade (default: all)."})
-    eval_batch_size: int = field(default=64, metadata={"help": "Problems generated for at a time in the evaluation."})
+    eval_batch_size: int = field(default=64, metadata={"help": "Problems at a time in the evaluation without vLLM."})
 
 
 class CompactProgress(ProgressCallback):
@@ -116,37 +116,31 @@ def main(script: ScriptArguments, args: QeRLConfig, model_args: ModelConfig) -> 
         reward_funcs=[correctness_reward, format_reward],
         args=args,
         train_dataset=train,
+        eval_dataset=test,  # with eval_strategy: sampled rewards, and the greedy accuracy that the callback below adds
         processing_class=tokenizer,
         peft_config=get_peft_config(model_args) if args.base_format != "full" else None,
     )
     trainer.remove_callback(ProgressCallback)
     trainer.add_callback(CompactProgress)
+    trainer.add_callback(HeldOutAccuracy(trainer, test, batch_size=script.eval_batch_size))
     main_process = trainer.accelerator.is_main_process
-    say = trainer.accelerator.print
-    say(banner(trainer))
+    trainer.accelerator.print(banner(trainer))
 
     def held_out() -> list[bool]:
-        policy = trainer.accelerator.unwrap_model(trainer.model)
-        with trainer.accelerator.split_between_processes(list(range(len(test)))) as rows:  # contiguous, in rank order
-            mine = test.select(rows)
-            completions = solve(
-                policy, tokenizer, mine, args.max_completion_length, script.eval_batch_size, progress=main_process
-            )
-            graded = grade(completions, mine)
-        return gather_object(graded)
+        return grade(held_out_completions(trainer, test, batch_size=script.eval_batch_size), test)
 
     output_dir = Path(args.output_dir)
     resume = args.resume_from_checkpoint or last_checkpoint(output_dir)
     before_file = output_dir / "before.json"
     if resume and before_file.is_file():
-        say(f"Resuming from {resume}.")
+        trainer.accelerator.print(f"Resuming from {resume}.")
         before = json.loads(before_file.read_text())
     else:
         before = held_out()
         if main_process:
             output_dir.mkdir(parents=True, exist_ok=True)
             write_json_atomically(before_file, before)
-    say(f"Held-out accuracy before training, greedy: {Accuracy(sum(before), len(before))}")
+    trainer.accelerator.print(f"Held-out accuracy before training, greedy: {Accuracy(sum(before), len(before))}")
 
     summary = trainer.train(resume_from_checkpoint=resume)
     after = held_out()
@@ -177,7 +171,10 @@ def report(
         "train_seconds": metrics.get("train_runtime"),
         "steps": trainer.state.global_step,
         "seed": args.seed,
+        "task": "math word problems",
         "dataset": dataset,
+        "split": "test",
+        "decoding": "greedy, noise off",
         "arm": {
             "base_format": args.base_format,
             "aqn": args.aqn,

@@ -20,8 +20,8 @@ from datasets import Dataset, load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from qerl_trl import NVFP4Config, load_adapter
-from qerl_trl.evaluation import Accuracy, grade, solve
-from qerl_trl.rewards import as_prompts, final_answer
+from qerl_trl.tasks.evaluation import Accuracy, grade, solve
+from qerl_trl.tasks.rewards import as_prompts, final_answer
 
 HERE = Path(__file__).resolve().parent
 MAX_NEW_TOKENS, BATCH = 64, 512

@@ -52,7 +52,7 @@ def random_(parameter: torch.Tensor) -> None:
 
 
 def to_nvfp4(linear: nn.Linear) -> nn.Module:
-    from qerl_trl.linear import NVFP4Linear
+    from qerl_trl.nvfp4.linear import NVFP4Linear
 
     return NVFP4Linear.from_linear(linear)
 
@@ -103,7 +103,7 @@ def build(size: str, kind: str) -> nn.Module:
 @torch.no_grad()
 def check(layer: nn.Module) -> None:
     """The packed layer's forward and backward against the dequantized weight: no time is reported for a wrong kernel."""
-    from qerl_trl.linear import linear
+    from qerl_trl.nvfp4.linear import linear
 
     x = torch.randn(512, layer.in_features, device="cuda", dtype=torch.bfloat16)
     dy = torch.randn(512, layer.out_features, device="cuda", dtype=torch.bfloat16)

@@ -1,181 +1,374 @@
-"""Does `qerl-trl plan` predict what a GPU measures? Random weights, real shapes.
+"""Is the planned peak of GPU memory what a run takes? Whole training steps on random weights in the Qwen2.5 shapes, beside the plan.
 
-    python examples/benchmarks/plan_check.py --shapes 7b 3b --folder /tmp/check --output plan_check.json     # about 3 minutes on an H200
-    python examples/benchmarks/plan_check.py --shapes tiny --device cpu --folder /tmp/check                  # dry run
+    python examples/benchmarks/plan_check.py --output memory_h200.json               # all workloads, at most 9 minutes on an H200
+    python examples/benchmarks/plan_check.py --only 7b-4x4096 32b-1x512-sleep        # some of them
+    python examples/benchmarks/plan_check.py --plan                                  # only what is planned; needs no GPU
+    python examples/benchmarks/plan_check.py --only tiny tiny-engine --device cpu    # dry run, nothing measured
 
-Prints every prediction first. Then quantizes a random checkpoint of each shape, loads it with LoRA and measures torch's peak memory of
-updates (TRL's tiled output head, AdamW) and of rollouts in transformers.
+Each workload is a process of its own with a `QeRLGRPOTrainer`: three optimizer steps, two rollouts. The engine gets its KV cache at the
+planned size, prompts for all its sequences and a few tokens to generate; completions are then filled up to their full length with random
+tokens, so that every update has the length that was planned. transformers generates all its tokens.
+
+`measured_gib` is the most that the process took of the GPU, sampled by NVML every 10 ms (CUDA context, graphs and cached memory
+included), `reserved_gib` and `allocated_gib` what torch counts of it. `error` is planned over measured, minus 1. Required: from 0 to 0.1.
 """
 
 import argparse
 import dataclasses
 import json
+import os
+import random
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
-import torch
-from peft import LoraConfig, get_peft_model
-from random_checkpoint import random_config, write_checkpoint
+from qerl_trl.memory.plan import GIB, Gpu, MemoryPlan, plan_run
+from qerl_trl.memory.workload import Workload
 
-from qerl_trl import offline, plan
-from qerl_trl.linear import describe
-from qerl_trl.lora import register_nvfp4_lora
-from qerl_trl.quantizer import from_pretrained
-from qerl_trl.report import device_name, versions
+#: tokens that the engine really generates; the rest of a completion is random
+GENERATED = 8
+#: seconds that one workload may take, and all of them together
+LIMIT, TOTAL = 200, 530
+#: GiB of the GPU that the planned peaks of runs side by side may add up to, and how many those are at the most
+CAPACITY, SIDE_BY_SIDE = 120, 3
+ALLOWED = (0.0, 0.10)
 
-WORKLOADS = {
-    "tiny": {
-        "update": [plan.Workload(batch=2, prompt_length=16, completion_length=48)],
-        "rollout": [plan.Workload(prompt_length=16, completion_length=48, completions=4)],
-    },
-    "3b": {
-        "update": [plan.Workload(batch=6, prompt_length=384, completion_length=1152)],
-        "rollout": [plan.Workload(prompt_length=512, completion_length=64, completions=96)],
-    },
-    "7b": {
-        "update": [
-            plan.Workload(batch=4, prompt_length=256, completion_length=768),
-            plan.Workload(batch=8, prompt_length=512, completion_length=1536),
-            plan.Workload(batch=16, prompt_length=512, completion_length=3584),
-            plan.Workload(batch=2, prompt_length=256, completion_length=768, gradient_checkpointing=False),
-            plan.Workload(batch=3, prompt_length=1024, completion_length=2048),
-        ],
-        "rollout": [
-            plan.Workload(prompt_length=256, completion_length=64, completions=64),
-            plan.Workload(prompt_length=128, completion_length=192, completions=160),
-        ],
-    },
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """`micro` sequences per backward pass, prompts of up to `prompt` and completions of `new` tokens, `sequences` in the engine at a time
+    (None: transformers generates, for twice `micro`). `graphs`: with vLLM's compiled CUDA graphs, as a run has it; without starts faster."""
+
+    size: str
+    micro: int
+    prompt: int
+    new: int
+    sequences: int | None = None
+    sleep: bool = False
+    graphs: bool = False
+    checkpointing: bool = True
+    base_format: str = "nvfp4"
+
+    @property
+    def work(self) -> Workload:
+        return Workload(
+            batch=self.micro, prompt_length=self.prompt, completion_length=self.new, completions=self.sequences or 2 * self.micro,
+            gradient_checkpointing=self.checkpointing, base_format=self.base_format, sleep=self.sleep, graphs=self.graphs,
+            rollout="transformers" if self.sequences is None else "colocate",
+        )  # fmt: skip
+
+
+#: the longest first
+CASES = {
+    "7b-4x4096-graphs": Case("7b", 4, 512, 4096, 128, graphs=True),
+    "14b-2x8192-sleep": Case("14b", 2, 512, 8192, 32, sleep=True),
+    "32b-2x4096": Case("32b", 2, 512, 4096, 16),
+    "7b-16x2048": Case("7b", 16, 512, 2048, 32),
+    "7b-64x512": Case("7b", 64, 256, 512, 64),
+    "3b-4x4096-graphs": Case("3b", 4, 512, 4096, 128, graphs=True),
+    "7b-4x4096-sleep": Case("7b", 4, 512, 4096, 128, sleep=True),
+    "32b-1x512-sleep-graphs": Case("32b", 1, 256, 512, 8, sleep=True, graphs=True),
+    "7b-1x8192": Case("7b", 1, 512, 8192, 32),
+    "14b-8x1024": Case("14b", 8, 256, 1024, 64),
+    "7b-4x1024-bf16": Case("7b", 4, 256, 1024, 64, base_format="bf16"),
+    "7b-8x512-transformers": Case("7b", 8, 256, 512),
+    "3b-32x512": Case("3b", 32, 256, 512, 64),
+    "3b-16x512-transformers": Case("3b", 16, 256, 512),
+    "7b-2x768-no-checkpointing": Case("7b", 2, 256, 768, 16, checkpointing=False),
+    "7b-8x512": Case("7b", 8, 256, 512, 8),
+}
+DRY = {
+    "tiny": Case("tiny", 2, 16, 24),
+    "tiny-engine": Case("tiny", 2, 16, 24, 8),
 }
 
 
-def update(model, optimizer, work: plan.Workload, device: str) -> None:
-    """One optimizer step as TRL makes it: backbone, tiled output head, policy-gradient loss."""
-    from trl.kernels import ChunkedLogProbFunction
+def planned(case: Case, gpu: Gpu | None = None) -> MemoryPlan:
+    """From the shape alone, as `qerl-trl plan` does it."""
+    from rollout_models import model_config
+    from transformers import Qwen2Config
 
-    ids = torch.randint(0, model.config.vocab_size, (work.batch, work.length), device=device)
-    with torch.autocast(torch.device(device).type, torch.bfloat16):
-        hidden = model.get_base_model().model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
-        scored = hidden[:, -work.completion_length :].reshape(-1, hidden.size(-1))
-        targets = ids[:, -work.completion_length :].reshape(-1)
-        head = model.get_output_embeddings().weight
-        tile = plan.HEAD_TILE[1]
-        logps = ChunkedLogProbFunction.apply(
-            scored, head, None, targets, 1.0, tile, None, 1.0, ("log_probs", "entropy")
-        )[0]
-        loss = -(torch.exp(logps - logps.detach()) * torch.randn_like(logps)).mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=False)
+    from qerl_trl.memory.formulas import shape_of
+
+    return plan_run(shape_of(Qwen2Config(**model_config(case.size))), case.work, gpu)
 
 
-def generate(model, work: plan.Workload, device: str) -> None:
-    """A rollout in transformers, every completion of full length."""
-    prompts = torch.randint(4, model.config.vocab_size, (work.completions, work.prompt_length), device=device)
-    tokens = work.completion_length
-    with torch.no_grad():
-        model.generate(
-            prompts,
-            attention_mask=torch.ones_like(prompts),
-            max_new_tokens=tokens,
-            min_new_tokens=tokens,
-            do_sample=True,
+# --- one workload, in a process of its own -------------------------------------------------------------------------------------------
+
+
+class Peak:
+    """The most that this process takes of the GPU, in all and in each phase."""
+
+    def __init__(self) -> None:
+        import pynvml
+
+        pynvml.nvmlInit()
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
+        self._nvml = pynvml
+        self._handle = (
+            pynvml.nvmlDeviceGetHandleByIndex(int(visible))
+            if visible.isdigit()
+            else pynvml.nvmlDeviceGetHandleByUUID(visible)
         )
+        self.phase, self.bytes = "load", dict[str, int]()
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def now(self) -> int:
+        """
+        Raises:
+            `RuntimeError`: NVML does not show this process.
+        """
+        for process in self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle):
+            if process.pid == os.getpid() and process.usedGpuMemory is not None:
+                return int(process.usedGpuMemory)
+        raise RuntimeError("NVML does not show this process; run outside of a container with its own process ids.")
+
+    def _watch(self) -> None:
+        while True:
+            self.bytes[self.phase] = max(self.bytes.get(self.phase, 0), self.now())
+            time.sleep(0.01)
 
 
-def measure(model, optimizer, work: plan.Workload, phase: str, device: str) -> dict:
-    """Peak of one phase."""
-    cuda = torch.device(device).type == "cuda"
-    model.train(phase == "update")
-    if phase == "update" and work.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    else:
-        model.gradient_checkpointing_disable()
-    if cuda:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    started = time.perf_counter()
-    if phase == "update":
-        update(model, optimizer, work, device)
-    else:
-        generate(model, work, device)
-    if cuda:
-        torch.cuda.synchronize()
-    return {
-        "measured_gib": torch.cuda.max_memory_allocated() / 2**30 if cuda else None,
-        "seconds": time.perf_counter() - started,
-    }
+def show_a_card_of(size: int, peak: Peak) -> None:
+    """Runs side by side each see a GPU of their own: `torch.cuda.mem_get_info` counts this process only."""
+    import torch
+
+    def of_that_size(device: Any = None) -> tuple[int, int]:
+        return max(0, size - peak.now()), size
+
+    torch.cuda.mem_get_info = torch.cuda.memory.mem_get_info = of_that_size
 
 
-def load(folder: Path, device: str):
-    """(NVFP4 model with LoRA on every linear layer, its optimizer)"""
-    model = from_pretrained(folder, device_map={"": device})
-    torch.manual_seed(1)
-    model = get_peft_model(
-        model, register_nvfp4_lora(LoraConfig(r=32, lora_alpha=64, target_modules="all-linear", task_type="CAUSAL_LM"))
+def tokenizer():
+    """One token per word."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{i}": i for i in range(400)} | {"<eos>": 400, "<pad>": 401}
+    built = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    built.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=built, eos_token="<eos>", pad_token="<pad>", unk_token="w0", padding_side="left"
     )
-    model.enable_input_require_grads()
-    return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-5)
 
 
-def check(shape: str, rows: list[dict], folder: Path, device: str) -> None:
-    """Measure the rows of one shape and add what was measured to them."""
-    source, result = folder / shape / "source", folder / shape / "nvfp4"
-    if not source.is_dir():
-        write_checkpoint(shape, source, device)
-    if not result.is_dir():
-        offline.quantize_folder(source, result, device=device)
-    model, optimizer = load(result, device)
-    warm = plan.Workload(batch=1, prompt_length=16, completion_length=48)
-    update(model, optimizer, warm, device)  # creates the optimizer's state, compiles the kernels
-    for row in rows:
-        row.update(measure(model, optimizer, plan.Workload(**row["workload"]), row["phase"], device))
-        if row["measured_gib"]:
-            row["error"] = row["predicted_gib"] / row["measured_gib"] - 1
-        print(json.dumps(row), flush=True)
+def prompts(longest: int, count: int = 64):
+    """Of half to full length, one of them `longest`."""
+    from datasets import Dataset
+
+    draw = random.Random(0)
+    lengths = [longest, *(draw.randint(longest // 2, longest) for _ in range(count - 1))]
+    return Dataset.from_dict({"prompt": [" ".join(f"w{draw.randrange(400)}" for _ in range(n)) for n in lengths]})
 
 
-def predictions(shape: str) -> list[dict]:
-    numbers = plan.shape_of(random_config(shape))
-    return [
-        {
-            "shape": shape,
-            "phase": phase,
-            "workload": dataclasses.asdict(work),
-            "predicted_gib": getattr(plan.predict(numbers, work), phase) / 2**30,
+def fill_completions(trainer: Any, case: Case) -> None:
+    """Let the engine generate a few tokens for as many prompts as it has sequences, and fill the completions with random tokens."""
+    generation = trainer.vllm_generation
+    generate, draw = generation.generate, random.Random(1)
+    assert case.sequences is not None
+
+    def filled(prompts: list[list[int]], images: Any, num_generations: int, profiler: Any = None) -> tuple:
+        generation.max_completion_length = min(GENERATED, case.new)
+        repeats = -(-case.sequences // len(prompts))
+        output = generate(prompts * repeats, images, num_generations, profiler)
+        ids, completions, logps, *rest = (part[: len(prompts)] if part is not None else None for part in output)
+        completions = [[*c, *(draw.randrange(400) for _ in range(case.new - len(c)))] for c in completions]
+        logps = [[*own, *([-6.0] for _ in range(case.new - len(own)))] for own in logps]
+        return ids, completions, logps, *rest
+
+    generation.generate = filled
+
+
+def build_trainer(case: Case, device: str) -> Any:
+    import rollout_models
+    from peft import LoraConfig
+
+    from qerl_trl import QeRLConfig, QeRLGRPOTrainer
+
+    model = rollout_models.packed_model(case.size, device, dense=case.base_format == "bf16")
+    folder = rollout_models.folder(case.size)
+    words = tokenizer()
+    words.save_pretrained(folder)
+    model.config._name_or_path = folder
+    cpu = device == "cpu"
+    engine = {"enforce_eager": not case.graphs, "max_num_seqs": case.sequences} if case.sequences else {}
+    args = QeRLConfig(
+        tempfile.mkdtemp(), base_format=case.base_format, use_cpu=cpu, bf16=not cpu, use_vllm=case.sequences is not None,
+        vllm_mode="colocate", vllm_enable_sleep_mode=case.sleep, vllm_engine_kwargs=engine,
+        vllm_gpu_memory_utilization=0.05 if cpu else None, per_device_train_batch_size=case.micro, steps_per_generation=2,
+        num_generations=2, max_completion_length=case.new, gradient_checkpointing=case.checkpointing, max_steps=3, logging_steps=1,
+        report_to="none", save_strategy="no", disable_tqdm=True, aqn_num_stages=2,
+        generation_kwargs=None if case.sequences else {"min_new_tokens": case.new},
+    )  # fmt: skip
+    return QeRLGRPOTrainer(
+        model=model,
+        reward_funcs=lambda completions, **kwargs: [random.random() for _ in completions],
+        args=args,
+        train_dataset=prompts(case.prompt),
+        processing_class=words,
+        peft_config=LoraConfig(r=32, lora_alpha=64, target_modules="all-linear", task_type="CAUSAL_LM"),
+    )
+
+
+def measure(case: Case, device: str, card: float) -> dict[str, Any]:
+    """Build the trainer, train, and say what it took."""
+    import torch
+
+    started, peak = time.perf_counter(), None
+    if device == "cuda":
+        torch.zeros(1, device=device)
+        peak = Peak()
+        show_a_card_of(round(card * GIB), peak)
+    trainer = build_trainer(case, device)
+    if peak is not None:
+        peak.phase = "train"
+    if case.sequences is not None:
+        fill_completions(trainer, case)
+    ready = time.perf_counter()
+    trainer.train()
+    found: MemoryPlan = trainer.memory_plan
+    row: dict[str, Any] = {
+        "workload": dataclasses.asdict(found.work),
+        "planned_gib": round(found.peak / GIB, 3),
+        "planned_update_gib": round(found.update / GIB, 3),
+        "planned_rollout_gib": round(found.rollout / GIB, 3),
+        "kv_gib": round(found.kv_bytes / GIB, 3),
+        "kv_of_all_gib": round(found.kv_wanted / GIB, 3),
+        "seconds": {"start": round(ready - started, 1), "train": round(time.perf_counter() - ready, 1)},
+    }
+    if peak is not None:
+        torch.cuda.synchronize()
+        row |= {
+            "measured_gib": round(max(peak.bytes.values()) / GIB, 3),
+            "phases_gib": {phase: round(size / GIB, 3) for phase, size in peak.bytes.items()},
+            "reserved_gib": round(torch.cuda.max_memory_reserved() / GIB, 3),
+            "allocated_gib": round(torch.cuda.max_memory_allocated() / GIB, 3),
+            "outside_torch_gib": round((peak.now() - torch.cuda.memory_reserved()) / GIB, 3),
+            "stays_gib": round(torch.cuda.memory_allocated() / GIB, 3),
         }
-        for phase, works in WORKLOADS[shape].items()
-        for work in works
-    ]
+        row["error"] = round(row["planned_gib"] / row["measured_gib"] - 1, 4)
+    return row | {"parts_gib": {p.name: [round(p.update / GIB, 3), round(p.rollout / GIB, 3)] for p in found.parts}}
 
 
-def main() -> None:
+# --- all of them -----------------------------------------------------------------------------------------------------------------------
+
+
+def run_all(names: list[str], device: str, record: dict[str, Any], output: Path | None) -> None:
+    """Start the workloads, as many side by side as the GPU has memory for; the record is written after each."""
+    cards = {name: planned((CASES | DRY)[name]).peak / GIB * 1.1 + 1 for name in names}
+    waiting, running, started = list(names), dict[str, tuple[subprocess.Popen[str], Path, float]](), time.monotonic()
+    environment = os.environ | {
+        "HF_HUB_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0", "TOKENIZERS_PARALLELISM": "false",
+    }  # fmt: skip
+    logs = Path(tempfile.mkdtemp())
+    while waiting or running:
+        now = time.monotonic()
+        for name in list(waiting):
+            taken = sum(cards[other] for other in running)
+            if (
+                len(running) < SIDE_BY_SIDE
+                and (not running or taken + cards[name] <= CAPACITY)
+                and now - started < TOTAL - 45
+            ):
+                command = [
+                    sys.executable,
+                    __file__,
+                    "--worker",
+                    name,
+                    "--device",
+                    device,
+                    "--card",
+                    f"{cards[name]:.2f}",
+                ]
+                environment["MASTER_PORT"] = str(29500 + len(record["memory"]) + len(running) + 10 * len(waiting))
+                log = (logs / name).open("w")
+                process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, text=True, env=environment)
+                running[name] = process, logs / name, now
+                waiting.remove(name)
+        for name, (process, log_file, since) in list(running.items()):
+            late = now - since > LIMIT or now - started > TOTAL
+            if process.poll() is None and late:
+                process.kill()
+                process.wait()
+            if process.poll() is None:
+                continue
+            lines = log_file.read_text().splitlines()
+            found = next((line for line in lines if line.startswith("RESULT ")), None)
+            row = {"name": name, "shape": name.split("-")[0]}
+            row |= (
+                json.loads(found.removeprefix("RESULT "))
+                if found
+                else {"failed": "time" if late else [line for line in lines if "Error" in line][-3:]}
+            )
+            record["memory"].append(row)
+            print(json.dumps({k: v for k, v in row.items() if k not in ("workload", "parts_gib")}), flush=True)
+            if output is not None:
+                output.write_text(json.dumps(record, indent=1) + "\n")
+            del running[name]
+        if waiting and not running and time.monotonic() - started >= TOTAL - 45:
+            record["memory"] += [{"name": name, "failed": "time"} for name in waiting]
+            break
+        time.sleep(0.5)
+
+
+def verdict(record: dict[str, Any]) -> int:
+    """Print the table; the exit status: 1 where a planned peak is off."""
+    off = 0
+    for row in record["memory"]:
+        if "error" not in row:
+            print(f"{row['name']:<28} {row.get('failed', 'nothing measured')}")
+            off += "failed" in row
+            continue
+        fine = ALLOWED[0] <= row["error"] <= ALLOWED[1]
+        off += not fine
+        print(
+            f"{row['name']:<28} planned {row['planned_gib']:7.2f} measured {row['measured_gib']:7.2f} "
+            f"(torch: {row['reserved_gib']:7.2f} reserved, {row['allocated_gib']:7.2f} allocated)  {100 * row['error']:+5.1f} % "
+            f"{'' if fine else 'OFF'}"
+        )
+    return int(off > 0)
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", choices=WORKLOADS, default=["7b", "3b"])
+    parser.add_argument("--only", nargs="+", choices=CASES | DRY)
+    parser.add_argument("--plan", action="store_true", help="Print the plans and stop.")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--folder", type=Path, required=True, help="For checkpoints; ones that are there are used.")
     parser.add_argument("--commit", help="Of the code that runs, where there is no git.")
     parser.add_argument("--output", type=Path)
-    arguments = parser.parse_args()
-    torch.manual_seed(0)
+    parser.add_argument("--worker", choices=CASES | DRY, help=argparse.SUPPRESS)
+    parser.add_argument("--card", type=float, default=0.0, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        row = measure((CASES | DRY)[options.worker], options.device, options.card)
+        print("RESULT " + json.dumps(row), flush=True)
+        os._exit(0)  # vLLM's own end can hang
+    names = options.only or list(CASES)
+    if options.plan:
+        for name in names:
+            print(f"{name}\n{planned((CASES | DRY)[name]).table()}\n")
+        return 0
+
+    import torch
+
+    from qerl_trl.report import device_name, versions
+
     git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    rows = {shape: predictions(shape) for shape in arguments.shapes}
-    report = {
+    record: dict[str, Any] = {
         "command": " ".join(["python", *sys.argv]),
-        "commit": arguments.commit or git or None,
-        "device": device_name(torch.device(arguments.device)),
+        "commit": options.commit or git or None,
+        "device": device_name(torch.device(options.device)),
         "versions": versions(),
-        "linear": describe(arguments.device),
-        "memory": [row for shape in arguments.shapes for row in rows[shape]],
+        "memory": [],
     }
-    for row in report["memory"]:
-        print(json.dumps(row), flush=True)
-    for shape in arguments.shapes:
-        check(shape, rows[shape], arguments.folder, arguments.device)
-        if arguments.output:
-            arguments.output.write_text(json.dumps(report, indent=1) + "\n")
+    run_all(names, options.device, record, options.output)
+    return verdict(record)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

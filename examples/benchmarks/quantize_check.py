@@ -118,7 +118,7 @@ def quantize(source: Path, result: Path, device: str, workers: int | None) -> di
     started = time.perf_counter()
     import torch
 
-    from qerl_trl import offline
+    from qerl_trl.publish import quantize as offline
 
     imports = time.perf_counter() - started
     memory = Resident()

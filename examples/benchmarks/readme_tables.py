@@ -16,10 +16,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import embedded_arms  # noqa: E402
 
 README = ROOT / "README.md"
-ROLLOUT = ROOT / "examples/benchmarks/results/rollout_h200.json"
+CONFIGS = ROOT / "examples/configs"
+ROLLOUT = ROOT / "examples/benchmarks/results/rollout_speed_h200.json"
 KERNELS = ROOT / "kernels/benchmarks/results/h200.json"
 TRAINING = ROOT / "examples/benchmarks/results/train_step_h200.json"
-PLAN = ROOT / "examples/benchmarks/results/plan_check_h200.json"
+PLAN = ROOT / "examples/benchmarks/results/memory_h200.json"
 
 
 def embedded() -> str:
@@ -67,42 +68,61 @@ def training() -> str:
         for run in record["runs"]
     ]
     source, plan = TRAINING.relative_to(ROOT), json.loads(PLAN.read_text())
-    errors = [abs(row["error"]) for row in plan["memory"]]
+    plans = [row for row in plan["memory"] if "measured_gib" in row]
+    sizes = sorted({row["shape"] for row in plans}, key=lambda size: int(size[:-1]))
     return (
         "\n".join(rows)
         + f"\n\nOne training step of the {record['size'].upper()} shape, {record['batch']} x {record['tokens']} tokens, rank-32 LoRA, gradient "
         f"checkpointing. {record['device']}, torch {record['versions']['torch']}, commit {record['commit'][:7]}, [{source.name}]({source}). "
-        f"`qerl-trl plan` was within {100 * max(errors):.0f} % of the measured peak in {len(errors)} workloads of the 3B and 7B shapes "
-        f"([{PLAN.name}]({PLAN.relative_to(ROOT)}))."
+        f"The plan of memory is 0 to 10 % above what a run takes of the GPU in {len(plans)} workloads of {', '.join(s.upper() for s in sizes)} "
+        f"([{PLAN.name}]({PLAN.relative_to(ROOT)}); one of its constants was set by these runs)."
     )
 
 
 def rollout() -> str:
-    """vLLM tokens a second, ours against bf16 with vLLM's LoRA."""
+    """vLLM tokens per second: ours against bf16 with vLLM's LoRA slots and against merged bf16."""
     record = json.loads(ROLLOUT.read_text())
-    speed = record["rollout_tokens_per_s"]
-    rows = [
-        "| sequences | 7B: bf16 + LoRA | 7B: ours | ratio | 32B: bf16 + LoRA | 32B: ours | ratio |",
-        "|---:|---:|---:|---:|---:|---:|---:|",
-    ]
-    for count in speed["ours:7b"]:
-        cells = []
-        for model in ("7b", "32b"):
-            stock, ours = speed[f"stock-lora:{model}"][count], speed[f"ours:{model}"][count]
-            cells += [f"{stock:.0f}", f"{ours:.0f}", f"{ours / stock:.2f}"]
+    speed = record["tokens_per_s"]
+    sizes = [name.split(":")[1] for name in speed if name.startswith("ours:")]
+    others = {"stock-merged": "merged bf16", "stock-lora": "bf16 + LoRA"}
+    columns = [(size, other) for size in sizes for other in others if f"{other}:{size}" in speed]
+    head = ["sequences", *(f"{size.upper()}: ours" for size in sizes)]
+    head += [f"{size.upper()}: ours / {others[other]}" for size, other in columns]
+    rows = [f"| {' | '.join(head)} |", "|" + "---:|" * len(head)]
+    for count in speed[f"ours:{sizes[0]}"]:
+        cells = [f"{speed[f'ours:{size}'][count]:.0f}" if count in speed[f"ours:{size}"] else "" for size in sizes]
+        for size, other in columns:
+            ratio = record["ratios"][f"ours:{size} over {other}:{size}"].get(count)
+            cells.append("" if ratio is None else f"{ratio:.2f}")
         rows.append(f"| {count} | {' | '.join(cells)} |")
     source = ROLLOUT.relative_to(ROOT)
-    memory, sync = record["memory"]["32b"], record["sync"]
+    versions = record["versions"]
     return (
         "\n".join(rows)
-        + f"\n\nTokens a second; {speed['what']}. Kernels at commit {record['kernels_commit'].split(' ')[0]}. {record['machine']}, "
-        f"[{source.name}]({source}). Also in that file: trainer and engine together hold "
-        f"{memory['trainer_and_engine_without_adapter_buffers']:.2f} GiB of base weights for 32B; one sync of a rank-32 adapter and all noisy "
-        f"norms takes {sync['7b']['sync_ms_median']['both']:.0f} ms (7B) and {sync['32b']['sync_ms_median']['both']:.0f} ms (32B)."
+        + f"\n\n{record['what'][0].upper()}{record['what'][1:]}. {record['device']}, torch {versions['torch']}, triton "
+        f"{versions['triton']}, vLLM {versions['vllm']}, commit {record['commit'][:7]}, [{source.name}]({source})."
+    )
+
+
+def cards() -> str:
+    """Each shipped configuration with the card that its header names, which tests/test_configs.py computes."""
+    rows = ["| model | planned for a card of | command |", "|---|---|---|"]
+    for path in sorted(CONFIGS.glob("qwen*.yaml"), key=lambda p: int(re.findall(r"(\d+)b", p.stem)[0])):
+        text = path.read_text()
+        model = re.search(r"^model_name_or_path: (\S+)", text, re.MULTILINE)
+        card = re.search(r"Starts on a card of (\d+) GB", text)
+        if model is None or card is None:
+            raise ValueError(f"{path} names no model, or no card in its header.")
+        command = f"accelerate launch examples/grpo_gsm8k.py --config {path.relative_to(ROOT)}"
+        rows.append(f"| {model[1]} | {card[1]} GB | `{command}` |")
+    return "\n".join(rows) + (
+        "\n\nMore memory runs more completions at a time; the first lines of each file say how many. The cards come from the memory plan, which "
+        "is compared with runs on an H200 below; no other card was there to run them on."
     )
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    "cards": cards,
     "embedded_arms": embedded,
     "kernels": kernels,
     "rollout": rollout,

@@ -79,7 +79,7 @@ def difference(model, llm, ids, new_tokens: int) -> float:
 
 
 def packed_linears(llm):
-    from qerl_trl.rollout import engine_model
+    from qerl_trl.rollout.vllm.in_process import engine_model
 
     return {n: m for n, m in engine_model(llm).named_modules() if hasattr(m, "weight_packed")}
 
@@ -88,7 +88,7 @@ def packed_linears(llm):
 def compare_weights(model, llm) -> dict:
     """Dequantized weights of both sides: bit-identical, and the same memory."""
     import qerl_nvfp4
-    from qerl_trl.vllm_loader import Published
+    from qerl_trl.rollout.vllm.loader import Published
 
     trainer, identical, same_storage = Published(model, True), 0, 0
     layers = packed_linears(llm)
@@ -104,8 +104,8 @@ def compare_weights(model, llm) -> dict:
 
 def check(case: str) -> dict:
     """Adapter and noise through a live engine, under eager, CUDA graphs or torch.compile."""
-    from qerl_trl.norm_noise import NoiseDraw, NormNoise
-    from qerl_trl.norms import find_noisy_norms
+    from qerl_trl.noise.hooks import NoiseDraw, NormNoise
+    from qerl_trl.noise.norms import find_noisy_norms
 
     model = policy("tiny", device=DEVICE)
     g = generation(model, max_sequences=8, max_length=256, skip_tokenizer_init=True, **ENGINES[case])
@@ -117,18 +117,18 @@ def check(case: str) -> dict:
         randomize(model, 0.05)
         g.sync_weights()
         result["adapter_updates"].append(difference(model, g.llm, ids, 32))
-    g._reset_prefix_cache()  # with cached prefixes the prefill would have another shape, and other rounding
+    g.engine.reset_prefix_cache()  # with cached prefixes the prefill would have another shape, and other rounding
     clean = sample(g.llm, ids, 16, 0.0)
     noise = NormNoise(find_noisy_norms(model))
     g.trainer.aqn.draw = NoiseDraw(1e-2, 0, 3, 1)
     noise.set(g.trainer.aqn.draw)
-    g._sync_noise()
+    g.sync_noise()
     tokens, logps = sample(g.llm, ids, 16, 0.0)
     with noise.active():
         result["noisy_difference"] = (trainer_logps(model, ids, tokens) - logps).abs().mean().item()
     result["noise_ignored_difference"] = (trainer_logps(model, ids, tokens) - logps).abs().mean().item()
     result["sigma_effective"] = g.trainer.aqn.sigma_effective
-    state = g.state
+    state = g.engine.state
     names = list(g.trainer.aqn.norms)
     bits = [
         torch.equal(state.norms[n].weight.cpu(), noise.norms[n].weight.float().cpu() + noise._noise[n].cpu())
@@ -136,7 +136,7 @@ def check(case: str) -> dict:
     ]
     result["noisy_norms_bit_equal_to_trainers"] = f"{sum(bits)}/{len(bits)}"
     g.trainer.aqn.draw = NoiseDraw(0.0, 0, 3, 1)
-    g._sync_noise()
+    g.sync_noise()
     again = sample(g.llm, ids, 16, 0.0)
     result["restored_bit_exact"] = clean[0] == again[0] and torch.equal(clean[1], again[1])
     result["weights_after"] = compare_weights(model, g.llm)
@@ -161,7 +161,7 @@ def agree_7b_stock() -> dict:
     """Stock vLLM bf16 against transformers bf16 on the same weights: our random NVFP4 ones, dequantized. No adapter."""
     from vllm import LLM
 
-    from qerl_trl.rollout import engine_model
+    from qerl_trl.rollout.vllm.in_process import engine_model
 
     arguments = {"skip_tokenizer_init": True, "max_model_len": 512, "max_num_seqs": 16, "gpu_memory_utilization": 0.3}
     llm = LLM(folder("7b"), load_format="dummy", logprobs_mode="processed_logprobs", dtype="bfloat16", seed=0,
@@ -208,8 +208,8 @@ def unique_bytes(*models) -> int:
 
 def sync_case(size: str) -> dict:
     """Seconds of a sync of adapter and all norms, memory of one copy, and that 200 syncs allocate nothing."""
-    from qerl_trl.norm_noise import NoiseDraw
-    from qerl_trl.rollout import engine_model
+    from qerl_trl.noise.hooks import NoiseDraw
+    from qerl_trl.rollout.vllm.in_process import engine_model
 
     model = policy(size)
     adapter = sum(p.numel() * p.element_size() for n, p in model.named_parameters() if "lora_" in n)
@@ -219,7 +219,7 @@ def sync_case(size: str) -> dict:
     engine = engine_model(g.llm)
     buffers = sum(b.numel() * b.element_size() for n, b in engine.named_buffers() if "adapter_" in n)
     both = unique_bytes(model, engine)
-    g._wake()
+    g.engine.wake()
     awake = torch.cuda.mem_get_info()[0]
     times = time_syncs(g)
     torch.cuda.synchronize()
@@ -228,7 +228,7 @@ def sync_case(size: str) -> dict:
     for step in range(100, 300):
         g.sync_weights()
         g.trainer.aqn.draw = NoiseDraw(1e-2, 0, step, 0)
-        g._sync_noise()
+        g.sync_noise()
     torch.cuda.synchronize()
     flat = {
         "allocated_growth_bytes": torch.cuda.memory_allocated() - allocated,
@@ -238,12 +238,12 @@ def sync_case(size: str) -> dict:
     ids = prompts(4, 64)
     asleep_difference = [difference(model, g.llm, ids, 16)]
     g.trainer.aqn.draw = NoiseDraw(0.0, 0, 0, 0)
-    g._sync_noise()
+    g.sync_noise()
     asleep_difference = [difference(model, g.llm, ids, 16)]
-    g._sleep()
+    g.engine.sleep()
     asleep = torch.cuda.mem_get_info()[0]
-    slept = seconds(lambda: (g._wake(), g._sleep()))
-    g._wake()
+    slept = seconds(lambda: (g.engine.wake(), g.engine.sleep()))
+    g.engine.wake()
     asleep_difference.append(difference(model, g.llm, ids, 16))
     gib = 2**30
     return {
@@ -273,7 +273,7 @@ def serve_case() -> dict:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-    from qerl_trl.quantizer import NVFP4Config
+    from qerl_trl.nvfp4.config import NVFP4Config
 
     root = Path(tempfile.mkdtemp())
     torch.manual_seed(0)

@@ -14,7 +14,12 @@ from torch import nn
 VOCAB = 152064
 SHAPES = {
     "tiny": {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2},
+    "3b": {
+        "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16, "num_key_value_heads": 2,
+        "vocab_size": 151936, "tie_word_embeddings": True,
+    },
     "7b": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4},
+    "14b": {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 48, "num_attention_heads": 40, "num_key_value_heads": 8},
     "32b": {"hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64, "num_attention_heads": 40, "num_key_value_heads": 8},
 }  # fmt: skip
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -51,7 +56,7 @@ def packed_model(size: str, device: str = "cuda", dense: bool = False) -> nn.Mod
     """A transformers Qwen2 with random NVFP4 linear layers (or dense bf16 ones), fused storage, frozen."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    from qerl_trl.linear import NVFP4Linear
+    from qerl_trl.nvfp4.linear import NVFP4Linear
 
     config = {k: v for k, v in model_config(size).items() if k not in ("architectures", "model_type", "dtype")}
     with torch.device("meta"):
@@ -86,6 +91,8 @@ def packed_model(size: str, device: str = "cuda", dense: bool = False) -> nn.Mod
                     0, 0.02
                 )
                 setattr(module, name, nn.Parameter(value, requires_grad=False))
+    if model.config.tie_word_embeddings:
+        model.lm_head.weight = model.model.embed_tokens.weight
     model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(device)
     return model.requires_grad_(False).eval()
 
@@ -114,7 +121,7 @@ class _Noise:
     """Stands in for the trainer's AQNCallback: holds a draw."""
 
     def __init__(self, model: nn.Module) -> None:
-        from qerl_trl.norms import find_noisy_norms
+        from qerl_trl.noise.norms import find_noisy_norms
 
         self.norms = tuple(find_noisy_norms(model))
         self.draw = None
@@ -129,13 +136,24 @@ def generation(
 
     from accelerate import Accelerator
 
-    from qerl_trl.rollout import QeRLVLLMGeneration
+    from qerl_trl.memory.formulas import model_bytes, shape_of
+    from qerl_trl.memory.plan import Gpu, plan_run
+    from qerl_trl.memory.workload import Workload
+    from qerl_trl.rollout.generation import QeRLVLLMGeneration
 
-    args = SimpleNamespace(
-        aqn=True, share_weights=share, rollout_timeout=None, vllm_engine_kwargs=engine, base_format="nvfp4",
-        per_device_train_batch_size=8, gradient_checkpointing=True,
+    work = Workload(
+        batch=8, prompt_length=max_length - 16, completion_length=16, completions=max_sequences, rollout="colocate",
+        share_weights=share, sleep=sleep,
     )  # fmt: skip
-    trainer = SimpleNamespace(args=args, aqn=_Noise(model), state=SimpleNamespace(global_step=0))
+    gpu = Gpu.current(torch.device("cuda")) if torch.cuda.is_available() else None
+    args = SimpleNamespace(
+        aqn=True, share_weights=share, rollout_timeout=None, vllm_engine_kwargs=engine, base_format="nvfp4", scale_rule="rtn",
+        per_device_train_batch_size=8, gradient_checkpointing=True, generation_batch_size=8, bf16=True, fp16=False,
+    )  # fmt: skip
+    trainer = SimpleNamespace(
+        args=args, aqn=_Noise(model), state=SimpleNamespace(global_step=0),
+        memory_plan=plan_run(shape_of(model.config), work, gpu, model_bytes(model)),
+    )  # fmt: skip
     share_of_gpu = engine.pop("gpu_memory_utilization", None if torch.cuda.is_available() else 0.05)
     return QeRLVLLMGeneration(
         model=model, accelerator=Accelerator(), processing_class=None, trainer=trainer, mode="colocate",
@@ -146,13 +164,13 @@ def generation(
 
 def time_syncs(generation, count: int = 10) -> dict[str, list[float]]:
     """Wall milliseconds of syncs with fresh values: adapter, a new draw for every noisy norm, both."""
-    from qerl_trl.norm_noise import NoiseDraw
+    from qerl_trl.noise.hooks import NoiseDraw
 
     times: dict[str, list[float]] = {"adapter": [], "norms_new_draw": [], "both": []}
 
     def new_draw(step: int) -> None:
         generation.trainer.aqn.draw = NoiseDraw(1e-2, 0, step, 0)
-        generation._sync_noise()
+        generation.sync_noise()
 
     def both(step: int) -> None:
         generation.sync_weights()
@@ -164,7 +182,7 @@ def time_syncs(generation, count: int = 10) -> dict[str, list[float]]:
         times["norms_new_draw"].append(seconds(lambda step=step: new_draw(1000 + step)))
         times["both"].append(seconds(lambda step=step: both(step)))
     generation.trainer.aqn.draw = NoiseDraw(0.0, 0, 0, 0)
-    generation._sync_noise()
+    generation.sync_noise()
     return {name: [round(1e3 * t, 2) for t in values] for name, values in times.items()}
 
 

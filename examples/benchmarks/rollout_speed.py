@@ -6,7 +6,7 @@
 With `--together` all cases build their engines at the same time and are then measured one after the other (the others idle), which
 saves minutes on a rented machine; they must fit the GPU side by side, except those named in `--after`, which build when the others are
 done. A third part of a case lists batches whose decode step is profiled as well: `ours:7b:8,64,256:64,256`. `ours` also times syncs of
-adapter and noise. rollout_results.py makes the committed file of what comes out.
+adapter and noise. What comes out is one JSON, results/rollout_speed_h200.json where it is committed.
 
 Cases (each `NAME:SIZE`):
     ours          NVFP4 base shared with a trainer's model, rank-32 adapter inside the quantized layer
@@ -21,6 +21,7 @@ decode step, no torch.compile.
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -39,6 +40,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from rollout_models import VOCAB, folder, generation, model_config, policy, seconds, time_syncs
 
+WHAT = (
+    "tokens per second; 256-token prompts, 256 new tokens, temperature 1, processed log-probabilities, full decode CUDA graphs, no "
+    "torch.compile, rank-32 adapter on all seven projections; ours: NVFP4 base shared with a trainer's model, adapter inside the quantized "
+    "layer; stock-lora: bf16 with vLLM's LoRA slots; stock-merged: bf16 without adapter, what TRL runs after merging; median of up to three "
+    "rollouts; engines of one run side by side on the GPU, measured one after the other"
+)
 RANK, PROMPT, NEW = 32, 256, 256
 FIRST_PORT = 29600  # of cases that run side by side
 ENOUGH = 8.0  # seconds after which a batch is not repeated
@@ -102,7 +109,7 @@ def write_lora(size: str) -> str:
 
 def randomize_stock(llm) -> None:
     """Weights of about 0.02 everywhere, norms 1: vLLM's own dummy values are a thousand times smaller."""
-    from qerl_trl.rollout import engine_model
+    from qerl_trl.rollout.vllm.in_process import engine_model
 
     for name, parameter in engine_model(llm).named_parameters():
         parameter.data.fill_(1.0) if parameter.ndim == 1 and "norm" in name else parameter.data.normal_(0, 0.02)
@@ -122,13 +129,13 @@ def build(name: str, size: str, batches: list[int]):
     if name == "ours-slots":
         from rollout_models import packed_model
 
-        from qerl_trl import vllm_loader
+        from qerl_trl.rollout.vllm import loader
 
         model = packed_model(size)
-        vllm_loader.publish(model)
+        loader.publish(model)
         settings = stock_settings(size, batches)
         llm = LLM(folder(size), load_format="qerl_trainer", quantization="qerl_nvfp4", **settings, **lora)
-        vllm_loader.publish(None)
+        loader.publish(None)
     else:
         lora = lora if name == "stock-lora" else {}
         llm = LLM(folder(size), load_format="dummy", **stock_settings(size, batches), **lora)
@@ -255,6 +262,7 @@ def main() -> None:
     parser.add_argument("--profile", default="", help="batches whose decode step is profiled")
     parser.add_argument("--repeats", type=int, default=3, help=f"at most; none after {ENOUGH:g} s")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--commit", default="", help="recorded in the result")
     parser.add_argument("--timeout", type=float, default=240)
     parser.add_argument("--together", action="store_true")
     parser.add_argument("--after", default="", help="cases that build when the others are done: NAME:SIZE,...")
@@ -267,21 +275,53 @@ def main() -> None:
             file.write(json.dumps(result) + "\n")
         print(json.dumps(result), flush=True)
         os._exit(0)
-    commands = dict(command(item, args) for item in args.cases)
+    lines = args.out.with_suffix(".jsonl")
+    lines.unlink(missing_ok=True)
+    commands = dict(command(item, args, lines) for item in args.cases)
     if args.together:
         Group(commands, [case for case in args.after.split(",") if case], args.timeout).run()
-        return
-    for case, arguments in commands.items():
-        report(case, subprocess.Popen(arguments), args.timeout)
+    else:
+        for case, arguments in commands.items():
+            report(case, subprocess.Popen(arguments), args.timeout)
+    args.out.write_text(json.dumps(summary(lines, args.commit), indent=1) + "\n")
 
 
-def command(item: str, args: argparse.Namespace) -> tuple[str, list[str]]:
+def summary(lines: Path, commit: str) -> dict:
+    """The result as it is committed: where it was measured, medians, ratios of ours to each other engine, and every case."""
+    from qerl_trl.report import device_name, versions
+
+    cases = {case["case"]: case for case in map(json.loads, lines.read_text().splitlines())}
+    speed = {
+        name: {batch: statistics.median(values) for batch, values in case["tokens_per_s"].items()}
+        for name, case in cases.items()
+    }
+    ratios = {
+        f"{ours} over {other}": {
+            b: round(speed[ours][b] / speed[other][b], 3) for b in speed[ours] if b in speed[other]
+        }
+        for ours in speed
+        for other in speed
+        if ours.startswith("ours:") and other != ours and other.split(":")[1] == ours.split(":")[1]
+    }
+    return {
+        "what": WHAT,
+        "command": " ".join(["python", *sys.argv]),
+        "commit": commit,
+        "device": device_name(torch.device("cuda")),
+        "versions": versions(),
+        "tokens_per_s": speed,
+        "ratios": ratios,
+        "cases": cases,
+    }
+
+
+def command(item: str, args: argparse.Namespace, lines: Path) -> tuple[str, list[str]]:
     """A case's name and the command line of its process."""
     name, size, *rest = item.split(":")
     batches, profiled = [*rest, *(args.batches, args.profile)[len(rest) :]][:2]
     case = f"{name}:{size}"
     arguments = ["--case", case, "--batches", batches, "--profile", profiled, "--repeats", str(args.repeats)]
-    return case, [sys.executable, __file__, *arguments, "--out", str(args.out)]
+    return case, [sys.executable, __file__, *arguments, "--out", str(lines)]
 
 
 if __name__ == "__main__":

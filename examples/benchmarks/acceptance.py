@@ -1,0 +1,329 @@
+"""Every shipped GPU configuration, in every arm, started as its user starts it.
+
+    python acceptance.py --out acceptance.json                       # 3B, 7B, 14B and 32B; about 10 minutes on two H200s
+    python acceptance.py --out a.json --sizes 7b --arms nvfp4 bf16
+
+Each run is `accelerate launch examples/grpo_gsm8k.py --config examples/configs/<file>` with the file unedited; on the command line stand
+only what this machine cannot have (model and dataset: random weights in the same shape, the embedded example's problems), the number of
+steps, an output folder and the arm's options as the README gives them. The weights stop as `random_checkpoint.py` says. A run passes when
+its process ends with 0 and results.json holds the steps asked for.
+
+`card_gib`: the run sees a GPU of that size (torch's allocator is capped, `mem_get_info` answers accordingly); so several runs share one
+large GPU, and seconds are those of runs side by side. `peak_gib`: the process's memory by NVML, CUDA context and graphs included.
+After the first 3B run its folder goes through the command line: merge, eval, plan, doctor, quantize.
+"""
+
+import argparse
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(Path(__file__).parent))
+
+ARMS = {
+    "nvfp4": [],
+    "nvfp4 without noise": ["--aqn", "false"],
+    "bf16": ["--base_format", "bf16", "--aqn", "false"],
+    "bf16 with noise": ["--base_format", "bf16", "--aqn", "true"],
+    "nf4": ["--base_format", "nf4", "--aqn", "false"],
+    "full": ["--base_format", "full", "--use_peft", "false", "--dtype", "float32", "--aqn", "false"],
+}
+#: GiB of the card that each run is shown, for nvfp4 the one that the configuration names; an arm that is not here does not fit one GPU of 141 GiB, or its weights this machine's disk
+CARDS = {
+    "tiny": dict.fromkeys(ARMS, 0),
+    "3b": {"nvfp4": 16, "nvfp4 without noise": 16, "bf16": 24, "bf16 with noise": 24, "nf4": 16, "full": 64},
+    "7b": {"nvfp4": 24, "nvfp4 without noise": 24, "bf16": 48, "nf4": 24, "full": 128},
+    "14b": {"nvfp4": 48, "nvfp4 without noise": 48, "bf16": 80, "nf4": 48},
+    "32b": {"nvfp4": 80, "nvfp4 without noise": 80},
+}
+#: of one GPU, in GiB, and runs on it at a time
+CAPACITY, SIDE_BY_SIDE = 134, 3
+PROBLEMS, HELD_OUT = 512, 32
+#: process groups of runs that have not ended; none outlives this script
+RUNNING: set[int] = set()
+
+#: loaded by Python at the start of the run's process, and of no other
+SITECUSTOMIZE = """
+import json, os, sys
+script = next((a for a in sys.orig_argv[1:] if not a.startswith("-")), "")
+if os.environ.get("CARD_GIB") and script.endswith("grpo_gsm8k.py"):
+    import threading, time, pynvml, torch
+    pynvml.nvmlInit()
+    card = int(float(os.environ["CARD_GIB"]) * 2**30)
+    handle = pynvml.nvmlDeviceGetHandleByIndex(int(os.environ["CUDA_VISIBLE_DEVICES"]))
+    real = torch.cuda.mem_get_info
+    peak = [0]
+    def own():
+        for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle):
+            if process.pid == os.getpid():
+                peak[0] = max(peak[0], process.usedGpuMemory or 0)
+                return process.usedGpuMemory or 0
+        return 0
+    def card_of_that_size(device=None):
+        real(device)
+        return max(0, card - own()), card
+    def watch():
+        while True:
+            own()
+            with open(os.environ["PEAK_FILE"], "w") as file:
+                file.write(str(peak[0]))
+            time.sleep(0.2)
+    torch.cuda.set_per_process_memory_fraction(min(1.0, card / real()[1]))
+    torch.cuda.mem_get_info = torch.cuda.memory.mem_get_info = card_of_that_size
+    threading.Thread(target=watch, daemon=True).start()
+"""
+
+
+def problems(folder: Path) -> Path:
+    """The embedded example's problems, fewer of them, in the layout that the example reads."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, count in (("train", PROBLEMS), ("test", HELD_OUT)):
+        lines = (ROOT / f"examples/assets/{split}.jsonl").read_text().splitlines()[:count]
+        (folder / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def environment(card: float, gpu: int, peak_file: Path, site: Path) -> dict[str, str]:
+    # two runs that start at the same moment would both find PyTorch's usual port free
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    found = dict(os.environ, HF_HUB_OFFLINE="1", PYTHONUNBUFFERED="1", VLLM_NO_USAGE_STATS="1", MASTER_PORT=str(port))
+    if card:
+        found |= {"CARD_GIB": str(card), "CUDA_VISIBLE_DEVICES": str(gpu), "PEAK_FILE": str(peak_file)}
+        found["PYTHONPATH"] = f"{site}:{found.get('PYTHONPATH', '')}"
+    return found
+
+
+def run(size: str, arm: str, steps: int, gpu: int, work: Path, timeout: float, extra: list[str]) -> dict:
+    """One run, watched until it ends; what it printed, how long each part took, and how it ended."""
+    card, name = CARDS[size][arm], f"{size}-{arm.replace(' ', '-')}"
+    config = f"examples/configs/qwen2.5-{'3b' if size == 'tiny' else size}.yaml"
+    output = work / "runs" / name
+    command = ["accelerate", "launch", "examples/grpo_gsm8k.py", "--config", config]
+    local = [
+        "--model_name_or_path",
+        str(work / size),
+        "--dataset_name",
+        str(work / "problems"),
+        "--max_steps",
+        str(steps),
+    ]
+    command += [*local, "--output_dir", str(output), *ARMS[arm], *extra]
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", *command[2:]]
+    peak_file = work / f"{name}.peak"
+    started, marks, lines = time.perf_counter(), {}, []
+    process = subprocess.Popen(
+        launcher,
+        cwd=ROOT,
+        env=environment(card, gpu, peak_file, work / "site"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,  # the launcher's child, which is the run, ends with it
+    )
+    RUNNING.add(process.pid)
+    timer = threading.Timer(timeout, os.killpg, (process.pid, signal.SIGKILL))
+    timer.start()
+    assert process.stdout is not None
+    for line in process.stdout:
+        lines.append(line.rstrip())
+        for mark, text in (
+            ("ready_s", "  versions"),
+            ("evaluated_s", "Held-out accuracy before"),
+            ("trained_s", "Held-out accuracy, greedy"),
+        ):
+            if text in line and mark not in marks:
+                marks[mark] = round(time.perf_counter() - started, 1)
+    code = process.wait()
+    timer.cancel()
+    RUNNING.discard(process.pid)
+    (work / f"{name}.log").write_text("\n".join(lines))
+    results = json.loads((output / "results.json").read_text()) if (output / "results.json").is_file() else {}
+    logs = [entry for entry in results.get("log_history", []) if "loss" in entry]
+    found = {
+        "size": size,
+        "arm": arm,
+        "config": config,
+        "command": " ".join(command).replace(str(work), "LOCAL"),
+        "card_gib": card or None,
+        "passed": code == 0 and results.get("steps") == steps,
+        "exit_code": code,
+        "steps": results.get("steps"),
+        "seconds": round(time.perf_counter() - started, 1),
+        **marks,
+        "peak_gib": round(int(peak_file.read_text() or 0) / 2**30, 2) if peak_file.is_file() else None,
+        "memory_lines": [line.strip() for line in lines if "GiB" in line][:12],
+        "log": [
+            {
+                k: v
+                for k, v in entry.items()
+                if k.startswith(("seconds/", "rollout/", "memory/", "aqn/", "completions/mean_len"))
+            }
+            for entry in logs
+        ],
+    }
+    if not found["passed"]:
+        found["last_lines"] = lines[-25:]
+    return found
+
+
+def command_line(work: Path, size: str) -> list[dict]:
+    """The README's commands on the folder of a finished run."""
+    finished = work / "runs" / f"{size}-nvfp4"
+    commands = [
+        ["doctor"],
+        ["plan", str(work / size)],
+        ["merge", str(finished), str(work / "merged")],
+        ["merge", str(finished), str(work / "adapter"), "--as", "adapter"],
+        ["quantize", str(work / size), str(work / "quantized"), "--device", "cuda" if size != "tiny" else "cpu"],
+        [
+            "eval",
+            str(work / size),
+            "--protocol",
+            "local",
+            "--data",
+            str(work / "problems"),
+            "--limit",
+            "8",
+            "--max-new-tokens",
+            "32",
+            "--device",
+            "cuda" if size != "tiny" else "cpu",
+        ],
+    ]
+    found = []
+    for arguments in commands:
+        started = time.perf_counter()
+        done = subprocess.run(
+            [sys.executable, "-m", "qerl_trl.cli.main", *arguments],
+            cwd=ROOT,
+            env=dict(os.environ, HF_HUB_OFFLINE="1"),
+            capture_output=True,
+            text=True,
+        )
+        text = " ".join(["qerl-trl", *arguments]).replace(str(work), "LOCAL")
+        entry = {"command": text, "passed": done.returncode == 0, "seconds": round(time.perf_counter() - started, 1)}
+        entry["last_lines"] = (done.stdout + done.stderr).replace(str(work), "LOCAL").splitlines()[-12:]
+        found.append(entry)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--sizes", nargs="+", default=["3b", "7b", "14b", "32b"], choices=CARDS)
+    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=ARMS)
+    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "acceptance")
+    parser.add_argument("--timeout", type=float, default=240.0, help="Seconds that one run may take.")
+    parser.add_argument("--limit", type=float, default=570.0, help="Seconds after which no further run starts.")
+    parser.add_argument("--gpus", type=int, nargs="+", help="Indices of the GPUs to use. Default: all.")
+    parser.add_argument("--no-command-line", action="store_true")
+    parser.add_argument("--extra", nargs=argparse.REMAINDER, default=[], help="Further options of every run.")
+    options = parser.parse_args()
+    import torch
+    from random_checkpoint import write_checkpoint
+
+    from qerl_trl.report import device_name, versions
+
+    def end(signum, frame):
+        for group in RUNNING:
+            os.killpg(group, signal.SIGKILL)
+        os._exit(1)
+
+    signal.signal(signal.SIGTERM, end)
+    begun = time.perf_counter()
+    work, gpus = options.work, options.gpus or list(range(max(1, torch.cuda.device_count())))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    problems(work / "problems")
+    (work / "site").mkdir(parents=True, exist_ok=True)
+    (work / "site" / "sitecustomize.py").write_text(SITECUSTOMIZE)
+    results = {
+        "what": "every shipped GPU configuration in every arm, started unedited but for model, dataset and number of steps",
+        "command": " ".join(["python", *sys.argv]),
+        "device": device_name(torch.device(device)) + (f" x {len(gpus)}" if len(gpus) > 1 else ""),
+        "versions": versions(),
+        "runs": [],
+        "command_line": [],
+    }
+    lock, free, written = threading.Condition(), {gpu: [CAPACITY, SIDE_BY_SIDE] for gpu in gpus}, {}
+
+    def ready(size: str) -> threading.Event:
+        return written.setdefault(size, threading.Event())
+
+    def prepare() -> None:
+        for size in options.sizes:
+            if not (work / size / "generation_config.json").is_file():
+                write_checkpoint(size, work / size, device, packed=size == "32b")
+            torch.cuda.empty_cache()
+            ready(size).set()
+
+    def keep(entry: dict, where: str) -> None:
+        with lock:
+            results[where].append(entry)
+            options.out.write_text(json.dumps(results, indent=1))
+        shown = ("passed", "seconds", "ready_s", "evaluated_s", "trained_s", "peak_gib", "card_gib")
+        print(
+            entry.get("command") if where == "command_line" else f"{entry['size']} {entry['arm']}",
+            {k: entry.get(k) for k in shown},
+            flush=True,
+        )
+        if not entry["passed"]:
+            print("\n".join(entry["last_lines"]), flush=True)
+
+    def job(size: str, arm: str, gpu: int) -> None:
+        steps = 3 if arm == "nvfp4" else 2
+        keep(run(size, arm, steps, gpu, work, options.timeout, options.extra), "runs")
+        with lock:
+            free[gpu][0] += CARDS[size][arm]
+            free[gpu][1] += 1
+            lock.notify_all()
+        if size == options.sizes[0] and arm == "nvfp4" and not options.no_command_line:
+            for entry in command_line(work, size):
+                keep(entry, "command_line")
+
+    for size in options.sizes:
+        ready(size)
+    threading.Thread(target=prepare, daemon=True).start()
+    # longest first where they are ready: the large models
+    waiting = [(size, arm) for size in options.sizes for arm in options.arms if arm in CARDS[size]]
+    threads = []
+    while waiting:
+        with lock:
+            found = None
+            for size, arm in sorted(waiting, key=lambda w: -CARDS[w[0]][w[1]]):
+                gpu = max(free, key=lambda g: free[g][0])
+                if ready(size).is_set() and free[gpu][0] >= CARDS[size][arm] and free[gpu][1] > 0:
+                    found = (size, arm, gpu)
+                    break
+            if found is None:
+                lock.wait(timeout=1.0)
+            else:
+                waiting.remove(found[:2])
+                free[found[2]][0] -= CARDS[found[0]][found[1]]
+                free[found[2]][1] -= 1
+        if time.perf_counter() - begun > options.limit:
+            break
+        if found is not None:
+            threads.append(threading.Thread(target=job, args=found))
+            threads[-1].start()
+    for thread in threads:
+        thread.join()
+    results["not_started"] = [f"{size} {arm}" for size, arm in waiting]
+    results["seconds"] = round(time.perf_counter() - begun, 1)
+    options.out.write_text(json.dumps(results, indent=1))
+    passed = sum(entry["passed"] for entry in results["runs"])
+    print(f"{passed} of {len(results['runs'])} runs passed, {len(waiting)} not started, {results['seconds']} s")
+
+
+if __name__ == "__main__":
+    main()
