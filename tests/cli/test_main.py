@@ -230,9 +230,9 @@ def test_plan(tiny_model_dir):
     result = json.loads(out)
     assert code == 0 and result["fits"] is True
     assert result["peak"] == max(result["update"], result["rollout"]) == sum(part["update"] for part in result["parts"])
-    code, out, _ = call("plan", folder, "--gpu-gib", 2, "--batch", 32)
+    code, out, _ = call("plan", folder, "--gpu-gib", 3, "--batch", 32)
     assert code == 1
-    assert "does not fit into 2.0 GiB" in out and "per_device_train_batch_size" in out
+    assert "does not fit into 3.0 GiB" in out and "per_device_train_batch_size" in out
     code, out, _ = call("plan", folder, "--config", "qwen2.5-7b", "--gpu-gib", 24)
     assert code == 0 and "128 completions run in 1 wave" in out and "optimizer, adamw_8bit" in out
     assert call("plan", folder, "--config", "qwen9")[0] == 2

@@ -1,0 +1,128 @@
+"""The list of faults that must never pass silently, and the mark that a test of one of them carries.
+
+A fault is injected at one module and judged at the product: the model on disk, the repository on the stand-in Hub, the engine's logits,
+`results.json`. A test says what it has shown:
+
+    @fault("R5.nan")                        # detected, and the message names object, reason and remedy (use `told`)
+    @fault("R6.bit_flip", recovered=True)   # and the same command goes on without loss
+    @fault("R4.engine_hangs", remedy=False) # detected, but the message does not say what to do
+
+`python -m tests.faults.catalog` prints the table from these marks; tests/faults/test_catalog.py holds it to its goals.
+"""
+
+import ast
+import contextlib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+GROUPS = {
+    "R1": "environment",
+    "R2": "checkpoint folder",
+    "R3": "configuration, shape",
+    "R4": "rollout, sync",
+    "R5": "numerics, rewards",
+    "R6": "checkpoint, resume",
+    "R7": "merge, export, Hub",
+    "R8": "process, resources",
+    "S": "found silent at 843f908, beside the list",
+}
+
+_LIST = """
+R1.no_cuda R1.driver_old R1.gpu_architecture R1.vllm_missing R1.vllm_version R1.vllm_abi R1.triton_missing R1.trl_peft_window
+R2.truncated R2.empty R2.header_bomb R2.overlapping_offsets R2.missing_shard R2.index_names_absent_tensor R2.extra_tensor
+R2.wrong_packed_dtype R2.odd_k R2.scale_shape R2.scale_nan R2.scale_not_positive R2.global_scale_not_finite R2.global_scale_reciprocal
+R2.w4a4_config R2.pickle_only
+R3.bitsandbytes_base R3.tied_head_target R3.no_lora_match R3.bad_rank R3.adapter_kind_with_vllm R3.embedding_target R3.no_noise_match
+R3.bad_schedule
+R4.adapter_ignored R4.adapter_stale R4.prefix_cache_stale R4.adapter_half_written R4.unknown_keys R4.wake_without_weights R4.drift_after_wake
+R4.engine_dead R4.engine_hangs R4.completions_or_logps_bad R4.logp_gap R4.noise_left_on
+R5.plus_inf R5.minus_inf R5.nan R5.huge R5.raises R5.wrong_length R5.not_a_number R5.all_none R5.hangs R5.raised_outside_main_thread
+R5.nan_loss R5.inf_gradient R5.entropy_collapse R5.equal_rewards
+R6.truncated_weights R6.bit_flip R6.empty_file R6.missing_adapter R6.missing_tensors R6.nan_tensor R6.other_rank R6.missing_optimizer
+R6.truncated_optimizer R6.missing_scheduler R6.missing_rng_state R6.damaged_trainer_state R6.half_written_folder R6.missing_entry
+R6.resume_on_boundary R6.resume_inside_buffer R6.resume_num_iterations R6.resume_later_epoch R6.resume_after_sigkill R6.resume_with_noise
+R7.merge_without_effect R7.tied_weights R7.merged_twice R7.other_revision R7.local_base_pushed R7.public_without_consent R7.token
+R7.upload_interrupted
+R8.out_of_memory_in_step R8.out_of_memory_at_start R8.sigterm R8.disk_full R8.two_runs_one_folder R8.rank_fails
+""".split()
+
+_FURTHER = """
+S.token_in_uploads S.push_while_training_fails S.run_folder_edited S.wrong_base S.arms_share_folder S.finished_run_again
+S.other_eval_problems S.probe_in_bf16 S.embedding_adapter_unsent S.noise_never_acts S.entropy_open_loop S.noise_uncorrected_in_transformers
+S.model_folder_edited S.dense_tensor_nan S.negative_offsets S.reward_1e20 S.reward_hangs S.engine_logps_nan S.constant_logp_error
+S.update_refused_after_change S.update_values_bad S.resume_other_data S.prompt_longer_than_model S.path_leads_out S.manifest_names_outside
+S.rescue_loses_checkpoint S.results_lost_to_hub S.server_unauthenticated S.damaged_manifest S.odd_header S.engine_answer_garbage
+""".split()
+
+#: every fault by its id: <group>.<name>
+FAULTS = tuple(_LIST + _FURTHER)
+#: the 92 of the list proper
+LISTED = tuple(_LIST)
+#: faults that a machine without a GPU cannot be made to have, and why
+NOT_HERE: dict[str, str] = {}
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What the tests of one fault show."""
+
+    remedy: bool
+    recovered: bool
+
+
+def fault(name: str, *, remedy: bool = True, recovered: bool = False) -> pytest.MarkDecorator:
+    """Mark of a test that injects `name`; see the module."""
+    assert name in FAULTS, f"{name!r} is not in the catalogue"
+    return pytest.mark.fault(name, remedy=remedy, recovered=recovered)
+
+
+@contextlib.contextmanager
+def told(kind: type[BaseException] | tuple[type[BaseException], ...], *words: str) -> Iterator[None]:
+    """The block raises `kind`, and its message holds each of `words` (what was passed, the reason, the remedy), whatever the case."""
+    assert len(words) >= 2, "name at least the object and the remedy"
+    with pytest.raises(kind) as caught:
+        yield
+    text = str(caught.value)
+    missing = [word for word in words if not re.search(re.escape(word), text, re.IGNORECASE)]
+    assert not missing, f"{missing} not in: {text}"
+
+
+def shown() -> dict[str, Shown]:
+    """Fault -> what its tests in this folder show, read from their marks."""
+    found: dict[str, Shown] = {}
+    for file in sorted(Path(__file__).parent.rglob("test_*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "fault":
+                values = {keyword.arg: ast.literal_eval(keyword.value) for keyword in node.keywords}
+                for argument in node.args:
+                    if isinstance(argument, ast.Constant) and argument.value in FAULTS:
+                        before = found.get(argument.value, Shown(True, False))
+                        found[argument.value] = Shown(
+                            before.remedy and values.get("remedy", True),
+                            before.recovered or values.get("recovered", False),
+                        )
+    return found
+
+
+def table() -> str:
+    """Markdown: group, faults, detected, with remedy, recovered, not injected."""
+    found, rows = shown(), []
+    for group, title in GROUPS.items():
+        names = [name for name in FAULTS if name.startswith(f"{group}.")]
+        tested = [found[name] for name in names if name in found]
+        numbers = (len(names), len(tested), sum(s.remedy for s in tested), sum(s.recovered for s in tested))
+        rows.append(f"| {group} {title} | " + " | ".join(map(str, (*numbers, len(names) - len(tested)))) + " |")
+    listed = [found[name] for name in LISTED if name in found]
+    total = (len(LISTED), len(listed), sum(s.remedy for s in listed), sum(s.recovered for s in listed))
+    rows.append("| **the list (R1 to R8)** | " + " | ".join(map(str, (*total, len(LISTED) - len(listed)))) + " |")
+    head = "| group | faults | detected | message with remedy | recovered | not injected |\n|---|---|---|---|---|---|\n"
+    return head + "\n".join(rows)
+
+
+if __name__ == "__main__":
+    print(table())
+    print("\nNot injected:", " ".join(name for name in FAULTS if name not in shown()))
