@@ -1,5 +1,9 @@
-"""Each scenario runs in a process of its own, two at a time, started as soon as a collected test needs one."""
+"""Each scenario runs once, in a process of its own, two at a time, started as soon as a collected test needs one.
 
+With pytest-xdist every worker collects all tests: the first one that asks for a scenario runs it, the others read what it left.
+"""
+
+import contextlib
 import importlib.util
 import json
 import os
@@ -7,12 +11,14 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
+import time
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock, Timeout
 
 HERE = Path(__file__).parent
 TWO_PROCESSES = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
@@ -46,8 +52,6 @@ TIMEOUT = 300
 SLOTS = 6 if torch.cuda.is_available() else 2
 #: two processes each that spin on one core: nothing may run beside them
 ALONE = ("server", "tensor_parallel", "sharded", "evaluation_of_two")
-_slots = threading.Semaphore(SLOTS)
-_taking_both = threading.Lock()
 
 
 def pytest_collection_modifyitems(items):
@@ -76,6 +80,50 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+@contextlib.contextmanager
+def slots(wanted: int, locks: Path) -> Iterator[None]:
+    """Hold `wanted` of the slots that all workers share; whoever wants several waits for them before anybody else."""
+    with contextlib.ExitStack() as held:
+        with FileLock(locks / "queue.lock"):
+            free = [FileLock(locks / f"slot{number}.lock") for number in range(SLOTS)]
+            while wanted:
+                for lock in [lock for lock in free if not lock.is_locked]:
+                    with contextlib.suppress(Timeout):
+                        held.enter_context(lock.acquire(blocking=False))
+                        wanted -= 1
+                    if not wanted:
+                        break
+                time.sleep(0.1)
+        yield
+
+
+def results_of(name: str, shared: Path) -> dict:
+    """What the scenario printed, in this worker or another.
+
+    Args:
+        shared: a folder of this test session, the same in all workers.
+
+    Raises:
+        `RuntimeError`: it failed; with the end of its output.
+    """
+    file = shared / f"{name}.json"
+    with FileLock(shared / f"{name}.lock"):
+        if not file.exists():
+            folder = shared / name
+            folder.mkdir()
+            wanted = SLOTS if name in ALONE and not torch.cuda.is_available() else 1
+            with slots(wanted, shared):
+                try:
+                    found = {"printed": run_scenario(name, folder)}
+                except RuntimeError as error:
+                    found = {"error": str(error)}
+            file.write_text(json.dumps(found))
+    found = json.loads(file.read_text())
+    if "error" in found:
+        raise RuntimeError(found["error"])
+    return found["printed"]
+
+
 def run_scenario(name: str, folder: Path) -> dict:
     """What the scenario printed.
 
@@ -87,10 +135,6 @@ def run_scenario(name: str, folder: Path) -> dict:
     if name in ALONE:
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
     command = [sys.executable, *LAUNCH[name], str(HERE / SCRIPTS.get(name, "scenarios.py")), name, str(folder)]
-    slots = SLOTS if name in ALONE and not torch.cuda.is_available() else 1
-    with _taking_both:
-        for _ in range(slots):
-            _slots.acquire()
     before = shared_memory()
     if LAUNCH[name] is TWO_PROCESSES:
         for segment in before:
@@ -112,7 +156,6 @@ def run_scenario(name: str, folder: Path) -> dict:
             stdout, stderr = process.communicate()
             stderr += f"\nkilled after {TIMEOUT} s"
     finally:
-        _slots.release(slots)
         if name in ALONE:
             for segment in shared_memory() - before:
                 segment.unlink(missing_ok=True)
@@ -126,10 +169,11 @@ def run_scenario(name: str, folder: Path) -> dict:
 def runs(request, tmp_path_factory):
     runnable = [item for item in request.session.items if item.get_closest_marker("skip") is None]
     needed = {name for item in runnable for name in LAUNCH if name in getattr(item, "fixturenames", ())}
-    with ThreadPoolExecutor(max_workers=SLOTS) as pool:
-        yield {
-            name: pool.submit(run_scenario, name, tmp_path_factory.mktemp(name)) for name in LAUNCH if name in needed
-        }
+    shared = tmp_path_factory.getbasetemp()
+    shared = (shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared) / "scenarios"
+    shared.mkdir(exist_ok=True)
+    with ThreadPoolExecutor(max_workers=len(LAUNCH)) as pool:
+        yield {name: pool.submit(results_of, name, shared) for name in LAUNCH if name in needed}
 
 
 def _fixture(name: str):
