@@ -22,6 +22,7 @@ from trl import ModelConfig, TrlParser, get_peft_config
 
 from qerl_trl import QeRLConfig, QeRLGRPOTrainer, last_checkpoint
 from qerl_trl.checkpoint import write_json_atomically
+from qerl_trl.redaction import check_places
 from qerl_trl.report import banner, device_name, versions
 from qerl_trl.tasks.evaluation import Accuracy, grade, paired_difference
 from qerl_trl.tasks.held_out import HeldOutAccuracy, held_out_completions
@@ -94,6 +95,7 @@ def load_problems(script: ScriptArguments) -> tuple[Dataset, Dataset]:
 
 
 def main(script: ScriptArguments, args: QeRLConfig, model_args: ModelConfig) -> None:
+    check_places(vars(script) | vars(model_args))
     model = model_args.model_name_or_path
     if (HERE.parent / model).is_dir():  # the embedded model, from any working directory
         model = str(HERE.parent / model)

@@ -15,6 +15,8 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+from . import redaction
+
 logger = logging.getLogger(__name__)
 
 MANIFEST_NAME = "qerl_manifest.json"
@@ -146,11 +148,10 @@ def run_differences(folder: str | os.PathLike, run: Mapping) -> list[str]:
 
 
 def write_json_atomically(path: Path, content: Mapping | list) -> None:
-    """Write beside, flush to disk, rename."""
+    """Write beside, flush to disk, rename. Secrets are masked, whoever put them there."""
     temporary = path.with_name(f".{path.name}.tmp")
     with open(temporary, "w") as file:
-        json.dump(content, file, indent=2, sort_keys=True)
-        file.write("\n")
+        file.write(redaction.redact(json.dumps(content, indent=2, sort_keys=True)) + "\n")
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)

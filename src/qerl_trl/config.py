@@ -5,11 +5,14 @@ Table 4), safety or a smaller footprint asks for it: `learning_rate`, `vllm_impo
 `vllm_gpu_memory_utilization` and `hub_private_repo`; each says so below.
 """
 
+import copy
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 from trl import GRPOConfig, RLOOConfig
 
+from . import redaction
 from .noise.callback import SCOPES
 from .noise.schedules import SCHEDULES, make_schedule
 from .nvfp4.format import SCALE_RULES
@@ -134,6 +137,7 @@ class QeRLArguments(OnlineConfig):
 
     def __post_init__(self):
         super().__post_init__()
+        redaction.check_places(vars(self))
         _check_choice("base_format", self.base_format, BASE_FORMATS)
         _check_choice("scale_rule", self.scale_rule, SCALE_RULES)
         _check_choice("aqn_schedule", self.aqn_schedule, SCHEDULES)
@@ -172,12 +176,28 @@ class QeRLArguments(OnlineConfig):
         if self.hub_private_repo is None:
             self.hub_private_repo = True
 
-    def __repr__(self) -> str:
-        return str(self)  # TrainingArguments' masks tokens
+    # What a log, a tracker or a file gets of the arguments comes from here, and holds no secret: TrainingArguments masks its own `*_token`
+    # fields, not what is inside `model_init_kwargs`.
+
+    def to_dict(self) -> dict[str, Any]:
+        return redaction.cleaned(super().to_dict())
+
+    def __str__(self) -> str:
+        return (
+            f"{type(self).__name__}({', '.join(f'{key}={value!r}' for key, value in sorted(self.to_dict().items()))})"
+        )
+
+    __repr__ = __str__
 
     def __getstate__(self) -> dict:
-        # Trainer pickles its arguments into training_args.bin, next to what it uploads
-        return {**vars(self), "hub_token": None}
+        # Trainer pickles its arguments into training_args.bin
+        return redaction.cleaned(vars(self), mask=None)
+
+    def __deepcopy__(self, memo: dict) -> "QeRLArguments":
+        copied = object.__new__(type(self))  # in memory, so with its secrets: not by pickling
+        memo[id(self)] = copied
+        vars(copied).update(copy.deepcopy(vars(self), memo))
+        return copied
 
 
 def _check_choice(name: str, value: str, choices) -> None:

@@ -41,7 +41,7 @@ from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import TrainOutput, rotate_checkpoints
 from trl import GRPOTrainer, RLOOTrainer
 
-from . import checkpoint, guards, mismatch, report
+from . import checkpoint, guards, mismatch, redaction, report
 from .base import adapter_config, model_init
 from .config import QeRLArguments, QeRLConfig, QeRLRLOOConfig
 from .identity import run_settings
@@ -100,6 +100,7 @@ class QeRLMixin(PublishingMixin):
                 f"{type(self).__name__} needs args of type {self._config_class.__name__}, got {type(args).__name__}. It takes "
                 f"the same fields: replace {type(args).__name__}(...) by {self._config_class.__name__}(...)."
             )
+        redaction.check_places({**given, **vars(args)})
         check_environment(args)
         given["args"], given["peft_config"] = args, adapter_config(model, args, given.get("peft_config"))
         loading = model_init(model, args, given.pop("quantization_config", None))

@@ -112,7 +112,7 @@ def test_the_token_is_cut_out_of_any_error(monkeypatch, capsys):
     with pytest.raises(SystemExit) as stopped:
         cli._fail("server said hf_Hidden123", 1)
     assert stopped.value.code == 1
-    assert capsys.readouterr().err == "qerl-trl: server said <token>\n"
+    assert capsys.readouterr().err == "qerl-trl: server said <secret>\n"
 
 
 def test_quantize(tiny_model_dir, tmp_path):
@@ -299,7 +299,7 @@ def test_plot(run, tmp_path):
 
 def test_train_runs_the_example(monkeypatch):
     started = []
-    monkeypatch.setattr(cli.os, "execv", lambda program, command: started.append(command))
+    monkeypatch.setattr(os, "execv", lambda program, command: started.append(command))
     call("train", "--config", "embedded", "--max_steps", "3", "--aqn", "false")
     script, config = str(ROOT / "examples/grpo_gsm8k.py"), str(ROOT / "examples/configs/embedded.yaml")
     assert started[0] == [sys.executable, script, "--max_steps", "3", "--aqn", "false", "--config", config]

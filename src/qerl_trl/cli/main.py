@@ -6,12 +6,12 @@ Exit codes: 0 done; 1 it failed (a file, the hub, a run); 2 the request cannot w
 (as JSON with `--json`), everything else to standard error.
 """
 
-import os
 import sys
 from typing import NoReturn
 
 import typer
 
+from .. import redaction
 from . import ask, make, run
 
 app = typer.Typer(
@@ -46,9 +46,7 @@ def main() -> None:
 
 
 def _fail(message: object, code: int) -> NoReturn:
-    text = str(message)
-    token = os.environ.get("HF_TOKEN")
-    print(f"qerl-trl: {text.replace(token, '<token>') if token else text}", file=sys.stderr)
+    print(f"qerl-trl: {redaction.redact(str(message))}", file=sys.stderr)
     sys.exit(code)
 
 
