@@ -1,21 +1,24 @@
-"""Write the README's tables from the committed measurements; `--check` only compares.
+"""Write the tables of the README and the documentation from the committed measurements; `--check` only compares.
 
-A table stands between `<!-- begin: NAME -->` and `<!-- end: NAME -->`.
+A table stands between `<!-- begin: NAME -->` and `<!-- end: NAME -->`, on one page.
 """
 
 import argparse
 import json
+import os
 import re
+import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(ROOT)]
 
 import embedded_arms  # noqa: E402
+from tests.faults import catalog  # noqa: E402
 
-README = ROOT / "README.md"
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs/source").glob("*.md")))
 CONFIGS = ROOT / "examples/configs"
 ROLLOUT = ROOT / "examples/benchmarks/results/rollout_speed_h200.json"
 KERNELS = ROOT / "kernels/benchmarks/results/h200.json"
@@ -117,36 +120,77 @@ def cards() -> str:
         rows.append(f"| {model[1]} | {card[1]} GB | `{command}` |")
     return "\n".join(rows) + (
         "\n\nMore memory runs more completions at a time; the first lines of each file say how many. The cards come from the memory plan, which "
-        "is compared with runs on an H200 below; no other card was there to run them on."
+        "was compared with runs on an H200 ([measured](docs/source/benchmarks.md)); no other card was there to run them on."
+    )
+
+
+def speed() -> str:
+    """The README's sentence on speed and memory."""
+    rollouts, steps = (
+        json.loads(ROLLOUT.read_text()),
+        {run["kind"]: run for run in json.loads(TRAINING.read_text())["runs"]},
+    )
+    ratios = rollouts["ratios"]["ours:7b over stock-merged:7b"]
+    at = ", ".join(f"{ratio:.2f} at {count}" for count, ratio in ratios.items())
+    ours, bf16 = steps["nvfp4"], steps["bf16"]
+    return (
+        f"Rollouts of 7B, relative to merged bf16, which is what TRL rolls out: {at} sequences. A training step takes {ours['step_s']:.2f} s "
+        f"({bf16['step_s']:.2f} s on a bf16 base) in {ours['peak_GiB']:.1f} GiB ({bf16['peak_GiB']:.1f}). {rollouts['device']}, random weights; all "
+        "tables, losses included: [speed and memory](docs/source/benchmarks.md)."
+    )
+
+
+def demo() -> str:
+    """The README's sentence on what the embedded run learns."""
+    record = json.loads(embedded_arms.RESULTS.read_text())
+    runs = [run for run in record["runs"] if run["arm_name"] == next(iter(embedded_arms.ARMS))]
+    before, after = ([100 * run[when]["accuracy"] for run in runs] for when in ("before", "after"))
+    return (
+        f"In {statistics.mean(run['train_seconds'] for run in runs):.0f} s of training on {runs[0]['device']} it goes from {before[0]:.0f} % of "
+        f"held-out problems to {', '.join(f'{value:.0f}' for value in after)} % ({len(runs)} seeds). [The table of arms]"
+        "(docs/source/benchmarks.md#learning) says what that shows and what it does not: the noise buys no accuracy there."
     )
 
 
 TABLES: dict[str, Callable[[], str]] = {
     "cards": cards,
+    "demo": demo,
     "embedded_arms": embedded,
+    "faults": catalog.table,
     "kernels": kernels,
     "rollout": rollout,
+    "speed": speed,
     "training": training,
 }
+_TABLE = re.compile(r"(<!-- begin: (\w+) -->\n).*?(<!-- end: \2 -->)", re.DOTALL)
 
 
-def filled(text: str) -> str:
-    """`text` with every known table replaced."""
-    for name, make in TABLES.items():
-        pattern = re.compile(rf"(<!-- begin: {name} -->\n).*?(<!-- end: {name} -->)", re.DOTALL)
-        if not pattern.search(text):
-            raise ValueError(f"README.md has no place for the table {name!r}: add its begin and end comments.")
-        text = pattern.sub(lambda match, make=make: f"{match[1]}{make()}\n{match[2]}", text)
-    return text
+def filled(page: Path) -> tuple[str, list[str]]:
+    """The page with every table written anew, its links seen from there, and the names of its tables."""
+    found: list[str] = []
+
+    def write(match: re.Match[str]) -> str:
+        found.append(match[2])
+        up = os.path.relpath(ROOT, page.parent)
+        table = TABLES[match[2]]()
+        return match[1] + (table if up == "." else table.replace("](", f"]({up}/")) + "\n" + match[3]
+
+    return _TABLE.sub(write, page.read_text()), found
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
     check = parser.parse_args().check
-    current = README.read_text()
-    new = filled(current)
-    if not check:
-        README.write_text(new)
-    elif new != current:
-        sys.exit("README.md differs from the measurements; run python examples/benchmarks/readme_tables.py")
+    seen: list[str] = []
+    for page in PAGES:
+        new, names = filled(page)
+        seen += names
+        if not check:
+            page.write_text(new)
+        elif new != page.read_text():
+            sys.exit(f"{page.name} differs from the measurements; run python examples/benchmarks/readme_tables.py")
+    if sorted(seen) != sorted(TABLES):
+        sys.exit(
+            f"Each of {sorted(TABLES)} needs one place, marked by its begin and end comments; found {sorted(seen)}."
+        )

@@ -1,0 +1,86 @@
+"""The documentation is built, its links are followed, its code compiles, and what it quotes stands in the source."""
+
+import dataclasses
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from qerl_trl import QeRLConfig
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs" / "source"
+PAGES = sorted(DOCS.glob("*.md"))
+ids = {"ids": lambda path: path.stem}
+
+
+def anchors(page: Path) -> set[str]:
+    """Of the page's headings, as GitHub and doc-builder make them."""
+    titles = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+def links(page: Path) -> list[str]:
+    return [link for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()) if "://" not in link]
+
+
+def test_the_table_of_contents_names_every_page_once():
+    chapters = yaml.safe_load((DOCS / "_toctree.yml").read_text())
+    named = [section["local"] for chapter in chapters for section in chapter["sections"]]
+    assert sorted(named) == sorted(page.stem for page in PAGES)
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES], **ids)
+def test_every_link_leads_somewhere(page):
+    for link in links(page):
+        path, _, anchor = link.partition("#")
+        target = page if not path else page.parent / path
+        if path and "/" not in path and "." not in path:  # a page of the documentation, as doc-builder links
+            target = target.with_suffix(".md")
+        assert target.exists(), link
+        if anchor:
+            assert anchor in anchors(target), link
+
+
+def test_it_builds(tmp_path):
+    """With the builder of Hugging Face's own documentation; the API page is written from the docstrings."""
+    command = [
+        sys.executable, "-c", "from doc_builder.commands.doc_builder_cli import main; main()",
+        "build", "qerl_trl", str(DOCS), "--build_dir", str(tmp_path), "--version", "main", "--repo_owner", "qerl-trl",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    built = {path.stem for path in tmp_path.rglob("*.mdx")}
+    assert built >= {page.stem for page in PAGES}
+    api = next(tmp_path.rglob("api.mdx")).read_text()
+    for name in ("QeRLGRPOTrainer", "aqn_sigma_start", "NVFP4Config", "AQNCallback"):
+        assert name in api
+
+
+@pytest.mark.parametrize("page", PAGES, **ids)
+def test_code_compiles(page):
+    for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
+        compile(block, page.name, "exec")
+
+
+def test_options_exist():
+    fields = {field.name for field in dataclasses.fields(QeRLConfig)}
+    for page in PAGES:
+        for name in re.findall(r"`((?:aqn|vllm|rollout|base|share|zero)_\w+)(?:=[^`]*)?`", page.read_text()):
+            assert name in fields, f"{page.name}: {name}"
+
+
+def test_messages_in_troubleshooting_are_the_real_ones():
+    source = " ".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
+    source = re.sub(
+        r'"\s*f?"', "", re.sub(r"\{[^{}]*\}", "...", source)
+    )  # f-strings over several lines, their values left out
+    quoted = re.findall(r"^\| (`[^|]*`) \|", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE)
+    messages = [text for cell in quoted for text in re.findall(r"`([^`]+)`", cell)]
+    assert len(messages) >= 10
+    for message in messages:
+        for part in message.split("..."):
+            assert part.strip() in source, message
