@@ -34,11 +34,20 @@ def test_sealed_is_whole(whole):
         (lambda f: (f / checkpoint.MANIFEST_NAME).unlink(), "stopped before it was complete"),
         (lambda f: (f / checkpoint.MANIFEST_NAME).write_text('{"files"'), "unreadable"),
         (lambda f: (f / checkpoint.MANIFEST_NAME).write_text("[]"), "unreadable"),
+        (lambda f: (f / checkpoint.MANIFEST_NAME).write_bytes(b"\xff\xfe{}"), "unreadable"),
+        (lambda f: (f / checkpoint.MANIFEST_NAME).write_text('{"files": {"a": {}}, "run": {}}'), "unreadable"),
+        (lambda f: (f / checkpoint.MANIFEST_NAME).write_text('{"files": {"a": 3}, "run": {}}'), "unreadable"),
+        (
+            lambda f: checkpoint.write_json_atomically(
+                f / checkpoint.MANIFEST_NAME, {"files": {"../x": {"bytes": 1, "sha256": ""}}, "run": {}}
+            ),
+            "outside of the folder",
+        ),
         (lambda f: (f / "trainer_state.json").unlink(), "trainer_state.json is missing"),
         (lambda f: (f / "adapter_model.safetensors").write_bytes(b"weight"), "has 6 bytes, 7 were written"),
         (lambda f: (f / "adapter_model.safetensors").write_bytes(b"weightZ"), "SHA-256 differs"),
     ],
-    ids=["no-manifest", "torn-manifest", "other-manifest", "missing-file", "truncated", "flipped"],
+    ids="no-manifest torn-manifest list not-utf8 no-bytes no-entry outside missing-file truncated flipped".split(),
 )
 def test_damage_is_named_and_the_older_one_is_taken(whole, damage, message, caplog):
     earlier = older(whole)
@@ -74,9 +83,21 @@ def test_discard_removes_the_folder(whole):
     checkpoint.discard(whole)  # nothing there is fine
 
 
-def test_run_differences_name_both_values(whole):
-    assert checkpoint.run_differences(whole, {"seed": 1, "model": "m"}) == []
-    assert checkpoint.run_differences(whole, {"seed": 2, "model": "m"}) == ["seed: 1 then, 2 now"]
+def test_the_whole_checkpoint_of_a_step_stays_until_the_new_one_is_sealed(whole):
+    older(whole)
+    checkpoint.make_room(whole)
+    whole.mkdir()
+    (whole / "adapter_model.safetensors").write_bytes(b"half")
+    kept = checkpoint.last_checkpoint(whole.parent)
+    assert kept == str(whole.with_name(".checkpoint-4.replaced"))
+    checkpoint.make_room(whole)  # the half-written one goes, the whole one does not
+    assert checkpoint.last_checkpoint(whole.parent) == kept
+    whole.mkdir()
+    (whole / "adapter_model.safetensors").write_bytes(b"new")
+    checkpoint.seal(whole)
+    assert checkpoint.last_checkpoint(whole.parent) == str(whole)
+    checkpoint.replaced(whole)
+    assert not whole.with_name(".checkpoint-4.replaced").exists()
 
 
 def test_manifest_appears_whole(whole, monkeypatch):

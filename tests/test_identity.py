@@ -1,9 +1,14 @@
 """What a run records of itself."""
 
 import dataclasses
+import json
+
+import pytest
+from datasets import Dataset, Features, Image, Value
+from peft import LoraConfig
 
 from qerl_trl import QeRLConfig, QeRLRLOOConfig, QeRLRLOOTrainer, identity
-from tests.test_trainer import make_trainer  # noqa: F401  (a fixture)
+from tests.test_trainer import PROMPTS, make_trainer  # noqa: F401  (a fixture)
 
 
 def test_every_recorded_name_is_an_argument_and_has_a_type():
@@ -29,3 +34,74 @@ def test_a_user_s_trainer_keeps_its_name(make_trainer):  # noqa: F811
         _name = "Mine"
 
     assert identity.run_settings(make_trainer(trainer_class=Mine))["trainer"] == "Mine"
+
+
+def other_reward(completions, **kwargs):
+    return [0.0] * len(completions)
+
+
+@pytest.mark.parametrize(
+    ("changed", "line"),
+    [
+        ({"learning_rate": 2e-3}, "learning_rate: 0.001 then, 0.002 now"),
+        ({"optim": "sgd"}, "optim: not set then, 'sgd' now"),
+        ({"lr_scheduler_type": "cosine"}, "lr_scheduler_type: not set then, 'cosine' now"),
+        ({"weight_decay": 0.1}, "weight_decay: not set then, 0.1 now"),
+        ({"epsilon_high": 0.28}, "epsilon_high: not set then, 0.28 now"),
+        ({"chat_template_kwargs": {"x": 1}}, "chat_template_kwargs: not set then, {'x': 1} now"),
+        ({"base_format": "bf16"}, "base_format: 'nvfp4' then, 'bf16' now"),
+        ({"reward": other_reward}, "rewards: ['spread_reward'] then, ['other_reward'] now"),
+        (
+            {"peft_config": LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", use_rslora=True)},
+            "lora.options: not set then, {'use_rslora': True} now",
+        ),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_decides_the_trajectory_refuses(make_trainer, changed, line):  # noqa: F811
+    then = json.loads(json.dumps(identity.run_settings(make_trainer())))
+    now = identity.run_settings(make_trainer(**changed))
+    assert identity.differences(then, now) == ([line], [])
+    assert then["settings_sha256"] != now["settings_sha256"]
+
+
+def test_what_does_not_decide_it_is_no_difference(make_trainer, tmp_path):  # noqa: F811
+    then = identity.run_settings(make_trainer())
+    incidental = {
+        "logging_steps": 5,
+        "save_steps": 3,
+        "output_dir": str(tmp_path / "x"),
+        "rollout_timeout": 5.0,
+        "run_name": "r",
+    }
+    now = identity.run_settings(
+        make_trainer(**incidental, gradient_checkpointing=True, model_init_kwargs={"dtype": "float32", "token": "t"})
+    )
+    assert now == then
+    longer = identity.run_settings(make_trainer(max_steps=9))
+    assert identity.differences(then, longer) == ([], ["max_steps: 2 then, 9 now"])
+    assert longer["settings_sha256"] == then["settings_sha256"]
+
+
+def test_an_older_record_is_compared_in_what_it_has(make_trainer):  # noqa: F811
+    now = identity.run_settings(make_trainer())
+    assert identity.differences({"seed": 3, "model": now["model"]}, now) == ([], [])
+    assert identity.differences({"seed": 4}, now) == (["seed: 4 then, 3 now"], [])
+
+
+def test_data_are_known_by_their_content(tmp_path):
+    fingerprint = identity.dataset_sha256
+    PROMPTS.to_json(tmp_path / "copy.jsonl")
+    assert fingerprint(Dataset.from_json(str(tmp_path / "copy.jsonl"), cache_dir=str(tmp_path))) == fingerprint(PROMPTS)
+    changed = [
+        PROMPTS.select(range(15)),
+        PROMPTS.add_column("answer", ["1"] * 16),
+        PROMPTS.map(lambda row, i: {"prompt": row["prompt"] + "." * (i == 15)}, with_indices=True),
+        PROMPTS.select(reversed(range(16))),
+    ]
+    assert len({fingerprint(data) for data in [PROMPTS, *changed]}) == 5
+    assert fingerprint(PROMPTS.to_iterable_dataset()) is None
+    pictures = Dataset.from_dict(
+        {"prompt": ["a"], "image": [None]}, Features({"prompt": Value("string"), "image": Image()})
+    )
+    assert fingerprint(pictures) is not None

@@ -443,13 +443,20 @@ def test_damaged_checkpoint_named_by_the_user_is_refused(make_trainer, tmp_path)
         make_trainer(**options).train(resume_from_checkpoint=True)
 
 
-def test_resuming_with_other_settings_says_so(make_trainer, caplog):
+def test_a_longer_run_goes_on_and_other_settings_only_where_they_are_allowed(make_trainer, tmp_path, caplog):
     options = {"save_strategy": "steps", "save_steps": 2}
     make_trainer(**options).train()
+    other = {**options, "aqn_seed": 9, "max_steps": 4}
+    with pytest.raises(ValueError, match=r"aqn_seed: 3 then, 9 now.*another output_dir.*allow_other_settings"):
+        make_trainer(**other).train(resume_from_checkpoint=True)
     with caplog.at_level(logging.WARNING):
-        make_trainer(**options, aqn_seed=9, max_steps=4).train(resume_from_checkpoint=True)
+        make_trainer(**other, allow_other_settings=True).train(resume_from_checkpoint=True)
     assert "aqn_seed: 3 then, 9 now" in caplog.text
     assert "max_steps: 2 then, 4 now" in caplog.text
+    run = json.loads((tmp_path / "run" / "checkpoint-4" / MANIFEST_NAME).read_text())["run"]
+    assert run["changed"] == ["aqn_seed: 3 then, 9 now"]
+    with pytest.raises(ValueError, match=r"belongs to a run with other settings.*aqn_seed: 9 then, 3 now"):
+        make_trainer(**options, allow_other_settings=True).train()  # a fresh start between another run's checkpoints
 
 
 def test_saves_wait_for_the_end_of_a_rollout(make_trainer, tmp_path):
@@ -506,9 +513,10 @@ def test_a_second_training_starts_over(make_trainer):
     make_trainer(**options).train()
     trainer = make_trainer(**options)
     trainer.train(resume_from_checkpoint=True)
-    assert trainer._epochs_done == 2
+    assert len(logged(trainer, "loss")) == 4  # as it ended, and no step more
     trainer.train()
-    assert trainer._epochs_done == 0
+    assert trainer._resumed is None
+    assert len(logged(trainer, "loss")) == 4
 
 
 def test_old_checkpoints_go_only_after_the_new_one_is_sealed(make_trainer, tmp_path, monkeypatch):

@@ -12,8 +12,9 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from . import redaction
 
@@ -22,18 +23,24 @@ logger = logging.getLogger(__name__)
 MANIFEST_NAME = "qerl_manifest.json"
 
 
-def seal(folder: str | os.PathLike, run: Mapping | None = None, hashed: dict[str, str] | None = None) -> None:
+def seal(
+    folder: str | os.PathLike,
+    run: Mapping | None = None,
+    hashed: dict[str, str] | None = None,
+    names: Iterable[str] | None = None,
+) -> None:
     """Write the manifest of `folder`, atomically and last.
 
     Args:
         folder: a finished checkpoint.
-        run: JSON-serializable description of the run, compared on resume (see [`run_differences`]).
+        run: JSON-serializable description of the run, compared on resume (`identity.differences`).
         hashed: SHA-256 of files (relative names) that were hashed when they were complete; the others are hashed here.
+        names: the files that it covers; all of them by default.
     """
     folder, hashed = Path(folder), hashed or {}
-    names = sorted(
-        str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST_NAME
-    )
+    if names is None:
+        names = (str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    names = sorted(name for name in names if Path(name).name != MANIFEST_NAME)
     files = {
         name: {"bytes": (folder / name).stat().st_size, "sha256": hashed.get(name) or sha256(folder / name)}
         for name in names
@@ -49,16 +56,33 @@ def discard(folder: str | os.PathLike) -> None:
         shutil.rmtree(folder)
 
 
+def make_room(folder: str | os.PathLike) -> None:
+    """Clear the place of a new checkpoint. A whole one of the same step stays beside it until [`replaced`] is called."""
+    folder = Path(folder)
+    if folder.is_dir() and not problems(folder):
+        discard(_aside(folder))
+        os.rename(folder, _aside(folder))
+    discard(folder)
+
+
+def replaced(folder: str | os.PathLike) -> None:
+    """The new checkpoint is sealed: the one that it replaces may go."""
+    discard(_aside(Path(folder)))
+
+
+def _aside(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.replaced")
+
+
 def problems(folder: str | os.PathLike) -> list[str]:
     """What is wrong with a checkpoint, one sentence each; empty if it is whole. Reads every byte once."""
     folder = Path(folder)
-    manifest_path = folder / MANIFEST_NAME
-    if not manifest_path.is_file():
+    if not (folder / MANIFEST_NAME).is_file():
         return [f"{MANIFEST_NAME} is missing: the run that wrote it was stopped before it was complete"]
     try:
-        files = json.loads(manifest_path.read_text())["files"]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        return [f"{MANIFEST_NAME} is unreadable ({error})"]
+        files = read_manifest(folder)["files"]
+    except ValueError as error:
+        return [str(error)]
     found = []
     for name, expected in files.items():
         path = folder / name
@@ -71,6 +95,36 @@ def problems(folder: str | os.PathLike) -> list[str]:
     return found
 
 
+def read_manifest(folder: str | os.PathLike) -> dict[str, Any]:
+    """The manifest of `folder`: `files` (relative name -> `bytes`, `sha256`) and `run`.
+
+    Raises:
+        `ValueError`: it is not what [`seal`] writes.
+    """
+    try:
+        content = json.loads(Path(folder, MANIFEST_NAME).read_bytes())
+        files, run = content["files"], content["run"]
+        for name, expected in files.items():
+            size, digest = expected["bytes"], expected["sha256"]
+            if not (isinstance(size, int) and isinstance(digest, str)):
+                raise TypeError(f"no size and hash of {name}")
+            if Path(name).is_absolute() or ".." in Path(name).parts:
+                raise ValueError(f"it names {name}, outside of the folder")
+        if not isinstance(run, dict):
+            raise TypeError("its run is no object")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:  # JSON's and Unicode's errors are ValueErrors
+        raise ValueError(f"{MANIFEST_NAME} is unreadable ({type(error).__name__}: {error})") from error
+    return content
+
+
+def recorded_run(folder: str | os.PathLike) -> dict[str, Any]:
+    """What the run that sealed `folder` recorded of itself; empty where there is no readable manifest."""
+    try:
+        return read_manifest(folder)["run"]
+    except (OSError, ValueError):
+        return {}
+
+
 def last_checkpoint(output_dir: str | os.PathLike) -> str | None:
     """The newest whole checkpoint in `output_dir`, or `None`. Damaged newer ones are skipped with a warning each."""
     # here, because it imports PEFT, which imports bitsandbytes where it is installed; `qerl-trl quantize` needs neither
@@ -79,37 +133,15 @@ def last_checkpoint(output_dir: str | os.PathLike) -> str | None:
     output_dir = Path(output_dir)
     if not output_dir.is_dir():
         return None
-    pattern = re.compile(rf"^{PREFIX_CHECKPOINT_DIR}-(\d+)$")
-    steps = sorted(
-        (int(m.group(1)) for p in output_dir.iterdir() if p.is_dir() and (m := pattern.match(p.name))), reverse=True
-    )
-    for step in steps:
-        folder = output_dir / f"{PREFIX_CHECKPOINT_DIR}-{step}"
+    pattern = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)|\.{PREFIX_CHECKPOINT_DIR}-(\d+)\.replaced")
+    found = [(m, p) for p in output_dir.iterdir() if p.is_dir() and (m := pattern.fullmatch(p.name))]
+    # of one step, the one in its place before the one set aside for it
+    for _, folder in sorted(found, key=lambda f: (int(f[0][1] or f[0][2]), f[0][1] is not None), reverse=True):
         wrong = problems(folder)
         if not wrong:
             return str(folder)
         logger.warning("Skipping %s: %s. Looking for an older checkpoint.", folder, "; ".join(wrong))
     return None
-
-
-def to_resume(resume_from_checkpoint: str | bool | None, output_dir: str | os.PathLike) -> str | None:
-    """The whole checkpoint that `Trainer.train(resume_from_checkpoint)` means, `None` for a fresh start.
-
-    Raises:
-        `ValueError`: there is none in `output_dir`, or the one that was named is damaged.
-    """
-    if resume_from_checkpoint is True:
-        newest = last_checkpoint(output_dir)
-        if newest is None:
-            raise ValueError(
-                f"resume_from_checkpoint=True, but there is no whole checkpoint in {output_dir}. Start without it, or give the path "
-                "of a checkpoint."
-            )
-        return newest
-    if not resume_from_checkpoint:
-        return None
-    verify(resume_from_checkpoint)
-    return resume_from_checkpoint
 
 
 def verify(folder: str | os.PathLike) -> None:
@@ -136,15 +168,6 @@ def verify(folder: str | os.PathLike) -> None:
             f"Checkpoint {folder} is damaged: {'; '.join(wrong)}. Resume from an older one, or pass "
             "resume_from_checkpoint=True to take the newest whole one."
         )
-
-
-def run_differences(folder: str | os.PathLike, run: Mapping) -> list[str]:
-    """Settings in which the sealed checkpoint and `run` differ, one line each."""
-    path = Path(folder) / MANIFEST_NAME
-    if not path.is_file():
-        return []
-    saved = json.loads(path.read_text()).get("run", {})
-    return [f"{key}: {saved[key]!r} then, {run[key]!r} now" for key in saved if key in run and saved[key] != run[key]]
 
 
 def write_json_atomically(path: Path, content: Mapping | list) -> None:

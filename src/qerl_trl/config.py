@@ -77,6 +77,11 @@ class QeRLArguments(OnlineConfig):
         vllm_engine_kwargs (`dict`, *optional*):
             Further arguments of `vllm.LLM` in colocate mode, such as `{"enforce_eager": true}`.
 
+        > Checkpoints
+
+        allow_other_settings (`bool`, *optional*, defaults to `False`):
+            Go on from a checkpoint whose run had other settings (with a warning that says which), instead of refusing.
+
         > Checks
 
         zero_advantage_patience (`int`, *optional*, defaults to `10`):
@@ -130,6 +135,9 @@ class QeRLArguments(OnlineConfig):
     )
     vllm_engine_kwargs: dict | str | None = field(
         default=None, metadata={"help": "Further arguments of vllm.LLM in colocate mode, as a dict (JSON on the CLI)."}
+    )
+    allow_other_settings: bool = field(
+        default=False, metadata={"help": "Go on from a checkpoint whose run had other settings, instead of refusing."}
     )
     zero_advantage_patience: int = field(
         default=10, metadata={"help": "Warn after this many consecutive rollouts without any advantage."}

@@ -1,11 +1,19 @@
 """What a run is, as data: the settings that decide its trajectory and its result.
 
-A checkpoint's manifest keeps them, a resumed run is compared with them, and a card shows them.
+A checkpoint's manifest and the run's folder keep them, a run that is started again is compared with them ([`differences`]: which settings
+refuse, which only warn), and a card shows them.
 """
 
-from typing import TypedDict
+import dataclasses
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypedDict
 
 from accelerate.utils import is_peft_model
+from datasets import Dataset
+from peft import LoraConfig
 
 from . import report
 from .nvfp4.linear import compute_dtype
@@ -15,12 +23,32 @@ _FIELDS = """base_format scale_rule aqn aqn_schedule aqn_sigma_start aqn_sigma_e
     aqn_entropy_target seed data_seed learning_rate max_steps num_train_epochs per_device_train_batch_size
     gradient_accumulation_steps num_generations steps_per_generation num_iterations temperature max_completion_length
     loss_type beta world_size modules_to_not_convert""".split()
+#: recorded, but free to differ when a run goes on: with a warning. A longer run stretches the schedules of learning rate and noise
+_MAY_DIFFER = {"max_steps", "num_train_epochs", "versions"}
+#: what is recorded beside the settings themselves
+_NOT_SETTINGS = {"settings_sha256", "global_step", "merged_onto", "changed"}
+#: arguments without a say in the trajectory: where and when is written, logged, evaluated and pushed, memory and placement, limits of checks.
+#: The base is known by its own settings, not by how it was loaded
+_INCIDENTAL = re.compile(
+    r"output_dir|overwrite_output_dir|resume_from_checkpoint|allow_other_settings|run_name|project|debug|do_.*|report_to|trackio_.*|disable_tqdm"
+    r"|log_.*|logging_.*|num_completions_to_print|include_.*|skip_memory_metrics|save_.*|enable_jit_checkpoint|load_best_model_at_end"
+    r"|metric_for_best_model|greater_is_better|restore_callback.*|push_to_hub|hub_.*|.*eval_.*|batch_eval_metrics|num_generations_eval"
+    r"|prediction_loss_only|bf16_full_eval|fp16_full_eval|model_init_kwargs|trust_remote_code|use_cpu|local_rank|ddp_.*|fsdp|fsdp_config"
+    r"|deepspeed|ds3_.*|parallelism_config|accelerator_config|dataloader_.*|generation_batch_size|pad_to_multiple_of|use_cache|tf32"
+    r"|cache_implementation|gradient_checkpointing.*|torch_compile.*|torch_empty_cache_steps|full_determinism|share_weights"
+    r"|vllm_(?!importance|structured).*|.*_(timeout|threshold|patience)"
+)
+#: rows of the training data that its fingerprint reads
+_FINGERPRINT_ROWS = 256
 
 
-class LoraSettings(TypedDict):
+class LoraSettings(TypedDict, total=False):
     r: int
     alpha: int
     targets: list[str] | str  # names, or one regular expression
+    options: dict[
+        str, Any
+    ]  # of `LoraConfig`, where they are not its defaults: use_rslora, use_dora, modules_to_save, ...
 
 
 class RunSettings(TypedDict, total=False):
@@ -56,6 +84,11 @@ class RunSettings(TypedDict, total=False):
     loss_type: str
     beta: float
     world_size: int
+    rewards: list[str]  # names of the reward functions
+    dataset_sha256: str  # of a sample of the training data; absent for streamed data
+    options: dict[str, Any]  # every further argument that decides the trajectory and is not at its default
+    settings_sha256: str  # of all settings that may not differ when the run goes on
+    changed: list[str]  # differences that were allowed on the way (`allow_other_settings`)
     versions: dict[str, str]
     # added by an export
     global_step: int
@@ -76,5 +109,90 @@ def run_settings(trainer: OnlineTrainer) -> RunSettings:
         targets = lora.target_modules  # a string is a regular expression
         targets = targets if isinstance(targets, str) else sorted(targets)
         settings["lora"] = {"r": lora.r, "alpha": lora.lora_alpha, "targets": targets}
+        if options := _lora_options(lora):
+            settings["lora"]["options"] = options
+    settings["rewards"] = list(trainer.reward_func_names)
+    if (sample := dataset_sha256(trainer.train_dataset)) is not None:
+        settings["dataset_sha256"] = sample
+    decisive = {f.name: f for f in dataclasses.fields(trainer.args) if not _INCIDENTAL.fullmatch(f.name)}
+    settings["options"] = _not_defaults(trainer.args, {n: f for n, f in decisive.items() if n not in _FIELDS})
+    settings["settings_sha256"] = _sha256({k: v for k, v in settings.items() if k not in _MAY_DIFFER})
     settings["versions"] = report.versions()
     return settings
+
+
+def _lora_options(lora: LoraConfig) -> dict[str, Any]:
+    known = "r lora_alpha target_modules peft_type task_type base_model_name_or_path revision inference_mode auto_mapping peft_version"
+    return _not_defaults(lora, {f.name: f for f in dataclasses.fields(lora) if f.name not in known.split()})
+
+
+def _not_defaults(values: Any, fields: dict[str, dataclasses.Field]) -> dict[str, Any]:
+    """The fields' values, as JSON, where they are set to something else than their default."""
+    found = {}
+    for name, field in fields.items():
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        value = getattr(values, name, default)
+        if value is not None and value != default and not (value == [] and default in (None, "")):
+            found[name] = json.loads(json.dumps(value, default=_as_json))
+    return found
+
+
+def _as_json(value: Any) -> Any:
+    """An enumeration's value, a set in order, a configuration object as its fields."""
+    if isinstance(value, (set, frozenset)):
+        return sorted(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    return getattr(value, "value", type(value).__name__)
+
+
+def dataset_sha256(dataset: Any) -> str | None:
+    """Fingerprint of a dataset by content: its columns, its length, and up to 256 rows spread over it, first and last included.
+
+    The same data from another folder, cache or machine has the same one. Pictures and sound are not read; streamed data have none.
+    """
+    if not isinstance(dataset, Dataset):
+        return None
+    plain = [name for name, kind in sorted(dataset.features.items()) if not hasattr(kind, "decode_example")]
+    count = min(len(dataset), _FINGERPRINT_ROWS)
+    rows = [index * (len(dataset) - 1) // max(count - 1, 1) for index in range(count)]
+    sample = dataset.select_columns(plain).with_format("arrow")[rows].to_pylist() if plain else []
+    return _sha256([sorted(dataset.column_names), len(dataset), sample])
+
+
+def _sha256(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
+
+
+class Differences(NamedTuple):
+    """One line each, "name: value then, value now". `refused`: the run would be another one. `reported`: it may go on."""
+
+    refused: list[str]
+    reported: list[str]
+
+
+def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> Differences:
+    """Compare what a run recorded with the settings of the run that wants to go on in its place.
+
+    Whatever is recorded refuses, except for `_MAY_DIFFER`. A record of an older version, without `settings_sha256`, is compared in what
+    it has.
+    """
+    both = set(then) & set(now)
+    names = (both if "settings_sha256" not in then else set(then) | set(now)) - _NOT_SETTINGS
+    found = Differences([], [])
+    for name in sorted(names):
+        lines = found.reported if name in _MAY_DIFFER else found.refused
+        lines += _compared(name, then.get(name), json.loads(json.dumps(now.get(name), default=str)))
+    return found
+
+
+def _compared(name: str, then: Any, now: Any) -> list[str]:
+    if isinstance(then, dict) and isinstance(now, dict):
+        inner = sorted(set(then) | set(now))
+        return [line for key in inner for line in _compared(f"{name}.{key}", then.get(key), now.get(key))]
+    if then == now:
+        return []
+    if name == "dataset_sha256":
+        return ["dataset_sha256: the training data are others than then"]
+    shown = ["not set" if value is None else repr(value) for value in (then, now)]
+    return [f"{name.removeprefix('options.')}: {shown[0]} then, {shown[1]} now"]

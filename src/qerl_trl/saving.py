@@ -1,11 +1,159 @@
-"""When checkpoints are taken: between two rollouts, where a resumed run continues the same trajectory."""
+"""What a run leaves behind, and how it goes on from there: whole checkpoints, the same trajectory, a finished run that stays finished."""
 
+import logging
+import os
 from typing import Any
 
+import torch
+from accelerate.utils import is_peft_model
+from peft.utils import CONFIG_NAME as PEFT_CONFIG_NAME
+from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState
-from transformers.trainer_utils import SaveStrategy
+from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
+from transformers.trainer_utils import SaveStrategy, TrainOutput, rotate_checkpoints
 
+from . import checkpoint, run_folder
+from .identity import RunSettings, run_settings
+from .publishing import PublishingMixin
 from .upstream import OnlineTrainer
+
+logger = logging.getLogger(__name__)
+
+
+class SavingMixin(PublishingMixin):
+    """Saving and resuming in the parent's place. To be mixed in before TRL's trainer; what differs, and why, stands in trainer.py."""
+
+    #: the state that this training goes on from, `None` for a fresh start
+    _resumed: TrainerState | None = None
+    #: whole checkpoint of the weights as they are, where there is one
+    _saved: str | None = None
+    #: checkpoint that the parent wants to push, not sealed yet
+    _unpushed: str | None = None
+    #: settings that were allowed to change on the way
+    _changed: tuple[str, ...] = ()
+
+    def to_resume(self) -> str | None:
+        """What `train(resume_from_checkpoint=...)` should be given to go on with this run: what the arguments name, else the newest whole
+        checkpoint in `output_dir`; `None` for a fresh start.
+
+        Raises:
+            `ValueError`: `output_dir` or that checkpoint belongs to a run with other settings.
+        """
+        named = self.args.resume_from_checkpoint or run_folder.resumable(self._output_dir())
+        return self._settled(named)
+
+    def _settled(self, resume_from_checkpoint: str | bool | None) -> str | None:
+        resume = run_folder.to_resume(resume_from_checkpoint, self._output_dir())
+        allowed = self.args.allow_other_settings
+        self._changed = tuple(run_folder.settle(self._output_dir(), resume, run_settings(self), allowed))
+        return resume
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
+        """As `Trainer.train`. `True` takes the newest whole checkpoint of `output_dir`; a damaged one is never loaded. A run that has
+        ended already comes back as it ended, after no further step.
+
+        Raises:
+            `ValueError`: `output_dir` or the checkpoint belongs to a run with other settings.
+        """
+        resume = self._settled(resume_from_checkpoint)
+        self._resumed, self._saved = None, resume
+        if resume is not None:
+            self._resumed = TrainerState.load_from_json(os.path.join(resume, TRAINER_STATE_NAME))
+        return super().train(resume, *args, **kwargs)
+
+    def set_initial_training_values(self, *args: Any, **kwargs: Any) -> Any:
+        epochs, *others = super().set_initial_training_values(*args, **kwargs)
+        done, wanted = 0 if self._resumed is None else self._resumed.global_step, int(others[-1])
+        if done >= wanted:
+            # the parent would take one step more before it looks
+            logger.warning("This run has ended: %d steps are done, %d are wanted. Nothing is trained.", done, wanted)
+            epochs = 0
+        elif self._saved is not None and self._is_run_folder(self._saved):
+            raise ValueError(
+                f"The run in {self._saved} ended after {done} steps and keeps no checkpoint, so there is no optimizer state to go on to "
+                f"{wanted} steps with. Choose another output_dir, and a save_strategy for runs that are to be made longer."
+            )
+        return epochs, *others
+
+    def _get_train_sampler(self, dataset: Any = None) -> Any:
+        sampler = super()._get_train_sampler(dataset)
+        # each epoch's order is drawn from one generator, when its first index is asked for
+        for _ in range(int(self._resumed.epoch or 0) if self._resumed is not None else 0):
+            next(iter(sampler))
+        return sampler
+
+    def _is_run_folder(self, path: str) -> bool:
+        return os.path.abspath(path) == os.path.abspath(self._output_dir())
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        loaded = self.accelerator.unwrap_model(self.model if model is None else model)
+        if self._is_run_folder(resume_from_checkpoint) and is_peft_model(loaded) and not self.is_fsdp_enabled:
+            # the parent would take exports and checkpoints in there for further adapters
+            loaded.load_adapter(resume_from_checkpoint, loaded.active_adapter, is_trainable=True)
+            return
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        beside = os.path.isfile(os.path.join(resume_from_checkpoint, PEFT_CONFIG_NAME))
+        if is_peft_model(loaded) and len(loaded.peft_config) > 1 and beside and not self.is_fsdp_enabled:
+            # Trainer loads the adapters in subfolders (TRL's "ref", with a PeftModel and beta > 0) and then forgets the one
+            # beside them, which is the trained one
+            loaded.load_adapter(resume_from_checkpoint, loaded.active_adapter, is_trainable=True)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        run_dir = self._get_output_dir(trial=trial)
+        folder = os.path.join(run_dir, f"checkpoint-{self.state.global_step}")
+        saved = self._saved is not None and os.path.abspath(self._saved) == os.path.abspath(folder)
+        if saved and (self.accelerator.num_processes > 1 or not checkpoint.problems(folder)):
+            return  # after an error in the rollout: the weights are still those of this checkpoint
+        if self.args.should_save:
+            checkpoint.make_room(folder)
+        self.accelerator.wait_for_everyone()
+        limit, self.args.save_total_limit = self.args.save_total_limit, None  # rotate only once the new one is sealed
+        self._unpushed = None
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self.args.save_total_limit = limit
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            # again: the limit was cleared when it was written
+            torch.save(self.args, os.path.join(folder, TRAINING_ARGS_NAME))
+            checkpoint.seal(folder, self._recorded())
+            checkpoint.replaced(folder)
+            rotate_checkpoints(
+                output_dir=run_dir, save_total_limit=limit, best_model_checkpoint=self.state.best_model_checkpoint
+            )
+        self._saved = folder
+        if self._unpushed is not None:
+            super()._push_from_checkpoint(self._unpushed)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        self._unpushed = checkpoint_folder  # the parent would push it before it is sealed
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False, push: bool = True) -> None:
+        """As `Trainer.save_model`, sealed: `qerl-trl merge`, `push` and `eval` read what was written here, or refuse it.
+
+        Args:
+            push (`bool`, *optional*, defaults to `True`):
+                Whether a run with `push_to_hub` is published at the end of it, as `Trainer` does.
+        """
+        if _internal_call:  # a checkpoint, sealed when it is complete
+            super().save_model(output_dir, _internal_call)
+            return
+        folder = output_dir or self._output_dir()
+        with run_folder.sealing(folder, self._recorded(), wanted=self.args.should_save):
+            super().save_model(folder, _internal_call=True)
+            if self.args.should_save:
+                self.state.save_to_json(os.path.join(folder, TRAINER_STATE_NAME))
+        if push and self.args.push_to_hub:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _recorded(self) -> RunSettings:
+        """What a seal says of the run: its settings, its step, and what was changed on the way."""
+        settings = run_settings(self)
+        settings["global_step"] = self.state.global_step
+        if self._changed:
+            settings["changed"] = list(self._changed)
+        return settings
 
 
 class SaveBetweenRollouts(TrainerCallback):

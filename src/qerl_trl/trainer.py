@@ -6,18 +6,19 @@ differs from the parent, method by method:
 | method | why |
 |---|---|
 | `__init__` | quantizes the base while it loads, registers LoRA for it, attaches noise and checks, replaces the vLLM glue |
-| `train` | resumes from whole checkpoints only |
+| `train` | resumes from whole checkpoints of the same settings only; leaves a model that computes clean |
+| `set_initial_training_values` | a run that has ended takes no further step |
 | `_get_train_sampler` | a run resumed in a later epoch sees that epoch's order of prompts, not the first one's again |
 | `_generate` | draws the noise of this rollout (covers vLLM, transformers, tools and rollout functions alike) |
 | `_calculate_rewards` | refuses infinite rewards |
 | `_generate_and_score_completions` | measures the rollout/trainer mismatch (`mismatch.py`) |
 | `training_step` | refuses a non-finite loss or gradient before the optimizer sees it |
 | `_load_from_checkpoint` | the trained adapter comes back also where TRL keeps a second one as reference |
-| `_save_checkpoint`, `_push_from_checkpoint` | seals the checkpoint, then rotates older ones and pushes |
+| `_save_checkpoint`, `_push_from_checkpoint`, `save_model` | seals what was written, then rotates older checkpoints and pushes |
 | `log` | feeds the signal monitor; adds the peak of memory and the seconds of each phase (`timing.py`) |
 | `push_to_hub`, `create_model_card`, `init_hf_repo` | [`PublishingMixin`]: private, whole or not at all, with our card |
 
-New are `save_adapter`, `save_merged` and `save_base`, of [`PublishingMixin`] too.
+What concerns checkpoints is in [`SavingMixin`], new there is `to_resume`; `save_adapter`, `save_merged` and `save_base` are new too.
 
 `VLLMGeneration` has no factory hook, so its module-level name in TRL's trainer module is rebound for the duration of
 `super().__init__` (the only rebind in this package; `tests/test_contracts.py` fails with a clear message if TRL moves it).
@@ -25,7 +26,6 @@ New are `save_adapter`, `save_merged` and `save_base`, of [`PublishingMixin`] to
 
 import inspect
 import logging
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -34,30 +34,26 @@ from typing import Any
 import torch
 from accelerate.utils import is_peft_model
 from peft import PeftModel
-from peft.utils import CONFIG_NAME as PEFT_CONFIG_NAME
 from torch import nn
-from transformers import PreTrainedModel, TrainerState
-from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
-from transformers.trainer_utils import TrainOutput, rotate_checkpoints
+from transformers import PreTrainedModel
+from transformers.trainer_utils import TrainOutput
 from trl import GRPOTrainer, RLOOTrainer
 
-from . import checkpoint, guards, mismatch, redaction, report
+from . import guards, mismatch, redaction, report, run_folder
 from .base import adapter_config, model_init
 from .config import QeRLArguments, QeRLConfig, QeRLRLOOConfig
-from .identity import run_settings
 from .lora import check_adapter, prepare_trainable_norms, warn_of_low_precision
 from .memory.plan import MemoryPlan, plan_trainer
 from .noise.callback import AQNCallback
 from .nvfp4.linear import has_nvfp4
-from .publishing import PublishingMixin
 from .rollout.arms import check_environment
-from .saving import SaveBetweenRollouts
+from .saving import SaveBetweenRollouts, SavingMixin
 from .timing import PhaseTimer
 
 logger = logging.getLogger(__name__)
 
 
-class QeRLMixin(PublishingMixin):
+class QeRLMixin(SavingMixin):
     """Adds QeRL to a TRL trainer. Put it before the trainer in the bases and set `_config_class`.
 
     Args:
@@ -77,9 +73,6 @@ class QeRLMixin(PublishingMixin):
     aqn: AQNCallback | None = None
     #: what this process takes of its GPU, planned before an engine starts
     memory_plan: MemoryPlan | None = None
-    _epochs_done = 0
-    #: checkpoint that the parent wants to push, not sealed yet
-    _unpushed: str | None = None
 
     def __init__(
         self,
@@ -102,6 +95,7 @@ class QeRLMixin(PublishingMixin):
             )
         redaction.check_places({**given, **vars(args)})
         check_environment(args)
+        run_folder.lock_for(args)
         given["args"], given["peft_config"] = args, adapter_config(model, args, given.get("peft_config"))
         loading = model_init(model, args, given.pop("quantization_config", None))
         with loading as quantization_config, self._own_vllm_generation():
@@ -201,64 +195,13 @@ class QeRLMixin(PublishingMixin):
                 logs["memory/peak_gib"] = report.peak_memory_gib(self.args.device)
         super().log(logs, start_time)
 
-    # --------------------------------------------------------------------------------------------------- checkpoints
-
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
-        """As `Trainer.train`. `True` takes the newest whole checkpoint of `output_dir`; a damaged one is never loaded."""
-        resume_from_checkpoint = checkpoint.to_resume(resume_from_checkpoint, self._output_dir())
-        self._epochs_done = 0
-        if resume_from_checkpoint:
-            for difference in checkpoint.run_differences(resume_from_checkpoint, run_settings(self)):
-                logger.warning("Resuming %s with other settings: %s", resume_from_checkpoint, difference)
-            state = TrainerState.load_from_json(os.path.join(resume_from_checkpoint, TRAINER_STATE_NAME))
-            self._epochs_done = int(state.epoch or 0)
+    def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
+        """See [`SavingMixin.train`]."""
         try:
-            return super().train(resume_from_checkpoint, *args, **kwargs)
+            return super().train(*args, **kwargs)
         finally:
             if self.aqn is not None:
                 self.aqn.detach()  # an exception in the middle of a step leaves a model that computes clean
-
-    def _get_train_sampler(self, dataset: Any = None) -> Any:
-        sampler = super()._get_train_sampler(dataset)
-        # each epoch's order is drawn from one generator, when its first index is asked for
-        for _ in range(self._epochs_done):
-            next(iter(sampler))
-        return sampler
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
-        loaded = self.accelerator.unwrap_model(self.model if model is None else model)
-        beside = os.path.isfile(os.path.join(resume_from_checkpoint, PEFT_CONFIG_NAME))
-        if is_peft_model(loaded) and len(loaded.peft_config) > 1 and beside and not self.is_fsdp_enabled:
-            # Trainer loads the adapters in subfolders (TRL's "ref", with a PeftModel and beta > 0) and then forgets the one
-            # beside them, which is the trained one
-            loaded.load_adapter(resume_from_checkpoint, loaded.active_adapter, is_trainable=True)
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        run_dir = self._get_output_dir(trial=trial)
-        folder = os.path.join(run_dir, f"checkpoint-{self.state.global_step}")
-        if self.args.should_save:
-            checkpoint.discard(folder)
-        self.accelerator.wait_for_everyone()
-        limit, self.args.save_total_limit = self.args.save_total_limit, None  # rotate only once the new one is sealed
-        self._unpushed = None
-        try:
-            super()._save_checkpoint(model, trial)
-        finally:
-            self.args.save_total_limit = limit
-        self.accelerator.wait_for_everyone()
-        if self.args.should_save:
-            # again: the limit was cleared when it was written
-            torch.save(self.args, os.path.join(folder, TRAINING_ARGS_NAME))
-            checkpoint.seal(folder, run_settings(self))
-            rotate_checkpoints(
-                output_dir=run_dir, save_total_limit=limit, best_model_checkpoint=self.state.best_model_checkpoint
-            )
-        if self._unpushed is not None:
-            super()._push_from_checkpoint(self._unpushed)
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        self._unpushed = checkpoint_folder  # the parent would push it before it is sealed
 
 
 class QeRLGRPOTrainer(QeRLMixin, GRPOTrainer):

@@ -1,0 +1,205 @@
+"""A run's output folder: one process at a time, one set of settings, and sealed when the run has ended.
+
+    <output_dir>/
+      .qerl_lock               held by the process that trains (`lock`)
+      checkpoint-<step>/       each sealed (checkpoint.py)
+      adapter_model.safetensors, trainer_state.json, ...   what `save_model` wrote last
+      qerl_manifest.json       the seal of those: sizes, hashes, settings, step (`seal`)
+
+What is at its newest in the folder says whose it is: a run with other settings is refused there, before it trains ([`settle`]).
+"""
+
+import fcntl
+import json
+import logging
+import os
+import platform
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from . import checkpoint, identity
+
+logger = logging.getLogger(__name__)
+
+LOCK_NAME = ".qerl_lock"
+#: locks of this process, by folder; they end with it
+_held: dict[str, int] = {}
+
+
+def lock(output_dir: str | os.PathLike) -> None:
+    """Keep other processes from training into `output_dir` for as long as this one lives. A second call changes nothing.
+
+    Raises:
+        `RuntimeError`: another process has it; says which. Where the file system has no locks there is a warning instead.
+    """
+    folder = Path(output_dir).resolve()
+    if str(folder) in _held:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        logger.warning("%s cannot be locked against a second run (%s).", folder, error)
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        holder = os.read(descriptor, 1000).decode(errors="replace").strip() or "an unknown process"
+        os.close(descriptor)
+        raise RuntimeError(
+            f"Another run is writing to {folder}: {holder}. Two runs in one folder would overwrite each other's checkpoints. Wait until it "
+            "has ended, end it, or choose another output_dir."
+        ) from error
+    except OSError as error:  # a network file system without locks
+        os.close(descriptor)
+        logger.warning(
+            "The file system of %s has no locks (%s): nothing stops a second run from writing there. Give each run an output_dir of its own.",
+            folder,
+            error,
+        )
+        return
+    os.ftruncate(descriptor, 0)
+    os.write(descriptor, f"process {os.getpid()} on {platform.node()} since {time.strftime('%F %T %Z')}\n".encode())
+    _held[str(folder)] = descriptor
+
+
+def lock_for(args: TrainingArguments) -> None:
+    """[`lock`] in the main process of a run."""
+    if args.process_index == 0 and args.output_dir is not None:
+        lock(args.output_dir)
+
+
+def _forget_locks() -> None:
+    """In a forked child, which would keep them beyond its parent's death."""
+    while _held:
+        os.close(_held.popitem()[1])
+
+
+os.register_at_fork(after_in_child=_forget_locks)
+
+
+# --- whose it is ------------------------------------------------------------------------------------------------------------------
+
+
+def resumable(output_dir: str | os.PathLike) -> str | None:
+    """What a run in `output_dir` goes on from: its newest whole checkpoint, or the folder itself where the run got further than that
+    (it has ended, and keeps no checkpoints); `None` for a fresh start."""
+    newest = checkpoint.last_checkpoint(output_dir)
+    folder = Path(output_dir)
+    ended = checkpoint.recorded_run(folder).get("global_step", -1)
+    if (
+        (folder / TRAINER_STATE_NAME).is_file()
+        and ended > (-1 if newest is None else step_of(newest))
+        and not checkpoint.problems(folder)
+    ):
+        return str(folder)
+    return newest
+
+
+def to_resume(resume_from_checkpoint: str | bool | None, output_dir: str | os.PathLike) -> str | None:
+    """The whole checkpoint that `Trainer.train(resume_from_checkpoint)` means, `None` for a fresh start.
+
+    Raises:
+        `ValueError`: there is none in `output_dir`, or the one that was named is damaged.
+    """
+    if resume_from_checkpoint is True:
+        newest = resumable(output_dir)
+        if newest is None:
+            raise ValueError(
+                f"resume_from_checkpoint=True, but there is no whole checkpoint in {output_dir}. Start without it, or give the path "
+                "of a checkpoint."
+            )
+        return newest
+    if not resume_from_checkpoint:
+        return None
+    checkpoint.verify(resume_from_checkpoint)
+    return resume_from_checkpoint
+
+
+def step_of(folder: str | os.PathLike) -> int:
+    """Steps that a checkpoint, or a sealed run folder, has behind it."""
+    return json.loads(Path(folder, TRAINER_STATE_NAME).read_text())["global_step"]
+
+
+def settle(output_dir: str | os.PathLike, resume: str | None, settings: Mapping[str, Any], allowed: bool) -> list[str]:
+    """Compare `settings` with those of the run that is continued, or of the one whose folder a new run would take.
+
+    Returns:
+        Differences that `allowed` (`allow_other_settings`) let pass, one line each, with those of earlier times.
+
+    Raises:
+        `ValueError`: the folder, or the checkpoint, belongs to a run with other settings.
+    """
+    source = Path(resume) if resume is not None else _owner(Path(output_dir))
+    then = checkpoint.recorded_run(source) if source is not None else {}
+    found = identity.differences(then, settings)
+    changed = list(then.get("changed", []))
+    if found.refused and (resume is None or not allowed):
+        listed = "; ".join(found.refused)
+        if resume is None:
+            raise ValueError(
+                f"output_dir={str(output_dir)!r} belongs to a run with other settings, whose files a new run would mix with its own: {listed}. "
+                "Choose another output_dir, or remove this one if it is not needed any more."
+            )
+        raise ValueError(
+            f"{resume} belongs to a run with other settings: {listed}. To train with the new ones, choose another output_dir; to go on from it "
+            "all the same, as another run than was begun, set allow_other_settings=True (--allow_other_settings true)."
+        )
+    for line in found.reported + found.refused:
+        logger.warning("Going on from %s with other settings: %s", source, line)
+    if source is not None and resume is None:
+        logger.warning(
+            "output_dir=%s holds this run already, and it starts over: pass resume_from_checkpoint=True to go on instead.",
+            output_dir,
+        )
+    return [*changed, *found.refused] if resume is not None else []
+
+
+def _owner(output_dir: Path) -> Path | None:
+    """The newest sealed thing in the folder."""
+    sealed = [path.parent for path in output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{checkpoint.MANIFEST_NAME}")]
+    own = output_dir / checkpoint.MANIFEST_NAME
+    sealed += [output_dir] if own.is_file() else []
+    return max(sealed, key=lambda folder: (folder / checkpoint.MANIFEST_NAME).stat().st_mtime_ns, default=None)
+
+
+# --- the seal ---------------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def sealing(folder: str | os.PathLike, settings: Mapping[str, Any], wanted: bool = True) -> Iterator[None]:
+    """Seal the files that the block writes into `folder` (not those in folders inside it). Until it has ended there is no seal.
+
+    Args:
+        wanted: whether this process is the one that writes.
+    """
+    if not wanted:
+        yield
+        return
+    folder = Path(folder)
+    (folder / checkpoint.MANIFEST_NAME).unlink(missing_ok=True)
+    before = _stamps(folder)
+    yield
+    written = [name for name, stamp in _stamps(folder).items() if before.get(name) != stamp]
+    if any(name.endswith((".safetensors", ".bin")) for name in written):
+        checkpoint.seal(folder, settings, names=written)
+    else:
+        logger.warning(
+            "No weights were written to %s (a sharded state is kept in checkpoints only), so it is not sealed.", folder
+        )
+
+
+def _stamps(folder: Path) -> dict[str, tuple[int, int]]:
+    if not folder.is_dir():
+        return {}
+    files: Iterable[os.DirEntry] = (entry for entry in os.scandir(folder) if entry.is_file())
+    # the card is written again whenever more is known
+    kept = (entry for entry in files if not entry.name.startswith(".") and entry.name != "README.md")
+    return {entry.name: (entry.stat().st_mtime_ns, entry.stat().st_ino) for entry in kept}
