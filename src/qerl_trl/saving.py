@@ -62,8 +62,9 @@ class SavingMixin(PublishingMixin):
         return super().train(resume, *args, **kwargs)
 
     def set_initial_training_values(self, *args: Any, **kwargs: Any) -> Any:
-        epochs, *others = super().set_initial_training_values(*args, **kwargs)
-        done, wanted = 0 if self._resumed is None else self._resumed.global_step, int(others[-1])
+        values: tuple[Any, ...] = super().set_initial_training_values(*args, **kwargs)
+        epochs, *others = values
+        done, wanted = 0 if self._resumed is None else self._resumed.global_step, others[-1]
         if done >= wanted:
             # the parent would take one step more before it looks
             logger.warning("This run has ended: %d steps are done, %d are wanted. Nothing is trained.", done, wanted)
