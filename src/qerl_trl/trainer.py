@@ -10,6 +10,7 @@ differs from the parent, method by method:
 | `set_initial_training_values` | a run that has ended takes no further step |
 | `_get_train_sampler` | a run resumed in a later epoch sees that epoch's order of prompts, not the first one's again |
 | `_generate` | draws the noise of this rollout (covers vLLM, transformers, tools and rollout functions alike) |
+| `_generate`, `_compute_loss` | what transformers sampled under noise is importance-corrected as vLLM's rollouts are (`behaviour.py`) |
 | `_calculate_rewards` | refuses infinite rewards |
 | `_generate_and_score_completions` | measures the rollout/trainer mismatch (`mismatch.py`) |
 | `training_step` | refuses a non-finite loss or gradient before the optimizer sees it |
@@ -39,7 +40,7 @@ from transformers import PreTrainedModel
 from transformers.trainer_utils import TrainOutput
 from trl import GRPOTrainer, RLOOTrainer
 
-from . import guards, mismatch, redaction, report, run_folder
+from . import behaviour, guards, mismatch, redaction, report, run_folder
 from .base import adapter_config, model_init
 from .config import QeRLArguments, QeRLConfig, QeRLRLOOConfig
 from .lora import check_adapter, prepare_trainable_norms, warn_of_low_precision
@@ -145,8 +146,11 @@ class QeRLMixin(SavingMixin):
     def _generate(self, prompts: list) -> Any:
         training = self.model.training
         noise = self.aqn.generation() if self.aqn is not None else nullcontext()
-        with self._timer.phase("rollout", counts=training), noise:
-            output = super()._generate(prompts)
+        with self._timer.phase("rollout", counts=training):
+            with noise:
+                output = super()._generate(prompts)
+            if training:
+                output = behaviour.with_logps(self, self.aqn, output)
         if training and self.aqn is not None:
             self._metrics["train"]["aqn/sigma"].append(self.aqn.sigma)
             self._metrics["train"]["aqn/sigma_effective"].append(self.aqn.sigma_effective)
@@ -159,7 +163,8 @@ class QeRLMixin(SavingMixin):
         return rewards
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        output = super()._generate_and_score_completions(inputs)
+        with behaviour.corrected(self):
+            output = super()._generate_and_score_completions(inputs)
         if self.model.training:
             metrics = self._metrics["train"]
             self._monitor.advantages(metrics["frac_reward_zero_std"][-1], metrics["reward"][-1], self.state.global_step)
@@ -176,6 +181,10 @@ class QeRLMixin(SavingMixin):
             self._metrics["train"]["rollout/truncated_fraction"].append(found.truncated_fraction)
 
     # -------------------------------------------------------------------------------------------------------- update
+
+    def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
+        with behaviour.corrected(self, inputs):
+            return super()._compute_loss(model, inputs)
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         with self._timer.phase("update"):

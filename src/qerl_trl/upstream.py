@@ -32,6 +32,9 @@ if TYPE_CHECKING:
         reward_funcs: Any
         reward_func_names: Any
         _step: int
+        use_vllm: bool
+        pad_to_multiple_of: Any
+        _tokenizer: Any
         _metrics: dict[str, defaultdict[Any, list[Any]]]
 
         def __init__(self, *positional: Any, **kwargs: Any) -> None: ...
@@ -46,6 +49,7 @@ if TYPE_CHECKING:
             logits_to_keep,
             batch_size=None,
         ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]: ...
+        def _compute_loss(self, model, inputs) -> torch.Tensor: ...
         def _get_train_sampler(self, dataset=None) -> Any: ...
         def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None: ...
 

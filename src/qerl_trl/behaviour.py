@@ -1,0 +1,83 @@
+"""The behaviour policy, the one that sampled: its log-probabilities where transformers generated them under noise.
+
+vLLM returns the log-probability of each token it samples, and TRL corrects the update by the ratio of the trained to the sampling policy
+(`vllm_importance_sampling_*`). Of transformers' generation TRL takes sampling and trained policy to be the same, which noise in the rollout
+makes untrue. [`with_logps`] fills the gap, [`corrected`] lets TRL's own correction see it: the same algorithm with both engines.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers.utils import logging
+from trl.models.utils import disable_gradient_checkpointing
+from trl.trainer.utils import pad
+
+from .noise.callback import AQNCallback
+from .upstream import OnlineTrainer
+
+logger = logging.get_logger(__name__)
+
+#: where TRL's `GRPOTrainer._generate` returns what it generated; RLOO returns three things and corrects for no engine
+_LOGPS, _IMAGES, _COUNT = 4, 6, 8
+
+
+def differs(aqn: AQNCallback | None) -> bool:
+    """Whether transformers samples from another policy than the one that is trained: noise in the rollout only."""
+    return aqn is not None and not aqn.engine and aqn.scope == "rollout" and aqn.sigma > 0
+
+
+def with_logps(trainer: OnlineTrainer, aqn: AQNCallback | None, generated: tuple) -> tuple:
+    """What TRL's `_generate` returned in training, with the log-probabilities of the noisy policy where it has none.
+
+    Unchanged without noise, for vLLM and for a rollout function that returns its own.
+    """
+    if len(generated) != _COUNT or generated[_LOGPS] is not None or not differs(aqn):
+        return generated
+    assert aqn is not None
+    if generated[_IMAGES] is not None:
+        logger.warning_once(
+            "The prompts hold pictures: transformers' rollouts under noise are not importance-corrected then. Use "
+            "aqn_scope='policy', in which nothing needs a correction, or use_vllm=True."
+        )
+        return generated
+    with aqn.noisy():
+        logps = _logps(trainer, generated[0], generated[1])
+    trainer.use_vllm = True  # from here to the end of the batch; `corrected` puts it back
+    return (*generated[:_LOGPS], logps, *generated[_LOGPS + 1 :])
+
+
+@contextmanager
+def corrected(trainer: OnlineTrainer, batch: Mapping[str, Any] | None = None) -> Iterator[None]:
+    """In the block TRL corrects a `batch` that has importance ratios. It asks `use_vllm` whether to, which is as before afterwards."""
+    before = trainer.use_vllm
+    trainer.use_vllm = before or (batch is not None and "importance_sampling_ratio" in batch)
+    try:
+        yield
+    finally:
+        trainer.use_vllm = before
+
+
+@torch.no_grad()
+def _logps(trainer: OnlineTrainer, prompts: list[list[int]], completions: list[list[int]]) -> list[list[float]]:
+    """Log-probabilities of each completion's tokens under the model as it is now, in the batch that TRL makes of them."""
+    device, padding = trainer.accelerator.device, trainer._tokenizer.pad_token_id
+    multiple = trainer.pad_to_multiple_of
+
+    def batch(rows: list[list[int]], side: str) -> tuple[torch.Tensor, torch.Tensor]:
+        ids = [torch.tensor(row, dtype=torch.long) for row in rows]
+        ones = [torch.ones_like(row) for row in ids]
+        padded = pad(ids, padding_value=padding, padding_side=side, pad_to_multiple_of=multiple)
+        return padded.to(device), pad(ones, padding_value=0, padding_side=side, pad_to_multiple_of=multiple).to(device)
+
+    before, after = batch(prompts, "left"), batch(completions, "right")
+    ids, mask = (torch.cat(pair, dim=1) for pair in zip(before, after, strict=True))
+    # as many at a time as TRL takes: logits of long completions over a large vocabulary are gigabytes per sequence
+    size = trainer.args.per_device_train_batch_size
+    options: Any = trainer.args.gradient_checkpointing_kwargs
+    with disable_gradient_checkpointing(trainer.model, options):
+        logps = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, after[0].size(1), batch_size=size)[
+            0
+        ]
+    return [row[: len(tokens)].tolist() for row, tokens in zip(logps.float().cpu(), completions, strict=True)]

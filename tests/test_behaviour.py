@@ -1,0 +1,116 @@
+"""The policy that samples under noise: its log-probabilities, and TRL's correction by them with transformers' generation."""
+
+import pytest
+import torch
+
+from qerl_trl import QeRLRLOOTrainer
+from tests.test_trainer import logged, make_trainer  # noqa: F401  (a fixture)
+
+NOISE = {"aqn_schedule": "constant", "aqn_sigma_start": 0.3, "max_steps": 1}
+
+
+def by_hand(model, batch, temperature):
+    """Log-probabilities (B, T) of the completions from plain logits, without TRL."""
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+    with torch.no_grad():
+        logits = model(ids, attention_mask=mask).logits[:, batch["prompt_ids"].size(1) - 1 : -1].float() / temperature
+    return logits.log_softmax(-1).gather(-1, batch["completion_ids"][..., None])[..., 0]
+
+
+def watch(trainer) -> list[tuple]:
+    """(batch, noisy and clean log-probabilities by hand) of each rollout in training."""
+    seen, score = [], trainer._generate_and_score_completions
+
+    def watching(inputs):
+        batch = score(inputs)
+        with trainer.aqn.noisy():
+            noisy = by_hand(trainer.model, batch, trainer.temperature)
+        seen.append((batch, noisy, by_hand(trainer.model, batch, trainer.temperature)))
+        return batch
+
+    trainer._generate_and_score_completions = watching
+    return seen
+
+
+def test_transformers_rollouts_under_noise_are_corrected_by_the_ratio_of_the_two_policies(make_trainer):  # noqa: F811
+    trainer = make_trainer(**NOISE, temperature=0.7)
+    seen = watch(trainer)
+    trainer.train()
+    ((batch, noisy, clean),) = seen
+    mask = batch["completion_mask"].bool()
+    ratio = (clean - noisy).exp()
+    assert (ratio[mask] - 1).abs().max() > 0.01  # the noise moves the policy
+    expected = ratio.clamp(max=trainer.vllm_importance_sampling_clip_max)
+    torch.testing.assert_close(batch["importance_sampling_ratio"][mask], expected[mask], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(batch["sampling_per_token_logps"][mask], noisy[mask], rtol=1e-4, atol=1e-5)
+    assert logged(trainer, "sampling/importance_sampling_ratio/mean") == pytest.approx([expected[mask].mean().item()])
+    d = (clean - noisy)[mask]
+    assert logged(trainer, "rollout/mismatch_kl") == pytest.approx([(d.expm1() - d).mean().item()], rel=1e-3)
+    assert logged(trainer, "rollout/truncated_fraction") == [pytest.approx((ratio[mask] > 3).float().mean().item())]
+    assert trainer.use_vllm is False
+
+
+def test_the_ratio_enters_the_loss(make_trainer):  # noqa: F811
+    trainer = make_trainer(**NOISE, vllm_importance_sampling_clip_max=0.0)
+    trainer.train()
+    assert logged(trainer, "grad_norm") == [0.0]
+
+
+@pytest.mark.parametrize("options", [{"aqn_sigma_start": 0.0}, {"aqn_scope": "policy"}], ids=["no-noise", "policy"])
+def test_without_a_difference_nothing_more_is_computed(make_trainer, options):  # noqa: F811
+    trainer = make_trainer(**NOISE | options)
+    calls, logps = [], trainer._get_per_token_logps_and_entropies
+
+    def counting(*args, **kwargs):
+        calls.append(torch.is_grad_enabled())
+        return logps(*args, **kwargs)
+
+    trainer._get_per_token_logps_and_entropies = counting
+    trainer.train()
+    assert calls == [True]  # the loss's own
+    assert not logged(trainer, "sampling/importance_sampling_ratio/mean")
+
+
+def test_tokens_of_tools_and_environments_have_no_ratio(make_trainer):  # noqa: F811
+    """A rollout function that returns no log-probabilities, and marks tokens that the model did not sample."""
+
+    def rollout(prompts, trainer):
+        prompt_ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
+        first, _ = trainer._generate_single_turn(prompt_ids, None, {}, 4)
+        longer = [ids + turn + [7, 8] for ids, turn in zip(prompt_ids, first, strict=True)]
+        second, _ = trainer._generate_single_turn(longer, None, {}, 1)
+        turns = list(zip(first, second, strict=True))
+        return {
+            "prompt_ids": prompt_ids,
+            "completion_ids": [[*a, 7, 8, *b] for a, b in turns],
+            "env_mask": [[1] * len(a) + [0, 0] + [1] * len(b) for a, b in turns],
+            "logprobs": None,
+        }
+
+    trainer = make_trainer(**NOISE)
+    trainer.rollout_func = rollout
+    seen = watch(trainer)
+    trainer.train()
+    ((batch, noisy, clean),) = seen
+    sampled = (batch["completion_mask"] * batch["tool_mask"]).bool()
+    given = (batch["completion_mask"] * (1 - batch["tool_mask"])).bool()
+    ratio = (clean - noisy).exp().clamp(max=trainer.vllm_importance_sampling_clip_max)
+    assert given.sum() == 16
+    assert batch["importance_sampling_ratio"][given].eq(1).all()
+    torch.testing.assert_close(batch["importance_sampling_ratio"][sampled], ratio[sampled], rtol=1e-4, atol=1e-5)
+
+
+def test_a_correction_that_is_switched_off_stays_off(make_trainer):  # noqa: F811
+    trainer = make_trainer(**NOISE, vllm_importance_sampling_correction=False)
+    seen = watch(trainer)
+    trainer.train()
+    assert "importance_sampling_ratio" not in seen[0][0]
+    assert logged(trainer, "rollout/mismatch_kl")[0] > 0
+
+
+def test_rloo_corrects_for_no_engine(make_trainer):  # noqa: F811
+    trainer = make_trainer(trainer_class=QeRLRLOOTrainer, **NOISE)
+    trainer.train()
+    assert logged(trainer, "rollout/mismatch_kl")[0] > 0
+    assert trainer.use_vllm is False
