@@ -111,3 +111,12 @@ def test_manifest_appears_whole(whole, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         checkpoint.seal(whole, {"seed": 99})
     assert json.loads((whole / checkpoint.MANIFEST_NAME).read_text()) == before
+
+
+def test_a_manifest_that_was_edited_is_noticed(whole):
+    manifest = json.loads((whole / checkpoint.MANIFEST_NAME).read_text())
+    (whole / checkpoint.MANIFEST_NAME).write_text(json.dumps({**manifest, "run": {"seed": 2}}))
+    assert "changed after it was written" in checkpoint.problems(whole)[0]
+    del manifest["sha256"]  # one of an older version has none
+    (whole / checkpoint.MANIFEST_NAME).write_text(json.dumps(manifest))
+    assert checkpoint.problems(whole) == []

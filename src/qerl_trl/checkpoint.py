@@ -45,7 +45,15 @@ def seal(
         name: {"bytes": (folder / name).stat().st_size, "sha256": hashed.get(name) or sha256(folder / name)}
         for name in names
     }
-    write_json_atomically(folder / MANIFEST_NAME, {"files": files, "run": run or {}})
+    # as it will be read: a secret in it is masked when it is written
+    content = json.loads(redaction.redact(json.dumps({"files": files, "run": run or {}})))
+    write_json_atomically(folder / MANIFEST_NAME, {**content, "sha256": _own_sha256(content)})
+
+
+def _own_sha256(content: Mapping[str, Any]) -> str:
+    """Of what a manifest says, so that an edited one is noticed."""
+    said = {name: content[name] for name in ("files", "run")}
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
 
 def discard(folder: str | os.PathLike) -> None:
@@ -96,7 +104,7 @@ def problems(folder: str | os.PathLike) -> list[str]:
 
 
 def read_manifest(folder: str | os.PathLike) -> dict[str, Any]:
-    """The manifest of `folder`: `files` (relative name -> `bytes`, `sha256`) and `run`.
+    """The manifest of `folder`: `files` (relative name -> `bytes`, `sha256`), `run`, and a `sha256` of both (not in those of old).
 
     Raises:
         `ValueError`: it is not what [`seal`] writes.
@@ -112,6 +120,8 @@ def read_manifest(folder: str | os.PathLike) -> dict[str, Any]:
                 raise ValueError(f"it names {name}, outside of the folder")
         if not isinstance(run, dict):
             raise TypeError("its run is no object")
+        if content.get("sha256", digest := _own_sha256(content)) != digest:
+            raise ValueError("it was changed after it was written")
     except (ValueError, KeyError, TypeError, AttributeError) as error:  # JSON's and Unicode's errors are ValueErrors
         raise ValueError(f"{MANIFEST_NAME} is unreadable ({type(error).__name__}: {error})") from error
     return content
