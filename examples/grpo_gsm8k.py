@@ -21,6 +21,7 @@ from transformers import AutoTokenizer, ProgressCallback
 from trl import ModelConfig, TrlParser, get_peft_config
 
 from qerl_trl import QeRLConfig, QeRLGRPOTrainer, last_checkpoint
+from qerl_trl.base_identity import base_revision
 from qerl_trl.checkpoint import write_json_atomically
 from qerl_trl.redaction import check_places
 from qerl_trl.report import banner, device_name, versions
@@ -183,6 +184,7 @@ def report(
             "aqn_scope": args.aqn_scope,
             "scale_rule": args.scale_rule,
         },
+        "base": {"sha256": trainer.base_sha256, "revision": base_revision(trainer.model)},
         "device": device_name(args.device),
         "versions": versions(),
         "command": " ".join(["accelerate launch", *sys.argv]),

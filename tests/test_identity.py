@@ -2,10 +2,12 @@
 
 import dataclasses
 import json
+import shutil
 
 import pytest
 from datasets import Dataset, Features, Image, Value
 from peft import LoraConfig
+from safetensors.torch import load_file, save_file
 
 from qerl_trl import QeRLConfig, QeRLRLOOConfig, QeRLRLOOTrainer, identity
 from tests.test_trainer import PROMPTS, make_trainer  # noqa: F401  (a fixture)
@@ -23,6 +25,7 @@ def test_settings_of_a_run(make_trainer, tiny_model_dir):  # noqa: F811
     assert set(found) <= set(identity.RunSettings.__annotations__)
     assert (found["trainer"], found["seed"], found["base_format"], found["dtype"]) == ("GRPO", 7, "nvfp4", "float32")
     assert found["model"] == str(tiny_model_dir("qwen2"))
+    assert len(found["base_sha256"]) == 64 and "base_revision" not in found  # it came from a folder
     assert found["lora"]["r"] == 4 and any(name.endswith("q_proj") for name in found["lora"]["targets"])
     assert found["loss_type"] == "dapo"
     assert "aqn_entropy_target" not in found  # was not set
@@ -87,6 +90,26 @@ def test_an_older_record_is_compared_in_what_it_has(make_trainer):  # noqa: F811
     now = identity.run_settings(make_trainer())
     assert identity.differences({"seed": 3, "model": now["model"]}, now) == ([], [])
     assert identity.differences({"seed": 4}, now) == (["seed: 4 then, 3 now"], [])
+
+
+def test_the_base_is_known_by_its_content(make_trainer, tiny_model_dir, tmp_path):  # noqa: F811
+    then = json.loads(json.dumps(identity.run_settings(make_trainer())))
+    folder = tiny_model_dir("qwen2")
+    moved = identity.run_settings(make_trainer(model=str(shutil.copytree(folder, tmp_path / "moved"))))
+    assert identity.differences(then, moved) == ([], [f"model: '{folder}' then, '{tmp_path / 'moved'}' now"])
+    assert moved["settings_sha256"] == then["settings_sha256"]
+    changed = tmp_path / "moved" / "model.safetensors"
+    tensors = load_file(changed)
+    tensors["model.embed_tokens.weight"][7, 7] += 1
+    save_file(tensors, changed, {"format": "pt"})
+    now = identity.run_settings(make_trainer(model=str(tmp_path / "moved")))
+    [line] = identity.differences(then, now).refused
+    assert line.startswith("base_sha256: the base model has other weights than then (")
+    assert now["settings_sha256"] != then["settings_sha256"]
+    # the Hub's name of a commit says nothing that the weights do not; a sharded base has no fingerprint
+    assert identity.differences({**then, "base_revision": "abc"}, moved).refused == []
+    del now["base_sha256"]
+    assert identity.differences(then, now).refused == [f"model: '{folder}' then, '{tmp_path / 'moved'}' now"]
 
 
 def test_data_are_known_by_their_content(tmp_path):

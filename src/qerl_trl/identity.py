@@ -15,7 +15,7 @@ from accelerate.utils import is_peft_model
 from datasets import Dataset
 from peft import LoraConfig
 
-from . import report
+from . import base_identity, report
 from .nvfp4.linear import compute_dtype
 from .upstream import OnlineTrainer
 
@@ -26,7 +26,9 @@ _FIELDS = """base_format scale_rule aqn aqn_schedule aqn_sigma_start aqn_sigma_e
 #: recorded, but free to differ when a run goes on: with a warning. A longer run stretches the schedules of learning rate and noise
 _MAY_DIFFER = {"max_steps", "num_train_epochs", "versions"}
 #: what is recorded beside the settings themselves
-_NOT_SETTINGS = {"settings_sha256", "global_step", "merged_onto", "changed"}
+_NOT_SETTINGS = {"settings_sha256", "global_step", "merged_onto", "changed", "base_revision"}
+#: how the base is made of what is loaded: it differs with them
+_FORM = ("base_format", "scale_rule", "modules_to_not_convert")
 #: arguments without a say in the trajectory: where and when is written, logged, evaluated and pushed, memory and placement, limits of checks.
 #: The base is known by its own settings, not by how it was loaded
 _INCIDENTAL = re.compile(
@@ -56,6 +58,10 @@ class RunSettings(TypedDict, total=False):
 
     trainer: str  # the algorithm: "GRPO", "RLOO"
     model: str  # the base: Hub id or folder
+    base_revision: str  # the Hub's commit of it, where it came from there
+    base_sha256: (
+        str  # fingerprint of its weights as they were loaded (`base_identity`); absent where no process had it whole
+    )
     dtype: str  # compute dtype
     base_format: str
     scale_rule: str
@@ -103,6 +109,10 @@ def run_settings(trainer: OnlineTrainer) -> RunSettings:
             settings[name] = value  # type: ignore[literal-required]  # the names above are keys of RunSettings
     model = trainer.accelerator.unwrap_model(trainer.model)
     settings["model"] = getattr(model.config, "_name_or_path", "")
+    if (revision := base_identity.base_revision(model)) is not None:
+        settings["base_revision"] = revision
+    if trainer.base_sha256 is not None:
+        settings["base_sha256"] = trainer.base_sha256
     settings["dtype"] = str(compute_dtype(model)).removeprefix("torch.")
     if is_peft_model(model):
         lora = model.peft_config[model.active_adapter]
@@ -116,7 +126,8 @@ def run_settings(trainer: OnlineTrainer) -> RunSettings:
         settings["dataset_sha256"] = sample
     decisive = {f.name: f for f in dataclasses.fields(trainer.args) if not _INCIDENTAL.fullmatch(f.name)}
     settings["options"] = _not_defaults(trainer.args, {n: f for n, f in decisive.items() if n not in _FIELDS})
-    settings["settings_sha256"] = _sha256({k: v for k, v in settings.items() if k not in _MAY_DIFFER})
+    free = {*_MAY_DIFFER, *_NOT_SETTINGS, *({"model"} if "base_sha256" in settings else ())}
+    settings["settings_sha256"] = _sha256({k: v for k, v in settings.items() if k not in free})
     settings["versions"] = report.versions()
     return settings
 
@@ -175,13 +186,15 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> Differences:
     """Compare what a run recorded with the settings of the run that wants to go on in its place.
 
     Whatever is recorded refuses, except for `_MAY_DIFFER`. A record of an older version, without `settings_sha256`, is compared in what
-    it has.
+    it has. The base is known by its fingerprint; its name is compared where one side has none, or forms its base in another way.
     """
     both = set(then) & set(now)
     names = (both if "settings_sha256" not in then else set(then) | set(now)) - _NOT_SETTINGS
+    known = "base_sha256" in both and not any(then.get(name) != now.get(name) for name in _FORM)
+    free = _MAY_DIFFER | {"model"} if known else _MAY_DIFFER
     found = Differences([], [])
-    for name in sorted(names):
-        lines = found.reported if name in _MAY_DIFFER else found.refused
+    for name in sorted(names if known else names - {"base_sha256"}):
+        lines = found.reported if name in free else found.refused
         lines += _compared(name, then.get(name), json.loads(json.dumps(now.get(name), default=str)))
     return found
 
@@ -194,5 +207,7 @@ def _compared(name: str, then: Any, now: Any) -> list[str]:
         return []
     if name == "dataset_sha256":
         return ["dataset_sha256: the training data are others than then"]
+    if name == "base_sha256":
+        return [f"base_sha256: the base model has other weights than then ({then[:12]} then, {now[:12]} now)"]
     shown = ["not set" if value is None else repr(value) for value in (then, now)]
     return [f"{name.removeprefix('options.')}: {shown[0]} then, {shown[1]} now"]

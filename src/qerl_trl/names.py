@@ -7,7 +7,7 @@ from torch import nn
 
 _PREFIXES = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "base_model.model.")
 _WRAPPERS = re.compile(r"(?<=\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
-_PEFT_LAYERS = re.compile(r"\.(modules_to_save\.[^.]+|original_module|base_layer)(?=\.|$)")
+_PEFT_LAYERS = re.compile(r"\.(modules_to_save\.[^.]+|original_module|base_layer|token_adapter)(?=\.|$)")
 
 
 def canonical_name(name: str) -> str:

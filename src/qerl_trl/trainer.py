@@ -40,7 +40,7 @@ from transformers import PreTrainedModel
 from transformers.trainer_utils import TrainOutput
 from trl import GRPOTrainer, RLOOTrainer
 
-from . import behaviour, guards, mismatch, redaction, report, run_folder
+from . import base_identity, behaviour, guards, mismatch, redaction, report, run_folder
 from .base import adapter_config, model_init
 from .config import QeRLArguments, QeRLConfig, QeRLRLOOConfig
 from .lora import check_adapter, prepare_trainable_norms, warn_of_low_precision
@@ -103,6 +103,7 @@ class QeRLMixin(SavingMixin):
             super().__init__(**given, quantization_config=quantization_config)
         plan_trainer(self)
         trained = self.accelerator.unwrap_model(self.model)
+        self.base_sha256 = base_identity.shared_base_sha256(trained)  # before anything is trained
         if is_peft_model(trained):
             check_adapter(trained)
         else:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         use_vllm: bool
         pad_to_multiple_of: Any
         _tokenizer: Any
+        base_sha256: str | None  # our own, set by QeRLMixin
         _metrics: dict[str, defaultdict[Any, list[Any]]]
 
         def __init__(self, *positional: Any, **kwargs: Any) -> None: ...

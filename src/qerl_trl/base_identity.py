@@ -1,0 +1,99 @@
+"""Which base an adapter stands on, known by its content: a fingerprint of the weights as they are loaded.
+
+It covers every parameter of the base, by its name in the checkpoint and its shape: the bytes of packed layers, the values of everything
+else as float32. So a base has one fingerprint whatever it was loaded from (bf16 weights that are quantized while they load, the NVFP4
+folder made of them), under an adapter or without, on any device, and in any dtype that holds its values. Not covered: buffers, which
+models compute, and the tokenizer.
+
+The checksums are sums of 64-bit integers on the device that holds the tensors, so they are exact in any order, and see a changed bit
+as well as two elements that changed places. They tell mistakes apart; nobody is kept from forging one.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
+from torch import nn
+
+from .names import canonical_name
+
+#: 64-bit words at a time; a few times their 8 bytes are needed meanwhile
+_CHUNK = 2**21
+#: odd numbers without a pattern: of a word's place, and of the two steps that mix it
+_PLACE, _FIRST, _SECOND = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB
+#: parts of a parameter's name that an adapter adds
+_ADAPTERS = ("lora_", "modules_to_save", "trainable_tokens_")
+
+
+def base_sha256(model: nn.Module) -> str | None:
+    """Fingerprint of the model without its adapters; `None` where this process does not have it whole (sharded, offloaded)."""
+    sums, table = [], []
+    for name, tensor in _tensors(model):
+        if tensor.is_meta or hasattr(tensor, "full_tensor") or hasattr(tensor, "ds_id"):
+            return None
+        kind = "float" if tensor.is_floating_point() else str(tensor.dtype)
+        table.append((name, list(tensor.shape), kind))
+        sums.append(_checksum(tensor.detach()))
+    rows = sorted((*row, int(value)) for row, value in zip(table, sums, strict=True))
+    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+
+
+def shared_base_sha256(model: nn.Module) -> str | None:
+    """[`base_sha256`] of the main process, in all of them: FSDP loads the weights there only. Collective."""
+    state = PartialState()
+    found = [base_sha256(model) if state.is_main_process else None]
+    if state.num_processes > 1:
+        broadcast_object_list(found)
+    return found[0]
+
+
+def base_revision(model: nn.Module) -> str | None:
+    """The Hub's commit that the base was loaded from; `None` for a folder."""
+    return getattr(model.config, "_commit_hash", None)
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The base's parameters by canonical name, tied ones once; of bitsandbytes' also the scales beside them."""
+    for name, parameter in model.named_parameters():
+        if any(part.startswith(_ADAPTERS) for part in name.split(".")):
+            continue
+        name = canonical_name(name)
+        yield name, parameter
+        if (state := getattr(parameter, "quant_state", None)) is not None:
+            for key, value in state.as_dict().items():
+                if isinstance(value, torch.Tensor):
+                    yield f"{name}.{key}", value
+
+
+@torch.no_grad()
+def _checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """int64 (), on the tensor's device: the sum over its 64-bit words, each mixed with its place."""
+    flat = tensor.reshape(-1)
+    size = 4 if flat.is_floating_point() else flat.element_size()
+    places = torch.arange(min(_CHUNK, -(-flat.numel() * size // 8)), device=flat.device) * _PLACE
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for index, part in enumerate(flat.split(_CHUNK * 8 // size)):
+        words = _words(part)
+        mixed = words + places[: words.numel()]
+        mixed.add_(_signed(index * _CHUNK * _PLACE)).mul_(_FIRST)
+        mixed.bitwise_xor_(mixed >> 31).mul_(_SECOND)
+        total += mixed.sum()
+    return total
+
+
+def _words(part: torch.Tensor) -> torch.Tensor:
+    """int64 (words,): the bytes of a flat tensor, of floats as float32, padded with zeros."""
+    plain = (part.float() if part.is_floating_point() else part).contiguous().view(torch.uint8)
+    if rest := plain.numel() % 8:
+        plain = nn.functional.pad(plain, (0, 8 - rest))
+    if plain.storage_offset() % 8:
+        plain = plain.clone()
+    return plain.view(torch.int64)
+
+
+def _signed(number: int) -> int:
+    """The number as 64 bits with a sign."""
+    return (number + 2**63) % 2**64 - 2**63

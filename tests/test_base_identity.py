@@ -1,0 +1,132 @@
+"""A base is known by its content: whatever it was loaded from, on whatever device, under an adapter or not."""
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from qerl_trl import NVFP4Config, base_identity
+from qerl_trl.base_identity import base_sha256
+from qerl_trl.lora import register_nvfp4_lora
+from qerl_trl.nvfp4.config import from_pretrained
+from qerl_trl.publish.quantize import quantize_folder
+
+
+@pytest.fixture
+def load(tiny_model_dir):
+    def load(folder=None, dtype="bfloat16", **options):
+        config = NVFP4Config(compute_dtype=dtype, **options)
+        return from_pretrained(folder or tiny_model_dir("qwen2"), config, dtype=getattr(torch, dtype))
+
+    return load
+
+
+def test_the_same_whatever_it_was_loaded_from(load, tiny_model_dir, tmp_path):
+    quantize_folder(str(tiny_model_dir("qwen2")), tmp_path / "packed")
+    load().save_pretrained(tmp_path / "saved")
+    prints = [load(), load(dtype="float32"), load(tmp_path / "packed"), load(tmp_path / "saved", dtype="float32")]
+    assert len({base_sha256(model) for model in prints}) == 1
+
+
+@pytest.mark.parametrize(
+    "lora",
+    [
+        {"target_modules": "all-linear"},
+        {"target_modules": ["q_proj"], "use_dora": True, "modules_to_save": ["input_layernorm"]},
+    ],
+    ids=["plain", "dora and norms"],
+)
+def test_an_adapter_is_not_part_of_it(load, lora):
+    model = load()
+    bare = base_sha256(model)
+    adapted = get_peft_model(model, register_nvfp4_lora(LoraConfig(task_type="CAUSAL_LM", **lora)))
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.normal_()
+    assert base_sha256(adapted) == bare
+
+
+def test_trained_token_rows_are_no_part_of_it(tiny_model_dir):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir("llama"))
+    bare = base_sha256(model)
+    lora = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], trainable_token_indices=[3, 4])
+    assert base_sha256(get_peft_model(model, lora)) == bare
+
+
+def _flip(tensor):
+    tensor.view(torch.uint8).view(-1)[-1] ^= 1
+
+
+def _swap_rows(tensor):
+    tensor[[0, 1]] = tensor[[1, 0]].clone()
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("model.layers.1.mlp.down_proj.weight_packed", _flip),
+        ("model.layers.1.mlp.down_proj.weight_packed", _swap_rows),
+        ("model.layers.0.self_attn.q_proj.weight_scale", _flip),
+        ("model.layers.0.self_attn.o_proj.weight_global_scale", _flip),
+        ("model.layers.0.self_attn.q_proj.bias", _flip),
+        ("model.embed_tokens.weight", _swap_rows),
+        ("model.norm.weight", _flip),
+    ],
+)
+def test_every_change_makes_another_base(load, name, change):
+    model = load()
+    before = base_sha256(model)
+    with torch.no_grad():
+        change(model.get_parameter(name).data)
+    assert base_sha256(model) != before
+
+
+def test_exchanged_layers_make_another_base(load):
+    model = load()
+    before = base_sha256(model)
+    model.model.layers = nn.ModuleList(reversed(model.model.layers))
+    assert base_sha256(model) != before
+
+
+def test_another_rule_or_format_makes_another_base(load, tiny_model_dir):
+    dense = AutoModelForCausalLM.from_pretrained(tiny_model_dir("qwen2"))
+    models = [load(), load(scale_rule="four_over_six"), load(modules_to_not_convert=["lm_head", "down_proj"]), dense]
+    assert len({base_sha256(model) for model in models}) == 4
+
+
+def test_chunks_and_odd_sizes(monkeypatch):
+    numbers = torch.arange(1001, dtype=torch.float32)
+    whole = [int(base_identity._checksum(tensor)) for tensor in (numbers, numbers.to(torch.uint8), numbers[1:].half())]
+    monkeypatch.setattr(base_identity, "_CHUNK", 7)
+    again = [int(base_identity._checksum(tensor)) for tensor in (numbers, numbers.to(torch.uint8), numbers[1:].half())]
+    assert again == whole and len(set(whole)) == 3
+    assert int(base_identity._checksum(torch.empty(0))) == 0
+
+
+def test_a_known_value():
+    """Integer arithmetic modulo 2^64, the same on every device and in every release."""
+
+    def signed(number):
+        return (number + 2**63) % 2**64 - 2**63
+
+    data = bytes(range(24))
+    expected = 0
+    for place in range(3):
+        mixed = signed(int.from_bytes(data[8 * place : 8 * place + 8], "little") + place * base_identity._PLACE)
+        mixed = signed(mixed * base_identity._FIRST)
+        expected = signed(expected + (mixed ^ (mixed >> 31)) * base_identity._SECOND)
+    assert int(base_identity._checksum(torch.arange(24, dtype=torch.uint8))) == expected
+    module = nn.ModuleDict({"a": nn.Linear(3, 2, bias=False), "b": nn.LayerNorm(2)})
+    with torch.no_grad():
+        module["a"].weight.copy_(torch.arange(6.0).view(2, 3))
+    assert (
+        base_sha256(module)
+        == base_sha256(module.bfloat16())
+        == ("3259ee1e95b514f2852c41ee85b1c01950dd2037883eba30aaf03ba523030d6b")
+    )
+
+
+def test_a_part_of_a_model_has_none():
+    assert base_sha256(nn.Linear(2, 2, device="meta")) is None
