@@ -108,11 +108,16 @@ def test_gradients_name_the_first_bad_parameter():
         guards.check_gradients(model, 5)
 
 
-def test_large_but_finite_gradients_pass():
+@pytest.mark.parametrize("value", [1e19, 3e38])
+def test_gradients_whose_squares_overflow(value):
+    """Clipping would make zeros of them, and Adam's second moment would be infinite."""
     model = nn.Linear(2, 2)
     for parameter in model.parameters():
-        parameter.grad = torch.full_like(parameter, 3e38)  # the norm overflows, the entries do not
+        parameter.grad = torch.full_like(parameter, 1e18)
     guards.check_gradients(model, 0)
+    model.weight.grad.fill_(value)
+    with pytest.raises(RuntimeError, match=r"norm of the gradient overflows in float32 at step 2: .* in weight"):
+        guards.check_gradients(model, 2)
 
 
 @pytest.fixture

@@ -85,7 +85,11 @@ class QeRLArguments(OnlineConfig):
         > Checks
 
         zero_advantage_patience (`int`, *optional*, defaults to `10`):
-            Warn when every advantage was zero in this many consecutive rollouts: nothing is being learned.
+            Warn when every advantage was zero in this many consecutive rollouts: nothing is being learned. Stop when every reward
+            was `None` in as many.
+        reward_timeout (`float`, *optional*, defaults to `1800.0`):
+            End the run, naming the function, when a reward function takes longer than this for one batch, in seconds. `None` for
+            no limit.
     """
 
     base_format: str = field(
@@ -142,6 +146,9 @@ class QeRLArguments(OnlineConfig):
     zero_advantage_patience: int = field(
         default=10, metadata={"help": "Warn after this many consecutive rollouts without any advantage."}
     )
+    reward_timeout: float | None = field(
+        default=1800.0, metadata={"help": "End the run when a reward function takes longer than this, in seconds."}
+    )
 
     def __post_init__(self):
         super().__post_init__()
@@ -172,6 +179,10 @@ class QeRLArguments(OnlineConfig):
                 raise ValueError(f"aqn_schedule={self.aqn_schedule!r}, aqn_{error}") from error
         if self.zero_advantage_patience < 1:
             raise ValueError(f"zero_advantage_patience={self.zero_advantage_patience} must be at least 1.")
+        if self.reward_timeout is not None and not self.reward_timeout > 0:
+            raise ValueError(
+                f"reward_timeout={self.reward_timeout} is not a time. Pass seconds > 0, or None for no limit."
+            )
         check_options(self)  # type: ignore[arg-type]  # one of the two classes below
         if self.use_transformers_continuous_batching:
             raise ValueError(

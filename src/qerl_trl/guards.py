@@ -4,49 +4,176 @@ Errors come before any weight is changed. TRL's own meaning of a reward that is 
 apply to this completion) is kept.
 """
 
+import asyncio
 import functools
 import logging
 import math
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from trl.trainer.utils import is_async_callable
 
+from .deadline import deadline
+from .upstream import OnlineTrainer
+
 logger = logging.getLogger(__name__)
 
+#: beyond it the statistics of a batch, sums of squares in float32, are infinite
+LARGEST_REWARD = 1e16
+#: beyond it the square of a gradient, which Adam keeps in float32, is infinite: that weight would never move again
+LARGEST_GRADIENT = math.sqrt(torch.finfo(torch.float32).max)
+#: what the time limit of a block waits longer than that of the functions inside it, in seconds
+_GRACE = 5.0
 
-def checked_reward(function: Callable, name: str) -> Callable:
-    """Wrap a reward function (plain or async) so that its return value is checked before TRL builds a tensor of it.
+
+class RewardTimeout(RuntimeError):
+    """A reward function did not return within `reward_timeout`."""
+
+
+def checked_rewards(trainer: OnlineTrainer) -> list[Callable]:
+    """The trainer's reward functions, each wrapped by [`checked_reward`]; reward models as they are."""
+    return [
+        function if isinstance(function, nn.Module) else checked_reward(function, name, trainer.args.reward_timeout)
+        for function, name in zip(trainer.reward_funcs, trainer.reward_func_names, strict=True)
+    ]
+
+
+def reward_limit(trainer: OnlineTrainer) -> AbstractContextManager[None]:
+    """A limit on all rewards of a batch, for an async function that never gives control back: no limit of its own can end it."""
+    names = [n for f, n in zip(trainer.reward_funcs, trainer.reward_func_names, strict=True) if is_async_callable(f)]
+    limit = trainer.args.reward_timeout
+    seconds = limit * len(trainer.reward_funcs) + _GRACE if limit and names else None
+    return deadline(seconds, lambda: _late(" or ".join(map(repr, names)), limit))
+
+
+def checked_reward(function: Callable, name: str, timeout: float | None = None) -> Callable:
+    """Wrap a reward function (plain or async): it gets exactly what TRL passes, and what it returns is checked before TRL builds a
+    tensor of it.
+
+    Args:
+        timeout: seconds that one call may take, `None` for no limit.
 
     Raises (when called):
         `TypeError`: a reward is not a number or `None`.
-        `ValueError`: wrong number of rewards, or an infinite one.
+        `ValueError`: wrong number of rewards, or one that is infinite or too large.
+        `RuntimeError`: the function raised, or ([`RewardTimeout`]) did not return in time.
     """
+    warned: set[str] = set()
+
+    def verified(rewards: Any, passed: dict[str, Any]) -> list[float | None]:
+        per_completion = next((passed[key] for key in ("completions", "prompts") if key in passed), None)
+        checked = check_rewards(rewards, name, per_completion)
+        for kind, text in _doubts(checked, name):
+            if kind not in warned:
+                warned.add(kind)
+                logger.warning(text)
+        return checked
+
     if is_async_callable(function):
 
         @functools.wraps(function)
-        async def checked(*args, completions, **kwargs):
-            return check_rewards(await function(*args, completions=completions, **kwargs), name, completions)
+        async def checked(*args, **kwargs):
+            async def named():
+                try:
+                    return await function(*args, **kwargs)
+                except Exception as error:
+                    raise _raised(name, error) from error
+
+            try:
+                rewards = await asyncio.wait_for(named(), timeout or None)
+            except TimeoutError:
+                raise _late(repr(name), timeout) from None
+            return verified(rewards, kwargs)
 
     else:
 
         @functools.wraps(function)
-        def checked(*args, completions, **kwargs):
-            return check_rewards(function(*args, completions=completions, **kwargs), name, completions)
+        def checked(*args, **kwargs):
+            try:
+                with deadline(timeout, lambda: _late(repr(name), timeout)):
+                    rewards = function(*args, **kwargs)
+            except RewardTimeout:
+                raise
+            except Exception as error:
+                raise _raised(name, error) from error
+            return verified(rewards, kwargs)
 
     return checked
 
 
-def check_rewards(rewards, name: str, completions: list) -> list[float | None]:
-    """Validate what a reward function returned and give it back as floats (or `None`), one per completion."""
+def _late(names: str, timeout: float | None) -> RewardTimeout:
+    return RewardTimeout(
+        f"Reward function {names} did not return within reward_timeout={timeout:g} s. It hangs, or grades slowly: give what it calls "
+        "a time limit of its own, or raise reward_timeout (None for no limit). No weight was changed by this batch; resume from the "
+        "last checkpoint (resume_from_checkpoint=True)."
+    )
+
+
+def _raised(name: str, error: Exception) -> RuntimeError:
+    text = (
+        f"Reward function {name!r} raised {type(error).__name__}: {error}. Repair it, or let it return None for a completion that it "
+        "cannot grade. No weight was changed by this batch; resume from the last checkpoint (resume_from_checkpoint=True)."
+    )
+    if "main thread" in str(error):
+        text += (
+            " Graders that set alarms work in the main thread only: turn their time limits off (reward_timeout stays)."
+        )
+    return RuntimeError(text)
+
+
+def _doubts(rewards: list[float | None], name: str) -> list[tuple[str, str]]:
+    """Kind and text of what is legal, and rarely meant."""
+    found = []
+    numbers_only = np.array([reward for reward in rewards if reward is not None])
+    if np.isnan(numbers_only).any():
+        index = next(i for i, reward in enumerate(rewards) if reward is not None and math.isnan(reward))
+        found.append(
+            (
+                "nan",
+                f"Reward function {name!r} returned NaN for completion {index}. NaN counts as None: the completion is left out of what "
+                "is learned. Return None where the function does not apply, and look for a 0/0 where it does.",
+            )
+        )
+    numbers_only = numbers_only[~np.isnan(numbers_only)]
+    differ = len(numbers_only) and np.ptp(numbers_only) > 1e-12 * np.abs(numbers_only).max()
+    if differ and np.ptp(numbers_only.astype(np.float32)) == 0:
+        found.append(
+            (
+                "digits",
+                f"Reward function {name!r} returned values that differ, all about {numbers_only[0]:.9g}, and are equal in float32, "
+                "in which TRL computes: nothing is learned from them. Subtract what they have in common, or scale the rewards.",
+            )
+        )
+    return found
+
+
+def _refuse_if_large(reward: float, what: str) -> None:
+    if abs(reward) > LARGEST_REWARD:
+        raise ValueError(
+            f"{what}. Beyond {LARGEST_REWARD:g} the statistics of a group overflow in float32: every advantage becomes zero, or the "
+            "weights infinite. Scale the reward to about 1, clip it, or return None where it is undefined."
+        )
+
+
+def check_rewards(rewards, name: str, completions: Sequence | None) -> list[float | None]:
+    """Validate what a reward function returned and give it back as floats (or `None`), one per completion.
+
+    Args:
+        completions: what was graded, `None` where the function was given nothing with one entry per completion.
+    """
     try:
         rewards = list(rewards)
     except TypeError as error:
         raise TypeError(
             f"Reward function {name!r} returned {rewards!r}. It must return a list with one number (or None) per completion."
         ) from error
+    if completions is None:
+        completions = [""] * len(rewards)
     if len(rewards) != len(completions):
         raise ValueError(
             f"Reward function {name!r} returned {len(rewards)} rewards for {len(completions)} completions. It must return "
@@ -66,18 +193,22 @@ def check_rewards(rewards, name: str, completions: list) -> list[float | None]:
                 f"Reward function {name!r} returned {reward} for completion {index}: {_excerpt(completions[index])}. One "
                 "infinite reward makes every advantage of its group NaN. Clip the reward, or return None where it is undefined."
             )
+        if reward is not None:
+            of = f"Reward function {name!r} returned {reward} for completion {index}: {_excerpt(completions[index])}"
+            _refuse_if_large(float(reward), of)
         checked.append(None if reward is None else float(reward))
     return checked
 
 
-def check_reward_tensor(rewards: torch.Tensor, names: list[str]) -> None:
-    """The same for rewards that came from a reward model.
+def check_reward_tensor(rewards: torch.Tensor, names: list[str], weights: torch.Tensor | None = None) -> None:
+    """The same for rewards that came from a reward model, and for every reward times its weight.
 
     Args:
         rewards: (completions, functions), float32, NaN where a function does not apply.
+        weights: (functions).
 
     Raises:
-        `ValueError`: an infinite entry.
+        `ValueError`: an entry that is infinite or too large.
     """
     infinite = torch.isinf(rewards).nonzero()
     if len(infinite):
@@ -86,6 +217,10 @@ def check_reward_tensor(rewards: torch.Tensor, names: list[str]) -> None:
             f"Reward {names[column]!r} is {rewards[row, column].item()} for completion {row} of the gathered batch. One infinite "
             "reward makes every advantage of its group NaN; clip the reward model's output."
         )
+    weights = torch.ones(len(names)) if weights is None else weights
+    largest = (rewards * weights.to(rewards.device)).nan_to_num(nan=0.0).abs().amax(dim=0).tolist()
+    for name, weight, value in zip(names, weights.tolist(), largest, strict=True):
+        _refuse_if_large(value, f"Reward {name!r} is {value:g} in magnitude, its weight of {weight:g} included")
 
 
 def check_loss(loss: torch.Tensor, step: int) -> None:
@@ -98,25 +233,35 @@ def check_loss(loss: torch.Tensor, step: int) -> None:
 
 
 def check_gradients(model: nn.Module, step: int) -> None:
-    """Raise `RuntimeError` naming the first trainable parameter whose gradient is not finite. One fused norm, one sync."""
+    """Raise `RuntimeError` naming the first trainable parameter whose gradient is not finite, or the largest if only their norm is not.
+
+    One fused norm, one sync.
+    """
     named = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
-    if not named or bool(torch.isfinite(torch.nn.utils.get_total_norm([grad for _, grad in named]))):
+    if not named or bool(torch.nn.utils.get_total_norm([grad for _, grad in named]) < LARGEST_GRADIENT):
         return
+    ending = (
+        "The optimizer step was not taken, so no weight was damaged. Resume from the last checkpoint with a lower learning rate, or look "
+        "at the rewards and completions of this step."
+    )
     finite = torch.tensor([bool(torch.isfinite(grad).all()) for _, grad in named])
-    if bool(finite.all()):  # every entry is finite, only the norm overflowed; clipping copes with that
-        return
+    if bool(finite.all()):  # clipping would make zeros of them, and without it Adam's squares are infinite
+        largest = max(((float(grad.abs().max()), name) for name, grad in named))
+        raise RuntimeError(
+            f"The norm of the gradient overflows in float32 at step {step}: the largest entry is {largest[0]:.3g}, in {largest[1]}. Usual "
+            f"causes: large rewards with scale_rewards='none' (RLOO: normalize_advantages=False). {ending}"
+        )
     index = int((~finite).nonzero()[0])
     name, grad = named[index]
     bad = int((~torch.isfinite(grad)).sum())
     raise RuntimeError(
         f"The gradient of {name} is not finite at step {step}: {bad} of {grad.numel()} entries; {int((~finite).sum())} of "
-        f"{len(named)} parameters are affected. The optimizer step was not taken, so no weight was damaged. Resume from the last "
-        "checkpoint with a lower learning rate, or look at the rewards and completions of this step."
+        f"{len(named)} parameters are affected. {ending}"
     )
 
 
 class SignalMonitor:
-    """Watches what a run logs for states in which it goes on but learns nothing. Warns; never stops a run.
+    """Watches what a run logs for states in which it goes on but learns nothing. Warns; stops a run only when nothing is graded any more.
 
     Args:
         zero_advantage_patience: rollouts in a row without any non-zero advantage before a warning.
@@ -130,6 +275,8 @@ class SignalMonitor:
         self.zero_advantage_patience = zero_advantage_patience
         self.mismatch_threshold = mismatch_threshold
         self._rollouts_without_advantage = 0
+        self._rollouts_without_reward = 0
+        self._rollouts_without_use = 0
         self._first_entropy: float | None = None
         self._collapse_reported = False
 
@@ -148,6 +295,38 @@ class SignalMonitor:
                 reward,
                 step,
             )
+
+    def rewards(self, trainer: OnlineTrainer, rewards: torch.Tensor) -> None:
+        """Report what the functions gave for the rollout that was just scored.
+
+        Args:
+            rewards: (completions of all processes, functions), NaN where a function does not apply.
+
+        Raises:
+            `RuntimeError`: no completion got any reward in `zero_advantage_patience` rollouts in a row.
+        """
+        step, names = trainer.state.global_step, ", ".join(map(repr, trainer.reward_func_names))
+        if bool(torch.isnan(rewards).all()):
+            self._rollouts_without_reward += 1
+            text = (
+                f"Every reward of the rollout at step {step} is None: no function of {names} applied to any of its {len(rewards)} "
+                "completions, so nothing is learned from it. Return a number where a function applies (0.0 for a wrong answer); None "
+                "is for completions that it does not grade."
+            )
+            if self._rollouts_without_reward >= self.zero_advantage_patience:
+                raise RuntimeError(f"{text} It was so in {self._rollouts_without_reward} rollouts in a row.")
+            if self._rollouts_without_reward == 1:
+                logger.warning(text)
+            return
+        self._rollouts_without_reward = 0
+        advantages = list(trainer._logs["advantages"])[-len(rewards) :]
+        cause = None if any(advantages) else _why_no_advantage(rewards, trainer.reward_weights, trainer.num_generations)
+        self._rollouts_without_use = 0 if cause is None else self._rollouts_without_use + 1
+        if (
+            cause is not None
+            and self._rollouts_without_use % self.zero_advantage_patience == 1 % self.zero_advantage_patience
+        ):
+            logger.warning("Every advantage is zero at step %d although rewards differ: %s", step, cause)
 
     def mismatch(self, kl: float, step: int) -> None:
         """Report the estimated KL between the policy that sampled and the policy that is trained."""
@@ -173,6 +352,30 @@ class SignalMonitor:
                 step,
                 self._first_entropy,
             )
+
+
+def _why_no_advantage(rewards: torch.Tensor, weights: torch.Tensor, generations: int) -> str | None:
+    """`None` where every group's rewards are equal, which is no fault of the arithmetic."""
+
+    def spread(values: torch.Tensor) -> bool:  # (completions, columns)
+        groups = values.view(-1, generations, values.shape[1])
+        low = groups.nan_to_num(nan=math.inf, posinf=math.inf).amin(dim=1)
+        high = groups.nan_to_num(nan=-math.inf, neginf=-math.inf).amax(dim=1)
+        return bool((high > low).any())
+
+    weights = weights.to(rewards.device)
+    total = (
+        (rewards * weights).nansum(dim=1, keepdim=True).masked_fill(torch.isnan(rewards).all(1, keepdim=True), math.nan)
+    )
+    if spread(total):
+        low, high = (f(total[~torch.isnan(total)]).item() for f in (torch.amin, torch.amax))
+        return (
+            f"they lie between {low:.9g} and {high:.9g}, and their statistics lose the difference in float32. Subtract what they have in "
+            "common, and scale the rewards to about 1."
+        )
+    if spread(rewards):
+        return f"reward_weights={weights.tolist()} cancel them. Choose weights of which the sum still tells completions apart."
+    return None
 
 
 def _excerpt(completion) -> str:

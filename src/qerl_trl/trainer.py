@@ -110,10 +110,7 @@ class QeRLMixin(SavingMixin):
             warn_of_low_precision(trained)
         self._monitor = guards.SignalMonitor(args.zero_advantage_patience, args.rollout_mismatch_threshold)
         self._timer = PhaseTimer("rollout", "reward", "update")
-        self.reward_funcs = [
-            function if isinstance(function, nn.Module) else guards.checked_reward(function, name)
-            for function, name in zip(self.reward_funcs, self.reward_func_names, strict=True)
-        ]
+        self.reward_funcs = guards.checked_rewards(self)
         self.add_callback(SaveBetweenRollouts(self))
         prepare_trainable_norms(trained)
         if args.aqn:
@@ -158,10 +155,10 @@ class QeRLMixin(SavingMixin):
         return output
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        with self._timer.phase("reward", counts=self.model.training):
-            rewards = super()._calculate_rewards(*args, **kwargs)
-            guards.check_reward_tensor(rewards, self.reward_func_names)
-        return rewards
+        with self._timer.phase("reward", counts=self.model.training), guards.reward_limit(self):
+            self._rewards = super()._calculate_rewards(*args, **kwargs)
+            guards.check_reward_tensor(self._rewards, self.reward_func_names, self.reward_weights)
+        return self._rewards
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         with behaviour.corrected(self):
@@ -169,6 +166,7 @@ class QeRLMixin(SavingMixin):
         if self.model.training:
             metrics = self._metrics["train"]
             self._monitor.advantages(metrics["frac_reward_zero_std"][-1], metrics["reward"][-1], self.state.global_step)
+            self._monitor.rewards(self, self._rewards)
             self._log_mismatch(output)
         return output
 

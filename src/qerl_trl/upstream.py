@@ -31,12 +31,15 @@ if TYPE_CHECKING:
         hub_model_id: Any  # transformers assigns None before it knows the name
         reward_funcs: Any
         reward_func_names: Any
+        reward_weights: torch.Tensor
+        num_generations: Any
         _step: int
         use_vllm: bool
         pad_to_multiple_of: Any
         _tokenizer: Any
         base_sha256: str | None  # our own, set by QeRLMixin
         _metrics: dict[str, defaultdict[Any, list[Any]]]
+        _logs: dict[str, Any]
 
         def __init__(self, *positional: Any, **kwargs: Any) -> None: ...
         def _generate(self, prompts: list) -> Any: ...
