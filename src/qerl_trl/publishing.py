@@ -12,15 +12,21 @@ from peft import PeftModel
 from .upstream import OnlineTrainer
 
 if TYPE_CHECKING:
-    from .publish.records import Export
+    from .publish.records import Export, Facts
 
 
 class PublishingMixin(OnlineTrainer):
     """`save_adapter`, `save_merged`, `save_base`, and `push_to_hub()` in the parent's place, also for `hub_strategy` while training.
 
-    Private unless said otherwise, whole or not at all, with our card. To be mixed in before TRL's trainer. With a full fine-tune (no
-    adapter) the parent's own upload follows the checks.
+    Private unless said otherwise, whole or not at all, with our card, and only the files that `publish.outgoing` lets out. To be mixed in
+    before TRL's trainer, none of whose own uploads is left.
     """
+
+    if TYPE_CHECKING:  # `SavingMixin.save_model`
+
+        def save_model(
+            self, output_dir: str | None = None, _internal_call: bool = False, push: bool = True
+        ) -> None: ...
 
     def save_adapter(self, folder: str | os.PathLike, **options: Any) -> "Export":
         """See [`export.save_adapter`]. Call it, and the two below, in all processes; the main one writes."""
@@ -71,13 +77,25 @@ class PublishingMixin(OnlineTrainer):
             return
         from .publish import cards
 
-        facts = cards.facts_of(self, dataset=dataset_name)
-        facts["extra_tags"] = [tags] if isinstance(tags, str) else sorted(tags or ())
+        facts = self._facts(model_name, dataset_name, tags)
         if self.hub_model_id is not None:
             facts["repo_id"] = self.hub_model_id
+        Path(self._output_dir(), "README.md").write_text(cards.render(facts))
+
+    def _facts(
+        self,
+        model_name: str | None = None,
+        dataset_name: str | None = None,
+        tags: str | list[str] | None = None,
+        **others: Any,  # of transformers' card, which ours has no place for
+    ) -> "Facts":
+        from .publish import cards
+
+        facts = cards.facts_of(self, dataset=dataset_name)
+        facts["extra_tags"] = [tags] if isinstance(tags, str) else sorted(tags or ())
         if model_name:
             facts["title"] = model_name
-        Path(self._output_dir(), "README.md").write_text(cards.render(facts))
+        return facts
 
     def push_to_hub(
         self,
@@ -88,32 +106,35 @@ class PublishingMixin(OnlineTrainer):
         base_model: str | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Publish the adapter, with its card; the URL of the commit, `None` on other ranks. See `Trainer.push_to_hub` for the arguments
-        they share.
+        """Publish the adapter, or the model where every weight was trained, with its card. Returns the URL of the commit, `None` on other
+        ranks. See `Trainer.push_to_hub` for the arguments they share.
 
         Args:
             base_model (`str`, *optional*):
                 Hub id of the base, where the run trained on a local folder.
         """
-        if not isinstance(self.accelerator.unwrap_model(self.model), PeftModel):
-            return super().push_to_hub(commit_message, blocking, token, revision, **kwargs)
-        from .publish import cards, hub
+        from .publish import hub
 
-        if base_model is None:
+        adapter = isinstance(self.accelerator.unwrap_model(self.model), PeftModel)
+        if adapter and base_model is None:
             hub.require_hub_base(self.model.config._name_or_path)
+        self.callback_handler.on_push_begin(self.args, self.state, self.control)
         if getattr(self, "push_in_progress", None) is not None:
             self._finish_current_push()
-        url = hub.push_adapter(
-            self,
-            self.hub_model_id or self._repo_name(),
-            base_model,
-            facts=cards.facts_of(self, dataset=kwargs.get("dataset_name")),
-            private=self.args.hub_private_repo is not False,
-            token=token or self.args.hub_token,
-            revision=revision or self.args.hub_revision,
-            message=commit_message,
-            force=self.args.push_to_hub,  # the repository then contains this run's pushes during training
-        )
+        repo_id, facts = self.hub_model_id or self._repo_name(), self._facts(**kwargs)
+        options: dict[str, Any] = {
+            "private": self.args.hub_private_repo is not False,
+            "token": token or self.args.hub_token,
+            "revision": revision or self.args.hub_revision,
+            "message": commit_message,
+            "force": self.args.push_to_hub,  # the repository then contains this run's pushes during training
+        }
+        if adapter:
+            url = hub.push_adapter(self, repo_id, base_model, facts=facts, **options)
+        else:
+            self.save_model(push=False)
+            main = self.is_world_process_zero()
+            url = hub.push_model(self._output_dir(), repo_id, facts, **options) if main else None
         if url is not None:
             self.hub_model_id = "/".join(url.split("/commit/")[0].split("/")[-2:])
         return url

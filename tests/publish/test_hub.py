@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 import types
 
 import huggingface_hub
@@ -79,7 +80,7 @@ def test_what_is_published_is_the_folder_privately_and_announced(server, exporte
     assert repo["private"] is True
     assert len(repo["commits"]) == 1
     for path in (exported / kind).iterdir():
-        if path.name not in ("README.md", "adapter_config.json"):
+        if path.name not in ("README.md", "adapter_config.json", checkpoint.MANIFEST_NAME):
             assert repo["files"][path.name] == path.read_bytes(), path.name
     assert f"# {REPO.split('/')[1]}" in server.text(REPO)["README.md"]
     assert REPO in server.text(REPO)["README.md"]
@@ -87,6 +88,7 @@ def test_what_is_published_is_the_folder_privately_and_announced(server, exporte
     downloaded.mkdir()
     for name, data in repo["files"].items():
         (downloaded / name).write_bytes(data)
+    assert checkpoint.problems(downloaded) == []  # of the card and the configuration that were sent, not of those here
     if kind == "merged":
         model = AutoModelForCausalLM.from_pretrained(downloaded, dtype=torch.bfloat16)
         assert model.config.num_hidden_layers == 2
@@ -235,8 +237,6 @@ def test_adapter_of_a_local_base_is_refused_before_anything_happens(server, expo
 def test_a_damaged_folder_and_a_folder_of_something_else(server, exported, tmp_path):
     with pytest.raises(ValueError, match="was not written by an export"):
         hub.push_folder(tmp_path, REPO)
-    import shutil
-
     damaged = tmp_path / "damaged"
     shutil.copytree(exported / "base", damaged)
     with open(damaged / "model.safetensors", "r+b") as file:
@@ -247,16 +247,32 @@ def test_a_damaged_folder_and_a_folder_of_something_else(server, exported, tmp_p
     assert server.requests == []
 
 
-def test_a_file_with_the_token_is_not_uploaded(server, exported, tmp_path):
-    import shutil
+def resealed(folder, destination, **texts):
+    """A copy of an export with further files, sealed."""
+    shutil.copytree(folder, destination)
+    for name, text in texts.items():
+        (destination / name).write_text(text)
+    checkpoint.seal(destination, checkpoint.recorded_run(destination))
+    return destination
 
-    leaky = tmp_path / "leaky"
-    shutil.copytree(exported / "base", leaky)
-    (leaky / "notes.json").write_text(json.dumps({"token": TOKEN}))
-    checkpoint.seal(leaky, json.loads((leaky / checkpoint.MANIFEST_NAME).read_text())["run"])
-    with pytest.raises(hub.HubError, match=r"notes\.json contains the Hub token"):
-        hub.push_folder(leaky, REPO)
-    assert not server.uploads
+
+def test_a_file_with_the_token_is_not_uploaded(server, exported, tmp_path):
+    config = json.loads((exported / "base/config.json").read_text())
+    leaky = resealed(exported / "base", tmp_path / "leaky", **{"config.json": json.dumps({**config, "note": TOKEN})})
+    with pytest.raises(hub.HubError, match=r"config\.json contains the value of token"):
+        hub.push_folder(leaky, REPO, token=TOKEN)
+    assert server.requests == []
+
+
+def test_files_that_are_not_published_stay_here(server, exported, tmp_path):
+    folder = resealed(
+        exported / "base", tmp_path / "more", **{"notes.json": TOKEN, "training_args.bin": "x", "optimizer.pt": "x"}
+    )
+    told = []
+    hub.push_folder(folder, REPO, notify=told.append)
+    assert "notes.json, optimizer.pt, training_args.bin" in told[0]
+    assert not {"notes.json", "training_args.bin", "optimizer.pt"} & set(server.repos[REPO]["files"])
+    assert "notes" not in server.text(REPO)[checkpoint.MANIFEST_NAME]
 
 
 def test_other_ranks_upload_nothing(server, exported, monkeypatch):

@@ -67,7 +67,8 @@ def facts_of_run(folder: str | os.PathLike, settings: "RunSettings", dataset: st
         settings: what the run recorded about itself.
         dataset: Hub id or name of the training data; default: what results.json says.
     """
-    facts: Facts = {"kind": "adapter", "settings": settings.copy()}
+    kind: Kind = "merged" if settings.get("base_format") == "full" else "adapter"
+    facts: Facts = {"kind": kind, "settings": settings.copy()}
     results, curves = _find(folder, "results.json"), _find(folder, "curves.png")
     if results is not None:
         content = json.loads(results.read_text())

@@ -20,9 +20,10 @@ from typing import Any, TypeVar, cast
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
 
-from .. import checkpoint
-from . import cards, export, staging
+from .. import checkpoint, redaction
+from . import cards, export, outgoing, staging
 from .names import is_hub_id
+from .outgoing import Content, HubError
 from .records import Export, Facts
 from .run import Exportable, is_trainer
 
@@ -32,10 +33,6 @@ _ATTEMPTS = 5
 #: what the client's HTTP library raises also where no answer came: httpx's, from huggingface_hub 2 on httpx2's
 _HTTPError: type[Exception] = next(base for base in HfHubHTTPError.__mro__ if base.__name__ == "HTTPError")
 _T = TypeVar("_T")
-
-
-class HubError(RuntimeError):
-    """A publication that did not happen, and why. Nothing is visible on the Hub unless the message says otherwise."""
 
 
 # --- the repository ---------------------------------------------------------------------------------------------------------------
@@ -53,6 +50,7 @@ def prepare_repository(
         `HubError`: no token, a refused token, no network, or an existing public repository where a private one is wanted.
     """
     token = token or get_token()
+    redaction.remember("token", token)
     api = HfApi(token=token)
     visibility = "private: only you and your organization" if private else "PUBLIC: everybody"
     notify(f"Publishing to {api.endpoint}/{repo_id} ({visibility})")
@@ -61,7 +59,7 @@ def prepare_repository(
             "There is no Hub token on this machine, so nothing was uploaded. Create one with write access at "
             f"{api.endpoint}/settings/tokens, then run `hf auth login`, or set HF_TOKEN."
         )
-    with _explained(repo_id, token):
+    with _explained(repo_id):
         repo_id = _retried(lambda: api.create_repo(repo_id, private=private, exist_ok=True)).repo_id
         if not private and api.repo_info(repo_id).private:
             raise HubError(
@@ -77,7 +75,7 @@ def prepare_repository(
 
 
 @contextmanager
-def _explained(repo_id: str, token: str) -> Iterator[None]:
+def _explained(repo_id: str) -> Iterator[None]:
     """Turn what can go wrong on the way to the Hub into a `HubError` that says what to do, without the token."""
     try:
         yield
@@ -85,7 +83,7 @@ def _explained(repo_id: str, token: str) -> Iterator[None]:
         if isinstance(error, HubError):
             raise
         # not chained: the requests inside carry the token in their headers
-        raise HubError(redact(_explanation(error, repo_id), token)) from None
+        raise HubError(redaction.redact(_explanation(error, repo_id))) from None
 
 
 def _explanation(error: Exception, repo_id: str) -> str:
@@ -121,11 +119,6 @@ def _root(error: BaseException) -> BaseException:
             return cause
         cause = cause.__cause__
     return error
-
-
-def redact(text: str, token: str) -> str:
-    """`text` without the token, whole or in a URL."""
-    return text.replace(token, "<token>")
 
 
 def _retried(request: Callable[[], _T], attempts: int = _ATTEMPTS, wait: float | None = None) -> _T:
@@ -177,21 +170,64 @@ def push_folder(
     """
     folder = Path(folder)
     record = _whole_export(folder)
-    base_names = _adapter_config(folder, base_model) if record["kind"] == "adapter" else {}
-    secret = token or get_token()
-    api, repo_id = prepare_repository(repo_id, private, secret, notify)
-    assert secret is not None  # prepare_repository refuses without one
-    content = {**_content(folder, record, repo_id, base_model, facts), **base_names}
-    for name, data in content.items():
-        text = data if isinstance(data, bytes) else (data.read_bytes() if data.stat().st_size < 1 << 20 else b"")
-        if secret.encode() in text:
-            raise HubError(f"{folder / name} contains the Hub token. Remove it there; nothing was uploaded.")
-    with _explained(repo_id, secret):
-        stale = _compare(api, repo_id, revision, content, record, force)
+    files = _files(folder, notify)
+    if record["kind"] == "adapter":
+        files |= _adapter_config(folder, base_model)
+    known: Facts = cards.read_facts(folder) or {"kind": record["kind"], "settings": record["settings"]}
+    known |= {**(facts or {}), "kind": known["kind"]}
+    if base_model:
+        known["base_model"] = base_model
+    message = message or f"{record['kind'].replace('_', ' ')}, written by qerl-trl"
+    manifest = checkpoint.read_manifest(folder)
+    return _publish(files, manifest, known, repo_id, private, token, revision, message, force, notify)
+
+
+def push_model(
+    folder: str | os.PathLike,
+    repo_id: str,
+    facts: Facts,
+    private: bool = True,
+    token: str | None = None,
+    revision: str | None = None,
+    message: str = "model, written by qerl-trl",
+    force: bool = False,
+    notify: Callable[[str], None] = print,
+) -> str:
+    """As [`push_folder`], for a run of which every weight was trained: the model in the run's folder or in a checkpoint."""
+    folder = Path(folder)
+    if wrong := checkpoint.problems(folder):
+        raise ValueError(
+            f"{folder} cannot be published: {'; '.join(wrong)}. Name a whole checkpoint, or save the model again."
+        )
+    manifest = checkpoint.read_manifest(folder)
+    return _publish(_files(folder, notify), manifest, facts, repo_id, private, token, revision, message, force, notify)
+
+
+def _publish(
+    files: Content,
+    manifest: dict[str, Any],
+    facts: Facts,
+    repo_id: str,
+    private: bool,
+    token: str | None,
+    revision: str | None,
+    message: str,
+    force: bool,
+    notify: Callable[[str], None],
+) -> str:
+    """Everything that this package uploads comes through here. `files` and the manifest of their folder; a card is added."""
+    outgoing.check(files)  # before the repository is made
+    api, repo_id = prepare_repository(repo_id, private, token, notify)
+    facts = {**facts, "repo_id": repo_id}
+    facts.pop("curves", None)
+    content: Content = {**files, "README.md": cards.render(facts).encode()}
+    content[checkpoint.MANIFEST_NAME] = outgoing.manifest_of(content, manifest)
+    outgoing.check(content)
+    with _explained(repo_id):
+        stale = _compare(api, repo_id, revision, content, manifest["run"].get("kind"), force)
         operations = [
             CommitOperationAdd(name, data if isinstance(data, bytes) else str(data)) for name, data in content.items()
         ]
-        message = message or f"{record['kind'].replace('_', ' ')}, written by qerl-trl"
         _retried(lambda: api.preupload_lfs_files(repo_id, operations, revision=revision, free_memory=False))
         commit = _retried(
             lambda: api.create_commit(
@@ -205,6 +241,16 @@ def push_folder(
     return commit.commit_url
 
 
+def _files(folder: Path, notify: Callable[[str], None]) -> Content:
+    """What of a sealed folder is uploaded; `notify` is told what is not."""
+    files, left = outgoing.files_of(folder, checkpoint.read_manifest(folder)["files"])
+    if left:
+        notify(
+            f"Not uploaded, because such files are not published: {', '.join(left[:10])}{', ...' if left[10:] else ''}"
+        )
+    return files
+
+
 def _whole_export(folder: Path) -> Export:
     found = staging.manifest_run(folder)
     if "kind" not in found:
@@ -215,24 +261,6 @@ def _whole_export(folder: Path) -> Export:
     if wrong := checkpoint.problems(folder):
         raise ValueError(f"{folder} is damaged: {'; '.join(wrong)}. Export it again.")
     return cast(Export, found)
-
-
-def _content(
-    folder: Path, record: Export, repo_id: str, base_model: str | None, given: Facts | None
-) -> dict[str, Path | bytes]:
-    """Repository path -> file, or bytes for the card, which now knows its repository."""
-    manifest = json.loads((folder / checkpoint.MANIFEST_NAME).read_text())
-    content: dict[str, Path | bytes] = {name: folder / name for name in sorted(manifest["files"])}
-    content[checkpoint.MANIFEST_NAME] = folder / checkpoint.MANIFEST_NAME
-    facts: Facts = cards.read_facts(folder) or {"kind": record["kind"], "settings": record["settings"]}
-    kind = facts["kind"]
-    facts |= given or {}
-    facts.pop("curves", None)
-    facts["kind"], facts["repo_id"] = kind, repo_id
-    if base_model:
-        facts["base_model"] = base_model
-    content["README.md"] = cards.render(facts).encode()
-    return content
 
 
 def _adapter_config(folder: Path, base_model: str | None) -> dict[str, bytes]:
@@ -257,9 +285,9 @@ def require_hub_base(base: str) -> None:
 
 
 def _compare(
-    api: HfApi, repo_id: str, revision: str | None, content: dict[str, Path | bytes], record: Export, force: bool
+    api: HfApi, repo_id: str, revision: str | None, content: Content, kind_now: str | None, force: bool
 ) -> list[str]:
-    """Files of an older version that have to go. Refuses a repository with something else in it."""
+    """Files of an older version that have to go. Refuses a repository with another kind of content in it."""
     present = set(_retried(lambda: api.list_repo_files(repo_id, revision=revision)))
     foreign = present - set(content) - _HUB_FILES
     if not present - _HUB_FILES:
@@ -267,10 +295,10 @@ def _compare(
     kind = None
     if checkpoint.MANIFEST_NAME in present:
         path = api.hf_hub_download(repo_id, checkpoint.MANIFEST_NAME, revision=revision)
-        kind = json.loads(Path(path).read_text()).get("run", {}).get("kind")
-    if kind == record["kind"]:
-        ours = set(json.loads(Path(path).read_text())["files"])
-        return sorted(foreign & ours)
+        theirs = json.loads(Path(path).read_text())
+        kind = theirs.get("run", {}).get("kind")
+        if kind == kind_now:
+            return sorted(foreign & set(theirs["files"]))
     if not force:
         found = f"a {kind.replace('_', ' ')}" if kind else "other files"
         raise HubError(

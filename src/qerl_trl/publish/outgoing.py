@@ -1,0 +1,81 @@
+"""What may leave this machine: a list of file names, and no file with a secret in it.
+
+Every upload of this package is put together by [`files_of`], and [`check`] stands before it once more in `hub`, in the one place that sends.
+A file whose name is not on the list stays where it is: `training_args.bin`, optimizer states, logs, completions, notes. Only a checkpoint
+that is pushed to go on from (`hub_strategy="checkpoint"` and `"all_checkpoints"`) takes along what a resumed run reads, in its own folder.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from .. import checkpoint, redaction
+
+#: repository path -> the file that is sent, or its content
+Content = dict[str, Path | bytes]
+
+_PUBLISHED = re.compile(
+    r"README\.md|(?:LICENSE|LICENCE|NOTICE|COPYING)(?:\.txt|\.md)?"
+    r"|(?:config|generation_config|(?:\w+/)?adapter_config|(?:video_)?preprocessor_config|processor_config)\.json"
+    r"|(?:tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab|chat_template)\.json|(?:vocab|merges)\.txt"
+    r"|[\w.-]+\.(?:tiktoken|model)|(?:additional_chat_templates/)?[\w.-]+\.jinja"
+    r"|(?:model|(?:\w+/)?adapter_model)(?:-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json"
+    rf"|{re.escape(checkpoint.MANIFEST_NAME)}|qerl_card\.json|quantization_report\.json|curves\.png"
+)
+#: what a resumed run reads beside the model
+_RESUMED = re.compile(
+    r"trainer_state\.json|(?:optimizer|scheduler|scaler)\.pt|optimizer\.bin|rng_state(?:_\d+)?\.pth"
+    r"|(?:optimizer|pytorch_model_fsdp)_0/(?:__\d+_\d+\.distcp|\.metadata)"
+)
+_CHECKPOINT = re.compile(r"(?:last-checkpoint|checkpoint-\d+)/(.+)")
+
+
+class HubError(RuntimeError):
+    """A publication that did not happen, and why. Nothing is visible on the Hub unless the message says otherwise."""
+
+
+def may_leave(name: str) -> bool:
+    """Whether a file may be uploaded as `name`, its path in the repository."""
+    within = _CHECKPOINT.fullmatch(name)
+    if within is None:
+        return _PUBLISHED.fullmatch(name) is not None
+    return any(names.fullmatch(within[1]) for names in (_PUBLISHED, _RESUMED))
+
+
+def files_of(folder: Path, names: Iterable[str], below: str = "") -> tuple[Content, list[str]]:
+    """Those of the files `names` in `folder` that may be uploaded (into the repository's folder `below`), and the names of the others."""
+    names = sorted(names)
+    content: Content = {below + name: folder / name for name in names if may_leave(below + name)}
+    return content, [name for name in names if below + name not in content]
+
+
+def manifest_of(content: Mapping[str, Path | bytes], sealed: Mapping[str, Any]) -> bytes:
+    """The folder's manifest (`sealed`), for the files and texts that are sent: what was left out or written anew is no damage there."""
+    files = {name: sealed["files"][name] for name in content if name in sealed["files"]}
+    for name, data in content.items():
+        if isinstance(data, bytes) and name != checkpoint.MANIFEST_NAME:
+            files[name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    return (json.dumps({**sealed, "files": files}, indent=2, sort_keys=True) + "\n").encode()
+
+
+def check(content: Mapping[str, Path | bytes]) -> None:
+    """Refuse a file that may not leave, or that has a secret in it.
+
+    Raises:
+        [`HubError`]: names the file, and what is in it.
+    """
+    for name, data in content.items():
+        where = name if isinstance(data, bytes) else data
+        if not may_leave(name):
+            raise HubError(
+                f"{where} is not one of the files that are published (weights, configuration, tokenizer, card), so nothing was uploaded. "
+                "Move it out of the folder."
+            )
+        what = redaction.find(data) if isinstance(data, bytes) else redaction.find_in(data)
+        if what is not None:
+            raise HubError(
+                f"{where} contains {what}, so nothing was uploaded. Remove it there, and revoke it if the file has been anywhere else."
+            )
