@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -205,7 +206,7 @@ def test_a_truncated_file_is_refused_wherever_it_ends(tmp_path_factory, keep):
 def test_a_damaged_header_is_refused(tmp_path):
     file = tmp_path / "model.safetensors"
     file.write_bytes(struct.pack("<Q", 4) + b"{bad" + b"\0" * 16)
-    with pytest.raises(ValueError, match="not JSON"):
+    with pytest.raises(ValueError, match=r"not a whole safetensors file.*JSON"):
         read_headers([file])
 
 
@@ -220,8 +221,49 @@ def test_a_size_that_does_not_fit_the_shape_is_refused(tmp_path):
     header = json.dumps({"x": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}).encode()
     file = tmp_path / "model.safetensors"
     file.write_bytes(struct.pack("<Q", len(header)) + header + b"\0" * 8)
-    with pytest.raises(ValueError, match=r"'x' of shape \[3\] F32 has 8 bytes"):
+    with pytest.raises(ValueError, match=r"not a whole safetensors file.*shape"):
         read_headers([file])
+
+
+def entry(start, end, shape=(4,), dtype="U8"):
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
+
+
+@pytest.mark.parametrize(
+    ("header", "size"),
+    [
+        ({"a": entry(0, 4)}, 4),
+        ({"a": entry(0, 8, (), "I64"), "b": entry(8, 9, (1,), "BOOL"), "c": entry(9, 17, (1,), "F64")}, 17),
+        ({"__metadata__": None, "a": entry(0, 0, (0, 3))}, 0),
+        ({"a": entry(0, 4), "b": entry(2, 6)}, 6),
+        ({"a": entry(-4, 0)}, 4),
+        ({"a": entry(4, 0)}, 4),
+        ({"a": entry(0, 4), "b": entry(5, 9)}, 9),
+        ({"a": entry(0, 4)}, 8),
+        ({"a": entry(0, 4, (), "I64")}, 4),
+        ({"a": entry(0, 4, dtype="U9")}, 4),
+        ({"a": entry(0, 4, (1 << 62, 1 << 62))}, 4),
+        ({"a": entry(0, 4, (4.0,))}, 4),
+        ({"a": {"dtype": "U8", "shape": [4]}}, 4),
+        ({"a": 4}, 4),
+        ({"__metadata__": {"format": 1}}, 0),
+        ([1], 0),
+    ],
+)
+def test_what_safetensors_refuses_is_refused_and_nothing_else(header, size, tmp_path):
+    content = json.dumps(header).encode()
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(struct.pack("<Q", len(content)) + content + b"\0" * size)
+    try:
+        wanted = set(load_file(file))
+    except SafetensorError:
+        with pytest.raises(ValueError, match=r"model\.safetensors.*download it again"):
+            read_headers([file])
+        return
+    read = read_headers([file])
+    assert set(read) == wanted
+    assert {headers.torch_dtype(info) for info in read.values()} == {t.dtype for t in load_file(file).values()}
+    assert not headers.written_by_us(file)
 
 
 def test_a_tensor_in_two_shards_is_refused(tmp_path):

@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from qerl_trl import NVFP4Config, checkpoint
 from qerl_trl.lora import prepare_trainable_norms, register_nvfp4_lora
+from qerl_trl.nvfp4 import shards
 from qerl_trl.nvfp4.config import from_pretrained
 from qerl_trl.nvfp4.linear import NVFP4Linear
 from qerl_trl.publish import export, merge, staging, writer
@@ -142,7 +143,7 @@ def test_several_shards_with_an_index(tiny_model_dir, tmp_path):
     one, many = (AutoModelForCausalLM.from_pretrained(tmp_path / n, dtype=torch.float32) for n in ("one", "many"))
     for name, tensor in one.state_dict().items():
         assert torch.equal(many.state_dict()[name], tensor)
-    index = json.loads((tmp_path / "many" / writer.INDEX_NAME).read_text())
+    index = json.loads((tmp_path / "many" / shards.INDEX_NAME).read_text())
     assert index["metadata"]["total_size"] == sum(t.numel() * 4 for t in one.state_dict().values())
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from qerl_trl import NVFP4Config, checkpoint
-from qerl_trl.nvfp4 import headers
+from qerl_trl.nvfp4 import headers, shards
 from qerl_trl.nvfp4.config import from_pretrained
 from qerl_trl.nvfp4.format import SCALE_RULES
 from qerl_trl.nvfp4.linear import NVFP4Linear
@@ -54,7 +54,7 @@ def test_stock_transformers_reads_it(tiny_model_dir, tmp_path):
 def test_several_shards_and_workers_give_the_same_tensors(tiny_model_dir, tmp_path):
     quantize_folder(tiny_model_dir("qwen2"), tmp_path / "one", workers=1)
     quantize_folder(tiny_model_dir("qwen2"), tmp_path / "many", workers=4, max_shard_bytes=40_000)
-    index = json.loads((tmp_path / "many" / writer.INDEX_NAME).read_text())["weight_map"]
+    index = json.loads((tmp_path / "many" / shards.INDEX_NAME).read_text())["weight_map"]
     assert len(set(index.values())) > 3
     with safe_open(tmp_path / "one/model.safetensors", "pt") as one:
         assert set(one.keys()) == set(index)

@@ -37,6 +37,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from . import (
     layouts,
     quantizer,  # noqa: F401  (its decorator registers the quantizer of this configuration)
+    shards,
 )
 from .format import SCALE_RULES
 
@@ -205,7 +206,12 @@ def pretrained_kwargs(
     """The arguments that make `AutoModelForCausalLM.from_pretrained(model_id, ...)` give an NVFP4 model, whatever `model_id` holds.
 
     `{"quantization_config": ...}` for a dense checkpoint, `{"config": ...}` for an NVFP4 one. `kwargs` as for `load_config`.
+
+    Raises:
+        `ValueError`: what lies in a folder is no whole checkpoint (see `shards.read_folder`); a file is named.
     """
+    if os.path.isdir(model_id):
+        shards.read_folder(Path(model_id, kwargs.get("subfolder") or ""))
     config = load_config(model_id, quantization_config, **kwargs)
     if getattr(config, "quantization_config", None) is None:
         return {"quantization_config": quantization_config or NVFP4Config()}

@@ -4,6 +4,7 @@ A dense checkpoint is quantized one tensor at a time, as each arrives on its dev
 transformers 5.10.4 to 5.23 are overridden.
 """
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +15,7 @@ from transformers.quantizers import register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 
-from . import headers, layouts
+from . import headers, layouts, shards
 from .format import NVFP4Tensor, quantize
 from .fused import fuse_storage
 from .linear import NVFP4Linear, has_nvfp4
@@ -130,7 +131,10 @@ class NVFP4HfQuantizer(HfQuantizer):
     ) -> PreTrainedModel:
         config = self.quantization_config
         self._converted = config.linears_to_quantize(model)
-        self._headers = headers.read_headers(checkpoint_files or ())
+        files = checkpoint_files or ()
+        if os.path.isdir(model.config.name_or_path or ""):
+            shards.check_inside(str(model.config.name_or_path), files)
+        self._headers = headers.read_headers(files)
         if not self.pre_quantized:
             if self._headers:
                 headers.check_dense_headers(self._headers, self._converted)

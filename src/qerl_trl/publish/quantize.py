@@ -25,7 +25,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from .. import checkpoint, report
-from ..nvfp4 import headers, layouts
+from ..nvfp4 import headers, layouts, shards
 from ..nvfp4.architectures import DECODER
 from ..nvfp4.config import NVFP4Config
 from ..nvfp4.headers import TensorInfo
@@ -39,7 +39,7 @@ REPORT_NAME = "quantization_report.json"
 _SLACK_BYTES = 400_000_000
 #: what a model repository holds beside weights, and nothing that a reader would execute
 _COPIED_PATTERNS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
-_NOT_COPIED = ("config.json", writer.INDEX_NAME, checkpoint.MANIFEST_NAME, REPORT_NAME, "hf_quant_config.json")
+_NOT_COPIED = ("config.json", shards.INDEX_NAME, checkpoint.MANIFEST_NAME, REPORT_NAME, "hf_quant_config.json")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,19 +150,10 @@ def _matched(
     folder: Path, config: PretrainedConfig, nvfp4_config: NVFP4Config, trust_remote_code: bool
 ) -> tuple[dict[str, TensorInfo], dict[str, nn.Linear]]:
     """(tensors of the checkpoint, linear layers to quantize), checked against each other."""
-    index = folder / writer.INDEX_NAME
-    if index.is_file():
-        files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-    else:
-        files = sorted(folder.glob("*.safetensors"))
-    missing = [file.name for file in files if not file.is_file()]
-    if missing or not files:
-        what = f"lacks {', '.join(missing)}" if missing else "has no *.safetensors file"
-        raise ValueError(f"{folder} {what}. Download it again, or convert it to safetensors (save_pretrained).")
+    tensors = shards.read_folder(folder)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     converted = nvfp4_config.linears_to_quantize(model)
-    tensors = headers.read_headers(files)
     headers.check_dense_headers(tensors, converted)
     absent = [name for name in converted if f"{name}.weight" not in tensors]
     if absent:
@@ -248,6 +239,7 @@ def _copy_beside(folder: Path, destination: Path) -> None:
     for pattern in _COPIED_PATTERNS:
         for file in folder.glob(pattern):
             if file.name not in _NOT_COPIED and not file.name.endswith(".index.json"):
+                shards.check_inside(folder, [file])
                 shutil.copyfile(file, destination / file.name)
 
 

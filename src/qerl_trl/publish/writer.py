@@ -22,9 +22,10 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import checkpoint
+from ..nvfp4.headers import DTYPES
 from ..nvfp4.layouts import TensorSpec
+from ..nvfp4.shards import INDEX_NAME
 
-INDEX_NAME = "model.safetensors.index.json"
 #: default size of a shard: small enough that a killed run loses little, and that hashing the last one takes little
 MAX_SHARD_BYTES = 1_000_000_000
 _HASHED_AT_ONCE = 1 << 20
@@ -33,20 +34,7 @@ _SIDE_BY_SIDE = 3
 #: the kernel is told to start writing back at once what is written in pieces of at least this size
 _WRITTEN_BACK_AT_ONCE = 1 << 20
 NOTES_SUFFIX = ".notes.json"
-_DTYPE_NAMES = {
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.int16: "I16",
-    torch.int32: "I32",
-    torch.int64: "I64",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.float32: "F32",
-    torch.float64: "F64",
-}
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class Job(NamedTuple):

@@ -1,0 +1,73 @@
+"""Which safetensors files make up a checkpoint folder, and that none of them lies elsewhere.
+
+A folder may come from anywhere: an index or a symbolic link in it could name any file that this user may read, and what is read from there
+is trained on, copied or published. Only the Hub's cache links out of a folder rightly: from `snapshots/<revision>/` into `blobs/`.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from .headers import TensorInfo, read_headers
+
+INDEX_NAME = "model.safetensors.index.json"
+
+
+def read_folder(folder: Path) -> dict[str, TensorInfo]:
+    """The tensors of the checkpoint in `folder`, by name. Reads the index and the files' headers.
+
+    Raises:
+        `ValueError`: no safetensors, an index that disagrees with its files, a file outside of the folder, a damaged header.
+    """
+    index, whole = folder / INDEX_NAME, folder / "model.safetensors"
+    weight_map = _weight_map(index) if index.is_file() and not whole.is_file() else {}  # as transformers chooses
+    files = [whole] if whole.is_file() else sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
+    if weight_map:
+        files = [folder / name for name in sorted(set(weight_map.values()))]
+    check_inside(folder, files)
+    missing = [file.name for file in files if not file.is_file()]
+    if missing or not files:
+        what = f"lacks {', '.join(missing)}" if missing else "has no *.safetensors file"
+        raise ValueError(f"{folder} {what}. Download it again, or convert it to safetensors (save_pretrained).")
+    tensors = read_headers(files)
+    _check_index(index, weight_map, tensors)
+    return tensors
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        weight_map = json.loads(index.read_bytes())["weight_map"]
+        if not weight_map or not all(isinstance(name, str) for name in weight_map.values()):
+            raise TypeError("a file has no name")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:  # JSON's and Unicode's errors are ValueErrors
+        raise ValueError(
+            f"{index} is no index of safetensors files ({type(error).__name__}: {error}). Download it again."
+        ) from error
+    return weight_map
+
+
+def _check_index(index: Path, weight_map: Mapping[str, str], tensors: Mapping[str, TensorInfo]) -> None:
+    """Refuse an index that names tensors where they are not."""
+    wrong = [
+        name for name, file in weight_map.items() if name not in tensors or tensors[name].file.name != Path(file).name
+    ]
+    if wrong:
+        raise ValueError(
+            f"{index} says that {weight_map[wrong[0]]} holds {wrong[0]!r}, which it does not ({len(wrong)} such tensors): the index is of "
+            "other files, or a file is. Download the checkpoint again."
+        )
+
+
+def check_inside(folder: str | Path, files: Iterable[str | Path]) -> None:
+    """Refuse files that are not in `folder`, symbolic links followed."""
+    root = Path(folder).resolve()
+    allowed = [root]
+    if (snapshots := next((parent for parent in root.parents if parent.name == "snapshots"), None)) is not None:
+        allowed.append((snapshots.parent / "blobs").resolve())
+    for file in files:
+        place = Path(file).resolve()
+        if not any(place.is_relative_to(parent) for parent in allowed):
+            raise ValueError(
+                f"{file} leads out of {folder}, to {place}: an index or a symbolic link in a checkpoint must not name other files of this "
+                "machine. If it is meant, name the folder that holds the files themselves, or copy them here."
+            )
