@@ -24,6 +24,27 @@ ROLLOUT = ROOT / "examples/benchmarks/results/rollout_speed_h200.json"
 KERNELS = ROOT / "kernels/benchmarks/results/h200.json"
 TRAINING = ROOT / "examples/benchmarks/results/train_step_h200.json"
 PLAN = ROOT / "examples/benchmarks/results/memory_h200.json"
+ARCHITECTURES = ROOT / "docs/architectures.json"
+
+
+def architectures() -> str:
+    """What works for which model; what is refused is quoted below."""
+    record = json.loads(ARCHITECTURES.read_text())
+    cells = list(next(iter(record["architectures"].values())))
+    rows, reasons = [f"| `model_type` | {' | '.join(cells)} |", f"|---|{'---|' * len(cells)}"], {}
+    for name, found in record["architectures"].items():
+        values = [found.get(cell, "") for cell in cells]
+        for cell, value in zip(cells, values, strict=True):
+            if value.startswith("refused: "):
+                reasons.setdefault(f"{cell}: {value.removeprefix('refused: ')}", []).append(f"`{name}`")
+        rows.append(f"| `{name}` | {' | '.join('yes' if v == 'works' else v.partition(':')[0] for v in values)} |")
+    source = ARCHITECTURES.relative_to(ROOT)
+    return (
+        "\n".join(rows)
+        + "\n\nWhat is refused, and the error's words:\n\n"
+        + "\n".join(f"- {', '.join(names)}, {reason}" for reason, names in reasons.items())
+        + f"\n\ntransformers {record['versions']['transformers']}, [{source.name}]({source})."
+    )
 
 
 def embedded() -> str:
@@ -153,6 +174,7 @@ def demo() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    "architectures": architectures,
     "cards": cards,
     "demo": demo,
     "embedded_arms": embedded,

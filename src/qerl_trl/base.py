@@ -4,18 +4,18 @@ import importlib.metadata
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate.utils import is_peft_model
 from packaging.version import Version
 from peft import PeftConfig
 from torch import nn
-from transformers import AutoConfig, BitsAndBytesConfig
+from transformers import AutoConfig, BitsAndBytesConfig, PretrainedConfig
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .config import QeRLConfig, QeRLRLOOConfig
-from .lora import check_is_lora, default_lora_config, register_nvfp4_lora
+from .lora import check_is_lora, default_lora_config, keep_to_the_decoder, register_nvfp4_lora
 from .nvfp4.config import NVFP4Config, pretrained_kwargs
 from .nvfp4.linear import has_nvfp4
 
@@ -43,8 +43,7 @@ def model_init(
     init = dict(given or {})
     if (legacy := init.pop("torch_dtype", None)) is not None:
         init.setdefault("dtype", legacy)  # its older name, as transformers reads it
-    hub: dict[str, Any] = {key: init[key] for key in ("revision", "token", "cache_dir", "subfolder") if key in init}
-    hub["trust_remote_code"] = init.get("trust_remote_code", args.trust_remote_code)
+    hub = _hub_arguments(args)
     if args.base_format != "full":
         init.setdefault("dtype", "bfloat16")  # TRL's default is float32
     if init.get("dtype") == "auto":
@@ -70,6 +69,14 @@ def model_init(
         args.model_init_kwargs = given
 
 
+def _hub_arguments(args: QeRLConfig | QeRLRLOOConfig) -> dict[str, Any]:
+    """Where and how files of the model are found, for `from_pretrained` of its configuration."""
+    init = args.model_init_kwargs or {}
+    assert isinstance(init, dict), "TRL's configs parse JSON when they are built"
+    hub: dict[str, Any] = {key: init[key] for key in ("revision", "token", "cache_dir", "subfolder") if key in init}
+    return hub | {"trust_remote_code": init.get("trust_remote_code", args.trust_remote_code)}
+
+
 def adapter_config(
     model: str | nn.Module, args: QeRLConfig | QeRLRLOOConfig, peft_config: PeftConfig | None
 ) -> PeftConfig | None:
@@ -87,7 +94,10 @@ def adapter_config(
     if peft_config is None:
         peft_config = default_lora_config()
         logger.info("No peft_config: training LoRA with r=%d on all linear layers.", peft_config.r)
-    check_is_lora(peft_config)
+    peft_config = check_is_lora(peft_config)
+    if peft_config.target_modules == "all-linear":
+        named = AutoConfig.from_pretrained(model, **_hub_arguments(args)) if isinstance(model, str) else model.config
+        peft_config = keep_to_the_decoder(peft_config, cast(PretrainedConfig, named))
     return register_nvfp4_lora(peft_config) if args.base_format == "nvfp4" else peft_config
 
 

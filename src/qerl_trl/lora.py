@@ -19,7 +19,10 @@ from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import Linear as LoraLinear
 from peft.utils import ModulesToSaveWrapper
 from torch import nn
+from transformers import PretrainedConfig
 
+from .nvfp4.architectures import unadapted_by_default
+from .nvfp4.layouts import pattern_of
 from .nvfp4.linear import NVFP4Linear
 
 logger = logging.getLogger(__name__)
@@ -64,8 +67,22 @@ class NVFP4LoraLinear(LoraLinear):
 
 
 def default_lora_config() -> LoraConfig:
-    """The adapter used when the user passes none: rank 32 as in the paper, alpha = 2 r, on every linear layer."""
+    """The adapter used when the user passes none: rank 32 as in the paper, alpha = 2 r, on every linear layer of the decoder."""
     return LoraConfig(r=32, lora_alpha=64, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+def keep_to_the_decoder(config: LoraConfig, model_config: PretrainedConfig) -> LoraConfig:
+    """`config` with "all-linear" meaning all linear layers of the text decoder that an adapter can serve: towers for pictures and sound,
+    routers and small gates are excluded (`architectures.unadapted_by_default`). Where the user names targets or exclusions, those hold.
+    """
+    if config.target_modules != "all-linear" or config.exclude_modules is not None:
+        return config
+    names = unadapted_by_default(model_config)
+    if not names:
+        return config
+    config = copy.copy(config)
+    config.exclude_modules = pattern_of(names)
+    return config
 
 
 def check_is_lora(config: PeftConfig) -> LoraConfig:

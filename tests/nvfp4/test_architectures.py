@@ -1,13 +1,17 @@
 """The table of architectures against the classes of transformers and vLLM that it describes."""
 
 import importlib
+import re
 
 import pytest
 import torch
+from peft import LoraConfig
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from qerl_trl.nvfp4.architectures import DECODER
+from qerl_trl.lora import keep_to_the_decoder
+from qerl_trl.nvfp4.architectures import DECODER, ROUTERS, TOWERS, unadapted_by_default
+from qerl_trl.nvfp4.layouts import matches_any, pattern_of
 from tests.tiny_models import FAMILIES, make_tiny_config
 
 VLLM_MODULES = {"gemma3": "gemma3"} | {family: family for family in FAMILIES}
@@ -37,3 +41,35 @@ def test_groups_are_what_vllm_fuses(family):
         assert all(parts == [fused] for fused, parts in packed.items())
     else:
         assert {name: tuple(parts) for name, parts in packed.items()} == dict(DECODER.fused)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("model.visual.blocks.0.mlp.down_proj", True),
+        ("vision_tower", True),
+        ("model.layers.0.mlp.gate", True),
+        ("model.layers.0.mlp.gate_proj", False),
+        ("model.layers.0.self_attn.q_proj", False),
+        ("model.language_model.layers.0.mlp.up_proj", False),
+    ],
+)
+def test_towers_and_routers_by_name(name, meant):
+    names = (*TOWERS, *ROUTERS)
+    assert matches_any(name, names) is meant is (re.fullmatch(pattern_of(names), name) is not None)
+
+
+def test_what_an_adapter_leaves_out():
+    assert unadapted_by_default(make_tiny_config("qwen2")) == ()
+    assert set(unadapted_by_default(CONFIG_MAPPING["llava"]())) == set(TOWERS)
+    assert set(unadapted_by_default(CONFIG_MAPPING["mixtral"]())) == set(ROUTERS)
+
+
+def test_the_users_own_targets_hold():
+    config = CONFIG_MAPPING["llava"]()
+    assert keep_to_the_decoder(LoraConfig(target_modules="all-linear"), config).exclude_modules is not None
+    for chosen in (
+        LoraConfig(target_modules=["q_proj"]),
+        LoraConfig(target_modules="all-linear", exclude_modules=["x"]),
+    ):
+        assert keep_to_the_decoder(chosen, config) is chosen

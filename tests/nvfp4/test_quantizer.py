@@ -34,6 +34,13 @@ IDS = torch.arange(24).reshape(2, 12) % 300
 LAYOUT_NAMES = ["compressed-tensors", "modelopt"]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, "float32", None])
+def test_a_dequantized_model_has_one_dtype(tiny_model_dir, dtype):
+    model = from_pretrained(tiny_model_dir("qwen2")).dequantize(dtype)
+    assert {p.dtype for p in model.parameters()} == {torch.float32 if dtype else torch.bfloat16}
+    assert torch.isfinite(model(torch.arange(8)[None]).logits).all()
+
+
 @pytest.fixture(scope="module")
 def quantized(tiny_model_dir):
     """A tiny Qwen2 in NVFP4. Read-only."""
@@ -429,12 +436,11 @@ def test_pickled_weights_are_refused(tiny_model_dir, tmp_path):
         from_pretrained(folder)
 
 
-def test_a_width_that_is_no_multiple_of_16_is_refused_by_name_and_can_be_skipped(tiny_model_dir):
-    folder = tiny_model_dir("qwen2", intermediate_size=264)
-    with pytest.raises(ValueError, match=r"model\.layers\.0\.mlp\.down_proj: in_features=264 is not a multiple of 16"):
-        from_pretrained(folder)
-    model = from_pretrained(folder, NVFP4Config(modules_to_not_convert=["down_proj"]))
+def test_a_width_that_is_no_multiple_of_16_stays_dense_with_a_warning(tiny_model_dir, caplog):
+    model = from_pretrained(tiny_model_dir("qwen2", intermediate_size=264))
     assert type(model.model.layers[0].mlp.down_proj) is nn.Linear
+    assert isinstance(model.model.layers[0].mlp.up_proj, NVFP4Linear)
+    assert "model.layers.0.mlp.down_proj (264 columns)" in caplog.text and "no multiple of 16" in caplog.text
 
 
 @pytest.fixture(scope="module")

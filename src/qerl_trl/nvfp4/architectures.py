@@ -1,13 +1,41 @@
 """What is known about architectures beyond their module classes: one table of data, read by trainer, engine and exporter.
 
-`DECODER` is the row of every architecture that we know (Qwen 2 and 3, Llama, Mistral, Gemma 2 and 3, Phi-3): transformers names the
-projections alike. Phi-3's checkpoints hold q|k|v and gate|up as one matrix each, under the names `qkv_proj` and `gate_up_proj`; there the
-groups match nothing. An architecture that differs gets a row of its own.
+`DECODER` is the row of most text decoders (Qwen 2 and 3, Llama, Mistral, Gemma 2 and 3, Phi-3): transformers names the projections alike.
+Phi-3's checkpoints hold q|k|v and gate|up as one matrix each, under the names `qkv_proj` and `gate_up_proj`; there the groups match
+nothing. An architecture that differs has a row of its own in `ROWS`.
+
+Three things hold for every architecture. `TOWERS` see pictures and sound, and `ROUTERS` choose experts: both stay dense, and adapters stay
+out of them unless they are asked for. Output heads stay dense.
 """
 
 import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+#: what a model of pictures, video or sound has beside its text decoder, projections into it included
+TOWERS = (
+    "visual",
+    "vision_tower",
+    "vision_model",
+    "vision_encoder",
+    "audio_tower",
+    "audio_model",
+    "audio_encoder",
+    "multi_modal_projector",
+    "multimodal_projector",
+    "vision_projection",
+    "connector",
+    "aligner",
+    "embed_vision",
+    "embed_audio",
+    "vqmodel",
+)
+#: what chooses among a layer's experts
+ROUTERS = ("router", "mlp.gate", "block_sparse_moe.gate", "feed_forward.gate", "mixer.gate", "shared_expert_gate")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,10 +46,14 @@ class Architecture:
         fused: vLLM's layer -> the checkpoint's linears that it runs as one matrix, in row order. They share one storage and one global
             scale, so they are packed all or none. The same as `packed_modules_mapping` of vLLM's class.
         heads: names of output heads. They are never quantized: TRL computes log-probabilities from their weight.
+        dense: further linears that stay dense: gates of a few outputs, whose errors reach every token of a state.
+        unadapted: further linears that get no adapter by default. Those in `dense` get none either.
     """
 
     fused: Mapping[str, tuple[str, ...]]
     heads: tuple[str, ...]
+    dense: tuple[str, ...] = ()
+    unadapted: tuple[str, ...] = ()
 
     @property
     def groups(self) -> tuple[tuple[str, ...], ...]:
@@ -32,3 +64,49 @@ DECODER = Architecture(
     fused=MappingProxyType({"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}),
     heads=("lm_head", "score"),
 )
+
+_DELTA_NET = dataclasses.replace(DECODER, dense=("in_proj_a", "in_proj_b", "in_proj_ba"))
+# a state-space mixer computes with out_proj.weight itself, so an adapter there would never act
+_MAMBA = dataclasses.replace(DECODER, unadapted=("mamba.out_proj", "mixer.out_proj"))
+_GEMMA_NANO = dataclasses.replace(
+    DECODER,
+    dense=("altup", "laurel", "per_layer_input_gate", "per_layer_projection", "per_layer_model_projection"),
+)
+#: the text decoder's `model_type` -> its row, where it is not `DECODER`
+ROWS: Mapping[str, Architecture] = MappingProxyType(
+    {
+        "qwen3_next": _DELTA_NET,
+        "qwen3_5": _DELTA_NET,
+        "qwen3_5_text": _DELTA_NET,
+        "qwen3_5_moe": _DELTA_NET,
+        "qwen3_5_moe_text": _DELTA_NET,
+        "falcon_h1": _MAMBA,
+        "nemotron_h": _MAMBA,
+        "bamba": _MAMBA,
+        "granitemoehybrid": _MAMBA,
+        "gemma3n": _GEMMA_NANO,
+        "gemma3n_text": _GEMMA_NANO,
+        "gemma4": _GEMMA_NANO,
+        "gemma4_text": _GEMMA_NANO,
+    }
+)
+
+
+def architecture_of(model_type: str | None) -> Architecture:
+    """The row of a `model_type`, of the whole model or of its text decoder."""
+    return ROWS.get(model_type or "", DECODER)
+
+
+def dense_by_default(model_type: str | None) -> tuple[str, ...]:
+    """Names of modules whose linears stay dense, besides the output head, unless a checkpoint brings them packed."""
+    return (*TOWERS, *ROUTERS, *architecture_of(model_type).dense)
+
+
+def unadapted_by_default(config: "PretrainedConfig") -> tuple[str, ...]:
+    """Names of modules that "all linear layers" leaves out, of those that a model with this configuration can have."""
+    text = config.get_text_config(decoder=True)
+    row = architecture_of(getattr(text, "model_type", None))
+    towers = TOWERS if text is not config else ()
+    experts = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    routers = ROUTERS if any(getattr(text, name, None) for name in experts) else ()
+    return (*towers, *routers, *row.dense, *row.unadapted)

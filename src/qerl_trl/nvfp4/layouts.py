@@ -21,6 +21,7 @@ names that the layers have in transformers.
 
 import dataclasses
 import fnmatch
+import logging
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -29,11 +30,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from .architectures import DECODER
+from .architectures import DECODER, dense_by_default
 from .format import BLOCK_SIZE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
 
 #: our quantization method: in transformers (in memory only, never on disk) and in vLLM
 METHOD = "qerl_nvfp4"
@@ -96,6 +99,11 @@ def matches_any(name: str, entries: Iterable[str]) -> bool:
     return any(name_matches(name, entry) for entry in entries)
 
 
+def pattern_of(names: Iterable[str]) -> str:
+    """One regular expression for the whole name of every module that the plain `names` mean, in `name_matches`' sense."""
+    return rf"(?:.*\.)?(?:{'|'.join(map(re.escape, names))})(?:\..*)?"
+
+
 def check_entries(entries: Any, where: str) -> tuple[str, ...]:
     """The entries of a list of names, as a tuple. Raises `ValueError` for what `name_matches` cannot compare."""
     if isinstance(entries, str) or not isinstance(entries, Iterable):
@@ -133,21 +141,23 @@ class Selection:
         return dataclasses.replace(self, ignore=(*self.ignore, *entries))
 
     def is_quantized(self, name: str, columns: int) -> bool:
-        """Whether the linear layer `name` with `columns` input features is NVFP4. Output heads never are.
+        """Whether the linear layer `name` with `columns` input features is NVFP4. Output heads never are, nor, where we choose, are rows
+        that do not divide into blocks.
 
         Raises:
-            `ValueError`: it should be, but its rows do not divide into blocks.
+            `ValueError`: a checkpoint says that it is, but its rows do not divide into blocks.
         """
         if name in DECODER.heads or matches_any(name, self.ignore):
             return False
         if not any(target == "Linear" or name_matches(name, target) for target in self.targets):
             return False
-        if columns % BLOCK_SIZE:
+        if columns % BLOCK_SIZE and self.layout is not None:
             raise ValueError(
-                f"{name}: in_features={columns} is not a multiple of {BLOCK_SIZE}, the NVFP4 block. Keep it dense: "
+                f"{name}: in_features={columns} is not a multiple of {BLOCK_SIZE}, the NVFP4 block, so the checkpoint cannot hold it "
+                "packed. If it is dense there, its quantization config should ignore it: "
                 f"NVFP4Config(modules_to_not_convert=[{name!r}]), or the engine's option ignore."
             )
-        return True
+        return columns % BLOCK_SIZE == 0
 
 
 def linears_to_quantize(
@@ -155,19 +165,36 @@ def linears_to_quantize(
 ) -> tuple[dict[str, nn.Linear], dict[str, nn.Linear]]:
     """(linear layers that become NVFP4, linear layers that stay dense) of a transformers model, by name.
 
-    Besides what `selection` leaves out, dense stay the output head, linears whose weight is tied, and what the model's class keeps in
-    float32. Modules of another class than `nn.Linear` are not looked at.
+    Besides what `selection` leaves out, dense stay the output head, linears whose weight is tied, what the model's class keeps in
+    float32, subclasses of `nn.Linear`, and, where the checkpoint is dense, what `architectures.dense_by_default` names and widths that are
+    no multiple of the block (with a warning).
 
     Raises:
-        `ValueError`: nothing is left to quantize, a width that is no multiple of the block, or mixture-of-experts tensors that
+        `ValueError`: nothing is left to quantize, a packed layer's width is no multiple of the block, or mixture-of-experts tensors that
             `selection.ignore` does not name.
     """
     head = model.get_output_embeddings()
     kept = [name for name, module in model.named_modules() if head is not None and module is head]
     kept += [name.removesuffix(".weight") for pair in model.all_tied_weights_keys.items() for name in pair]
     chosen = selection.without([*kept, *(model._keep_in_fp32_modules or ())])
-    linears = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
-    quantized = {name: module for name, module in linears.items() if chosen.is_quantized(name, module.in_features)}
+    if selection.layout is None:
+        text = model.config.get_text_config(decoder=True)
+        chosen = chosen.without(dense_by_default(getattr(text, "model_type", None)))
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    plain = {name: module for name, module in linears.items() if type(module) is nn.Linear}
+    quantized = {name: module for name, module in plain.items() if chosen.is_quantized(name, module.in_features)}
+    odd = [
+        f"{name} ({module.in_features} columns)"
+        for name, module in plain.items()
+        if module.in_features % BLOCK_SIZE and name not in DECODER.heads and not matches_any(name, chosen.ignore)
+    ]
+    if odd:
+        logger.warning(
+            "%d linear layers stay dense, because their width is no multiple of %d, the NVFP4 block: %s.",
+            len(odd),
+            BLOCK_SIZE,
+            ", ".join(odd[:3]) + (", ..." if len(odd) > 3 else ""),
+        )
     if not quantized:
         raise ValueError(
             f"no nn.Linear of {type(model).__name__} is left to quantize (modules_to_not_convert={list(selection.ignore)}). Load it "

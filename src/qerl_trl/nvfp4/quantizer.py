@@ -205,10 +205,13 @@ class NVFP4HfQuantizer(HfQuantizer):
                 state[f"{name}.weight_global_scale"] = state[f"{name}.weight_global_scale"].view(torch.float32)
         return state, dict(layouts.WRITTEN_BY, scale_rule=self.quantization_config.scale_rule)
 
-    def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
-        for name, module in list(model.named_modules()):
-            if isinstance(module, NVFP4Linear):
-                _replace(model, name, module.to_dense(dtype))
+    def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | str | None = None) -> PreTrainedModel:
+        wanted = getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
+        packed = {name: module for name, module in model.named_modules() if isinstance(module, NVFP4Linear)}
+        for name, module in packed.items():
+            _replace(model, name, module.to_dense(wanted))
+        if wanted is not None and any(module.compute_dtype != wanted for module in packed.values()):
+            nn.Module.to(model, wanted)  # the rest too, or the first product of two dtypes would fail
         return model
 
 

@@ -26,6 +26,7 @@ from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
+from ...nvfp4.architectures import dense_by_default
 from ...nvfp4.format import SCALE_RULES
 from ...nvfp4.layouts import METHOD, Selection, check_entries, parse_quantization_config
 from . import loader, norm
@@ -103,6 +104,12 @@ class EngineOptions:
         """The options of the engine that is being built."""
         config = get_current_vllm_config().additional_config
         return cls.from_dict(config.get("qerl", {}) if isinstance(config, dict) else {})
+
+
+def _model_type() -> str | None:
+    """The text decoder's `model_type` of the engine that is being built."""
+    model = get_current_vllm_config().model_config
+    return None if model is None else getattr(model.hf_text_config, "model_type", None)
 
 
 @register_quantization_config(METHOD)
@@ -186,6 +193,8 @@ class QeRLQuantizationConfig(QuantizationConfig):
             where = "the trainer's model"
         else:
             selection = self.selection.without(options.ignore)
+            if selection.layout is None:
+                selection = selection.without(dense_by_default(_model_type()))
             packed = [options.base == "nvfp4" and selection.is_quantized(name, layer.input_size) for name in names]
             method = _METHODS[selection.layout] if all(packed) else DenseMethod
             where = f"ignore={list(selection.ignore)!r} and targets={list(selection.targets)!r}"

@@ -1,0 +1,310 @@
+"""What works for which architecture: each at a tiny size, through the package's own doors, judged at the product.
+
+`python -m tests.architectures` tries all of them and writes docs/architectures.json, which the documentation shows. The tests
+(tests/test_architectures.py) try one of each kind, and hold the file to this list.
+
+    load      a dense folder loads as NVFP4; towers, routers, small gates and the head stay dense
+    forward   logits equal those of the same model dequantized, bit for bit
+    noise     norms that feed a linear layer are found, and noise on them moves the logits
+    train     the default adapter: every one of its tensors gets a gradient
+    adapter   saved and loaded again, it gives the same logits
+    merged    saved merged, stock transformers computes what was trained
+    base      saved as NVFP4, stock transformers computes the same
+"""
+
+import copy
+import json
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from peft import get_peft_model
+from torch import nn
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
+
+from qerl_trl.lora import default_lora_config, keep_to_the_decoder, load_adapter, register_nvfp4_lora
+from qerl_trl.noise.hooks import NoiseDraw, NormNoise
+from qerl_trl.noise.norms import find_noisy_norms
+from qerl_trl.nvfp4.config import NVFP4Config, from_pretrained
+from qerl_trl.nvfp4.linear import NVFP4Linear
+from qerl_trl.publish import export
+
+RESULT = Path(__file__).resolve().parents[1] / "docs" / "architectures.json"
+CELLS = ("load", "forward", "noise", "train", "adapter", "merged", "base")
+
+_COMMON = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+    "dtype": "bfloat16",
+}
+_DELTA_NET = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_ssm": 128, "mamba_d_state": 16, "mamba_n_groups": 1}
+_LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
+_EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+#: model_type -> settings beyond the common ones
+TEXT: dict[str, dict] = {
+    "llama": {},
+    "mistral": {},
+    "ministral3": {},
+    "qwen2": {},
+    "qwen3": {},
+    "gemma": {},
+    "gemma2": {"sliding_window": 32},
+    "gemma3_text": {"sliding_window": 32},
+    "phi": {},
+    "phi3": {},
+    "olmo": {},
+    "olmo2": {},
+    "olmo3": {},
+    "smollm3": {},
+    "granite": {},
+    "glm": {},
+    "glm4": {},
+    "cohere": {},
+    "cohere2": {},
+    "starcoder2": {},
+    "stablelm": {},
+    "gpt_neox": {},
+    "nemotron": {},
+    "exaone4": {},
+    "hunyuan_v1_dense": {},
+    "seed_oss": {"residual_dropout": 0.0, "attention_dropout": 0.0},
+    "ernie4_5": {},
+    "arcee": {},
+    "helium": {},
+    "apertus": {},
+    "lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+    "minicpm3": _LATENT | {"num_key_value_heads": 4},
+    "qwen3_5_text": _DELTA_NET,
+    "falcon_h1": _MAMBA,
+    "gemma4_text": {
+        "vocab_size_per_layer_input": 320,
+        "hidden_size_per_layer_input": 16,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "global_head_dim": 16,
+        "sliding_window": 32,
+    },
+    "qwen3_moe": _EXPERTS,
+    "mixtral": _EXPERTS,
+    "gpt_oss": _EXPERTS,
+    "qwen3_next": _DELTA_NET | _EXPERTS | {"shared_expert_intermediate_size": 32},
+}
+_TINY_TEXT = {key: value for key, value in _COMMON.items() if key != "dtype"}
+_TOWER = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+_QWEN_TOWER = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "patch_size": 14,
+}
+_MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+#: wrappers with a vision tower: model_type -> (tower, text, further)
+VISION: dict[str, tuple[dict, dict, dict]] = {
+    "qwen2_5_vl": (
+        _QWEN_TOWER | {"fullatt_block_indexes": [0]},
+        {"rope_scaling": _MROPE, "rope_parameters": _MROPE},
+        {},
+    ),
+    "qwen3_vl": (
+        {**_QWEN_TOWER, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+        {"rope_scaling": _MROPE, "rope_parameters": _MROPE},
+        {},
+    ),
+    "gemma3": (_TOWER, {"sliding_window": 32}, {"mm_tokens_per_image": 4}),
+    "llava": (_TOWER, {"model_type": "llama"}, {}),
+    "mistral3": (_TOWER | {"head_dim": 16}, {"model_type": "mistral"}, {}),
+    "internvl": (_TOWER | {"image_size": [28, 28], "patch_size": [14, 14]}, {"model_type": "qwen2"}, {}),
+}
+ALL = (*TEXT, *VISION)
+
+
+class Refused(Exception):
+    """The package says that it cannot, in words."""
+
+
+def config_of(name: str) -> PretrainedConfig:
+    if name in TEXT:
+        return CONFIG_MAPPING[name](**_COMMON | TEXT[name])
+    tower, text, further = VISION[name]
+    return CONFIG_MAPPING[name](vision_config=tower, text_config=_TINY_TEXT | text, dtype="bfloat16", **further)
+
+
+def auto_class(name: str) -> type:
+    return AutoModelForCausalLM if name in TEXT else AutoModelForImageTextToText
+
+
+def dense_model(name: str) -> nn.Module:
+    """Random weights; norms and biases that are neither 1 nor 0, which would hide mistakes."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = auto_class(name).from_config(config_of(name), dtype=torch.bfloat16).eval()
+        with torch.no_grad():
+            for key, parameter in model.named_parameters():
+                if key.endswith("bias"):
+                    parameter.normal_(0.0, 0.02)
+                elif "norm" in key:
+                    parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+_IDS = torch.arange(3, 19)[None]
+
+
+@torch.no_grad()
+def logits(model: nn.Module) -> torch.Tensor:
+    return model(input_ids=_IDS, use_cache=False).logits.float()
+
+
+def difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Relative to how much the logits vary."""
+    return ((a - b).norm() / (b - b.mean()).norm()).item()
+
+
+class Trial:
+    """One architecture, cell by cell; what a cell builds serves the ones after it."""
+
+    def __init__(self, name: str, folder: Path):
+        self.name, self.folder, self.auto = name, folder, auto_class(name)
+
+    def load(self) -> None:
+        dense = dense_model(self.name)
+        dense.save_pretrained(self.folder / "dense")
+        try:
+            self.model = from_pretrained(self.folder / "dense", NVFP4Config(), model_class=self.auto).eval()
+        except ValueError as error:
+            raise Refused(str(error)) from error
+        packed = [name for name, module in self.model.named_modules() if isinstance(module, NVFP4Linear)]
+        assert packed and not [name for name in packed if "visual" in name or "vision" in name or "projector" in name]
+        assert type(self.model.get_output_embeddings()) is nn.Linear
+
+    def forward(self) -> None:
+        dense = copy.deepcopy(self.model).dequantize()
+        assert not any(isinstance(module, NVFP4Linear) for module in dense.modules())
+        found, expected = logits(self.model), logits(dense)
+        assert torch.isfinite(found).all() and torch.equal(found, expected), difference(found, expected)
+
+    def noise(self) -> None:
+        before = logits(self.model)
+        try:
+            noise = NormNoise(find_noisy_norms(self.model))
+        except ValueError as error:
+            raise Refused(str(error)) from error
+        noise.set(NoiseDraw(0.05, seed=0, step=0, generation=0))
+        with noise.active():
+            during = logits(self.model)
+        noise.remove()
+        assert torch.equal(logits(self.model), before) and not torch.equal(during, before)
+
+    def train(self) -> None:
+        config = keep_to_the_decoder(default_lora_config(), self.model.config)
+        self.trained = get_peft_model(self.model, register_nvfp4_lora(config), autocast_adapter_dtype=True)
+        adapter = {name: p for name, p in self.trained.named_parameters() if p.requires_grad}
+        assert adapter and not [name for name in adapter if "vis" in name or "projector" in name]
+        with torch.no_grad():
+            for name, parameter in adapter.items():
+                if "lora_B" in name:
+                    parameter.normal_(0.0, 0.05)
+        self.trained.train()
+        loss = self.trained(input_ids=_IDS, labels=_IDS, use_cache=False).loss
+        loss.backward()
+        self.trained.eval()
+        still = [
+            name for name, p in adapter.items() if p.grad is None or not p.grad.isfinite().all() or not p.grad.any()
+        ]
+        assert not still, f"{len(still)} of {len(adapter)} adapter tensors get no gradient, e.g. {still[0]}"
+
+    def adapter(self) -> None:
+        self.trained.save_pretrained(self.folder / "adapter")
+        base = from_pretrained(self.folder / "dense", NVFP4Config(), model_class=self.auto).eval()
+        again = load_adapter(base, str(self.folder / "adapter")).eval()
+        assert torch.equal(logits(again), logits(self.trained))
+
+    def merged(self) -> None:
+        export.save_merged(self.trained, self.folder / "merged")
+        stock = self.auto.from_pretrained(self.folder / "merged", dtype=torch.bfloat16).eval()
+        assert not getattr(stock, "hf_quantizer", None)
+        far = difference(logits(stock), logits(self.trained))
+        assert far < 0.05, far  # both round to bf16, elsewhere
+
+    def base(self) -> None:
+        base = self.trained.unload()
+        base.save_pretrained(self.folder / "base")
+        stock = self.auto.from_pretrained(self.folder / "base", dtype=torch.bfloat16).eval()
+        far = difference(logits(stock), logits(base))
+        assert far < 0.02, far
+
+
+@contextmanager
+def trial(name: str) -> Iterator[Trial]:
+    with tempfile.TemporaryDirectory() as folder:
+        yield Trial(name, Path(folder))
+
+
+def attempt(cell: Callable[[], None]) -> str:
+    """ "works", or "refused: ..." in the package's words. A failure of any other kind is raised."""
+    try:
+        cell()
+    except Refused as refusal:
+        return f"refused: {refusal}"
+    return "works"
+
+
+def cells(name: str) -> dict[str, str]:
+    """Cell -> what came of it; after a model that is refused at load there is nothing to try."""
+    found: dict[str, str] = {}
+    with trial(name) as one:
+        for cell in CELLS:
+            found[cell] = attempt(getattr(one, cell))
+            if cell == "load" and found[cell] != "works":
+                break
+    return found
+
+
+def main() -> None:
+    import transformers
+
+    warnings.filterwarnings("ignore")
+    names = sys.argv[1:] or list(ALL)
+    known = json.loads(RESULT.read_text())["architectures"] if RESULT.is_file() else {}
+    for name in names:
+        known[name] = cells(name)
+        print(name, known[name], flush=True)
+    content = {
+        "command": "python -m tests.architectures",
+        "versions": {"torch": torch.__version__.partition("+")[0], "transformers": transformers.__version__},
+        "architectures": {name: known[name] for name in ALL if name in known},
+    }
+    RESULT.write_text(json.dumps(content, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
