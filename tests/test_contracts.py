@@ -62,6 +62,11 @@ def test_what_the_mixin_reads(cls):
         assert key in source, f"QeRLMixin reads {key}"
 
 
+@pytest.mark.parametrize("cls", [trl.GRPOTrainer, trl.RLOOTrainer])
+def test_the_weights_are_put_where_the_rollout_says_so(cls):
+    assert "self.state.global_step != self._last_loaded_step" in inspect.getsource(cls._generate_single_turn)
+
+
 def test_log_probabilities_behind_the_mismatch():
     source = inspect.getsource(trl.GRPOTrainer)
     for key in ('"sampling_per_token_logps"', '"old_per_token_logps"', '"importance_sampling_ratio"'):

@@ -9,7 +9,7 @@ differs from the parent, method by method:
 | `train` | resumes from whole checkpoints of the same settings only; leaves a model that computes clean |
 | `set_initial_training_values` | a run that has ended takes no further step |
 | `_get_train_sampler` | a run resumed in a later epoch sees that epoch's order of prompts, not the first one's again |
-| `_generate` | draws the noise of this rollout (covers vLLM, transformers, tools and rollout functions alike) |
+| `_generate` | draws the noise of this rollout and keeps the engine up to date (covers tools and rollout functions alike) |
 | `_generate`, `_compute_loss` | what transformers sampled under noise is importance-corrected as vLLM's rollouts are (`behaviour.py`) |
 | `_calculate_rewards` | refuses infinite rewards |
 | `_generate_and_score_completions` | measures the rollout/trainer mismatch (`mismatch.py`) |
@@ -144,8 +144,9 @@ class QeRLMixin(SavingMixin):
     def _generate(self, prompts: list) -> Any:
         training = self.model.training
         noise = self.aqn.generation() if self.aqn is not None else nullcontext()
+        engine = self.vllm_generation.rollout() if self.use_vllm else nullcontext()
         with self._timer.phase("rollout", counts=training):
-            with noise:
+            with noise, engine:
                 output = super()._generate(prompts)
             if training:
                 output = behaviour.with_logps(self, self.aqn, output)

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         reward_func_names: Any
         reward_weights: torch.Tensor
         num_generations: Any
+        vllm_generation: Any  # with vLLM: rollout.generation.QeRLVLLMGeneration
         _step: int
         use_vllm: bool
         pad_to_multiple_of: Any

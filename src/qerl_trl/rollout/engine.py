@@ -92,6 +92,11 @@ class Engine(ABC):
         """One completion for each of this process's prompts (token ids), with the adapter and the noise in force."""
 
     @abstractmethod
+    def sampled_under(self, draw: NoiseDraw) -> bool | None:
+        """Whether the engine has computed anything with the noise of `draw` on its norms, the latest one that it had; None where this
+        process has no engine."""
+
+    @abstractmethod
     def trl_attributes(self) -> dict[str, Any]:
         """What TRL's `VLLMGeneration.generate` reads from `self` for this engine: `llm` or `vllm_client`."""
 
@@ -117,6 +122,9 @@ class RankWithoutEngine(Engine):
 
     def set_noise(self, norms: Sequence[str], draw: NoiseDraw) -> float | None:
         return None  # the main process sends the draw
+
+    def sampled_under(self, draw: NoiseDraw) -> bool | None:
+        return None  # the main process asks
 
     def reset_prefix_cache(self) -> None:
         """The main process asks for it."""

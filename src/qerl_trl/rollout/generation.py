@@ -8,6 +8,8 @@ What differs from the parent, method by method:
 | `sync_weights` | puts into the engine what an update changes (trained.py): the adapter, never merged; with `full` every weight |
 | `generate` | brings adapter and noise up to date first; lets the engine sleep afterwards; reports a dead engine as such |
 
+New is `rollout`, which the trainer puts around its whole `_generate`.
+
 Every `base_format` goes through here; arms.py says what each can do.
 """
 
@@ -15,8 +17,6 @@ import contextlib
 import logging
 import math
 import os
-import signal
-import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -24,6 +24,7 @@ import torch
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer.utils import ensure_master_addr_port
 
+from ..deadline import deadline
 from ..memory.plan import MemoryPlan
 from ..names import is_sharded
 from ..noise.hooks import NoiseDraw
@@ -53,6 +54,7 @@ class QeRLVLLMGeneration(VLLMGeneration):
         self._stamp: tuple[int, int] | None = None
         self._draw: NoiseDraw | None = None
         self._noisy: tuple[str, ...] = ()
+        self._inside = False
         self.shared = False
         super().__init__(*args, **kwargs)
 
@@ -183,13 +185,37 @@ class QeRLVLLMGeneration(VLLMGeneration):
 
     # ------------------------------------------------------------------ generate
 
+    @contextlib.contextmanager
+    def rollout(self) -> Iterator[None]:
+        """Around a whole rollout of the trainer (its `_generate`): whatever samples from the engine inside, a rollout function, a tool,
+        an environment or `generate`, meets the weights and the noise of this moment. One draw, one limit of time, one sleep afterwards.
+
+        Raises:
+            [`RolloutError`]: the engine failed or took longer than `rollout_timeout`, or noise was due and nothing was sampled under it.
+        """
+        with self._up_to_date():
+            self.trainer._last_loaded_step = self.trainer.state.global_step  # TRL would put the weights once more
+            yield
+            with self._engine_errors():
+                self._check_noise_acted()
+
+    def _check_noise_acted(self) -> None:
+        draw = self._draw
+        if draw is None or draw.sigma == 0 or self.engine.sampled_under(draw) is not False:
+            return
+        raise RolloutError(
+            f"Noise of sigma {draw.sigma:g} lay on {len(self._noisy)} norms of vLLM's model at step {draw.step}, and nothing was sampled "
+            "under it: the completions of this rollout come from elsewhere (a rollout_func that asks another model or server?). Sample "
+            "from trainer.vllm_generation (its `llm`, `generate` or `complete`), or train without noise: aqn=False."
+        )
+
     def generate(self, prompts, images, num_generations, profiler=None) -> tuple:
         """As the parent's, with the adapter and the noise of this very moment.
 
         Raises:
             [`RolloutError`]: the engine failed, or took longer than `rollout_timeout`.
         """
-        with self._up_to_date():
+        with self._up_to_date(), self._engine_errors():
             return super().generate(prompts, images, num_generations, profiler)
 
     def generate_greedily(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
@@ -214,34 +240,68 @@ class QeRLVLLMGeneration(VLLMGeneration):
                 raise ValueError(text)
             logger.warning("%s Completions that get there are cut off.", text)
         rollout = self.trainer.args.generation_batch_size // self.accelerator.num_processes
-        with self._up_to_date(_NO_NOISE, rollouts=max(1, math.ceil(len(prompts) / rollout))):
+        with self._up_to_date(_NO_NOISE, max(1, math.ceil(len(prompts) / rollout))), self._engine_errors():
             return self.engine.generate(prompts, sampling)
 
     @contextlib.contextmanager
     def _up_to_date(self, draw: NoiseDraw | None = None, rollouts: int = 1) -> Iterator[None]:
         """Awake, with the weights of this moment and the noise of `draw` (`trainer.aqn`'s by default); asleep again afterwards.
 
+        Inside another one it ends neither the other's limit nor its wakefulness, and leaves its noise as it was.
+
         Args:
             rollouts: how many rollouts' time it may take.
         """
-        with self._engine_errors(rollouts):
-            self.engine.wake()
-            if self._stamp != self._trained_stamp():
-                self.sync_weights()
-            self.sync_noise(draw)
-            try:
-                yield
-            finally:
-                self.engine.sleep()
+        if self._inside:
+            before = self._draw
+            with self._engine_errors():
+                self._prepare(draw)
+            yield
+            with self._engine_errors():
+                self.sync_noise(before or _NO_NOISE)
+            return
+        self._inside = True
+        try:
+            with self._limited(rollouts):
+                with self._engine_errors():
+                    self._prepare(draw)
+                try:
+                    yield
+                except BaseException:
+                    with contextlib.suppress(Exception):  # of an engine that may be dead; what it died of is on its way
+                        self.engine.sleep()
+                    raise
+                with self._engine_errors():
+                    self.engine.sleep()
+        except RolloutError as error:  # not earlier: a save may take longer than what is left of the limit
+            error.args = (f"{error} {self._rescue()}",)
+            raise
+        finally:
+            self._inside = False
+
+    def _prepare(self, draw: NoiseDraw | None) -> None:
+        self.engine.wake()
+        if self._stamp != self._trained_stamp():
+            self.sync_weights()
+        self.sync_noise(draw)
+
+    def _limited(self, rollouts: int) -> contextlib.AbstractContextManager[None]:
+        """`rollout_timeout` for what is inside."""
+        timeout = self.trainer.args.rollout_timeout
+
+        def late() -> RolloutError:
+            return RolloutError(
+                f"vLLM did not finish a rollout within rollout_timeout={timeout:g} s. The engine hangs, or a tool, an environment or a "
+                "rollout function around it does, or the limit is too short for these lengths: then raise it."
+            )
+
+        return deadline(timeout and timeout * rollouts, late)
 
     @contextlib.contextmanager
-    def _engine_errors(self, rollouts: int) -> Iterator[None]:
-        timeout = self.trainer.args.rollout_timeout
+    def _engine_errors(self) -> Iterator[None]:
         try:
-            with _deadline(timeout and timeout * rollouts):
-                yield
-        except RolloutError as error:
-            error.add_note(self._rescue())
+            yield
+        except RolloutError:
             raise
         except Exception as error:
             # TRL's client raises plain Exception; anything narrower of another kind is a bug to show as it is
@@ -249,7 +309,7 @@ class QeRLVLLMGeneration(VLLMGeneration):
                 raise
             raise RolloutError(
                 f"The rollout failed in vLLM ({self.mode} mode) at step {self.trainer.state.global_step}: "
-                f"{type(error).__name__}: {error}. {self._rescue()}"
+                f"{type(error).__name__}: {error}."
             ) from error
 
     def _rescue(self) -> str:
@@ -273,25 +333,3 @@ class QeRLVLLMGeneration(VLLMGeneration):
         """Stop the engine and give its memory back. Safe to call twice."""
         self.engine.close()
         vars(self).update(self.engine.trl_attributes())
-
-
-@contextlib.contextmanager
-def _deadline(seconds: float | None) -> Iterator[None]:
-    """Raise `RolloutError` in the main thread when the body takes longer than `seconds`."""
-    if not seconds or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def expired(signum, frame):
-        raise RolloutError(
-            f"vLLM did not finish a rollout within rollout_timeout={seconds:g} s. The engine hangs, or the limit is too short for "
-            "these lengths. The trainer's own state is intact: resume from the last checkpoint (resume_from_checkpoint=True)."
-        )
-
-    before = signal.signal(signal.SIGALRM, expired)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)

@@ -122,6 +122,10 @@ class ServerEngine(Engine):
         answers = self.call("qerl_noise", repr(draw.sigma), draw.seed, draw.step, draw.generation)
         return float(answers[0]["sigma_effective"])
 
+    def sampled_under(self, draw: NoiseDraw) -> bool | None:
+        key = [repr(draw.sigma), *draw[1:]]
+        return all(answer["sampled"] == key for answer in self.call("qerl_sampled"))
+
     def reset_prefix_cache(self) -> None:
         response = self.session.post(f"{self.url}/reset_prefix_cache", timeout=MESSAGE_TIMEOUT)
         done = response.status_code == 200

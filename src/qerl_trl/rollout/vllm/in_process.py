@@ -53,6 +53,7 @@ class InProcessEngine(Engine):
         if sleeps and share:
             use_kv_only_sleep(self.llm)
         self.state = RolloutState(engine_model(self.llm))
+        self.state.watch(_runner(self.llm))
 
     @property
     def _running(self) -> LLM:
@@ -75,6 +76,9 @@ class InProcessEngine(Engine):
             self._noisy = tuple(norms)
         self.state.set_noise(draw)
         return self.state.sigma_effective()
+
+    def sampled_under(self, draw: NoiseDraw) -> bool | None:
+        return self.state.sampled == draw
 
     def reset_prefix_cache(self) -> None:
         if not self._running.reset_prefix_cache():
@@ -122,9 +126,13 @@ class InProcessEngine(Engine):
             llm.llm_engine.engine_core.shutdown()
 
 
+def _runner(llm: LLM) -> Any:
+    return llm.llm_engine.model_executor.driver_worker.model_runner
+
+
 def engine_model(llm: LLM) -> nn.Module:
     """vLLM's model in this process."""
-    runner = llm.llm_engine.model_executor.driver_worker.model_runner
+    runner = _runner(llm)
     return runner.get_model() if hasattr(runner, "get_model") else runner.model
 
 

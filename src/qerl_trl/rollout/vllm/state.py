@@ -4,6 +4,7 @@ Everything is an in-place copy into tensors that exist since the engine was buil
 stay valid. Whoever calls these methods must reset the engine's prefix cache afterwards: its keys do not know about weights.
 """
 
+import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -56,6 +57,20 @@ class RolloutState:
         self._clean: torch.Tensor | None = None  # all noisy norms' clean weights, one after the other, float32
         self._names: tuple[str, ...] = ()
         self.draw: NoiseDraw | None = None
+        #: the latest draw with noise under which the model computed (`watch`)
+        self.sampled: NoiseDraw | None = None
+
+    def watch(self, runner: Any) -> None:
+        """Keep `sampled` up to date: look whenever vLLM's model runner computes a step."""
+        execute = runner.execute_model
+
+        @functools.wraps(execute)
+        def watched(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+            if scheduled.total_num_scheduled_tokens and self.draw is not None and self.draw.sigma > 0:
+                self.sampled = self.draw
+            return execute(scheduled, *args, **kwargs)
+
+        runner.execute_model = watched
 
     # ------------------------------------------------------------------ adapter
 

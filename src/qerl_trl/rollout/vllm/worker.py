@@ -47,6 +47,7 @@ class QeRLWorkerExtension:
         state = self.__dict__.get("_qerl_rollout_state")
         if state is None:
             state = self._qerl_rollout_state = RolloutState(self.model_runner.get_model())
+            state.watch(self.model_runner)
         return state
 
     @_answers
@@ -102,3 +103,9 @@ class QeRLWorkerExtension:
         state = self._qerl_state()
         state.set_noise(NoiseDraw(float(sigma), int(seed), int(step), int(generation)))
         return {"sigma_effective": state.sigma_effective()}
+
+    @_answers
+    def qerl_sampled(self) -> dict:
+        """The latest draw with noise under which this rank computed: sigma, seed, step, generation; None before the first."""
+        sampled = self._qerl_state().sampled
+        return {"sampled": sampled and [repr(sampled.sigma), *sampled[1:]]}

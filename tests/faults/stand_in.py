@@ -1,0 +1,113 @@
+"""An engine over a copy of the trainer's own model: what vLLM would do, without vLLM's start-up, and a place to inject faults."""
+
+import copy
+from types import SimpleNamespace
+
+import torch
+from torch import nn
+
+from qerl_trl.names import canonical_name
+from qerl_trl.noise.hooks import standard_noise
+from qerl_trl.rollout.adapter import active_adapter, linear_layers, rollout_layers
+from qerl_trl.rollout.engine import Completion, Engine
+
+
+class StandIn(Engine):
+    """Generates with a copy of `policy`: norms in float32, the adapter rounded to the model's dtype, one sequence at a time.
+
+    Args:
+        base_fault: changes the copy before it is used.
+    """
+
+    def __init__(self, policy: nn.Module, base_fault=None) -> None:
+        self.policy = copy.deepcopy(policy).eval().requires_grad_(False)
+        self.norms = {}
+        for name, module in self.policy.named_modules():
+            weight = module._parameters.get("weight")
+            if "norm" in name and weight is not None and weight.ndim == 1:
+                module.float()
+                module.register_forward_hook(lambda module, args, output: output.to(args[0].dtype))
+                self.norms[canonical_name(name)] = module
+        if base_fault is not None:
+            base_fault(self.policy.get_base_model())
+        self.clean = {name: norm.weight.detach().clone() for name, norm in self.norms.items()}
+        self.draw = self.sampled = None
+        self.generator = torch.Generator().manual_seed(0)
+        self.calls: list[str] = []
+        self.llm = SimpleNamespace(generate=self._llm_generate)
+
+    @torch.no_grad()
+    def put_adapter(self, adapter):
+        self.calls.append("put_adapter")
+        own, name_of = rollout_layers(self.policy), active_adapter(self.policy)
+        for name, layer in own.items():
+            a, b = layer.lora_A[name_of].weight, layer.lora_B[name_of].weight
+            if name not in adapter:
+                b.zero_()
+                continue
+            tensors, dtype = adapter[name], next(iter(linear_layers(self.policy).values())).weight.dtype
+            dtype = dtype if dtype.is_floating_point else torch.bfloat16
+            a.copy_(tensors.a.to(dtype))
+            b.copy_((tensors.b * tensors.scaling).to(dtype) / layer.scaling[name_of])
+
+    def put_norms(self, norms):
+        self.calls.append("put_norms")
+        self.clean |= {name: weight.detach().float().clone() for name, weight in norms.items()}
+
+    @torch.no_grad()
+    def set_noise(self, norms, draw):
+        self.calls.append(f"set_noise {draw.sigma:g}")
+        added = []
+        for name in norms:
+            z = draw.sigma * standard_noise(draw.seed, draw.step, draw.generation, name, self.clean[name].numel())
+            self.norms[name].weight.copy_(self.clean[name] + z)
+            added.append((self.norms[name].weight - self.clean[name]).flatten())
+        self.draw = draw
+        return float(torch.cat(added).square().mean().sqrt())
+
+    def sampled_under(self, draw):
+        return self.sampled == draw
+
+    def reset_prefix_cache(self): ...
+
+    def sleep(self):
+        self.calls.append("sleep")
+
+    def wake(self):
+        self.calls.append("wake")
+
+    def trl_attributes(self):
+        return {"llm": self.llm}
+
+    def close(self): ...
+
+    def generate(self, prompts, sampling):
+        return [self._complete(prompt, sampling.max_tokens, sampling.temperature) for prompt in prompts]
+
+    def _llm_generate(self, prompts, sampling_params, use_tqdm=False):
+        """vLLM's `LLM.generate`, as far as TRL uses it."""
+        outputs = []
+        for prompt in prompts:
+            ids = prompt["prompt_token_ids"]
+            tokens, logps = self._complete(ids, sampling_params.max_tokens, sampling_params.temperature)
+            steps = [{t: SimpleNamespace(logprob=p, rank=1)} for t, p in zip(tokens, logps, strict=True)]
+            outputs.append(
+                SimpleNamespace(prompt_token_ids=ids, outputs=[SimpleNamespace(token_ids=tokens, logprobs=steps)])
+            )
+        return outputs
+
+    @torch.no_grad()
+    def _complete(self, prompt, max_tokens, temperature) -> Completion:
+        if self.draw is not None and self.draw.sigma > 0:
+            self.sampled = self.draw
+        tokens, logps, past = [], [], None
+        ids = torch.tensor([list(prompt)])
+        for _ in range(max_tokens):
+            output = self.policy(input_ids=ids, past_key_values=past, use_cache=True)
+            past = output.past_key_values
+            row = (output.logits[0, -1].float() / (temperature or 1.0)).log_softmax(-1)
+            token = int(torch.multinomial(row.exp(), 1, generator=self.generator) if temperature else row.argmax())
+            tokens.append(token)
+            logps.append(float(row[token]))
+            ids = torch.tensor([[token]])
+        return Completion(tokens, logps)
