@@ -25,6 +25,7 @@ DEFAULTS = {
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "QERL_SERVER_SECRET": "shared by the servers and trainers of these scenarios",
     "TRITON_F32_DEFAULT": "ieee",  # vLLM's attention in float32 would round to tf32 on a GPU
 }
 if sys.argv[1:] and sys.argv[1].startswith("compiled"):
@@ -630,9 +631,10 @@ class Server:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        dev_mode, vllm, serve, model, *options = shlex.split(spec.serve_command())
+        vllm, serve, model, *options = shlex.split(spec.serve_command())
         assert (vllm, serve) == ("vllm", "serve")
-        environment = dict([dev_mode.split("=")], **os.environ)
+        # the development mode is on, for what the endpoint says to strangers who ask for it
+        environment = dict(os.environ, VLLM_SERVER_DEV_MODE="1")
         for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "VLLM_ENABLE_V1_MULTIPROCESSING"):
             environment.pop(key, None)
         if tensor_parallel > 1:
@@ -724,6 +726,9 @@ def serve(folder: Path, tensor_parallel: int) -> dict:
         with noise.active():
             results["still as before"] = gap_now()
         other = adapter_on(packed(path, "four_over_six"))
+        results["strangers"] = strangers(server.url)
+        with noise.active():
+            results["after the strangers"] = gap_now()
         results["other weights"] = error_of(lambda: ServerEngine(server.url, EngineSpec.of(other), other, timeout=10))
         results["bf16 arm"] = error_of(
             lambda: train(folder, QeRLGRPOTrainer, QeRLConfig, path, base_format="bf16", **mode)
@@ -816,6 +821,23 @@ def handshake(folder: Path) -> dict:
         engine_model(right).model.layers[0].self_attn.qkv_proj.bias.mul_(2)
     results["norm and bias"] = compare(right)
     return results
+
+
+def strangers(url: str) -> dict[str, int]:
+    """What a server answers to requests that are not signed."""
+    import requests
+
+    noise = {"method": "qerl_noise", "args": ["0.5", "1", "2", "3"]}
+    asked = {
+        "call": ("/qerl/call", noise),
+        "completions": ("/v1/completions", {"prompt": "x", "max_tokens": 1}),
+        "collective_rpc": ("/collective_rpc", noise),
+        "sleep": ("/sleep", {}),
+    }
+    answers = {
+        name: requests.post(url + path, json=body, timeout=60).status_code for name, (path, body) in asked.items()
+    }
+    return {"open": requests.get(url + "/v1/models", timeout=60).status_code, **answers}
 
 
 def send(link, data: bytes, digest: str | None = None) -> None:

@@ -228,8 +228,14 @@ def test_server_refuses_what_is_not_an_adapter(server):
 
 def test_server_with_other_weights_is_refused(server):
     assert "scale_rule='rtn' there, 'four_over_six' in the trainer" in server["other weights"]
-    assert "VLLM_SERVER_DEV_MODE=1 vllm serve" in server["other weights"]
+    assert "QERL_SERVER_SECRET in its environment, the server is started by\nvllm serve" in server["other weights"]
     assert '"scale_rule": "four_over_six"' in server["other weights"]
+
+
+def test_a_stranger_can_do_nothing_to_a_real_server(server):
+    """vLLM's development mode is on there."""
+    assert server["strangers"] == {"open": 200, "call": 401, "completions": 401, "collective_rpc": 403, "sleep": 403}
+    assert server["after the strangers"] < EXACT
 
 
 def test_nvfp4_server_is_refused_by_the_bf16_arm(server):

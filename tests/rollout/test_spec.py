@@ -33,8 +33,8 @@ LEAVES = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_
 
 
 def parsed(command: str) -> tuple[list[str], dict[str, str]]:
-    first, *words = shlex.split(command)
-    assert first == "VLLM_SERVER_DEV_MODE=1"
+    words = shlex.split(command)
+    assert words[:2] == ["vllm", "serve"] and "DEV_MODE" not in command and "SECRET" not in command
     start = next(i for i, word in enumerate(words) if word.startswith("--"))
     return words[:start], dict(zip(words[start::2], words[start + 1 :: 2], strict=True))
 
@@ -60,6 +60,7 @@ def test_command_of_an_nvfp4_model(folder):
         "--dtype": "bfloat16",
         "--quantization": "qerl_nvfp4",
         "--worker-extension-cls": "qerl_trl.rollout.vllm.worker.QeRLWorkerExtension",
+        "--middleware": "qerl_trl.rollout.vllm.endpoint.RolloutEndpoint",
         "--max-model-len": "512",
         "--logprobs-mode": "processed_logprobs",
         "--max-logprobs": "-1",

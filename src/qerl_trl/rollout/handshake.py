@@ -82,6 +82,52 @@ def trainer_facts(model: nn.Module, names: Iterable[str]) -> dict[str, Facts]:
     return facts
 
 
+def check_form(ranks: Sequence[Mapping[str, Any]]) -> None:
+    """Whether answers of `qerl_describe` have the form that `differences` reads.
+
+    Raises:
+        `ValueError`: names the field, and what was expected of it.
+    """
+    kinds = {
+        "weights": dict,
+        "adapter_ranks": dict,
+        "options": dict,
+        "dtype": str,
+        "logprobs_mode": str,
+        "max_model_len": int,
+    }
+    for number, rank in enumerate(ranks):
+        if "weights" not in rank:
+            continue  # `differences` says it
+        for field, kind in kinds.items():
+            if not isinstance(rank.get(field), kind):
+                raise ValueError(f"{field!r} of rank {number} is {rank.get(field)!r:.100}, expected a {kind.__name__}")
+        for name, values in rank["weights"].items():
+            if not _is_facts(values):
+                raise ValueError(
+                    f"weight {name!r} of rank {number} is {values!r:.100}, expected [kind, elements, sums, divisor]"
+                )
+        for name, size in rank["adapter_ranks"].items():
+            if not isinstance(size, int):
+                raise ValueError(f"the adapter's rank in {name!r} of rank {number} is {size!r:.100}, expected a number")
+        if set(rank["weights"]) != set(ranks[0].get("weights", ())):
+            unlike = sorted(set(rank["weights"]) ^ set(ranks[0].get("weights", ())))
+            raise ValueError(f"rank {number} and rank 0 hold other weights: {_listed(unlike)}")
+
+
+def _is_facts(values: Any) -> bool:
+    if not isinstance(values, list | tuple) or len(values) != len(Facts._fields):
+        return False
+    kind, numel, sums, divisor = values
+    return (
+        isinstance(kind, str)
+        and isinstance(numel, int)
+        and isinstance(divisor, int | float)
+        and isinstance(sums, list)
+        and all(isinstance(value, int) for value in sums)
+    )
+
+
 def differences(spec: EngineSpec, model: nn.Module, ranks: Sequence[Mapping[str, Any]]) -> list[str]:
     """What a server runs otherwise than the trainer, in words; empty if it can generate for it.
 

@@ -1,8 +1,9 @@
 """The engine on a server: `vllm serve` with our plugin, reached from the trainer's main process.
 
-Adapter and noise go through `/collective_rpc` as text (see vllm/worker.py). Completions come through TRL's own client. vLLM's NCCL
-weight transfer is not used: on the server it ends in `model.load_weights`, which knows the names of a checkpoint and neither adapter
-buffers nor noise, and an adapter is small (rank 32 on 7B: 160 MB in bf16).
+Adapter and noise go as text to methods of its workers (vllm/worker.py), through an endpoint of our own that knows the trainer by a
+shared secret (vllm/endpoint.py). Completions come through TRL's client, whose requests are signed too (client.py). vLLM's NCCL weight
+transfer is not used: on the server it ends in `model.load_weights`, which knows the names of a checkpoint and neither adapter buffers
+nor noise, and an adapter is small (rank 32 on 7B: 160 MB in bf16).
 """
 
 import base64
@@ -15,22 +16,20 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlparse
 
-import requests
 import torch
 from accelerate.utils import broadcast_object_list
 from torch import nn
-from trl.generation.vllm_client import VLLMClient
 
 from ..noise.hooks import NoiseDraw
+from .client import Client, odd, understood
 from .engine import Completion, Engine, RolloutError, Sampling, gather_prompts
-from .handshake import differences
+from .handshake import check_form, differences
+from .signature import SECRET, secret
 from .spec import EngineSpec
-from .wire import CHUNK, AdapterTensors, encode_update
+from .wire import CALL, CHUNK, AdapterTensors, encode_update
 
 logger = logging.getLogger(__name__)
 
-#: seconds that one message to the server may take
-MESSAGE_TIMEOUT = 300
 #: requests at a time where each prompt has a seed of its own
 CONCURRENCY = 64
 
@@ -46,23 +45,29 @@ class ServerEngine(Engine):
 
     Raises:
         `ConnectionError`: no server answers.
-        `RuntimeError`: it runs without our plugin, without buffers for this adapter, or with other weights.
+        `RuntimeError`: there is no secret, or another one; it runs without our plugin, without buffers for this adapter, or with other
+            weights.
     """
 
     def __init__(self, url: str, spec: EngineSpec, model: nn.Module, timeout: float) -> None:
         self.spec = spec
-        self.client = VLLMClient(base_url=url, connection_timeout=timeout)
+        try:
+            self.client = Client(url, secret(), timeout)
+        except (OSError, RuntimeError) as error:
+            kind = ConnectionError if isinstance(error, OSError) else RuntimeError
+            raise kind(f"{error}\n{self._advice()}") from error
         self.url = self.client.base_url
-        # TRL's session retries answers of 500 for a minute; our calls have said what is wrong by then
-        self.session = requests.Session()
         self._noisy: tuple[str, ...] = ()
-        if not _is_loopback(self.url):
+        if urlparse(self.url).scheme != "https" and not _is_loopback(self.url):
             logger.warning(
-                "%s is not a loopback address. The endpoint that takes the adapter has no authentication: make sure that only "
-                "this trainer can reach it.",
+                "%s is neither a loopback address nor https. Requests are signed, but adapter, prompts and completions travel as they "
+                "are: use vLLM's --ssl-certfile and --ssl-keyfile, or a tunnel, where others can listen.",
                 self.url,
             )
         self.check(model)
+
+    def _advice(self) -> str:
+        return f"With the trainer's {SECRET} in its environment, the server is started by\n{self.spec.serve_command()}"
 
     def check(self, model: nn.Module) -> None:
         """Compare what the server runs with the trainer's model.
@@ -71,32 +76,32 @@ class ServerEngine(Engine):
             `RuntimeError`: they differ; says where, and gives the command that starts the right server.
         """
         try:
-            ranks = self.call("qerl_describe")
-        except RuntimeError as error:
+            ranks = self.client.call("qerl_describe")
+            check_form(ranks)
+        except ValueError as error:
             raise RuntimeError(
-                f"The server at {self.url} does not run the qerl-trl plugin ({error}). Start it with\n{self.spec.serve_command()}"
+                f"The server at {self.url} describes its model in another form than this qerl-trl reads: {error}.\n{self._advice()}"
             ) from error
+        except (OSError, RuntimeError) as error:
+            raise RuntimeError(
+                f"The server at {self.url} does not serve this trainer: {error}\n{self._advice()}"
+            ) from error
+        self._ranks = len(ranks)
         found = differences(self.spec, model, ranks)
+        self.client.description = ranks[0]
         if found:
             listed = "".join(f"\n  - {difference}" for difference in found)
-            raise RuntimeError(
-                f"The server at {self.url} does not run the trainer's model:{listed}\nRestart it with\n{self.spec.serve_command()}"
-            )
+            raise RuntimeError(f"The server at {self.url} does not run the trainer's model:{listed}\n{self._advice()}")
 
     def call(self, method: str, *args: Any) -> list[dict]:
         """One method of the worker extension on every rank.
 
         Raises:
-            `RuntimeError`: the server refused, with its words.
+            [`RolloutError`]: the server refused, with its words, or its answer makes no sense.
         """
-        body = {"method": method, "args": [str(arg) for arg in args], "timeout": MESSAGE_TIMEOUT}
-        response = self.session.post(f"{self.url}/collective_rpc", json=body, timeout=MESSAGE_TIMEOUT)
-        if response.status_code != 200:
-            raise RuntimeError(f"vLLM answered {method} with {response.status_code}: {response.text[:500]}")
-        answers = response.json()["results"]
-        refusals = [answer["error"] for answer in answers if "error" in answer]
-        if refusals:
-            raise RuntimeError(f"vLLM refused {method}: {refusals[0]}")
+        answers = self.client.call(method, *args)
+        if len(answers) != self._ranks:
+            raise odd(self.url + CALL, f"one result of {method} from each of {self._ranks} ranks", f"{answers}")
         return answers
 
     def put_adapter(self, adapter: Mapping[str, AdapterTensors]) -> None:
@@ -113,25 +118,24 @@ class ServerEngine(Engine):
         answers = self.call("qerl_apply", transfer, hashlib.sha256(data).hexdigest())
         expected = {"layers": len(adapter), "norms": len(norms)}
         if any(answer != expected for answer in answers):
-            raise RuntimeError(f"The server was sent {expected} and wrote {answers}.")
+            raise odd(self.url + CALL, f"{expected} written on each rank", f"{answers}")
 
     def set_noise(self, norms: Sequence[str], draw: NoiseDraw) -> float | None:
         if tuple(norms) != self._noisy:
             self.call("qerl_noisy_norms", " ".join(norms))
             self._noisy = tuple(norms)
         answers = self.call("qerl_noise", repr(draw.sigma), draw.seed, draw.step, draw.generation)
-        return float(answers[0]["sigma_effective"])
+        effective = answers[0].get("sigma_effective")
+        if not isinstance(effective, float | int):
+            raise odd(self.url + CALL, 'a number "sigma_effective"', f"{answers[0]}")
+        return float(effective)
 
     def sampled_under(self, draw: NoiseDraw) -> bool | None:
         key = [repr(draw.sigma), *draw[1:]]
         return all(answer["sampled"] == key for answer in self.call("qerl_sampled"))
 
     def reset_prefix_cache(self) -> None:
-        response = self.session.post(f"{self.url}/reset_prefix_cache", timeout=MESSAGE_TIMEOUT)
-        done = response.status_code == 200
-        if done and response.content:  # empty before vLLM 0.26
-            done = bool(response.json().get("success", True))
-        if not done:
+        if not self.client.reset_prefix_cache():
             raise RolloutError(
                 f"The server at {self.url} refused to reset its prefix cache (requests are still running), so the next rollout would "
                 "mix the new adapter with attention states of the old one. Let nobody else use this server."
@@ -157,8 +161,7 @@ class ServerEngine(Engine):
 
     def _request(self, prompts: list[list[int]], sampling: Sampling, seed: int | None) -> list[Completion]:
         further = {"ignore_eos": sampling.ignore_eos} | ({} if seed is None else {"seed": seed})
-        # TRL declares token ids only
-        output: dict[str, Any] = self.client.generate(
+        output = self.client.generate(
             prompts,
             n=1,
             temperature=sampling.temperature,
@@ -168,18 +171,18 @@ class ServerEngine(Engine):
             logprobs=0,
             generation_kwargs=further,
         )
-        return [
-            Completion(list(tokens), [step[0] for step in logps])
-            for tokens, logps in zip(output["completion_ids"], output["logprobs"], strict=True)
-        ]
+        tokens, logps = output["completion_ids"], output["logprobs"]
+        with understood(self.client.base_url, "one log-probability for each token"):
+            return [
+                Completion(list(ids), [step[0] for step in steps]) for ids, steps in zip(tokens, logps, strict=True)
+            ]
 
     def trl_attributes(self) -> dict[str, Any]:
         return {"vllm_client": self.client}
 
     def close(self) -> None:
         """Close the connections; the server keeps running."""
-        self.session.close()
-        self.client.session.close()
+        self.client.close()
 
 
 def _is_loopback(url: str) -> bool:

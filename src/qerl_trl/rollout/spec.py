@@ -23,6 +23,7 @@ from .adapter import adapter_buffers, linear_layers, short_names
 #: name of the loader that takes the weights out of the trainer's model (rollout/vllm)
 LOAD_FORMAT = "qerl_trainer"
 WORKER_EXTENSION = "qerl_trl.rollout.vllm.worker.QeRLWorkerExtension"
+ENDPOINT = "qerl_trl.rollout.vllm.endpoint.RolloutEndpoint"
 #: log-probabilities after temperature and truncation, which are the behaviour policy's
 LOGPROBS_MODE = "processed_logprobs"
 
@@ -120,7 +121,10 @@ class EngineSpec:
         }
 
     def serve_command(self) -> str:
-        """The command that starts a server for this model, as one shell line. Host, port and placement may be added."""
+        """The command that starts a server for this model, as one shell line. Host, port and placement may be added.
+
+        The trainer's secret (rollout/signature.py) has to be in its environment.
+        """
         command = ["vllm", "serve", self.model]
         options: dict[str, Any] = {
             "revision": self.revision,
@@ -130,6 +134,7 @@ class EngineSpec:
             "quantization": METHOD,
             "additional-config": json.dumps(self.options()),
             "worker-extension-cls": WORKER_EXTENSION,
+            "middleware": ENDPOINT,
             "max-model-len": self.max_model_len,
             "model-impl": None if self.model_impl == "auto" else self.model_impl,
             "logprobs-mode": LOGPROBS_MODE,
@@ -137,7 +142,7 @@ class EngineSpec:
         }
         command += [part for name, value in options.items() if value is not None for part in (f"--{name}", str(value))]
         command += ["--trust-remote-code"] * self.trust_remote_code
-        return f"VLLM_SERVER_DEV_MODE=1 {shlex.join(command)}"
+        return shlex.join(command)
 
 
 def dense_layers(model: nn.Module) -> list[str]:

@@ -11,6 +11,12 @@ from safetensors.torch import load, save
 CHUNK = 4 * 2**20
 #: an adapter of rank 512 on a 70B model in bf16; more is not an adapter
 MAX_TRANSFER = 16 * 2**30
+#: the server's paths for the trainer alone (vllm/endpoint.py): a method of the worker extension, and the prefix cache
+CALL, RESET = "/qerl/call", "/qerl/reset_prefix_cache"
+#: bytes of one request to them: a part in base64, as JSON
+MAX_MESSAGE = 2 * CHUNK
+#: seconds that one may take
+MESSAGE_TIMEOUT = 300
 
 
 @dataclass(frozen=True)

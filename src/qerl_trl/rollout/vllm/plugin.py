@@ -12,6 +12,7 @@ engine that does not ask for `quantization="qerl_nvfp4"` runs exactly as without
     nf4           the method for a bitsandbytes base
     offline       a checkpoint on disk in an unmodified vLLM, for evaluation
     worker        the same through `vllm serve`
+    endpoint      who may call the worker there
     sleep         frees the KV cache only
 """
 

@@ -1,15 +1,11 @@
 """Worker extension for `vllm serve`: receives the adapter and the noise of each step, on every tensor-parallel rank.
 
 `EngineSpec.serve_command` (rollout/spec.py) gives the command that starts a server with it; a trainer that finds no such server
-prints it. vLLM mixes this class into its worker and calls the methods through `/collective_rpc`. Arguments are text: numbers, names, and
-safetensors bytes in base64. Nothing is unpickled and no path is opened. The endpoint itself has no authentication, so the
-server belongs on the loopback interface or behind a proxy that asks who is calling.
+prints it. vLLM mixes this class into its worker, and the endpoint in front of the server (endpoint.py) calls the methods for who knows
+its secret. Arguments are text: numbers, names, and safetensors bytes in base64. Nothing is unpickled and no path is opened.
 """
 
-import base64
-import binascii
 import functools
-import hashlib
 from collections.abc import Callable
 from typing import Any
 
@@ -17,9 +13,14 @@ import torch
 from vllm.config import VllmConfig
 
 from ...noise.hooks import NoiseDraw
-from ..wire import CHUNK, MAX_TRANSFER, decode_update
+from ..transfers import Transfers
+from ..wire import decode_update
 from .describe import describe
 from .state import RolloutState
+
+_NO_TRANSFERS = Transfers()
+#: bytes that the names in an update may take
+_NAMES = 16 * 2**20
 
 
 def _answers(method: Callable[..., dict]) -> Callable[..., dict]:
@@ -29,7 +30,7 @@ def _answers(method: Callable[..., dict]) -> Callable[..., dict]:
     def answering(self, *args: str) -> dict:
         try:
             return method(self, *args)
-        except (ValueError, RuntimeError) as error:
+        except (ValueError, RuntimeError, TypeError) as error:  # TypeError: other arguments than it has
             return {"error": f"{type(error).__name__}: {error}"}
 
     return answering
@@ -50,6 +51,13 @@ class QeRLWorkerExtension:
             state.watch(self.model_runner)
         return state
 
+    def _qerl_largest_update(self) -> int:
+        """Bytes that adapter and norms of this engine can have: all buffers in float32, as if no rank shared them."""
+        state = self._qerl_state()
+        buffers = sum(slot.a_RK.numel() + slot.b_NR.numel() for slot in state.slots.values())
+        norms = sum(weight.numel() for weight in state.clean_norms().values())
+        return 4 * (buffers * self.vllm_config.parallel_config.tensor_parallel_size + norms) + _NAMES
+
     @_answers
     def qerl_describe(self) -> dict:
         """What this rank holds, for the trainer to compare with (rollout/handshake.py)."""
@@ -58,22 +66,10 @@ class QeRLWorkerExtension:
     @_answers
     def qerl_receive(self, transfer: str, index: str, chunk: str) -> dict:
         """Store part number `index` of the update `transfer`; parts arrive in order. Refused: out of order, too large, not base64."""
-        pending = self.__dict__.setdefault("_qerl_pending", {})
-        if int(index) == 0:
-            pending.clear()
-            pending[transfer] = bytearray()
-        if transfer not in pending:
-            raise ValueError(f"Part {index} of the unknown transfer {transfer!r}: start again with part 0.")
-        data, expected = pending[transfer], len(pending[transfer]) // CHUNK
-        if int(index) != expected or len(data) > MAX_TRANSFER:
-            raise ValueError(
-                f"Part {index} of transfer {transfer!r} came when part {expected} was due: start again with part 0."
-            )
-        try:
-            data += base64.b64decode(chunk, validate=True)
-        except binascii.Error as error:
-            raise ValueError(f"Part {index} of transfer {transfer!r} is not base64: {error}") from error
-        return {"bytes": len(data)}
+        transfers = self.__dict__.get("_qerl_transfers")
+        if transfers is None:
+            transfers = self._qerl_transfers = Transfers(self._qerl_largest_update())
+        return {"bytes": transfers.receive(transfer, int(index), chunk)}
 
     @_answers
     def qerl_apply(self, transfer: str, digest: str) -> dict:
@@ -81,9 +77,7 @@ class QeRLWorkerExtension:
 
         Refused: incomplete, damaged, or not for this model; the engine then keeps what it had.
         """
-        data = bytes(self.__dict__.get("_qerl_pending", {}).pop(transfer, b""))
-        if hashlib.sha256(data).hexdigest() != digest:
-            raise ValueError(f"Transfer {transfer!r} arrived damaged or incomplete ({len(data)} bytes): send it again.")
+        data = self.__dict__.get("_qerl_transfers", _NO_TRANSFERS).take(transfer, digest)
         state = self._qerl_state()
         adapter, norms = decode_update(data, self.device)
         layers = state.load_adapter(adapter) if adapter else 0

@@ -1,0 +1,190 @@
+"""The trainer's end of the connection to a rollout server: signs every request, and tells what a refusal or an odd answer means."""
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import requests
+from requests.auth import AuthBase
+from trl.generation.vllm_client import VLLMClient
+
+from .engine import RolloutError
+from .signature import HEADER, SECRET, sign
+from .wire import CALL, MESSAGE_TIMEOUT, RESET
+
+#: what to do about an answer, by its status
+_REMEDIES = {
+    401: f"Start server and trainer with the same {SECRET}, and keep their clocks within five minutes",
+    403: "Start the server with the command of this version of qerl-trl",
+    404: "It was not started with qerl-trl's endpoint: start it with the command that the trainer prints",
+    405: "It was not started with qerl-trl's endpoint: start it with the command that the trainer prints",
+    411: "Something between trainer and server takes the length off requests: connect them directly",
+    413: "Send fewer prompts at a time (generation_batch_size), or raise the limit of the proxy in between",
+    429: "Others are using this server: let it serve this trainer alone",
+    500: "The server's log says more",
+    502: "The server behind the proxy does not answer: see its log",
+    503: "The server is not ready: see its log",
+}
+_SHOWN = 300
+
+
+class Signature(AuthBase):
+    """Signs the requests of a session to the server at `url`."""
+
+    def __init__(self, secret: bytes, url: str) -> None:
+        self._secret, self._url = secret, url
+
+    def __call__(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
+        body = request.body or b""
+        data = body.encode() if isinstance(body, str) else bytes(body)
+        target = (request.url or "").removeprefix(self._url)
+        request.headers[HEADER] = sign(self._secret, request.method or "", target, data)
+        return request
+
+
+class Client(VLLMClient):
+    """TRL's client, whose requests are signed and whose answers are checked.
+
+    Args:
+        url: base URL of the server.
+        secret: the server's.
+        timeout: seconds to wait for the server to answer at all.
+
+    Raises:
+        `ConnectionError`: no server answers.
+        [`RolloutError`]: what answers is no vLLM server.
+    """
+
+    def __init__(self, url: str, secret: bytes, timeout: float) -> None:
+        url = url.rstrip("/")
+        with understood(f"{url}/v1/models", "the served model's name"):
+            super().__init__(base_url=url, connection_timeout=timeout)
+        #: answer of `qerl_describe` that the trainer was compared with
+        self.description: Mapping[str, Any] = {}
+        # TRL's own session repeats answers of 500 for a minute; our calls have said what is wrong by then
+        self.control = requests.Session()
+        self.session.auth = self.control.auth = Signature(secret, self.base_url)
+
+    def check_server(self, total_timeout: float = 0.0, retry_interval: float = 1.0) -> None:
+        """Wait until the server answers; TRL's waits for ever for one that hangs, or is no vLLM.
+
+        Raises:
+            `ConnectionError`: not within `total_timeout` seconds; says what came instead.
+        """
+        end = time.monotonic() + total_timeout
+        while True:
+            try:
+                response = requests.get(f"{self.base_url}/health", timeout=max(5.0, end - time.monotonic()))
+                if response.status_code == 200:
+                    return
+                found = f"/health answers {response.status_code}: {response.text[:_SHOWN].strip() or 'nothing'}"
+            except requests.RequestException as error:
+                found = f"{type(error).__name__}: {error}"
+            if time.monotonic() >= end:
+                raise ConnectionError(
+                    f"No vLLM server answers at {self.base_url} within vllm_server_timeout={total_timeout:g} s ({found}). Start one, or "
+                    "correct vllm_server_base_url."
+                )
+            time.sleep(retry_interval)
+
+    def call(self, method: str, *args: Any) -> list[dict]:
+        """One method of the worker extension; its answer from every rank.
+
+        Raises:
+            [`RolloutError`]: the server refused, with its words, or its answer makes no sense.
+        """
+        content = self._control(CALL, {"method": method, "args": [str(arg) for arg in args]})
+        answers = content.get("results")
+        if not isinstance(answers, list) or not answers or not all(isinstance(answer, dict) for answer in answers):
+            raise odd(f"{self.base_url}{CALL}", f"one result per rank of {method}", f"{content}")
+        refusals = [answer["error"] for answer in answers if "error" in answer]
+        if refusals:
+            raise RolloutError(f"vLLM refused {method}: {refusals[0]}")
+        return answers
+
+    def reset_prefix_cache(self) -> bool:
+        """Whether the server has forgotten its cached attention states."""
+        content = self._control(RESET, {})
+        if not isinstance(content.get("success"), bool):
+            raise odd(f"{self.base_url}{RESET}", 'a field "success"', f"{content}")
+        return content["success"]
+
+    def _control(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        url = self.base_url + path
+        return content_of(self.control.post(url, json=body, timeout=MESSAGE_TIMEOUT, allow_redirects=False), url)
+
+    # ------------------------------------------------------------------ TRL's, checked
+
+    def _get(self, url: str, **kwargs: Any) -> dict:
+        return content_of(self.session.get(url, **kwargs), url)
+
+    def _post(self, url: str, **kwargs: Any) -> dict:
+        return content_of(self.session.post(url, **kwargs), url)
+
+    def get_server_info(self) -> dict:
+        """The part of vLLM's settings that TRL's trainer looks at, without the development mode that serves them."""
+        return {"model_config": {"logprobs_mode": self.description["logprobs_mode"]}}
+
+    def generate(self, prompts: list, *args: Any, **kwargs: Any) -> dict:
+        """As TRL's.
+
+        Raises:
+            [`RolloutError`]: the server refused, or its answer makes no sense.
+        """
+        url = f"{self.base_url}/v1/completions"
+        with understood(url, "completions with token ids and log-probabilities"):
+            output = super().generate(prompts, *args, **kwargs)
+        found, wanted = len(output["completion_ids"]), len(prompts) * kwargs.get("n", 1)
+        if found != wanted:
+            raise odd(url, f"{wanted} completions", f"{found} completions with token ids and log-probabilities")
+        return output
+
+    def chat(self, messages: list, *args: Any, **kwargs: Any) -> dict:
+        """As TRL's; raises as `generate` does."""
+        with understood(f"{self.base_url}/v1/chat/completions", "completions with token ids and log-probabilities"):
+            return super().chat(messages, *args, **kwargs)
+
+    def close(self) -> None:
+        """Close the connections; the server keeps running."""
+        self.control.close()
+        self.session.close()
+
+
+def content_of(response: requests.Response, url: str) -> dict[str, Any]:
+    """The JSON object of an answer.
+
+    Raises:
+        [`RolloutError`]: a refusal, with the server's words and what to do; or no JSON object.
+    """
+    if response.status_code != 200:
+        remedy = _REMEDIES.get(response.status_code, "See the server's log")
+        raise RolloutError(
+            f"{url} answered {response.status_code}: {response.text[:_SHOWN].strip() or 'nothing'}. {remedy}."
+        )
+    try:
+        content = response.json()
+    except ValueError as error:
+        raise odd(url, "a JSON object", response.text or "nothing") from error
+    if not isinstance(content, dict):
+        raise odd(url, "a JSON object", response.text)
+    return content
+
+
+@contextlib.contextmanager
+def understood(url: str, expected: str) -> Iterator[None]:
+    """What goes wrong in the block while an answer is read is told by its URL and what was expected of it."""
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+        if isinstance(error, requests.RequestException):
+            raise
+        raise odd(url, expected, f"{type(error).__name__}: {error}") from error
+
+
+def odd(url: str, expected: str, found: str) -> RolloutError:
+    """The error about an answer that makes no sense."""
+    return RolloutError(
+        f"{url} answered something else than {expected}: {found[:_SHOWN]}. What answers there is no rollout server of this qerl-trl, or "
+        "a proxy in between changes its answers: check the URL, and start the server with the command that the trainer prints."
+    )

@@ -1,0 +1,222 @@
+"""What a rollout server lets through: an ASGI middleware for `vllm serve --middleware`, in front of everything that vLLM serves.
+
+The trainer's own calls end here (`CALL`, `RESET`): they reach the engine without vLLM's development mode, which is not needed and whose
+paths are closed also where it is on. What is neither ours, nor generation, nor a harmless question is refused. Imports nothing of vLLM.
+
+| path | who |
+|---|---|
+| `/health`, `/v1/models` and the other `STATUS` | everybody |
+| generation | signed (rollout/signature.py); everybody where `QERL_SERVER_OPEN_GENERATION=1` |
+| `CALL`: methods of the worker extension; `RESET`: the prefix cache | signed, each signature once |
+| everything else | nobody |
+"""
+
+import hashlib
+import hmac
+import json
+import logging
+import os
+import re
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from ..signature import HEADER, SignatureError, Verifier, secret
+from ..wire import CALL, MAX_MESSAGE, MESSAGE_TIMEOUT, RESET
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
+
+logger = logging.getLogger(__name__)
+
+STATUS = frozenset(("/health", "/ping", "/version", "/load", "/metrics", "/metrics/", "/v1/models"))
+GENERATION = frozenset(
+    (
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/chat/completions/render",
+        "/inference/v1/generate",
+        "/tokenize",
+        "/detokenize",
+    )
+)
+OPEN = "QERL_SERVER_OPEN_GENERATION"
+#: bytes of a signed request for generation: a rollout's prompts, all at once
+MAX_PROMPTS = 512 * 2**20
+#: bytes of an unsigned one, and how many of them may be open
+MAX_OPEN_PROMPTS, MAX_OPEN_REQUESTS = 16 * 2**20, 64
+_METHOD = re.compile(r"qerl_[a-z_]+", re.ASCII)
+
+
+class Refusal(Exception):
+    """An answer other than 200."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+class RolloutEndpoint:
+    """See the module.
+
+    Args:
+        app: vLLM's application.
+    """
+
+    def __init__(self, app: App) -> None:
+        self.app = app
+        self._open = os.environ.get(OPEN) == "1"
+        self._strangers = 0  # unsigned requests for generation that are under way
+        self._verifier: Verifier | None = None
+        self._problem = ""
+        try:
+            self._verifier = Verifier(secret())
+        except RuntimeError as error:
+            self._problem = str(error)
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            if self._verifier is None:  # ends the start of the server
+                await receive()
+                await send({"type": "lifespan.startup.failed", "message": self._problem})
+                return
+            await self.app(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            await receive()
+            await send({"type": "websocket.close", "code": 1008, "reason": "closed on a rollout server"})
+            return
+        try:
+            await self._serve(scope, receive, send)
+        except Refusal as refusal:
+            logger.warning("Refused %s %.200r: %s", scope["method"], scope["path"], refusal)
+            await _answer(send, refusal.status, {"error": str(refusal)})
+
+    async def _serve(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        method, path = scope["method"], scope["path"]
+        if self._verifier is None:
+            raise Refusal(503, self._problem)
+        if method == "GET" and path in STATUS:
+            await self.app(scope, receive, send)
+        elif method == "POST" and path in (CALL, RESET):
+            body = await self._signed(scope, receive, MAX_MESSAGE)
+            answer = await (self._call(scope, body) if path == CALL else self._reset(scope))
+            await _answer(send, 200, answer)
+        elif method == "POST" and path in GENERATION:
+            if self._open and not _headers(scope, HEADER):
+                await self._stranger(scope, receive, send)
+            else:
+                body = await self._signed(scope, receive, MAX_PROMPTS, once=False)
+                await self.app(scope, _again(body, receive), send)
+        else:
+            raise Refusal(403, f"{method} {path[:200]} is closed on a rollout server of qerl-trl.")
+
+    async def _signed(self, scope: MutableMapping[str, Any], receive: Receive, limit: int, once: bool = True) -> bytes:
+        """The body of a signed request; the signature is checked before anything is read.
+
+        Raises:
+            [`Refusal`]: not signed, too large, or another body than was signed.
+        """
+        assert self._verifier is not None
+        query = scope.get("query_string", b"").decode("latin-1")
+        target = scope["path"] + (f"?{query}" if query else "")
+        given = _headers(scope, HEADER)
+        try:
+            digest = self._verifier.check(given[0] if len(given) == 1 else "", scope["method"], target, once)
+        except SignatureError as error:
+            raise Refusal(401, f"Not signed by this server's trainer: {error}.") from error
+        _length(scope, limit)
+        body = bytearray()
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise Refusal(400, "The connection ended before the request did.")
+            body += message.get("body", b"")
+            if len(body) > limit:
+                raise Refusal(413, f"The request has more than {limit} bytes.")
+            if not message.get("more_body", False):
+                break
+        if not hmac.compare_digest(hashlib.sha256(body).hexdigest(), digest):
+            raise Refusal(401, "Not signed by this server's trainer: the body is another than the one that was signed.")
+        return bytes(body)
+
+    async def _stranger(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        _length(scope, MAX_OPEN_PROMPTS)
+        if self._strangers >= MAX_OPEN_REQUESTS:
+            raise Refusal(
+                429, f"{self._strangers} unsigned requests are under way, which is the limit: try again later."
+            )
+        self._strangers += 1
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            self._strangers -= 1
+
+    async def _call(self, scope: MutableMapping[str, Any], body: bytes) -> dict[str, Any]:
+        """One method of the worker extension, on every rank."""
+        try:
+            asked = json.loads(body)
+            method, args = asked["method"], asked["args"]
+            well_formed = _METHOD.fullmatch(method) and all(type(arg) is str for arg in args)
+        except (ValueError, KeyError, TypeError) as error:
+            raise Refusal(400, f"Expected a method and its args as JSON: {type(error).__name__}: {error}.") from error
+        if not well_formed:
+            raise Refusal(
+                403, f"{method!r} is none of the worker extension's methods, or its args are no list of texts."
+            )
+        engine = _engine(scope)
+        try:
+            return {"results": await engine.collective_rpc(method=method, timeout=MESSAGE_TIMEOUT, args=tuple(args))}
+        except Exception as error:
+            logger.exception("%s failed", method)
+            raise Refusal(500, f"{method} failed in the engine: {type(error).__name__}: {error}") from error
+
+    async def _reset(self, scope: MutableMapping[str, Any]) -> dict[str, Any]:
+        engine = _engine(scope)
+        try:
+            return {"success": await engine.reset_prefix_cache() is not False}
+        except Exception as error:
+            logger.exception("resetting the prefix cache failed")
+            raise Refusal(500, f"resetting the prefix cache failed: {type(error).__name__}: {error}") from error
+
+
+def _engine(scope: MutableMapping[str, Any]) -> Any:
+    """vLLM's engine client, where each of its own endpoints finds it."""
+    engine = getattr(getattr(scope.get("app"), "state", None), "engine_client", None)
+    if engine is None:
+        raise Refusal(503, "This vLLM has no engine where qerl-trl looks for it (app.state.engine_client).")
+    return engine
+
+
+def _headers(scope: MutableMapping[str, Any], name: str) -> list[str]:
+    wanted = name.lower().encode()
+    return [value.decode("latin-1") for key, value in scope["headers"] if key == wanted]
+
+
+def _length(scope: MutableMapping[str, Any], limit: int) -> None:
+    """Refuse a body that does not say its length, or is too long."""
+    given = _headers(scope, "Content-Length")
+    if len(given) != 1 or not re.fullmatch(r"\d{1,15}", given[0], re.ASCII):
+        raise Refusal(411, "The request does not say how long it is (Content-Length).")
+    if int(given[0]) > limit:
+        raise Refusal(413, f"The request has {given[0]} bytes, more than the {limit} that are allowed.")
+
+
+def _again(body: bytes, receive: Receive) -> Receive:
+    """A `receive` that hands out `body` once, then what comes after it."""
+    waiting = [body]
+
+    async def replay() -> Message:
+        if waiting:
+            return {"type": "http.request", "body": waiting.pop(), "more_body": False}
+        return await receive()
+
+    return replay
+
+
+async def _answer(send: Send, status: int, content: dict[str, Any]) -> None:
+    data = json.dumps(content).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(data)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": data})

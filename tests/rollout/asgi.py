@@ -1,0 +1,125 @@
+"""An ASGI application, asked directly or over loopback HTTP; and a stand-in for vLLM behind qerl-trl's endpoint."""
+
+import asyncio
+import contextlib
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+from qerl_trl.rollout.signature import HEADER, SECRET, sign
+
+KEY = "a secret of the tests, long enough"
+
+
+class FakeVLLM:
+    """Answers every path with 200 and keeps what reached it; `engine` keeps what reached the engine."""
+
+    def __init__(self, answer: Any = None) -> None:
+        self.reached: list[str] = []
+        self.bodies: list[bytes] = []
+        self.asked: list[tuple] = []
+        self.answer = answer
+        self.state = SimpleNamespace(engine_client=self)
+
+    async def __call__(self, scope, receive, send):
+        self.reached.append(f"{scope['method']} {scope['path']}")
+        self.bodies.append((await receive()).get("body", b""))
+        content = {"data": [{"id": "model"}]} if scope["path"] == "/v1/models" else {}
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": json.dumps(content).encode()})
+
+    async def collective_rpc(self, method, timeout, args):
+        self.asked.append((method, *args))
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return [{"bytes": 1}] if self.answer is None else self.answer
+
+    async def reset_prefix_cache(self):
+        self.asked.append(("reset",))
+        return True
+
+
+def guarded(app, key: str = KEY, **environment: str):
+    """qerl-trl's endpoint in front of `app`."""
+    from qerl_trl.rollout.vllm.endpoint import RolloutEndpoint
+
+    with mock.patch.dict("os.environ", {SECRET: key, **environment}):
+        return RolloutEndpoint(app)
+
+
+def ask(endpoint, method: str, path: str, body: bytes = b"", headers: dict[str, str] | None = None, parts: int = 1):
+    """Status and content of one answer. `headers` replace Content-Length where they name it; None leaves it out."""
+    given = {"Content-Length": str(len(body)), **(headers or {})}
+    return asyncio.run(_ask(endpoint, method, path, body, given, parts))
+
+
+async def _ask(endpoint, method, path, body, headers, parts):
+    size = -(-len(body) // parts) or 1
+    chunks = [body[i : i + size] for i in range(0, len(body), size)] or [b""]
+    messages = [{"type": "http.request", "body": c, "more_body": i + 1 < len(chunks)} for i, c in enumerate(chunks)]
+    sent: list[dict] = []
+
+    async def receive():
+        return messages.pop(0) if messages else {"type": "http.disconnect"}
+
+    async def send(message):
+        sent.append(message)
+
+    path, _, query = path.partition("?")
+    scope = {
+        "type": "http",
+        "method": method,
+        "path": path,
+        "query_string": query.encode(),
+        "headers": [(k.lower().encode(), v.encode("latin-1")) for k, v in headers.items() if v is not None],
+        "app": getattr(endpoint, "app", None),
+    }
+    await endpoint(scope, receive, send)
+    return sent[0]["status"], json.loads(b"".join(message.get("body", b"") for message in sent[1:]) or "null")
+
+
+def signed(method: str, path: str, body: bytes = b"", key: str = KEY) -> dict[str, str]:
+    return {HEADER: sign(key.encode(), method, path, body)}
+
+
+@contextlib.contextmanager
+def http(answer) -> Iterator[tuple[str, list]]:
+    """URL of a server whose `answer(method, path, headers, body)` gives (status, bytes), and the requests it got."""
+    requests: list[tuple] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do(self):
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            requests.append((self.command, self.path, body))
+            status, content = answer(self.command, self.path, dict(self.headers), body)
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        do_GET = do_POST = do
+
+        def log_message(self, *args):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", requests
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def bridged(endpoint):
+    """`answer` for [`http`]: an ASGI application."""
+
+    def answer(method, path, headers, body):
+        status, content = ask(endpoint, method, path, body, headers)
+        return status, json.dumps(content).encode()
+
+    return answer
