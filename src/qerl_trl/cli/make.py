@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from .options import (
+    AllowOtherBase,
     AsJson,
     BaseFormat,
     BaseModel,
@@ -87,6 +88,7 @@ def merge(
     ] = "bf16",
     base_model: BaseModel = None,
     base_format: BaseFormat = None,
+    allow_other_base: AllowOtherBase = False,
     onto_original: Annotated[
         bool,
         typer.Option(
@@ -118,7 +120,7 @@ def merge(
     from qerl_trl.publish.records import Export, Measured
     from qerl_trl.publish.run import load_any, load_policy
 
-    policy = load_policy(run, base_model, base_format, dtype, device)
+    policy = load_policy(run, base_model, base_format, dtype, device, allow_other_base)
     measured: Measured | None = None
     if prompts is not None:
         assert policy.tokenizer is not None  # load_policy brings one

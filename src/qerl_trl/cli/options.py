@@ -16,6 +16,10 @@ BaseModel = Annotated[str | None, typer.Option(help="Folder or Hub id of the bas
 BaseFormat = Annotated[
     str | None, typer.Option(help="nvfp4 or bf16: the base's format. Default: what the run recorded.")
 ]
+AllowOtherBase = Annotated[
+    bool,
+    typer.Option("--allow-other-base", help="Take a base with other weights than the run's. The record says so."),
+]
 Dtype = Annotated[
     str | None, typer.Option(help="Compute dtype of the policy. Default: what the run recorded, else bfloat16.")
 ]

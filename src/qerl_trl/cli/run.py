@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .options import AsJson, BaseFormat, BaseModel, Device, Dtype, note, print_result
+from .options import AllowOtherBase, AsJson, BaseFormat, BaseModel, Device, Dtype, note, print_result
 
 
 def train(
@@ -74,6 +74,7 @@ def evaluate(
     batch_size: Annotated[int, typer.Option(help="Problems at a time (transformers).")] = 64,
     base_model: BaseModel = None,
     base_format: BaseFormat = None,
+    allow_other_base: AllowOtherBase = False,
     dtype: Dtype = None,
     device: Device = "cpu",
     harness: Annotated[
@@ -130,7 +131,7 @@ def evaluate(
         generate = evaluation.vllm_engine(base, chosen, str(adapter) if adapter else None, seed)
     else:
         if adapter:
-            policy = load_policy(adapter, base_model, base_format, dtype, device)
+            policy = load_policy(adapter, base_model, base_format, dtype, device, allow_other_base)
         else:
             policy = load_any(model, device, dtype)
         assert policy.tokenizer is not None  # both bring one

@@ -1,5 +1,6 @@
 """The policy of a finished run, rebuilt for export or evaluation: its base in the format it was trained on, and its adapter."""
 
+import logging
 import os
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard, cast
@@ -8,12 +9,15 @@ import torch
 from peft import PeftConfig, PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from .. import checkpoint, identity
+from .. import base_identity, checkpoint, identity
 from ..identity import RunSettings
 from ..lora import load_adapter
 from ..nvfp4.config import NVFP4Config, from_pretrained, load_config
 from ..upstream import OnlineTrainer
 from . import staging
+from .names import is_hub_id
+
+logger = logging.getLogger(__name__)
 
 
 class TrainedPolicy(NamedTuple):
@@ -54,17 +58,21 @@ def load_policy(
     base_format: str | None = None,
     dtype: str | None = None,
     device: str = "cpu",
+    allow_other_base: bool = False,
 ) -> TrainedPolicy:
     """Build the policy of a checkpoint or adapter folder: its base in the format it was trained on, and the adapter.
+
+    A base from the Hub is loaded at the revision that the run recorded, and its fingerprint is compared with the run's.
 
     Args:
         adapter: folder with adapter_config.json: a checkpoint, a finished run, or what `save_adapter` wrote.
         base_model: folder or Hub id; default: what adapter_config.json says.
         base_format: "nvfp4" or "bf16"; default: what the run recorded. Another one than the run's makes another model.
         dtype: compute dtype; default: the run's, else bfloat16.
+        allow_other_base: take a base with other weights than the run's, which the record then says.
 
     Raises:
-        `ValueError`: no adapter there, or nothing says what base it was trained on.
+        `ValueError`: no adapter there, nothing says what base it was trained on, or the base has other weights.
     """
     adapter = Path(adapter)
     if not (adapter / "adapter_config.json").is_file():
@@ -85,21 +93,76 @@ def load_policy(
             f"base_format={base_format!r} cannot be exported; only adapters on 'nvfp4' and 'bf16' bases can."
         )
     dtype = dtype or settings.get("dtype") or "bfloat16"
+    revision = recorded_revision(settings, base_model)
     if base_format == "nvfp4":
         config = NVFP4Config(
             scale_rule=settings.get("scale_rule", "rtn"),
             modules_to_not_convert=settings.get("modules_to_not_convert"),
             compute_dtype=dtype,
         )
-        model = from_pretrained(base_model, config, dtype=getattr(torch, dtype), device_map={"": device})
+        model = from_pretrained(
+            base_model, config, dtype=getattr(torch, dtype), device_map={"": device}, revision=revision
+        )
     else:
-        model = AutoModelForCausalLM.from_pretrained(base_model, dtype=dtype, device_map={"": device})
+        model = AutoModelForCausalLM.from_pretrained(
+            base_model, dtype=dtype, device_map={"": device}, revision=revision
+        )
+    # the unquantized base of a run on NVFP4 is another model, and has no recorded fingerprint
+    if base_format == recorded:
+        settings |= compared_base(settings, model, base_model, dtype, allow_other_base)
     adapted = load_adapter(model, str(adapter)).eval()
     adapted.to(torch.device(device))
     has_tokenizer = (adapter / "tokenizer_config.json").is_file()
-    tokenizer = AutoTokenizer.from_pretrained(adapter if has_tokenizer else base_model)
+    tokenizer = AutoTokenizer.from_pretrained(
+        adapter if has_tokenizer else base_model, revision=None if has_tokenizer else revision
+    )
     settings |= {"model": base_model, "merged_onto": base_format, "dtype": dtype}
+    settings.pop("base_revision", None)  # of the base that the run named
+    if (commit := base_identity.base_revision(model)) is not None:
+        settings["base_revision"] = commit
     return TrainedPolicy(adapted, tokenizer, settings)
+
+
+def recorded_revision(settings: RunSettings, base_model: str) -> str | None:
+    """The Hub's commit at which to load `base_model`: the run's, if it is the run's base and no folder."""
+    return settings.get("base_revision") if base_model == settings.get("model") and is_hub_id(base_model) else None
+
+
+def compared_base(
+    settings: RunSettings, model: PreTrainedModel, base_model: str, dtype: str, allowed: bool
+) -> RunSettings:
+    """Compare a base, just loaded, with the one that the run recorded; what to record of it.
+
+    Raises:
+        `ValueError`: its weights are others, and that is not `allowed`.
+    """
+    then, now = settings.get("base_sha256"), base_identity.base_sha256(model)
+    if then is None:
+        logger.warning(
+            "The run did not record a fingerprint of its base (it is of an older version, or of another library): %s is taken on trust.",
+            base_model,
+        )
+        return {}
+    if then == now or now is None:
+        return {}
+    commit = settings.get("base_revision")
+    trained_on = f"{settings.get('model', 'a base')}{f' at revision {commit[:12]}' if commit else ''}"
+    rounded = settings.get("dtype", dtype)
+    because = (
+        f" It was loaded in {dtype}, the run's was in {rounded}, which may round it otherwise: leave dtype (--dtype) away to see."
+        if dtype != rounded
+        else ""
+    )
+    if not allowed:
+        raise ValueError(
+            f"{base_model} has other weights than the base that the adapter was trained on, {trained_on} (fingerprint {now[:12]}, the "
+            f"run's {then[:12]}): the same shapes, but another model.{because} Name the run's own base: base_model=... (--base-model). To take "
+            "this one all the same: allow_other_base=True (--allow-other-base)."
+        )
+    line = f"base_sha256: trained on {then[:12]}, built on {now[:12]}"
+    logger.warning("Building on another base than the run's, as allowed: %s.", line)
+    found: RunSettings = {"base_sha256": now, "changed": [*settings.get("changed", []), line]}
+    return found
 
 
 def recorded_settings(folder: Path) -> RunSettings:
