@@ -3,7 +3,6 @@
 import json
 import pickle
 
-import huggingface_hub
 import pytest
 import torch
 from peft import PeftModel
@@ -90,31 +89,38 @@ def test_push_merged_and_base_from_a_live_trainer(server, tiny_model_dir, tiny_t
     assert not list((tmp_path / "run").glob("_hub*"))
 
 
-def test_checkpoints_are_pushed_while_training(server, tiny_model_dir, tiny_tokenizer, tmp_path, monkeypatch):  # noqa: F811
-    """`hub_strategy` is the parent's; the token must not travel inside training_args.bin."""
-    api = huggingface_hub.HfApi(endpoint=server.endpoint, token=TOKEN)
-    monkeypatch.setattr("transformers.trainer.hf_api", lambda: api)
-    trainer = make_trainer(
-        tiny_model_dir,
-        tiny_tokenizer,
-        tmp_path,
-        push_to_hub=True,
-        hub_model_id=REPO,
-        hub_token=TOKEN,
-        hub_strategy="checkpoint",
-        save_strategy="steps",
-        save_steps=1,
-        hub_always_push=True,
-    )
-    trainer.train()
-    trainer._finish_current_push()
-    files = server.repos[REPO]["files"]
-    assert server.repos[REPO]["private"] is True
-    assert "adapter_model.safetensors" in files
-    assert "last-checkpoint/adapter_model.safetensors" in files
-    assert f"last-checkpoint/{checkpoint.MANIFEST_NAME}" in files
-    for name, data in files.items():
+def test_checkpoints_are_pushed_while_training(server, tiny_model_dir, tiny_tokenizer, tmp_path):  # noqa: F811
+    """`hub_strategy="checkpoint"`: what a resumed run reads goes up, in a folder of its own, and nothing else does."""
+    options = {"save_strategy": "steps", "save_steps": 1, "hub_base_model": "someone/base", "save_total_limit": 1}
+    pushing = {"push_to_hub": True, "hub_model_id": REPO, "hub_token": TOKEN, "hub_always_push": True}
+    make_trainer(
+        tiny_model_dir, tiny_tokenizer, tmp_path, max_steps=2, hub_strategy="checkpoint", **options, **pushing
+    ).train()
+    repo = server.repos[REPO]
+    assert repo["private"] is True
+    assert len(repo["commits"]) == 2
+    assert not list((tmp_path / "run").glob(".push*"))
+    downloaded = tmp_path / "downloaded"
+    for name, data in repo["files"].items():
         assert TOKEN.encode() not in data, name
+        assert str(tmp_path).encode() not in data or name.startswith("last-checkpoint/"), name
+        (downloaded / name).parent.mkdir(parents=True, exist_ok=True)
+        (downloaded / name).write_bytes(data)
+    root = {name for name in repo["files"] if "/" not in name}
+    assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json", "README.md"} <= root
+    assert {path.name for path in (downloaded / "last-checkpoint").iterdir()} - root == {
+        *("optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json")
+    }
+    assert "training_args.bin" not in root and not root & {"optimizer.pt", "trainer_state.json"}
+    assert checkpoint.problems(downloaded) == checkpoint.problems(downloaded / "last-checkpoint") == []
+    for folder in (downloaded, downloaded / "last-checkpoint"):
+        assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == "someone/base"
+    again = make_trainer(tiny_model_dir, tiny_tokenizer, tmp_path / "elsewhere", max_steps=3, **options)
+    again.train(resume_from_checkpoint=str(downloaded / "last-checkpoint"))
+    straight = make_trainer(tiny_model_dir, tiny_tokenizer, tmp_path / "straight", max_steps=3, **options)
+    straight.train()
+    resumed, uninterrupted = (each.accelerator.unwrap_model(each.model).state_dict() for each in (again, straight))
+    assert all(torch.equal(value, resumed[name]) for name, value in uninterrupted.items() if "lora_" in name)
 
 
 def test_arguments_do_not_pickle_the_token(tmp_path):

@@ -10,7 +10,7 @@ import torch
 from datasets import Dataset
 from peft import LoHaConfig, LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
+from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOConfig
 
 from qerl_trl import (
@@ -25,6 +25,7 @@ from qerl_trl import (
 from qerl_trl.checkpoint import MANIFEST_NAME
 from qerl_trl.lora import register_nvfp4_lora
 from qerl_trl.nvfp4.linear import NVFP4Linear
+from qerl_trl.publishing import PublishingMixin
 
 LORA = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
 PROMPTS = Dataset.from_dict({"prompt": [f"say {word} " for word in ("one", "two", "six", "ten")] * 4})
@@ -541,7 +542,7 @@ def test_a_checkpoint_is_pushed_only_once_it_is_sealed(make_trainer, tmp_path, m
     def push(trainer, folder):
         pushed.append((Path(folder).name, (Path(folder) / MANIFEST_NAME).is_file()))
 
-    monkeypatch.setattr(Trainer, "_push_from_checkpoint", push)
+    monkeypatch.setattr(PublishingMixin, "_push_from_checkpoint", push)
     monkeypatch.setattr(QeRLGRPOTrainer, "init_hf_repo", lambda self, token=None: None)
     trainer = make_trainer(save_strategy="steps", save_steps=1, push_to_hub=True)
     monkeypatch.setattr(trainer, "push_to_hub", lambda *args, **kwargs: None)

@@ -82,6 +82,11 @@ class QeRLArguments(OnlineConfig):
         allow_other_settings (`bool`, *optional*, defaults to `False`):
             Go on from a checkpoint whose run had other settings (with a warning that says which), instead of refusing.
 
+        > Publishing
+
+        hub_base_model (`str`, *optional*):
+            Hub id of the base, for an adapter that is pushed (`push_to_hub`) and was trained on a base in a local folder.
+
         > Checks
 
         zero_advantage_patience (`int`, *optional*, defaults to `10`):
@@ -142,6 +147,10 @@ class QeRLArguments(OnlineConfig):
     )
     allow_other_settings: bool = field(
         default=False, metadata={"help": "Go on from a checkpoint whose run had other settings, instead of refusing."}
+    )
+    hub_base_model: str | None = field(
+        default=None,
+        metadata={"help": "Hub id of the base that a pushed adapter names, where `model` is a local folder."},
     )
     zero_advantage_patience: int = field(
         default=10, metadata={"help": "Warn after this many consecutive rollouts without any advantage."}

@@ -7,12 +7,15 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accelerate.utils import broadcast_object_list
 from peft import PeftModel
+from transformers.trainer_utils import HubStrategy, SaveStrategy, TrainOutput
 
 from .upstream import OnlineTrainer
 
 if TYPE_CHECKING:
     from .publish.records import Export, Facts
+    from .publish.while_training import Destination, Pushes
 
 
 class PublishingMixin(OnlineTrainer):
@@ -54,11 +57,13 @@ class PublishingMixin(OnlineTrainer):
     def init_hf_repo(self, token: str | None = None) -> None:
         if not self.is_world_process_zero():
             return
-        from .publish import hub
+        from .publish import hub, while_training
 
         private = self.args.hub_private_repo is not False
+        if isinstance(self.accelerator.unwrap_model(self.model), PeftModel) and self.args.hub_base_model is None:
+            hub.require_hub_base(self.model.config._name_or_path)  # now, not when it is trained
         _, self.hub_model_id = hub.prepare_repository(self._repo_name(), private, token or self.args.hub_token)
-        self.push_in_progress = None
+        self.push_in_progress = while_training.Pushes(self._output_dir())
 
     def _output_dir(self) -> str:
         assert self.args.output_dir is not None  # TrainingArguments replaces None
@@ -111,30 +116,79 @@ class PublishingMixin(OnlineTrainer):
 
         Args:
             base_model (`str`, *optional*):
-                Hub id of the base, where the run trained on a local folder.
+                Hub id of the base, where the run trained on a local folder. Default: `hub_base_model` of the arguments.
         """
         from .publish import hub
 
-        adapter = isinstance(self.accelerator.unwrap_model(self.model), PeftModel)
-        if adapter and base_model is None:
+        to = self._destination(base_model, token, revision)
+        if to.adapter and to.base_model is None:
             hub.require_hub_base(self.model.config._name_or_path)
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         if getattr(self, "push_in_progress", None) is not None:
             self._finish_current_push()
-        repo_id, facts = self.hub_model_id or self._repo_name(), self._facts(**kwargs)
         options: dict[str, Any] = {
-            "private": self.args.hub_private_repo is not False,
-            "token": token or self.args.hub_token,
-            "revision": revision or self.args.hub_revision,
+            "facts": self._facts(**kwargs),
+            "private": to.private,
+            "token": to.token,
+            "revision": to.revision,
             "message": commit_message,
             "force": self.args.push_to_hub,  # the repository then contains this run's pushes during training
         }
-        if adapter:
-            url = hub.push_adapter(self, repo_id, base_model, facts=facts, **options)
+        if to.adapter:
+            url = hub.push_adapter(self, to.repo_id, to.base_model, **options)
         else:
             self.save_model(push=False)
-            main = self.is_world_process_zero()
-            url = hub.push_model(self._output_dir(), repo_id, facts, **options) if main else None
+            url = hub.push_model(self._output_dir(), to.repo_id, **options) if self.is_world_process_zero() else None
         if url is not None:
             self.hub_model_id = "/".join(url.split("/commit/")[0].split("/")[-2:])
         return url
+
+    def _destination(
+        self, base_model: str | None = None, token: str | None = None, revision: str | None = None
+    ) -> "Destination":
+        from .publish.while_training import Destination
+
+        return Destination(
+            repo_id=self.hub_model_id or self._repo_name(),
+            private=self.args.hub_private_repo is not False,
+            token=token or self.args.hub_token,
+            revision=revision or self.args.hub_revision,
+            base_model=base_model or self.args.hub_base_model,
+            adapter=isinstance(self.accelerator.unwrap_model(self.model), PeftModel),
+        )
+
+    # ------------------------------------------------------------------------------------------------- while training
+
+    def _pushes_while_training(self) -> bool:
+        return self.args.push_to_hub and self.args.hub_strategy != HubStrategy.END
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if not self.is_world_process_zero() or not self._pushes_while_training():
+            return
+        pushes = self.push_in_progress
+        if not self.args.hub_always_push and not pushes.is_done():
+            return
+        self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        kept = {HubStrategy.CHECKPOINT: "last-checkpoint", HubStrategy.ALL_CHECKPOINTS: Path(checkpoint_folder).name}
+        by_steps = self.args.save_strategy == SaveStrategy.STEPS
+        when = f"step {self.state.global_step}" if by_steps else f"epoch {int(self.state.epoch or 0)}"
+        message = f"Training in progress, {when}"
+        keep_as = kept.get(HubStrategy(self.args.hub_strategy))
+        pushes.start(checkpoint_folder, self._destination(), self._facts(), message, keep_as)
+
+    def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
+        """As `Trainer.train`. Raises where the last push while training failed, once everything is saved here."""
+        output: TrainOutput = super().train(*args, **kwargs)
+        if not self._pushes_while_training():
+            return output
+        to = self._destination()
+        pushes: Pushes | None = getattr(self, "push_in_progress", None)  # of the main process
+        failed = [pushes.retry(to.repo_id) if pushes is not None else None]
+        if self.accelerator.num_processes > 1:
+            broadcast_object_list(failed)
+        if failed[0] is not None:
+            from .publish import while_training
+
+            self.save_model(push=False)
+            raise while_training.ended(failed[0], self._output_dir(), to)
+        return output

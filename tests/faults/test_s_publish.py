@@ -3,14 +3,17 @@
 import json
 
 import pytest
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
+from typer.testing import CliRunner
 
 from qerl_trl import QeRLGRPOTrainer, checkpoint
-from tests.faults.catalog import fault
+from qerl_trl.cli.main import app
+from tests.faults.catalog import fault, told
 from tests.hub_server import TOKEN
 from tests.publish.test_hub import REPO, no_token_anywhere, server  # noqa: F401  (fixtures)
 from tests.test_trainer import PROMPTS, settings, spread_reward
 
+WEIGHTS = "adapter_model.safetensors"
 SECRET = "kx93-vv02-a-token-of-no-known-form"
 
 
@@ -21,7 +24,11 @@ def run(tiny_model_dir, tiny_tokenizer, tmp_path, **options):
         model=str(tiny_model_dir("qwen2")),
         reward_funcs=spread_reward,
         args=settings(
-            tmp_path, max_steps=1, hub_model_id=REPO, hub_token=TOKEN, model_init_kwargs=initial, aqn=False, **options
+            tmp_path,
+            hub_model_id=REPO,
+            hub_token=TOKEN,
+            model_init_kwargs=initial,
+            **{"max_steps": 1, "aqn": False, **options},
         ),
         train_dataset=PROMPTS,
         processing_class=tiny_tokenizer,
@@ -62,7 +69,6 @@ def test_a_fully_trained_model_is_published_without_its_arguments(
     assert checkpoint.problems(downloaded) == []
     card = server.text(REPO)["README.md"]
     assert "someone/data" in card
-    assert "base_model_relation: finetune" in card or "base_model" not in card
     assert "LoRA" not in card
 
 
@@ -77,3 +83,114 @@ def test_a_token_in_a_published_text_refuses_the_upload(server, tiny_model_dir, 
     assert "Remove it" in str(error.value)
     assert json.loads(config.read_text())["note"] == SECRET
     assert server.requests == []
+
+
+# --- while training ---------------------------------------------------------------------------------------------------------------
+
+
+class AfterStep(TrainerCallback):
+    """Calls `action` once the step is saved and what is being pushed has ended."""
+
+    def __init__(self, trainer, step, action):
+        self.trainer, self.step, self.action = trainer, step, action
+
+    def on_save(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            self.trainer._finish_current_push()
+            self.action()
+
+
+def pushing(tiny_model_dir, tiny_tokenizer, tmp_path, **options):
+    options = {
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "hub_always_push": True,
+        "hub_strategy": "every_save",
+        **options,
+    }
+    return run(
+        tiny_model_dir,
+        tiny_tokenizer,
+        tmp_path,
+        max_steps=2,
+        push_to_hub=True,
+        hub_base_model="someone/base",
+        **options,
+    )
+
+
+COMMIT = r"POST /api/models/.*/commit/.*"
+
+
+@fault("S.push_while_training_fails")
+@pytest.mark.parametrize(
+    ("status", "cause"),
+    [
+        (401, "refused the token (401)"),
+        (429, "answered 429"),
+        (500, "answered 500"),
+        (None, "connection to the Hub failed"),
+    ],
+)
+def test_a_push_that_fails_is_told_at_once_and_raised_at_the_end(
+    server,  # noqa: F811
+    tiny_model_dir,
+    tiny_tokenizer,
+    tmp_path,
+    caplog,
+    status,
+    cause,
+):
+    trainer = pushing(tiny_model_dir, tiny_tokenizer, tmp_path)
+    told_at_once = []
+
+    def end_of_the_hub():
+        if status is None:
+            server.close()
+        server.fail = {r".*": status}
+
+    trainer.add_callback(AfterStep(trainer, 1, end_of_the_hub))
+    trainer.add_callback(AfterStep(trainer, 2, lambda: told_at_once.extend(caplog.messages)))
+    command = f"qerl-trl push adapter {tmp_path / 'run'} {REPO} --base-model someone/base"
+    with told(RuntimeError, REPO, "which has checkpoint-1", cause, command):
+        trainer.train()
+    assert [text for text in told_at_once if text.startswith("checkpoint-2 was not pushed") and cause in text]
+    # everything is here, and what is on the Hub is whole
+    assert checkpoint.problems(tmp_path / "run") == checkpoint.problems(tmp_path / "run/checkpoint-2") == []
+    here, there = ((tmp_path / "run" / name / WEIGHTS).read_bytes() for name in ("", "checkpoint-1"))
+    assert published(server)[WEIGHTS] == there != here
+    if status is not None:
+        server.fail = {}
+        result = CliRunner().invoke(app, command.split()[1:])
+        assert result.exit_code == 0, result.output
+        assert published(server)[WEIGHTS] == here
+
+
+@fault("S.push_while_training_fails", recovered=True)
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_push_that_failed_is_made_good_by_the_next_one_or_at_the_end(
+    server,  # noqa: F811
+    tiny_model_dir,
+    tiny_tokenizer,
+    tmp_path,
+    caplog,
+    step,
+):
+    trainer = pushing(tiny_model_dir, tiny_tokenizer, tmp_path, save_total_limit=1)
+    fail = {COMMIT: 500}
+    server.fail = fail if step == 1 else {}
+    trainer.add_callback(AfterStep(trainer, 1, lambda: setattr(server, "fail", {} if step == 1 else fail)))
+    trainer.add_callback(AfterStep(trainer, 2, lambda: setattr(server, "fail", {})))
+    trainer.train()
+    assert f"checkpoint-{step} was not pushed to {REPO}" in caplog.text
+    assert published(server)[WEIGHTS] == (tmp_path / "run/checkpoint-2" / WEIGHTS).read_bytes()
+    assert not list((tmp_path / "run").glob(".push*"))
+
+
+@fault("S.push_while_training_fails", recovered=True)
+def test_a_run_that_cannot_be_published_does_not_begin(server, tiny_model_dir, tiny_tokenizer, tmp_path):  # noqa: F811
+    with told(ValueError, "only this machine has", "hub_base_model"):
+        run(tiny_model_dir, tiny_tokenizer, tmp_path, push_to_hub=True)
+    server.fail = {r".*": 401}
+    with told(RuntimeError, "refused the token", "hf auth login"):
+        pushing(tiny_model_dir, tiny_tokenizer, tmp_path)

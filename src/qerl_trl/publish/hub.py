@@ -153,6 +153,7 @@ def push_folder(
     base_model: str | None = None,
     force: bool = False,
     facts: Facts | None = None,
+    further: Content | None = None,
     notify: Callable[[str], None] = print,
 ) -> str:
     """Upload a sealed export as the content of `repo_id`, in one commit. Returns the commit's URL.
@@ -163,6 +164,7 @@ def push_folder(
         base_model: Hub id of the base, for the card and adapter_config.json of an adapter.
         force: publish into a repository that holds something else; its other files stay.
         facts: for the card, over those that the export recorded.
+        further: uploaded in the same commit, without a place in the manifest.
 
     Raises:
         `ValueError`: the folder is not a whole export, or names a base model that only this machine has.
@@ -172,14 +174,14 @@ def push_folder(
     record = _whole_export(folder)
     files = _files(folder, notify)
     if record["kind"] == "adapter":
-        files |= _adapter_config(folder, base_model)
+        files |= adapter_config(folder, base_model)
     known: Facts = cards.read_facts(folder) or {"kind": record["kind"], "settings": record["settings"]}
     known |= {**(facts or {}), "kind": known["kind"]}
     if base_model:
         known["base_model"] = base_model
     message = message or f"{record['kind'].replace('_', ' ')}, written by qerl-trl"
     manifest = checkpoint.read_manifest(folder)
-    return _publish(files, manifest, known, repo_id, private, token, revision, message, force, notify)
+    return _publish(files, manifest, known, repo_id, private, token, revision, message, force, further or {}, notify)
 
 
 def push_model(
@@ -191,6 +193,7 @@ def push_model(
     revision: str | None = None,
     message: str = "model, written by qerl-trl",
     force: bool = False,
+    further: Content | None = None,
     notify: Callable[[str], None] = print,
 ) -> str:
     """As [`push_folder`], for a run of which every weight was trained: the model in the run's folder or in a checkpoint."""
@@ -200,7 +203,8 @@ def push_model(
             f"{folder} cannot be published: {'; '.join(wrong)}. Name a whole checkpoint, or save the model again."
         )
     manifest = checkpoint.read_manifest(folder)
-    return _publish(_files(folder, notify), manifest, facts, repo_id, private, token, revision, message, force, notify)
+    files = _files(folder, notify)
+    return _publish(files, manifest, facts, repo_id, private, token, revision, message, force, further or {}, notify)
 
 
 def _publish(
@@ -213,15 +217,16 @@ def _publish(
     revision: str | None,
     message: str,
     force: bool,
+    further: Content,
     notify: Callable[[str], None],
 ) -> str:
     """Everything that this package uploads comes through here. `files` and the manifest of their folder; a card is added."""
-    outgoing.check(files)  # before the repository is made
+    outgoing.check({**files, **further})  # before the repository is made
     api, repo_id = prepare_repository(repo_id, private, token, notify)
     facts = {**facts, "repo_id": repo_id}
     facts.pop("curves", None)
     content: Content = {**files, "README.md": cards.render(facts).encode()}
-    content[checkpoint.MANIFEST_NAME] = outgoing.manifest_of(content, manifest)
+    content |= {checkpoint.MANIFEST_NAME: outgoing.manifest_of(content, manifest), **further}
     outgoing.check(content)
     with _explained(repo_id):
         stale = _compare(api, repo_id, revision, content, manifest["run"].get("kind"), force)
@@ -263,7 +268,7 @@ def _whole_export(folder: Path) -> Export:
     return cast(Export, found)
 
 
-def _adapter_config(folder: Path, base_model: str | None) -> dict[str, bytes]:
+def adapter_config(folder: Path, base_model: str | None) -> dict[str, bytes]:
     """adapter_config.json, its base named so that others can load it."""
     path = folder / "adapter_config.json"
     config = json.loads(path.read_text())
@@ -280,7 +285,7 @@ def require_hub_base(base: str) -> None:
         raise ValueError(
             f"The adapter's base is {base!r}, a folder that only this machine has: nobody could load what would be published. Publish the "
             "base first (qerl-trl quantize or merge --as base, then qerl-trl push base <folder> user/name) and name it: base_model='user/name' "
-            "(--base-model user/name)."
+            "(--base-model user/name; while training: hub_base_model='user/name')."
         )
 
 

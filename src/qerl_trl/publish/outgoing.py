@@ -48,8 +48,18 @@ def may_leave(name: str) -> bool:
 def files_of(folder: Path, names: Iterable[str], below: str = "") -> tuple[Content, list[str]]:
     """Those of the files `names` in `folder` that may be uploaded (into the repository's folder `below`), and the names of the others."""
     names = sorted(names)
-    content: Content = {below + name: folder / name for name in names if may_leave(below + name)}
-    return content, [name for name in names if below + name not in content]
+    allowed = [name for name in names if may_leave(f"{below}/{name}" if below else name)]
+    return {name: folder / name for name in allowed}, [name for name in names if name not in allowed]
+
+
+def checkpoint_files(folder: Path, below: str, changed: Mapping[str, bytes]) -> Content:
+    """What of a checkpoint goes into the repository's folder `below`, so that a run can be resumed from there. `changed`: files with another
+    content than here."""
+    sealed = checkpoint.read_manifest(folder)
+    files, _ = files_of(folder, sealed["files"].keys() - {"README.md"}, below)  # PEFT's template
+    files |= changed
+    files[checkpoint.MANIFEST_NAME] = manifest_of(files, sealed)
+    return {f"{below}/{name}": data for name, data in files.items()}
 
 
 def manifest_of(content: Mapping[str, Path | bytes], sealed: Mapping[str, Any]) -> bytes:
