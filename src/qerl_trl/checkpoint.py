@@ -45,9 +45,14 @@ def seal(
         name: {"bytes": (folder / name).stat().st_size, "sha256": hashed.get(name) or sha256(folder / name)}
         for name in names
     }
+    write_json_atomically(folder / MANIFEST_NAME, manifest(files, run or {}))
+
+
+def manifest(files: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, Any]:
+    """What a manifest says, as [`read_manifest`] returns it."""
     # as it will be read: a secret in it is masked when it is written
-    content = json.loads(redaction.redact(json.dumps({"files": files, "run": run or {}})))
-    write_json_atomically(folder / MANIFEST_NAME, {**content, "sha256": _own_sha256(content)})
+    content = json.loads(redaction.redact(json.dumps({"files": files, "run": run})))
+    return {**content, "sha256": _own_sha256(content)}
 
 
 def _own_sha256(content: Mapping[str, Any]) -> str:

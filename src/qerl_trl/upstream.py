@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         control: TrainerControl
         is_fsdp_enabled: bool
         hub_model_id: Any  # transformers assigns None before it knows the name
+        push_in_progress: Any  # the same
         reward_funcs: Any
         reward_func_names: Any
         reward_weights: torch.Tensor

@@ -68,7 +68,7 @@ def manifest_of(content: Mapping[str, Path | bytes], sealed: Mapping[str, Any]) 
     for name, data in content.items():
         if isinstance(data, bytes) and name != checkpoint.MANIFEST_NAME:
             files[name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    return (json.dumps({**sealed, "files": files}, indent=2, sort_keys=True) + "\n").encode()
+    return (json.dumps(checkpoint.manifest(files, sealed["run"]), indent=2, sort_keys=True) + "\n").encode()
 
 
 def check(content: Mapping[str, Path | bytes]) -> None:
