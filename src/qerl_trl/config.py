@@ -12,7 +12,7 @@ from typing import Any
 
 from trl import GRPOConfig, RLOOConfig
 
-from . import redaction
+from . import preflight, redaction
 from .noise.callback import SCOPES
 from .noise.schedules import SCHEDULES, make_schedule
 from .nvfp4.format import SCALE_RULES
@@ -160,7 +160,13 @@ class QeRLArguments(OnlineConfig):
     )
 
     def __post_init__(self):
-        super().__post_init__()
+        try:
+            super().__post_init__()
+        except ValueError as error:
+            if "bf16/gpu" not in str(error):  # transformers' "Your setup doesn't support bf16/gpu"
+                raise
+            found = " ".join(map(str, preflight.gpu())) or str(error)
+            raise ValueError(f"{found} To train on the CPU all the same, slowly: use_cpu=True.") from error
         redaction.check_places(vars(self))
         _check_choice("base_format", self.base_format, BASE_FORMATS)
         _check_choice("scale_rule", self.scale_rule, SCALE_RULES)

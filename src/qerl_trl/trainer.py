@@ -38,9 +38,8 @@ from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.trainer_utils import TrainOutput
-from trl import GRPOTrainer, RLOOTrainer
 
-from . import base_identity, behaviour, guards, mismatch, redaction, report, run_folder
+from . import base_identity, behaviour, disk, guards, mismatch, preflight, redaction, report, run_folder
 from .base import adapter_config, model_init
 from .config import QeRLArguments, QeRLConfig, QeRLRLOOConfig
 from .lora import check_adapter, prepare_trainable_norms, warn_of_low_precision
@@ -50,6 +49,9 @@ from .nvfp4.linear import has_nvfp4
 from .rollout.arms import check_environment
 from .saving import SaveBetweenRollouts, SavingMixin
 from .timing import PhaseTimer
+
+with preflight.naming_vllm():
+    from trl import GRPOTrainer, RLOOTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +97,7 @@ class QeRLMixin(SavingMixin):
                 f"the same fields: replace {type(args).__name__}(...) by {self._config_class.__name__}(...)."
             )
         redaction.check_places({**given, **vars(args)})
+        preflight.check(args)
         check_environment(args)
         run_folder.lock_for(args)
         given["args"], given["peft_config"] = args, adapter_config(model, args, given.get("peft_config"))
@@ -102,6 +105,7 @@ class QeRLMixin(SavingMixin):
         with loading as quantization_config, self._own_vllm_generation():
             super().__init__(**given, quantization_config=quantization_config)
         plan_trainer(self)
+        disk.check(self)
         trained = self.accelerator.unwrap_model(self.model)
         self.base_sha256 = base_identity.shared_base_sha256(trained)  # before anything is trained
         if is_peft_model(trained):

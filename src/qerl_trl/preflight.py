@@ -1,0 +1,282 @@
+"""Whether a run can work on this machine, asked before it costs anything: packages, GPU, shared memory, disk.
+
+`qerl-trl doctor` prints what is found, [`check`] refuses or warns at the start of training. Facts are read when they are
+asked for; nothing is contacted, and no check takes longer than reading the metadata of the installed packages, but for
+[`vllm_problems`], which only `doctor` asks: it imports vLLM in another process. A run imports it anyway.
+"""
+
+import dataclasses
+import functools
+import importlib.metadata
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from .nvfp4 import linear
+from .rollout.vllm import plugin
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+logger = logging.getLogger(__name__)
+
+#: shared memory that processes of a run exchange data in; containers get 64 MiB unless they are told otherwise
+_SHARED_MEMORY = Path("/dev/shm")
+_LEAST_SHARED_MEMORY = 2**30
+_VLLM_IMPORT_SECONDS = 300
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Something that does not work, or not well (`fatal=False`), and what to do about it."""
+
+    what: str
+    remedy: str
+    fatal: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.what} {self.remedy}"
+
+
+def check(args: "TrainingArguments") -> None:
+    """What can be known before a model is loaded. Warns of what only makes a run slow.
+
+    Raises:
+        `RuntimeError`: it cannot work; names the remedy.
+    """
+    found = requirements()
+    if not args.use_cpu:
+        found += gpu()
+    if args.world_size > 1 or args.dataloader_num_workers > 0:
+        found += shared_memory()
+    tell(found)
+
+
+def tell(problems: list[Problem]) -> None:
+    """Raise `RuntimeError` for what is fatal, else warn."""
+    if fatal := [problem for problem in problems if problem.fatal]:
+        raise RuntimeError(" ".join(map(str, fatal)))
+    for problem in problems:
+        logger.warning("%s", problem)
+
+
+# --- what is looked at ------------------------------------------------------------------------------------------------------------
+
+
+def requirements() -> list[Problem]:
+    """Our own requirements against what is installed."""
+    problems = []
+    for requirement in _required():
+        try:
+            version = importlib.metadata.version(requirement.name)
+        except importlib.metadata.PackageNotFoundError:
+            problems.append(Problem(f"{requirement.name} is missing.", f"pip install '{requirement}'", fatal=True))
+            continue
+        if not requirement.specifier.contains(Version(version), prereleases=True):
+            problems.append(
+                Problem(
+                    f"{requirement.name} {version} is outside {requirement.specifier}, for which this package is tested.",
+                    f"pip install '{requirement}'",
+                    fatal=True,
+                )
+            )
+    return problems
+
+
+@functools.cache
+def _required() -> list[Requirement]:
+    try:
+        texts = importlib.metadata.requires("qerl-trl") or []
+    except importlib.metadata.PackageNotFoundError:  # the sources on the path, not installed
+        return []
+    parsed = map(Requirement, texts)
+    return [r for r in parsed if r.marker is None or r.marker.evaluate({"extra": ""})]
+
+
+def gpu() -> list[Problem]:
+    """Driver, compute capability, this PyTorch's machine code, our kernels."""
+    if not torch.cuda.is_available():
+        reason = _why_no_cuda()
+        if "too old" in reason:
+            return [
+                Problem(
+                    f"PyTorch {torch.__version__} needs a newer NVIDIA driver than this machine has: {reason}",
+                    "Update the driver, or install a PyTorch that is built for an older CUDA.",
+                    fatal=True,
+                )
+            ]
+        return [
+            Problem(
+                f"No CUDA GPU: {reason}. Everything runs on the CPU, slowly.",
+                "Fine for the embedded example (qerl-trl train --config embedded). If there is one, look at nvidia-smi and "
+                "CUDA_VISIBLE_DEVICES, and install a PyTorch for CUDA.",
+            )
+        ]
+    name, (major, minor) = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
+    if major < 8:
+        return [
+            Problem(
+                f"{name} has compute capability {major}.{minor}, without bf16 matrix units.",
+                "Use a GPU of the Ampere generation (8.0) or newer.",
+                fatal=True,
+            )
+        ]
+    built = torch.cuda.get_arch_list()
+    if built and not any(_runs(code, major, minor) for code in built):
+        return [
+            Problem(
+                f"PyTorch {torch.__version__} has no machine code for {name} (compute capability {major}.{minor}), only {', '.join(built)}.",
+                "Install a PyTorch that is built for a CUDA which knows this GPU.",
+                fatal=True,
+            )
+        ]
+    device = torch.device("cuda", torch.cuda.current_device())
+    if linear.kernels_for(device) is None:
+        return [
+            Problem(
+                f"No kernels for 4-bit layers, each product decodes its whole weight: {linear.describe(device)}.",
+                "pip install -U triton (a PyTorch for CUDA brings it); other base formats do not need it.",
+            )
+        ]
+    return []
+
+
+def _why_no_cuda() -> str:
+    if torch.version.cuda is None:
+        return f"PyTorch {torch.__version__} is built without CUDA"
+    try:
+        torch.cuda.init()
+    except RuntimeError as error:
+        return str(error).partition("\n")[0]
+    return "none is visible"
+
+
+def _runs(code: str, major: int, minor: int) -> bool:
+    """Whether machine code "sm_90", "sm_90a" or intermediate code "compute_80" runs on a GPU of this compute capability."""
+    kind, _, number = code.partition("_")
+    digits = number.rstrip("af")
+    if not digits.isdigit():
+        return True  # of another maker
+    theirs = divmod(int(digits), 10)
+    return theirs <= (major, minor) and (kind == "compute" or theirs[0] == major)
+
+
+def shared_memory() -> list[Problem]:
+    """What NCCL, vLLM's workers and data loaders exchange data in."""
+    try:
+        total = shutil.disk_usage(_SHARED_MEMORY).total
+    except OSError:
+        return []
+    if total >= _LEAST_SHARED_MEMORY:
+        return []
+    return [
+        Problem(
+            f"{_SHARED_MEMORY} has only {total / 2**20:.0f} MiB: several processes of a run exchange data there, and end with a bus error or "
+            "an error of NCCL when it is full.",
+            "Start the container with --shm-size=8g (or --ipc=host).",
+        )
+    ]
+
+
+def disk(folder: Path, one: int, count: int = 1) -> list[Problem]:
+    """Room for `count` checkpoints of `one` bytes each in `folder`, which need not be there yet."""
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(there).free
+    if free >= one * count:
+        return []
+    if free < one:
+        return [
+            Problem(
+                f"output_dir={str(folder)!r} has {size_text(free)} free, and one checkpoint of this run takes {size_text(one)}.",
+                "Free space, or choose an output_dir on another disk; save_only_model=True and a smaller rank make checkpoints smaller.",
+                fatal=True,
+            )
+        ]
+    keep = free // one - 1
+    limit = f"Set save_total_limit={keep}, or choose" if keep >= 1 else "Choose"
+    return [
+        Problem(
+            f"output_dir={str(folder)!r} has {size_text(free)} free, and this run's {count} checkpoints of {size_text(one)} take {size_text(one * count)}.",
+            f"{limit} an output_dir on another disk.",
+        )
+    ]
+
+
+def size_text(count: int) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
+
+
+# --- vLLM -------------------------------------------------------------------------------------------------------------------------
+
+
+def vllm_problems() -> list[Problem]:
+    """Import vLLM and its compiled parts in another process, which may crash: [] if that works."""
+    try:
+        plugin.check_vllm_version()
+    except ImportError as error:
+        return [Problem(str(error), "Rollouts use transformers until then, several times slower.")]
+    command = [sys.executable, "-m", "qerl_trl.rollout.vllm.imported"]
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=_VLLM_IMPORT_SECONDS,
+            env={**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"},
+        )
+    except subprocess.TimeoutExpired:
+        return [
+            Problem(
+                f"Importing vLLM takes more than {_VLLM_IMPORT_SECONDS} s.",
+                "Look at the disk that it lies on.",
+                fatal=True,
+            )
+        ]
+    if done.returncode == 0:
+        return []
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    reason = lines[-1] if done.returncode == 1 and lines else f"the process ended with {done.returncode}"
+    reason = reason.removeprefix("ImportError: ")
+    text = reason if reason.startswith("vLLM") else str(plugin.broken_vllm(reason))
+    what, _, remedy = text.partition(". ")
+    return [Problem(f"{what}.", remedy, fatal=True)]
+
+
+@contextmanager
+def naming_vllm() -> Iterator[None]:
+    """Around an import of TRL's trainers, which import vLLM wherever it is installed: a vLLM that cannot be imported is named as such.
+
+    Raises:
+        `ImportError`: with the remedy.
+    """
+    try:
+        yield
+    except Exception as error:
+        cause = _from_vllm(error)
+        if cause is None:
+            raise
+        raise plugin.broken_vllm(cause) from error
+
+
+def _from_vllm(error: BaseException | None) -> BaseException | None:
+    """What vLLM's own code raised, of an error and its causes."""
+    found = None
+    while error is not None:
+        ours = (getattr(error, "name", None) or "").partition(".")[0] == "vllm"
+        trace = error.__traceback__
+        while trace is not None:
+            ours = ours or trace.tb_frame.f_globals.get("__name__", "").partition(".")[0] == "vllm"
+            trace = trace.tb_next
+        found = error if ours else found
+        error = error.__cause__ or error.__context__
+    return found

@@ -1,0 +1,211 @@
+"""A machine on which a run cannot work: told before a model is loaded, by `QeRLConfig`, the trainer or `qerl-trl doctor`."""
+
+import importlib.metadata
+import importlib.util
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers.training_args
+
+import qerl_nvfp4.ops
+from qerl_trl import QeRLConfig, QeRLGRPOTrainer, preflight
+from qerl_trl.nvfp4 import linear
+from qerl_trl.rollout.vllm import imported, plugin
+from tests.faults.catalog import fault, told
+
+TOO_OLD = "The NVIDIA driver on your system is too old (found version 11040)."
+
+
+def trainer_with(tmp_path, **options):
+    """A trainer of a model that is not there: whatever is refused here is refused before a model is looked for."""
+    config = QeRLConfig(str(tmp_path), report_to="none", **{"use_cpu": True, "bf16": False, **options})
+    return QeRLGRPOTrainer("nobody/nothing", lambda **_: [], config, None)
+
+
+@pytest.fixture
+def no_cuda(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(transformers.training_args, "is_torch_bf16_gpu_available", lambda: False)
+
+
+@pytest.fixture
+def gpu_of(monkeypatch):
+    """`gpu_of(capability, codes)`: a GPU as PyTorch would describe it."""
+
+    def describe(capability, codes):
+        for name, value in {
+            "is_available": True,
+            "get_device_name": "A GPU",
+            "get_device_capability": capability,
+            "get_arch_list": codes,
+            "current_device": 0,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+
+    return describe
+
+
+@fault("R1.no_cuda")
+def test_no_cuda(no_cuda, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with told(ValueError, "No CUDA GPU", "built without CUDA", "install a PyTorch for CUDA", "use_cpu=True"):
+        QeRLConfig(str(tmp_path))
+
+
+@fault("R1.driver_old")
+def test_driver_old(no_cuda, tmp_path, monkeypatch):
+    def init():
+        raise RuntimeError(f"{TOO_OLD} Please update.\nmore")
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "init", init)
+    with told(ValueError, torch.__version__, TOO_OLD, "update the driver", "use_cpu=True"):
+        QeRLConfig(str(tmp_path))
+    # fp32 would have trained on the CPU without a word
+    with told(RuntimeError, torch.__version__, TOO_OLD, "update the driver"):
+        trainer_with(tmp_path, use_cpu=False)
+
+
+@fault("R1.gpu_architecture")
+@pytest.mark.parametrize(
+    ("capability", "said"),
+    [((7, 5), ["7.5", "Ampere"]), ((12, 0), ["no machine code", "12.0", "sm_90", "install a PyTorch"])],
+    ids=["too-old", "too-new"],
+)
+def test_gpu_architecture(gpu_of, tmp_path, capability, said):
+    gpu_of(capability, ["sm_80", "sm_90"])
+    monkey = QeRLConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none")
+    monkey.use_cpu = False
+    with told(RuntimeError, "A GPU", *said):
+        preflight.check(monkey)
+    gpu_of((8, 6), ["sm_80", "sm_90"])
+    assert not any(problem.fatal for problem in preflight.gpu())
+
+
+@fault("R1.vllm_missing")
+@pytest.mark.parametrize("mode", ["colocate", "server"])
+def test_vllm_missing(monkeypatch, tmp_path, mode):
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "vllm" else real(name, *a))
+    with told(ImportError, "use_vllm=True", "vLLM is not installed", "pip install qerl-trl[vllm]"):
+        trainer_with(tmp_path, use_vllm=True, vllm_mode=mode)
+
+
+@fault("R1.vllm_version")
+@pytest.mark.parametrize("version", ["0.20.2", "0.99.0"])
+def test_vllm_version(monkeypatch, tmp_path, version):
+    monkeypatch.setattr(plugin, "check_vllm_is_there", lambda: None)
+    monkeypatch.setattr(plugin, "_installed_version", lambda: version)
+    with told(
+        ImportError, f"vLLM {version}", f"{plugin.OLDEST_VLLM} to {plugin.NEWEST_VLLM}", "pip install qerl-trl[vllm]"
+    ):
+        plugin.check_vllm_version()
+
+
+@pytest.fixture
+def broken_vllm(tmp_path, monkeypatch):
+    """Folder with a vLLM that was compiled for another PyTorch."""
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text(
+        "raise ImportError('vllm/_C.abi3.so: undefined symbol: _ZN3c104cuda')"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setattr(plugin, "check_vllm_version", lambda: None)
+    return tmp_path
+
+
+@fault("R1.vllm_abi")
+def test_doctor_imports_vllm(broken_vllm):
+    (problem,) = preflight.vllm_problems()
+    assert problem.fatal and "undefined symbol" in problem.what and "vLLM" in problem.what
+    assert "pip install --force-reinstall 'qerl-trl[vllm]'" in problem.remedy
+
+
+@fault("R1.vllm_abi")
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="TRL imports a vLLM that is installed")
+def test_a_broken_vllm_is_named_where_trl_imports_it(broken_vllm):
+    done = subprocess.run([sys.executable, "-c", "import qerl_trl.trainer"], capture_output=True, text=True)
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("ImportError: vLLM") and "undefined symbol" in last
+    assert torch.__version__.split("+")[0] in last and "pip install --force-reinstall 'qerl-trl[vllm]'" in last
+
+
+@fault("R1.vllm_abi")
+def test_kernels_of_vllm_that_do_not_load(monkeypatch):
+    """vLLM logs this and goes on to its first product."""
+
+    def load(name):
+        if name == "vllm._C_stable_libtorch":
+            raise ImportError("undefined symbol: aoti_torch_abi_version")
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(imported.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(imported.importlib, "import_module", load)
+    with told(ImportError, "vLLM", "aoti_torch_abi_version", "--force-reinstall"):
+        imported.import_vllm()
+
+
+@fault("R1.triton_missing", recovered=True)
+def test_triton_missing(gpu_of, monkeypatch, tmp_path, caplog):
+    """The layers decode their weights in PyTorch instead, and that is said."""
+    gpu_of((9, 0), ["sm_90"])
+    monkeypatch.setattr(qerl_nvfp4.ops, "HAS_TRITON", False)
+    linear._kernels.cache_clear()
+    try:
+        config = QeRLConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none")
+        config.use_cpu = False
+        preflight.check(config)
+    finally:
+        linear._kernels.cache_clear()
+    assert "No kernels for 4-bit layers" in caplog.text and "Triton is not installed" in caplog.text
+    assert "pip install -U triton" in caplog.text
+
+
+@fault("R1.trl_peft_window")
+@pytest.mark.parametrize(("package", "version"), [("trl", "1.15.0"), ("peft", "0.30.0"), ("torch", None)])
+def test_outside_of_the_window(monkeypatch, tmp_path, package, version):
+    real = importlib.metadata.version
+
+    def installed(name):
+        if name == package and version is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version if name == package else real(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", installed)
+    said = "torch is missing" if version is None else f"{package} {version} is outside"
+    with told(RuntimeError, said, f"pip install '{package}"):
+        trainer_with(tmp_path)
+
+
+# --- beside the list ---------------------------------------------------------------------------------------------------------------
+
+
+def usage(monkeypatch, free, total=2**40):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(total, total - free, free))
+
+
+def test_shared_memory(monkeypatch):
+    usage(monkeypatch, 2**26, 2**26)
+    (problem,) = preflight.shared_memory()
+    assert "64 MiB" in problem.what and "--shm-size" in problem.remedy
+    usage(monkeypatch, 2**33, 2**33)
+    assert preflight.shared_memory() == []
+
+
+@fault("R8.disk_full")
+def test_disk_too_small_for_what_will_be_written(monkeypatch, tmp_path, caplog):
+    caplog.set_level(logging.WARNING)
+    usage(monkeypatch, free=int(2.5e9))
+    folder = Path(tmp_path) / "not" / "there"
+    assert preflight.disk(folder, int(1e9), 2) == []
+    (problem,) = preflight.disk(folder, int(1e9), 4)
+    assert not problem.fatal and "4 checkpoints of 1.0 GB take 4.0 GB" in problem.what
+    assert "save_total_limit=1" in problem.remedy
+    (problem,) = preflight.disk(folder, int(3e9), 4)
+    assert problem.fatal and "2.5 GB free" in problem.what and "Free space" in problem.remedy
