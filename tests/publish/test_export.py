@@ -19,7 +19,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from qerl_trl import NVFP4Config, checkpoint
+from qerl_trl import NVFP4Config, QeRLConfig, checkpoint
+from qerl_trl.base_identity import base_sha256
 from qerl_trl.lora import prepare_trainable_norms, register_nvfp4_lora
 from qerl_trl.nvfp4 import shards
 from qerl_trl.nvfp4.config import from_pretrained
@@ -390,8 +391,11 @@ def _ddp_rank(rank, port, policy, folder, results):
         accelerator=accelerator,
         model=torch.nn.parallel.DistributedDataParallel(policy),
         processing_class=None,
-        args=types.SimpleNamespace(base_format="nvfp4"),
+        args=QeRLConfig(str(Path(folder).with_name("run")), use_cpu=True, bf16=False, report_to="none"),
         state=types.SimpleNamespace(global_step=3),
+        reward_func_names=[],
+        train_dataset=None,
+        base_sha256=base_sha256(policy),
         _name="QeRL-GRPO",
     )
     run = export.save_merged(trainer, folder, dtype=torch.float32)
