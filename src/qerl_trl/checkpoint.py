@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from . import redaction
+from .folders import leads_to
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +102,8 @@ def problems(folder: str | os.PathLike) -> list[str]:
         path = folder / name
         if not path.is_file():
             found.append(f"{name} is missing")
+        elif (place := leads_to(path, folder)) is not None:
+            found.append(f"{name} is a link that leads out of the folder, to {place}")
         elif path.stat().st_size != expected["bytes"]:
             found.append(f"{name} has {path.stat().st_size} bytes, {expected['bytes']} were written")
         elif sha256(path) != expected["sha256"]:
@@ -110,9 +113,10 @@ def problems(folder: str | os.PathLike) -> list[str]:
 
 def read_manifest(folder: str | os.PathLike) -> dict[str, Any]:
     """The manifest of `folder`: `files` (relative name -> `bytes`, `sha256`), `run`, and a `sha256` of both (not in those of old).
+    No name in it leads out of the folder.
 
     Raises:
-        `ValueError`: it is not what [`seal`] writes.
+        `ValueError`: it is not what [`seal`] writes. `OSError`: there is none.
     """
     try:
         content = json.loads(Path(folder, MANIFEST_NAME).read_bytes())

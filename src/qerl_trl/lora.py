@@ -12,12 +12,14 @@ last place of bf16 (2^-9) and would never land.
 
 import copy
 import logging
+from pathlib import Path
 
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import Linear as LoraLinear
-from peft.utils import ModulesToSaveWrapper
+from peft.utils import SAFETENSORS_WEIGHTS_NAME, ModulesToSaveWrapper, get_peft_model_state_dict
+from safetensors import safe_open
 from torch import nn
 from transformers import PretrainedConfig
 
@@ -135,13 +137,27 @@ def load_adapter(
         model: transformers model whose linear layers are [`NVFP4Linear`].
         adapter: folder or Hub id of a PEFT LoRA adapter.
         adapter_name, is_trainable, kwargs: as in `PeftModel.from_pretrained`.
+
+    Raises:
+        `ValueError`: the file in a folder lacks tensors of the adapter, which PEFT would start from random numbers and zeros.
     """
     hub = {key: kwargs[key] for key in ("revision", "token", "cache_dir", "subfolder") if key in kwargs}
     config = register_nvfp4_lora(PeftConfig.from_pretrained(adapter, **hub))
     config.inference_mode = not is_trainable
-    return PeftModel.from_pretrained(
+    loaded = PeftModel.from_pretrained(
         model, adapter, adapter_name=adapter_name, is_trainable=is_trainable, config=config, **kwargs
     )
+    file = Path(adapter, kwargs.get("subfolder") or "", SAFETENSORS_WEIGHTS_NAME)
+    if file.is_file():
+        with safe_open(file, framework="numpy") as stored:
+            found = set(stored.keys())
+        wanted = get_peft_model_state_dict(loaded, adapter_name=adapter_name, save_embedding_layers=False)
+        if missing := sorted(set(wanted) - found):
+            raise ValueError(
+                f"{file} lacks {len(missing)} of {len(wanted)} tensors of its adapter, e.g. {missing[0]}: they would start from random numbers "
+                "and zeros. Name a whole checkpoint, or copy the file again."
+            )
+    return loaded
 
 
 def adapted_layers(model: nn.Module) -> dict[str, LoraLayer]:

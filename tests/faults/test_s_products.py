@@ -10,10 +10,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from qerl_trl import checkpoint, run_folder
+from qerl_trl.cli import make, run
 from qerl_trl.nvfp4.config import from_pretrained
 from qerl_trl.nvfp4.shards import INDEX_NAME
+from qerl_trl.publish import export, hub
 from qerl_trl.publish.quantize import quantize_folder
+from qerl_trl.publish.run import ADAPTER_FILE
 from tests.faults.catalog import fault, told
+from tests.publish.test_export import make_policy
+from tests.publish.test_hub import REPO, server  # noqa: F401  (a fixture)
 
 
 @pytest.fixture
@@ -114,3 +120,160 @@ def test_the_links_of_the_hubs_cache_are_followed(tiny_model_dir, tmp_path):
         (snapshot / file.name).symlink_to(os.path.relpath(blobs / f"hash-of-{file.name}", snapshot))
     quantize_folder(snapshot, tmp_path / "out")
     from_pretrained(snapshot)
+
+
+# --- manifests
+
+
+def write_manifest(folder: Path, content) -> None:
+    (folder / checkpoint.MANIFEST_NAME).write_bytes(
+        content if isinstance(content, bytes) else json.dumps(content).encode()
+    )
+
+
+DAMAGED = {
+    "list": [],
+    "not UTF-8": b"\xff\xfe{}",
+    "no bytes": checkpoint.manifest({"trainer_state.json": {"sha256": ""}}, {}),
+    "names another": checkpoint.manifest({"../x": {"bytes": 1, "sha256": ""}}, {}),
+    "no run": {"files": {}},
+}
+
+
+@fault("S.damaged_manifest", recovered=True)
+@pytest.mark.parametrize("content", DAMAGED.values(), ids=DAMAGED)
+def test_a_damaged_manifest_is_a_damaged_checkpoint(content, tmp_path, caplog):
+    for step in (1, 2):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        (tmp_path / f"checkpoint-{step}/trainer_state.json").write_text("{}")
+        checkpoint.seal(tmp_path / f"checkpoint-{step}")
+    write_manifest(tmp_path / "checkpoint-2", content)
+    assert checkpoint.last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-1")
+    assert "checkpoint-2" in caplog.text and "unreadable" in caplog.text and "older checkpoint" in caplog.text
+
+
+@fault("S.damaged_manifest")
+@pytest.mark.parametrize("content", DAMAGED.values(), ids=DAMAGED)
+def test_an_export_with_a_damaged_manifest_is_named_and_made_again(content, dense, tmp_path):
+    out = tmp_path / "out"
+    quantize_folder(dense, out)
+    write_manifest(out, content)
+    with told(ValueError, str(out), "unreadable", "Export it again"):
+        hub.push_folder(out, REPO)
+    with told(ValueError, str(out), "already exists", "overwrite"):
+        quantize_folder(dense, out)
+    quantize_folder(dense, out, overwrite=True)
+    assert not checkpoint.problems(out)
+
+
+@fault("S.manifest_names_outside")
+@pytest.mark.parametrize("by", ["name", "link"])
+def test_a_file_outside_of_the_folder_is_not_uploaded(by, server, dense, tmp_path):  # noqa: F811
+    quantize_folder(dense, tmp_path / "out")
+    (tmp_path / "LICENSE").write_text("private")
+    manifest = checkpoint.read_manifest(tmp_path / "out")
+    name = "../LICENSE" if by == "name" else "LICENSE"
+    if by == "link":
+        (tmp_path / "out/LICENSE").symlink_to(tmp_path / "LICENSE")
+    entry = {"bytes": 7, "sha256": checkpoint.sha256(tmp_path / "LICENSE")}
+    write_manifest(tmp_path / "out", checkpoint.manifest({**manifest["files"], name: entry}, manifest["run"]))
+    with told(
+        ValueError, str(tmp_path / "out"), "LICENSE", "out of the folder" if by == "link" else "outside", "Export"
+    ):
+        hub.push_folder(tmp_path / "out", REPO)
+    assert server.requests == []
+
+
+def test_what_was_published_is_published_again(server, dense, tmp_path):  # noqa: F811
+    """The manifest on the Hub is of other files than the folder's: its card is written anew."""
+    quantize_folder(dense, tmp_path / "out")
+    hub.push_folder(tmp_path / "out", REPO)
+    there = tmp_path / "there"
+    there.mkdir()
+    (there / checkpoint.MANIFEST_NAME).write_text(server.text(REPO)[checkpoint.MANIFEST_NAME])
+    assert "model.safetensors" in checkpoint.read_manifest(there)["files"]
+    hub.push_folder(tmp_path / "out", REPO)
+
+
+# --- run folders
+
+
+@pytest.fixture(scope="module")
+def whole_run(tiny_model_dir, tiny_tokenizer, tmp_path_factory) -> Path:
+    """What a run leaves behind."""
+    folder = tmp_path_factory.mktemp("run")
+    settings = {"base_format": "nvfp4", "dtype": "float32", "model": str(tiny_model_dir("llama"))}
+    with run_folder.sealing(folder, settings):
+        make_policy(tiny_model_dir("llama")).save_pretrained(folder)
+        tiny_tokenizer.save_pretrained(folder)
+    return folder
+
+
+def edit_adapter(change):
+    def edit(folder: Path) -> None:
+        tensors = load_file(folder / ADAPTER_FILE)
+        change(tensors)
+        save_file(tensors, folder / ADAPTER_FILE, metadata={"format": "pt"})
+
+    return edit
+
+
+def times_1000(tensors: dict) -> None:
+    for tensor in tensors.values():
+        tensor.mul_(1000)
+
+
+def half_of_it(tensors: dict) -> None:
+    for name in sorted(tensors)[::2]:
+        del tensors[name]
+
+
+def put_nan(tensors: dict) -> None:
+    next(iter(tensors.values()))[0, 0] = float("nan")
+
+
+def double_alpha(folder: Path) -> None:
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps({**config, "lora_alpha": 2 * config["lora_alpha"]}))
+
+
+EDITS = {
+    "nan": edit_adapter(put_nan),
+    "half": edit_adapter(half_of_it),
+    "times 1000": edit_adapter(times_1000),
+    "alpha": double_alpha,
+}
+READERS = {
+    "merge": lambda folder, out: make.merge(folder, out),
+    "push": lambda folder, out: make.push("adapter", folder, REPO, base_model="someone/base"),
+    "eval": lambda folder, out: run.evaluate(str(folder), protocol="local", data="none.jsonl", output=out),
+    "eval with vLLM": lambda folder, out: run.evaluate(
+        str(folder), protocol="local", data="none.jsonl", engine="vllm", output=out
+    ),
+}
+
+
+@fault("S.run_folder_edited")
+@pytest.mark.parametrize("read", READERS.values(), ids=READERS)
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
+def test_an_edited_run_folder_is_not_read(edit, read, whole_run, tmp_path):
+    folder = shutil.copytree(whole_run, tmp_path / "run")
+    edit(folder)
+    with told(ValueError, str(folder), "adapter_", "not as the run wrote it", "checkpoint-<step>"):
+        read(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@fault("S.run_folder_edited")
+@pytest.mark.parametrize(("edit", "message"), [("nan", "NaN or infinite"), ("half", "lacks 14 of 28 tensors")])
+def test_a_bad_adapter_is_refused_without_a_seal_or_with_a_new_one(edit, message, whole_run, tmp_path):
+    folder = shutil.copytree(whole_run, tmp_path / "run")
+    EDITS[edit](folder)
+    checkpoint.seal(folder, checkpoint.recorded_run(folder))
+    with told(ValueError, str(folder / ADAPTER_FILE), message, "again"):
+        make.merge(folder, tmp_path / "out")
+
+
+def test_a_whole_run_folder_is_merged(whole_run, tmp_path):
+    make.merge(whole_run, tmp_path / "out")
+    export.copy_adapter(whole_run, tmp_path / "adapter")

@@ -204,9 +204,10 @@ def push(
     }
     if what not in kinds:
         raise ValueError(f"{what!r} is none of {', '.join(kinds)}.")
-    from qerl_trl.publish import hub, staging
+    from qerl_trl import checkpoint
+    from qerl_trl.publish import hub
 
-    kind = staging.manifest_run(folder).get("kind")
+    kind = checkpoint.recorded_run(folder).get("kind")
     if kind is None and what == "adapter":
         from qerl_trl.publish import cards, export
         from qerl_trl.publish.run import recorded_settings

@@ -87,7 +87,7 @@ def evaluate(
 
     from qerl_trl import checkpoint
     from qerl_trl.publish.names import public_name
-    from qerl_trl.publish.run import load_any, load_policy, recorded_settings
+    from qerl_trl.publish.run import load_any, load_policy, recorded_settings, require_whole
     from qerl_trl.tasks import evaluation
 
     adapter = Path(model) if (Path(model) / "adapter_config.json").is_file() else None
@@ -122,6 +122,7 @@ def evaluate(
     if engine == "vllm":
         base = model
         if adapter:
+            require_whole(adapter)
             base = base_model or _base_of(adapter)
             recorded = base_format or recorded_settings(adapter).get("base_format")
             if recorded == "nvfp4" and not (Path(base) / "config.json").is_file():

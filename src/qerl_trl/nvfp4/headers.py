@@ -282,6 +282,36 @@ def _check_block_scales(info: TensorInfo, packed: TensorInfo) -> list[str]:
     ]
 
 
+def require_finite(file: Path) -> None:
+    """Refuse a safetensors file with a floating tensor that is not finite throughout. Reads all of it, in pieces."""
+    for info in read_headers([file]).values():
+        dtype = torch_dtype(info)
+        if not dtype.is_floating_point:
+            continue
+        size = info.end - info.start
+        for offset in range(0, size, _READ_BYTES):
+            piece = torch.frombuffer(bytearray(_read(info, offset, min(_READ_BYTES, size - offset))), dtype=dtype)
+            check_finite(info.name, piece, str(file))
+
+
+def check_finite(name: str, tensor: torch.Tensor, where: str) -> None:
+    """Refuse a tensor with a value that is no finite number. `where` it lies goes into the message."""
+    if tensor.is_floating_point() and tensor.numel() and not bool(torch.isfinite(_sum_of(tensor))):
+        number = int((~torch.isfinite(tensor.float())).sum())
+        if number:
+            raise ValueError(
+                f"{where}: tensor {name!r} has {number} of {tensor.numel()} values that are NaN or infinite: nothing can be computed with it. "
+                "Download, export or train it again."
+            )
+
+
+def _sum_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Finite if all values are, but for sums that overflow: one pass without a copy."""
+    if tensor.dtype.itemsize == 1:
+        tensor = tensor.float()
+    return tensor.sum(dtype=torch.float64 if tensor.dtype == torch.float64 else torch.float32)
+
+
 def _read(info: TensorInfo, offset: int, size: int) -> bytes:
     with info.file.open("rb") as stream:
         stream.seek(info.start + offset)

@@ -1,13 +1,14 @@
 """Which safetensors files make up a checkpoint folder, and that none of them lies elsewhere.
 
 A folder may come from anywhere: an index or a symbolic link in it could name any file that this user may read, and what is read from there
-is trained on, copied or published. Only the Hub's cache links out of a folder rightly: from `snapshots/<revision>/` into `blobs/`.
+is trained on, copied or published.
 """
 
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from ..folders import leads_to
 from .headers import TensorInfo, read_headers
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -60,13 +61,8 @@ def _check_index(index: Path, weight_map: Mapping[str, str], tensors: Mapping[st
 
 def check_inside(folder: str | Path, files: Iterable[str | Path]) -> None:
     """Refuse files that are not in `folder`, symbolic links followed."""
-    root = Path(folder).resolve()
-    allowed = [root]
-    if (snapshots := next((parent for parent in root.parents if parent.name == "snapshots"), None)) is not None:
-        allowed.append((snapshots.parent / "blobs").resolve())
     for file in files:
-        place = Path(file).resolve()
-        if not any(place.is_relative_to(parent) for parent in allowed):
+        if (place := leads_to(file, folder)) is not None:
             raise ValueError(
                 f"{file} leads out of {folder}, to {place}: an index or a symbolic link in a checkpoint must not name other files of this "
                 "machine. If it is meant, name the folder that holds the files themselves, or copy them here."

@@ -39,7 +39,15 @@ from . import staging, writer
 from .merge import entries_of, nvfp4_layer
 from .names import public_name
 from .records import Export, Kind, Measured
-from .run import Exportable, TrainedPolicy, is_trainer, recorded_settings, trained_policy_of
+from .run import (
+    ADAPTER_FILE,
+    Exportable,
+    TrainedPolicy,
+    is_trainer,
+    recorded_settings,
+    require_whole,
+    trained_policy_of,
+)
 from .tensors import cast_job, fused_entries, lossless_dtype, packed_job, requantize_job, survived_of
 from .writer import Job
 
@@ -47,7 +55,7 @@ from .writer import Job
 WriteCard = Callable[[Path, Export], None]
 #: an NVFP4 merge that keeps less than this share of the adapter's change is refused
 MIN_KEPT_FRACTION = 0.25
-ADAPTER_FILES = ("adapter_model.safetensors", "adapter_config.json")
+ADAPTER_FILES = (ADAPTER_FILE, "adapter_config.json")
 _TOKENIZER_FILES = """tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json chat_template.jinja vocab.json
     merges.txt tokenizer.model""".split()
 _PROBE = "Tom has 12 apples and gives 7 away.\n#### 5 <|im_start|>user\n\\frac{1}{2} = 0.5"
@@ -93,6 +101,7 @@ def copy_adapter(run: Path, folder: str | os.PathLike, card: WriteCard | None = 
     missing = [name for name in ADAPTER_FILES if not (run / name).is_file()]
     if missing:
         raise ValueError(f"{run} has no {' and no '.join(missing)}: it is not the folder of a run with an adapter.")
+    require_whole(run)
     digest = hashlib.sha256((run / ADAPTER_FILES[0]).read_bytes()).hexdigest()
     export = _record("adapter", recorded_settings(run), digest)
     if not staging.is_complete(folder, export):
@@ -197,7 +206,7 @@ def save_merged_nvfp4(
         quantizer = _require_nvfp4(policy)
         export = _describe(policy, "nvfp4_merged")
         export["requantized_with"], export["force"] = scale_rule, force
-        finished = staging.manifest_run(folder)
+        finished = checkpoint.recorded_run(folder)
         if finished and staging.is_complete(folder, {**export, "survived": finished.get("survived")}):
             return cast(Export, finished)
         entries = entries_of(policy, with_adapter=True)

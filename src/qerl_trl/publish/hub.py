@@ -21,7 +21,7 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ge
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
 
 from .. import checkpoint, redaction
-from . import cards, export, outgoing, staging
+from . import cards, export, outgoing
 from .names import is_hub_id
 from .outgoing import Content, HubError
 from .records import Export, Facts
@@ -257,13 +257,14 @@ def _files(folder: Path, notify: Callable[[str], None]) -> Content:
 
 
 def _whole_export(folder: Path) -> Export:
-    found = staging.manifest_run(folder)
-    if "kind" not in found:
+    found = checkpoint.recorded_run(folder)
+    wrong = checkpoint.problems(folder) if (folder / checkpoint.MANIFEST_NAME).is_file() else []
+    if "kind" not in found and not wrong:
         raise ValueError(
             f"{folder} was not written by an export of qerl-trl (its {checkpoint.MANIFEST_NAME} is missing or of a checkpoint). Export it "
             "first: qerl-trl merge, qerl-trl quantize, or push a run's folder with: qerl-trl push adapter <run> <user/name>."
         )
-    if wrong := checkpoint.problems(folder):
+    if wrong:
         raise ValueError(f"{folder} is damaged: {'; '.join(wrong)}. Export it again.")
     return cast(Export, found)
 
@@ -299,11 +300,10 @@ def _compare(
         return []
     kind = None
     if checkpoint.MANIFEST_NAME in present:
-        path = api.hf_hub_download(repo_id, checkpoint.MANIFEST_NAME, revision=revision)
-        theirs = json.loads(Path(path).read_text())
-        kind = theirs.get("run", {}).get("kind")
+        theirs = Path(api.hf_hub_download(repo_id, checkpoint.MANIFEST_NAME, revision=revision)).parent
+        kind = checkpoint.recorded_run(theirs).get("kind")  # none where it is damaged: other files
         if kind == kind_now:
-            return sorted(foreign & set(theirs["files"]))
+            return sorted(foreign & set(checkpoint.read_manifest(theirs)["files"]))
     if not force:
         found = f"a {kind.replace('_', ' ')}" if kind else "other files"
         raise HubError(

@@ -13,11 +13,13 @@ from .. import base_identity, checkpoint, identity
 from ..identity import RunSettings
 from ..lora import load_adapter
 from ..nvfp4.config import NVFP4Config, from_pretrained, load_config
+from ..nvfp4.headers import require_finite
 from ..upstream import OnlineTrainer
-from . import staging
 from .names import is_hub_id
 
 logger = logging.getLogger(__name__)
+
+ADAPTER_FILE = "adapter_model.safetensors"
 
 
 class TrainedPolicy(NamedTuple):
@@ -72,13 +74,12 @@ def load_policy(
         allow_other_base: take a base with other weights than the run's, which the record then says.
 
     Raises:
-        `ValueError`: no adapter there, nothing says what base it was trained on, or the base has other weights.
+        `ValueError`: no adapter there, a damaged one, nothing says what base it was trained on, or the base has other weights.
     """
     adapter = Path(adapter)
     if not (adapter / "adapter_config.json").is_file():
         raise ValueError(f"{adapter} has no adapter_config.json. Name a checkpoint folder or the run's output folder.")
-    if (adapter / checkpoint.MANIFEST_NAME).is_file():
-        checkpoint.verify(adapter)
+    require_whole(adapter)
     settings = recorded_settings(adapter)
     base_model = base_model or PeftConfig.from_pretrained(str(adapter)).base_model_name_or_path
     recorded = settings.get("base_format")
@@ -165,13 +166,33 @@ def compared_base(
     return found
 
 
+def require_whole(folder: Path) -> None:
+    """Refuse the folder of a run or checkpoint that is not as it was sealed, or whose adapter has a value that is not finite.
+
+    Without a manifest (another trainer's, or older than seals) there is a warning, and only the values are looked at.
+    """
+    if not (folder / checkpoint.MANIFEST_NAME).is_file():
+        logger.warning(
+            "%s has no %s, so nothing says whether its files are as the run wrote them.",
+            folder,
+            checkpoint.MANIFEST_NAME,
+        )
+    elif wrong := checkpoint.problems(folder):
+        raise ValueError(
+            f"{folder} is not as the run wrote it: {'; '.join(wrong)}. Name a whole checkpoint of the run (checkpoint-<step>), or copy the "
+            f"folder from where it is whole. If the change was meant, remove {checkpoint.MANIFEST_NAME} there: it is used with a warning then."
+        )
+    if (folder / ADAPTER_FILE).is_file():
+        require_finite(folder / ADAPTER_FILE)
+
+
 def recorded_settings(folder: Path) -> RunSettings:
     """What the run in `folder` recorded about itself: the manifest of a checkpoint or export, or of the newest checkpoint inside."""
-    found = staging.manifest_run(folder)
+    found = checkpoint.recorded_run(folder)
     if "settings" in found:  # an export
         return cast(RunSettings, found["settings"])
     if not found and (newest := checkpoint.last_checkpoint(folder)) is not None:
-        found = staging.manifest_run(newest)
+        found = checkpoint.recorded_run(newest)
     return cast(RunSettings, found)
 
 

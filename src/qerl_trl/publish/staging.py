@@ -24,21 +24,12 @@ _RECORD_NAME = ".record.json"
 def is_complete(destination: str | os.PathLike, run: Mapping[str, Any]) -> bool:
     """Whether `destination` is a sealed folder that `run` describes exactly: the same command already finished."""
     destination = Path(destination).absolute()
-    manifest = destination / checkpoint.MANIFEST_NAME
-    if not manifest.is_file() or json.loads(manifest.read_text()).get("run") != _as_json(run):
-        return False
-    if checkpoint.problems(destination):
+    if checkpoint.recorded_run(destination) != _as_json(run) or checkpoint.problems(destination):
         return False
     leftover = destination.with_name(f".{destination.name}.partial")
     if leftover.is_dir():  # killed after the exchange, before the replaced folder was removed
         shutil.rmtree(leftover)
     return True
-
-
-def manifest_run(folder: str | os.PathLike) -> dict[str, Any]:
-    """The `run` of a folder's manifest; empty without one."""
-    path = Path(folder) / checkpoint.MANIFEST_NAME
-    return json.loads(path.read_text()).get("run", {}) if path.is_file() else {}
 
 
 @contextmanager
