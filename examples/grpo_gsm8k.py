@@ -6,7 +6,8 @@
 
 Without --config: Qwen2.5-3B-Instruct on openai/gsm8k if there is a GPU, otherwise the embedded default, a tiny model that
 `examples/assets/pretrain.py` trained from scratch, on generated problems in GSM8K's format. Any option of `QeRLConfig`
-and of TRL's `ModelConfig` may follow. Started again with the same output_dir, it resumes from the last whole checkpoint.
+and of TRL's `ModelConfig` may follow. Started again with the same output_dir, it resumes from the last whole checkpoint; a finished
+run is measured again and no longer trained.
 """
 
 import json
@@ -20,14 +21,17 @@ from datasets import Dataset, load_dataset
 from transformers import AutoTokenizer, ProgressCallback
 from trl import ModelConfig, TrlParser, get_peft_config
 
-from qerl_trl import QeRLConfig, QeRLGRPOTrainer, last_checkpoint
+from qerl_trl import QeRLConfig, QeRLGRPOTrainer
 from qerl_trl.base_identity import base_revision
 from qerl_trl.checkpoint import write_json_atomically
+from qerl_trl.publish.run import recorded_settings
 from qerl_trl.redaction import check_places
 from qerl_trl.report import banner, device_name, versions
+from qerl_trl.run_folder import step_of
 from qerl_trl.tasks.evaluation import Accuracy, grade, paired_difference
 from qerl_trl.tasks.held_out import HeldOutAccuracy, held_out_completions
 from qerl_trl.tasks.plots import plot_curves
+from qerl_trl.tasks.results import RESULTS_NAME, arm_of, read_before, write_before
 from qerl_trl.tasks.rewards import as_prompts, correctness_reward, format_reward
 
 HERE = Path(__file__).resolve().parent
@@ -133,26 +137,26 @@ def main(script: ScriptArguments, args: QeRLConfig, model_args: ModelConfig) -> 
         return grade(held_out_completions(trainer, test, batch_size=script.eval_batch_size), test)
 
     output_dir = Path(args.output_dir)
-    resume = args.resume_from_checkpoint or last_checkpoint(output_dir)
-    before_file = output_dir / "before.json"
-    if resume and before_file.is_file():
+    resume = trainer.to_resume()  # refuses a folder that belongs to another run
+    before = None
+    if resume:
         trainer.accelerator.print(f"Resuming from {resume}.")
-        before = json.loads(before_file.read_text())
-    else:
+        before = read_before(output_dir, test)
+    if before is None:
         before = held_out()
         if main_process:
-            output_dir.mkdir(parents=True, exist_ok=True)
-            write_json_atomically(before_file, before)
+            write_before(output_dir, before, test)
     trainer.accelerator.print(f"Held-out accuracy before training, greedy: {Accuracy(sum(before), len(before))}")
 
     summary = trainer.train(resume_from_checkpoint=resume)
+    trainer.save_model(push=False)
     after = held_out()
-    trainer.save_model()
     if main_process:
         # a local folder has no name that a card could link to
         dataset = None if data_folder(script.dataset_name) else script.dataset_name
-        report(trainer, before, after, summary.metrics, output_dir, dataset)
-    if args.push_to_hub:
+        trained = trainer.state.global_step > (step_of(resume) if resume else 0)
+        report(trainer, before, after, summary.metrics["train_runtime"] if trained else None, output_dir, dataset)
+    if args.push_to_hub:  # last: whatever the network does, the results are written
         trainer.push_to_hub(dataset_name=script.dataset_name)
 
 
@@ -160,37 +164,37 @@ def report(
     trainer: QeRLGRPOTrainer,
     before: list[bool],
     after: list[bool],
-    metrics: dict,
+    seconds: float | None,
     output_dir: Path,
     dataset: str | None,
 ) -> None:
-    """Write results.json and curves.png, and say what came out and what to do with it."""
+    """Write results.json and curves.png of the run that was saved to `output_dir`, and say what came out and what to do with it."""
     args = trainer.args
+    settings = recorded_settings(output_dir)  # of what was trained, which is what the figures are about
     difference, low, high = paired_difference(before, after)
     results = {
         "before": Accuracy(sum(before), len(before)).as_dict(),
         "after": Accuracy(sum(after), len(after)).as_dict(),
         "difference": {"value": difference, "interval95": [low, high]},
-        "train_seconds": metrics.get("train_runtime"),
+        "train_seconds": seconds,
         "steps": trainer.state.global_step,
         "seed": args.seed,
         "task": "math word problems",
         "dataset": dataset,
         "split": "test",
         "decoding": "greedy, noise off",
-        "arm": {
-            "base_format": args.base_format,
-            "aqn": args.aqn,
-            "aqn_scope": args.aqn_scope,
-            "scale_rule": args.scale_rule,
-        },
+        "arm": arm_of(settings),
+        "settings": settings,
         "base": {"sha256": trainer.base_sha256, "revision": base_revision(trainer.model)},
         "device": device_name(args.device),
         "versions": versions(),
         "command": " ".join(["accelerate launch", *sys.argv]),
         "log_history": trainer.state.log_history,
     }
-    write_json_atomically(output_dir / "results.json", results)
+    if seconds is None and (output_dir / RESULTS_NAME).is_file():  # trained before, only measured again now
+        earlier = json.loads((output_dir / RESULTS_NAME).read_text())
+        results |= {name: earlier[name] for name in ("train_seconds", "log_history")}
+    write_json_atomically(output_dir / RESULTS_NAME, results)
     plot_curves(trainer.state.log_history, output_dir / "curves.png", title=output_dir.name)
     if args.base_format == "full":
         saved, publish = "model", f"hf upload <user>/<name> {output_dir} . --private --exclude 'checkpoint-*/*'"

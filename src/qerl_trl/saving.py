@@ -2,7 +2,7 @@
 
 import logging
 import os
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate.utils import is_peft_model
@@ -25,6 +25,8 @@ class SavingMixin(PublishingMixin):
 
     #: the state that this training goes on from, `None` for a fresh start
     _resumed: TrainerState | None = None
+    #: what the run recorded of itself there
+    _recorded_then: RunSettings | None = None
     #: whole checkpoint of the weights as they are, where there is one
     _saved: str | None = None
     #: checkpoint that the parent wants to push, not sealed yet
@@ -59,6 +61,7 @@ class SavingMixin(PublishingMixin):
         self._resumed, self._saved = None, resume
         if resume is not None:
             self._resumed = TrainerState.load_from_json(os.path.join(resume, TRAINER_STATE_NAME))
+            self._recorded_then = cast(RunSettings, checkpoint.recorded_run(resume))
         return super().train(resume, *args, **kwargs)
 
     def set_initial_training_values(self, *args: Any, **kwargs: Any) -> Any:
@@ -149,7 +152,10 @@ class SavingMixin(PublishingMixin):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _recorded(self) -> RunSettings:
-        """What a seal says of the run: its settings, its step, and what was changed on the way."""
+        """What a seal says of the run: its settings, its step, and what was changed on the way. Where no step was trained since it was
+        resumed, what was said then: the weights are those of that run."""
+        if self._resumed is not None and self.state.global_step == self._resumed.global_step and self._recorded_then:
+            return self._recorded_then
         settings = run_settings(self)
         settings["global_step"] = self.state.global_step
         if self._changed:

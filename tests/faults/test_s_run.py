@@ -1,11 +1,26 @@
-"""A folder belongs to one run: another one, a finished one, a second process, other data are told so and change nothing in it."""
+"""A folder belongs to one run: another one, a finished one, a second process, other data are told so and change nothing in it. And what a
+run has measured and saved is not lost to what fails afterwards."""
 
+import importlib.util
+import json
 import multiprocessing
 import shutil
+import sys
 import time
+import types
+from pathlib import Path
 
 import pytest
+import torch
 from datasets import Dataset
+from trl import ModelConfig, TrlParser
+
+from qerl_trl import QeRLConfig, checkpoint
+from qerl_trl.publish import hub
+from qerl_trl.rollout.engine import RolloutError
+from qerl_trl.rollout.generation import QeRLVLLMGeneration
+from tests.hub_server import TOKEN
+from tests.publish.test_hub import REPO, server  # noqa: F401
 
 from .catalog import fault, told
 from .tiny_runs import PROMPTS, WEIGHTS, spread_reward, tiny_runs  # noqa: F401
@@ -89,3 +104,143 @@ def test_a_second_process_is_refused_the_folder(tiny_runs, tmp_path):  # noqa: F
         first.kill()
         first.join()
     tiny_runs.command(run)
+
+
+# --- the example: what it has measured -----------------------------------------------------------------------------------------------
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "grpo_gsm8k.py"
+
+
+@pytest.fixture(scope="module")
+def example(tmp_path_factory):
+    """`example(output_dir, **options)`: the example's embedded run, of one step, in this process."""
+    spec = importlib.util.spec_from_file_location("grpo_gsm8k", EXAMPLE)
+    module = sys.modules["grpo_gsm8k"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    small = {
+        "max_steps": 1,
+        "per_device_train_batch_size": 16,
+        "max_completion_length": 8,
+        "eval_problems": 6,
+        "lora_r": 4,
+    }
+    parser = TrlParser((module.ScriptArguments, QeRLConfig, ModelConfig))
+
+    def run(output_dir, **options):
+        options = {"config": EXAMPLE.parent / "configs" / "embedded.yaml", **small, "output_dir": output_dir, **options}
+        words = [str(part) for name, value in options.items() for part in (f"--{name}", value)]
+        module.main(*parser.parse_args_and_config(words))
+        return json.loads((Path(output_dir) / "results.json").read_text())
+
+    yield run
+    del sys.modules["grpo_gsm8k"]
+
+
+@pytest.fixture(scope="module")
+def measured(example, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("measured") / "run"
+    example(folder)
+    return folder
+
+
+@fault("S.other_eval_problems")
+def test_other_problems_are_refused_before_any_training(example, measured, tmp_path):
+    run = shutil.copytree(measured, tmp_path / "run")
+    before = contents(run)
+    with told(ValueError, "before.json", "6 problems then, 4 now", "--eval_problems 6", "another output_dir"):
+        example(run, eval_problems=4, max_steps=2)
+    with told(ValueError, "before.json", "6 problems both times, but others", "system prompt"):
+        example(run, system_prompt="Be brief.", max_steps=2, allow_other_settings="true")
+    assert contents(run) == before
+
+
+@fault("S.finished_run_again", recovered=True)
+def test_a_finished_run_is_measured_again_and_the_arm_is_the_one_that_was_trained(example, measured, tmp_path):
+    run = shutil.copytree(measured, tmp_path / "run")
+    first = json.loads((run / "results.json").read_text())
+    again = example(run)
+    assert {**again, "command": 0} == {**first, "command": 0}
+    assert (run / WEIGHTS).read_bytes() == (measured / WEIGHTS).read_bytes()
+    # another arm's arguments, let through: nothing is trained with them, so nothing is reported as theirs
+    other = example(run, aqn="false", allow_other_settings="true")
+    assert other["arm"]["aqn"] is True and other["steps"] == 1
+
+
+@fault("S.results_lost_to_hub", recovered=True)
+@pytest.mark.parametrize("cause", ["hub", "local base"])
+def test_results_are_written_before_the_network_is_touched(cause, example, server, tmp_path, monkeypatch):  # noqa: F811
+    run, push = (
+        tmp_path / "run",
+        {"push_to_hub": "true", "hub_strategy": "end", "hub_model_id": REPO, "hub_token": TOKEN},
+    )
+    if cause == "hub":
+        monkeypatch.setattr(hub, "is_hub_id", lambda name: True)
+        server.fail["POST .*/commit/.*"] = 403
+    with pytest.raises(hub.HubError if cause == "hub" else ValueError):
+        example(run, **push)
+    results = json.loads((run / "results.json").read_text())
+    assert results["after"]["total"] == 6 and results["steps"] == 1
+    assert (run / "curves.png").is_file() and checkpoint.problems(run) == []
+    if cause == "hub":
+        server.fail.clear()
+        again = example(run, **push)
+        assert again["after"] == results["after"]
+        assert WEIGHTS in server.repos[REPO]["files"]
+
+
+# --- the rescue after a dead engine --------------------------------------------------------------------------------------------------
+
+
+def dying_in(trainer, rollout, dying):
+    """Wrap the trainer's rollouts as vLLM's are; in the given one `dying` is called and the engine dies."""
+
+    class Generation(QeRLVLLMGeneration):
+        def __init__(self):
+            self.trainer, self.accelerator, self.mode = trainer, trainer.accelerator, "colocate"
+            self.engine, self._inside, self.rollouts = types.SimpleNamespace(sleep=lambda: None), False, 0
+
+        def _prepare(self, draw):
+            self.rollouts += 1
+            if self.rollouts == rollout:
+                dying()
+                raise RuntimeError("EngineCore died")
+
+    generation, inner = Generation(), trainer._generate
+
+    def generate(self, prompts):
+        with generation._up_to_date():
+            return inner(prompts)
+
+    trainer._generate = types.MethodType(generate, trainer)
+
+
+def full_disk(*args, **kwargs):
+    raise OSError(28, "No space left on device")
+
+
+def full_disk_of_torch(*args, **kwargs):
+    raise RuntimeError("PytorchStreamWriter failed writing file")
+
+
+@fault("S.rescue_loses_checkpoint", recovered=True)
+@pytest.mark.parametrize(
+    ("rollout", "write", "said", "left"),
+    [
+        (3, full_disk, "Step 2 is saved", 2),  # the checkpoint of this very step, which is not written again
+        (4, full_disk, "Saving step 3 failed too (OSError: [Errno 28] No space left", 2),
+        (4, full_disk_of_torch, "Saving step 3 failed too (RuntimeError: PytorchStreamWriter", 2),
+        (4, torch.save, "Step 3 is saved", 3),
+    ],
+    ids="this-step disk-full disk-full-in-torch older".split(),
+)
+def test_a_whole_checkpoint_outlives_the_rescue(rollout, write, said, left, tiny_runs, tmp_path, monkeypatch):  # noqa: F811
+    run, options = tmp_path / "run", {"max_steps": 4, "save_steps": 2, "save_total_limit": 1}
+    trainer = tiny_runs.trainer(run, **options)
+    dying_in(trainer, rollout, lambda: monkeypatch.setattr(torch, "save", write))
+    with told(RolloutError, "EngineCore died", said, "resume_from_checkpoint=True"):
+        trainer.train()
+    monkeypatch.undo()
+    assert checkpoint.last_checkpoint(run) == str(run / f"checkpoint-{left}")
+    assert len(list(run.glob(f"checkpoint-*/{checkpoint.MANIFEST_NAME}"))) == 1
+    assert tiny_runs.command(run, **options).state.global_step == 4
+    assert checkpoint.problems(run / "checkpoint-4") == []

@@ -19,8 +19,8 @@ def spread_reward(completions, **kwargs):
     return [float(sum(text.encode()) % 7) for text in completions]
 
 
-class Interrupted(Exception):
-    """What stops a run here."""
+class Interrupted(BaseException):
+    """What stops a run here; no error of the reward function, as a Ctrl-C is none."""
 
 
 def interrupting(calls: int, reward=spread_reward, by=Interrupted):

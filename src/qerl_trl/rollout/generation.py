@@ -324,8 +324,8 @@ class QeRLVLLMGeneration(VLLMGeneration):
         if wanted and self.accelerator.num_processes == 1:
             try:
                 trainer._save_checkpoint(trainer.model, None)
-            except OSError as error:
-                return f"Saving step {step} failed too ({error}); {resume}."
+            except Exception as error:  # a full disk is also a RuntimeError of torch; the Hub has errors of its own
+                return f"Saving step {step} failed too ({type(error).__name__}: {error}); {resume}."
             return f"Step {step} is saved; {resume}."
         return f"The trainer's own state is intact; {resume}."
 
