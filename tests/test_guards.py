@@ -123,7 +123,7 @@ def test_gradients_whose_squares_overflow(value):
 @pytest.fixture
 def monitor(caplog):
     caplog.set_level(logging.WARNING)
-    return guards.SignalMonitor(zero_advantage_patience=3, mismatch_threshold=0.1)
+    return guards.SignalMonitor(zero_advantage_patience=3)
 
 
 def test_zero_advantage_warns_after_patience_only(monitor, caplog):
@@ -135,13 +135,6 @@ def test_zero_advantage_warns_after_patience_only(monitor, caplog):
     assert not caplog.records
     monitor.advantages(1.0, 0.25, 7)
     assert "last 3 rollouts (mean reward 0.25 at step 7)" in caplog.text
-
-
-def test_mismatch_threshold(monitor, caplog):
-    monitor.mismatch(0.05, 1)
-    assert not caplog.records
-    monitor.mismatch(0.2, 1)
-    assert "0.2 nats" in caplog.text
 
 
 def test_entropy_collapse_warns_once(monitor, caplog):

@@ -9,13 +9,63 @@ import torch
 from qerl_trl import mismatch
 from tests.test_trainer import logged, make_trainer  # noqa: F401  (a fixture)
 
+TRAINER = types.SimpleNamespace(
+    accelerator=types.SimpleNamespace(gather=lambda value: value), args=types.SimpleNamespace(use_vllm=False)
+)
 
-def test_kl_of_known_log_probabilities():
-    sampled = torch.zeros(1, 4)
-    trained = torch.tensor([[math.log(2), 0.0, math.nan, 5.0]])
+
+def found(trained, sampled, mask=None):
+    trained, sampled = torch.as_tensor(trained), torch.as_tensor(sampled)
+    return mismatch.of_logps(TRAINER, trained, sampled, torch.ones_like(sampled).bool() if mask is None else mask)
+
+
+def test_kl_and_entropy_of_known_log_probabilities():
+    sampled = torch.tensor([[-1.0, -2.0, math.nan, 5.0]])
+    trained = torch.tensor([[-1.0 + math.log(2), -2.0, 0.0, 5.0]])
     mask = torch.tensor([[True, True, True, False]])
-    assert mismatch.kl_per_token(trained, sampled, mask).item() == pytest.approx((1 - math.log(2)) / 2)
-    assert mismatch.kl_per_token(trained, sampled, torch.zeros_like(mask)).item() == 0.0
+    known = found(trained, sampled, mask)
+    assert known.mismatch_kl == pytest.approx((1 - math.log(2)) / 2)
+    assert known.entropy == pytest.approx(1.5)
+    assert known.logp_gap == pytest.approx(math.log(1.5))
+    assert known.nan_logps == 1
+
+
+def of_two_policies(spread, error=0.0, tokens=2000):
+    """What tokens drawn from one random policy over 50 say about another, when the first is reported `error` nats wrong."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(tokens, 50, generator=generator, dtype=torch.float64)
+    p = (q + spread * torch.randn(tokens, 50, generator=generator, dtype=torch.float64)).log_softmax(-1)
+    drawn = torch.multinomial(q.softmax(-1), 1, generator=generator)
+    return found(p.gather(-1, drawn), q.log_softmax(-1).gather(-1, drawn) + error)
+
+
+@pytest.mark.parametrize("spread", [1e-3, 0.1, 0.5, 1.0])
+def test_the_gap_is_zero_for_any_two_policies_and_the_error_otherwise(spread):
+    honest = of_two_policies(spread)
+    assert abs(honest.logp_gap) < mismatch.MismatchWatch.CERTAIN * honest.logp_gap_error
+    wrong = of_two_policies(spread, error=0.3)
+    assert wrong.logp_gap == pytest.approx(honest.logp_gap - 0.3)
+    assert abs(wrong.logp_gap) > mismatch.MismatchWatch.CERTAIN * wrong.logp_gap_error
+
+
+def test_what_is_too_far_warns_and_what_stays_so_ends_the_run(caplog):
+    def kl(value):
+        return mismatch.Mismatch(value, 0.0, 0.01, 1.0, 0)
+
+    watch = mismatch.MismatchWatch(0.1)
+    watch.judge(kl(0.09), 1, noisy=True)
+    watch.judge(kl(0.009), 1, noisy=False)
+    assert not caplog.records
+    watch.judge(kl(0.2), 2, noisy=True)
+    watch.judge(kl(0.02), 3, noisy=False)
+    assert "0.2 nats" in caplog.text and "0.02 nats" in caplog.text
+    for noisy, value in ((True, 1.1), (False, 0.11)):
+        watch = mismatch.MismatchWatch(0.1)
+        for step in range(6):  # a good one in between starts the count again
+            watch.judge(kl(value if step % 3 else 0.0), step, noisy)
+        with pytest.raises(RuntimeError, match=r"in 3 rollouts in a row.*rollout_mismatch_threshold"):
+            watch.judge(kl(value), 6, noisy)
+        mismatch.MismatchWatch(None).judge(kl(value), 1, noisy)
 
 
 @pytest.mark.parametrize(
@@ -30,29 +80,30 @@ def test_kl_of_known_log_probabilities():
 )
 def test_truncated_fraction_counts_both_ends_of_real_tokens(mode, low, high, ratio, fraction):
     trainer = types.SimpleNamespace(
-        accelerator=types.SimpleNamespace(gather=lambda value: value),
+        accelerator=TRAINER.accelerator,
         args=types.SimpleNamespace(
             vllm_importance_sampling_mode=mode,
             vllm_importance_sampling_clip_min=low,
             vllm_importance_sampling_clip_max=high,
         ),
     )
-    found = mismatch.measure(
+    rollout = mismatch.measure(
         trainer,
         None,
         {
             "completion_mask": torch.tensor([[1, 1, 1, 0]]),
-            "sampling_per_token_logps": torch.zeros(1, 4),
-            "old_per_token_logps": torch.tensor([[math.log(2), 0.0, math.nan, 5.0]]),
+            "sampling_per_token_logps": torch.tensor([[0.0, 0.0, math.nan, 0.0]]),
+            "old_per_token_logps": torch.tensor([[math.log(2), 0.0, 0.0, 5.0]]),
             "importance_sampling_ratio": torch.tensor(ratio),
         },
     )
-    assert found.truncated_fraction == pytest.approx(fraction)
-    assert found.kl == pytest.approx((1 - math.log(2)) / 2)  # the two tokens that were scored
+    assert rollout.truncated_fraction == pytest.approx(fraction)
+    assert rollout.mismatch_kl == pytest.approx((1 - math.log(2)) / 2)  # the two tokens that were scored
+    assert rollout.nan_logps == 1
 
 
 def test_two_equal_policies_are_not_measured():
-    assert mismatch.measure(None, None, {"completion_mask": torch.ones(1, 4)}) is None
+    assert mismatch.measure(TRAINER, None, {"completion_mask": torch.ones(1, 4)}) is None
 
 
 def test_the_mismatch_is_measured_on_as_many_sequences_at_a_time_as_a_step(make_trainer, monkeypatch):  # noqa: F811

@@ -31,11 +31,13 @@ def differs(aqn: AQNCallback | None) -> bool:
 def with_logps(trainer: OnlineTrainer, aqn: AQNCallback | None, generated: tuple) -> tuple:
     """What TRL's `_generate` returned in training, with the log-probabilities of the noisy policy where it has none.
 
-    Unchanged without noise, for vLLM and for a rollout function that returns its own.
+    Unchanged without noise, for vLLM and for RLOO. A rollout function's own log-probabilities are taken as they are.
     """
-    if len(generated) != _COUNT or generated[_LOGPS] is not None or not differs(aqn):
+    if len(generated) != _COUNT or aqn is None or not differs(aqn):
         return generated
-    assert aqn is not None
+    if generated[_LOGPS] is not None:
+        trainer.use_vllm = True  # from here to the end of the batch; `corrected` puts it back
+        return generated
     if generated[_IMAGES] is not None:
         logger.warning_once(
             "The prompts hold pictures: transformers' rollouts under noise are not importance-corrected then. Use "
@@ -44,7 +46,7 @@ def with_logps(trainer: OnlineTrainer, aqn: AQNCallback | None, generated: tuple
         return generated
     with aqn.noisy():
         logps = _logps(trainer, generated[0], generated[1])
-    trainer.use_vllm = True  # from here to the end of the batch; `corrected` puts it back
+    trainer.use_vllm = True
     return (*generated[:_LOGPS], logps, *generated[_LOGPS + 1 :])
 
 
@@ -57,6 +59,17 @@ def corrected(trainer: OnlineTrainer, batch: Mapping[str, Any] | None = None) ->
         yield
     finally:
         trainer.use_vllm = before
+
+
+def logps_of_engine(trainer: OnlineTrainer, like: torch.Tensor) -> torch.Tensor | None:
+    """Log-probabilities (B, T) that vLLM returned for the completions `like` of this rollout, where TRL's trainer (RLOO) drops them."""
+    rows = getattr(getattr(trainer, "vllm_generation", None), "sampled_logps", None)
+    if rows is None or len(rows) != len(like):
+        return None
+    logps = torch.zeros(like.shape, dtype=torch.float32)
+    for line, row in zip(logps, rows, strict=True):
+        line[: len(row)] = torch.tensor([float("nan") if value is None else value for value in row])
+    return logps.to(like.device)
 
 
 @torch.no_grad()

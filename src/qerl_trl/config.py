@@ -46,8 +46,8 @@ class QeRLArguments(OnlineConfig):
             Whether to add scheduled Gaussian noise to the RMSNorm weights while completions are generated.
         aqn_schedule (`str`, *optional*, defaults to `"exponential"`):
             How sigma falls from `aqn_sigma_start` to `aqn_sigma_end`: `"exponential"` (the paper's), `"linear"`,
-            `"cosine"`, `"logarithmic"`, `"constant"`, or `"entropy_target"`, which steers sigma so that the policy's
-            entropy follows `aqn_entropy_target`.
+            `"cosine"`, `"logarithmic"`, `"constant"`, or `"entropy_target"`, which steers sigma between the two so
+            that the entropy of the sampling policy (`rollout/entropy`) follows `aqn_entropy_target`.
         aqn_sigma_start (`float`, *optional*, defaults to `1e-2`), aqn_sigma_end (`float`, *optional*, defaults to `5e-4`):
             Standard deviation of the noise in the first noisy stage and in the last (Table 4).
         aqn_num_stages (`int`, *optional*, defaults to `10`):
@@ -58,7 +58,7 @@ class QeRLArguments(OnlineConfig):
         aqn_seed (`int`, *optional*):
             Seed of the noise. Defaults to `seed`.
         aqn_entropy_target (`float`, *optional*):
-            Entropy in nats per token that `aqn_schedule="entropy_target"` steers to.
+            Entropy of the sampling policy, in nats per token, that `aqn_schedule="entropy_target"` steers to.
 
         > Rollout in vLLM
 
@@ -68,7 +68,9 @@ class QeRLArguments(OnlineConfig):
             `vllm_enable_sleep_mode` moves to host memory while training (level 1). Under FSDP 2 the engine of each process keeps a
             copy of the full base in any case.
         rollout_mismatch_threshold (`float`, *optional*, defaults to `0.1`):
-            Warn when the estimated KL divergence per token between rollout and trainer exceeds this value, in nats.
+            Warn when the estimated KL divergence per token between rollout and trainer exceeds this value, in nats, and end the run when
+            it is more than 10 times that in 3 rollouts in a row. A tenth of both limits holds for what should be zero: the KL without
+            noise, and `rollout/logp_gap`. `None` switches them off.
         rollout_timeout (`float`, *optional*):
             End the run, with the cause, when one rollout in vLLM takes longer than this, in seconds.
         vllm_gpu_memory_utilization (`float`, *optional*):
@@ -133,7 +135,10 @@ class QeRLArguments(OnlineConfig):
         default=True, metadata={"help": "Colocated vLLM reads the trainer's weights instead of a second copy."}
     )
     rollout_mismatch_threshold: float | None = field(
-        default=0.1, metadata={"help": "Warn when the rollout/trainer KL per token (nats) exceeds this value."}
+        default=0.1,
+        metadata={
+            "help": "Warn when the rollout/trainer KL per token (nats) exceeds this value; end the run beyond 10 times that."
+        },
     )
     rollout_timeout: float | None = field(
         default=None, metadata={"help": "End the run when one rollout in vLLM takes longer than this, in seconds."}

@@ -265,15 +265,13 @@ class SignalMonitor:
 
     Args:
         zero_advantage_patience: rollouts in a row without any non-zero advantage before a warning.
-        mismatch_threshold: KL(rollout || trainer) in nats per token above which to warn, `None` for never.
     """
 
     #: entropy below this share of its first logged value counts as collapsed
     COLLAPSE = 0.01
 
-    def __init__(self, zero_advantage_patience: int, mismatch_threshold: float | None):
+    def __init__(self, zero_advantage_patience: int):
         self.zero_advantage_patience = zero_advantage_patience
-        self.mismatch_threshold = mismatch_threshold
         self._rollouts_without_advantage = 0
         self._rollouts_without_reward = 0
         self._rollouts_without_use = 0
@@ -327,17 +325,6 @@ class SignalMonitor:
             and self._rollouts_without_use % self.zero_advantage_patience == 1 % self.zero_advantage_patience
         ):
             logger.warning("Every advantage is zero at step %d although rewards differ: %s", step, cause)
-
-    def mismatch(self, kl: float, step: int) -> None:
-        """Report the estimated KL between the policy that sampled and the policy that is trained."""
-        if self.mismatch_threshold is not None and kl > self.mismatch_threshold:
-            logger.warning(
-                "Rollout and trainer disagree: KL of about %.4g nats per token at step %d (threshold %.4g). With noise, lower "
-                "aqn_sigma_start or use aqn_scope='policy'; without, the engine may hold a stale adapter.",
-                kl,
-                step,
-                self.mismatch_threshold,
-            )
 
     def entropy(self, value: float, step: int) -> None:
         """Report the policy's entropy, nats per token."""

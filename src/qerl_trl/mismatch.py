@@ -1,64 +1,115 @@
-"""How far apart the policy that sampled and the policy that is trained are, per generated token.
+"""How far apart the policy that sampled and the policy that is trained are, per generated token, and when that is too far.
+
+With p the policy that is trained, q the one that sampled, and r = p / q of a sampled token:
+
+- the mean of r - 1 - log r estimates KL(q || p): zero for equal policies, and what noise, rounding, a stale adapter or other weights add;
+- the mean of r is 1 whatever p is, noisy or rounded, as long as q is what the tokens were drawn from. Its logarithm, the *gap*, shows
+  log-probabilities that are not: shifted, of another temperature, of other tokens. A constant error of 0.3 nats is a KL of 0.04 only;
+- the mean of -log q is the entropy of the policy that sampled.
 
 Shapes: B sequences, T tokens of a completion.
 """
 
+import logging
 import math
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
+from .behaviour import logps_of_engine
 from .noise.callback import AQNCallback
 from .upstream import OnlineTrainer
 
 if TYPE_CHECKING:
     from .config import QeRLConfig
 
-#: sequences of a rollout on which the mismatch is estimated when generation returns no log-probabilities
+logger = logging.getLogger(__name__)
+
+#: sequences of a rollout on which the mismatch is estimated when there are no log-probabilities of all of it
 _SAMPLE = 8
 
 
 class Mismatch(NamedTuple):
-    """`kl`: KL(rollout || trainer) in nats per token. `truncated_fraction`: share of importance ratios that TRL cut off."""
+    """What the log-probabilities of one rollout say; a number is `None` where they do not say it. Its fields are logged as `rollout/...`.
 
-    kl: float
-    truncated_fraction: float | None
+    `mismatch_kl`: KL(rollout || trainer) in nats per token. `logp_gap`: see the module, with its standard error `logp_gap_error`.
+    `entropy`: of the policy that sampled, nats per token. `nan_logps`: tokens of which the engine returned no finite log-probability.
+    `truncated_fraction`: share of importance ratios that TRL cut off.
+    """
+
+    mismatch_kl: float | None
+    logp_gap: float | None
+    logp_gap_error: float | None
+    entropy: float
+    nan_logps: int
+    truncated_fraction: float | None = None
 
 
 @torch.no_grad()
 def measure(trainer: OnlineTrainer, aqn: AQNCallback | None, rollout: dict[str, Any]) -> Mismatch | None:
     """Compare the log-probabilities of a rollout (TRL's dictionary of a generated batch), over all processes.
 
-    With vLLM both are at hand. transformers generation returns none, so with noise in the rollout only they are computed on the
-    first few sequences, clean and noisy (of text: pictures are not fed again). `None`: the two policies are the same.
+    Where both are at hand (`behaviour.py`), over the whole rollout. RLOO keeps none per token: with noise in the rollout only they are
+    computed on the first few sequences, clean and noisy (of text: pictures are not fed again). `None`: the two policies are the same.
+
+    Raises:
+        RuntimeError: the engine returned not one finite log-probability.
     """
     mask = rollout["completion_mask"].bool()
     if "tool_mask" in rollout:
         mask &= rollout["tool_mask"].bool()
     sampled, trained = rollout.get("sampling_per_token_logps"), rollout.get("old_per_token_logps")
+    if sampled is None and trainer.args.use_vllm:
+        sampled = logps_of_engine(trainer, mask)
     if sampled is None or trained is None:
-        if aqn is None or aqn.scope != "rollout" or aqn.sigma == 0 or "pixel_values" in rollout:
+        if aqn is not None and aqn.scope == "rollout" and aqn.sigma > 0 and "pixel_values" not in rollout:
+            count = min(_SAMPLE, len(mask))
+            mask, trained = mask[:count], _logps(trainer, rollout, count)
+            if sampled is None:
+                with aqn.noisy():
+                    sampled = _logps(trainer, rollout, count)
+            sampled = sampled[:count]
+        elif (
+            sampled is None or not trainer.args.use_vllm
+        ):  # what a rollout function returns without an engine nobody reads
             return None
-        count = min(_SAMPLE, len(mask))
-        mask = mask[:count]
-        trained = _logps(trainer, rollout, count)
-        with aqn.noisy():
-            sampled = _logps(trainer, rollout, count)
-    kl = _mean_over_processes(trainer, kl_per_token(trained, sampled, mask))
-    ratio, cut = rollout.get("importance_sampling_ratio"), None
+    found = of_logps(trainer, trained, sampled, mask)
+    ratio = rollout.get("importance_sampling_ratio")
     if ratio is not None:
         args = cast("QeRLConfig", trainer.args)  # RLOO has no such correction and returns no ratio
         low, high = args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max
-        mode = args.vllm_importance_sampling_mode
-        cut = _mean_over_processes(trainer, truncated_fraction(ratio, mask, mode, low, high))
-    return Mismatch(kl, cut)
+        cut = truncated_fraction(ratio, mask, args.vllm_importance_sampling_mode, low, high)
+        found = found._replace(truncated_fraction=trainer.accelerator.gather(cut).mean().item())
+    return found
 
 
-def kl_per_token(trained: torch.Tensor, sampled: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """KL(sampled || trained) from log-probabilities (B, T) of sampled tokens: the mean of exp(d) - 1 - d, d = log(trained / sampled)."""
-    d = (trained - sampled).float()[mask]
-    d = d[~d.isnan()]  # vLLM could not score the token
-    return (torch.expm1(d) - d).mean() if d.numel() else d.new_zeros(())
+def of_logps(
+    trainer: OnlineTrainer, trained: torch.Tensor | None, sampled: torch.Tensor, mask: torch.Tensor
+) -> Mismatch:
+    """[`Mismatch`] of log-probabilities (B, T) of sampled tokens, over all processes.
+
+    Raises:
+        RuntimeError: none of them is finite.
+    """
+    known = mask & sampled.isfinite()
+    logps = sampled[known].double()
+    d = (trained[known].double() if trained is not None else logps) - logps
+    ratio = d.exp()
+    counts = [logps.new_tensor(len(logps)), (mask.sum() - known.sum()).double()]
+    sums = torch.stack([*counts, logps.sum(), (d.expm1() - d).sum(), ratio.sum(), ratio.square().sum()])
+    total, missing, log_q, divergence, first, second = trainer.accelerator.gather(sums).view(-1, 6).sum(0).tolist()
+    if total == 0 and missing:
+        raise RuntimeError(
+            f"The engine returned no finite log-probability for any of the {int(missing)} tokens of a rollout (all are NaN, infinite or "
+            "missing), so the update could not be corrected. No weight was changed. Usual causes: weights that are not finite in the engine, "
+            "or a server without --logprobs-mode processed_logprobs. Restart the engine and resume from the last checkpoint."
+        )
+    total = max(total, 1.0)
+    entropy, mean = -log_q / total, first / total
+    if trained is None or not first:
+        return Mismatch(None, None, None, entropy, int(missing))
+    error = math.sqrt(max(second / total - mean * mean, 0.0) / total) / mean
+    return Mismatch(divergence / total, math.log(mean), error, entropy, int(missing))
 
 
 def truncated_fraction(
@@ -72,10 +123,6 @@ def truncated_fraction(
     return cut.float().mean() if cut.numel() else cut.new_zeros((), dtype=torch.float32)
 
 
-def _mean_over_processes(trainer: OnlineTrainer, value: torch.Tensor) -> float:
-    return trainer.accelerator.gather(value).mean().item()
-
-
 def _logps(trainer: OnlineTrainer, rollout: dict[str, Any], count: int) -> torch.Tensor:
     """Log-probabilities (count, T) of the first completions under the model as it is now."""
     ids = torch.cat([rollout["prompt_ids"][:count], rollout["completion_ids"][:count]], dim=1)
@@ -84,3 +131,101 @@ def _logps(trainer: OnlineTrainer, rollout: dict[str, Any], count: int) -> torch
     # as many at a time as TRL takes: logits of long completions over a large vocabulary are gigabytes per sequence
     batch_size = trainer.args.per_device_train_batch_size
     return trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, length, batch_size=batch_size)[0]
+
+
+class MismatchWatch:
+    """Measures each rollout, logs it, warns where sampling and training are too far apart, and stops a run where they stay so.
+
+    A KL above the threshold warns; above `STOP` times the threshold in `PERSISTENT` rollouts in a row it ends the run. What should be zero,
+    the KL without noise and the gap, has a `STOP`-th of these limits; a gap counts beyond `CERTAIN` standard errors only.
+
+    Args:
+        threshold: KL in nats per token, `None` for neither warnings nor an end.
+    """
+
+    STOP = 10
+    PERSISTENT = 3
+    CERTAIN = 5
+
+    def __init__(self, threshold: float | None) -> None:
+        self.threshold = threshold
+        self._beyond = {"kl": 0, "gap": 0}
+
+    def rollout(self, trainer: OnlineTrainer, aqn: AQNCallback | None, rollout: dict[str, Any]) -> None:
+        """Look at one rollout, TRL's dictionary of a generated batch; in evaluation at those of vLLM, which then has no noise.
+
+        Raises:
+            RuntimeError: see the class, and `measure`.
+        """
+        training = trainer.model.training
+        found = measure(trainer, aqn if training else None, rollout)
+        if found is None:
+            return
+        for name, value in found._asdict().items():
+            if value is not None and name != "logp_gap_error":
+                trainer._metrics["train" if training else "eval"][f"rollout/{name}"].append(value)
+        noisy = training and aqn is not None and aqn.scope == "rollout" and aqn.sigma > 0
+        self.judge(found, trainer.state.global_step, noisy, samples_whole_distribution(trainer.args))
+
+    def judge(self, found: Mismatch, step: int, noisy: bool, whole: bool = True) -> None:
+        """Warn or stop.
+
+        Args:
+            noisy: the rollout had noise that the trainer has not, so that a KL is to be expected.
+            whole: tokens were drawn from the whole distribution, so that the mean ratio is 1.
+        """
+        if found.nan_logps:
+            logger.warning(
+                "The engine returned no finite log-probability for %d tokens at step %d (rollout/nan_logps); they are not corrected. If this "
+                "goes on, the engine's weights or its kernels are at fault: restart it, and compare with use_vllm=False.",
+                found.nan_logps,
+                step,
+            )
+        if self.threshold is None or found.mismatch_kl is None:
+            return
+        assert found.logp_gap is not None and found.logp_gap_error is not None
+        limit = self.threshold if noisy else self.threshold / self.STOP
+        expected = "under noise" if noisy else "although both should be the same policy"
+        self._limit(
+            "kl",
+            found.mismatch_kl,
+            limit,
+            f"Rollout and trainer disagree: KL of about {found.mismatch_kl:.4g} nats per token at step {step}, {expected} (limit {limit:.4g}).",
+            "With noise, lower aqn_sigma_start or use aqn_scope='policy'; without, the engine may hold a stale adapter, noise that was left on or "
+            "other weights: restart it, or use use_vllm=False.",
+        )
+        certain = whole and abs(found.logp_gap) > self.CERTAIN * found.logp_gap_error
+        limit = self.threshold / self.STOP
+        self._limit(
+            "gap",
+            abs(found.logp_gap) if certain else 0.0,
+            limit,
+            f"The rollout's log-probabilities are not those its tokens were drawn with: the mean importance ratio is exp({found.logp_gap:.4g}) at "
+            f"step {step}, and should be 1 (rollout/logp_gap, limit {limit:.4g}, standard error {found.logp_gap_error:.2g}).",
+            "The correction is wrong by as much. Usual causes: an engine with another temperature or without --logprobs-mode processed_logprobs, "
+            "logits that something processes after they are scored, or a rollout_func that returns other log-probabilities than it sampled with.",
+        )
+
+    def _limit(self, kind: str, value: float, limit: float, what: str, remedy: str) -> None:
+        beyond = not value <= self.STOP * limit  # NaN is beyond
+        self._beyond[kind] = self._beyond[kind] + 1 if beyond else 0
+        if self._beyond[kind] >= self.PERSISTENT:
+            raise RuntimeError(
+                f"{what} It was more than {self.STOP} times that in {self.PERSISTENT} rollouts in a row, and nothing useful is learned so. "
+                f"{remedy} Then resume from the last checkpoint; rollout_mismatch_threshold (now {self.threshold:g}) moves the limits, None "
+                "switches them off."
+            )
+        if not value <= limit:
+            logger.warning("%s %s", what, remedy)
+
+
+def samples_whole_distribution(args: Any) -> bool:
+    """Whether every token can be sampled, which truncation (`top_p` and others), penalties and grammars prevent."""
+    return (
+        args.top_p in (None, 1.0)
+        and args.top_k in (None, 0, -1)
+        and not args.min_p
+        and args.repetition_penalty in (None, 1.0)
+        and not args.generation_kwargs
+        and not args.vllm_structured_outputs_regex
+    )

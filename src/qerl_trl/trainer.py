@@ -12,7 +12,7 @@ differs from the parent, method by method:
 | `_generate` | draws the noise of this rollout and keeps the engine up to date (covers tools and rollout functions alike) |
 | `_generate`, `_compute_loss` | what transformers sampled under noise is importance-corrected as vLLM's rollouts are (`behaviour.py`) |
 | `_calculate_rewards` | refuses infinite rewards |
-| `_generate_and_score_completions` | measures the rollout/trainer mismatch (`mismatch.py`) |
+| `_generate_and_score_completions` | measures and watches the rollout/trainer mismatch (`mismatch.py`) |
 | `training_step` | refuses a non-finite loss or gradient before the optimizer sees it |
 | `_load_from_checkpoint` | the trained adapter comes back also where TRL keeps a second one as reference |
 | `_save_checkpoint`, `_push_from_checkpoint`, `save_model` | seals what was written, then rotates older checkpoints and pushes |
@@ -112,7 +112,8 @@ class QeRLMixin(SavingMixin):
             check_adapter(trained)
         else:
             warn_of_low_precision(trained)
-        self._monitor = guards.SignalMonitor(args.zero_advantage_patience, args.rollout_mismatch_threshold)
+        self._monitor = guards.SignalMonitor(args.zero_advantage_patience)
+        self._mismatch = mismatch.MismatchWatch(args.rollout_mismatch_threshold)
         self._timer = PhaseTimer("rollout", "reward", "update")
         self.reward_funcs = guards.checked_rewards(self)
         self.add_callback(SaveBetweenRollouts(self))
@@ -172,17 +173,8 @@ class QeRLMixin(SavingMixin):
             metrics = self._metrics["train"]
             self._monitor.advantages(metrics["frac_reward_zero_std"][-1], metrics["reward"][-1], self.state.global_step)
             self._monitor.rewards(self, self._rewards)
-            self._log_mismatch(output)
+        self._mismatch.rollout(self, self.aqn, output)
         return output
-
-    def _log_mismatch(self, output: dict[str, Any]) -> None:
-        found = mismatch.measure(self, self.aqn, output)
-        if found is None:
-            return
-        self._metrics["train"]["rollout/mismatch_kl"].append(found.kl)
-        self._monitor.mismatch(found.kl, self.state.global_step)
-        if found.truncated_fraction is not None:
-            self._metrics["train"]["rollout/truncated_fraction"].append(found.truncated_fraction)
 
     # -------------------------------------------------------------------------------------------------------- update
 

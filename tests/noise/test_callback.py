@@ -464,8 +464,9 @@ def test_checkpoints_never_contain_noise(trainer_for, scope):
         assert_same_weights(load_file(Path(trainer.args.output_dir) / f"checkpoint-{step}/model.safetensors"), initial)
 
 
-@pytest.mark.parametrize("schedule", ["exponential", "entropy_target"])
-@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize(
+    ("schedule", "scope"), [("exponential", "rollout"), ("exponential", "policy"), ("entropy_target", "policy")]
+)
 def test_resume_continues_bit_for_bit(trainer_for, schedule, scope):
     options = {"sigma_start": 0.2, "sigma_end": 0.02, "num_stages": 4, "scope": scope}
     if schedule == "entropy_target":
@@ -482,18 +483,23 @@ def test_resume_continues_bit_for_bit(trainer_for, schedule, scope):
 
 
 def test_entropy_target_follows_the_logged_entropy(trainer_for):
-    schedule = {"sigma_start": 0.2, "sigma_end": 0.02, "entropy_target": 4.0}
+    schedule = {"sigma_start": 0.2, "sigma_end": 0.02, "entropy_target": 4.0, "scope": "policy"}
     trainer = trainer_for(AQNCallback("entropy_target", **schedule))
     trainer.train()
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     middle = math.sqrt(0.2 * 0.02)
     error = (4.0 - logs[0]["entropy"]) / 4.0
     assert error < 0  # a random policy is above the target
-    assert [entry["aqn/sigma"] for entry in logs[:2]] == pytest.approx([middle, middle * math.exp(error)])
+    assert [entry["aqn/sigma"] for entry in logs[:2]] == pytest.approx([middle, middle * math.exp(0.3 * error)])
+
+
+def test_entropy_target_in_the_rollout_alone_is_refused_where_the_sampling_policy_is_not_logged(trainer_for):
+    with pytest.raises(ValueError, match="scope='policy', QeRLGRPOTrainer"):
+        trainer_for(AQNCallback("entropy_target", entropy_target=4.0))
 
 
 def test_entropy_target_warns_when_a_resume_could_differ(trainer_for, caplog):
-    callback = AQNCallback("entropy_target", entropy_target=4.0)
+    callback = AQNCallback("entropy_target", entropy_target=4.0, scope="policy")
     with transformers_logs(caplog):
         trainer_for(callback, save_strategy="steps", save_steps=3, logging_steps=2).train()
     assert "save_steps=3 is not a multiple of logging_steps=2" in caplog.text

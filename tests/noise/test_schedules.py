@@ -67,15 +67,15 @@ def test_constant_has_no_silent_stage():
 
 
 def entropies(*values, every=1):
-    return [{"step": (i + 1) * every, "loss": 0.0, "entropy": value} for i, value in enumerate(values)]
+    return [{"step": (i + 1) * every, "loss": 0.0, "rollout/entropy": value} for i, value in enumerate(values)]
 
 
 def test_entropy_target_pushes_against_the_error():
     schedule = make_schedule("entropy_target", 1e-2, 1e-4, entropy_target=1.0)
     assert schedule.sigma(0, 100) == pytest.approx(1e-3)  # geometric mean
     low, high = entropies(0.9, 0.9), entropies(1.1, 1.1)
-    assert schedule.sigma(2, 100, low) == pytest.approx(1e-3 * math.exp(0.2))
-    assert schedule.sigma(2, 100, high) == pytest.approx(1e-3 * math.exp(-0.2))
+    assert schedule.sigma(2, 100, low) == pytest.approx(1e-3 * math.exp(0.06))
+    assert schedule.sigma(2, 100, high) == pytest.approx(1e-3 * math.exp(-0.06))
     assert schedule.sigma(50, 100, entropies(*[0.0] * 50)) == pytest.approx(1e-2)
     assert schedule.sigma(50, 100, entropies(*[9.0] * 50)) == pytest.approx(1e-4)
 
@@ -86,20 +86,38 @@ def test_entropy_target_holds_a_policy_at_the_target():
     history = []
     for step in range(200):
         sigma = schedule.sigma(step, 200, history)
-        history.append({"step": step + 1, "entropy": 1.0 - 0.002 * step + 0.1 * math.log(sigma / 3e-3)})
-    assert all(abs(entry["entropy"] - 1.0) < 0.05 for entry in history[50:])
+        history.append({"step": step + 1, "rollout/entropy": 1.0 - 0.002 * step + 0.1 * math.log(sigma / 3e-3)})
+    assert all(abs(entry["rollout/entropy"] - 1.0) < 0.1 for entry in history[50:])
+
+
+def test_entropy_target_does_not_wind_up():
+    """However long it was at its bound, the first log line on the other side moves it."""
+    schedule = EntropyTargetSchedule(1e-1, 1e-4, target=1.0)
+    for stuck, turn, bound in ((0.1, 1.5, 1e-1), (9.0, 0.5, 1e-4)):
+        before = entropies(*[stuck] * 100)
+        assert schedule.sigma(100, 999, before) == pytest.approx(bound)
+        after = schedule.sigma(101, 999, entropies(*[stuck] * 100, turn))
+        assert abs(math.log(after / bound)) == pytest.approx(0.15)
 
 
 def test_entropy_target_is_recomputed_from_a_saved_history():
     schedule = EntropyTargetSchedule(target=1.0)
-    history = [{"step": 1, "entropy": 0.1 + 1 / 3}, {"step": 1, "eval_entropy": 5.0}, {"step": 2, "entropy": 2 / 7}]
+    history = [
+        {"step": 1, "rollout/entropy": 0.1 + 1 / 3},
+        {"step": 1, "entropy": 5.0},
+        {"step": 2, "rollout/entropy": 2 / 7},
+    ]
     restored = json.loads(json.dumps(history))
     assert schedule.sigma(2, 9, restored) == schedule.sigma(2, 9, history) != schedule.sigma(1, 9, history)
 
 
 def test_entropy_target_ignores_the_future_and_missing_values():
     schedule = EntropyTargetSchedule(target=1.0)
-    history = [{"step": 5, "entropy": 0.1}, {"step": 1, "entropy": None}, {"step": 1, "entropy": math.nan}]
+    history = [
+        {"step": 5, "rollout/entropy": 0.1},
+        {"step": 1, "rollout/entropy": None},
+        {"step": 1, "rollout/entropy": math.nan},
+    ]
     assert schedule.sigma(3, 9, history) == schedule.sigma(3, 9, [])
 
 

@@ -20,6 +20,7 @@ the same noisy policy that sampled the batch.
 How much: `schedules`. On which norms: `norms`. How it is laid over them: `norm_noise`. When: `AQNCallback`, here.
 """
 
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -33,7 +34,7 @@ from transformers.utils import logging
 from ..names import unwrap
 from .hooks import NoiseDraw, NormNoise
 from .norms import find_noisy_norms
-from .schedules import SCHEDULES, NoiseSchedule, make_schedule
+from .schedules import SCHEDULES, EntropyTargetSchedule, NoiseSchedule, make_schedule
 
 logger = logging.get_logger(__name__)
 
@@ -68,7 +69,8 @@ class AQNCallback(TrainerCallback):
         sigma_start: standard deviation in the first noisy stage.
         sigma_end: standard deviation in the last stage.
         num_stages: stages of the run; stage 0 has no noise.
-        entropy_target: nats per token, for schedule "entropy_target".
+        entropy_target: nats per token, for schedule "entropy_target". In scope "rollout" that needs a trainer which logs the entropy of
+            the sampling policy: [`QeRLGRPOTrainer`], [`QeRLRLOOTrainer`].
         scope: "rollout" or "policy" (`SCOPES`).
         seed: of the noise; the trainer's `args.seed` by default.
         norms: {canonical name: module} instead of what `find_noisy_norms(model)` finds.
@@ -80,9 +82,10 @@ class AQNCallback(TrainerCallback):
         draw: the `NoiseDraw` of the generation in progress; None outside of one, which means clean.
 
     Raises:
-        ValueError: impossible schedule or scope; a trainer whose rollouts the callback alone cannot reach (vLLM); a model
-            without a norm to put noise on; a second AQNCallback.
-        RuntimeError: the model was swapped during training; a rollout or a whole training step went by without noise.
+        ValueError: impossible schedule or scope; a trainer whose rollouts the callback alone cannot reach (vLLM) or whose log it cannot
+            steer by; a model without a norm to put noise on; a second AQNCallback.
+        RuntimeError: the model was swapped during training; a rollout or a whole training step went by without noise; the entropy to steer
+            by is not in the log.
     """
 
     def __init__(
@@ -103,6 +106,8 @@ class AQNCallback(TrainerCallback):
             raise ValueError(f"schedule={schedule!r} is neither a name ({', '.join(SCHEDULES)}) nor a NoiseSchedule.")
         if scope not in SCOPES:
             raise ValueError(f"scope={scope!r} is not one of {', '.join(map(repr, SCOPES))}.")
+        if isinstance(schedule, EntropyTargetSchedule) and scope == "policy":
+            schedule = dataclasses.replace(schedule, metric="entropy")  # the trainer's own policy is the noisy one
         self.schedule = schedule
         self.scope = scope
         self.seed = seed
@@ -366,6 +371,12 @@ class AQNCallback(TrainerCallback):
         if not logs or "loss" not in logs or self._last is None:
             return
         self._measure()
+        metric = self.schedule.metric if isinstance(self.schedule, EntropyTargetSchedule) else None
+        if metric and metric not in logs and not any(metric in entry for entry in state.log_history):
+            raise RuntimeError(
+                f"schedule='entropy_target' steers by {metric!r}, and this run does not log it: sigma would stay at {self.sigma:g} whatever "
+                "happens. Use aqn_scope='policy', in which the trainer's own entropy is that of the noisy policy, or another schedule."
+            )
         draws, self._unlogged = self._unlogged or [(self.sigma, self.sigma_effective)], []
         if "aqn/sigma" in logs:  # the trainer logs it
             return
@@ -397,6 +408,12 @@ class AQNCallback(TrainerCallback):
             raise ValueError(
                 "AQNCallback cannot be used with use_transformers_continuous_batching=True: its rollouts bypass the model's "
                 "generate(). Use the default transformers generation, or QeRLGRPOTrainer with use_vllm=True."
+            )
+        if isinstance(self.schedule, EntropyTargetSchedule) and self.scope == "rollout" and not self.explicit:
+            raise ValueError(
+                "schedule='entropy_target' with scope='rollout' steers by the entropy of the policy that samples, which this trainer does not "
+                "log; its own `entropy` is the clean policy's, which the noise does not enter. Use scope='policy', QeRLGRPOTrainer (or "
+                "QeRLRLOOTrainer), or another schedule."
             )
         if getattr(args, "use_vllm", False) and not self.explicit:
             raise ValueError(

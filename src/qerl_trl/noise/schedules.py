@@ -147,27 +147,31 @@ class ConstantSchedule(NoiseSchedule):
 
 @dataclass(frozen=True)
 class EntropyTargetSchedule(NoiseSchedule):
-    """Steers sigma so that the policy's entropy follows `target`: an integral controller on ln(sigma).
+    """Steers sigma so that the entropy of the policy that samples follows `target`: an integral controller on ln(sigma).
 
-    Starts at the geometric mean of sigma_start and sigma_end and, for each logged training `entropy` H up to the current
+    Starts at the geometric mean of sigma_start and sigma_end and, for each logged entropy H of the sampling policy up to the current
     step,
 
         ln(sigma) += gain * clip((target - H) / target, -1, 1),   clipped to ln of [sigma_end, sigma_start] (in either order)
 
-    An entropy below the target raises the noise, one above lowers it. The state is recomputed from the trainer's
-    `log_history`, which every checkpoint holds, so a resumed run continues with the same sigma. That is exact when
-    checkpoints fall on logging steps: TRL averages the entropy between two logs, and a restart forgets a half-filled average.
+    An entropy below the target raises the noise, one above lowers it; sigma never leaves the two, and what is clipped off is forgotten, so it
+    turns back at once (no wind-up). The state is recomputed from the trainer's `log_history`, which every checkpoint holds, so a resumed
+    run continues with the same sigma. That is exact when checkpoints fall on logging steps: TRL averages the entropy between two logs, and
+    a restart forgets a half-filled average.
 
     Args:
-        target: entropy to keep, nats per token, as the trainer logs it.
+        target: entropy to keep, nats per token, as the trainer logs `metric`.
         gain: change of ln(sigma) a log line at 100 % error.
+        metric: which logged number is H. It has to be one that sigma enters: of the noisy policy (`rollout/entropy`), not of the clean one
+            (`entropy`, unless the trainer's own log-probabilities are noisy too, scope "policy").
 
     Raises:
         ValueError: no positive target, no positive gain, or a sigma of 0 (its logarithm has no place to start from).
     """
 
     target: float | None = None
-    gain: float = 1.0
+    gain: float = 0.3
+    metric: str = "rollout/entropy"
 
     name: ClassVar[str] = "entropy_target"
 
@@ -191,12 +195,13 @@ class EntropyTargetSchedule(NoiseSchedule):
         low, high = sorted((math.log(self.sigma_start), math.log(self.sigma_end)))
         log_sigma = (low + high) / 2
         for entry in log_history:
-            entropy = entry.get("entropy")
+            entropy = entry.get(self.metric)
             if entropy is None or not math.isfinite(entropy) or entry.get("step", 0) > step:
                 continue
             error = min(max((self.target - entropy) / self.target, -1.0), 1.0)
             log_sigma = min(max(log_sigma + self.gain * error, low), high)
-        return math.exp(log_sigma)
+        low, high = sorted((self.sigma_start, self.sigma_end))
+        return min(max(math.exp(log_sigma), low), high)  # exp(log(x)) may be one bit above x
 
 
 #: schedule name -> class

@@ -56,7 +56,9 @@ class QeRLVLLMGeneration(VLLMGeneration):
         self._noisy: tuple[str, ...] = ()
         self._inside = False
         self.shared = False
-        super().__init__(*args, **kwargs)
+        # of the latest rollout's tokens, also where TRL's trainer drops them
+        self.sampled_logps: list[list[float | None]] | None = None
+        super().__init__(*args, **{**kwargs, "logprobs": kwargs.get("logprobs") or 0})
 
     # ------------------------------------------------------------------ start
 
@@ -216,7 +218,9 @@ class QeRLVLLMGeneration(VLLMGeneration):
             [`RolloutError`]: the engine failed, or took longer than `rollout_timeout`.
         """
         with self._up_to_date(), self._engine_errors():
-            return super().generate(prompts, images, num_generations, profiler)
+            generated = super().generate(prompts, images, num_generations, profiler)
+        self.sampled_logps = generated[2] and [[token[0] for token in sequence] for sequence in generated[2]]
+        return generated
 
     def generate_greedily(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
         """Greedy completions (token ids) of this process's prompts (token ids): adapter as it is at this moment, noise off.

@@ -11,7 +11,7 @@ except ImportError as error:  # at import, not at the end of a run
 #: panel title -> (pattern of log keys, log-scaled axis); a panel without data is left out
 _PANELS = {
     "reward": (r"reward|rewards/.+/mean", False),
-    "policy entropy (nats per token)": (r"entropy", False),
+    "policy entropy (nats per token)": (r"entropy|rollout/entropy", False),
     "noise sigma": (r"aqn/sigma|aqn/sigma_effective", True),
     "rollout/trainer KL (nats per token)": (r"rollout/mismatch_kl", True),
 }
