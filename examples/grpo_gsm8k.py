@@ -24,6 +24,7 @@ from trl import ModelConfig, TrlParser, get_peft_config
 from qerl_trl import QeRLConfig, QeRLGRPOTrainer
 from qerl_trl.base_identity import base_revision
 from qerl_trl.checkpoint import write_json_atomically
+from qerl_trl.publish.hub import HubError
 from qerl_trl.publish.run import recorded_settings
 from qerl_trl.redaction import check_places
 from qerl_trl.report import banner, device_name, versions
@@ -148,14 +149,18 @@ def main(script: ScriptArguments, args: QeRLConfig, model_args: ModelConfig) -> 
             write_before(output_dir, before, test)
     trainer.accelerator.print(f"Held-out accuracy before training, greedy: {Accuracy(sum(before), len(before))}")
 
-    summary = trainer.train(resume_from_checkpoint=resume)
+    try:
+        trainer.train(resume_from_checkpoint=resume)
+    except HubError as error:  # the training itself is whole; it is pushed again below, once the results are written
+        trainer.accelerator.print(error)
     trainer.save_model(push=False)
     after = held_out()
     if main_process:
         # a local folder has no name that a card could link to
         dataset = None if data_folder(script.dataset_name) else script.dataset_name
         trained = trainer.state.global_step > (step_of(resume) if resume else 0)
-        report(trainer, before, after, summary.metrics["train_runtime"] if trained else None, output_dir, dataset)
+        seconds = [entry["train_runtime"] for entry in trainer.state.log_history if "train_runtime" in entry]
+        report(trainer, before, after, seconds[-1] if trained else None, output_dir, dataset)
     if args.push_to_hub:  # last: whatever the network does, the results are written
         trainer.push_to_hub(dataset_name=script.dataset_name)
 
@@ -197,7 +202,7 @@ def report(
     write_json_atomically(output_dir / RESULTS_NAME, results)
     plot_curves(trainer.state.log_history, output_dir / "curves.png", title=output_dir.name)
     if args.base_format == "full":
-        saved, publish = "model", f"hf upload <user>/<name> {output_dir} . --private --exclude 'checkpoint-*/*'"
+        saved, publish = "model", f"qerl-trl push model {output_dir} <user>/<name>"
     else:
         saved, publish = "adapter", f"qerl-trl push adapter {output_dir} <user>/<name>"
         if Path(trainer.model.config._name_or_path).is_dir():

@@ -118,7 +118,7 @@ def test_killed_at_random_moments_it_ends_with_the_same_adapter(finished, tmp_pa
 )
 def test_control_arms_by_one_option(tmp_path, arm):
     said = run(tmp_path / "run", **arm, max_steps=2, save_steps=2)
-    assert ("hf upload" if arm["base_format"] == "full" else "qerl-trl push adapter") in said
+    assert f"qerl-trl push {'model' if arm['base_format'] == 'full' else 'adapter'} " in said
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     assert results["arm"]["base_format"] == arm["base_format"]
     assert any("aqn/sigma" in entry for entry in results["log_history"]) is (arm["aqn"] == "true")

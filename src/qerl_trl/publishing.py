@@ -118,7 +118,7 @@ class PublishingMixin(OnlineTrainer):
             base_model (`str`, *optional*):
                 Hub id of the base, where the run trained on a local folder. Default: `hub_base_model` of the arguments.
         """
-        from .publish import hub
+        from .publish import hub, while_training
 
         to = self._destination(base_model, token, revision)
         if to.adapter and to.base_model is None:
@@ -134,11 +134,16 @@ class PublishingMixin(OnlineTrainer):
             "message": commit_message,
             "force": self.args.push_to_hub,  # the repository then contains this run's pushes during training
         }
-        if to.adapter:
-            url = hub.push_adapter(self, to.repo_id, to.base_model, **options)
-        else:
-            self.save_model(push=False)
-            url = hub.push_model(self._output_dir(), to.repo_id, **options) if self.is_world_process_zero() else None
+        try:
+            if to.adapter:
+                url = hub.push_adapter(self, to.repo_id, to.base_model, **options)
+            else:
+                self.save_model(push=False)
+                url = (
+                    hub.push_model(self._output_dir(), to.repo_id, **options) if self.is_world_process_zero() else None
+                )
+        except hub.HubError as error:
+            raise while_training.unpublished(error, self._output_dir(), to) from None
         if url is not None:
             self.hub_model_id = "/".join(url.split("/commit/")[0].split("/")[-2:])
         return url

@@ -13,6 +13,7 @@ from tests.hub_server import TOKEN
 from tests.publish.test_hub import REPO, no_token_anywhere, server  # noqa: F401  (fixtures)
 from tests.test_trainer import PROMPTS, settings, spread_reward
 
+COMMIT = r"POST /api/models/.*/commit/.*"
 WEIGHTS = "adapter_model.safetensors"
 SECRET = "kx93-vv02-a-token-of-no-known-form"
 
@@ -56,8 +57,17 @@ def test_a_fully_trained_model_is_published_without_its_arguments(
     trainer = run(tiny_model_dir, tiny_tokenizer, tmp_path, base_format="full")
     (tmp_path / "run").mkdir(exist_ok=True)
     (tmp_path / "run" / "notes.txt").write_text(TOKEN)
+    server.fail = {COMMIT: 500}
+    command = f"qerl-trl push model {tmp_path / 'run'} {REPO}"
+    with told(RuntimeError, "answered 500", command):
+        trainer.push_to_hub()
+    server.fail = {}
+    result = CliRunner().invoke(app, [*command.split()[1:], "--dataset", "someone/data"])
+    assert result.exit_code == 0, result.output
+    by_command = published(server).keys()
     trainer.push_to_hub(dataset_name="someone/data")
     files = published(server)
+    assert files.keys() == by_command
     assert (tmp_path / "run/training_args.bin").is_file()
     assert {"model.safetensors", "config.json", "tokenizer.json", "README.md", checkpoint.MANIFEST_NAME} <= set(files)
     assert not {"training_args.bin", "trainer_state.json", "notes.txt", ".qerl.lock"} & set(files)
@@ -117,9 +127,6 @@ def pushing(tiny_model_dir, tiny_tokenizer, tmp_path, **options):
         hub_base_model="someone/base",
         **options,
     )
-
-
-COMMIT = r"POST /api/models/.*/commit/.*"
 
 
 @fault("S.push_while_training_fails")

@@ -1,6 +1,7 @@
 """Commands that make something to publish, and publish it: quantize, merge, push."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -182,8 +183,11 @@ def merge(
 
 
 def push(
-    what: Annotated[str, typer.Argument(help="adapter, merged or base.")],
-    folder: Annotated[Path, typer.Argument(help="Folder made by merge or quantize; a run's folder for an adapter.")],
+    what: Annotated[str, typer.Argument(help="adapter, merged, base, or model: of a run with base_format full.")],
+    folder: Annotated[
+        Path,
+        typer.Argument(help="Folder made by merge or quantize; a run's or a checkpoint for an adapter or a model."),
+    ],
     repo_id: Annotated[str, typer.Argument(help="user/name on the Hub.")],
     public: Annotated[bool, typer.Option("--public", help="Visible to everybody. Default: private.")] = False,
     base_model: Annotated[
@@ -201,30 +205,34 @@ def push(
         "adapter": ("adapter",),
         "merged": ("merged", "merged_other_base", "nvfp4_merged"),
         "base": ("nvfp4_base",),
+        "model": (),
     }
     if what not in kinds:
         raise ValueError(f"{what!r} is none of {', '.join(kinds)}.")
     from qerl_trl import checkpoint
-    from qerl_trl.publish import hub
+    from qerl_trl.publish import cards, export, hub
+    from qerl_trl.publish.run import recorded_settings
 
-    kind = checkpoint.recorded_run(folder).get("kind")
+    kind, made = checkpoint.recorded_run(folder).get("kind"), None
+    options: dict[str, Any] = {"private": not public, "revision": revision, "force": force, "notify": note}
+    if kind is None and what in ("adapter", "model"):
+        facts = cards.facts_of_run(folder, recorded_settings(folder), dataset)
     if kind is None and what == "adapter":
-        from qerl_trl.publish import cards, export
-        from qerl_trl.publish.run import recorded_settings
-
         if base_model is None:
             named = json.loads((folder / "adapter_config.json").read_text()).get("base_model_name_or_path") or ""
             hub.require_hub_base(named)
-        facts = cards.facts_of_run(folder, recorded_settings(folder), dataset)
-        exported = folder / f"_hub-adapter-{repo_id.replace('/', '--')}"
-        export.copy_adapter(folder, exported, lambda partial, record: cards.write(partial, facts, record))
-        folder = exported
-    elif kind not in kinds[what]:
+        made = folder / f"_hub-adapter-{repo_id.replace('/', '--')}"
+        export.copy_adapter(folder, made, lambda partial, record: cards.write(partial, facts, record))
+        folder = made
+    elif kind not in kinds[what] and not (kind is None and what == "model"):
         found = f"a {kind.replace('_', ' ')}" if kind else "no export of qerl-trl"
         raise ValueError(
             f"{folder} contains {found}, not something to push as {what}. Make one with qerl-trl merge or qerl-trl quantize."
         )
-    url = hub.push_folder(
-        folder, repo_id, not public, revision=revision, base_model=base_model, force=force, notify=note
-    )
+    if what == "model":
+        url = hub.push_model(folder, repo_id, facts, **options)
+    else:
+        url = hub.push_folder(folder, repo_id, base_model=base_model, **options)
+    if made is not None:  # kept after a failure: the next try goes on from there
+        shutil.rmtree(made)
     print_result({"url": url, "repo_id": repo_id, "private": not public}, as_json, [url])

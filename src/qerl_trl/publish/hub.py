@@ -301,8 +301,9 @@ def _compare(
     kind = None
     if checkpoint.MANIFEST_NAME in present:
         theirs = Path(api.hf_hub_download(repo_id, checkpoint.MANIFEST_NAME, revision=revision)).parent
-        kind = checkpoint.recorded_run(theirs).get("kind")  # none where it is damaged: other files
-        if kind == kind_now:
+        run = checkpoint.recorded_run(theirs)  # empty where it is damaged: other files
+        kind = run.get("kind")
+        if run and kind == kind_now:
             return sorted(foreign & set(checkpoint.read_manifest(theirs)["files"]))
     if not force:
         found = f"a {kind.replace('_', ' ')}" if kind else "other files"

@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from .. import redaction
+from .. import checkpoint, redaction
 from . import cards, export, hub, outgoing
 from .outgoing import Content, HubError
 from .records import Facts
@@ -138,6 +138,13 @@ def push_checkpoint(folder: Path, to: Destination, facts: Facts, message: str, k
 def ended(why: str, folder: str, to: Destination) -> HubError:
     """The error that ends a training whose last push failed."""
     return HubError(f"The training has ended and is saved in {folder}, but {why} Publish it with: {to.command(folder)}")
+
+
+def unpublished(error: HubError, folder: str, to: Destination) -> HubError:
+    """The error of a push by the trainer, with what publishes the run without it."""
+    if not Path(folder, checkpoint.MANIFEST_NAME).is_file():
+        return error
+    return HubError(f"{error} What is saved in {folder} is published, without training again, by: {to.command(folder)}")
 
 
 def _link(folder: Path, snapshot: Path) -> None:
