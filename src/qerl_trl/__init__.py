@@ -17,11 +17,11 @@ _EXPORTS = {
     "QeRLGRPOTrainer": "trainer",
     "QeRLRLOOConfig": "config",
     "QeRLRLOOTrainer": "trainer",
-    "from_pretrained": "nvfp4.config",
+    "from_pretrained": "loading",
     "last_checkpoint": "checkpoint",
     "load_adapter": "lora",
-    "load_config": "nvfp4.config",
-    "pretrained_kwargs": "nvfp4.config",
+    "load_config": "loading",
+    "pretrained_kwargs": "loading",
 }
 
 __all__ = sorted([*_EXPORTS, "__version__"])
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from .checkpoint import last_checkpoint as last_checkpoint
     from .config import QeRLConfig as QeRLConfig
     from .config import QeRLRLOOConfig as QeRLRLOOConfig
+    from .loading import from_pretrained as from_pretrained
+    from .loading import load_config as load_config
+    from .loading import pretrained_kwargs as pretrained_kwargs
     from .lora import load_adapter as load_adapter
     from .noise.callback import AQNCallback as AQNCallback
     from .nvfp4.config import NVFP4Config as NVFP4Config
-    from .nvfp4.config import from_pretrained as from_pretrained
-    from .nvfp4.config import load_config as load_config
-    from .nvfp4.config import pretrained_kwargs as pretrained_kwargs
     from .nvfp4.linear import NVFP4Linear as NVFP4Linear
     from .trainer import QeRLGRPOTrainer as QeRLGRPOTrainer
     from .trainer import QeRLRLOOTrainer as QeRLRLOOTrainer

@@ -15,8 +15,9 @@ from transformers import AutoConfig, BitsAndBytesConfig, PretrainedConfig
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .config import QeRLConfig, QeRLRLOOConfig
+from .loading import begin, pretrained_kwargs
 from .lora import check_is_lora, default_lora_config, keep_to_the_decoder, register_nvfp4_lora
-from .nvfp4.config import NVFP4Config, pretrained_kwargs
+from .nvfp4.config import NVFP4Config
 from .nvfp4.linear import has_nvfp4
 
 logger = logging.getLogger(__name__)
@@ -38,6 +39,7 @@ def model_init(
         _check_instance(model, args.base_format)
         yield quantization_config
         return
+    begin(model)
     given = args.model_init_kwargs
     assert not isinstance(given, str), "TRL's configs parse JSON when they are built"
     init = dict(given or {})

@@ -12,7 +12,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import SaveStrategy, TrainOutput, rotate_checkpoints
 
-from . import checkpoint, run_folder
+from . import checkpoint, loading, run_folder
 from .identity import RunSettings, run_settings
 from .publishing import PublishingMixin
 from .upstream import OnlineTrainer
@@ -55,8 +55,10 @@ class SavingMixin(PublishingMixin):
         ended already comes back as it ended, after no further step.
 
         Raises:
-            `ValueError`: `output_dir` or the checkpoint belongs to a run with other settings.
+            `ValueError`: `output_dir` or the checkpoint belongs to a run with other settings; the model is not as it was sealed, or has
+                values that are not finite.
         """
+        loading.finish(self.accelerator.unwrap_model(self.model))
         resume = self._settled(resume_from_checkpoint)
         self._resumed, self._saved = None, resume
         if resume is not None:

@@ -10,14 +10,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from qerl_trl import checkpoint, run_folder
+import qerl_trl
+from qerl_trl import checkpoint, loading, run_folder
 from qerl_trl.cli import make, run
 from qerl_trl.nvfp4.config import from_pretrained
 from qerl_trl.nvfp4.shards import INDEX_NAME
 from qerl_trl.publish import export, hub
 from qerl_trl.publish.quantize import quantize_folder
-from qerl_trl.publish.run import ADAPTER_FILE
+from qerl_trl.publish.run import ADAPTER_FILE, load_any
 from tests.faults.catalog import fault, told
+from tests.faults.tiny_runs import tiny_runs  # noqa: F401  (a fixture)
 from tests.publish.test_export import make_policy
 from tests.publish.test_hub import REPO, server  # noqa: F401  (a fixture)
 
@@ -277,3 +279,138 @@ def test_a_bad_adapter_is_refused_without_a_seal_or_with_a_new_one(edit, message
 def test_a_whole_run_folder_is_merged(whole_run, tmp_path):
     make.merge(whole_run, tmp_path / "out")
     export.copy_adapter(whole_run, tmp_path / "adapter")
+
+
+# --- model folders
+
+
+@pytest.fixture(scope="module")
+def sealed(tiny_model_dir, tiny_tokenizer, tmp_path_factory) -> Path:
+    """An NVFP4 model with its manifest."""
+    source = shutil.copytree(tiny_model_dir("llama"), tmp_path_factory.mktemp("models") / "dense")
+    tiny_tokenizer.save_pretrained(source)
+    quantize_folder(source, source.with_name("sealed"))
+    return source.with_name("sealed")
+
+
+def edit_json(name: str, **values):
+    def edit(folder: Path) -> None:
+        content = json.loads((folder / name).read_text())
+        assert content.keys() >= values.keys()
+        (folder / name).write_text(json.dumps({**content, **values}))
+
+    return edit
+
+
+def flip_a_bit(folder: Path) -> None:
+    with open(folder / "model.safetensors", "r+b") as file:
+        file.seek(-1000, os.SEEK_END)
+        byte = file.read(1)[0]
+        file.seek(-1000, os.SEEK_END)
+        file.write(bytes([byte ^ 4]))
+
+
+def nan_in_a_norm(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"][3] = float("nan")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def add_weights(folder: Path) -> None:
+    shutil.move(folder / "model.safetensors", folder / "model-00001-of-00001.safetensors")
+    index = dict.fromkeys(load_file(folder / "model-00001-of-00001.safetensors"), "model-00001-of-00001.safetensors")
+    (folder / INDEX_NAME).write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    checkpoint.seal(folder, checkpoint.recorded_run(folder))
+    shutil.copyfile(folder / "model-00001-of-00001.safetensors", folder / "model.safetensors")  # read in its place
+
+
+FOLDER_EDITS = {
+    "config": (edit_json("config.json", rms_norm_eps=1e-3), "config.json"),
+    "tokenizer": (edit_json("tokenizer_config.json", eos_token="a"), "tokenizer_config.json"),
+    "bit": (flip_a_bit, "model.safetensors"),
+    "norm": (nan_in_a_norm, "model.safetensors"),
+    "added": (add_weights, "model.safetensors was added"),
+}
+LOADERS = {
+    "from_pretrained": qerl_trl.from_pretrained,
+    "pretrained_kwargs": lambda folder: (qerl_trl.pretrained_kwargs(folder), loading.finish()),
+    "eval": lambda folder: load_any(str(folder)),
+}
+
+
+@fault("S.model_folder_edited")
+@pytest.mark.parametrize("load", LOADERS.values(), ids=LOADERS)
+@pytest.mark.parametrize(("edit", "named"), FOLDER_EDITS.values(), ids=FOLDER_EDITS)
+def test_an_edited_model_folder_is_not_loaded(edit, named, load, sealed, tmp_path, monkeypatch):
+    monkeypatch.setattr(loading, "_AT_ONCE_BYTES", 100_000)  # less than the weights, more than everything else
+    folder = shutil.copytree(sealed, tmp_path / "model")
+    edit(folder)
+    with told(ValueError, str(folder), named, "Export or download it again", "remove qerl_manifest.json"):
+        load(folder)
+
+
+@fault("S.model_folder_edited")
+def test_a_flipped_bit_is_found_before_the_first_step(sealed, tiny_runs, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(loading, "_AT_ONCE_BYTES", 100_000)
+    folder = shutil.copytree(sealed, tmp_path / "model")
+    flip_a_bit(folder)
+    monkeypatch.setattr(tiny_runs, "model", str(folder))
+    trainer = tiny_runs.trainer(tmp_path / "run")
+    with told(ValueError, str(folder), "model.safetensors", "download it again"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+def test_a_whole_model_folder_is_read_once(sealed, tmp_path, monkeypatch):
+    folder = shutil.copytree(sealed, tmp_path / "model")
+    read = []
+    monkeypatch.setattr(checkpoint, "sha256", lambda path, of=checkpoint.sha256: (read.append(path.name), of(path))[1])
+    monkeypatch.setattr(loading, "_AT_ONCE_BYTES", 100_000)
+    for _ in range(2):
+        qerl_trl.from_pretrained(folder)
+    assert read.count("model.safetensors") == 1
+    (folder / checkpoint.MANIFEST_NAME).unlink()
+    edit_json("config.json", rms_norm_eps=1e-3)(folder)
+    qerl_trl.from_pretrained(folder)
+
+
+@fault("S.dense_tensor_nan")
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_a_model_with_nan_is_not_quantized(value, dense, tmp_path):
+    tensors = load_file(dense / "model.safetensors")
+    tensors["model.embed_tokens.weight"][5, 7] = value
+    save_file(tensors, dense / "model.safetensors", metadata={"format": "pt"})
+    words = ("dense/model.safetensors", "model.embed_tokens.weight", "1 of", "NaN or infinite", "Download")
+    with told(ValueError, *words):
+        quantize_folder(dense, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@fault("S.dense_tensor_nan")
+def test_a_model_with_nan_is_not_loaded(sealed, tmp_path):
+    folder = shutil.copytree(sealed, tmp_path / "model")
+    nan_in_a_norm(folder)
+    (folder / checkpoint.MANIFEST_NAME).unlink()
+    with told(ValueError, str(folder / "model.safetensors"), "model.norm.weight", "NaN or infinite", "Download"):
+        from_pretrained(folder)
+
+
+@fault("S.dense_tensor_nan")
+@pytest.mark.parametrize("save", [export.save_merged, export.save_base, export.save_merged_nvfp4, export.save_adapter])
+def test_a_policy_with_nan_is_not_exported(save, tiny_model_dir, tmp_path):
+    policy = make_policy(tiny_model_dir("llama"), size=0.2)
+    name = "lora_A" if save is export.save_adapter else "model.norm.weight"
+    with torch.no_grad():
+        next(p for n, p in policy.named_parameters() if name in n).view(-1)[0] = float("nan")
+    with told(ValueError, str(tmp_path), name, "NaN or infinite", "again"):
+        save(policy, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@fault("S.dense_tensor_nan")
+def test_a_dense_base_with_nan_is_not_trained(dense, tiny_runs, tmp_path, monkeypatch):  # noqa: F811
+    nan_in_a_norm(dense)
+    monkeypatch.setattr(tiny_runs, "model", str(dense))
+    trainer = tiny_runs.trainer(tmp_path / "run", base_format="bf16", aqn=False)
+    with told(ValueError, str(dense), "model.norm.weight", "NaN or infinite", "Download"):
+        trainer.train()

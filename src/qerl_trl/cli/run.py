@@ -85,7 +85,7 @@ def evaluate(
     """Measure accuracy with the paper's protocol (temperature 0.6, top-p 0.95, 4096 tokens), noise off."""
     import dataclasses
 
-    from qerl_trl import checkpoint
+    from qerl_trl import checkpoint, loading
     from qerl_trl.publish.names import public_name
     from qerl_trl.publish.run import load_any, load_policy, recorded_settings, require_whole
     from qerl_trl.tasks import evaluation
@@ -129,6 +129,8 @@ def evaluate(
                 note(
                     f"Serving the adapter on {base} as it is stored; it was trained on NVFP4. Pass an NVFP4 folder as --base-model."
                 )
+        loading.begin(base)
+        loading.finish()
         generate = evaluation.vllm_engine(base, chosen, str(adapter) if adapter else None, seed)
     else:
         if adapter:

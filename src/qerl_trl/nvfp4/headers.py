@@ -9,7 +9,7 @@ import json
 import math
 import re
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -292,6 +292,16 @@ def require_finite(file: Path) -> None:
         for offset in range(0, size, _READ_BYTES):
             piece = torch.frombuffer(bytearray(_read(info, offset, min(_READ_BYTES, size - offset))), dtype=dtype)
             check_finite(info.name, piece, str(file))
+
+
+def check_finite_module(module: torch.nn.Module, where: Callable[[str], str] | None = None) -> None:
+    """Refuse a model with a floating parameter that is not finite throughout. `where`: a tensor's name -> what holds it.
+
+    What this process does not have whole (sharded, offloaded) is left out.
+    """
+    for name, tensor in module.named_parameters():
+        if not (tensor.is_meta or hasattr(tensor, "full_tensor") or hasattr(tensor, "ds_id")):
+            check_finite(name, tensor.detach(), where(name) if where else type(module).__name__)
 
 
 def check_finite(name: str, tensor: torch.Tensor, where: str) -> None:

@@ -164,6 +164,7 @@ class NVFP4HfQuantizer(HfQuantizer):
             for name, module in list(model.named_modules()):
                 if isinstance(module, _PackedPlaceholder):
                     _replace(model, name, module.to_nvfp4(layout, self.quantization_config.torch_dtype))
+        headers.check_finite_module(model, self.where)
         self._converted.clear()
         self._headers.clear()
         fuse_storage(model)

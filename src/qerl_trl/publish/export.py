@@ -34,6 +34,7 @@ from .. import checkpoint, report
 from ..identity import RunSettings
 from ..nvfp4 import layouts
 from ..nvfp4.config import NVFP4Config
+from ..nvfp4.headers import require_finite
 from ..nvfp4.linear import has_nvfp4
 from . import staging, writer
 from .merge import entries_of, nvfp4_layer
@@ -85,6 +86,7 @@ def save_adapter(
             return export
         with _staged(folder, export, overwrite, policy.tokenizer, card) as partial:
             policy.model.save_pretrained(str(partial))
+            require_finite(partial / ADAPTER_FILE)
             (partial / "README.md").unlink(missing_ok=True)  # PEFT's empty template
             if base_model is not None:
                 config = partial / "adapter_config.json"

@@ -136,6 +136,7 @@ def copy_job(info: TensorInfo, compute_dtype: torch.dtype, budget: Budget) -> Jo
         budget.acquire(size)
         try:
             for piece in _pieces(info):
+                headers.check_finite(info.name, piece, str(info.file))
                 yield piece.to(dtype)
         finally:
             budget.release(size)

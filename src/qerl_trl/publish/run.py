@@ -11,8 +11,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from .. import base_identity, checkpoint, identity
 from ..identity import RunSettings
+from ..loading import begin, finish, from_pretrained, load_config
 from ..lora import load_adapter
-from ..nvfp4.config import NVFP4Config, from_pretrained, load_config
+from ..nvfp4.config import NVFP4Config
 from ..nvfp4.headers import require_finite
 from ..upstream import OnlineTrainer
 from .names import is_hub_id
@@ -74,7 +75,7 @@ def load_policy(
         allow_other_base: take a base with other weights than the run's, which the record then says.
 
     Raises:
-        `ValueError`: no adapter there, a damaged one, nothing says what base it was trained on, or the base has other weights.
+        `ValueError`: no adapter there, a damaged one or base, nothing says what base it was trained on, or the base has other weights.
     """
     adapter = Path(adapter)
     if not (adapter / "adapter_config.json").is_file():
@@ -105,6 +106,7 @@ def load_policy(
             base_model, config, dtype=getattr(torch, dtype), device_map={"": device}, revision=revision
         )
     else:
+        begin(base_model)
         model = AutoModelForCausalLM.from_pretrained(
             base_model, dtype=dtype, device_map={"": device}, revision=revision
         )
@@ -112,6 +114,7 @@ def load_policy(
     if base_format == recorded:
         settings |= compared_base(settings, model, base_model, dtype, allow_other_base)
     adapted = load_adapter(model, str(adapter)).eval()
+    finish(adapted)
     adapted.to(torch.device(device))
     has_tokenizer = (adapter / "tokenizer_config.json").is_file()
     tokenizer = AutoTokenizer.from_pretrained(
@@ -204,4 +207,5 @@ def load_any(model: str, device: str = "cpu", dtype: str | None = None) -> Train
     options: dict[str, Any]
     options = {"config": config, "dtype": getattr(torch, dtype or "bfloat16")} if packed else {"dtype": dtype or "auto"}
     loaded = AutoModelForCausalLM.from_pretrained(model, device_map={"": device}, **options).eval()
+    finish(loaded)
     return TrainedPolicy(loaded, AutoTokenizer.from_pretrained(model), {"model": model})

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import checkpoint
-from ..nvfp4.headers import DTYPES
+from ..nvfp4.headers import DTYPES, check_finite
 from ..nvfp4.layouts import TensorSpec
 from ..nvfp4.shards import INDEX_NAME
 
@@ -58,7 +58,8 @@ def write_shards(
     workers: int = 1,
     progress: Callable[[int], None] | None = None,
 ) -> list[dict[str, Any]]:
-    """Write the tensors of `jobs` as `model*.safetensors` with their index; shards that are already there are kept.
+    """Write the tensors of `jobs` as `model*.safetensors` with their index; shards that are already there are kept. A tensor that is not
+    finite throughout is not written.
 
     Args:
         folder: existing folder, from [`staging.staging`] if an interrupted run shall be continued.
@@ -180,6 +181,7 @@ class _Shard:
                 tensor = next(made)
                 assert (tensor.dtype, tensor.shape[1:]) == (spec.dtype, spec.shape[1:]), (spec, tensor.shape)
                 assert position + tensor.nbytes <= end, (spec, tensor.shape)
+                check_finite(spec.name, tensor, str(self.path.parent))
                 _write_at(file.fileno(), position, tensor)
                 position += tensor.nbytes
                 if self.progress is not None:

@@ -1,0 +1,122 @@
+"""Loading a model from a folder that was sealed: it is used as it was sealed, or refused.
+
+Where a manifest lies beside a model, [`begin`] compares at once which files there are, their sizes, and the content of everything small
+(configuration, tokenizer, index); the weights are hashed in a thread meanwhile. [`finish`] waits for that and raises: at the end of
+[`from_pretrained`], or where training begins. A folder without a manifest is loaded as it is.
+"""
+
+import functools
+import logging
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from . import checkpoint
+from .nvfp4 import config
+from .nvfp4.headers import check_finite_module
+
+logger = logging.getLogger(__name__)
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+#: files up to this size are hashed before anything is loaded
+_AT_ONCE_BYTES = 1 << 24
+#: what decides about a model and must not lie in its folder unsealed
+_DECISIVE = ("*.safetensors", "*.safetensors.index.json", "config.json", "pytorch_model*.bin")
+
+
+class _Hashing(threading.Thread):
+    """Reads a sealed folder again, whole."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(name=f"hashing {folder}", daemon=True)
+        self.folder = folder
+        self.problems: list[str] = []
+
+    def run(self) -> None:
+        try:
+            self.problems = checkpoint.problems(self.folder)
+        except OSError as error:
+            self.problems = [str(error)]
+        if self.problems:
+            logger.error("%s", _message(self.folder, self.problems))
+
+
+#: by folder and the state of its files
+_begun: dict[tuple, _Hashing] = {}
+
+
+def begin(model: str | os.PathLike) -> None:
+    """Compare the folder `model` with its manifest, its weights in the background. Nothing happens for a Hub id or without a manifest.
+
+    Raises:
+        `ValueError`: a file is missing, has another size or, if it is small, another content, or weights lie there unsealed.
+    """
+    folder = Path(model)
+    if not (folder / checkpoint.MANIFEST_NAME).is_file() or os.environ.get("LOCAL_RANK", "0") != "0":
+        return  # one process a machine looks
+    stamps = ((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in folder.iterdir() if path.is_file())
+    key = (str(folder.resolve()), *sorted(stamps))
+    if key in _begun:
+        return
+    wrong = checkpoint.problems(folder, _AT_ONCE_BYTES)
+    if not wrong:
+        sealed = checkpoint.read_manifest(folder)["files"]
+        found = (path.name for pattern in _DECISIVE for path in folder.glob(pattern))
+        wrong = [f"{name} was added after it was sealed" for name in sorted(found) if name not in sealed]
+    if wrong:
+        raise ValueError(_message(folder, wrong))
+    _begun[key] = _Hashing(folder)
+    _begun[key].start()
+
+
+def finish(model: nn.Module | None = None) -> None:
+    """Wait for what [`begin`] began, and look at every value of `model`.
+
+    Raises:
+        `ValueError`: a weight file has another content than was sealed, or a tensor is not finite.
+    """
+    for key, hashing in list(_begun.items()):
+        hashing.join()
+        if hashing.problems:
+            del _begun[key]
+            raise ValueError(_message(hashing.folder, hashing.problems))
+    if model is not None:
+        name = getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
+        check_finite_module(model, lambda _: name)
+
+
+def _message(folder: Path, wrong: list[str]) -> str:
+    return (
+        f"{folder} is not as it was sealed: {'; '.join(wrong)}. Export or download it again. If the change was meant, remove "
+        f"{checkpoint.MANIFEST_NAME} there: it is loaded unverified then."
+    )
+
+
+def _of_sealed(load: Callable[_P, _T]) -> Callable[_P, _T]:
+    """`load`, whose first argument is a folder or a Hub id, with the check of the folder before it."""
+
+    @functools.wraps(load)
+    def checked(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        begin(str(args[0] if args else kwargs["model_id"]))
+        return load(*args, **kwargs)
+
+    return checked
+
+
+load_config = _of_sealed(config.load_config)
+pretrained_kwargs = _of_sealed(config.pretrained_kwargs)
+
+
+@functools.wraps(config.from_pretrained)
+def from_pretrained(model_id: str | os.PathLike, *args: Any, **kwargs: Any) -> PreTrainedModel:
+    begin(model_id)
+    model = config.from_pretrained(model_id, *args, **kwargs)
+    finish()
+    return model
