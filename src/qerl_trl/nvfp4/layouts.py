@@ -264,7 +264,7 @@ def _parse_compressed_tensors(config: Mapping[str, Any], where: str) -> Selectio
         layout = group.get("format") or config.get("format")
         if not weights:
             raise ValueError(
-                f"{where}: config group {name!r} quantizes activations only: there are no NVFP4 weights to read."
+                f"{where}: config group {name!r} quantizes activations only: there are no NVFP4 weights to read. Start from the unquantized model."
             )
         found = tuple(weights.get(key) for key in ("num_bits", "type", "group_size", "strategy"))
         wanted = (4, "float", BLOCK_SIZE, "tensor_group")
@@ -275,6 +275,7 @@ def _parse_compressed_tensors(config: Mapping[str, Any], where: str) -> Selectio
                 f"{weights.get('symmetric', True)}; {what}: qerl_trl needs every group to be 'nvfp4-pack-quantized' with {wanted}. "
                 "Start from the unquantized model; it is quantized while loading."
             )
+        _tell_of_activations(group, where)
         targets += check_entries(group.get("targets") or ["Linear"], f"{where}: config group {name!r}: targets")
     ignore = check_entries(config.get("ignore") or (), f"{where}: ignore")
     return Selection("compressed-tensors", ignore, tuple(targets))
@@ -301,13 +302,23 @@ def _parse_modelopt(config: Mapping[str, Any], where: str) -> Selection:
         weights = _mapping(group.get("weights"), f"{where}: config group {name!r}: weights")
         if not weights and group.get("input_activations"):
             raise ValueError(
-                f"{where}: config group {name!r} quantizes activations only: there are no NVFP4 weights to read."
+                f"{where}: config group {name!r} quantizes activations only: there are no NVFP4 weights to read. Start from the unquantized model."
             )
         if weights.get("num_bits", 4) != 4 or weights.get("group_size", BLOCK_SIZE) != BLOCK_SIZE:
             raise ValueError(f"{where}: config group {name!r} has weights={weights}: mixed precision is not supported.")
+        _tell_of_activations(group, where)
         targets += check_entries(group.get("targets") or ["Linear"], f"{where}: config group {name!r}: targets")
     ignore = check_entries(inner.get("exclude_modules") or inner.get("ignore") or (), f"{where}: ignore")
     return Selection("modelopt", ignore, tuple(targets or ["Linear"]))
+
+
+def _tell_of_activations(group: Mapping[str, Any], where: str) -> None:
+    if group.get("input_activations"):
+        logger.warning(
+            "%s also describes 4-bit activations (W4A4). Its weights are read as they are, and activations stay in the compute dtype (W4A16), "
+            "in training and in rollouts; serve the result as W4A16 too, or take a weight-only checkpoint.",
+            where,
+        )
 
 
 def _mapping(value: Any, what: str) -> Mapping[str, Any]:

@@ -1,0 +1,263 @@
+"""Faults of a checkpoint folder on disk: each is an edit of a whole one, judged where a user's folder is read.
+
+An NVFP4 folder, as llm-compressor writes it, is loaded; a dense one is quantized offline. Neither may give a model.
+"""
+
+import json
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import qerl_trl
+from qerl_trl.nvfp4.shards import INDEX_NAME
+from qerl_trl.publish.quantize import quantize_folder
+from tests.faults.catalog import fault, told
+
+FILE = "model.safetensors"
+Q = "model.layers.1.self_attn.q_proj"
+
+
+@pytest.fixture(scope="module")
+def packed(packed_model_dir) -> Path:
+    return packed_model_dir("compressed-tensors")
+
+
+@pytest.fixture
+def refused(packed, tiny_model_dir, tmp_path) -> Callable[..., None]:
+    """`refused(edit, *words, where="load")`: the edited folder gives no model, and the message holds the words."""
+
+    def check(edit: Callable[[Path], None], *words: str, where: str = "load") -> None:
+        folder = shutil.copytree(packed if where == "load" else tiny_model_dir("llama"), tmp_path / where)
+        edit(folder)
+        with told(ValueError, str(folder), *words):
+            if where == "load":
+                qerl_trl.from_pretrained(folder)
+            else:
+                quantize_folder(folder, tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+
+    return check
+
+
+def tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        held = load_file(folder / FILE)
+        change(held)
+        save_file(held, folder / FILE, metadata={"format": "pt"})
+
+    return edit
+
+
+def header(change: Callable[[dict], object]) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        content = (folder / FILE).read_bytes()
+        size = struct.unpack("<Q", content[:8])[0]
+        entries = json.loads(content[8 : 8 + size])
+        change(entries)
+        text = json.dumps(entries).encode()
+        (folder / FILE).write_bytes(struct.pack("<Q", len(text)) + text + content[8 + size :])
+
+    return edit
+
+
+def in_shards(folder: Path) -> dict[str, str]:
+    """Two shards with their index."""
+    held = load_file(folder / FILE)
+    (folder / FILE).unlink()
+    names = sorted(held)
+    parts = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    for file, part in parts.items():
+        save_file({name: held[name] for name in part}, folder / file, metadata={"format": "pt"})
+    weight_map = {name: file for file, part in parts.items() for name in part}
+    write_index(folder, weight_map)
+    return weight_map
+
+
+def write_index(folder: Path, weight_map: dict[str, str]) -> None:
+    (folder / INDEX_NAME).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+BOTH = pytest.mark.parametrize("where", ["load", "quantize"])
+
+
+@fault("R2.truncated")
+@BOTH
+@pytest.mark.parametrize("bytes_left", [5, 200, -1])
+def test_truncated(bytes_left, where, refused):
+    def cut(folder):
+        (folder / FILE).write_bytes((folder / FILE).read_bytes()[:bytes_left])
+
+    refused(cut, FILE, "cut off or damaged", "download it again", where=where)
+
+
+@fault("R2.empty")
+@BOTH
+def test_empty(where, refused):
+    refused(lambda folder: (folder / FILE).write_bytes(b""), FILE, "0 bytes", "download it again", where=where)
+
+
+@fault("R2.header_bomb")
+@BOTH
+def test_header_bomb(where, refused):
+    def bomb(folder):
+        (folder / FILE).write_bytes(struct.pack("<Q", 1 << 40) + b"{" * 1000)
+
+    refused(bomb, FILE, "header too large", "download it again", where=where)
+
+
+@fault("R2.header_bomb")
+@BOTH
+def test_a_shape_whose_size_overflows(where, refused):
+    change = header(lambda entries: entries["model.norm.weight"].update(shape=[1 << 40, 1 << 40]))
+    refused(change, FILE, "overflow", "download it again", where=where)
+
+
+@fault("R2.overlapping_offsets")
+@BOTH
+def test_overlapping_offsets(where, refused):
+    def overlap(entries):
+        first, second = sorted((n for n in entries if n != "__metadata__"), key=lambda n: entries[n]["data_offsets"])[
+            :2
+        ]
+        entries[second]["data_offsets"][0] = entries[first]["data_offsets"][1] - 16
+
+    refused(header(overlap), FILE, "invalid", "download it again", where=where)
+
+
+@fault("R2.missing_shard")
+@BOTH
+def test_missing_shard(where, refused):
+    def lose(folder):
+        in_shards(folder)
+        (folder / "model-00002-of-00002.safetensors").unlink()
+
+    refused(lose, "lacks model-00002-of-00002.safetensors", "Download it again", where=where)
+
+
+@fault("R2.index_names_absent_tensor")
+@BOTH
+@pytest.mark.parametrize("name", ["model.layers.0.extra", "model.norm.weight"])
+def test_index_names_an_absent_tensor(name, where, refused):
+    def misname(folder):
+        weight_map = in_shards(folder)
+        files = sorted(set(weight_map.values()))
+        write_index(folder, {**weight_map, name: files[weight_map.get(name) == files[0]]})
+
+    refused(misname, INDEX_NAME, name, "Download the checkpoint again", where=where)
+
+
+@fault("R2.extra_tensor")
+def test_an_extra_tensor_beside_packed_weights(refused):
+    extra = {f"{Q}.pre_quant_scale": torch.ones(128)}
+    refused(
+        tensors(lambda held: held.update(extra)), f"{Q}.pre_quant_scale", "may change what the weights mean", "plain"
+    )
+
+
+@fault("R2.extra_tensor")
+def test_packed_weights_of_a_layer_that_the_model_has_not(refused):
+    def double(held):
+        held.update({n.replace("layers.1.", "layers.7."): t.clone() for n, t in held.items() if n.startswith(Q)})
+
+    refused(tensors(double), "layers.7.self_attn.q_proj", "no linear of the model", "config.json is another model's")
+
+
+@fault("R2.extra_tensor")
+def test_a_tensor_in_two_shards(refused):
+    def twice(folder):
+        in_shards(folder)
+        held = load_file(folder / "model-00001-of-00002.safetensors")
+        other = folder / "model-00002-of-00002.safetensors"
+        save_file({**load_file(other), **dict([held.popitem()])}, other, metadata={"format": "pt"})
+
+    refused(twice, "is also in model-00001-of-00002.safetensors", "Delete the stale shard")
+
+
+@fault("R2.wrong_packed_dtype")
+def test_wrong_packed_dtype(refused):
+    name = f"{Q}.weight_packed"
+    refused(tensors(lambda held: held.update({name: held[name].view(torch.int8)})), name, "is I8", "U8")
+
+
+@fault("R2.odd_k")
+def test_a_width_that_is_no_multiple_of_16(refused):
+    name = f"{Q}.weight_packed"
+    refused(tensors(lambda held: held.update({name: held[name][:, :-4].clone()})), name, "K = 120", "multiple of 16")
+
+
+@fault("R2.scale_shape")
+def test_scale_shape(refused):
+    name = f"{Q}.weight_scale"
+    refused(
+        tensors(lambda held: held.update({name: held[name][:, :4].clone()})), name, "has shape", "belongs to its weight"
+    )
+
+
+@fault("R2.scale_nan")
+@pytest.mark.parametrize("bits", [0x7F, 0xFF])
+def test_a_block_scale_is_nan(bits, refused):
+    change = tensors(lambda held: held[f"{Q}.weight_scale"].view(torch.uint8)[3, 2:4].fill_(bits))
+    refused(change, f"{Q}.weight_scale", "2 block scales that are NaN", "row 3, block 2", "Download or quantize")
+
+
+@fault("R2.scale_not_positive")
+@pytest.mark.parametrize(("bits", "kind"), [(0, "zero"), (0x80 | 0x30, "negative")])
+def test_a_block_scale_is_not_positive(bits, kind, refused):
+    change = tensors(lambda held: held[f"{Q}.weight_scale"].view(torch.uint8)[3, 2].fill_(bits))
+    refused(change, f"{Q}.weight_scale", f"that are {kind}", "row 3, block 2", "Download or quantize")
+
+
+@fault("R2.global_scale_not_finite")
+@pytest.mark.parametrize("value", [0.0, float("inf"), float("nan"), -1.0])
+def test_the_global_scale_is_no_positive_finite_number(value, refused):
+    change = tensors(lambda held: held[f"{Q}.weight_global_scale"].fill_(value))
+    refused(change, f"{Q}.weight_global_scale", f"is {value:g}", "positive finite", "Download or export")
+
+
+@fault("R2.global_scale_reciprocal")
+def test_the_global_scale_is_the_reciprocal(refused):
+    change = tensors(lambda held: held[f"{Q}.weight_global_scale"].reciprocal_())
+    refused(change, f"{Q}.weight_global_scale", "looks like the reciprocal", "Fix the exporter, or invert it")
+
+
+@fault("R2.w4a4_config", recovered=True)
+def test_a_configuration_that_quantizes_activations_too_is_read_for_its_weights(packed, tmp_path, caplog):
+    folder = shutil.copytree(packed, tmp_path / "w4a4")
+    edit_group(folder, lambda group: group.update(input_activations={**group["weights"], "dynamic": "local"}))
+    model = qerl_trl.from_pretrained(folder)
+    assert (
+        f"{folder}: config.json" in caplog.text and "W4A16" in caplog.text and "weight-only checkpoint" in caplog.text
+    )
+    state, expected = model.state_dict(), qerl_trl.from_pretrained(packed).state_dict()
+    assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())
+    assert model.hf_quantizer.quantization_config.to_dict()["config_groups"]["group_0"]["input_activations"] is None
+
+
+@fault("R2.w4a4_config")
+def test_a_configuration_that_quantizes_activations_only(refused):
+    def only(group):
+        group.update(input_activations=group["weights"], weights=None)
+
+    words = ("config.json", "activations only", "Start from the unquantized model")
+    refused(lambda folder: edit_group(folder, only), *words)
+
+
+def edit_group(folder: Path, change: Callable[[dict], object]) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    change(config["quantization_config"]["config_groups"]["group_0"])
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@fault("R2.pickle_only")
+@BOTH
+def test_pickle_only(where, refused):
+    def pickle(folder):
+        torch.save(load_file(folder / FILE), folder / "pytorch_model.bin")
+        (folder / FILE).unlink()
+
+    refused(pickle, "pytorch_model.bin", "can run code", "Convert the checkpoint to safetensors", where=where)
