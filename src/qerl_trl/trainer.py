@@ -44,6 +44,7 @@ from .base import adapter_config, model_init
 from .config import QeRLArguments, QeRLConfig, QeRLRLOOConfig
 from .lora import check_adapter, prepare_trainable_norms, warn_of_low_precision
 from .memory.plan import MemoryPlan, plan_trainer
+from .memory.workload import check_rollout
 from .noise.callback import AQNCallback
 from .nvfp4.linear import has_nvfp4
 from .rollout.arms import check_environment
@@ -153,6 +154,7 @@ class QeRLMixin(SavingMixin):
         with self._timer.phase("rollout", counts=training):
             with noise, engine:
                 output = super()._generate(prompts)
+            check_rollout(self, output[0], output[1])
             if training:
                 output = behaviour.with_logps(self, self.aqn, output)
         if training and self.aqn is not None:

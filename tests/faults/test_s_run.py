@@ -106,6 +106,33 @@ def test_a_second_process_is_refused_the_folder(tiny_runs, tmp_path):  # noqa: F
     tiny_runs.command(run)
 
 
+@fault("S.prompt_longer_than_model")
+def test_prompts_beyond_the_model_are_refused_at_start(tiny_runs, tmp_path):  # noqa: F811
+    data = Dataset.from_dict({"prompt": ["say one ", "say " * 150]})  # the model takes 512 tokens, of one byte each
+    with told(ValueError, "1 of 2 prompts", "the longest has 600 tokens", "the model takes 512", "Filter them out"):
+        tiny_runs.trainer(tmp_path, dataset=data)
+    data = Dataset.from_dict({"prompt": ["say one ", "say " * 127]})
+    with told(ValueError, "1 of 2 prompts", "508 tokens", "takes 512", "Lower max_completion_length to 4"):
+        tiny_runs.trainer(tmp_path, dataset=data, max_completion_length=5)
+
+
+@fault("S.prompt_longer_than_model")
+def test_prompts_that_nobody_can_count_are_not_trained_on(tiny_runs, tmp_path):  # noqa: F811
+    def wandering(prompts, trainer):
+        count = len(prompts)
+        return {
+            "prompt_ids": [[5] * 600] * count,
+            "completion_ids": [[7] * 3] * count,
+            "logprobs": [[-1.0] * 3] * count,
+        }
+
+    trainer = tiny_runs.trainer(tmp_path, rollout_func=wandering)
+    before = {name: value.clone() for name, value in trainer.model.state_dict().items() if "lora" in name}
+    with told(ValueError, "600 tokens", "completion of 3", "512 tokens in all", "rollout function"):
+        trainer.train()
+    assert all(torch.equal(value, trainer.model.state_dict()[name]) for name, value in before.items())
+
+
 # --- the example: what it has measured -----------------------------------------------------------------------------------------------
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "grpo_gsm8k.py"

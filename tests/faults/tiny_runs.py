@@ -42,7 +42,9 @@ class TinyRuns:
     def __init__(self, model: Path, tokenizer: Any) -> None:
         self.model, self.tokenizer = str(model), tokenizer
 
-    def trainer(self, folder: Path, reward=spread_reward, dataset=PROMPTS, **options: Any) -> QeRLGRPOTrainer:
+    def trainer(
+        self, folder: Path, reward=spread_reward, dataset=PROMPTS, rollout_func=None, **options: Any
+    ) -> QeRLGRPOTrainer:
         defaults: dict[str, Any] = {
             "output_dir": str(folder),
             "use_cpu": True,
@@ -69,6 +71,7 @@ class TinyRuns:
             dataset,
             processing_class=self.tokenizer,
             peft_config=lora,
+            rollout_func=rollout_func,
         )
 
     def command(self, folder: Path, **options: Any) -> QeRLGRPOTrainer:

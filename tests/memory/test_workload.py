@@ -64,7 +64,7 @@ def test_an_engines_limit_is_nothing_to_a_run_without_one():
 
 def test_completions_that_will_be_cut_short_are_said(caplog):
     with caplog.at_level(logging.WARNING, logger=workload.__name__):
-        found = run_lengths(trainer(lengths=(50, 20, 60), positions=130))
+        found = run_lengths(trainer(lengths=(50, 20, 60), positions=130, use_vllm=True))
     assert "2 of 3 prompts leave less than max_completion_length=100" in caplog.text
     assert "the longest has 60 tokens" in caplog.text
     assert found.prompt + found.completion == found.engine == 130

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -156,14 +156,13 @@ def workload_of_file(path: str | os.PathLike[str], prompt_length: int) -> tuple[
 def run_lengths(trainer: Any) -> Lengths:
     """The lengths of a trainer's run: its prompts are tokenized as a rollout would, training and evaluation data alike.
 
-    Warns of prompts that leave less than `max_completion_length` tokens.
+    Warns of prompts that leave less than `max_completion_length` tokens, where an engine cuts completions short.
 
     Raises:
-        `ValueError`: prompts leave no token for a completion; they would stop the run when their turn comes.
+        `ValueError`: prompts leave no token for a completion, or less than `max_completion_length` where nothing would end it at the limit.
     """
-    args, text = trainer.args, trainer.model.config.get_text_config()
-    completion = args.max_completion_length
-    limits = {"the model": getattr(text, "max_position_embeddings", None)}
+    args, completion = trainer.args, trainer.args.max_completion_length
+    limits = {"the model": _context(trainer)}
     if args.use_vllm:
         limits["the engine (vllm_max_model_length)"] = args.vllm_max_model_length
     known = {name: limit for name, limit in limits.items() if limit is not None}
@@ -183,6 +182,12 @@ def run_lengths(trainer: Any) -> Lengths:
                 f"template, and {who} takes {limit} in all. Filter them out of the dataset"
                 + ("." if who == "the model" else ", or raise vllm_max_model_length.")
             )
+        if short and not args.use_vllm:
+            raise ValueError(
+                f"{short} of {len(lengths)} prompts leave less than max_completion_length={completion} tokens for a completion: the longest "
+                f"has {longest} tokens with its chat template, and the model takes {limit} in all. transformers would generate beyond that, "
+                f"where the model was never trained. Lower max_completion_length to {limit - longest}, or filter them out of the dataset."
+            )
         if short:
             logger.warning(
                 "%d of %d prompts leave less than max_completion_length=%d tokens for a completion: the longest has %d tokens with its "
@@ -192,6 +197,28 @@ def run_lengths(trainer: Any) -> Lengths:
         completion = min(completion, limit - min(lengths))
         longest = min(longest, limit - completion) if longest + completion > limit else longest
     return Lengths(longest, completion, limit)
+
+
+def _context(trainer: Any) -> int | None:
+    """Tokens that the model takes, prompt and completion together, where its configuration says."""
+    return getattr(trainer.model.config.get_text_config(), "max_position_embeddings", None)
+
+
+def check_rollout(trainer: Any, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> None:
+    """Refuse to train on token ids beyond what the model takes: of prompts that nobody could count at start ([`run_lengths`]).
+
+    Raises:
+        `ValueError`: names the longest.
+    """
+    limit = _context(trainer)
+    pairs = zip(prompts, completions, strict=True)
+    total, prompt = max(((len(p) + len(c), len(p)) for p, c in pairs), default=(0, 0))
+    if limit is not None and total > limit:
+        raise ValueError(
+            f"A prompt of {prompt} tokens with its completion of {total - prompt} is longer than the model takes, {limit} tokens in all "
+            "(max_position_embeddings), and was not trained on. Leave such prompts out of the data, the rollout function or the "
+            "environment, or lower max_completion_length."
+        )
 
 
 def prompt_lengths(trainer: Any) -> Iterator[int]:
