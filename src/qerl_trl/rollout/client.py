@@ -1,6 +1,7 @@
 """The trainer's end of the connection to a rollout server: signs every request, and tells what a refusal or an odd answer means."""
 
 import contextlib
+import json
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -88,13 +89,17 @@ class Client(VLLMClient):
                 )
             time.sleep(retry_interval)
 
-    def call(self, method: str, *args: Any) -> list[dict]:
+    def call(self, method: str, *args: Any, part: bytes = b"") -> list[dict]:
         """One method of the worker extension; its answer from every rank.
+
+        Args:
+            part: bytes, which the method gets as its last argument, in base64.
 
         Raises:
             [`RolloutError`]: the server refused, with its words, or its answer makes no sense.
         """
-        content = self._control(CALL, {"method": method, "args": [str(arg) for arg in args]})
+        line = json.dumps({"method": method, "args": [str(arg) for arg in args]})
+        content = self._control(CALL, line.encode() + b"\n" + part)
         answers = content.get("results")
         if not isinstance(answers, list) or not answers or not all(isinstance(answer, dict) for answer in answers):
             raise odd(f"{self.base_url}{CALL}", f"one result per rank of {method}", f"{content}")
@@ -105,14 +110,14 @@ class Client(VLLMClient):
 
     def reset_prefix_cache(self) -> bool:
         """Whether the server has forgotten its cached attention states."""
-        content = self._control(RESET, {})
+        content = self._control(RESET, b"")
         if not isinstance(content.get("success"), bool):
             raise odd(f"{self.base_url}{RESET}", 'a field "success"', f"{content}")
         return content["success"]
 
-    def _control(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    def _control(self, path: str, body: bytes) -> dict[str, Any]:
         url = self.base_url + path
-        return content_of(self.control.post(url, json=body, timeout=MESSAGE_TIMEOUT, allow_redirects=False), url)
+        return content_of(self.control.post(url, data=body, timeout=MESSAGE_TIMEOUT, allow_redirects=False), url)
 
     # ------------------------------------------------------------------ TRL's, checked
 

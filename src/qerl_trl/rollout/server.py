@@ -6,7 +6,6 @@ transfer is not used: on the server it ends in `model.load_weights`, which knows
 nor noise, and an adapter is small (rank 32 on 7B: 160 MB in bf16).
 """
 
-import base64
 import hashlib
 import ipaddress
 import logging
@@ -93,13 +92,13 @@ class ServerEngine(Engine):
             listed = "".join(f"\n  - {difference}" for difference in found)
             raise RuntimeError(f"The server at {self.url} does not run the trainer's model:{listed}\n{self._advice()}")
 
-    def call(self, method: str, *args: Any) -> list[dict]:
-        """One method of the worker extension on every rank.
+    def call(self, method: str, *args: Any, part: bytes = b"") -> list[dict]:
+        """One method of the worker extension on every rank, as `Client.call`.
 
         Raises:
             [`RolloutError`]: the server refused, with its words, or its answer makes no sense.
         """
-        answers = self.client.call(method, *args)
+        answers = self.client.call(method, *args, part=part)
         if len(answers) != self._ranks:
             raise odd(self.url + CALL, f"one result of {method} from each of {self._ranks} ranks", f"{answers}")
         return answers
@@ -114,7 +113,7 @@ class ServerEngine(Engine):
         data = encode_update(adapter, norms, getattr(torch, self.spec.dtype))
         transfer = uuid.uuid4().hex
         for index, start in enumerate(range(0, len(data), CHUNK)):
-            self.call("qerl_receive", transfer, index, base64.b64encode(data[start : start + CHUNK]).decode())
+            self.call("qerl_receive", transfer, index, part=data[start : start + CHUNK])
         answers = self.call("qerl_apply", transfer, hashlib.sha256(data).hexdigest())
         expected = {"layers": len(adapter), "norms": len(norms)}
         if any(answer != expected for answer in answers):

@@ -13,8 +13,8 @@ CHUNK = 4 * 2**20
 MAX_TRANSFER = 16 * 2**30
 #: the server's paths for the trainer alone (vllm/endpoint.py): a method of the worker extension, and the prefix cache
 CALL, RESET = "/qerl/call", "/qerl/reset_prefix_cache"
-#: bytes of one request to them: a part in base64, as JSON
-MAX_MESSAGE = 2 * CHUNK
+#: bytes of one request to them: a line of JSON, and a part
+MAX_MESSAGE = CHUNK + 2**20
 #: seconds that one may take
 MESSAGE_TIMEOUT = 300
 

@@ -1,6 +1,7 @@
 """What stands in front of the server, without one: faults/test_s_server.py has the attacks."""
 
 import asyncio
+import base64
 import json
 
 import pytest
@@ -18,6 +19,13 @@ def test_signed_calls_reach_the_engine():
     assert ask(served, "POST", CALL, NOISE, signed("POST", CALL, NOISE)) == (200, {"results": [{"bytes": 1}]})
     assert ask(served, "POST", RESET, b"", signed("POST", RESET)) == (200, {"success": True})
     assert vllm.asked == [("qerl_noise", "0.5", "1", "2", "3"), ("reset",)] and vllm.reached == []
+
+
+def test_bytes_after_the_line_are_the_last_argument():
+    vllm, part = FakeVLLM(), bytes(range(256)) + b"\n\n"
+    body = json.dumps({"method": "qerl_receive", "args": ["t", "0"]}).encode() + b"\n" + part
+    assert ask(guarded(vllm), "POST", CALL, body, signed("POST", CALL, body), parts=3)[0] == 200
+    assert vllm.asked == [("qerl_receive", "t", "0", base64.b64encode(part).decode())]
 
 
 @pytest.mark.parametrize("parts", [1, 7])

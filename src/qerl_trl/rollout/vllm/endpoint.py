@@ -11,6 +11,7 @@ paths are closed also where it is on. What is neither ours, nor generation, nor 
 | everything else | nobody |
 """
 
+import base64
 import hashlib
 import hmac
 import json
@@ -28,7 +29,7 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("uvicorn.error")  # ours is not shown by vLLM
 
 STATUS = frozenset(("/health", "/ping", "/version", "/load", "/metrics", "/metrics/", "/v1/models"))
 GENERATION = frozenset(
@@ -154,13 +155,16 @@ class RolloutEndpoint:
             self._strangers -= 1
 
     async def _call(self, scope: MutableMapping[str, Any], body: bytes) -> dict[str, Any]:
-        """One method of the worker extension, on every rank."""
+        """One method of the worker extension, on every rank. What follows the first line is its last argument, in base64."""
+        line, _, part = body.partition(b"\n")
         try:
-            asked = json.loads(body)
-            method, args = asked["method"], asked["args"]
+            asked = json.loads(line)
+            method, args = asked["method"], asked["args"] + ([base64.b64encode(part).decode()] if part else [])
             well_formed = _METHOD.fullmatch(method) and all(type(arg) is str for arg in args)
         except (ValueError, KeyError, TypeError) as error:
-            raise Refusal(400, f"Expected a method and its args as JSON: {type(error).__name__}: {error}.") from error
+            raise Refusal(
+                400, f"Expected a method and its args as a line of JSON: {type(error).__name__}: {error}."
+            ) from error
         if not well_formed:
             raise Refusal(
                 403, f"{method!r} is none of the worker extension's methods, or its args are no list of texts."
