@@ -6,6 +6,7 @@ import json
 import re
 import threading
 from collections import Counter
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 TOKEN = "hf_SecretTokenThatMustNotLeak42"
@@ -15,7 +16,7 @@ class StandInHub:
     """Repositories (`name -> {"private", "files", "commits"}`), LFS objects, a log of requests, and faults.
 
     Faults: `drop_uploads` / `drop_commits` close that many connections in the middle of such a request; `fail` maps "METHOD path-regex"
-    to a status that is answered instead.
+    to a status that is answered instead; `at_request` is called with every "METHOD path" first.
     """
 
     def __init__(self):
@@ -25,6 +26,7 @@ class StandInHub:
         self.uploads: Counter = Counter()
         self.drop_uploads = self.drop_commits = 0
         self.fail: dict[str, int] = {}
+        self.at_request: Callable[[str], None] | None = None
         self.readonly_token = False
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
         self._server.daemon_threads = True
@@ -86,6 +88,8 @@ def _handler(hub: StandInHub):
             ):  # the client's own curiosity, no part of publishing
                 return self._answer(200)
             hub.requests.append(f"{method} {path}")
+            if hub.at_request is not None:
+                hub.at_request(f"{method} {path}")
             for pattern, status in hub.fail.items():
                 if re.fullmatch(pattern, f"{method} {path}"):
                     return self._answer(

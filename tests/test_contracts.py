@@ -89,6 +89,9 @@ def test_trainer_hooks():
     )
     source = inspect.getsource(Trainer._save_checkpoint)
     assert "self.args.save_total_limit" in source, "QeRLMixin postpones rotation by clearing this argument"
+    source = inspect.getsource(Trainer._finalize_training)
+    assert "on_train_end" in source, "PublishingMixin hides push_to_hub from the callbacks there"
+    assert "_finish_current_push" in source, "it waits for the pushes"
 
 
 def test_peft_custom_modules():

@@ -210,6 +210,11 @@ class QeRLArguments(OnlineConfig):
                 "adapter included, and small updates are lost from then on. Use use_vllm=True for fast rollouts, or the "
                 "default transformers generation."
             )
+        if (completions := getattr(self, "log_completions_hub_repo", None)) is not None:  # RLOO has no such field
+            raise ValueError(
+                f"log_completions_hub_repo={completions!r} would upload completions every two minutes, unchecked and whether or not that "
+                "repository is public. Leave it out: log_completions=True keeps them in output_dir, from where you can publish what you have read."
+            )
         if self.aqn_seed is None:
             self.aqn_seed = self.seed
         if self.hub_private_repo is None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate.utils import broadcast_object_list
 from peft import PeftModel
+from torch import nn
 from transformers.trainer_utils import HubStrategy, SaveStrategy, TrainOutput
 
 from .upstream import OnlineTrainer
@@ -16,6 +17,20 @@ from .upstream import OnlineTrainer
 if TYPE_CHECKING:
     from .publish.records import Export, Facts
     from .publish.while_training import Destination, Pushes
+
+
+def close_other_ways(model: nn.Module) -> None:
+    """Refuse `push_to_hub` of a trainer's model itself, which would be public, and past everything that is checked here."""
+    for each in (model, model.get_base_model() if isinstance(model, PeftModel) else model):
+        for name in ("push_to_hub", "_upload_modified_files"):  # the latter: `save_pretrained(push_to_hub=True)`
+            setattr(each, name, _refuse_upload)
+
+
+def _refuse_upload(*args: Any, **kwargs: Any) -> None:
+    raise RuntimeError(
+        "A model that a QeRL trainer holds does not upload itself: that would be public unless told otherwise, and unchecked. Nothing was "
+        "uploaded. Use trainer.push_to_hub(), or qerl_trl.publish.hub.push_adapter, push_merged or push_base with the trainer."
+    )
 
 
 class PublishingMixin(OnlineTrainer):
@@ -180,6 +195,14 @@ class PublishingMixin(OnlineTrainer):
         message = f"Training in progress, {when}"
         keep_as = kept.get(HubStrategy(self.args.hub_strategy))
         pushes.start(checkpoint_folder, self._destination(), self._facts(), message, keep_as)
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:
+        # callbacks of trackers that log the model build a plain Trainer from the arguments there, which would upload the whole folder
+        pushes, self.args.push_to_hub = self.args.push_to_hub, False
+        try:
+            return super()._finalize_training(*args, **kwargs)
+        finally:
+            self.args.push_to_hub = pushes
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """As `Trainer.train`. Raises where the last push while training failed, once everything is saved here."""

@@ -17,7 +17,7 @@ differs from the parent, method by method:
 | `_load_from_checkpoint` | the trained adapter comes back also where TRL keeps a second one as reference |
 | `_save_checkpoint`, `_push_from_checkpoint`, `save_model` | seals what was written, then rotates older checkpoints and pushes |
 | `log` | feeds the signal monitor; adds the peak of memory and the seconds of each phase (`timing.py`) |
-| `push_to_hub`, `create_model_card`, `init_hf_repo` | [`PublishingMixin`]: private, whole or not at all, with our card |
+| `push_to_hub`, `create_model_card`, `init_hf_repo`, `_finalize_training` | [`PublishingMixin`]: private, whole or not at all, with our card; no way past it |
 
 What concerns checkpoints is in [`SavingMixin`], new there is `to_resume`; `save_adapter`, `save_merged` and `save_base` are new too.
 
@@ -47,6 +47,7 @@ from .memory.plan import MemoryPlan, plan_trainer
 from .memory.workload import check_rollout
 from .noise.callback import AQNCallback
 from .nvfp4.linear import has_nvfp4
+from .publishing import close_other_ways
 from .rollout.arms import check_environment
 from .saving import SaveBetweenRollouts, SavingMixin
 from .timing import PhaseTimer
@@ -125,6 +126,7 @@ class QeRLMixin(SavingMixin):
             self.add_callback(self.aqn)
         self._tag_names = [*type(self)._tag_names, "qerl", *(["nvfp4"] if has_nvfp4(trained) else [])]
         self.model.add_model_tags(self._tag_names)
+        close_other_ways(trained)
 
     @contextmanager
     def _own_vllm_generation(self) -> Iterator[None]:

@@ -1,13 +1,22 @@
 """Faults of publishing that once passed silently; the product is the repository on the stand-in Hub."""
 
+import ast
+import copy
+import inspect
 import json
+import pickle
+import textwrap
+from pathlib import Path
 
 import pytest
+from huggingface_hub import HfApi
 from transformers import Trainer, TrainerCallback
 from typer.testing import CliRunner
 
-from qerl_trl import QeRLGRPOTrainer, checkpoint
+import qerl_trl
+from qerl_trl import QeRLConfig, QeRLGRPOTrainer, QeRLRLOOTrainer, checkpoint
 from qerl_trl.cli.main import app
+from qerl_trl.publishing import PublishingMixin
 from tests.faults.catalog import fault, told
 from tests.hub_server import TOKEN
 from tests.publish.test_hub import REPO, no_token_anywhere, server  # noqa: F401  (fixtures)
@@ -83,10 +92,21 @@ def test_a_fully_trained_model_is_published_without_its_arguments(
 
 
 @fault("S.token_in_uploads")
-def test_a_token_in_a_published_text_refuses_the_upload(server, tiny_model_dir, tiny_tokenizer, tmp_path):  # noqa: F811
+def test_a_token_in_a_published_text_refuses_the_upload(
+    server,  # noqa: F811
+    tiny_model_dir,
+    tiny_tokenizer,
+    tmp_path,
+    monkeypatch,
+):
     trainer = run(tiny_model_dir, tiny_tokenizer, tmp_path, base_format="full")
     trainer.save_model(push=False)
     config = tmp_path / "run/config.json"
+    monkeypatch.setattr("transformers.modeling_utils.hf_api", lambda: HfApi(endpoint=server.endpoint, token=TOKEN))
+    with told(RuntimeError, "public", "trainer.push_to_hub()"):
+        trainer.model.save_pretrained(tmp_path / "saved", push_to_hub=True, repo_id="tester/elsewhere", token=TOKEN)
+    assert not server.uploads
+    server.requests.clear()
     trainer.model.config.note = SECRET
     with pytest.raises(RuntimeError, match=r"config\.json contains the value of model_init_kwargs\.token") as error:
         trainer.push_to_hub()
@@ -201,3 +221,93 @@ def test_a_run_that_cannot_be_published_does_not_begin(server, tiny_model_dir, t
     server.fail = {r".*": 401}
     with told(RuntimeError, "refused the token", "hf auth login"):
         pushing(tiny_model_dir, tiny_tokenizer, tmp_path)
+
+
+# --- other ways out ---------------------------------------------------------------------------------------------------------------
+
+#: what of huggingface_hub and transformers uploads
+UPLOADS = {
+    "create_commit",
+    "create_repo",
+    "preupload_lfs_files",
+    "upload_file",
+    "upload_folder",
+    "upload_large_folder",
+    "CommitScheduler",
+}
+
+
+def names_in(tree):
+    return {
+        node.attr if isinstance(node, ast.Attribute) else node.id
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Attribute, ast.Name))
+    }
+
+
+def test_one_place_uploads():
+    root = Path(qerl_trl.__file__).parent
+    uploading = {
+        path.relative_to(root).as_posix()
+        for path in root.rglob("*.py")
+        if names_in(ast.parse(path.read_text())) & UPLOADS
+    }
+    assert uploading == {"publish/hub.py"}
+
+
+@pytest.mark.parametrize("trainer_class", [QeRLGRPOTrainer, QeRLRLOOTrainer])
+def test_no_uploading_method_of_the_parents_is_left(trainer_class):
+    """Whoever uploads in transformers' or TRL's trainer is overridden, without a call of the parent's."""
+    ours = [cls for cls in trainer_class.__mro__ if cls.__module__.startswith("qerl_trl.")]
+    found = set()
+    for parent in trainer_class.__mro__:
+        for name, method in vars(parent).items():
+            if parent in ours or not inspect.isfunction(method):
+                continue
+            if names_in(ast.parse(textwrap.dedent(inspect.getsource(method)))) & UPLOADS:
+                found.add(name)
+    # of TRL, for completions: refused in the arguments (below)
+    assert found - {"__init__"} == {"init_hf_repo", "push_to_hub", "_push_from_checkpoint"}
+    for name in found - {"__init__"}:
+        source = inspect.getsource(vars(PublishingMixin)[name])
+        assert f"super().{name}" not in source, name
+    if trainer_class is QeRLGRPOTrainer:
+        with told(ValueError, "log_completions_hub_repo='tester/seen'", "Leave it out"):
+            QeRLConfig("run", use_cpu=True, bf16=False, log_completions=True, log_completions_hub_repo="tester/seen")
+
+
+class LogsTheModel(TrainerCallback):
+    """As the callbacks of Weights & Biases and DVCLive do it."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_train_end(self, args, state, control, model=None, processing_class=None, **kwargs):
+        plain = Trainer(args=copy.deepcopy(args), model=model, processing_class=processing_class, eval_dataset=["fake"])
+        plain.save_model(self.folder)
+
+
+@fault("S.token_in_uploads", recovered=True)
+def test_a_tracker_that_logs_the_model_pushes_nothing(
+    server,  # noqa: F811
+    tiny_model_dir,
+    tiny_tokenizer,
+    tmp_path,
+    monkeypatch,
+):
+    monkeypatch.setattr("transformers.trainer.hf_api", lambda: HfApi(endpoint=server.endpoint, token=TOKEN))
+    trainer = pushing(tiny_model_dir, tiny_tokenizer, tmp_path)
+    trainer.add_callback(LogsTheModel(str(tmp_path / "logged")))
+    trainer.train()
+    assert (tmp_path / "logged" / WEIGHTS).is_file()
+    files = published(server)
+    assert "training_args.bin" not in files
+    assert len(server.repos[REPO]["commits"]) == 2
+    # nor does the model itself
+    for model in (trainer.model, trainer.model.get_base_model()):
+        with told(RuntimeError, "public", "trainer.push_to_hub()"):
+            model.push_to_hub("tester/elsewhere")
+    assert "tester/elsewhere" not in server.repos
+    copied = copy.deepcopy(trainer.model)
+    with pytest.raises(RuntimeError, match="does not upload itself"):
+        pickle.loads(pickle.dumps(copied.push_to_hub))("tester/elsewhere")

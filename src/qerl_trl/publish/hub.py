@@ -53,7 +53,7 @@ def prepare_repository(
     redaction.remember("token", token)
     api = HfApi(token=token)
     visibility = "private: only you and your organization" if private else "PUBLIC: everybody"
-    notify(f"Publishing to {api.endpoint}/{repo_id} ({visibility})")
+    notify(redaction.redact(f"Publishing to {api.endpoint}/{repo_id} ({visibility})"))
     if not token:
         raise HubError(
             "There is no Hub token on this machine, so nothing was uploaded. Create one with write access at "
@@ -242,7 +242,7 @@ def _publish(
                 revision=revision,
             )
         )
-    notify(f"Published: {commit.commit_url}")
+    notify(redaction.redact(f"Published: {commit.commit_url}"))
     return commit.commit_url
 
 
