@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
 from safetensors.torch import load_file, save_file
 
 import qerl_trl
 from qerl_trl import checkpoint, loading, run_folder
-from qerl_trl.cli import make, run
+from qerl_trl.cli import ask, make, run
 from qerl_trl.nvfp4.config import from_pretrained
 from qerl_trl.nvfp4.shards import INDEX_NAME
 from qerl_trl.publish import export, hub
@@ -372,6 +373,19 @@ def test_a_whole_model_folder_is_read_once(sealed, tmp_path, monkeypatch):
     (folder / checkpoint.MANIFEST_NAME).unlink()
     edit_json("config.json", rms_norm_eps=1e-3)(folder)
     qerl_trl.from_pretrained(folder)
+
+
+@fault("S.model_folder_edited")
+@pytest.mark.parametrize(("edit", "named"), list(FOLDER_EDITS.values())[:4], ids=list(FOLDER_EDITS)[:4])
+def test_an_edited_folder_is_found_on_request(edit, named, sealed, tmp_path, capsys):
+    folder = shutil.copytree(sealed, tmp_path / "model")
+    ask.doctor([folder])
+    assert "as they were sealed" in capsys.readouterr().out
+    edit(folder)
+    with pytest.raises(typer.Exit):
+        ask.doctor([folder])
+    out = capsys.readouterr().out
+    assert f"{folder}: {named}" in out and "download it again" in out
 
 
 @fault("S.dense_tensor_nan")
