@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from . import checkpoint
 from .nvfp4 import config
 from .nvfp4.headers import check_finite_module
+from .nvfp4.shards import check_weight_files
 
 logger = logging.getLogger(__name__)
 
@@ -53,12 +54,15 @@ _begun: dict[tuple, _Hashing] = {}
 
 
 def begin(model: str | os.PathLike) -> None:
-    """Compare the folder `model` with its manifest, its weights in the background. Nothing happens for a Hub id or without a manifest.
+    """Compare the folder `model` with its manifest, its weights in the background. Without one only the places of the weights are looked
+    at, and nothing of a Hub id.
 
     Raises:
-        `ValueError`: a file is missing, has another size or, if it is small, another content, or weights lie there unsealed.
+        `ValueError`: weights lie outside of the folder; a file is missing, has another size or, if it is small, another content, or weights lie there unsealed.
     """
     folder = Path(model)
+    if folder.is_dir():
+        check_weight_files(folder)
     if not (folder / checkpoint.MANIFEST_NAME).is_file() or os.environ.get("LOCAL_RANK", "0") != "0":
         return  # one process a machine looks
     stamps = ((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in folder.iterdir() if path.is_file())

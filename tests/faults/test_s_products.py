@@ -10,9 +10,10 @@ import pytest
 import torch
 import typer
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 import qerl_trl
-from qerl_trl import checkpoint, loading, run_folder
+from qerl_trl import NVFP4Config, checkpoint, loading, run_folder
 from qerl_trl.cli import ask, make, run
 from qerl_trl.nvfp4.config import from_pretrained
 from qerl_trl.nvfp4.shards import INDEX_NAME
@@ -87,7 +88,7 @@ def test_a_legal_integer_buffer_is_copied(dense, tmp_path):
 def by_index(folder: Path, other: Path) -> None:
     weights = dict.fromkeys(load_file(other / "model.safetensors"), f"../{other.name}/model.safetensors")
     (folder / "model.safetensors").unlink()
-    (folder / INDEX_NAME).write_text(json.dumps({"weight_map": weights}))
+    (folder / INDEX_NAME).write_text(json.dumps({"metadata": {}, "weight_map": weights}))
 
 
 def by_link(folder: Path, other: Path) -> None:
@@ -97,7 +98,16 @@ def by_link(folder: Path, other: Path) -> None:
 
 @fault("S.path_leads_out")
 @pytest.mark.parametrize("lead", [by_index, by_link])
-@pytest.mark.parametrize("use", [from_pretrained, lambda folder: quantize_folder(folder, folder.parent / "out")])
+@pytest.mark.parametrize(
+    "use",
+    [
+        from_pretrained,
+        lambda folder: AutoModelForCausalLM.from_pretrained(folder, quantization_config=NVFP4Config()),
+        lambda folder: load_any(str(folder)),
+        lambda folder: quantize_folder(folder, folder.parent / "out"),
+    ],
+    ids=["from_pretrained", "transformers", "eval", "quantize"],
+)
 def test_files_outside_of_the_folder_are_not_read(use, lead, dense, tiny_model_dir, tmp_path):
     other = shutil.copytree(tiny_model_dir("llama"), tmp_path / "other")
     lead(dense, other)

@@ -273,6 +273,20 @@ def test_a_tensor_in_two_shards_is_refused(tmp_path):
         read_headers([tmp_path / "a.safetensors", tmp_path / "b.safetensors"])
 
 
+@pytest.mark.parametrize("dtype", [d for d in headers.DTYPES.values() if d.is_floating_point], ids=str)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_every_floating_dtype_is_looked_at(dtype, value):
+    tensor = torch.full((3, 50), 100.0).to(dtype)
+    headers.check_finite("x", tensor, "file")
+    headers.check_finite("x", tensor[:0], "file")
+    stored = torch.tensor(value).to(dtype)
+    if math.isfinite(stored.float()):
+        pytest.skip("the dtype has no such value")
+    tensor.view(torch.uint8).view(3, -1)[1, : dtype.itemsize] = stored.view(1).view(torch.uint8)
+    with pytest.raises(ValueError, match="file: tensor 'x' has 1 of 150 values that are NaN or infinite"):
+        headers.check_finite("x", tensor, "file")
+
+
 @pytest.mark.parametrize("layout_name", list(LAYOUTS))
 @pytest.mark.parametrize("shared", [True, False], ids=["shared scales", "own scales"])
 def test_what_compressed_tensors_writes_passes(packed_model_dir, layout_name, shared):

@@ -306,20 +306,20 @@ def check_finite_module(module: torch.nn.Module, where: Callable[[str], str] | N
 
 def check_finite(name: str, tensor: torch.Tensor, where: str) -> None:
     """Refuse a tensor with a value that is no finite number. `where` it lies goes into the message."""
-    if tensor.is_floating_point() and tensor.numel() and not bool(torch.isfinite(_sum_of(tensor))):
+    if tensor.is_floating_point() and tensor.numel() and not _is_finite(tensor):
         number = int((~torch.isfinite(tensor.float())).sum())
-        if number:
-            raise ValueError(
-                f"{where}: tensor {name!r} has {number} of {tensor.numel()} values that are NaN or infinite: nothing can be computed with it. "
-                "Download, export or train it again."
-            )
+        raise ValueError(
+            f"{where}: tensor {name!r} has {number} of {tensor.numel()} values that are NaN or infinite: nothing can be computed with it. "
+            "Download, export or train it again."
+        )
 
 
-def _sum_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Finite if all values are, but for sums that overflow: one pass without a copy."""
-    if tensor.dtype.itemsize == 1:
-        tensor = tensor.float()
-    return tensor.sum(dtype=torch.float64 if tensor.dtype == torch.float64 else torch.float32)
+def _is_finite(tensor: torch.Tensor) -> bool:
+    """In one pass, at the speed of memory and without a copy where a dtype has the operators for it."""
+    if tensor.dtype == torch.float8_e4m3fn:  # has NaN and no infinity
+        return int(tensor.view(torch.uint8).bitwise_and(0x7F).max()) < 0x7F
+    extremes = torch.aminmax(tensor.float() if tensor.dtype.itemsize == 1 else tensor)  # NaN, where there is one
+    return all(math.isfinite(value.item()) for value in extremes)
 
 
 def _read(info: TensorInfo, offset: int, size: int) -> bytes:

@@ -20,12 +20,7 @@ def read_folder(folder: Path) -> dict[str, TensorInfo]:
     Raises:
         `ValueError`: no safetensors, an index that disagrees with its files, a file outside of the folder, a damaged header.
     """
-    index, whole = folder / INDEX_NAME, folder / "model.safetensors"
-    weight_map = _weight_map(index) if index.is_file() and not whole.is_file() else {}  # as transformers chooses
-    files = [whole] if whole.is_file() else sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
-    if weight_map:
-        files = [folder / name for name in sorted(set(weight_map.values()))]
-    check_inside(folder, files)
+    files, index, weight_map = _weight_files(folder)
     missing = [file.name for file in files if not file.is_file()]
     if missing or not files:
         what = f"lacks {', '.join(missing)}" if missing else "has no *.safetensors file"
@@ -33,6 +28,22 @@ def read_folder(folder: Path) -> dict[str, TensorInfo]:
     tensors = read_headers(files)
     _check_index(index, weight_map, tensors)
     return tensors
+
+
+def check_weight_files(folder: Path) -> None:
+    """Refuse a folder whose index is none, or whose weights lie elsewhere. Reads the index."""
+    _weight_files(folder)
+
+
+def _weight_files(folder: Path) -> tuple[list[Path], Path, dict[str, str]]:
+    """(files, the index, what it says): all in `folder`."""
+    index, whole = folder / INDEX_NAME, folder / "model.safetensors"
+    weight_map = _weight_map(index) if index.is_file() and not whole.is_file() else {}  # as transformers chooses
+    files = [whole] if whole.is_file() else sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
+    if weight_map:
+        files = [folder / name for name in sorted(set(weight_map.values()))]
+    check_inside(folder, files)
+    return files, index, weight_map
 
 
 def _weight_map(index: Path) -> dict[str, str]:
