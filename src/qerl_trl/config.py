@@ -71,8 +71,12 @@ class QeRLArguments(OnlineConfig):
             Warn when the estimated KL divergence per token between rollout and trainer exceeds this value, in nats, and end the run when
             it is more than 10 times that in 3 rollouts in a row. A tenth of both limits holds for what should be zero: the KL without
             noise, and `rollout/logp_gap`. `None` switches them off.
-        rollout_timeout (`float`, *optional*):
-            End the run, with the cause, when one rollout in vLLM takes longer than this, in seconds.
+        rollout_timeout (`float`, *optional*, defaults to `3600`):
+            End the run, with the cause, when one rollout with vLLM takes longer than this, in seconds, tools and environments
+            included. 0 for no limit.
+        rollout_probe_steps (`int`, *optional*, defaults to `50`):
+            Every so many steps, compare the log-probabilities of vLLM and the trainer on fixed tokens again, without noise, and end the
+            run when they have drifted apart. Takes a second or two. With 0 they are compared at the start only.
         vllm_gpu_memory_utilization (`float`, *optional*):
             As TRL's, but left out by default: the KV cache is then planned (`qerl-trl plan` shows how), from what all sequences need
             down to what is left. `vllm_max_model_length`, left out, is the longest prompt of the data plus `max_completion_length`.
@@ -141,7 +145,10 @@ class QeRLArguments(OnlineConfig):
         },
     )
     rollout_timeout: float | None = field(
-        default=None, metadata={"help": "End the run when one rollout in vLLM takes longer than this, in seconds."}
+        default=3600, metadata={"help": "End the run when one rollout with vLLM takes longer than this, in seconds."}
+    )
+    rollout_probe_steps: int = field(
+        default=50, metadata={"help": "Compare vLLM and the trainer again every so many steps; 0: at the start only."}
     )
     vllm_gpu_memory_utilization: float | None = field(
         default=None,
@@ -197,6 +204,11 @@ class QeRLArguments(OnlineConfig):
                 )
             except ValueError as error:
                 raise ValueError(f"aqn_schedule={self.aqn_schedule!r}, aqn_{error}") from error
+        if self.rollout_probe_steps < 0 or (self.rollout_timeout or 0) < 0:
+            raise ValueError(
+                f"rollout_probe_steps={self.rollout_probe_steps} and rollout_timeout={self.rollout_timeout} must not be negative; 0 "
+                "switches either off."
+            )
         if self.zero_advantage_patience < 1:
             raise ValueError(f"zero_advantage_patience={self.zero_advantage_patience} must be at least 1.")
         if self.reward_timeout is not None and not self.reward_timeout > 0:

@@ -34,5 +34,11 @@ def full_tensor(parameter: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
+def local_tensor(parameter: torch.Tensor) -> torch.Tensor:
+    """What this process holds of it."""
+    tensor = parameter.detach()
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
 def is_sharded(model: nn.Module) -> bool:
     return any(hasattr(p, "full_tensor") or hasattr(p, "ds_id") for p in model.parameters())

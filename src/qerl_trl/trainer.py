@@ -49,6 +49,7 @@ from .noise.callback import AQNCallback
 from .nvfp4.linear import has_nvfp4
 from .publishing import close_other_ways
 from .rollout.arms import check_environment
+from .rollout.contract import checked_rollout_func
 from .saving import SaveBetweenRollouts, SavingMixin
 from .timing import PhaseTimer
 
@@ -118,6 +119,8 @@ class QeRLMixin(SavingMixin):
         self._mismatch = mismatch.MismatchWatch(args.rollout_mismatch_threshold)
         self._timer = PhaseTimer("rollout", "reward", "update")
         self.reward_funcs = guards.checked_rewards(self)
+        if getattr(self, "rollout_func", None) is not None:
+            self.rollout_func = checked_rollout_func(self.rollout_func)
         self.add_callback(SaveBetweenRollouts(self))
         prepare_trainable_norms(trained)
         if args.aqn:
@@ -152,7 +155,7 @@ class QeRLMixin(SavingMixin):
     def _generate(self, prompts: list) -> Any:
         training = self.model.training
         noise = self.aqn.generation() if self.aqn is not None else nullcontext()
-        engine = self.vllm_generation.rollout() if self.use_vllm else nullcontext()
+        engine = self.vllm_generation.rollout() if self.args.use_vllm else nullcontext()
         with self._timer.phase("rollout", counts=training):
             with noise, engine:
                 output = super()._generate(prompts)

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         reward_func_names: Any
         reward_weights: torch.Tensor
         num_generations: Any
+        rollout_func: Any  # of GRPO
         vllm_generation: Any  # with vLLM: rollout.generation.QeRLVLLMGeneration
         _step: int
         use_vllm: bool

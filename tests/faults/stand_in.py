@@ -9,7 +9,8 @@ from torch import nn
 from qerl_trl.names import canonical_name
 from qerl_trl.noise.hooks import standard_noise
 from qerl_trl.rollout.adapter import active_adapter, linear_layers, rollout_layers
-from qerl_trl.rollout.engine import Completion, Engine
+from qerl_trl.rollout.engine import Completion, Engine, Held
+from qerl_trl.rollout.wire import bits, update_fingerprint
 
 
 class StandIn(Engine):
@@ -31,13 +32,16 @@ class StandIn(Engine):
         if base_fault is not None:
             base_fault(self.policy.get_base_model())
         self.clean = {name: norm.weight.detach().clone() for name, norm in self.norms.items()}
-        self.draw = self.sampled = None
+        self.draw = self.sampled = self.received = None
+        self.bits = self._bits()
+        layer = next(iter(linear_layers(self.policy).values()))
+        self.dtype = getattr(layer, "compute_dtype", layer.weight.dtype)
         self.generator = torch.Generator().manual_seed(0)
         self.calls: list[str] = []
         self.llm = SimpleNamespace(generate=self._llm_generate)
 
     @torch.no_grad()
-    def put_adapter(self, adapter):
+    def put_adapter(self, adapter, norms):
         self.calls.append("put_adapter")
         own, name_of = rollout_layers(self.policy), active_adapter(self.policy)
         for name, layer in own.items():
@@ -45,14 +49,14 @@ class StandIn(Engine):
             if name not in adapter:
                 b.zero_()
                 continue
-            tensors, dtype = adapter[name], next(iter(linear_layers(self.policy).values())).weight.dtype
-            dtype = dtype if dtype.is_floating_point else torch.bfloat16
+            tensors, dtype = adapter[name], self.dtype
             a.copy_(tensors.a.to(dtype))
             b.copy_((tensors.b * tensors.scaling).to(dtype) / layer.scaling[name_of])
-
-    def put_norms(self, norms):
-        self.calls.append("put_norms")
         self.clean |= {name: weight.detach().float().clone() for name, weight in norms.items()}
+        self.received, self.bits = update_fingerprint(adapter, norms), self._bits()
+
+    def _bits(self) -> dict[str, int]:
+        return {name: int(bits(p)) for name, p in self.policy.named_parameters() if "norm" not in name}
 
     @torch.no_grad()
     def set_noise(self, norms, draw):
@@ -65,8 +69,9 @@ class StandIn(Engine):
         self.draw = draw
         return float(torch.cat(added).square().mean().sqrt())
 
-    def sampled_under(self, draw):
-        return self.sampled == draw
+    def held(self):
+        damaged = [name for name, found in self._bits().items() if found != self.bits[name]]
+        return Held(self.received, damaged, self.draw, self.sampled)
 
     def reset_prefix_cache(self): ...
 

@@ -218,8 +218,9 @@ def test_another_service_on_the_port_is_told(monkeypatch):
 
 NOISE, GREEDY = NoiseDraw(0.5, 1, 2, 3), Sampling(4)
 CALLS = {
-    "put": (lambda e: e.put_norms({}), {"results": [{"layers": 7}]}, "written on each rank"),
-    "ranks": (lambda e: e.put_norms({}), {"results": [{}, {}]}, "each of 1 ranks"),
+    "put": (lambda e: e.put_adapter({}, {}), {"results": [{"layers": 7}]}, "written on each rank"),
+    "ranks": (lambda e: e.put_adapter({}, {}), {"results": [{}, {}]}, "each of 1 ranks"),
+    "held": (lambda e: e.held(), {"results": [{"received": None, "damaged": 3}]}, "what each rank holds"),
     "noise": (lambda e: e.set_noise((), NOISE), {"results": [{"sigma_effective": None}]}, "sigma_effective"),
     "noise text": (lambda e: e.set_noise((), NOISE), {"results": ["0.5"]}, "one result per rank"),
     "reset": (lambda e: e.reset_prefix_cache(), {"success": "maybe"}, '"success"'),
@@ -229,7 +230,7 @@ CALLS = {
     "too many": (lambda e: e._request([[1]], GREEDY, None), {"choices": [CHOICE, CHOICE]}, "1 completions"),
     "busy": (lambda e: e._request([[1]], GREEDY, None), 429, "serve this trainer alone"),
     "too large": (lambda e: e._request([[1]], GREEDY, None), 413, "generation_batch_size"),
-    "gone": (lambda e: e.put_norms({}), 404, "start it with the command"),
+    "gone": (lambda e: e.put_adapter({}, {}), 404, "start it with the command"),
 }  # fmt: skip
 
 

@@ -476,7 +476,7 @@ def bases(folder: Path) -> dict:
     results["probe finds other weights"] = error_of(g.run_probe)
     engine_model(g.llm).model.layers[0].mlp.down_proj.weight_global_scale.div_(3)
     g.sync_weights()
-    g.engine.state.load_adapter = lambda adapter: len(adapter)  # an adapter that lands nowhere
+    g.engine.state.load_adapter = lambda adapter, norms: len(adapter)  # an adapter that lands nowhere
     results["probe finds a stale adapter"] = error_of(g.run_probe)
     g.engine.state.clear_adapter()
     results["probe finds a lost adapter"] = error_of(g.run_probe)
@@ -494,8 +494,8 @@ def bfloat16(folder: Path) -> dict:
         results[name] = vars(g.probe_result)
         put_adapter = g.engine.put_adapter
 
-        def faulty(adapter, put_adapter=put_adapter):
-            put_adapter({n: dataclasses.replace(t, scaling=t.scaling * 0.5) for n, t in adapter.items()})
+        def faulty(adapter, norms, put_adapter=put_adapter):
+            put_adapter({n: dataclasses.replace(t, scaling=t.scaling * 0.5) for n, t in adapter.items()}, norms)
 
         g.engine.put_adapter = faulty
         results[f"{name} halved"] = error_of(g.run_probe)

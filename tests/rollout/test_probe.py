@@ -29,7 +29,7 @@ class FakeEngine(Engine):
         if base_fault is not None:
             base_fault(self.policy.get_base_model())
 
-    def put_adapter(self, adapter):
+    def put_adapter(self, adapter, norms):
         adapter = dict(adapter)
         if self.fault is not None:
             adapter = self.fault(adapter)
@@ -59,9 +59,7 @@ class FakeEngine(Engine):
             completions.append(Completion(tokens, logps))
         return completions
 
-    def put_norms(self, norms): ...
-
-    def sampled_under(self, draw): ...
+    def held(self): ...
 
     def set_noise(self, norms, draw): ...
 
@@ -117,7 +115,8 @@ def run(engine: FakeEngine, policy) -> probing.ProbeResult:
                     layer.lora_A["default"].weight, layer.lora_B["default"].weight, layer.scaling["default"]
                 )
                 for name, layer in rollout_layers(policy).items()
-            }
+            },
+            {},
         )
 
     return probing.probe(engine, policy, torch.device("cpu"), compute_dtype(policy), sync)

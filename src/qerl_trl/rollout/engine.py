@@ -46,20 +46,32 @@ class Completion(NamedTuple):
     logps: list[float]
 
 
+class Held(NamedTuple):
+    """What an engine computes with.
+
+    received: fingerprint (wire.py) of the latest update that it took, None before the first.
+    damaged: names of the weights, norms and adapter buffers that no longer hold what was put there.
+    draw: the noise in force, None before the first.
+    sampled: the latest draw with noise under which it has computed anything.
+    """
+
+    received: str | None
+    damaged: list[str]
+    draw: NoiseDraw | None
+    sampled: NoiseDraw | None
+
+
 class Engine(ABC):
     """One engine, as a process of the trainer sees it."""
 
     @abstractmethod
-    def put_adapter(self, adapter: Mapping[str, AdapterTensors]) -> None:
-        """Replace the adapter, by canonical layer names. Layers that are not named have none afterwards.
+    def put_adapter(self, adapter: Mapping[str, AdapterTensors], norms: Mapping[str, torch.Tensor]) -> None:
+        """Replace the adapter, by canonical layer names, and the clean weights of the trained norms. Layers that are not named have no
+        adapter afterwards; noise in force stays in force, on top of the norms.
 
         Raises:
-            `RuntimeError`, `ValueError`: the engine cannot take it; it then computes with the one before.
+            `RuntimeError`, `ValueError`: the engine cannot take it; it then computes with what it had before, to the last bit.
         """
-
-    @abstractmethod
-    def put_norms(self, norms: Mapping[str, torch.Tensor]) -> None:
-        """Replace the clean weights of trained norms, by canonical names. Noise in force stays in force, on top of them."""
 
     def put_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Replace weights of a model that is trained without an adapter, by canonical names. Noise in force stays in force.
@@ -92,9 +104,8 @@ class Engine(ABC):
         """One completion for each of this process's prompts (token ids), with the adapter and the noise in force."""
 
     @abstractmethod
-    def sampled_under(self, draw: NoiseDraw) -> bool | None:
-        """Whether the engine has computed anything with the noise of `draw` on its norms, the latest one that it had; None where this
-        process has no engine."""
+    def held(self) -> Held | None:
+        """What the engine computes with, looked up where it computes; None where this process has no engine. A matter of milliseconds."""
 
     @abstractmethod
     def trl_attributes(self) -> dict[str, Any]:
@@ -114,16 +125,13 @@ class Engine(ABC):
 class RankWithoutEngine(Engine):
     """A process whose completions come from the main process's server."""
 
-    def put_adapter(self, adapter: Mapping[str, AdapterTensors]) -> None:
+    def put_adapter(self, adapter: Mapping[str, AdapterTensors], norms: Mapping[str, torch.Tensor]) -> None:
         """The main process sends it."""
-
-    def put_norms(self, norms: Mapping[str, torch.Tensor]) -> None:
-        """The main process sends them."""
 
     def set_noise(self, norms: Sequence[str], draw: NoiseDraw) -> float | None:
         return None  # the main process sends the draw
 
-    def sampled_under(self, draw: NoiseDraw) -> bool | None:
+    def held(self) -> Held | None:
         return None  # the main process asks
 
     def reset_prefix_cache(self) -> None:

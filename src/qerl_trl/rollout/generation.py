@@ -30,8 +30,9 @@ from ..names import is_sharded
 from ..noise.hooks import NoiseDraw
 from ..nvfp4.linear import compute_dtype
 from .adapter import check_sharding
+from .contract import check_completions, check_held, check_noise_acted
 from .engine import Completion, Engine, RankWithoutEngine, RolloutError, Sampling
-from .probe import probe
+from .probe import probe, probe_again
 from .spec import EngineSpec
 from .trained import TrainedAdapter, TrainedWeights, trained_part
 
@@ -51,10 +52,12 @@ class QeRLVLLMGeneration(VLLMGeneration):
 
     def __init__(self, *args: Any, trainer: Any, **kwargs: Any) -> None:
         self.trainer = trainer
-        self._stamp: tuple[int, int] | None = None
+        self._stamp: str | None = None  # of the trained weights when they were put
+        self._put: str | None = None  # their fingerprint
         self._draw: NoiseDraw | None = None
         self._noisy: tuple[str, ...] = ()
         self._inside = False
+        self._probed = 0  # the step of the latest probe
         self.shared = False
         # of the latest rollout's tokens, also where TRL's trainer drops them
         self.sampled_logps: list[list[float | None]] | None = None
@@ -65,6 +68,7 @@ class QeRLVLLMGeneration(VLLMGeneration):
     def _init_vllm(self) -> None:
         check_sharding(self._dist.zero_stage, self._dist.fsdp_version)
         self.trained = trained_part(self.model)
+        self._vocabulary = self.model.config.get_text_config().vocab_size
         self.engine = self._build_engine()
         vars(self).update(self.engine.trl_attributes())
         self.accelerator.wait_for_everyone()
@@ -80,6 +84,18 @@ class QeRLVLLMGeneration(VLLMGeneration):
         dtype = getattr(torch, self.spec.dtype)
         self.probe_result = probe(self.engine, self.model, self.accelerator.device, dtype, self.sync_weights)
         logger.info("Rollout probe: %s", self.probe_result)
+
+    def _probe_if_due(self) -> None:
+        """The check of the start again, with the adapter as it is (probe.py), every `rollout_probe_steps` steps of training."""
+        step, every = self.trainer.state.global_step, self.trainer.args.rollout_probe_steps
+        if not every or not step or step % every or step == self._probed or not self.trainer.model.training:
+            return
+        draw = self._draw
+        self.sync_noise(_NO_NOISE)
+        difference = probe_again(self.engine, self.model, self.accelerator.device, getattr(torch, self.spec.dtype))
+        logger.info("Rollout probe at step %d: log-probabilities differ by %.4f nats", step, difference)
+        self.sync_noise(draw or _NO_NOISE)
+        self._probed = step
 
     def _build_engine(self) -> Engine:
         args = self.trainer.args
@@ -162,13 +178,10 @@ class QeRLVLLMGeneration(VLLMGeneration):
     def sync_weights(self) -> None:
         """Put what is trained into the engine and reset its prefix cache. Collective where parameters are sharded."""
         self.engine.wake()  # what is written is part of what sleeps where vLLM has a copy of the weights
-        self.trained.put(self.engine, self._dist.gather_params)
+        stamp = self.trained.stamp()
+        self._put = self.trained.put(self.engine, self._dist.gather_params)
         self.engine.reset_prefix_cache()
-        self._stamp = self._trained_stamp()
-
-    def _trained_stamp(self) -> tuple[int, int]:
-        """Changes whenever the trained part may have changed: the step, and the in-place counters of its tensors."""
-        return self.trainer.state.global_step, self.trained.versions()
+        self._stamp = stamp
 
     def sync_noise(self, draw: NoiseDraw | None = None) -> None:
         """Put the noise of `draw`, by default that of this moment (`trainer.aqn.draw`), on the engine's norms."""
@@ -195,21 +208,11 @@ class QeRLVLLMGeneration(VLLMGeneration):
         Raises:
             [`RolloutError`]: the engine failed or took longer than `rollout_timeout`, or noise was due and nothing was sampled under it.
         """
-        with self._up_to_date():
+        with self._up_to_date(noise_must_act=True):
             self.trainer._last_loaded_step = self.trainer.state.global_step  # TRL would put the weights once more
-            yield
             with self._engine_errors():
-                self._check_noise_acted()
-
-    def _check_noise_acted(self) -> None:
-        draw = self._draw
-        if draw is None or draw.sigma == 0 or self.engine.sampled_under(draw) is not False:
-            return
-        raise RolloutError(
-            f"Noise of sigma {draw.sigma:g} lay on {len(self._noisy)} norms of vLLM's model at step {draw.step}, and nothing was sampled "
-            "under it: the completions of this rollout come from elsewhere (a rollout_func that asks another model or server?). Sample "
-            "from trainer.vllm_generation (its `llm`, `generate` or `complete`), or train without noise: aqn=False."
-        )
+                self._probe_if_due()
+            yield
 
     def generate(self, prompts, images, num_generations, profiler=None) -> tuple:
         """As the parent's, with the adapter and the noise of this very moment.
@@ -219,6 +222,7 @@ class QeRLVLLMGeneration(VLLMGeneration):
         """
         with self._up_to_date(), self._engine_errors():
             generated = super().generate(prompts, images, num_generations, profiler)
+            check_completions(generated[1], generated[2], len(prompts), self._vocabulary, "vLLM")
         self.sampled_logps = generated[2] and [[token[0] for token in sequence] for sequence in generated[2]]
         return generated
 
@@ -245,16 +249,22 @@ class QeRLVLLMGeneration(VLLMGeneration):
             logger.warning("%s Completions that get there are cut off.", text)
         rollout = self.trainer.args.generation_batch_size // self.accelerator.num_processes
         with self._up_to_date(_NO_NOISE, max(1, math.ceil(len(prompts) / rollout))), self._engine_errors():
-            return self.engine.generate(prompts, sampling)
+            completions = self.engine.generate(prompts, sampling)
+            tokens, logps = [c.tokens for c in completions], [c.logps for c in completions]
+            check_completions(tokens, logps, len(prompts), self._vocabulary, "vLLM")
+            return completions
 
     @contextlib.contextmanager
-    def _up_to_date(self, draw: NoiseDraw | None = None, rollouts: int = 1) -> Iterator[None]:
+    def _up_to_date(
+        self, draw: NoiseDraw | None = None, rollouts: int = 1, noise_must_act: bool = False
+    ) -> Iterator[None]:
         """Awake, with the weights of this moment and the noise of `draw` (`trainer.aqn`'s by default); asleep again afterwards.
 
         Inside another one it ends neither the other's limit nor its wakefulness, and leaves its noise as it was.
 
         Args:
             rollouts: how many rollouts' time it may take.
+            noise_must_act: whether something has to be sampled, if there is noise.
         """
         if self._inside:
             before = self._draw
@@ -264,11 +274,11 @@ class QeRLVLLMGeneration(VLLMGeneration):
             with self._engine_errors():
                 self.sync_noise(before or _NO_NOISE)
             return
-        self._inside = True
         try:
             with self._limited(rollouts):
                 with self._engine_errors():
                     self._prepare(draw)
+                self._inside = True
                 try:
                     yield
                 except BaseException:
@@ -276,6 +286,7 @@ class QeRLVLLMGeneration(VLLMGeneration):
                         self.engine.sleep()
                     raise
                 with self._engine_errors():
+                    self._check(noise_must_act)
                     self.engine.sleep()
         except RolloutError as error:  # not earlier: a save may take longer than what is left of the limit
             error.args = (f"{error} {self._rescue()}",)
@@ -285,9 +296,26 @@ class QeRLVLLMGeneration(VLLMGeneration):
 
     def _prepare(self, draw: NoiseDraw | None) -> None:
         self.engine.wake()
-        if self._stamp != self._trained_stamp():
+        if not self._inside and self._stamp != self.trained.stamp():
             self.sync_weights()
         self.sync_noise(draw)
+
+    def _check(self, noise_must_act: bool) -> None:
+        """Whether the engine computed with what the trainer has.
+
+        Raises:
+            [`RolloutError`]: it did not.
+        """
+        held = self.engine.held()
+        if held is not None:
+            check_held(held, self._put, self._draw)
+            if noise_must_act:
+                check_noise_acted(held, self._draw, len(self._noisy))
+        if self._stamp != self.trained.stamp():
+            raise RolloutError(
+                "The trained weights changed while completions were sampled, so these belong to no one policy. A rollout function, a tool or "
+                "an environment must leave the trainer's model alone."
+            )
 
     def _limited(self, rollouts: int) -> contextlib.AbstractContextManager[None]:
         """`rollout_timeout` for what is inside."""

@@ -44,6 +44,7 @@ from .adapter import active_adapter, linear_layers, rollout_layers
 from .engine import Completion, Engine, RolloutError, Sampling
 
 _PROMPTS, _PROMPT_TOKENS, _NEW_TOKENS = 4, 12, 8
+_SAMPLING = Sampling(max_tokens=_NEW_TOKENS, ignore_eos=True)
 CLEAN, ADAPTED, CONTRAST, LEAST_CONTRAST = 4.0, 4.0, 10.0, 3.0
 #: a unit in the last place of numbers in [1, 2); for float32 that of TF32, which matrix products and attention on a GPU may use
 UNIT = {torch.float32: 2**-10, torch.float16: 2**-10, torch.bfloat16: 2**-7}
@@ -92,9 +93,7 @@ def probe(
         [`RolloutError`]: engine and trainer disagree, or the adapter does not reach the engine.
     """
     generator = torch.Generator().manual_seed(0)
-    vocab = cast(PreTrainedModel, model).config.get_text_config().vocab_size  # PeftModel passes it on
-    prompts = torch.randint(0, vocab, (_PROMPTS, _PROMPT_TOKENS), generator=generator).tolist()
-    sampling = Sampling(max_tokens=_NEW_TOKENS, ignore_eos=True)
+    prompts = _prompts(model, generator)
     layers: list[LoraLayer] = []
     adapter = ""
     if is_peft_model(model):
@@ -109,7 +108,7 @@ def probe(
         for up in ups:
             up.zero_()
         sync()
-        base = engine.generate(prompts, sampling)
+        base = engine.generate(prompts, _SAMPLING)
         with _sizes(layers, adapter) as sizes:
             clean = score(base)
         base_difference = _mean_difference(clean, _logps(base))
@@ -135,7 +134,7 @@ def probe(
             if effect >= CONTRAST * tolerance:
                 break
         sync()
-        completions = engine.generate(prompts, sampling)
+        completions = engine.generate(prompts, _SAMPLING)
         difference = _mean_difference(score(completions), _logps(completions))
         changed = sum(
             x != y for a, b in zip(completions, base, strict=True) for x, y in zip(a.tokens, b.tokens, strict=True)
@@ -163,6 +162,41 @@ def probe(
             up.copy_(b)
         sync()
     return result
+
+
+@torch.no_grad()
+def probe_again(engine: Engine, model: nn.Module, device: torch.device, dtype: torch.dtype) -> float:
+    """Whether engine and trainer still agree, with the adapter as it is now and noise off: whole models, on the tokens of the start.
+
+    The first bound of the module; `rounding` is that of the model as it is now. Nothing is changed, in the engine or in the trainer.
+
+    Returns:
+        Mean absolute difference of log-probabilities, in nats.
+
+    Raises:
+        [`RolloutError`]: they have drifted apart.
+    """
+    prompts = _prompts(model, torch.Generator().manual_seed(0))
+    completions = engine.generate(prompts, _SAMPLING)
+    scored = _trainer_logps(model, device, prompts, completions)
+    difference = _mean_difference(scored, _logps(completions))
+    with _rounded_once_more(model, dtype):
+        rounding = _mean_difference(scored, _trainer_logps(model, device, prompts, completions))
+    bound = CLEAN * rounding + FLOOR[dtype]
+    if not difference <= bound:
+        raise RolloutError(
+            f"vLLM and the trainer have drifted apart: on fixed tokens, without noise, their log-probabilities differ by {difference:.4f} "
+            f"nats, and at most {bound:.4f} is expected, since rounding alone moves the trainer's by {rounding:.4f}. At the start they "
+            "agreed. Weights or caches of the engine changed behind the trainer's back (sleep and wake, another user of the engine), or the "
+            "trainer trains something that never reaches it. Resume from the last checkpoint: a new engine starts in agreement; "
+            "vllm_enable_sleep_mode=False if it happens again."
+        )
+    return difference
+
+
+def _prompts(model: nn.Module, generator: torch.Generator) -> list[list[int]]:
+    vocab = cast(PreTrainedModel, model).config.get_text_config().vocab_size  # PeftModel passes it on
+    return torch.randint(0, vocab, (_PROMPTS, _PROMPT_TOKENS), generator=generator).tolist()
 
 
 def _trainer_logps(

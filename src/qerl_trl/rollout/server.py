@@ -21,11 +21,11 @@ from torch import nn
 
 from ..noise.hooks import NoiseDraw
 from .client import Client, odd, understood
-from .engine import Completion, Engine, RolloutError, Sampling, gather_prompts
+from .engine import Completion, Engine, Held, RolloutError, Sampling, gather_prompts
 from .handshake import check_form, differences
 from .signature import SECRET, secret
 from .spec import EngineSpec
-from .wire import CALL, CHUNK, AdapterTensors, encode_update
+from .wire import CALL, CHUNK, AdapterTensors, encode_update, update_fingerprint
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +57,7 @@ class ServerEngine(Engine):
             raise kind(f"{error}\n{self._advice()}") from error
         self.url = self.client.base_url
         self._noisy: tuple[str, ...] = ()
+        self._sent: tuple[str | None, str | None] = (None, None)  # sha256 of the latest update, and its fingerprint
         if urlparse(self.url).scheme != "https" and not _is_loopback(self.url):
             logger.warning(
                 "%s is neither a loopback address nor https. Requests are signed, but adapter, prompts and completions travel as they "
@@ -103,21 +104,17 @@ class ServerEngine(Engine):
             raise odd(self.url + CALL, f"one result of {method} from each of {self._ranks} ranks", f"{answers}")
         return answers
 
-    def put_adapter(self, adapter: Mapping[str, AdapterTensors]) -> None:
-        self._send(adapter, {})
-
-    def put_norms(self, norms: Mapping[str, torch.Tensor]) -> None:
-        self._send({}, norms)
-
-    def _send(self, adapter: Mapping[str, AdapterTensors], norms: Mapping[str, torch.Tensor]) -> None:
+    def put_adapter(self, adapter: Mapping[str, AdapterTensors], norms: Mapping[str, torch.Tensor]) -> None:
         data = encode_update(adapter, norms, getattr(torch, self.spec.dtype))
         transfer = uuid.uuid4().hex
         for index, start in enumerate(range(0, len(data), CHUNK)):
             self.call("qerl_receive", transfer, index, part=data[start : start + CHUNK])
-        answers = self.call("qerl_apply", transfer, hashlib.sha256(data).hexdigest())
+        digest = hashlib.sha256(data).hexdigest()
+        answers = self.call("qerl_apply", transfer, digest)
         expected = {"layers": len(adapter), "norms": len(norms)}
         if any(answer != expected for answer in answers):
             raise odd(self.url + CALL, f"{expected} written on each rank", f"{answers}")
+        self._sent = digest, update_fingerprint(adapter, norms)
 
     def set_noise(self, norms: Sequence[str], draw: NoiseDraw) -> float | None:
         if tuple(norms) != self._noisy:
@@ -129,9 +126,17 @@ class ServerEngine(Engine):
             raise odd(self.url + CALL, 'a number "sigma_effective"', f"{answers[0]}")
         return float(effective)
 
-    def sampled_under(self, draw: NoiseDraw) -> bool | None:
-        key = [repr(draw.sigma), *draw[1:]]
-        return all(answer["sampled"] == key for answer in self.call("qerl_sampled"))
+    def held(self) -> Held:
+        answers = self.call("qerl_held")
+        try:
+            ranks = [Held(a["received"], list(a["damaged"]), _draw(a["draw"]), _draw(a["sampled"])) for a in answers]
+        except (KeyError, TypeError) as error:
+            raise odd(self.url + CALL, "what each rank holds", f"{answers}") from error
+        first, damaged = ranks[0], sorted({name for rank in ranks for name in rank.damaged})
+        if any(rank._replace(damaged=[]) != first._replace(damaged=[]) for rank in ranks):
+            damaged.append(f"another update or noise on some of the {len(ranks)} ranks")
+        digest, fingerprint = self._sent
+        return first._replace(received=fingerprint if first.received == digest else first.received, damaged=damaged)
 
     def reset_prefix_cache(self) -> None:
         if not self.client.reset_prefix_cache():
@@ -182,6 +187,10 @@ class ServerEngine(Engine):
     def close(self) -> None:
         """Close the connections; the server keeps running."""
         self.client.close()
+
+
+def _draw(key: Sequence[Any] | None) -> NoiseDraw | None:
+    return None if key is None else NoiseDraw(*key)
 
 
 def _is_loopback(url: str) -> bool:

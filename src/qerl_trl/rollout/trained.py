@@ -9,10 +9,10 @@ import torch
 from accelerate.utils import is_peft_model
 from torch import nn
 
-from ..names import canonical_name, full_tensor
+from ..names import canonical_name, full_tensor, local_tensor
 from .adapter import active_adapter, check_servable, rollout_layers, trained_norms
-from .engine import Engine
-from .wire import AdapterTensors
+from .engine import Engine, RolloutError
+from .wire import AdapterTensors, bits, fingerprint, not_finite, update_fingerprint
 
 #: makes the whole tensors of sharded parameters available while it is open
 Gather = Callable[[list[torch.Tensor]], AbstractContextManager]
@@ -26,12 +26,19 @@ class Trained(ABC):
         """All of it, as it is now."""
 
     @abstractmethod
-    def put(self, engine: Engine, gather: Gather) -> None:
-        """Copy it into the engine. Collective where parameters are sharded."""
+    def put(self, engine: Engine, gather: Gather) -> str:
+        """Copy it into the engine. Collective where parameters are sharded.
 
-    def versions(self) -> int:
-        """Grows with every in-place change."""
-        return sum(parameter._version for parameter in self.parameters())
+        Returns:
+            Fingerprint of what was put.
+
+        Raises:
+            [`RolloutError`]: it holds values that are not finite.
+        """
+
+    def stamp(self) -> str:
+        """Another one after every change of what this process holds, however it was made."""
+        return fingerprint((str(number), local_tensor(p)) for number, p in enumerate(self.parameters()))
 
 
 class TrainedAdapter(Trained):
@@ -54,16 +61,15 @@ class TrainedAdapter(Trained):
         modules: list[nn.Linear | nn.RMSNorm] = [half for _, down, up in self.layers.values() for half in (down, up)]
         return [module.weight for module in [*modules, *self.norms.values()]]
 
-    def put(self, engine: Engine, gather: Gather) -> None:
+    def put(self, engine: Engine, gather: Gather) -> str:
         with gather(self.parameters()):
             adapter = {
                 name: AdapterTensors(full_tensor(down.weight), full_tensor(up.weight), layer.scaling[self.name])
                 for name, (layer, down, up) in self.layers.items()
             }
             norms = {name: full_tensor(module.weight) for name, module in self.norms.items()}
-            engine.put_adapter(adapter)
-            if norms:
-                engine.put_norms(norms)
+            engine.put_adapter(adapter, norms)
+            return update_fingerprint(adapter, norms)
 
 
 class TrainedWeights(Trained):
@@ -81,14 +87,31 @@ class TrainedWeights(Trained):
     def parameters(self) -> list[torch.Tensor]:
         return [getattr(module, key) for _, module, key in self.places]
 
-    def put(self, engine: Engine, gather: Gather) -> None:
+    def put(self, engine: Engine, gather: Gather) -> str:
+        sums: list[tuple[str, torch.Tensor]] = []
+
         def stream() -> Iterator[tuple[str, torch.Tensor]]:
             for name, module, key in self.places:
                 parameter = getattr(module, key)
                 with gather([parameter]):
-                    yield name, full_tensor(parameter)
+                    whole = full_tensor(parameter)
+                    sums.append((name, bits(whole)))
+                    yield name, whole
 
+        self._check_finite()  # all of them, before the first is copied
         engine.put_weights(stream())
+        return fingerprint(sums)
+
+    def _check_finite(self) -> None:
+        parts = [
+            (name, part) for name, module, key in self.places if (part := local_tensor(getattr(module, key))).numel()
+        ]
+        bad = not_finite(parts)
+        if bad:
+            raise RolloutError(
+                f"The trained weights hold NaN or infinity in {len(bad)} of {len(parts)} tensors ({', '.join(bad[:3])}); the engine keeps "
+                "those before. Training has diverged: lower learning_rate or max_grad_norm, and resume from an earlier checkpoint."
+            )
 
 
 def trained_part(model: nn.Module) -> Trained:

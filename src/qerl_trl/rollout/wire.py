@@ -1,6 +1,8 @@
 """What changes between rollouts, and how it travels to a server: adapter and trained norms as one safetensors message, in parts."""
 
-from collections.abc import Mapping
+import hashlib
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +28,47 @@ class AdapterTensors:
     a: torch.Tensor
     b: torch.Tensor
     scaling: float
+
+
+#: integers of the size of an element
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Sum of a tensor's elements read as integers, a scalar int64 on its device: exact, whatever the order of the sum.
+
+    A weight that is another one, was scaled, or was written by half has another sum; zeros add nothing.
+    """
+    tensor = tensor.detach()
+    if tensor.element_size() == 1 and tensor.is_contiguous() and tensor.numel() % 4 == 0:
+        tensor = tensor.view(-1).view(torch.int32)  # a quarter of the additions
+    return tensor.view(_INTEGERS[tensor.element_size()]).sum(dtype=torch.int64)
+
+
+def fingerprint(named: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """Of tensors by name, in order; reads each once and waits for the device once."""
+    names, sums = [], []
+    for name, tensor in named:
+        names.append(name)
+        sums.append(bits(tensor))
+    values = torch.stack(sums).tolist() if sums else []
+    return hashlib.blake2b(repr((names, values)).encode(), digest_size=16).hexdigest()
+
+
+def update_fingerprint(adapter: Mapping[str, AdapterTensors], norms: Mapping[str, torch.Tensor]) -> str:
+    """Of an adapter and trained norms, as the trainer has them."""
+    halves = ((f"{half}:{name}*{t.scaling}", getattr(t, half)) for name, t in adapter.items() for half in "ab")
+    return fingerprint([*halves, *norms.items()])
+
+
+def not_finite(named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
+    """Names of the tensors that hold NaN or infinity; waits for the device once."""
+    names, largest = [], []
+    for name, tensor in named:
+        names.append(name)
+        largest.append(torch.linalg.vector_norm(tensor.detach(), math.inf).float())
+    finite = torch.stack(largest).isfinite().tolist() if largest else []
+    return [name for name, good in zip(names, finite, strict=True) if not good]
 
 
 def encode_update(

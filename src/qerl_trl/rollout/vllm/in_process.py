@@ -11,7 +11,7 @@ from vllm.outputs import RequestOutput
 
 from ...noise.hooks import NoiseDraw
 from ...nvfp4.fused import fuse_storage
-from ..engine import Completion, Engine, RolloutError, Sampling
+from ..engine import Completion, Engine, Held, RolloutError, Sampling
 from ..spec import EngineSpec
 from ..wire import AdapterTensors
 from . import loader
@@ -61,11 +61,8 @@ class InProcessEngine(Engine):
             raise RolloutError("The engine was closed. Build the trainer again to generate in vLLM.")
         return self.llm
 
-    def put_adapter(self, adapter: Mapping[str, AdapterTensors]) -> None:
-        self.state.load_adapter(adapter)
-
-    def put_norms(self, norms: Mapping[str, torch.Tensor]) -> None:
-        self.state.update_clean(norms)
+    def put_adapter(self, adapter: Mapping[str, AdapterTensors], norms: Mapping[str, torch.Tensor]) -> None:
+        self.state.load_adapter(adapter, norms)
 
     def put_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         self.state.load_weights(weights)
@@ -77,8 +74,8 @@ class InProcessEngine(Engine):
         self.state.set_noise(draw)
         return self.state.sigma_effective()
 
-    def sampled_under(self, draw: NoiseDraw) -> bool | None:
-        return self.state.sampled == draw
+    def held(self) -> Held:
+        return self.state.held()
 
     def reset_prefix_cache(self) -> None:
         if not self._running.reset_prefix_cache():

@@ -109,6 +109,15 @@ class AdaptedMethod(LinearMethodBase):
                 del layer.__dict__[name]
                 layer.register_buffer(name, torch.zeros(shape, dtype=dtype), persistent=False)
 
+    def full_sizes(self, layer: Layer, shard: int) -> tuple[int, int]:
+        """Rows of B and columns of A of the unsharded shard."""
+        width, k, ranks = layer.qerl_splits[shard], layer.input_size_per_partition, getattr(layer, "tp_size", 1)
+        if isinstance(layer, RowParallelLinear):
+            return width, k * ranks
+        if ranks > 1 and isinstance(layer, QKVParallelLinear) and shard > 0:
+            ranks //= layer.num_kv_head_replicas
+        return width * ranks, k
+
     def shard_slices(self, layer: Layer, shard: int) -> tuple[slice, slice]:
         """What this tensor-parallel rank holds of the unsharded shard: (rows of B, columns of A)."""
         width, rank = layer.qerl_splits[shard], getattr(layer, "tp_rank", 0)

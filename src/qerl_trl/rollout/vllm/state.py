@@ -2,6 +2,10 @@
 
 Everything is an in-place copy into tensors that exist since the engine was built, so captured CUDA graphs and compiled code
 stay valid. Whoever calls these methods must reset the engine's prefix cache afterwards: its keys do not know about weights.
+
+An update is looked at as a whole before the first byte is copied: names, shapes, dtypes, finite values. One that is refused has changed
+nothing. What each tensor then has to hold is remembered as a sum of its bits, taken from what came and not from where it went, so that
+`held` finds a copy that was lost, was made by half or was undone.
 """
 
 import functools
@@ -12,10 +16,13 @@ from typing import Any
 import torch
 
 from ...noise.hooks import NoiseDraw, standard_noise
-from ..engine import RolloutError
-from ..wire import AdapterTensors
+from ..engine import Held, RolloutError
+from ..wire import AdapterTensors, bits, fingerprint, not_finite, update_fingerprint
 from .linear import AdaptedMethod, Layer
 from .norm import find_norms
+
+#: the norms that carry noise, in `Held.damaged`
+NOISY_NORMS = "the norms that carry noise"
 
 
 class _Slot:
@@ -35,6 +42,41 @@ class _Slot:
         self.rows: slice | None
         self.columns: slice | None
         self.rows, self.columns = layer.quant_method.shard_slices(layer, shard) if sharded else (None, None)
+        self.full_n, self.full_k = layer.quant_method.full_sizes(layer, shard)
+
+    def refuses(self, name: str, tensors: AdapterTensors) -> str | None:
+        """Why these tensors cannot be this layer's adapter."""
+        a, b = tensors.a, tensors.b
+        if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1]:
+            return (
+                f"{name} has A of shape {tuple(a.shape)} and B of shape {tuple(b.shape)}, not (rank, K) and (N, rank)"
+            )
+        if a.shape[0] > self.rank:
+            return f"{name} has rank {a.shape[0]}, but the engine reserved {self.rank}. Rebuild it with that rank"
+        if (b.shape[0], a.shape[1]) != (self.full_n, self.full_k):
+            return f"{name} has A of {a.shape[1]} columns and B of {b.shape[0]} rows; the layer is {self.full_n} x {self.full_k}"
+        if not (a.is_floating_point() and b.is_floating_point()):
+            return f"{name} has A in {a.dtype} and B in {b.dtype}, not floating point"
+        if not math.isfinite(tensors.scaling):
+            return f"{name} has the factor alpha/r = {tensors.scaling}"
+        return None
+
+    def part(self, tensors: AdapterTensors) -> tuple[torch.Tensor, torch.Tensor]:
+        """This rank's A (r, K) and B (N, r), alpha/r folded into B, rounded once to what the buffers hold."""
+        a, b = tensors.a, tensors.b
+        if self.rows is not None:
+            a, b = a[:, self.columns], b[self.rows]
+        if tensors.scaling != 1.0:
+            b = b.float() * tensors.scaling
+        return a.to(self.a_RK), b.to(self.b_NR)
+
+    def write(self, a: torch.Tensor, b: torch.Tensor) -> None:
+        rank = a.shape[0]
+        if rank < self.rank:  # what lies beyond may hold an earlier, larger adapter
+            self.a_RK[rank:].zero_()
+            self.b_NR[:, rank:].zero_()
+        self.a_RK[:rank].copy_(a)
+        self.b_NR[:, :rank].copy_(b)
 
 
 class RolloutState:
@@ -59,6 +101,9 @@ class RolloutState:
         self.draw: NoiseDraw | None = None
         #: the latest draw with noise under which the model computed (`watch`)
         self.sampled: NoiseDraw | None = None
+        self._received: str | None = None
+        #: name -> `bits` that the tensor has to have
+        self._bits = {name: bits(tensor) for name, tensor in self._tensors()}
 
     def watch(self, runner: Any) -> None:
         """Keep `sampled` up to date: look whenever vLLM's model runner computes a step."""
@@ -72,17 +117,76 @@ class RolloutState:
 
         runner.execute_model = watched
 
+    # ------------------------------------------------------------------ what is there
+
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Everything that the model computes with, by name: adapter buffers, norms (the noisy ones as one), weights."""
+        for name, slot in self.slots.items():
+            yield f"{name}.lora_A", slot.a_RK
+            yield f"{name}.lora_B", slot.b_NR
+        for name, norm in self.norms.items():
+            if name not in self._names:
+                yield name, norm.weight
+        if self._names:
+            yield NOISY_NORMS, self._gather()
+        known = {id(norm.weight) for norm in self.norms.values()}
+        yield from ((name, weight) for name, weight in self.model.named_parameters() if id(weight) not in known)
+        for prefix, layer in self.model.named_modules():
+            if isinstance(getattr(layer, "quant_method", None), AdaptedMethod):
+                own = layer.named_buffers(prefix, recurse=False)
+                yield from ((name, buffer) for name, buffer in own if not name.endswith(("adapter_a", "adapter_b")))
+
+    @torch.no_grad()
+    def held(self) -> Held:
+        """What this rank computes with. Reads every weight once and waits for the device once."""
+        names, found = [], []
+        for name, tensor in self._tensors():
+            names.append(name)
+            found.append(bits(tensor))
+        differs = torch.stack(found) != torch.stack([self._bits[name] for name in names])
+        damaged = [name for name, wrong in zip(names, differs.tolist(), strict=True) if wrong]
+        return Held(self._received, damaged, self.draw, self.sampled)
+
     # ------------------------------------------------------------------ adapter
 
     @torch.no_grad()
-    def load_adapter(self, adapter: Mapping[str, AdapterTensors]) -> int:
-        """Copy an adapter into the buffers. Layers that have buffers but are not in `adapter` become zero.
+    def load_adapter(
+        self, adapter: Mapping[str, AdapterTensors], norms: Mapping[str, torch.Tensor], received: str | None = None
+    ) -> int:
+        """Copy an adapter into the buffers, and new clean weights into trained norms. Layers that have buffers but are not in `adapter`
+        become zero; noise in force stays in force, on top of the norms.
+
+        Args:
+            received: what `held` shall call this update, by default its fingerprint.
 
         Returns:
             Number of layers written.
 
         Raises:
-            `ValueError`: a layer without buffers, or a rank larger than what the engine reserved.
+            `ValueError`: a layer without buffers, a norm that vLLM's model does not have, another shape, values that are not finite. Nothing
+                has changed then.
+        """
+        found = self._checked(adapter, norms)
+        received = received or update_fingerprint(adapter, norms)
+        for name, slot in self.slots.items():
+            if name in adapter:
+                slot.write(*slot.part(adapter[name]))
+            else:
+                slot.a_RK.zero_()
+                slot.b_NR.zero_()
+        if norms:
+            self._update_clean(norms)
+        self._bits |= found
+        self._received = received
+        return len(adapter)
+
+    def _checked(
+        self, adapter: Mapping[str, AdapterTensors], norms: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """`bits` of what the adapter's buffers have to hold after this update.
+
+        Raises:
+            `ValueError`: it cannot be taken.
         """
         unknown = sorted(set(adapter) - set(self.slots))
         if unknown or not adapter:
@@ -91,48 +195,42 @@ class RolloutState:
                 f"({unknown[:4]}); the engine was built for {len(self.slots)} layers. Give the engine the adapter's own "
                 "target modules."
             )
-        downs: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-        ups: dict[float, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        for name, slot in self.slots.items():
-            tensors = adapter.get(name)
-            if tensors is None:
-                slot.a_RK.zero_()
-                slot.b_NR.zero_()
-                continue
-            a, b, scaling = tensors.a, tensors.b, tensors.scaling
-            rank, a_RK, b_NR = a.shape[0], slot.a_RK, slot.b_NR
-            if rank > slot.rank:
-                raise ValueError(
-                    f"{name} has rank {rank}, but the engine reserved {slot.rank}. Rebuild it with that rank."
-                )
-            if rank < slot.rank:  # what lies beyond may hold an earlier, larger adapter
-                a_RK[rank:].zero_()
-                b_NR[:, rank:].zero_()
-                a_RK, b_NR = a_RK[:rank], b_NR[:, :rank]
-            if slot.rows is not None:
-                a, b = a[:, slot.columns], b[slot.rows]
-            downs[0].append(a_RK)
-            downs[1].append(a)
-            targets, sources = ups.setdefault(scaling, ([], []))
-            targets.append(b_NR)
-            sources.append(b)
-        _copy(*downs)
-        for scaling, (targets, sources) in ups.items():
-            if scaling != 1.0 and not math.log2(abs(scaling)).is_integer():
-                # rounding B and then the product would round twice; a power of two is exact in any order
-                sources = list(torch._foreach_mul([source.float() for source in sources], scaling))
-                scaling = 1.0
-            _copy(targets, sources)
-            if scaling != 1.0:
-                torch._foreach_mul_(targets, scaling)
-        return len(adapter)
+        unknown = sorted(set(norms) - set(self.norms))
+        if unknown:
+            raise ValueError(f"The trainer trains norms that vLLM's model does not have: {unknown[:4]}.")
+        problems = [problem for name, t in adapter.items() if (problem := self.slots[name].refuses(name, t))]
+        for name, weight in norms.items():
+            own = self.norms[name].weight
+            if weight.shape != own.shape or not weight.is_floating_point():
+                problems.append(f"{name} came as {tuple(weight.shape)} in {weight.dtype}, and is {tuple(own.shape)}")
+        if problems:
+            raise ValueError(_refusal(problems))
+        device = next(iter(self.slots.values())).a_RK.device
+        found = {
+            f"{name}.lora_{half}": torch.zeros((), dtype=torch.int64, device=device)
+            for name in self.slots
+            for half in "AB"
+        }
+
+        def parts() -> Iterator[tuple[str, torch.Tensor]]:  # one layer at a time: no second adapter in memory
+            for name, tensors in adapter.items():
+                for half, part in zip("AB", self.slots[name].part(tensors), strict=True):
+                    found[f"{name}.lora_{half}"] = bits(part)
+                    yield f"{name}.lora_{half}", part
+            yield from norms.items()
+
+        bad = not_finite(parts())
+        if bad:
+            raise ValueError(_refusal([f"{name} holds NaN or infinity" for name in bad]))
+        return found
 
     @torch.no_grad()
     def clear_adapter(self) -> None:
         """Adapter off: the bare base model."""
-        for slot in self.slots.values():
+        for name, slot in self.slots.items():
             slot.a_RK.zero_()
             slot.b_NR.zero_()
+            self._bits |= {f"{name}.lora_A": bits(slot.a_RK), f"{name}.lora_B": bits(slot.b_NR)}
 
     # ------------------------------------------------------------------ weights that are trained themselves
 
@@ -145,15 +243,14 @@ class RolloutState:
         """
         draw = self.draw
         self.clear_noise()
-        count = 0
+        came: list[tuple[str, torch.Tensor]] = []
         ends: dict[
             str, tuple[str, torch.Tensor]
         ] = {}  # the first and the last linear layer that came, to look at afterwards
 
         def watched() -> Iterator[tuple[str, torch.Tensor]]:
-            nonlocal count
             for name, tensor in weights:
-                count += 1
+                came.append((name, bits(tensor)))
                 layer = name.removesuffix(".weight")
                 if layer in self.shards:
                     ends["first" if not ends else "last"] = (layer, tensor)
@@ -163,13 +260,15 @@ class RolloutState:
         wrong = self.differing(dict(ends.values()))
         if not loaded or wrong:
             raise RolloutError(
-                f"{count} trained weights were sent to vLLM's {type(self.model).__name__}; it took {len(loaded or ())} of its "
+                f"{len(came)} trained weights were sent to vLLM's {type(self.model).__name__}; it took {len(loaded or ())} of its "
                 f"parameters from them and holds other values in {wrong}. Use use_vllm=False for this architecture."
             )
         if self._names:
             self._clean = self._gather()
-            if draw is not None:
-                self.set_noise(draw)
+        self._bits = {name: bits(tensor) for name, tensor in self._tensors()}
+        self._received = fingerprint(came)
+        if draw is not None:
+            self.set_noise(draw)
 
     @torch.no_grad()
     def differing(self, weights: Mapping[str, torch.Tensor]) -> list[str]:
@@ -204,28 +303,22 @@ class RolloutState:
                 f"{len(self.norms)} norms that can carry noise. Noise on no norm would silently do nothing."
             )
         self.clear_noise()
+        self._bits |= {name: bits(self.norms[name].weight) for name in self._names}  # one by one again
         self._names = names
         self._clean = self._gather()
+        self._bits[NOISY_NORMS] = bits(self._clean)
         self.draw = None
 
-    @torch.no_grad()
-    def update_clean(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """New clean weights of trained norms. Noise in force stays in force, on top of them.
-
-        Raises:
-            `ValueError`: vLLM's model lacks one of the norms.
-        """
-        unknown = sorted(set(weights) - set(self.norms))
-        if unknown:
-            raise ValueError(f"The trainer trains norms that vLLM's model does not have: {unknown[:4]}.")
-        draw = self.draw
-        self.clear_noise()
+    def _update_clean(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """New clean weights of trained norms. Noise in force stays in force, on top of them."""
         for name, weight in weights.items():
-            self.norms[name].weight.copy_(weight)
-        if self._names:
-            self._clean = self._gather()
-            if draw is not None:
-                self.set_noise(draw)
+            own = self.norms[name].weight
+            own.copy_(weight)
+            self._bits[name] = bits(weight.to(own))
+        if self._clean is not None:
+            clean = dict(zip(self._names, self._split(self._clean), strict=True)) | {**weights}
+            self._clean = torch.cat([clean[name].to(self._clean).flatten() for name in self._names])
+            self.set_noise(self.draw or NoiseDraw(0.0, 0, 0, 0))
 
     def clean_norms(self) -> dict[str, torch.Tensor]:
         """Weights of all norms that can carry noise, without noise."""
@@ -240,19 +333,24 @@ class RolloutState:
 
         Raises:
             `RuntimeError`: `remember_clean` was not called.
+            `ValueError`: sigma is not a standard deviation.
         """
+        if not (math.isfinite(draw.sigma) and draw.sigma >= 0):
+            raise ValueError(
+                f"Noise of sigma {draw.sigma} was asked for; a standard deviation is finite and not negative. Nothing changed."
+            )
         if self._clean is None:
             raise RuntimeError("The engine does not know which norms carry noise: call remember_clean(names) first.")
         weights = self._weights()
-        if draw.sigma == 0:
-            _copy(weights, self._split(self._clean))
-        else:
+        noisy = self._clean
+        if draw.sigma > 0:
             key = (draw.seed, draw.step, draw.generation)
             sizes = [weight.numel() for weight in weights]
             unit = torch.cat([standard_noise(*key, name, size) for name, size in zip(self._names, sizes, strict=True)])
             # the same two roundings as in the trainer (NormNoise): sigma * z, then the sum
-            noise = (unit * draw.sigma).to(self._clean.device, non_blocking=True)
-            _copy(weights, self._split(self._clean + noise))
+            noisy = self._clean + (unit * draw.sigma).to(self._clean.device, non_blocking=True)
+        _copy(weights, self._split(noisy))
+        self._bits[NOISY_NORMS] = bits(noisy)
         self.draw = draw
 
     def clear_noise(self) -> None:
@@ -283,3 +381,8 @@ def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Copy many tensors, converting dtypes, with few kernel launches."""
     if targets:
         torch._foreach_copy_(targets, sources, non_blocking=True)
+
+
+def _refusal(problems: list[str]) -> str:
+    more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
+    return f"The update cannot be taken, and nothing has changed: {'; '.join(problems[:3])}{more}. Send one that was made for this model."

@@ -78,11 +78,8 @@ class QeRLWorkerExtension:
         Refused: incomplete, damaged, or not for this model; the engine then keeps what it had.
         """
         data = self.__dict__.get("_qerl_transfers", _NO_TRANSFERS).take(transfer, digest)
-        state = self._qerl_state()
         adapter, norms = decode_update(data, self.device)
-        layers = state.load_adapter(adapter) if adapter else 0
-        if norms:
-            state.update_clean(norms)
+        layers = self._qerl_state().load_adapter(adapter, norms, received=digest)
         return {"layers": layers, "norms": len(norms)}
 
     @_answers
@@ -99,7 +96,6 @@ class QeRLWorkerExtension:
         return {"sigma_effective": state.sigma_effective()}
 
     @_answers
-    def qerl_sampled(self) -> dict:
-        """The latest draw with noise under which this rank computed: sigma, seed, step, generation; None before the first."""
-        sampled = self._qerl_state().sampled
-        return {"sampled": sampled and [repr(sampled.sigma), *sampled[1:]]}
+    def qerl_held(self) -> dict:
+        """What this rank computes with (`Held` in rollout/engine.py); `received` is the latest update's sha256."""
+        return self._qerl_state().held()._asdict()

@@ -1,0 +1,136 @@
+"""What has to be true of every rollout: what the engine computed with, and what came back."""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..noise.hooks import NoiseDraw
+from .engine import Held, RolloutError
+
+_SYNC = "Nobody but the trainer may write into the engine, and rollout functions not into the trainer's model; if nobody does, report it"
+
+
+def check_held(held: Held, put: str | None, draw: NoiseDraw | None) -> None:
+    """Whether the engine computes with what the trainer put there last.
+
+    Args:
+        put: fingerprint of the weights, as the trainer put them.
+        draw: of the noise, `None` if the trainer never set any.
+
+    Raises:
+        [`RolloutError`]: stale or damaged weights, or other noise.
+    """
+    if held.received != put:
+        raise RolloutError(
+            f"The engine does not hold the trainer's latest weights: it took {_named(held.received)} last, the trainer put {_named(put)}. "
+            f"The rollout was sampled from a stale policy. {_SYNC}."
+        )
+    sigma, wanted = (0.0 if noise is None else noise.sigma for noise in (held.draw, draw))
+    if (sigma or wanted) and held.draw != draw:
+        left = "noise was left on" if not wanted else "its noise is missing" if not sigma else "it has another noise"
+        raise RolloutError(
+            f"The engine's norms carry {_noise(held.draw)} and should carry {_noise(draw)}: {left}. Log-probabilities of this rollout belong "
+            f"to another policy. {_SYNC}."
+        )
+    if held.damaged:
+        names = ", ".join(held.damaged[:4]) + (f" and {len(held.damaged) - 4} more" if len(held.damaged) > 4 else "")
+        raise RolloutError(
+            f"The engine no longer holds what was put into it, in {len(held.damaged)} tensors: {names}. A copy was lost or made by half, or "
+            f"memory was overwritten or not restored when the engine woke up. {_SYNC}, or set vllm_enable_sleep_mode=False."
+        )
+
+
+def _named(fingerprint: str | None) -> str:
+    return "none" if fingerprint is None else f"update {fingerprint[:12]}"
+
+
+def _noise(draw: NoiseDraw | None) -> str:
+    if draw is None or draw.sigma == 0:
+        return "no noise"
+    return f"sigma {draw.sigma:g} of step {draw.step}, generation {draw.generation}"
+
+
+def check_noise_acted(held: Held, draw: NoiseDraw | None, norms: int) -> None:
+    """Whether anything was sampled under the noise of `draw`.
+
+    Raises:
+        [`RolloutError`]: nothing was, though sigma is not 0.
+    """
+    if draw is None or draw.sigma == 0 or held.sampled == draw:
+        return
+    raise RolloutError(
+        f"Noise of sigma {draw.sigma:g} lay on {norms} norms of vLLM's model at step {draw.step}, and nothing was sampled under it: the "
+        "completions of this rollout come from elsewhere (a rollout_func that asks another model or server?). Sample from "
+        "trainer.vllm_generation (its `llm`, `generate` or `complete`), or train without noise: aqn=False."
+    )
+
+
+def check_completions(
+    tokens: Sequence[Sequence[int]] | None,
+    logps: Sequence[Sequence[Any]] | None,
+    count: int,
+    vocabulary: int,
+    source: str,
+) -> None:
+    """Whether there is a completion for each of `count` prompts, of tokens of this vocabulary, with log-probabilities.
+
+    Args:
+        logps: per token a number, or TRL's list whose first is the sampled token's; `None` where the source gives none.
+        source: who made them, for the message.
+
+    Raises:
+        [`RolloutError`]: says of which completion what came back.
+    """
+    if tokens is None or len(tokens) != count:
+        came = "nothing" if tokens is None else f"{len(tokens)} completions"
+        raise RolloutError(f"{source} gave {came} for {count} prompts. {_ASK}.")
+    if logps is not None and len(logps) != count:
+        raise RolloutError(f"{source} gave log-probabilities of {len(logps)} completions for {count} prompts. {_ASK}.")
+    for number, ids in enumerate(tokens):
+        where = f"Completion {number} of {count} from {source}"
+        if len(ids) == 0:
+            raise RolloutError(
+                f"{where} is empty: no token to train on. The prompt may fill the engine's whole context (raise vllm_max_model_length, or "
+                "shorten prompts), or the engine has dropped the request (its log says why)."
+            )
+        low, high = min(ids), max(ids)
+        if low < 0 or high >= vocabulary:
+            raise RolloutError(
+                f"{where} has token id {low if low < 0 else high}, and the model's vocabulary has {vocabulary}. The engine runs another "
+                f"model or tokenizer, or its logits are not finite. {_ASK}."
+            )
+        if logps is None:
+            continue
+        values = [value[0] if isinstance(value, list | tuple) and value else value for value in logps[number]]
+        if len(values) != len(ids):
+            raise RolloutError(f"{where} has {len(ids)} tokens and {len(values)} log-probabilities. {_ASK}.")
+        wrong = [(place, value) for place, value in enumerate(values) if not _is_finite(value)]
+        if wrong:
+            place, value = wrong[0]
+            raise RolloutError(
+                f"{where} has the log-probability {value!r} at token {place}, and {len(wrong)} of {len(ids)} are not finite: the engine's "
+                f"logits are not. Weights or adapter may have overflowed (lower learning_rate, train in bf16, not fp16). {_ASK}."
+            )
+
+
+def checked_rollout_func(function: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """`function`, and what it returns is looked at (`check_completions`) before TRL does."""
+
+    @functools.wraps(function)
+    def checked(prompts: list, trainer: Any) -> dict[str, Any]:
+        output = function(prompts, trainer)
+        if isinstance(output, dict) and "completion_ids" in output:  # TRL names missing keys
+            vocabulary = trainer.accelerator.unwrap_model(trainer.model).config.get_text_config().vocab_size
+            tokens, logps = output["completion_ids"], output.get("logprobs")
+            check_completions(tokens, logps, len(prompts), vocabulary, "rollout_func")
+        return output
+
+    return checked
+
+
+_ASK = "Look at the engine's log and at rollout_func, if there is one"
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
