@@ -184,16 +184,6 @@ class MismatchWatch:
         if self.threshold is None or found.mismatch_kl is None:
             return
         assert found.logp_gap is not None and found.logp_gap_error is not None
-        limit = self.threshold if noisy else self.threshold / self.STOP
-        expected = "under noise" if noisy else "although both should be the same policy"
-        self._limit(
-            "kl",
-            found.mismatch_kl,
-            limit,
-            f"Rollout and trainer disagree: KL of about {found.mismatch_kl:.4g} nats per token at step {step}, {expected} (limit {limit:.4g}).",
-            "With noise, lower aqn_sigma_start or use aqn_scope='policy'; without, the engine may hold a stale adapter, noise that was left on or "
-            "other weights: restart it, or use use_vllm=False.",
-        )
         certain = whole and abs(found.logp_gap) > self.CERTAIN * found.logp_gap_error
         limit = self.threshold / self.STOP
         self._limit(
@@ -204,6 +194,16 @@ class MismatchWatch:
             f"step {step}, and should be 1 (rollout/logp_gap, limit {limit:.4g}, standard error {found.logp_gap_error:.2g}).",
             "The correction is wrong by as much. Usual causes: an engine with another temperature or without --logprobs-mode processed_logprobs, "
             "logits that something processes after they are scored, or a rollout_func that returns other log-probabilities than it sampled with.",
+        )
+        limit = self.threshold if noisy else self.threshold / self.STOP
+        expected = "under noise" if noisy else "although both should be the same policy"
+        self._limit(
+            "kl",
+            found.mismatch_kl,
+            limit,
+            f"Rollout and trainer disagree: KL of about {found.mismatch_kl:.4g} nats per token at step {step}, {expected} (limit {limit:.4g}).",
+            "With noise, lower aqn_sigma_start or use aqn_scope='policy'; without, the engine may hold a stale adapter, noise that was left on or "
+            "other weights: restart it, or use use_vllm=False.",
         )
 
     def _limit(self, kind: str, value: float, limit: float, what: str, remedy: str) -> None:

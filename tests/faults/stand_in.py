@@ -22,6 +22,10 @@ class StandIn(Engine):
 
     def __init__(self, policy: nn.Module, base_fault=None) -> None:
         self.policy = copy.deepcopy(policy).eval().requires_grad_(False)
+        for module in self.policy.modules():
+            vars(module).pop(
+                "forward", None
+            )  # TRL's own, a closure over the trainer's model: the copy would compute with that
         self.norms = {}
         for name, module in self.policy.named_modules():
             weight = module._parameters.get("weight")

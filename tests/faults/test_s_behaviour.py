@@ -1,13 +1,17 @@
 """The policy that samples is not the one that is trained: noise, wrong log-probabilities, an entropy that is steered blindly."""
 
+import math
 import statistics
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.faults.catalog import fault
-from tests.test_trainer import logged, make_trainer  # noqa: F401  (a fixture)
+from tests.faults.catalog import fault, told
+from tests.faults.stand_in import StandIn
+from tests.faults.test_s_rollout import PROMPTS
+from tests.faults.test_s_rollout import make_trainer as make_engine_trainer  # noqa: F401  (a fixture)
+from tests.test_trainer import adapter_of, assert_identical, logged, make_trainer  # noqa: F401  (a fixture)
 from tests.tiny_models import make_tiny_model
 
 NOISE = {"aqn_schedule": "constant", "aqn_sigma_start": 0.3, "max_steps": 1}
@@ -66,3 +70,93 @@ def test_sigma_is_steered_by_the_entropy_that_it_moves(make_trainer, peaked):  #
     assert abs(sampled[0] - target) > 0.4 * target
     assert statistics.mean(sampled[-10:]) == pytest.approx(target, rel=0.35)
     assert len(sampled) == 24 and max(clean) < target
+
+
+def tamper(trainer, change) -> None:
+    """From now on the engine reports `change(tokens, log-probabilities, temperature)` as log-probabilities."""
+    engine = trainer.vllm_generation.engine
+    complete = engine._complete
+
+    def complete_and_tamper(prompt, max_tokens, temperature):
+        tokens, logps = complete(prompt, max_tokens, temperature)
+        return type(complete(prompt, 1, 0.0))(tokens, change(logps))
+
+    engine._complete = complete_and_tamper
+
+
+@pytest.mark.vllm
+@fault("S.engine_logps_nan")
+def test_log_probabilities_that_are_all_nan_end_the_run(make_engine_trainer):  # noqa: F811
+    """At 843f908 their KL was 0.0, the best there is."""
+    trainer = make_engine_trainer()
+    tamper(trainer, lambda logps: [math.nan] * len(logps))
+    before = adapter_of(trainer)
+    with told(RuntimeError, "log-probabilit", "nan", "16 tokens", "resume from the last checkpoint"):
+        trainer.train()
+    assert_identical(adapter_of(trainer), before)
+
+
+@pytest.mark.vllm
+def test_single_nan_log_probabilities_are_counted_and_told(make_engine_trainer, caplog):  # noqa: F811
+    trainer = make_engine_trainer()
+    tamper(trainer, lambda logps: [*logps[:-1], math.nan])
+    trainer.train()
+    assert logged(trainer, "rollout/nan_logps") == [4, 4]
+    assert "no finite log-probability for 4 tokens at step 0" in caplog.text
+    assert all(math.isfinite(value) for value in logged(trainer, "rollout/mismatch_kl") + logged(trainer, "grad_norm"))
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda logps: [value - 0.3 for value in logps], marks=fault("S.constant_logp_error")),
+        pytest.param(lambda logps: [0.9 * value for value in logps], marks=fault("R4.logp_gap")),
+    ],
+    ids=["constant", "temperature"],
+)
+def test_log_probabilities_that_were_not_sampled_with_end_the_run(make_engine_trainer, change, caplog):  # noqa: F811
+    """A constant 0.3 nats are a KL of 0.04, below every threshold."""
+    trainer = make_engine_trainer(max_steps=6)
+    tamper(trainer, change)
+    with told(
+        RuntimeError, "rollout/logp_gap", "3 rollouts in a row", "temperature", "resume from the last checkpoint"
+    ):
+        trainer.train()
+    assert trainer.state.global_step == 2  # told at once, ended in the third
+    assert "The rollout's log-probabilities are not those" in caplog.text
+
+
+@pytest.mark.vllm
+@fault("R4.noise_left_on")
+def test_noise_that_stays_on_in_evaluation_ends_the_run(make_engine_trainer, monkeypatch):  # noqa: F811
+    def only_on(engine, norms, draw):
+        if draw.sigma:
+            set_noise(engine, norms, draw)
+        added = torch.cat([engine.norms[name].weight - engine.clean[name] for name in norms])
+        return float(added.square().mean().sqrt())
+
+    trainer = make_engine_trainer(per_device_eval_batch_size=4)
+    set_noise = StandIn.set_noise
+    monkeypatch.setattr(StandIn, "set_noise", only_on)
+    trainer.train()  # its second step is noisy
+    with told(RuntimeError, "sigma 0 was asked for", "left on", "restart the engine"):
+        trainer.evaluate(PROMPTS)
+
+
+@pytest.mark.vllm
+@fault("R4.noise_left_on")
+def test_noise_that_adds_up_ends_the_run(make_engine_trainer, monkeypatch):  # noqa: F811
+    def accumulate(engine, norms, draw):
+        before = {name: engine.norms[name].weight - engine.clean[name] for name in norms}
+        set_noise(engine, norms, draw)
+        for name in norms:
+            engine.norms[name].weight.data += before[name]
+        added = torch.cat([engine.norms[name].weight - engine.clean[name] for name in norms])
+        return float(added.square().mean().sqrt())
+
+    set_noise = StandIn.set_noise
+    monkeypatch.setattr(StandIn, "set_noise", accumulate)
+    trainer = make_engine_trainer(max_steps=4)
+    with told(RuntimeError, "sigma 0.01 was asked for", "left on or adds up", "resume from the last checkpoint"):
+        trainer.train()

@@ -14,6 +14,9 @@ from torch import nn
 # norm modules that a NormNoise has hooks on: two of them on one norm would add up
 _noisy_modules: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 
+#: how far, relatively, the rms that an engine reports may be from sigma: of n values it varies by 1 / sqrt(2 n), of rounded norms by far more
+_AS_ASKED = 0.25
+
 
 class NoiseDraw(NamedTuple):
     """The key of one draw: all that a worker needs to reproduce the noise of every norm.
@@ -25,6 +28,20 @@ class NoiseDraw(NamedTuple):
     seed: int
     step: int
     generation: int
+
+    def check(self, effective: float) -> None:
+        """Compare with the rms of what an engine says it added to its norms.
+
+        Raises:
+            RuntimeError: it is not this draw alone.
+        """
+        if abs(effective - self.sigma) <= _AS_ASKED * self.sigma:
+            return
+        raise RuntimeError(
+            f"Noise of sigma {self.sigma:g} was asked for at step {self.step}, and what lies on the engine's norms is {effective:.4g}: noise of "
+            "an earlier rollout was left on or adds up, or the engine rounds its norms. Restart the engine and resume from the last checkpoint; "
+            "aqn=False trains without noise."
+        )
 
 
 def standard_noise(seed: int, step: int, generation: int, name: str, numel: int) -> torch.Tensor:

@@ -193,8 +193,10 @@ class QeRLVLLMGeneration(VLLMGeneration):
             return
         self._noisy = aqn.norms or self._noisy  # it knows none once training has ended
         effective = self.engine.set_noise(self._noisy, draw)
-        if draw.sigma > 0 and effective is not None:
-            aqn.sigma_effective = effective
+        if effective is not None:
+            draw.check(effective)
+            if draw.sigma > 0:
+                aqn.sigma_effective = effective
         self.engine.reset_prefix_cache()
         self._draw = draw
 
