@@ -583,7 +583,7 @@ def test_after_an_exception_the_model_is_clean(make_trainer):
         return spread_reward(completions)
 
     trainer = make_trainer(reward=fails_in_the_noise, aqn_scope="policy", aqn_sigma_start=0.5, max_steps=4)
-    with pytest.raises(KeyError, match="user code"):
+    with pytest.raises(RuntimeError, match="user code"):
         trainer.train()
     model, ids = trainer.model.train(), torch.arange(5, 15)[None]
     with torch.no_grad():

@@ -6,16 +6,18 @@ import inspect
 import json
 import pickle
 import textwrap
+import threading
 from pathlib import Path
 
 import pytest
-from huggingface_hub import HfApi
+from huggingface_hub import HfApi, close_session
 from transformers import Trainer, TrainerCallback
 from typer.testing import CliRunner
 
 import qerl_trl
 from qerl_trl import QeRLConfig, QeRLGRPOTrainer, QeRLRLOOTrainer, checkpoint
 from qerl_trl.cli.main import app
+from qerl_trl.publish import hub
 from qerl_trl.publishing import PublishingMixin
 from tests.faults.catalog import fault, told
 from tests.hub_server import TOKEN
@@ -156,7 +158,8 @@ def pushing(tiny_model_dir, tiny_tokenizer, tmp_path, **options):
         (401, "refused the token (401)"),
         (429, "answered 429"),
         (500, "answered 500"),
-        (None, "connection to the Hub failed"),
+        ("closed", "connection to the Hub failed"),
+        ("silent", "connection to the Hub failed (ReadTimeout"),
     ],
 )
 def test_a_push_that_fails_is_told_at_once_and_raised_at_the_end(
@@ -165,16 +168,22 @@ def test_a_push_that_fails_is_told_at_once_and_raised_at_the_end(
     tiny_tokenizer,
     tmp_path,
     caplog,
+    monkeypatch,
     status,
     cause,
 ):
     trainer = pushing(tiny_model_dir, tiny_tokenizer, tmp_path)
-    told_at_once = []
+    told_at_once, speaks = [], threading.Event()
 
     def end_of_the_hub():
-        if status is None:
+        if status == "closed":
             server.close()
-        server.fail = {r".*": status}
+            close_session()  # of connections that are still open
+        elif status == "silent":
+            monkeypatch.setattr(hub, "_ANSWER_SECONDS", 0.2)
+            server.at_request = lambda request: speaks.wait(5)
+        else:
+            server.fail = {r".*": status}
 
     trainer.add_callback(AfterStep(trainer, 1, end_of_the_hub))
     trainer.add_callback(AfterStep(trainer, 2, lambda: told_at_once.extend(caplog.messages)))
@@ -186,8 +195,9 @@ def test_a_push_that_fails_is_told_at_once_and_raised_at_the_end(
     assert checkpoint.problems(tmp_path / "run") == checkpoint.problems(tmp_path / "run/checkpoint-2") == []
     here, there = ((tmp_path / "run" / name / WEIGHTS).read_bytes() for name in ("", "checkpoint-1"))
     assert published(server)[WEIGHTS] == there != here
-    if status is not None:
-        server.fail = {}
+    if status != "closed":
+        server.fail, server.at_request = {}, None
+        speaks.set()
         result = CliRunner().invoke(app, command.split()[1:])
         assert result.exit_code == 0, result.output
         assert published(server)[WEIGHTS] == here
@@ -214,6 +224,7 @@ def test_a_push_that_failed_is_made_good_by_the_next_one_or_at_the_end(
     assert not list((tmp_path / "run").glob(".push*"))
 
 
+@fault("R7.local_base_pushed")
 @fault("S.push_while_training_fails", recovered=True)
 def test_a_run_that_cannot_be_published_does_not_begin(server, tiny_model_dir, tiny_tokenizer, tmp_path):  # noqa: F811
     with told(ValueError, "only this machine has", "hub_base_model"):

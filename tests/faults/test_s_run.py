@@ -194,25 +194,25 @@ def test_a_finished_run_is_measured_again_and_the_arm_is_the_one_that_was_traine
 
 
 @fault("S.results_lost_to_hub", recovered=True)
-@pytest.mark.parametrize("cause", ["hub", "local base"])
-def test_results_are_written_before_the_network_is_touched(cause, example, server, tmp_path, monkeypatch):  # noqa: F811
+def test_results_are_written_before_the_network_is_touched(example, server, tmp_path):  # noqa: F811
     run, push = (
         tmp_path / "run",
         {"push_to_hub": "true", "hub_strategy": "end", "hub_model_id": REPO, "hub_token": TOKEN},
     )
-    if cause == "hub":
-        monkeypatch.setattr(hub, "is_hub_id", lambda name: True)
-        server.fail["POST .*/commit/.*"] = 403
-    with pytest.raises(hub.HubError if cause == "hub" else ValueError):
+    with pytest.raises(ValueError, match="hub_base_model"):  # before anything is trained
+        example(run, **push)
+    assert server.requests == [] and not list(run.glob("*.json"))
+    push["hub_base_model"] = "someone/base"
+    server.fail["POST .*/commit/.*"] = 403
+    with pytest.raises(hub.HubError, match=f"qerl-trl push adapter {run} {REPO}"):
         example(run, **push)
     results = json.loads((run / "results.json").read_text())
     assert results["after"]["total"] == 6 and results["steps"] == 1
     assert (run / "curves.png").is_file() and checkpoint.problems(run) == []
-    if cause == "hub":
-        server.fail.clear()
-        again = example(run, **push)
-        assert again["after"] == results["after"]
-        assert WEIGHTS in server.repos[REPO]["files"]
+    server.fail.clear()
+    again = example(run, **push)
+    assert again["after"] == results["after"]
+    assert WEIGHTS in server.repos[REPO]["files"]
 
 
 # --- the rescue after a dead engine --------------------------------------------------------------------------------------------------

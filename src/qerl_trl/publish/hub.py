@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_session, get_token
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
 
 from .. import checkpoint, redaction
@@ -77,6 +77,8 @@ def prepare_repository(
 @contextmanager
 def _explained(repo_id: str) -> Iterator[None]:
     """Turn what can go wrong on the way to the Hub into a `HubError` that says what to do, without the token."""
+    session = get_session()
+    waits, session.timeout = session.timeout, _ANSWER_SECONDS  # as huggingface_hub makes it, it waits for ever
     try:
         yield
     except (HfHubHTTPError, _HTTPError, OfflineModeIsEnabled, OSError, RuntimeError) as error:
@@ -84,6 +86,8 @@ def _explained(repo_id: str) -> Iterator[None]:
             raise
         # not chained: the requests inside carry the token in their headers
         raise HubError(redaction.redact(_explanation(error, repo_id))) from None
+    finally:
+        session.timeout = waits
 
 
 def _explanation(error: Exception, repo_id: str) -> str:
@@ -130,14 +134,17 @@ def _retried(request: Callable[[], _T], attempts: int = _ATTEMPTS, wait: float |
             root = _root(error)
             status = getattr(getattr(root, "response", None), "status_code", None)
             passing = status is None or status >= 500 or status == 429
+            last = attempts - 1 if "Timeout" not in type(root).__name__ else 1  # of long waits two
             known = (HfHubHTTPError, _HTTPError, ConnectionError, TimeoutError)  # the last two: the xet client's
-            if not isinstance(root, known) or not passing or attempt == attempts - 1:
+            if not isinstance(root, known) or not passing or attempt >= last:
                 raise
             time.sleep((_WAIT_SECONDS if wait is None else wait) * 2**attempt)
     raise AssertionError
 
 
 _WAIT_SECONDS = 1.0
+#: for the next bytes of an answer
+_ANSWER_SECONDS = 120.0
 
 
 # --- a folder ---------------------------------------------------------------------------------------------------------------------
