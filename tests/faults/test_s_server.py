@@ -97,6 +97,20 @@ def test_a_stranger_s_bytes_are_not_read():
 
 
 @fault("S.server_unauthenticated")
+def test_a_stranger_s_websocket_is_closed():
+    vllm, sent = FakeVLLM(), []
+
+    async def receive():
+        return {"type": "websocket.connect"}
+
+    async def send(message):
+        sent.append(message["type"])
+
+    asyncio.run(guarded(vllm)({"type": "websocket", "path": "/v1/realtime", "headers": []}, receive, send))
+    assert sent == ["websocket.close"] and vllm.reached == []
+
+
+@fault("S.server_unauthenticated")
 @needs_vllm
 def test_a_trainer_with_another_secret_is_told_what_to_do():
     from qerl_trl.rollout.client import Client
@@ -105,12 +119,14 @@ def test_a_trainer_with_another_secret_is_told_what_to_do():
     with http(bridged(guarded(vllm))) as (url, _):
         client = Client(url, KEY.encode(), 5)
         assert client.call("qerl_noise", 0.5, 1, 2, 3) == [{"bytes": 1}] and client.reset_prefix_cache()
+        with told(RolloutError, url, "completions", "check the URL"):  # signed, but this vLLM has none
+            client.generate([[1, 2]])
         stranger = Client(url, b"another secret, also long", 5)
         with told(RuntimeError, url, "401", f"the same {SECRET}"):
             stranger.call("qerl_noise", 0.5, 1, 2, 3)
         with told(RuntimeError, url, "401", f"the same {SECRET}"):
             stranger.generate([[1, 2]])
-    assert len(vllm.asked) == 2
+    assert len(vllm.asked) == 2 and vllm.reached.count("POST /v1/completions") == 1
 
 
 @fault("S.server_unauthenticated")

@@ -25,7 +25,8 @@ def test_parts_come_back_as_one():
     ("parts", "message"),
     [
         ([(1, SMALL)], "unknown transfer"),
-        ([(0, SMALL), (1, SMALL)], "when part 0 was due"),
+        ([(0, SMALL), (1, SMALL)], "which is the last"),
+        ([(0, FULL), (1, SMALL), (1, SMALL)], "which is the last"),
         ([(0, FULL), (2, SMALL)], "when part 1 was due"),
         ([(0, "no base64!")], "not base64"),
         ([(0, "日本")], "not base64"),

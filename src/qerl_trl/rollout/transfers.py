@@ -60,7 +60,12 @@ class Transfers:
 
     def _checked(self, name: str, index: int, part: str) -> bytes:
         due, rest = divmod(len(self._data), CHUNK)
-        if index != due or rest:
+        if rest:
+            raise ValueError(
+                f"Part {index} of transfer {name!r} came after a part of fewer than {CHUNK} bytes, which is the last: start again with "
+                "part 0."
+            )
+        if index != due:
             raise ValueError(
                 f"Part {index} of transfer {name!r} came when part {due} was due: start again with part 0."
             )
