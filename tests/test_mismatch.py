@@ -30,6 +30,13 @@ def test_kl_and_entropy_of_known_log_probabilities():
     assert known.nan_logps == 1
 
 
+def test_no_finite_log_probability_at_all_is_an_error():
+    with pytest.raises(RuntimeError, match=r"any of the 3 tokens .* resume from the last checkpoint"):
+        found([[0.0] * 3], [[math.nan, -math.inf, math.nan]])
+    nothing = found([[0.0]], [[math.nan]], torch.zeros(1, 1).bool())  # every token was a tool's
+    assert nothing.mismatch_kl is None and nothing.nan_logps == 0
+
+
 def of_two_policies(spread, error=0.0, tokens=2000):
     """What tokens drawn from one random policy over 50 say about another, when the first is reported `error` nats wrong."""
     generator = torch.Generator().manual_seed(0)

@@ -91,7 +91,7 @@ def test_log_probabilities_that_are_all_nan_end_the_run(make_engine_trainer):  #
     trainer = make_engine_trainer()
     tamper(trainer, lambda logps: [math.nan] * len(logps))
     before = adapter_of(trainer)
-    with told(RuntimeError, "log-probabilit", "nan", "16 tokens", "resume from the last checkpoint"):
+    with told(RuntimeError, "log-probability", "4 of 4 are not finite", "resume from the last checkpoint"):
         trainer.train()
     assert_identical(adapter_of(trainer), before)
 

@@ -106,8 +106,9 @@ def check_completions(
         if len(values) != len(ids):
             raise RolloutError(f"{where} has {len(ids)} tokens and {len(values)} log-probabilities. {_ASK}.")
         wrong = [(place, value) for place, value in enumerate(values) if not _is_finite(value)]
-        if wrong:
-            place, value = wrong[0]
+        # single tokens that the engine could not score are counted and told (mismatch.py); TRL leaves them uncorrected
+        if len(wrong) == len(values) or not all(_is_unscored(value) for _, value in wrong):
+            place, value = next(pair for pair in wrong if len(wrong) == len(values) or not _is_unscored(pair[1]))
             raise RolloutError(
                 f"{where} has the log-probability {value!r} at token {place}, and {len(wrong)} of {len(ids)} are not finite: the engine's "
                 f"logits are not. Weights or adapter may have overflowed (lower learning_rate, train in bf16, not fp16). {_ASK}."
@@ -134,3 +135,7 @@ _ASK = "Look at the engine's log and at rollout_func, if there is one"
 
 def _is_finite(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _is_unscored(value: Any) -> bool:
+    return value is None or (isinstance(value, float) and math.isnan(value))
