@@ -44,6 +44,11 @@ _INCIDENTAL = re.compile(
 _FINGERPRINT_ROWS = 256
 
 
+def may_differ(name: str) -> bool:
+    """Whether a run may go on with another value of this argument without `allow_other_settings`."""
+    return name in _MAY_DIFFER or _INCIDENTAL.fullmatch(name) is not None
+
+
 class LoraSettings(TypedDict, total=False):
     r: int
     alpha: int

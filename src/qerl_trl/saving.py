@@ -12,7 +12,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import SaveStrategy, TrainOutput, rotate_checkpoints
 
-from . import checkpoint, loading, run_folder
+from . import checkpoint, disk, loading, run_folder
 from .identity import RunSettings, run_settings
 from .publishing import PublishingMixin
 from .upstream import OnlineTrainer
@@ -104,6 +104,7 @@ class SavingMixin(PublishingMixin):
             # beside them, which is the trained one
             loaded.load_adapter(resume_from_checkpoint, loaded.active_adapter, is_trainable=True)
 
+    @disk.full_is_named
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         run_dir = self._get_output_dir(trial=trial)
         folder = os.path.join(run_dir, f"checkpoint-{self.state.global_step}")
@@ -135,6 +136,7 @@ class SavingMixin(PublishingMixin):
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         self._unpushed = checkpoint_folder  # the parent would push it before it is sealed
 
+    @disk.full_is_named
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False, push: bool = True) -> None:
         """As `Trainer.save_model`, sealed: `qerl-trl merge`, `push` and `eval` read what was written here, or refuse it.
 

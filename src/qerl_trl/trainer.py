@@ -43,6 +43,7 @@ from . import base_identity, behaviour, disk, guards, mismatch, preflight, redac
 from .base import adapter_config, model_init
 from .config import QeRLArguments, QeRLConfig, QeRLRLOOConfig
 from .lora import check_adapter, prepare_trainable_norms, warn_of_low_precision
+from .memory import shortage
 from .memory.plan import MemoryPlan, plan_trainer
 from .memory.workload import check_rollout
 from .noise.callback import AQNCallback
@@ -105,7 +106,7 @@ class QeRLMixin(SavingMixin):
         run_folder.lock_for(args)
         given["args"], given["peft_config"] = args, adapter_config(model, args, given.get("peft_config"))
         loading = model_init(model, args, given.pop("quantization_config", None))
-        with loading as quantization_config, self._own_vllm_generation():
+        with loading as quantization_config, self._own_vllm_generation(), shortage.naming(self):
             super().__init__(**given, quantization_config=quantization_config)
         plan_trainer(self)
         disk.check(self)
@@ -210,7 +211,8 @@ class QeRLMixin(SavingMixin):
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """See [`SavingMixin.train`]."""
         try:
-            return super().train(*args, **kwargs)
+            with shortage.naming(self):
+                return super().train(*args, **kwargs)
         finally:
             if self.aqn is not None:
                 self.aqn.detach()  # an exception in the middle of a step leaves a model that computes clean

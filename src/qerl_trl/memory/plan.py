@@ -24,6 +24,7 @@ from .workload import Workload, dtype_bytes_of, run_lengths, workload_of
 logger = logging.getLogger(__name__)
 
 GIB = 2**30
+_KV_CACHE = "KV cache"
 #: completions shorter than this are not proposed
 _SHORTEST_COMPLETION = 256
 
@@ -263,7 +264,7 @@ def _add_up(
     one_block = formulas.engine_kv_bytes(shape, work, 0)
     one = formulas.engine_kv_bytes(shape, work, 1) - one_block
     sequences = min(work.completions, max(0, kv - one_block) // one)
-    parts.append(Part("KV cache", 0 if work.sleep else kv, kv))
+    parts.append(Part(_KV_CACHE, 0 if work.sleep else kv, kv))
     return MemoryPlan(work, tuple(parts), gpu, kv, wanted, least, sequences, max_model_len)
 
 
@@ -288,6 +289,22 @@ def _alternatives(work: Workload) -> Iterator[tuple[tuple[str, ...], Workload]]:
         for change in group:
             yield _settings(piled | change), dataclasses.replace(work, **(piled | change))
         piled |= group[-1] if group else {}
+
+
+def relief(plan: MemoryPlan, shape: Shape, model: ModelBytes, part: str, missing: int) -> tuple[str, ...]:
+    """The cheapest settings that take at least `missing` bytes off `part` ("update" or "rollout") of a run that was planned to fit.
+
+    The KV cache is taken as it was: what a change leaves free is for what was missing.
+    """
+
+    def taken(made: MemoryPlan) -> int:
+        cache = 0 if part == "update" and made.work.sleep else plan.kv_bytes
+        return sum(getattr(row, part) for row in made.parts if row.name != _KV_CACHE) + cache
+
+    for settings, changed in _alternatives(plan.work):
+        if taken(plan) - taken(_add_up(shape, changed, plan.gpu, model, plan.max_model_len)) >= missing:
+            return settings
+    return ()
 
 
 def _settings(change: dict[str, Any]) -> tuple[str, ...]:

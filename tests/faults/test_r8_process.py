@@ -1,0 +1,181 @@
+"""Memory, disk, signals: the run ends with a message that says what to change, and the same command goes on as if nothing had been."""
+
+import dataclasses
+import importlib.util
+import multiprocessing
+import os
+import resource
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from qerl_trl import checkpoint
+from qerl_trl.memory.formulas import predicted_bytes, shape_of
+from qerl_trl.memory.plan import Gpu, plan_run, relief
+from qerl_trl.memory.workload import Workload
+from tests.shapes import SEVEN_B
+
+from .catalog import fault, told
+from .tiny_runs import WEIGHTS, interrupting, tiny_runs  # noqa: F401
+
+OUT_OF_MEMORY = (
+    "CUDA out of memory. Tried to allocate 30.00 KiB. GPU 0 has a total capacity of 79.10 GiB of which 2 MiB is free."
+)
+#: a whole run of two steps would take the place of each test's own
+STEPS = {"max_steps": 2, "save_steps": 1}
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_runs, tmp_path_factory):  # noqa: F811
+    """The run that nothing happened to."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    tiny_runs.command(folder, **STEPS)
+    return folder
+
+
+def goes_on(tiny_runs, run: Path, whole: Path) -> bool:  # noqa: F811
+    """Whether the same command, once the cause is gone, goes on from the first step and ends with the same bytes."""
+    assert checkpoint.last_checkpoint(run) == str(run / "checkpoint-1")
+    tiny_runs.command(run, **STEPS)
+    return (run / WEIGHTS).read_bytes() == (whole / WEIGHTS).read_bytes()
+
+
+# --- memory ------------------------------------------------------------------------------------------------------------------------
+
+
+@fault("R8.out_of_memory_in_step", recovered=True)
+@pytest.mark.parametrize("where", ["an update", "a rollout", "the rewards"])
+def test_out_of_memory_in_a_step(where, tiny_runs, whole, tmp_path):  # noqa: F811
+    def fail(*_):
+        raise torch.OutOfMemoryError(OUT_OF_MEMORY)
+
+    class InTheSecondStep(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            hook = lambda *_: fail() if torch.is_grad_enabled() is (where == "an update") else None  # noqa: E731
+            if where != "the rewards":
+                trainer.model.get_base_model().model.layers[0].register_forward_hook(hook)
+
+    run = tmp_path / "run"
+    trainer = tiny_runs.trainer(run, reward=interrupting(2 if where == "the rewards" else 0, by=fail), **STEPS)
+    trainer.add_callback(InTheSecondStep())
+    remedy = {
+        "an update": ["per_device_train_batch_size: 2 (gradient_accumulation_steps: 2)", "allow_other_settings: true"],
+        "a rollout": ["max_completion_length", "use_vllm=True"],
+        "the rewards": ["run them on another GPU"],
+    }[where]
+    with told(
+        torch.OutOfMemoryError, f"Out of memory in {where} at step 1", "30.00 KiB", *remedy, str(run / "checkpoint-1")
+    ):
+        trainer.train()
+    assert goes_on(tiny_runs, run, whole)
+
+
+@fault("R8.out_of_memory_at_start")
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="the check before it wants vLLM")
+@pytest.mark.parametrize(
+    "text", [OUT_OF_MEMORY, "No available memory for the cache blocks. Try increasing `gpu_memory_utilization`."]
+)
+def test_out_of_memory_when_the_engine_starts(text, tiny_runs, tmp_path, monkeypatch):  # noqa: F811
+    from qerl_trl.rollout.generation import QeRLVLLMGeneration
+
+    def fail(self):
+        plan = self.trainer.memory_plan
+        self.trainer.memory_plan = dataclasses.replace(plan, kv_bytes=20 * 2**30, kv_least=2**30)  # as on a GPU
+        raise (torch.OutOfMemoryError if text is OUT_OF_MEMORY else ValueError)(text)
+
+    monkeypatch.setattr(QeRLVLLMGeneration, "_in_process", fail)
+    with told(torch.OutOfMemoryError, "when the engine started", text[:20], "kv_cache_memory_bytes"):
+        tiny_runs.trainer(tmp_path / "run", use_vllm=True, vllm_mode="colocate")
+    with told(torch.OutOfMemoryError, "when the engine started", "Leave vllm_gpu_memory_utilization=0.9 out"):
+        tiny_runs.trainer(tmp_path / "run", use_vllm=True, vllm_mode="colocate", vllm_gpu_memory_utilization=0.9)
+
+
+@fault("R8.out_of_memory_at_start")
+def test_out_of_memory_while_the_model_is_loaded(tiny_runs, tmp_path, monkeypatch):  # noqa: F811
+    from qerl_trl.nvfp4 import quantizer
+
+    def fail(*args, **kwargs):
+        raise torch.OutOfMemoryError(OUT_OF_MEMORY)
+
+    monkeypatch.setattr(quantizer.NVFP4HfQuantizer, "_process_model_before_weight_loading", fail)
+    with told(torch.OutOfMemoryError, "while the model was loaded", "larger GPU", "qerl-trl plan"):
+        tiny_runs.trainer(tmp_path / "run")
+
+
+def test_what_is_proposed_frees_what_was_missing():
+    """By the same sums as the plan, and never by giving the KV cache what became free."""
+    work = Workload(batch=8, completions=64, rollout="colocate")
+    shape, gib = shape_of(SEVEN_B), 2**30
+    plan = plan_run(shape, work, Gpu.of_gib(24))
+
+    model = predicted_bytes(shape, work)
+    assert relief(plan, shape, model, "update", gib) == ("vllm_enable_sleep_mode: true",)
+    asleep = plan_run(shape, Workload(batch=8, completions=64, rollout="colocate", sleep=True), Gpu.of_gib(24))
+    assert relief(asleep, shape, model, "update", gib)[0].startswith("per_device_train_batch_size")
+    assert relief(asleep, shape, model, "update", 2**50) == ()
+
+
+# --- disk --------------------------------------------------------------------------------------------------------------------------
+
+
+@fault("R8.disk_full", recovered=True)
+@pytest.mark.parametrize("limit", [10_000, 30_000], ids=["in the weights", "in the optimizer"])
+def test_disk_full(limit, tiny_runs, whole, tmp_path):  # noqa: F811
+    """A limit on the size of files makes the file system refuse a write, as a full one does."""
+    run, (here, there) = tmp_path / "run", multiprocessing.Pipe()
+
+    class Full(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+
+    def child():
+        with open(os.devnull, "w") as nothing:
+            os.dup2(nothing.fileno(), 1)
+            os.dup2(nothing.fileno(), 2)
+        trainer = tiny_runs.trainer(run, **STEPS)
+        trainer.add_callback(Full())
+        try:
+            trainer.train()
+        except OSError as error:
+            there.send((str(error), sorted(os.listdir(run))))
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    process.join(60)
+    assert here.poll(), "it did not say so"
+    text, left = here.recv()
+    for word in (
+        "no room to write step 2",
+        str(run),
+        "save_total_limit=1",
+        "Free space",
+        str(run / "checkpoint-1"),
+        "same command",
+    ):
+        assert word in text
+    assert "checkpoint-2" not in left
+    assert goes_on(tiny_runs, run, whole)
+
+
+# --- signals -----------------------------------------------------------------------------------------------------------------------
+
+
+@fault("R8.sigterm", recovered=True)
+def test_sigterm(tiny_runs, whole, tmp_path):  # noqa: F811
+    """As a scheduler ends a run whose time is up."""
+
+    def terminate():
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    run = tmp_path / "run"
+    process = multiprocessing.get_context("fork").Process(
+        target=lambda: tiny_runs.trainer(run, reward=interrupting(2, by=terminate), **STEPS).train()
+    )
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGTERM
+    assert goes_on(tiny_runs, run, whole)
