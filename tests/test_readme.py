@@ -1,6 +1,7 @@
 """The README is executed, not believed."""
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -39,7 +40,7 @@ def test_the_three_line_diff_turns_a_trl_script_into_ours(tiny_model_dir, tiny_t
     local = tmp_path / "local"
     local.mkdir()
     for file in folder.iterdir():
-        (local / file.name).symlink_to(file)
+        shutil.copyfile(file, local / file.name)
     tiny_tokenizer.save_pretrained(local)
     data = Dataset.from_dict(
         {

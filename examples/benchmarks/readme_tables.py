@@ -25,6 +25,7 @@ KERNELS = ROOT / "kernels/benchmarks/results/h200.json"
 TRAINING = ROOT / "examples/benchmarks/results/train_step_h200.json"
 PLAN = ROOT / "examples/benchmarks/results/memory_h200.json"
 ARCHITECTURES = ROOT / "docs/architectures.json"
+TUNERS = ROOT / "docs/peft.json"
 
 
 def architectures() -> str:
@@ -173,6 +174,19 @@ def demo() -> str:
     )
 
 
+def tuners() -> str:
+    """PEFT's tuners on packed layers."""
+    record = json.loads(TUNERS.read_text())
+    cells = list(next(iter(record["tuners"].values())))
+    rows = [f"| tuner | {' | '.join(cells)} |", f"|---|{'---|' * len(cells)}"]
+    rows += [
+        f"| {name} | {' | '.join('PEFT cannot' if value.startswith('PEFT') else value for value in found.values())} |"
+        for name, found in record["tuners"].items()
+    ]
+    source = TUNERS.relative_to(ROOT)
+    return "\n".join(rows) + f"\n\npeft {record['versions']['peft']}, [{source.name}]({source})."
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "architectures": architectures,
     "cards": cards,
@@ -183,6 +197,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "rollout": rollout,
     "speed": speed,
     "training": training,
+    "tuners": tuners,
 }
 _TABLE = re.compile(r"(<!-- begin: (\w+) -->\n).*?(<!-- end: \2 -->)", re.DOTALL)
 

@@ -30,7 +30,7 @@ from .nvfp4.linear import NVFP4Linear
 logger = logging.getLogger(__name__)
 
 #: `init_lora_weights` values that leave the base weight alone
-_PLAIN_INITS = (True, False, "gaussian")
+_PLAIN_INITS = (True, False, "gaussian", "orthogonal", "eva")
 
 
 class NVFP4LoraLinear(LoraLinear):
@@ -108,8 +108,8 @@ def register_nvfp4_lora(config: PeftConfig) -> LoraConfig:
     init = config.init_lora_weights
     if init not in _PLAIN_INITS:
         raise ValueError(
-            f"init_lora_weights={init!r} starts from a changed base weight (W minus the adapter's first product) or needs "
-            f"its full-precision values, and a packed 4-bit weight cannot be rewritten. Use one of {_PLAIN_INITS}."
+            f"init_lora_weights={init!r} starts from a changed base weight (W minus the adapter's first product) or needs its full-precision "
+            f"values. Here the base stays as it was packed, in 4 bits. Use one of {_PLAIN_INITS}."
         )
     targets = config.target_modules
     targets = [targets] if isinstance(targets, str) else list(targets or [])

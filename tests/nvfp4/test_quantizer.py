@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -557,6 +558,28 @@ def test_loading_does_not_warn_about_our_own_doing(tiny_model_dir):
 def test_a_plain_configuration_is_left_alone(tiny_model_dir):
     folder = tiny_model_dir("qwen2")
     assert load_config(folder).to_dict() == AutoConfig.from_pretrained(folder).to_dict()
+
+
+def test_transformers_own_adapters_are_saved_alone(tiny_model_dir, tmp_path):
+    model = from_pretrained(tiny_model_dir("qwen2"))
+    model.add_adapter(LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+    expected = model(torch.arange(8)[None]).logits
+    model.save_pretrained(tmp_path)
+    assert sorted(path.name for path in tmp_path.glob("*.safetensors")) == ["adapter_model.safetensors"]
+    again = from_pretrained(tiny_model_dir("qwen2"))
+    again.load_adapter(tmp_path)
+    assert torch.equal(again(torch.arange(8)[None]).logits, expected)
+
+
+def test_a_model_into_which_an_adapter_was_merged_in_part_is_not_saved_as_packed(tiny_model_dir, tmp_path):
+    model = get_peft_model(
+        from_pretrained(tiny_model_dir("qwen2")), LoraConfig(r=4, target_modules=["q_proj"])
+    ).merge_and_unload()
+    with pytest.raises(RuntimeError, match=r"2 layers are dense and were NVFP4.*q_proj.*model\.dequantize\(\) first"):
+        model.save_pretrained(tmp_path)
+    expected = model(torch.arange(8)[None]).logits
+    model.dequantize().save_pretrained(tmp_path)
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(torch.arange(8)[None]).logits, expected)
 
 
 # --- memory

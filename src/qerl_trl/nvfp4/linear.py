@@ -19,13 +19,14 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from .format import BLOCK_SIZE, NVFP4Tensor, dequantize, quantize
+from .view import DecodedWeight
 
 IMPLEMENTATIONS = ("auto", "kernel", "decode", "reference")
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16)
@@ -196,7 +197,11 @@ def linear(
     bias (N,) in x's dtype. Returns (..., N) in x's dtype. `implementation`: "auto"; "kernel", which raises where there is none (not under
     torch.compile, which must not ask the device); "decode", the kernel that decodes, then cuBLAS; or "reference".
     """
-    return _NVFP4Matmul.apply(x, packed, block_scale, global_scale, bias, implementation)
+    if torch.compiler.is_compiling():
+        return _NVFP4Matmul.apply(x, packed, block_scale, global_scale, bias, implementation)
+    # as a matrix: what autograd gets back must not be a view, or nobody could add to it in place
+    y = _NVFP4Matmul.apply(x.reshape(-1, x.shape[-1]), packed, block_scale, global_scale, bias, implementation)
+    return y.view(*x.shape[:-1], y.shape[-1])
 
 
 # --- the layer --------------------------------------------------------------------------------------------------------------------
@@ -270,9 +275,15 @@ class NVFP4Linear(nn.Linear):
         return layer
 
     @property
-    def weight(self) -> nn.Parameter:  # type: ignore[override]  # nothing may be assigned to it
-        """The *packed* weight. PEFT and others touch `.weight` for its device; a dense `weight += delta` fails on the shape."""
-        return self.weight_packed
+    def weight(self) -> DecodedWeight:  # type: ignore[override]  # not a parameter
+        """The dense weight (N, K), decoded where it is looked at; see view.py for what writing does."""
+        return DecodedWeight(self)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight":
+            self.become_dense().weight = value if isinstance(value, nn.Parameter) else _frozen(value)
+        else:
+            super().__setattr__(name, value)
 
     @property
     def W_q(self) -> nn.Parameter:
@@ -300,6 +311,17 @@ class NVFP4Linear(nn.Linear):
         dense.weight = _frozen(self.dequantize(dtype))
         dense.register_parameter("bias", None if self.bias is None else _frozen(self.bias.detach().clone().to(dtype)))
         return dense
+
+    def become_dense(self) -> nn.Linear:
+        """Turn this very module into the `nn.Linear` that `to_dense` gives. There is no way back."""
+        dense = self.to_dense()
+        for name in ("weight_packed", "weight_scale", "weight_global_scale"):
+            del self._parameters[name]
+        for name in ("compute_dtype", "implementation", "fused_rows"):
+            vars(self).pop(name)
+        self.__class__ = nn.Linear  # type: ignore[assignment]
+        self.register_parameter("weight", cast(nn.Parameter, dense.weight))
+        return self
 
     def forward(self, x: torch.Tensor, implementation: str | None = None) -> torch.Tensor:
         """x (..., K) -> (..., N). `implementation` overrides the layer's for this call."""

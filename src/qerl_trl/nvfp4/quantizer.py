@@ -190,6 +190,8 @@ class NVFP4HfQuantizer(HfQuantizer):
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         """The state dict in compressed-tensors' dtypes. Views only: nothing is copied but the global scales' shape."""
         state = model.state_dict()
+        if getattr(model, "_hf_peft_config_loaded", False):
+            return state, {}  # of which transformers saves the adapter only
         if not has_nvfp4(model):
             raise RuntimeError(
                 "No layer of this model is NVFP4 any more (an adapter was merged?), but its configuration says so, and such a folder "
@@ -204,11 +206,22 @@ class NVFP4HfQuantizer(HfQuantizer):
                     )
                 state[f"{name}.weight_scale"] = state[f"{name}.weight_scale"].view(torch.float8_e4m3fn)
                 state[f"{name}.weight_global_scale"] = state[f"{name}.weight_global_scale"].view(torch.float32)
+        known = {*self._packed_linears(model), *(self.quantization_config.dense_linears or ())}
+        opened = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name not in known]
+        if opened and self.quantization_config.dense_linears is not None:
+            raise RuntimeError(
+                f"{len(opened)} layers are dense and were NVFP4 when the model was loaded, e.g. {opened[0]} (an adapter was merged into them?), "
+                "and the folder's config.json would not say so. Call model.dequantize() first: it makes all of them dense."
+            )
         return state, dict(layouts.WRITTEN_BY, scale_rule=self.quantization_config.scale_rule)
+
+    @staticmethod
+    def _packed_linears(model: nn.Module) -> dict[str, NVFP4Linear]:
+        return {name: module for name, module in model.named_modules() if isinstance(module, NVFP4Linear)}
 
     def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | str | None = None) -> PreTrainedModel:
         wanted = getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
-        packed = {name: module for name, module in model.named_modules() if isinstance(module, NVFP4Linear)}
+        packed = self._packed_linears(model)
         for name, module in packed.items():
             _replace(model, name, module.to_dense(wanted))
         if wanted is not None and any(module.compute_dtype != wanted for module in packed.values()):

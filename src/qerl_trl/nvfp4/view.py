@@ -1,0 +1,138 @@
+"""What `NVFP4Linear.weight` is: the dense weight (N, K) that the packed one stands for, decoded when it is looked at.
+
+Code that knows only dense layers (PEFT's tuners above all) reads shape, dtype, device and values here as on the same model dequantized.
+Reading decodes, each time anew; nothing is kept. Writing turns the layer into a dense one, once and for good, and says so: a change of a
+16-bit weight rounded to 4 bits again would mostly be lost. So a tuner that merges itself into the weight computes what it would have on the
+dequantized model, to the bit. What cannot be is refused: a packed weight has no gradient.
+"""
+
+import functools
+import logging
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+if TYPE_CHECKING:
+    from .linear import NVFP4Linear
+
+logger = logging.getLogger(__name__)
+
+_ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+
+
+class DecodedWeight(torch.Tensor):
+    """(N, K) in the layer's `compute_dtype`, without storage of its own. See the module's docstring."""
+
+    layer: "NVFP4Linear"
+
+    @staticmethod
+    def __new__(cls, layer: "NVFP4Linear") -> "DecodedWeight":
+        shape = (layer.out_features, layer.in_features)
+        view = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=layer.compute_dtype, device=layer.weight_packed.device
+        )
+        view.layer = layer
+        # transformers initializes what it believes was not loaded
+        view._is_hf_initialized = getattr(layer.weight_packed, "_is_hf_initialized", False)  # type: ignore[attr-defined]
+        return view
+
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
+        return f"DecodedWeight({tuple(self.shape)}, {self.dtype}, {self.device}), packed in 4 bits"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return self.clone()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        asks_for_gradient = (
+            func is torch.Tensor.requires_grad_ and (args[1:] or (kwargs.get("requires_grad", True),))[0]
+        ) or (
+            func == torch.Tensor.requires_grad.__set__ and args[1]  # type: ignore[attr-defined]
+        )
+        if asks_for_gradient and isinstance(args[0], cls):
+            raise RuntimeError(
+                f"The weight {tuple(args[0].shape)} is packed in 4 bits and has no gradient. Train an adapter on the layer, keep the layer dense "
+                "(NVFP4Config(modules_to_not_convert=[...])), or call model.dequantize() first."
+            )
+        if func == torch.Tensor.data.__set__ and isinstance(args[0], cls):  # type: ignore[attr-defined]
+            view, value = args
+            if not (
+                isinstance(value, cls) and value.layer is view.layer
+            ):  # `weight.data += delta` assigns what it has written
+                _dense(view.layer).weight.data = _read(value)
+            return None
+        if func == torch.Tensor.__setitem__ and isinstance(args[0], cls):
+            _dense(args[0].layer).weight.data[_read(args[1])] = _read(args[2])
+            return None
+        with torch._C.DisableTorchFunctionSubclass():
+            return tree_map(_part, func(*args, **kwargs))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # as PyTorch calls it
+        cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in _ALIASES:
+            return cls(args[0].layer) if _is_packed(args[0].layer) else func(_read(args[0]))
+        written = [
+            given
+            for argument, given in zip(func._schema.arguments, args, strict=False)
+            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(given, cls)
+        ]
+        written += [value for name, value in (kwargs or {}).items() if name == "out" and isinstance(value, cls)]
+        for view in written:
+            _dense(view.layer)
+        result = func(*tree_map(_read, args), **tree_map(_read, dict(kwargs or {})))
+        return written[0] if written and isinstance(result, torch.Tensor) else result
+
+
+class DecodedPart(torch.Tensor):
+    """A view of what a `DecodedWeight` decoded to. It can only be read: what is written to it would be lost."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        in_place = name == "__setitem__" or re.fullmatch(r"__i\w+__|[a-z]\w*[^_]_", name)
+        if (in_place and isinstance(args[0], cls)) or isinstance((kwargs or {}).get("out"), cls):
+            raise RuntimeError(
+                f"{name} would write to a part of a decoded copy of a packed 4-bit weight, and be lost. Write to the whole weight "
+                "(layer.weight.data = ..., which makes the layer dense), or call model.dequantize() first."
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return tree_map(_part, func(*args, **(kwargs or {})))
+
+
+def _part(result: Any) -> Any:
+    if isinstance(result, DecodedWeight) and not _is_packed(result.layer):
+        return result.layer.weight.data  # it was written to: from here on there is a tensor to speak of
+    plain = type(result) is torch.Tensor
+    return result.as_subclass(DecodedPart) if plain and result._is_view() else result
+
+
+def _is_packed(layer: nn.Module) -> bool:
+    return hasattr(layer, "weight_packed")
+
+
+def _read(value: Any) -> Any:
+    if not isinstance(value, DecodedWeight):
+        return value
+    return value.layer.dequantize() if _is_packed(value.layer) else value.layer.weight.data
+
+
+def _dense(layer: "NVFP4Linear") -> nn.Linear:
+    """The same layer, dense from now on."""
+    if _is_packed(layer):
+        _tell(layer.compute_dtype)
+        layer.become_dense()
+    return layer
+
+
+@functools.cache
+def _tell(dtype: torch.dtype) -> None:
+    logger.warning(
+        "A packed weight was written to (an adapter merged?). Such a layer is dense, in %s, from now on.", dtype
+    )
