@@ -2,7 +2,8 @@
 
     accelerate launch examples/grpo_gsm8k.py                                           # picks the default below
     accelerate launch examples/grpo_gsm8k.py --config examples/configs/qwen2.5-7b.yaml
-    accelerate launch examples/grpo_gsm8k.py --base_format bf16 --aqn false            # a control arm
+    accelerate launch examples/grpo_gsm8k.py --base_format bf16 --aqn false --output_dir runs/bf16     # a control arm, in its own folder
+    qerl-trl arms qwen2.5-7b --arms nvfp4 bf16 --seeds 1 2 3 --output_dir runs/arms    # arms x seeds, and the paired table
 
 Without --config: Qwen2.5-3B-Instruct on openai/gsm8k if there is a GPU, otherwise the embedded default, a tiny model that
 `examples/assets/pretrain.py` trained from scratch, on generated problems in GSM8K's format. Any option of `QeRLConfig`

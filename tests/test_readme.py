@@ -14,6 +14,7 @@ from trl import ModelConfig, TrlParser
 
 from qerl_trl import QeRLConfig
 from qerl_trl.nvfp4.linear import has_nvfp4
+from qerl_trl.tasks.arms import ARMS
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -114,10 +115,12 @@ def test_the_gpu_install_line_brings_what_the_configs_ask_for():
 
 
 def test_every_arm_in_the_table_parses_and_full_fine_tuning_is_not_in_16_bits():
-    rows = re.findall(r"^\| (?:bf16|NF4|full|NVFP4) ?.*\| (.*`.*) \|$", README, re.MULTILINE)
-    arms = [re.match(r"`([^`]*)`", row)[1].split() for row in rows]
-    assert len(arms) == 4
-    for arm in arms:
+    rows = re.findall(r"^\| `([\w-]+)`.*\| `(--[^`]*)`.*\|$", README, re.MULTILINE)
+    arms = {name: options.split() for name, options in rows}
+    assert arms.keys() == {"nvfp4-no-noise", "bf16", "nf4-no-noise", "full-no-noise"}
+    for name, arm in arms.items():
+        given = {"--base_format": "nvfp4", **dict(zip(arm[::2], arm[1::2], strict=True))}
+        assert given == {f"--{option}": value for option, value in ARMS[name].items()}
         options = dict(zip(arm[::2], arm[1::2], strict=True))
         options = {"--output_dir": "out", "--use_cpu": "true", "--bf16": "false", "--dtype": "bfloat16", **options}
         argv = [part for pair in options.items() for part in pair]

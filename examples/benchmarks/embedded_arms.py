@@ -3,7 +3,7 @@
     python examples/benchmarks/embedded_arms.py run --seeds 0 1 2 --jobs 2     # CPU only; writes the JSON below
     python examples/benchmarks/embedded_arms.py table                          # prints the README's table from it
 
-Every run is `examples/grpo_gsm8k.py` as a user starts it, in a process of its own with two threads. The seed decides the
+The runs are those of `qerl-trl arms`, with two threads each; what is kept of them here is small enough to commit. The seed decides the
 adapter's initial values, the order of problems, sampling and noise; the pretrained model is the same.
 """
 
@@ -13,68 +13,57 @@ import os
 import statistics
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).resolve().parent / "results" / "embedded_arms.json"
-ARMS = {
-    "NVFP4 + AQN": {"base_format": "nvfp4", "aqn": "true"},
-    "NVFP4": {"base_format": "nvfp4", "aqn": "false"},
-    "bf16 + AQN": {"base_format": "bf16", "aqn": "true"},
-    "bf16": {"base_format": "bf16", "aqn": "false"},
+#: name in the table -> arm of `qerl-trl arms`
+ARMS = {"NVFP4 + AQN": "nvfp4", "NVFP4": "nvfp4-no-noise", "bf16 + AQN": "bf16", "bf16": "bf16-no-noise"}
+_CURVES = {
+    "reward": "rewards/correctness_reward/mean",
+    "entropy": "entropy",
+    "sigma": "aqn/sigma",
+    "kl": "rollout/mismatch_kl",
 }
 
 
-def run_one(arm: str, seed: int, scratch: Path, threads: int) -> dict:
-    """Train one arm with one seed; returns what the example wrote, with the log reduced to a few curves."""
-    output = scratch / f"{arm.replace(' + ', '-').lower()}-{seed}"
-    options = {"output_dir": output, "seed": seed, "data_seed": seed, **ARMS[arm]}
-    command = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        "--cpu",
-        "--num_processes",
-        "1",
-        "--num_machines",
-        "1",
-    ]
-    command += ["--mixed_precision", "no", "--dynamo_backend", "no", "--num_cpu_threads_per_process", str(threads)]
-    command += [str(ROOT / "examples/grpo_gsm8k.py"), "--config", str(ROOT / "examples/configs/embedded.yaml")]
-    command += [str(part) for name, value in options.items() for part in (f"--{name}", value)]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    with open(scratch / f"{output.name}.log", "w") as log:
-        subprocess.run(command, check=True, env=environment, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
-    result = json.loads((output / "results.json").read_text())
+def kept(arm: str, folder: Path) -> dict:
+    """What the example wrote, with the log reduced to a few curves."""
+    result = json.loads((folder / "results.json").read_text())
     history = [entry for entry in result.pop("log_history") if "entropy" in entry]
-    curves = {
-        "reward": "rewards/correctness_reward/mean",
-        "entropy": "entropy",
-        "sigma": "aqn/sigma",
-        "kl": "rollout/mismatch_kl",
-    }
-    result["curves"] = {name: [round(entry.get(key, 0.0), 6) for entry in history] for name, key in curves.items()}
-    result.pop("command")
+    result["curves"] = {name: [round(entry.get(key, 0.0), 6) for entry in history] for name, key in _CURVES.items()}
+    for name in ("command", "settings"):  # they name folders of this machine
+        result.pop(name)
     return {"arm_name": arm, **result}
 
 
 def run(args: argparse.Namespace) -> None:
-    args.scratch.mkdir(parents=True, exist_ok=True)
+    threads = str(args.threads)
+    environment = {**os.environ, "OMP_NUM_THREADS": threads, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    seeds = [str(seed) for seed in args.seeds]
+    command = [
+        sys.executable,
+        "-m",
+        "qerl_trl.cli.main",
+        "arms",
+        "embedded",
+        "--arms",
+        *ARMS.values(),
+        "--seeds",
+        *seeds,
+    ]
+    command += ["--output_dir", str(args.scratch), "--jobs", str(args.jobs), *args.options]
+    subprocess.run(command, check=True, env=environment, cwd=ROOT)
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     record = {
         "command": "python examples/benchmarks/embedded_arms.py " + " ".join(sys.argv[1:]),
         "commit": commit.stdout.strip() or args.commit,
         "threads_a_run": args.threads,
         "runs_at_a_time": args.jobs,
-        "runs": [],
+        "runs": [kept(name, args.scratch / f"{arm}-{seed}") for seed in seeds for name, arm in ARMS.items()],
     }
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    with ThreadPoolExecutor(args.jobs) as pool:
-        futures = [pool.submit(run_one, arm, seed, args.scratch, args.threads) for seed in args.seeds for arm in ARMS]
-        for future in as_completed(futures):  # written as they finish: nothing is lost when the machine goes away
-            record["runs"].append(future.result())
-            args.output.write_text(json.dumps(record, indent=1) + "\n")
+    args.output.write_text(json.dumps(record, indent=1) + "\n")
     print(table(record))
 
 
@@ -113,6 +102,7 @@ def main() -> None:
     runner.add_argument("--scratch", type=Path, default=ROOT / "runs" / "arms")
     runner.add_argument("--output", type=Path, default=RESULTS)
     runner.add_argument("--commit", default="unknown", help="recorded where the tree is not a git checkout")
+    runner.add_argument("options", nargs=argparse.REMAINDER, help="further options of every run")
     commands.add_parser("table").add_argument("--input", type=Path, default=RESULTS)
     args = parser.parse_args()
     if args.action == "run":

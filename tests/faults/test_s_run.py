@@ -14,8 +14,11 @@ import pytest
 import torch
 from datasets import Dataset
 from trl import ModelConfig, TrlParser
+from typer.testing import CliRunner
 
 from qerl_trl import QeRLConfig, checkpoint
+from qerl_trl.cli import arms
+from qerl_trl.cli import main as cli
 from qerl_trl.publish import hub
 from qerl_trl.rollout.engine import RolloutError
 from qerl_trl.rollout.generation import QeRLVLLMGeneration
@@ -153,12 +156,21 @@ def example(tmp_path_factory):
     }
     parser = TrlParser((module.ScriptArguments, QeRLConfig, ModelConfig))
 
-    def run(output_dir, **options):
-        options = {"config": EXAMPLE.parent / "configs" / "embedded.yaml", **small, "output_dir": output_dir, **options}
-        words = [str(part) for name, value in options.items() for part in (f"--{name}", value)]
-        module.main(*parser.parse_args_and_config(words))
+    def options(given):
+        return [str(part) for name, value in given.items() for part in (f"--{name}", value)]
+
+    def words(given):
+        module.main(*parser.parse_args_and_config(list(given)))
+
+    def run(output_dir, **given):
+        words(
+            options(
+                {"config": EXAMPLE.parent / "configs" / "embedded.yaml", **small, "output_dir": output_dir, **given}
+            )
+        )
         return json.loads((Path(output_dir) / "results.json").read_text())
 
+    run.words, run.small = words, options(small)
     yield run
     del sys.modules["grpo_gsm8k"]
 
@@ -168,6 +180,20 @@ def measured(example, tmp_path_factory):
     folder = tmp_path_factory.mktemp("measured") / "run"
     example(folder)
     return folder
+
+
+@fault("S.arms_share_folder", recovered=True)
+def test_arms_one_after_the_other_share_nothing(example, tmp_path, monkeypatch):
+    """The command runs the example itself, here in this process."""
+    monkeypatch.setattr(arms, "launch", lambda command, log: example.words(command[2:]) or 0)
+    words = ["arms", "embedded", "--arms", "nvfp4", "bf16-no-noise", "--seeds", "1", "--output_dir", str(tmp_path)]
+    outcome = CliRunner().invoke(cli.app, [*words, *example.small])
+    assert outcome.exit_code == 0, outcome.exception
+    for folder, base, noise in (("nvfp4-1", "nvfp4", True), ("bf16-no-noise-1", "bf16", False)):
+        results = json.loads((tmp_path / folder / "results.json").read_text())
+        assert (results["steps"], results["arm"]["base_format"], results["arm"]["aqn"]) == (1, base, noise)
+        assert checkpoint.recorded_run(tmp_path / folder)["base_format"] == base
+    assert "| seed | nvfp4 | bf16-no-noise | bf16-no-noise - nvfp4 |" in outcome.stdout
 
 
 @fault("S.other_eval_problems")

@@ -20,16 +20,20 @@ def train(
     num_processes: Annotated[int, typer.Option(help="Processes (GPUs), through accelerate launch.")] = 1,
 ) -> None:
     """Train with examples/grpo_gsm8k.py. Further options go to it: any field of QeRLConfig and TRL's ModelConfig."""
-    examples = examples_folder()
     arguments = list(context.args)
     if config is not None:
         arguments += ["--config", str(config_file(config))]
+    command = example_command(arguments, num_processes)
+    sys.stdout.flush()
+    os.execv(command[0], command)  # the run gets our signals, and its exit code is ours
+
+
+def example_command(arguments: list[str], num_processes: int) -> list[str]:
+    """The command line that trains with the example script."""
     launcher = [sys.executable]
     if num_processes > 1:
         launcher += ["-m", "accelerate.commands.launch", "--num_processes", str(num_processes)]
-    command = [*launcher, str(examples / "grpo_gsm8k.py"), *arguments]
-    sys.stdout.flush()
-    os.execv(command[0], command)  # the run gets our signals, and its exit code is ours
+    return [*launcher, str(examples_folder() / "grpo_gsm8k.py"), *arguments]
 
 
 def config_file(name: str) -> Path:

@@ -4,12 +4,12 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from datasets import Dataset
-
-from .. import identity
 from ..checkpoint import write_json_atomically
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 RESULTS_NAME = "results.json"
 BEFORE_NAME = "before.json"
@@ -17,19 +17,23 @@ BEFORE_NAME = "before.json"
 _ARM = ("base_format", "aqn", "aqn_scope", "scale_rule")
 
 
-def write_before(output_dir: str | os.PathLike, verdicts: list[bool], problems: Dataset) -> None:
+def write_before(output_dir: str | os.PathLike, verdicts: list[bool], problems: "Dataset") -> None:
     """Keep which of `problems` were solved before training."""
+    from .. import identity
+
     Path(output_dir).mkdir(parents=True, exist_ok=True)
     content = {"correct": verdicts, "problems_sha256": identity.dataset_sha256(problems)}
     write_json_atomically(Path(output_dir, BEFORE_NAME), content)
 
 
-def read_before(output_dir: str | os.PathLike, problems: Dataset) -> list[bool] | None:
+def read_before(output_dir: str | os.PathLike, problems: "Dataset") -> list[bool] | None:
     """Which of `problems` were solved before the run in `output_dir` began to train; `None` where nobody has measured it.
 
     Raises:
         `ValueError`: it was measured on other problems, and the trained weights cannot say it any more.
     """
+    from .. import identity
+
     file = Path(output_dir, BEFORE_NAME)
     if not file.is_file():
         return None

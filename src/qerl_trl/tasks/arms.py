@@ -1,0 +1,152 @@
+"""Arms of a comparison: the options of each, and the paired table of their runs.
+
+Quantization and noise are two changes, so a claim about either needs arms that differ in it alone, over several seeds. Runs of one seed share
+the order of problems and the initial adapter, so differences are taken seed by seed.
+"""
+
+import json
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .results import RESULTS_NAME
+
+#: arm -> options of the example; a claim is about two of them
+ARMS: dict[str, dict[str, str]] = {
+    f"{base}{suffix}": {"base_format": base, "aqn": noise, **others}
+    for base, others in {
+        "nvfp4": {},
+        "bf16": {},
+        "nf4": {},
+        "full": {
+            "use_peft": "false",
+            "dtype": "float32",
+        },  # weights trained in 16 bits do not move at the usual learning rates
+    }.items()
+    for suffix, noise in (("", "true"), ("-no-noise", "false"))
+}
+
+
+def check(arms: Sequence[str], seeds: Sequence[int]) -> None:
+    """Refuse arms that are not known, and two runs of the same name."""
+    if unknown := [arm for arm in arms if arm not in ARMS]:
+        raise ValueError(f"--arms {' '.join(unknown)}: there is no such arm. Choose from {', '.join(ARMS)}.")
+    for option, values in (("--arms", arms), ("--seeds", seeds)):
+        if twice := sorted({str(value) for value in values if list(values).count(value) > 1}):
+            raise ValueError(
+                f"{option} names {', '.join(twice)} twice. A run is one arm with one seed: give each once."
+            )
+    if not arms or not seeds:
+        raise ValueError("Nothing to run: give at least one arm (--arms nvfp4 bf16) and one seed (--seeds 1 2 3).")
+
+
+def read_run(folder: Path, arm: str, seed: int) -> dict[str, Any]:
+    """What the run in `folder` measured, short.
+
+    Raises:
+        `ValueError`: it is a run of another arm or seed.
+    """
+    results = json.loads((folder / RESULTS_NAME).read_text())
+    wanted = {"base_format": ARMS[arm]["base_format"], "aqn": ARMS[arm]["aqn"] == "true", "seed": seed}
+    found = {"seed": results["seed"], **{name: results["arm"][name] for name in ("base_format", "aqn")}}
+    if wrong := {name: found[name] for name in wanted if found[name] != wanted[name]}:
+        raise ValueError(
+            f"{folder / RESULTS_NAME} is not of {arm} with seed {seed}: it was trained with {wrong}. Move that folder away, or choose another "
+            "--output_dir."
+        )
+    short: dict[str, Any] = {"arm": arm, "seed": seed, "folder": folder.name}
+    short |= {name: results[name] for name in ("before", "after", "difference", "steps", "train_seconds")}
+    return short
+
+
+def summary(arms: Sequence[str], seeds: Sequence[int], runs: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """The comparison as data: accuracies of each arm, and each arm's differences from the first one, by seed, with mean and standard error.
+
+    Raises:
+        `ValueError`: the runs were not measured on equally many problems, or not trained equally long.
+    """
+    runs = list(runs)
+    for name, values in (
+        ("held-out problems", {run["after"]["total"] for run in runs}),
+        ("steps", {run["steps"] for run in runs}),
+    ):
+        if len(values) > 1:
+            each = ", ".join(f"{run['folder']}: {run['steps']} steps, {run['after']['total']} problems" for run in runs)
+            raise ValueError(
+                f"These runs cannot be compared, they differ in their {name} ({each}). Start the same command again with one set of options, or "
+                "in another --output_dir."
+            )
+    accuracy: dict[str, dict[str, Any]] = {}
+    for arm in arms:
+        own = {run["seed"]: run for run in runs if run["arm"] == arm}
+        found = {when: {s: run[when]["accuracy"] for s, run in own.items()} for when in ("before", "after")}
+        found["gain"] = {seed: run["difference"]["value"] for seed, run in own.items()}
+        accuracy[arm] = {name: _mean(found[name], seeds) for name in ("before", "after", "gain")}
+    reference, *others = arms
+    differences = {
+        arm: {
+            name: _mean(_paired(accuracy[reference][name]["by_seed"], accuracy[arm][name]["by_seed"]), seeds)
+            for name in ("after", "gain")
+        }
+        for arm in others
+    }
+    return {
+        "arms": list(arms),
+        "seeds": list(seeds),
+        "reference": reference,
+        "problems": runs[0]["after"]["total"] if runs else None,
+        "steps": runs[0]["steps"] if runs else None,
+        "accuracy": accuracy,
+        "differences": differences,
+        "runs": runs,
+    }
+
+
+def _paired(reference: Mapping[str, float], other: Mapping[str, float]) -> dict[int, float]:
+    return {int(seed): other[seed] - reference[seed] for seed in other if seed in reference}
+
+
+def _mean(by_seed: Mapping[int, float], seeds: Sequence[int]) -> dict[str, Any]:
+    values = [by_seed[seed] for seed in seeds if seed in by_seed]
+    return {
+        "by_seed": {str(seed): by_seed[seed] for seed in seeds if seed in by_seed},
+        "mean": statistics.mean(values) if values else None,
+        "standard_error": statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None,
+    }
+
+
+def table(found: Mapping[str, Any]) -> str:
+    """[`summary`] as Markdown: a row a seed, then mean and standard error."""
+    accuracy, differences, reference = found["accuracy"], found["differences"], found["reference"]
+    head = ["seed", *found["arms"], *(f"{arm} - {reference}" for arm in differences)]
+    rows = [head, ["---"] * len(head)]
+    for seed in map(str, found["seeds"]):
+        row = [seed]
+        for arm in found["arms"]:
+            before, after = (accuracy[arm][when]["by_seed"].get(seed) for when in ("before", "after"))
+            row.append("" if after is None else f"{100 * before:.1f} -> {100 * after:.1f}")
+        row += [_points(values["after"]["by_seed"].get(seed), None) for values in differences.values()]
+        rows.append(row)
+    row = ["mean"]
+    for arm in found["arms"]:
+        before, after = accuracy[arm]["before"], accuracy[arm]["after"]
+        row.append("" if after["mean"] is None else f"{100 * before['mean']:.1f} -> {_percent(after)}")
+    row += [_points(values["after"]["mean"], values["after"]["standard_error"]) for values in differences.values()]
+    rows.append(row)
+    text = "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    return (
+        f"{text}\n\nHeld-out accuracy in percent, before and after {found['steps']} steps, on {found['problems']} problems; differences of the "
+        "accuracy after training in points, seed by seed; +- is the standard error of a mean over seeds."
+    )
+
+
+def _percent(values: Mapping[str, Any]) -> str:
+    error = values["standard_error"]
+    return f"{100 * values['mean']:.1f}" + ("" if error is None else f" +- {100 * error:.1f}")
+
+
+def _points(value: float | None, error: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{100 * value:+.1f}" + ("" if error is None else f" +- {100 * error:.1f}")
