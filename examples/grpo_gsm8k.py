@@ -11,6 +11,7 @@ and of TRL's `ModelConfig` may follow. Started again with the same output_dir, i
 run is measured again and no longer trained.
 """
 
+import functools
 import json
 import os
 import sys
@@ -34,7 +35,7 @@ from qerl_trl.tasks.evaluation import Accuracy, grade, paired_difference
 from qerl_trl.tasks.held_out import HeldOutAccuracy, held_out_completions
 from qerl_trl.tasks.plots import plot_curves
 from qerl_trl.tasks.results import RESULTS_NAME, arm_of, read_before, write_before
-from qerl_trl.tasks.rewards import as_prompts, correctness_reward, format_reward
+from qerl_trl.tasks.rewards import as_prompts, correctness, format_reward
 
 HERE = Path(__file__).resolve().parent
 
@@ -50,6 +51,10 @@ class ScriptArguments:
     system_prompt: str | None = field(default=None, metadata={"help": "System message put before every question."})
     format_reward_weight: float = field(
         default=0.1, metadata={"help": "Weight of the format reward; correctness has 1."}
+    )
+    grader: str = field(
+        default="auto",
+        metadata={"help": "How answers are compared: 'auto', 'exact', 'numeric', 'math' or file.py:function."},
     )
     eval_problems: int | None = field(default=None, metadata={"help": "Held-out problems to grade (default: all)."})
     eval_batch_size: int = field(default=64, metadata={"help": "Problems at a time in the evaluation without vLLM."})
@@ -112,7 +117,7 @@ def main(script: ScriptArguments, args: QeRLConfig, model_args: ModelConfig) -> 
         **({"attn_implementation": model_args.attn_implementation} if model_args.attn_implementation else {}),
         **(args.model_init_kwargs or {}),
     }
-    args.reward_weights = [1.0, script.format_reward_weight]
+    args.reward_weights = args.reward_weights or [1.0, script.format_reward_weight]
     train, test = load_problems(script)
     tokenizer = AutoTokenizer.from_pretrained(
         model,
@@ -122,7 +127,7 @@ def main(script: ScriptArguments, args: QeRLConfig, model_args: ModelConfig) -> 
     )
     trainer = QeRLGRPOTrainer(
         model=model,
-        reward_funcs=[correctness_reward, format_reward],
+        reward_funcs=[correctness(script.grader), format_reward],
         args=args,
         train_dataset=train,
         eval_dataset=test,  # with eval_strategy: sampled rewards, and the greedy accuracy that the callback below adds
@@ -131,12 +136,13 @@ def main(script: ScriptArguments, args: QeRLConfig, model_args: ModelConfig) -> 
     )
     trainer.remove_callback(ProgressCallback)
     trainer.add_callback(CompactProgress)
-    trainer.add_callback(HeldOutAccuracy(trainer, test, batch_size=script.eval_batch_size))
+    graded = functools.partial(grade, grader=script.grader)
+    trainer.add_callback(HeldOutAccuracy(trainer, test, graded, script.eval_batch_size))
     main_process = trainer.accelerator.is_main_process
     trainer.accelerator.print(banner(trainer))
 
     def held_out() -> list[bool]:
-        return grade(held_out_completions(trainer, test, batch_size=script.eval_batch_size), test)
+        return graded(held_out_completions(trainer, test, batch_size=script.eval_batch_size), test)
 
     output_dir = Path(args.output_dir)
     resume = trainer.to_resume()  # refuses a folder that belongs to another run

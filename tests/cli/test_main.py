@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -287,7 +288,26 @@ def test_eval_of_a_quantized_folder(tiny_model_dir, tiny_tokenizer, tmp_path):
     (tmp_path / "test.jsonl").write_text(json.dumps({"question": "1?", "answer": "#### 1"}))
     code, _, err = call("eval", tmp_path / "out", "--data", tmp_path, "--max-new-tokens", 2, "--temperature", 0)
     assert code == 0, err
-    assert (tmp_path / "out/eval-local.json").is_file()
+    assert json.loads((tmp_path / "out/eval-local.json").read_text())["base_format"] == "nvfp4"
+    code, _, err = call("eval", tmp_path / "out", "--data", tmp_path, "--base-format", "bf16")
+    assert code == 2 and "stored as nvfp4" in err and "name the unquantized model" in err
+
+
+def test_eval_measures_the_format_that_is_asked_for(tiny_model_dir, tiny_tokenizer, tmp_path):
+    dense = tmp_path / "dense"
+    shutil.copytree(tiny_model_dir("qwen2"), dense)
+    tiny_tokenizer.save_pretrained(dense)
+    (tmp_path / "test.jsonl").write_text(json.dumps({"question": "1?", "answer": "one"}))
+    options = ["--data", tmp_path, "--max-new-tokens", 2, "--temperature", 0]
+    for asked, measured in (((), "bf16"), (("--base-format", "nvfp4"), "nvfp4")):
+        code, out, err = call("eval", dense, *options, *asked, "--grader", "exact")
+        assert code == 0 and f"{measured} weights" in out, err
+        result = json.loads((dense / "eval-local.json").read_text())
+        assert result["base_format"] == measured and result["protocol"]["grader"] == "exact"
+    code, _, err = call("eval", dense, *options, "--grader", "fuzzy")
+    assert code == 2 and "auto, exact, numeric, math" in err
+    code, _, err = call("eval", dense, *options, "--base-format", "nvfp4", "--engine", "vllm")
+    assert code == 2 and f"qerl-trl quantize {dense}" in err
 
 
 def test_plot(run, tmp_path):

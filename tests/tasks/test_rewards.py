@@ -3,7 +3,8 @@ from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qerl_trl.tasks.rewards import as_prompts, correctness_reward, final_answer, format_reward, is_correct
+from qerl_trl.tasks.grading import final_answer, grader_of, is_correct
+from qerl_trl.tasks.rewards import as_prompts, correctness, format_reward
 
 GOOD = "3 + 4 = 7\n#### 7"
 
@@ -44,6 +45,52 @@ def test_is_correct(text, gold, expected):
     assert is_correct(text, gold) is expected
 
 
+@pytest.mark.parametrize(
+    ("grader", "answer", "gold", "expected"),
+    [
+        ("auto", "tenalp", "planet", False),  # the same letters: to mathematics the same product
+        ("auto", "Planet", "planet", True),
+        ("auto", "two  words", "Two words.", True),
+        ("auto", r"\frac{2}{4}", "0.5", True),
+        ("auto", "x + 1", "1 + x", True),
+        ("math", "tenalp", "planet", True),
+        ("exact", "Planet", "planet", False),
+        ("exact", " two  words ", "two words", True),
+        ("numeric", "1,200.0", "1200", True),
+        ("numeric", "12 or 13", "12", False),
+    ],
+)
+def test_graders(grader, answer, gold, expected):
+    assert is_correct(f"work\n#### {answer}", gold, grader) is expected
+    assert correctness(grader)([f"#### {answer}"], answer=[gold]) == [float(expected)]
+
+
+def test_a_grader_of_ones_own(tmp_path):
+    (tmp_path / "mine.py").write_text("def same_length(answer, reference):\n    return len(answer) == len(reference)\n")
+    name = f"{tmp_path / 'mine.py'}:same_length"
+    assert is_correct("#### abc", "xyz", name) and not is_correct("#### ab", "xyz", name)
+    assert correctness(name).__name__.endswith("mine_py_same_length")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("fuzzy", "'fuzzy' is none of auto, exact, numeric, math.*file.py:function"),
+        ("absent.py:f", "cannot be found"),
+        ("math:nothing", "cannot be found"),
+        ("math:pi", "no function of"),
+    ],
+)
+def test_an_unknown_grader_is_refused(name, message):
+    with pytest.raises(ValueError, match=message):
+        grader_of(name)
+
+
+def test_a_reference_that_is_no_number_is_told():
+    with pytest.raises(ValueError, match=r"'planet' is no number.*another grader"):
+        is_correct("#### 3", "planet", "numeric")
+
+
 @given(st.integers(-(10**9), 10**9), st.integers(-(10**9), 10**9))
 def test_numbers_are_correct_iff_equal(a, b):
     assert is_correct(f"work\n#### {a:,}", f"#### {b}") is (a == b)
@@ -66,7 +113,7 @@ def test_format(text, expected):
 
 def test_rewards_read_conversational_completions():
     completions = [[{"role": "assistant", "content": GOOD}], [{"role": "assistant", "content": "no"}]]
-    assert correctness_reward(completions, answer=["#### 7", "#### 7"]) == [1.0, 0.0]
+    assert correctness()(completions, answer=["#### 7", "#### 7"]) == [1.0, 0.0]
     assert format_reward(completions) == [1.0, 0.0]
 
 

@@ -74,6 +74,12 @@ def evaluate(
     system_prompt: Annotated[
         str | None, typer.Option(help="System message; '' for none. Default: the protocol's.")
     ] = None,
+    grader: Annotated[
+        str | None,
+        typer.Option(
+            help="auto, exact, numeric, math, or file.py:function. Default: the protocol's; auto for local data."
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     batch_size: Annotated[int, typer.Option(help="Problems at a time (transformers).")] = 64,
     base_model: BaseModel = None,
@@ -91,7 +97,7 @@ def evaluate(
 
     from qerl_trl import checkpoint, loading
     from qerl_trl.publish.names import public_name
-    from qerl_trl.publish.run import load_any, load_policy, recorded_settings, require_whole
+    from qerl_trl.publish.run import format_of, load_any, load_policy, recorded_settings, require_format, require_whole
     from qerl_trl.tasks import evaluation
 
     adapter = Path(model) if (Path(model) / "adapter_config.json").is_file() else None
@@ -105,7 +111,7 @@ def evaluate(
     if protocol == "local" or data is not None:
         if data is None:
             raise ValueError("--protocol local needs --data: a .jsonl file, a folder with test.jsonl, or a Hub id.")
-        chosen = evaluation.Protocol(data, system_prompt=None)
+        chosen = evaluation.Protocol(data, system_prompt=None, grader="auto")
         if protocol in evaluation.PROTOCOLS and protocol != "gsm8k":
             chosen = dataclasses.replace(evaluation.PROTOCOLS[protocol], dataset=data, config=None)
         protocol = "local" if protocol == "gsm8k" else protocol
@@ -118,6 +124,7 @@ def evaluate(
         "temperature": temperature,
         "top_p": top_p,
         "max_new_tokens": max_new_tokens,
+        "grader": grader,
     }
     chosen = dataclasses.replace(chosen, **{name: value for name, value in given.items() if value is not None})
     if system_prompt is not None:
@@ -133,6 +140,8 @@ def evaluate(
                 note(
                     f"Serving the adapter on {base} as it is stored; it was trained on NVFP4. Pass an NVFP4 folder as --base-model."
                 )
+        elif base_format is not None:
+            require_format(base, base_format)
         loading.begin(base)
         loading.finish()
         generate = evaluation.vllm_engine(base, chosen, str(adapter) if adapter else None, seed)
@@ -140,20 +149,27 @@ def evaluate(
         if adapter:
             policy = load_policy(adapter, base_model, base_format, dtype, device, allow_other_base)
         else:
-            policy = load_any(model, device, dtype)
+            policy = load_any(model, device, dtype, base_format)
         assert policy.tokenizer is not None  # both bring one
         generate = evaluation.transformers_engine(
             policy.model, policy.tokenizer, chosen, batch_size, seed, progress=sys.stderr.isatty()
         )
     result = evaluation.evaluate(chosen, generate, limit, seed)
-    result.update(model=public_name(model), adapter=adapter is not None, engine=engine, name=protocol)
+    measured = (
+        format_of(base)
+        if engine == "vllm"
+        else policy.settings.get("merged_onto") or policy.settings.get("base_format")
+    )
+    result.update(
+        model=public_name(model), adapter=adapter is not None, engine=engine, name=protocol, base_format=measured
+    )
     if output is None and Path(model).is_dir():
         output = Path(model) / f"eval-{protocol}.json"
     if output is not None:
         checkpoint.write_json_atomically(output, result)
     low, high = result["interval95"]
     lines = [
-        f"{protocol}: {100 * result['accuracy']:.1f} % [{100 * low:.1f}, {100 * high:.1f}] on {result['total']} problems, "
+        f"{protocol}, {measured} weights: {100 * result['accuracy']:.1f} % [{100 * low:.1f}, {100 * high:.1f}] on {result['total']} problems, "
         f"{chosen.samples} completion{'s' if chosen.samples > 1 else ''} each, temperature {chosen.temperature:g}, {result['seconds']:.0f} s"
     ]
     if output is not None:

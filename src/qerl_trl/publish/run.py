@@ -15,6 +15,7 @@ from ..loading import begin, finish, from_pretrained, load_config
 from ..lora import load_adapter
 from ..nvfp4.config import NVFP4Config
 from ..nvfp4.headers import require_finite
+from ..nvfp4.linear import has_nvfp4
 from ..upstream import OnlineTrainer
 from .names import is_hub_id
 
@@ -199,13 +200,56 @@ def recorded_settings(folder: Path) -> RunSettings:
     return cast(RunSettings, found)
 
 
-def load_any(model: str, device: str = "cpu", dtype: str | None = None) -> TrainedPolicy:
-    """A model without an adapter, dense or NVFP4, with its tokenizer. `dtype`: compute dtype; default: as stored."""
+def format_of(model: str) -> str:
+    """In what format the weights of a model without an adapter are stored: "nvfp4" or "bf16" (dense)."""
+    return "nvfp4" if getattr(load_config(model), "quantization_config", None) is not None else "bf16"
+
+
+def require_format(model: str, base_format: str) -> None:
+    """Refuse a model that is not stored as `base_format`.
+
+    Raises:
+        `ValueError`: says how to get one that is.
+    """
+    stored = format_of(model)
+    if stored == base_format:
+        return
+    remedy = {
+        "nvfp4": f"Quantize it first: qerl-trl quantize {model} <folder>. With --engine transformers it is quantized while it loads",
+        "bf16": "The weights it was made from are not in there: name the unquantized model",
+    }
+    raise ValueError(
+        f"base_format={base_format!r}, and {model} is stored as {stored}. {remedy.get(base_format, 'Only nvfp4 and bf16 can be measured')}."
+    )
+
+
+def load_any(
+    model: str, device: str = "cpu", dtype: str | None = None, base_format: str | None = None
+) -> TrainedPolicy:
+    """A model without an adapter, with its tokenizer.
+
+    Args:
+        dtype: compute dtype; default: as stored.
+        base_format: "nvfp4" quantizes a dense model while it loads; default: as stored.
+
+    Raises:
+        `ValueError`: it cannot be had in this format.
+    """
+    quantizes = base_format == "nvfp4" and format_of(model) == "bf16"
+    if base_format is not None and not quantizes:
+        require_format(model, base_format)
     wanted = NVFP4Config(compute_dtype=dtype) if dtype else None
-    config = load_config(model, wanted)
-    packed = getattr(config, "quantization_config", None) is not None
-    options: dict[str, Any]
-    options = {"config": config, "dtype": getattr(torch, dtype or "bfloat16")} if packed else {"dtype": dtype or "auto"}
-    loaded = AutoModelForCausalLM.from_pretrained(model, device_map={"": device}, **options).eval()
+    if quantizes:
+        loaded = from_pretrained(
+            model, wanted, dtype=getattr(torch, dtype or "bfloat16"), device_map={"": device}
+        ).eval()
+    else:
+        config = load_config(model, wanted)
+        packed = getattr(config, "quantization_config", None) is not None
+        options: dict[str, Any] = {"dtype": dtype or "auto"}
+        if packed:
+            options = {"config": config, "dtype": getattr(torch, dtype or "bfloat16")}
+        loaded = AutoModelForCausalLM.from_pretrained(model, device_map={"": device}, **options).eval()
     finish(loaded)
-    return TrainedPolicy(loaded, AutoTokenizer.from_pretrained(model), {"model": model})
+    settings: RunSettings = {"model": model, "base_format": "nvfp4" if has_nvfp4(loaded) else "bf16"}
+    return TrainedPolicy(loaded, AutoTokenizer.from_pretrained(model), settings)

@@ -1,8 +1,8 @@
 """Accuracy on problems with one final answer: greedy or sampled, noise off, with confidence intervals.
 
 `qerl-trl eval` runs the paper's protocol (Section 4: temperature 0.6, top-p 0.95, at most 4096 new tokens) on its benchmarks, with
-transformers or vLLM. An adapter is checked to change the model's output before anything is measured; an answer counts when math-verify finds
-the *whole* stated answer (the last `#### ...` or `\\boxed{...}`) equal to the reference.
+transformers or vLLM. An adapter is checked to change the model's output before anything is measured; an answer counts when the protocol's
+grader (grading.py) finds the *whole* stated answer (the last `#### ...` or `\\boxed{...}`) equal to the reference.
 
 The same checkpoints in other people's harnesses: [`harness_commands`].
 """
@@ -24,7 +24,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from .. import report
 from ..rollout.vllm.offline import CheckpointEngine
-from .rewards import is_correct
+from .grading import Grader, grader_of, is_correct
 
 _Z95 = 1.959963984540054
 #: `generate` fills what is left open from the model's generation_config.json (Qwen2.5-Instruct: a repetition penalty), and that would
@@ -98,7 +98,7 @@ def sampled_accuracy(correct: list[list[bool]]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Protocol:
-    """A benchmark and how it is run. `samples`: completions a problem (more for the small sets, ours)."""
+    """A benchmark and how it is run. `samples`: completions a problem (more for the small sets, ours). `grader`: see grading.py."""
 
     dataset: str
     config: str | None = None
@@ -108,6 +108,7 @@ class Protocol:
     temperature: float = 0.6
     top_p: float = 0.95
     max_new_tokens: int = 4096
+    grader: str = "math"
 
 
 PROTOCOLS = {
@@ -163,10 +164,11 @@ def evaluate(
     Returns:
         A JSON-able result: accuracy with interval, the protocol, and for each problem the completions' verdicts.
     """
+    compare = grader_of(protocol.grader)
     problems = load_problems(protocol, limit)
     repeated = problems.select([i for i in range(len(problems)) for _ in range(protocol.samples)])
     started = time.perf_counter()
-    verdicts = grade(generate(repeated), repeated)
+    verdicts = grade(generate(repeated), repeated, compare)
     rows = [verdicts[i : i + protocol.samples] for i in range(0, len(verdicts), protocol.samples)]
     return {
         **sampled_accuracy(rows),
@@ -318,9 +320,10 @@ def solve(
     return answers
 
 
-def grade(completions: list[str], dataset: Dataset) -> list[bool]:
-    """Whether each completion states the dataset's `answer`."""
-    return [is_correct(text, gold) for text, gold in zip(completions, dataset["answer"], strict=True)]
+def grade(completions: list[str], dataset: Dataset, grader: str | Grader = "auto") -> list[bool]:
+    """Whether each completion states the dataset's `answer`, as `grader` compares (grading.py)."""
+    compare = grader_of(grader) if isinstance(grader, str) else grader
+    return [is_correct(text, gold, compare) for text, gold in zip(completions, dataset["answer"], strict=True)]
 
 
 # --- other people's harnesses -----------------------------------------------------------------------------------------------------

@@ -5,18 +5,11 @@ completion.
 """
 
 import re
+from collections.abc import Callable
 
 from datasets import Dataset
 
-try:
-    from math_verify import parse, verify
-except ImportError as error:  # at import, not in the middle of a run, when the first answer is not a plain number
-    raise ImportError("Rewards compare answers with math-verify: pip install qerl-trl[math].") from error
-
-ANSWER_MARK = "####"
-_MARKED = re.compile(r"####[ \t]*(\S[^\n]*)")
-_BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}")
-_PLAIN_NUMBER = re.compile(r"^-?\d+(?:\.\d+)?$")
+from .grading import ANSWER_MARK, MARKED, grader_of, is_correct
 
 
 def completion_text(completion: str | list[dict]) -> str:
@@ -24,30 +17,22 @@ def completion_text(completion: str | list[dict]) -> str:
     return completion if isinstance(completion, str) else completion[-1]["content"]
 
 
-def final_answer(text: str) -> str | None:
-    """What a solution states as its answer: the rest of the last `####` line, or the last `\\boxed{}`; `None` without."""
-    found = _MARKED.findall(text) or _BOXED.findall(text)
-    return found[-1].strip() if found else None
+def correctness(grader: str = "auto") -> Callable[..., list[float]]:
+    """A reward function: 1.0 where the stated answer equals the dataset's `answer` as `grader` compares (grading.py), else 0.0.
 
-
-def is_correct(text: str, gold: str) -> bool:
-    """Whether the answer that `text` states equals `gold` (an answer, or a worked solution that ends in one).
-
-    Equal numbers are recognised directly; anything else goes to math-verify, so `1/2`, `0.5` and `\\frac{1}{2}` agree.
+    Raises:
+        `ValueError`, `ImportError`: as [`grading.grader_of`].
     """
-    answer = final_answer(text)
-    if answer is None:
-        return False
-    gold = final_answer(gold) or gold
-    plain_answer, plain_gold = _plain(answer), _plain(gold)
-    if _PLAIN_NUMBER.match(plain_answer) and _PLAIN_NUMBER.match(plain_gold):
-        return float(plain_answer) == float(plain_gold)
-    return bool(verify(parse(f"${gold}$"), parse(f"${answer}$")))
+    compare = grader_of(grader)
 
+    def correctness_reward(completions: list, answer: list[str], **kwargs) -> list[float]:
+        return [
+            float(is_correct(completion_text(c), gold, compare)) for c, gold in zip(completions, answer, strict=True)
+        ]
 
-def correctness_reward(completions: list, answer: list[str], **kwargs) -> list[float]:
-    """1.0 where the stated answer equals the dataset's `answer`, else 0.0."""
-    return [float(is_correct(completion_text(c), gold)) for c, gold in zip(completions, answer, strict=True)]
+    if grader != "auto":  # another reward: a run that goes on is compared by its rewards' names
+        correctness_reward.__name__ += "_" + re.sub(r"\W+", "_", grader)
+    return correctness_reward
 
 
 def format_reward(completions: list, **kwargs) -> list[float]:
@@ -58,11 +43,7 @@ def format_reward(completions: list, **kwargs) -> list[float]:
 def _well_formed(text: str) -> bool:
     lines = [line for line in text.strip().split("\n") if line.strip()]
     marks = sum(line.lstrip().startswith(ANSWER_MARK) for line in lines)
-    return len(lines) >= 2 and marks == 1 and bool(_MARKED.match(lines[-1].lstrip()))
-
-
-def _plain(answer: str) -> str:
-    return answer.replace(",", "").replace("$", "").strip().rstrip(".")
+    return len(lines) >= 2 and marks == 1 and bool(MARKED.match(lines[-1].lstrip()))
 
 
 def as_prompts(dataset: Dataset, system_prompt: str | None = None) -> Dataset:

@@ -1,0 +1,115 @@
+"""Whether a completion states the right answer. A grader compares the answer that a text states with the reference.
+
+    auto      numbers by value; words letter by letter, ignoring case; everything else as mathematics (the default)
+    exact     letter by letter, but for spaces around and repeated inside
+    numeric   by value: 1,200 and 1200.0 are equal; what is no number is wrong
+    math      math-verify: 1/2, 0.5 and \\frac{1}{2} are equal. Not for words: to it `tenalp` is a product like `planet`
+
+Or one's own function (answer, reference) -> bool, by name: `my_task.py:same_colour`, `package.module:function`.
+"""
+
+import importlib
+import importlib.util
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+Grader = Callable[[str, str], bool]
+
+ANSWER_MARK = "####"
+MARKED = re.compile(r"####[ \t]*(\S[^\n]*)")
+_BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}")
+_PLAIN_NUMBER = re.compile(r"^-?\d+(?:\.\d+)?$")
+#: letters of any script, and what joins them in a phrase
+_WORDS = re.compile(r"^[^\W\d_]{2,}(?:[\s'\u2019-]+[^\W\d_]+)*[.!?]?$")
+
+
+def final_answer(text: str) -> str | None:
+    """What a solution states as its answer: the rest of the last `####` line, or the last `\\boxed{}`; `None` without."""
+    found = MARKED.findall(text) or _BOXED.findall(text)
+    return found[-1].strip() if found else None
+
+
+def _spaced(answer: str) -> str:
+    return " ".join(answer.split())
+
+
+def _number(answer: str) -> float | None:
+    plain = answer.replace(",", "").replace("$", "").strip().rstrip(".")
+    return float(plain) if _PLAIN_NUMBER.match(plain) else None
+
+
+def exact(answer: str, reference: str) -> bool:
+    return _spaced(answer) == _spaced(reference)
+
+
+def numeric(answer: str, reference: str) -> bool:
+    value = _number(reference)
+    if value is None:
+        raise ValueError(
+            f"The reference {reference!r} is no number, so grader='numeric' cannot compare with it. Choose another grader."
+        )
+    return _number(answer) == value
+
+
+def math(answer: str, reference: str) -> bool:
+    from math_verify import parse, verify
+
+    if (value := _number(reference)) is not None and (stated := _number(answer)) is not None:
+        return value == stated
+    return bool(verify(parse(f"${reference}$"), parse(f"${answer}$")))
+
+
+def auto(answer: str, reference: str) -> bool:
+    if _WORDS.match(reference.strip()):
+        return _spaced(answer).casefold().rstrip(".!?") == _spaced(reference).casefold().rstrip(".!?")
+    return math(answer, reference)
+
+
+GRADERS: dict[str, Grader] = {"auto": auto, "exact": exact, "numeric": numeric, "math": math}
+
+
+def grader_of(name: str) -> Grader:
+    """The grader of that name, or the function that a path names.
+
+    Raises:
+        `ValueError`: there is no such grader or function.
+        `ImportError`: it compares mathematics, and math-verify is not installed. Here, and not in the middle of a run.
+    """
+    if name in ("auto", "math") and importlib.util.find_spec("math_verify") is None:
+        raise ImportError(f"The grader {name!r} compares answers with math-verify: pip install qerl-trl[math].")
+    if name in GRADERS:
+        return GRADERS[name]
+    place, _, function = name.rpartition(":")
+    if not place:
+        raise ValueError(
+            f"grader={name!r} is none of {', '.join(GRADERS)}, and no function: name one as file.py:function or package.module:function."
+        )
+    try:
+        found = getattr(_module(place), function)
+    except (ImportError, AttributeError, OSError) as error:
+        raise ValueError(
+            f"grader={name!r} cannot be found: {error}. Name it as file.py:function or package.module:function."
+        ) from error
+    if not callable(found):
+        raise ValueError(f"grader={name!r} is {found!r}, no function of (answer, reference).")
+    return found
+
+
+def _module(place: str):
+    if not place.endswith(".py"):
+        return importlib.import_module(place)
+    spec = importlib.util.spec_from_file_location(Path(place).stem, place)
+    assert spec is not None and spec.loader is not None, "of a path that ends with .py"
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def is_correct(text: str, gold: str, grader: str | Grader = "auto") -> bool:
+    """Whether the answer that `text` states equals `gold` (an answer, or a worked solution that ends in one)."""
+    answer = final_answer(text)
+    if answer is None:
+        return False
+    compare = grader_of(grader) if isinstance(grader, str) else grader
+    return bool(compare(answer, final_answer(gold) or gold))
