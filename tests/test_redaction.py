@@ -1,4 +1,4 @@
-"""What counts as a secret, and what comes of it; the product is looked at in tests/faults/test_r7_publish.py."""
+"""What counts as a secret, and what comes of it; the product is looked at in tests/faults/test_r7_hub.py."""
 
 import copy
 import json
@@ -90,6 +90,12 @@ def test_a_secret_in_any_other_argument_is_refused_by_name(tmp_path, argument):
         settings(tmp_path, **argument)
     assert next(iter(argument)) in str(error.value)
     assert TOKEN not in str(error.value) and "user:password" not in str(error.value)
+
+
+def test_an_engine_that_logs_its_arguments_gets_no_secret(tmp_path):
+    with pytest.raises(ValueError, match=r"vllm_engine_kwargs\.hf_token is a secret.*HF_TOKEN") as error:
+        settings(tmp_path, vllm_engine_kwargs={"hf_token": PLAIN})
+    assert PLAIN not in str(error.value)
 
 
 def test_arguments_show_no_secret_and_keep_it(tmp_path):

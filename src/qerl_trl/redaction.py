@@ -117,6 +117,11 @@ def check_places(arguments: Mapping[str, Any]) -> None:
         name = where.rpartition(".")[2]
         if _names_secret(name, value):
             remember(where, value)
+            if where.startswith("vllm_engine_kwargs."):
+                raise ValueError(
+                    f"{where} is a secret, and an engine logs its arguments. Give a Hub token as HF_TOKEN (or with `hf auth login`), which vLLM "
+                    "reads too."
+                )
     for where, value in _texts(arguments):
         if not _names_secret(where.rpartition(".")[2], value) and (what := find(value)) is not None:
             raise ValueError(
