@@ -193,6 +193,7 @@ def push(
     base_model: Annotated[
         str | None, typer.Option(help="Hub id of the base, when the run used a local folder.")
     ] = None,
+    allow_other_base: AllowOtherBase = False,
     revision: Annotated[str | None, typer.Option(help="Branch to commit to.")] = None,
     force: Annotated[
         bool, typer.Option("--force", help="Publish into a repository that holds something else.")
@@ -232,7 +233,7 @@ def push(
     if what == "model":
         url = hub.push_model(folder, repo_id, facts, **options)
     else:
-        url = hub.push_folder(folder, repo_id, base_model=base_model, **options)
+        url = hub.push_folder(folder, repo_id, base_model=base_model, allow_other_base=allow_other_base, **options)
     if made is not None:  # kept after a failure: the next try goes on from there
         shutil.rmtree(made)
     print_result({"url": url, "repo_id": repo_id, "private": not public}, as_json, [url])

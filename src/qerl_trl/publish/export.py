@@ -37,7 +37,7 @@ from ..nvfp4.config import NVFP4Config
 from ..nvfp4.headers import require_finite
 from ..nvfp4.linear import has_nvfp4
 from . import staging, writer
-from .merge import entries_of, nvfp4_layer
+from .merge import check_base, entries_of, nvfp4_layer
 from .names import public_name
 from .records import Export, Kind, Measured
 from .run import (
@@ -45,6 +45,7 @@ from .run import (
     Exportable,
     TrainedPolicy,
     is_trainer,
+    recorded_revision,
     recorded_settings,
     require_whole,
     trained_policy_of,
@@ -88,10 +89,7 @@ def save_adapter(
             policy.model.save_pretrained(str(partial))
             require_finite(partial / ADAPTER_FILE)
             (partial / "README.md").unlink(missing_ok=True)  # PEFT's empty template
-            if base_model is not None:
-                config = partial / "adapter_config.json"
-                content = {**json.loads(config.read_text()), "base_model_name_or_path": base_model}
-                checkpoint.write_json_atomically(config, content)
+            _name_base(partial, policy.settings, base_model)
         return export
 
     return _on_rank_zero(exported, tokenizer, write)
@@ -111,7 +109,22 @@ def copy_adapter(run: Path, folder: str | os.PathLike, card: WriteCard | None = 
             for name in (*ADAPTER_FILES, *_TOKENIZER_FILES):
                 if (run / name).is_file():
                     shutil.copyfile(run / name, partial / name)
+            _name_base(partial, recorded_settings(run), None)
     return export
+
+
+def _name_base(folder: Path, settings: RunSettings, base_model: str | None) -> None:
+    """Let adapter_config.json name `base_model`, or the run's own base at the revision that it was loaded from."""
+    config = folder / "adapter_config.json"
+    content = json.loads(config.read_text())
+    own = base_model in (None, content.get("base_model_name_or_path"))
+    commit = recorded_revision(settings, content.get("base_model_name_or_path") or "") if own else None
+    if not own:
+        content["base_model_name_or_path"], content["revision"] = base_model, None
+    if commit is not None:
+        content["revision"] = commit
+    if commit is not None or not own:
+        checkpoint.write_json_atomically(config, content)
 
 
 def save_merged(
@@ -317,6 +330,8 @@ def _save_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase | None) -> 
 
 
 def _describe(policy: TrainedPolicy, kind: Kind, with_adapter: bool = True) -> Export:
+    if kind != "adapter":
+        check_base(policy)
     return _record(kind, policy.settings.copy(), _fingerprint(policy, with_adapter))
 
 

@@ -21,6 +21,7 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ge
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
 
 from .. import checkpoint, redaction
+from ..identity import RunSettings
 from . import cards, export, outgoing
 from .names import is_hub_id
 from .outgoing import Content, HubError
@@ -162,6 +163,7 @@ def push_folder(
     facts: Facts | None = None,
     further: Content | None = None,
     notify: Callable[[str], None] = print,
+    allow_other_base: bool = False,
 ) -> str:
     """Upload a sealed export as the content of `repo_id`, in one commit. Returns the commit's URL.
 
@@ -172,23 +174,30 @@ def push_folder(
         force: publish into a repository that holds something else; its other files stay.
         facts: for the card, over those that the export recorded.
         further: uploaded in the same commit, without a place in the manifest.
+        allow_other_base: name a `base_model` that holds other weights than the adapter was trained on.
 
     Raises:
-        `ValueError`: the folder is not a whole export, or names a base model that only this machine has.
+        `ValueError`: the folder is not a whole export, or names a base model that only this machine has, or another one.
         `HubError`: see [`prepare_repository`]; and the repository holds other content.
     """
     folder = Path(folder)
     record = _whole_export(folder)
-    files = _files(folder, notify)
+    files, note = _files(folder, notify), None
     if record["kind"] == "adapter":
         files |= adapter_config(folder, base_model)
+        if base_model is not None:
+            reader = HfApi(token=token or get_token())
+            note = check_base_on_hub(reader, base_model, record["settings"], allow_other_base)
     known: Facts = cards.read_facts(folder) or {"kind": record["kind"], "settings": record["settings"]}
     known |= {**(facts or {}), "kind": known["kind"]}
     if base_model:
         known["base_model"] = base_model
     message = message or f"{record['kind'].replace('_', ' ')}, written by qerl-trl"
     manifest = checkpoint.read_manifest(folder)
-    return _publish(files, manifest, known, repo_id, private, token, revision, message, force, further or {}, notify)
+    url = _publish(files, manifest, known, repo_id, private, token, revision, message, force, further or {}, notify)
+    if note is not None:
+        notify(note)
+    return url
 
 
 def push_model(
@@ -284,7 +293,40 @@ def adapter_config(folder: Path, base_model: str | None) -> dict[str, bytes]:
     require_hub_base(base)
     if base_model is None:
         return {}
+    if base != config.get("base_model_name_or_path"):
+        config["revision"] = None  # of the base that it named
     return {"adapter_config.json": (json.dumps({**config, "base_model_name_or_path": base}, indent=2) + "\n").encode()}
+
+
+def check_base_on_hub(api: HfApi, base_model: str, settings: RunSettings, allowed: bool) -> str | None:
+    """Compare the base that an adapter is told to name with the one it was trained on, as far as the repository says what it holds.
+
+    Returns what the user should know, if anything.
+
+    Raises:
+        `ValueError`: it holds a base with other weights, or a model in which an adapter is merged already; and that is not `allowed`.
+    """
+    try:
+        path = _retried(lambda: api.hf_hub_download(base_model, checkpoint.MANIFEST_NAME), attempts=2)
+        theirs = json.loads(Path(path).read_text())["run"]
+        kind, known = theirs["kind"], theirs["settings"].get("base_sha256")
+    except RepositoryNotFoundError:
+        return f"{base_model} was not found on the Hub with this token: nobody can load the adapter before it is there."
+    except (HfHubHTTPError, _HTTPError, OSError, RuntimeError, ValueError, KeyError):
+        return None  # of somebody else, who writes no manifest
+    then, wrong = settings.get("base_sha256"), ""
+    if kind in ("merged", "merged_other_base", "nvfp4_merged"):
+        wrong = "holds a merged model: the adapter would be added to what has one in it already"
+    elif then is not None and known not in (None, then):
+        wrong = (
+            f"holds a base with other weights (fingerprint {known[:12]}) than the adapter was trained on ({then[:12]})"
+        )
+    if wrong and not allowed:
+        raise ValueError(
+            f"{base_model} {wrong}. Publish the run's own base (qerl-trl merge RUN base --as base, then qerl-trl push base base user/name) and "
+            "name that one. To name this one all the same: allow_other_base=True (--allow-other-base)."
+        )
+    return None
 
 
 def require_hub_base(base: str) -> None:

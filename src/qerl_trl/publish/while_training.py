@@ -12,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from .. import checkpoint, redaction
 from . import cards, export, hub, outgoing
@@ -115,6 +116,7 @@ def push_checkpoint(folder: Path, to: Destination, facts: Facts, message: str, k
         changed = hub.adapter_config(folder, to.base_model) if to.adapter else {}
         further = outgoing.checkpoint_files(folder, keep_as, changed)
     exported = folder.with_name(f"{folder.name}-adapter")
+    named: dict[str, Any] = {"base_model": to.base_model} if to.adapter else {}
     try:
         if to.adapter:
             export.copy_adapter(folder, exported, lambda partial, record: cards.write(partial, facts, record))
@@ -129,7 +131,7 @@ def push_checkpoint(folder: Path, to: Destination, facts: Facts, message: str, k
             force=True,  # the repository is this run's
             further=further,
             notify=lambda text: logger.info("%s", text),
-            **({"base_model": to.base_model} if to.adapter else {}),
+            **named,
         )
     finally:
         shutil.rmtree(exported, ignore_errors=True)
