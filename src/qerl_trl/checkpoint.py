@@ -145,6 +145,14 @@ def recorded_run(folder: str | os.PathLike) -> dict[str, Any]:
         return {}
 
 
+def sealed_files(folder: str | os.PathLike) -> set[str]:
+    """Names of the files that a manifest in `folder` covers; none where there is no readable one."""
+    try:
+        return set(read_manifest(folder)["files"])
+    except (OSError, ValueError):
+        return set()
+
+
 def last_checkpoint(output_dir: str | os.PathLike) -> str | None:
     """The newest whole checkpoint in `output_dir`, or `None`. Damaged newer ones are skipped with a warning each."""
     # here, because it imports PEFT, which imports bitsandbytes where it is installed; `qerl-trl quantize` needs neither

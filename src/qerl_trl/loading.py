@@ -16,7 +16,7 @@ from typing import Any, ParamSpec, TypeVar
 from torch import nn
 from transformers import PreTrainedModel
 
-from . import checkpoint
+from . import checkpoint, forward
 from .nvfp4 import config
 from .nvfp4.headers import check_finite_module
 from .nvfp4.shards import check_weight_files
@@ -123,4 +123,5 @@ def from_pretrained(model_id: str | os.PathLike, *args: Any, **kwargs: Any) -> P
     begin(model_id)
     model = config.from_pretrained(model_id, *args, **kwargs)
     finish()
+    forward.compare(model)
     return model

@@ -30,7 +30,7 @@ from accelerate.utils import broadcast_object_list
 from peft import PeftModel
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from .. import checkpoint, report
+from .. import checkpoint, forward, report
 from ..identity import RunSettings
 from ..nvfp4 import layouts
 from ..nvfp4.config import NVFP4Config
@@ -158,6 +158,7 @@ def save_merged(
         jobs = [cast_job(entry, dtype) for entry in entries_of(policy, with_adapter=True)]
         with _staged(folder, export, overwrite, policy.tokenizer, card) as partial:
             writer.write_shards(partial, jobs, layouts.WRITTEN_BY, max_shard_bytes, progress=progress)
+            forward.record(partial, policy.model)
             _save_config(partial, policy, dtype, None, jobs)
         return export
 
@@ -189,6 +190,7 @@ def save_base(
                 jobs.append(cast_job(entry, lossless_dtype(entry)))
         with _staged(folder, export, overwrite, policy.tokenizer, card) as partial:
             writer.write_shards(partial, jobs, layouts.WRITTEN_BY, max_shard_bytes, progress=progress)
+            forward.record(partial, policy.model, with_adapter=False)
             dtype = torch.bfloat16 if dtypes == {torch.bfloat16} else quantizer.torch_dtype
             _save_config(partial, policy, dtype, quantizer.to_dict(), jobs)
         return export

@@ -9,7 +9,7 @@ import torch
 from peft import PeftConfig, PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from .. import base_identity, checkpoint, identity
+from .. import base_identity, checkpoint, forward, identity
 from ..identity import RunSettings
 from ..loading import begin, finish, from_pretrained, load_config
 from ..lora import load_adapter
@@ -111,11 +111,12 @@ def load_policy(
         model = AutoModelForCausalLM.from_pretrained(
             base_model, dtype=dtype, device_map={"": device}, revision=revision
         )
+        finish(model)
+        forward.compare(model)
     # the unquantized base of a run on NVFP4 is another model, and has no recorded fingerprint
     if base_format == recorded:
         settings |= compared_base(settings, model, base_model, dtype, allow_other_base)
     adapted = load_adapter(model, str(adapter)).eval()
-    finish(adapted)
     adapted.to(torch.device(device))
     has_tokenizer = (adapter / "tokenizer_config.json").is_file()
     tokenizer = AutoTokenizer.from_pretrained(
@@ -251,5 +252,6 @@ def load_any(
             options = {"config": config, "dtype": getattr(torch, dtype or "bfloat16")}
         loaded = AutoModelForCausalLM.from_pretrained(model, device_map={"": device}, **options).eval()
     finish(loaded)
+    forward.compare(loaded)
     settings: RunSettings = {"model": model, "base_format": "nvfp4" if has_nvfp4(loaded) else "bf16"}
     return TrainedPolicy(loaded, AutoTokenizer.from_pretrained(model), settings)

@@ -1,0 +1,125 @@
+"""What a model computes on a fixed prompt: recorded beside it when it is exported, compared when it is loaded whole.
+
+The bytes of a folder may be those that were sealed, and still be read as another model: by a release that maps names or positions in another
+way, or because the export wrote something else than the policy that was trained.
+
+Compared are the log-probabilities of fixed tokens, by the root of their mean squared difference, in units of how much log-probabilities
+vary over the vocabulary. Another dtype, device or kernel differs by a few hundredths of that; a model with its layers swapped, missing
+or mapped to other names by a half and more. Above `TOLERANCE` it is another model. A small fine-tuning is not told apart.
+"""
+
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, TypedDict, cast
+
+import torch
+from transformers import PreTrainedModel
+
+from . import checkpoint, report
+from .nvfp4.linear import has_nvfp4
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+FORWARD_NAME = "qerl_forward.json"
+TOLERANCE = 0.2
+_TOKENS = 32
+
+
+class Forward(TypedDict):
+    """`logps`: of each token but the first, given those before it. `spread`: their standard deviation over the vocabulary."""
+
+    model_class: str
+    packed: bool  # whether the weights are stored in NVFP4
+    tokens: list[int]
+    logps: list[float]
+    spread: float
+    computed_with: dict[str, str]
+
+
+@torch.no_grad()
+def measure(model: "PreTrainedModel | PeftModel", tokens: list[int] | None = None) -> Forward:
+    """Compute on the fixed prompt, in evaluation mode.
+
+    Raises:
+        `ValueError`: what comes out is not finite.
+    """
+    inner = model if isinstance(model, PreTrainedModel) else cast(PreTrainedModel, model.get_base_model())
+    if tokens is None:
+        vocabulary = cast(torch.Tensor, inner.get_input_embeddings().weight).shape[0]
+        tokens = [7919 * (place + 1) % vocabulary for place in range(_TOKENS)]
+    with _evaluating(model):
+        logits = model(input_ids=torch.tensor([tokens], device=inner.device), use_cache=False).logits[0].float()
+    logps = logits.log_softmax(-1)
+    chosen = logps[:-1].gather(1, torch.tensor(tokens[1:], device=logps.device)[:, None])[:, 0]
+    spread = logps.std(-1).mean().item()
+    if not math.isfinite(spread):
+        raise ValueError(
+            f"{type(inner).__name__} computes NaN or infinity in {inner.dtype} although its weights are finite: it overflows. Use bfloat16 or "
+            "float32, or take a model that has not diverged."
+        )
+    return {
+        "model_class": type(inner).__name__,
+        "packed": has_nvfp4(inner),
+        "tokens": tokens,
+        "logps": [round(value, 4) for value in chosen.tolist()],
+        "spread": spread,
+        "computed_with": {**report.versions(), "dtype": str(inner.dtype).removeprefix("torch.")},
+    }
+
+
+def difference(then: Forward, now: Forward) -> float:
+    """Root mean squared difference of the log-probabilities, in units of their spread."""
+    squares = [(a - b) ** 2 for a, b in zip(then["logps"], now["logps"], strict=True)]
+    return math.sqrt(sum(squares) / len(squares)) / then["spread"]
+
+
+def record(folder: Path, model: "PreTrainedModel | PeftModel", with_adapter: bool = True) -> None:
+    """Write what `model` computes into an unfinished export: merged with its adapter, or its base without."""
+    with nullcontext() if with_adapter or isinstance(model, PreTrainedModel) else model.disable_adapter():
+        found = measure(model)
+    found["packed"] = found["packed"] and not with_adapter
+    checkpoint.write_json_atomically(folder / FORWARD_NAME, found)
+
+
+def compare(model: PreTrainedModel) -> None:
+    """Compare a model, just loaded in the format and the class in which it is stored, with what it computed when its folder was sealed, if
+    that was recorded.
+
+    Raises:
+        `ValueError`: it computes something else.
+    """
+    folder = Path(model.config.name_or_path or "")
+    if FORWARD_NAME not in checkpoint.sealed_files(folder):
+        return
+    then: Forward = json.loads((folder / FORWARD_NAME).read_text())
+    quantizer = getattr(model, "hf_quantizer", None)
+    loaded_as_stored = has_nvfp4(model) if then["packed"] else quantizer is None
+    if then["model_class"] != type(model).__name__ or not loaded_as_stored:
+        return
+    now = measure(model, then["tokens"])
+    found = difference(then, now)
+    if not found <= TOLERANCE:
+        raise ValueError(
+            f"{folder} computes something else than when it was exported: on a fixed prompt its log-probabilities are {found:.2f} of their spread "
+            f"away (up to {TOLERANCE} is rounding). It was computed with {_listed(then)}, now with {_listed(now)}. Load it with those releases, or "
+            f"export it again; without {checkpoint.MANIFEST_NAME} it is loaded as it is."
+        )
+
+
+def _listed(forward: Forward) -> str:
+    return ", ".join(f"{name} {version}" for name, version in forward["computed_with"].items())
+
+
+@contextmanager
+def _evaluating(model: torch.nn.Module) -> Iterator[None]:
+    training = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, was in training.items():
+            module.training = was
