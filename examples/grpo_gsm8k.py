@@ -156,6 +156,7 @@ def main(script: ScriptArguments, args: QeRLConfig, model_args: ModelConfig) -> 
             write_before(output_dir, before, test)
     trainer.accelerator.print(f"Held-out accuracy before training, greedy: {Accuracy(sum(before), len(before))}")
 
+    begun = step_of(resume) if resume else 0  # now: training may remove that checkpoint
     try:
         trainer.train(resume_from_checkpoint=resume)
     except HubError as error:  # the training itself is whole; it is pushed again below, once the results are written
@@ -165,7 +166,7 @@ def main(script: ScriptArguments, args: QeRLConfig, model_args: ModelConfig) -> 
     if main_process:
         # a local folder has no name that a card could link to
         dataset = None if data_folder(script.dataset_name) else script.dataset_name
-        trained = trainer.state.global_step > (step_of(resume) if resume else 0)
+        trained = trainer.state.global_step > begun
         seconds = [entry["train_runtime"] for entry in trainer.state.log_history if "train_runtime" in entry]
         report(trainer, before, after, seconds[-1] if trained else None, output_dir, dataset)
     if args.push_to_hub:  # last: whatever the network does, the results are written
