@@ -239,6 +239,7 @@ CALLS = {
     "held": (lambda e: e.held(), {"results": [{"received": None, "damaged": 3}]}, "what each rank holds"),
     "noise": (lambda e: e.set_noise((), NOISE), {"results": [{"sigma_effective": None}]}, "sigma_effective"),
     "noise text": (lambda e: e.set_noise((), NOISE), {"results": ["0.5"]}, "one result per rank"),
+    "held draw": (lambda e: e.held(), {"results": [{"received": "", "damaged": [], "draw": [1], "sampled": None}]}, "what each rank holds"),
     "reset": (lambda e: e.reset_prefix_cache(), {"success": "maybe"}, '"success"'),
     "no completions": (lambda e: e._request([[1]], GREEDY, None), {"choices": None}, "completions with token ids"),
     "no fields": (lambda e: e._request([[1]], GREEDY, None), {"choices": [{}]}, "completions with token ids"),
