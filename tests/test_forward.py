@@ -53,9 +53,7 @@ def swap(tensors, first, second):
 CHANGES = {
     "layers swapped": lambda tensors: swap(tensors, "layers.0.", "layers.1."),
     "k and v swapped": lambda tensors: swap(tensors, "k_proj", "v_proj"),
-    "gate and up swapped": lambda tensors: swap(tensors, "gate_proj", "up_proj"),
     "no MLP": lambda tensors: [t.zero_() for name, t in tensors.items() if "down_proj" in name],
-    "attention doubled": lambda tensors: [t.mul_(2) for name, t in tensors.items() if "o_proj" in name],
 }
 
 

@@ -4,8 +4,9 @@ The bytes of a folder may be those that were sealed, and still be read as anothe
 way, or because the export wrote something else than the policy that was trained.
 
 Compared are the log-probabilities of fixed tokens, by the root of their mean squared difference, in units of how much log-probabilities
-vary over the vocabulary. Another dtype, device or kernel differs by a few hundredths of that; a model with its layers swapped, missing
-or mapped to other names by a half and more. Above `TOLERANCE` it is another model. A small fine-tuning is not told apart.
+vary over the vocabulary. On random models of 26 to 32 layers, on a CPU, bfloat16 is 0.02 to 0.04 of that away from float32 (0.26 with weights
+four times as large); with layers swapped, k and v swapped, gate and up swapped or no MLP it is 1.1 and more. Above `TOLERANCE` it is another
+model. A small fine-tuning is not told apart.
 """
 
 import json
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
 
 FORWARD_NAME = "qerl_forward.json"
-TOLERANCE = 0.2
+TOLERANCE = 0.4
 _TOKENS = 32
 
 
