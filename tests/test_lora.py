@@ -1,4 +1,5 @@
 import logging
+import re
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from qerl_trl.lora import (
     default_lora_config,
     prepare_trainable_norms,
     register_nvfp4_lora,
+    warn_of_dropout,
 )
+from tests.tiny_models import make_tiny_model
 
 IDS = torch.randint(5, 300, (2, 12), generator=torch.Generator().manual_seed(0))
 
@@ -207,3 +210,25 @@ def test_trainable_norms_are_float32_and_keep_the_stream_in_bf16(tiny_model_dir,
         assert (parameter != before[name]).float().mean() > 0.9, f"{name}: a step of 1e-5 must land"
     model.eval()
     assert model.generate(input_ids=IDS, max_new_tokens=3, do_sample=False).shape == (2, 15)  # outside autocast
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "lora_dropout", "told"),
+    [
+        ("qwen2", {}, 0.0, None),
+        (
+            "qwen2",
+            {"attention_dropout": 0.1},
+            0.0,
+            r"attention_dropout=0\.1.*model_init_kwargs={'attention_dropout': 0\.0}",
+        ),
+        ("phi3", {"resid_pdrop": 0.2}, 0.0, r"resid_pdrop=0\.2.*model_init_kwargs={'resid_pdrop': 0\.0}"),
+        ("qwen2", {}, 0.05, r"lora_dropout=0\.05.*Set lora_dropout=0,"),
+    ],
+)
+def test_dropout_is_named(family, options, lora_dropout, told, caplog):
+    model = get_peft_model(
+        make_tiny_model(family, **options), LoraConfig(target_modules="all-linear", lora_dropout=lora_dropout)
+    )
+    warn_of_dropout(model)
+    assert (re.search(told, caplog.text) is not None) if told else not caplog.text

@@ -42,7 +42,7 @@ from transformers.trainer_utils import TrainOutput
 from . import base_identity, behaviour, disk, guards, mismatch, preflight, redaction, report, run_folder
 from .base import adapter_config, model_init
 from .config import QeRLArguments, QeRLConfig, QeRLRLOOConfig
-from .lora import check_adapter, prepare_trainable_norms, warn_of_low_precision
+from .lora import check_adapter, prepare_trainable_norms, warn_of_dropout, warn_of_low_precision
 from .memory import shortage
 from .memory.plan import MemoryPlan, plan_trainer
 from .memory.workload import check_rollout
@@ -116,6 +116,7 @@ class QeRLMixin(SavingMixin):
             check_adapter(trained)
         else:
             warn_of_low_precision(trained)
+        warn_of_dropout(trained)
         self._monitor = guards.SignalMonitor(args.zero_advantage_patience)
         self._mismatch = mismatch.MismatchWatch(args.rollout_mismatch_threshold)
         self._timer = PhaseTimer("rollout", "reward", "update")
