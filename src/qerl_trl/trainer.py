@@ -48,6 +48,7 @@ from .memory.plan import MemoryPlan, plan_trainer
 from .memory.workload import check_rollout
 from .noise.callback import AQNCallback
 from .nvfp4.linear import has_nvfp4
+from .processes import naming_the_lost_one
 from .publishing import close_other_ways
 from .rollout.arms import check_environment
 from .rollout.contract import checked_rollout_func
@@ -212,7 +213,7 @@ class QeRLMixin(SavingMixin):
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """See [`SavingMixin.train`]."""
         try:
-            with shortage.naming(self):
+            with shortage.naming(self), naming_the_lost_one(self):
                 return super().train(*args, **kwargs)
         finally:
             if self.aqn is not None:

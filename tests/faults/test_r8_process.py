@@ -6,10 +6,12 @@ import multiprocessing
 import os
 import resource
 import signal
+import socket
 from pathlib import Path
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState, GradientState, PartialState
 from transformers import TrainerCallback
 
 from qerl_trl import checkpoint
@@ -179,3 +181,53 @@ def test_sigterm(tiny_runs, whole, tmp_path):  # noqa: F811
     process.join(60)
     assert process.exitcode == -signal.SIGTERM
     assert goes_on(tiny_runs, run, whole)
+
+
+# --- several processes -------------------------------------------------------------------------------------------------------------
+
+
+def two_processes(tiny_runs, run: Path) -> list[str | None]:  # noqa: F811
+    """One training of two processes with gloo; in the second one the reward of the second step fails. What each raised."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    parallel = multiprocessing.get_context("fork")
+    answers = [parallel.Pipe(duplex=False) for _ in range(2)]
+
+    def process(rank):
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+        for state in (AcceleratorState, PartialState, GradientState):
+            state._reset_state()
+        said = None
+        try:
+            tiny_runs.command(run, reward=interrupting(2 if rank == 1 else 0, by=KeyError), **STEPS)
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+        answers[rank][1].send(said)
+
+    processes = [parallel.Process(target=process, args=(rank,)) for rank in range(2)]
+    for started in processes:
+        started.start()
+    said = [answer.recv() if answer.poll(60) else "nothing was said" for answer, _ in answers]
+    for started in processes:
+        started.join(10)
+        started.kill()
+    return said
+
+
+@fault("R8.rank_fails")
+def test_one_of_two_processes_fails(tiny_runs, tmp_path):  # noqa: F811
+    """Going on is the business of any run: torch cannot load an optimizer's state to the device "cpu:0" that a process of several has here."""
+    run = tmp_path / "run"
+    other, failed = two_processes(tiny_runs, run)
+    for word in ("Reward function 'spread_reward' raised KeyError", "resume"):
+        assert word in failed
+    for word in (
+        "Process 0 of 2 has lost another one at step 1",
+        "first error there",
+        str(run / "checkpoint-1"),
+        "same command",
+    ):
+        assert word in other
+    assert checkpoint.problems(run / "checkpoint-1") == []
