@@ -3,7 +3,10 @@
 import copy
 from types import SimpleNamespace
 
+import pytest
 import torch
+from datasets import Dataset
+from peft import LoraConfig
 from torch import nn
 
 from qerl_trl.names import canonical_name
@@ -23,9 +26,7 @@ class StandIn(Engine):
     def __init__(self, policy: nn.Module, base_fault=None) -> None:
         self.policy = copy.deepcopy(policy).eval().requires_grad_(False)
         for module in self.policy.modules():
-            vars(module).pop(
-                "forward", None
-            )  # TRL's own, a closure over the trainer's model: the copy would compute with that
+            vars(module).pop("forward", None)  # TRL's own, which computes with the trainer's model in a copy too
         self.norms = {}
         for name, module in self.policy.named_modules():
             weight = module._parameters.get("weight")
@@ -57,7 +58,8 @@ class StandIn(Engine):
             a.copy_(tensors.a.to(dtype))
             b.copy_((tensors.b * tensors.scaling).to(dtype) / layer.scaling[name_of])
         self.clean |= {name: weight.detach().float().clone() for name, weight in norms.items()}
-        self.received, self.bits = update_fingerprint(adapter, norms), self._bits()
+        self.received = update_fingerprint(adapter, norms)
+        self.bits |= {name: value for name, value in self._bits().items() if ".lora_" in name}
 
     def _bits(self) -> dict[str, int]:
         return {name: int(bits(p)) for name, p in self.policy.named_parameters() if "norm" not in name}
@@ -120,3 +122,42 @@ class StandIn(Engine):
             logps.append(float(row[token]))
             ids = torch.tensor([[token]])
         return Completion(tokens, logps)
+
+
+LORA = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+PROMPTS = Dataset.from_dict({"prompt": [f"say {word} " for word in ("one", "two", "six", "ten")] * 4})
+
+
+def spread_reward(completions, **kwargs):
+    return [float(sum(text.encode()) % 7) for text in completions]
+
+
+@pytest.fixture
+def make_trainer(tiny_model_dir, tiny_tokenizer, tmp_path, monkeypatch):
+    """A GRPO trainer on bf16 NVFP4 weights whose vLLM is the stand-in; noise from the second step on."""
+    from qerl_trl import QeRLConfig, QeRLGRPOTrainer
+    from qerl_trl.rollout.generation import QeRLVLLMGeneration
+    from qerl_trl.rollout.spec import EngineSpec
+
+    def make(rollout_func=None, peft_config=LORA, engine=StandIn, **options):
+        def build(self):
+            self.spec = EngineSpec.of(self.model, scale_rule="rtn", dtype=self._compute_dtype())
+            return engine(self.model)
+
+        monkeypatch.setattr(QeRLVLLMGeneration, "_build_engine", build)
+        defaults = {
+            "output_dir": str(tmp_path / "run"), "use_cpu": True, "bf16": False, "per_device_train_batch_size": 4, "num_generations": 4,
+            "max_completion_length": 4, "max_steps": 2, "logging_steps": 1, "save_strategy": "no", "report_to": "none",
+            "gradient_checkpointing": False, "disable_tqdm": True, "aqn_num_stages": 2, "use_vllm": True, "vllm_mode": "colocate",
+        }  # fmt: skip
+        return QeRLGRPOTrainer(
+            str(tiny_model_dir("qwen2", initializer_range=0.1)),  # layers of 128 that matter as much as wide ones
+            spread_reward,
+            QeRLConfig(**{**defaults, **options}),
+            PROMPTS,
+            processing_class=tiny_tokenizer,
+            peft_config=peft_config,
+            rollout_func=rollout_func,
+        )
+
+    return make

@@ -8,9 +8,8 @@ import torch
 from safetensors.torch import load_file
 
 from tests.faults.catalog import fault, told
-from tests.faults.stand_in import StandIn
-from tests.faults.test_s_rollout import PROMPTS
-from tests.faults.test_s_rollout import make_trainer as make_engine_trainer  # noqa: F401  (a fixture)
+from tests.faults.stand_in import PROMPTS, StandIn
+from tests.faults.stand_in import make_trainer as make_engine_trainer  # noqa: F401  (a fixture)
 from tests.test_trainer import adapter_of, assert_identical, logged, make_trainer  # noqa: F401  (a fixture)
 from tests.tiny_models import make_tiny_model
 

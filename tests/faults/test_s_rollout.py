@@ -1,53 +1,18 @@
 """Rollouts that pass silently at 843f908: a stand-in engine (stand_in.py) under the real trainer, with one fault each."""
 
+import copy
+
 import pytest
-from datasets import Dataset
 from peft import LoraConfig
 
+from qerl_trl.nvfp4.linear import NVFP4Linear
 from qerl_trl.rollout.engine import RolloutError
 from tests.faults.catalog import fault, told
-from tests.faults.stand_in import StandIn
+from tests.faults.stand_in import make_trainer  # noqa: F401  (a fixture)
+from tests.rollout import test_probe as probes
+from tests.tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.vllm  # TRL calls vLLM's classes beside the engine
-
-LORA = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
-PROMPTS = Dataset.from_dict({"prompt": [f"say {word} " for word in ("one", "two", "six", "ten")] * 4})
-
-
-def spread_reward(completions, **kwargs):
-    return [float(sum(text.encode()) % 7) for text in completions]
-
-
-@pytest.fixture
-def make_trainer(tiny_model_dir, tiny_tokenizer, tmp_path, monkeypatch):
-    """A GRPO trainer on bf16 NVFP4 weights whose vLLM is the stand-in; noise from the second step on."""
-    from qerl_trl import QeRLConfig, QeRLGRPOTrainer
-    from qerl_trl.rollout.generation import QeRLVLLMGeneration
-    from qerl_trl.rollout.spec import EngineSpec
-
-    def build(self):
-        self.spec = EngineSpec.of(self.model, scale_rule="rtn", dtype=self._compute_dtype())
-        return StandIn(self.model)
-
-    monkeypatch.setattr(QeRLVLLMGeneration, "_build_engine", build)
-
-    def make(rollout_func=None, peft_config=LORA, **options):
-        defaults = {
-            "output_dir": str(tmp_path / "run"), "use_cpu": True, "bf16": False, "per_device_train_batch_size": 4, "num_generations": 4,
-            "max_completion_length": 4, "max_steps": 2, "logging_steps": 1, "save_strategy": "no", "report_to": "none",
-            "gradient_checkpointing": False, "disable_tqdm": True, "aqn_num_stages": 2, "use_vllm": True, "vllm_mode": "colocate",
-        }  # fmt: skip
-        return QeRLGRPOTrainer(
-            str(tiny_model_dir("qwen2")),
-            spread_reward,
-            QeRLConfig(**{**defaults, **options}),
-            PROMPTS,
-            processing_class=tiny_tokenizer,
-            peft_config=peft_config,
-            rollout_func=rollout_func,
-        )
-
-    return make
 
 
 def answer(prompts, trainer, sample) -> dict:
@@ -56,7 +21,7 @@ def answer(prompts, trainer, sample) -> dict:
     return {"prompt_ids": ids, "completion_ids": [s[0] for s in sampled], "logprobs": [s[1] for s in sampled]}
 
 
-def test_a_rollout_function_that_samples_from_the_engine_meets_the_noise(make_trainer):
+def test_a_rollout_function_that_samples_from_the_engine_meets_the_noise(make_trainer):  # noqa: F811
     """At 843f908 it logged a sigma while the engine's norms were clean."""
     differ = []
 
@@ -84,9 +49,62 @@ def test_a_rollout_function_that_samples_from_the_engine_meets_the_noise(make_tr
 
 
 @fault("S.noise_never_acts")
-def test_a_rollout_function_that_asks_elsewhere_is_refused_once_noise_is_due(make_trainer):
+def test_a_rollout_function_that_asks_elsewhere_is_refused_once_noise_is_due(make_trainer):  # noqa: F811
     def rollout(prompts, trainer):
         return answer(prompts, trainer, lambda ids: ([5, 6, 7, 8], [-1.0] * 4))
 
     with told(RolloutError, "nothing was sampled", "rollout_func", "aqn=False", "sigma 0.01"):
         make_trainer(rollout).train()
+
+
+@fault("S.embedding_adapter_unsent")
+def test_an_adapter_on_the_embeddings_is_refused_before_training(make_trainer):  # noqa: F811
+    """At 843f908 the probe passed at 0.0000, and after 6 steps engine and trainer were 1.61 nats apart."""
+    lora = LoraConfig(r=4, target_modules=["q_proj", "embed_tokens"], task_type="CAUSAL_LM")
+    with told(ValueError, "embed_tokens", "never reach vLLM", "target_modules", "use_vllm=False"):
+        make_trainer(peft_config=lora)
+
+
+def unquantized(dense):
+    def put_in(base):
+        layers = dict(dense.named_modules())
+        for name, module in list(base.named_modules()):
+            if isinstance(module, NVFP4Linear):
+                parent = base.get_submodule(name.rpartition(".")[0])
+                parent.base_layer = copy.deepcopy(layers[name.removesuffix(".base_layer")])
+
+    return put_in
+
+
+IN_BF16 = {
+    "adapter doubled": probes.scaled(2.0),
+    "adapter halved": probes.scaled(0.5),
+    "half of the layers lost": probes.without(lambda name: int(name.split(".")[2]) % 2),
+    "all MLPs lost": probes.without(lambda name: ".mlp." in name),
+    "k and v exchanged": probes.exchanged,
+}
+
+
+@pytest.fixture(scope="module")
+def dense():
+    """Four layers whose outputs are as large as those of a wide model with weights of 0.02."""
+    return make_tiny_model("qwen2", num_hidden_layers=4, initializer_range=0.1)
+
+
+@pytest.fixture(scope="module")
+def policy(dense):
+    return probes.with_adapter(probes.quantized(dense))
+
+
+@fault("S.probe_in_bf16")
+@pytest.mark.parametrize("case", IN_BF16)
+def test_a_wrong_adapter_is_found_in_bf16(policy, case):
+    """At 843f908 each of them passed: 0.35 nats were allowed."""
+    with told(RolloutError, "part of the adapter is lost, misplaced or scaled", "nats", "report it"):
+        probes.run(probes.FakeEngine(policy, IN_BF16[case]), policy)
+
+
+@fault("S.probe_in_bf16")
+def test_an_unquantized_server_is_found_in_bf16(dense, policy):
+    with told(RolloutError, "disagree without any adapter", "other weights", "nats"):
+        probes.run(probes.FakeEngine(policy, base_fault=unquantized(dense)), policy)

@@ -7,6 +7,7 @@ from typing import cast
 
 import torch
 from accelerate.utils import is_peft_model
+from peft import PeftModel
 from torch import nn
 
 from ..names import canonical_name, full_tensor, local_tensor
@@ -56,6 +57,23 @@ class TrainedAdapter(Trained):
             for name, layer in rollout_layers(model).items()
         }
         self.norms = cast(dict[str, nn.RMSNorm], trained_norms(model))
+        self._check_complete(model)
+
+    def _check_complete(self, model: nn.Module) -> None:
+        """Whatever is trained has to be among what is put."""
+        mine, others = {id(p) for p in self.parameters()}, set(cast(PeftModel, model).peft_config) - {self.name}
+        left = [
+            n
+            for n, p in model.named_parameters()
+            if p.requires_grad and id(p) not in mine and not others & {*n.split(".")}
+        ]
+        if left:
+            layers = sorted({canonical_name(name.partition(".lora_")[0]) for name in left})
+            raise ValueError(
+                f"{len(left)} trained tensors would never reach vLLM, whose rollouts would come from another policy than the one that is "
+                f"trained: those of {', '.join(layers[:4])}. vLLM's engine carries LoRA on linear layers and norms in modules_to_save. Take "
+                "the others out of target_modules (embed_tokens, for example), or use use_vllm=False."
+            )
 
     def parameters(self) -> list[torch.Tensor]:
         modules: list[nn.Linear | nn.RMSNorm] = [half for _, down, up in self.layers.values() for half in (down, up)]

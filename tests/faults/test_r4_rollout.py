@@ -1,0 +1,272 @@
+"""R4, rollout and sync: faults of an engine under the real trainer. The engine is a stand-in with the trainer's own weights; what only
+vLLM's side can show runs on vLLM's side without an engine (test_s_updates.py)."""
+
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from qerl_trl.rollout.engine import Completion, RolloutError
+from tests.faults.catalog import fault, told
+from tests.faults.stand_in import StandIn, make_trainer  # noqa: F401  (a fixture)
+
+pytestmark = pytest.mark.vllm  # TRL calls vLLM's classes beside the engine
+
+
+class After(TrainerCallback):
+    """Calls `action(engine)` once, after the first step."""
+
+    def __init__(self, action):
+        self.action = action
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 1:
+            self.action()
+
+
+def train(trainer, action=None):
+    """Train; after the first step `action(engine)` injects the fault."""
+    if action is not None:
+        trainer.add_callback(After(lambda: action(trainer.vllm_generation.engine)))
+    trainer.train()
+    return trainer
+
+
+def test_a_sound_engine_trains_and_is_probed_again(make_trainer):  # noqa: F811
+    trainer = train(make_trainer(rollout_probe_steps=1))
+    assert trainer.state.global_step == 2 and trainer.vllm_generation._probed == 1
+    held = trainer.vllm_generation.engine.held()
+    assert held.received == trainer.vllm_generation._put and held.sampled.sigma > 0 and not held.damaged
+
+
+# -------------------------------------------------------------------------------------------------------------- weights
+
+
+class Ignores(StandIn):
+    def put_adapter(self, adapter, norms):
+        super().put_adapter({}, norms)
+
+
+@fault("R4.adapter_ignored")
+def test_an_adapter_that_the_engine_ignores(make_trainer):  # noqa: F811
+    with told(RolloutError, "The adapter does not reach the engine", "report it"):
+        make_trainer(engine=Ignores)
+
+
+@fault("R4.adapter_stale")
+def test_an_update_that_never_arrives(make_trainer):  # noqa: F811
+    def stale(engine):
+        engine.put_adapter = lambda adapter, norms: None
+
+    with told(RolloutError, "does not hold the trainer's latest weights", "stale policy", "resume"):
+        train(make_trainer(), stale)
+
+
+@fault("R4.adapter_stale", recovered=True)
+def test_a_change_that_leaves_no_trace_in_torch_is_put_all_the_same(make_trainer):  # noqa: F811
+    """`.data` does not count versions: at 843f908 the engine kept the adapter of before."""
+    trainer = make_trainer()
+    generation, fill = trainer.vllm_generation, lambda p: p.data.fill_(0.5)
+    for name, parameter in trainer.model.named_parameters():
+        if "lora_B" in name:
+            fill(parameter)
+    generation.generate([[5, 6, 7]], None, 1)
+    ups = [p for name, p in generation.engine.policy.named_parameters() if "lora_B" in name]
+    assert ups and all(bool((up == 0.5).all()) for up in ups)
+
+
+@fault("R4.adapter_half_written")
+def test_an_update_of_which_half_arrives(make_trainer):  # noqa: F811
+    def half(engine):
+        put = engine.put_adapter
+
+        def lossy(adapter, norms):
+            before = {name: p.clone() for name, p in engine.policy.named_parameters() if "layers.1" in name}
+            put(adapter, norms)
+            for name, parameter in engine.policy.named_parameters():
+                if name in before:
+                    parameter.data.copy_(before[name])
+
+        engine.put_adapter = lossy
+
+    with told(RolloutError, "no longer holds what was put into it", "layers.1", "made by half", "resume"):
+        train(make_trainer(), half)
+
+
+@fault("R4.wake_without_weights")
+def test_an_engine_that_wakes_up_without_its_weights(make_trainer):  # noqa: F811
+    def forgets(engine):
+        engine.wake = lambda: engine.policy.get_base_model().model.embed_tokens.weight.data.zero_()
+
+    with told(RolloutError, "not restored when the engine woke up", "embed_tokens", "vllm_enable_sleep_mode"):
+        train(make_trainer(), forgets)
+
+
+@fault("R4.drift_after_wake")
+def test_an_engine_that_computes_otherwise_after_it_woke_up(make_trainer):  # noqa: F811
+    """Every weight is in place and a cache of positions is not: only the probe sees that."""
+
+    def drifts(engine):
+        engine.policy.get_base_model().model.rotary_emb.inv_freq.mul_(3)
+
+    with told(RolloutError, "have drifted apart", "nats", "Resume from the last checkpoint"):
+        train(make_trainer(rollout_probe_steps=1), drifts)
+
+
+@fault("R4.prefix_cache_stale")
+def test_a_prefix_cache_that_is_not_reset(make_trainer):  # noqa: F811
+    from qerl_trl.rollout.vllm.in_process import InProcessEngine
+
+    def refuses(engine):
+        engine.reset_prefix_cache = lambda: InProcessEngine.reset_prefix_cache(engine)
+        engine._running = SimpleNamespace(reset_prefix_cache=lambda: False)
+
+    with told(RolloutError, "refused to reset its prefix cache", "several threads", "resume"):
+        train(make_trainer(), refuses)
+
+
+@fault("R4.unknown_keys")
+def test_an_update_with_names_that_the_engine_does_not_have(monkeypatch):
+    from qerl_trl.rollout.vllm import state as states
+    from qerl_trl.rollout.wire import AdapterTensors
+
+    monkeypatch.setattr(states, "find_norms", lambda model: {})
+    model = torch.nn.Module()
+    model.weight = torch.nn.Parameter(torch.ones(1))
+    with told(ValueError, "have no buffers in vLLM", "model.elsewhere", "target modules"):
+        states.RolloutState(model).load_adapter(
+            {"model.elsewhere": AdapterTensors(torch.ones(1, 2), torch.ones(2, 1), 1.0)}, {}
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------------- noise
+
+
+@fault("R4.noise_left_on")
+def test_noise_that_stays_on(make_trainer):  # noqa: F811
+    def keeps(engine):
+        put = engine.set_noise
+        engine.set_noise = lambda norms, draw: put(norms, draw) if draw.sigma else 0.0
+
+    trainer = make_trainer()
+    train(trainer, keeps)
+    with told(RolloutError, "noise was left on", "sigma 0.01", "resume"):
+        trainer.vllm_generation.generate_greedily([[5, 6, 7]], 4)
+
+
+@fault("R4.noise_left_on")
+@fault("S.noise_never_acts")
+def test_noise_that_does_not_arrive(make_trainer):  # noqa: F811
+    def ignores(engine):
+        engine.set_noise = lambda norms, draw: draw.sigma
+
+    with told(RolloutError, "its noise is missing", "sigma 0.01", "resume"):
+        train(make_trainer(), ignores)
+
+
+# ---------------------------------------------------------------------------------------------------- the engine itself
+
+
+@fault("R4.engine_dead", recovered=True)
+def test_an_engine_that_dies(make_trainer):  # noqa: F811
+    def dies(engine):
+        def generate(*args, **kwargs):
+            raise RuntimeError("EngineCore died")
+
+        engine.llm.generate = generate
+
+    saving = {"save_strategy": "steps", "save_steps": 100}
+    with told(RolloutError, "EngineCore died", "Step 1 is saved", "resume_from_checkpoint=True"):
+        train(make_trainer(**saving), dies)
+    again = make_trainer(**saving)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 2
+
+
+@fault("R4.engine_hangs")
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["main thread", "another thread"])
+def test_an_engine_that_hangs(make_trainer, elsewhere):  # noqa: F811
+    trainer = make_trainer(rollout_timeout=0.5)
+
+    def forever(*args, **kwargs):
+        while True:
+            time.sleep(0.05)
+
+    trainer.vllm_generation.engine.llm.generate = forever
+    caught = []
+
+    def rollout():
+        try:
+            trainer.vllm_generation.generate([[5, 6, 7]], None, 1)
+        except RolloutError as error:
+            caught.append(error)
+
+    started = time.monotonic()
+    if elsewhere:
+        thread = threading.Thread(target=rollout)
+        thread.start()
+        thread.join(20)
+    else:
+        rollout()
+    assert time.monotonic() - started < 15 and caught
+    with told(RolloutError, "rollout_timeout=0.5", "hangs", "raise it", "resume"):
+        raise caught[0]
+
+
+COMPLETIONS = {
+    "none": (lambda outputs: [], "gave 0 completions for 2 prompts"),
+    "one missing": (lambda outputs: outputs[:1], "gave 1 completions for 2 prompts"),
+    "empty": (lambda outputs: change(outputs, token_ids=[], logprobs=[]), "Completion 1 of 2 from vLLM is empty"),
+    "beyond the vocabulary": (lambda outputs: change(outputs, token_ids=[5, 999_999, 5, 5]), "token id 999999"),
+    "negative": (lambda outputs: change(outputs, token_ids=[5, -1, 5, 5]), "token id -1"),
+    "NaN": (lambda outputs: change(outputs, logprobs=[{5: logp(float("nan"))}] * 4), "log-probability None at token 0"),
+    "infinite": (
+        lambda outputs: change(outputs, logprobs=[{5: logp(-1.0)}] * 3 + [{5: logp(-float("inf"))}]),
+        "log-probability -inf at token 3",
+    ),
+    "too few": (lambda outputs: change(outputs, logprobs=[{5: logp(-1.0)}] * 3), "4 tokens and 3 log-probabilities"),
+}
+
+
+def logp(value: float) -> SimpleNamespace:
+    return SimpleNamespace(logprob=value, rank=1)
+
+
+def change(outputs, **values):
+    vars(outputs[-1].outputs[0]).update(values)
+    return outputs
+
+
+@fault("R4.completions_or_logps_bad")
+def test_completions_that_cannot_be_trained_on(make_trainer):  # noqa: F811
+    generation = make_trainer().vllm_generation
+    sound = generation.engine.llm.generate
+    for made, words in COMPLETIONS.values():
+        generation.engine.llm.generate = lambda *args, made=made, **kwargs: made(sound(*args, **kwargs))
+        with told(RolloutError, words, "engine", "resume"):
+            generation.generate([[5, 6, 7], [8, 9]], None, 1)
+    generation.engine.llm.generate = sound
+    assert len(generation.generate([[5, 6, 7], [8, 9]], None, 1)[1]) == 2
+
+
+@fault("R4.completions_or_logps_bad")
+def test_completions_of_a_rollout_function_that_cannot_be_trained_on(make_trainer):  # noqa: F811
+    def rollout(prompts, trainer):
+        return {"prompt_ids": [[5]] * 4, "completion_ids": [[5]] * 3 + [[]], "logprobs": [[-1.0]] * 3 + [[]]}
+
+    with told(RolloutError, "Completion 3 of 4 from rollout_func is empty", "vllm_max_model_length"):
+        make_trainer(rollout).train()
+
+
+class Shifted(StandIn):
+    def generate(self, prompts, sampling):
+        return [Completion(c.tokens, [p + 0.3 for p in c.logps]) for c in super().generate(prompts, sampling)]
+
+
+@fault("R4.logp_gap")
+def test_log_probabilities_that_are_off_by_a_constant(make_trainer):  # noqa: F811
+    with told(RolloutError, "disagree without any adapter", "nats", "other weights"):
+        make_trainer(engine=Shifted)
