@@ -17,7 +17,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from .config import QeRLConfig, QeRLRLOOConfig
 from .loading import begin, pretrained_kwargs
 from .lora import check_is_lora, default_lora_config, keep_to_the_decoder, register_nvfp4_lora
-from .nvfp4.config import NVFP4Config
+from .nvfp4.config import NVFP4Config, stored_quantization
 from .nvfp4.linear import has_nvfp4
 
 logger = logging.getLogger(__name__)
@@ -46,6 +46,8 @@ def model_init(
     if (legacy := init.pop("torch_dtype", None)) is not None:
         init.setdefault("dtype", legacy)  # its older name, as transformers reads it
     hub = _hub_arguments(args)
+    if args.base_format != "nvfp4":
+        _check_stored(model, args.base_format, hub)
     if args.base_format != "full":
         init.setdefault("dtype", "bfloat16")  # TRL's default is float32
     if init.get("dtype") == "auto":
@@ -101,6 +103,18 @@ def adapter_config(
         named = AutoConfig.from_pretrained(model, **_hub_arguments(args)) if isinstance(model, str) else model.config
         peft_config = keep_to_the_decoder(peft_config, cast(PretrainedConfig, named))
     return register_nvfp4_lora(peft_config) if args.base_format == "nvfp4" else peft_config
+
+
+def _check_stored(model: str, base_format: str, hub: dict[str, Any]) -> None:
+    """Refuse a checkpoint that is quantized already, but for bitsandbytes' 4-bit weights in the arm that has such: before it is loaded."""
+    stored, where = stored_quantization(model, **hub)
+    if stored is None or (base_format == "nf4" and stored.get("load_in_4bit")):
+        return
+    method = stored.get("quant_method") or stored.get("producer", {}).get("name") or "an unknown method"
+    raise ValueError(
+        f"base_format={base_format!r} needs unquantized weights, and {where} says that these are quantized ({method}): the arm would not be what "
+        "it is called. Name the unquantized model; an NVFP4 checkpoint trains with base_format='nvfp4', a 4-bit one of bitsandbytes with 'nf4'."
+    )
 
 
 def _check_instance(model: nn.Module, base_format: str) -> None:

@@ -12,7 +12,9 @@ last place of bf16 (2^-9) and would never land.
 
 import copy
 import logging
+import math
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel
@@ -88,11 +90,29 @@ def keep_to_the_decoder(config: LoraConfig, model_config: PretrainedConfig) -> L
 
 
 def check_is_lora(config: PeftConfig) -> LoraConfig:
-    """Return `config`; raise `ValueError` for a PEFT method other than LoRA."""
+    """Return `config`; raise `ValueError` for a PEFT method other than LoRA, a rank or alpha that trains nothing, and an adapter on the head."""
     if not isinstance(config, LoraConfig):
         raise ValueError(
             f"peft_config is a {type(config).__name__}. Rollout, export and noise here are built for LoRA on linear layers; "
             "prompt-learning and other methods would train something that the rollout never sees. Pass a LoraConfig."
+        )
+    for where, rank in (("r", config.r), *(config.rank_pattern or {}).items()):
+        if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+            raise ValueError(
+                f"The adapter's rank is {where}={rank!r}, which is no size of a matrix. Pass an integer of at least 1; 16 to 64 is usual."
+            )
+    for where, alpha in (("lora_alpha", config.lora_alpha), *(config.alpha_pattern or {}).items()):
+        if not math.isfinite(alpha) or alpha == 0:
+            raise ValueError(
+                f"The adapter's {where}={alpha!r} scales what it adds to nothing or to no number, so nothing would be learned. Pass a positive "
+                "number; twice the rank is usual."
+            )
+    targets = config.target_modules
+    targets = [targets] if isinstance(targets, str) else list(targets or [])
+    if any(target.split(".")[-1] == "lm_head" for target in targets):
+        raise ValueError(
+            f"target_modules={targets} names lm_head. TRL computes log-probabilities from lm_head.weight directly, so an "
+            'adapter there would never be trained. Remove it, or use target_modules="all-linear", which leaves it out.'
         )
     return config
 
@@ -110,13 +130,6 @@ def register_nvfp4_lora(config: PeftConfig) -> LoraConfig:
         raise ValueError(
             f"init_lora_weights={init!r} starts from a changed base weight (W minus the adapter's first product) or needs its full-precision "
             f"values. Here the base stays as it was packed, in 4 bits. Use one of {_PLAIN_INITS}."
-        )
-    targets = config.target_modules
-    targets = [targets] if isinstance(targets, str) else list(targets or [])
-    if any(target.split(".")[-1] == "lm_head" for target in targets):
-        raise ValueError(
-            f"target_modules={targets} names lm_head. TRL computes log-probabilities from lm_head.weight directly, so an "
-            'adapter there would never be trained. Remove it, or use target_modules="all-linear", which leaves it out.'
         )
     if config.target_parameters:
         raise ValueError(
@@ -181,6 +194,7 @@ def check_adapter(model: nn.Module) -> None:
             "The adapter matched no layer, so nothing would be trained. Check target_modules; the model's linear layers are "
             f"called {', '.join(linears)}."
         )
+    _check_embeddings(model)
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not any("lora_" in name for name in trainable):
         raise ValueError(
@@ -195,6 +209,18 @@ def check_adapter(model: nn.Module) -> None:
                 "modules_to_not_convert."
             )
     warn_of_low_precision(model)
+
+
+def _check_embeddings(model: nn.Module) -> None:
+    """Refuse an adapter on embeddings that are the output head's weight as well. (On the head itself TRL refuses one.)"""
+    if not isinstance(model, PeftModel):
+        return
+    base: Any = model.get_base_model()
+    if isinstance(base.get_input_embeddings(), LoraLayer) and base.config.get_text_config().tie_word_embeddings:
+        raise ValueError(
+            "The adapter's targets match the embeddings, and this model's output head is tied to them: the adapter would act at the input only, "
+            "and a merge would change the head too. Leave the embeddings out of target_modules."
+        )
 
 
 def warn_of_low_precision(model: nn.Module) -> None:

@@ -179,15 +179,9 @@ def load_config(
     """
     _check_is_ours(quantization_config)
     config = AutoConfig.from_pretrained(model_id, **kwargs)
-    stored = getattr(config, "quantization_config", None)
-    where = f"{model_id}: config.json: quantization_config"
-    if stored is None:
-        stored = _modelopt_sidecar(model_id, **kwargs)
-        where = f"{model_id}: hf_quant_config.json"
+    stored, where = stored_quantization(model_id, config, **kwargs)
     if stored is None:
         return config
-    if not isinstance(stored, dict):
-        stored = stored.to_dict()
     wanted = quantization_config or NVFP4Config()
     if wanted.scale_rule != "rtn":
         logger.warning(
@@ -198,6 +192,22 @@ def load_config(
     )
     config.quantization_config = ours.options()
     return config
+
+
+def stored_quantization(
+    model_id: str | os.PathLike, config: PretrainedConfig | None = None, **kwargs: Any
+) -> tuple[dict[str, Any] | None, str]:
+    """How the weights of a checkpoint are quantized, as it says itself (`None`: not at all), and in which file.
+
+    Args:
+        config: its configuration, where that is loaded already.
+        kwargs: as for `load_config`.
+    """
+    config = config or AutoConfig.from_pretrained(model_id, **kwargs)
+    stored = getattr(config, "quantization_config", None)
+    if stored is None:
+        return _modelopt_sidecar(model_id, **kwargs), f"{model_id}: hf_quant_config.json"
+    return stored if isinstance(stored, dict) else stored.to_dict(), f"{model_id}: config.json: quantization_config"
 
 
 def pretrained_kwargs(

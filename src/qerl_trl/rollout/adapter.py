@@ -38,7 +38,8 @@ def check_servable(model: nn.Module) -> None:
     """Refuse adapters that our vLLM method does not compute.
 
     Raises:
-        `ValueError`: DoRA, LoRA biases, several adapters, another PEFT method, or trained modules other than norms.
+        `ValueError`: DoRA, LoRA biases, adapters on parameters or embeddings, several of them, another PEFT method, or trained modules
+            other than norms.
     """
     configs, adapter = cast(PeftModel, model).peft_config, active_adapter(model)
     config = configs[adapter]
@@ -53,15 +54,16 @@ def check_servable(model: nn.Module) -> None:
         ]
         if config.bias != "none":
             problems.append(f"bias={config.bias!r}")
-        if getattr(config, "trainable_token_indices", None):
-            problems.append("trainable_token_indices")
+        problems += [name for name in ("trainable_token_indices", "target_parameters") if getattr(config, name, None)]
     for name, module in model.named_modules():
         if isinstance(module, ModulesToSaveWrapper) and module.original_module.weight.ndim != 1:
             problems.append(f"modules_to_save with {canonical_name(name)}")
+        if isinstance(module, LoraLayer) and adapter in module.lora_embedding_A:
+            problems.append(f"an adapter on the embeddings {canonical_name(name)}")
     if problems:
         raise ValueError(
-            f"vLLM rollouts cannot carry this adapter: {'; '.join(problems)}. Use plain LoRA (rank, alpha, rsLoRA and target "
-            "modules are free; norms may be in modules_to_save), or use_vllm=False."
+            f"vLLM rollouts cannot carry this adapter: {'; '.join(problems)}. Use plain LoRA (rank, alpha, rsLoRA and linear "
+            "target modules are free; norms may be in modules_to_save), or use_vllm=False."
         )
 
 
