@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from qerl_trl import QeRLGRPOTrainer
 from qerl_trl.checkpoint import MANIFEST_NAME, recorded_run
+from qerl_trl.tasks import evaluation
 from tests.cli.test_main import call
 from tests.faults.catalog import fault, told
 from tests.test_trainer import LORA, PROMPTS, settings, spread_reward
@@ -96,10 +97,28 @@ def test_merge_of_the_right_base_records_it(trained, tmp_path):
 
 
 @fault("S.wrong_base")
-def test_eval(trained, other_base, tmp_path):
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+def test_eval(trained, other_base, tmp_path, monkeypatch, engine):
     _, run = trained
+    monkeypatch.setattr(evaluation, "vllm_engine", None)  # refused before one starts
     (tmp_path / "problems.jsonl").write_text('{"question": "1 + 1?", "answer": "#### 2"}\n')
-    options = ("--data", tmp_path / "problems.jsonl", "--output", tmp_path / "eval.json", "--max-new-tokens", "4")
+    options = ("--data", tmp_path / "problems.jsonl", "--output", tmp_path / "eval.json", "--engine", engine)
     code, _, err = call("eval", run, *options, "--base-model", other_base)
     assert code == 2 and "other weights" in err and "--allow-other-base" in err
     assert not (tmp_path / "eval.json").exists()
+
+
+def test_eval_in_vllm_of_the_right_base(trained, tmp_path, monkeypatch):
+    _, run = trained
+    served = []
+
+    def engine(*arguments, **options):
+        served.append((*arguments, options))
+        return lambda dataset: ["2"] * len(dataset)
+
+    monkeypatch.setattr(evaluation, "vllm_engine", engine)
+    (tmp_path / "problems.jsonl").write_text('{"question": "1 + 1?", "answer": "#### 2"}\n')
+    problems = ("--data", tmp_path / "problems.jsonl", "--output", tmp_path / "eval.json")
+    code, _, err = call("eval", run, *problems, "--engine", "vllm")
+    assert code == 0, err
+    assert len(served) == 1 and served[0][0] == recorded_run(run)["model"] and served[0][-1] == {}

@@ -97,7 +97,15 @@ def evaluate(
 
     from qerl_trl import checkpoint, loading
     from qerl_trl.publish.names import public_name
-    from qerl_trl.publish.run import format_of, load_any, load_policy, recorded_settings, require_format, require_whole
+    from qerl_trl.publish.run import (
+        check_served_base,
+        format_of,
+        load_any,
+        load_policy,
+        recorded_settings,
+        require_format,
+        require_whole,
+    )
     from qerl_trl.tasks import evaluation
 
     adapter = Path(model) if (Path(model) / "adapter_config.json").is_file() else None
@@ -131,7 +139,7 @@ def evaluate(
         chosen = dataclasses.replace(chosen, system_prompt=system_prompt or None)
 
     if engine == "vllm":
-        base = model
+        base, revision = model, None
         if adapter:
             require_whole(adapter)
             base = base_model or _base_of(adapter)
@@ -140,11 +148,13 @@ def evaluate(
                 note(
                     f"Serving the adapter on {base} as it is stored; it was trained on NVFP4. Pass an NVFP4 folder as --base-model."
                 )
+            revision = check_served_base(adapter, base, device, allow_other_base)
         elif base_format is not None:
             require_format(base, base_format)
         loading.begin(base)
         loading.finish()
-        generate = evaluation.vllm_engine(base, chosen, str(adapter) if adapter else None, seed)
+        options = {"revision": revision} if revision else {}
+        generate = evaluation.vllm_engine(base, chosen, str(adapter) if adapter else None, seed, **options)
     else:
         if adapter:
             policy = load_policy(adapter, base_model, base_format, dtype, device, allow_other_base)

@@ -96,26 +96,8 @@ def load_policy(
             f"base_format={base_format!r} cannot be exported; only adapters on 'nvfp4' and 'bf16' bases can."
         )
     dtype = dtype or settings.get("dtype") or "bfloat16"
+    model = _load_base(settings, base_model, base_format, dtype, device, allow_other_base)
     revision = recorded_revision(settings, base_model)
-    if base_format == "nvfp4":
-        config = NVFP4Config(
-            scale_rule=settings.get("scale_rule", "rtn"),
-            modules_to_not_convert=settings.get("modules_to_not_convert"),
-            compute_dtype=dtype,
-        )
-        model = from_pretrained(
-            base_model, config, dtype=getattr(torch, dtype), device_map={"": device}, revision=revision
-        )
-    else:
-        begin(base_model)
-        model = AutoModelForCausalLM.from_pretrained(
-            base_model, dtype=dtype, device_map={"": device}, revision=revision
-        )
-        finish(model)
-        forward.compare(model)
-    # the unquantized base of a run on NVFP4 is another model, and has no recorded fingerprint
-    if base_format == recorded:
-        settings |= compared_base(settings, model, base_model, dtype, allow_other_base)
     adapted = load_adapter(model, str(adapter)).eval()
     adapted.to(torch.device(device))
     has_tokenizer = (adapter / "tokenizer_config.json").is_file()
@@ -127,6 +109,48 @@ def load_policy(
     if (commit := base_identity.base_revision(model)) is not None:
         settings["base_revision"] = commit
     return TrainedPolicy(adapted, tokenizer, settings)
+
+
+def _load_base(
+    settings: RunSettings, base_model: str, base_format: str, dtype: str, device: str, allowed: bool
+) -> PreTrainedModel:
+    """The base at the run's revision, compared; `settings` learns of another one that is `allowed`."""
+    hub = {"device_map": {"": device}, "revision": recorded_revision(settings, base_model)}
+    if base_format == "nvfp4":
+        config = NVFP4Config(
+            scale_rule=settings.get("scale_rule", "rtn"),
+            modules_to_not_convert=settings.get("modules_to_not_convert"),
+            compute_dtype=dtype,
+        )
+        model = from_pretrained(base_model, config, dtype=getattr(torch, dtype), **hub)
+    else:
+        begin(base_model)
+        model = AutoModelForCausalLM.from_pretrained(base_model, dtype=dtype, **hub)
+        finish(model)
+        forward.compare(model)
+    # the unquantized base of a run on NVFP4 is another model, and has no recorded fingerprint
+    if base_format == settings.get("base_format"):
+        settings |= compared_base(settings, model, base_model, dtype, allowed)
+    return model
+
+
+def check_served_base(
+    adapter: Path, base_model: str, device: str = "cpu", allow_other_base: bool = False
+) -> str | None:
+    """Compare the base that an engine will load by itself: loaded here for a moment, in the format that the run trained on.
+
+    Returns the Hub's revision at which to load it, `None` for a folder.
+
+    Raises:
+        `ValueError`: as [`load_policy`].
+    """
+    settings = recorded_settings(adapter)
+    revision = recorded_revision(settings, base_model)
+    base_format = settings.get("base_format")
+    if base_format in ("nvfp4", "bf16"):
+        dtype = settings.get("dtype") or "bfloat16"
+        _load_base(settings, base_model, base_format, dtype, device, allow_other_base)
+    return revision
 
 
 def recorded_revision(settings: RunSettings, base_model: str) -> str | None:
