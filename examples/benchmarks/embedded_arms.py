@@ -37,7 +37,7 @@ def kept(arm: str, folder: Path) -> dict:
     return {"arm_name": arm, **result}
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace, options: list[str]) -> None:
     threads = str(args.threads)
     environment = {**os.environ, "OMP_NUM_THREADS": threads, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
     seeds = [str(seed) for seed in args.seeds]
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> None:
         "--seeds",
         *seeds,
     ]
-    command += ["--output_dir", str(args.scratch), "--jobs", str(args.jobs), *args.options]
+    command += ["--output_dir", str(args.scratch), "--jobs", str(args.jobs), *options]
     subprocess.run(command, check=True, env=environment, cwd=ROOT)
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     record = {
@@ -102,11 +102,10 @@ def main() -> None:
     runner.add_argument("--scratch", type=Path, default=ROOT / "runs" / "arms")
     runner.add_argument("--output", type=Path, default=RESULTS)
     runner.add_argument("--commit", default="unknown", help="recorded where the tree is not a git checkout")
-    runner.add_argument("options", nargs=argparse.REMAINDER, help="further options of every run")
     commands.add_parser("table").add_argument("--input", type=Path, default=RESULTS)
-    args = parser.parse_args()
+    args, further = parser.parse_known_args()  # options of every run, as with `qerl-trl arms`
     if args.action == "run":
-        run(args)
+        run(args, further)
     else:
         print(table(json.loads(args.input.read_text())))
 
