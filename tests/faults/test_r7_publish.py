@@ -89,6 +89,8 @@ def test_the_published_adapter_names_the_revision(moved_on, server):  # noqa: F8
     assert code == 0, err
     config = json.loads(server.repos[REPO]["files"]["adapter_config.json"])
     assert (config["base_model_name_or_path"], config["revision"]) == ("someone/base", commit)
+    fingerprint = recorded_run(run)["base_sha256"][:16]
+    assert f"| revision `{commit}`, fingerprint `{fingerprint}` |" in server.text(REPO)["README.md"]
 
 
 @fault("R7.other_revision")
