@@ -93,3 +93,10 @@ def test_rloo_has_the_same_fields():
     args = QeRLRLOOConfig(output_dir="out", use_cpu=True, bf16=False, aqn_scope="policy")
     assert args.aqn_scope == "policy"
     assert args.base_format == "nvfp4"
+
+
+def test_vespo_takes_ratios_of_tokens(tmp_path):
+    options = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, "loss_type": "vespo"}
+    QeRLConfig(**options)
+    with pytest.raises(ValueError, match=r"'sequence_mask' cannot work.*'token_truncate'"):
+        QeRLConfig(**options, vllm_importance_sampling_mode="sequence_mask")

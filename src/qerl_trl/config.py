@@ -209,6 +209,14 @@ class QeRLArguments(OnlineConfig):
                 f"rollout_probe_steps={self.rollout_probe_steps} and rollout_timeout={self.rollout_timeout} must not be negative; 0 "
                 "switches either off."
             )
+        mode = getattr(
+            self, "vllm_importance_sampling_mode", ""
+        )  # TRL looks at it with vLLM only; noise is corrected without, too
+        if self.aqn and getattr(self, "loss_type", None) == "vespo" and mode.startswith("sequence"):
+            raise ValueError(
+                f"loss_type='vespo' with vllm_importance_sampling_mode={mode!r} cannot work: it takes a ratio of each token. Pass "
+                "'token_truncate' (the default) or 'token_mask'."
+            )
         if self.zero_advantage_patience < 1:
             raise ValueError(f"zero_advantage_patience={self.zero_advantage_patience} must be at least 1.")
         if self.reward_timeout is not None and not self.reward_timeout > 0:
