@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 import socket
+import types
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,11 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from transformers import TrainerCallback
 
 from qerl_trl import checkpoint
+from qerl_trl.memory import shortage
 from qerl_trl.memory.formulas import predicted_bytes, shape_of
 from qerl_trl.memory.plan import Gpu, plan_run, relief
 from qerl_trl.memory.workload import Workload
+from qerl_trl.rollout.engine import RolloutError
 from tests.shapes import SEVEN_B
 
 from .catalog import fault, told
@@ -231,3 +234,16 @@ def test_one_of_two_processes_fails(tiny_runs, tmp_path):  # noqa: F811
     ):
         assert word in other
     assert checkpoint.problems(run / "checkpoint-1") == []
+
+
+@fault("R8.out_of_memory_in_step")
+def test_an_engine_that_runs_out_says_what_it_may_have():
+    """It is reported as any failed rollout is, and keeps its kind."""
+    work = Workload(batch=8, completions=64, rollout="colocate")
+    trainer = types.SimpleNamespace(memory_plan=plan_run(shape_of(SEVEN_B), work, Gpu.of_gib(80)))
+    had = trainer.memory_plan.kv_bytes
+    with (
+        told(RolloutError, "failed in vLLM", "Tried to allocate 1.00 GiB", "kv_cache_memory_bytes", f"(it had {had})"),
+        shortage.naming(trainer),
+    ):
+        raise RolloutError("The rollout failed in vLLM: CUDA out of memory. Tried to allocate 1.00 GiB.")
