@@ -20,7 +20,7 @@ Content = dict[str, Path | bytes]
 _PUBLISHED = re.compile(
     r"README\.md|(?:LICENSE|LICENCE|NOTICE|COPYING)(?:\.txt|\.md)?"
     r"|(?:config|generation_config|(?:\w+/)?adapter_config|(?:video_)?preprocessor_config|processor_config)\.json"
-    r"|(?:tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab|chat_template)\.json|(?:vocab|merges)\.txt"
+    r"|(?:tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab|chat_template|tekken)\.json|(?:vocab|merges)\.txt"
     r"|[\w.-]+\.(?:tiktoken|model)|(?:additional_chat_templates/)?[\w.-]+\.jinja"
     r"|(?:model|(?:\w+/)?adapter_model)(?:-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json"
     rf"|{re.escape(checkpoint.MANIFEST_NAME)}|qerl_card\.json|qerl_forward\.json|quantization_report\.json|curves\.png"
