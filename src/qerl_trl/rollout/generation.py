@@ -52,7 +52,7 @@ class QeRLVLLMGeneration(VLLMGeneration):
 
     def __init__(self, *args: Any, trainer: Any, **kwargs: Any) -> None:
         self.trainer = trainer
-        self._stamp: str | None = None  # of the trained weights when they were put
+        self._stamp: tuple[int, str] | None = None  # of the trained weights when they were put
         self._put: str | None = None  # their fingerprint
         self._draw: NoiseDraw | None = None
         self._noisy: tuple[str, ...] = ()
@@ -178,10 +178,14 @@ class QeRLVLLMGeneration(VLLMGeneration):
     def sync_weights(self) -> None:
         """Put what is trained into the engine and reset its prefix cache. Collective where parameters are sharded."""
         self.engine.wake()  # what is written is part of what sleeps where vLLM has a copy of the weights
-        stamp = self.trained.stamp()
+        stamp = self._trained_stamp()
         self._put = self.trained.put(self.engine, self._dist.gather_params)
         self.engine.reset_prefix_cache()
         self._stamp = stamp
+
+    def _trained_stamp(self) -> tuple[int, str]:
+        """Another one in every step, on every process (a sync is collective where parameters are sharded), and after every change."""
+        return self.trainer.state.global_step, self.trained.stamp()
 
     def sync_noise(self, draw: NoiseDraw | None = None) -> None:
         """Put the noise of `draw`, by default that of this moment (`trainer.aqn.draw`), on the engine's norms."""
@@ -298,7 +302,7 @@ class QeRLVLLMGeneration(VLLMGeneration):
 
     def _prepare(self, draw: NoiseDraw | None) -> None:
         self.engine.wake()
-        if not self._inside and self._stamp != self.trained.stamp():
+        if not self._inside and self._stamp != self._trained_stamp():
             self.sync_weights()
         self.sync_noise(draw)
 
@@ -313,7 +317,7 @@ class QeRLVLLMGeneration(VLLMGeneration):
             check_held(held, self._put, self._draw)
             if noise_must_act:
                 check_noise_acted(held, self._draw, len(self._noisy))
-        if self._stamp != self.trained.stamp():
+        if self._stamp != self._trained_stamp():
             raise RolloutError(
                 "The trained weights changed while completions were sampled, so these belong to no one policy. A rollout function, a tool or "
                 "an environment must leave the trainer's model alone."
