@@ -144,7 +144,9 @@ VISION: dict[str, tuple[dict, dict, dict]] = {
     "mistral3": (_TOWER | {"head_dim": 16}, {"model_type": "mistral"}, {}),
     "internvl": (_TOWER | {"image_size": [28, 28], "patch_size": [14, 14]}, {"model_type": "qwen2"}, {}),
 }
-ALL = (*TEXT, *VISION)
+#: mixtures of experts whose experts are left dense, as the refusal at load advises
+DENSE_EXPERTS = {f"{name}, experts dense": name for name in ("qwen3_moe", "mixtral", "gpt_oss", "qwen3_next")}
+ALL = (*TEXT, *VISION, *DENSE_EXPERTS)
 
 
 class Refused(Exception):
@@ -193,13 +195,18 @@ class Trial:
     """One architecture, cell by cell; what a cell builds serves the ones after it."""
 
     def __init__(self, name: str, folder: Path):
-        self.name, self.folder, self.auto = name, folder, auto_class(name)
+        self.name, self.folder = DENSE_EXPERTS.get(name, name), folder
+        self.auto, self.left_out = auto_class(self.name), ["experts"] if name in DENSE_EXPERTS else None
+
+    def packed(self) -> nn.Module:
+        config = NVFP4Config(modules_to_not_convert=self.left_out)
+        return from_pretrained(self.folder / "dense", config, model_class=self.auto).eval()
 
     def load(self) -> None:
         dense = dense_model(self.name)
         dense.save_pretrained(self.folder / "dense")
         try:
-            self.model = from_pretrained(self.folder / "dense", NVFP4Config(), model_class=self.auto).eval()
+            self.model = self.packed()
         except ValueError as error:
             raise Refused(str(error)) from error
         packed = [name for name, module in self.model.named_modules() if isinstance(module, NVFP4Linear)]
@@ -244,20 +251,26 @@ class Trial:
 
     def adapter(self) -> None:
         self.trained.save_pretrained(self.folder / "adapter")
-        base = from_pretrained(self.folder / "dense", NVFP4Config(), model_class=self.auto).eval()
-        again = load_adapter(base, str(self.folder / "adapter")).eval()
+        again = load_adapter(self.packed(), str(self.folder / "adapter")).eval()
         assert torch.equal(logits(again), logits(self.trained))
 
     def merged(self) -> None:
-        export.save_merged(self.trained, self.folder / "merged")
+        try:
+            export.save_merged(self.trained, self.folder / "merged")
+        except ValueError as error:
+            raise Refused(str(error)) from error
         stock = self.auto.from_pretrained(self.folder / "merged", dtype=torch.bfloat16).eval()
         assert not getattr(stock, "hf_quantizer", None)
         far = difference(logits(stock), logits(self.trained))
-        assert far < 0.05, far  # both round to bf16, elsewhere
+        # both round to bf16, elsewhere; a token at the edge between two experts may then go to the other one
+        assert far < (0.1 if self.left_out else 0.05), far
 
     def base(self) -> None:
         base = self.trained.unload()
-        base.save_pretrained(self.folder / "base")
+        try:
+            base.save_pretrained(self.folder / "base")
+        except RuntimeError as error:
+            raise Refused(str(error)) from error
         stock = self.auto.from_pretrained(self.folder / "base", dtype=torch.bfloat16).eval()
         far = difference(logits(stock), logits(base))
         assert far < 0.02, far

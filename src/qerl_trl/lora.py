@@ -25,7 +25,7 @@ from safetensors import safe_open
 from torch import nn
 from transformers import PretrainedConfig
 
-from .nvfp4.architectures import unadapted_by_default
+from .nvfp4.architectures import ATTENTION, has_experts, unadapted_by_default
 from .nvfp4.layouts import pattern_of
 from .nvfp4.linear import NVFP4Linear
 
@@ -86,6 +86,12 @@ def keep_to_the_decoder(config: LoraConfig, model_config: PretrainedConfig) -> L
         return config
     config = copy.copy(config)
     config.exclude_modules = pattern_of(names)
+    if has_experts(model_config):  # PEFT would adapt experts and routers too, as bare parameters
+        logger.warning(
+            "This model is a mixture of experts: the adapter goes on its attention only, experts and routers stay as they are. Name "
+            "target_modules to choose yourself."
+        )
+        config.target_modules, config.exclude_modules = list(ATTENTION), None
     return config
 
 

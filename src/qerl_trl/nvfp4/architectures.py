@@ -37,6 +37,13 @@ TOWERS = (
 #: what chooses among a layer's experts
 ROUTERS = ("router", "mlp.gate", "block_sparse_moe.gate", "feed_forward.gate", "mixer.gate", "shared_expert_gate")
 
+#: projections of attention, plain, latent or linear: what an adapter means by "all linear layers" beside experts
+ATTENTION = (
+    *("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj"),
+    *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),
+    *("in_proj_qkv", "in_proj_qkvz", "in_proj_z", "linear_attn.out_proj"),
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
@@ -107,6 +114,14 @@ def unadapted_by_default(config: "PretrainedConfig") -> tuple[str, ...]:
     text = config.get_text_config(decoder=True)
     row = architecture_of(getattr(text, "model_type", None))
     towers = TOWERS if text is not config else ()
-    experts = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-    routers = ROUTERS if any(getattr(text, name, None) for name in experts) else ()
+    routers = ROUTERS if has_experts(config) else ()
     return (*towers, *routers, *row.dense, *row.unadapted)
+
+
+def has_experts(config: "PretrainedConfig") -> bool:
+    """Whether a model with this configuration is a mixture of experts."""
+    text = config.get_text_config(decoder=True)
+    return any(
+        getattr(text, name, None)
+        for name in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    )

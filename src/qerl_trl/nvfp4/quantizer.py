@@ -206,6 +206,13 @@ class NVFP4HfQuantizer(HfQuantizer):
                     )
                 state[f"{name}.weight_scale"] = state[f"{name}.weight_scale"].view(torch.float8_e4m3fn)
                 state[f"{name}.weight_global_scale"] = state[f"{name}.weight_global_scale"].view(torch.float32)
+        for conversion in getattr(model, "_weight_conversions", None) or ():
+            if any("experts" in pattern for pattern in getattr(conversion, "source_patterns", ())):
+                raise RuntimeError(
+                    f"{type(model).__name__} has experts that are dense, and beside packed layers transformers reads experts only if they are "
+                    "packed too: it would fill them with random numbers. Save the adapter (PeftModel.save_pretrained), or the dense model: "
+                    "model.dequantize() first."
+                )
         known = {*self._packed_linears(model), *(self.quantization_config.dense_linears or ())}
         opened = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name not in known]
         if opened and self.quantization_config.dense_linears is not None:
