@@ -1,6 +1,7 @@
 """Faults of a checkpoint folder on disk: each is an edit of a whole one, judged where a user's folder is read.
 
-An NVFP4 folder, as llm-compressor writes it, is loaded; a dense one is quantized offline. Neither may give a model.
+An NVFP4 folder, as llm-compressor writes it, is loaded; a dense one is quantized offline. Neither may give a model, and neither is
+changed by being refused: with the whole files in their place the same call gives what it would have given at once.
 """
 
 import json
@@ -17,6 +18,7 @@ import qerl_trl
 from qerl_trl.nvfp4.shards import INDEX_NAME
 from qerl_trl.publish.quantize import quantize_folder
 from tests.faults.catalog import fault, told
+from tests.faults.tiny_runs import WEIGHTS, Interrupted, TinyRuns, interrupting, tiny_runs  # noqa: F401
 
 FILE = "model.safetensors"
 Q = "model.layers.1.self_attn.q_proj"
@@ -27,21 +29,53 @@ def packed(packed_model_dir) -> Path:
     return packed_model_dir("compressed-tensors")
 
 
+@pytest.fixture(scope="module")
+def expected(packed, tiny_model_dir, tmp_path_factory) -> dict[str, dict]:
+    """What each door gives for a whole folder: the model's tensors, the quantized files."""
+    folder = shutil.copytree(tiny_model_dir("llama"), tmp_path_factory.mktemp("whole") / "quantize")
+    quantize_folder(folder, folder.parent / "out")
+    return {"load": qerl_trl.from_pretrained(packed).state_dict(), "quantize": files_of(folder.parent / "out")}
+
+
 @pytest.fixture
-def refused(packed, tiny_model_dir, tmp_path) -> Callable[..., None]:
-    """`refused(edit, *words, where="load")`: the edited folder gives no model, and the message holds the words."""
+def refused(packed, tiny_model_dir, expected, tmp_path) -> Callable[..., None]:
+    """`refused(edit, *words, where="load")`: the edited folder gives no model, and the message holds the words. Nothing is written, there
+    or beside it; once the files are whole again, the same call gives what it gives for a folder that always was."""
 
     def check(edit: Callable[[Path], None], *words: str, where: str = "load") -> None:
-        folder = shutil.copytree(packed if where == "load" else tiny_model_dir("llama"), tmp_path / where)
+        whole = packed if where == "load" else tiny_model_dir("llama")
+        folder = shutil.copytree(whole, tmp_path / where)
         edit(folder)
+        damaged = files_of(tmp_path)
+
+        def call():
+            return qerl_trl.from_pretrained(folder) if where == "load" else quantize_folder(folder, tmp_path / "out")
+
         with told(ValueError, str(folder), *words):
-            if where == "load":
-                qerl_trl.from_pretrained(folder)
-            else:
-                quantize_folder(folder, tmp_path / "out")
-        assert not (tmp_path / "out").exists()
+            call()
+        assert files_of(tmp_path) == damaged
+
+        restore(folder, whole)
+        product = call()
+        if where == "quantize":
+            assert files_of(tmp_path / "out") == expected[where]
+        else:
+            state = product.state_dict()
+            assert state.keys() == expected[where].keys()
+            assert all(torch.equal(state[name], tensor) for name, tensor in expected[where].items())
 
     return check
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def restore(folder: Path, whole: Path) -> None:
+    """Download it again: the files of `whole`, and no others."""
+    for path in folder.iterdir():
+        path.unlink()
+    shutil.copytree(whole, folder, dirs_exist_ok=True)
 
 
 def tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
@@ -85,7 +119,7 @@ def write_index(folder: Path, weight_map: dict[str, str]) -> None:
 BOTH = pytest.mark.parametrize("where", ["load", "quantize"])
 
 
-@fault("R2.truncated")
+@fault("R2.truncated", recovered=True)
 @BOTH
 @pytest.mark.parametrize("bytes_left", [5, 200, -1])
 def test_truncated(bytes_left, where, refused):
@@ -95,13 +129,13 @@ def test_truncated(bytes_left, where, refused):
     refused(cut, FILE, "cut off or damaged", "download it again", where=where)
 
 
-@fault("R2.empty")
+@fault("R2.empty", recovered=True)
 @BOTH
 def test_empty(where, refused):
     refused(lambda folder: (folder / FILE).write_bytes(b""), FILE, "0 bytes", "download it again", where=where)
 
 
-@fault("R2.header_bomb")
+@fault("R2.header_bomb", recovered=True)
 @BOTH
 def test_header_bomb(where, refused):
     def bomb(folder):
@@ -110,14 +144,14 @@ def test_header_bomb(where, refused):
     refused(bomb, FILE, "header too large", "download it again", where=where)
 
 
-@fault("R2.header_bomb")
+@fault("R2.header_bomb", recovered=True)
 @BOTH
 def test_a_shape_whose_size_overflows(where, refused):
     change = header(lambda entries: entries["model.norm.weight"].update(shape=[1 << 40, 1 << 40]))
     refused(change, FILE, "overflow", "download it again", where=where)
 
 
-@fault("R2.overlapping_offsets")
+@fault("R2.overlapping_offsets", recovered=True)
 @BOTH
 def test_overlapping_offsets(where, refused):
     def overlap(entries):
@@ -129,7 +163,7 @@ def test_overlapping_offsets(where, refused):
     refused(header(overlap), FILE, "invalid", "download it again", where=where)
 
 
-@fault("R2.missing_shard")
+@fault("R2.missing_shard", recovered=True)
 @BOTH
 def test_missing_shard(where, refused):
     def lose(folder):
@@ -139,7 +173,7 @@ def test_missing_shard(where, refused):
     refused(lose, "lacks model-00002-of-00002.safetensors", "Download it again", where=where)
 
 
-@fault("R2.index_names_absent_tensor")
+@fault("R2.index_names_absent_tensor", recovered=True)
 @BOTH
 @pytest.mark.parametrize("name", ["model.layers.0.extra", "model.norm.weight"])
 def test_index_names_an_absent_tensor(name, where, refused):
@@ -151,7 +185,7 @@ def test_index_names_an_absent_tensor(name, where, refused):
     refused(misname, INDEX_NAME, name, "Download the checkpoint again", where=where)
 
 
-@fault("R2.extra_tensor")
+@fault("R2.extra_tensor", recovered=True)
 def test_an_extra_tensor_beside_packed_weights(refused):
     extra = {f"{Q}.pre_quant_scale": torch.ones(128)}
     refused(
@@ -159,7 +193,7 @@ def test_an_extra_tensor_beside_packed_weights(refused):
     )
 
 
-@fault("R2.extra_tensor")
+@fault("R2.extra_tensor", recovered=True)
 def test_packed_weights_of_a_layer_that_the_model_has_not(refused):
     def double(held):
         held.update({n.replace("layers.1.", "layers.7."): t.clone() for n, t in held.items() if n.startswith(Q)})
@@ -167,7 +201,7 @@ def test_packed_weights_of_a_layer_that_the_model_has_not(refused):
     refused(tensors(double), "layers.7.self_attn.q_proj", "no linear of the model", "config.json is another model's")
 
 
-@fault("R2.extra_tensor")
+@fault("R2.extra_tensor", recovered=True)
 def test_a_tensor_in_two_shards(refused):
     def twice(folder):
         in_shards(folder)
@@ -178,19 +212,19 @@ def test_a_tensor_in_two_shards(refused):
     refused(twice, "is also in model-00001-of-00002.safetensors", "Delete the stale shard")
 
 
-@fault("R2.wrong_packed_dtype")
+@fault("R2.wrong_packed_dtype", recovered=True)
 def test_wrong_packed_dtype(refused):
     name = f"{Q}.weight_packed"
     refused(tensors(lambda held: held.update({name: held[name].view(torch.int8)})), name, "is I8", "U8")
 
 
-@fault("R2.odd_k")
+@fault("R2.odd_k", recovered=True)
 def test_a_width_that_is_no_multiple_of_16(refused):
     name = f"{Q}.weight_packed"
     refused(tensors(lambda held: held.update({name: held[name][:, :-4].clone()})), name, "K = 120", "multiple of 16")
 
 
-@fault("R2.scale_shape")
+@fault("R2.scale_shape", recovered=True)
 def test_scale_shape(refused):
     name = f"{Q}.weight_scale"
     refused(
@@ -198,28 +232,28 @@ def test_scale_shape(refused):
     )
 
 
-@fault("R2.scale_nan")
+@fault("R2.scale_nan", recovered=True)
 @pytest.mark.parametrize("bits", [0x7F, 0xFF])
 def test_a_block_scale_is_nan(bits, refused):
     change = tensors(lambda held: held[f"{Q}.weight_scale"].view(torch.uint8)[3, 2:4].fill_(bits))
     refused(change, f"{Q}.weight_scale", "2 block scales that are NaN", "row 3, block 2", "Download or quantize")
 
 
-@fault("R2.scale_not_positive")
+@fault("R2.scale_not_positive", recovered=True)
 @pytest.mark.parametrize(("bits", "kind"), [(0, "zero"), (0x80 | 0x30, "negative")])
 def test_a_block_scale_is_not_positive(bits, kind, refused):
     change = tensors(lambda held: held[f"{Q}.weight_scale"].view(torch.uint8)[3, 2].fill_(bits))
     refused(change, f"{Q}.weight_scale", f"that are {kind}", "row 3, block 2", "Download or quantize")
 
 
-@fault("R2.global_scale_not_finite")
+@fault("R2.global_scale_not_finite", recovered=True)
 @pytest.mark.parametrize("value", [0.0, float("inf"), float("nan"), -1.0])
 def test_the_global_scale_is_no_positive_finite_number(value, refused):
     change = tensors(lambda held: held[f"{Q}.weight_global_scale"].fill_(value))
     refused(change, f"{Q}.weight_global_scale", f"is {value:g}", "positive finite", "Download or export")
 
 
-@fault("R2.global_scale_reciprocal")
+@fault("R2.global_scale_reciprocal", recovered=True)
 def test_the_global_scale_is_the_reciprocal(refused):
     change = tensors(lambda held: held[f"{Q}.weight_global_scale"].reciprocal_())
     refused(change, f"{Q}.weight_global_scale", "looks like the reciprocal", "Fix the exporter, or invert it")
@@ -253,7 +287,7 @@ def edit_group(folder: Path, change: Callable[[dict], object]) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-@fault("R2.pickle_only")
+@fault("R2.pickle_only", recovered=True)
 @BOTH
 def test_pickle_only(where, refused):
     def pickle(folder):
@@ -261,3 +295,25 @@ def test_pickle_only(where, refused):
         (folder / FILE).unlink()
 
     refused(pickle, "pytorch_model.bin", "can run code", "Convert the checkpoint to safetensors", where=where)
+
+
+@fault("R2.truncated", recovered=True)
+@fault("R2.empty", recovered=True)
+def test_a_run_whose_base_was_damaged_goes_on(tiny_runs, tmp_path):  # noqa: F811
+    """Interrupted after its first step, then refused for its base, it ends as the run that nothing happened to."""
+    whole, run, base = tmp_path / "whole", tmp_path / "run", tmp_path / "base"
+    shutil.copytree(tiny_runs.model, base)
+    runs = TinyRuns(base, tiny_runs.tokenizer)
+    runs.command(whole)
+    with pytest.raises(Interrupted):
+        runs.trainer(run, reward=interrupting(2)).train()
+    before = files_of(run)
+    content = (base / FILE).read_bytes()
+    for left in (-1, 0):
+        (base / FILE).write_bytes(content[:left])
+        with told(ValueError, str(base), FILE, "download it again"):
+            runs.command(run)
+        assert files_of(run) == before
+    restore(base, Path(tiny_runs.model))
+    trainer = runs.command(run)
+    assert trainer.state.global_step == 2 and (run / WEIGHTS).read_bytes() == (whole / WEIGHTS).read_bytes()
