@@ -2,8 +2,12 @@
 
 import logging
 import os
-from typing import Any, cast
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
 from accelerate.utils import is_peft_model
 from peft.utils import CONFIG_NAME as PEFT_CONFIG_NAME
@@ -15,6 +19,7 @@ from transformers.trainer_utils import SaveStrategy, TrainOutput, rotate_checkpo
 from . import checkpoint, disk, loading, run_folder
 from .identity import RunSettings, run_settings
 from .publishing import PublishingMixin
+from .rollout.engine import RolloutError
 from .upstream import OnlineTrainer
 
 logger = logging.getLogger(__name__)
@@ -33,6 +38,8 @@ class SavingMixin(PublishingMixin):
     _unpushed: str | None = None
     #: settings that were allowed to change on the way
     _changed: tuple[str, ...] = ()
+    #: random state before the batch that is being made
+    _before_batch: "_RandomState | None" = None
 
     def to_resume(self) -> str | None:
         """What `train(resume_from_checkpoint=...)` should be given to go on with this run: what the arguments name, else the newest whole
@@ -133,6 +140,36 @@ class SavingMixin(PublishingMixin):
         if self._unpushed is not None:
             super()._push_from_checkpoint(self._unpushed)
 
+    @contextmanager
+    def rescued(self) -> Iterator[None]:
+        """Around the making of a batch, rollout and rewards. It lies between two updates, so if it fails, the step that has ended is saved
+        as it was, and the same command goes on from there."""
+        self._before_batch = _random_state()
+        try:
+            yield
+        except RolloutError:
+            raise  # it says so itself
+        except Exception as error:
+            error.add_note(self.rescue())
+            raise
+        finally:
+            self._before_batch = None
+
+    def rescue(self) -> str:
+        """Save a checkpoint of the step that has ended, where that is safe; says what to resume from. With several processes the others
+        wait elsewhere, and a save would hang."""
+        step = self.state.global_step
+        resume = "resume from the last checkpoint (resume_from_checkpoint=True) once the cause is gone"
+        wanted = getattr(self.args, "save_strategy", "no") != "no" and step > 0 and self.model.training
+        if wanted and self.accelerator.num_processes == 1:
+            try:
+                with _random_state_of(self._before_batch):
+                    self._save_checkpoint(self.model, None)
+            except Exception as error:  # a full disk is also a RuntimeError of torch; the Hub has errors of its own
+                return f"Saving step {step} failed too ({type(error).__name__}: {error}); {resume}."
+            return f"Step {step} is saved; {resume}."
+        return f"The trainer's own state is intact; {resume}."
+
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         self._unpushed = checkpoint_folder  # the parent would push it before it is sealed
 
@@ -165,6 +202,37 @@ class SavingMixin(PublishingMixin):
         if self._changed:
             settings["changed"] = list(self._changed)
         return settings
+
+
+class _RandomState(NamedTuple):
+    python: Any
+    numpy: Any
+    torch: torch.Tensor
+    cuda: torch.Tensor | None
+
+
+def _random_state() -> _RandomState:
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    return _RandomState(random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda)
+
+
+def _set_random_state(state: _RandomState) -> None:
+    random.setstate(state.python)
+    np.random.set_state(state.numpy)
+    torch.set_rng_state(state.torch)
+    if state.cuda is not None:
+        torch.cuda.set_rng_state(state.cuda)
+
+
+@contextmanager
+def _random_state_of(moment: _RandomState | None) -> Iterator[None]:
+    """What is saved inside has the random state of that moment."""
+    now = _random_state()
+    _set_random_state(moment or now)
+    try:
+        yield
+    finally:
+        _set_random_state(now)
 
 
 class SaveBetweenRollouts(TrainerCallback):

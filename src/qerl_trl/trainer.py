@@ -12,7 +12,7 @@ differs from the parent, method by method:
 | `_generate` | draws the noise of this rollout and keeps the engine up to date (covers tools and rollout functions alike) |
 | `_generate`, `_compute_loss` | what transformers sampled under noise is importance-corrected as vLLM's rollouts are (`behaviour.py`) |
 | `_calculate_rewards` | refuses infinite rewards |
-| `_generate_and_score_completions` | measures and watches the rollout/trainer mismatch (`mismatch.py`) |
+| `_generate_and_score_completions` | measures and watches the rollout/trainer mismatch (`mismatch.py`); saves the step before where it fails |
 | `training_step` | refuses a non-finite loss or gradient before the optimizer sees it |
 | `_load_from_checkpoint` | the trained adapter comes back also where TRL keeps a second one as reference |
 | `_save_checkpoint`, `_push_from_checkpoint`, `save_model` | seals what was written, then rotates older checkpoints and pushes |
@@ -177,13 +177,14 @@ class QeRLMixin(SavingMixin):
         return self._rewards
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        with behaviour.corrected(self):
-            output = super()._generate_and_score_completions(inputs)
-        if self.model.training:
-            metrics = self._metrics["train"]
-            self._monitor.advantages(metrics["frac_reward_zero_std"][-1], metrics["reward"][-1], self.state.global_step)
-            self._monitor.rewards(self, self._rewards)
-        self._mismatch.rollout(self, self.aqn, output)
+        with self.rescued():
+            with behaviour.corrected(self):
+                output = super()._generate_and_score_completions(inputs)
+            if self.model.training:
+                equal, mean = (self._metrics["train"][name][-1] for name in ("frac_reward_zero_std", "reward"))
+                self._monitor.advantages(equal, mean, self.state.global_step)
+                self._monitor.rewards(self, self._rewards)
+            self._mismatch.rollout(self, self.aqn, output)
         return output
 
     # -------------------------------------------------------------------------------------------------------- update

@@ -35,6 +35,16 @@ def train(trainer, action=None):
     return trainer
 
 
+def ends_and_goes_on(make_trainer, action, *words, **options):  # noqa: F811
+    """The fault after the first step ends the run and names `words`; that step is saved, and the same command goes on from it."""
+    options |= {"save_strategy": "steps", "save_steps": 100}
+    with told(RolloutError, *words, "Step 1 is saved"):
+        train(make_trainer(**options), action)
+    again = make_trainer(**options)
+    again.train(resume_from_checkpoint=again.to_resume())
+    assert again._resumed.global_step == 1 and again.state.global_step == 2
+
+
 def test_a_sound_engine_trains_and_is_probed_again(make_trainer):  # noqa: F811
     trainer = train(make_trainer(rollout_probe_steps=1))
     assert trainer.state.global_step == 2 and trainer.vllm_generation._probed == 1
@@ -56,13 +66,12 @@ def test_an_adapter_that_the_engine_ignores(make_trainer):  # noqa: F811
         make_trainer(engine=Ignores)
 
 
-@fault("R4.adapter_stale")
+@fault("R4.adapter_stale", recovered=True)
 def test_an_update_that_never_arrives(make_trainer):  # noqa: F811
     def stale(engine):
         engine.put_adapter = lambda adapter, norms: None
 
-    with told(RolloutError, "does not hold the trainer's latest weights", "stale policy", "resume"):
-        train(make_trainer(), stale)
+    ends_and_goes_on(make_trainer, stale, "does not hold the trainer's latest weights", "stale policy", "resume")
 
 
 @fault("R4.adapter_stale", recovered=True)
@@ -78,7 +87,7 @@ def test_a_change_that_leaves_no_trace_in_torch_is_put_all_the_same(make_trainer
     assert ups and all(bool((up == 0.5).all()) for up in ups)
 
 
-@fault("R4.adapter_half_written")
+@fault("R4.adapter_half_written", recovered=True)
 def test_an_update_of_which_half_arrives(make_trainer):  # noqa: F811
     def half(engine):
         put = engine.put_adapter
@@ -92,31 +101,30 @@ def test_an_update_of_which_half_arrives(make_trainer):  # noqa: F811
 
         engine.put_adapter = lossy
 
-    with told(RolloutError, "no longer holds what was put into it", "layers.1", "made by half", "resume"):
-        train(make_trainer(), half)
+    ends_and_goes_on(make_trainer, half, "no longer holds what was put into it", "layers.1", "made by half", "resume")
 
 
-@fault("R4.wake_without_weights")
+@fault("R4.wake_without_weights", recovered=True)
 def test_an_engine_that_wakes_up_without_its_weights(make_trainer):  # noqa: F811
     def forgets(engine):
         engine.wake = lambda: engine.policy.get_base_model().model.embed_tokens.weight.data.zero_()
 
-    with told(RolloutError, "not restored when the engine woke up", "embed_tokens", "vllm_enable_sleep_mode"):
-        train(make_trainer(), forgets)
+    words = ("not restored when the engine woke up", "embed_tokens", "vllm_enable_sleep_mode")
+    ends_and_goes_on(make_trainer, forgets, *words)
 
 
-@fault("R4.drift_after_wake")
+@fault("R4.drift_after_wake", recovered=True)
 def test_an_engine_that_computes_otherwise_after_it_woke_up(make_trainer):  # noqa: F811
     """Every weight is in place and a cache of positions is not: only the probe sees that."""
 
     def drifts(engine):
         engine.policy.get_base_model().model.rotary_emb.inv_freq.mul_(3)
 
-    with told(RolloutError, "have drifted apart", "nats", "Resume from the last checkpoint"):
-        train(make_trainer(rollout_probe_steps=1), drifts)
+    words = ("have drifted apart", "nats", "Resume from the last checkpoint")
+    ends_and_goes_on(make_trainer, drifts, *words, rollout_probe_steps=1)
 
 
-@fault("R4.prefix_cache_stale")
+@fault("R4.prefix_cache_stale", recovered=True)
 def test_a_prefix_cache_that_is_not_reset(make_trainer):  # noqa: F811
     from qerl_trl.rollout.vllm.in_process import InProcessEngine
 
@@ -124,8 +132,7 @@ def test_a_prefix_cache_that_is_not_reset(make_trainer):  # noqa: F811
         engine.reset_prefix_cache = lambda: InProcessEngine.reset_prefix_cache(engine)
         engine._running = SimpleNamespace(reset_prefix_cache=lambda: False)
 
-    with told(RolloutError, "refused to reset its prefix cache", "several threads", "resume"):
-        train(make_trainer(), refuses)
+    ends_and_goes_on(make_trainer, refuses, "refused to reset its prefix cache", "several threads", "resume")
 
 
 @fault("R4.unknown_keys")
@@ -157,14 +164,12 @@ def test_noise_that_stays_on(make_trainer):  # noqa: F811
         trainer.vllm_generation.generate_greedily([[5, 6, 7]], 4)
 
 
-@fault("R4.noise_left_on")
-@fault("S.noise_never_acts")
+@fault("S.noise_never_acts", recovered=True)
 def test_noise_that_does_not_arrive(make_trainer):  # noqa: F811
     def ignores(engine):
         engine.set_noise = lambda norms, draw: draw.sigma
 
-    with told(RolloutError, "its noise is missing", "sigma 0.01", "resume"):
-        train(make_trainer(), ignores)
+    ends_and_goes_on(make_trainer, ignores, "its noise is missing", "sigma 0.01", "resume")
 
 
 # ---------------------------------------------------------------------------------------------------- the engine itself
@@ -178,12 +183,7 @@ def test_an_engine_that_dies(make_trainer):  # noqa: F811
 
         engine.llm.generate = generate
 
-    saving = {"save_strategy": "steps", "save_steps": 100}
-    with told(RolloutError, "EngineCore died", "Step 1 is saved", "resume_from_checkpoint=True"):
-        train(make_trainer(**saving), dies)
-    again = make_trainer(**saving)
-    again.train(resume_from_checkpoint=True)
-    assert again.state.global_step == 2
+    ends_and_goes_on(make_trainer, dies, "EngineCore died", "resume_from_checkpoint=True")
 
 
 @fault("R4.engine_hangs")
@@ -214,6 +214,14 @@ def test_an_engine_that_hangs(make_trainer, elsewhere):  # noqa: F811
     assert time.monotonic() - started < 15 and caught
     with told(RolloutError, "rollout_timeout=0.5", "hangs", "raise it", "resume"):
         raise caught[0]
+
+
+@fault("R4.engine_hangs", recovered=True)
+def test_an_engine_that_hangs_in_the_middle_of_a_run(make_trainer):  # noqa: F811
+    def hangs(engine):
+        engine.llm.generate = lambda *args, **kwargs: time.sleep(30)
+
+    ends_and_goes_on(make_trainer, hangs, "rollout_timeout=2", "hangs", "resume", rollout_timeout=2.0)
 
 
 COMPLETIONS = {
@@ -250,6 +258,15 @@ def test_completions_that_cannot_be_trained_on(make_trainer):  # noqa: F811
             generation.generate([[5, 6, 7], [8, 9]], None, 1)
     generation.engine.llm.generate = sound
     assert len(generation.generate([[5, 6, 7], [8, 9]], None, 1)[1]) == 2
+
+
+@fault("R4.completions_or_logps_bad", recovered=True)
+def test_a_completion_that_is_missing_in_the_middle_of_a_run(make_trainer):  # noqa: F811
+    def loses(engine):
+        sound = engine.llm.generate
+        engine.llm.generate = lambda *args, **kwargs: sound(*args, **kwargs)[:1]
+
+    ends_and_goes_on(make_trainer, loses, "gave 1 completions for 4 prompts", "resume")
 
 
 @fault("R4.completions_or_logps_bad")

@@ -14,6 +14,8 @@ from peft import LoraConfig
 
 from qerl_trl import QeRLConfig, QeRLGRPOTrainer, guards
 from tests.faults.catalog import fault, told
+from tests.faults.tiny_runs import spread_reward as sound_reward
+from tests.faults.tiny_runs import tiny_runs  # noqa: F401  (a fixture)
 
 PROMPTS = Dataset.from_dict({"prompt": ["say one ", "say two "] * 4})
 TIMEOUT = 0.3
@@ -48,7 +50,7 @@ def trainer(tiny_model_dir, tiny_tokenizer, tmp_path_factory):
 def graded_by(trainer, caplog):
     """`graded_by(function)`: the trainer, with that function and one that is at peace with everything."""
     caplog.set_level(logging.WARNING)
-    trainer._monitor = guards.SignalMonitor(trainer.args.zero_advantage_patience, None)
+    trainer._monitor = guards.SignalMonitor(trainer.args.zero_advantage_patience)
     trainer.model.train()
 
     def give(function):
@@ -324,3 +326,62 @@ def entropy_of(trainer):
     with torch.no_grad():
         logits = trainer.model(torch.arange(8)[None]).logits
     return torch.distributions.Categorical(logits=logits.float()).entropy().mean().item()
+
+
+# --- and then ------------------------------------------------------------------------------------------------------------
+
+
+def _raises():
+    raise KeyError("solution")
+
+
+FAILURES = {
+    "plus_inf": lambda: [math.inf] * 4,
+    "minus_inf": lambda: [-math.inf] * 4,
+    "huge": lambda: [1e38] * 4,
+    "wrong_length": lambda: [1.0],
+    "not_a_number": lambda: ["one"] * 4,
+    "raises": _raises,
+    "raised_outside_main_thread": lambda: in_thread(_raises),
+    "hangs": lambda: time.sleep(20),
+    "all_none": lambda: [None] * 4,
+}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tiny_runs, tmp_path_factory):  # noqa: F811
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    tiny_runs.command(folder, **_options("wrong_length"))
+    return adapter(folder)
+
+
+def adapter(folder):
+    return (folder / "adapter_model.safetensors").read_bytes()
+
+
+def _options(kind):
+    return {
+        "save_steps": 100,
+        "max_steps": 3,
+        "reward_timeout": 1.0 if kind == "hangs" else 60.0,
+        "zero_advantage_patience": 1,
+    }
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=fault(f"R5.{kind}", recovered=True)) for kind in FAILURES])
+def test_a_reward_that_fails_after_two_steps_costs_nothing(kind, uninterrupted, tiny_runs, tmp_path):  # noqa: F811
+    """The step before is saved with its random state; once the function is mended, the same command ends as if nothing had been."""
+    calls = []
+
+    def spread_reward(completions, **kwargs):
+        calls.append(kind)
+        return FAILURES[kind]() if len(calls) == 3 else sound_reward(completions, **kwargs)
+
+    broken = tiny_runs.trainer(tmp_path, reward=spread_reward, **_options(kind))
+    with pytest.raises((ValueError, RuntimeError, TypeError)) as caught:
+        broken.train()
+    assert (
+        "Step 2 is saved; resume from the last checkpoint (resume_from_checkpoint=True)" in caught.value.__notes__[-1]
+    )
+    assert tiny_runs.command(tmp_path, **_options(kind))._resumed.global_step == 2
+    assert adapter(tmp_path) == uninterrupted

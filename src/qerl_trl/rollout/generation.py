@@ -295,7 +295,7 @@ class QeRLVLLMGeneration(VLLMGeneration):
                     self._check(noise_must_act)
                     self.engine.sleep()
         except RolloutError as error:  # not earlier: a save may take longer than what is left of the limit
-            error.args = (f"{error} {self._rescue()}",)
+            error.args = (f"{error} {self.trainer.rescue()}",)
             raise
         finally:
             self._inside = False
@@ -349,23 +349,6 @@ class QeRLVLLMGeneration(VLLMGeneration):
                 f"The rollout failed in vLLM ({self.mode} mode) at step {self.trainer.state.global_step}: "
                 f"{type(error).__name__}: {error}."
             ) from error
-
-    def _rescue(self) -> str:
-        """Save a checkpoint of the step that has ended, where that is safe; says what to resume from.
-
-        A rollout begins between two updates, so the trainer's state is whole. With several processes the others wait elsewhere
-        and a save would hang.
-        """
-        trainer, step = self.trainer, self.trainer.state.global_step
-        resume = "resume from the last checkpoint (resume_from_checkpoint=True) once the cause is gone"
-        wanted = getattr(trainer.args, "save_strategy", "no") != "no" and step > 0 and trainer.model.training
-        if wanted and self.accelerator.num_processes == 1:
-            try:
-                trainer._save_checkpoint(trainer.model, None)
-            except Exception as error:  # a full disk is also a RuntimeError of torch; the Hub has errors of its own
-                return f"Saving step {step} failed too ({type(error).__name__}: {error}); {resume}."
-            return f"Step {step} is saved; {resume}."
-        return f"The trainer's own state is intact; {resume}."
 
     def shutdown(self) -> None:
         """Stop the engine and give its memory back. Safe to call twice."""
