@@ -4,7 +4,7 @@ A fault is injected at one module and judged at the product: the model on disk, 
 `results.json`. A test says what it has shown:
 
     @fault("R5.nan")                        # detected, and the message names object, reason and remedy (use `told`)
-    @fault("R6.bit_flip", recovered=True)   # and the same command goes on without loss
+    @fault("R6.bit_flip", recovered=True)   # and the same command goes on without loss, at once or when the cause is gone
     @fault("R4.engine_hangs", remedy=False) # detected, but the message does not say what to do
 
 `python -m tests.faults.catalog` prints the table from these marks; tests/faults/test_catalog.py holds it to its goals.
