@@ -4,6 +4,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
+from qerl_trl.rollout import wire
 from qerl_trl.rollout.wire import AdapterTensors, decode_update, encode_update
 
 
@@ -28,3 +29,16 @@ def test_an_update_with_half_an_adapter_is_refused():
         decode_update(save({"a:x": torch.zeros(2)}), torch.device("cpu"))
     with pytest.raises(ValueError, match="expected a:NAME"):
         decode_update(save({"weight": torch.zeros(2)}), torch.device("cpu"))
+
+
+def test_changes_of_hundreds_of_tensors_are_seen(monkeypatch):
+    monkeypatch.setattr(wire, "_TOGETHER", 40)
+    tensors = [torch.randn(3, 4) for _ in range(9)] + [torch.randn(50), torch.randn(4).bfloat16(), torch.randn(7)]
+    before = wire.changes(tensors)
+    assert before == wire.changes([t.clone() for t in tensors])
+    for tensor in tensors:
+        kept = tensor.clone()
+        tensor.view(-1)[-1] += 1
+        assert wire.changes(tensors) != before
+        tensor.copy_(kept)
+    assert wire.changes(tensors) == before

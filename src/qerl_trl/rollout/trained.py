@@ -13,7 +13,7 @@ from torch import nn
 from ..names import canonical_name, full_tensor, local_tensor
 from .adapter import active_adapter, check_servable, rollout_layers, trained_norms
 from .engine import Engine, RolloutError
-from .wire import AdapterTensors, bits, fingerprint, not_finite, update_fingerprint
+from .wire import AdapterTensors, bits, changes, fingerprint, not_finite, update_fingerprint
 
 #: makes the whole tensors of sharded parameters available while it is open
 Gather = Callable[[list[torch.Tensor]], AbstractContextManager]
@@ -39,7 +39,7 @@ class Trained(ABC):
 
     def stamp(self) -> str:
         """Another one after every change of what this process holds, however it was made."""
-        return fingerprint((str(number), local_tensor(p)) for number, p in enumerate(self.parameters()))
+        return changes(map(local_tensor, self.parameters()))
 
 
 class TrainedAdapter(Trained):

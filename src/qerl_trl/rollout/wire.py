@@ -32,6 +32,8 @@ class AdapterTensors:
 
 #: integers of the size of an element
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+#: elements that are copied together, to be read at once
+_TOGETHER = 2**24
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -43,6 +45,19 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.element_size() == 1 and tensor.is_contiguous() and tensor.numel() % 4 == 0:
         tensor = tensor.view(-1).view(torch.int32)  # a quarter of the additions
     return tensor.view(_INTEGERS[tensor.element_size()]).sum(dtype=torch.int64)
+
+
+def changes(tensors: Iterable[torch.Tensor]) -> str:
+    """Another text after a change of any of these tensors: small ones are joined, so hundreds of them are read in a few launches."""
+    groups: list[list[torch.Tensor]] = []
+    for tensor in tensors:
+        flat, last = tensor.detach().reshape(-1), groups[-1] if groups else []
+        fits = last and last[0].dtype == flat.dtype and sum(t.numel() for t in last) + flat.numel() <= _TOGETHER
+        if fits:
+            last.append(flat)
+        else:
+            groups.append([flat])
+    return fingerprint((str(i), torch.cat(group) if len(group) > 1 else group[0]) for i, group in enumerate(groups))
 
 
 def fingerprint(named: Iterable[tuple[str, torch.Tensor]]) -> str:
