@@ -17,8 +17,14 @@ from qerl_trl import checkpoint, preflight
 from qerl_trl.rollout.vllm import imported, plugin
 from tests.faults.catalog import fault, told
 from tests.faults.stand_in import make_trainer  # noqa: F401  (a fixture)
-from tests.faults.test_s_run import contents
-from tests.faults.tiny_runs import WEIGHTS, Interrupted, interrupting, tiny_runs  # noqa: F401
+from tests.faults.tiny_runs import (  # noqa: F401
+    WEIGHTS,
+    AfterTheFirstStep,
+    Interrupted,
+    contents,
+    interrupting,
+    tiny_runs,
+)
 
 #: as on a GPU; a machine without one is said to have its bf16, and trains on the CPU
 OPTIONS = {"use_cpu": False, "bf16": True}
@@ -137,12 +143,6 @@ def run_with_vllm(make_trainer, tmp_path) -> Callable[..., int]:  # noqa: F811
     return command
 
 
-class AfterTheFirstStep(TrainerCallback):
-    def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step == 1:
-            raise Interrupted
-
-
 @pytest.mark.vllm
 @fault("R1.vllm_missing", recovered=True)
 @fault("R1.vllm_version", recovered=True)
@@ -153,7 +153,7 @@ def test_a_run_with_vllm_goes_on(run_with_vllm, tmp_path):
     with pytest.raises(Interrupted):
         run_with_vllm(AfterTheFirstStep())
     assert checkpoint.last_checkpoint(run) == str(run / "checkpoint-1")
-    before = contents(run)
+    before, saved = contents(run), contents(run / "checkpoint-1")
     for spoil, words in (
         (no_vllm, ["vLLM is not installed", "pip install qerl-trl[vllm]"]),
         (other_vllm, ["vLLM 0.99.0", "pip install qerl-trl[vllm]"]),
@@ -166,7 +166,4 @@ def test_a_run_with_vllm_goes_on(run_with_vllm, tmp_path):
         assert contents(run) == before
     assert run_with_vllm() == 2
     assert checkpoint.problems(run / "checkpoint-2") == []
-    assert (
-        before.items()
-        >= {Path("checkpoint-1") / name: data for name, data in contents(run / "checkpoint-1").items()}.items()
-    )
+    assert contents(run / "checkpoint-1") == saved  # it went on from there

@@ -18,7 +18,7 @@ import qerl_trl
 from qerl_trl.nvfp4.shards import INDEX_NAME
 from qerl_trl.publish.quantize import quantize_folder
 from tests.faults.catalog import fault, told
-from tests.faults.tiny_runs import WEIGHTS, Interrupted, TinyRuns, interrupting, tiny_runs  # noqa: F401
+from tests.faults.tiny_runs import WEIGHTS, Interrupted, TinyRuns, contents, interrupting, tiny_runs  # noqa: F401
 
 FILE = "model.safetensors"
 Q = "model.layers.1.self_attn.q_proj"
@@ -34,7 +34,7 @@ def expected(packed, tiny_model_dir, tmp_path_factory) -> dict[str, dict]:
     """What each door gives for a whole folder: the model's tensors, the quantized files."""
     folder = shutil.copytree(tiny_model_dir("llama"), tmp_path_factory.mktemp("whole") / "quantize")
     quantize_folder(folder, folder.parent / "out")
-    return {"load": qerl_trl.from_pretrained(packed).state_dict(), "quantize": files_of(folder.parent / "out")}
+    return {"load": qerl_trl.from_pretrained(packed).state_dict(), "quantize": contents(folder.parent / "out")}
 
 
 @pytest.fixture
@@ -46,29 +46,25 @@ def refused(packed, tiny_model_dir, expected, tmp_path) -> Callable[..., None]:
         whole = packed if where == "load" else tiny_model_dir("llama")
         folder = shutil.copytree(whole, tmp_path / where)
         edit(folder)
-        damaged = files_of(tmp_path)
+        damaged = contents(tmp_path)
 
         def call():
             return qerl_trl.from_pretrained(folder) if where == "load" else quantize_folder(folder, tmp_path / "out")
 
         with told(ValueError, str(folder), *words):
             call()
-        assert files_of(tmp_path) == damaged
+        assert contents(tmp_path) == damaged
 
         restore(folder, whole)
         product = call()
         if where == "quantize":
-            assert files_of(tmp_path / "out") == expected[where]
+            assert contents(tmp_path / "out") == expected[where]
         else:
             state = product.state_dict()
             assert state.keys() == expected[where].keys()
             assert all(torch.equal(state[name], tensor) for name, tensor in expected[where].items())
 
     return check
-
-
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def restore(folder: Path, whole: Path) -> None:
@@ -307,13 +303,13 @@ def test_a_run_whose_base_was_damaged_goes_on(tiny_runs, tmp_path):  # noqa: F81
     runs.command(whole)
     with pytest.raises(Interrupted):
         runs.trainer(run, reward=interrupting(2)).train()
-    before = files_of(run)
+    before = contents(run)
     content = (base / FILE).read_bytes()
     for left in (-1, 0):
         (base / FILE).write_bytes(content[:left])
         with told(ValueError, str(base), FILE, "download it again"):
             runs.command(run)
-        assert files_of(run) == before
+        assert contents(run) == before
     restore(base, Path(tiny_runs.model))
     trainer = runs.command(run)
     assert trainer.state.global_step == 2 and (run / WEIGHTS).read_bytes() == (whole / WEIGHTS).read_bytes()

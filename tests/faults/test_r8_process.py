@@ -24,7 +24,8 @@ from qerl_trl.rollout.engine import RolloutError
 from tests.shapes import SEVEN_B
 
 from .catalog import fault, told
-from .tiny_runs import WEIGHTS, interrupting, tiny_runs  # noqa: F401
+from .stand_in import StandIn, make_trainer  # noqa: F401
+from .tiny_runs import WEIGHTS, AfterTheFirstStep, Interrupted, contents, interrupting, tiny_runs  # noqa: F401
 
 OUT_OF_MEMORY = (
     "CUDA out of memory. Tried to allocate 30.00 KiB. GPU 0 has a total capacity of 79.10 GiB of which 2 MiB is free."
@@ -98,16 +99,51 @@ def test_out_of_memory_when_the_engine_starts(text, tiny_runs, tmp_path, monkeyp
         tiny_runs.trainer(tmp_path / "run", use_vllm=True, vllm_mode="colocate", vllm_gpu_memory_utilization=0.9)
 
 
-@fault("R8.out_of_memory_at_start")
-def test_out_of_memory_while_the_model_is_loaded(tiny_runs, tmp_path, monkeypatch):  # noqa: F811
+@fault("R8.out_of_memory_at_start", recovered=True)
+def test_out_of_memory_while_the_model_is_loaded(tiny_runs, whole, tmp_path, monkeypatch):  # noqa: F811
+    """Of a run that goes on: another process has its memory now, and later no more."""
     from qerl_trl.nvfp4 import quantizer
 
     def fail(*args, **kwargs):
         raise torch.OutOfMemoryError(OUT_OF_MEMORY)
 
-    monkeypatch.setattr(quantizer.NVFP4HfQuantizer, "_process_model_before_weight_loading", fail)
-    with told(torch.OutOfMemoryError, "while the model was loaded", "larger GPU", "qerl-trl plan"):
-        tiny_runs.trainer(tmp_path / "run")
+    run = tmp_path / "run"
+    with pytest.raises(Interrupted):
+        tiny_runs.trainer(run, reward=interrupting(2), **STEPS).train()
+    before = contents(run)
+    with monkeypatch.context() as short:
+        short.setattr(quantizer.NVFP4HfQuantizer, "_process_model_before_weight_loading", fail)
+        with told(torch.OutOfMemoryError, "while the model was loaded", "larger GPU", "qerl-trl plan"):
+            tiny_runs.command(run, **STEPS)
+    assert contents(run) == before
+    assert goes_on(tiny_runs, run, whole)
+
+
+@fault("R8.out_of_memory_at_start", recovered=True)
+@pytest.mark.vllm
+def test_a_run_goes_on_after_its_engine_had_no_memory(make_trainer, tmp_path):  # noqa: F811
+    """The engine is the stand-in, which draws its own numbers: the run goes on from the step that was done, to the last."""
+
+    def command(*callbacks, engine=StandIn):
+        trainer = make_trainer(engine=engine, save_strategy="steps", save_steps=1)
+        for callback in callbacks:
+            trainer.add_callback(callback)
+        trainer.train(resume_from_checkpoint=trainer.to_resume())
+        return trainer.state.global_step
+
+    class Short(StandIn):
+        def __init__(self, policy):
+            raise torch.OutOfMemoryError(OUT_OF_MEMORY)
+
+    run = tmp_path / "run"
+    with pytest.raises(Interrupted):
+        command(AfterTheFirstStep())
+    before, saved = contents(run), contents(run / "checkpoint-1")
+    with told(torch.OutOfMemoryError, "when the engine started", "30.00 KiB"):
+        command(engine=Short)
+    assert contents(run) == before and checkpoint.last_checkpoint(run) == str(run / "checkpoint-1")
+    assert command() == 2
+    assert contents(run / "checkpoint-1") == saved  # it went on from there
 
 
 def test_what_is_proposed_frees_what_was_missing():
@@ -189,8 +225,8 @@ def test_sigterm(tiny_runs, whole, tmp_path):  # noqa: F811
 # --- several processes -------------------------------------------------------------------------------------------------------------
 
 
-def two_processes(tiny_runs, run: Path) -> list[str | None]:  # noqa: F811
-    """One training of two processes with gloo; in the second one the reward of the second step fails. What each raised."""
+def two_processes(tiny_runs, run: Path, fails: bool = False) -> list[str | None]:  # noqa: F811
+    """One training of two processes with gloo; the reward of the second step `fails` in the second one. What each raised."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -202,9 +238,11 @@ def two_processes(tiny_runs, run: Path) -> list[str | None]:  # noqa: F811
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
         for state in (AcceleratorState, PartialState, GradientState):
             state._reset_state()
+        # the device "cpu:0", which a process of several has here, is none that torch would load an optimizer's state to
+        torch.serialization.register_package(0, lambda _: None, lambda held, where: held if where == "cpu:0" else None)
         said = None
         try:
-            tiny_runs.command(run, reward=interrupting(2 if rank == 1 else 0, by=KeyError), **STEPS)
+            tiny_runs.command(run, reward=interrupting(2 if fails and rank == 1 else 0, by=KeyError), **STEPS)
         except Exception as error:
             said = f"{type(error).__name__}: {error}"
         answers[rank][1].send(said)
@@ -219,11 +257,10 @@ def two_processes(tiny_runs, run: Path) -> list[str | None]:  # noqa: F811
     return said
 
 
-@fault("R8.rank_fails")
+@fault("R8.rank_fails", recovered=True)
 def test_one_of_two_processes_fails(tiny_runs, tmp_path):  # noqa: F811
-    """Going on is the business of any run: torch cannot load an optimizer's state to the device "cpu:0" that a process of several has here."""
     run = tmp_path / "run"
-    other, failed = two_processes(tiny_runs, run)
+    other, failed = two_processes(tiny_runs, run, fails=True)
     for word in ("Reward function 'spread_reward' raised KeyError", "resume"):
         assert word in failed
     for word in (
@@ -234,6 +271,11 @@ def test_one_of_two_processes_fails(tiny_runs, tmp_path):  # noqa: F811
     ):
         assert word in other
     assert checkpoint.problems(run / "checkpoint-1") == []
+    saved = contents(run / "checkpoint-1")
+    assert two_processes(tiny_runs, run) == [None, None]
+    assert contents(run / "checkpoint-1") == saved  # it went on from there
+    assert two_processes(tiny_runs, tmp_path / "whole") == [None, None]
+    assert (run / WEIGHTS).read_bytes() == (tmp_path / "whole" / WEIGHTS).read_bytes()
 
 
 @fault("R8.out_of_memory_in_step")

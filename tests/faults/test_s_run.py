@@ -26,11 +26,7 @@ from tests.hub_server import TOKEN
 from tests.publish.test_hub import REPO, server  # noqa: F401
 
 from .catalog import fault, told
-from .tiny_runs import PROMPTS, WEIGHTS, spread_reward, tiny_runs  # noqa: F401
-
-
-def contents(folder):
-    return {p.relative_to(folder): p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.name != ".qerl_lock"}
+from .tiny_runs import PROMPTS, WEIGHTS, contents, interrupting, spread_reward, tiny_runs  # noqa: F401
 
 
 @pytest.fixture(scope="module")
@@ -86,27 +82,30 @@ def test_other_data_and_rewards_are_refused(other, named, tiny_runs, finished): 
     assert contents(finished) == before
 
 
-@fault("R8.two_runs_one_folder")
-def test_a_second_process_is_refused_the_folder(tiny_runs, tmp_path):  # noqa: F811
-    """The first is another process in its training, and is killed: then the folder is free."""
+@fault("R8.two_runs_one_folder", recovered=True)
+def test_a_second_process_is_refused_the_folder(tiny_runs, finished, tmp_path):  # noqa: F811
+    """The first is another process in its second step, and is killed: then the folder is free, and the second goes on from the first step."""
     parallel = multiprocessing.get_context("fork")
     training = parallel.Event()
 
-    def waiting(completions, **kwargs):
+    def wait():
         training.set()
         time.sleep(600)
 
     run = tmp_path / "run"
-    first = parallel.Process(target=lambda: tiny_runs.trainer(run, reward=waiting).train())
+    first = parallel.Process(target=lambda: tiny_runs.trainer(run, reward=interrupting(2, by=wait)).train())
     first.start()
     try:
         assert training.wait(60)
+        before = contents(run)
         with told(RuntimeError, str(run), f"process {first.pid}", "Another run", "choose another output_dir"):
-            tiny_runs.trainer(run)
+            tiny_runs.command(run)
+        assert contents(run) == before and checkpoint.last_checkpoint(run) == str(run / "checkpoint-1")
     finally:
         first.kill()
         first.join()
     tiny_runs.command(run)
+    assert (run / WEIGHTS).read_bytes() == (finished / WEIGHTS).read_bytes()
 
 
 @fault("S.prompt_longer_than_model")

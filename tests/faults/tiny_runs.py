@@ -7,6 +7,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
+from transformers import TrainerCallback
 
 from qerl_trl import QeRLConfig, QeRLGRPOTrainer
 
@@ -34,6 +35,19 @@ def interrupting(calls: int, reward=spread_reward, by=Interrupted):
         return reward(completions, **kwargs)
 
     return spread_reward
+
+
+class AfterTheFirstStep(TrainerCallback):
+    """Interrupts a run between its first two steps."""
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 1:
+            raise Interrupted
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    """What lies in a folder, but for the mark of the process that trains there."""
+    return {p.relative_to(folder): p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.name != ".qerl_lock"}
 
 
 class TinyRuns:
