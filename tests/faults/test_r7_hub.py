@@ -16,7 +16,8 @@ from qerl_trl.publish import cards, export, hub
 from qerl_trl.publish.run import TrainedPolicy
 from tests.cli.test_main import call
 from tests.faults.catalog import fault, told
-from tests.faults.test_s_publish import SECRET, AfterStep, pushing
+from tests.faults.test_s_publish import SECRET, WEIGHTS, AfterStep, pushing
+from tests.faults.tiny_runs import contents
 from tests.hub_server import TOKEN
 from tests.publish.test_export import make_policy
 from tests.publish.test_hub import REPO, no_token_anywhere, server  # noqa: F401  (fixtures)
@@ -39,28 +40,48 @@ def merged(tiny_model_dir, tiny_tokenizer, tmp_path_factory) -> Path:
     return folder
 
 
+def published_whole(server, folder: Path) -> bool:  # noqa: F811
+    files = server.repos[REPO]["files"]
+    return all(
+        files[str(name)] == content for name, content in contents(folder).items() if name.suffix == ".safetensors"
+    )
+
+
 # --- who can see it ---------------------------------------------------------------------------------------------------------------
 
 
-@fault("R7.public_without_consent")
+@fault("R7.public_without_consent", recovered=True)
 def test_a_public_repository_gets_nothing_that_was_to_be_private(server, merged):  # noqa: F811
+    """With the repository private, the same command publishes what it was to publish; with consent, it may be public."""
     server.put(REPO, private=False)
+    before = contents(merged)
     code, _, said = call("push", "merged", merged, REPO)
     assert code == 1
     for word in (REPO, "PUBLIC", "nothing was uploaded", "--public"):
         assert word in said
     assert set(server.repos[REPO]["files"]) == {".gitattributes"}
-    assert not server.objects
-    assert call("push", "merged", merged, REPO, "--public")[0] == 0
+    assert not server.objects and contents(merged) == before
+    server.repos[REPO].update(private=True)
+    assert call("push", "merged", merged, REPO)[0] == 0
+    assert published_whole(server, merged)
+    server.put("tester/public", private=False)
+    assert call("push", "merged", merged, "tester/public", "--public")[0] == 0
 
 
-@fault("R7.public_without_consent")
+@fault("R7.public_without_consent", recovered=True)
 def test_a_repository_that_becomes_public_while_training(server, tiny_model_dir, tiny_tokenizer, tmp_path):  # noqa: F811
     trainer = pushing(tiny_model_dir, tiny_tokenizer, tmp_path)
     trainer.add_callback(AfterStep(trainer, 1, lambda: server.repos[REPO].update(private=False)))
     with told(RuntimeError, REPO, "which has checkpoint-1", "PUBLIC", "hub_private_repo=False"):
         trainer.train()
     assert len(server.repos[REPO]["commits"]) == 1
+    server.repos[REPO].update(private=True)
+    trainer = pushing(tiny_model_dir, tiny_tokenizer, tmp_path)
+    trainer.train(resume_from_checkpoint=trainer.to_resume())
+    assert trainer.state.global_step == 2
+    trainer.push_to_hub()
+    run = tmp_path / "run"
+    assert server.repos[REPO]["files"][WEIGHTS] == (run / "checkpoint-2" / WEIGHTS).read_bytes()
 
 
 # --- whole or not at all ----------------------------------------------------------------------------------------------------------
@@ -193,7 +214,19 @@ def test_a_token_where_it_would_be_seen_is_refused_by_the_arguments_name(tmp_pat
     assert TOKEN not in shown.replace(__file__, "") and "zz84-password" not in shown
 
 
-@fault("R7.token")
+@fault("R7.token", recovered=True)
+def test_no_token(server, merged, monkeypatch):  # noqa: F811
+    before = contents(merged)
+    with monkeypatch.context() as nobody:
+        nobody.setattr(hub, "get_token", lambda: None)
+        code, _, said = call("push", "merged", merged, REPO)
+    assert code == 1 and "no Hub token" in said and "hf auth login" in said
+    assert server.repos == {} and contents(merged) == before
+    assert call("push", "merged", merged, REPO)[0] == 0
+    assert published_whole(server, merged)
+
+
+@fault("R7.token", recovered=True)
 def test_a_token_in_a_file_that_would_be_published(server, merged, tmp_path):  # noqa: F811
     """Wherever it is in a long text, and whoever put it there."""
     leaky = tmp_path / "leaky"
@@ -204,3 +237,7 @@ def test_a_token_in_a_file_that_would_be_published(server, merged, tmp_path):  #
     with told(hub.HubError, "tokenizer.json", "token", "Remove it"):
         hub.push_folder(leaky, REPO)
     assert server.requests == []
+    (leaky / "tokenizer.json").write_text(text)
+    checkpoint.seal(leaky, checkpoint.recorded_run(leaky))
+    hub.push_folder(leaky, REPO)
+    assert published_whole(server, leaky) and server.text(REPO)["tokenizer.json"] == text

@@ -16,6 +16,7 @@ from qerl_trl.publish import export
 from qerl_trl.publish.run import TrainedPolicy
 from tests.cli.test_main import call
 from tests.faults.catalog import fault, told
+from tests.faults.tiny_runs import contents
 from tests.publish.test_export import IDS, make_policy
 from tests.publish.test_hub import REPO, no_token_anywhere, server  # noqa: F401  (fixtures)
 from tests.test_trainer import LORA, PROMPTS, settings, spread_reward
@@ -122,15 +123,19 @@ def test_an_adapter_on_a_model_that_has_it(run, tmp_path):
     assert code == 2 and "other weights" in err and "--base-model" in err and not (tmp_path / "twice").exists()
 
 
-@fault("R7.merged_twice")
+@fault("R7.merged_twice", recovered=True)
 def test_a_live_model_that_is_merged(make, tmp_path):
     trainer = make(tmp_path / "run")
+    trainer.save_merged(tmp_path / "before")
+    run = contents(tmp_path / "run")
     trainer.model.merge_adapter()
     with told(RuntimeError, "adapter is merged into the model already", "unmerge_adapter()"):
         trainer.save_merged(tmp_path / "merged")
-    assert not (tmp_path / "merged").exists()
+    assert not (tmp_path / "merged").exists() and contents(tmp_path / "run") == run
     trainer.model.unmerge_adapter()
     trainer.save_merged(tmp_path / "merged")  # the packed base is back, bit for bit
+    before, merged = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("before", "merged"))
+    assert merged == before
 
 
 @fault("R7.merged_twice")
