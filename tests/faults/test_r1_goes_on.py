@@ -103,6 +103,7 @@ def test_a_run_goes_on(spoil, words, on_the_machine, tiny_runs, tmp_path):  # no
             tiny_runs.command(run, **OPTIONS)
     assert contents(run) == contents(begun)
     trainer = tiny_runs.command(run, **OPTIONS)
+    assert contents(run / "checkpoint-1") == contents(begun / "checkpoint-1")  # it went on from there
     assert trainer.state.global_step == 2 and (run / WEIGHTS).read_bytes() == (whole / WEIGHTS).read_bytes()
 
 

@@ -303,7 +303,7 @@ def test_a_run_whose_base_was_damaged_goes_on(tiny_runs, tmp_path):  # noqa: F81
     runs.command(whole)
     with pytest.raises(Interrupted):
         runs.trainer(run, reward=interrupting(2)).train()
-    before = contents(run)
+    before, saved = contents(run), contents(run / "checkpoint-1")
     content = (base / FILE).read_bytes()
     for left in (-1, 0):
         (base / FILE).write_bytes(content[:left])
@@ -312,4 +312,5 @@ def test_a_run_whose_base_was_damaged_goes_on(tiny_runs, tmp_path):  # noqa: F81
         assert contents(run) == before
     restore(base, Path(tiny_runs.model))
     trainer = runs.command(run)
+    assert contents(run / "checkpoint-1") == saved  # it went on from there
     assert trainer.state.global_step == 2 and (run / WEIGHTS).read_bytes() == (whole / WEIGHTS).read_bytes()

@@ -45,7 +45,9 @@ def whole(tiny_runs, tmp_path_factory):  # noqa: F811
 def goes_on(tiny_runs, run: Path, whole: Path) -> bool:  # noqa: F811
     """Whether the same command, once the cause is gone, goes on from the first step and ends with the same bytes."""
     assert checkpoint.last_checkpoint(run) == str(run / "checkpoint-1")
+    saved = contents(run / "checkpoint-1")
     tiny_runs.command(run, **STEPS)
+    assert contents(run / "checkpoint-1") == saved
     return (run / WEIGHTS).read_bytes() == (whole / WEIGHTS).read_bytes()
 
 

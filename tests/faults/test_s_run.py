@@ -104,7 +104,9 @@ def test_a_second_process_is_refused_the_folder(tiny_runs, finished, tmp_path): 
     finally:
         first.kill()
         first.join()
+    saved = contents(run / "checkpoint-1")
     tiny_runs.command(run)
+    assert contents(run / "checkpoint-1") == saved  # it went on from there
     assert (run / WEIGHTS).read_bytes() == (finished / WEIGHTS).read_bytes()
 
 
