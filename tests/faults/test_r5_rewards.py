@@ -368,7 +368,20 @@ def _options(kind):
     }
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=fault(f"R5.{kind}", recovered=True)) for kind in FAILURES])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("plus_inf", marks=fault("R5.plus_inf", recovered=True)),
+        pytest.param("minus_inf", marks=fault("R5.minus_inf", recovered=True)),
+        pytest.param("huge", marks=fault("R5.huge", recovered=True)),
+        pytest.param("wrong_length", marks=fault("R5.wrong_length", recovered=True)),
+        pytest.param("not_a_number", marks=fault("R5.not_a_number", recovered=True)),
+        pytest.param("raises", marks=fault("R5.raises", recovered=True)),
+        pytest.param("raised_outside_main_thread", marks=fault("R5.raised_outside_main_thread", recovered=True)),
+        pytest.param("hangs", marks=fault("R5.hangs", recovered=True)),
+        pytest.param("all_none", marks=fault("R5.all_none", recovered=True)),
+    ],
+)
 def test_a_reward_that_fails_after_two_steps_costs_nothing(kind, uninterrupted, tiny_runs, tmp_path):  # noqa: F811
     """The step before is saved with its random state; once the function is mended, the same command ends as if nothing had been."""
     calls = []

@@ -7,6 +7,8 @@ import json
 import pickle
 import textwrap
 import threading
+import time
+from types import SimpleNamespace
 from pathlib import Path
 
 import pytest
@@ -172,6 +174,9 @@ def test_a_push_that_fails_is_told_at_once_and_raised_at_the_end(
     status,
     cause,
 ):
+    no_wait = SimpleNamespace(**{**vars(time), "sleep": lambda seconds: None})
+    monkeypatch.setattr("huggingface_hub.utils._http.time", no_wait)  # it and we try again, ever later
+    monkeypatch.setattr(hub, "time", no_wait)
     trainer = pushing(tiny_model_dir, tiny_tokenizer, tmp_path)
     told_at_once, speaks = [], threading.Event()
 
