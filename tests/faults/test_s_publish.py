@@ -8,8 +8,8 @@ import pickle
 import textwrap
 import threading
 import time
-from types import SimpleNamespace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from huggingface_hub import HfApi, close_session
