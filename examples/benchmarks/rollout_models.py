@@ -151,7 +151,7 @@ def generation(
         per_device_train_batch_size=8, gradient_checkpointing=True, generation_batch_size=8, bf16=True, fp16=False,
     )  # fmt: skip
     trainer = SimpleNamespace(
-        args=args, aqn=_Noise(model), state=SimpleNamespace(global_step=0),
+        args=args, aqn=_Noise(model), state=SimpleNamespace(global_step=0), rescue=lambda: "",
         memory_plan=plan_run(shape_of(model.config), work, gpu, model_bytes(model)),
     )  # fmt: skip
     share_of_gpu = engine.pop("gpu_memory_utilization", None if torch.cuda.is_available() else 0.05)
