@@ -32,6 +32,7 @@ from qerl_trl.noise.norms import find_noisy_norms
 from qerl_trl.nvfp4.config import NVFP4Config, from_pretrained
 from qerl_trl.nvfp4.linear import NVFP4Linear
 from qerl_trl.publish import export
+from tests.tiny_models import randomize_vectors
 
 RESULT = Path(__file__).resolve().parents[1] / "docs" / "architectures.json"
 CELLS = ("load", "forward", "noise", "train", "adapter", "merged", "base")
@@ -169,12 +170,7 @@ def dense_model(name: str) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = auto_class(name).from_config(config_of(name), dtype=torch.bfloat16).eval()
-        with torch.no_grad():
-            for key, parameter in model.named_parameters():
-                if key.endswith("bias"):
-                    parameter.normal_(0.0, 0.02)
-                elif "norm" in key:
-                    parameter.add_(torch.randn_like(parameter) * 0.1)
+        randomize_vectors(model)
     return model
 
 

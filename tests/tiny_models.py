@@ -41,13 +41,18 @@ def make_tiny_model(family: str, seed: int = 0, dtype: torch.dtype = torch.bfloa
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(make_tiny_config(family, **overrides), dtype=dtype)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if name.endswith("bias"):
-                    parameter.normal_(0.0, 0.02)
-                elif "norm" in name:
-                    parameter.add_(torch.randn_like(parameter) * 0.1)
+        randomize_vectors(model)
     return model.eval()
+
+
+@torch.no_grad()
+def randomize_vectors(model: torch.nn.Module, bias: float = 0.02) -> None:
+    """Norms that are not 1 and biases (normal, of standard deviation `bias`) that are not 0."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.normal_(0.0, bias)
+        elif "norm" in name:
+            parameter.add_(torch.randn_like(parameter) * 0.1)
 
 
 def make_tiny_tokenizer():

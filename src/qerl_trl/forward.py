@@ -11,8 +11,7 @@ model. A small fine-tuning is not told apart.
 
 import json
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, cast
 
@@ -20,6 +19,7 @@ import torch
 from transformers import PreTrainedModel
 
 from . import checkpoint, report
+from .evaluation_mode import evaluation_mode
 from .nvfp4.linear import has_nvfp4
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def measure(model: "PreTrainedModel | PeftModel", tokens: list[int] | None = Non
     if tokens is None:
         vocabulary = cast(torch.Tensor, inner.get_input_embeddings().weight).shape[0]
         tokens = [7919 * (place + 1) % vocabulary for place in range(_TOKENS)]
-    with _evaluating(model):
+    with evaluation_mode(model):
         logits = model(input_ids=torch.tensor([tokens], device=inner.device), use_cache=False).logits[0].float()
     logps = logits.log_softmax(-1)
     chosen = logps[:-1].gather(1, torch.tensor(tokens[1:], device=logps.device)[:, None])[:, 0]
@@ -113,14 +113,3 @@ def compare(model: PreTrainedModel) -> None:
 
 def _listed(forward: Forward) -> str:
     return ", ".join(f"{name} {version}" for name, version in forward["computed_with"].items())
-
-
-@contextmanager
-def _evaluating(model: torch.nn.Module) -> Iterator[None]:
-    training = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, was in training.items():
-            module.training = was

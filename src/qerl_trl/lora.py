@@ -85,13 +85,14 @@ def keep_to_the_decoder(config: LoraConfig, model_config: PretrainedConfig) -> L
     if not names:
         return config
     config = copy.copy(config)
-    config.exclude_modules = pattern_of(names)
     if has_experts(model_config):  # PEFT would adapt experts and routers too, as bare parameters
         logger.warning(
             "This model is a mixture of experts: the adapter goes on its attention only, experts and routers stay as they are. Name "
             "target_modules to choose yourself."
         )
-        config.target_modules, config.exclude_modules = list(ATTENTION), None
+        config.target_modules = list(ATTENTION)
+    else:
+        config.exclude_modules = pattern_of(names)
     return config
 
 

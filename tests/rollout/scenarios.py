@@ -62,7 +62,7 @@ def write_model(folder: Path, family: str = "qwen2", **overrides) -> str:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-    from tests.tiny_models import make_tiny_config
+    from tests.tiny_models import make_tiny_config, randomize_vectors
 
     path = folder / f"{family}-{'-'.join(f'{k}{v}' for k, v in overrides.items())}"
     done = path / "complete"
@@ -73,12 +73,7 @@ def write_model(folder: Path, family: str = "qwen2", **overrides) -> str:
     config = make_tiny_config(family, **{"initializer_range": 0.2, "bos_token_id": 2, **overrides})
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
-                parameter.normal_(0.0, 0.1)
-            elif "norm" in name:
-                parameter.add_(torch.randn_like(parameter) * 0.1)
+    randomize_vectors(model, bias=0.1)
     model.save_pretrained(path)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", "<bos>", *alphabet])}

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..evaluation_mode import evaluation_mode
 from ..names import canonical_name, unwrap
 from ..nvfp4.linear import decoded_weights
 
@@ -161,12 +162,6 @@ def _describe(value: Any) -> str:
 @contextmanager
 def _undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Evaluation mode inside; random state and each module's own training flag restored after."""
-    flags = {module: module.training for module in model.modules()}
     devices = [device] if device.type == "cuda" else []
-    try:
-        with torch.random.fork_rng(devices=devices):
-            model.eval()
-            yield
-    finally:
-        for module, flag in flags.items():
-            module.training = flag
+    with torch.random.fork_rng(devices=devices), evaluation_mode(model):
+        yield

@@ -112,9 +112,7 @@ def probe(
         with _sizes(layers, adapter) as sizes:
             clean = score(base)
         base_difference = _mean_difference(clean, _logps(base))
-        with _rounded_once_more(model, dtype):
-            rounding = _mean_difference(clean, score(base))
-        bound = CLEAN * rounding + FLOOR[dtype]
+        rounding, bound = _rounding(model, dtype, clean, lambda: score(base))
         if not base_difference <= bound:
             raise RolloutError(
                 f"vLLM and the trainer disagree without any adapter: their log-probabilities differ by {base_difference:.4f} nats. At "
@@ -180,9 +178,7 @@ def probe_again(engine: Engine, model: nn.Module, device: torch.device, dtype: t
     completions = engine.generate(prompts, _SAMPLING)
     scored = _trainer_logps(model, device, prompts, completions)
     difference = _mean_difference(scored, _logps(completions))
-    with _rounded_once_more(model, dtype):
-        rounding = _mean_difference(scored, _trainer_logps(model, device, prompts, completions))
-    bound = CLEAN * rounding + FLOOR[dtype]
+    rounding, bound = _rounding(model, dtype, scored, lambda: _trainer_logps(model, device, prompts, completions))
     if not difference <= bound:
         raise RolloutError(
             f"vLLM and the trainer have drifted apart: on fixed tokens, without noise, their log-probabilities differ by {difference:.4f} "
@@ -192,6 +188,15 @@ def probe_again(engine: Engine, model: nn.Module, device: torch.device, dtype: t
             "vllm_enable_sleep_mode=False if it happens again."
         )
     return difference
+
+
+def _rounding(
+    model: nn.Module, dtype: torch.dtype, scored: torch.Tensor, score: Callable[[], torch.Tensor]
+) -> tuple[float, float]:
+    """`rounding` of the module's docstring, for what the trainer `scored`, and the first bound that follows from it."""
+    with _rounded_once_more(model, dtype):
+        rounding = _mean_difference(scored, score())
+    return rounding, CLEAN * rounding + FLOOR[dtype]
 
 
 def _prompts(model: nn.Module, generator: torch.Generator) -> list[list[int]]:
