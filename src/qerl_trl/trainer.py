@@ -54,6 +54,7 @@ from .rollout.arms import check_environment
 from .rollout.contract import checked_rollout_func
 from .saving import SaveBetweenRollouts, SavingMixin
 from .timing import PhaseTimer
+from .update.prepare import prepare
 
 with preflight.naming_vllm():
     from trl import GRPOTrainer, RLOOTrainer
@@ -132,6 +133,7 @@ class QeRLMixin(SavingMixin):
             self.add_callback(self.aqn)
         self._tag_names = [*type(self)._tag_names, "qerl", *(["nvfp4"] if has_nvfp4(trained) else [])]
         self.model.add_model_tags(self._tag_names)
+        prepare(self)
         close_other_ways(trained)
 
     @contextmanager
