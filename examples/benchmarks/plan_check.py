@@ -23,6 +23,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -101,10 +102,12 @@ def planned(case: Case, gpu: Gpu | None = None) -> MemoryPlan:
 
 
 class Peak:
-    """The most that this process takes of the GPU, in all and in each phase."""
+    """The most that this process takes of the GPU, in all and in each phase, looked at every so many seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, every: float = 0.01) -> None:
         import pynvml
+
+        self._every = every
 
         pynvml.nvmlInit()
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
@@ -130,7 +133,7 @@ class Peak:
     def _watch(self) -> None:
         while True:
             self.bytes[self.phase] = max(self.bytes.get(self.phase, 0), self.now())
-            time.sleep(0.01)
+            time.sleep(self._every)
 
 
 def show_a_card_of(size: int, peak: Peak) -> None:
@@ -165,19 +168,25 @@ def prompts(longest: int, count: int = 64):
     return Dataset.from_dict({"prompt": [" ".join(f"w{draw.randrange(400)}" for _ in range(n)) for n in lengths]})
 
 
-def fill_completions(trainer: Any, case: Case) -> None:
-    """Let the engine generate a few tokens for as many prompts as it has sequences, and fill the completions with random tokens."""
+def fill_completions(trainer: Any, sequences: int, lengths: Callable[[int], list[int]]) -> None:
+    """Let the engine generate a few tokens for as many prompts as it has sequences, and fill the completions with random tokens.
+
+    Args:
+        lengths: of so many completions, in tokens.
+    """
     generation = trainer.vllm_generation
     generate, draw = generation.generate, random.Random(1)
-    assert case.sequences is not None
 
     def filled(prompts: list[list[int]], images: Any, num_generations: int, profiler: Any = None) -> tuple:
-        generation.max_completion_length = min(GENERATED, case.new)
-        repeats = -(-case.sequences // len(prompts))
+        wanted = lengths(len(prompts))
+        generation.max_completion_length = min(GENERATED, *wanted)
+        repeats = -(-sequences // len(prompts))
         output = generate(prompts * repeats, images, num_generations, profiler)
         ids, completions, logps, *rest = (part[: len(prompts)] if part is not None else None for part in output)
-        completions = [[*c, *(draw.randrange(400) for _ in range(case.new - len(c)))] for c in completions]
-        logps = [[*own, *([-6.0] for _ in range(case.new - len(own)))] for own in logps]
+        completions = [
+            [*c, *(draw.randrange(400) for _ in range(n - len(c)))] for c, n in zip(completions, wanted, strict=True)
+        ]
+        logps = [[*own, *([-6.0] for _ in range(n - len(own)))] for own, n in zip(logps, wanted, strict=True)]
         return ids, completions, logps, *rest
 
     generation.generate = filled
@@ -227,7 +236,7 @@ def measure(case: Case, device: str, card: float) -> dict[str, Any]:
     if peak is not None:
         peak.phase = "train"
     if case.sequences is not None:
-        fill_completions(trainer, case)
+        fill_completions(trainer, case.sequences, lambda count: [case.new] * count)
     ready = time.perf_counter()
     trainer.train()
     found: MemoryPlan = trainer.memory_plan

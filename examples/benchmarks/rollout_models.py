@@ -13,6 +13,10 @@ from torch import nn
 
 VOCAB = 152064
 SHAPES = {
+    "dry": {
+        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+        "vocab_size": 512, "bos_token_id": 0, "eos_token_id": 0,
+    },
     "tiny": {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2},
     "3b": {
         "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16, "num_key_value_heads": 2,

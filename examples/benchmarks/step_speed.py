@@ -1,0 +1,372 @@
+"""Whole GRPO steps on random weights in the Qwen2.5 shapes: seconds per phase and peak memory, ours as shipped and stock TRL.
+
+    python examples/benchmarks/step_speed.py --output step_h200.json                          # all cases, one GPU each at a time
+    python examples/benchmarks/step_speed.py --gpus 0 1 2 3 --output step_h200.json           # side by side: about 5 minutes
+    python examples/benchmarks/step_speed.py --only ours-7b-64x512 --output step_h200.json    # rows of other cases stay in the file
+    python examples/benchmarks/step_speed.py --only ours-tiny stock-tiny --device cpu         # dry run
+
+A case is a process of its own: up to `STEPS` optimizer steps, fewer where `ENOUGH` seconds have passed. `ours-*` is a `QeRLGRPOTrainer`
+with its defaults on an NVFP4 base, with colocated vLLM. `stock-*` is `trl.GRPOTrainer` with its defaults on the same shape in bf16, the
+same LoRA and its own colocated vLLM with 0.4 of the GPU. Prompts have 256 tokens, completions exactly as many as a case says
+(`ignore_eos`). In `ragged` cases the engine generates a few tokens, and completions are filled with random tokens up to drawn lengths, the
+same ones for both: only the update's seconds mean something then. The adapter has rank 32 on every linear layer.
+
+Every phase is wall time between two synchronizations of the GPU: `rollout` (without `sync`), `sync` (adapter, norms or merged weights
+into the engine), `reward`, `scoring` (what a rollout's log-probabilities and advantages take), and `update`, which is all else of a step.
+`median` is over the steps from the third on. `update_and_scoring` is what the issue's "update" was measured as.
+
+`measured_gib`: the most that the process took of its GPU (NVML, all phases). `planned_gib`: what `qerl-trl plan` says. With `cap` torch's
+allocator is limited to that many GiB, and the process sees a GPU of that size.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import plan_check
+from plan_check import GIB, Peak, fill_completions, planned, show_a_card_of, tokenizer
+
+from qerl_trl.timing import PhaseTimer
+
+STEPS, ENOUGH = 6, 105
+#: seconds that one case may take, and all of them together
+LIMIT, TOTAL = 165, 560
+PROMPT, RANK, GENERATIONS = 256, 32, 8
+#: steps that are not counted: compilation, autotuning, the first growth of the allocator
+WARM = 2
+#: tokens of a ragged completion: exp of a normal variable with this standard deviation, of this mean, up to this many
+SPREAD, MEAN = 0.8, 250
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """`batch` completions of `new` tokens per step (`ragged`: up to `new`), `micro` per backward pass, GiB of the GPU (`cap`)."""
+
+    who: str
+    size: str
+    batch: int
+    new: int
+    micro: int
+    ragged: bool = False
+    cap: float | None = None
+    base_format: str = "nvfp4"
+    options: tuple[tuple[str, Any], ...] = ()
+
+
+def _both(name: str, *case: Any, **options: Any) -> dict[str, Case]:
+    formats = {"ours": "nvfp4", "stock": "bf16"}
+    return {f"{who}-{name}": Case(who, *case, base_format=base, **options) for who, base in formats.items()}
+
+
+#: the longest first
+CASES = {
+    **_both("7b-64x512", "7b", 64, 512, 64),
+    "ours-32b-8x512-48gib": Case("ours", "32b", 8, 512, 8, cap=48.0),
+    **_both("7b-ragged", "7b", 64, 1024, 8, ragged=True),
+    **_both("7b-8x512", "7b", 8, 512, 8),
+}
+#: not among those that are measured by default
+FURTHER = {
+    "ours-7b-64x512-bf16": Case("ours", "7b", 64, 512, 64, base_format="bf16"),
+    "ours-7b-8x512-bf16": Case("ours", "7b", 8, 512, 8, base_format="bf16"),
+    "ours-7b-64x512-micro16": Case("ours", "7b", 64, 512, 16),
+    "ours-7b-64x512-40gib": Case("ours", "7b", 64, 512, 64, cap=40.0),
+    "stock-7b-64x512-micro16": Case("stock", "7b", 64, 512, 16),
+    "ours-7b-8x512-checkpointing": Case("ours", "7b", 8, 512, 8, options=(("gradient_checkpointing", True),)),
+    **_both("tiny", "dry", 8, 12, 4),
+    "ours-tiny-ragged": Case("ours", "dry", 8, 24, 4, ragged=True),
+}
+ALL = CASES | FURTHER
+
+
+def ragged_lengths(longest: int, seed: int = 0) -> Iterator[int]:
+    """Tokens per completion, log-normal, from 1 to `longest`; the mean falls a little short of `MEAN` where the tail is cut."""
+    import math
+
+    draw = random.Random(seed)
+    while True:
+        mean = min(MEAN, longest // 4)
+        yield max(1, min(longest, round(draw.lognormvariate(math.log(mean) - SPREAD**2 / 2, SPREAD))))
+
+
+# --- one case, in a process of its own -----------------------------------------------------------------------------------------------
+
+
+def dataset(count: int = 256) -> Any:
+    from datasets import Dataset
+
+    draw = random.Random(0)
+    prompts = [" ".join(f"w{draw.randrange(400)}" for _ in range(PROMPT)) for _ in range(count)]
+    return Dataset.from_dict({"prompt": prompts})
+
+
+def build_trainer(case: Case, device: str, callback: Any) -> Any:
+    import rollout_models
+    from peft import LoraConfig
+
+    model = rollout_models.packed_model(case.size, device, dense=case.base_format == "bf16")
+    folder = rollout_models.folder(case.size)
+    words = tokenizer()
+    words.save_pretrained(folder)
+    model.config._name_or_path = folder
+    cpu = device == "cpu"
+    use_vllm = not (cpu and case.who == "stock")  # stock TRL cannot sync into an engine on a CPU
+    exact = {"ignore_eos": True, "min_tokens": case.new} if use_vllm else {"min_new_tokens": case.new}
+    options: dict[str, Any] = {
+        "output_dir": tempfile.mkdtemp(), "use_vllm": use_vllm, "vllm_mode": "colocate", "use_cpu": cpu, "bf16": not cpu,
+        "per_device_train_batch_size": case.micro, "gradient_accumulation_steps": case.batch // case.micro,
+        "num_generations": min(GENERATIONS, case.batch), "max_completion_length": case.new, "learning_rate": 1e-5,
+        "generation_kwargs": None if case.ragged else exact, "max_steps": STEPS, "logging_steps": 1, "report_to": "none",
+        "save_strategy": "no", "disable_tqdm": True,
+    } | dict(case.options)  # fmt: skip
+    common: dict[str, Any] = {
+        "model": model,
+        "reward_funcs": lambda completions, **kwargs: [random.random() for _ in completions],
+        "train_dataset": dataset(),
+        "processing_class": words,
+        "peft_config": LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear", task_type="CAUSAL_LM"),
+        "callbacks": [callback],
+    }
+    if case.who == "ours":
+        from qerl_trl import QeRLConfig, QeRLGRPOTrainer
+
+        if cpu:
+            options |= {"vllm_gpu_memory_utilization": 0.05, "vllm_engine_kwargs": {"enforce_eager": True}}
+        if case.ragged:  # the log-probabilities of filled tokens are made up
+            options["rollout_mismatch_threshold"] = None
+        return QeRLGRPOTrainer(args=QeRLConfig(base_format=case.base_format, aqn_num_stages=2, **options), **common)
+    import functools
+
+    import trl.generation.vllm_generation as generation
+    from trl import GRPOConfig, GRPOTrainer
+
+    if use_vllm:  # its weights come with the first sync; nothing of them is on disk
+        options |= {"vllm_gpu_memory_utilization": 0.4, "vllm_max_model_length": PROMPT + case.new}
+        generation.LLM = functools.partial(generation.LLM, load_format="dummy")
+    return GRPOTrainer(args=GRPOConfig(**options), **common)
+
+
+def time_phases(trainer: Any, synchronize: Callable[[], None]) -> PhaseTimer:
+    """Wrap what a step consists of; of nested phases each counts its own share."""
+    timer = PhaseTimer("rollout", "sync", "reward", "scoring")
+
+    def wrap(owner: Any, name: str, phase: str) -> None:
+        inner = getattr(owner, name)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            synchronize()
+            with timer.phase(phase):
+                output = inner(*args, **kwargs)
+                synchronize()
+            return output
+
+        setattr(owner, name, timed)
+
+    wrap(trainer, "_generate", "rollout")
+    wrap(trainer, "_calculate_rewards", "reward")
+    wrap(trainer, "_generate_and_score_completions", "scoring")
+    for name in ("sync_weights", "sync_noise"):
+        if hasattr(getattr(trainer, "vllm_generation", None), name):
+            wrap(trainer.vllm_generation, name, "sync")
+    return timer
+
+
+def measure(case: Case, device: str) -> dict[str, Any]:
+    """Build the trainer, take steps, and say what they took."""
+    started = time.perf_counter()
+    import torch
+    from transformers import TrainerCallback
+
+    peak = None
+    if device == "cuda":
+        torch.zeros(1, device=device)
+        peak = Peak(every=0.03)
+        if case.cap is not None:
+            torch.cuda.set_per_process_memory_fraction(case.cap * GIB / torch.cuda.mem_get_info()[1])
+            show_a_card_of(round(case.cap * GIB), peak)
+    synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
+    rows: list[dict[str, float]] = []
+
+    class Clock(TrainerCallback):
+        began, timer = 0.0, PhaseTimer()
+
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            synchronize()
+            self.timer.take()
+            self.began = time.perf_counter()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            synchronize()
+            step = time.perf_counter() - self.began
+            phases = self.timer.take()
+            rows.append({"step": step, **phases, "update": step - sum(phases.values())})
+            print(f"step {len(rows)}: {rows[-1]}", flush=True)
+            control.should_training_stop |= len(rows) > WARM and time.perf_counter() - started > ENOUGH
+
+    clock = Clock()
+    trainer = build_trainer(case, device, clock)
+    if case.ragged:
+        lengths = ragged_lengths(case.new)
+        fill_completions(trainer, case.batch, lambda count: [next(lengths) for _ in range(count)])
+    clock.timer = time_phases(trainer, synchronize)
+    if peak is not None:
+        peak.phase = "train"
+    ready = time.perf_counter()
+    trainer.train()
+    counted = rows[min(WARM, len(rows) - 1) :]
+    median = {name: round(statistics.median(row[name] for row in counted), 4) for name in rows[0]}
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    names = ("completions/mean_length", "completions/max_length", "rollout/mismatch_kl", "grad_norm")
+    row: dict[str, Any] = {
+        **dataclasses.asdict(case),
+        "start": round(ready - started, 1),
+        "median": median | {"update_and_scoring": round(median["update"] + median["scoring"], 4)},
+        "steps": [{name: round(value, 4) for name, value in row.items()} for row in rows],
+        "logged": {name: [round(log[name], 4) for log in logs if name in log] for name in names},
+    }
+    plan = getattr(trainer, "memory_plan", None)
+    if plan is not None:
+        row["planned_gib"] = round(plan.peak / GIB, 2)
+        row["workload"] = dataclasses.asdict(plan.work)
+        row["parts_gib"] = {p.name: [round(p.update / GIB, 3), round(p.rollout / GIB, 3)] for p in plan.parts}
+    if peak is not None:
+        row |= {
+            "measured_gib": round(max(peak.bytes.values()) / GIB, 2),
+            "phases_gib": {phase: round(size / GIB, 2) for phase, size in peak.bytes.items()},
+            "reserved_gib": round(torch.cuda.max_memory_reserved() / GIB, 2),
+            "allocated_gib": round(torch.cuda.max_memory_allocated() / GIB, 2),
+        }
+        if plan is not None:
+            row["plan_error"] = round(row["planned_gib"] / row["measured_gib"] - 1, 4)
+    return row
+
+
+# --- all of them -----------------------------------------------------------------------------------------------------------------------
+
+
+def run_all(names: list[str], device: str, gpus: list[int], keep: Callable[[dict[str, Any]], None]) -> None:
+    """Start the cases, one per GPU at a time; `keep` gets each row as it comes."""
+    waiting, free, started = list(names), list(gpus), time.monotonic()
+    running: dict[str, tuple[subprocess.Popen[str], Path, float, int]] = {}
+    place = Path(tempfile.mkdtemp())
+    shared = {
+        "HF_HUB_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0", "TOKENIZERS_PARALLELISM": "false", "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+    }  # fmt: skip
+    # compiled code is kept between runs, as it is for a user; everything else of a case is in a folder of its own
+    caches = {"TORCHINDUCTOR_CACHE_DIR": str(Path(tempfile.gettempdir()) / "step-speed-inductor")}
+    while waiting or running:
+        now = time.monotonic()
+        while waiting and free and now - started < TOTAL - 90:
+            name, gpu = waiting.pop(0), free.pop(0)
+            folder = place / name
+            folder.mkdir()
+            environment = caches | os.environ | shared | {
+                "MASTER_PORT": str(29600 + list(ALL).index(name)), "TMPDIR": str(folder), "CUDA_VISIBLE_DEVICES": str(gpu),
+            }  # fmt: skip
+            log = (place / f"{name}.log").open("w")
+            command = [sys.executable, __file__, "--worker", name, "--device", device]
+            process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, text=True, env=environment)
+            running[name] = process, place / f"{name}.log", now, gpu
+        for name, (process, log_file, since, gpu) in list(running.items()):
+            late = now - since > LIMIT or now - started > TOTAL
+            if process.poll() is None and late:
+                process.kill()
+                process.wait()
+            if process.poll() is None:
+                continue
+            lines = log_file.read_text().splitlines()
+            found = next((line for line in lines if line.startswith("RESULT ")), None)
+            if found:
+                row = {"name": name, **json.loads(found.removeprefix("RESULT "))}
+            else:
+                why = "time" if late else [line for line in lines if "Error" in line][-3:]
+                row = {"name": name, "failed": why, "last_lines": lines[-5:]}
+            keep(row)
+            del running[name]
+            free.append(gpu)
+        if waiting and not running and time.monotonic() - started >= TOTAL - 90:
+            for name in waiting:
+                keep({"name": name, "failed": "time"})
+            break
+        time.sleep(0.5)
+
+
+def line(row: dict[str, Any]) -> str:
+    if "failed" in row:
+        return f"{row['name']:<28} failed: {row['failed']} {row.get('last_lines', '')}"
+    median = row["median"]
+    phases = "  ".join(f"{name} {median[name]:.3f}" for name in ("rollout", "sync", "reward", "scoring", "update"))
+    plan = f", planned {row['planned_gib']:.1f}" if "planned_gib" in row else ""
+    return (
+        f"{row['name']:<28} step {median['step']:7.3f} s  ({phases})  {row.get('measured_gib', 0):.1f} GiB{plan}, "
+        f"start {row['start']:.0f} s, {len(row['steps'])} steps"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=ALL)
+    parser.add_argument("--gpus", type=int, nargs="+", help="Indices of the GPUs to use. Default: all.")
+    parser.add_argument("--plan", action="store_true", help="Print the plans of our cases and stop.")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--commit", help="Of the code that runs, where there is no git.")
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--worker", choices=ALL, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        row = measure(ALL[options.worker], options.device)
+        print("RESULT " + json.dumps(row), flush=True)
+        os._exit(0)  # vLLM's own end can hang
+    names = options.only or list(CASES)
+    if options.plan:
+        for name in names:
+            case = ALL[name]
+            if case.who == "ours":
+                gpu = plan_check.Gpu.of_gib(case.cap or 139.8)
+                work = plan_check.Case(case.size, case.micro, PROMPT, case.new, case.batch, graphs=True)
+                print(f"{name}\n{planned(work, gpu).table()}\n")
+        return 0
+
+    import torch
+
+    from qerl_trl.report import device_name, versions
+
+    gpus = options.gpus or list(range(max(1, torch.cuda.device_count())))
+    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    about = {
+        "command": " ".join(["python", *sys.argv]),
+        "commit": options.commit or git or None,
+        "device": device_name(torch.device(options.device)),
+        "versions": versions(),
+    }
+    record: dict[str, Any] = {"step": []}
+    if options.output is not None and options.output.exists():
+        record = json.loads(options.output.read_text())
+    failed = []
+
+    def keep(row: dict[str, Any]) -> None:
+        print(line(row), flush=True)
+        failed.extend([row["name"]] if "failed" in row else [])
+        record["step"] = [old for old in record["step"] if old["name"] != row["name"]] + [row | about]
+        record["step"].sort(key=lambda row: list(ALL).index(row["name"]))
+        if options.output is not None:
+            options.output.write_text(json.dumps(record, indent=1) + "\n")
+
+    run_all(names, options.device, gpus, keep)
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
