@@ -1,15 +1,14 @@
 """Updates that a server takes: at 843f908 one that was refused had changed the engine already, and broadcast shapes, NaN and odd sigmas
 were accepted. The worker extension of a server, over a model of two layers and two norms."""
 
-import base64
-import hashlib
 import math
 
 import pytest
 import torch
 from torch import nn
 
-from qerl_trl.rollout.wire import AdapterTensors, encode_update
+from qerl_trl.rollout.layout import Layout, mark
+from qerl_trl.rollout.wire import AdapterTensors
 from tests.faults.catalog import fault
 
 pytestmark = pytest.mark.vllm
@@ -62,9 +61,13 @@ def update(seed=0, **changes):
 
 
 def send(worker, adapter, norms) -> dict:
-    data = encode_update(adapter, norms, torch.bfloat16)
-    worker.qerl_receive("t", "0", base64.b64encode(data).decode())
-    return worker.qerl_apply("t", hashlib.sha256(data).hexdigest())
+    layout = Layout.of(adapter, norms, torch.bfloat16)
+    flat = torch.zeros(layout.nbytes, dtype=torch.uint8)
+    layout.pack(adapter, norms, flat)
+    if "error" in (refused := worker.qerl_layout(layout.text())):
+        return refused
+    worker.qerl_receive("t", "0", flat.numpy().tobytes())
+    return worker.qerl_apply("t", mark(flat))
 
 
 def everything(worker) -> list[torch.Tensor]:

@@ -708,6 +708,12 @@ def serve(folder: Path, tensor_parallel: int) -> dict:
             g.sync_weights()
             results["sync seconds"] = time.perf_counter() - started
             results["adapter"].append(gap_now())
+        results["shared memory"] = g.engine._shared is not None
+        g.engine._shared.close()
+        g.engine._shared = None  # as between two hosts
+        randomize(policy, 7)
+        g.sync_weights()
+        results["adapter"].append(gap_now())
         noise = NormNoise(find_noisy_norms(policy))
         draw = NoiseDraw(5e-2, 1, 2, 3)
         noise.set(draw)
@@ -716,8 +722,9 @@ def serve(folder: Path, tensor_parallel: int) -> dict:
         results["noise ignored"] = gap_now()
         with noise.active():
             results["noisy"] = gap_now()
-        results["not safetensors"] = error_of(lambda: send(g.engine, b"\x80\x04\x95 a pickle"))
-        results["damaged"] = error_of(lambda: send(g.engine, b"abc", digest="0" * 64))
+        results["a pickle"] = error_of(lambda: g.engine.call("qerl_layout", "\x80\x04\x95 a pickle"))
+        results["short"] = error_of(lambda: send(g.engine, b"abc"))
+        results["damaged"] = error_of(lambda: send(g.engine, bytes(g.engine._layout.nbytes)))
         with noise.active():
             results["still as before"] = gap_now()
         other = adapter_on(packed(path, "four_over_six"))
@@ -835,12 +842,9 @@ def strangers(url: str) -> dict[str, int]:
     return {"open": requests.get(url + "/v1/models", timeout=60).status_code, **answers}
 
 
-def send(link, data: bytes, digest: str | None = None) -> None:
-    import base64
-    import hashlib
-
-    link.call("qerl_receive", "x", 0, base64.b64encode(data).decode())
-    link.call("qerl_apply", "x", digest or hashlib.sha256(data).hexdigest())
+def send(link, data: bytes) -> None:
+    link.call("qerl_receive", "x", 0, part=data)
+    link.call("qerl_apply", "x", "0" * 32)
 
 
 @scenario

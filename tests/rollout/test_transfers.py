@@ -1,37 +1,31 @@
 """Parts of an update, and their limits."""
 
-import base64
-import hashlib
-
 import pytest
 
 from qerl_trl.rollout.transfers import EXPIRY, Transfers
 from qerl_trl.rollout.wire import CHUNK
 
-FULL = base64.b64encode(bytes(CHUNK)).decode()
-SMALL = base64.b64encode(b"abc").decode()
+FULL = bytes(CHUNK)
 
 
-def test_parts_come_back_as_one():
+def test_parts_come_back_in_order_whatever_the_order_they_came_in():
     transfers = Transfers()
-    assert transfers.receive("t", 0, FULL) == CHUNK and transfers.receive("t", 1, SMALL) == CHUNK + 3
-    data = bytes(CHUNK) + b"abc"
-    assert transfers.take("t", hashlib.sha256(data).hexdigest()) == data
-    with pytest.raises(ValueError, match=r"incomplete \(0 bytes"):
-        transfers.take("t", hashlib.sha256(data).hexdigest())
+    assert transfers.receive("t", 1, b"abc") == 3 and transfers.receive("t", 0, FULL) == CHUNK + 3
+    assert transfers.take("t", CHUNK + 3) == [FULL, b"abc"]
+    with pytest.raises(ValueError, match=r"incomplete \(0 of"):
+        transfers.take("t", CHUNK + 3)
 
 
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ([(1, SMALL)], "unknown transfer"),
-        ([(0, SMALL), (1, SMALL)], "which is the last"),
-        ([(0, FULL), (1, SMALL), (1, SMALL)], "which is the last"),
-        ([(0, FULL), (2, SMALL)], "when part 1 was due"),
-        ([(0, "no base64!")], "not base64"),
-        ([(0, "日本")], "not base64"),
-        ([(0, base64.b64encode(bytes(CHUNK + 3)).decode())], f"more than {CHUNK} bytes"),
+        ([(0, FULL), (0, FULL)], "came twice"),
+        ([(0, b"")], "none or more than"),
+        ([(0, FULL + b"x")], f"more than {CHUNK} bytes"),
+        ([(0, "text")], f"more than {CHUNK} bytes"),
         ([(0, FULL), (1, FULL)], "the most that adapter and norms of this engine can have"),
+        ([(7, b"x")], "the most that adapter and norms of this engine can have"),
+        ([(-1, b"x")], "the most that adapter and norms of this engine can have"),
     ],
 )
 def test_a_wrong_part_is_refused_and_nothing_kept(parts, message):
@@ -40,7 +34,19 @@ def test_a_wrong_part_is_refused_and_nothing_kept(parts, message):
         transfers.receive("t", index, part)
     with pytest.raises(ValueError, match=message):
         transfers.receive("t", *parts[-1])
-    assert transfers._data == b"" and transfers.receive("another", 0, SMALL) == 3
+    assert transfers._parts == {} and transfers.receive("another", 0, b"abc") == 3
+
+
+@pytest.mark.parametrize(
+    ("parts", "size"), [([(1, b"abc")], 3), ([(0, b"abc"), (1, FULL)], CHUNK + 3), ([(0, FULL)], 5)]
+)
+def test_an_update_with_a_gap_is_no_update(parts, size):
+    transfers = Transfers()
+    for index, part in parts:
+        transfers.receive("t", index, part)
+    with pytest.raises(ValueError, match="arrived incomplete"):
+        transfers.take("t", size)
+    assert transfers._parts == {}
 
 
 def test_an_update_is_not_ended_by_another_until_it_is_given_up():
@@ -48,9 +54,9 @@ def test_an_update_is_not_ended_by_another_until_it_is_given_up():
     transfers = Transfers(clock=lambda: now[0])
     transfers.receive("t", 0, FULL)
     with pytest.raises(ValueError, match="let one trainer alone use the server"):
-        transfers.receive("other", 0, SMALL)
-    assert transfers.receive("t", 1, SMALL) == CHUNK + 3
+        transfers.receive("other", 0, b"abc")
+    assert transfers.receive("t", 1, b"abc") == CHUNK + 3
     now[0] += EXPIRY + 1
-    with pytest.raises(ValueError, match="given up"):
-        transfers.receive("t", 2, SMALL)
-    assert transfers.receive("other", 0, SMALL) == 3
+    assert transfers.receive("other", 0, b"abc") == 3
+    with pytest.raises(ValueError, match="incomplete"):
+        transfers.take("t", CHUNK + 3)

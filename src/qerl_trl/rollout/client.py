@@ -93,7 +93,7 @@ class Client(VLLMClient):
         """One method of the worker extension; its answer from every rank.
 
         Args:
-            part: bytes, which the method gets as its last argument, in base64.
+            part: bytes, which the method gets as its last argument.
 
         Raises:
             [`RolloutError`]: the server refused, with its words, or its answer makes no sense.

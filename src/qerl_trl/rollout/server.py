@@ -1,12 +1,12 @@
 """The engine on a server: `vllm serve` with our plugin, reached from the trainer's main process.
 
-Adapter and noise go as text to methods of its workers (vllm/worker.py), through an endpoint of our own that knows the trainer by a
-shared secret (vllm/endpoint.py). Completions come through TRL's client, whose requests are signed too (client.py). vLLM's NCCL weight
-transfer is not used: on the server it ends in `model.load_weights`, which knows the names of a checkpoint and neither adapter buffers
-nor noise, and an adapter is small (rank 32 on 7B: 160 MB in bf16).
+Adapter and noise go to methods of its workers (vllm/worker.py), through an endpoint of our own that knows the trainer by a shared secret
+(vllm/endpoint.py): the noise as four numbers, the adapter as bytes, which on one host travel through memory that both have in common
+(shared_memory.py). Completions come through TRL's client, whose requests are signed too (client.py). vLLM's NCCL weight transfer is not
+used: on the server it ends in `model.load_weights`, which knows the names of a checkpoint and neither adapter buffers nor noise, and an
+adapter is small (rank 32 on 7B: 160 MB in bf16).
 """
 
-import hashlib
 import ipaddress
 import logging
 import uuid
@@ -23,14 +23,16 @@ from ..noise.hooks import NoiseDraw
 from .client import Client, odd, understood
 from .engine import Completion, Engine, Held, RolloutError, Sampling, gather_prompts
 from .handshake import check_form, differences
+from .layout import Layout, mark
+from .shared_memory import SharedMemory
 from .signature import SECRET, secret
 from .spec import EngineSpec
-from .wire import CALL, CHUNK, AdapterTensors, encode_update, update_fingerprint
+from .wire import CALL, CHUNK, AdapterTensors, update_fingerprint
 
 logger = logging.getLogger(__name__)
 
-#: requests at a time where each prompt has a seed of its own
-CONCURRENCY = 64
+#: requests at a time where each prompt has a seed of its own, and parts of an update at a time
+CONCURRENCY, PARTS = 64, 4
 
 
 class ServerEngine(Engine):
@@ -57,7 +59,9 @@ class ServerEngine(Engine):
             raise kind(f"{error}\n{self._advice()}") from error
         self.url = self.client.base_url
         self._noisy: tuple[str, ...] = ()
-        self._sent: tuple[str | None, str | None] = (None, None)  # sha256 of the latest update, and its fingerprint
+        self._sent: tuple[str | None, str | None] = (None, None)  # mark of the latest update, and its fingerprint
+        self._layout, self._flat = Layout(()), torch.empty(0, dtype=torch.uint8)
+        self._shared: SharedMemory | None = None
         if urlparse(self.url).scheme != "https" and not _is_loopback(self.url):
             logger.warning(
                 "%s is neither a loopback address nor https. Requests are signed, but adapter, prompts and completions travel as they "
@@ -105,16 +109,53 @@ class ServerEngine(Engine):
         return answers
 
     def put_adapter(self, adapter: Mapping[str, AdapterTensors], norms: Mapping[str, torch.Tensor]) -> None:
-        data = encode_update(adapter, norms, getattr(torch, self.spec.dtype))
-        transfer = uuid.uuid4().hex
-        for index, start in enumerate(range(0, len(data), CHUNK)):
-            self.call("qerl_receive", transfer, index, part=data[start : start + CHUNK])
-        digest = hashlib.sha256(data).hexdigest()
-        answers = self.call("qerl_apply", transfer, digest)
-        expected = {"layers": len(adapter), "norms": len(norms)}
-        if any(answer != expected for answer in answers):
-            raise odd(self.url + CALL, f"{expected} written on each rank", f"{answers}")
-        self._sent = digest, update_fingerprint(adapter, norms)
+        layout = Layout.of(adapter, norms, getattr(torch, self.spec.dtype))
+        if layout != self._layout:
+            self._announce(layout, next((t.a.device for t in adapter.values()), torch.device("cpu")))
+        layout.pack(adapter, norms, self._flat)
+        expected = mark(self._flat)
+        if self._shared is not None:
+            self._shared.data.copy_(self._flat)
+            answers = self.call("qerl_apply", "shared", expected)
+        else:
+            answers = self._send(expected)
+        written = {"layers": len(adapter), "norms": len(norms)}
+        if any(answer != written for answer in answers):
+            raise odd(self.url + CALL, f"{written} written on each rank", f"{answers}")
+        self._sent = expected, update_fingerprint(adapter, norms)
+
+    def _announce(self, layout: Layout, device: torch.device) -> None:
+        """Agree on what updates consist of, and on the way they take: shared memory where the server can open it."""
+        self.call("qerl_layout", layout.text())
+        self._layout, self._flat = layout, torch.zeros(layout.nbytes, dtype=torch.uint8, device=device)
+        if self._shared is not None:
+            self._shared.close()
+            self._shared = None
+        try:
+            shared = SharedMemory.create(layout.nbytes, device)
+        except (OSError, ValueError) as error:
+            logger.info("Updates go to the server over the network: no memory could be shared (%s).", error)
+            return
+        try:
+            answers = self.call("qerl_open", shared.name)
+        except RolloutError as error:
+            logger.info("Updates go to the server over the network: it cannot open memory of this host (%s).", error)
+            answers = [{}]
+        if all(answer.get("proof") == shared.proof() for answer in answers):
+            self._shared = shared
+        else:
+            shared.close()
+
+    def _send(self, expected: str) -> list[dict]:
+        """The update over the network, a few parts at a time."""
+        data, transfer = self._flat.cpu().numpy(), uuid.uuid4().hex
+
+        def send(index: int) -> None:
+            self.call("qerl_receive", transfer, index, part=data[index * CHUNK : (index + 1) * CHUNK].tobytes())
+
+        with ThreadPoolExecutor(max_workers=PARTS) as pool:
+            list(pool.map(send, range(-(-len(data) // CHUNK))))
+        return self.call("qerl_apply", transfer, expected)
 
     def set_noise(self, norms: Sequence[str], draw: NoiseDraw) -> float | None:
         if tuple(norms) != self._noisy:
@@ -186,6 +227,9 @@ class ServerEngine(Engine):
 
     def close(self) -> None:
         """Close the connections; the server keeps running."""
+        if self._shared is not None:
+            self._shared.close()
+            self._shared = None
         self.client.close()
 
 

@@ -2,7 +2,8 @@
 
 `EngineSpec.serve_command` (rollout/spec.py) gives the command that starts a server with it; a trainer that finds no such server
 prints it. vLLM mixes this class into its worker, and the endpoint in front of the server (endpoint.py) calls the methods for who knows
-its secret. Arguments are text: numbers, names, and safetensors bytes in base64. Nothing is unpickled and no path is opened.
+its secret. Arguments are text, numbers and names, and the bytes of an update. Nothing is unpickled, and no path is opened but that of a
+piece of memory which a trainer of the same user on the same host made (shared_memory.py).
 """
 
 import functools
@@ -13,8 +14,9 @@ import torch
 from vllm.config import VllmConfig
 
 from ...noise.hooks import NoiseDraw
+from ..layout import Layout, as_tensor, mark
+from ..shared_memory import SharedMemory
 from ..transfers import Transfers
-from ..wire import decode_update
 from .describe import describe
 from .state import RolloutState
 
@@ -64,23 +66,64 @@ class QeRLWorkerExtension:
         return describe(self._qerl_state(), self.vllm_config)
 
     @_answers
-    def qerl_receive(self, transfer: str, index: str, chunk: str) -> dict:
-        """Store part number `index` of the update `transfer`; parts arrive in order. Refused: out of order, too large, not base64."""
+    def qerl_layout(self, text: str) -> dict:
+        """What every update from now on consists of (layout.py). Refused: more than this engine can hold."""
+        layout, most = Layout.parse(text), self._qerl_largest_update()
+        if layout.nbytes > most:
+            raise ValueError(
+                f"Updates of {layout.nbytes} bytes are announced, and adapter and norms of this engine have at most {most}. Start the "
+                "server for this trainer's adapter, with the command that the trainer prints."
+            )
+        self._qerl_form = layout
+        self._qerl_buffer = torch.empty(layout.nbytes, dtype=torch.uint8, device=self.device)
+        return {"bytes": layout.nbytes}
+
+    @_answers
+    def qerl_open(self, name: str) -> dict:
+        """Take updates from the trainer's shared memory `name` from now on. Refused: this host has none."""
+        self._qerl_shared = SharedMemory.open(name, self._qerl_layout_now().nbytes, self.device)
+        return {"proof": self._qerl_shared.proof()}
+
+    @_answers
+    def qerl_receive(self, transfer: str, index: str, part: bytes) -> dict:
+        """Store part number `index` of the update `transfer`. Refused: too large, or twice."""
         transfers = self.__dict__.get("_qerl_transfers")
         if transfers is None:
             transfers = self._qerl_transfers = Transfers(self._qerl_largest_update())
-        return {"bytes": transfers.receive(transfer, int(index), chunk)}
+        return {"bytes": transfers.receive(transfer, int(index), part)}
 
     @_answers
-    def qerl_apply(self, transfer: str, digest: str) -> dict:
-        """Load the adapter (and trained norms) of the complete `transfer`, whose sha256 is `digest`.
+    def qerl_apply(self, transfer: str, expected: str) -> dict:
+        """Load the adapter (and trained norms) of the complete `transfer`, whose `mark` is `expected`; "shared" is the shared memory.
 
         Refused: incomplete, damaged, or not for this model; the engine then keeps what it had.
         """
-        data = self.__dict__.get("_qerl_transfers", _NO_TRANSFERS).take(transfer, digest)
-        adapter, norms = decode_update(data, self.device)
-        layers = self._qerl_state().load_adapter(adapter, norms, received=digest)
+        layout = self._qerl_layout_now()
+        flat = self._qerl_buffer
+        if transfer == "shared":
+            shared = self.__dict__.get("_qerl_shared")
+            if shared is None or shared.size != layout.nbytes:
+                raise ValueError(
+                    "This engine shares no memory with the trainer for such updates: call qerl_open first."
+                )
+            flat.copy_(shared.data, non_blocking=shared.pinned)
+        else:
+            start = 0
+            for part in self.__dict__.get("_qerl_transfers", _NO_TRANSFERS).take(transfer, layout.nbytes):
+                flat[start : start + len(part)].copy_(as_tensor(bytearray(part)))
+                start += len(part)
+        found = mark(flat)
+        if found != expected:
+            raise ValueError(f"Update {transfer!r} arrived damaged (mark {found}, not {expected[:80]}): send it again.")
+        adapter, norms = layout.unpack(flat)
+        layers = self._qerl_state().load_adapter(adapter, norms, received=expected)
         return {"layers": layers, "norms": len(norms)}
+
+    def _qerl_layout_now(self) -> Layout:
+        layout = self.__dict__.get("_qerl_form")
+        if layout is None:
+            raise ValueError("This engine was not told what updates consist of: call qerl_layout first.")
+        return layout
 
     @_answers
     def qerl_noisy_norms(self, names: str) -> dict:

@@ -1,0 +1,172 @@
+"""A rollout server on a GPU of its own: how long a step and its sync take, through shared memory and over TCP.
+
+    CUDA_VISIBLE_DEVICES=0,1 python examples/benchmarks/server_sync.py --out results/server_h200x2.json       # 7B, two GPUs, about 3 minutes
+    python examples/benchmarks/server_sync.py --out /tmp/server.json --shape tiny --device cpu                # does it run at all
+
+The server is started with the command that the trainer prints (NVFP4 base of random weights, rank-32 adapter). Then a few GRPO steps; then
+syncs of a changed adapter, each timed from the call to the server's answer, `--repeats` times: `shared memory`, as on one host, and `tcp`,
+the way between hosts, here over the loopback interface. `noise` is a draw with the reset of the prefix cache after it.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+SEQUENCES, NEW, PROMPT, RANK = 8, 512, 256, 32
+
+
+def start_server(spec, gpu: str | None, log: Path, cpu: bool) -> tuple[subprocess.Popen, str]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        *shlex.split(spec.serve_command())[2:],
+    ]
+    command += ["--port", str(port), *(["--enforce-eager", "--gpu-memory-utilization", "0.1"] if cpu else [])]
+    environment = os.environ | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            command, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    return process, f"http://127.0.0.1:{port}"
+
+
+def wait(process: subprocess.Popen, url: str, log: Path, seconds: float) -> None:
+    import requests
+
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and process.poll() is None:
+        try:
+            if requests.get(url + "/health", timeout=2).status_code == 200:
+                return
+        except requests.RequestException:
+            time.sleep(0.5)
+    raise RuntimeError(f"The server did not start:\n{log.read_text()[-4000:]}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--shape", default="7b")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--repeats", type=int, default=10)
+    options = parser.parse_args()
+    os.environ.setdefault("QERL_SERVER_SECRET", "of this measurement alone")
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
+    cpu = options.device == "cpu"
+    if not cpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus[0]
+    import torch
+    from datasets import Dataset
+    from peft import LoraConfig, get_peft_model
+    from random_checkpoint import write_checkpoint
+
+    from qerl_trl import QeRLConfig, QeRLGRPOTrainer
+    from qerl_trl.lora import register_nvfp4_lora
+    from qerl_trl.nvfp4.config import from_pretrained
+    from qerl_trl.report import device_name, versions
+    from qerl_trl.rollout.spec import EngineSpec
+
+    folder = Path(tempfile.mkdtemp())
+    new, prompt = (NEW, PROMPT) if not cpu else (8, 8)
+    longest = 4 * prompt + new
+    started = time.perf_counter()
+    write_checkpoint(options.shape, folder / "model", options.device, packed=True)
+    lora = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear", task_type="CAUSAL_LM")
+    dataset = Dataset.from_dict({"prompt": [f"{i} " + "1 " * (prompt - 2) for i in range(64)]})
+
+    def trainer(url: str, timeout: float) -> QeRLGRPOTrainer:
+        args = QeRLConfig(
+            str(folder / "run"), use_vllm=True, vllm_mode="server", vllm_server_base_url=url, vllm_server_timeout=timeout, vllm_max_model_length=longest,
+            per_device_train_batch_size=SEQUENCES, num_generations=SEQUENCES, max_completion_length=new, max_steps=options.steps,
+            logging_steps=1, report_to="none", save_strategy="no", disable_tqdm=True, aqn_num_stages=2, use_cpu=cpu, bf16=not cpu,
+            generation_kwargs={"min_tokens": new}, learning_rate=1e-5,
+        )  # fmt: skip
+        return QeRLGRPOTrainer(
+            str(folder / "model"),
+            reward_funcs=lambda completions, **kwargs: [float(i % 2) for i, _ in enumerate(completions)],
+            args=args,
+            train_dataset=dataset,
+            peft_config=lora,
+        )
+
+    base = from_pretrained(str(folder / "model"), dtype=torch.bfloat16)
+    model = get_peft_model(base, register_nvfp4_lora(lora))
+    spec = EngineSpec.of(model, max_model_len=longest)
+    del model, base
+    log = folder / "server.log"
+    process, url = start_server(spec, gpus[1] if not cpu else None, log, cpu)
+    try:
+        wait(process, url, log, 300)
+        ready = time.perf_counter() - started
+        built = trainer(url, 10)
+        built.train()
+        history = [entry for entry in built.state.log_history if "loss" in entry]
+        generation = built.vllm_generation
+        engine, policy = generation.engine, built.accelerator.unwrap_model(built.model)
+        results = {
+            "command": " ".join(["python", *sys.argv]),
+            "commit": os.environ.get("BENCH_COMMIT")
+            or subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip(),
+            "device": device_name(torch.device(options.device)) + ("" if cpu else " x 2"),
+            "versions": versions(),
+            "shape": options.shape,
+            "sequences": SEQUENCES,
+            "new_tokens": new,
+            "server_ready_s": round(ready, 1),
+            "steps": [
+                {k: v for k, v in e.items() if k.startswith(("seconds/", "step_time", "rollout/"))} for e in history
+            ],
+            "bytes": engine._layout.nbytes,
+            "shared_memory": engine._shared is not None,
+            "pinned": engine._shared is not None and engine._shared.pinned,
+        }
+
+        def timed(action) -> dict:
+            seconds = []
+            for _ in range(options.repeats):
+                with torch.no_grad():
+                    for parameter in policy.parameters():
+                        if parameter.requires_grad:
+                            parameter.mul_(1.001)
+                if not cpu:
+                    torch.cuda.synchronize()
+                begin = time.perf_counter()
+                action()
+                seconds.append(time.perf_counter() - begin)
+            return {"median_s": round(statistics.median(seconds), 4), "all_s": [round(s, 4) for s in seconds]}
+
+        results["sync"] = {"shared memory": timed(generation.sync_weights)}
+        results["noise"] = timed(generation.sync_noise)
+        results["held"] = timed(engine.held)
+        if engine._shared is not None:
+            engine._shared.close()
+            engine._shared = None
+        results["sync"]["tcp"] = timed(generation.sync_weights)
+        options.out.write_text(json.dumps(results, indent=1) + "\n")
+        print(json.dumps({k: results[k] for k in ("sync", "noise", "held", "bytes", "pinned", "steps")}, indent=1))
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        print(*log.read_text().splitlines()[-5:], sep="\n")
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
