@@ -5,7 +5,7 @@
 
 The server is started with the command that the trainer prints (NVFP4 base of random weights, rank-32 adapter). Then a few GRPO steps; then
 syncs of a changed adapter, each timed from the call to the server's answer, `--repeats` times: `shared memory`, as on one host, and `tcp`,
-the way between hosts, here over the loopback interface. `noise` is a draw with the reset of the prefix cache after it.
+the way between hosts, here over the loopback interface. `noise` is a draw, `held` what a rollout is checked by.
 """
 
 import argparse
@@ -79,6 +79,7 @@ def main() -> None:
 
     from qerl_trl import QeRLConfig, QeRLGRPOTrainer
     from qerl_trl.lora import register_nvfp4_lora
+    from qerl_trl.noise.hooks import NoiseDraw
     from qerl_trl.nvfp4.config import from_pretrained
     from qerl_trl.report import device_name, versions
     from qerl_trl.rollout.spec import EngineSpec
@@ -153,7 +154,9 @@ def main() -> None:
             return {"median_s": round(statistics.median(seconds), 4), "all_s": [round(s, 4) for s in seconds]}
 
         results["sync"] = {"shared memory": timed(generation.sync_weights)}
-        results["noise"] = timed(generation.sync_noise)
+        draws = iter(range(1000, 2000))
+        norms = built.aqn.norms
+        results["noise"] = timed(lambda: engine.set_noise(norms, NoiseDraw(1e-2, 1, next(draws), 0)))
         results["held"] = timed(engine.held)
         if engine._shared is not None:
             engine._shared.close()
