@@ -155,7 +155,7 @@ def main() -> None:
 
         results["sync"] = {"shared memory": timed(generation.sync_weights)}
         draws = iter(range(1000, 2000))
-        norms = built.aqn.norms
+        norms = engine._noisy
         results["noise"] = timed(lambda: engine.set_noise(norms, NoiseDraw(1e-2, 1, next(draws), 0)))
         results["held"] = timed(engine.held)
         if engine._shared is not None:
