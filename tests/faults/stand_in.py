@@ -10,7 +10,7 @@ from peft import LoraConfig
 from torch import nn
 
 from qerl_trl.names import canonical_name
-from qerl_trl.noise.hooks import standard_noise
+from qerl_trl.noise.generator import standard_noise
 from qerl_trl.rollout.adapter import active_adapter, linear_layers, rollout_layers
 from qerl_trl.rollout.engine import Completion, Engine, Held
 from qerl_trl.rollout.wire import bits, update_fingerprint

@@ -19,13 +19,14 @@ from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.trainer.utils import add_fused_lm_head
 
 from qerl_trl.noise.callback import SCOPES, AQNCallback
-from qerl_trl.noise.hooks import NoiseDraw, standard_noise
+from qerl_trl.noise.generator import standard_noise
+from qerl_trl.noise.hooks import NoiseDraw
 from qerl_trl.noise.norms import find_noisy_norms
 from qerl_trl.noise.schedules import ExponentialSchedule
 from tests.tiny_models import make_tiny_model
 
-#: 4 stages in 4 steps: silent, 0.05, 0.022, 0.01
-NOISE = {"sigma_start": 0.05, "sigma_end": 0.01, "num_stages": 4}
+#: 4 stages in 4 steps: silent, 0.5, 0.22, 0.1; large enough to change what a tiny random model samples
+NOISE = {"sigma_start": 0.5, "sigma_end": 0.1, "num_stages": 4}
 STEPS = 4
 
 

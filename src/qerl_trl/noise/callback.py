@@ -3,7 +3,7 @@
 The paper (arXiv 2510.11696, Section 3.3) adds Z ~ N(0, sigma^2 I) to RMSNorm weights while completions are sampled, with a
 sigma that decays over the run, so that a quantized policy explores more. Four properties hold here:
 
-- **Stateless.** The noise of a norm is a function of (seed, step, generation, name), `norm_noise.standard_noise`. Every rank, a vLLM
+- **Stateless.** The noise of a norm is a function of (seed, step, generation, name) alone (`generator`). Every rank, a vLLM
   worker and a resumed run compute the same values; nothing is sent or stored.
 - **Never written.** `NormNoise` replaces the weight for the duration of one norm forward. The parameter itself is never
   touched: a checkpoint taken at any moment is clean, and switching the noise off restores nothing because nothing changed.
@@ -17,7 +17,7 @@ ends -> log-probabilities and gradients are clean, as are evaluation and everyth
 `policy` a draw stays in force until the next generation, so that the log-probabilities, the loss and its gradient belong to
 the same noisy policy that sampled the batch.
 
-How much: `schedules`. On which norms: `norms`. How it is laid over them: `norm_noise`. When: `AQNCallback`, here.
+How much: `schedules`. On which norms: `norms`. The numbers: `generator`. How they are laid over norms: `hooks`. When: `AQNCallback`, here.
 """
 
 import dataclasses

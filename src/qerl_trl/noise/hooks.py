@@ -1,15 +1,15 @@
 """The noise itself: a pure function of its key, laid over the norms of a live model without writing a parameter."""
 
-import hashlib
 import math
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import nn
+
+from .generator import standard_noises
 
 # norm modules that a NormNoise has hooks on: two of them on one norm would add up
 _noisy_modules: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
@@ -44,29 +44,6 @@ class NoiseDraw(NamedTuple):
         )
 
 
-def standard_noise(seed: int, step: int, generation: int, name: str, numel: int) -> torch.Tensor:
-    """Unit normal noise of one norm, a pure function of its arguments.
-
-    Generator: the 32-byte blake2b digest of "seed:step:generation:name" seeds numpy's legacy `RandomState` (MT19937, polar
-    method). Its stream is the one that numpy promises never to change (NEP 19), and it is computed in double precision on
-    the CPU, so neither the torch version nor the device nor the instruction set changes a value; torch.randn keeps none of
-    these promises.
-
-    Args:
-        seed: of the run.
-        step: the trainer's global step at which the draw was made.
-        generation: number of the generation within that step, from 0.
-        name: canonical name of the norm module (`canonical_name`), for example "model.layers.0.input_layernorm".
-        numel: length of the norm weight.
-
-    Returns:
-        (numel,) float32 on the CPU.
-    """
-    digest = hashlib.blake2b(f"{seed}:{step}:{generation}:{name}".encode(), digest_size=32).digest()
-    random_state = np.random.RandomState(np.frombuffer(digest, dtype="<u4"))
-    return torch.from_numpy(random_state.standard_normal(numel).astype(np.float32))
-
-
 class NormNoise:
     """Noise on the norms of a live transformers model, through forward hooks.
 
@@ -95,7 +72,7 @@ class NormNoise:
                 )
         self.norms = dict(norms)
         self.draw: NoiseDraw | None = None
-        self.in_training = False
+        self._in_training = False
         self._depth = 0
         self._noise: dict[str, torch.Tensor] = {}
         self._ready: dict[str, tuple[int, torch.Tensor]] = {}
@@ -111,12 +88,33 @@ class NormNoise:
             raise ValueError(f"sigma={draw.sigma} is not a standard deviation. Pass a finite number >= 0.")
         self.draw = draw
         self._noise, self._ready, self._landed = {}, {}, {}
-        if draw.sigma > 0:
-            for name, module in self.norms.items():
-                weight = _weight(module)
-                numel = math.prod(getattr(weight, "ds_shape", weight.shape))  # ds_shape: ZeRO-3
-                unit = standard_noise(draw.seed, draw.step, draw.generation, name, numel)
-                self._noise[name] = (unit * draw.sigma).to(weight.device)
+        if self._depth or self._in_training:
+            self._compute()
+
+    def _compute(self) -> None:
+        """The values, once they are needed: an engine that generates computes its own, and this model's norms then stay clean."""
+        draw = self.draw
+        if self._noise or draw is None or draw.sigma == 0:
+            return
+        weights = {name: _weight(module) for name, module in self.norms.items()}
+        # ds_shape: ZeRO-3
+        sizes = {name: math.prod(getattr(weight, "ds_shape", weight.shape)) for name, weight in weights.items()}
+        for device in {weight.device for weight in weights.values()}:
+            names = [name for name, weight in weights.items() if weight.device == device]
+            own = [sizes[name] for name in names]
+            unit = standard_noises(draw.seed, draw.step, draw.generation, names, own, device)
+            self._noise |= zip(names, (unit * draw.sigma).split(own), strict=True)
+
+    @property
+    def in_training(self) -> bool:
+        """Whether norms in training mode are noisy."""
+        return self._in_training
+
+    @in_training.setter
+    def in_training(self, value: bool) -> None:
+        self._in_training = value
+        if value:
+            self._compute()
 
     def clear(self) -> None:
         """Forget the draw: clean from now on."""
@@ -134,6 +132,7 @@ class NormNoise:
 
     def enter(self) -> None:
         """Begin what `active` does, for callers that cannot use `with`."""
+        self._compute()
         self._depth += 1
 
     def exit(self) -> None:
@@ -173,7 +172,7 @@ class NormNoise:
     def _install(self, name: str, module: nn.Module) -> None:
         def before(running: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
             # a deepcopy of the model shares this closure and must stay clean
-            if running is module and self._noise and (self._depth or (self.in_training and module.training)):
+            if running is module and self._noise and (self._depth or (self._in_training and module.training)):
                 return self._swap_in(name, module, args, kwargs)
             return None
 

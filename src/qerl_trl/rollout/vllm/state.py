@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from ...noise.hooks import NoiseDraw, standard_noise
+from ...noise.generator import standard_noises
+from ...noise.hooks import NoiseDraw
 from ..engine import Held, RolloutError
 from ..wire import AdapterTensors, bits, fingerprint, not_finite, update_fingerprint
 from .linear import AdaptedMethod, Layer
@@ -344,11 +345,10 @@ class RolloutState:
         weights = self._weights()
         noisy = self._clean
         if draw.sigma > 0:
-            key = (draw.seed, draw.step, draw.generation)
             sizes = [weight.numel() for weight in weights]
-            unit = torch.cat([standard_noise(*key, name, size) for name, size in zip(self._names, sizes, strict=True)])
+            unit = standard_noises(draw.seed, draw.step, draw.generation, self._names, sizes, self._clean.device)
             # the same two roundings as in the trainer (NormNoise): sigma * z, then the sum
-            noisy = self._clean + (unit * draw.sigma).to(self._clean.device, non_blocking=True)
+            noisy = self._clean + unit * draw.sigma
         _copy(weights, self._split(noisy))
         self._bits[NOISY_NORMS] = bits(noisy)
         self.draw = draw
