@@ -192,7 +192,8 @@ def fill_completions(trainer: Any, sequences: int, lengths: Callable[[int], list
     generation.generate = filled
 
 
-def build_trainer(case: Case, device: str) -> Any:
+def build_trainer(case: Case, device: str, **options: Any) -> Any:
+    """`options`: further settings, or other ones than those of the measurement here."""
     import rollout_models
     from peft import LoraConfig
 
@@ -205,14 +206,15 @@ def build_trainer(case: Case, device: str) -> Any:
     model.config._name_or_path = folder
     cpu = device == "cpu"
     engine = {"enforce_eager": not case.graphs, "max_num_seqs": case.sequences} if case.sequences else {}
-    args = QeRLConfig(
-        tempfile.mkdtemp(), base_format=case.base_format, use_cpu=cpu, bf16=not cpu, use_vllm=case.sequences is not None,
-        vllm_mode="colocate", vllm_enable_sleep_mode=case.sleep, vllm_engine_kwargs=engine,
-        vllm_gpu_memory_utilization=0.05 if cpu else None, per_device_train_batch_size=case.micro, steps_per_generation=2,
-        num_generations=2, max_completion_length=case.new, gradient_checkpointing=case.checkpointing, max_steps=3, logging_steps=1,
-        report_to="none", save_strategy="no", disable_tqdm=True, aqn_num_stages=2,
-        generation_kwargs=None if case.sequences else {"min_new_tokens": case.new},
-    )  # fmt: skip
+    settings = {
+        "output_dir": tempfile.mkdtemp(), "base_format": case.base_format, "use_cpu": cpu, "bf16": not cpu, "use_vllm": case.sequences is not None,
+        "vllm_mode": "colocate", "vllm_enable_sleep_mode": case.sleep, "vllm_engine_kwargs": engine,
+        "vllm_gpu_memory_utilization": 0.05 if cpu else None, "per_device_train_batch_size": case.micro, "steps_per_generation": 2,
+        "num_generations": 2, "max_completion_length": case.new, "gradient_checkpointing": case.checkpointing, "max_steps": 3, "logging_steps": 1,
+        "report_to": "none", "save_strategy": "no", "disable_tqdm": True, "aqn_num_stages": 2,
+        "generation_kwargs": None if case.sequences else {"min_new_tokens": case.new},
+    }  # fmt: skip
+    args = QeRLConfig(**settings | options)
     return QeRLGRPOTrainer(
         model=model,
         reward_funcs=lambda completions, **kwargs: [random.random() for _ in completions],

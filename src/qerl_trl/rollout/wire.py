@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,8 +30,15 @@ class AdapterTensors:
 
 #: integers of the size of an element
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-#: elements that are copied together, to be read at once
-_TOGETHER = 2**24
+#: elements that are copied together, to be read at once: of tensors that only have to be told apart, and of those summed one by one
+_TOGETHER, _SUMMED = 2**24, 2**22
+
+
+def _integers(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    if tensor.element_size() == 1 and tensor.is_contiguous() and tensor.numel() % 4 == 0:
+        tensor = tensor.view(-1).view(torch.int32)  # a quarter of the additions
+    return tensor.view(_INTEGERS[tensor.element_size()])
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -39,10 +46,40 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
     A weight that is another one, was scaled, or was written by half has another sum; zeros add nothing.
     """
-    tensor = tensor.detach()
-    if tensor.element_size() == 1 and tensor.is_contiguous() and tensor.numel() % 4 == 0:
-        tensor = tensor.view(-1).view(torch.int32)  # a quarter of the additions
-    return tensor.view(_INTEGERS[tensor.element_size()]).sum(dtype=torch.int64)
+    return _integers(tensor).sum(dtype=torch.int64)
+
+
+def all_bits(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """`bits` of each tensor, (count,) int64 on their device. Small ones are summed together: their places in one running sum, subtracted."""
+    found: list[torch.Tensor] = []
+    where: list[int] = []  # the tensors' numbers in the order of `found`
+    groups: dict[torch.dtype, tuple[list[int], list[torch.Tensor], list[int]]] = {}  # of each also the ends
+
+    def finish(numbers: list[int], flat: list[torch.Tensor], places: list[int]) -> None:
+        ends = torch.tensor([0, *places])
+        running = torch.nn.functional.pad(torch.cat(flat).cumsum(0, dtype=torch.int64), (1, 0))
+        found.append(running[ends.to(running.device, non_blocking=True)].diff())
+        where.extend(numbers)
+
+    for number, tensor in enumerate(tensors):
+        values = _integers(tensor)
+        if values.numel() > _SUMMED // 4:
+            found.append(values.sum(dtype=torch.int64)[None])
+            where.append(number)
+            continue
+        numbers, flat, places = groups.setdefault(values.dtype, ([], [], []))
+        numbers.append(number)
+        flat.append(values.reshape(-1))
+        places.append(values.numel() + (places[-1] if places else 0))
+        if places[-1] > _SUMMED:
+            finish(*groups.pop(values.dtype))
+    for group in groups.values():
+        finish(*group)
+    if not found:
+        return torch.zeros(0, dtype=torch.int64)
+    sums = torch.cat(found)
+    order = torch.tensor(where).argsort()
+    return sums[order.to(sums.device, non_blocking=True)]
 
 
 def changes(tensors: Iterable[torch.Tensor]) -> str:
@@ -60,12 +97,11 @@ def changes(tensors: Iterable[torch.Tensor]) -> str:
 
 def fingerprint(named: Iterable[tuple[str, torch.Tensor]]) -> str:
     """Of tensors by name, in order; reads each once and waits for the device once."""
-    names, sums = [], []
+    names, tensors = [], []
     for name, tensor in named:
         names.append(name)
-        sums.append(bits(tensor))
-    values = torch.stack(sums).tolist() if sums else []
-    return hashlib.blake2b(repr((names, values)).encode(), digest_size=16).hexdigest()
+        tensors.append(tensor)
+    return hashlib.blake2b(repr((names, all_bits(tensors).tolist())).encode(), digest_size=16).hexdigest()
 
 
 def update_fingerprint(adapter: Mapping[str, AdapterTensors], norms: Mapping[str, torch.Tensor]) -> str:
@@ -76,9 +112,12 @@ def update_fingerprint(adapter: Mapping[str, AdapterTensors], norms: Mapping[str
 
 def not_finite(named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
     """Names of the tensors that hold NaN or infinity; waits for the device once."""
-    names, largest = [], []
+    names, tensors = [], []
     for name, tensor in named:
         names.append(name)
-        largest.append(torch.linalg.vector_norm(tensor.detach(), math.inf).float())
-    finite = torch.stack(largest).isfinite().tolist() if largest else []
+        tensors.append(tensor.detach())
+    if not names:
+        return []
+    largest = torch._foreach_norm(tensors, math.inf)
+    finite = torch.stack([value.float() for value in largest]).isfinite().tolist()
     return [name for name, good in zip(names, finite, strict=True) if not good]

@@ -18,10 +18,12 @@ import torch
 from ...noise.generator import standard_noises
 from ...noise.hooks import NoiseDraw
 from ..engine import Held, RolloutError
-from ..wire import AdapterTensors, bits, fingerprint, not_finite, update_fingerprint
+from ..wire import AdapterTensors, all_bits, bits, fingerprint, not_finite, update_fingerprint
 from .linear import AdaptedMethod, Layer
 from .norm import find_norms
 
+#: elements of an adapter that are looked at and copied together
+_TOGETHER = 2**24
 #: the norms that carry noise, in `Held.damaged`
 NOISY_NORMS = "the norms that carry noise"
 
@@ -63,21 +65,18 @@ class _Slot:
         return None
 
     def part(self, tensors: AdapterTensors) -> tuple[torch.Tensor, torch.Tensor]:
-        """This rank's A (r, K) and B (N, r), alpha/r folded into B, rounded once to what the buffers hold."""
-        a, b = tensors.a, tensors.b
+        """This rank's A (r, K) and B (N, r), views of the whole ones."""
+        a, b = tensors.a.detach(), tensors.b.detach()
         if self.rows is not None:
             a, b = a[:, self.columns], b[self.rows]
-        if tensors.scaling != 1.0:
-            b = b.float() * tensors.scaling
-        return a.to(self.a_RK), b.to(self.b_NR)
+        return a, b
 
-    def write(self, a: torch.Tensor, b: torch.Tensor) -> None:
-        rank = a.shape[0]
-        if rank < self.rank:  # what lies beyond may hold an earlier, larger adapter
+    def filled(self, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where an adapter of this rank goes. What lies beyond becomes zero: it may hold an earlier, larger adapter."""
+        if rank < self.rank:
             self.a_RK[rank:].zero_()
             self.b_NR[:, rank:].zero_()
-        self.a_RK[:rank].copy_(a)
-        self.b_NR[:, :rank].copy_(b)
+        return self.a_RK[:rank], self.b_NR[:, :rank]
 
 
 class RolloutState:
@@ -104,7 +103,7 @@ class RolloutState:
         self.sampled: NoiseDraw | None = None
         self._received: str | None = None
         #: name -> `bits` that the tensor has to have
-        self._bits = {name: bits(tensor) for name, tensor in self._tensors()}
+        self._bits = self._all_bits()
 
     def watch(self, runner: Any) -> None:
         """Keep `sampled` up to date: look whenever vLLM's model runner computes a step."""
@@ -137,14 +136,15 @@ class RolloutState:
                 own = layer.named_buffers(prefix, recurse=False)
                 yield from ((name, buffer) for name, buffer in own if not name.endswith(("adapter_a", "adapter_b")))
 
+    def _all_bits(self) -> dict[str, torch.Tensor]:
+        names, tensors = zip(*self._tensors(), strict=True)
+        return dict(zip(names, all_bits(tensors).unbind(), strict=True))
+
     @torch.no_grad()
     def held(self) -> Held:
         """What this rank computes with. Reads every weight once and waits for the device once."""
-        names, found = [], []
-        for name, tensor in self._tensors():
-            names.append(name)
-            found.append(bits(tensor))
-        differs = torch.stack(found) != torch.stack([self._bits[name] for name in names])
+        names, tensors = zip(*self._tensors(), strict=True)
+        differs = all_bits(tensors) != torch.stack([self._bits[name] for name in names])
         damaged = [name for name, wrong in zip(names, differs.tolist(), strict=True) if wrong]
         return Held(self._received, damaged, self.draw, self.sampled)
 
@@ -169,12 +169,12 @@ class RolloutState:
         """
         found = self._checked(adapter, norms)
         received = received or update_fingerprint(adapter, norms)
-        for name, slot in self.slots.items():
-            if name in adapter:
-                slot.write(*slot.part(adapter[name]))
-            else:
-                slot.a_RK.zero_()
-                slot.b_NR.zero_()
+        for group in self._groups(adapter):
+            targets = [half for name in group for half in self.slots[name].filled(adapter[name].a.shape[0])]
+            _copy(targets, self._parts(adapter, group))
+        for name in self.slots.keys() - adapter.keys():
+            self.slots[name].a_RK.zero_()
+            self.slots[name].b_NR.zero_()
         if norms:
             self._update_clean(norms)
         self._bits |= found
@@ -206,24 +206,44 @@ class RolloutState:
                 problems.append(f"{name} came as {tuple(weight.shape)} in {weight.dtype}, and is {tuple(own.shape)}")
         if problems:
             raise ValueError(_refusal(problems))
-        device = next(iter(self.slots.values())).a_RK.device
-        found = {
-            f"{name}.lora_{half}": torch.zeros((), dtype=torch.int64, device=device)
-            for name in self.slots
-            for half in "AB"
-        }
-
-        def parts() -> Iterator[tuple[str, torch.Tensor]]:  # one layer at a time: no second adapter in memory
-            for name, tensors in adapter.items():
-                for half, part in zip("AB", self.slots[name].part(tensors), strict=True):
-                    found[f"{name}.lora_{half}"] = bits(part)
-                    yield f"{name}.lora_{half}", part
-            yield from norms.items()
-
-        bad = not_finite(parts())
+        buffer = next(iter(self.slots.values())).a_RK
+        halves = [f"{name}.lora_{half}" for name in self.slots for half in "AB"]
+        found = dict.fromkeys(halves, torch.zeros((), dtype=torch.int64, device=buffer.device))
+        bad = not_finite(norms.items())
+        for group in self._groups(
+            adapter
+        ):  # as the buffers will hold them; a group at a time: no second adapter in memory
+            parts = self._parts(adapter, group)
+            flat = torch.empty(sum(part.numel() for part in parts), dtype=buffer.dtype, device=buffer.device)
+            rounded = [t.view_as(p) for t, p in zip(flat.split([p.numel() for p in parts]), parts, strict=True)]
+            _copy(rounded, parts)
+            names = [f"{name}.lora_{half}" for name in group for half in "AB"]
+            found |= zip(names, all_bits(rounded).unbind(), strict=True)
+            bad += not_finite(zip(names, rounded, strict=True))
         if bad:
             raise ValueError(_refusal([f"{name} holds NaN or infinity" for name in bad]))
         return found
+
+    def _groups(self, adapter: Mapping[str, AdapterTensors]) -> Iterator[list[str]]:
+        """The adapter's layers, as many at a time as are small together."""
+        group: list[str] = []
+        size = 0
+        for name, tensors in adapter.items():
+            group.append(name)
+            size += tensors.a.numel() + tensors.b.numel()
+            if size > _TOGETHER:
+                yield group
+                group, size = [], 0
+        if group:
+            yield group
+
+    def _parts(self, adapter: Mapping[str, AdapterTensors], group: list[str]) -> list[torch.Tensor]:
+        """This rank's A and B of each layer of the group in turn, alpha/r folded into B in float32."""
+        parts = [half for name in group for half in self.slots[name].part(adapter[name])]
+        factors = [adapter[name].scaling for name in group]
+        if any(factor != 1.0 for factor in factors):
+            parts[1::2] = torch._foreach_mul([b.float() for b in parts[1::2]], factors)
+        return parts
 
     @torch.no_grad()
     def clear_adapter(self) -> None:
@@ -266,7 +286,7 @@ class RolloutState:
             )
         if self._names:
             self._clean = self._gather()
-        self._bits = {name: bits(tensor) for name, tensor in self._tensors()}
+        self._bits = self._all_bits()
         self._received = fingerprint(came)
         if draw is not None:
             self.set_noise(draw)

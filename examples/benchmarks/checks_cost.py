@@ -1,0 +1,292 @@
+"""What the checks cost: seconds of each, per rollout and per start, in real training steps on random weights in the Qwen2.5 shapes.
+
+    python examples/benchmarks/checks_cost.py 7b --output examples/benchmarks/results/checks_h200.json          # one GPU, 2 minutes
+    python examples/benchmarks/checks_cost.py 7b 32b --output examples/benchmarks/results/checks_h200.json
+    python examples/benchmarks/checks_cost.py tiny --device cpu                                                 # dry run
+
+A `QeRLGRPOTrainer` with vLLM in the process takes `STEPS` steps of 8 x 512 tokens, one rollout each. Every function in `TIMED` waits for
+the device before and after, and what it spends in another one of them is counted there only; so the sum over checks is an upper bound of
+what a step without them would save. The first step warms up and is not counted.
+
+`limits` puts what a healthy run measures in bf16 beside what it may be: the probe at start, the fixed prompt of an export, the gap and the
+mismatch of log-probabilities. The head is scaled so that the policy's entropy is a trained model's, not a random one's.
+"""
+
+import argparse
+import functools
+import importlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+STEPS = 6
+#: logits of random weights have a standard deviation of about 1.2, those of a trained model about 4
+SHARPER = 4.0
+#: label -> (kind, module, path of the function). "check": issue of this measurement; "work": what is done anyhow, for comparison
+TIMED = {
+    "start: settings and environment": ("check", "qerl_trl.preflight", "check"),
+    "start: lock of the run folder": ("check", "qerl_trl.run_folder", "lock_for"),
+    "start: disk space": ("check", "qerl_trl.disk", "check"),
+    "start: memory plan": ("check", "qerl_trl.trainer", "plan_trainer"),
+    "start: fingerprint of the base": ("check", "qerl_trl.base_identity", "shared_base_sha256"),
+    "start: probe of the engine": ("check", "qerl_trl.rollout.generation", "QeRLVLLMGeneration.run_probe"),
+    "start: norms that carry noise": ("work", "qerl_trl.noise.callback", "find_noisy_norms"),
+    "start: bits of the engine's weights": ("check", "qerl_trl.rollout.vllm.state", "RolloutState.__init__"),
+    "sync: weights": ("work", "qerl_trl.rollout.generation", "QeRLVLLMGeneration.sync_weights"),
+    "sync: noise": ("work", "qerl_trl.rollout.generation", "QeRLVLLMGeneration.sync_noise"),
+    "sync: weights changed?": ("check", "qerl_trl.rollout.generation", "QeRLVLLMGeneration._trained_stamp"),
+    "sync: fingerprint of the update": ("check", "qerl_trl.rollout.trained", "update_fingerprint"),
+    "sync: the update is whole and finite": ("check", "qerl_trl.rollout.vllm.state", "RolloutState._checked"),
+    "sync: noise that landed": ("check", "qerl_trl.rollout.vllm.state", "RolloutState.sigma_effective"),
+    "rollout: what the engine holds": ("check", "qerl_trl.rollout.vllm.state", "RolloutState.held"),
+    "rollout: completions": ("check", "qerl_trl.rollout.generation", "check_completions"),
+    "rollout: probe, every few steps": ("check", "qerl_trl.rollout.generation", "QeRLVLLMGeneration._probe_if_due"),
+    "rollout: mismatch": ("check", "qerl_trl.mismatch", "MismatchWatch.rollout"),
+    "rollout: signal": ("check", "qerl_trl.guards", "SignalMonitor.rewards"),
+    "rewards": ("check", "qerl_trl.guards", "check_reward_tensor"),
+    "update: loss": ("check", "qerl_trl.guards", "check_loss"),
+    "update: gradients": ("check", "qerl_trl.guards", "check_gradients"),
+}
+
+
+class Clock:
+    """Seconds spent in functions of the package, less what they spend in each other."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.spent: dict[str, float] = defaultdict(float)
+        self.calls: dict[str, int] = defaultdict(int)
+        self._inside: list[float] = []
+        for label, (_, module, path) in TIMED.items():
+            owner = importlib.import_module(module)
+            *parents, name = path.split(".")
+            for parent in parents:
+                owner = getattr(owner, parent)
+            setattr(owner, name, self._timed(label, getattr(owner, name)))
+
+    def _now(self) -> float:
+        if self.device == "cuda":
+            import torch
+
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def _timed(self, label: str, function: Any) -> Any:
+        @functools.wraps(function)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            started = self._now()
+            self._inside.append(0.0)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                whole = self._now() - started
+                self.spent[label] += whole - self._inside.pop()
+                self.calls[label] += 1
+                if self._inside:
+                    self._inside[-1] += whole
+
+        return timed
+
+    def take(self) -> dict[str, float]:
+        """Seconds since the last call."""
+        spent, self.spent = dict(self.spent), defaultdict(float)
+        return spent
+
+
+def measure(size: str, device: str) -> dict[str, Any]:
+    import plan_check
+    import rollout_models
+    import torch
+    from transformers import TrainerCallback
+
+    clock = Clock(device)
+    packed_model = rollout_models.packed_model
+
+    def sharper(*args: Any, **kwargs: Any) -> Any:
+        model = packed_model(*args, **kwargs)
+        with torch.no_grad():
+            model.lm_head.weight.mul_(SHARPER)
+        return model
+
+    rollout_models.packed_model = sharper
+    tiny = device == "cpu"
+    if tiny:
+        small = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 4}
+        rollout_models.SHAPES[size] = {**small, "num_key_value_heads": 2, "vocab_size": 1024}
+    count = 3 if tiny else STEPS
+    case = plan_check.Case(size, 4 if tiny else 8, 16 if tiny else 256, 8 if tiny else 512, 4 if tiny else 8)
+    graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [8]}
+    engine = {"max_num_seqs": case.sequences, **({"enforce_eager": True} if tiny else {"compilation_config": graphs})}
+    started = time.perf_counter()
+    trainer = plan_check.build_trainer(
+        case, device, steps_per_generation=1, num_generations=case.micro, max_steps=count, vllm_engine_kwargs=engine,
+        rollout_probe_steps=count - 1, learning_rate=1e-5, aqn_num_stages=2, aqn_sigma_start=1e-2,
+        vllm_gpu_memory_utilization=0.25 if tiny else None,
+    )  # fmt: skip
+    start = {"whole": time.perf_counter() - started, **clock.take()}
+    steps: list[dict[str, float]] = []
+    began: list[float] = []
+
+    class Steps(TrainerCallback):
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            clock.take()
+            began.append(clock._now())
+
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            steps.append({"whole": clock._now() - began[-1], **clock.take()})
+
+    trainer.add_callback(Steps())
+    trainer.train()
+    counted = steps[1:]
+    labels = [label for label in TIMED if any(label in step for step in counted)]
+    milliseconds = {label: round(1e3 * statistics.median(s.get(label, 0.0) for s in counted), 3) for label in labels}
+    whole = statistics.median(step["whole"] for step in counted)
+    probes = [step["rollout: probe, every few steps"] for step in counted]
+    checks = [label for label in labels if TIMED[label][0] == "check"]
+    in_start = [label for label in TIMED if label in start]
+    row = {
+        "size": size,
+        "step_s": round(whole, 4),
+        "checks_ms_per_step": round(sum(milliseconds[label] for label in checks), 2),
+        "checks_percent": round(sum(milliseconds[label] for label in checks) / whole / 10, 3),
+        "checks_at_start_s": round(sum(start[label] for label in in_start if TIMED[label][0] == "check"), 3),
+        "start_s": round(start["whole"], 2),
+        "per_step_ms": milliseconds,
+        "one_probe_between_steps_ms": round(1e3 * max(probes), 1),
+        "noise_sync_ms": noise_syncs(trainer, clock),
+        "at_start_s": {label: round(start[label], 4) for label in in_start},
+        "of_a_folder_s": folder_checks(trainer),
+        "limits": limits(trainer),
+    }
+    return row
+
+
+def noise_syncs(trainer: Any, clock: Clock, count: int = 20) -> float:
+    """Median milliseconds of a new draw on all norms of the engine, as a rollout does it: drawn, written, measured, cache reset."""
+    from qerl_trl.noise.hooks import NoiseDraw
+
+    generation, times = trainer.vllm_generation, []
+    generation.engine.wake()
+    for step in range(count):
+        began = clock._now()
+        generation.sync_noise(NoiseDraw(1e-2, 0, 1000 + step, 0))
+        times.append(1e3 * (clock._now() - began))
+    generation.sync_noise(NoiseDraw(0.0, 0, 0, 0))
+    return round(statistics.median(times[2:]), 3)
+
+
+def folder_checks(trainer: Any) -> dict[str, float]:
+    """Seconds of sealing and of verifying a checkpoint, and of the fixed prompt that is recorded in an export."""
+    from qerl_trl import checkpoint, forward
+
+    found = {}
+
+    def timed(name: str, function: Any) -> None:
+        began = time.perf_counter()
+        function()
+        found[name] = round(time.perf_counter() - began, 4)
+
+    with tempfile.TemporaryDirectory() as folder:
+        timed("save_adapter", lambda: trainer.save_adapter(f"{folder}/adapter"))
+        timed("verify_adapter", lambda: checkpoint.verify(f"{folder}/adapter"))
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    forward.measure(model)
+    timed("fixed_prompt", lambda: forward.measure(model))
+    return found
+
+
+def limits(trainer: Any) -> dict[str, Any]:
+    """What this healthy run measured, beside what it may be."""
+    import torch
+
+    from qerl_trl import forward
+    from qerl_trl.mismatch import MismatchWatch
+    from qerl_trl.nvfp4.linear import decoded_weights
+    from qerl_trl.rollout import probe
+
+    generation = trainer.vllm_generation
+    dtype, found = getattr(torch, generation.spec.dtype), generation.probe_result
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    first = forward.measure(model)
+    with decoded_weights(model):
+        decoded = forward.difference(first, forward.measure(model, first["tokens"]))
+    with probe._rounded_once_more(model, dtype):
+        rounded = forward.difference(first, forward.measure(model, first["tokens"]))
+    threshold = trainer.args.rollout_mismatch_threshold
+    rollouts = [
+        {
+            key: log.get(key)
+            for key in ("aqn/sigma", "rollout/mismatch_kl", "rollout/logp_gap", "rollout/entropy", "entropy")
+        }
+        for log in trainer.state.log_history
+        if "loss" in log
+    ]
+    adapted = probe.ADAPTED * max(found.base_difference, found.rounding) + probe.FLOOR[dtype]
+    return {
+        "dtype": generation.spec.dtype,
+        "probe: clean difference, nats": [found.base_difference, probe.CLEAN * found.rounding + probe.FLOOR[dtype]],
+        "probe: difference with the probe adapter, nats": [found.difference, adapted],
+        "probe: effect of the probe adapter, at least": [found.effect, probe.LEAST_CONTRAST * adapted],
+        "probe: rounding": found.rounding,
+        "probe: fraction": found.fraction,
+        "fixed prompt: decoded weights against the kernels": [decoded, forward.TOLERANCE],
+        "fixed prompt: rounded once more": [rounded, forward.TOLERANCE],
+        "mismatch_kl warns above": {"clean": threshold / MismatchWatch.STOP, "noisy": threshold},
+        "logp_gap warns above": threshold / MismatchWatch.STOP,
+        "rollouts": rollouts,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sizes", nargs="*", default=["7b"])
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--timeout", type=float, default=240, help="seconds per size")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        print("RESULT " + json.dumps(measure(args.worker, args.device)), flush=True)
+        os._exit(0)  # an engine's own shutdown takes seconds
+    from qerl_trl import report
+
+    record: dict[str, Any] = {"versions": report.versions(), "checks": []}
+    if args.device == "cuda":
+        import torch
+
+        record["gpu"] = torch.cuda.get_device_name()
+    environment = os.environ | {
+        "HF_HUB_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0", "TOKENIZERS_PARALLELISM": "false", "MASTER_PORT": "0",
+    }  # fmt: skip
+    failed = 0
+    for size in args.sizes:
+        began = time.perf_counter()
+        command = [sys.executable, __file__, "--worker", size, "--device", args.device]
+        try:
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=args.timeout)
+            output = done.stdout + done.stderr
+        except subprocess.TimeoutExpired as late:
+            output = f"after {late.timeout:g} s: {late.stdout or b''!r}"[-3000:]
+        line = next((line for line in output.splitlines() if line.startswith("RESULT ")), None)
+        failed += line is None
+        row = json.loads(line.removeprefix("RESULT ")) if line else {"size": size, "failed": output[-3000:]}
+        row["seconds"] = round(time.perf_counter() - began, 1)
+        record["checks"].append(row)
+        print(json.dumps(row, indent=1) if line else f"{size} FAILED\n{output[-6000:]}", flush=True)
+        if args.output is not None:
+            args.output.write_text(json.dumps(record, indent=1) + "\n")
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()
