@@ -100,3 +100,38 @@ def test_vespo_takes_ratios_of_tokens(tmp_path):
     QeRLConfig(**options)
     with pytest.raises(ValueError, match=r"'sequence_mask' cannot work.*'token_truncate'"):
         QeRLConfig(**options, vllm_importance_sampling_mode="sequence_mask")
+
+
+@pytest.mark.parametrize(("processes", "accumulated", "pieces"), [(1, 8, 32), (2, 4, 16), (8, 1, 4)])
+def test_a_rollout_has_the_same_updates_on_any_number_of_processes(
+    tmp_path, monkeypatch, processes, accumulated, pieces
+):
+    monkeypatch.setattr(QeRLConfig, "world_size", processes)
+    batch = {"per_device_train_batch_size": 4, "generation_batch_size": 128, "num_generations": 8}
+    args = QeRLConfig(str(tmp_path), use_cpu=True, bf16=False, updates_per_rollout=4, **batch)
+    assert (args.gradient_accumulation_steps, args.steps_per_generation) == (accumulated, pieces)
+
+
+def test_a_rollout_is_as_many_steps_as_it_is_said_to_be(tmp_path):
+    options = {"use_cpu": True, "bf16": False, "num_generations": 2, "per_device_train_batch_size": 4}
+    args = QeRLConfig(str(tmp_path), updates_per_rollout=3, gradient_accumulation_steps=2, **options)
+    assert (args.steps_per_generation, args.generation_batch_size) == (6, 24)
+
+
+@pytest.mark.parametrize(
+    ("processes", "options", "words"),
+    [
+        (16, {"generation_batch_size": 128}, "Set per_device_train_batch_size=2"),
+        (64, {"generation_batch_size": 256}, "Set per_device_train_batch_size=1"),
+        (1, {"generation_batch_size": 128, "gradient_accumulation_steps": 16}, "needs gradient_accumulation_steps=8"),
+        (1, {"generation_batch_size": 128, "updates_per_rollout": 0}, "no number of optimizer steps"),
+        (1, {"updates_per_rollout": 1.5}, "no number of optimizer steps"),
+        (1, {"steps_per_generation": 3}, "Leave steps_per_generation out"),
+        (64, {"generation_batch_size": 512, "updates_per_rollout": 16}, "Use at most 32 processes"),
+    ],
+)
+def test_updates_that_cannot_be_are_refused(tmp_path, monkeypatch, processes, options, words):
+    monkeypatch.setattr(QeRLConfig, "world_size", processes)
+    given = {"per_device_train_batch_size": 4, "num_generations": 8, "updates_per_rollout": 4} | options
+    with pytest.raises(ValueError, match=words):
+        QeRLConfig(str(tmp_path), use_cpu=True, bf16=False, **given)

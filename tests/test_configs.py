@@ -90,8 +90,7 @@ def test_what_is_the_papers_stays_the_papers(name):
     small = name in ("qwen2.5-3b", "qwen2.5-7b")
     assert values["generation_batch_size"] == 128
     assert values["num_generations"] == (8 if small else 16)
-    updates = 128 / (values["per_device_train_batch_size"] * values["gradient_accumulation_steps"])
-    assert updates == (4 if small else 1)
+    assert values["updates_per_rollout"] == (4 if small else 1)
     assert values["max_completion_length"] == (4096 if small else 8192)
 
 

@@ -60,6 +60,14 @@ class QeRLArguments(OnlineConfig):
         aqn_entropy_target (`float`, *optional*):
             Entropy of the sampling policy, in nats per token, that `aqn_schedule="entropy_target"` steers to.
 
+        > Batch
+
+        updates_per_rollout (`int`, *optional*):
+            Into how many optimizer steps the completions of a rollout are cut (each is used once per `num_iterations`). The rest follows
+            from the number of processes: with `generation_batch_size`, `gradient_accumulation_steps` is what makes it so, and a
+            configuration means the same on 1, 2 or 8 GPUs; else the rollout is that many times the batch of one step. Left out,
+            it is `steps_per_generation / gradient_accumulation_steps`, as in TRL.
+
         > Rollout in vLLM
 
         share_weights (`bool`, *optional*, defaults to `True`):
@@ -135,6 +143,12 @@ class QeRLArguments(OnlineConfig):
     aqn_entropy_target: float | None = field(
         default=None, metadata={"help": "Entropy (nats per token) that aqn_schedule='entropy_target' steers to."}
     )
+    updates_per_rollout: int | None = field(
+        default=None,
+        metadata={
+            "help": "Optimizer steps that a rollout's completions are cut into, whatever the number of processes."
+        },
+    )
     share_weights: bool = field(
         default=True, metadata={"help": "Colocated vLLM reads the trainer's weights instead of a second copy."}
     )
@@ -172,6 +186,8 @@ class QeRLArguments(OnlineConfig):
     )
 
     def __post_init__(self):
+        if self.updates_per_rollout is not None and self.generation_batch_size is None:
+            self._cut_batches()
         try:
             super().__post_init__()
         except ValueError as error:
@@ -179,6 +195,8 @@ class QeRLArguments(OnlineConfig):
                 raise
             found = " ".join(map(str, preflight.gpu())) or str(error)
             raise ValueError(f"{found} To train on the CPU all the same, slowly: use_cpu=True.") from error
+        if self.updates_per_rollout is not None:
+            self._cut_rollout()
         redaction.check_places(vars(self))
         _check_choice("base_format", self.base_format, BASE_FORMATS)
         _check_choice("scale_rule", self.scale_rule, SCALE_RULES)
@@ -239,6 +257,45 @@ class QeRLArguments(OnlineConfig):
             self.aqn_seed = self.seed
         if self.hub_private_repo is None:
             self.hub_private_repo = True
+
+    def _cut_batches(self) -> None:
+        """A rollout of `updates_per_rollout` steps, where nothing says how many completions it has."""
+        updates, accumulated = self.updates_per_rollout, self.gradient_accumulation_steps
+        if type(updates) is not int or updates < 1:
+            raise ValueError(
+                f"updates_per_rollout={updates!r} is no number of optimizer steps. Pass an integer of at least 1."
+            )
+        if self.steps_per_generation not in (None, updates * accumulated):
+            raise ValueError(
+                f"updates_per_rollout={updates} and steps_per_generation={self.steps_per_generation} with gradient_accumulation_steps="
+                f"{accumulated} say different things. Leave steps_per_generation out."
+            )
+        self.steps_per_generation = updates * accumulated
+
+    def _cut_rollout(self) -> None:
+        """`gradient_accumulation_steps` such that a rollout of `generation_batch_size` completions has `updates_per_rollout` steps."""
+        updates, pieces, micro = self.updates_per_rollout, self.steps_per_generation, self.per_device_train_batch_size
+        assert pieces is not None, "TRL's config sets it"
+        if type(updates) is not int or updates < 1:
+            raise ValueError(
+                f"updates_per_rollout={updates!r} is no number of optimizer steps. Pass an integer of at least 1."
+            )
+        if pieces % updates:
+            processes, whole = self.world_size, self.generation_batch_size or 0
+            fits = [n for n in range(micro, 0, -1) if whole % (n * processes * updates) == 0]
+            advice = (
+                f"Set per_device_train_batch_size={fits[0]}" if fits else f"Use at most {whole // updates} processes"
+            )
+            raise ValueError(
+                f"updates_per_rollout={updates} cannot be: {whole} completions per rollout in micro-batches of {micro} on {processes} "
+                f"processes are {pieces} backward passes, which {updates} steps cannot share. {advice}, or change generation_batch_size."
+            )
+        if self.gradient_accumulation_steps not in (1, pieces // updates):
+            raise ValueError(
+                f"updates_per_rollout={updates} needs gradient_accumulation_steps={pieces // updates} here, and "
+                f"{self.gradient_accumulation_steps} was passed. Leave gradient_accumulation_steps out."
+            )
+        self.gradient_accumulation_steps = pieces // updates
 
     # What a log, a tracker or a file gets of the arguments comes from here, and holds no secret: TrainingArguments masks its own `*_token`
     # fields, not what is inside `model_init_kwargs`.
