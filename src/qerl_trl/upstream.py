@@ -62,6 +62,8 @@ if TYPE_CHECKING:
 
     class OnlineConfig(TrainingArguments):
         use_transformers_continuous_batching: bool
+        generation_batch_size: int | None
+        steps_per_generation: int | None
 
 else:
     OnlineTrainer = OnlineConfig = object
