@@ -91,6 +91,13 @@ class QeRLArguments(OnlineConfig):
         vllm_engine_kwargs (`dict`, *optional*):
             Further arguments of `vllm.LLM` in colocate mode, such as `{"enforce_eager": true}`.
 
+        > Update
+
+        padding_free (`bool`, *optional*):
+            Compute the update on a packed row of tokens: nothing on padding, and the prompt that several completions of a micro-batch
+            share once. Losses and micro-batches stay TRL's. By default on where the model can and the GPU has a fast kernel for it;
+            `True` insists, `False` computes padding as TRL does.
+
         > Checkpoints
 
         allow_other_settings (`bool`, *optional*, defaults to `False`):
@@ -170,6 +177,12 @@ class QeRLArguments(OnlineConfig):
     )
     vllm_engine_kwargs: dict | str | None = field(
         default=None, metadata={"help": "Further arguments of vllm.LLM in colocate mode, as a dict (JSON on the CLI)."}
+    )
+    padding_free: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Compute no padding in the update, and shared prompts once. Default: where the model and the GPU can."
+        },
     )
     allow_other_settings: bool = field(
         default=False, metadata={"help": "Go on from a checkpoint whose run had other settings, instead of refusing."}

@@ -13,6 +13,7 @@ differs from the parent, method by method:
 | `_generate`, `_compute_loss` | what transformers sampled under noise is importance-corrected as vLLM's rollouts are (`behaviour.py`) |
 | `_calculate_rewards` | refuses infinite rewards |
 | `_generate_and_score_completions` | measures and watches the rollout/trainer mismatch (`mismatch.py`); saves the step before where it fails |
+| `_get_per_token_logps_and_entropies`, `_prepare_inputs` | [`PackingMixin`]: no work on padding, equal prompts once |
 | `training_step` | refuses a non-finite loss or gradient before the optimizer sees it |
 | `_load_from_checkpoint` | the trained adapter comes back also where TRL keeps a second one as reference |
 | `_save_checkpoint`, `_push_from_checkpoint`, `save_model` | seals what was written, then rotates older checkpoints and pushes |
@@ -54,6 +55,7 @@ from .rollout.arms import check_environment
 from .rollout.contract import checked_rollout_func
 from .saving import SaveBetweenRollouts, SavingMixin
 from .timing import PhaseTimer
+from .update.packing import PackingMixin
 from .update.prepare import prepare
 
 with preflight.naming_vllm():
@@ -62,7 +64,7 @@ with preflight.naming_vllm():
 logger = logging.getLogger(__name__)
 
 
-class QeRLMixin(SavingMixin):
+class QeRLMixin(SavingMixin, PackingMixin):
     """Adds QeRL to a TRL trainer. Put it before the trainer in the bases and set `_config_class`.
 
     Args:

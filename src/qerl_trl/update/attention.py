@@ -1,0 +1,238 @@
+"""Attention over a packed row: sequences one after the other, each token attending to its own sequence only.
+
+One function, registered with transformers under [`NAME`] and set once on the trainer's model. Which sequence a token belongs to reaches it
+as arguments of the model's call ([`Segments`]), which transformers passes on to every attention layer, also when a checkpointed layer is
+computed again in the backward. Without them (generation, evaluation, pictures) it is transformers' `sdpa`, with the same masks.
+
+    Segment s asks with queries cu_q[s]..cu_q[s+1] and may look at keys cu_k[s]..cu_k[s+1]; both end with the same token, so query i of
+    n_q sees keys up to i + n_k - n_q ("bottom right" causal), with a sliding window of W only the last W of them.
+
+**Shared beginnings.** The keys of a segment need not be its own: `keys` says for every key of every segment which token of the row it is.
+So a prompt that many completions share is computed once, and read by all of them (see packing.py, which builds the row).
+
+[`reference`] is the definition, in plain PyTorch; on a GPU `torch.nn.attention.varlen` computes it without masks or padding.
+
+Shapes: T tokens of a row, K keys, S segments, H query heads, G key and value heads, D head size.
+"""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import nn
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+try:  # since PyTorch 2.10
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:
+    varlen_attn = None  # type: ignore[assignment]
+
+NAME = "qerl_varlen"
+#: what this PyTorch's kernel can be told: windows, a scale and grouped heads came later than the function
+_TAKES = frozenset(inspect.signature(varlen_attn).parameters) if varlen_attn is not None else frozenset()
+#: head sizes that PyTorch's flash attention takes
+_LARGEST_HEAD = 256
+
+_in_packed_call: ContextVar[bool] = ContextVar("in_packed_call", default=False)
+
+
+class CannotPack(Exception):
+    """An attention layer wants something that a packed row cannot give; the message says what."""
+
+
+class Segments(NamedTuple):
+    """What a model's call is told of its row; the first four by transformers' own names.
+
+    `cu_seq_lens_q`, `cu_seq_lens_k`: (S + 1,) int32, where each segment's queries and keys begin. `max_length_q`, `max_length_k`: no
+    segment is longer. `packed_keys`: (K,) int64, the token that each key is, or `None` where keys are the row's own tokens.
+    """
+
+    cu_seq_lens_q: torch.Tensor
+    cu_seq_lens_k: torch.Tensor
+    max_length_q: int
+    max_length_k: int
+    packed_keys: torch.Tensor | None
+
+
+@contextmanager
+def packed_call() -> Iterator[None]:
+    """In the block models make no mask: their call is given [`Segments`]."""
+    token = _in_packed_call.set(True)
+    try:
+        yield
+    finally:
+        _in_packed_call.reset(token)
+
+
+def register() -> None:
+    """Make [`NAME`] known to transformers. It changes nothing for a model that does not ask for it."""
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, _mask)
+
+
+def _mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+    return None if _in_packed_call.get() else sdpa_mask(*args, **kwargs)
+
+
+def attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    cu_seq_lens_k: torch.Tensor | None = None,
+    max_length_q: int | None = None,
+    max_length_k: int | None = None,
+    packed_keys: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """An attention layer's scores and sum, in the form of transformers' `AttentionInterface`.
+
+    Args:
+        query: (1, H, T, D), key and value (1, G, T, D), after rotation.
+
+    Returns:
+        (1, T, H, D), and no weights.
+
+    Raises:
+        [`CannotPack`]: the row is packed and the layer wants a mask, dropout, a bias, sinks, or another direction than causal.
+    """
+    if cu_seq_lens_q is None:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+    assert cu_seq_lens_k is not None and max_length_q is not None and max_length_k is not None
+    if attention_mask is not None:
+        raise CannotPack("it makes attention masks of its own")
+    if dropout:
+        raise CannotPack("it drops attention weights (attention_dropout)")
+    causal = kwargs.get("is_causal")
+    if not (causal if causal is not None else getattr(module, "is_causal", True)):
+        raise CannotPack("its attention is not causal")
+    for name in ("position_bias", "s_aux"):
+        if kwargs.get(name) is not None:
+            raise CannotPack(f"its attention adds {name}")
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    if packed_keys is not None:
+        k, v = (_Gather.apply(x, packed_keys) for x in (k, v))
+    compute = _varlen if query.is_cuda else reference
+    window = kwargs.get("sliding_window")
+    out = compute(q, k, v, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, scaling, window)
+    return out.unsqueeze(0), None
+
+
+class _Gather(torch.autograd.Function):
+    """`rows[index]`; the gradients of a row that is read often are added in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(index)
+        ctx.count = rows.shape[0]
+        return rows[index]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (index,) = ctx.saved_tensors
+        total = torch.zeros(ctx.count, *grad.shape[1:], dtype=torch.float32, device=grad.device)
+        return total.index_add_(0, index, grad.float()).to(grad.dtype), None
+
+
+def reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_q: torch.Tensor,
+    cu_k: torch.Tensor,
+    max_q: int,
+    max_k: int,
+    scale: float | None = None,
+    window: int | None = None,
+) -> torch.Tensor:
+    """The definition: segment by segment, with a mask.
+
+    Args:
+        q: (T, H, D). k, v: (K, G, D). cu_q, cu_k, max_q, max_k: see [`Segments`].
+        scale: of the scores, D^-0.5 by default. window: as many keys does a query see at most, itself included.
+
+    Returns:
+        (T, H, D of v).
+    """
+    out = []
+    starts_q, starts_k = cu_q.tolist(), cu_k.tolist()
+    for q0, q1, k0, k1 in zip(starts_q[:-1], starts_q[1:], starts_k[:-1], starts_k[1:], strict=True):
+        place_q = torch.arange(q1 - q0, device=q.device)[:, None] + (k1 - k0) - (q1 - q0)
+        place_k = torch.arange(k1 - k0, device=q.device)[None, :]
+        seen = place_k <= place_q
+        if window is not None:
+            seen &= place_k > place_q - window
+        one, keys, values = (x.transpose(0, 1) for x in (q[q0:q1], k[k0:k1], v[k0:k1]))
+        attended = nn.functional.scaled_dot_product_attention(
+            one, keys, values, attn_mask=seen, scale=scale, enable_gqa=True
+        )
+        out.append(attended.transpose(0, 1))
+    return torch.cat(out)
+
+
+def fast_kernel_is_missing(device: torch.device) -> str | None:
+    """Why attention over a packed row would be slow or impossible on this device; `None` where it is fast."""
+    if device.type != "cuda":
+        return f"there is no fast kernel for it on {device.type}"
+    if varlen_attn is None:
+        return f"PyTorch {torch.__version__} has no torch.nn.attention.varlen (2.10 has)"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        return f"flash attention needs a GPU of compute capability 8.0 or newer, this one has {major}.{minor}"
+    return None
+
+
+def _varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_q: torch.Tensor,
+    cu_k: torch.Tensor,
+    max_q: int,
+    max_k: int,
+    scale: float | None = None,
+    window: int | None = None,
+) -> torch.Tensor:
+    """[`reference`] with `torch.nn.attention.varlen.varlen_attn`, in bfloat16 or float16.
+
+    Raises:
+        [`CannotPack`]: head sizes, windows or numbers that this PyTorch's kernel does not take.
+    """
+    size = q.shape[-1]
+    if v.shape[-1] != size or size > _LARGEST_HEAD or size % 8:
+        raise CannotPack(f"its heads of {size} and {v.shape[-1]} numbers fit no flash attention")
+    dtype = v.dtype
+    if dtype not in (torch.bfloat16, torch.float16):
+        if not torch.is_autocast_enabled(q.device.type):
+            raise CannotPack(f"it computes in {dtype}, and flash attention in bfloat16 or float16 only")
+        dtype = torch.get_autocast_dtype(q.device.type)
+    options: dict[str, Any] = {}
+    if "window_size" in _TAKES:
+        options["window_size"] = (-1 if window is None else window - 1, 0)
+    else:
+        if window is not None:
+            raise CannotPack(f"its sliding window needs a newer PyTorch than {torch.__version__}")
+        options["is_causal"] = True
+    if scale is not None:
+        if "scale" in _TAKES:
+            options["scale"] = scale
+        else:
+            q = q * (scale * size**0.5)
+    if q.shape[1] != k.shape[1]:
+        if "enable_gqa" in _TAKES:
+            options["enable_gqa"] = True
+        else:
+            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    q, k, v = (x.to(dtype).contiguous() for x in (q, k, v))
+    return cast(torch.Tensor, varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, **options))

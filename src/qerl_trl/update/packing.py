@@ -1,0 +1,307 @@
+"""No work on padding: TRL's batch goes through the model as one row of tokens, and its losses see the batch they know.
+
+TRL pads prompts and completions to the longest of their batch and computes the padding. Here [`PackingMixin`] computes the log-probabilities
+and entropies on a packed row (row.py) with attention within sequences (attention.py), equal prompts once, the head on the tokens that are
+asked only, in TRL's chunks; and puts them where TRL expects them, (B, L) with zeros on padding. All of TRL's losses follow unchanged, as do
+number and size of its micro-batches. Which completions of one optimizer step share a micro-batch is decided by [`balance.deal`].
+
+Whether a model can be packed is read from what it says of itself ([`_why_not`]) and then tried on the model itself ([`Packing.check`]): the
+same few sequences padded and packed, before the first step. Where it cannot, TRL's own way stays, and the reason is said once.
+"""
+
+import logging
+from typing import Any, cast
+
+import torch
+from accelerate.utils import DistributedType, is_peft_model
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..evaluation_mode import evaluation_mode
+from ..rollout.probe import CLEAN, FLOOR
+from ..upstream import OnlineTrainer
+from . import attention, balance, row
+
+logger = logging.getLogger(__name__)
+
+#: tokens of the prompts that are tried; (prompt, tokens) of the completions, the first as long as any
+_PROMPT_LENGTHS, _TRIED = (9, 14), ((0, 11), (1, 7), (0, 5))
+
+
+class Packing:
+    """How one trainer's models are packed: on or off, and why."""
+
+    def __init__(self, trainer: OnlineTrainer):
+        self.trainer = trainer
+        self.on = False
+        #: models that are wrapped when training starts are tried at the first batch
+        self._untried = False
+        self._models: list[PreTrainedModel] = []
+
+    def prepare(self) -> None:
+        """Switch the models over, and try them where that is possible now.
+
+        Raises:
+            `ValueError`: `padding_free=True` cannot be done.
+        """
+        trainer, wanted = self.trainer, self.trainer.args.padding_free
+        if wanted is False:
+            return
+        device = trainer.accelerator.device
+        slow = attention.fast_kernel_is_missing(device)
+        if slow is not None and not (wanted and device.type == "cpu"):
+            self._leave(slow)
+            return
+        found = [trainer.model, getattr(trainer, "ref_model", None)]
+        self._models = [_inner(trainer, model) for model in found if model is not None]
+        reason = next(filter(None, (_why_not(trainer, model) for model in self._models)), None)
+        if _adds_tokens(trainer.accelerator.unwrap_model(trainer.model)):
+            reason = "the adapter puts virtual tokens before each sequence"
+        if reason is not None:
+            self._leave(reason)
+            return
+        attention.register()
+        for model in self._models:
+            _set_attention(model, attention.NAME)
+        self.on = self._untried = True
+        kind = trainer.accelerator.distributed_type
+        if kind not in (DistributedType.FSDP, DistributedType.DEEPSPEED):
+            self.check(trainer.model)
+
+    def _leave(self, reason: str) -> None:
+        self.on = False
+        for model in self._models:
+            if model.config.get_text_config()._attn_implementation == attention.NAME:
+                _set_attention(model, "sdpa")
+        if self.trainer.args.padding_free:
+            raise ValueError(
+                f"padding_free=True cannot work here: {reason}. Leave it out: batches are then padded as TRL pads them."
+            )
+        if self.trainer.accelerator.device.type != "cpu":
+            logger.warning("Updates compute padding as TRL does (padding_free is off): %s.", reason)
+
+    @torch.no_grad()
+    def check(self, model: nn.Module) -> None:
+        """The same sequences padded and packed, in evaluation mode; and whether one sequence's tokens move another's numbers.
+
+        The bound is that of `rollout/probe.py`, with what TRL's own way differs by between one batch and sequence by sequence as rounding.
+        Every process decides the same.
+        """
+        self._untried = False
+        trainer = self.trainer
+        ids, mask, width = _trial(trainer, self._models[0])
+        reason = None
+        with evaluation_mode(model):
+            try:
+                packed = self._packed(model, ids, mask, width)[0]
+                padded = _padded(trainer, model, ids, mask, width)
+                alone = torch.cat(
+                    [_padded(trainer, model, ids[i : i + 1], mask[i : i + 1], width) for i in range(len(ids))]
+                )
+                # another first completion: those after it in the row may not move beyond rounding
+                other = ids.clone()
+                other[0, -width:] = ids[0, -width:].roll(3)
+                moved = self._packed(model, other, mask, width)[0]
+            except attention.CannotPack as error:
+                reason = str(error)
+            except torch.OutOfMemoryError:
+                raise
+            except (TypeError, ValueError, RuntimeError, KeyError, IndexError, AttributeError) as error:
+                reason = f"a packed row fails in it ({type(error).__name__}: {str(error).splitlines()[0][:200]})"
+        if reason is None:
+            asked = mask[:, -width:].bool()
+
+            def apart(a: torch.Tensor, b: torch.Tensor, lines: tuple[int, ...]) -> float:
+                return (a - b).float().abs()[list(lines)][asked[list(lines)]].mean().item()
+
+            every = tuple(range(len(ids)))
+            rounding, leak = apart(padded, alone, every), apart(packed, moved, (1, 2))
+            bound = CLEAN * rounding + FLOOR.get(_inner(trainer, model).dtype, 1e-2)
+            found = apart(packed, padded, every)
+            if not found <= bound:
+                reason = (
+                    f"packed, its log-probabilities differ from the padded ones by {found:.4f} nats ({bound:.4f} is rounding): its layers "
+                    "see more than their own sequence, or count positions in another way"
+                )
+            elif not leak <= rounding:
+                reason = f"one sequence of a packed row moves another one's log-probabilities by {leak:.2g} nats"
+        refused = trainer.accelerator.gather(torch.tensor([reason is not None], device=trainer.accelerator.device))
+        if bool(refused.any()):
+            self._leave(reason or "another process cannot pack")
+
+    def __call__(
+        self,
+        model: nn.Module,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        compute_entropy: bool = False,
+        compute_aux_loss: bool = False,
+        **pictures: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None] | None:
+        """In the form of TRL's `_get_per_token_logps_and_entropies`; `None` where TRL has to compute it."""
+        if not self.on or any(value is not None for value in pictures.values()):
+            return None
+        if self._untried:
+            self.check(model)
+            if not self.on:
+                return None
+        return self._packed(
+            model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, compute_aux_loss
+        )
+
+    def _packed(
+        self,
+        model: nn.Module,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        compute_entropy: bool = False,
+        compute_aux_loss: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        found = row.sequences(input_ids, attention_mask, logits_to_keep)
+        whole = compute_aux_loss
+        if not whole:
+            found = [sequence for sequence in found if sequence.completion] or found[:1]
+        share = not whole and not _drops(model)
+        if not batch_size or batch_size >= len(input_ids):
+            chosen = row.rows(found)
+        elif self.trainer.accelerator.num_processes > 1 or whole:
+            chosen = row.rows(found, count=batch_size)  # every process calls the model as often
+        else:
+            chosen = row.rows(found, limit=batch_size * input_ids.shape[1], share=share)
+        shape = (input_ids.shape[0], logits_to_keep)
+        logps, entropies, losses = [], [], []
+        destinations = []
+        for sequences in chosen:
+            built = row.build(sequences, logits_to_keep, input_ids.device, share=share, whole=whole)
+            inputs = built.inputs()
+            if whole:
+                inputs["output_router_logits"] = True
+            with self.trainer.accelerator.autocast(), attention.packed_call():
+                # `labels` is what TRL's head asks for where it shifts by itself; with `shift_labels` it does not look at them
+                output = model(**inputs, fused_lm_head=True)
+            destinations.append(built.destination)
+            logps.append(output.log_probs[0, built.scored])
+            if compute_entropy:
+                entropies.append(output.entropy[0, built.scored])
+            if whole:
+                losses.append(output.aux_loss)
+        place = torch.cat(destinations)
+
+        def padded(parts: list[torch.Tensor]) -> torch.Tensor:
+            values = torch.cat(parts)
+            return values.new_zeros(shape[0] * shape[1]).index_copy(0, place, values).view(shape)
+
+        return (
+            padded(logps),
+            padded(entropies) if compute_entropy else None,
+            torch.stack(losses).mean() if whole else None,
+        )
+
+
+class PackingMixin(OnlineTrainer):
+    """Log-probabilities without padding, in the parent's place. To be mixed in before TRL's trainer."""
+
+    _packing: Packing | None = None
+
+    def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
+        packed = None
+        if self._packing is not None:
+            packed = self._packing(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
+        if packed is not None:
+            return packed
+        return super()._get_per_token_logps_and_entropies(
+            model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
+        )
+
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        trainer: Any = self  # TRL's buffer is typed by each of its trainers
+        before = trainer._buffered_inputs
+        inputs = super()._prepare_inputs(generation_batch)
+        made = trainer._buffered_inputs
+        if self._packing is None or not self._packing.on or not self.model.training or made is before:
+            return inputs
+        if not balance.order_is_free(self):
+            return inputs
+        trainer._buffered_inputs = balance.deal(made, self.args.gradient_accumulation_steps)
+        return trainer._buffered_inputs[self._step % trainer.args.steps_per_generation]
+
+
+def prepare(trainer: Any) -> None:
+    """Compute `trainer`'s log-probabilities without padding, where its models can."""
+    trainer._packing = Packing(trainer)
+    trainer._packing.prepare()
+
+
+def _inner(trainer: OnlineTrainer, model: nn.Module) -> PreTrainedModel:
+    found = trainer.accelerator.unwrap_model(model)
+    return cast(PreTrainedModel, found.get_base_model() if is_peft_model(found) else found)
+
+
+def _adds_tokens(model: nn.Module) -> bool:
+    return is_peft_model(model) and any(config.is_prompt_learning for config in cast(Any, model).peft_config.values())
+
+
+def _drops(model: nn.Module) -> bool:
+    """Whether dropout is active: then each completion's prompt is another sample, and none is shared."""
+    return any(isinstance(m, nn.Dropout) and m.training and m.p > 0 for m in model.modules())
+
+
+def _why_not(trainer: OnlineTrainer, model: PreTrainedModel) -> str | None:
+    """What of a model forbids packing, by what it says of itself; `None` when it may be tried."""
+    name, text = type(model).__name__, model.config.get_text_config()
+    implementation = text._attn_implementation
+    parallel = getattr(trainer.accelerator, "parallelism_config", None)
+    if parallel is not None and (parallel.cp_size > 1 or parallel.sp_size > 1):
+        return "sequences are split over processes (context or sequence parallel)"
+    if implementation != "sdpa":
+        return f"attn_implementation={implementation!r} is not PyTorch's own ('sdpa'), which alone is replaced"
+    if not model._can_set_attn_implementation() or not model._supports_flash_attn:
+        return f"{name} has attention of its own, which needs a mask"
+    if getattr(model, "_is_stateful", False):
+        return f"{name} carries a state from token to token"
+    kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if kinds:
+        return f"{name} has layers of another kind ({', '.join(sorted(kinds))})"
+    if getattr(text, "attention_chunk_size", None):
+        return f"{name} attends in chunks"
+    return None
+
+
+def _set_attention(model: PreTrainedModel, name: str) -> None:
+    """For the text part of `model` only: a tower of pictures keeps its own."""
+    text = model.config.get_text_config()
+    if text is model.config:
+        model.set_attn_implementation(name)
+        return
+    (key,) = (key for key in model.config.sub_configs if getattr(model.config, key) is text)
+    model.set_attn_implementation({key: name})
+
+
+def _trial(trainer: OnlineTrainer, model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """A padded batch of fixed tokens: two completions of one prompt, one of another, all lengths different."""
+    vocabulary = model.config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(vocabulary, (length,), generator=generator) for length in _PROMPT_LENGTHS]
+    before, width = max(_PROMPT_LENGTHS), max(length for _, length in _TRIED)
+    ids = torch.full((len(_TRIED), before + width), trainer._tokenizer.pad_token_id or 0)
+    mask = torch.zeros_like(ids)
+    for line, (which, length) in enumerate(_TRIED):
+        prompt = prompts[which]
+        ids[line, before - len(prompt) : before] = prompt
+        ids[line, before : before + length] = torch.randint(vocabulary, (length,), generator=generator)
+        mask[line, before - len(prompt) : before + length] = 1
+    device = trainer.accelerator.device
+    return ids.to(device), mask.to(device), width
+
+
+def _padded(
+    trainer: OnlineTrainer, model: nn.Module, ids: torch.Tensor, mask: torch.Tensor, width: int
+) -> torch.Tensor:
+    """Log-probabilities (B, L) as TRL computes them."""
+    return super(PackingMixin, cast(PackingMixin, trainer))._get_per_token_logps_and_entropies(model, ids, mask, width)[
+        0
+    ]

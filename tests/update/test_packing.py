@@ -1,0 +1,343 @@
+"""The update without padding against TRL's own padded one, on the trainer: log-probabilities, losses, gradients, whole runs."""
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+from datasets import Dataset
+from torch import nn
+
+from qerl_trl import QeRLConfig, QeRLGRPOTrainer, QeRLRLOOConfig, QeRLRLOOTrainer
+from qerl_trl.update import attention, packing
+from tests.architectures import dense_model
+from tests.test_trainer import LORA, adapter_of, assert_identical, logged, settings, spread_reward
+from tests.tiny_models import FAMILIES, make_tiny_model
+
+#: few prompts, long and short, so that micro-batches share some of them
+PROMPTS = Dataset.from_dict({"prompt": ["say one ", "a longer prompt: say two ", "six ", "ten and eleven "] * 4})
+WINDOW = {"mistral", "gemma2", "gemma3"}  # a sliding window shorter than the sequences
+LOSSES = ["grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo"]
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory, tiny_tokenizer):
+    """`make(family="qwen2", trainer_class=..., **arguments)`: a trainer in float32 that packs, with an adapter that matters."""
+    folders = {}
+
+    def build(family="qwen2", trainer_class=QeRLGRPOTrainer, model=None, peft_config=LORA, **kwargs):
+        if family not in folders:
+            folders[family] = tmp_path_factory.mktemp(family)
+            window = {"sliding_window": 8} if family in WINDOW else {}
+            make_tiny_model(family, dtype=torch.float32, **window).save_pretrained(folders[family])
+        config = QeRLConfig if trainer_class is QeRLGRPOTrainer else QeRLRLOOConfig
+        options = {"base_format": "bf16", "aqn": False, "padding_free": True, "max_completion_length": 12, **kwargs}
+        folder = tmp_path_factory.mktemp("run")
+        trainer = trainer_class(
+            str(model or folders[family]),
+            spread_reward,
+            settings(folder, config, **options),
+            PROMPTS,
+            processing_class=tiny_tokenizer,
+            peft_config=copy.deepcopy(peft_config),
+        )
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for name, parameter in trainer.model.named_parameters():
+                if "lora_B" in name:
+                    parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
+        return trainer
+
+    return build
+
+
+@pytest.fixture(scope="module")
+def trainer(make):
+    return make(beta=0.1)
+
+
+def ragged(seed=0):
+    """A batch as TRL hands it to its loss: two prompts, completions of 0 to 15 tokens, one of them with tool tokens in it."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    def tokens(count):
+        return torch.randint(2, 258, (count,), generator=generator)
+
+    prompts, which, lengths = [tokens(5), tokens(12)], [0, 1, 0, 0, 1, 1], [3, 15, 1, 9, 0, 7]
+    batch = {name: torch.zeros(6, 12, dtype=torch.long) for name in ("prompt_ids", "prompt_mask")}
+    batch |= {name: torch.zeros(6, 15, dtype=torch.long) for name in ("completion_ids", "completion_mask")}
+    for line, (prompt, length) in enumerate(zip(which, lengths, strict=True)):
+        batch["prompt_ids"][line, 12 - len(prompts[prompt]) :] = prompts[prompt]
+        batch["prompt_mask"][line, 12 - len(prompts[prompt]) :] = 1
+        batch["completion_ids"][line, :length] = tokens(length)
+        batch["completion_mask"][line, :length] = 1
+    mask = batch["completion_mask"]
+    batch["tool_mask"] = mask.clone()
+    batch["tool_mask"][1, 4:8] = 0
+    batch["advantages"] = torch.tensor([1.0, -0.8, 0.5, -1.2, 0.3, 0.7])
+    batch["num_items_in_batch"] = mask.sum()
+    batch["old_per_token_logps"] = (random(6, 15) * 0.3 - 5.5) * mask
+    batch["ref_per_token_logps"] = (random(6, 15) * 0.3 - 5.5) * mask
+    batch["sampling_per_token_logps"] = batch["old_per_token_logps"] + random(6, 15) * 0.1 * mask
+    batch["importance_sampling_ratio"] = (random(6, 15) * 0.1 * mask).exp()
+    return batch
+
+
+def both(trainer, compute):
+    """(`compute`'s result, gradients) padded and packed."""
+    found = []
+    trainer.model.train()
+    for packed in (False, True):
+        trainer._packing.on = packed
+        trainer.model.zero_grad()
+        result = compute()
+        result.sum().backward()
+        grads = {name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None}
+        found.append((result.detach(), grads))
+    return found
+
+
+def assert_equal(padded, packed):
+    torch.testing.assert_close(packed[0], padded[0], rtol=1e-5, atol=2e-6)
+    assert padded[1] and padded[1].keys() == packed[1].keys()
+    for name, grad in padded[1].items():
+        error = (packed[1][name] - grad).norm() / grad.norm()
+        assert error < 2e-5, (name, error.item())
+
+
+def counted(trainer):
+    """Tokens of each call of the model, in a list that grows."""
+    seen = []
+    embedding = packing._inner(trainer, trainer.model).get_input_embeddings()
+    embedding.register_forward_hook(lambda module, args, output: seen.append(tuple(args[0].shape)))
+    return seen
+
+
+def weighted_logps(trainer, batch):
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+    weight = torch.linspace(0.5, 1.5, 6 * 15).view(6, 15)
+
+    def compute():
+        logps, entropies, _ = trainer._get_per_token_logps_and_entropies(
+            trainer.model, ids, mask, 15, compute_entropy=True
+        )
+        return torch.stack([logps, entropies]) * weight
+
+    return compute
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_log_probabilities_entropies_and_gradients(make, family):
+    trainer = make(family)
+    assert trainer._packing.on
+    assert_equal(*both(trainer, weighted_logps(trainer, ragged())))
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["not-reentrant", "reentrant"])
+def test_recomputed_layers_see_the_same_row(make, reentrant):
+    trainer = make("gemma2", gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    trainer.model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    trainer.model.enable_input_require_grads()
+    assert_equal(*both(trainer, weighted_logps(trainer, ragged())))
+
+
+@pytest.mark.parametrize(
+    "case", ["plain", "kl", "high-entropy", "entropy-bonus", "sequence-level", "corrected", "off-policy"]
+)
+@pytest.mark.parametrize("loss_type", LOSSES)
+def test_losses_and_gradients(trainer, monkeypatch, loss_type, case):
+    changes = {
+        "plain": {"beta": 0.0},
+        "kl": {"beta": 0.1},
+        "high-entropy": {"beta": 0.0, "top_entropy_quantile": 0.5},
+        "entropy-bonus": {"beta": 0.0, "_entropy_bonus_enabled": True, "entropy_coef": 0.1},
+        "sequence-level": {"beta": 0.0, "importance_sampling_level": "sequence"},
+        "corrected": {"beta": 0.0},
+        "off-policy": {"beta": 0.0, "off_policy_mask_threshold": 0.01},
+    }[case]
+    for name, value in {"loss_type": loss_type, "current_gradient_accumulation_steps": 2, **changes}.items():
+        monkeypatch.setattr(trainer, name, value, raising=False)
+    batch = ragged()
+    if case != "corrected":
+        del batch["importance_sampling_ratio"]
+    assert_equal(*both(trainer, lambda: trainer._compute_loss(trainer.model, batch)))
+
+
+def test_every_loss_of_trl_is_tried():
+    help_text = QeRLConfig.__dataclass_fields__["loss_type"].metadata["help"]
+    assert all(f"`{name}`" in help_text or f"'{name}'" in help_text or name in help_text for name in LOSSES)
+
+
+def test_losses_of_rloo(make):
+    trainer = make(trainer_class=QeRLRLOOTrainer)
+    batch = ragged()
+    batch["old_logps"] = batch["old_per_token_logps"].sum(1)
+    assert_equal(*both(trainer, lambda: trainer._compute_loss(trainer.model, batch)))
+
+
+def test_only_tokens_are_computed_and_equal_prompts_once(make):
+    trainer = make()
+    compute, seen = weighted_logps(trainer, ragged()), counted(trainer)
+    compute()
+    # prompt and completion without its last token, of each prompt's longest completion; of the others the completion, one less, and the
+    # prompt's last token; the empty one not at all
+    asked = (5 + 9 - 1) + 3 + 1 + (12 + 15 - 1) + 7
+    assert seen == [(1, 64)] and asked == 50
+    trainer._packing.on = False
+    compute()
+    assert seen[1] == (6, 27)
+
+
+def test_dropout_draws_for_each_completion_its_own(make):
+    trainer = make(peft_config=dataclasses.replace(LORA, lora_dropout=0.5))
+    seen = counted(trainer)
+    trainer.model.train()
+    weighted_logps(trainer, ragged())()
+    assert seen == [(1, 128)]  # 3 x 5 + 13 - 3 and 2 x 12 + 22 - 2 tokens: each with its prompt
+    trainer.model.eval()
+    weighted_logps(trainer, ragged())()
+    assert seen[1] == (1, 64)
+
+
+def test_without_gradients_rows_are_as_long_as_a_padded_batch(make):
+    trainer = make()
+    batch, seen = ragged(), counted(trainer)
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+    trainer.model.eval()
+    with torch.no_grad():
+        split = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, 15, batch_size=1)[0]
+        assert len(seen) == 3  # 13 + 3 + 1, 26, 12 + 7 - 1 tokens: a row takes 27
+        whole = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, 15, batch_size=6)[0]
+    torch.testing.assert_close(split, whole)
+
+
+def test_a_batch_of_which_nothing_is_asked_gives_a_gradient_of_zero(make):
+    trainer = make()
+    batch = ragged()
+    batch["completion_mask"].zero_()
+    result = weighted_logps(trainer, batch)()
+    result.sum().backward()
+    assert not result.any()
+
+
+RUN = {"max_steps": 3, "gradient_accumulation_steps": 4, "per_device_train_batch_size": 4}
+
+
+@pytest.mark.parametrize("trainer_class", [QeRLGRPOTrainer, QeRLRLOOTrainer], ids=["grpo", "rloo"])
+@pytest.mark.parametrize("beta", [0.0, 0.1], ids=["no-kl", "kl"])
+def test_a_run_is_the_padded_run(make, trainer_class, beta):
+    """Sampling, reference, micro-batches dealt again, optimizer: after three steps the adapters agree."""
+    runs = []
+    for padding_free in (False, True):
+        one = make(
+            trainer_class=trainer_class, padding_free=padding_free, beta=beta, optim="sgd", learning_rate=0.5, **RUN
+        )
+        start = adapter_of(one)
+        one.train()
+        runs.append(one)
+    padded, packed = runs
+    assert logged(packed, "reward") == logged(padded, "reward")
+    for key in ("loss", "grad_norm"):  # others are means over micro-batches, which are dealt otherwise
+        torch.testing.assert_close(
+            torch.tensor(logged(packed, key)), torch.tensor(logged(padded, key)), rtol=1e-3, atol=1e-5
+        )
+    for name, value in adapter_of(packed).items():
+        moved = (adapter_of(padded)[name] - start[name]).norm()
+        assert moved > 0 and (value - adapter_of(padded)[name]).norm() < 0.02 * moved, name
+
+
+def test_a_run_deals_micro_batches_by_prompt(make):
+    trainer, prompts = make(**RUN), []
+    compute = trainer._compute_loss
+
+    def watching(model, inputs):
+        prompts.append(len(torch.unique(inputs["prompt_ids"], dim=0)))
+        return compute(model, inputs)
+
+    trainer._compute_loss = watching
+    trainer.train()
+    assert prompts == [1] * 12  # four completions of one prompt, where TRL's shuffle mixes
+
+
+@pytest.mark.parametrize("options", [{"loss_type": "bnpo"}, {"top_entropy_quantile": 0.5}, {"entropy_coef": 0.1}])
+def test_where_a_micro_batch_is_its_own_measure_it_stays_as_trl_cut_it(make, options):
+    trainer = make(**RUN, **options)
+    seen = []
+    compute = trainer._compute_loss
+    trainer._compute_loss = lambda model, inputs: seen.append(inputs) or compute(model, inputs)
+    trainer.train()
+    assert any(len(torch.unique(batch["prompt_ids"], dim=0)) > 1 for batch in seen)
+
+
+def test_resume_is_bit_exact(make):
+    options = {**RUN, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    whole = make(**options)
+    whole.train()
+    checkpoint = f"{whole.args.output_dir}/checkpoint-2"
+    resumed = make(**{**options, "output_dir": whole.args.output_dir})
+    resumed.train(resume_from_checkpoint=checkpoint)
+    assert_identical(adapter_of(resumed), adapter_of(whole))
+
+
+# --- on or off -------------------------------------------------------------------------------------------------------
+
+
+def test_off_by_default_on_a_cpu(make, caplog):
+    trainer = make(padding_free=None)
+    assert not trainer._packing.on and "padding" not in caplog.text
+    assert trainer.model.config._attn_implementation == "sdpa"
+
+
+CANNOT = {
+    "falcon_h1": "state",
+    "lfm2": "another kind",
+    "qwen3_5_text": "state",
+}
+
+
+@pytest.mark.parametrize("name", CANNOT)
+def test_what_cannot_be_packed_is_refused_by_reason(make, tmp_path, name):
+    dense_model(name).float().save_pretrained(tmp_path / "m")
+    with pytest.raises(ValueError, match=f"padding_free=True cannot work here: .*{CANNOT[name]}"):
+        make(model=str(tmp_path / "m"), peft_config=None, base_format="full")
+    trainer = make(model=str(tmp_path / "m"), peft_config=None, base_format="full", padding_free=False)
+    assert not trainer._packing.on
+
+
+def test_another_attention_is_left_alone(make):
+    options = {"model_init_kwargs": {"dtype": "float32", "attn_implementation": "eager"}}
+    with pytest.raises(ValueError, match="cannot work here: attn_implementation='eager'"):
+        make(**options)
+
+
+def test_a_row_without_walls_is_found_at_the_start(make, monkeypatch):
+    def one_sequence(q, k, v, cu_q, cu_k, *rest):
+        return attention_without_walls(q, k, v)
+
+    def attention_without_walls(q, k, v):
+        parts = (x.transpose(0, 1) for x in (q, k[: len(q)], v[: len(q)]))
+        return nn.functional.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True).transpose(0, 1)
+
+    monkeypatch.setattr(attention, "reference", one_sequence)
+    with pytest.raises(ValueError, match=r"cannot work here: .*log-probabilities"):
+        make()
+
+
+def test_an_error_in_the_model_is_a_reason(make, monkeypatch):
+    def fails(*args, **kwargs):
+        raise RuntimeError("no kernel image")
+
+    monkeypatch.setattr(attention, "reference", fails)
+    with pytest.raises(ValueError, match="no kernel image"):
+        make()
+
+
+def test_pictures_are_left_to_trl(trainer):
+    ids = torch.ones(2, 4, dtype=torch.long)
+    trainer._packing.on = True
+    assert trainer._packing(trainer.model, ids, ids, 2, pixel_values=torch.ones(1)) is None
