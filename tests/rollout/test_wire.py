@@ -1,5 +1,6 @@
 """Fingerprints of adapter and norms."""
 
+import pytest
 import torch
 
 from qerl_trl.rollout import wire
@@ -20,7 +21,7 @@ def test_changes_of_hundreds_of_tensors_are_seen(monkeypatch):
 
 @pytest.mark.parametrize("together", [40, 2**22])
 def test_sums_of_many_tensors_are_those_of_each(monkeypatch, together):
-    monkeypatch.setattr(wire, "_SUMMED", together)
+    monkeypatch.setattr(wire, "_TOGETHER", together)
     integers = [torch.randint(0, 255, shape, dtype=torch.uint8) for shape in ((8, 3), (5,), (4, 4))]
     floats = [torch.randn(3, 4) for _ in range(9)] + [torch.randn(50), torch.randn(7).bfloat16(), torch.tensor(3.0)]
     tensors = [*floats, *integers, torch.randn(64, 2).bfloat16()[:, :1], torch.randn(8).double(), torch.zeros(0)]

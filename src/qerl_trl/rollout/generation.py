@@ -175,10 +175,14 @@ class QeRLVLLMGeneration(VLLMGeneration):
 
     # ------------------------------------------------------------------ sync
 
-    def sync_weights(self) -> None:
-        """Put what is trained into the engine and reset its prefix cache. Collective where parameters are sharded."""
+    def sync_weights(self, stamp: tuple[int, str] | None = None) -> None:
+        """Put what is trained into the engine and reset its prefix cache. Collective where parameters are sharded.
+
+        Args:
+            stamp: of what is trained, where it is known.
+        """
         self.engine.wake()  # what is written is part of what sleeps where vLLM has a copy of the weights
-        stamp = self._trained_stamp()
+        stamp = stamp or self._trained_stamp()
         self._put = self.trained.put(self.engine, self._dist.gather_params)
         self.engine.reset_prefix_cache()
         self._stamp = stamp
@@ -302,8 +306,8 @@ class QeRLVLLMGeneration(VLLMGeneration):
 
     def _prepare(self, draw: NoiseDraw | None) -> None:
         self.engine.wake()
-        if not self._inside and self._stamp != self._trained_stamp():
-            self.sync_weights()
+        if not self._inside and self._stamp != (stamp := self._trained_stamp()):
+            self.sync_weights(stamp)
         self.sync_noise(draw)
 
     def _check(self, noise_must_act: bool) -> None:

@@ -30,8 +30,8 @@ class AdapterTensors:
 
 #: integers of the size of an element
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-#: elements that are copied together, to be read at once: of tensors that only have to be told apart, and of those summed one by one
-_TOGETHER, _SUMMED = 2**24, 2**22
+#: elements of small tensors that are copied together, to be read at once
+_TOGETHER = 2**22
 
 
 def _integers(tensor: torch.Tensor) -> torch.Tensor:
@@ -63,7 +63,7 @@ def all_bits(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
     for number, tensor in enumerate(tensors):
         values = _integers(tensor)
-        if values.numel() > _SUMMED // 4:
+        if values.numel() > _TOGETHER // 4:
             found.append(values.sum(dtype=torch.int64)[None])
             where.append(number)
             continue
@@ -71,7 +71,7 @@ def all_bits(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         numbers.append(number)
         flat.append(values.reshape(-1))
         places.append(values.numel() + (places[-1] if places else 0))
-        if places[-1] > _SUMMED:
+        if places[-1] > _TOGETHER:
             finish(*groups.pop(values.dtype))
     for group in groups.values():
         finish(*group)
@@ -83,16 +83,8 @@ def all_bits(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def changes(tensors: Iterable[torch.Tensor]) -> str:
-    """Another text after a change of any of these tensors: small ones are joined, so hundreds of them are read in a few launches."""
-    groups: list[list[torch.Tensor]] = []
-    for tensor in tensors:
-        flat, last = tensor.detach().reshape(-1), groups[-1] if groups else []
-        fits = last and last[0].dtype == flat.dtype and sum(t.numel() for t in last) + flat.numel() <= _TOGETHER
-        if fits:
-            last.append(flat)
-        else:
-            groups.append([flat])
-    return fingerprint((str(i), torch.cat(group) if len(group) > 1 else group[0]) for i, group in enumerate(groups))
+    """Another text after a change of any of these tensors."""
+    return fingerprint((str(i), tensor) for i, tensor in enumerate(tensors))
 
 
 def fingerprint(named: Iterable[tuple[str, torch.Tensor]]) -> str:
