@@ -26,7 +26,6 @@ What concerns checkpoints is in [`SavingMixin`], new there is `to_resume`; `save
 `super().__init__` (the only rebind in this package; `tests/test_contracts.py` fails with a clear message if TRL moves it).
 """
 
-import inspect
 import logging
 import sys
 from collections.abc import Iterator
@@ -41,6 +40,7 @@ from transformers import PreTrainedModel
 from transformers.trainer_utils import TrainOutput
 
 from . import base_identity, behaviour, disk, guards, mismatch, preflight, redaction, report, run_folder
+from .arguments import by_name, with_reward_models
 from .base import adapter_config, model_init
 from .config import QeRLArguments, QeRLConfig, QeRLRLOOConfig
 from .lora import check_adapter, prepare_trainable_norms, warn_of_dropout, warn_of_low_precision
@@ -93,9 +93,8 @@ class QeRLMixin(SavingMixin, PackingMixin):
         *positional: Any,
         **kwargs: Any,
     ) -> None:
-        # by name, wherever the parent keeps them: its later arguments may come by position too
-        signature = inspect.signature(super().__init__)
-        given = signature.bind_partial(model, reward_funcs, args, *positional, **kwargs).arguments
+        # wherever the parent keeps them: its later arguments may come by position too
+        given = by_name(super().__init__, model, reward_funcs, args, *positional, **kwargs)
         if args is None:
             name = model if isinstance(model, str) else getattr(model.config, "_name_or_path", "")
             args = self._config_class(f"{name.split('/')[-1]}-{self._name}")
@@ -109,6 +108,7 @@ class QeRLMixin(SavingMixin, PackingMixin):
         check_environment(args)
         run_folder.lock_for(args)
         given["args"], given["peft_config"] = args, adapter_config(model, args, given.get("peft_config"))
+        given["reward_funcs"] = with_reward_models(given.get("reward_funcs"), args)
         loading = model_init(model, args, given.pop("quantization_config", None))
         with loading as quantization_config, self._own_vllm_generation(), shortage.naming(self):
             super().__init__(**given, quantization_config=quantization_config)

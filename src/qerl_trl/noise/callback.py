@@ -123,6 +123,7 @@ class AQNCallback(TrainerCallback):
         self._state: TrainerState | None = None
         self._in_step = False
         self._entered = False
+        self._ran = False  # whether the policy has computed anything since the latest generation began
         self._last: NoiseDraw | None = None
         self._measured = True
         self._reported: float | None = None
@@ -222,9 +223,11 @@ class AQNCallback(TrainerCallback):
             the draw; also `self.draw` while inside.
 
         Raises:
-            RuntimeError: transformers was to generate, the rollout ended, and no noisy norm had run.
+            RuntimeError: transformers was to generate, the rollout ended, and no noisy norm had run. Of the first rollout, which has no
+                noise yet, the model has to have run at all: what would end the run later ends it before its first update.
         """
         self.explicit = True
+        self._ran = False
         on_model = not self.engine
         if not self._training():
             step = self._state.global_step if self._state is not None else 0
@@ -233,17 +236,19 @@ class AQNCallback(TrainerCallback):
         else:
             self.draw = self._new_draw()
         try:
-            if on_model and self.draw.sigma > 0:
-                with self._attached().active():
-                    yield self.draw
-                if not self._attached().landed:
-                    raise RuntimeError(
-                        f"Noise of sigma {self.draw.sigma:g} was drawn for {len(self.norms)} norms, but none of them ran "
-                        "during the rollout: another model or engine generated (a rollout_func that asks a server?). Train "
-                        "without noise (aqn=False), or set callback.engine = True and hand callback.draw to that engine."
-                    )
-            else:
+            if not on_model:
                 yield self.draw
+                return
+            with self._attached().active():
+                yield self.draw
+            noisy = self.draw.sigma > 0
+            if not (self._attached().landed if noisy else self._ran or not self.schedule.ever_noisy):
+                drawn = f"Noise of sigma {self.draw.sigma:g} was drawn" if noisy else "Noise is to come"
+                raise RuntimeError(
+                    f"{drawn} for {len(self.norms)} norms, but none of them ran during the rollout: another model or engine generated (a "
+                    "rollout_func that asks a server?). Sample from trainer.model in it, train without noise (aqn=False), or set "
+                    "callback.engine = True and hand callback.draw to that engine."
+                )
         finally:
             self.draw = None
 
@@ -265,6 +270,7 @@ class AQNCallback(TrainerCallback):
         return hook
 
     def _before_forward(self, args: tuple, kwargs: dict) -> None:
+        self._ran = True
         if self.explicit or not self._training() or not self._is_generation(args, kwargs):
             return
         if self._begins_generation(args, kwargs):

@@ -57,6 +57,11 @@ class NoiseSchedule:
                 "the paper uses 10."
             )
 
+    @property
+    def ever_noisy(self) -> bool:
+        """Whether any stage has noise."""
+        return max(self.sigma_start, self.sigma_end) > 0
+
     def stage(self, step: int, total_steps: int) -> int:
         """Stage of optimizer step `step` (from 0) in a run of `total_steps`; steps beyond the end stay in the last stage."""
         if total_steps < 1:

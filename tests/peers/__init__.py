@@ -1,0 +1,1 @@
+"""What TRL's own tests ask of its trainers, asked of ours."""

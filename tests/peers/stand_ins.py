@@ -1,0 +1,174 @@
+"""Local stand-ins for the tiny models and data sets that TRL's tests name, in a Hub cache of their own: no name is redirected.
+
+Sizes differ from TRL's where NVFP4 needs it (its models are 8 wide, a block is 16). Some of TRL's tests write out what is generated as ids of
+Qwen's vocabulary (tool calls, mostly): in stand-ins with that vocabulary these ids mean the same text. The others are faster with a small one.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+import trl
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+)
+
+_OWNER = "trl-internal-testing"
+QWENS, SMALL = 151936, 2048
+_SPECIAL = {"<|endoftext|>": 0, "<|im_start|>": 1, "<|im_end|>": 2}
+_MARKERS = {
+    "<tool_call>": 14,
+    "</tool_call>": 15,
+    "<tool_response>": 22,
+    "</tool_response>": 23,
+    "<think>": 24,
+    "</think>": 25,
+}
+#: where Qwen's vocabulary has its special tokens, from its end
+_FIRST_SPECIAL = 151643 - QWENS
+#: text of the ids in the tool calls of TRL's tests; single characters have GPT-2's ids
+_PIECES = {
+    330: ' "', 411: "out", 450: "dec", 497: '",', 606: "name", 788: '":', 894: " any", 927: "sh", 944: "'t", 1318: "text", 1414: " know",
+    1513: " don", 2765: " won", 4913: '{"', 5212: ' {"', 5392: " tool", 6023: "hi", 7692: "async", 9520: "step", 11248: "}}\n",
+    13477: "rement", 16252: " increment", 16370: "arguments", 17453: "Done", 22785: "ly_tool", 35744: "increment", 64648: "multip",
+    93054: "_multip", 95642: '"}}\n',
+}  # fmt: skip
+_SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 4096,
+}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+_MAMBA = {
+    "layers_block_type": ["mamba", "attention", "moe"],
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 4,
+    "mamba_n_groups": 1,
+    "ssm_state_size": 16,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 32,
+    "use_mamba_kernels": False,
+}
+_GLM = {"moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2, "attention_bias": True}
+_GLM |= {"use_qk_norm": True, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+#: name -> (model type, settings beyond the common ones, TRL's chat template, number of labels of a classifier)
+MODELS: dict[str, tuple[str, dict, str, int | None]] = {
+    "tiny-Qwen2ForCausalLM-2.5": ("qwen2", {}, "qwen2_5", None),
+    "tiny-Qwen3ForCausalLM": ("qwen3", {"tie_word_embeddings": False}, "qwen3", None),
+    "tiny-Qwen3MoeForCausalLM": ("qwen3_moe", _EXPERTS, "qwen3", None),
+    "tiny-LlamaForCausalLM-3.2": ("llama", {"tie_word_embeddings": True}, "llama3_2", None),
+    "tiny-MistralForCausalLM-0.2": ("mistral", {}, "qwen2_5", None),
+    "tiny-Gemma2ForCausalLM": ("gemma2", {"tie_word_embeddings": True, "query_pre_attn_scalar": 32}, "gemma", None),
+    "tiny-Cohere2ForCausalLM": ("cohere2", {"logit_scale": 1.0, "tie_word_embeddings": True}, "cohere2", None),
+    "tiny-Glm4MoeForCausalLM": ("glm4_moe", _GLM, "glm4moe", None),
+    "tiny-GptOssForCausalLM": ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2}, "gptoss", None),
+    "tiny-NemotronHForCausalLM-nano": ("nemotron_h", _MAMBA, "nemotron_3_nano", None),
+    "tiny-Qwen2ForSequenceClassification-2.5": ("qwen2", {}, "qwen2_5", 1),
+    "tiny-Qwen3ForSequenceClassification": ("qwen3", {}, "qwen3", 1),
+    "tiny-LlamaForSequenceClassification-3.2": ("llama", {}, "llama3_2", 1),
+}
+
+
+def write(home: Path, vocabulary: int = SMALL) -> None:
+    """Fill `home` so that it serves as HF_HOME, offline."""
+    for name in MODELS:
+        write_model(_snapshot(home, name), name, vocabulary)
+    remote = _snapshot(home, "tiny-RemoteForCausalLM")
+    write_model(remote, "tiny-Qwen2ForCausalLM-2.5", vocabulary)
+    _add_code(remote)
+
+
+def write_model(folder: Path, name: str, vocabulary: int = SMALL) -> None:
+    """A model of `MODELS` with its tokenizer."""
+    model_type, settings, template, labels = MODELS[name]
+    ids = {name: vocabulary + _FIRST_SPECIAL + index for name, index in (_SPECIAL | _MARKERS).items()}
+    end, pad = ids["<|im_end|>"], ids["<|endoftext|>"]
+    sizes = {"vocab_size": vocabulary, "bos_token_id": pad, "eos_token_id": end, "pad_token_id": pad}
+    _tokenizer(template, ids, vocabulary).save_pretrained(folder)
+    _model(model_type, sizes | settings, labels).save_pretrained(folder)
+    if labels is None:
+        GenerationConfig(eos_token_id=end, pad_token_id=pad, do_sample=True).save_pretrained(folder)
+
+
+def _snapshot(home: Path, name: str) -> Path:
+    repository = home / "hub" / f"models--{_OWNER}--{name}"
+    commit = "0" * 40
+    folder = repository / "snapshots" / commit
+    folder.mkdir(parents=True, exist_ok=True)
+    (repository / "refs").mkdir(exist_ok=True)
+    (repository / "refs" / "main").write_text(commit)
+    return folder
+
+
+def _model(model_type: str, settings: dict, labels: int | None) -> torch.nn.Module:
+    config = CONFIG_MAPPING[model_type](**{**_SIZES, **settings, **({"num_labels": labels} if labels else {})})
+    torch.manual_seed(0)
+    kind = AutoModelForSequenceClassification if labels else AutoModelForCausalLM
+    model = kind.from_config(config, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(0.0, 0.02)
+            elif parameter.ndim > 1 and "embed" not in name and "lm_head" not in name:
+                parameter.normal_(0.0, parameter.shape[-1] ** -0.5)
+    return model
+
+
+def _letters() -> dict[int, str]:
+    """GPT-2's printable character of each byte, in the order of its ids."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + index) for index, byte in enumerate(others)}
+
+
+def _tokenizer(template: str, special: dict[str, int], size: int) -> PreTrainedTokenizerFast:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    letters = _letters()
+    by_id = dict(enumerate(letters.values()))
+    by_id |= {index: "".join(letters[byte] for byte in text.encode()) for index, text in _PIECES.items()}
+    by_id |= {index: text for text, index in special.items()}
+    vocabulary = {by_id.get(index, f"{letters[32]}w{index}"): index for index in range(size)}
+    assert len(vocabulary) == size, "two ids of one text"
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_tokens(list(_MARKERS))
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        extra_special_tokens=["<|im_start|>"],
+    )
+    fast.chat_template = (Path(trl.__file__).parent / "chat_templates" / f"{template}.jinja").read_text()
+    return fast
+
+
+def _add_code(folder: Path) -> None:
+    """Make of a Qwen 2 a model whose classes come with the folder."""
+    (folder / "configuration_remote.py").write_text(
+        "from transformers import Qwen2Config\n\n\nclass RemoteConfig(Qwen2Config):\n    model_type = 'remote'\n"
+    )
+    (folder / "modeling_remote.py").write_text(
+        "from transformers import Qwen2ForCausalLM\n\nfrom .configuration_remote import RemoteConfig\n\n\n"
+        "class RemoteForCausalLM(Qwen2ForCausalLM):\n    config_class = RemoteConfig\n"
+    )
+    config = json.loads((folder / "config.json").read_text())
+    config["model_type"], config["architectures"] = "remote", ["RemoteForCausalLM"]
+    config["auto_map"] = {
+        "AutoConfig": "configuration_remote.RemoteConfig",
+        "AutoModelForCausalLM": "modeling_remote.RemoteForCausalLM",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
