@@ -98,6 +98,11 @@ class QeRLArguments(OnlineConfig):
             share once. Losses and micro-batches stay TRL's. By default on where the model can and the GPU has a fast kernel for it;
             `True` insists, `False` computes padding as TRL does.
 
+        fused_lora (`bool`, *optional*, defaults to `True`):
+            Compute the linear layers that carry a LoRA adapter with their own backward, those that read the same input (q/k/v, gate/up)
+            together: PEFT's values up to rounding, in fewer passes over memory. Layers where PEFT does more than one plain adapter keep
+            PEFT's own way, which is said once.
+
         > Checkpoints
 
         allow_other_settings (`bool`, *optional*, defaults to `False`):
@@ -182,6 +187,12 @@ class QeRLArguments(OnlineConfig):
         default=None,
         metadata={
             "help": "Compute no padding in the update, and shared prompts once. Default: where the model and the GPU can."
+        },
+    )
+    fused_lora: bool = field(
+        default=True,
+        metadata={
+            "help": "Compute LoRA layers with their own backward, q/k/v and gate/up together; False: as PEFT does."
         },
     )
     allow_other_settings: bool = field(

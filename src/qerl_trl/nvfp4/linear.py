@@ -81,6 +81,28 @@ def _pick(device: torch.device, dtype: torch.dtype, implementation: str) -> Modu
     return kernels
 
 
+def runs_a_kernel(device: torch.device, dtype: torch.dtype, tokens: int, implementation: str = "auto") -> bool:
+    """Whether a product of so many tokens is computed from the packed bytes by a kernel. Else the weight is decoded and cuBLAS called."""
+    kernels = _pick(device, dtype, implementation)
+    few = implementation == "kernel" or (implementation == "auto" and tokens <= _MOST_TOKENS)
+    return kernels is not None and few
+
+
+def decode_into(
+    out: torch.Tensor,
+    packed: torch.Tensor,
+    block_scale: torch.Tensor,
+    global_scale: torch.Tensor,
+    implementation: str = "auto",
+) -> None:
+    """Write the dense weight (N, K) into `out`, whose rows may lie apart, in its dtype: the same bits by every implementation."""
+    kernels = _pick(out.device, out.dtype, implementation)
+    if kernels is None:
+        out.copy_(dequantize(packed, block_scale, global_scale, out.dtype))
+    else:
+        kernels.dequantize(packed, block_scale, global_scale, out.dtype, out=out)
+
+
 @contextlib.contextmanager
 def decoded_weights(model: nn.Module) -> Iterator[None]:
     """Inside, every NVFP4 layer decodes its weight and leaves the product to cuBLAS, as a training step of many tokens does.

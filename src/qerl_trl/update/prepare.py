@@ -1,12 +1,15 @@
 """Make a built trainer's update fast: one function, called once, when model, adapter and noise are in place."""
 
 from ..upstream import OnlineTrainer
-from . import packing
+from . import lora_linear, packing
 
 
 def prepare(trainer: OnlineTrainer) -> None:
     """Each part changes how the update is computed, never what; where it cannot, it leaves TRL's own way and says so once.
 
-    In this order: packing tries the model and may leave its attention as it is, before anything is compiled.
+    In this order: first what changes the forward of single modules; then packing, which tries the model as it will run and may leave its
+    attention as it is; all before anything is compiled.
     """
+    if trainer.args.fused_lora:
+        lora_linear.fuse(trainer.accelerator.unwrap_model(trainer.model))
     packing.prepare(trainer)

@@ -1,0 +1,251 @@
+"""PEFT's LoRA layers, computed in groups that read the same input: q|k|v, gate|up, every other layer alone.
+
+PEFT stays the owner. [`fuse`] gives its layers a class with another `forward`; modules, parameters, names and files are the same, and
+whatever is not one plain active adapter runs PEFT's own forward, decided anew in each call. What is computed is in `lora_group.py`; why the
+groups are what they are, in `nvfp4/architectures.py`.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.layer import Linear as LoraLinear
+from torch import nn
+
+from ..lora import NVFP4LoraLinear
+from ..nvfp4.architectures import DECODER
+from ..nvfp4.linear import NVFP4Linear, runs_a_kernel
+from .lora_group import DENSE, LoraGroup
+
+logger = logging.getLogger(__name__)
+
+
+def why_not(layer: LoraLayer) -> str:
+    """Why a layer's own forward has to run, whatever the input: "" if it need not, else words for a message."""
+    if type(layer) not in _FUSED and not isinstance(layer, _Fused):
+        return f"layers of the class {type(layer).__module__}.{type(layer).__name__}"
+    base, active = layer.base_layer, layer.active_adapters
+    if type(base) not in (nn.Linear, NVFP4Linear):
+        return f"an adapter on a {type(base).__name__}"
+    if len(active) != 1:
+        return "several active adapters"
+    name = active[0]
+    if name not in layer.lora_A:
+        return ""
+    if name in layer.lora_variant:
+        return type(layer.lora_variant[name]).__name__.removesuffix("LinearVariant")
+    if layer.lora_bias[name] or (base.bias is not None and base.bias.requires_grad):
+        return "biases that are trained"
+    if not isinstance(layer.lora_dropout[name], nn.Identity):
+        return "lora_dropout"
+    if type(base) is nn.Linear and base.weight.requires_grad:
+        return "a base weight that is trained"
+    return ""
+
+
+def _adapter(layer: LoraLayer) -> str | None:
+    """The name of the one plain adapter that this layer adds just now; None: its own forward must run."""
+    if layer._disable_adapters or layer.merged_adapters or not layer.cast_input_dtype_enabled or why_not(layer):
+        return None
+    name = layer.active_adapters[0]
+    if name not in layer.lora_A:
+        return None
+    for module in (layer.base_layer, layer.lora_A[name], layer.lora_B[name]):
+        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+            return None  # somebody wants to see, or gather, what passes there
+    return name
+
+
+class _Call(NamedTuple):
+    """What a layer's output depends on beside its input's values; two equal ones give the same output."""
+
+    adapter: str
+    scaling: float
+    dtype: torch.dtype
+    implementation: str
+    gradients: bool
+    versions: tuple[int, ...]
+
+
+def _call(layer: Any, x: torch.Tensor) -> _Call | None:
+    """How to compute `layer(x)` here; None: by its own forward."""
+    name = _adapter(layer)
+    if name is None:
+        return None
+    base, a, b = layer.base_layer, layer.lora_A[name].weight, layer.lora_B[name].weight
+    packed = isinstance(base, NVFP4Linear)
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        if x.dtype == torch.float64:
+            return None
+    else:  # PEFT computes the adapter in its own dtype
+        dtype = x.dtype
+        if not dtype == (base.compute_dtype if packed else base.weight.dtype) == a.dtype == b.dtype:
+            return None
+    implementation = base.implementation if packed else DENSE
+    if implementation == "kernel":
+        return None
+    if torch.compiler.is_compiling():
+        versions: tuple[int, ...] = ()
+    elif packed and runs_a_kernel(x.device, dtype, x.numel() // x.shape[-1], implementation):
+        return None
+    else:
+        versions = tuple(-1 if p.is_inference() else p._version for p in (x, a, b))
+    return _Call(name, layer.scaling[name], dtype, implementation, torch.is_grad_enabled(), versions)
+
+
+def _compute(layers: Sequence[Any], calls: Sequence[_Call], x: torch.Tensor) -> list[torch.Tensor]:
+    """The outputs (..., N_i) of layers of one group."""
+    bases = [layer.base_layer for layer in layers]
+    a = [layer.lora_A[call.adapter].weight for layer, call in zip(layers, calls, strict=True)]
+    b = [layer.lora_B[call.adapter].weight for layer, call in zip(layers, calls, strict=True)]
+    if calls[0].implementation == DENSE:
+        weights = [base.weight for base in bases]
+    else:
+        weights = [part for parts in zip(*(base.nvfp4 for base in bases), strict=True) for part in parts]
+    ys = LoraGroup.apply(
+        x.reshape(-1, x.shape[-1]).to(calls[0].dtype),
+        tuple(call.scaling for call in calls),
+        calls[0].implementation,
+        *a,
+        *b,
+        *(base.bias for base in bases),
+        *weights,
+    )
+    return [y.view(*x.shape[:-1], y.shape[-1]) for y in ys]
+
+
+class FusedGroup:
+    """Layers that read the same input. The one that is called first computes for all of them; the others take what they find.
+
+    What lies ready is taken once, for the same tensor and in the same circumstances; anything else is computed anew.
+    """
+
+    def __init__(self, members: Sequence[Any]) -> None:
+        self.members = tuple(members)
+        self.drop()
+
+    def drop(self) -> None:
+        """Forget what lies ready."""
+        self.x: torch.Tensor | None = None
+        self.ready: dict[int, tuple[_Call, torch.Tensor]] = {}
+
+    def __getstate__(self) -> dict:
+        return {"members": self.members}  # a copy of a model copies no activations
+
+    def __setstate__(self, state: dict) -> None:
+        self.members = state["members"]
+        self.drop()
+
+    def output(self, index: int, x: torch.Tensor) -> torch.Tensor | None:
+        """(..., K) -> (..., N) of one member, or None where its own forward must run."""
+        own = _call(self.members[index], x)
+        if own is None:
+            return None
+        if self.x is x and index in self.ready:
+            call, y = self.ready.pop(index)
+            if not self.ready:
+                self.x = None
+            if call == own:
+                return y
+        calls = {index: own}
+        for i, member in enumerate(self.members):
+            if i != index:
+                other = _call(member, x)
+                if other is not None and (other.dtype, other.implementation) == (own.dtype, own.implementation):
+                    calls[i] = other
+        order = sorted(calls)
+        ys = dict(zip(order, _compute([self.members[i] for i in order], [calls[i] for i in order], x), strict=True))
+        y = ys.pop(index)
+        self.x, self.ready = (x, {i: (calls[i], ys[i]) for i in ys}) if ys else (None, {})
+        return y
+
+
+class _Fused:
+    """In front of a PEFT layer's class: its forward, as one of a group where that can be."""
+
+    fused_group: FusedGroup
+    fused_index: int
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        group, index = self.fused_group, self.fused_index
+        if not args and not kwargs and group.members[index] is self:  # not so in a replica of nn.DataParallel
+            y = group.output(index, x)
+            if y is not None:
+                return y
+        return super().forward(x, *args, **kwargs)  # type: ignore[misc]
+
+
+class FusedLoraLinear(_Fused, LoraLinear):
+    """`lora.Linear` on a dense base."""
+
+
+class FusedNVFP4LoraLinear(_Fused, NVFP4LoraLinear):
+    """`NVFP4LoraLinear`, on a packed base."""
+
+
+_FUSED: dict[type, type] = {LoraLinear: FusedLoraLinear, NVFP4LoraLinear: FusedNVFP4LoraLinear}
+
+
+def fuse(model: nn.Module) -> int:
+    """Let the LoRA layers of `model` that can compute in groups. Can be called again, and [`unfuse`] takes it back.
+
+    Layers that cannot keep PEFT's forward, which is said once, with their number and the reason.
+
+    Returns:
+        The number of layers that are fused.
+    """
+    unfuse(model)
+    left, taken = Counter[str](), 0
+    done: set[int] = set()
+    for parent in list(model.modules()):
+        for names in _groups_in(parent):
+            members: list[Any] = []
+            for name in names:
+                layer = getattr(parent, name)
+                if isinstance(layer, LoraLayer) and id(layer) not in done:
+                    done.add(id(layer))
+                    reason = why_not(layer)
+                    if reason:
+                        left[reason] += 1
+                    else:
+                        members.append(layer)
+            if members:
+                group = FusedGroup(members)
+                for index, layer in enumerate(members):
+                    layer.__class__ = _FUSED[type(layer)]
+                    layer.fused_group, layer.fused_index = group, index
+                taken += len(members)
+    for reason, count in left.items():
+        logger.warning(
+            "%d of %d LoRA layers keep PEFT's own forward and backward, which are slower: %s.",
+            count,
+            taken + left.total(),
+            reason,
+        )
+    return taken
+
+
+def unfuse(model: nn.Module) -> None:
+    """Give the layers their own classes back."""
+    for module in model.modules():
+        if isinstance(module, _Fused):
+            module.__class__ = next(own for own, fused in _FUSED.items() if fused is type(module))
+            del module.fused_group, module.fused_index
+
+
+def _groups_in(parent: nn.Module) -> list[tuple[str, ...]]:
+    """The names of `parent`'s children, those together that read the same input."""
+    children = [name for name, child in parent.named_children() if isinstance(child, LoraLayer)]
+    groups = []
+    if not getattr(parent, "is_kv_shared_layer", False):  # there k and v are another layer's
+        for group in DECODER.groups:
+            found = tuple(name for name in group if name in children)
+            widths = {getattr(parent, name).in_features for name in found}
+            if len(found) > 1 and len(widths) == 1:
+                groups.append(found)
+    together = {name for group in groups for name in group}
+    return groups + [(name,) for name in children if name not in together]
