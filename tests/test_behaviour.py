@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from trl import GRPOTrainer
 
 from qerl_trl import QeRLRLOOTrainer
 from tests.test_trainer import logged, make_trainer  # noqa: F401  (a fixture)
@@ -18,24 +19,23 @@ def by_hand(model, batch, temperature):
     return logits.log_softmax(-1).gather(-1, batch["completion_ids"][..., None])[..., 0]
 
 
-def watch(trainer) -> list[tuple]:
-    """(batch, noisy and clean log-probabilities by hand) of each rollout in training."""
-    seen, score = [], trainer._generate_and_score_completions
+@pytest.fixture
+def seen(monkeypatch) -> list[tuple]:
+    """(batch, noisy and clean log-probabilities by hand) of each micro-batch, as TRL's loss has them."""
+    seen, loss = [], GRPOTrainer._compute_loss
 
-    def watching(inputs):
-        batch = score(inputs)
+    def watching(trainer, model, batch):
         with trainer.aqn.noisy():
             noisy = by_hand(trainer.model, batch, trainer.temperature)
         seen.append((batch, noisy, by_hand(trainer.model, batch, trainer.temperature)))
-        return batch
+        return loss(trainer, model, batch)
 
-    trainer._generate_and_score_completions = watching
+    monkeypatch.setattr(GRPOTrainer, "_compute_loss", watching)
     return seen
 
 
-def test_transformers_rollouts_under_noise_are_corrected_by_the_ratio_of_the_two_policies(make_trainer):  # noqa: F811
+def test_transformers_rollouts_under_noise_are_corrected_by_the_ratio_of_the_two_policies(make_trainer, seen):  # noqa: F811
     trainer = make_trainer(**NOISE, temperature=0.7)
-    seen = watch(trainer)
     trainer.train()
     ((batch, noisy, clean),) = seen
     mask = batch["completion_mask"].bool()
@@ -72,7 +72,7 @@ def test_without_a_difference_nothing_more_is_computed(make_trainer, options):  
     assert not logged(trainer, "sampling/importance_sampling_ratio/mean")
 
 
-def test_tokens_of_tools_and_environments_have_no_ratio(make_trainer):  # noqa: F811
+def test_tokens_of_tools_and_environments_have_no_ratio(make_trainer, seen):  # noqa: F811
     """A rollout function that returns no log-probabilities, and marks tokens that the model did not sample."""
 
     def rollout(prompts, trainer):
@@ -90,7 +90,6 @@ def test_tokens_of_tools_and_environments_have_no_ratio(make_trainer):  # noqa: 
 
     trainer = make_trainer(**NOISE)
     trainer.rollout_func = rollout
-    seen = watch(trainer)
     trainer.train()
     ((batch, noisy, clean),) = seen
     sampled = (batch["completion_mask"] * batch["tool_mask"]).bool()
@@ -101,9 +100,8 @@ def test_tokens_of_tools_and_environments_have_no_ratio(make_trainer):  # noqa: 
     torch.testing.assert_close(batch["importance_sampling_ratio"][sampled], ratio[sampled], rtol=1e-4, atol=1e-5)
 
 
-def test_a_correction_that_is_switched_off_stays_off(make_trainer):  # noqa: F811
+def test_a_correction_that_is_switched_off_stays_off(make_trainer, seen):  # noqa: F811
     trainer = make_trainer(**NOISE, vllm_importance_sampling_correction=False)
-    seen = watch(trainer)
     trainer.train()
     assert "importance_sampling_ratio" not in seen[0][0]
     assert logged(trainer, "rollout/mismatch_kl")[0] > 0

@@ -141,10 +141,14 @@ class SavingMixin(PublishingMixin):
             super()._push_from_checkpoint(self._unpushed)
 
     @contextmanager
-    def rescued(self) -> Iterator[None]:
+    def rescued(self, since: "_RandomState | None" = None) -> Iterator[None]:
         """Around the making of a batch, rollout and rewards. It lies between two updates, so if it fails, the step that has ended is saved
-        as it was, and the same command goes on from there."""
-        self._before_batch = _random_state()
+        as it was, and the same command goes on from there.
+
+        Args:
+            since: the random state before that batch, where it is judged later than it was made.
+        """
+        self._before_batch = since or _random_state()
         try:
             yield
         except RolloutError:

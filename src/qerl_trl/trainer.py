@@ -14,6 +14,7 @@ differs from the parent, method by method:
 | `_calculate_rewards` | refuses infinite rewards |
 | `_generate_and_score_completions` | measures and watches the rollout/trainer mismatch (`mismatch.py`); saves the step before where it fails |
 | `_get_per_token_logps_and_entropies`, `_prepare_inputs` | [`PackingMixin`]: no work on padding, equal prompts once |
+| `_compute_loss`, `_get_per_token_logps_and_entropies` | on-policy the update's own log-probabilities are the old ones (`update/passes.py`) |
 | `training_step` | refuses a non-finite loss or gradient before the optimizer sees it |
 | `_load_from_checkpoint` | the trained adapter comes back also where TRL keeps a second one as reference |
 | `_save_checkpoint`, `_push_from_checkpoint`, `save_model` | seals what was written, then rotates older checkpoints and pushes |
@@ -56,6 +57,7 @@ from .rollout.contract import checked_rollout_func
 from .saving import SaveBetweenRollouts, SavingMixin
 from .timing import PhaseTimer
 from .update.packing import PackingMixin
+from .update.passes import OnePass
 from .update.prepare import prepare
 
 with preflight.naming_vllm():
@@ -84,6 +86,8 @@ class QeRLMixin(SavingMixin, PackingMixin):
     aqn: AQNCallback | None = None
     #: what this process takes of its GPU, planned before an engine starts
     memory_plan: MemoryPlan | None = None
+    #: where the old log-probabilities come from
+    _passes: OnePass
 
     def __init__(
         self,
@@ -123,7 +127,7 @@ class QeRLMixin(SavingMixin, PackingMixin):
         warn_of_dropout(trained)
         self._monitor = guards.SignalMonitor(args.zero_advantage_patience)
         self._mismatch = mismatch.MismatchWatch(args.rollout_mismatch_threshold)
-        self._timer = PhaseTimer("rollout", "reward", "update")
+        self._timer, self._passes = PhaseTimer("rollout", "reward", "update"), OnePass(self)
         self.reward_funcs = guards.checked_rewards(self)
         if getattr(self, "rollout_func", None) is not None:
             self.rollout_func = checked_rollout_func(self.rollout_func)
@@ -169,6 +173,7 @@ class QeRLMixin(SavingMixin, PackingMixin):
             check_rollout(self, output[0], output[1])
             if training:
                 output = behaviour.with_logps(self, self.aqn, output)
+        self._passes.generated()
         if training and self.aqn is not None:
             self._metrics["train"]["aqn/sigma"].append(self.aqn.sigma)
             self._metrics["train"]["aqn/sigma_effective"].append(self.aqn.sigma_effective)
@@ -182,20 +187,23 @@ class QeRLMixin(SavingMixin, PackingMixin):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         with self.rescued():
-            with behaviour.corrected(self):
+            with behaviour.corrected(self), self._passes.scoring():
                 output = super()._generate_and_score_completions(inputs)
             if self.model.training:
                 equal, mean = (self._metrics["train"][name][-1] for name in ("frac_reward_zero_std", "reward"))
                 self._monitor.advantages(equal, mean, self.state.global_step)
                 self._monitor.rewards(self, self._rewards)
-            self._mismatch.rollout(self, self.aqn, output)
+            self._passes.scored(output)
         return output
 
     # -------------------------------------------------------------------------------------------------------- update
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
-        with behaviour.corrected(self, inputs):
-            return super()._compute_loss(model, inputs)
+        with behaviour.corrected(self, inputs), self._passes.own(inputs) as batch:
+            return super()._compute_loss(model, batch)
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+        return self._passes.logps(super()._get_per_token_logps_and_entropies, *args, **kwargs)
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         with self._timer.phase("update"):
