@@ -97,6 +97,9 @@ class QeRLArguments(OnlineConfig):
             Compute the update on a packed row of tokens: nothing on padding, and the prompt that several completions of a micro-batch
             share once. Losses and micro-batches stay TRL's. By default on where the model can and the GPU has a fast kernel for it;
             `True` insists, `False` computes padding as TRL does.
+        compile_layers (`bool`, *optional*):
+            Compile the decoder layers of the trainer's model (torch.compile, one layer at a time, for any length) when training starts. Left
+            out: on a CUDA device, yes. A layer that does not compile runs as it is, which is said once.
 
         fused_lora (`bool`, *optional*, defaults to `True`):
             Compute the linear layers that carry a LoRA adapter with their own backward, those that read the same input (q/k/v, gate/up)
@@ -194,6 +197,9 @@ class QeRLArguments(OnlineConfig):
         metadata={
             "help": "Compute LoRA layers with their own backward, q/k/v and gate/up together; False: as PEFT does."
         },
+    )
+    compile_layers: bool | None = field(
+        default=None, metadata={"help": "Compile the trainer's decoder layers. Default: on a CUDA device."}
     )
     allow_other_settings: bool = field(
         default=False, metadata={"help": "Go on from a checkpoint whose run had other settings, instead of refusing."}

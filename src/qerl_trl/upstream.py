@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from trl.trainer.base_trainer import _BaseTrainer
 
     from .config import QeRLConfig, QeRLRLOOConfig
+    from .memory.plan import MemoryPlan
 
     class OnlineTrainer(_BaseTrainer):
         _name: str
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
         pad_to_multiple_of: Any
         _tokenizer: Any
         base_sha256: str | None  # our own, set by QeRLMixin
+        memory_plan: "MemoryPlan | None"  # the same
         _metrics: dict[str, defaultdict[Any, list[Any]]]
         _logs: dict[str, Any]
 

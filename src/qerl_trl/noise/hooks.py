@@ -2,7 +2,8 @@
 
 import math
 import weakref
-from collections.abc import Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -11,11 +12,14 @@ from torch import nn
 
 from .generator import standard_noises
 
-# norm modules that a NormNoise has hooks on: two of them on one norm would add up
-_noisy_modules: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+# norm modules that a NormNoise has hooks on, and which: two of them on one norm would add up
+_noisy_modules: "weakref.WeakKeyDictionary[nn.Module, tuple[NormNoise, str]]" = weakref.WeakKeyDictionary()
 
 #: how far, relatively, the rms that an engine reports may be from sigma: of n values it varies by 1 / sqrt(2 n), of rounded norms by far more
 _AS_ASKED = 0.25
+
+# dtypes that noise does not widen
+_EXACT = (torch.float32, torch.float64)
 
 
 class NoiseDraw(NamedTuple):
@@ -167,12 +171,15 @@ class NormNoise:
             handle.remove()
         self._handles = []
         for module in self.norms.values():
-            _noisy_modules.discard(module)
+            _noisy_modules.pop(module, None)
+
+    def _acts_on(self, module: nn.Module) -> bool:
+        return bool(self._noise) and (self._depth > 0 or (self._in_training and module.training))
 
     def _install(self, name: str, module: nn.Module) -> None:
         def before(running: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
             # a deepcopy of the model shares this closure and must stay clean
-            if running is module and self._noise and (self._depth or (self._in_training and module.training)):
+            if running is module and self._acts_on(module):
                 return self._swap_in(name, module, args, kwargs)
             return None
 
@@ -186,7 +193,7 @@ class NormNoise:
         # exception in the middle of a forward.
         self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
         self._handles.append(module.register_forward_hook(after, prepend=True, always_call=True))
-        _noisy_modules.add(module)
+        _noisy_modules[module] = self, name
 
     def _swap_in(self, name: str, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         parameters = _parameters(module)
@@ -229,9 +236,46 @@ class NormNoise:
         replaced, dtype = self._clean.pop(name)
         _parameters(module).update(replaced)
         # noise changes values, never dtypes: a norm whose own weight is fp32 may well return fp32 for a bf16 input
-        if isinstance(output, torch.Tensor) and replaced["weight"].dtype not in (torch.float32, torch.float64):
+        if isinstance(output, torch.Tensor) and replaced["weight"].dtype not in _EXACT:
             return output.to(dtype)
         return output
+
+
+@contextmanager
+def laid_on(modules: Iterable[nn.Module], rehearse: bool = False) -> Iterator[bool]:
+    """Inside, the noise that acts lies on the weights of `modules`, and the hooks are out of sight.
+
+    For a caller that has compiled what is around them: the hooks of each norm are its own, so a compiler that saw them would compile every layer for
+    itself, while a weight is one more input. Values and gradients are those of the hooks.
+
+    Args:
+        modules: norms and other modules; those without noise are left alone.
+        rehearse: as if the noise acted, with the clean values.
+
+    Returns:
+        False where it cannot be done, and the hooks act as ever: norms that torch's own kernels compute in one dtype, norms with hooks of others,
+        or 16-bit norms without autocast, by which the layers that read a norm get one dtype whatever the norm's.
+    """
+    noisy = [(module, *_noisy_modules[module]) for module in modules if module in _noisy_modules]
+    acting = [(*row, _weight(row[0])) for row in noisy if rehearse or row[1]._acts_on(row[0])]
+    torchs = any(isinstance(module, nn.LayerNorm | nn.RMSNorm) for module, *_ in acting)
+    rounded = any(w.dtype not in _EXACT and not torch.is_autocast_enabled(w.device.type) for *_, w in acting)
+    hooks = [(module, module._forward_pre_hooks, module._forward_hooks) for module, *_ in noisy]
+    if torchs or rounded or any(len(before) + len(after) > 2 for _, before, after in hooks):
+        yield False
+        return
+    try:
+        for module, *_ in hooks:
+            module._forward_pre_hooks, module._forward_hooks = OrderedDict(), OrderedDict()
+        for module, noise, name, weight in acting:
+            exact = weight if weight.dtype in _EXACT else weight.float()
+            _parameters(module)["weight"] = exact + 0 if rehearse else noise._noisy_weight(name, weight)
+        yield True
+    finally:
+        for module, before, after in hooks:
+            module._forward_pre_hooks, module._forward_hooks = before, after
+        for module, _, _, weight in acting:
+            _parameters(module)["weight"] = weight
 
 
 def _parameters(module: nn.Module) -> dict[str, torch.Tensor | None]:
