@@ -27,8 +27,9 @@ def test_the_drawing_of_the_module():
     assert built.position_ids[0, :10].tolist() == [0, 1, 2, 3, 4, 5, 6, 2, 3, 4]
     assert built.shift_labels[0, :10].tolist() == [-100, -100, *a, *b]
     assert built.segments.packed_keys[:12].tolist() == [0, 1, 2, 3, 4, 5, 6, 0, 1, 7, 8, 9]
+    assert (built.segments.packed_keys[12:] >= 10).all()  # the end reads itself only
     assert built.segments.cu_seq_lens_q.tolist() == [0, 7, 10, MULTIPLE]
-    assert built.segments.cu_seq_lens_k.tolist() == [0, 7, 12, MULTIPLE + 2]
+    assert built.segments.cu_seq_lens_k.tolist() == [0, 7, 12, 2 * MULTIPLE]
     assert built.destination.tolist() == [5, 6, 7, 8, 9, 0, 1, 2]
 
 
@@ -55,6 +56,7 @@ def test_every_token_is_asked_once_and_sees_its_own_sequence(pairs, share, cut):
         answers[built.destination] = asked[built.scored]
         cu_q, cu_k, max_q, max_k, keys = built.segments
         keys = torch.arange(len(tokens)) if keys is None else keys
+        assert len(keys) % MULTIPLE == 0 and cu_q[-1] == len(tokens) and cu_k[-1] == len(keys)
         for s, sequence in enumerate(chosen):
             seen = keys[cu_k[s] : cu_k[s + 1]]
             whole = [*sequence.prompt, *sequence.completion]

@@ -34,7 +34,8 @@ except ImportError:
 
 NAME = "qerl_varlen"
 #: what this PyTorch's kernel can be told: windows, a scale and grouped heads came later than the function
-_TAKES = frozenset(inspect.signature(varlen_attn).parameters) if varlen_attn is not None else frozenset()
+_TAKES = inspect.signature(varlen_attn).parameters if varlen_attn is not None else {}
+_TAKES_WINDOW, _TAKES_SCALE, _TAKES_GROUPS = (name in _TAKES for name in ("window_size", "scale", "enable_gqa"))
 #: head sizes that PyTorch's flash attention takes
 _LARGEST_HEAD = 256
 
@@ -218,19 +219,19 @@ def _varlen(
             raise CannotPack(f"it computes in {dtype}, and flash attention in bfloat16 or float16 only")
         dtype = torch.get_autocast_dtype(q.device.type)
     options: dict[str, Any] = {}
-    if "window_size" in _TAKES:
+    if _TAKES_WINDOW:
         options["window_size"] = (-1 if window is None else window - 1, 0)
     else:
         if window is not None:
             raise CannotPack(f"its sliding window needs a newer PyTorch than {torch.__version__}")
         options["is_causal"] = True
     if scale is not None:
-        if "scale" in _TAKES:
+        if _TAKES_SCALE:
             options["scale"] = scale
         else:
             q = q * (scale * size**0.5)
     if q.shape[1] != k.shape[1]:
-        if "enable_gqa" in _TAKES:
+        if _TAKES_GROUPS:
             options["enable_gqa"] = True
         else:
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))

@@ -164,7 +164,7 @@ class Packing:
         found = row.sequences(input_ids, attention_mask, logits_to_keep)
         whole = compute_aux_loss
         if not whole:
-            found = [sequence for sequence in found if sequence.completion] or found[:1]
+            found = [sequence for sequence in found if len(sequence.completion)] or found[:1]
         share = not whole and not _drops(model)
         if not batch_size or batch_size >= len(input_ids):
             chosen = row.rows(found)

@@ -11,13 +11,13 @@ Equal prompts are computed once: the first completion (the longest) brings the w
 whose prediction is its own first token. The keys of the prompt's other tokens are the first one's. The last token of a completion predicts
 nothing and is left out, and so is a sequence of which nothing is asked.
 
-At the end stands a segment of zeros that brings the row to a multiple of [`MULTIPLE`] tokens, so that shapes repeat.
+At the end stands a segment of zeros that brings the row, and its keys, to a multiple of [`MULTIPLE`], so that shapes repeat and divide.
 """
 
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 
 from .attention import Segments
@@ -29,12 +29,13 @@ _IGNORED = -100
 
 @dataclass(frozen=True)
 class Sequence:
-    """One line of a padded batch: `line` of it, its `prompt` and `completion` as token ids, and the completion's `columns` in the batch."""
+    """One line of a padded batch: `prompt` and `completion` as token ids (int64), and the completion's `columns` in the batch."""
 
     line: int
-    prompt: tuple[int, ...]
-    completion: list[int]
-    columns: list[int]
+    prompt: np.ndarray
+    completion: np.ndarray
+    columns: np.ndarray
+    key: bytes  # equal for equal prompts
 
     @property
     def tokens(self) -> int:
@@ -53,13 +54,13 @@ def sequences(input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_k
     Args:
         input_ids, attention_mask: (B, W), prompts padded left, completions right. logits_to_keep: the last so many columns are completions.
     """
-    ids, mask = input_ids.tolist(), attention_mask.tolist()
-    begin = input_ids.shape[1] - logits_to_keep
+    tokens, seen = input_ids.cpu().numpy(), attention_mask.cpu().numpy().astype(bool)
+    begin = tokens.shape[1] - logits_to_keep
     found = []
-    for line, (tokens, here) in enumerate(zip(ids, mask, strict=True)):
-        prompt = tuple(token for token, seen in zip(tokens[:begin], here[:begin], strict=True) if seen)
-        columns = [column for column, seen in enumerate(here[begin:]) if seen]
-        found.append(Sequence(line, prompt, [tokens[begin + column] for column in columns], columns))
+    for line in range(len(tokens)):
+        prompt = tokens[line, :begin][seen[line, :begin]]
+        columns = seen[line, begin:].nonzero()[0]
+        found.append(Sequence(line, prompt, tokens[line, begin + columns], columns, prompt.tobytes()))
     return found
 
 
@@ -72,15 +73,15 @@ def rows(
         limit: of the tokens to compute per row (a longer sequence has a row of its own). count: of sequences per row. `None`: all in one.
         share: whether [`build`] will compute equal prompts once.
     """
-    groups: dict[tuple[int, ...], list[Sequence]] = {}
+    groups: dict[bytes, list[Sequence]] = {}
     for sequence in batch:
-        groups.setdefault(sequence.prompt, []).append(sequence)
+        groups.setdefault(sequence.key, []).append(sequence)
     filled: list[list[Sequence]] = [[]]
     tokens = 0
     for group in groups.values():
         for sequence in sorted(group, key=lambda s: (-len(s.completion), s.line)):
             row = filled[-1]
-            shared = share and bool(row) and row[-1].prompt == sequence.prompt
+            shared = share and bool(row) and row[-1].key == sequence.key
             more = sequence.further if shared else sequence.tokens
             if row and ((limit is not None and tokens + more > limit) or (count is not None and len(row) == count)):
                 filled.append([])
@@ -119,52 +120,57 @@ def build(chosen: list[Sequence], width: int, device: torch.device, *, share: bo
         whole: with the last tokens, and nothing added: for what counts tokens (the load balance of experts). Not with `share`.
     """
     assert not (share and whole)
-    tokens: list[int] = []
-    positions: list[int] = []
-    labels: list[int] = []
-    keys: list[int] = []
+    tokens: list[np.ndarray] = []
+    positions: list[np.ndarray] = []
+    labels: list[np.ndarray] = []
+    keys: list[np.ndarray] = []
     starts_q, starts_k = [0], [0]
-    destination: list[int] = []
     before, first = None, 0
+
+    def segment(mine: np.ndarray, place: int, asked: np.ndarray, read: np.ndarray) -> None:
+        """`mine` tokens from position `place` on, of which the last predict `asked`, after keys that others have brought."""
+        begin, count = starts_q[-1], len(mine)
+        tokens.append(mine)
+        positions.append(np.arange(place, place + count))
+        labels.append(np.concatenate([np.full(count - len(asked), _IGNORED), asked]))
+        keys.extend([read, np.arange(begin, begin + count)])
+        starts_q.append(begin + count)
+        starts_k.append(starts_k[-1] + len(read) + count)
+
     for sequence in chosen:
+        last = len(sequence.prompt) - 1
         fed = sequence.completion if whole else sequence.completion[:-1]
-        prompt, begin = list(sequence.prompt), len(tokens)
-        if share and sequence.prompt == before:
-            skipped = len(prompt) - 1
-            keys += range(first, first + skipped)
+        asked = np.append(sequence.completion, _IGNORED) if whole else sequence.completion
+        if share and sequence.key == before:
+            segment(np.concatenate([sequence.prompt[last:], fed]), last, asked, np.arange(first, first + last))
         else:
-            skipped, before, first = 0, sequence.prompt, begin
-        mine = [*prompt[skipped:], *fed]
-        tokens += mine
-        positions += range(skipped, skipped + len(mine))
-        asked = [_IGNORED] * (len(prompt) - 1 - skipped) + sequence.completion
-        labels += asked + [_IGNORED] * (len(mine) - len(asked))
-        keys += range(begin, len(tokens))
-        destination += [sequence.line * width + column for column in sequence.columns]
-        starts_q.append(len(tokens))
-        starts_k.append(len(keys))
+            before, first = sequence.key, starts_q[-1]
+            segment(np.concatenate([sequence.prompt, fed]), 0, asked, np.arange(0))
     if not whole:
-        rest = MULTIPLE - len(tokens) % MULTIPLE
-        keys += range(len(tokens), len(tokens) + rest)
-        tokens += [0] * rest
-        positions += range(rest)
-        labels += [_IGNORED] * rest
-        starts_q.append(len(tokens))
-        starts_k.append(len(keys))
-    scored = [place for place, label in enumerate(labels) if label != _IGNORED]
+        rest, more = (MULTIPLE - starts[-1] % MULTIPLE for starts in (starts_q, starts_k))
+        if more < rest:
+            more += MULTIPLE
+        segment(np.zeros(rest, np.int64), 0, np.arange(0), np.full(more - rest, starts_q[-1]))
 
     def longest(starts: list[int]) -> int:
-        most = max(end - start for start, end in pairwise(starts))
-        return -(-most // MULTIPLE) * MULTIPLE
+        return -(-int(np.diff(starts).max()) // MULTIPLE) * MULTIPLE
 
-    def put(values: list[int], dtype: torch.dtype = torch.long) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
+    def put(values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(values).to(device, non_blocking=True)
 
+    label = np.concatenate(labels)
     segments = Segments(
-        put(starts_q, torch.int32),
-        put(starts_k, torch.int32),
+        put(np.array(starts_q, np.int32)),
+        put(np.array(starts_k, np.int32)),
         longest(starts_q),
         longest(starts_k),
-        put(keys) if len(keys) > len(tokens) else None,
+        put(np.concatenate(keys)) if share and len(chosen) > 1 else None,
     )
-    return Row(put(tokens)[None], put(positions)[None], put(labels)[None], segments, put(scored), put(destination))
+    return Row(
+        put(np.concatenate(tokens))[None],
+        put(np.concatenate(positions))[None],
+        put(label)[None],
+        segments,
+        put((label != _IGNORED).nonzero()[0]),
+        put(np.concatenate([sequence.line * width + sequence.columns for sequence in chosen])),
+    )
