@@ -10,17 +10,25 @@ from pathlib import Path
 import pytest
 import yaml
 
+from qerl_trl.memory.cards import names_of, smallest_first
 from qerl_trl.memory.formulas import ModelBytes, engine_kv_bytes, predicted_bytes, shape_of
 from qerl_trl.memory.plan import GIB, Gpu, MemoryPlan, plan_run
 from qerl_trl.memory.workload import workload_of_file
-from tests.shapes import FOURTEEN_B, SEVEN_B, THIRTY_TWO_B, THREE_B
+from tests.shapes import FOURTEEN_B, NEWER, SEVEN_B, THIRTY_TWO_B, THREE_B
 
 CONFIGS = Path(__file__).parents[1] / "examples" / "configs"
-MODELS = {"qwen2.5-3b": THREE_B, "qwen2.5-7b": SEVEN_B, "qwen2.5-14b": FOURTEEN_B, "qwen2.5-32b": THIRTY_TWO_B}
+MODELS = {
+    "qwen2.5-3b": THREE_B,
+    "qwen2.5-7b": SEVEN_B,
+    "qwen2.5-14b": FOURTEEN_B,
+    "qwen2.5-32b": THIRTY_TWO_B,
+    **{name: config for name, (config, _) in NEWER.items()},
+}
+ON_A_CPU = {"embedded"}
+#: 4 updates per rollout and completions of 4096 tokens; the others 1 and 8192
+SMALL = {"qwen2.5-3b", "qwen2.5-7b", "qwen3-4b", "qwen3-8b", "qwen3.5-9b", "llama3.1-8b"}
 SHAPES = {name: shape_of(config) for name, config in MODELS.items()}
 CARDS_GIB = (16, 24, 32, 48, 80, 141)
-#: cards as they are sold; a GB is a billion bytes, which is also about what the driver leaves of a binary one
-CARDS_GB = (12, 16, 24, 32, 48, 80, 141)
 #: more than the longest prompt of GSM8K with Qwen's chat template and the system prompt
 PROMPT = 512
 
@@ -32,25 +40,25 @@ def plan(name: str, gpu: Gpu, **changes) -> MemoryPlan:
 
 def header(name: str) -> str:
     """What a configuration says of the cards that it runs on."""
-    plans = {card: plan(name, Gpu(card * 10**9)) for card in CARDS_GB}
+    plans = {card: plan(name, Gpu(card * 10**9)) for card in smallest_first()}
     smallest = min(card for card, made in plans.items() if made.fits)
     whole = plan(name, Gpu(10**15)).peak / GIB
     return (
-        f"# Starts on a card of {smallest} GB: 128 completions in {plans[smallest].waves} waves at the most (in one from {whole:.0f} GiB). "
-        f"Your card: qerl-trl plan --config {name} --gpu-gib N"
+        f"# Starts on a card of {smallest} GB ({names_of(smallest)}): 128 completions in {plans[smallest].waves} waves at the most\n"
+        f"# (in one from {whole:.0f} GiB). Your card: qerl-trl plan --config {name} --card 'RTX 4090', or --gpu-gib N"
     )
 
 
 def write_headers() -> None:
     for name in MODELS:
         path = CONFIGS / f"{name}.yaml"
-        lines = [line for line in path.read_text().splitlines() if not line.startswith("# Starts on")]
+        lines = [line for line in path.read_text().splitlines() if not line.startswith(("# Starts on", "# (in one"))]
         lines.insert(next(i for i, line in enumerate(lines) if not line.startswith("#")), header(name))
         path.write_text("\n".join(lines) + "\n")
 
 
 def test_every_gpu_configuration_is_here():
-    assert {path.stem for path in CONFIGS.glob("*.yaml")} == {*MODELS, "embedded"}
+    assert {path.stem for path in CONFIGS.glob("*.yaml")} == {*MODELS, *ON_A_CPU}
 
 
 @pytest.mark.parametrize("gib", CARDS_GIB)
@@ -76,27 +84,37 @@ def test_every_arm_is_planned_on_the_largest_card(name, base_format):
     changes = {"base_format": base_format} | ({"dtype_bytes": 2} if base_format == "full" else {})
     made = plan(name, Gpu.of_gib(CARDS_GIB[-1]), **changes)
     fits = made.fits or "It fits with" in made.verdict()
-    assert fits is (base_format != "full" or name != "qwen2.5-32b")
+    assert fits is (base_format != "full" or name not in ("qwen2.5-32b", "qwen3-32b", "qwen3.5-27b"))
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_header_names_the_smallest_card_it_fits(name):
-    assert header(name) in (CONFIGS / f"{name}.yaml").read_text().splitlines()
+    assert f"{header(name)}\n" in (CONFIGS / f"{name}.yaml").read_text()
+
+
+@pytest.mark.parametrize("name", NEWER)
+def test_the_shape_is_the_models(name):
+    config, billions = NEWER[name]
+    assert shape_of(config).parameters / 1e9 == pytest.approx(billions, rel=0.01)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_what_is_the_papers_stays_the_papers(name):
     values = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
-    small = name in ("qwen2.5-3b", "qwen2.5-7b")
+    small = name in SMALL
     assert values["generation_batch_size"] == 128
     assert values["num_generations"] == (8 if small else 16)
     assert values["updates_per_rollout"] == (4 if small else 1)
     assert values["max_completion_length"] == (4096 if small else 8192)
 
 
-def test_the_embedded_configuration_needs_no_gpu():
-    values = yaml.safe_load((CONFIGS / "embedded.yaml").read_text())
+@pytest.mark.parametrize("name", sorted(ON_A_CPU))
+def test_what_needs_no_gpu(name):
+    values = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
     assert values["use_cpu"] is True and not values.get("use_vllm")
+
+
+def test_the_workload_of_the_embedded_configuration():
     _, work = workload_of_file(CONFIGS / "embedded.yaml", 64)
     assert (work.rollout, work.batch, work.completions, work.dtype_bytes) == ("transformers", 128, 128, 4)
 

@@ -1,5 +1,6 @@
 """The README is executed, not believed."""
 
+import dataclasses
 import re
 import shutil
 import subprocess
@@ -15,6 +16,8 @@ from trl import ModelConfig, TrlParser
 from qerl_trl import QeRLConfig
 from qerl_trl.nvfp4.linear import has_nvfp4
 from qerl_trl.tasks.arms import ARMS
+from qerl_trl.tasks.task import TaskArguments
+from tests.test_configs import SMALL
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -65,18 +68,11 @@ def test_the_three_line_diff_turns_a_trl_script_into_ours(tiny_model_dir, tiny_t
 @pytest.mark.parametrize("path", sorted((ROOT / "examples" / "configs").glob("*.yaml")), ids=lambda p: p.stem)
 def test_every_config_parses_and_keeps_the_papers_values(path):
     values = yaml.safe_load(path.read_text())
-    script_only = {
-        "dataset_name",
-        "dataset_config",
-        "system_prompt",
-        "format_reward_weight",
-        "eval_problems",
-        "eval_batch_size",
-    }
+    script_only = {field.name for field in dataclasses.fields(TaskArguments)}
     arguments = [str(part) for key, value in values.items() if key not in script_only for part in (f"--{key}", value)]
     arguments += ["--use_cpu", "true", "--bf16", "false"]
     args, model = TrlParser((QeRLConfig, ModelConfig)).parse_args_into_dataclasses(arguments)
-    if path.stem == "embedded":
+    if values.get("use_cpu"):
         return
     assert (args.learning_rate, args.temperature, args.epsilon, args.epsilon_high, args.beta) == (
         1e-5,
@@ -88,7 +84,7 @@ def test_every_config_parses_and_keeps_the_papers_values(path):
     assert args.generation_batch_size == 128
     assert model.lora_r == 32
     assert (args.aqn_sigma_start, args.aqn_sigma_end, args.aqn_num_stages) == (1e-2, 5e-4, 10)
-    gsm8k = path.stem in ("qwen2.5-3b", "qwen2.5-7b")
+    gsm8k = path.stem in SMALL
     assert args.num_generations == (8 if gsm8k else 16)
     updates = args.steps_per_generation / args.gradient_accumulation_steps
     assert updates == (4 if gsm8k else 1)

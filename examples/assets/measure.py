@@ -20,8 +20,9 @@ from datasets import Dataset, load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from qerl_trl import NVFP4Config, load_adapter
+from qerl_trl.tasks.data import with_prompts
 from qerl_trl.tasks.evaluation import Accuracy, grade, solve
-from qerl_trl.tasks.rewards import as_prompts, final_answer
+from qerl_trl.tasks.grading import final_answer
 
 HERE = Path(__file__).resolve().parent
 MAX_NEW_TOKENS, BATCH = 64, 512
@@ -89,7 +90,7 @@ def main() -> None:
     args = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     model = load(args.model, args.base_format, args.adapter)
-    problems = as_prompts(load_dataset("json", data_files=str(args.problems), split="train"))
+    problems = with_prompts(load_dataset("json", data_files=str(args.problems), split="train"))
     sampled = problems.select(range(min(args.sampled, len(problems))))
     report = {
         "base_format": args.base_format,

@@ -26,15 +26,10 @@ import torch
 from make_problems import LARGEST, Problem, calculate, problems
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+from trl.chat_template_utils import qwen3_instruct_2507_chat_template
 
 HERE = Path(__file__).resolve().parent
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
 VOCABULARY = 512
 IGNORE = -100
 
@@ -106,7 +101,7 @@ def make_tokenizer(folder: Path, seed: int) -> Qwen2Tokenizer:
         padding_side="left",
         model_max_length=512,
     )
-    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.chat_template = qwen3_instruct_2507_chat_template  # renders tools too, and TRL reads their calls back
     tokenizer.save_pretrained(folder)
     return tokenizer
 
@@ -179,6 +174,39 @@ def learning_rate(step: int, steps: int, peak: float, warmup: int = 50) -> float
     return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup))))
 
 
+def fit(
+    model: Qwen2ForCausalLM,
+    source: Iterator[list[tuple[list[int], list[int]]]],
+    steps: int,
+    lr: float,
+    pad: int,
+) -> None:
+    """Train `model` on `steps` batches of `source`: Muon for the matrices, AdamW for the rest."""
+    hidden = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
+    others = [p for n, p in model.named_parameters() if p.ndim == 1 or "embed" in n]
+    optimizers = [
+        torch.optim.Muon(hidden, lr=lr, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+    start, running = time.monotonic(), None
+    for step, batch in zip(range(steps), source, strict=False):
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+            group["lr"] = learning_rate(step, steps, lr)
+        learned = sum(label != IGNORE for _, labels in batch for label in labels)
+        loss = 0.0
+        for part in micro_batches(batch, 16):
+            part_loss = model(**collate(part, pad), use_cache=False, num_items_in_batch=learned).loss
+            part_loss.backward()
+            loss += part_loss.item()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        running = loss if running is None else 0.98 * running + 0.02 * loss
+        if step % 100 == 99 or step == 9:
+            print(f"step {step + 1} of {steps}  loss {running:.4f}  {time.monotonic() - start:.0f} s", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=HERE / "tiny-qwen2")
@@ -215,31 +243,10 @@ def main() -> None:
     model = Qwen2ForCausalLM(config)
     parameters = sum(p.numel() for p in model.parameters())
     print(f"{parameters} parameters, {len(tokenizer)} tokens")
-    hidden = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
-    others = [p for n, p in model.named_parameters() if p.ndim == 1 or "embed" in n]
-    optimizers = [
-        torch.optim.Muon(hidden, lr=args.lr, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(others, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0),
-    ]
     styles = {"bare": args.bare, "careless": args.careless, "worked": 1 - args.bare - args.careless}
     source = documents(tokenizer, args.seed, args.batch, args.drills, styles)
-    start, running = time.monotonic(), None
-    for step, batch in zip(range(args.steps), source, strict=False):
-        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-            group["lr"] = learning_rate(step, args.steps, args.lr)
-        learned = sum(label != IGNORE for _, labels in batch for label in labels)
-        loss = 0.0
-        for part in micro_batches(batch, 16):
-            part_loss = model(**collate(part, tokenizer.pad_token_id), use_cache=False, num_items_in_batch=learned).loss
-            part_loss.backward()
-            loss += part_loss.item()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        running = loss if running is None else 0.98 * running + 0.02 * loss
-        if step % 100 == 99 or step == 9:
-            print(f"step {step + 1} of {args.steps}  loss {running:.4f}  {time.monotonic() - start:.0f} s", flush=True)
+    start = time.monotonic()
+    fit(model, source, args.steps, args.lr, tokenizer.pad_token_id)
     save(model, tokenizer, args.out)
     print(f"wrote {args.out} after {time.monotonic() - start:.0f} s")
 

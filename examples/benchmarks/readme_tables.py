@@ -132,14 +132,18 @@ def rollout() -> str:
 def cards() -> str:
     """Each shipped configuration with the card that its header names, which tests/test_configs.py computes."""
     rows = ["| model | planned for a card of | command |", "|---|---|---|"]
-    for path in sorted(CONFIGS.glob("qwen*.yaml"), key=lambda p: int(re.findall(r"(\d+)b", p.stem)[0])):
+    files = [path for path in CONFIGS.glob("*.yaml") if "Starts on a card" in path.read_text()]
+    for path in sorted(
+        files,
+        key=lambda p: (not p.stem.startswith("qwen"), p.stem.split("-")[0], int(re.findall(r"(\d+)b", p.stem)[0])),
+    ):
         text = path.read_text()
         model = re.search(r"^model_name_or_path: (\S+)", text, re.MULTILINE)
-        card = re.search(r"Starts on a card of (\d+) GB", text)
+        card = re.search(r"Starts on a card of (\d+ GB \(.*?\))", text)
         if model is None or card is None:
             raise ValueError(f"{path} names no model, or no card in its header.")
-        command = f"accelerate launch examples/grpo_gsm8k.py --config {path.relative_to(ROOT)}"
-        rows.append(f"| {model[1]} | {card[1]} GB | `{command}` |")
+        command = f"qerl-trl train --config {path.stem}"
+        rows.append(f"| {model[1]} | {card[1]} | `{command}` |")
     return "\n".join(rows) + (
         "\n\nMore memory runs more completions at a time; the first lines of each file say how many. The cards come from the memory plan, which "
         "was compared with runs on an H200 ([measured](docs/source/benchmarks.md)); no other card was there to run them on."

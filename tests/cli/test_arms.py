@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from qerl_trl import shipped
 from qerl_trl.cli import run as cli_run
 from qerl_trl.config import BASE_FORMATS
 from qerl_trl.tasks import arms as comparison
@@ -39,6 +40,7 @@ def arms(tmp_path, monkeypatch):
     (examples / "grpo_gsm8k.py").write_text(STAND_IN)
     (examples / "configs" / "small.yaml").write_text("max_steps: 5\n")
     monkeypatch.setattr(cli_run, "examples_folder", lambda: examples)
+    monkeypatch.setattr(shipped, "examples_folder", lambda: examples)
     return lambda *words: call("arms", "small", "--output_dir", tmp_path / "arms", *words)
 
 

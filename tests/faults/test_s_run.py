@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
-from trl import ModelConfig, TrlParser
 from typer.testing import CliRunner
 
-from qerl_trl import QeRLConfig, checkpoint
+from qerl_trl import checkpoint
 from qerl_trl.cli import arms
 from qerl_trl.cli import main as cli
 from qerl_trl.publish import hub
@@ -155,13 +154,12 @@ def example(tmp_path_factory):
         "eval_problems": 6,
         "lora_r": 4,
     }
-    parser = TrlParser((module.ScriptArguments, QeRLConfig, ModelConfig))
 
     def options(given):
         return [str(part) for name, value in given.items() for part in (f"--{name}", value)]
 
     def words(given):
-        module.main(*parser.parse_args_and_config(list(given)))
+        module.main(list(given))
 
     def run(output_dir, **given):
         words(

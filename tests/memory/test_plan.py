@@ -8,6 +8,7 @@ from datasets import Dataset
 from peft import LoraConfig
 
 from qerl_trl import QeRLConfig, QeRLGRPOTrainer
+from qerl_trl.memory.cards import gpu_of_card
 from qerl_trl.memory.formulas import engine_kv_bytes, model_bytes, shape_of
 from qerl_trl.memory.plan import GIB, Gpu, plan_run, plan_trainer
 from qerl_trl.memory.workload import Workload
@@ -254,3 +255,10 @@ def test_a_run_that_will_not_fit_is_warned_of_and_one_with_an_engine_is_stopped(
 
 def test_a_plan_is_data(make_trainer):
     assert json.loads(json.dumps(dataclasses.asdict(plan(24))))["work"]["batch"] == 4
+
+
+def test_a_card_by_name():
+    assert gpu_of_card("rtx4090").total == gpu_of_card("NVIDIA GeForce RTX 4090").total == 24 * 10**9
+    assert gpu_of_card("A100").total == 80 * 10**9 and gpu_of_card("A100-40GB").total == 40 * 10**9
+    with pytest.raises(ValueError, match=r"--card 'T4' is none of .*RTX 4090.*--gpu-gib"):
+        gpu_of_card("T4")

@@ -183,10 +183,10 @@ def embedded_trainer(folder: Path, problems: int, **settings):
     """The embedded model with an adapter that matters, and its held-out problems."""
     from transformers import AutoTokenizer
 
-    from qerl_trl.tasks.rewards import as_prompts
+    from qerl_trl.tasks.data import with_prompts
 
     path = str(ASSETS / "tiny-qwen2")
-    test = as_prompts(load_dataset("json", data_files=str(ASSETS / "test.jsonl"), split="train")).select(
+    test = with_prompts(load_dataset("json", data_files=str(ASSETS / "test.jsonl"), split="train")).select(
         range(problems)
     )
     trainer = arm_trainer(

@@ -3,8 +3,9 @@ from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
 
+from qerl_trl.tasks.data import with_prompts
 from qerl_trl.tasks.grading import final_answer, grader_of, is_correct
-from qerl_trl.tasks.rewards import as_prompts, correctness, format_reward
+from qerl_trl.tasks.rewards import correctness, format_reward
 
 GOOD = "3 + 4 = 7\n#### 7"
 
@@ -117,9 +118,9 @@ def test_rewards_read_conversational_completions():
     assert format_reward(completions) == [1.0, 0.0]
 
 
-def test_as_prompts():
+def test_with_prompts():
     data = Dataset.from_dict({"question": ["1+1?"], "answer": ["1+1=2\n#### 2"]})
-    assert as_prompts(data)[0] == {"answer": "1+1=2\n#### 2", "prompt": [{"content": "1+1?", "role": "user"}]}
-    assert as_prompts(data, "Be brief.")[0]["prompt"][0] == {"content": "Be brief.", "role": "system"}
+    assert with_prompts(data)[0] == {"answer": "1+1=2\n#### 2", "prompt": [{"content": "1+1?", "role": "user"}]}
+    assert with_prompts(data, "Be brief.")[0]["prompt"][0] == {"content": "Be brief.", "role": "system"}
     with pytest.raises(ValueError, match="question"):
-        as_prompts(data.rename_column("question", "q"))
+        with_prompts(data.rename_column("question", "q"))

@@ -11,8 +11,9 @@ from typing import Annotated
 import typer
 from typer.core import TyperCommand
 
+from ..shipped import config_file
 from .options import AsJson, note, print_result
-from .run import config_file, example_command
+from .run import example_command
 
 #: what a finished run was started with, in its folder
 STARTED_NAME = "arm.json"

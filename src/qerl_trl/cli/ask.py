@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from ..shipped import config_file
 from .options import AsJson, print_result
 
 
@@ -18,6 +19,9 @@ def plan(
         str | None, typer.Option(help="YAML file of a run, or the name of a shipped one; replaces the options below.")
     ] = None,
     gpu_gib: Annotated[float, typer.Option(help="Memory of one GPU, in GiB.")] = 80.0,
+    card: Annotated[
+        str | None, typer.Option(help="A GPU by name instead, such as 'RTX 4090', L40S, A100 or H100.")
+    ] = None,
     prompt_length: Annotated[int, typer.Option(help="Tokens of the longest prompt, with its chat template.")] = 512,
     batch: Annotated[int, typer.Option(help="Sequences of one backward pass.")] = 8,
     accumulation: Annotated[int, typer.Option(help="Backward passes of one update.")] = 1,
@@ -37,13 +41,12 @@ def plan(
     from transformers.training_args import OptimizerNames
 
     from qerl_trl.config import BASE_FORMATS
+    from qerl_trl.memory.cards import gpu_of_card
     from qerl_trl.memory.formulas import shape_of
     from qerl_trl.memory.plan import Gpu, plan_run
     from qerl_trl.memory.workload import Workload, dtype_bytes_of, workload_of_file
 
     if config is not None:
-        from .run import config_file
-
         named, work = workload_of_file(config_file(config), prompt_length)
         model = model or named
     else:
@@ -70,13 +73,21 @@ def plan(
     if model is None:
         raise ValueError("There is nothing to plan: name a model, or a configuration with --config.")
     shape = shape_of(model)
-    made = plan_run(shape, work, Gpu.of_gib(gpu_gib))
+    made = plan_run(shape, work, Gpu.of_gib(gpu_gib) if card is None else gpu_of_card(card))
     content = {
         **dataclasses.asdict(made),
         "parameters": shape.parameters,
         **{name: getattr(made, name) for name in ("update", "rollout", "peak", "waves", "fits")},
     }
-    print_result(content, as_json, [f"{shape.parameters / 1e9:.2f} G parameters", made.table(), made.verdict()])
+    print_result(
+        content,
+        as_json,
+        [
+            f"{shape.parameters / 1e9:.2f} G parameters{f', on one {card}' if card else ''}",
+            made.table(),
+            made.verdict(),
+        ],
+    )
     if not made.fits:
         raise typer.Exit(1)
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..shipped import config_file, examples_folder, task_file
 from .options import AllowOtherBase, AsJson, BaseFormat, BaseModel, Device, Dtype, note, print_result
 
 
@@ -17,10 +18,16 @@ def train(
         str | None,
         typer.Option(help="YAML file; a bare name is looked up in the shipped configs. Default: by machine."),
     ] = None,
+    task: Annotated[
+        str | None,
+        typer.Option(help="YAML file of a task, or the name of a shipped one. Default: what the configuration says."),
+    ] = None,
     num_processes: Annotated[int, typer.Option(help="Processes (GPUs), through accelerate launch.")] = 1,
 ) -> None:
-    """Train with examples/grpo_gsm8k.py. Further options go to it: any field of QeRLConfig and TRL's ModelConfig."""
+    """Train with examples/grpo_gsm8k.py. Further options go to it: any field of QeRLConfig, TRL's ModelConfig and of a task."""
     arguments = list(context.args)
+    if task is not None:
+        arguments += ["--task", str(task_file(task))]
     if config is not None:
         arguments += ["--config", str(config_file(config))]
     command = example_command(arguments, num_processes)
@@ -36,28 +43,13 @@ def example_command(arguments: list[str], num_processes: int) -> list[str]:
     return [*launcher, str(examples_folder() / "grpo_gsm8k.py"), *arguments]
 
 
-def config_file(name: str) -> Path:
-    """A YAML file, or the shipped one of that name."""
-    configs = examples_folder() / "configs"
-    found = next((path for path in (Path(name), configs / name, configs / f"{name}.yaml") if path.is_file()), None)
-    if found is None:
-        shipped = ", ".join(sorted(path.stem for path in configs.glob("*.yaml")))
-        raise ValueError(f"--config {name} is no file, and not one of the shipped ones: {shipped}.")
-    return found
-
-
-def examples_folder() -> Path:
-    """Where the example script, its configs and the embedded model are: in the wheel, or in a source checkout."""
-    package = Path(__file__).resolve().parents[1]
-    for folder in (package / "examples", package.parents[1] / "examples"):
-        if (folder / "grpo_gsm8k.py").is_file():
-            return folder
-    raise RuntimeError(f"examples/grpo_gsm8k.py is neither in {package} nor in a source checkout. Reinstall qerl-trl.")
-
-
 def evaluate(
     model: Annotated[str, typer.Argument(help="Run or checkpoint with an adapter, or folder or Hub id of a model.")],
     protocol: Annotated[str, typer.Option(help="gsm8k, math500, amc23, aime24, aime25, or local.")] = "gsm8k",
+    task: Annotated[
+        str | None,
+        typer.Option(help="The held-out problems of this task: its YAML file, or the name of a shipped one."),
+    ] = None,
     data: Annotated[
         str | None, typer.Option(help="Own problems: .jsonl, folder with test.jsonl, or Hub id (question, answer).")
     ] = None,
@@ -107,6 +99,7 @@ def evaluate(
         require_whole,
     )
     from qerl_trl.tasks import evaluation
+    from qerl_trl.tasks.task import Task
 
     adapter = Path(model) if (Path(model) / "adapter_config.json").is_file() else None
     if harness:
@@ -116,7 +109,30 @@ def evaluate(
         return
     if engine not in ("transformers", "vllm"):
         raise ValueError(f"--engine {engine} is unknown; choose transformers or vllm.")
-    if protocol == "local" or data is not None:
+    measured_task = problems = None
+    if task is not None:
+        if data is not None or protocol != "gsm8k":
+            raise ValueError("--task has data and grader of its own: leave --data and --protocol out.")
+        measured_task, chosen = Task.read(task_file(task)), evaluation.Protocol("", system_prompt=None, temperature=0.0)
+        problems = measured_task.splits()[1]
+        if not measured_task.graded(problems):
+            raise ValueError(
+                f"--task {task} is played with tools or an environment, or has no reference answers: only its training loop can measure it. Start "
+                "the command that trained the run again: a finished run is measured again."
+            )
+        longest = recorded_settings(adapter).get("max_completion_length") if adapter else None
+        chosen = dataclasses.replace(
+            chosen,
+            dataset=measured_task.hub_dataset or measured_task.label,
+            config=measured_task.dataset_config,
+            split=measured_task.dataset_test_split,
+            system_prompt=measured_task.system_prompt,
+            grader=measured_task.grader if isinstance(measured_task.grader, str) else "own",
+        )
+        protocol = Path(task).stem
+        if longest is not None:
+            chosen = dataclasses.replace(chosen, max_new_tokens=longest)
+    elif protocol == "local" or data is not None:
         if data is None:
             raise ValueError("--protocol local needs --data: a .jsonl file, a folder with test.jsonl, or a Hub id.")
         chosen = evaluation.Protocol(data, system_prompt=None, grader="auto")
@@ -135,6 +151,8 @@ def evaluate(
         "grader": grader,
     }
     chosen = dataclasses.replace(chosen, **{name: value for name, value in given.items() if value is not None})
+    if system_prompt is not None and task is not None:
+        raise ValueError("--system-prompt and --task exclude each other: the task has one. Say it in the task's file.")
     if system_prompt is not None:
         chosen = dataclasses.replace(chosen, system_prompt=system_prompt or None)
 
@@ -164,7 +182,13 @@ def evaluate(
         generate = evaluation.transformers_engine(
             policy.model, policy.tokenizer, chosen, batch_size, seed, progress=sys.stderr.isatty()
         )
-    result = evaluation.evaluate(chosen, generate, limit, seed)
+    if measured_task is not None:
+        if grader is not None:
+            measured_task.grader = grader
+        result = evaluation.evaluate(chosen, generate, limit, seed, problems, measured_task.verdicts)
+        result["task"] = measured_task.label
+    else:
+        result = evaluation.evaluate(chosen, generate, limit, seed)
     measured = (
         format_of(base)
         if engine == "vllm"

@@ -8,6 +8,7 @@ The same checkpoints in other people's harnesses: [`harness_commands`].
 """
 
 import copy
+import functools
 import math
 import shlex
 import time
@@ -24,15 +25,13 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from .. import report
 from ..rollout.vllm.offline import CheckpointEngine
+from .data import first, with_prompts
 from .grading import Grader, grader_of, is_correct
 
 _Z95 = 1.959963984540054
 #: `generate` fills what is left open from the model's generation_config.json (Qwen2.5-Instruct: a repetition penalty), and that would
 #: not be the policy that was trained
 _NEUTRAL = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "typical_p": 1.0}
-#: column names of problems and reference answers, in the order they are looked for
-_QUESTIONS = ("question", "problem")
-_ANSWERS = ("answer", "solution")
 BOXED_PROMPT = "Solve the problem step by step. Put the final answer in \\boxed{}."
 GSM8K_PROMPT = "Solve the problem step by step. Put the final answer on the last line, in the form: #### number"
 
@@ -135,22 +134,8 @@ def load_problems(protocol: Protocol, limit: int | None = None) -> Dataset:
         data = load_dataset("json", data_files=str(local), split="train")
     else:
         data = load_dataset(protocol.dataset, protocol.config, split=protocol.split)
-    question = next((name for name in _QUESTIONS if name in data.column_names), None)
-    answer = next((name for name in _ANSWERS if name in data.column_names), None)
-    if question is None or answer is None:
-        raise ValueError(
-            f"{protocol.dataset} has the columns {data.column_names}; one of {_QUESTIONS} and one of {_ANSWERS} is needed."
-        )
-    if limit is not None:
-        data = data.select(range(min(limit, len(data))))
-    system = [{"role": "system", "content": protocol.system_prompt}] if protocol.system_prompt else []
-    return data.map(
-        lambda row: {
-            "prompt": [*system, {"role": "user", "content": row[question]}],
-            "answer": str(row[answer]),
-        },
-        remove_columns=[name for name in data.column_names if name != "answer"],
-    )
+    data = with_prompts(first(data, limit), protocol.system_prompt)
+    return data.select_columns(["prompt", "answer"])
 
 
 def evaluate(
@@ -158,17 +143,22 @@ def evaluate(
     generate: Callable[[Dataset], list[str]],
     limit: int | None = None,
     seed: int = 0,
+    problems: Dataset | None = None,
+    verdicts_of: Callable[[list[str], Dataset], list[bool]] | None = None,
 ) -> dict[str, Any]:
     """Run a protocol. `generate` gives one completion for each row of a dataset whose problems are repeated `samples` times.
+
+    Args:
+        problems, verdicts_of: of a task ([`task.Task`]), instead of the protocol's dataset and grader.
 
     Returns:
         A JSON-able result: accuracy with interval, the protocol, and for each problem the completions' verdicts.
     """
-    compare = grader_of(protocol.grader)
-    problems = load_problems(protocol, limit)
+    verdicts_of = verdicts_of or functools.partial(grade, grader=grader_of(protocol.grader))
+    problems = load_problems(protocol, limit) if problems is None else first(problems, limit)
     repeated = problems.select([i for i in range(len(problems)) for _ in range(protocol.samples)])
     started = time.perf_counter()
-    verdicts = grade(generate(repeated), repeated, compare)
+    verdicts = verdicts_of(generate(repeated), repeated)
     rows = [verdicts[i : i + protocol.samples] for i in range(0, len(verdicts), protocol.samples)]
     return {
         **sampled_accuracy(rows),

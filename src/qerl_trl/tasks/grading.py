@@ -8,11 +8,12 @@
 Or one's own function (answer, reference) -> bool, by name: `my_task.py:same_colour`, `package.module:function`.
 """
 
-import importlib
 import importlib.util
 import re
 from collections.abc import Callable
 from pathlib import Path
+
+from .named import function_named
 
 Grader = Callable[[str, str], bool]
 
@@ -69,8 +70,8 @@ def auto(answer: str, reference: str) -> bool:
 GRADERS: dict[str, Grader] = {"auto": auto, "exact": exact, "numeric": numeric, "math": math}
 
 
-def grader_of(name: str) -> Grader:
-    """The grader of that name, or the function that a path names.
+def grader_of(name: str, folders: list[Path] | None = None) -> Grader:
+    """The grader of that name, or the function that a path names, its file looked for in `folders`.
 
     Raises:
         `ValueError`: there is no such grader or function.
@@ -80,36 +81,21 @@ def grader_of(name: str) -> Grader:
         raise ImportError(f"The grader {name!r} compares answers with math-verify: pip install qerl-trl[math].")
     if name in GRADERS:
         return GRADERS[name]
-    place, _, function = name.rpartition(":")
-    if not place:
+    if ":" not in name:
         raise ValueError(
             f"grader={name!r} is none of {', '.join(GRADERS)}, and no function: name one as file.py:function or package.module:function."
         )
-    try:
-        found = getattr(_module(place), function)
-    except (ImportError, AttributeError, OSError) as error:
-        raise ValueError(
-            f"grader={name!r} cannot be found: {error}. Name it as file.py:function or package.module:function."
-        ) from error
-    if not callable(found):
-        raise ValueError(f"grader={name!r} is {found!r}, no function of (answer, reference).")
-    return found
+    return function_named(name, "grader", folders)
 
 
-def _module(place: str):
-    if not place.endswith(".py"):
-        return importlib.import_module(place)
-    spec = importlib.util.spec_from_file_location(Path(place).stem, place)
-    assert spec is not None and spec.loader is not None, "of a path that ends with .py"
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def is_correct(text: str, gold: str, grader: str | Grader = "auto", whole: bool = False) -> bool:
+    """Whether the answer that `text` states equals `gold` (an answer, or a worked solution that ends in one).
 
-
-def is_correct(text: str, gold: str, grader: str | Grader = "auto") -> bool:
-    """Whether the answer that `text` states equals `gold` (an answer, or a worked solution that ends in one)."""
-    answer = final_answer(text)
-    if answer is None:
+    Args:
+        whole: all of `text` is the answer, and all of `gold`; otherwise what stands after `####` or in a box.
+    """
+    answer = text.strip() if whole else final_answer(text)
+    if not answer:
         return False
     compare = grader_of(grader) if isinstance(grader, str) else grader
-    return bool(compare(answer, final_answer(gold) or gold))
+    return bool(compare(answer, gold.strip() if whole else final_answer(gold) or gold))

@@ -7,11 +7,13 @@ transformers' `generate`. Every process answers its share.
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from accelerate.utils import gather_object
 from datasets import Dataset
 from transformers import TrainerCallback
 
 from .evaluation import Accuracy, grade, prompt_texts, solve
+from .task import Task
 
 
 def held_out_completions(
@@ -43,6 +45,39 @@ def held_out_completions(
     return gather_object(completions)
 
 
+@torch.no_grad()
+def held_out_rewards(trainer: Any, dataset: Dataset, batch_size: int = 64) -> list[float]:
+    """The first reward of one completion for each row of `dataset`, in its order, on every process. Collective.
+
+    Sampled as in a rollout of the run, tools and environments included, but without noise: what has several turns is played by the
+    trainer, whose loop it is.
+    """
+    ranks, rank = trainer.accelerator.num_processes, trainer.accelerator.process_index
+    training, generations = trainer.model.training, trainer.num_generations_eval
+    trainer.model.eval()
+    trainer.num_generations_eval = 1
+    rewards: list[float] = []
+    try:
+        for start in range(0, len(dataset), batch_size * ranks):
+            # each process gets as many, the last one again where there are no more
+            share = min(batch_size, -(-(len(dataset) - start) // ranks))
+            mine = [min(start + rank * share + i, len(dataset) - 1) for i in range(share)]
+            trainer._generate_and_score_completions([dict(dataset[row]) for row in mine])
+            rewards += trainer._rewards[:, 0].tolist()  # of all processes, in their order
+    finally:
+        trainer.num_generations_eval = generations
+        trainer.model.train(training)
+        trainer._metrics["eval"].clear()
+    return rewards[: len(dataset)]
+
+
+def held_out_verdicts(trainer: Any, task: Task, dataset: Dataset, batch_size: int = 64) -> list[bool]:
+    """Which of the held-out problems the policy solves now: its greedy answers graded, or the first reward where nothing can be."""
+    if task.graded(dataset):
+        return task.verdicts(held_out_completions(trainer, dataset, batch_size=batch_size), dataset)
+    return [reward >= task.solved_reward for reward in held_out_rewards(trainer, dataset, batch_size)]
+
+
 class HeldOutAccuracy(TrainerCallback):
     """After each evaluation (`eval_strategy`, or `trainer.evaluate()`): greedy accuracy on `dataset`, as `eval_held_out_accuracy`.
 
@@ -52,6 +87,7 @@ class HeldOutAccuracy(TrainerCallback):
         trainer: the trainer that this callback is added to.
         dataset: with a conversational `prompt` column, and whatever `grade` reads.
         grade: whether each completion is correct; by default against the column `answer`.
+        measure: which problems are solved, instead of `grade`: what [`held_out_verdicts`] says of a task.
     """
 
     def __init__(
@@ -60,13 +96,17 @@ class HeldOutAccuracy(TrainerCallback):
         dataset: Dataset,
         grade: Callable[[list[str], Dataset], list[bool]] = grade,
         batch_size: int = 64,
+        measure: Callable[[], list[bool]] | None = None,
     ) -> None:
         self.trainer, self.dataset, self.grade, self.batch_size = trainer, dataset, grade, batch_size
+        self.measure = measure or self._graded
 
     def on_evaluate(self, args, state, control, metrics: dict[str, float] | None = None, **kwargs) -> None:
-        completions = held_out_completions(self.trainer, self.dataset, batch_size=self.batch_size)
-        verdicts = self.grade(completions, self.dataset)
+        verdicts = self.measure()
         value = {"eval_held_out_accuracy": Accuracy(sum(verdicts), len(verdicts)).value}
         if metrics is not None:
             metrics.update(value)
         self.trainer.log(value)
+
+    def _graded(self) -> list[bool]:
+        return self.grade(held_out_completions(self.trainer, self.dataset, batch_size=self.batch_size), self.dataset)

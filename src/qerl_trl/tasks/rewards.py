@@ -6,10 +6,10 @@ completion.
 
 import re
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
-from datasets import Dataset
-
-from .grading import ANSWER_MARK, MARKED, grader_of, is_correct
+from .grading import ANSWER_MARK, MARKED, Grader, grader_of, is_correct
 
 
 def completion_text(completion: str | list[dict]) -> str:
@@ -17,21 +17,27 @@ def completion_text(completion: str | list[dict]) -> str:
     return completion if isinstance(completion, str) else completion[-1]["content"]
 
 
-def correctness(grader: str = "auto") -> Callable[..., list[float]]:
+def correctness(
+    grader: str | Grader = "auto", whole: bool = False, folders: list[Path] | None = None
+) -> Callable[..., list[float]]:
     """A reward function: 1.0 where the stated answer equals the dataset's `answer` as `grader` compares (grading.py), else 0.0.
+
+    Args:
+        whole: all that the model says last is its answer; otherwise what stands after `####` or in a box.
+        folders: where the file of a grader is looked for.
 
     Raises:
         `ValueError`, `ImportError`: as [`grading.grader_of`].
     """
-    compare = grader_of(grader)
+    compare = grader_of(grader, folders) if isinstance(grader, str) else grader
+    name = grader if isinstance(grader, str) else getattr(grader, "__name__", "own")
 
-    def correctness_reward(completions: list, answer: list[str], **kwargs) -> list[float]:
-        return [
-            float(is_correct(completion_text(c), gold, compare)) for c, gold in zip(completions, answer, strict=True)
-        ]
+    def correctness_reward(completions: list[Any], answer: list[str], **kwargs: Any) -> list[float]:
+        texts = map(completion_text, completions)
+        return [float(is_correct(text, gold, compare, whole)) for text, gold in zip(texts, answer, strict=True)]
 
-    if grader != "auto":  # another reward: a run that goes on is compared by its rewards' names
-        correctness_reward.__name__ += "_" + re.sub(r"\W+", "_", grader)
+    if name != "auto" or whole:  # another reward: a run that goes on is compared by its rewards' names
+        correctness_reward.__name__ += "_" + re.sub(r"\W+", "_", name) + ("_whole" if whole else "")
     return correctness_reward
 
 
@@ -44,21 +50,3 @@ def _well_formed(text: str) -> bool:
     lines = [line for line in text.strip().split("\n") if line.strip()]
     marks = sum(line.lstrip().startswith(ANSWER_MARK) for line in lines)
     return len(lines) >= 2 and marks == 1 and bool(MARKED.match(lines[-1].lstrip()))
-
-
-def as_prompts(dataset: Dataset, system_prompt: str | None = None) -> Dataset:
-    """Map GSM8K's columns to TRL's: `question` becomes a conversational `prompt`, `answer` stays for the reward.
-
-    Raises:
-        `ValueError`: a column is missing.
-    """
-    missing = {"question", "answer"} - set(dataset.column_names)
-    if missing:
-        raise ValueError(
-            f"The dataset has the columns {dataset.column_names}, but {sorted(missing)} is needed: GSM8K's format is a "
-            "`question` and an `answer` that ends in '#### <number>'."
-        )
-    system = [{"role": "system", "content": system_prompt}] if system_prompt else []
-    return dataset.map(
-        lambda row: {"prompt": [*system, {"role": "user", "content": row["question"]}]}, remove_columns=["question"]
-    )

@@ -1,0 +1,90 @@
+"""Problems as TRL wants them: a conversational `prompt`, and an `answer` where there is one. From the Hub, files, or a function."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset, DatasetDict, Value, load_dataset
+
+#: column names of problems and reference answers, in the order they are looked for
+QUESTIONS = ("prompt", "question", "problem")
+ANSWERS = ("answer", "solution")
+
+
+def read(
+    source: "str | Path | Callable[[], Mapping[str, Any]] | Mapping[str, Any]", config: str | None = None
+) -> DatasetDict:
+    """The splits of a Hub dataset, of a folder of `<split>.jsonl`, of a .jsonl file (`train`), or that a function returns."""
+    if isinstance(source, Path):
+        files = {"train": str(source)} if source.is_file() else {f.stem: str(f) for f in sorted(source.glob("*.jsonl"))}
+        if not files:
+            raise ValueError(f"dataset_name={str(source)!r} has no .jsonl file: one is needed for each split.")
+        return load_dataset("json", data_files=files)
+    if isinstance(source, str):
+        return load_dataset(source, config)
+    splits = source() if callable(source) else source
+    made = {name: rows if isinstance(rows, Dataset) else Dataset.from_list(rows) for name, rows in splits.items()}
+    return DatasetDict(made)
+
+
+def with_prompts(
+    data: Dataset,
+    system_prompt: str | None = None,
+    prompt_column: str | None = None,
+    answer_column: str | None = None,
+    needs_answer: bool = True,
+) -> Dataset:
+    """Questions become a conversational `prompt`, reference answers the text `answer`; other columns stay, for the rewards.
+
+    Raises:
+        `ValueError`: a column is missing.
+    """
+    question = prompt_column or next((name for name in QUESTIONS if name in data.column_names), None)
+    answer = answer_column or next((name for name in ANSWERS if name in data.column_names), None)
+    missing = [name for name in (prompt_column, answer_column) if name and name not in data.column_names]
+    if question is None or missing or (answer is None and needs_answer):
+        raise ValueError(
+            f"The dataset has the columns {data.column_names}, but {missing or f'one of {QUESTIONS} and one of {ANSWERS}'} is needed. Name "
+            "others with prompt_column and answer_column, or make them with a formatting_func."
+        )
+    system = [{"role": "system", "content": system_prompt}] if system_prompt else []
+
+    def row_of(row: dict[str, Any]) -> dict[str, Any]:
+        asked = row[question]
+        messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else list(asked)
+        if messages and messages[0]["role"] == "system" and system:
+            messages = messages[1:]
+        return {"prompt": [*system, *messages], **({"answer": str(row[answer])} if answer else {})}
+
+    gone = [name for name in (question,) if name != "prompt"]
+    made = data.map(row_of, remove_columns=gone)
+    return (
+        made if answer is None else made.cast_column("answer", Value("string"))
+    )  # a number that was one stays one in a map
+
+
+def split_named(data: DatasetDict, name: str, option: str) -> Dataset:
+    """One split.
+
+    Raises:
+        `ValueError`: there is no such split.
+    """
+    if name not in data:
+        raise ValueError(
+            f"{option}={name!r} is none of the splits {', '.join(data)}. Name another, or hold a part of the training split out with "
+            "test_split_size (0.1 is a tenth, 200 are 200 problems)."
+        )
+    return data[name]
+
+
+def held_out(data: DatasetDict, train: str, test: str, size: float | None) -> tuple[Dataset, Dataset]:
+    """(training, held-out) problems: two splits, or one that is divided, always the same way."""
+    if size is None:
+        return split_named(data, train, "dataset_train_split"), split_named(data, test, "dataset_test_split")
+    whole = split_named(data, train, "dataset_train_split")
+    parts = whole.train_test_split(test_size=int(size) if size >= 1 else size, seed=0)
+    return parts["train"], parts["test"]
+
+
+def first(data: Dataset, count: int | None) -> Dataset:
+    return data if count is None else data.select(range(min(count, len(data))))

@@ -1,0 +1,62 @@
+"""Objects by name, as a YAML file or a command line says them: `file.py:function`, `package.module:function`, or TRL's `package.module.function`."""
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+_HOW = "Name it as file.py:function or package.module:function."
+
+
+def found(name: str, folders: list[Path]) -> Path | None:
+    """The file or folder `name` as seen from the first of `folders` in which it is; `None` if it is in none."""
+    return next((place for folder in folders if (place := folder / name).exists()), None)
+
+
+def function_named(name: str, option: str, folders: list[Path] | None = None) -> Callable[..., Any]:
+    """The function or class that `name` says; a file is looked for in `folders`, by default in the working directory.
+
+    Raises:
+        `ValueError`: there is none, with `option` as what the user wrote it for.
+    """
+    place, _, attribute = name.rpartition(":") if ":" in name else name.rpartition(".")
+    if not place:
+        raise ValueError(f"{option}={name!r} is no function. {_HOW}")
+    try:
+        module = _of_file(place, folders or [Path()]) if place.endswith(".py") else importlib.import_module(place)
+        value = getattr(module, attribute)
+    except (ImportError, AttributeError, OSError) as error:
+        raise ValueError(f"{option}={name!r} cannot be found: {error}. {_HOW}") from error
+    if not callable(value):
+        raise ValueError(f"{option}={name!r} is {value!r}, no function of that kind. {_HOW}")
+    return value
+
+
+def _of_file(place: str, folders: list[Path]) -> ModuleType:
+    file = found(place, folders)
+    if file is None:
+        raise FileNotFoundError(f"there is no {place} in {', '.join(str(folder.absolute()) for folder in folders)}")
+    file = file.resolve()
+    name = f"_qerl_task_{abs(hash(file))}"  # the same module for each function of a file
+    if name in sys.modules:
+        return sys.modules[name]
+    main = sys.modules.get("__main__")
+    if main is not None and getattr(main, "__file__", None) and Path(main.__file__ or "").resolve() == file:
+        return main
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None, "of a path that ends with .py"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    beside = str(file.parent)
+    sys.path.insert(0, beside)  # what a script that is run sees: the modules beside it
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    finally:
+        sys.path.remove(beside)
+    return module

@@ -1,0 +1,141 @@
+"""A run of a task from its first to its last measurement: accuracy before, training, accuracy after, results, what to do with it."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from transformers import ProgressCallback
+
+from .. import checkpoint
+from ..base_identity import base_revision
+from ..publish.hub import HubError
+from ..publish.run import recorded_settings
+from ..report import banner, device_name, versions
+from ..run_folder import step_of
+from .data import first
+from .evaluation import Accuracy, paired_difference
+from .held_out import HeldOutAccuracy, held_out_verdicts
+from .plots import plot_curves
+from .results import RESULTS_NAME, arm_of, read_before, write_before
+from .task import Task
+
+
+class CompactProgress(ProgressCallback):
+    """The usual bar with the few numbers one watches, instead of a printed dictionary every step."""
+
+    _SHOWN = {"entropy": "entropy", "aqn/sigma": "sigma"}
+
+    def __init__(self, reward: str) -> None:
+        super().__init__()
+        self._shown = {f"rewards/{reward}/mean": reward.removesuffix("_reward"), **self._SHOWN}
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if state.is_world_process_zero and self.training_bar is not None and logs is not None:
+            shown = {short: f"{logs[key]:.3g}" for key, short in self._shown.items() if logs.get(key) is not None}
+            self.training_bar.set_postfix(shown)
+
+
+def train_and_measure(
+    trainer: Any, task: Task, eval_problems: int | None = None, eval_batch_size: int = 64
+) -> dict[str, Any]:
+    """Train, with the accuracy on held-out problems before and after, which is written to `results.json` in the output folder.
+
+    Started again with the same folder, it resumes from the last whole checkpoint; a finished run is measured again and no longer trained.
+
+    Args:
+        trainer ([`QeRLGRPOTrainer`] or another trainer with our mixin): made with [`Task.for_trainer`], its evaluation data the held-out ones.
+        eval_problems: only the first held-out problems. Default: all.
+        eval_batch_size: problems at a time, without vLLM.
+
+    Returns:
+        what `results.json` says, on the main process; empty on the others.
+    """
+    args, say = trainer.args, trainer.accelerator.print
+    test = first(trainer.eval_dataset, eval_problems)
+    trainer.remove_callback(ProgressCallback)
+    trainer.add_callback(CompactProgress(trainer.reward_func_names[0]))
+
+    def held_out() -> list[bool]:
+        return held_out_verdicts(trainer, task, test, eval_batch_size)
+
+    trainer.add_callback(HeldOutAccuracy(trainer, test, measure=held_out))
+    main_process = trainer.accelerator.is_main_process
+    say(banner(trainer))
+    how = "greedy" if task.graded(test) else f"sampled at temperature {args.temperature:g}"
+
+    output_dir = Path(args.output_dir)
+    resume = trainer.to_resume()  # refuses a folder that belongs to another run
+    before = None
+    if resume:
+        say(f"Resuming from {resume}.")
+        before = read_before(output_dir, test)
+    if before is None:
+        before = held_out()
+        if main_process:
+            write_before(output_dir, before, test)
+    say(f"Held-out accuracy before training, {how}: {Accuracy(sum(before), len(before))}")
+
+    begun = step_of(resume) if resume else 0  # now: training may remove that checkpoint
+    try:
+        trainer.train(resume_from_checkpoint=resume)
+    except HubError as error:  # the training itself is whole; it is pushed again below, once the results are written
+        say(error)
+    trainer.save_model(push=False)
+    after = held_out()
+    results: dict[str, Any] = {}
+    if main_process:
+        trained = trainer.state.global_step > begun
+        seconds = [entry["train_runtime"] for entry in trainer.state.log_history if "train_runtime" in entry]
+        results = _report(trainer, task, before, after, how, seconds[-1] if trained else None)
+    if args.push_to_hub:  # last: whatever the network does, the results are written
+        trainer.push_to_hub(dataset_name=task.hub_dataset)
+    return results
+
+
+def _report(
+    trainer: Any, task: Task, before: list[bool], after: list[bool], how: str, seconds: float | None
+) -> dict[str, Any]:
+    """Write results.json and curves.png of the run that was saved, and say what came out and what to do with it."""
+    args, output_dir = trainer.args, Path(trainer.args.output_dir)
+    settings = recorded_settings(output_dir)  # of what was trained, which is what the figures are about
+    difference, low, high = paired_difference(before, after)
+    results = {
+        "before": Accuracy(sum(before), len(before)).as_dict(),
+        "after": Accuracy(sum(after), len(after)).as_dict(),
+        "difference": {"value": difference, "interval95": [low, high]},
+        "train_seconds": seconds,
+        "steps": trainer.state.global_step,
+        "seed": args.seed,
+        "task": task.label,
+        "dataset": task.hub_dataset,
+        "split": task.dataset_test_split,
+        "decoding": f"{how}, noise off",
+        "arm": arm_of(settings),
+        "settings": settings,
+        "base": {"sha256": trainer.base_sha256, "revision": base_revision(trainer.model)},
+        "device": device_name(args.device),
+        "versions": versions(),
+        "command": " ".join(["accelerate launch", *sys.argv]),
+        "log_history": trainer.state.log_history,
+    }
+    if seconds is None and (output_dir / RESULTS_NAME).is_file():  # trained before, only measured again now
+        earlier = json.loads((output_dir / RESULTS_NAME).read_text())
+        results |= {name: earlier[name] for name in ("train_seconds", "log_history")}
+    checkpoint.write_json_atomically(output_dir / RESULTS_NAME, results)
+    plot_curves(trainer.state.log_history, output_dir / "curves.png", title=output_dir.name)
+    if args.base_format == "full":
+        saved, publish = "model", f"qerl-trl push model {output_dir} <user>/<name>"
+    else:
+        saved, publish = "adapter", f"qerl-trl push adapter {output_dir} <user>/<name>"
+        if Path(trainer.model.config._name_or_path).is_dir():
+            publish += " --base-model <the base's name on the Hub>"
+    print(
+        f"Held-out accuracy, {how}: before {Accuracy(sum(before), len(before))}\n"
+        f"                            after {Accuracy(sum(after), len(after))}\n"
+        f"                       difference {100 * difference:+.1f} points [{100 * low:+.1f}, {100 * high:+.1f}] (95 %)\n"
+        f"Curves: {output_dir / 'curves.png'}   figures: {output_dir / 'results.json'}\n"
+        f"The {saved} is in {output_dir}. Publish it, privately:\n"
+        f"    {publish}"
+    )
+    return results

@@ -1,0 +1,145 @@
+"""The arguments of a script that trains: a task, `QeRLConfig` and TRL's `ModelConfig`, from a recipe and the command line.
+
+```python
+from qerl_trl import QeRLGRPOTrainer
+from qerl_trl.tasks.script import Script
+
+script = Script.parse()  # --config recipe.yaml --task task.yaml, and any field of the three
+script.train(QeRLGRPOTrainer(**script.trainer_arguments()))
+```
+"""
+
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from transformers import AutoTokenizer
+from trl import ModelConfig, TrlParser, get_peft_config
+
+from ..config import QeRLConfig
+from ..redaction import check_places
+from ..shipped import config_file, examples_folder, task_file
+from .run import train_and_measure
+from .task import PARSED, Task, TaskArguments
+
+#: what is trained on where nobody says
+DEFAULT_TASK = "gsm8k"
+
+
+@dataclass
+class Script:
+    """What a script was told.
+
+    Attributes:
+        task: what is trained.
+        args: how.
+        model_args: which model and adapter.
+        eval_problems, eval_batch_size: of the measurement before and after.
+    """
+
+    task: Task
+    args: QeRLConfig
+    model_args: ModelConfig
+    eval_problems: int | None = None
+    eval_batch_size: int = 64
+
+    @classmethod
+    def parse(cls, task: Task | None = None, config: str | None = None, argv: Sequence[str] | None = None) -> "Script":
+        """Read the command line.
+
+        Args:
+            task: of the script, unless `--task` names another.
+            config: recipe (a file, or the name of a shipped one) where no `--config` is given; by default by machine, which is said.
+            argv: words of the command line, by default those of this process.
+
+        What a recipe says of its data and rewards holds for its own task only: a `--task` on the command line replaces all of it.
+        """
+        words = list(sys.argv[1:] if argv is None else argv)
+        words = with_config(words, config)
+        tracked = False
+        recipe: dict[str, Any] = yaml.safe_load(Path(_value(words, "config") or "").read_text()) or {}
+        if "report_to" not in recipe and _value(words, "report_to") is None and importlib.util.find_spec("trackio"):
+            words, tracked = [*words, "--report_to", "trackio"], True
+        kinds: list[Any] = [TaskArguments, QeRLConfig, ModelConfig]
+        said, args, model_args = TrlParser(kinds).parse_args_and_config(words)
+        if tracked:  # nobody asked for a Space: what nobody asked for stays on this machine
+            args.trackio_space_id, args.trackio_static_space_id = None, False
+        check_places(vars(said) | vars(model_args))
+        fields = {name: getattr(said, name) for name in PARSED}
+        if _value(words, "task") is not None or (task is not None and said.task is None):
+            fields = {name: value for name, value in fields.items() if _value(words, name) is not None}
+        if said.task is not None or task is None:
+            named = said.task or (None if fields["dataset_name"] else DEFAULT_TASK)
+            task = Task.read(task_file(named), _folders()) if named else Task(folders=_folders())
+        return cls(task.with_said(fields), args, model_args, said.eval_problems, said.eval_batch_size)
+
+    def trainer_arguments(self) -> dict[str, Any]:
+        """Arguments of [`QeRLGRPOTrainer`]: the task's, the recipe's, the adapter's, and the tokenizer with the task's chat template."""
+        args, named = self.args, self.model_args
+        model = named.model_name_or_path
+        if model is None:
+            raise ValueError("No model is named: --model_name_or_path, or model_name_or_path in the recipe.")
+        folder = next((place for place in (Path(model), examples_folder().parent / model) if place.is_dir()), None)
+        if folder is not None:  # from any working directory, also when the run is merged or measured later
+            model = str(folder.resolve())
+        given = args.model_init_kwargs or {}
+        assert isinstance(given, dict), "parsed by the configuration"
+        args.model_init_kwargs = {
+            "revision": named.model_revision,
+            "dtype": named.dtype,
+            **({"attn_implementation": named.attn_implementation} if named.attn_implementation else {}),
+            **given,
+        }
+        args.reward_weights = args.reward_weights or self.task.weights()
+        tokenizer = AutoTokenizer.from_pretrained(
+            model, revision=named.model_revision, padding_side="left", trust_remote_code=args.trust_remote_code
+        )
+        return {
+            "model": model,
+            "args": args,
+            "processing_class": self.task.prepared(tokenizer),
+            "peft_config": get_peft_config(named) if args.base_format != "full" else None,
+            **self.task.for_trainer(),
+        }
+
+    def train(self, trainer: Any) -> dict[str, Any]:
+        """See [`run.train_and_measure`]."""
+        return train_and_measure(trainer, self.task, self.eval_problems, self.eval_batch_size)
+
+
+def with_config(words: list[str], config: str | None = None) -> list[str]:
+    """The command line with a `--config` that is a file: the given one, else `config`, else this machine's, and then it is said which and why."""
+    given = _value(words, "config")
+    if given is None and config is None:
+        given, why = "embedded", "no GPU was found, so the default is the embedded tiny model and problems"
+        if torch.cuda.is_available():
+            given, why = "qwen2.5-3b", "a GPU was found, so the default is Qwen2.5-3B-Instruct on openai/gsm8k"
+        if os.environ.get("RANK", "0") == "0":
+            print(
+                f"Using examples/configs/{given}.yaml: {why}. Choose another with --config examples/configs/<name>.yaml."
+            )
+    kept = [word for i, word in enumerate(words) if not (_is(word, "config") or (i and words[i - 1] == "--config"))]
+    return [*kept, "--config", str(config_file(given or config or ""))]
+
+
+def _is(word: str, option: str) -> bool:
+    return word == f"--{option}" or word.startswith(f"--{option}=")
+
+
+def _value(words: list[str], option: str) -> str | None:
+    """What follows `--option` on the command line; `None` where it is not there."""
+    for word, after in zip(words, [*words[1:], ""], strict=True):
+        if _is(word, option):
+            return word.partition("=")[2] or after
+    return None
+
+
+def _folders() -> list[Path]:
+    """Where files of a task are looked for beside its own folder: here, and where the shipped ones are."""
+    return [Path(), examples_folder().parent]

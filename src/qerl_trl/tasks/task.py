@@ -1,0 +1,289 @@
+"""A task as one object: data, rewards, grader, chat template, tools or environment. In Python or in YAML, with TRL's names.
+
+```yaml
+# words.yaml
+name: words backwards
+dataset_name: words                        # words/train.jsonl and words/test.jsonl beside this file, or a Hub id
+reward_funcs: [words.py:letters_in_place]  # also names of trl.rewards, package.module:function, a reward model
+grader: exact
+answer_format: whole
+```
+
+The example script, `qerl-trl train`, `eval` and `merge` take one with `--task words.yaml`, and the cards name it.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from datasets import Dataset
+from trl import rewards as trl_rewards
+
+from . import data as problems
+from .grading import Grader, grader_of, is_correct
+from .named import found, function_named
+from .rewards import correctness, format_reward
+
+#: TRL's rewards that have to be made first, with the values of `trl grpo`
+_MADE = {"get_soft_overlong_punishment": {"max_completion_len": 1280, "soft_punish_cache": 256}}
+_OURS = ("correctness_reward", "format_reward")
+_THEIRS = [name for name in dir(trl_rewards) if name.endswith(("_reward", "_punishment"))]
+
+
+def _said(help: str, parsed: Any = str) -> dict[str, Any]:
+    """Of a field that a recipe or a command line can say as well, in the form `parsed`."""
+    return {"help": help, "parsed": parsed}
+
+
+@dataclass
+class Task:
+    """See the module's docstring. All that names a file is looked for beside the YAML file, then in the working directory.
+
+    Attributes:
+        name: in words, for results and cards.
+        dataset_name: Hub id, folder with `<split>.jsonl`, .jsonl file, `file.py:function` or a function of no argument that returns
+            `{split: rows}`. Of a row `prompt`, `question` or `problem` is what is asked (a text or messages), `answer` or `solution` the
+            reference; every column goes to the rewards.
+        test_split_size: share or number of training problems that are held out, where the data have no test split.
+        formatting_func: function from a row to one with `prompt` (and `answer`).
+        reward_funcs: functions with TRL's signature, or their names; `correctness_reward` and `format_reward` are ours.
+        reward_weights: of the rewards, in their order.
+        grader: how an answer is compared with the reference (grading.py).
+        answer_format: `marked` (after `####` or in a box) or `whole` (all that the model says last).
+        chat_template_path: Jinja file that replaces the tokenizer's chat template.
+        tools: functions that the model may call, or their names.
+        environment_factory: class (or its name) of an environment for TRL's `environment_factory`.
+        solved_reward: where answers are not graded (tools, environments, no reference): the first reward from which on a completion
+            counts as correct.
+    """
+
+    name: str | None = None
+    dataset_name: str | Callable[[], Mapping[str, Any]] | Mapping[str, Any] | None = field(
+        default=None,
+        metadata=_said("Hub dataset, folder with train.jsonl and test.jsonl, .jsonl file, or file.py:function."),
+    )
+    dataset_config: str | None = field(default=None, metadata=_said("Configuration of a Hub dataset."))
+    dataset_train_split: str = field(default="train", metadata=_said("Split to train on (default: train)."))
+    dataset_test_split: str = field(default="test", metadata=_said("Split that is held out (default: test)."))
+    test_split_size: float | None = field(
+        default=None, metadata=_said("Hold out this share (or number) of the training problems.", float)
+    )
+    formatting_func: str | Callable[[dict], dict] | None = field(
+        default=None, metadata=_said("Function from a row to one with a prompt: file.py:function.")
+    )
+    prompt_column: str | None = field(default=None, metadata=_said("Column with what is asked."))
+    answer_column: str | None = field(default=None, metadata=_said("Column with the reference answer."))
+    system_prompt: str | None = field(default=None, metadata=_said("System message put before every question."))
+    reward_funcs: list[str | Callable] | None = field(
+        default=None,
+        metadata=_said(
+            "Rewards: file.py:function, package.module:function, a name of trl.rewards, or a reward model.", list[str]
+        ),
+    )
+    reward_weights: list[float] | None = None
+    grader: str | Grader = field(
+        default="auto",
+        metadata=_said("How answers are compared: auto (default), exact, numeric, math or file.py:function."),
+    )
+    answer_format: str = field(default="marked", metadata=_said("marked (after #### or boxed; default) or whole."))
+    chat_template_path: str | None = field(
+        default=None, metadata=_said("Jinja file that replaces the tokenizer's chat template.")
+    )
+    tools: list[str | Callable] | None = field(
+        default=None, metadata=_said("Tools: file.py:function or package.module:function.", list[str])
+    )
+    environment_factory: str | Callable[[], Any] | None = field(
+        default=None, metadata=_said("Environment: file.py:Class.")
+    )
+    solved_reward: float = field(
+        default=1.0, metadata=_said("First reward that counts as solved, where nothing is graded.", float)
+    )
+    #: where files are looked for
+    folders: list[Path] = field(default_factory=lambda: [Path()], repr=False)
+
+    def __post_init__(self) -> None:
+        if self.answer_format not in ("marked", "whole"):
+            raise ValueError(f"answer_format={self.answer_format!r} is neither 'marked' nor 'whole'.")
+        if self.tools and self.environment_factory:
+            raise ValueError(
+                "tools and environment_factory are both given. Make the tools methods of the environment: TRL offers those to the model."
+            )
+
+    # ------------------------------------------------------------------------------------------------------- how it is said
+
+    @classmethod
+    def read(cls, file: str | Path, folders: list[Path] | None = None) -> "Task":
+        """The task of a YAML file.
+
+        Raises:
+            `ValueError`: it names what is no field of a task.
+        """
+        path = Path(file)
+        content = yaml.safe_load(path.read_text()) or {}
+        known = [each.name for each in dataclasses.fields(cls) if each.name != "folders"]
+        if not isinstance(content, dict) or (unknown := sorted(set(content) - set(known))):
+            what = f"{', '.join(unknown)}: unknown." if isinstance(content, dict) else "no fields."
+            raise ValueError(
+                f"{path} has {what} A task has {', '.join(known)}; settings of a run belong into --config."
+            )
+        return cls(**{"name": path.stem.replace("_", " "), **content}, folders=[path.parent, *(folders or [Path()])])
+
+    def with_said(self, said: Mapping[str, Any]) -> "Task":
+        """This task with what a recipe or a command line says of it."""
+        given = {name: value for name, value in said.items() if value is not None and name in PARSED}
+        if given.get("dataset_name") not in (None, self.dataset_name) and "dataset_config" not in given:
+            given["dataset_config"] = None  # of the other data
+        return dataclasses.replace(self, **given)
+
+    # ------------------------------------------------------------------------------------------------------- what it is made of
+
+    @property
+    def label(self) -> str:
+        return self.name or "problems with one answer"
+
+    @property
+    def interactive(self) -> bool:
+        """Whether a completion has several turns."""
+        return bool(self.tools or self.environment_factory)
+
+    @property
+    def hub_dataset(self) -> str | None:
+        """What a card may link to."""
+        source = self._source()
+        return source if isinstance(source, str) else None
+
+    def _source(self) -> Any:
+        named = self.dataset_name
+        if named is None:
+            raise ValueError("The task has no data: give it a dataset_name.")
+        if not isinstance(named, str):
+            return named
+        if ":" in named:
+            return function_named(named, "dataset_name", self.folders)
+        return found(named, self.folders) or named
+
+    def splits(self) -> tuple[Dataset, Dataset]:
+        """(training, held-out) problems with their prompts.
+
+        Raises:
+            `ValueError`: a split or a column is missing.
+        """
+        data = problems.read(self._source(), self.dataset_config)
+        parts = problems.held_out(data, self.dataset_train_split, self.dataset_test_split, self.test_split_size)
+        if self.formatting_func is not None:
+            function = self._function(self.formatting_func, "formatting_func")
+            parts = tuple(part.map(function) for part in parts)
+        needed = not self.interactive and (self.reward_funcs is None or "correctness_reward" in self.reward_funcs)
+        columns = (self.system_prompt, self.prompt_column, self.answer_column, needed)
+        return problems.with_prompts(parts[0], *columns), problems.with_prompts(parts[1], *columns)
+
+    def _function(self, said: str | Callable, option: str) -> Callable[..., Any]:
+        return function_named(said, option, self.folders) if isinstance(said, str) else said
+
+    def rewards(self) -> list[str | Callable]:
+        """The reward functions; reward models stay names.
+
+        Raises:
+            `ValueError`: a name leads nowhere.
+        """
+        if self.reward_funcs is None and self.environment_factory is not None:
+            return []  # the environment's own
+        named = self.reward_funcs
+        if named is None:
+            named = list(_OURS) if self.answer_format == "marked" else [_OURS[0]]
+        return [self._reward(each) if isinstance(each, str) else each for each in named]
+
+    def _reward(self, name: str) -> str | Callable:
+        if name == "correctness_reward":
+            return correctness(self.grader, self.answer_format == "whole", self.folders)
+        if name == "format_reward":
+            return format_reward
+        if name in _MADE:
+            return getattr(trl_rewards, name)(**_MADE[name])
+        if name in _THEIRS:
+            return getattr(trl_rewards, name)
+        if ".py:" not in name and ("/" in name or found(name, self.folders)):  # a model, on the Hub or in a folder
+            return str(found(name, self.folders) or name)
+        if ":" not in name and "." not in name:
+            known = ", ".join([*_OURS, *_THEIRS])
+            raise ValueError(
+                f"reward_funcs: {name!r} is none of {known}. A function of yours is file.py:function or package.module:function, a reward "
+                "model user/name or a folder."
+            )
+        return function_named(name, "reward_funcs", self.folders)
+
+    def weights(self) -> list[float] | None:
+        """Of the rewards; the default ones are weighted 1 for the answer and 0.1 for its form."""
+        if self.reward_weights is not None or self.reward_funcs is not None or self.environment_factory is not None:
+            return self.reward_weights
+        return [1.0, 0.1][: len(self.rewards())]
+
+    def for_trainer(self) -> dict[str, Any]:
+        """Arguments of a TRL trainer: data, rewards, and tools or the environment where there are any."""
+        train, test = self.splits()
+        arguments: dict[str, Any] = {"reward_funcs": self.rewards(), "train_dataset": train, "eval_dataset": test}
+        if self.tools:
+            arguments["tools"] = [self._function(each, "tools") for each in self.tools]
+        if self.environment_factory is not None:
+            arguments["environment_factory"] = self._function(self.environment_factory, "environment_factory")
+        return arguments
+
+    def prepared(self, tokenizer: Any) -> Any:
+        """The tokenizer with this task's chat template.
+
+        Raises:
+            `ValueError`: the file is not there.
+        """
+        if self.chat_template_path is not None:
+            file = found(self.chat_template_path, self.folders)
+            if file is None:
+                raise ValueError(f"chat_template_path={self.chat_template_path!r} is no file.")
+            tokenizer.chat_template = file.read_text().rstrip("\n")
+        return tokenizer
+
+    # ------------------------------------------------------------------------------------------------------- what is right
+
+    def graded(self, problems: Dataset) -> bool:
+        """Whether completions are compared with references; otherwise a reward says what is right."""
+        return not self.interactive and "answer" in problems.column_names
+
+    def verdicts(self, completions: list[str], problems: Dataset) -> list[bool]:
+        """Whether each completion states the reference answer."""
+        compare = grader_of(self.grader, self.folders) if isinstance(self.grader, str) else self.grader
+        whole = self.answer_format == "whole"
+        return [
+            is_correct(text, gold, compare, whole) for text, gold in zip(completions, problems["answer"], strict=True)
+        ]
+
+
+#: fields that a recipe or a command line can say
+PARSED = {each.name: each for each in dataclasses.fields(Task) if "parsed" in each.metadata}
+
+#: what a recipe or a command line may say of a task, for `TrlParser`; each replaces what the file says
+TaskArguments = dataclasses.make_dataclass(
+    "TaskArguments",
+    [
+        (
+            "task",
+            str | None,
+            field(default=None, metadata={"help": "YAML file of a task, or the name of a shipped one."}),
+        ),
+        *(
+            (name, each.metadata["parsed"] | None, field(default=None, metadata={"help": each.metadata["help"]}))
+            for name, each in PARSED.items()
+        ),
+        (
+            "eval_problems",
+            int | None,
+            field(default=None, metadata={"help": "Held-out problems to grade (default: all)."}),
+        ),
+        (
+            "eval_batch_size",
+            int,
+            field(default=64, metadata={"help": "Problems at a time in the evaluation without vLLM."}),
+        ),
+    ],
+)

@@ -1,0 +1,250 @@
+"""A task as an object: read from YAML, said on a command line, made into a trainer's arguments, graded."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from datasets import Dataset
+from trl import ModelConfig
+from trl.rewards import think_format_reward
+
+from qerl_trl import QeRLConfig, shipped
+from qerl_trl.tasks.script import Script, with_config
+from qerl_trl.tasks.task import PARSED, Task
+
+OWN = """
+from helper import SCORE
+
+def shouted(completions, **kwargs):
+    return [SCORE * float(c[0]["content"].isupper()) for c in completions]
+
+def rows():
+    return {"train": [{"question": f"q{i}", "solution": i} for i in range(8)], "test": [{"question": "t", "solution": 9}]}
+
+def turned(row):
+    return {"prompt": "turned " + row["text"], "answer": row["label"]}
+
+def same_colour(answer, reference):
+    return answer[0] == reference[0]
+
+def look(where: str) -> str:
+    \"\"\"
+    Looks.
+
+    Args:
+        where: a place.
+    \"\"\"
+    return where
+
+class World:
+    def reset(self, **row):
+        return None
+
+    def get_reward(self):
+        return 1.0
+
+NUMBER = 3
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    place = tmp_path / "task"
+    place.mkdir()
+    (place / "own.py").write_text(OWN)
+    (place / "helper.py").write_text("SCORE = 2\n")
+    for split, count in (("train", 10), ("test", 3)):
+        lines = (json.dumps({"text": f"{split} {i}", "label": i}) for i in range(count))
+        (place / f"{split}.jsonl").write_text("\n".join(lines))
+    monkeypatch.chdir(tmp_path)  # names are looked for beside the YAML file, not only here
+    return place
+
+
+def read(folder, **content):
+    (folder / "my_words.yaml").write_text(yaml.safe_dump(content))
+    return Task.read(folder / "my_words.yaml")
+
+
+def test_data_of_a_folder_beside_the_file(folder):
+    task = read(folder, dataset_name=".", prompt_column="text", answer_column="label", system_prompt="Be brief.")
+    train, test = task.splits()
+    assert (len(train), len(test), task.label, task.hub_dataset) == (10, 3, "my words", None)
+    assert [m["content"] for m in test[0]["prompt"]] == ["Be brief.", "test 0"]
+    assert test[0]["answer"] == "0" and test[0]["label"] == 0
+
+
+def test_data_of_a_function_and_formatted(folder):
+    train, test = read(folder, dataset_name="own.py:rows").splits()
+    assert (len(train), test[0]["answer"], test[0]["solution"]) == (8, "9", 9)
+    train, _ = read(folder, dataset_name=".", formatting_func="own.py:turned").splits()
+    assert train[1]["prompt"] == [{"role": "user", "content": "turned train 1"}] and train[1]["answer"] == "1"
+
+
+def test_a_split_is_held_out_where_there_is_none(folder):
+    (folder / "test.jsonl").unlink()
+    columns = {"prompt_column": "text", "answer_column": "label"}
+    with pytest.raises(ValueError, match=r"dataset_test_split='test'.*test_split_size"):
+        read(folder, dataset_name=".", **columns).splits()
+    for size, count in ((0.3, 3), (4, 4)):
+        train, test = read(folder, dataset_name="train.jsonl", test_split_size=size, **columns).splits()
+        assert (len(train), len(test)) == (10 - count, count)
+        assert not {row["answer"] for row in train} & {row["answer"] for row in test}
+    again = read(folder, dataset_name="train.jsonl", test_split_size=4, **columns).splits()[1]
+    assert again["answer"][:] == test["answer"][:]
+
+
+def test_rewards_by_every_kind_of_name(folder):
+    names = [
+        "own.py:shouted",
+        "think_format_reward",
+        "trl.rewards.accuracy_reward",
+        "user/reward-model",
+        "format_reward",
+    ]
+    own, think, dotted, model, form = read(folder, dataset_name=".", reward_funcs=names).rewards()
+    assert own([[{"content": "HI"}], [{"content": "hi"}]]) == [2.0, 0.0]  # and its own file found the one beside it
+    assert think is think_format_reward and dotted.__name__ == "accuracy_reward" and model == "user/reward-model"
+    assert form.__name__ == "format_reward"
+    made = read(folder, dataset_name=".", reward_funcs=["get_soft_overlong_punishment"]).rewards()[0]
+    assert made(completion_ids=[[1] * 10]) == [0.0]
+    assert [r.__name__ for r in read(folder, dataset_name=".").rewards()] == ["correctness_reward", "format_reward"]
+    assert read(folder, dataset_name=".").weights() == [1.0, 0.1]
+
+
+@pytest.mark.parametrize(
+    ("field", "said", "names"),
+    [
+        (
+            "reward_funcs",
+            ["acuracy_reward"],
+            ["acuracy_reward", "accuracy_reward", "correctness_reward", "file.py:function"],
+        ),
+        ("reward_funcs", ["own.py:lost"], ["own.py:lost", "lost"]),
+        ("reward_funcs", ["gone.py:shouted"], ["gone.py:shouted", "there is no gone.py", "task"]),
+        ("reward_funcs", ["own.py:NUMBER"], ["NUMBER", "no function"]),
+        ("tools", ["no.such.module"], ["tools='no.such.module'"]),
+        ("environment_factory", "own.py:Wrld", ["environment_factory='own.py:Wrld'"]),
+        ("chat_template_path", "gone.jinja", ["chat_template_path='gone.jinja'"]),
+    ],
+)
+def test_a_name_that_leads_nowhere_is_named(folder, field, said, names):
+    task = read(folder, dataset_name="own.py:rows", **{field: said})
+    with pytest.raises(ValueError) as info:
+        task.for_trainer()
+        task.prepared(None)
+    assert all(name in str(info.value) for name in names), info.value
+
+
+def test_what_no_task_has_is_refused(folder):
+    with pytest.raises(ValueError, match=r"learning_rate.*--config"):
+        read(folder, dataset_name=".", learning_rate=1)
+    with pytest.raises(ValueError, match="neither 'marked' nor 'whole'"):
+        read(folder, answer_format="all")
+    with pytest.raises(ValueError, match="methods of the environment"):
+        read(folder, tools=["own.py:look"], environment_factory="own.py:World")
+    with pytest.raises(ValueError, match="dataset_name"):
+        read(folder).splits()
+
+
+def test_tools_and_environments_reach_the_trainer(folder):
+    arguments = read(folder, dataset_name="own.py:rows", tools=["own.py:look"]).for_trainer()
+    assert [tool.__name__ for tool in arguments["tools"]] == ["look"]
+    task = read(folder, dataset_name="own.py:rows", environment_factory="own.py:World")
+    arguments = task.for_trainer()
+    assert arguments["environment_factory"]().get_reward() == 1.0
+    assert arguments["reward_funcs"] == []  # the environment's own
+    assert task.interactive and not task.graded(arguments["eval_dataset"])
+
+
+@pytest.mark.parametrize(
+    ("grader", "form", "text", "right"),
+    [
+        ("exact", "whole", " TENALP ", True),
+        ("exact", "whole", "tenalp", False),
+        ("exact", "marked", "TENALP", False),
+        ("exact", "marked", "so\n#### TENALP", True),
+        ("own.py:same_colour", "whole", "T", True),
+        ("own.py:same_colour", "whole", "", False),
+    ],
+)
+def test_verdicts(folder, grader, form, text, right):
+    task = read(folder, dataset_name=".", grader=grader, answer_format=form)
+    rows = Dataset.from_dict({"answer": ["TENALP"]})
+    assert task.graded(rows) and task.verdicts([text], rows) == [right]
+    reward = read(folder, reward_funcs=["correctness_reward"], grader=grader, answer_format=form).rewards()[0]
+    assert reward(completions=[[{"content": text}]], answer=["TENALP"]) == [float(right)]
+
+
+# --- scripts ---------------------------------------------------------------------------------------------------------------------
+
+
+def parse(folder, *words, recipe="max_steps: 3\n", task=None):
+    (folder / "recipe.yaml").write_text(f"use_cpu: true\nbf16: false\noutput_dir: {folder}/run\n{recipe}")
+    return Script.parse(task, argv=["--config", str(folder / "recipe.yaml"), *words])
+
+
+def test_a_task_inside_a_recipe(folder):
+    script = parse(folder, recipe="dataset_name: own.py:rows\nreward_funcs: [own.py:shouted]\ngrader: exact\n")
+    assert (script.task.dataset_name, script.task.reward_funcs) == ("own.py:rows", ["own.py:shouted"])
+    assert script.task.grader == "exact" and script.task.answer_format == "marked"
+
+
+def test_the_command_line_replaces_the_recipe_and_the_file(folder):
+    read(folder, dataset_name="own.py:rows", grader="exact", system_prompt="A")
+    recipe = "dataset_name: user/other\nsystem_prompt: of the recipe\n"
+    script = parse(folder, "--task", str(folder / "my_words.yaml"), "--grader", "numeric", recipe=recipe)
+    assert (script.task.dataset_name, script.task.grader, script.task.system_prompt) == ("own.py:rows", "numeric", "A")
+    script = parse(folder, recipe=f"task: {folder}/my_words.yaml\ngrader: math\n")
+    assert (script.task.dataset_name, script.task.grader) == ("own.py:rows", "math")
+    own = Task(name="mine", dataset_name="user/mine")
+    assert parse(folder, recipe=recipe, task=own).task.dataset_name == "user/mine"
+    assert parse(folder, "--dataset_name", "user/other", task=own).task.dataset_name == "user/other"
+
+
+def test_other_data_has_no_configuration_of_the_first(folder):
+    script = parse(folder, "--dataset_name", "user/other", recipe="task: gsm8k\n")
+    assert (script.task.dataset_name, script.task.dataset_config) == ("user/other", None)
+    assert parse(folder, recipe="task: gsm8k\n").task.dataset_config == "main"
+    assert parse(folder).task.dataset_name == "openai/gsm8k"
+
+
+def test_trackio_where_it_is_installed_and_nobody_says_otherwise(folder, monkeypatch):
+    assert parse(folder, recipe="report_to: none\n").args.report_to == []
+    monkeypatch.setattr("qerl_trl.tasks.script.importlib.util.find_spec", lambda name: name == "trackio" or None)
+    args = parse(folder).args
+    assert (args.report_to, args.trackio_space_id, args.trackio_static_space_id) == (["trackio"], None, False)
+    assert parse(folder, "--report_to", "none").args.report_to == []
+    assert parse(folder, recipe="report_to: none\n").args.report_to == []
+
+
+def test_no_option_has_two_homes():
+    taken = {field.name for kind in (QeRLConfig, ModelConfig) for field in dataclasses.fields(kind)}
+    assert not taken & {*PARSED, "task", "eval_problems"}
+
+
+def test_the_documentation_names_every_field():
+    page = (Path(__file__).resolve().parents[2] / "docs" / "source" / "your_task.md").read_text()
+    missing = [name for name in (*PARSED, "reward_weights") if f"`{name}`" not in page]
+    assert not missing
+
+
+def test_a_shipped_name_or_what_there_is(folder):
+    assert shipped.task_file("gsm8k").name == "gsm8k.yaml"
+    with pytest.raises(ValueError, match=r"--task nothing .*arithmetic.*gsm8k"):
+        shipped.task_file("nothing")
+    assert with_config(["--a", "1", "--config", "embedded"])[2:] == ["--config", str(shipped.config_file("embedded"))]
+
+
+@pytest.mark.parametrize("file", sorted((shipped.examples_folder() / "tasks").glob("*.yaml")), ids=lambda f: f.stem)
+def test_every_shipped_task_is_whole(file):
+    task = Task.read(file)
+    if task.hub_dataset:  # not from here
+        assert task.rewards()
+        return
+    arguments = task.for_trainer()
+    assert len(arguments["train_dataset"]) >= 1000 and len(arguments["eval_dataset"]) >= 200
+    asked, held = ({json.dumps(row) for row in arguments[name]} for name in ("train_dataset", "eval_dataset"))
+    assert not asked & held
+    assert arguments["reward_funcs"] or "environment_factory" in arguments
