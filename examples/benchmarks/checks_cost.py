@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 STEPS = 6
 #: logits of random weights have a standard deviation of about 1.2, those of a trained model about 4
 SHARPER = 4.0
+PROBE = "rollout: probe, every few steps"
 #: label -> (kind, module, path of the function). "check": issue of this measurement; "work": what is done anyhow, for comparison
 TIMED = {
     "start: settings and environment": ("check", "qerl_trl.preflight", "check"),
@@ -45,11 +46,12 @@ TIMED = {
     "sync: noise": ("work", "qerl_trl.rollout.generation", "QeRLVLLMGeneration.sync_noise"),
     "sync: weights changed?": ("check", "qerl_trl.rollout.generation", "QeRLVLLMGeneration._trained_stamp"),
     "sync: fingerprint of the update": ("check", "qerl_trl.rollout.trained", "update_fingerprint"),
+    "sync: the same in the engine": ("check", "qerl_trl.rollout.vllm.state", "update_fingerprint"),
     "sync: the update is whole and finite": ("check", "qerl_trl.rollout.vllm.state", "RolloutState._checked"),
     "sync: noise that landed": ("check", "qerl_trl.rollout.vllm.state", "RolloutState.sigma_effective"),
     "rollout: what the engine holds": ("check", "qerl_trl.rollout.vllm.state", "RolloutState.held"),
     "rollout: completions": ("check", "qerl_trl.rollout.generation", "check_completions"),
-    "rollout: probe, every few steps": ("check", "qerl_trl.rollout.generation", "QeRLVLLMGeneration._probe_if_due"),
+    PROBE: ("check", "qerl_trl.rollout.generation", "QeRLVLLMGeneration._probe_if_due"),
     "rollout: mismatch": ("check", "qerl_trl.mismatch", "MismatchWatch.rollout"),
     "rollout: signal": ("check", "qerl_trl.guards", "SignalMonitor.rewards"),
     "rewards": ("check", "qerl_trl.guards", "check_reward_tensor"),
@@ -108,6 +110,8 @@ def measure(size: str, device: str) -> dict[str, Any]:
     import torch
     from transformers import TrainerCallback
 
+    from qerl_trl import QeRLConfig
+
     clock = Clock(device)
     packed_model = rollout_models.packed_model
 
@@ -122,7 +126,7 @@ def measure(size: str, device: str) -> dict[str, Any]:
     if tiny:
         small = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 4}
         rollout_models.SHAPES[size] = {**small, "num_key_value_heads": 2, "vocab_size": 1024}
-    count = 3 if tiny else STEPS
+    count, every = 3 if tiny else STEPS, QeRLConfig.__dataclass_fields__["rollout_probe_steps"].default
     case = plan_check.Case(size, 4 if tiny else 8, 16 if tiny else 256, 8 if tiny else 512, 4 if tiny else 8)
     graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [8]}
     engine = {"max_num_seqs": case.sequences, **({"enforce_eager": True} if tiny else {"compilation_config": graphs})}
@@ -150,7 +154,9 @@ def measure(size: str, device: str) -> dict[str, Any]:
     labels = [label for label in TIMED if any(label in step for step in counted)]
     milliseconds = {label: round(1e3 * statistics.median(s.get(label, 0.0) for s in counted), 3) for label in labels}
     whole = statistics.median(step["whole"] for step in counted)
-    probes = [step["rollout: probe, every few steps"] for step in counted]
+    probes = [step.get(PROBE, 0.0) for step in counted]
+    # one step of this run is probed, and of a run one in this many
+    milliseconds[PROBE] = round(1e3 * max(probes) / every, 3)
     checks = [label for label in labels if TIMED[label][0] == "check"]
     in_start = [label for label in TIMED if label in start]
     row = {
@@ -162,6 +168,7 @@ def measure(size: str, device: str) -> dict[str, Any]:
         "start_s": round(start["whole"], 2),
         "per_step_ms": milliseconds,
         "one_probe_between_steps_ms": round(1e3 * max(probes), 1),
+        "steps_per_probe": every,
         "noise_sync_ms": noise_syncs(trainer, clock),
         "at_start_s": {label: round(start[label], 4) for label in in_start},
         "of_a_folder_s": folder_checks(trainer),

@@ -305,7 +305,7 @@ FAULTS = {
     "completions empty": Fault(("is empty",), at_end_of=of_answers(empty)),
     "adapter infinite": Fault(("NaN or infinity",), at_end_of=huge_adapter),
     "reward hangs": Fault(("reward_timeout",), at_end_of=reward_hangs, settings={"reward_timeout": 5.0}, again=True),
-    "disk full": Fault(("no room to write",), at_end_of=full_disk, again=True),
+    "disk full": Fault(("no room to write",), at_end_of=full_disk, step=2, again=True),
     "one process of two fails": Fault(("raised KeyError", "resume"), at_end_of=rank_dies, processes=2, settings={"use_vllm": False}),
 }  # fmt: skip
 

@@ -19,10 +19,10 @@ from ..nvfp4.config import NVFP4Config
 from ..nvfp4.layouts import METHOD
 from ..nvfp4.linear import NVFP4Linear, compute_dtype, has_nvfp4
 from .adapter import adapter_buffers, linear_layers, short_names
+from .wire import WORKER_EXTENSION
 
 #: name of the loader that takes the weights out of the trainer's model (rollout/vllm)
 LOAD_FORMAT = "qerl_trainer"
-WORKER_EXTENSION = "qerl_trl.rollout.vllm.worker.QeRLWorkerExtension"
 ENDPOINT = "qerl_trl.rollout.vllm.endpoint.RolloutEndpoint"
 #: log-probabilities after temperature and truncation, which are the behaviour policy's
 LOGPROBS_MODE = "processed_logprobs"

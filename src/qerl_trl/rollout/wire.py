@@ -13,6 +13,8 @@ CHUNK = 16 * 2**20
 MAX_TRANSFER = 16 * 2**30
 #: the server's paths for the trainer alone (vllm/endpoint.py): a method of the worker extension, and the prefix cache
 CALL, RESET = "/qerl/call", "/qerl/reset_prefix_cache"
+#: that extension
+WORKER_EXTENSION = "qerl_trl.rollout.vllm.worker.QeRLWorkerExtension"
 #: bytes of one request to them: a line of JSON, and a part
 MAX_MESSAGE = CHUNK + 2**20
 #: seconds that one may take

@@ -23,6 +23,7 @@ from qerl_trl.nvfp4 import layouts
 from qerl_trl.nvfp4.quantizer import NVFP4HfQuantizer
 from qerl_trl.rollout.vllm.linear import DenseMethod
 from qerl_trl.rollout.vllm.quantization import EngineOptions, QeRLQuantizationConfig
+from qerl_trl.rollout.wire import WORKER_EXTENSION
 from tests.tiny_models import make_tiny_config
 
 #: of vLLM's classes; tests/nvfp4/test_architectures.py compares it with them
@@ -352,3 +353,12 @@ def test_a_checkpoint_is_only_taken_over_when_asked():
     assert QeRLQuantizationConfig.override_quantization_method(checkpoint, None) is None
     assert QeRLQuantizationConfig.override_quantization_method(checkpoint, "fp8") is None
     assert QeRLQuantizationConfig.override_quantization_method(checkpoint, "qerl_nvfp4") == "qerl_nvfp4"
+
+
+def test_a_server_without_a_secret_ends_before_a_weight_is_read(engine_config, monkeypatch):
+    monkeypatch.setattr(engine_config.parallel_config, "worker_extension_cls", WORKER_EXTENSION)
+    monkeypatch.delenv("QERL_SERVER_SECRET", raising=False)
+    with pytest.raises(RuntimeError, match="export QERL_SERVER_SECRET="):
+        engine_side(None).get_quant_method(Linear(64), "model.layers.0.mlp.down_proj")
+    monkeypatch.setenv("QERL_SERVER_SECRET", "0123456789abcdef")
+    assert engine_side(None).get_quant_method(Linear(64), "model.layers.0.mlp.down_proj")

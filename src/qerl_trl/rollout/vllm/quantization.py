@@ -29,6 +29,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from ...nvfp4.architectures import dense_by_default
 from ...nvfp4.format import SCALE_RULES
 from ...nvfp4.layouts import METHOD, Selection, check_entries, parse_quantization_config
+from ..signature import secret
+from ..wire import WORKER_EXTENSION
 from . import loader, norm
 from .linear import AdaptedMethod, DenseMethod, EmbeddingMethod, ModelOptNVFP4Method, NVFP4Method, OnlineNVFP4Method
 from .nf4 import NF4Method
@@ -112,6 +114,16 @@ def _model_type() -> str | None:
     return None if model is None else getattr(model.hf_text_config, "model_type", None)
 
 
+def _check_secret() -> None:
+    """A server for trainers without a secret would load its weights first, and refuse to start afterwards (endpoint.py).
+
+    Raises:
+        `RuntimeError`: says how to make one.
+    """
+    if get_current_vllm_config().parallel_config.worker_extension_cls == WORKER_EXTENSION:
+        secret()
+
+
 @register_quantization_config(METHOD)
 @dataclass(eq=False)
 class QeRLQuantizationConfig(QuantizationConfig):
@@ -181,6 +193,7 @@ class QeRLQuantizationConfig(QuantizationConfig):
                     "use_vllm=False."
                 )
             return None
+        _check_secret()
         options = EngineOptions.current()
         known = () if shared is None else shared.modules
         method: Callable[..., AdaptedMethod]
