@@ -119,7 +119,8 @@ def counted(trainer):
 def weighted_logps(trainer, batch):
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
     mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
-    weight = torch.linspace(0.5, 1.5, 6 * 15).view(6, 15)
+    device = trainer.accelerator.device
+    ids, mask, weight = (x.to(device) for x in (ids, mask, torch.linspace(0.5, 1.5, 6 * 15).view(6, 15)))
 
     def compute():
         logps, entropies, _ = trainer._get_per_token_logps_and_entropies(
@@ -341,3 +342,53 @@ def test_pictures_are_left_to_trl(trainer):
     ids = torch.ones(2, 4, dtype=torch.long)
     trainer._packing.on = True
     assert trainer._packing(trainer.model, ids, ids, 2, pixel_values=torch.ones(1)) is None
+
+
+def test_rows_to_compile_on_are_rows_as_in_training(make):
+    trainer = make()
+    made = trainer._packing.examples(4, 256)
+    assert len({inputs["input_ids"].shape for inputs in made}) == len({inputs["max_length_k"] for inputs in made}) == 3
+    decoder = packing._inner(trainer, trainer.model).get_decoder()
+    for inputs in made:
+        assert inputs["packed_keys"] is not None
+        with torch.no_grad(), attention.packed_call():
+            assert decoder(**inputs).last_hidden_state.isfinite().all()
+
+
+# --- on a GPU --------------------------------------------------------------------------------------------------------
+
+
+def error(found, truth):
+    """Of results and of all gradients, relative."""
+    flat = [torch.cat([x.float().cpu().flatten() for x in grads.values()]) for _, grads in (found, truth)]
+    result = (found[0].float().cpu() - truth[0]).abs().mean().item()
+    return result, ((flat[0] - flat[1]).norm() / flat[1].norm()).item()
+
+
+ON_GPU = {"use_cpu": False, "bf16": True, "model_init_kwargs": {"dtype": "bfloat16"}, "use_vllm": False}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+def test_in_bfloat16_it_is_as_near_to_float32_as_the_padded_way(make, family):
+    exact = make(family)
+    truth = both(exact, weighted_logps(exact, ragged()))[0]
+    trainer = make(family, padding_free=None, compile_layers=False, **ON_GPU)
+    assert trainer._packing.on
+    padded, packed = (error(found, truth) for found in both(trainer, weighted_logps(trainer, ragged())))
+    for a, b in zip(packed, padded, strict=True):
+        assert a < 1.5 * b + 5e-3, (packed, padded)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("base_format", ["bf16", "nvfp4"])
+def test_compiled_layers_compute_the_row(make, base_format):
+    eager = make(base_format=base_format, compile_layers=False, **ON_GPU)
+    compiled = make(base_format=base_format, compile_layers=True, **ON_GPU, max_steps=2, max_completion_length=40)
+    compiled.train()  # compiles; what follows are the same graphs
+    with torch.no_grad():
+        for a, b in zip(compiled.model.parameters(), eager.model.parameters(), strict=True):
+            a.copy_(b)
+    results = [both(one, weighted_logps(one, ragged()))[1] for one in (eager, compiled)]
+    result, gradient = error(results[1], (results[0][0].float().cpu(), results[0][1]))
+    assert result < 0.02 and gradient < 0.05

@@ -34,6 +34,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ..names import unwrap
 from ..noise.hooks import laid_on
 from ..upstream import OnlineTrainer
+from . import attention
+from .packing import Packing
 
 logger = logging.getLogger(__name__)
 
@@ -259,7 +261,13 @@ def reason_against(trainer: OnlineTrainer) -> str | None:
 
 
 def warm_up(
-    compiled: CompiledLayers, model: nn.Module, batch: int, length: int, noisy: bool = False, autocast: Any = None
+    compiled: CompiledLayers,
+    model: nn.Module,
+    batch: int,
+    length: int,
+    noisy: bool = False,
+    autocast: Any = None,
+    packed: Packing | None = None,
 ) -> None:
     """Compile, by a forward and a backward of each layer for `batch` sequences of up to `length` tokens, some of them padding.
 
@@ -269,6 +277,7 @@ def warm_up(
     Args:
         noisy: also compile for noise on the norms in training.
         autocast: as in training; a context manager factory.
+        packed: where it is on, the sequences come as one row, as in training.
     """
     inner = unwrap(model)
     base = inner if isinstance(inner, PreTrainedModel) else inner.get_base_model()  # type: ignore[operator]
@@ -280,6 +289,11 @@ def warm_up(
         model.train()
         with torch.random.fork_rng(devices=devices), torch.no_grad(), autocast() if autocast else _nothing():
             for kind in (False, True) if noisy else (False,):
+                if packed is not None and packed.on:
+                    for inputs in packed.examples(batch, length):
+                        with compiled.rehearsal(kind), attention.packed_call():
+                            base.get_decoder()(**inputs, use_cache=False)
+                    continue
                 for tokens in (length, length - 8, length - 16, length - 24):
                     ids = torch.ones(batch, tokens, dtype=torch.long, device=device)
                     mask = torch.ones_like(ids)
@@ -318,6 +332,7 @@ class WarmUp(TrainerCallback):
             min(length, _LONGEST),
             noisy=noisy,
             autocast=trainer.accelerator.autocast,
+            packed=getattr(trainer, "_packing", None),
         )
         count = len(self._compiled.layers)
         if state.is_world_process_zero and not self._compiled.failed:

@@ -129,6 +129,16 @@ class Packing:
         if bool(refused.any()):
             self._leave(reason or "another process cannot pack")
 
+    def examples(self, count: int, length: int) -> list[dict[str, Any]]:
+        """Inputs of a decoder (no labels): rows of `count` sequences of up to `length` tokens, of several lengths, laid out as in training."""
+        device, made = self.trainer.accelerator.device, []
+        for tokens in (length, length - row.MULTIPLE, length - 3 * row.MULTIPLE):
+            ids = torch.ones(count, max(tokens, row.MULTIPLE), dtype=torch.long)
+            found = row.sequences(ids, ids, ids.shape[1] // 2)
+            built = row.build(found, ids.shape[1] // 2, device, share=not _drops(self.trainer.model))
+            made.append({"input_ids": built.input_ids, "position_ids": built.position_ids, **built.segments._asdict()})
+        return made
+
     def __call__(
         self,
         model: nn.Module,
