@@ -369,7 +369,7 @@ def build(fault: Fault, model: str, run: str, device: str) -> Any:
         model=model,
         reward_funcs=reward,
         args=QeRLConfig(**settings | fault.settings),
-        train_dataset=prompts(48, 2),  # the same in every step: a prefix that is cached is used
+        train_dataset=prompts(48, 2 * fault.processes),  # the same in every step: a prefix that is cached is used
         processing_class=tokenizer(),
         peft_config=LoraConfig(**lora),
     )
@@ -429,7 +429,7 @@ def one_run(name: str, model: str, run: str, device: str, inject: bool) -> dict[
 
 def started(name: str, model: str, run: Path, device: str, inject: bool, number: int) -> subprocess.Popen:
     fault = FAULTS[name]
-    command = [sys.executable, __file__, "--worker", name, "--model", model, "--run", str(run), "--device", device]
+    command = [sys.executable, __file__, "--worker", name, "--model", model, "--folder", str(run), "--device", device]
     command += [] if inject else ["--without"]
     if fault.processes > 1:
         launch = [
@@ -541,12 +541,12 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--jobs", type=int, default=8, help="processes side by side")
     parser.add_argument("--output", type=Path)
-    for hidden in ("--worker", "--model", "--run"):
+    for hidden in ("--worker", "--model", "--folder"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     parser.add_argument("--without", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        found = one_run(args.worker, args.model, args.run, args.device, not args.without)
+        found = one_run(args.worker, args.model, args.folder, args.device, not args.without)
         rank = int(os.environ.get("RANK", "0"))
         if rank == 0 or found["caught"]:
             print("\nRESULT " + json.dumps(found), flush=True)

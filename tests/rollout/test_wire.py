@@ -31,7 +31,7 @@ def test_sums_of_many_tensors_are_those_of_each(monkeypatch, together):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_values_that_are_not_finite_are_named(dtype):
-    named = {str(i): torch.randn(3, 5).to(dtype) for i in range(5)}
+    named = {str(i): torch.randn(3, 5).to(dtype) for i in range(5)} | {"float32": torch.randn(2)}
     named["1"][2, 3], named["3"][0, 0] = float("nan"), -float("inf")
     assert wire.not_finite(named.items()) == ["1", "3"]
     assert wire.not_finite([]) == []

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 #: bytes of one part of an update
 CHUNK = 16 * 2**20
@@ -51,37 +52,36 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return _integers(tensor).sum(dtype=torch.int64)
 
 
+@torch.no_grad()
 def all_bits(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """`bits` of each tensor, (count,) int64 on their device. Small ones are summed together: their places in one running sum, subtracted."""
     found: list[torch.Tensor] = []
     where: list[int] = []  # the tensors' numbers in the order of `found`
     groups: dict[torch.dtype, tuple[list[int], list[torch.Tensor], list[int]]] = {}  # of each also the ends
 
-    def finish(numbers: list[int], flat: list[torch.Tensor], places: list[int]) -> None:
-        ends = torch.tensor([0, *places])
-        running = torch.nn.functional.pad(torch.cat(flat).cumsum(0, dtype=torch.int64), (1, 0))
-        found.append(running[ends.to(running.device, non_blocking=True)].diff())
+    def finish(numbers: list[int], flat: list[torch.Tensor], ends: list[int]) -> None:
+        running = nn.functional.pad(_integers(torch.cat(flat)).cumsum(0, dtype=torch.int64), (1, 0))
+        found.append(running[torch.tensor([0, *ends]).to(running.device, non_blocking=True)].diff())
         where.extend(numbers)
 
     for number, tensor in enumerate(tensors):
-        values = _integers(tensor)
-        if values.numel() > _TOGETHER // 4:
-            found.append(values.sum(dtype=torch.int64)[None])
+        count = tensor.numel()
+        if count > _TOGETHER // 4 or tensor.element_size() == 1:  # the latter are mostly large, and read four at a time
+            found.append(bits(tensor)[None])
             where.append(number)
             continue
-        numbers, flat, places = groups.setdefault(values.dtype, ([], [], []))
+        numbers, flat, ends = groups.setdefault(tensor.dtype, ([], [], []))
         numbers.append(number)
-        flat.append(values.reshape(-1))
-        places.append(values.numel() + (places[-1] if places else 0))
-        if places[-1] > _TOGETHER:
-            finish(*groups.pop(values.dtype))
+        flat.append(tensor.reshape(-1))
+        ends.append(count + (ends[-1] if ends else 0))
+        if ends[-1] > _TOGETHER:
+            finish(*groups.pop(tensor.dtype))
     for group in groups.values():
         finish(*group)
     if not found:
         return torch.zeros(0, dtype=torch.int64)
     sums = torch.cat(found)
-    order = torch.tensor(where).argsort()
-    return sums[order.to(sums.device, non_blocking=True)]
+    return sums[torch.tensor(where).argsort().to(sums.device, non_blocking=True)]
 
 
 def changes(tensors: Iterable[torch.Tensor]) -> str:
@@ -113,5 +113,5 @@ def not_finite(named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
     if not names:
         return []
     largest = torch._foreach_norm(tensors, math.inf)
-    finite = torch.stack([value.float() for value in largest]).isfinite().tolist()
+    finite = torch.stack(largest).isfinite().tolist()
     return [name for name, good in zip(names, finite, strict=True) if not good]
