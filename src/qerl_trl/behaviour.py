@@ -86,7 +86,7 @@ def _logps(trainer: OnlineTrainer, prompts: list[list[int]], completions: list[l
 
     before, after = batch(prompts, "left"), batch(completions, "right")
     ids, mask = (torch.cat(pair, dim=1) for pair in zip(before, after, strict=True))
-    # as many at a time as TRL takes: logits of long completions over a large vocabulary are gigabytes per sequence
+    # as many at a time as TRL takes (no logits: its head works in chunks of tokens and vocabulary)
     size = trainer.args.per_device_train_batch_size
     options: Any = trainer.args.gradient_checkpointing_kwargs
     with disable_gradient_checkpointing(trainer.model, options):

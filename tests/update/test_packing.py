@@ -285,6 +285,40 @@ def test_resume_is_bit_exact(make):
     assert_identical(adapter_of(resumed), adapter_of(whole))
 
 
+def test_the_load_of_experts_is_that_of_every_token(tiny_tokenizer):
+    """TRL's load-balancing loss counts each token of each sequence: nothing is shared or left out then."""
+    from types import SimpleNamespace
+
+    from accelerate import Accelerator
+    from trl import GRPOTrainer
+    from trl.trainer.utils import add_fused_lm_head
+
+    model = dense_model("qwen3_moe").float()
+    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    stand_in = SimpleNamespace(accelerator=Accelerator(cpu=True), model=model, args=None)
+    batch = ragged()
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+    options = {"compute_entropy": True, "compute_aux_loss": True, "batch_size": 6}
+    padded = GRPOTrainer._get_per_token_logps_and_entropies.__wrapped__(stand_in, model, ids, mask, 15, **options)
+    attention.register()
+    model.set_attn_implementation(attention.NAME)
+    packed = packing.Packing(stand_in)._packed(model, ids, mask, 15, **options)
+    torch.testing.assert_close(packed, padded, rtol=1e-5, atol=2e-6)
+
+
+def test_no_logits_of_completions_are_made(make):
+    """Neither in the update nor for the noisy and the clean log-probabilities of a rollout: the head's own forward sees one token at a time,
+    when transformers generates."""
+    trainer = make(aqn=True, aqn_schedule="constant", aqn_sigma_start=0.1, beta=0.1, max_steps=2)
+    seen = []
+    packing._inner(trainer, trainer.model).get_output_embeddings().register_forward_hook(
+        lambda module, args, output: seen.append(output.shape)
+    )
+    trainer.train()
+    assert logged(trainer, "rollout/mismatch_kl") and seen and all(shape[1] == 1 for shape in seen)
+
+
 # --- on or off -------------------------------------------------------------------------------------------------------
 
 

@@ -24,8 +24,9 @@ from . import attention, balance, row
 
 logger = logging.getLogger(__name__)
 
-#: tokens of the prompts that are tried; (prompt, tokens) of the completions, the first as long as any
-_PROMPT_LENGTHS, _TRIED = (9, 14), ((0, 11), (1, 7), (0, 5))
+#: tokens of the prompts that are tried; which of the two each completion follows, and its tokens, the first as long as any. The prompts are of
+#: one length: where positions are not relative, left padding moves TRL's own numbers
+_PROMPT_TOKENS, _TRIED = 14, ((0, 11), (1, 7), (0, 5))
 
 
 class Packing:
@@ -173,15 +174,18 @@ class Packing:
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         found = row.sequences(input_ids, attention_mask, logits_to_keep)
         whole = compute_aux_loss
-        if not whole:
+        size = batch_size or len(input_ids)
+        one_row = size >= len(input_ids)
+        alike = self.trainer.accelerator.num_processes > 1 or whole  # every process calls the model as often
+        if not whole and (one_row or not alike):
             found = [sequence for sequence in found if len(sequence.completion)] or found[:1]
         share = not whole and not _drops(model)
-        if not batch_size or batch_size >= len(input_ids):
+        if one_row:
             chosen = row.rows(found)
-        elif self.trainer.accelerator.num_processes > 1 or whole:
-            chosen = row.rows(found, count=batch_size)  # every process calls the model as often
+        elif alike:
+            chosen = row.rows(found, count=size)
         else:
-            chosen = row.rows(found, limit=batch_size * input_ids.shape[1], share=share)
+            chosen = row.rows(found, limit=size * input_ids.shape[1], share=share)
         shape = (input_ids.shape[0], logits_to_keep)
         logps, entropies, losses = [], [], []
         destinations = []
@@ -295,15 +299,14 @@ def _trial(trainer: OnlineTrainer, model: PreTrainedModel) -> tuple[torch.Tensor
     """A padded batch of fixed tokens: two completions of one prompt, one of another, all lengths different."""
     vocabulary = model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(vocabulary, (length,), generator=generator) for length in _PROMPT_LENGTHS]
-    before, width = max(_PROMPT_LENGTHS), max(length for _, length in _TRIED)
-    ids = torch.full((len(_TRIED), before + width), trainer._tokenizer.pad_token_id or 0)
+    prompts = torch.randint(vocabulary, (2, _PROMPT_TOKENS), generator=generator)
+    width = max(length for _, length in _TRIED)
+    ids = torch.full((len(_TRIED), _PROMPT_TOKENS + width), trainer._tokenizer.pad_token_id or 0)
     mask = torch.zeros_like(ids)
     for line, (which, length) in enumerate(_TRIED):
-        prompt = prompts[which]
-        ids[line, before - len(prompt) : before] = prompt
-        ids[line, before : before + length] = torch.randint(vocabulary, (length,), generator=generator)
-        mask[line, before - len(prompt) : before + length] = 1
+        end = _PROMPT_TOKENS + length
+        ids[line, :end] = torch.cat([prompts[which], torch.randint(vocabulary, (length,), generator=generator)])
+        mask[line, :end] = 1
     device = trainer.accelerator.device
     return ids.to(device), mask.to(device), width
 
