@@ -4,9 +4,9 @@
     python acceptance.py --out a.json --sizes 7b --arms nvfp4 bf16
 
 Each run is `accelerate launch examples/grpo_gsm8k.py --config examples/configs/<file>` with the file unedited; on the command line stand
-only what this machine cannot have (model and dataset: random weights in the same shape, the embedded example's problems), the number of
-steps, an output folder and the arm's options as the README gives them. The weights stop as `random_checkpoint.py` says. A run passes when
-its process ends with 0 and results.json holds the steps asked for.
+only what this machine cannot have (model and dataset: random weights in the same shape, the embedded example's problems; room for the
+optimizer's state of a fully trained model), the number of steps, an output folder and the arm's options as the README gives them. The
+weights stop as `random_checkpoint.py` says. A run passes when its process ends with 0 and results.json holds the steps asked for.
 
 `card_gib`: the run sees a GPU of that size (torch's allocator is capped, `mem_get_info` answers accordingly); so several runs share one
 large GPU, and seconds are those of runs side by side. `peak_gib`: the process's memory by NVML, CUDA context and graphs included.
@@ -117,6 +117,8 @@ def run(size: str, arm: str, steps: int, gpu: int, work: Path, timeout: float, e
         "--max_steps",
         str(steps),
     ]
+    if arm == "full":
+        local += ["--save_only_model", "true"]
     command += [*local, "--output_dir", str(output), *ARMS[arm], *extra]
     launcher = [sys.executable, "-m", "accelerate.commands.launch", *command[2:]]
     peak_file = work / f"{name}.peak"
