@@ -51,7 +51,7 @@ class Case:
     sequences: int | None = None
     sleep: bool = False
     graphs: bool = False
-    checkpointing: bool = True
+    checkpointing: bool | None = True
     base_format: str = "nvfp4"
 
     @property

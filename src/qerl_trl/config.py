@@ -101,6 +101,10 @@ class QeRLArguments(OnlineConfig):
             Compile the decoder layers of the trainer's model (torch.compile, one layer at a time, for any length) when training starts. Left
             out: on a CUDA device, yes. A layer that does not compile runs as it is, which is said once.
 
+        gradient_checkpointing (`bool`, *optional*):
+            Whether decoder layers recompute their activations in the backward pass: `True` all of them, `False` none. Left out, as many as
+            memory demands: the last ones keep theirs, as far as they fit beside everything else with a tenth of the GPU to spare; the start
+            banner and `qerl-trl plan` say how many. On a CPU, with FSDP and with DeepSpeed: all.
         fused_lora (`bool`, *optional*, defaults to `True`):
             Compute the linear layers that carry a LoRA adapter with their own backward, those that read the same input (q/k/v, gate/up)
             together: PEFT's values up to rounding, in fewer passes over memory. Layers where PEFT does more than one plain adapter keep
@@ -186,6 +190,12 @@ class QeRLArguments(OnlineConfig):
     vllm_engine_kwargs: dict | str | None = field(
         default=None, metadata={"help": "Further arguments of vllm.LLM in colocate mode, as a dict (JSON on the CLI)."}
     )
+    gradient_checkpointing: bool | None = field(  # type: ignore[assignment]  # None is a further value
+        default=None,
+        metadata={
+            "help": "Recompute activations in the backward pass: true, false, or (left out) in as many layers as memory demands."
+        },
+    )
     padding_free: bool | None = field(
         default=None,
         metadata={
@@ -216,6 +226,9 @@ class QeRLArguments(OnlineConfig):
     )
 
     def __post_init__(self):
+        # for TRL and transformers it is on: `update/recompute.py` then takes layers out of it
+        self.recompute_as_needed = self.gradient_checkpointing is None
+        self.gradient_checkpointing = self.recompute_as_needed or self.gradient_checkpointing
         if self.updates_per_rollout is not None and self.generation_batch_size is None:
             self._cut_batches()
         try:
@@ -331,7 +344,8 @@ class QeRLArguments(OnlineConfig):
     # fields, not what is inside `model_init_kwargs`.
 
     def to_dict(self) -> dict[str, Any]:
-        return redaction.cleaned(super().to_dict())
+        undecided = {"gradient_checkpointing": None} if self.recompute_as_needed else {}
+        return redaction.cleaned(super().to_dict() | undecided)
 
     def __str__(self) -> str:
         return (

@@ -9,8 +9,8 @@ from peft import LoraConfig
 
 from qerl_trl import QeRLConfig, QeRLGRPOTrainer
 from qerl_trl.memory.cards import gpu_of_card
-from qerl_trl.memory.formulas import engine_kv_bytes, model_bytes, shape_of
-from qerl_trl.memory.plan import GIB, Gpu, plan_run, plan_trainer
+from qerl_trl.memory.formulas import engine_kv_bytes, model_bytes, predicted_bytes, shape_of
+from qerl_trl.memory.plan import GIB, Gpu, plan_run, plan_trainer, relief
 from qerl_trl.memory.workload import Workload
 from qerl_trl.report import banner
 from tests.shapes import FOURTEEN_B, SEVEN_B, THIRTY_TWO_B, THREE_B
@@ -144,6 +144,47 @@ def test_more_of_anything_needs_more():
         assert plan(None, **change).peak < least.peak, change
 
 
+@pytest.mark.parametrize("sleep", [False, True], ids=["awake", "asleep"])
+def test_layers_are_recomputed_only_where_memory_demands(sleep):
+    def planned(gib, recomputed=None):
+        return plan(gib, gradient_checkpointing=recomputed, sleep=sleep)
+
+    kept = {gib: planned(gib).work.kept_layers for gib in (*CARDS, 200)}
+    assert kept[16] < 2 and kept[200] == SHAPE.layers
+    assert list(kept.values()) == sorted(kept.values()) and 0 < kept[48] < SHAPE.layers
+    for gib in CARDS:
+        made, always = planned(gib), planned(gib, recomputed=True)
+        assert (made.kv_bytes, made.waves, made.fits) == (always.kv_bytes, always.waves, always.fits)
+        # a tenth stays free, and one layer more would take it
+        more = dataclasses.replace(made.work, kept_layers=made.work.kept_layers + 1, gradient_checkpointing=True)
+        most = plan_run(SHAPE, more, Gpu.of_gib(gib)).update
+        if made.work.kept_layers:
+            assert made.update <= 0.9 * gib * GIB
+            assert f"{made.work.kept_layers} of 28 layers not recomputed" in made.table()
+        assert made.work.kept_layers == SHAPE.layers or most > 0.9 * gib * GIB or made.kv_bytes < made.kv_wanted
+    assert planned(200).update == planned(200, recomputed=False).update
+    assert planned(None).work.kept_layers == 0
+
+
+def test_what_a_process_has_taken_beside_its_model_is_left_alone():
+    counted = predicted_bytes(SHAPE, WORK)
+    gpu = Gpu.of_gib(80)
+    free = gpu.total - gpu.outside - counted.base - counted.trained
+    work = dataclasses.replace(WORK, gradient_checkpointing=None)
+    alone = plan_run(SHAPE, work, dataclasses.replace(gpu, free=free), counted)
+    beside = plan_run(SHAPE, work, dataclasses.replace(gpu, free=free - 15 * GIB), counted)
+    assert alone.work.kept_layers == plan_run(SHAPE, work, gpu).work.kept_layers
+    assert beside.work.kept_layers < alone.work.kept_layers
+    assert beside.update <= 0.9 * gpu.total - 15 * GIB
+
+
+def test_out_of_memory_proposes_to_recompute_what_is_kept():
+    asleep = plan(80, gradient_checkpointing=None, batch=1, sleep=True)
+    assert relief(asleep, SHAPE, predicted_bytes(SHAPE, asleep.work), "update", GIB) == (
+        "gradient_checkpointing: true",
+    )
+
+
 def test_gradients_are_there_in_a_rollout_only_in_the_middle_of_an_update():
     def gradients(**changes):
         return next(part.rollout for part in plan(None, **changes).parts if part.name == "gradients")
@@ -225,6 +266,7 @@ def test_a_trainer_plans_with_its_own_data_and_counts_its_own_model(make_trainer
     assert made is plan_trainer(trainer)
     assert made.work == Workload(
         batch=4, prompt_length=23, completion_length=6, completions=8, accumulation=2, lora_rank=4, dtype_bytes=4,
+        gradient_checkpointing=None,
     )  # fmt: skip
     counted = model_bytes(trainer.model)
     sizes = {part.name: part.update for part in made.parts}

@@ -30,7 +30,12 @@ def plan(
     lora_rank: Annotated[int, typer.Option(help="Rank of the adapter.")] = 32,
     optimizer: Annotated[str, typer.Option(help="As in the `optim` of a configuration.")] = "adamw_torch_fused",
     base_format: Annotated[str, typer.Option(help="nvfp4, bf16, nf4 or full.")] = "nvfp4",
-    gradient_checkpointing: Annotated[bool, typer.Option(help="Recompute activations in the backward pass.")] = True,
+    gradient_checkpointing: Annotated[
+        bool | None,
+        typer.Option(
+            help="Recompute activations in the backward pass.", show_default="in as many layers as memory demands"
+        ),
+    ] = None,
     vllm: Annotated[bool, typer.Option(help="Roll out in vLLM, in the same process (else transformers).")] = True,
     sleep: Annotated[bool, typer.Option(help="vLLM gives its KV cache back during updates.")] = False,
     as_json: AsJson = False,

@@ -256,16 +256,15 @@ def scoring_bytes(shape: Shape, work: Workload) -> int:
 
 
 def update_bytes(shape: Shape, work: Workload) -> int:
-    """What comes and goes in an update: its peak is at the head's backward (all checkpoints, no layer in full yet), inside a layer's, or
-    (never with these shapes) in the forward pass for the old log-probabilities. Every weight trained in float32 is cast to bf16 too."""
+    """What comes and goes in an update: its peak is at the head's backward (all checkpoints, and the layers that keep their activations),
+    inside a layer's, or (never with these shapes) in the forward pass for the old log-probabilities. The layers that keep theirs are the
+    last: they have given them back when the first one recomputes. Every weight trained in float32 is cast to bf16 too."""
     layer = layer_activation_bytes(shape, work)
-    kept = checkpoint_bytes(shape, work) if work.gradient_checkpointing else shape.layers * layer
-    inside = (
-        kept
-        + (layer if work.gradient_checkpointing else 0)
-        + mlp_backward_bytes(shape, work)
-        + scratch_bytes(shape, work)
-    )
+    keeping = shape.layers if work.gradient_checkpointing is False else min(work.kept_layers, shape.layers)
+    checkpoints = checkpoint_bytes(shape, work) * (shape.layers - keeping) // shape.layers
+    kept = checkpoints + keeping * layer
+    recomputed = checkpoints + layer if keeping < shape.layers else 0
+    inside = max(kept, recomputed) + mlp_backward_bytes(shape, work) + scratch_bytes(shape, work)
     casts = 2 * shape.parameters if work.base_format == "full" and work.dtype_bytes > 2 else 0
     return casts + max(mask_bytes(work) + max(kept + head_bytes(shape, work), inside), scoring_bytes(shape, work))
 

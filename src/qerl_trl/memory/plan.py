@@ -27,6 +27,8 @@ GIB = 2**30
 _KV_CACHE = "KV cache"
 #: completions shorter than this are not proposed
 _SHORTEST_COMPLETION = 256
+#: share of the GPU that activations which need not be kept leave free: for what nobody planned (reward models, neighbours, pieces)
+_LEFT_FREE = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,6 +191,8 @@ def plan_run(
         max_model_len: of the engine, where it is more than the workload's own length; vLLM wants a KV cache for one such sequence.
     """
     plan = _add_up(shape, work, gpu, model, max_model_len)
+    if work.gradient_checkpointing is None and gpu is not None and plan.fits:
+        plan = _keeping_activations(shape, plan, gpu, model)
     if gpu is None or (plan.fits and plan.waves == 1):
         return plan
     if plan.fits:
@@ -200,6 +204,21 @@ def plan_run(
         if other.fits:
             return dataclasses.replace(plan, changes=settings)
     return dataclasses.replace(plan, least=least)
+
+
+def _keeping_activations(shape: Shape, plan: MemoryPlan, gpu: Gpu, model: ModelBytes | None) -> MemoryPlan:
+    """With as many layers that need no recomputation as fit beside a KV cache of the same size, with `_LEFT_FREE` of the GPU unused."""
+    counted = model or formulas.predicted_bytes(shape, plan.work)
+    unplanned = 0  # what this process has in its memory already beside the model
+    if gpu.free is not None:
+        unplanned = max(0, gpu.total - gpu.outside - gpu.free - counted.base - counted.trained)
+    limit = gpu.total * (1 - _LEFT_FREE) - unplanned
+    for kept in range(shape.layers, 0, -1):
+        work = dataclasses.replace(plan.work, kept_layers=kept)
+        other = _add_up(shape, work, gpu, model, plan.max_model_len)
+        if other.update <= limit and other.kv_bytes >= plan.kv_bytes:
+            return other
+    return plan
 
 
 def _in_fewer_waves(shape: Shape, plan: MemoryPlan, model: ModelBytes | None) -> MemoryPlan:
@@ -229,6 +248,9 @@ def _add_up(
         transient = formulas.engine_rollout_bytes(shape, work)
     elif work.rollout == "transformers":
         transient = formulas.transformers_rollout_bytes(shape, work)
+    name = f"activations of {work.batch} x {work.length} tokens"
+    if work.kept_layers:
+        name += f", {work.kept_layers} of {shape.layers} layers not recomputed"
     trained = "trained weights" if work.base_format == "full" else f"adapter, rank {work.lora_rank}"
     outside = gpu.outside if gpu else formulas.CONTEXT_BYTES
     rollout = round(slack * transient)
@@ -240,9 +262,7 @@ def _add_up(
         Part("gradients", gradients, gradients if between else gradients - model.trained),
         Part("the engine's copy of the weights", 0 if work.sleep else copy, copy),
         Part("the engine's adapter, CUDA graphs and buffers", fixed, fixed),
-        Part(
-            f"activations of {work.batch} x {work.length} tokens", round(slack * formulas.update_bytes(shape, work)), 0
-        ),
+        Part(name, round(slack * formulas.update_bytes(shape, work)), 0),
         Part("activations of a rollout", 0, rollout),
     ]
     if not work.colocated:
@@ -276,7 +296,8 @@ def _alternatives(work: Workload) -> Iterator[tuple[tuple[str, ...], Workload]]:
         for batch in range(work.batch - 1, 0, -1)
         if work.batch % batch == 0
     ]
-    checkpointing = [] if work.gradient_checkpointing else [{"gradient_checkpointing": True}]
+    recomputed = work.gradient_checkpointing is True or (work.gradient_checkpointing is None and not work.kept_layers)
+    checkpointing = [] if recomputed else [{"gradient_checkpointing": True, "kept_layers": 0}]
     optimizers = [] if "8bit" in work.optimizer or "4bit" in work.optimizer else [{"optimizer": "adamw_8bit"}]
     halves = itertools.takewhile(
         lambda n: n >= _SHORTEST_COMPLETION, (work.completion_length >> i for i in itertools.count(1))
@@ -342,6 +363,9 @@ def plan_trainer(trainer: Any, gpu: Gpu | None = None) -> MemoryPlan:
         )
         if trainer.is_fsdp_enabled:  # it will shard what the engine would share
             work = dataclasses.replace(work, share_weights=False)
+        if work.gradient_checkpointing is None and (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
+            # processes gather the weights of each layer together, and each plans for itself
+            work = dataclasses.replace(work, gradient_checkpointing=True)
         device = trainer.accelerator.device
         if gpu is None and device.type == "cuda":
             gpu = Gpu.current(device)

@@ -28,7 +28,8 @@ class Workload:
 
     `batch`: sequences of one backward pass (`per_device_train_batch_size`), `accumulation`: backward passes per update. `completions`:
     sequences that are generated at a time. `rollout`: "transformers", "colocate" or "server" (vLLM). `padded`: the prompts' lengths differ,
-    so that attention gets a mask. `dtype_bytes`: of what is not quantized. `kv_limit` (bytes) and `utilization` (of the GPU) replace what
+    so that attention gets a mask. `gradient_checkpointing`: whether decoder layers recompute their activations; None: the last `kept_layers`
+    do not, of which a plan makes as many as fit. `dtype_bytes`: of what is not quantized. `kv_limit` (bytes) and `utilization` (of the GPU) replace what
     would be planned for the KV cache.
     """
 
@@ -39,7 +40,8 @@ class Workload:
     accumulation: int = 1
     lora_rank: int = 32
     optimizer: str = "adamw_torch_fused"
-    gradient_checkpointing: bool = True
+    gradient_checkpointing: bool | None = True
+    kept_layers: int = 0
     base_format: str = "nvfp4"
     dtype_bytes: int = 2
     attention: str = "sdpa"
@@ -109,7 +111,7 @@ def workload_of(
         accumulation=args.gradient_accumulation_steps,
         lora_rank=lora_rank,
         optimizer=str(getattr(args.optim, "value", args.optim)),
-        gradient_checkpointing=args.gradient_checkpointing,
+        gradient_checkpointing=None if getattr(args, "recompute_as_needed", False) else args.gradient_checkpointing,
         base_format=args.base_format,
         dtype_bytes=dtype_bytes,
         attention=attention if attention in ("sdpa", "eager") else "flash",

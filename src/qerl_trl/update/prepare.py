@@ -1,7 +1,7 @@
 """Make a built trainer's update fast: one function, called once, when model, adapter and noise are in place."""
 
 from ..upstream import OnlineTrainer
-from . import lora_linear, packing
+from . import lora_linear, packing, recompute
 from .compiled import compile_for
 
 
@@ -13,5 +13,6 @@ def prepare(trainer: OnlineTrainer) -> None:
     """
     if trainer.args.fused_lora:
         lora_linear.fuse(trainer.accelerator.unwrap_model(trainer.model))
+    recompute.prepare(trainer)
     packing.prepare(trainer)
     compile_for(trainer)

@@ -1,0 +1,91 @@
+"""How many layers recompute: as many as the plan says, with the same result."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from qerl_trl import QeRLConfig
+from qerl_trl.memory.plan import Gpu, plan_trainer
+from qerl_trl.update import recompute
+from tests.test_trainer import adapter_of, assert_identical, logged, make_trainer, settings  # noqa: F401  (a fixture)
+
+
+def with_kept_layers(trainer, count):
+    """As if the GPU had room for so many."""
+    plan = trainer.memory_plan
+    trainer.memory_plan = dataclasses.replace(plan, work=dataclasses.replace(plan.work, kept_layers=count))
+    recompute.prepare(trainer)
+    return trainer
+
+
+def forwards_of_layers(trainer) -> list[tuple[int, bool]]:
+    """(layer, whether of an update) of each time that a decoder layer is computed."""
+    calls = []
+    for number, layer in enumerate(recompute.decoder_layers(trainer.model)):
+        layer.self_attn.register_forward_pre_hook(
+            lambda *_, number=number: calls.append((number, torch.is_grad_enabled()))
+        )
+    return calls
+
+
+@pytest.mark.parametrize("kept", [0, 1, 2])
+def test_the_last_layers_keep_their_activations_and_nothing_else_changes(make_trainer, kept):  # noqa: F811
+    # noise makes TRL's own switching on and off around a scoring pass part of it
+    options = {"aqn_schedule": "constant", "aqn_sigma_start": 0.1, "max_steps": 2}
+    all_recomputed = make_trainer(gradient_checkpointing=True, **options)
+    all_recomputed.train()
+    trainer = with_kept_layers(make_trainer(gradient_checkpointing=None, **options), kept)
+    calls = forwards_of_layers(trainer)
+    trainer.train()
+    of_updates = [number for number, update in calls if update]
+    assert [of_updates.count(layer) for layer in (0, 1)] == [2 if layer >= 2 - kept else 4 for layer in (0, 1)]
+    assert_identical(adapter_of(trainer), adapter_of(all_recomputed))
+    assert logged(trainer, "loss") == logged(all_recomputed, "loss")
+
+
+@pytest.mark.parametrize(("given", "computed"), [(True, 4), (False, 2)])
+def test_what_is_asked_for_is_done(make_trainer, given, computed):  # noqa: F811
+    trainer = make_trainer(gradient_checkpointing=given)
+    assert trainer.memory_plan.work.gradient_checkpointing is given
+    calls = forwards_of_layers(trainer)
+    trainer.train()
+    assert [number for number, update in calls if update].count(0) == computed
+
+
+def test_a_trainer_plans_how_many(make_trainer):  # noqa: F811
+    trainer = make_trainer(gradient_checkpointing=None)
+    assert trainer.memory_plan.work.gradient_checkpointing is None and trainer.memory_plan.work.kept_layers == 0
+    for name, kept in ((None, 2), ("is_fsdp_enabled", 0), ("is_deepspeed_enabled", 0)):
+        if name:
+            setattr(trainer, name, True)
+        trainer.memory_plan = None
+        assert plan_trainer(trainer, Gpu.of_gib(80)).work.kept_layers == kept
+        if name:
+            setattr(trainer, name, False)
+
+
+def test_a_model_without_such_layers_recomputes_all_and_says_so(make_trainer, caplog):  # noqa: F811
+    trainer = with_kept_layers(make_trainer(gradient_checkpointing=None), 3)
+    assert "has 2 layers that can be taken out" in caplog.text
+    calls = forwards_of_layers(trainer)
+    trainer.train()
+    assert [number for number, update in calls if update].count(1) == 4
+
+
+@pytest.mark.parametrize("value", [None, True, False])
+def test_the_setting_is_one_of_three(tmp_path, value):
+    from transformers import HfArgumentParser
+
+    made = settings(tmp_path, gradient_checkpointing=value)
+    assert (made.gradient_checkpointing, made.recompute_as_needed) == (value is not False, value is None)
+    assert made.to_dict()["gradient_checkpointing"] is value
+    parser = HfArgumentParser(QeRLConfig)
+    plain = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False}
+    (parsed,) = parser.parse_dict(plain | ({} if value is None else {"gradient_checkpointing": value}))
+    assert parsed.to_dict()["gradient_checkpointing"] is value
+    arguments = ["--output_dir", str(tmp_path), "--use_cpu", "--bf16", "false"]
+    (parsed,) = parser.parse_args_into_dataclasses(
+        arguments + ([] if value is None else ["--gradient_checkpointing", str(value)])
+    )
+    assert parsed.to_dict()["gradient_checkpointing"] is value
