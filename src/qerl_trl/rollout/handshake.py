@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..names import canonical_name
+from ..noise.generator import sample as noise_sample
 from ..nvfp4.linear import NVFP4Linear
 from .adapter import active_adapter, linear_layers, rollout_layers, trained_norms
 from .spec import LOGPROBS_MODE, EngineSpec
@@ -95,6 +96,7 @@ def check_form(ranks: Sequence[Mapping[str, Any]]) -> None:
         "dtype": str,
         "logprobs_mode": str,
         "max_model_len": int,
+        "noise": str,
     }
     for number, rank in enumerate(ranks):
         if "weights" not in rank:
@@ -145,6 +147,10 @@ def differences(spec: EngineSpec, model: nn.Module, ranks: Sequence[Mapping[str,
         found.append(f"its log-probabilities are {first['logprobs_mode']}, not {LOGPROBS_MODE}")
     if spec.max_model_len is not None and first["max_model_len"] < spec.max_model_len:
         found.append(f"its longest sequence is {first['max_model_len']} tokens, the trainer's {spec.max_model_len}")
+    if first["noise"] != noise_sample(torch.device("cpu")):
+        found.append(
+            "it draws other noise from the same key (another version of qerl-trl, or a device that computes otherwise)"
+        )
     theirs = {name: [Facts(*rank["weights"][name]) for rank in ranks] for name in first["weights"]}
     found += _weight_differences(spec, trainer_facts(model, theirs), theirs, first["options"])
     return found + _adapter_differences(model, first["adapter_ranks"])

@@ -5,6 +5,7 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
+from ...noise.generator import sample as noise_sample
 from ..handshake import Facts, packed_facts, plain_facts
 from .linear import DenseMethod
 from .state import RolloutState
@@ -39,4 +40,5 @@ def describe(state: RolloutState, config: VllmConfig) -> dict[str, Any]:
         "dtype": str(config.model_config.dtype).removeprefix("torch."),
         "logprobs_mode": str(config.model_config.logprobs_mode),
         "max_model_len": int(config.model_config.max_model_len),
+        "noise": noise_sample(next(state.model.parameters()).device),
     }
