@@ -31,6 +31,7 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -89,6 +90,10 @@ class QeRLMixin(SavingMixin, PackingMixin):
     #: where the old log-probabilities come from
     _passes: OnePass
 
+    @cached_property
+    def _timer(self) -> PhaseTimer:
+        return PhaseTimer("rollout", "reward", "update")
+
     def __init__(
         self,
         model: str | PreTrainedModel | PeftModel,
@@ -127,7 +132,7 @@ class QeRLMixin(SavingMixin, PackingMixin):
         warn_of_dropout(trained)
         self._monitor = guards.SignalMonitor(args.zero_advantage_patience)
         self._mismatch = mismatch.MismatchWatch(args.rollout_mismatch_threshold)
-        self._timer, self._passes = PhaseTimer("rollout", "reward", "update"), OnePass(self)
+        self._passes = OnePass(self)
         self.reward_funcs = guards.checked_rewards(self)
         if getattr(self, "rollout_func", None) is not None:
             self.rollout_func = checked_rollout_func(self.rollout_func)
@@ -166,7 +171,7 @@ class QeRLMixin(SavingMixin, PackingMixin):
     def _generate(self, prompts: list) -> Any:
         training = self.model.training
         noise = self.aqn.generation() if self.aqn is not None else nullcontext()
-        engine = self.vllm_generation.rollout() if self.args.use_vllm else nullcontext()
+        engine = self.vllm_generation.rollout() if self.use_vllm else nullcontext()
         with self._timer.phase("rollout", counts=training):
             with noise, engine:
                 output = super()._generate(prompts)

@@ -19,6 +19,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     BitsAndBytesConfig,
     MixtralConfig,
     MixtralForCausalLM,
@@ -418,6 +419,29 @@ def test_a_new_classification_head_may_be_missing(tiny_model_dir):
 
 
 # --- what cannot be quantized
+
+
+@pytest.mark.parametrize("kind", [AutoModelForSequenceClassification, AutoModelForTokenClassification])
+def test_a_classifier_on_a_packed_base_has_a_new_head(kind, packed_model_dir):
+    folder = packed_model_dir("compressed-tensors")
+    options = pretrained_kwargs(folder)
+    options["config"].num_labels = 3
+    model = kind.from_pretrained(folder, **options)
+    base = from_pretrained(folder)
+    assert model.score.weight.shape == (3, 128)
+    name = "model.layers.0.self_attn.q_proj.weight_packed"
+    assert torch.equal(model.get_parameter(name), base.get_parameter(name))
+
+
+def test_a_modelopt_folder_that_is_to_be_quantized_again_is_refused_with_the_way_that_works(packed_model_dir):
+    """transformers knows no such method, ignores the folder's configuration, and asks us to quantize."""
+    folder = packed_model_dir("modelopt")
+    with pytest.raises(ValueError, match=r"quantized already .*\*\*qerl_trl\.pretrained_kwargs\(model\)"):
+        AutoModelForCausalLM.from_pretrained(folder, quantization_config=NVFP4Config())
+    assert isinstance(
+        AutoModelForCausalLM.from_pretrained(folder, **pretrained_kwargs(folder)).model.layers[0].mlp.up_proj,
+        NVFP4Linear,
+    )
 
 
 def test_nan_weights_are_refused_with_file_and_tensor(tiny_model_dir, tmp_path):

@@ -1,7 +1,7 @@
 """Local stand-ins for the tiny models and data sets that TRL's tests name, in a Hub cache of their own: no name is redirected.
 
-Sizes differ from TRL's where NVFP4 needs it (its models are 8 wide, a block is 16). Some of TRL's tests write out what is generated as ids of
-Qwen's vocabulary (tool calls, mostly): in stand-ins with that vocabulary these ids mean the same text. The others are faster with a small one.
+Sizes differ from TRL's where NVFP4 needs it (its models are 8 wide, a block is 16), and the vocabulary is small. Some of TRL's tests write out
+what is generated as ids of Qwen's vocabulary (tool calls, mostly): `small_id` gives the id that means the same text here.
 """
 
 import json
@@ -18,7 +18,8 @@ from transformers import (
 )
 
 _OWNER = "trl-internal-testing"
-QWENS, SMALL = 151936, 2048
+VOCABULARY = 2048
+_QWENS = 151936
 _SPECIAL = {"<|endoftext|>": 0, "<|im_start|>": 1, "<|im_end|>": 2}
 _MARKERS = {
     "<tool_call>": 14,
@@ -28,8 +29,8 @@ _MARKERS = {
     "<think>": 24,
     "</think>": 25,
 }
-#: where Qwen's vocabulary has its special tokens, from its end
-_FIRST_SPECIAL = 151643 - QWENS
+#: where the special tokens are, from the end of the vocabulary
+_FIRST_SPECIAL = 151643 - _QWENS
 #: text of the ids in the tool calls of TRL's tests; single characters have GPT-2's ids
 _PIECES = {
     330: ' "', 411: "out", 450: "dec", 497: '",', 606: "name", 788: '":', 894: " any", 927: "sh", 944: "'t", 1318: "text", 1414: " know",
@@ -81,25 +82,34 @@ MODELS: dict[str, tuple[str, dict, str, int | None]] = {
 }
 
 
-def write(home: Path, vocabulary: int = SMALL) -> None:
+def write(home: Path) -> None:
     """Fill `home` so that it serves as HF_HOME, offline."""
     for name in MODELS:
-        write_model(_snapshot(home, name), name, vocabulary)
+        write_model(_snapshot(home, name), name)
     remote = _snapshot(home, "tiny-RemoteForCausalLM")
-    write_model(remote, "tiny-Qwen2ForCausalLM-2.5", vocabulary)
+    write_model(remote, "tiny-Qwen2ForCausalLM-2.5")
     _add_code(remote)
 
 
-def write_model(folder: Path, name: str, vocabulary: int = SMALL) -> None:
+def write_model(folder: Path, name: str) -> None:
     """A model of `MODELS` with its tokenizer."""
     model_type, settings, template, labels = MODELS[name]
-    ids = {name: vocabulary + _FIRST_SPECIAL + index for name, index in (_SPECIAL | _MARKERS).items()}
+    ids = {name: VOCABULARY + _FIRST_SPECIAL + index for name, index in (_SPECIAL | _MARKERS).items()}
     end, pad = ids["<|im_end|>"], ids["<|endoftext|>"]
-    sizes = {"vocab_size": vocabulary, "bos_token_id": pad, "eos_token_id": end, "pad_token_id": pad}
-    _tokenizer(template, ids, vocabulary).save_pretrained(folder)
+    sizes = {"vocab_size": VOCABULARY, "bos_token_id": pad, "eos_token_id": end, "pad_token_id": pad}
+    _tokenizer(template, ids).save_pretrained(folder)
     _model(model_type, sizes | settings, labels).save_pretrained(folder)
     if labels is None:
         GenerationConfig(eos_token_id=end, pad_token_id=pad, do_sample=True).save_pretrained(folder)
+
+
+def small_id(index: int) -> int:
+    """Of an id of Qwen's vocabulary the one here; the same below `VOCABULARY`."""
+    if index < VOCABULARY:
+        return index
+    if index in _PIECES:
+        return VOCABULARY - len(_PIECES) + list(_PIECES).index(index)
+    return VOCABULARY + index - _QWENS
 
 
 def _snapshot(home: Path, name: str) -> Path:
@@ -133,15 +143,15 @@ def _letters() -> dict[int, str]:
     return {byte: chr(byte) for byte in printable} | {byte: chr(256 + index) for index, byte in enumerate(others)}
 
 
-def _tokenizer(template: str, special: dict[str, int], size: int) -> PreTrainedTokenizerFast:
+def _tokenizer(template: str, special: dict[str, int]) -> PreTrainedTokenizerFast:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     letters = _letters()
     by_id = dict(enumerate(letters.values()))
-    by_id |= {index: "".join(letters[byte] for byte in text.encode()) for index, text in _PIECES.items()}
+    by_id |= {small_id(index): "".join(letters[byte] for byte in text.encode()) for index, text in _PIECES.items()}
     by_id |= {index: text for text, index in special.items()}
-    vocabulary = {by_id.get(index, f"{letters[32]}w{index}"): index for index in range(size)}
-    assert len(vocabulary) == size, "two ids of one text"
+    vocabulary = {by_id.get(index, f"{letters[32]}w{index}"): index for index in range(VOCABULARY)}
+    assert len(vocabulary) == VOCABULARY, "two ids of one text"
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -119,6 +119,13 @@ def check_dense_headers(tensors: Mapping[str, TensorInfo], modules: Mapping[str,
                 problems.append(
                     f"{file}: {name!r} is packed already, but config.json has no quantization_config. Restore config.json."
                 )
+        elif f"{name}.weight_scale" in tensors:  # ModelOpt's; transformers knows no such method and asks us to quantize
+            _raise(
+                [
+                    f"{info.file}: {name!r} and others are quantized already ({info.dtype}, with weight_scale), and NVFP4Config is for "
+                    "unquantized weights. Read them as they are: from_pretrained(model, **qerl_trl.pretrained_kwargs(model))."
+                ]
+            )
         elif info.dtype not in _DENSE_DTYPES:
             problems.append(
                 f"{info.file}: tensor {info.name!r} is {info.dtype}; quantizing needs one of {', '.join(_DENSE_DTYPES)}. "
