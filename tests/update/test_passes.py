@@ -99,10 +99,20 @@ def options_of(**options):
         ({"num_iterations": 2, "max_steps": 2}, False),
         ({"steps_per_generation": 8, "max_steps": 2}, False),
         ({"beta": 0.1}, True),
+        ({"padding_free": True}, True),
         ({"aqn_sigma_start": 0.0, "aqn_sigma_end": 0.0}, None),
         ({"vllm_importance_sampling_correction": False}, None),
     ],
-    ids=["two-rollouts", "twice-in-one-step", "two-updates", "rollout-of-two-updates", "reference", "no-noise", "off"],
+    ids=[
+        "two-rollouts",
+        "twice-in-one-step",
+        "two-updates",
+        "rollout-of-two-updates",
+        "reference",
+        "packed",
+        "no-noise",
+        "off",
+    ],
 )
 def test_where_it_holds_and_where_trls_own_way_runs(make_trainer, monkeypatch, options, saved):  # noqa: F811
     if saved:
