@@ -34,7 +34,6 @@ LIMIT = {"cuda": 180, "cpu": 600}
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
     "VLLM_USE_FLASHINFER_SAMPLER": "0", "TOKENIZERS_PARALLELISM": "false", "TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
-    "MASTER_PORT": "0",
 }  # fmt: skip
 
 
@@ -442,6 +441,7 @@ def started(name: str, model: str, run: Path, device: str, inject: bool, number:
         ]
         command[1:1] = launch
     environment = ENVIRONMENT | os.environ
+    environment["MASTER_PORT"] = str(29800 + number)  # TRL's way to a free one is the same in all of them
     if fault.processes == 1 and device == "cuda" and (count := gpus()) > 1:
         environment["CUDA_VISIBLE_DEVICES"] = str(number % count)
     log = open(f"{run}-{'with' if inject else 'without'}.log", "w")  # noqa: SIM115  (lives as long as the process)

@@ -38,9 +38,9 @@ from plan_check import GIB, Peak, fill_completions, planned, show_a_card_of, tok
 
 from qerl_trl.timing import PhaseTimer
 
-STEPS, ENOUGH = 6, 105
+STEPS, ENOUGH = 5, 150
 #: seconds that one case may take, and all of them together
-LIMIT, TOTAL = 165, 560
+LIMIT, TOTAL = 230, 570
 PROMPT, RANK, GENERATIONS = 256, 32, 8
 #: steps that are not counted: compilation, autotuning, the first growth of the allocator
 WARM = 2
