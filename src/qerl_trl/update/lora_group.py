@@ -29,13 +29,15 @@ from ..nvfp4.linear import decode_into
 
 #: the `implementation` of a group whose weights are not packed
 DENSE = "dense"
+#: the parameters of an `NVFP4Linear`, in the order of `Weights`
+PACKED = ("weight_packed", "weight_scale", "weight_global_scale")
 
 
 # --- the weights of a group -------------------------------------------------------------------------------------------------------
 
 
 class Weights(NamedTuple):
-    """The frozen matrices of a group: dense, or packed with scales. `implementation` is `NVFP4Linear`'s."""
+    """The frozen matrices of a group: dense, or packed with scales, as `NVFP4Linear` holds them. `implementation` is that layer's."""
 
     dense: tuple[torch.Tensor, ...]
     packed: tuple[torch.Tensor, ...]
@@ -62,9 +64,8 @@ def decoded(
         whole[:, K:].zero_()
     column = K
     for i, part in enumerate(whole[:N].split(rows)):
-        decode_into(
-            part[:, :K], weights.packed[i], weights.block_scale[i], weights.global_scale[i], weights.implementation
-        )
+        global_scale = weights.global_scale[i].view(torch.float32)
+        decode_into(part[:, :K], weights.packed[i], weights.block_scale[i], global_scale, weights.implementation)
         if right:
             part[:, column : column + ranks[i]].copy_(right[i])
             column += ranks[i]
