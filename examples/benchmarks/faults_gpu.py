@@ -298,7 +298,7 @@ FAULTS = {
     "out of memory in a step": Fault(("memory", "step"), at_end_of=no_room, again=True, gpu=True),
     "engine dead": Fault(("The rollout failed in vLLM", "fatal error"), at_end_of=dies, again=True),
     "engine hangs": Fault(("rollout_timeout=20",), at_end_of=hangs, settings={"rollout_timeout": 20.0}),
-    "log-probabilities NaN": Fault(("log-probability nan",), at_end_of=of_answers(nan_logps), again=True),
+    "log-probabilities NaN": Fault(("are not finite",), at_end_of=of_answers(nan_logps), again=True),
     "log-probabilities shifted by 1 nat": Fault(("not those its tokens were drawn with",), at_end_of=of_answers(shifted_logps), step=1,
                                                 settings={"max_steps": 6}),
     "completions empty": Fault(("is empty",), at_end_of=of_answers(empty)),

@@ -19,19 +19,26 @@ def test_changes_of_hundreds_of_tensors_are_seen(monkeypatch):
     assert wire.changes(tensors) == before
 
 
+ON = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", ON)
 @pytest.mark.parametrize("together", [40, 2**22])
-def test_sums_of_many_tensors_are_those_of_each(monkeypatch, together):
+def test_sums_of_many_tensors_are_those_of_each(monkeypatch, together, device):
     monkeypatch.setattr(wire, "_TOGETHER", together)
     integers = [torch.randint(0, 255, shape, dtype=torch.uint8) for shape in ((8, 3), (5,), (4, 4))]
     floats = [torch.randn(3, 4) for _ in range(9)] + [torch.randn(50), torch.randn(7).bfloat16(), torch.tensor(3.0)]
     tensors = [*floats, *integers, torch.randn(64, 2).bfloat16()[:, :1], torch.randn(8).double(), torch.zeros(0)]
+    tensors = [tensor.to(device) for tensor in tensors]
     assert torch.equal(wire.all_bits(tensors), torch.stack([wire.bits(t) for t in tensors]))
     assert wire.all_bits([]).tolist() == []
 
 
+@pytest.mark.parametrize("device", ON)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_values_that_are_not_finite_are_named(dtype):
+def test_values_that_are_not_finite_are_named(dtype, device):
     named = {str(i): torch.randn(3, 5).to(dtype) for i in range(5)} | {"float32": torch.randn(2)}
     named["1"][2, 3], named["3"][0, 0] = float("nan"), -float("inf")
+    named = {name: tensor.to(device) for name, tensor in named.items()}
     assert wire.not_finite(named.items()) == ["1", "3"]
     assert wire.not_finite([]) == []
