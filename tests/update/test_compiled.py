@@ -3,13 +3,24 @@
 Mostly with the backend "aot_eager", which traces and splits forward and backward as inductor does and generates no code.
 """
 
+import copy
+import logging
+import pickle
+import shutil
+
 import pytest
 import torch
+import torch._inductor.config
+import torch.compiler.config
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch._dynamo.utils import counters
 
-from qerl_trl.update.compiled import compile_layers
+from qerl_trl.noise.hooks import NoiseDraw, NormNoise
+from qerl_trl.noise.norms import find_noisy_norms
+from qerl_trl.update import compiled as regional
+from qerl_trl.update.compiled import compile_layers, warm_up
+from tests.faults.tiny_runs import TinyRuns
 from tests.tiny_models import FAMILIES, make_tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -62,6 +73,12 @@ def assert_same(found, expected, rtol=1e-4, atol=1e-6) -> None:
         )
 
 
+def assert_near(found, expected) -> None:
+    """In bfloat16, where sums of what was rounded in another order differ in single elements."""
+    for one, other in ((found[0], expected[0]), *((found[1][name], expected[1][name]) for name in expected[1])):
+        assert (one - other).float().norm() < 0.03 * other.float().norm()
+
+
 def graphs() -> int:
     return counters["stats"]["unique_graphs"]
 
@@ -83,3 +100,208 @@ def test_no_length_compiles_again():
         update(model, batch(length))
     update(model, batch(45, sequences=3))
     assert graphs() == 2  # the layers, and the norm after them
+
+
+def test_a_forward_without_gradient_and_a_checkpointed_one_run_the_same_graph():
+    model = adapted()
+    given = batch(40)
+    compiled = compile_layers(model, backend="aot_eager")
+    expected = update(model, given)
+    before = graphs()
+    with torch.no_grad():
+        found = model(**given, use_cache=False).logits[:, 3:]
+    assert torch.equal(found, expected[0]) and not found.requires_grad
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert_same(update(model, given), expected, rtol=0, atol=0)
+    assert graphs() == before and not compiled.failed
+
+
+def test_generation_and_evaluation_run_the_layers_as_they_are():
+    model = adapted()
+    prompt = torch.ones(2, 5, dtype=torch.long)
+    expected = model.generate(prompt, max_new_tokens=6, do_sample=False)
+    clean = model.eval()(**batch(40)).logits
+    compile_layers(model, backend="aot_eager")
+    assert torch.equal(model(**batch(40)).logits, clean)
+    for mode in (False, True):
+        assert torch.equal(model.train(mode).generate(prompt, max_new_tokens=6, do_sample=False), expected)
+    assert not graphs()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_noise_in_the_update_is_that_of_the_hooks(dtype):
+    model = adapted().to(dtype)
+    noise = NormNoise(find_noisy_norms(model))
+    cpu = torch.device("cpu").type
+
+    def under(draw: NoiseDraw, length: int):
+        noise.set(draw)
+        noise.in_training = True
+        with torch.autocast(cpu, torch.bfloat16, enabled=dtype == torch.bfloat16):
+            return update(model, batch(length))
+
+    draws = [NoiseDraw(sigma, 0, step, 0) for step, sigma in enumerate((0.0, 0.1, 0.02, 0.1, 0.0))]
+    expected = [under(draw, 33 + draw.step) for draw in draws]
+    compile_layers(model, backend="aot_eager")
+    for draw, wanted in zip(draws, expected, strict=True):
+        found = under(draw, 33 + draw.step)
+        (assert_same if dtype == torch.float32 else assert_near)(found, wanted)
+        if draw.sigma:
+            assert noise.landed == 4 and abs(noise.sigma_effective() - draw.sigma) < 0.2 * draw.sigma
+    assert graphs() == 3  # the layers clean and noisy, and the norm after them, which feeds the head
+    assert not torch.equal(expected[0][0], expected[1][0])
+
+
+def test_hooks_that_do_nothing_change_no_bit():
+    """sigma = 0, and a scope in which the update is clean: as if there were no noise."""
+    model = adapted()
+    compiled = compile_layers(model, backend="aot_eager")
+    expected = update(model, batch(40))
+    compiled.remove()
+    noise = NormNoise(find_noisy_norms(model))
+    compile_layers(model, backend="aot_eager")
+    for draw, in_training in ((NoiseDraw(0.0, 0, 0, 0), True), (NoiseDraw(0.1, 0, 0, 0), False)):
+        noise.set(draw)
+        noise.in_training = in_training
+        assert_same(update(model, batch(40)), expected, rtol=0, atol=0)
+
+
+class _Branching(nn.Module):
+    """What no compiler can make one graph of."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) if x.sum().item() > -1e9 else x
+
+
+def test_a_layer_that_does_not_compile_runs_as_it_is_and_says_so_once(caplog):
+    model = adapted()
+    for layer in layers_of(model):
+        layer.mlp = _Branching(layer.mlp)
+    expected = update(model, batch(40))
+    compiled = compile_layers(model, backend="eager")
+    with caplog.at_level(logging.WARNING, "qerl_trl"):
+        for _ in range(2):
+            assert_same(update(model, batch(40)), expected)
+    assert compiled.failed
+    (said,) = [record.getMessage() for record in caplog.records if record.name == regional.__name__]
+    assert "Qwen2DecoderLayer runs in eager mode" in said and "it does not compile (" in said
+
+
+def test_a_layer_of_too_many_graphs_runs_as_it_is(caplog, monkeypatch):
+    """Here because each layer reads a number of its own."""
+    monkeypatch.setattr(regional, "_MOST_GRAPHS", 2)
+    model = adapted(layers=4)
+    for index, layer in enumerate(layers_of(model)):
+        layer.mlp.register_forward_hook(lambda module, args, output, scale=f"{index}": output * (1 + len(scale) * 0))
+    expected = update(model, batch(40))
+    compiled = compile_layers(model, backend="eager")
+    with caplog.at_level(logging.WARNING, "qerl_trl"):
+        assert_same(update(model, batch(40)), expected)
+    assert compiled.failed and caplog.text.count("runs in eager mode") == 1
+    assert torch._dynamo.config.recompile_limit != 2
+
+
+def test_lengths_that_each_compile_anew_are_found_at_the_start(caplog):
+    model, ones = adapted(), [1.0] * 100
+
+    class Specialized(_Branching):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x) * ones[x.shape[1]]
+
+    for layer in layers_of(model):
+        layer.mlp = Specialized(layer.mlp)
+    compiled = compile_layers(model, backend="eager")
+    with caplog.at_level(logging.WARNING, "qerl_trl"):
+        warm_up(compiled, model, 2, 64)
+    assert compiled.failed and "compiled anew" in caplog.text
+
+
+def test_the_warm_up_compiles_everything_and_leaves_no_trace():
+    model = adapted()
+    noise = NormNoise(find_noisy_norms(model))
+    before = update(model, batch(40))[1]  # also gradients that must stay
+    layers_of(model)[0].mlp.eval()
+    flags = [module.training for module in model.modules()]
+    random, weights = torch.get_rng_state(), {n: p.clone() for n, p in model.named_parameters()}
+    compiled = compile_layers(model, backend="aot_eager")
+    warm_up(compiled, model, 2, 64, noisy=True)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert [module.training for module in model.modules()] == flags
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, weights[name])
+        assert name not in before or torch.equal(parameter.grad, before[name])
+    model.train()
+    made = graphs()
+    for length in (40, 57, 80):
+        update(model, batch(length))
+    noise.set(NoiseDraw(0.1, 0, 0, 0))
+    noise.in_training = True
+    update(model, batch(41))
+    assert graphs() == made
+
+
+def test_copies_pickles_and_files_know_nothing_of_it(tmp_path):
+    model = adapted()
+    names = list(model.state_dict())
+    compiled = compile_layers(model, backend="eager")
+    assert list(model.state_dict()) == names
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        for layer in layers_of(copied):
+            assert layer.forward.__func__ is type(layer).forward and layer.forward.__self__ is layer
+    model.save_pretrained(tmp_path)
+    compiled.remove()
+    assert not any("forward" in vars(layer) for layer in layers_of(model))
+
+
+def test_torchs_settings_are_as_before():
+    settings = [dict(config.get_config_copy()) for config in (torch._dynamo.config, torch._inductor.config)]
+    sources = torch.compiler.config.dynamic_sources
+    model = adapted(layers=1)
+    compile_layers(model, backend="eager")
+    update(model, batch(40))
+    assert [dict(c.get_config_copy()) for c in (torch._dynamo.config, torch._inductor.config)] == settings
+    assert torch.compiler.config.dynamic_sources == sources
+
+
+# ---------------------------------------------------------------------------------------------------------- the trainer
+
+
+@pytest.fixture
+def runs(tiny_model_dir, tiny_tokenizer):
+    return TinyRuns(tiny_model_dir("qwen2"), tiny_tokenizer)
+
+
+def adapter(trainer) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in trainer.model.named_parameters() if "lora_" in name}
+
+
+def test_a_resumed_run_equals_the_uninterrupted_one(runs, tmp_path, capsys):
+    """With inductor's own kernels, and noise in the rollouts."""
+    options = {"compile_layers": True, "max_steps": 4, "save_steps": 2, "aqn_sigma_start": 0.1}
+    whole = runs.trainer(tmp_path / "run", **options)
+    whole.train()
+    assert "torch.compile of 2 Qwen2DecoderLayer" in capsys.readouterr().out
+    assert graphs()
+    shutil.rmtree(tmp_path / "run" / "checkpoint-4")
+    torch._dynamo.reset()
+    resumed = runs.trainer(tmp_path / "run", **options)
+    resumed.train(resume_from_checkpoint=True)
+    found, expected = adapter(resumed), adapter(whole)
+    assert resumed.state.global_step == 4 and found.keys() == expected.keys()
+    assert not [name for name in expected if not torch.equal(found[name], expected[name])]
+
+
+def test_what_the_option_means(runs, tmp_path):
+    def compiled(**options) -> bool:
+        trainer = runs.trainer(tmp_path / str(len(list(tmp_path.iterdir()))), **options)
+        return any(isinstance(callback, regional.WarmUp) for callback in trainer.callback_handler.callbacks)
+
+    assert not compiled()  # on a CPU
+    assert compiled(compile_layers=True) and not compiled(compile_layers=False)
+    with pytest.raises(ValueError, match="torch_compile=True compiles the whole model"):
+        compiled(compile_layers=True, torch_compile=True)

@@ -20,14 +20,16 @@ Nothing of torch's global state is changed; other compiled code in the process (
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch._dynamo  # not loaded by `import torch`
 import torch._inductor.config
+import torch.compiler.config
 from torch import nn
+from torch._dynamo.utils import counters
 from transformers import PreTrainedModel, TrainerCallback
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -45,6 +47,8 @@ _DETERMINISTIC: dict[str, Any] = {"deterministic": True}
 _MOST_GRAPHS = 24
 #: arguments by which layers get a cache of keys, values or states
 _CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
+#: numbers among a layer's arguments that change from batch to batch (attention.py), as torch.compile names them
+_CHANGING = "L['kwargs']['max_length_q'],L['kwargs']['max_length_k']"
 #: tokens per sequence of the warm-up, at most
 _LONGEST = 1024
 _FAILURES = (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit)
@@ -58,18 +62,21 @@ class _Function:
         known = {name: value for name, value in _DETERMINISTIC.items() if hasattr(torch._inductor.config, name)}
         options = known if deterministic and backend == "inductor" else None
         self._compiled = torch.compile(forward, backend=backend, fullgraph=True, options=options)
-        self._limit = torch._dynamo.config.patch(recompile_limit=_MOST_GRAPHS)
+        self._settings = [torch._dynamo.config.patch(recompile_limit=_MOST_GRAPHS)]
+        if hasattr(torch.compiler.config, "dynamic_sources"):  # else a second graph makes them so
+            self._settings.append(cast(Any, torch.compiler.config).patch(dynamic_sources=_CHANGING))
 
     def __call__(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with self._limit:
+        with ExitStack() as stack:
+            for setting in self._settings:
+                stack.enter_context(setting)
             return self._compiled(layer, *args, **kwargs)
 
-    def give_up(self, layer: nn.Module, error: Exception) -> None:
+    def give_up(self, layer: nn.Module, reason: str) -> None:
         self.failed = True
-        reason = str(error).strip().split("\n", 1)[0][:300]
         logger.warning(
-            f"{type(layer).__name__} does not compile and runs in eager mode from here on: {type(error).__name__}: {reason}. The results are the "
-            "same, an update takes longer; compile_layers=False says that this is wanted."
+            f"{type(layer).__name__} runs in eager mode from here on, in which an update takes longer and computes the same: it does not compile "
+            f"({reason}). compile_layers=False says that this is wanted."
         )
 
 
@@ -92,22 +99,30 @@ class CompiledLayers:
             False  # the latest layer; the norm after the layers has no argument that tells generation from an update
         )
         functions: dict[Callable, _Function] = {}
+        self.forwards: list[_Forward] = []
         for module in (*layers, *([norm] if norm is not None else [])):
-            forward = type(module).forward
-            function = functions.setdefault(forward, _Function(forward, backend, deterministic))
-            module.forward = _Forward(self, module, function)
-        self.functions = list(functions.values())
+            own = type(module).forward
+            if own not in functions:
+                functions[own] = _Function(own, backend, deterministic)
+            self.forwards.append(_Forward(self, module, functions[own]))
+            module.forward = self.forwards[-1]
 
     @property
     def failed(self) -> bool:
         """Whether no layer runs compiled any more."""
-        return all(layer.forward.function.failed for layer in self.layers)  # type: ignore[attr-defined]
+        return all(forward.function.failed for forward in self.forwards if not forward.is_norm)
+
+    def give_up(self, reason: str) -> None:
+        """Eager mode from here on, for all of them."""
+        for forward in self.forwards:
+            if not forward.function.failed:
+                forward.function.give_up(forward.module, reason)
 
     def remove(self) -> None:
         """Give the layers their own forward back."""
-        for module in (*self.layers, self.norm):
-            if module is not None and isinstance(vars(module).get("forward"), _Forward):
-                del module.forward
+        for forward in self.forwards:
+            if vars(forward.module).get("forward") is forward:
+                del forward.module.forward
 
     @contextmanager
     def rehearsal(self, noisy: bool) -> Iterator[None]:
@@ -146,7 +161,7 @@ class _Forward:
                 if self.owner.rehearsing:
                     self._drop_gradients(output, hidden)
         except _FAILURES as error:
-            self.function.give_up(self.module, error)
+            self.function.give_up(self.module, _said(error))
             return self(*args, **kwargs)
         self.owner.ran_compiled = True
         return output if graded else _detached(output)
@@ -171,7 +186,17 @@ class _Forward:
         return self if copied is None else MethodType(self.function.eager, copied)
 
     def __reduce__(self) -> tuple:
-        return MethodType, (self.function.eager, self.module)
+        return _bound, (self.function.eager, self.module)
+
+
+def _bound(function: Callable, module: nn.Module) -> MethodType:
+    return MethodType(function, module)  # whose own type no pickle finds
+
+
+def _said(error: Exception) -> str:
+    """The kind of an error and its first words: the compiler's go on for pages."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {' '.join(lines[:2])[:300]}"
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
@@ -214,9 +239,7 @@ def find_layers(model: nn.Module) -> tuple[list[nn.Module], nn.Module | None]:
     Raises:
         ValueError: there are none that can be told.
     """
-    inner = unwrap(model)
-    base = inner if isinstance(inner, PreTrainedModel) else inner.get_base_model()  # type: ignore[operator]
-    decoder = base.get_decoder()
+    decoder = _base(model).get_decoder()
     lists = [child for child in decoder.children() if isinstance(child, nn.ModuleList)]
     layers: list[nn.Module] = [
         layer for part in lists for layer in part if isinstance(layer, GradientCheckpointingLayer)
@@ -234,6 +257,11 @@ def find_layers(model: nn.Module) -> tuple[list[nn.Module], nn.Module | None]:
         if "norm" in name.lower() and not any(child.children()) and "forward" not in vars(child)
     ]
     return layers, norms[0] if len(norms) == 1 else None
+
+
+def _base(model: nn.Module) -> PreTrainedModel:
+    inner = unwrap(model)
+    return inner if isinstance(inner, PreTrainedModel) else cast(Any, inner).get_base_model()
 
 
 def compile_layers(model: nn.Module, backend: str = "inductor", deterministic: bool = True) -> CompiledLayers:
@@ -266,48 +294,50 @@ def warm_up(
     batch: int,
     length: int,
     noisy: bool = False,
-    autocast: Any = None,
+    autocast: Callable[[], AbstractContextManager] = nullcontext,
     packed: Packing | None = None,
 ) -> None:
-    """Compile, by a forward and a backward of each layer for `batch` sequences of up to `length` tokens, some of them padding.
+    """Compile, by a forward and a backward of each layer for `batch` sequences of up to `length` tokens, the first of them padded.
 
-    Adds nothing to gradients and leaves random states, training flags and torch's settings as they were. A layer class whose graphs grow with the
-    number of lengths runs in eager mode from here on.
+    Adds nothing to gradients and leaves random states, training flags and torch's settings as they were. Where each further length makes a further
+    graph, the layers run in eager mode from here on.
 
     Args:
         noisy: also compile for noise on the norms in training.
-        autocast: as in training; a context manager factory.
+        autocast: as in training.
         packed: where it is on, the sequences come as one row, as in training.
     """
-    inner = unwrap(model)
-    base = inner if isinstance(inner, PreTrainedModel) else inner.get_base_model()  # type: ignore[operator]
+    base = _base(model)
     device = next(base.get_input_embeddings().parameters()).device
     devices = [device.index or torch.cuda.current_device()] if device.type == "cuda" else []
     flags = {module: module.training for module in model.modules()}
-    length = max(32, length // 16 * 16)
+    in_rows = packed is not None and packed.on
+    inputs = packed.examples(batch, length) if packed is not None and in_rows else _padded(batch, length, device)
     try:
         model.train()
-        with torch.random.fork_rng(devices=devices), torch.no_grad(), autocast() if autocast else _nothing():
+        with torch.random.fork_rng(devices=devices), torch.no_grad(), autocast():
             for kind in (False, True) if noisy else (False,):
-                if packed is not None and packed.on:
-                    for inputs in packed.examples(batch, length):
-                        with compiled.rehearsal(kind), attention.packed_call():
-                            base.get_decoder()(**inputs, use_cache=False)
-                    continue
-                for tokens in (length, length - 8, length - 16, length - 24):
-                    ids = torch.ones(batch, tokens, dtype=torch.long, device=device)
-                    mask = torch.ones_like(ids)
-                    mask[:, : 2 if batch > 1 else 0] = 0
-                    with compiled.rehearsal(kind):
-                        base.get_decoder()(input_ids=ids, attention_mask=mask, use_cache=False)
+                graphs: list[int] = []
+                for given in inputs:
+                    with compiled.rehearsal(kind), attention.packed_call() if in_rows else nullcontext():
+                        base.get_decoder()(**given, use_cache=False)
+                    graphs.append(counters["stats"]["unique_graphs"])
+                if graphs[-1] - graphs[-3] >= 2:
+                    compiled.give_up("each length of the sequences is compiled anew")
     finally:
         for module, flag in flags.items():
             module.training = flag
 
 
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
+def _padded(batch: int, length: int, device: torch.device) -> list[dict[str, torch.Tensor]]:
+    """Inputs of a decoder. A mask whose size is no multiple of 16 may need another graph; the third length and the fourth need none."""
+    made, half = [], max(32, length // 32 * 16)
+    for tokens in (max(32, length // 16 * 16), max(32, length // 16 * 16) - 8, half, half - 8):
+        ids = torch.ones(batch, tokens, dtype=torch.long, device=device)
+        mask = torch.ones_like(ids)
+        mask[0, : 2 if batch > 1 else 0] = 0
+        made.append({"input_ids": ids, "attention_mask": mask})
+    return made
 
 
 class WarmUp(TrainerCallback):
@@ -317,30 +347,29 @@ class WarmUp(TrainerCallback):
         self._trainer, self._compiled, self._done = trainer, compiled, False
 
     def on_train_begin(self, args, state, control, **kwargs):
-        trainer = self._trainer
-        if self._done or trainer.is_fsdp_enabled:  # FSDP gathers weights in its root's forward: the first step compiles
+        trainer, compiled = self._trainer, self._compiled
+        if self._done:
             return
-        self._done = True
-        started = time.perf_counter()
-        length = (trainer.memory_plan.max_model_len if trainer.memory_plan is not None else None) or _LONGEST
-        batch = args.per_device_train_batch_size
-        noisy = args.aqn and args.aqn_scope == "policy"
-        warm_up(
-            self._compiled,
-            trainer.model,
-            batch,
-            min(length, _LONGEST),
-            noisy=noisy,
-            autocast=trainer.accelerator.autocast,
-            packed=getattr(trainer, "_packing", None),
-        )
-        count = len(self._compiled.layers)
-        if state.is_world_process_zero and not self._compiled.failed:
-            print(
-                f"{count} {type(self._compiled.layers[0]).__name__} compiled for the update in {time.perf_counter() - started:.1f} s (torch.compile, "
-                "any length; from the disk when it starts again).",
-                flush=True,
-            )
+        self._done, started = True, time.perf_counter()
+        took = "in the first step"
+        if not trainer.is_fsdp_enabled:  # its root gathers what is in no layer, in a forward of its own
+            length = (trainer.memory_plan.max_model_len if trainer.memory_plan is not None else None) or _LONGEST
+            try:
+                warm_up(
+                    compiled,
+                    trainer.accelerator.unwrap_model(trainer.model),
+                    args.per_device_train_batch_size,
+                    min(length, _LONGEST),
+                    noisy=args.aqn and args.aqn_scope == "policy",
+                    autocast=trainer.accelerator.autocast,
+                    packed=getattr(trainer, "_packing", None),
+                )
+            except RuntimeError as error:  # of a kernel, or out of memory
+                compiled.give_up(_said(error))
+            took = f"{time.perf_counter() - started:.1f} s"
+        if not compiled.failed and state.is_world_process_zero:
+            name = type(compiled.layers[0]).__name__
+            print(f"torch.compile of {len(compiled.layers)} {name} for updates of any length: {took}", flush=True)
 
 
 def compile_for(trainer: OnlineTrainer) -> CompiledLayers | None:
