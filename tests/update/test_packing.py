@@ -350,6 +350,24 @@ def test_another_attention_is_left_alone(make):
         make(**options)
 
 
+def test_dropout_of_attention_is_padded(make, tmp_path):
+    make_tiny_model("qwen2", dtype=torch.float32, attention_dropout=0.1).save_pretrained(tmp_path / "m")
+    with pytest.raises(ValueError, match=r"cannot work here: attention_dropout=0\.1"):
+        make(model=tmp_path / "m")
+
+
+def test_layers_that_are_not_told_of_their_segments_are_found_at_the_start(make, tmp_path):
+    """StableLM's decoder layers hand no further arguments to attention, which would then see the whole row."""
+    model = dense_model("stablelm").float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(4)  # random weights of the usual size hardly move log-probabilities
+    model.save_pretrained(tmp_path / "m")
+    with pytest.raises(ValueError, match="cannot work here: packed, its log-probabilities differ"):
+        make(model=tmp_path / "m", peft_config=None, base_format="full")
+
+
 def test_a_row_without_walls_is_found_at_the_start(make, monkeypatch):
     def one_sequence(q, k, v, cu_q, cu_k, *rest):
         return attention_without_walls(q, k, v)

@@ -280,6 +280,10 @@ def _why_not(trainer: OnlineTrainer, model: PreTrainedModel) -> str | None:
     kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if kinds:
         return f"{name} has layers of another kind ({', '.join(sorted(kinds))})"
+    found = [getattr(module, "attention_dropout", None) for module in model.modules()]
+    dropped = max((value for value in found if isinstance(value, float)), default=0.0)
+    if dropped:
+        return f"attention_dropout={dropped:g} drops attention weights in training"
     if getattr(text, "attention_chunk_size", None):
         return f"{name} attends in chunks"
     return None
