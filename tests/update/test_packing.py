@@ -5,8 +5,10 @@ import dataclasses
 
 import pytest
 import torch
+import torch.distributed as dist
 from datasets import Dataset
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from qerl_trl import QeRLConfig, QeRLGRPOTrainer, QeRLRLOOConfig, QeRLRLOOTrainer
 from qerl_trl.update import attention, packing
@@ -283,6 +285,33 @@ def test_resume_is_bit_exact(make):
     resumed = make(**{**options, "output_dir": whole.args.output_dir})
     resumed.train(resume_from_checkpoint=checkpoint)
     assert_identical(adapter_of(resumed), adapter_of(whole))
+
+
+@pytest.fixture
+def one_process_group(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "recomputed"])
+def test_fsdp2(make, one_process_group, checkpointed):
+    """Sharded when training starts, so tried at the first batch."""
+    trainer = make("gemma3")
+    batch = ragged()
+    padded = both(trainer, weighted_logps(trainer, batch))[0]
+    if checkpointed:
+        trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
+        trainer.model.enable_input_require_grads()
+    inner = packing._inner(trainer, trainer.model)
+    for layer in inner.get_decoder().layers:
+        fully_shard(layer)
+    fully_shard(inner)
+    trainer._packing._untried = True
+    packed = both(trainer, weighted_logps(trainer, batch))[1]
+    assert trainer._packing.on and not trainer._packing._untried
+    whole = {name: grad.full_tensor() if hasattr(grad, "full_tensor") else grad for name, grad in packed[1].items()}
+    assert_equal(padded, (packed[0], whole))
 
 
 def test_the_load_of_experts_is_that_of_every_token(tiny_tokenizer):
