@@ -359,7 +359,7 @@ def build(fault: Fault, model: str, run: str, device: str) -> Any:
         "output_dir": run, "use_cpu": cpu, "bf16": not cpu, "per_device_train_batch_size": 8, "num_generations": 4,
         "max_completion_length": 8 if cpu else 32, "max_steps": STEPS, "learning_rate": 1e-4, "use_vllm": True, "vllm_mode": "colocate",
         "vllm_max_model_length": 256, "vllm_gpu_memory_utilization": memory["gpu_memory_utilization"],
-        "vllm_engine_kwargs": {"enforce_eager": True, "max_num_seqs": 8, **memory}, "report_to": "none", "logging_steps": 1,
+        "vllm_engine_kwargs": {"enforce_eager": True, "max_num_seqs": 8, "block_size": 32 if cpu else 16, **memory}, "report_to": "none", "logging_steps": 1,
         "save_strategy": "steps", "save_steps": 1, "gradient_checkpointing": False, "disable_tqdm": True, "aqn_num_stages": 2,
         "model_init_kwargs": {"dtype": "bfloat16"},
     }  # fmt: skip
