@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, MixtralConfig, Qwen2Config
 from transformers.cache_utils import DynamicCache
 
 from qerl_trl import NVFP4Config
@@ -181,3 +181,18 @@ def test_the_engines_cache_is_what_vllm_allocates_for_whole_blocks():
     assert formulas.engine_kv_bytes(shape, work, 3) == (3 * 13 + 1) * block
     assert formulas.engine_kv_bytes(shape, dataclasses.replace(work, tensor_parallel=4), 3) == (3 * 13 + 1) * block // 4
     assert formulas.engine_kv_bytes(shape, dataclasses.replace(work, kv_dtype_bytes=1), 3) == (3 * 13 + 1) * block // 2
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        MixtralConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_local_experts=2, vocab_size=320),
+        Qwen2Config(hidden_size=24, intermediate_size=40, num_hidden_layers=1, num_attention_heads=4, vocab_size=320),
+    ],
+    ids=["experts", "no width of 16"],
+)
+def test_a_model_that_cannot_be_quantized_is_counted_all_the_same(config):
+    """base_format="full" and "bf16" need no model that NVFP4 could hold; they were refused with its words."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert formulas.shape_of(config).parameters == sum(p.numel() for p in model.parameters())

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from ..nvfp4.config import NVFP4Config
+from ..nvfp4.layouts import Selection, divided
 from .workload import Workload
 
 # What no formula gives; measured on an H200 (examples/benchmarks/results/memory_h200.json)
@@ -92,7 +92,9 @@ def shape_of(model: str | os.PathLike | PretrainedConfig, **kwargs: Any) -> Shap
         del config.quantization_config
     with torch.device("meta"):
         built = AutoModelForCausalLM.from_config(config)
-    linears = NVFP4Config().linears_to_quantize(built)
+    linears, _ = divided(
+        built, Selection()
+    )  # of any model: with base_format="full" it need not be one that can be quantized
     quantized = {f"{name}.weight" for name in linears}
     return Shape(
         hidden=text.hidden_size,

@@ -173,6 +173,18 @@ def linears_to_quantize(
         `ValueError`: nothing is left to quantize, a packed layer's width is no multiple of the block, or mixture-of-experts tensors that
             `selection.ignore` does not name.
     """
+    quantized, dense = divided(model, selection)
+    if not quantized:
+        raise ValueError(
+            f"no nn.Linear of {type(model).__name__} is left to quantize (modules_to_not_convert={list(selection.ignore)}). Load it "
+            "without NVFP4Config, or skip less."
+        )
+    _refuse_experts(model, selection)
+    return quantized, dense
+
+
+def divided(model: "PreTrainedModel", selection: Selection) -> tuple[dict[str, nn.Linear], dict[str, nn.Linear]]:
+    """As `linears_to_quantize`, of any model: also of one that cannot be quantized."""
     head = model.get_output_embeddings()
     kept = [name for name, module in model.named_modules() if head is not None and module is head]
     kept += [name.removesuffix(".weight") for pair in model.all_tied_weights_keys.items() for name in pair]
@@ -195,12 +207,6 @@ def linears_to_quantize(
             BLOCK_SIZE,
             ", ".join(odd[:3]) + (", ..." if len(odd) > 3 else ""),
         )
-    if not quantized:
-        raise ValueError(
-            f"no nn.Linear of {type(model).__name__} is left to quantize (modules_to_not_convert={list(selection.ignore)}). Load it "
-            "without NVFP4Config, or skip less."
-        )
-    _refuse_experts(model, selection)
     return quantized, {name: module for name, module in linears.items() if name not in quantized}
 
 
