@@ -80,9 +80,12 @@ FURTHER = {
     "ours-7b-64x512-bf16": Case("ours", "7b", 64, 512, 64, base_format="bf16"),
     "ours-7b-8x512-bf16": Case("ours", "7b", 8, 512, 8, base_format="bf16"),
     "ours-7b-64x512-micro16": Case("ours", "7b", 64, 512, 16),
-    "ours-7b-64x512-40gib": Case("ours", "7b", 64, 512, 64, cap=40.0),
+    "ours-7b-64x512-checkpointing": Case("ours", "7b", 64, 512, 64, options=(("gradient_checkpointing", True),)),
     "stock-7b-64x512-micro16": Case("stock", "7b", 64, 512, 16),
     "ours-7b-8x512-checkpointing": Case("ours", "7b", 8, 512, 8, options=(("gradient_checkpointing", True),)),
+    "ours-32b-8x512-48gib-checkpointing": Case(
+        "ours", "32b", 8, 512, 8, cap=48.0, options=(("gradient_checkpointing", True),)
+    ),
     "ours-7b-ragged-padded": Case("ours", "7b", 64, 1024, 8, ragged=True, options=(("padding_free", False),)),
     **_both("tiny", "dry", 8, 12, 4),
     "ours-tiny-ragged": Case("ours", "dry", 8, 24, 4, ragged=True),

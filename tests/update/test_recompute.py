@@ -65,6 +65,22 @@ def test_a_trainer_plans_how_many(make_trainer):  # noqa: F811
             setattr(trainer, name, False)
 
 
+def test_models_that_are_not_on_the_gpu_yet_have_their_room(make_trainer):  # noqa: F811
+    trainer = make_trainer(gradient_checkpointing=None)
+    reward = torch.nn.Linear(1024, 1024)  # on its way to another device
+    kept = []
+    for models in ([], [reward.to("meta")]):
+        trainer.memory_plan, trainer.reward_funcs = None, [lambda **_: [0.0], *models]
+        plan = trainer.memory_plan = plan_trainer(trainer, Gpu.of_gib(80))
+        counted = sum(part.update for part in plan.parts if part.name.startswith(("frozen base", "adapter")))
+        # nothing but the model is in memory, and with both layers kept the update just fits
+        total = round(plan.update / 0.9) + 2**20
+        trainer.memory_plan = None
+        gpu = Gpu(total, plan.gpu.outside, total - plan.gpu.outside - counted)
+        kept.append(plan_trainer(trainer, gpu).work.kept_layers)
+    assert kept[0] == 2 and kept[1] < 2
+
+
 def test_a_model_without_such_layers_recomputes_all_and_says_so(make_trainer, caplog):  # noqa: F811
     trainer = with_kept_layers(make_trainer(gradient_checkpointing=None), 3)
     assert "has 2 layers that can be taken out" in caplog.text

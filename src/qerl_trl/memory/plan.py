@@ -340,6 +340,13 @@ def _settings(change: dict[str, Any]) -> tuple[str, ...]:
     return tuple(text for name, text in names.items() if name in change)
 
 
+def _still_to_come(trainer: Any, device: torch.device) -> int:
+    """Bytes of reference and reward models that are not on the GPU yet: TRL puts them there after the engine was planned."""
+    models = [getattr(trainer, "ref_model", None), *trainer.reward_funcs]
+    parameters = (p for model in models if isinstance(model, torch.nn.Module) for p in model.parameters())
+    return sum(p.nbytes for p in parameters if p.device.type != device.type)
+
+
 def plan_trainer(trainer: Any, gpu: Gpu | None = None) -> MemoryPlan:
     """The plan of a trainer's process, made at its first call and kept as `trainer.memory_plan`.
 
@@ -369,6 +376,8 @@ def plan_trainer(trainer: Any, gpu: Gpu | None = None) -> MemoryPlan:
         device = trainer.accelerator.device
         if gpu is None and device.type == "cuda":
             gpu = Gpu.current(device)
+        if gpu is not None and gpu.free is not None:
+            gpu = dataclasses.replace(gpu, free=gpu.free - _still_to_come(trainer, device))
         made = plan_run(
             shape_of(model.config), work, gpu, model_bytes(model), args.vllm_max_model_length or lengths.engine
         )
