@@ -234,9 +234,11 @@ def wake_wrong(what: Callable[[Any], None]) -> Callable[[Any], None]:
     return inject
 
 
-def zero_adapter(trainer: Any) -> None:
-    for slot in trainer.vllm_generation.engine.state.slots.values():
-        slot.b_NR.zero_()
+def other_norm(trainer: Any) -> None:
+    """A norm without noise, which the engine has of its own; an adapter that is lost so is put anew in every step."""
+    from qerl_trl.rollout.vllm.in_process import engine_model
+
+    engine_model(trainer.vllm_generation.llm).model.norm.weight.data.mul_(1.5)
 
 
 def full_disk(trainer: Any) -> None:
@@ -291,8 +293,8 @@ FAULTS = {
         ("no longer holds what was put into it", "vllm_enable_sleep_mode=False"), at_end_of=wake_wrong(damage), again=True, gpu=True,
         settings={"share_weights": False, "vllm_enable_sleep_mode": True},
     ),
-    "awake without the adapter": Fault(
-        ("no longer holds what was put into it",), at_end_of=wake_wrong(zero_adapter), gpu=True, settings={"vllm_enable_sleep_mode": True}
+    "awake with another norm": Fault(
+        ("no longer holds what was put into it",), at_end_of=wake_wrong(other_norm), gpu=True, settings={"vllm_enable_sleep_mode": True}
     ),
     "out of memory at start": Fault(("Out of memory when the engine started",), no_room_for_the_engine, gpu=True),
     "out of memory in a step": Fault(("memory", "step"), at_end_of=no_room, again=True, gpu=True),
