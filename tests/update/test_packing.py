@@ -204,6 +204,7 @@ def test_dropout_draws_for_each_completion_its_own(make):
     trainer.model.eval()
     weighted_logps(trainer, ragged())()
     assert seen[1] == (1, 64)
+    assert all(inputs["packed_keys"] is None for inputs in trainer._packing.examples(4, 256))
 
 
 def test_without_gradients_rows_are_as_long_as_a_padded_batch(make):

@@ -136,7 +136,7 @@ class Packing:
         for tokens in (length, length - row.MULTIPLE, length - 3 * row.MULTIPLE):
             ids = torch.ones(count, max(tokens, row.MULTIPLE), dtype=torch.long)
             found = row.sequences(ids, ids, ids.shape[1] // 2)
-            built = row.build(found, ids.shape[1] // 2, device, share=not _drops(self.trainer.model))
+            built = row.build(found, ids.shape[1] // 2, device, share=not _drops(self.trainer.model, in_training=True))
             made.append({"input_ids": built.input_ids, "position_ids": built.position_ids, **built.segments._asdict()})
         return made
 
@@ -259,9 +259,9 @@ def _adds_tokens(model: nn.Module) -> bool:
     return is_peft_model(model) and any(config.is_prompt_learning for config in cast(Any, model).peft_config.values())
 
 
-def _drops(model: nn.Module) -> bool:
-    """Whether dropout is active: then each completion's prompt is another sample, and none is shared."""
-    return any(isinstance(m, nn.Dropout) and m.training and m.p > 0 for m in model.modules())
+def _drops(model: nn.Module, in_training: bool = False) -> bool:
+    """Whether dropout is active, or would be in training: then each completion's prompt is another sample, and none is shared."""
+    return any(isinstance(m, nn.Dropout) and (m.training or in_training) and m.p > 0 for m in model.modules())
 
 
 def _why_not(trainer: OnlineTrainer, model: PreTrainedModel) -> str | None:
