@@ -54,8 +54,8 @@ def randomize(model: nn.Module, seed: int = 1) -> None:
 def update(model: nn.Module, autocast: bool = False, tokens: int = 20) -> dict[str, torch.Tensor]:
     """The logits and the gradient of every tensor that has one."""
     model.zero_grad()
-    ids = torch.arange(3, 3 + 2 * tokens).view(2, tokens)
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+    ids = (torch.arange(2 * tokens, device=model.device) % 300 + 3).view(2, tokens)
+    with torch.autocast(ids.device.type, torch.bfloat16, enabled=autocast):
         output = model(input_ids=ids, labels=ids, use_cache=False)
     output.loss.backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -199,10 +199,20 @@ def test_part_of_a_group_has_an_adapter():
         assert distance(update(model), expected) < REORDERED
 
 
-def test_ranks_and_scalings_differ_within_a_group():
-    model = adapted(rank_pattern={"k_proj": 3, "up_proj": 5}, alpha_pattern={"v_proj": 7}, use_rslora=True)
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
+def test_ranks_and_scalings_differ_within_a_group_and_between_layers(base, compiles):
+    model = adapted(
+        base=base,
+        layers=3,
+        rank_pattern={"k_proj": 3, "up_proj": 5},
+        alpha_pattern={"layers.1.*v_proj": 7, "layers.2.*v_proj": 8, "layers.2.*down_proj": 2},
+        use_rslora=True,
+    )
     expected = update(model)
     fuse(model)
+    if compiles:
+        compile_layers(model, "aot_eager")
     assert distance(update(model), expected) < REORDERED
 
 
@@ -391,6 +401,31 @@ def test_names_files_and_copies_are_pefts(tmp_path):
     unfuse(model)
     assert state.keys() == get_peft_model_state_dict(model).keys()
     assert not [m for m in model.modules() if isinstance(m, lora_linear._Fused) or "fused_group" in vars(m)]
+
+
+# --- on a GPU ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", [None, "inductor"])
+@pytest.mark.parametrize("tokens", [20, 200], ids=["few", "many"])
+@pytest.mark.parametrize("base", BASES)
+def test_on_the_gpu_as_on_the_cpu(base, tokens, backend):
+    """The kernel that decodes writes beside room for the adapter; few tokens run PEFT's forward on the kernels for them."""
+    model = adapted("qwen2", base, torch.bfloat16)
+    truth = update(model.float() if base == "dense" else model, autocast=False, tokens=tokens)
+    model = adapted("qwen2", base, torch.bfloat16).to("cuda")
+    peft = update(model, autocast=True, tokens=tokens)
+    fuse(model)
+    if backend:
+        compile_layers(model, backend)
+    found = update(model, autocast=True, tokens=tokens)
+    bound = 2 * distance(on_cpu(peft), on_cpu(truth))
+    assert distance(on_cpu(found), on_cpu(truth)) < bound
+
+
+def on_cpu(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.cpu() for name, tensor in tensors.items()}
 
 
 # --- in a trainer -----------------------------------------------------------------------------------------------------------------
