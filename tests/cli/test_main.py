@@ -166,6 +166,19 @@ def test_four_commands_publish_a_run(run, tiny_model_dir, tmp_path):
     assert torch.equal(torch.cat(logits_of(on_published_base.model, [IDS])), torch.cat(logits_of(policy, [IDS])))
 
 
+def test_a_merge_is_measured_on_the_tasks_held_out_problems(run, tmp_path):
+    folder, _ = run
+    rows = [{"question": f"what is {i}?", "answer": f"#### {i}"} for i in range(4)]
+    (tmp_path / "held_out.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    task = tmp_path / "task.yaml"
+    task.write_text("dataset_name: held_out.jsonl\ntest_split_size: 2\n")
+    code, out, err = call("merge", folder, tmp_path / "merged", "--task", task, "--json")
+    assert code == 0, err
+    assert 0 < json.loads(out)["measured"]["tokens"] < 100
+    code, _, err = call("merge", folder, tmp_path / "again", "--task", task, "--prompts", tmp_path / "held_out.jsonl")
+    assert code == 2 and "leave one out" in err
+
+
 def test_merging_onto_the_original_base_is_another_model_and_measured(run, tmp_path):
     folder, _ = run
     code, _, err = call("merge", folder, tmp_path / "other", "--onto-original")

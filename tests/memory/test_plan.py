@@ -1,4 +1,5 @@
 import dataclasses
+import itertools
 import json
 from types import SimpleNamespace
 
@@ -8,7 +9,7 @@ from datasets import Dataset
 from peft import LoraConfig
 
 from qerl_trl import QeRLConfig, QeRLGRPOTrainer
-from qerl_trl.memory.cards import gpu_of_card
+from qerl_trl.memory.cards import by_card, gpu_of_card, in_words
 from qerl_trl.memory.formulas import engine_kv_bytes, model_bytes, predicted_bytes, shape_of
 from qerl_trl.memory.plan import GIB, Gpu, plan_run, plan_trainer, relief
 from qerl_trl.memory.workload import Workload
@@ -304,3 +305,17 @@ def test_a_card_by_name():
     assert gpu_of_card("A100").total == 80 * 10**9 and gpu_of_card("A100-40GB").total == 40 * 10**9
     with pytest.raises(ValueError, match=r"--card 'T4' is none of .*RTX 4090.*--gpu-gib"):
         gpu_of_card("T4")
+
+
+def test_a_plan_in_cards():
+    work = Workload(batch=2, completion_length=4096, completions=128, rollout="colocate")
+    plans = by_card(shape_of(SEVEN_B), work)
+    said = in_words(plans)
+    first = next(size for size, made in plans.items() if made.fits)
+    assert (
+        said.startswith(f"Cards: fits from {first} GB (")
+        and f"128 completions run in {plans[first].waves} waves" in said
+    )
+    assert f"{plans[141].waves} on 141 GB" in said and "on 12 GB" not in said
+    assert all(a.waves >= b.waves for a, b in itertools.pairwise(made for made in plans.values() if made.fits))
+    assert "none" in in_words(by_card(shape_of(THIRTY_TWO_B), dataclasses.replace(work, base_format="full")))

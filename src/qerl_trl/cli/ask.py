@@ -46,7 +46,7 @@ def plan(
     from transformers.training_args import OptimizerNames
 
     from qerl_trl.config import BASE_FORMATS
-    from qerl_trl.memory.cards import gpu_of_card
+    from qerl_trl.memory.cards import by_card, gpu_of_card
     from qerl_trl.memory.formulas import shape_of
     from qerl_trl.memory.plan import Gpu, plan_run
     from qerl_trl.memory.workload import Workload, dtype_bytes_of, workload_of_file
@@ -79,8 +79,10 @@ def plan(
         raise ValueError("There is nothing to plan: name a model, or a configuration with --config.")
     shape = shape_of(model)
     made = plan_run(shape, work, Gpu.of_gib(gpu_gib) if card is None else gpu_of_card(card))
+    cards = by_card(shape, work)
     content = {
         **dataclasses.asdict(made),
+        "cards": {size: other.waves if other.fits else None for size, other in cards.items()},
         "parameters": shape.parameters,
         **{name: getattr(made, name) for name in ("update", "rollout", "peak", "waves", "fits")},
     }

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..shipped import task_file
 from .options import (
     AllowOtherBase,
     AsJson,
@@ -100,6 +101,12 @@ def merge(
         Path | None,
         typer.Option(help="Held-out problems (.jsonl): measure the distance of the result to the trained policy."),
     ] = None,
+    task: Annotated[
+        str | None,
+        typer.Option(
+            help="A task's YAML file, or the name of a shipped one: measure that distance on its held-out problems."
+        ),
+    ] = None,
     force: Annotated[
         bool, typer.Option("--force", help="Write an NVFP4 merge even if next to nothing of the adapter survives.")
     ] = False,
@@ -112,20 +119,24 @@ def merge(
     """Turn a run into something to publish: merged model, adapter or base, with a card."""
     if form not in ("bf16", "nvfp4", "base", "adapter"):
         raise ValueError(f"--as {form} is unknown; choose bf16, nvfp4, base or adapter.")
-    if onto_original and (form != "bf16" or prompts is None):
+    if onto_original and (form != "bf16" or (prompts is None and task is None)):
         raise ValueError(
-            "--onto-original makes another model than was trained, so it is for --as bf16 only and has to be measured: add --prompts FILE.jsonl."
+            "--onto-original makes another model than was trained, so it is for --as bf16 only and has to be measured: add --prompts FILE.jsonl or --task."
         )
     from qerl_trl.publish import cards, export
     from qerl_trl.publish.distance import logit_distance, logits_of, prompt_batches
     from qerl_trl.publish.records import Export, Measured
     from qerl_trl.publish.run import load_any, load_policy
+    from qerl_trl.tasks.task import Task
 
+    if task is not None and prompts is not None:
+        raise ValueError("--task and --prompts are two answers to one question: leave one out.")
     policy = load_policy(run, base_model, base_format, dtype, device, allow_other_base)
     measured: Measured | None = None
-    if prompts is not None:
+    problems = None if task is None else Task.read(task_file(task)).splits()[1].to_list()
+    if prompts is not None or problems is not None:
         assert policy.tokenizer is not None  # load_policy brings one
-        batches = prompt_batches(prompts, policy.tokenizer)
+        batches = prompt_batches(prompts or problems or [], policy.tokenizer)
         trained = logits_of(policy.model, batches)
         if onto_original:
             if policy.settings["merged_onto"] != "nvfp4":
@@ -169,7 +180,7 @@ def merge(
         **({"survived": done["survived"]} if "survived" in done else {}),
     }
     lines = [f"written: {destination} ({done['kind'].replace('_', ' ')})"]
-    if prompts is not None and form in ("bf16", "nvfp4"):
+    if (prompts is not None or problems is not None) and form in ("bf16", "nvfp4"):
         written = load_any(
             str(destination), device, policy.settings["dtype"]
         )  # same arithmetic: only the weights differ

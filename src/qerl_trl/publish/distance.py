@@ -1,8 +1,10 @@
 """How far two models are apart on given text: logits, KL divergence, greedy agreement."""
 
+import itertools
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,26 +13,31 @@ from transformers import PreTrainedTokenizerBase
 from .records import Measured
 
 
-def prompt_batches(file: Path, tokenizer: PreTrainedTokenizerBase, limit: int = 64) -> list[torch.Tensor]:
-    """Token ids (1, T) of the first problems of a .jsonl file, worked solution included where there is one.
+def prompt_batches(
+    source: Path | Iterable[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, limit: int = 64
+) -> list[torch.Tensor]:
+    """Token ids (1, T) of the first problems of a .jsonl file or of a task's data, worked solution included where there is one.
 
     Raises:
         `ValueError`: no `question`, `problem`, `prompt` or `text` in a line.
     """
+    lines: Iterable[Any] = source.read_text().splitlines() if isinstance(source, Path) else source
     batches = []
-    for line in file.read_text().splitlines()[:limit]:
-        row = json.loads(line)
+    for line in itertools.islice(lines, limit):
+        row: dict[str, Any] = json.loads(line) if isinstance(line, str) else line
         question = next((row[key] for key in ("question", "problem", "prompt", "text") if key in row), None)
         if question is None:
-            raise ValueError(f"{file}: a line has the keys {sorted(row)}; question, problem, prompt or text is needed.")
-        text = question
+            raise ValueError(
+                f"{source}: a line has the keys {sorted(row)}; question, problem, prompt or text is needed."
+            )
+        messages = [{"role": "user", "content": question}] if isinstance(question, str) else question
+        text = "".join(message["content"] for message in messages)
         if tokenizer.chat_template:
-            message = [{"role": "user", "content": question}]
-            text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+            text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
         text += str(row.get("answer", ""))
         batches.append(tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"])
     if not batches:
-        raise ValueError(f"{file} is empty.")
+        raise ValueError(f"{source} is empty.")
     return batches
 
 

@@ -1,0 +1,99 @@
+"""The three small examples on a CPU: as scripts they run a few steps, as YAML they are the same task, and the games have rules."""
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from qerl_trl.tasks.named import function_named
+from qerl_trl.tasks.task import Task
+from tests.cli.test_main import call
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+NAMES = ("letters", "tool_call", "grid_game")
+SMALL = "--max_steps 2 --save_steps 2 --per_device_train_batch_size 16 --eval_problems 4 --lora_r 4"
+
+
+def of(name: str, attribute: str):
+    return function_named(f"{name}.py:{attribute}", "test", [EXAMPLES])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", NAMES)
+def test_two_steps(name, tmp_path):
+    command = [sys.executable, str(EXAMPLES / f"{name}.py"), *SMALL.split(), "--output_dir", str(tmp_path / "run")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert results["steps"] == 2 and results["after"]["total"] == 4
+    assert results["decoding"].startswith("greedy" if name == "letters" else "sampled")
+    logged = results["log_history"]
+    if name != "letters":
+        assert any(entry.get("tools/call_frequency", 0) > 0 for entry in logged), "the model calls its tools"
+        assert all(entry.get("tools/failure_frequency", 0) < 0.9 for entry in logged)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_python_and_yaml_are_the_same_task(name, monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)  # as python does for a script that it runs
+    task = runpy.run_path(str(EXAMPLES / f"{name}.py"))["TASK"]
+    file = Task.read(EXAMPLES / "tasks" / f"{name}.yaml")
+    for field in ("label", "grader", "answer_format", "solved_reward", "system_prompt"):
+        assert getattr(task, field) == getattr(file, field)
+    ours, theirs = task.for_trainer(), file.for_trainer()
+    assert ours.keys() == theirs.keys()
+    assert ours["eval_dataset"].to_list() == theirs["eval_dataset"].to_list()
+    for arguments in (ours, theirs):
+        arguments["names"] = [f.__name__ for f in (*arguments["reward_funcs"], *arguments.get("tools", ()))]
+    assert ours["names"] == theirs["names"]
+
+
+@pytest.mark.parametrize("name", ["tool_call", "grid_game"])
+def test_half_a_conversation_is_not_graded(name):
+    code, _, err = call("eval", EXAMPLES / "assets" / "tiny-tasks", "--task", name)
+    assert code == 2 and "tools or an environment" in err and "measured again" in err
+
+
+def test_letters_in_place():
+    reward = of("letters", "letters_in_place")
+    texts = ["ABC", " ABC ", "ABD", "AB", "ABCDEF", ""]
+    assert reward([[{"content": t}] for t in texts], ["ABC"] * 6) == pytest.approx([1, 1, 2 / 3, 2 / 3, 0.5, 0])
+
+
+def test_what_is_asked_of_the_tool_is_held_out():
+    questions, price = of("tool_call", "questions"), of("tool_call", "price")
+    rows = questions()
+    items = {side: {word for row in rows[side] for word in row["prompt"].split() if word.isupper()} for side in rows}
+    assert not items["train"] & items["test"]
+    row = next(row for row in rows["test"] if "together" in row["prompt"])
+    first, second = (word for word in row["prompt"].split() if word.isupper())
+    assert price(first) + price(second) == int(row["answer"])
+
+
+def test_what_is_looked_up_counts():
+    def said(*items):
+        calls = [{"function": {"name": "price", "arguments": {"item": item}}} for item in items]
+        return [{"role": "assistant", "content": "", "tool_calls": calls}, {"role": "tool", "content": "3"}]
+
+    completions = [said("A", "B"), said("A"), said("A", "A"), said("C"), [{"role": "assistant", "content": "#### 3"}]]
+    assert of("tool_call", "looked_up")(completions, items=[["A", "B"]] * 5) == [1, 0.5, 0.5, 0, 0]
+
+
+def test_the_game():
+    game = of("grid_game", "Treasure")()
+    assert (
+        game.reset(start=[0, 0], treasure=[2, 0], pit=[1, 1], prompt="")
+        == " Treasure at 2 0, pit at 1 1. You are at 0 0."
+    )
+    assert game.move("left") == "You are at 0 0."  # the wall
+    assert game.move("right") == "You are at 1 0." and game.get_reward() == 0
+    assert game.move("right") == "You found it." and game.get_reward() == 1
+    assert game.move("left") == "The game is over." and game.get_reward() == 1
+    game.reset(start=[0, 1], treasure=[2, 0], pit=[1, 1])
+    assert game.move("right") == "You fell." and game.get_reward() == 0
