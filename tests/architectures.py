@@ -1,7 +1,7 @@
 """What works for which architecture: each at a tiny size, through the package's own doors, judged at the product.
 
 `python -m tests.architectures` tries all of them and writes docs/architectures.json, which the documentation shows. The tests
-(tests/test_architectures.py) try one of each kind, and hold the file to this list.
+(tests/test_architectures.py) try them again, and hold the file to this list. What rolls out in vLLM is tests/engine_architectures.py's.
 
     load      a dense folder loads as NVFP4; towers, routers, small gates and the head stay dense
     forward   logits equal those of the same model dequantized, bit for bit
@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import get_peft_model
@@ -39,12 +40,12 @@ CELLS = ("load", "forward", "noise", "train", "adapter", "merged", "base")
 
 _COMMON = {
     "vocab_size": 320,
-    "hidden_size": 64,
-    "intermediate_size": 128,
+    "hidden_size": 128,
+    "intermediate_size": 256,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 16,
+    "head_dim": 32,
     "max_position_embeddings": 256,
     "bos_token_id": 1,
     "eos_token_id": 1,
@@ -52,14 +53,15 @@ _COMMON = {
     "dtype": "bfloat16",
 }
 _DELTA_NET = {
+    "hidden_size": 256,  # not a head's size: the norm of a delta net's heads feeds a linear layer too, and carries no noise
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
     "layer_types": ["linear_attention", "full_attention"],
 }
-_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_ssm": 128, "mamba_d_state": 16, "mamba_n_groups": 1}
-_LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_ssm": 256, "mamba_d_state": 16, "mamba_n_groups": 1}
+_LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 32}
 _EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 #: model_type -> settings beyond the common ones
@@ -72,7 +74,7 @@ TEXT: dict[str, dict] = {
     "gemma": {},
     "gemma2": {"sliding_window": 32},
     "gemma3_text": {"sliding_window": 32},
-    "phi": {},
+    "phi": {"num_key_value_heads": 4, "intermediate_size": 512},
     "phi3": {},
     "olmo": {},
     "olmo2": {},
@@ -94,7 +96,12 @@ TEXT: dict[str, dict] = {
     "arcee": {},
     "helium": {},
     "apertus": {},
-    "lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+    "lfm2": {
+        "conv_dim": 128,
+        "block_dim": 128,
+        "layer_types": ["conv", "full_attention"],
+        "block_auto_adjust_ff_dim": False,
+    },
     "minicpm3": _LATENT | {"num_key_value_heads": 4},
     "qwen3_5_text": _DELTA_NET,
     "falcon_h1": _MAMBA,
@@ -102,7 +109,7 @@ TEXT: dict[str, dict] = {
         "vocab_size_per_layer_input": 320,
         "hidden_size_per_layer_input": 16,
         "layer_types": ["sliding_attention", "full_attention"],
-        "global_head_dim": 16,
+        "global_head_dim": 32,
         "sliding_window": 32,
     },
     "qwen3_moe": _EXPERTS,
@@ -124,10 +131,10 @@ _QWEN_TOWER = {
     "hidden_size": 32,
     "intermediate_size": 64,
     "num_heads": 2,
-    "out_hidden_size": 64,
+    "out_hidden_size": 128,
     "patch_size": 14,
 }
-_MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+_MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
 #: wrappers with a vision tower: model_type -> (tower, text, further)
 VISION: dict[str, tuple[dict, dict, dict]] = {
     "qwen2_5_vl": (
@@ -154,22 +161,28 @@ class Refused(Exception):
     """The package says that it cannot, in words."""
 
 
-def config_of(name: str) -> PretrainedConfig:
+def config_of(name: str, **settings: Any) -> PretrainedConfig:
     if name in TEXT:
-        return CONFIG_MAPPING[name](**_COMMON | TEXT[name])
+        return CONFIG_MAPPING[name](**_COMMON | TEXT[name] | settings)
     tower, text, further = VISION[name]
-    return CONFIG_MAPPING[name](vision_config=tower, text_config=_TINY_TEXT | text, dtype="bfloat16", **further)
+    return CONFIG_MAPPING[name](
+        vision_config=tower, text_config=_TINY_TEXT | text | settings, dtype="bfloat16", **further
+    )
 
 
 def auto_class(name: str) -> type:
     return AutoModelForCausalLM if name in TEXT else AutoModelForImageTextToText
 
 
-def dense_model(name: str) -> nn.Module:
-    """Random weights; norms and biases that are neither 1 nor 0, which would hide mistakes."""
+def dense_model(name: str, **settings: Any) -> nn.Module:
+    """Random weights; norms and biases that are neither 1 nor 0, which would hide mistakes.
+
+    Args:
+        settings: of the (text) configuration, beside those of the table.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = auto_class(name).from_config(config_of(name), dtype=torch.bfloat16).eval()
+        model = auto_class(name).from_config(config_of(name, **settings), dtype=torch.bfloat16).eval()
         randomize_vectors(model)
     return model
 
@@ -298,21 +311,29 @@ def cells(name: str) -> dict[str, str]:
     return found
 
 
+def recorded() -> dict[str, Any]:
+    """What is in docs/architectures.json."""
+    record: dict[str, Any] = json.loads(RESULT.read_text())
+    return record
+
+
+def write(record: dict[str, Any]) -> None:
+    known = record["architectures"]
+    record["architectures"] = {name: known[name] for name in ALL if name in known}
+    RESULT.write_text(json.dumps(record, indent=2) + "\n")
+
+
 def main() -> None:
     import transformers
 
     warnings.filterwarnings("ignore")
-    names = sys.argv[1:] or list(ALL)
-    known = json.loads(RESULT.read_text())["architectures"] if RESULT.is_file() else {}
-    for name in names:
-        known[name] = cells(name)
-        print(name, known[name], flush=True)
-    content = {
-        "command": "python -m tests.architectures",
-        "versions": {"torch": torch.__version__.partition("+")[0], "transformers": transformers.__version__},
-        "architectures": {name: known[name] for name in ALL if name in known},
-    }
-    RESULT.write_text(json.dumps(content, indent=2) + "\n")
+    record = recorded()
+    for name in sys.argv[1:] or list(ALL):
+        others = {cell: value for cell, value in record["architectures"].get(name, {}).items() if cell not in CELLS}
+        record["architectures"][name] = cells(name) | others
+        print(name, record["architectures"][name], flush=True)
+    record["versions"] |= {"torch": torch.__version__.partition("+")[0], "transformers": transformers.__version__}
+    write(record)
 
 
 if __name__ == "__main__":

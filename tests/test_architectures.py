@@ -1,7 +1,5 @@
 """Every architecture through every cell, against the table that the documentation shows."""
 
-import json
-
 import pytest
 
 from qerl_trl.nvfp4.architectures import ROWS
@@ -9,13 +7,14 @@ from tests import architectures
 
 
 def test_the_table_is_of_this_list():
-    assert list(json.loads(architectures.RESULT.read_text())["architectures"]) == list(architectures.ALL)
+    assert list(architectures.recorded()["architectures"]) == list(architectures.ALL)
     assert len(architectures.ALL) >= 24
 
 
 @pytest.mark.parametrize("name", architectures.ALL)
 def test_the_table_is_true(name):
-    assert architectures.cells(name) == json.loads(architectures.RESULT.read_text())["architectures"][name]
+    recorded = architectures.recorded()["architectures"][name]
+    assert architectures.cells(name) == {cell: recorded[cell] for cell in architectures.CELLS if cell in recorded}
 
 
 def test_rows_are_of_models_that_transformers_has():

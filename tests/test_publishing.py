@@ -5,12 +5,13 @@ import pickle
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from qerl_trl import QeRLGRPOTrainer, QeRLRLOOTrainer, checkpoint
+from qerl_trl import QeRLGRPOTrainer, QeRLRLOOTrainer, checkpoint, publishing
 from qerl_trl.publish import cards, hub
 from qerl_trl.publish.run import recorded_settings
+from tests.architectures import dense_model
 from tests.hub_server import TOKEN
 from tests.publish.test_hub import REPO, no_token_anywhere, server  # noqa: F401  (fixtures)
 from tests.test_trainer import PROMPTS, settings, spread_reward
@@ -128,3 +129,11 @@ def test_arguments_do_not_pickle_the_token(tmp_path):
     assert args.hub_token == TOKEN
     assert TOKEN.encode() not in pickle.dumps(args)
     assert TOKEN not in args.to_json_string() + repr(args)
+
+
+@pytest.mark.parametrize(("name", "told"), [("qwen3_moe", True), ("qwen3", False)])
+def test_what_cannot_be_merged_is_said_before_anything_is_trained(name, told, tmp_path, caplog):
+    dense_model(name).save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    publishing.warn_of_exports(get_peft_model(model, LoraConfig(target_modules=["q_proj"])))
+    assert ("in another form in memory than on disk" in caplog.text) == told

@@ -31,7 +31,7 @@ TUNERS = ROOT / "docs/peft.json"
 def architectures() -> str:
     """What works for which model; what is refused is quoted below."""
     record = json.loads(ARCHITECTURES.read_text())
-    cells = list(next(iter(record["architectures"].values())))
+    cells = list(dict.fromkeys(cell for found in record["architectures"].values() for cell in found))
     rows, reasons = [f"| `model_type` | {' | '.join(cells)} |", f"|---|{'---|' * len(cells)}"], {}
     for name, found in record["architectures"].items():
         values = [found.get(cell, "") for cell in cells]
@@ -44,7 +44,7 @@ def architectures() -> str:
         "\n".join(rows)
         + "\n\nWhat is refused, and the error's words:\n\n"
         + "\n".join(f"- {', '.join(names)}, {reason}" for reason, names in reasons.items())
-        + f"\n\ntransformers {record['versions']['transformers']}, [{source.name}]({source})."
+        + f"\n\ntransformers {record['versions']['transformers']}, vLLM {record['versions'].get('vllm', '')}, [{source.name}]({source})."
     )
 
 

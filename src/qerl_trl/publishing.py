@@ -3,6 +3,7 @@
 It stands outside that wing because every trainer carries it and few runs need it at once: `publish` is imported when a method is called.
 """
 
+import logging
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from .publish.records import Export, Facts
     from .publish.while_training import Destination, Pushes
 
+logger = logging.getLogger(__name__)
+
 
 def close_other_ways(model: nn.Module) -> None:
     """Refuse `push_to_hub` of a trainer's model itself, which would be public, and past everything that is checked here."""
@@ -31,6 +34,20 @@ def _refuse_upload(*args: Any, **kwargs: Any) -> None:
         "A model that a QeRL trainer holds does not upload itself: that would be public unless told otherwise, and unchecked. Nothing was "
         "uploaded. Use trainer.push_to_hub(), or qerl_trl.publish.hub.push_adapter, push_merged or push_base with the trainer."
     )
+
+
+def warn_of_exports(model: nn.Module) -> None:
+    """Plan the export of a merged model now, tensor by tensor, without computing or writing any: what this model's form does not allow is said
+    before anything is trained, with the reason that the export would give at the end."""
+    from .publish.merge import entries_of
+    from .publish.run import TrainedPolicy
+
+    if not isinstance(model, PeftModel):
+        return
+    try:
+        entries_of(TrainedPolicy(model, None, {}), with_adapter=True)
+    except (ValueError, RuntimeError) as error:
+        logger.warning("This run's adapter can be saved and published. Its merge into the base cannot: %s", error)
 
 
 class PublishingMixin(OnlineTrainer):

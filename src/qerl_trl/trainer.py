@@ -52,7 +52,7 @@ from .memory.workload import check_rollout
 from .noise.callback import AQNCallback
 from .nvfp4.linear import has_nvfp4
 from .processes import naming_the_lost_one
-from .publishing import close_other_ways
+from .publishing import close_other_ways, warn_of_exports
 from .rollout.arms import check_environment
 from .rollout.contract import checked_rollout_func
 from .saving import SaveBetweenRollouts, SavingMixin
@@ -130,6 +130,7 @@ class QeRLMixin(SavingMixin, PackingMixin):
         else:
             warn_of_low_precision(trained)
         warn_of_dropout(trained)
+        warn_of_exports(trained)
         self._monitor = guards.SignalMonitor(args.zero_advantage_patience)
         self._mismatch = mismatch.MismatchWatch(args.rollout_mismatch_threshold)
         self._passes = OnePass(self)
@@ -142,6 +143,8 @@ class QeRLMixin(SavingMixin, PackingMixin):
             self.aqn = AQNCallback.from_args(args)
             self.aqn.attach(trained, seed=args.seed)
             self.add_callback(self.aqn)
+            if args.use_vllm:
+                self.vllm_generation.probe_noise()
         self._tag_names = [*type(self)._tag_names, "qerl", *(["nvfp4"] if has_nvfp4(trained) else [])]
         self.model.add_model_tags(self._tag_names)
         prepare(self)

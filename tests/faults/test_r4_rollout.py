@@ -140,7 +140,7 @@ def test_an_update_with_names_that_the_engine_does_not_have(monkeypatch):
     from qerl_trl.rollout.vllm import state as states
     from qerl_trl.rollout.wire import AdapterTensors
 
-    monkeypatch.setattr(states, "find_norms", lambda model: {})
+    monkeypatch.setattr(states, "find_norms", lambda *args: {})
     model = torch.nn.Module()
     model.weight = torch.nn.Parameter(torch.ones(1))
     with told(ValueError, "have no buffers in vLLM", "model.elsewhere", "target modules"):

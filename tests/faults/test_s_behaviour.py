@@ -155,7 +155,7 @@ def test_noise_that_adds_up_ends_the_run(make_engine_trainer, monkeypatch):  # n
         return float(added.square().mean().sqrt())
 
     set_noise = StandIn.set_noise
-    monkeypatch.setattr(StandIn, "set_noise", accumulate)
     trainer = make_engine_trainer(max_steps=4)
+    monkeypatch.setattr(StandIn, "set_noise", accumulate)
     with told(RuntimeError, "sigma 0.01 was asked for", "left on or adds up", "resume from the last checkpoint"):
         trainer.train()

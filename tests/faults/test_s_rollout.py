@@ -43,7 +43,7 @@ def test_a_rollout_function_that_samples_from_the_engine_meets_the_noise(make_tr
     trainer.train()
     assert differ == [False, True]  # stage 0 has no noise
     engine = trainer.vllm_generation.engine
-    rollouts = " ".join(engine.calls).split("sleep")[1:-1]  # the first slept after the probe
+    rollouts = " ".join(engine.calls).split("sleep")[2:-1]  # the first two slept after the probes
     assert len(rollouts) == 2
     assert all(calls.count("put_adapter") == (step > 0) for step, calls in enumerate(rollouts)), rollouts
 

@@ -37,7 +37,7 @@ def worker(monkeypatch):
     layer.register_buffer("adapter_b", torch.zeros(sum(WIDTHS), RANK, dtype=torch.bfloat16))
     norms = {name: nn.RMSNorm(K) for name in NORMS}
     model.norms = nn.ModuleList(norms.values())
-    monkeypatch.setattr(states, "find_norms", lambda model: norms)
+    monkeypatch.setattr(states, "find_norms", lambda *args: norms)
     worker = QeRLWorkerExtension()
     worker.device = torch.device("cpu")
     worker._qerl_rollout_state = states.RolloutState(model)

@@ -42,12 +42,15 @@ LAUNCH = {
     "graphs_of_arms": [],
     "evaluation": [],
     "evaluation_of_two": TWO_PROCESSES,
+    "architectures": [],
 }
 #: where a scenario is, if not in scenarios.py
 SCRIPTS = dict.fromkeys(
     ("arms", "compiled_arms", "graphs_of_arms", "evaluation", "evaluation_of_two"), "arm_scenarios.py"
-)
-TIMEOUT = 300
+) | {"architectures": "engine_architectures.py"}
+#: whether every architecture is tried in the engine, not a few
+EXHAUSTIVE = os.environ.get("QERL_EXHAUSTIVE") == "1"
+TIMEOUT = 3600 if EXHAUSTIVE else 300
 #: scenarios at a time: one a core of a small CI machine, or what fits a GPU
 SLOTS = 6 if torch.cuda.is_available() else 2
 #: two processes each that spin on one core: nothing may run beside them

@@ -1,5 +1,6 @@
 """The probe against engines that are the trainer's own model in bf16, computed in another order, with one fault each."""
 
+import contextlib
 import copy
 
 import pytest
@@ -8,6 +9,8 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from qerl_trl.lora import register_nvfp4_lora
+from qerl_trl.noise.hooks import NormNoise, standard_noise
+from qerl_trl.noise.norms import find_noisy_norms
 from qerl_trl.nvfp4.linear import NVFP4Linear, compute_dtype
 from qerl_trl.rollout import probe as probing
 from qerl_trl.rollout.adapter import rollout_layers
@@ -211,3 +214,54 @@ def test_a_model_that_nothing_moves_is_refused(dense):
     policy.get_base_model().model.norm.weight.data.zero_()  # every logit is 0
     with pytest.raises(RolloutError, match="cannot tell a right engine from a wrong one"):
         run(FakeEngine(policy), policy)
+
+
+def run_noise(policy, fault=None) -> probing.NoiseProbeResult:
+    """Noise on the norms of a `FakeEngine`, after `fault` has changed {name: noise}; the probe."""
+    engine, norms = FakeEngine(policy), find_noisy_norms(policy)
+    run_adapter = {name: layer.lora_B["default"].weight.clone() for name, layer in rollout_layers(policy).items()}
+    noise, theirs = NormNoise(norms), find_noisy_norms(engine.policy)
+    clean = {name: norm.weight.clone() for name, norm in theirs.items()}
+
+    @torch.no_grad()
+    def put(draw):
+        key = draw.seed, draw.step, draw.generation
+        added = {name: draw.sigma * standard_noise(*key, name, weight.numel()) for name, weight in clean.items()}
+        for name, value in (added if fault is None else fault(added)).items():
+            theirs[name].weight.copy_(clean[name] + value)
+
+    @contextlib.contextmanager
+    def under(draw):
+        noise.set(draw)
+        with noise.active():
+            yield
+        noise.clear()
+
+    try:
+        return probing.probe_noise(engine, policy, torch.device("cpu"), compute_dtype(policy), put, under)
+    finally:
+        noise.remove()
+        assert all(torch.equal(theirs[name].weight, clean[name]) for name in clean)
+        assert all(
+            torch.equal(layer.lora_B["default"].weight, run_adapter[name])
+            for name, layer in rollout_layers(policy).items()
+        )
+
+
+def test_noise_that_acts_in_the_engine_passes_with_a_margin(policy):
+    result = run_noise(policy)
+    assert result.effect > 5 * result.difference and result.sigma in probing._SIGMAS
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        pytest.param(lambda noise: {}, "those of the model without noise", id="lost"),
+        pytest.param(lambda noise: {n: z for n, z in noise.items() if "input" in n}, "part of it is lost", id="half of the norms"),
+        pytest.param(lambda noise: {n: 2 * z for n, z in noise.items()}, "acts in another way", id="doubled"),
+        pytest.param(lambda noise: {n: z.roll(1) for n, z in noise.items()}, "acts in another way", id="of another draw"),
+    ],
+)  # fmt: skip
+def test_noise_that_acts_otherwise_is_found(policy, fault, words):
+    with pytest.raises(RolloutError, match=words):
+        run_noise(policy, fault)

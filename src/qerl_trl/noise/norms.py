@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from peft import PeftModel
 from torch import nn
 
 from ..evaluation_mode import evaluation_mode
@@ -49,8 +50,9 @@ def find_noisy_norms(model: nn.Module, inputs: Mapping[str, Any] | None = None) 
     found = {canonical_name(name): module for name, module in norms.items() if name in fed}
     if not found:
         seen = sorted({type(module).__name__ for module in norms.values()}) or ["none"]
+        base = model.get_base_model() if isinstance(model, PeftModel) else model
         raise ValueError(
-            f"{type(model).__name__} has no norm whose output feeds a linear layer (norm classes of hidden size seen: "
+            f"{type(base).__name__} has no norm whose output feeds a linear layer (norm classes of hidden size seen: "
             f"{', '.join(seen)}), so adaptive quantization noise has nowhere to go. That is so by design where norms follow "
             "the linear layers, as in OLMo-2. Train without noise (aqn=False, or drop the AQNCallback), or choose a pre-norm "
             "model such as Qwen, Llama, Mistral, Gemma or Phi-3."

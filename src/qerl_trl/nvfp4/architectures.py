@@ -1,8 +1,7 @@
 """What is known about architectures beyond their module classes: one table of data, read by trainer, engine and exporter.
 
-`DECODER` is the row of most text decoders (Qwen 2 and 3, Llama, Mistral, Gemma 2 and 3, Phi-3): transformers names the projections alike.
-Phi-3's checkpoints hold q|k|v and gate|up as one matrix each, under the names `qkv_proj` and `gate_up_proj`; there the groups match
-nothing. An architecture that differs has a row of its own in `ROWS`.
+`DECODER` is the row of most text decoders (Qwen 2 and 3, Llama, Mistral, Gemma 2 and 3): transformers names the projections alike.
+An architecture that differs has a row of its own in `ROWS`.
 
 Three things hold for every architecture. `TOWERS` see pictures and sound, and `ROUTERS` choose experts: both stay dense, and adapters stay
 out of them unless they are asked for. Output heads stay dense.
@@ -51,7 +50,7 @@ class Architecture:
 
     Args:
         fused: vLLM's layer -> the checkpoint's linears that it runs as one matrix, in row order. They share one storage and one global
-            scale, so they are packed all or none. The same as `packed_modules_mapping` of vLLM's class.
+            scale, so they are packed all or none. Itself alone, where the checkpoint's matrix is fused already.
         heads: names of output heads. They are never quantized: TRL computes log-probabilities from their weight.
         dense: further linears that stay dense: gates of a few outputs, whose errors reach every token of a state.
         unadapted: further linears that get no adapter by default. Those in `dense` get none either.
@@ -72,6 +71,8 @@ DECODER = Architecture(
     heads=("lm_head", "score"),
 )
 
+_ONE_MLP = dataclasses.replace(DECODER, fused=MappingProxyType({**DECODER.fused, "gate_up_proj": ("gate_up_proj",)}))
+_ONE_EACH = dataclasses.replace(_ONE_MLP, fused=MappingProxyType({**_ONE_MLP.fused, "qkv_proj": ("qkv_proj",)}))
 _DELTA_NET = dataclasses.replace(DECODER, dense=("in_proj_a", "in_proj_b", "in_proj_ba"))
 # a state-space mixer computes with out_proj.weight itself, so an adapter there would never act
 _MAMBA = dataclasses.replace(DECODER, unadapted=("mamba.out_proj", "mixer.out_proj"))
@@ -82,6 +83,9 @@ _GEMMA_NANO = dataclasses.replace(
 #: the text decoder's `model_type` -> its row, where it is not `DECODER`
 ROWS: Mapping[str, Architecture] = MappingProxyType(
     {
+        "phi3": _ONE_EACH,
+        "glm": _ONE_MLP,
+        "glm4": _ONE_MLP,
         "qwen3_next": _DELTA_NET,
         "qwen3_5": _DELTA_NET,
         "qwen3_5_text": _DELTA_NET,
@@ -102,6 +106,11 @@ ROWS: Mapping[str, Architecture] = MappingProxyType(
 def architecture_of(model_type: str | None) -> Architecture:
     """The row of a `model_type`, of the whole model or of its text decoder."""
     return ROWS.get(model_type or "", DECODER)
+
+
+def in_tower(name: str) -> bool:
+    """Whether a module, by its dotted name, is part of a tower."""
+    return not set(TOWERS).isdisjoint(name.split("."))
 
 
 def dense_by_default(model_type: str | None) -> tuple[str, ...]:

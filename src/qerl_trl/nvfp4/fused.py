@@ -50,20 +50,26 @@ def fuse_storage(model: nn.Module) -> int:
             continue
         if not share_global_scale(layers):
             unshared.append(parent)
-        rows = sum(layer.out_features for layer in layers)
-        for attribute in ("weight_packed", "weight_scale"):
-            parts = [getattr(layer, attribute) for layer in layers]
-            fused = torch.cat([part.detach() for part in parts])
-            for part, view in zip(parts, fused.split([part.shape[0] for part in parts]), strict=True):
-                part.data = view
-        for layer in layers:
-            layer.fused_rows = rows
+        one_storage(layers)
     if unshared:
         logger.warning(
             f"{len(unshared)} groups of fused layers, e.g. in {unshared[0]!r}, keep different global scales: the checkpoint's cannot be "
             "made equal without changing its weights."
         )
     return groups
+
+
+@torch.no_grad()
+def one_storage(layers: list[NVFP4Linear]) -> None:
+    """Make the layers' packed weights and block scales row slices of one tensor each, in this order. Their global scales stay."""
+    rows = sum(layer.out_features for layer in layers)
+    for attribute in ("weight_packed", "weight_scale"):
+        parts = [getattr(layer, attribute) for layer in layers]
+        fused = torch.cat([part.detach() for part in parts])
+        for part, view in zip(parts, fused.split([part.shape[0] for part in parts]), strict=True):
+            part.data = view
+    for layer in layers:
+        layer.fused_rows = rows
 
 
 def _storage(tensor: torch.Tensor) -> int:

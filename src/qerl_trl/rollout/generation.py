@@ -32,7 +32,7 @@ from ..nvfp4.linear import compute_dtype
 from .adapter import check_sharding
 from .contract import check_completions, check_held, check_noise_acted
 from .engine import Completion, Engine, RankWithoutEngine, RolloutError, Sampling
-from .probe import probe, probe_again
+from .probe import probe, probe_again, probe_noise
 from .spec import EngineSpec
 from .trained import TrainedAdapter, TrainedWeights, trained_part
 
@@ -84,6 +84,29 @@ class QeRLVLLMGeneration(VLLMGeneration):
         dtype = getattr(torch, self.spec.dtype)
         self.probe_result = probe(self.engine, self.model, self.accelerator.device, dtype, self.sync_weights)
         logger.info("Rollout probe: %s", self.probe_result)
+
+    def probe_noise(self) -> None:
+        """Check that noise acts in the engine as it does in the trainer (probe.py), and that the engine is clean afterwards. To be called
+        once `trainer.aqn` knows the norms, by every process, before the first step.
+
+        Raises:
+            [`RolloutError`]: it does not, or the engine computes one of these norms in a way that cannot carry noise.
+        """
+        aqn, dtype = self.trainer.aqn, getattr(torch, self.spec.dtype)
+        self.engine.wake()
+        try:
+            self.noise_result = probe_noise(
+                self.engine, self.model, self.accelerator.device, dtype, self.sync_noise, aqn.under
+            )
+        except (ValueError, RuntimeError) as error:
+            if isinstance(error, RolloutError):
+                raise
+            raise RolloutError(f"Noise cannot be put on the engine's norms: {error}") from error
+        held = self.engine.held()
+        if held is not None:
+            check_held(held, self._put, self._draw)
+        logger.info("Noise probe: %s", self.noise_result)
+        self.engine.sleep()
 
     def _probe_if_due(self) -> None:
         """The check of the start again, with the adapter as it is (probe.py), every `rollout_probe_steps` steps of training."""

@@ -24,6 +24,10 @@ the largest, where log-probabilities move no further and LEAST_CONTRAST must do)
 adapter that is lost, halved, doubled, lost in half of the layers, lost in all MLPs or exchanged between k and v leaves a good part of the
 effect as a difference (tests/rollout/test_probe.py injects each). The trainer's own adapter is restored bit for bit and synced again.
 
+**The noise** is checked the same way (`probe_noise`), where there is any: one draw on the engine's norms and on the trainer's, of the smallest
+sigma whose effect is at least CONTRAST times the bound. A norm that the engine computes without it, or in other arithmetic, leaves a
+good part of the effect.
+
 A model that is trained without an adapter is left alone: the first bound only. That its weights arrive is checked at every sync, bit for
 bit on two layers (vllm/state.py).
 """
@@ -39,6 +43,7 @@ from peft.tuners.lora import LoraLayer
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..noise.hooks import NoiseDraw
 from ..nvfp4.linear import decoded_weights
 from .adapter import active_adapter, linear_layers, rollout_layers
 from .engine import Completion, Engine, RolloutError, Sampling
@@ -52,6 +57,8 @@ UNIT = {torch.float32: 2**-10, torch.float16: 2**-10, torch.bfloat16: 2**-7}
 FLOOR = {torch.float32: 2e-3, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 #: by how much the probe adapter moves each layer's output, relative to its size
 _FRACTIONS = (0.02, 0.05, 0.1, 0.2, 0.4, 0.8)
+#: standard deviations of the noise that is tried on the norms
+_SIGMAS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8)
 
 
 @dataclass(frozen=True)
@@ -76,6 +83,21 @@ class ProbeResult:
         return (
             f"{clean} and by {self.difference:.4f} with a probe adapter, which moves them by "
             f"{self.effect:.3f} and changed {self.changed:.0%} of the greedy tokens"
+        )
+
+
+@dataclass(frozen=True)
+class NoiseProbeResult:
+    """Mean absolute differences of log-probabilities in nats: engine and trainer under one draw, trainer with and without it."""
+
+    difference: float
+    effect: float
+    sigma: float
+
+    def __str__(self) -> str:
+        return (
+            f"under noise of sigma {self.sigma:g}, which moves the trainer's log-probabilities by {self.effect:.3f} nats, vLLM's differ from "
+            f"them by {self.difference:.4f}"
         )
 
 
@@ -155,10 +177,73 @@ def probe(
                 f"The probe cannot tell a right engine from a wrong one: {result}. An adapter of {fraction:.0%} of each layer's output "
                 "hardly moves this model's log-probabilities. Check that the model's weights are loaded; use_vllm=False skips the check."
             )
+    except BaseException:
+        _copy(ups, saved)
+        with contextlib.suppress(RuntimeError, ValueError, OSError):  # an engine that failed may fail again
+            sync()
+        raise
+    _copy(ups, saved)
+    sync()
+    return result
+
+
+@torch.no_grad()
+def probe_noise(
+    engine: Engine,
+    model: nn.Module,
+    device: torch.device,
+    dtype: torch.dtype,
+    put: Callable[[NoiseDraw], None],
+    under: Callable[[NoiseDraw], contextlib.AbstractContextManager[None]],
+) -> NoiseProbeResult:
+    """Whether noise changes what the engine computes as it changes the trainer's model. The adapter stays as it is. The engine is clean
+    afterwards.
+
+    Args:
+        put: puts the noise of a draw on the engine's norms; sigma 0 takes it away.
+        under: inside, the trainer's model computes with the noise of a draw.
+
+    Raises:
+        [`RolloutError`]: it does not.
+    """
+    prompts = _prompts(model, torch.Generator().manual_seed(0))
+
+    def score(completions: list[Completion], draw: NoiseDraw | None = None) -> torch.Tensor:
+        with contextlib.nullcontext() if draw is None else under(draw):
+            return _trainer_logps(model, device, prompts, completions)
+
+    base = engine.generate(prompts, _SAMPLING)
+    clean = score(base)
+    base_difference = _mean_difference(clean, _logps(base))
+    rounding, _ = _rounding(model, dtype, clean, lambda: score(base))
+    tolerance = ADAPTED * max(base_difference, rounding) + FLOOR[dtype]
+    for sigma in _SIGMAS:
+        draw = NoiseDraw(sigma, seed=0, step=0, generation=0)
+        effect = _mean_difference(clean, score(base, draw))
+        if effect >= CONTRAST * tolerance:
+            break
+    try:
+        put(draw)
+        completions = engine.generate(prompts, _SAMPLING)
     finally:
-        for up, b in zip(ups, saved, strict=True):
-            up.copy_(b)
-        sync()
+        put(draw._replace(sigma=0.0))
+    noisy = score(completions, draw)
+    with under(draw):
+        rounding, _ = _rounding(model, dtype, noisy, lambda: _trainer_logps(model, device, prompts, completions))
+    tolerance = max(tolerance, ADAPTED * rounding + FLOOR[dtype])
+    result = NoiseProbeResult(_mean_difference(noisy, _logps(completions)), effect, sigma)
+    if not result.difference <= tolerance:
+        lost = _mean_difference(score(completions), _logps(completions)) <= tolerance
+        what = "vLLM's are those of the model without noise" if lost else "part of it is lost, or acts in another way"
+        raise RolloutError(
+            f"The noise does not act in the engine as in the trainer: {result}, and at most {tolerance:.4f} is expected; {what}. Train without "
+            "noise (aqn=False), or with use_vllm=False, and please report it with the model's name."
+        )
+    if effect < LEAST_CONTRAST * tolerance:
+        raise RolloutError(
+            f"The probe cannot tell whether noise acts in the engine: {result}. Noise of sigma {sigma:g} on its norms hardly moves this model. "
+            "Check that the model's weights are loaded; aqn=False trains without noise."
+        )
     return result
 
 
@@ -197,6 +282,11 @@ def _rounding(
     with _rounded_once_more(model, dtype):
         rounding = _mean_difference(scored, score())
     return rounding, CLEAN * rounding + FLOOR[dtype]
+
+
+def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
 
 
 def _prompts(model: nn.Module, generator: torch.Generator) -> list[list[int]]:

@@ -6,7 +6,7 @@ pytest.importorskip("vllm")
 
 from vllm.model_executor.models.utils import WeightsMapper
 
-from qerl_trl.rollout.vllm.renaming import Renaming, split_fused
+from qerl_trl.rollout.vllm.renaming import Renaming, split_fused, stacked, with_gap
 
 #: rules of vLLM's classes, 0.31
 VISION = {"model.language_model.": "language_model.model.", "model.visual.": "visual.", "lm_head.": "language_model.lm_head.",
@@ -71,3 +71,21 @@ def test_fused_layers_are_split_and_others_are_not():
     ]
     assert split_fused("model.layers.0.mlp.down_proj", fused) == ["model.layers.0.mlp.down_proj"]
     assert split_fused("qkv_proj", fused) == ["q_proj", "k_proj", "v_proj"]
+
+
+def test_what_a_mapper_says_of_fused_layers():
+    rules = {".q_proj": (".qkv_proj", "q"), ".k_proj": (".qkv_proj", "k"), ".v_proj": (".qkv_proj", "v"),
+             ".gate_proj": (".gate_up_proj", 0), ".up_proj": (".gate_up_proj", 1), "experts.0.w1": ("experts.w13", 0)}  # fmt: skip
+    assert stacked(WeightsMapper(orig_to_new_stacked=rules)) == {
+        "qkv_proj": ["q_proj", "k_proj", "v_proj"],
+        "gate_up_proj": ["gate_proj", "up_proj"],
+    }
+    assert stacked(None) == {}
+
+
+def test_a_part_that_vllm_leaves_out_is_found_where_only_one_layer_can_be_meant():
+    known = {"model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj"}
+    assert with_gap("model.layers.0.q_proj", known) == "model.layers.0.self_attn.q_proj"
+    assert with_gap("model.q_proj", known) == "model.q_proj"  # either
+    assert with_gap("q_proj", known) == "q_proj"
+    assert with_gap("model.layers.0.q_proj", ()) == "model.layers.0.q_proj"

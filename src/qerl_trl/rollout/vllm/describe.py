@@ -30,7 +30,9 @@ def describe(state: RolloutState, config: VllmConfig) -> dict[str, Any]:
             # vLLM pads the vocabulary with zeros, which add nothing to the sums
             weight = module.get_parameter("weight")
             facts = plain_facts("embedding", weight)
-            weights[name] = facts._replace(numel=module.shard_indices.num_org_elements * weight.shape[1])
+            weights[state.original(name)] = facts._replace(
+                numel=module.shard_indices.num_org_elements * weight.shape[1]
+            )
     weights |= {name: plain_facts("norm", weight) for name, weight in state.clean_norms().items()}
     options = config.additional_config if isinstance(config.additional_config, dict) else {}
     return {

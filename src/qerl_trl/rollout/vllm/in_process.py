@@ -9,12 +9,13 @@ from vllm import LLM, SamplingParams
 from vllm.inputs import TokensPrompt
 from vllm.outputs import RequestOutput
 
+from ...names import canonical_name
 from ...noise.hooks import NoiseDraw
 from ...nvfp4.fused import fuse_storage
 from ..engine import Completion, Engine, Held, RolloutError, Sampling
 from ..spec import EngineSpec
 from ..wire import AdapterTensors
-from . import loader
+from . import isolation, loader
 from .sleep import use_kv_only_sleep
 from .state import RolloutState
 
@@ -47,12 +48,15 @@ class InProcessEngine(Engine):
             fuse_storage(model)
         loader.publish(model, alias=share)
         try:
-            self.llm: LLM | None = LLM(**{**spec.llm_arguments(), "enable_sleep_mode": sleeps, **(arguments or {})})
+            own = {"enable_sleep_mode": sleeps, **isolation.arguments(model, spec, arguments or {})}
+            self.llm: LLM | None = LLM(**{**spec.llm_arguments(), **own, **(arguments or {})})
         finally:
             loader.publish(None)
         if sleeps and share:
             use_kv_only_sleep(self.llm)
-        self.state = RolloutState(engine_model(self.llm))
+        known = {canonical_name(name) for name, _ in model.named_modules()}
+        quantization: Any = self.llm.llm_engine.vllm_config.quant_config  # ours
+        self.state = RolloutState(engine_model(self.llm), quantization.renaming, known)
         self.state.watch(_runner(self.llm))
 
     @property

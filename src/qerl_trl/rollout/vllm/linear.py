@@ -82,24 +82,39 @@ class AdaptedMethod(LinearMethodBase):
         rank (`int`): rank to reserve for an adapter; 0 for none.
         scale_rule (`str`): block-scale rule, for weights that are quantized here.
         deferred (`bool`): the loader will put in the trainer's tensors, so allocate nothing.
+        rows (`list[int]`): output features of each of `names` on one rank, where the trainer's layers are known.
     """
 
     supports_pre_processed_weights = False
 
-    def __init__(self, names: list[str], rank: int, scale_rule: str = "rtn", deferred: bool = False) -> None:
+    def __init__(
+        self,
+        names: list[str],
+        rank: int,
+        scale_rule: str = "rtn",
+        deferred: bool = False,
+        rows: list[int] | None = None,
+    ) -> None:
         self.names, self.rank, self.scale_rule, self.deferred = names, rank, scale_rule, deferred
+        self.rows = rows
 
     def _common(self, layer: Layer, k: int, widths: list[int], dtype: torch.dtype) -> None:
         layer.logical_widths = list(widths)
         if len(self.names) == len(widths):
             splits = list(widths)
-        else:  # the checkpoint's layer is fused itself (Phi-3), so its adapter and tensor scale are one
-            if len(self.names) != 1 or (self.rank and getattr(layer, "tp_size", 1) > 1):
+        else:  # layers of the checkpoint are fused themselves (Phi-3, Qwen3.5), so the adapter and the tensor scale of each are one
+            ranks = getattr(layer, "tp_size", 1)
+            splits = [sum(widths)] if len(self.names) == 1 else list(self.rows or ())
+            if sum(splits) != sum(widths):
                 raise ValueError(
-                    f"vLLM holds {self.names} as {len(widths)} shards; an adapter on it cannot be split over tensor-parallel "
-                    "ranks. Use vllm_tensor_parallel_size=1 for this architecture."
+                    f"vLLM holds {self.names} as {len(widths)} shards, and it is not known which of them are whose. Use vllm_mode='colocate' "
+                    "with vllm_tensor_parallel_size=1, where the trainer's layers say it, or use_vllm=False."
                 )
-            splits = [sum(widths)]
+            if self.rank and ranks > 1:
+                raise ValueError(
+                    f"vLLM holds {self.names} as {len(widths)} shards; an adapter on it cannot be split over {ranks} tensor-parallel ranks. "
+                    "Use vllm_tensor_parallel_size=1 for this architecture."
+                )
         layer.qerl_splits = splits
         layer.input_size_per_partition, layer.output_size_per_partition = k, sum(widths)
         layer.adapter_a = layer.adapter_b = None
@@ -334,6 +349,7 @@ class EmbeddingMethod(UnquantizedEmbeddingMethod):
 
     Args:
         deferred (`bool`): the loader will put in the trainer's tensors, so allocate nothing.
+        rows (`list[int]`): output features of each of `names` on one rank, where the trainer's layers are known.
     """
 
     def __init__(self, deferred: bool) -> None:

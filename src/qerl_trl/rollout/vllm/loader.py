@@ -17,14 +17,18 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import Parameter
+from transformers.core_model_loading import revert_weight_conversion
 from vllm.config import ModelConfig, get_current_vllm_config
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
+from ...nvfp4.architectures import in_tower
+from ...nvfp4.fused import one_storage
 from ...nvfp4.linear import NVFP4Linear
 from .linear import AdaptedMethod, DenseMethod, Layer
 from .nf4 import NF4Method, is_nf4
+from .norm import make_noisy
 
 LOAD_FORMAT = "qerl_trainer"
 
@@ -62,10 +66,10 @@ class Published:
         Raises:
             `ValueError`: the trainer's model has no such layer.
         """
-        if name not in self.modules:
+        if not name or name not in self.modules:
             raise ValueError(
-                f"vLLM's model has a layer {name!r} that the trainer's {type(base_model(self.model)).__name__} does not have, so "
-                "its weights cannot be taken from there. Pass share_weights=False, or use_vllm=False for this architecture."
+                f"vLLM's model has a layer {name or 'without a name'!r} that the trainer's {type(base_model(self.model)).__name__} does not have, so "
+                "its weights cannot be taken from there. Use use_vllm=False for this architecture."
             )
         return self.modules[name]
 
@@ -88,7 +92,7 @@ class Published:
         return "dense"
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every tensor under its compressed-tensors name, full on every rank, a tied one once; not what bitsandbytes packed."""
+        """Every tensor under its compressed-tensors name (those of towers under their checkpoint's), full on every rank, a tied one once; not what bitsandbytes packed."""
         seen: set[int] = set()
         for name, module in self.modules.items():
             for key, parameter in module.named_parameters(recurse=False):
@@ -101,7 +105,15 @@ class Published:
                     tensor = tensor.view(torch.float8_e4m3fn)
                 elif isinstance(module, NVFP4Linear) and key == "weight_global_scale":
                     tensor = tensor.view(torch.float32)
-                yield f"{name}.{key}" if name else key, tensor
+                full = f"{name}.{key}" if name else key
+                yield self._on_disk(full, tensor) if in_tower(name) else full, tensor
+
+    def _on_disk(self, name: str, tensor: torch.Tensor) -> str:
+        """What a checkpoint calls this tensor, where transformers builds a tower in another form than it was published in."""
+        stand_in = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        model: Any = base_model(self.model)
+        reverted = revert_weight_conversion(model, {name: stand_in})
+        return next(iter(reverted)) if len(reverted) == 1 else name
 
 
 _PUBLISHED: Published | None = None
@@ -176,6 +188,8 @@ class TrainerLoader(BaseModelLoader):
     @torch.no_grad()
     def load_weights(self, model: Any, model_config: ModelConfig) -> None:
         published = _require_published()
+        make_noisy(model)
+        renaming = get_current_vllm_config().quant_config.renaming  # type: ignore[union-attr]  # ours
         taken: set[str] = set()  # parameters of the trainer that need no copy
         aliased: set[str] = set()  # parameters of vLLM that need no load
         for name, layer in model.named_modules():
@@ -187,7 +201,8 @@ class TrainerLoader(BaseModelLoader):
                     taken |= self._alias_linear(layer, published)
                     aliased |= {f"{name}.{key}" for key, _ in layer.named_parameters(recurse=False) if key != "bias"}
                 elif isinstance(layer, VocabParallelEmbedding):
-                    taken |= self._alias_embedding(name, layer, published)
+                    original = renaming.original(name, published.modules)
+                    taken |= self._alias_embedding(original, layer, published)
                     aliased.add(f"{name}.weight")
         rest = ((name, tensor) for name, tensor in published.tensors() if name not in taken)
         loaded = set(model.load_weights(rest) or ()) | aliased
@@ -207,6 +222,8 @@ class TrainerLoader(BaseModelLoader):
                 fuse_dense_rows(modules)
             layer.weight = Parameter(fused_rows([m.weight.data for m in modules], names), requires_grad=False)
             return {f"{name}.weight" for name in names}
+        if len(modules) > 1 and not all(module.fused_rows for module in modules):
+            one_storage(modules)  # a group of this architecture alone
         scales = torch.stack([module.global_scale.flatten()[0] for module in modules])
         layer.quant_method.set_weights(
             layer,

@@ -1,19 +1,23 @@
-"""RMSNorm with a float32 weight inside vLLM.
+"""Norms with a float32 weight inside vLLM.
 
 bf16 weights swallow small noise: around 1.0 half a step is 2^-9, so a noise of 5e-4 would change nothing. vLLM
 instantiates the class registered under `RMSNorm` in its out-of-tree registry instead of its own, which is the public
 hook for a platform's norm. Ours holds the weight in float32 and multiplies in float32; in an engine that does not use
-`qerl_nvfp4` the class behaves as its parent.
+`qerl_nvfp4` the class behaves as its parent. Norms that are not of vLLM's own classes have no such hook; where the engine takes the
+trainer's weights (loader.py), their instances are given one.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import Parameter
 from vllm.config import get_current_vllm_config
-from vllm.model_executor.custom_op import op_registry_oot
+from vllm.model_executor.custom_op import CustomOp, op_registry_oot
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
+from vllm.model_executor.utils import set_weight_attrs
 
 import qerl_nvfp4
 
@@ -68,6 +72,22 @@ _CLASSES: dict[str, tuple[Any, Any, str]] = {
     "RMSNorm": (RMSNorm, NoisyRMSNorm, "rms_norm"),
     "GemmaRMSNorm": (GemmaRMSNorm, NoisyGemmaRMSNorm, "gemma_rms_norm"),
 }
+try:  # vLLM's Transformers backend builds these instead
+    from vllm.model_executor.models.transformers.fusers.rms_norm import TPAwareGemmaRMSNorm, TPAwareRMSNorm
+except ImportError:  # before that backend replaced norms, or after it called them something else
+    pass
+else:
+
+    class NoisyTPAwareRMSNorm(TPAwareRMSNorm, NoisyRMSNorm):
+        """As NoisyRMSNorm."""
+
+    class NoisyTPAwareGemmaRMSNorm(TPAwareGemmaRMSNorm, NoisyGemmaRMSNorm):
+        """As NoisyGemmaRMSNorm."""
+
+    _CLASSES |= {
+        "TPAwareRMSNorm": (TPAwareRMSNorm, NoisyTPAwareRMSNorm, "rms_norm"),
+        "TPAwareGemmaRMSNorm": (TPAwareGemmaRMSNorm, NoisyTPAwareGemmaRMSNorm, "gemma_rms_norm"),
+    }
 
 
 def install() -> None:
@@ -89,6 +109,43 @@ def install() -> None:
         ours.name = op_name  # the name by which compilation_config.custom_ops switches the stock class
 
 
-def find_norms(model: nn.Module) -> dict[str, nn.Module]:
-    """The norms of a vLLM model that can carry noise, by vLLM's module path."""
-    return {n: m for n, m in model.named_modules() if isinstance(m, (NoisyRMSNorm, NoisyGemmaRMSNorm)) and m.noisy}
+class _InFloat32:
+    """In front of a norm class that is no operator of vLLM's: its own arithmetic, in float32."""
+
+    noisy = True
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+        inputs = (x.float(),) if residual is None else (x.float(), residual.float())
+        output = super().forward(*inputs)  # type: ignore[misc]  # of the class behind this one
+        if isinstance(output, tuple):
+            return tuple(part if part is None else part.to(x.dtype) for part in output)
+        return output.to(x.dtype)
+
+
+@functools.cache
+def _in_float32(cls: type[nn.Module]) -> type[nn.Module]:
+    return type(f"Noisy{cls.__name__}", (_InFloat32, cls), {"__module__": __name__})
+
+
+def make_noisy(model: nn.Module) -> None:
+    """Let every other norm of `model` carry noise too: LayerNorm (Cohere, StableLM, Phi, Nemotron), or a class of one model's own. Before its
+    weights are loaded, so that they keep float32 values."""
+    for module in model.modules():
+        weight = module._parameters.get("weight")
+        if isinstance(module, CustomOp) or weight is None or weight.ndim != 1 or not _is_norm(module):
+            continue
+        own: Any = type(module)
+        module.__class__ = _in_float32(own)  # as torch.nn.utils.parametrize does
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            wider = Parameter(parameter.data.float(), requires_grad=False)
+            set_weight_attrs(wider, vars(parameter))
+            setattr(module, name, wider)
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return "norm" in type(module).__name__.lower()
+
+
+def find_norms(model: nn.Module, original: Callable[[str], str]) -> dict[str, nn.Module]:
+    """The norms of a vLLM model that can carry noise, by transformers' names, which `original` makes of vLLM's."""
+    return {original(name): module for name, module in model.named_modules() if getattr(module, "noisy", False)}

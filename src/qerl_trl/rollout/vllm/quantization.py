@@ -15,18 +15,19 @@ Options travel in vLLM's own `additional_config` (`--additional-config` of `vllm
               "base": "nvfp4" | "dense"}}                             "dense": keep a bf16 checkpoint as it is
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from vllm.config import get_current_vllm_config
-from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.utils import get_model_cls
 
-from ...nvfp4.architectures import dense_by_default
+from ...nvfp4.architectures import ROWS, dense_by_default, in_tower
 from ...nvfp4.format import SCALE_RULES
 from ...nvfp4.layouts import METHOD, Selection, check_entries, parse_quantization_config
 from ..signature import secret
@@ -34,7 +35,7 @@ from ..wire import WORKER_EXTENSION
 from . import loader, norm
 from .linear import AdaptedMethod, DenseMethod, EmbeddingMethod, ModelOptNVFP4Method, NVFP4Method, OnlineNVFP4Method
 from .nf4 import NF4Method
-from .renaming import Mapper, Renaming, split_fused
+from .renaming import Mapper, Renaming, split_fused, stacked, with_gap
 
 BASES = ("nvfp4", "dense")
 #: layout of a packed checkpoint (None: dense) -> what a packed layer gets
@@ -124,6 +125,14 @@ def _check_secret() -> None:
         secret()
 
 
+def _mapper_of_class() -> Mapper | None:
+    """`hf_to_vllm_mapper` of the class of the engine that is being built, with what vLLM leaves out when it announces it."""
+    model = get_current_vllm_config().model_config
+    return (
+        None if model is None or not model.architectures else getattr(get_model_cls(model), "hf_to_vllm_mapper", None)
+    )
+
+
 @register_quantization_config(METHOD)
 @dataclass(eq=False)
 class QeRLQuantizationConfig(QuantizationConfig):
@@ -177,6 +186,23 @@ class QeRLQuantizationConfig(QuantizationConfig):
         """vLLM announces how the model class that it is about to build renames modules."""
         self.renaming.add(hf_to_vllm_mapper)
 
+    def originals(self, prefix: str, known: Collection[str] = ()) -> list[str]:
+        """The checkpoint's layers that vLLM's layer `prefix` runs as one, in row order, by transformers' names.
+
+        Several places say what vLLM fuses, and a class may inherit a mapping that is another's (GLM has Llama's, and one `gate_up_proj`).
+        The first that gives layers in `known` is right; where nothing is known, the first.
+        """
+        row = ROWS.get(_model_type() or "")
+        leaf = prefix.rpartition(".")[2]
+        said = [{} if row is None else row.fused, self.packed_modules_mapping, stacked(_mapper_of_class())]
+        found: list[str] = []
+        for fused in [*(fused for fused in said if leaf in fused), {}]:  # after them, the layer itself
+            names = [with_gap(self.renaming.original(name, known), known) for name in split_fused(prefix, fused)]
+            if not known or all(name in known for name in names):
+                return names
+            found = found or names
+        return found
+
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """The method of one layer; None for what vLLM should handle as if unquantized.
 
@@ -197,7 +223,11 @@ class QeRLQuantizationConfig(QuantizationConfig):
         options = EngineOptions.current()
         known = () if shared is None else shared.modules
         method: Callable[..., AdaptedMethod]
-        names = [self.renaming.original(name, known) for name in split_fused(prefix, self.packed_modules_mapping)]
+        names = self.originals(prefix, known)
+        if shared is not None and in_tower(prefix) and not all(name in known for name in names):
+            return (
+                UnquantizedLinearMethod()
+            )  # of a class that builds its towers otherwise: copied under the names of the checkpoint
         rank = options.adapter.rank if options.adapter and any(map(options.adapter.matches, names)) else 0
         if shared is not None:
             formats = [shared.base_format(name) for name in names]
@@ -216,4 +246,6 @@ class QeRLQuantizationConfig(QuantizationConfig):
                 f"vLLM fuses {names} into {prefix}, but by {where} only some of them are packed: "
                 f"{dict(zip(names, packed, strict=True))}. Quantize all of them or none."
             )
-        return method(names, rank, scale_rule=options.scale_rule, deferred=shared is not None and shared.alias)
+        rows = None if shared is None else [shared.module(name).out_features for name in names]
+        deferred = shared is not None and shared.alias
+        return method(names, rank, scale_rule=options.scale_rule, deferred=deferred, rows=rows)

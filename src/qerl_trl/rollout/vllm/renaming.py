@@ -1,14 +1,15 @@
 """From the names of vLLM's layers back to the names that the same layers have in transformers.
 
-vLLM fuses layers (`packed_modules_mapping`: qkv_proj is q_proj, k_proj, v_proj) and some of its classes rename modules
-(`hf_to_vllm_mapper`: model.language_model.layers becomes language_model.model.layers). Ignore lists, adapters and the
+vLLM fuses layers (`packed_modules_mapping`: qkv_proj is q_proj, k_proj, v_proj; newer classes say the same in `hf_to_vllm_mapper`, as
+`orig_to_new_stacked`) and some of its classes rename modules (`hf_to_vllm_mapper`: model.language_model.layers becomes
+language_model.model.layers). Ignore lists, adapters and the
 trainer's modules go by transformers' names, so names are translated once, here, in that direction. Translating the entries
 of an ignore list the other way cannot work: an entry may be a pattern.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 #: what nearly every class of transformers calls the model below its head
 _BASE_PREFIX = "model."
@@ -90,3 +91,23 @@ def split_fused(name: str, packed_modules_mapping: Mapping[str, Sequence[str]]) 
     parent, _, leaf = name.rpartition(".")
     shards = packed_modules_mapping.get(leaf, [leaf])
     return [f"{parent}.{shard}" if parent else shard for shard in shards]
+
+
+def stacked(mapper: Any) -> dict[str, list[str]]:
+    """What a class of vLLM says of fused layers in its `hf_to_vllm_mapper`, in the form of a `packed_modules_mapping`."""
+    fused: dict[str, list[str]] = {}
+    for part, (whole, _) in (getattr(mapper, "orig_to_new_stacked", None) or {}).items():
+        part, whole = part.strip("."), whole.strip(".")
+        if "." not in part and "." not in whole:
+            fused.setdefault(whole, []).append(part)
+    return fused
+
+
+def with_gap(name: str, known: Collection[str]) -> str:
+    """`name`, or where it is not known the one known name that has further parts before its last: Falcon-H1's layers in vLLM call
+    `layers.0.self_attn.q_proj` `layers.0.q_proj`. Layers are named to their weights by it, which the probe at start compares."""
+    if not known or name in known:
+        return name
+    parent, _, leaf = name.rpartition(".")
+    longer = [other for other in known if parent and other.startswith(f"{parent}.") and other.endswith(f".{leaf}")]
+    return longer[0] if len(longer) == 1 else name

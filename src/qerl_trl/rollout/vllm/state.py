@@ -10,7 +10,7 @@ nothing. What each tensor then has to hold is remembered as a sum of its bits, t
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from ..engine import Held, RolloutError
 from ..wire import AdapterTensors, all_bits, bits, fingerprint, not_finite, update_fingerprint
 from .linear import AdaptedMethod, Layer
 from .norm import find_norms
+from .renaming import Renaming
 
 #: elements of an adapter that are looked at and copied together
 _TOGETHER = 2**24
@@ -84,9 +85,11 @@ class RolloutState:
 
     Args:
         model (`nn.Module`): vLLM's model of this rank.
+        renaming: from vLLM's names to transformers'.
+        known: names of the trainer's modules, where they are known.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, renaming: Renaming | None = None, known: Collection[str] = ()) -> None:
         self.model = model
         #: layer of the checkpoint -> (vLLM's layer, number of the shard in it)
         self.shards: dict[str, tuple[Layer, int]] = {}
@@ -95,7 +98,8 @@ class RolloutState:
             if isinstance(method, AdaptedMethod):
                 self.shards |= {name: (layer, shard) for shard, name in enumerate(method.names)}
         self.slots = {name: _Slot(*place) for name, place in self.shards.items() if place[0].adapter_a is not None}
-        self.norms: dict[str, Any] = find_norms(model)
+        self.renaming, self._known = renaming or Renaming(), known
+        self.norms: dict[str, Any] = find_norms(model, self.original)
         self._clean: torch.Tensor | None = None  # all noisy norms' clean weights, one after the other, float32
         self._names: tuple[str, ...] = ()
         self.draw: NoiseDraw | None = None
@@ -104,6 +108,10 @@ class RolloutState:
         self._received: str | None = None
         #: name -> `bits` that the tensor has to have
         self._bits = self._all_bits()
+
+    def original(self, name: str) -> str:
+        """The name in transformers of a module of vLLM's model."""
+        return self.renaming.original(name, self._known)
 
     def watch(self, runner: Any) -> None:
         """Keep `sampled` up to date: look whenever vLLM's model runner computes a step."""
@@ -321,7 +329,8 @@ class RolloutState:
         if unknown or not names:
             raise ValueError(
                 f"Noise should go on {len(names)} norms, but vLLM's model lacks {len(unknown)} of them ({unknown[:4]}); it has "
-                f"{len(self.norms)} norms that can carry noise. Noise on no norm would silently do nothing."
+                f"{len(self.norms)} norms that can carry noise. LayerNorms do with vllm_mode='colocate' only. Use that where they are meant, "
+                "use_vllm=False, or train without noise (aqn=False)."
             )
         self.clear_noise()
         self._bits |= {name: bits(self.norms[name].weight) for name in self._names}  # one by one again

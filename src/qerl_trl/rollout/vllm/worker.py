@@ -49,7 +49,8 @@ class QeRLWorkerExtension:
     def _qerl_state(self) -> RolloutState:
         state = self.__dict__.get("_qerl_rollout_state")
         if state is None:
-            state = self._qerl_rollout_state = RolloutState(self.model_runner.get_model())
+            quantization: Any = self.vllm_config.quant_config  # ours
+            state = self._qerl_rollout_state = RolloutState(self.model_runner.get_model(), quantization.renaming)
             state.watch(self.model_runner)
         return state
 
