@@ -4,7 +4,7 @@ import pytest
 
 from tests import architectures
 from tests.rollout.conftest import EXHAUSTIVE
-from tests.rollout.engine_architectures import CELLS, REPRESENTATIVES, to_try
+from tests.rollout.engine_architectures import CELLS, NOT_ON_CPU, PICTURES, REPRESENTATIVES, to_try
 
 RECORDED = architectures.recorded()["architectures"]
 
@@ -19,4 +19,5 @@ def test_at_least_24_roll_out_or_are_refused_with_a_reason():
     assert sum(found == ["works", "works"] for found in cells.values()) >= 24
     for name, found in cells.items():
         if RECORDED[name]["load"] == "works":
-            assert all(len(value) > 40 for value in found if value.startswith("refused")) and found[0], name
+            assert all(len(value) > 40 for value in found if value.startswith("refused")), name
+            assert found[0] or name in (*NOT_ON_CPU, *PICTURES) or "experts" in name, name

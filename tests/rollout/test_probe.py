@@ -9,7 +9,8 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from qerl_trl.lora import register_nvfp4_lora
-from qerl_trl.noise.hooks import NormNoise, standard_noise
+from qerl_trl.noise.generator import standard_noise
+from qerl_trl.noise.hooks import NormNoise
 from qerl_trl.noise.norms import find_noisy_norms
 from qerl_trl.nvfp4.linear import NVFP4Linear, compute_dtype
 from qerl_trl.rollout import probe as probing
