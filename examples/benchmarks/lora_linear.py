@@ -1,6 +1,6 @@
 """Microseconds of a decoder layer's LoRA linears in a training step: PEFT's own and in groups, eager and compiled, NVFP4 and bf16 bases.
 
-    python examples/benchmarks/lora_linear.py OUT.json [--size 7b] [--tokens 6144] [--rank 32] [--device cuda]
+    python examples/benchmarks/lora_linear.py OUT.json [--size 7b] [--tokens 6144] [--rank 32] [--device cuda] [--bases nvfp4 bf16]
 
 Four parts of one layer: q|k|v, o, gate|up with SwiGLU behind it, down. Under bf16 autocast, adapters in float32. "product" is what the
 frozen matrix alone would take: forward y = x W^T and backward dx = dy W on a dense bf16 weight, nothing else. Values are compared first:
@@ -131,13 +131,14 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--bases", nargs="+", default=["nvfp4", "bf16"], choices=["nvfp4", "bf16"])
     given = parser.parse_args()
     torch.manual_seed(0)
     result: dict = {"torch": torch.__version__, "size": given.size, "tokens": given.tokens, "rank": given.rank}
     result["device"] = torch.cuda.get_device_name() if given.device == "cuda" else given.device
     for part, spec in parts_of(given.size).items():
         rows = result.setdefault(part, {"product": product_alone(spec, given.tokens, given.device, given.repeats)})
-        for base in ("nvfp4", "bf16"):
+        for base in given.bases:
             measured = Measured(spec, base == "nvfp4", given.tokens, given.rank, given.device)
             expected = measured.both()
             for name in ("peft", "fused", "peft_compiled", "fused_compiled"):
