@@ -12,13 +12,18 @@ import pytest
 import torch
 import torch._inductor.config
 import torch.compiler.config
+import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.distributed.fsdp import fully_shard
 
+from qerl_trl.lora import register_nvfp4_lora
 from qerl_trl.noise.hooks import NoiseDraw, NormNoise
 from qerl_trl.noise.norms import find_noisy_norms
+from qerl_trl.nvfp4.linear import NVFP4Linear
 from qerl_trl.update import compiled as regional
+from qerl_trl.update import lora_linear
 from qerl_trl.update.compiled import compile_layers, warm_up
 from tests.faults.tiny_runs import TinyRuns
 from tests.tiny_models import FAMILIES, make_tiny_model
@@ -266,6 +271,56 @@ def test_torchs_settings_are_as_before():
     update(model, batch(40))
     assert [dict(c.get_config_copy()) for c in (torch._dynamo.config, torch._inductor.config)] == settings
     assert torch.compiler.config.dynamic_sources == sources
+
+
+@pytest.fixture
+def one_process_group(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_fsdp2(one_process_group):
+    """Wrapped after it was compiled, as accelerate does; with checkpointing and noise."""
+    model = adapted()
+    expected = update(model, batch(40))
+    noise = NormNoise(find_noisy_norms(model))
+    compiled = compile_layers(model, backend="aot_eager")
+    for layer in layers_of(model):
+        fully_shard(layer)
+    fully_shard(model)
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    for _ in range(2):
+        logits, gradients = update(model, batch(40))
+        assert_same((logits, {name: value.full_tensor() for name, value in gradients.items()}), expected)
+    assert graphs() == 2
+    noise.set(NoiseDraw(0.1, 0, 0, 0))
+    noise.in_training = True
+    assert not torch.equal(update(model, batch(40))[0], expected[0])
+    assert noise.landed == 4 and graphs() == 3 and not compiled.failed
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "nvfp4"])
+def test_lora_layers_with_their_own_backward(packed):
+    torch.manual_seed(0)
+    model = make_tiny_model("qwen2", dtype=torch.float32, num_hidden_layers=2)
+    config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    if packed:
+        for layer in model.model.layers:
+            for part in (layer.self_attn, layer.mlp):
+                for name, child in list(part.named_children()):
+                    if isinstance(child, nn.Linear):
+                        setattr(part, name, NVFP4Linear.from_linear(child))
+        config = register_nvfp4_lora(config)
+    model = get_peft_model(model, config).train()
+    assert lora_linear.fuse(model)
+
+    expected = {length: update(model, batch(length)) for length in (40, 33)}
+    compiled = compile_layers(model, backend="aot_eager")
+    for length, wanted in expected.items():
+        assert_same(update(model, batch(length)), wanted)
+    assert graphs() == 2 and not compiled.failed
 
 
 # ---------------------------------------------------------------------------------------------------------- the trainer
