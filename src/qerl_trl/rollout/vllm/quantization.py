@@ -246,6 +246,6 @@ class QeRLQuantizationConfig(QuantizationConfig):
                 f"vLLM fuses {names} into {prefix}, but by {where} only some of them are packed: "
                 f"{dict(zip(names, packed, strict=True))}. Quantize all of them or none."
             )
-        rows = None if shared is None else [shared.module(name).out_features for name in names]
+        rows = None if shared is None else [getattr(shared.module(name), "out_features", 0) for name in names]
         deferred = shared is not None and shared.alias
         return method(names, rank, scale_rule=options.scale_rule, deferred=deferred, rows=rows)
