@@ -76,6 +76,14 @@ def test_what_is_asked_of_the_tool_is_held_out():
     assert price(first) + price(second) == int(row["answer"])
 
 
+def test_the_documentation_shows_what_was_measured():
+    table = of("benchmarks/examples_learning", "table")
+    measured = json.loads((EXAMPLES / "benchmarks" / "results" / "examples_cpu.json").read_text())
+    assert table(measured) in (EXAMPLES / "assets" / "README.md").read_text()
+    for run in measured["runs"].values():
+        assert run["difference"]["interval95"][0] > 0 and run["after"]["total"] >= 200
+
+
 def test_what_is_looked_up_counts():
     def said(*items):
         calls = [{"function": {"name": "price", "arguments": {"item": item}}} for item in items]

@@ -41,9 +41,18 @@ def record(results: dict) -> dict:
         "reward": {name: sum(values) / len(values) for name, values in ends.items()},
         "settings": {
             name: results["settings"].get(name)
-            for name in ("learning_rate", "num_generations", "max_completion_length", "lora_r", "aqn_sigma_start")
+            for name in ("learning_rate", "num_generations", "max_completion_length", "aqn_sigma_start")
         },
     }
+
+
+def table(content: dict) -> str:
+    """What the documentation shows of it."""
+    rows = ["| example | held out, before | after | steps | training, s |", "|---|---|---|---|---|"]
+    for name, run in content["runs"].items():
+        before, after = (f"{100 * run[when]['accuracy']:.1f} %" for when in ("before", "after"))
+        rows.append(f"| {name} | {before} | {after} | {run['steps']} | {run['train_seconds']:.0f} |")
+    return "\n".join(rows)
 
 
 def main() -> None:
@@ -71,8 +80,7 @@ def main() -> None:
         "runs": runs,
     }
     RESULTS.write_text(json.dumps(content, indent=1) + "\n")
-    for name, run in runs.items():
-        print(f"{name}: {run['before']['accuracy']:.3f} -> {run['after']['accuracy']:.3f}, reward {run['reward']}")
+    print(table(content))
 
 
 if __name__ == "__main__":
