@@ -26,6 +26,7 @@ TRAINING = ROOT / "examples/benchmarks/results/train_step_h200.json"
 PLAN = ROOT / "examples/benchmarks/results/memory_h200.json"
 ARCHITECTURES = ROOT / "docs/architectures.json"
 TUNERS = ROOT / "docs/peft.json"
+PEERS = ROOT / "docs/peers.json"
 
 
 def architectures() -> str:
@@ -191,6 +192,27 @@ def tuners() -> str:
     return "\n".join(rows) + f"\n\npeft {record['versions']['peft']}, [{source.name}]({source})."
 
 
+def peers() -> str:
+    """TRL's own tests on our trainers, and every difference in words."""
+    record = json.loads(PEERS.read_text())
+    outcomes = ("passed", "failed", "skipped")
+    rows = ["| trainers | passed | failed | skipped | otherwise than in stock |", "|---|---|---|---|---|"]
+    reasons: dict[tuple[str, str], int] = {}
+    for arm, counts in record["counts"].items():
+        why = [row["why"][arm] for row in record["tests"].values() if arm in row.get("why", {})]
+        rows.append(f"| {arm} | {' | '.join(str(counts.get(outcome, 0)) for outcome in outcomes)} | {len(why)} |")
+        for words in why:
+            reasons[arm, words] = reasons.get((arm, words), 0) + 1
+    versions, source = record["versions"], PEERS.relative_to(ROOT)
+    return (
+        "\n".join(rows)
+        + "\n\nThe differences, all of them:\n\n"
+        + "\n".join(f"- {arm}, {count} tests: {words}" for (arm, words), count in reasons.items())
+        + f"\n\nTRL {versions['trl']} and the tests of {versions['tests of trl']}, transformers {versions['transformers']}, "
+        + f"peft {versions['peft']}, torch {versions['torch']}, on a CPU, [{source.name}]({source})."
+    )
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "architectures": architectures,
     "cards": cards,
@@ -198,6 +220,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "embedded_arms": embedded,
     "faults": catalog.table,
     "kernels": kernels,
+    "peers": peers,
     "rollout": rollout,
     "speed": speed,
     "training": training,

@@ -99,9 +99,16 @@ def adapter_config(
         peft_config = default_lora_config()
         logger.info("No peft_config: training LoRA with r=%d on all linear layers.", peft_config.r)
     peft_config = check_is_lora(peft_config)
-    if peft_config.target_modules == "all-linear":
-        named = AutoConfig.from_pretrained(model, **_hub_arguments(args)) if isinstance(model, str) else model.config
-        peft_config = keep_to_the_decoder(peft_config, cast(PretrainedConfig, named))
+    casts_head = getattr(args, "cast_lm_head_to_fp32", False)
+    if casts_head or peft_config.target_modules == "all-linear":
+        found = AutoConfig.from_pretrained(model, **_hub_arguments(args)) if isinstance(model, str) else model.config
+        named = cast(PretrainedConfig, found)
+        if casts_head and named.get_text_config().tie_word_embeddings:
+            raise ValueError(
+                "cast_lm_head_to_fp32=True with an adapter, and this model's output head is tied to its embeddings: TRL looks for these where "
+                "a model without an adapter has them, and ends with an AttributeError. Leave it out."
+            )
+        peft_config = keep_to_the_decoder(peft_config, named)
     return register_nvfp4_lora(peft_config) if args.base_format == "nvfp4" else peft_config
 
 

@@ -1,0 +1,165 @@
+"""Loaded into pytest beside TRL's own tests (`-p peers_plugin`): puts our trainer and configuration in the place of TRL's, and writes down
+what each test gave. Started by run.py; imports nothing of our tests, because TRL's package of tests is called `tests` too.
+
+    QERL_PEERS_ARM      stock (TRL's own), full, nvfp4, noisy (nvfp4 with noise)
+    QERL_PEERS_RESULT   JSON lines to write: test, outcome, message
+"""
+
+import json
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import datasets
+import peft
+import pytest
+import torch
+import trl
+from stand_ins import small_id
+from torch import nn
+from trl import import_utils
+
+_ARM = os.environ["QERL_PEERS_ARM"]
+_RESULT = Path(os.environ["QERL_PEERS_RESULT"])
+#: the latest trainer of the test and what it was about to train
+_latest: dict = {}
+
+_PROMPTS = {"train": ["What is red?", "What comes after one?", "Say north."], "test": ["What is blue?", "Say south."]}
+
+
+def _load_dataset(name: str, config: str | None = None, split: str | None = None, streaming: bool = False):
+    """A few prompts in the columns of TRL's data sets."""
+    if name != "trl-internal-testing/zen" or config not in ("standard_prompt_only", "conversational_prompt_only"):
+        pytest.skip(f"no stand-in for {name}, {config}")
+    made: dict = {}
+    for part, prompts in _PROMPTS.items():
+        talk = [[{"role": "user", "content": prompt}] for prompt in prompts]
+        made[part] = datasets.Dataset.from_dict({"prompt": prompts if config == "standard_prompt_only" else talk})
+    if streaming:
+        made = {key: value.to_iterable_dataset() for key, value in made.items()}
+        return made[split] if split else datasets.IterableDatasetDict(made)
+    return made[split] if split else datasets.DatasetDict(made)
+
+
+#: instead of 3: as many steps as it takes to move both factors of an adapter
+_EPOCHS = 1
+
+
+def _known(made: type, of: type) -> type:
+    """`made` under the name of what it stands for, where pickle finds it."""
+    made.__name__ = made.__qualname__ = of.__name__
+    globals()[of.__name__] = made
+    return made
+
+
+def _shorter(config: type) -> type:
+    """TRL's own configuration, with fewer epochs."""
+
+    @dataclass
+    class Config(config):
+        num_train_epochs: float = _EPOCHS
+
+    return _known(Config, config)
+
+
+datasets.load_dataset = _load_dataset
+for _absent in ("is_joblib_available",):  # asked by helpers of a checkout that is older than the installed TRL
+    vars(import_utils).setdefault(_absent, lambda: False)
+
+
+def _in_place_of(trainer: type, config: type) -> tuple[type, type]:
+    chosen = "full" if _ARM == "full" else "nvfp4"
+
+    @dataclass(repr=False)
+    class Config(config):
+        base_format: str = chosen
+        aqn: bool = _ARM == "noisy"
+        num_train_epochs: float = _EPOCHS
+        # as the error of a mixture of experts advises; a model without experts is the same
+        modules_to_not_convert: list[str] | None = field(
+            default_factory=lambda: ["experts"] if chosen == "nvfp4" else None
+        )
+
+    class Trainer(trainer):
+        _config_class = Config
+
+        def __init__(self, model, reward_funcs=None, args=None, *positional, **kwargs):
+            if _ARM == "full" and (kwargs.get("peft_config") or isinstance(model, peft.PeftModel)):
+                args.base_format = "bf16"  # "full" is the arm without an adapter
+            super().__init__(model, reward_funcs, args, *positional, **kwargs)
+
+        def train(self, *args, **kwargs):
+            self.about_to_train = {n: p.detach().clone() for n, p in self.model.named_parameters() if p.requires_grad}
+            _latest["trainer"] = self
+            return super().train(*args, **kwargs)
+
+    return _known(Trainer, trainer), _known(Config, config)
+
+
+if _ARM == "stock":
+    trl.GRPOConfig, trl.RLOOConfig = _shorter(trl.GRPOConfig), _shorter(trl.RLOOConfig)
+else:
+    import qerl_trl
+
+    trl.GRPOTrainer, trl.GRPOConfig = _in_place_of(qerl_trl.QeRLGRPOTrainer, qerl_trl.QeRLConfig)
+    trl.RLOOTrainer, trl.RLOOConfig = _in_place_of(qerl_trl.QeRLRLOOTrainer, qerl_trl.QeRLRLOOConfig)
+
+
+def _only_the_base_stands_still(message: str) -> bool:
+    """Whether a test asked if every weight changed, and what stood still is exactly the frozen base."""
+    found = re.search(r"Parameter (\S+) has not changed", message)
+    trainer = _latest.get("trainer")
+    if not found or trainer is None:
+        return False
+    model: nn.Module = trainer.model
+    named = dict(model.named_parameters())
+    moves_later = "lora_A" if trainer.state.global_step == 1 else None  # its gradient is zero while B is
+    still = [
+        n
+        for n, before in trainer.about_to_train.items()
+        if torch.equal(before, named[n].to(before.device)) and not (moves_later and moves_later in n)
+    ]
+    asked = named.get(found[1])
+    return asked is not None and not asked.requires_grad and not still
+
+
+class _Torch:
+    """torch for the test modules: ids of Qwen's vocabulary that a test writes out become those of the stand-ins."""
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+    def tensor(self, data, *args, **kwargs):
+        return torch.tensor(_small(data), *args, **kwargs)
+
+
+def _small(data):
+    if isinstance(data, list):
+        return [_small(item) for item in data]
+    return small_id(data) if type(data) is int and data > 0 else data
+
+
+def pytest_collection_modifyitems(items):
+    for module in {item.module for item in items}:
+        module.torch = _Torch()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if call.when == "setup":
+        _latest.clear()
+    outcome, message = report.outcome, ""
+    if call.excinfo is not None:
+        error = call.excinfo.value
+        message = f"{type(error).__name__}: {error}".strip()
+        if "couldn't find them in the cached files" in message:
+            outcome, message = "skipped", "Skipped: no stand-in for the model"
+        if outcome == "failed" and _only_the_base_stands_still(message):
+            message = "the frozen base has not changed, all that is trained has"
+    if call.when == "call" or (call.when == "setup" and outcome != "passed"):
+        row = {"test": item.nodeid, "outcome": outcome, "message": message[:600], "seconds": round(call.duration, 1)}
+        with _RESULT.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+    return report
