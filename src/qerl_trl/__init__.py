@@ -17,11 +17,14 @@ _EXPORTS = {
     "QeRLGRPOTrainer": "trainer",
     "QeRLRLOOConfig": "config",
     "QeRLRLOOTrainer": "trainer",
+    "Script": "tasks.script",
+    "Task": "tasks.task",
     "from_pretrained": "loading",
     "last_checkpoint": "checkpoint",
     "load_adapter": "lora",
     "load_config": "loading",
     "pretrained_kwargs": "loading",
+    "train_and_measure": "tasks.run",
 }
 
 __all__ = sorted([*_EXPORTS, "__version__"])
@@ -37,6 +40,9 @@ if TYPE_CHECKING:
     from .noise.callback import AQNCallback as AQNCallback
     from .nvfp4.config import NVFP4Config as NVFP4Config
     from .nvfp4.linear import NVFP4Linear as NVFP4Linear
+    from .tasks.run import train_and_measure as train_and_measure
+    from .tasks.script import Script as Script
+    from .tasks.task import Task as Task
     from .trainer import QeRLGRPOTrainer as QeRLGRPOTrainer
     from .trainer import QeRLRLOOTrainer as QeRLRLOOTrainer
 
