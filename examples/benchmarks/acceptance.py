@@ -253,6 +253,7 @@ def main() -> None:
         "what": "every shipped GPU configuration in every arm, started unedited but for model, dataset and number of steps",
         "command": " ".join(["python", *sys.argv]),
         "device": device_name(torch.device(device)) + (f" x {len(gpus)}" if len(gpus) > 1 else ""),
+        "commit": os.environ.get("BENCH_COMMIT"),
         "versions": versions(),
         "runs": [],
         "command_line": [],
