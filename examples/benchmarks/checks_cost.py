@@ -266,7 +266,12 @@ def main() -> None:
         os._exit(0)  # an engine's own shutdown takes seconds
     from qerl_trl import report
 
-    record: dict[str, Any] = {"versions": report.versions(), "checks": []}
+    record: dict[str, Any] = {
+        "command": " ".join(["python", *sys.argv]),
+        "commit": os.environ.get("BENCH_COMMIT"),
+        "versions": report.versions(),
+        "checks": [],
+    }
     if args.device == "cuda":
         import torch
 

@@ -482,7 +482,13 @@ def run_all(names: list[str], device: str, jobs: int, output: Path | None) -> in
 
     root = Path(tempfile.mkdtemp())
     model = write_model(root / "model", device)
-    record: dict[str, Any] = {"versions": report.versions(), "device": device, "faults": []}
+    record: dict[str, Any] = {
+        "command": " ".join(["python", *sys.argv]),
+        "commit": os.environ.get("BENCH_COMMIT"),
+        "versions": report.versions(),
+        "device": device,
+        "faults": [],
+    }
     if device == "cuda":
         import torch
 
