@@ -129,7 +129,7 @@ def test_prompts_that_nobody_can_count_are_not_trained_on(tiny_runs, tmp_path): 
             "logprobs": [[-1.0] * 3] * count,
         }
 
-    trainer = tiny_runs.trainer(tmp_path, rollout_func=wandering)
+    trainer = tiny_runs.trainer(tmp_path, rollout_func=wandering, aqn=False)
     before = {name: value.clone() for name, value in trainer.model.state_dict().items() if "lora" in name}
     with told(ValueError, "600 tokens", "completion of 3", "512 tokens in all", "rollout function"):
         trainer.train()

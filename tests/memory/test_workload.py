@@ -98,7 +98,7 @@ def test_a_configuration_becomes_a_workload(config):
     args = arguments(config, use_vllm=True, optim="adamw_8bit", vllm_enable_sleep_mode=True, steps_per_generation=16)
     assert workload_of(args, Lengths(28, 100), lora_rank=16) == Workload(
         batch=4, prompt_length=28, completion_length=100, completions=64, accumulation=8, lora_rank=16, optimizer="adamw_8bit",
-        rollout="colocate", sleep=True,
+        rollout="colocate", sleep=True, gradient_checkpointing=None,
     )  # fmt: skip
 
 
@@ -139,4 +139,4 @@ def test_a_file_is_read_without_the_gpu_it_is_for(tmp_path):
     model, work = workload_of_file(path, 100)
     assert model == "some/model"
     expected = Workload(batch=2, prompt_length=100, completion_length=64, completions=32, accumulation=4, lora_rank=8)
-    assert work == dataclasses.replace(expected, rollout="colocate", attention="flash")
+    assert work == dataclasses.replace(expected, rollout="colocate", attention="flash", gradient_checkpointing=None)

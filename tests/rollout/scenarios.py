@@ -30,8 +30,9 @@ DEFAULTS = {
 }
 if sys.argv[1:] and sys.argv[1].startswith("compiled"):
     DEFAULTS["TORCHDYNAMO_DISABLE"] = "0"
-for _key, _value in DEFAULTS.items():
-    os.environ.setdefault(_key, _value)
+if "pytest" not in sys.modules:  # which imports names from here, and computes in an environment of its own
+    for _key, _value in DEFAULTS.items():
+        os.environ.setdefault(_key, _value)
 if Path(sys.path[0]) == Path(__file__).parent:
     del sys.path[0]  # the folder of a script comes first, and tests/rollout/vllm would be taken for vLLM
 

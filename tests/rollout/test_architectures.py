@@ -2,16 +2,16 @@
 
 import pytest
 
-from tests import architectures
+from tests import architectures as table
 from tests.rollout.conftest import EXHAUSTIVE
 from tests.rollout.engine_architectures import CELLS, NOT_ON_CPU, PICTURES, REPRESENTATIVES, to_try
 
-RECORDED = architectures.recorded()["architectures"]
+RECORDED = table.recorded()["architectures"]
 
 
-@pytest.mark.parametrize("name", to_try(architectures.ALL) if EXHAUSTIVE else REPRESENTATIVES)
-def test_the_table_is_true(name, _architectures):
-    assert _architectures[name] == {cell: RECORDED[name][cell] for cell in CELLS if cell in RECORDED[name]}
+@pytest.mark.parametrize("name", to_try(table.ALL) if EXHAUSTIVE else REPRESENTATIVES)
+def test_the_table_is_true(name, architectures):
+    assert architectures[name] == {cell: RECORDED[name][cell] for cell in CELLS if cell in RECORDED[name]}
 
 
 def test_at_least_24_roll_out_or_are_refused_with_a_reason():

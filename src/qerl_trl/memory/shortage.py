@@ -42,7 +42,7 @@ def naming(trainer: Any) -> Iterator[None]:
 
 def explain(trainer: Any, error: Exception) -> str:
     reason = ". ".join(str(error).strip().split("\n")[0].split(". ")[:2]).rstrip(".")
-    if not hasattr(trainer, "_timer"):  # it is set when the trainer is complete
+    if not hasattr(trainer, "_monitor"):  # it is set when the trainer is complete
         change = _change(trainer, error, "rollout")
         if trainer.memory_plan is None:
             return f"Out of memory while the model was loaded: {reason}. {change}"

@@ -32,7 +32,7 @@ def state(monkeypatch):
     layer.register_buffer("adapter_b", torch.zeros(sum(WIDTHS), RANK, dtype=torch.bfloat16))
     norms = {name: nn.RMSNorm(K + i).requires_grad_(False) for i, name in enumerate(NORMS)}  # odd lengths too
     model.norms = nn.ModuleList(norms.values())
-    monkeypatch.setattr(states, "find_norms", lambda model: norms)
+    monkeypatch.setattr(states, "find_norms", lambda *args: norms)
     return states.RolloutState(model)
 
 
