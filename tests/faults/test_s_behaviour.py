@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from qerl_trl import mismatch
 from tests.faults.catalog import fault, told
 from tests.faults.stand_in import PROMPTS, StandIn
 from tests.faults.stand_in import make_trainer as make_engine_trainer  # noqa: F401  (a fixture)
@@ -96,7 +97,20 @@ def test_log_probabilities_that_are_all_nan_end_the_run(make_engine_trainer):  #
 
 
 @pytest.mark.vllm
-def test_single_nan_log_probabilities_are_counted_and_told(make_engine_trainer, caplog):  # noqa: F811
+@fault("S.engine_logps_nan")
+def test_log_probabilities_of_which_many_are_nan_end_the_run(make_engine_trainer):  # noqa: F811
+    """An engine on an H200 returned NaN from the middle of its completions on: 98 % of all tokens, and the run went on."""
+    trainer = make_engine_trainer()
+    tamper(trainer, lambda logps: [*logps[:-1], math.nan])
+    before = adapter_of(trainer)
+    with told(RuntimeError, "no finite log-probability for 4 of the 16 tokens", "resume from the last checkpoint"):
+        trainer.train()
+    assert_identical(adapter_of(trainer), before)
+
+
+@pytest.mark.vllm
+def test_single_nan_log_probabilities_are_counted_and_told(make_engine_trainer, caplog, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(mismatch, "_MISSING", 0.3)  # as in longer completions
     trainer = make_engine_trainer()
     tamper(trainer, lambda logps: [*logps[:-1], math.nan])
     trainer.train()
