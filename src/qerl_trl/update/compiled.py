@@ -31,7 +31,6 @@ import torch
 import torch._dynamo  # not loaded by `import torch`
 import torch._inductor.config
 import torch.compiler.config
-from packaging.version import Version
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
@@ -54,8 +53,6 @@ _MOST_GRAPHS = 24
 _CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
 #: numbers among a layer's arguments that change from batch to batch (attention.py), as torch.compile names them
 _CHANGING = "L['kwargs']['max_length_q'],L['kwargs']['max_length_k']"
-#: whether this torch.compile takes a checkpoint in which layers of a group hand each other their results (2.11: "unsafe side effect")
-_INSIDE = Version(torch.__version__) >= Version("2.13")
 #: tokens per sequence of the warm-up, at most
 _LONGEST = 1024
 _FAILURES = (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit)
@@ -225,7 +222,7 @@ class _Checkpointed:
         plain = checkpoints and getattr(layer._gradient_checkpointing_func, "keywords", None) == {
             "use_reentrant": False
         }
-        if not (_INSIDE and plain) or not forward.compiles(kwargs):
+        if not plain or not forward.compiles(kwargs):
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         forward.recompute = True
         try:
