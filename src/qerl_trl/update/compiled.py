@@ -10,8 +10,6 @@ alike: what is compiled for the first serves all, and gradient checkpointing, hi
 - **Lengths.** Batch and sequence dimensions are symbolic from the first call on, so a new length compiles nothing.
 - **One graph for all passes.** A forward without gradient (old log-probabilities) runs the same graph as the update and drops what it saved,
   so both give the same bits, as eager code does, and half is compiled.
-- **Recomputation inside.** A layer that is checkpointed is compiled with its checkpoint: the backward graph then recomputes what it reads, and not
-  the layer's last products, of which only the sum with the residual was wanted.
 - **Noise** (`noise/hooks.py`) is laid on the norms' weights around the compiled function; a new draw is new values of the same inputs.
 - **Same bits again.** Nothing is chosen by timing (`_DETERMINISTIC`), and `warm_up` compiles on shapes that the settings alone decide, so a resumed run
   computes what the uninterrupted one would have.
@@ -19,7 +17,6 @@ alike: what is compiled for the first serves all, and gradient checkpointing, hi
 Nothing of torch's global state is changed; other compiled code in the process (vLLM's) has its own functions and its own limits.
 """
 
-import functools
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -33,7 +30,6 @@ import torch._inductor.config
 import torch.compiler.config
 from torch import nn
 from torch._dynamo.utils import counters
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel, TrainerCallback
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -65,23 +61,16 @@ class _Function:
         self.eager, self.failed = forward, False
         known = {name: value for name, value in _DETERMINISTIC.items() if hasattr(torch._inductor.config, name)}
         options = known if deterministic and backend == "inductor" else None
-
-        def recomputing(*args: Any, **kwargs: Any) -> Any:
-            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-
-        self._compiled, self._recomputing = (
-            torch.compile(function, backend=backend, fullgraph=True, options=options)
-            for function in (forward, recomputing)
-        )
+        self._compiled = torch.compile(forward, backend=backend, fullgraph=True, options=options)
         self._settings = [torch._dynamo.config.patch(recompile_limit=_MOST_GRAPHS)]
         if hasattr(torch.compiler.config, "dynamic_sources"):  # else a second graph makes them so
             self._settings.append(cast(Any, torch.compiler.config).patch(dynamic_sources=_CHANGING))
 
-    def __call__(self, recompute: bool, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with ExitStack() as stack:
             for setting in self._settings:
                 stack.enter_context(setting)
-            return (self._recomputing if recompute else self._compiled)(layer, *args, **kwargs)
+            return self._compiled(layer, *args, **kwargs)
 
     def give_up(self, layer: nn.Module, reason: str) -> None:
         self.failed = True
@@ -117,8 +106,6 @@ class CompiledLayers:
                 functions[own] = _Function(own, backend, deterministic)
             self.forwards.append(_Forward(self, module, functions[own]))
             module.forward = self.forwards[-1]
-            if isinstance(module, GradientCheckpointingLayer):
-                cast(Any, module).__class__ = _in_front_of(cast(Any, type(module)))
 
     @property
     def failed(self) -> bool:
@@ -136,8 +123,6 @@ class CompiledLayers:
         for forward in self.forwards:
             if vars(forward.module).get("forward") is forward:
                 del forward.module.forward
-            if isinstance(forward.module, _Checkpointed):
-                cast(Any, forward.module).__class__ = forward.module.layer_class
 
     @contextmanager
     def rehearsal(self, noisy: bool) -> Iterator[None]:
@@ -155,16 +140,12 @@ class _Forward:
     def __init__(self, owner: CompiledLayers, module: nn.Module, function: _Function) -> None:
         self.owner, self.module, self.function = owner, module, function
         self.is_norm = module is owner.norm
-        #: whether the call that is under way recomputes in its backward pass, and whether the latest update did
-        self.recompute = self.recomputed = False
         self.parts = [part for part in module.modules() if not any(part.children())]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.compiles(kwargs):
+        if not self._compiles(kwargs):
             self.owner.ran_compiled = False
             return self.function.eager(self.module, *args, **kwargs)
-        if torch.is_grad_enabled() or self.owner.rehearsing:
-            self.recomputed = self.recompute
         name = None if args else next(iter(kwargs))
         hidden = args[0] if name is None else kwargs[name]
         graded = torch.is_grad_enabled()
@@ -176,7 +157,7 @@ class _Forward:
                 if not laid:
                     return self.function.eager(self.module, *args, **kwargs)
                 _mark_dynamic(given)
-                output = self.function(self.recomputed, self.module, *given[0], **given[1])
+                output = self.function(self.module, *given[0], **given[1])
                 if self.owner.rehearsing:
                     self._drop_gradients(output, hidden)
         except _FAILURES as error:
@@ -185,8 +166,7 @@ class _Forward:
         self.owner.ran_compiled = True
         return output if graded else _detached(output)
 
-    def compiles(self, kwargs: Mapping[str, Any]) -> bool:
-        """Whether a call with these arguments runs compiled."""
+    def _compiles(self, kwargs: Mapping[str, Any]) -> bool:
         if self.function.failed or not self.module.training or torch.is_inference_mode_enabled():
             return False
         if torch.compiler.is_compiling():  # somebody compiles the whole model
@@ -207,38 +187,6 @@ class _Forward:
 
     def __reduce__(self) -> tuple:
         return _bound, (self.function.eager, self.module)
-
-
-class _Checkpointed:
-    """In front of a decoder layer's class: its checkpoint goes into what is compiled."""
-
-    layer_class: type[nn.Module]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        layer: Any = self
-        forward = vars(layer).get("forward")
-        checkpoints = layer.gradient_checkpointing and layer.training and isinstance(forward, _Forward)
-        # another way of checkpointing than torch's plain one stays around the layer
-        plain = checkpoints and getattr(layer._gradient_checkpointing_func, "keywords", None) == {
-            "use_reentrant": False
-        }
-        if not plain or not forward.compiles(kwargs):
-            return super().__call__(*args, **kwargs)  # type: ignore[misc]
-        forward.recompute = True
-        try:
-            return nn.Module.__call__(layer, *args, **kwargs)
-        finally:
-            forward.recompute = False
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        made = super().__reduce_ex__(protocol)  # a copy or a pickle gets the layer's own class
-        return (object.__new__, (self.layer_class,), *made[2:])
-
-
-@functools.cache
-def _in_front_of(layer_class: Any) -> Any:
-    names = {name: getattr(layer_class, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(layer_class.__name__, (_Checkpointed, layer_class), {**names, "layer_class": layer_class})
 
 
 def _bound(function: Callable, module: nn.Module) -> MethodType:
