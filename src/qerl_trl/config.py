@@ -229,8 +229,13 @@ class QeRLArguments(OnlineConfig):
         # for TRL and transformers it is on: `update/recompute.py` then takes layers out of it
         self.recompute_as_needed = self.gradient_checkpointing is None
         self.gradient_checkpointing = self.recompute_as_needed or self.gradient_checkpointing
-        if self.updates_per_rollout is not None and self.generation_batch_size is None:
-            self._cut_batches()
+        updates = self.updates_per_rollout
+        if updates is not None and (type(updates) is not int or updates < 1):
+            raise ValueError(
+                f"updates_per_rollout={updates!r} is no number of optimizer steps. Pass an integer of at least 1."
+            )
+        if updates is not None and self.generation_batch_size is None:
+            self._cut_batches(updates)
         try:
             super().__post_init__()
         except ValueError as error:
@@ -238,8 +243,8 @@ class QeRLArguments(OnlineConfig):
                 raise
             found = " ".join(map(str, preflight.gpu())) or str(error)
             raise ValueError(f"{found} To train on the CPU all the same, slowly: use_cpu=True.") from error
-        if self.updates_per_rollout is not None:
-            self._cut_rollout()
+        if updates is not None:
+            self._cut_rollout(updates)
         redaction.check_places(vars(self))
         _check_choice("base_format", self.base_format, BASE_FORMATS)
         _check_choice("scale_rule", self.scale_rule, SCALE_RULES)
@@ -301,13 +306,9 @@ class QeRLArguments(OnlineConfig):
         if self.hub_private_repo is None:
             self.hub_private_repo = True
 
-    def _cut_batches(self) -> None:
+    def _cut_batches(self, updates: int) -> None:
         """A rollout of `updates_per_rollout` steps, where nothing says how many completions it has."""
-        updates, accumulated = self.updates_per_rollout, self.gradient_accumulation_steps
-        if type(updates) is not int or updates < 1:
-            raise ValueError(
-                f"updates_per_rollout={updates!r} is no number of optimizer steps. Pass an integer of at least 1."
-            )
+        accumulated = self.gradient_accumulation_steps
         if self.steps_per_generation not in (None, updates * accumulated):
             raise ValueError(
                 f"updates_per_rollout={updates} and steps_per_generation={self.steps_per_generation} with gradient_accumulation_steps="
@@ -315,14 +316,10 @@ class QeRLArguments(OnlineConfig):
             )
         self.steps_per_generation = updates * accumulated
 
-    def _cut_rollout(self) -> None:
+    def _cut_rollout(self, updates: int) -> None:
         """`gradient_accumulation_steps` such that a rollout of `generation_batch_size` completions has `updates_per_rollout` steps."""
-        updates, pieces, micro = self.updates_per_rollout, self.steps_per_generation, self.per_device_train_batch_size
+        pieces, micro = self.steps_per_generation, self.per_device_train_batch_size
         assert pieces is not None, "TRL's config sets it"
-        if type(updates) is not int or updates < 1:
-            raise ValueError(
-                f"updates_per_rollout={updates!r} is no number of optimizer steps. Pass an integer of at least 1."
-            )
         if pieces % updates:
             processes, whole = self.world_size, self.generation_batch_size or 0
             fits = [n for n in range(micro, 0, -1) if whole % (n * processes * updates) == 0]
