@@ -174,6 +174,24 @@ def learning_rate(step: int, steps: int, peak: float, warmup: int = 50) -> float
     return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup))))
 
 
+def make_model(tokenizer, vocabulary: int, hidden: int, layers: int, positions: int) -> Qwen2ForCausalLM:
+    """A random Qwen2 of that width and depth, for sequences of up to `positions` tokens."""
+    config = Qwen2Config(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 32,
+        num_key_value_heads=hidden // 64,
+        max_position_embeddings=positions,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return Qwen2ForCausalLM(config)
+
+
 def fit(
     model: Qwen2ForCausalLM,
     source: Iterator[list[tuple[list[int], list[int]]]],
@@ -227,20 +245,7 @@ def main() -> None:
     tokenizer = make_tokenizer(args.out, args.seed)
     check_tokenizer(args.out, tokenizer, random.Random(args.seed))
 
-    config = Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=args.hidden,
-        intermediate_size=3 * args.hidden,
-        num_hidden_layers=args.layers,
-        num_attention_heads=args.hidden // 32,
-        num_key_value_heads=args.hidden // 64,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    model = Qwen2ForCausalLM(config)
+    model = make_model(tokenizer, VOCABULARY, args.hidden, args.layers, 512)
     parameters = sum(p.numel() for p in model.parameters())
     print(f"{parameters} parameters, {len(tokenizer)} tokens")
     styles = {"bare": args.bare, "careless": args.careless, "worked": 1 - args.bare - args.careless}

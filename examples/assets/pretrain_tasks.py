@@ -21,9 +21,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from pretrain import END, HERE, IGNORE, PAD, START, fit, save
+from pretrain import END, HERE, IGNORE, PAD, START, fit, make_model, save
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+from transformers import AutoTokenizer, Qwen2Tokenizer
 from transformers.utils import get_json_schema
 
 sys.path.insert(0, str(HERE.parent))
@@ -239,20 +239,7 @@ def main() -> None:
     torch.manual_seed(args.seed)
     args.out.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tokenizer(args.out, args.seed)
-    config = Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=args.hidden,
-        intermediate_size=3 * args.hidden,
-        num_hidden_layers=args.layers,
-        num_attention_heads=args.hidden // 32,
-        num_key_value_heads=args.hidden // 64,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    model = Qwen2ForCausalLM(config)
+    model = make_model(tokenizer, VOCABULARY, args.hidden, args.layers, 1024)
     print(f"{sum(p.numel() for p in model.parameters())} parameters, {len(tokenizer)} tokens")
     start = time.monotonic()
     fit(model, documents(tokenizer, args.seed, args.batch), args.steps, args.lr, tokenizer.pad_token_id)
