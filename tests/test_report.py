@@ -3,7 +3,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from qerl_trl import NVFP4Config, report
+from qerl_trl import NVFP4Config, QeRLConfig, QeRLRLOOConfig, report
 from qerl_trl.lora import register_nvfp4_lora
 
 
@@ -23,3 +23,17 @@ def test_descriptions(policy):
     assert report.base_description(torch.nn.Linear(2, 2), "bf16") == "bf16, frozen"
     assert "CPU" in report.device_name(torch.device("cpu"))
     assert 0 < report.peak_memory_gib(torch.device("cpu")) < 100
+
+
+def test_what_differs_from_trl_is_said_and_what_the_user_chose_is_not():
+    common = {"output_dir": "out", "use_cpu": True, "bf16": False}
+    said = report.unlike_trl(QeRLConfig(**common))
+    assert len(said) == 4
+    assert said[0].startswith("the base is frozen in nvfp4") and "aqn=False" in said[1]
+    assert said[2:] == ["learning_rate 1e-05 (1e-06)", "vllm_importance_sampling_mode token_truncate (sequence_mask)"]
+    assert "what is pushed is private (hub_private_repo=False)" in report.unlike_trl(
+        QeRLConfig(**common, push_to_hub=True)
+    )
+    assert "learning_rate 1e-05 (1e-06)" in report.unlike_trl(QeRLRLOOConfig(**common))
+    stock = QeRLConfig(**common, base_format="full", aqn=False, learning_rate=1e-6)
+    assert report.unlike_trl(stock) == []

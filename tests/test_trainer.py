@@ -107,11 +107,13 @@ def logged(trainer, key: str) -> list:
 
 
 @pytest.mark.parametrize("trainer_class", [QeRLGRPOTrainer, QeRLRLOOTrainer], ids=["grpo", "rloo"])
-def test_trains_the_adapter_and_nothing_else(make_trainer, trainer_class):
+def test_trains_the_adapter_and_nothing_else(make_trainer, trainer_class, capsys):
     trainer = make_trainer(trainer_class=trainer_class, max_steps=4)
     assert sum(isinstance(m, NVFP4Linear) for m in trainer.model.modules()) == 14
     frozen, adapter = frozen_of(trainer), adapter_of(trainer)
     trainer.train()
+    said = capsys.readouterr().out  # what was planned, in a script of three changed lines too
+    assert said.count("unlike TRL") == 1 and "the base is frozen in nvfp4" in said and "planned peak" in said
     assert_identical(frozen_of(trainer), frozen)
     changed = [name for name, value in adapter_of(trainer).items() if not torch.equal(value, adapter[name])]
     assert len(changed) == len(adapter)

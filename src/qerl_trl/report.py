@@ -1,7 +1,9 @@
 """What a run is made of, as data and as the banner printed at its start: versions, device, bytes, kernel, noise, settings."""
 
+import dataclasses
 import importlib.metadata
 import platform
+from typing import Any
 
 import torch
 from torch import nn
@@ -90,9 +92,41 @@ def banner(trainer) -> str:
         "rollout": f"{rollout}; {args.generation_batch_size} completions of up to {args.max_completion_length} tokens, "
         f"{args.num_generations} per prompt",
         "memory": plan.summary(),
+        "unlike TRL": "; ".join(unlike_trl(args)) or "nothing but the checks",
     }
     width = max(map(len, rows))
     return "\n".join(f"  {name:<{width}}  {text}" for name, text in rows.items())
+
+
+def unlike_trl(args: Any) -> list[str]:
+    """In what a run with `args` differs from the same script with TRL's config, and how to undo it: docs/source/three_lines.md in short.
+
+    Settings that the user chose are named only where our default is what was chosen.
+    """
+    found = []
+    if args.base_format != "full":
+        found.append(f'the base is frozen in {args.base_format} and an adapter is trained (base_format="full")')
+    if args.aqn:
+        found.append("noise while sampling (aqn=False)")
+    theirs = next(cls for cls in type(args).__mro__ if cls.__module__.startswith("trl."))
+    before = {field.name: field.default for field in dataclasses.fields(theirs)}
+    for field in dataclasses.fields(args):
+        ours = field.default
+        if field.name not in before or ours == before[field.name] or getattr(args, field.name) != ours:
+            continue
+        corrected = args.use_vllm or (args.aqn and field.name == "vllm_importance_sampling_mode")
+        if corrected or not field.name.startswith("vllm_"):
+            found.append(f"{field.name} {ours} ({before[field.name]})")
+    if args.push_to_hub and args.hub_private_repo:
+        found.append("what is pushed is private (hub_private_repo=False)")
+    return found
+
+
+def announce(trainer: Any) -> None:
+    """Print the banner on the main process, once in the life of a trainer."""
+    if not getattr(trainer, "_announced", False):
+        trainer._announced = True
+        trainer.accelerator.print(banner(trainer))
 
 
 def _size(count: float) -> str:

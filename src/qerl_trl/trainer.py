@@ -6,7 +6,7 @@ differs from the parent, method by method:
 | method | why |
 |---|---|
 | `__init__` | quantizes the base while it loads, registers LoRA for it, attaches noise and checks, replaces the vLLM glue |
-| `train` | resumes from whole checkpoints of the same settings only; leaves a model that computes clean |
+| `train` | says what was planned and what differs from TRL (`report.py`); resumes from whole checkpoints of the same settings only; leaves a model that computes clean |
 | `set_initial_training_values` | a run that has ended takes no further step |
 | `_get_train_sampler` | a run resumed in a later epoch sees that epoch's order of prompts, not the first one's again |
 | `_generate` | draws the noise of this rollout and keeps the engine up to date (covers tools and rollout functions alike) |
@@ -233,6 +233,7 @@ class QeRLMixin(SavingMixin, PackingMixin):
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """See [`SavingMixin.train`]."""
+        report.announce(self)
         try:
             with shortage.naming(self), naming_the_lost_one(self):
                 return super().train(*args, **kwargs)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from qerl_trl import preflight
-from qerl_trl.cli import doctor
+from qerl_trl.cli import doctor, options
 from qerl_trl.cli import main as cli
 from qerl_trl.publish import export, hub
 from qerl_trl.publish.distance import logits_of
@@ -253,6 +253,18 @@ def test_plan(tiny_model_dir):
     assert call("plan", folder, "--config", "qwen9")[0] == 2
     assert call("plan")[2].startswith("There is nothing to plan")
     assert "--optimizer lion is none of adamw_torch" in call("plan", folder, "--optimizer", "lion")[2]
+
+
+def test_progress_is_lines_in_a_log(monkeypatch, capsys):
+    seconds = iter((0.0, 10.0, 31.0, 40.0, 62.0))  # the start, and four updates
+    monkeypatch.setattr(options.time, "monotonic", lambda: next(seconds))
+    with options.progress_bar("quantizing") as progress:
+        for _ in range(4):
+            progress(1_000_000_000, 8_000_000_000)
+    assert capsys.readouterr().err.splitlines() == [
+        "quantizing: 2.0 of 8.0 GB (25%) after 31 s",
+        "quantizing: 4.0 of 8.0 GB (50%) after 62 s",
+    ]
 
 
 def test_doctor(monkeypatch):

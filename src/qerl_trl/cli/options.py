@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any
@@ -37,10 +38,14 @@ def print_result(content: dict[str, Any], as_json: bool, lines: list[str]) -> No
 
 @contextmanager
 def progress_bar(description: str) -> Iterator[Any]:
-    """A progress bar in bytes; call with (bytes since the last call, bytes in total or None)."""
+    """A progress bar in bytes, and a line every `LOG_SECONDS` where the output is a file; call with (bytes since the last call, bytes
+    in total or None)."""
     from tqdm import tqdm
 
-    with tqdm(desc=description, unit="B", unit_scale=True, disable=not sys.stderr.isatty()) as bar:
+    if not sys.stderr.isatty():
+        yield _Lines(description).update
+        return
+    with tqdm(desc=description, unit="B", unit_scale=True) as bar:
 
         def update(size: int, total: int | None = None) -> None:
             if total is not None and bar.total != total:
@@ -48,3 +53,25 @@ def progress_bar(description: str) -> Iterator[Any]:
             bar.update(size)
 
         yield update
+
+
+#: between two lines of progress in a log
+LOG_SECONDS = 30.0
+
+
+class _Lines:
+    """Progress for a log: nothing for what takes less than `LOG_SECONDS`."""
+
+    def __init__(self, description: str) -> None:
+        self.description, self.done = description, 0
+        self.total: int | None = None
+        self.begun = self.said = time.monotonic()
+
+    def update(self, size: int, total: int | None = None) -> None:
+        self.done, self.total = self.done + size, total or self.total
+        now = time.monotonic()
+        if now - self.said < LOG_SECONDS:
+            return
+        self.said = now
+        of = f" of {self.total / 1e9:.1f} GB ({self.done / self.total:.0%})" if self.total else " GB"
+        note(f"{self.description}: {self.done / 1e9:.1f}{of} after {now - self.begun:.0f} s")

@@ -179,9 +179,7 @@ def evaluate(
         else:
             policy = load_any(model, device, dtype, base_format)
         assert policy.tokenizer is not None  # both bring one
-        generate = evaluation.transformers_engine(
-            policy.model, policy.tokenizer, chosen, batch_size, seed, progress=sys.stderr.isatty()
-        )
+        generate = evaluation.transformers_engine(policy.model, policy.tokenizer, chosen, batch_size, seed)
     if measured_task is not None:
         if grader is not None:
             measured_task.grader = grader

@@ -11,6 +11,7 @@ import copy
 import functools
 import math
 import shlex
+import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
@@ -288,7 +289,10 @@ def solve(
     was_training = model.training
     model.eval()
     try:
-        for start in tqdm(range(0, len(order), batch_size), desc="evaluating", leave=False, disable=not progress):
+        every = 0.1 if sys.stderr.isatty() else 30.0  # in a log: seconds between two lines
+        for start in tqdm(
+            range(0, len(order), batch_size), "evaluating", leave=False, mininterval=every, disable=not progress
+        ):
             rows = order[start : start + batch_size]
             batch = tokenizer(
                 [texts[i] for i in rows],

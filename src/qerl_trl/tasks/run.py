@@ -11,7 +11,7 @@ from .. import checkpoint
 from ..base_identity import base_revision
 from ..publish.hub import HubError
 from ..publish.run import recorded_settings
-from ..report import banner, device_name, versions
+from ..report import announce, device_name, versions
 from ..run_folder import step_of
 from .data import first
 from .evaluation import Accuracy, paired_difference
@@ -22,7 +22,7 @@ from .task import Task
 
 
 class CompactProgress(ProgressCallback):
-    """The usual bar with the few numbers one watches, instead of a printed dictionary every step."""
+    """The usual bar with the few numbers one watches, instead of a printed dictionary every step; in a log a line for each."""
 
     _SHOWN = {"entropy": "entropy", "aqn/sigma": "sigma"}
 
@@ -34,6 +34,9 @@ class CompactProgress(ProgressCallback):
         if state.is_world_process_zero and self.training_bar is not None and logs is not None:
             shown = {short: f"{logs[key]:.3g}" for key, short in self._shown.items() if logs.get(key) is not None}
             self.training_bar.set_postfix(shown)
+            if not sys.stderr.isatty():  # a log: the bar is one long line there
+                figures = ", ".join(f"{name} {value}" for name, value in shown.items())
+                print(f"step {state.global_step} of {state.max_steps}: {figures}", file=sys.stderr)
 
 
 def train_and_measure(
@@ -61,7 +64,7 @@ def train_and_measure(
 
     trainer.add_callback(HeldOutAccuracy(trainer, test, measure=held_out))
     main_process = trainer.accelerator.is_main_process
-    say(banner(trainer))
+    announce(trainer)
     how = "greedy" if task.graded(test) else f"sampled at temperature {args.temperature:g}"
 
     output_dir = Path(args.output_dir)
