@@ -238,7 +238,49 @@ def test_scratch_memory_outlives_inference_mode_and_what_is_kept_stays_small():
         buffer = launch.scratch(device, "a test", numel, torch.float32)
     assert buffer.numel() < 2 * 5000
     assert sum(kept.numel() for kept in launch._captured[before:]) < buffer.numel()
-    del launch._captured[before:], launch._scratch[device, "a test"]
+    del launch._captured[before:], launch._scratch[device, 0, "a test"]
+
+
+def test_launches_that_may_run_at_the_same_time_share_no_scratch_memory(monkeypatch):
+    from types import SimpleNamespace
+
+    import torch
+
+    from qerl_nvfp4 import launch
+
+    class Device(SimpleNamespace):
+        """A CUDA device as far as `scratch` asks; its memory is the CPU's."""
+
+        __hash__ = object.__hash__
+
+    state = {"stream": 7, "capturing": False}
+    stand_in = SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda index: state["stream"]))
+    monkeypatch.setattr(launch, "driver", stand_in)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state["capturing"])
+    monkeypatch.setattr(launch, "_scratch", {})
+    monkeypatch.setattr(launch, "_captured", [])
+    empty, filled = torch.empty, []
+    monkeypatch.setattr(torch, "empty", lambda numel, device, dtype: empty(numel, dtype=dtype))
+    fill = torch.Tensor.fill_
+    monkeypatch.setattr(
+        torch.Tensor, "fill_", lambda self, value: filled.append(state["capturing"]) or fill(self, value)
+    )
+    device = Device(type="cuda", index=0)
+
+    def buffer(stream, capturing=False, numel=10, fill=None, name="dense"):
+        state.update(stream=stream, capturing=capturing)
+        return launch.scratch(device, name, numel, torch.int32, fill).data_ptr()
+
+    trainer, engine, graphs = buffer(7), buffer(8), buffer(9, capturing=True)
+    assert len({trainer, engine, graphs}) == 3
+    assert (buffer(7), buffer(8)) == (trainer, engine)
+    assert buffer(8, capturing=True) == graphs, "whatever stream they are captured on: they are replayed on another"
+    # counters that a kernel leaves as it found them are filled before anything is captured, on whatever stream that ran
+    before = buffer(7, fill=0, name="counters")
+    assert buffer(9, capturing=True, fill=0, name="counters") != before
+    assert buffer(7, numel=100, fill=0, name="counters") != before
+    buffer(9, capturing=True, numel=100, fill=0, name="counters")
+    assert filled == [False] * 4
 
 
 def test_the_table_renders():

@@ -7,11 +7,15 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
+from triton.runtime import driver
 
 from . import portable, reference
 from .select import device_properties
 
-_scratch: dict[tuple[torch.device, str], torch.Tensor] = {}
+# Kernels that run at the same time must not share scratch memory, so every stream has its own, and CUDA graphs, which run on whatever
+# stream they are replayed on, have one set for all of them: the graphs of a device must not be replayed on two streams at a time.
+_GRAPHS = -1  # in the place of a stream
+_scratch: dict[tuple[torch.device, int, str], torch.Tensor] = {}
 _captured: list[torch.Tensor] = []  # buffers that a CUDA graph may point to: kept when a larger one takes their place
 _RANK_LIMIT = 256
 _only_compile = False
@@ -42,16 +46,32 @@ def launcher(kernel, *grid: int) -> Callable[..., None]:
     return functools.partial(kernel.warmup, grid=grid) if _only_compile else kernel[grid]
 
 
+def launch_place(device: torch.device) -> int:
+    """Whose scratch memory a launch on `device` takes, now and in this thread: its current stream's, or that of CUDA graphs."""
+    if device.type != "cuda":
+        return 0
+    if torch.cuda.is_current_stream_capturing():
+        return _GRAPHS
+    return driver.active.get_current_stream(device.index)  # torch.cuda.current_stream builds an object: microseconds
+
+
 def scratch(device: torch.device, name: str, numel: int, dtype: torch.dtype, fill: int | None = None) -> torch.Tensor:
-    """A buffer of at least `numel` elements, the same one at every call."""
-    key = (device, name)
+    """A buffer of at least `numel` elements, the same one at every call from the same place (`launch_place`)."""
+    place = launch_place(device)
+    if fill is not None and place != _GRAPHS and device.type == "cuda":
+        # while a graph is captured nothing is filled: what will be captured has run before, on whatever stream
+        _buffer((device, _GRAPHS, name), numel, dtype, fill)
+    return _buffer((device, place, name), numel, dtype, fill)
+
+
+def _buffer(key: tuple[torch.device, int, str], numel: int, dtype: torch.dtype, fill: int | None) -> torch.Tensor:
     buffer = _scratch.get(key)
     if buffer is None or buffer.numel() < numel:
         if buffer is not None:
             _captured.append(buffer)
             numel = max(numel, 2 * buffer.numel())  # so that what is kept stays below what is used
         with torch.inference_mode(False):  # such a tensor could not be written outside of it
-            buffer = torch.empty(numel, device=device, dtype=dtype)
+            buffer = torch.empty(numel, device=key[0], dtype=dtype)
             if fill is not None:
                 buffer.fill_(fill)
         _scratch[key] = buffer
