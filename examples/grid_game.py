@@ -1,3 +1,7 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["qerl-trl[math,plot,track] @ git+https://github.com/qerl-trl/qerl-trl"]
+# ///
 """A small game of several turns, through TRL's `environment_factory`: walk to the treasure, not into the pit. Minutes on a CPU.
 
     accelerate launch examples/grid_game.py
@@ -51,7 +55,8 @@ class Treasure:
 
 def games(train: int = 1000, test: int = 200, seed: int = 0) -> dict[str, list[dict]]:
     """The data: three places of the grid, at least two steps from start to treasure; no game is on both sides."""
-    rng, seen = random.Random(seed), {}
+    rng = random.Random(seed)
+    seen: dict = {}
     cells = [(x, y) for x in range(SIZE) for y in range(SIZE)]
     while len(seen) < train + test:
         start, treasure, pit = rng.sample(cells, 3)

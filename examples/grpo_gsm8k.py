@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["qerl-trl[math,plot]", "trackio"]
+# dependencies = ["qerl-trl[math,plot,track] @ git+https://github.com/qerl-trl/qerl-trl"]
 # ///
 """GRPO on GSM8K, or any other task, with a 4-bit base, LoRA and adaptive quantization noise.
 

@@ -1,3 +1,7 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["qerl-trl[math,plot,track] @ git+https://github.com/qerl-trl/qerl-trl"]
+# ///
 """Write a word backwards: own data, own reward, nothing of arithmetic. Minutes on a CPU.
 
 accelerate launch examples/letters.py                                # the task in Python, below
@@ -21,7 +25,8 @@ def word(rng: random.Random, letters: int) -> str:
 
 def words(train: int = 2000, test: int = 400, seed: int = 0) -> dict[str, list[dict]]:
     """The data: words of 4 to 8 letters, none of them on both sides."""
-    rng, seen = random.Random(seed), {}
+    rng = random.Random(seed)
+    seen: dict = {}
     while len(seen) < train + test:
         seen[word(rng, rng.randint(4, 8))] = None
     rows = [{"prompt": f"Backwards: {each}", "answer": each[::-1]} for each in seen]

@@ -259,9 +259,11 @@ def test_templates_travel_in_the_wheel(tmp_path):
         archive.extractall(tmp_path / "site")
     for template in {*cards.TEMPLATES.values(), "_parts.jinja"}:
         assert f"qerl_trl/hub_cards/{template}" in names
-    assert {"qerl_trl/examples/grpo_gsm8k.py", "qerl_trl/examples/configs/embedded.yaml"} <= names
+    examples = ("grpo_gsm8k.py", "configs/embedded.yaml", "tasks/letters.yaml")
+    assert {"qerl_trl/py.typed", *(f"qerl_trl/examples/{name}" for name in examples)} <= names
     code = (
         "from qerl_trl.cli import run; from qerl_trl.publish import cards; print(cards.template_folder()); print(run.examples_folder());"
+        "from qerl_trl.shipped import config_file, task_file; print(config_file('embedded'), task_file('letters'));"
         "print(cards.render({'kind': 'adapter', 'settings': {'base_format': 'nvfp4'}})[:3])"
     )
     run = subprocess.run(
@@ -272,7 +274,8 @@ def test_templates_travel_in_the_wheel(tmp_path):
         capture_output=True,
         text=True,
     )
-    templates, examples, text = run.stdout.splitlines()
+    templates, examples, shipped, text = run.stdout.splitlines()
+    assert shipped.split() == [f"{examples}/configs/embedded.yaml", f"{examples}/tasks/letters.yaml"]
     assert Path(templates) == tmp_path / "site/qerl_trl/hub_cards"
     assert Path(examples) == tmp_path / "site/qerl_trl/examples"
     assert text == "---"
