@@ -18,6 +18,7 @@ from transformers.trainer_utils import SaveStrategy, TrainOutput, rotate_checkpo
 
 from . import checkpoint, disk, loading, run_folder
 from .identity import RunSettings, run_settings
+from .processes import load_to_numbered_cpus
 from .publishing import PublishingMixin
 from .rollout.engine import RolloutError
 from .upstream import OnlineTrainer
@@ -66,6 +67,8 @@ class SavingMixin(PublishingMixin):
                 values that are not finite.
         """
         loading.finish(self.accelerator.unwrap_model(self.model))
+        if self.args.device.index is not None and self.args.device.type == "cpu":
+            load_to_numbered_cpus()
         resume = self._settled(resume_from_checkpoint)
         self._resumed, self._saved = None, resume
         if resume is not None:

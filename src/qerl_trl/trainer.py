@@ -51,7 +51,7 @@ from .memory.plan import MemoryPlan, plan_trainer
 from .memory.workload import check_rollout
 from .noise.callback import AQNCallback
 from .nvfp4.linear import has_nvfp4
-from .processes import naming_the_lost_one
+from .processes import naming_the_lost_one, start_watch
 from .publishing import close_other_ways, warn_of_exports
 from .rollout.arms import check_environment
 from .rollout.contract import checked_rollout_func
@@ -60,6 +60,7 @@ from .timing import PhaseTimer
 from .update.packing import PackingMixin
 from .update.passes import OnePass
 from .update.prepare import prepare
+from .watch import working
 
 with preflight.naming_vllm():
     from trl import GRPOTrainer, RLOOTrainer
@@ -94,6 +95,7 @@ class QeRLMixin(SavingMixin, PackingMixin):
     def _timer(self) -> PhaseTimer:
         return PhaseTimer("rollout", "reward", "update")
 
+    @working()
     def __init__(
         self,
         model: str | PreTrainedModel | PeftModel,
@@ -112,6 +114,7 @@ class QeRLMixin(SavingMixin, PackingMixin):
                 f"{type(self).__name__} needs args of type {self._config_class.__name__}, got {type(args).__name__}. It takes "
                 f"the same fields: replace {type(args).__name__}(...) by {self._config_class.__name__}(...)."
             )
+        start_watch(args)
         redaction.check_places({**given, **vars(args)})
         preflight.check(args)
         check_environment(args)
@@ -235,7 +238,7 @@ class QeRLMixin(SavingMixin, PackingMixin):
         """See [`SavingMixin.train`]."""
         report.announce(self)
         try:
-            with shortage.naming(self), naming_the_lost_one(self):
+            with working(), shortage.naming(self), naming_the_lost_one(self):
                 return super().train(*args, **kwargs)
         finally:
             if self.aqn is not None:

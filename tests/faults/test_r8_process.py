@@ -6,13 +6,11 @@ import multiprocessing
 import os
 import resource
 import signal
-import socket
 import types
 from pathlib import Path
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from transformers import TrainerCallback
 
 from qerl_trl import checkpoint
@@ -21,6 +19,7 @@ from qerl_trl.memory.formulas import predicted_bytes, shape_of
 from qerl_trl.memory.plan import Gpu, plan_run, relief
 from qerl_trl.memory.workload import Workload
 from qerl_trl.rollout.engine import RolloutError
+from tests.ranks import on_ranks
 from tests.shapes import SEVEN_B
 
 from .catalog import fault, told
@@ -229,34 +228,11 @@ def test_sigterm(tiny_runs, whole, tmp_path):  # noqa: F811
 
 def two_processes(tiny_runs, run: Path, fails: bool = False) -> list[str | None]:  # noqa: F811
     """One training of two processes with gloo; the reward of the second step `fails` in the second one. What each raised."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    parallel = multiprocessing.get_context("fork")
-    answers = [parallel.Pipe(duplex=False) for _ in range(2)]
 
-    def process(rank):
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
-        for state in (AcceleratorState, PartialState, GradientState):
-            state._reset_state()
-        # the device "cpu:0", which a process of several has here, is none that torch would load an optimizer's state to
-        torch.serialization.register_package(0, lambda _: None, lambda held, where: held if where == "cpu:0" else None)
-        said = None
-        try:
-            tiny_runs.command(run, reward=interrupting(2 if fails and rank == 1 else 0, by=KeyError), **STEPS)
-        except Exception as error:
-            said = f"{type(error).__name__}: {error}"
-        answers[rank][1].send(said)
+    def work(rank):
+        tiny_runs.command(run, reward=interrupting(2 if fails and rank == 1 else 0, by=KeyError), **STEPS)
 
-    processes = [parallel.Process(target=process, args=(rank,)) for rank in range(2)]
-    for started in processes:
-        started.start()
-    said = [answer.recv() if answer.poll(60) else "nothing was said" for answer, _ in answers]
-    for started in processes:
-        started.join(10)
-        started.kill()
-    return said
+    return [outcome.answer for outcome in on_ranks(2, work)]
 
 
 @fault("R8.rank_fails", recovered=True)
@@ -267,7 +243,8 @@ def test_one_of_two_processes_fails(tiny_runs, tmp_path):  # noqa: F811
         assert word in failed
     for word in (
         "Process 0 of 2 has lost another one at step 1",
-        "first error there",
+        "Process 1 of 2",
+        "Reward function 'spread_reward' raised KeyError",
         str(run / "checkpoint-1"),
         "same command",
     ):
@@ -278,6 +255,23 @@ def test_one_of_two_processes_fails(tiny_runs, tmp_path):  # noqa: F811
     assert contents(run / "checkpoint-1") == saved  # it went on from there
     assert two_processes(tiny_runs, tmp_path / "whole") == [None, None]
     assert (run / WEIGHTS).read_bytes() == (tmp_path / "whole" / WEIGHTS).read_bytes()
+
+
+def test_a_loss_that_is_not_a_number_in_one_process_stops_all(tiny_runs, tmp_path):  # noqa: F811
+    """Before any of them takes the step."""
+    run = tmp_path / "run"
+
+    def work(rank):
+        trainer = tiny_runs.trainer(run, **STEPS)
+        compute = trainer._compute_loss
+        bad = lambda: rank == 1 and trainer.state.global_step == 1  # noqa: E731
+        trainer._compute_loss = lambda *args: compute(*args) * (float("nan") if bad() else 1)
+        trainer.train()
+
+    other, failed = on_ranks(2, work)
+    assert "RuntimeError: The loss is nan at step 1" in failed.answer
+    assert "is not finite at step 1" in other.answer or "The loss is nan at step 1" in other.answer
+    assert checkpoint.last_checkpoint(run) == str(run / "checkpoint-1")
 
 
 @fault("R8.out_of_memory_in_step")

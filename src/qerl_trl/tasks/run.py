@@ -13,6 +13,7 @@ from ..publish.hub import HubError
 from ..publish.run import recorded_settings
 from ..report import announce, device_name, versions
 from ..run_folder import step_of
+from ..watch import working
 from .data import first
 from .evaluation import Accuracy, paired_difference
 from .held_out import HeldOutAccuracy, held_out_verdicts
@@ -39,6 +40,7 @@ class CompactProgress(ProgressCallback):
                 print(f"step {state.global_step} of {state.max_steps}: {figures}", file=sys.stderr)
 
 
+@working()
 def train_and_measure(
     trainer: Any, task: Task, eval_problems: int | None = None, eval_batch_size: int = 64
 ) -> dict[str, Any]:

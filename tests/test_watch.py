@@ -1,0 +1,89 @@
+"""One process's end ends the others, with its cause."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+from accelerate import PartialState
+
+from qerl_trl import watch
+from qerl_trl.watch import working
+from tests.ranks import on_ranks
+
+
+def started(rank: int, ranks: int, grace: float = 1.0) -> None:
+    PartialState(cpu=True)
+    watch.GRACE = grace
+    assert watch.start(rank, ranks) is watch.current() is watch.start(rank, ranks)
+
+
+def hang() -> None:
+    threading.Event().wait(50)
+
+
+@pytest.mark.parametrize("how", ["raises", "killed"])
+@pytest.mark.parametrize("failing", [0, 2])
+def test_whoever_hangs_ends_with_the_cause(how, failing):
+    begin = time.monotonic()
+
+    def work(rank):
+        started(rank, 3)
+        with working():
+            if rank == failing and how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if rank == failing:
+                raise KeyError("no such column")
+            hang()
+
+    outcomes = on_ranks(3, work)
+    assert time.monotonic() - begin < 20
+    for rank, outcome in enumerate(outcomes):
+        if rank == failing:
+            assert outcome.code == (-signal.SIGKILL if how == "killed" else 0)  # what it does with its error is its own
+            continue
+        assert outcome.code == 1
+        assert f"Process {failing} of 3" in outcome.stderr and f"Process {rank} ends too" in outcome.stderr
+        assert ("no such column" if how == "raises" else "ended without a word") in outcome.stderr
+
+
+def test_an_error_before_the_others_begin_is_known_when_they_do():
+    def work(rank):
+        started(rank, 2)
+        if rank == 1:
+            with working():
+                raise KeyError("early")
+        assert watch.current().wait(20).said == "KeyError: 'early'"
+        with working():
+            hang()
+
+    assert on_ranks(2, work)[0].code == 1
+
+
+def test_who_catches_the_error_goes_on():
+    """All of them, as with a batch that was too large; and one that ends its process afterwards harms nobody."""
+
+    def work(rank):
+        started(rank, 2)
+        try:
+            with working(), working():
+                if rank == 1:
+                    raise MemoryError("too large")
+                watch.current().wait(20)
+                raise MemoryError("too large")  # its own, or what came of the other's
+        except MemoryError:
+            pass
+        with working():
+            time.sleep(1.5)  # longer than the grace
+        if rank == 1:
+            os._exit(0)
+        time.sleep(1.5)
+        return "done"
+
+    survivor, _ = on_ranks(2, work)
+    assert (survivor.answer, survivor.code) == ("done", 0)
+
+
+def test_one_process_has_none():
+    assert watch.start(0, 1) is None and watch.current() is None
