@@ -29,6 +29,7 @@ STEP = ROOT / "examples/benchmarks/results/step_h200.json"
 ARCHITECTURES = ROOT / "docs/architectures.json"
 TUNERS = ROOT / "docs/peft.json"
 PEERS = ROOT / "docs/peers.json"
+NOTEBOOKS = ROOT / "docs/notebooks.json"
 
 
 def architectures() -> str:
@@ -267,6 +268,34 @@ def peers() -> str:
     )
 
 
+def notebooks() -> str:
+    """TRL's notebooks as runs of ours, and the lines that were changed."""
+    record = json.loads(NOTEBOOKS.read_text())
+    common, *more = [list(map(tuple, row["diff"])) for row in record["notebooks"].values()]
+    shared = [pair for pair in common if all(pair in other for other in more)]
+    parts = ["The lines that all of them change:", _diff(shared)]
+    for name, row in record["notebooks"].items():
+        own = [tuple(pair) for pair in row["diff"] if tuple(pair) not in shared]
+        parts.append(f"`{name}`: {row['outcome']}" + (", with these lines changed as well:" if own else "."))
+        parts += [_diff(own)] if own else []
+    left = "; ".join(f"`{name}` ({why})" for name, why in record["left out"].items())
+    versions, source = record["versions"], NOTEBOOKS.relative_to(ROOT)
+    return "\n\n".join(parts) + (
+        f"\n\nLeft out: {left}. TRL {versions['trl']} and the notebooks of {versions['notebooks of trl']}, transformers "
+        f"{versions['transformers']}, peft {versions['peft']}, on a CPU, [{source.name}]({source})."
+    )
+
+
+def _diff(pairs: list[tuple[str, str]]) -> str:
+    """As a diff, whatever does not change at the start or end of a pair left out."""
+    lines: list[str] = []
+    for old, new in pairs:
+        before, after = old.strip("\n").splitlines(), new.strip("\n").splitlines()
+        lines += [f"-{line}" for line in before if line.strip() and line not in after]
+        lines += [f"+{line}" for line in after if line.strip() and line not in before]
+    return "\n".join(["```diff", *lines, "```"])
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "architectures": architectures,
     "cards": cards,
@@ -274,6 +303,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "embedded_arms": embedded,
     "faults": catalog.table,
     "kernels": kernels,
+    "notebooks": notebooks,
     "peers": peers,
     "rollout": rollout,
     "speed": speed,

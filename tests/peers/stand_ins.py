@@ -85,8 +85,8 @@ MODELS: dict[str, tuple[str, dict, str, int | None]] = {
 def write(home: Path) -> None:
     """Fill `home` so that it serves as HF_HOME, offline."""
     for name in MODELS:
-        write_model(_snapshot(home, name), name)
-    remote = _snapshot(home, "tiny-RemoteForCausalLM")
+        write_model(snapshot(home, name), name)
+    remote = snapshot(home, "tiny-RemoteForCausalLM")
     write_model(remote, "tiny-Qwen2ForCausalLM-2.5")
     _add_code(remote)
 
@@ -112,8 +112,9 @@ def small_id(index: int) -> int:
     return VOCABULARY + index - _QWENS
 
 
-def _snapshot(home: Path, name: str) -> Path:
-    repository = home / "hub" / f"models--{_OWNER}--{name}"
+def snapshot(home: Path, name: str, owner: str = _OWNER) -> Path:
+    """The folder in which `home`, as HF_HOME, has the model `owner/name`."""
+    repository = home / "hub" / f"models--{owner}--{name}"
     commit = "0" * 40
     folder = repository / "snapshots" / commit
     folder.mkdir(parents=True, exist_ok=True)
