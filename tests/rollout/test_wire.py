@@ -34,6 +34,15 @@ def test_sums_of_many_tensors_are_those_of_each(monkeypatch, together, device):
     assert wire.all_bits([]).tolist() == []
 
 
+def test_a_large_tensor_is_summed_without_a_copy_of_it(monkeypatch):
+    tensor = torch.randn(1000, 1000).bfloat16()
+    whole = wire.bits(tensor)
+    monkeypatch.setattr(wire, "_AT_ONCE", 10_000)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        assert torch.equal(wire.bits(tensor), whole)
+    assert max(event.self_cpu_memory_usage for event in profile.events()) < 100_000  # it has 2,000,000
+
+
 @pytest.mark.parametrize("device", ON)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_values_that_are_not_finite_are_named(dtype, device):

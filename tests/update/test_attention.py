@@ -123,6 +123,16 @@ def test_no_kernel_on_a_cpu():
     assert "cpu" in attention.fast_kernel_is_missing(torch.device("cpu"))
 
 
+@pytest.mark.parametrize("flag", [False, True])
+def test_grouped_heads_are_not_repeated(monkeypatch, flag):
+    given = {}
+    monkeypatch.setattr(attention, "_TAKES_GROUPS", flag)
+    monkeypatch.setattr(attention, "varlen_attn", lambda q, k, v, *_, **options: given.update(options, k=k, v=v) or q)
+    q, k, v, segments, _ = packed(CASES["two"], torch.bfloat16, heads=(4, 2))
+    attention._varlen(q, k, v, *segments[:4])
+    assert torch.equal(given["k"], k) and torch.equal(given["v"], v) and given.get("enable_gqa", False) is flag
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", [(4, 4), (28, 4)], ids=["plain", "grouped"])
 @pytest.mark.parametrize("size", [64, 128])

@@ -35,6 +35,8 @@ class AdapterTensors:
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 #: elements of small tensors that are copied together, to be read at once
 _TOGETHER = 2**22
+#: elements of a large tensor that are summed at a time: PyTorch writes each of them as 8 bytes first
+_AT_ONCE = 2**24
 
 
 def _integers(tensor: torch.Tensor) -> torch.Tensor:
@@ -49,7 +51,8 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
     A weight that is another one, was scaled, or was written by half has another sum; zeros add nothing.
     """
-    return _integers(tensor).sum(dtype=torch.int64)
+    parts = _integers(tensor).reshape(-1).split(_AT_ONCE)
+    return torch.stack([part.sum(dtype=torch.int64) for part in parts]).sum()
 
 
 @torch.no_grad()

@@ -33,7 +33,8 @@ except ImportError:
     varlen_attn = None  # type: ignore[assignment]
 
 NAME = "qerl_varlen"
-#: what this PyTorch's kernel can be told: windows, a scale and grouped heads came later than the function
+#: what this PyTorch's function can be told: windows and a scale came later than it. So did a flag for grouped heads, without which it takes
+#: them as they are
 _TAKES = inspect.signature(varlen_attn).parameters if varlen_attn is not None else {}
 _TAKES_WINDOW, _TAKES_SCALE, _TAKES_GROUPS = (name in _TAKES for name in ("window_size", "scale", "enable_gqa"))
 #: head sizes that PyTorch's flash attention takes
@@ -230,10 +231,7 @@ def _varlen(
             options["scale"] = scale
         else:
             q = q * (scale * size**0.5)
-    if q.shape[1] != k.shape[1]:
-        if _TAKES_GROUPS:
-            options["enable_gqa"] = True
-        else:
-            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    if _TAKES_GROUPS and q.shape[1] != k.shape[1]:
+        options["enable_gqa"] = True
     q, k, v = (x.to(dtype).contiguous() for x in (q, k, v))
     return cast(torch.Tensor, varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, **options))
