@@ -109,8 +109,7 @@ class StandIn(Engine):
 
     @torch.no_grad()
     def _complete(self, prompt, max_tokens, temperature) -> Completion:
-        if self.draw is not None and self.draw.sigma > 0:
-            self.sampled = self.draw
+        self.sampled = self.draw
         tokens, logps, past = [], [], None
         ids = torch.tensor([list(prompt)])
         for _ in range(max_tokens):

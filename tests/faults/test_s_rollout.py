@@ -49,12 +49,31 @@ def test_a_rollout_function_that_samples_from_the_engine_meets_the_noise(make_tr
 
 
 @fault("S.noise_never_acts")
-def test_a_rollout_function_that_asks_elsewhere_is_refused_once_noise_is_due(make_trainer):  # noqa: F811
+@pytest.mark.parametrize(("leaves_at", "said"), [(0, "Noise is to come"), (1, "Noise of sigma 0.01")])
+def test_a_rollout_function_that_asks_elsewhere_is_refused_before_the_next_update(make_trainer, leaves_at, said):  # noqa: F811
+    """At 843f908, and for a day longer, not before noise was due: a tenth of the run."""
+
     def rollout(prompts, trainer):
+        if trainer.state.global_step < leaves_at:
+            engine = trainer.vllm_generation.engine
+            return answer(prompts, trainer, lambda ids: engine._complete(ids, 4, 1.0))
         return answer(prompts, trainer, lambda ids: ([5, 6, 7, 8], [-1.0] * 4))
 
-    with told(RolloutError, "nothing was sampled", "rollout_func", "aqn=False", "sigma 0.01"):
-        make_trainer(rollout).train()
+    trainer = make_trainer(rollout)
+    with told(RolloutError, said, "nothing was sampled", "rollout_func", "aqn=False"):
+        trainer.train()
+    assert trainer.state.global_step == leaves_at
+
+
+def test_without_noise_completions_may_come_from_anywhere(make_trainer):  # noqa: F811
+    trainer = make_trainer(
+        lambda prompts, trainer: answer(prompts, trainer, lambda ids: ([5, 6, 7, 8], [-1.0] * 4)),
+        aqn_sigma_start=0.0,
+        aqn_sigma_end=0.0,
+        rollout_mismatch_threshold=None,
+    )
+    trainer.train()
+    assert trainer.state.global_step == 2
 
 
 @fault("S.embedding_adapter_unsent")

@@ -52,15 +52,17 @@ def _noise(draw: NoiseDraw | None) -> str:
 
 
 def check_noise_acted(held: Held, draw: NoiseDraw | None, norms: int) -> None:
-    """Whether anything was sampled under the noise of `draw`.
+    """Whether anything was sampled under `draw`, which may be of the stage without noise: what would end the run once noise is due ends it
+    before its first update.
 
     Raises:
-        [`RolloutError`]: nothing was, though sigma is not 0.
+        [`RolloutError`]: nothing was.
     """
-    if draw is None or draw.sigma == 0 or held.sampled == draw:
+    if draw is None or held.sampled == draw:
         return
+    drawn = f"Noise of sigma {draw.sigma:g} lay" if draw.sigma > 0 else "Noise is to come"
     raise RolloutError(
-        f"Noise of sigma {draw.sigma:g} lay on {norms} norms of vLLM's model at step {draw.step}, and nothing was sampled under it: the "
+        f"{drawn} on {norms} norms of vLLM's model, and nothing was sampled under the draw of step {draw.step}: the "
         "completions of this rollout come from elsewhere (a rollout_func that asks another model or server?). Sample from "
         "trainer.vllm_generation (its `llm`, `generate` or `complete`), or train without noise: aqn=False."
     )

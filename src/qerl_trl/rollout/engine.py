@@ -52,7 +52,7 @@ class Held(NamedTuple):
     received: fingerprint (wire.py) of the latest update that it took, None before the first.
     damaged: names of the weights, norms and adapter buffers that no longer hold what was put there.
     draw: the noise in force, None before the first.
-    sampled: the latest draw with noise under which it has computed anything.
+    sampled: the latest draw, that of a stage without noise too, under which it has computed anything.
     """
 
     received: str | None

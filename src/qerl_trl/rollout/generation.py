@@ -38,7 +38,7 @@ from .trained import TrainedAdapter, TrainedWeights, trained_part
 
 logger = logging.getLogger(__name__)
 
-_NO_NOISE = NoiseDraw(0.0, 0, 0, 0)
+_NO_NOISE = NoiseDraw(0.0, 0, -1, 0)  # of no step: no rollout has it
 
 
 class QeRLVLLMGeneration(VLLMGeneration):
@@ -239,9 +239,12 @@ class QeRLVLLMGeneration(VLLMGeneration):
         an environment or `generate`, meets the weights and the noise of this moment. One draw, one limit of time, one sleep afterwards.
 
         Raises:
-            [`RolloutError`]: the engine failed or took longer than `rollout_timeout`, or noise was due and nothing was sampled under it.
+            [`RolloutError`]: the engine failed or took longer than `rollout_timeout`, or noise is due, now or
+                later in the run, and nothing was sampled here in training.
         """
-        with self._up_to_date(noise_must_act=True):
+        aqn = self.trainer.aqn
+        noisy_run = aqn is not None and aqn.schedule.ever_noisy and self.trainer.model.training
+        with self._up_to_date(noise_must_act=noisy_run):
             self.trainer._last_loaded_step = self.trainer.state.global_step  # TRL would put the weights once more
             with self._engine_errors():
                 self._probe_if_due()
@@ -297,7 +300,7 @@ class QeRLVLLMGeneration(VLLMGeneration):
 
         Args:
             rollouts: how many rollouts' time it may take.
-            noise_must_act: whether something has to be sampled, if there is noise.
+            noise_must_act: whether something has to be sampled under the noise of this moment, be it 0.
         """
         if self._inside:
             before = self._draw

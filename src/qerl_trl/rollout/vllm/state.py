@@ -103,7 +103,7 @@ class RolloutState:
         self._clean: torch.Tensor | None = None  # all noisy norms' clean weights, one after the other, float32
         self._names: tuple[str, ...] = ()
         self.draw: NoiseDraw | None = None
-        #: the latest draw with noise under which the model computed (`watch`)
+        #: the latest draw under which the model computed (`watch`)
         self.sampled: NoiseDraw | None = None
         self._received: str | None = None
         #: name -> `bits` that the tensor has to have
@@ -119,7 +119,7 @@ class RolloutState:
 
         @functools.wraps(execute)
         def watched(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
-            if scheduled.total_num_scheduled_tokens and self.draw is not None and self.draw.sigma > 0:
+            if scheduled.total_num_scheduled_tokens:
                 self.sampled = self.draw
             return execute(scheduled, *args, **kwargs)
 
