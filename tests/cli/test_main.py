@@ -250,6 +250,15 @@ def test_plan(tiny_model_dir):
     assert "does not fit into 3.0 GiB" in out and "per_device_train_batch_size" in out
     code, out, _ = call("plan", folder, "--config", "qwen2.5-7b", "--gpu-gib", 24)
     assert code == 0 and "128 completions run in 1 wave" in out and "optimizer, adamw_8bit" in out
+    code, out, _ = call("plan", folder, "--config", "qwen2.5-7b", "--gpus", 4, "--json")
+    one = json.loads(call("plan", folder, "--config", "qwen2.5-7b", "--json")[1])["work"]
+    four = json.loads(out)["work"]
+    assert four["processes"] == 4 and four["completions"] * 4 == one["completions"]
+    assert four["batch"] * four["accumulation"] * 4 == one["batch"] * one["accumulation"]  # the same update
+    assert "4 GPUs, the whole base on each" in call("plan", folder, "--gpus", 4)[1]
+    code, _, err = call("plan", folder, "--config", "qwen2.5-7b", "--gpus", 3)
+    assert code == 2 and "(128) must be divisible by the global batch size (12)" in err
+    assert "--completions 128 cannot be shared by --gpus 3" in call("plan", folder, "--gpus", 3)[2]
     assert call("plan", folder, "--config", "qwen9")[0] == 2
     assert call("plan")[2].startswith("There is nothing to plan")
     assert "--optimizer lion is none of adamw_torch" in call("plan", folder, "--optimizer", "lion")[2]

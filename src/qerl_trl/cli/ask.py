@@ -22,6 +22,12 @@ def plan(
     card: Annotated[
         str | None, typer.Option(help="A GPU by name instead, such as 'RTX 4090', L40S, A100 or H100.")
     ] = None,
+    gpus: Annotated[
+        int,
+        typer.Option(
+            min=1, help="GPUs that share each rollout and update (data parallel); the plan is of one of them."
+        ),
+    ] = 1,
     prompt_length: Annotated[int, typer.Option(help="Tokens of the longest prompt, with its chat template.")] = 512,
     batch: Annotated[int, typer.Option(help="Sequences of one backward pass.")] = 8,
     accumulation: Annotated[int, typer.Option(help="Backward passes of one update.")] = 1,
@@ -52,7 +58,7 @@ def plan(
     from qerl_trl.memory.workload import Workload, dtype_bytes_of, workload_of_file
 
     if config is not None:
-        named, work = workload_of_file(config_file(config), prompt_length)
+        named, work = workload_of_file(config_file(config), prompt_length, gpus)
         model = model or named
     else:
         for name, value, known in (
@@ -61,17 +67,20 @@ def plan(
         ):
             if value not in known:
                 raise ValueError(f"{name} {value} is none of {', '.join(known)}.")
+        if completions % gpus:
+            raise ValueError(f"--completions {completions} cannot be shared by --gpus {gpus}: choose a multiple of it.")
         work = Workload(
             batch=batch,
             prompt_length=prompt_length,
             completion_length=completion_length,
-            completions=completions,
-            accumulation=accumulation,
+            completions=completions // gpus,
+            accumulation=-(-accumulation // gpus),
             lora_rank=lora_rank,
             optimizer=optimizer,
             gradient_checkpointing=gradient_checkpointing,
             base_format=base_format,
             dtype_bytes=dtype_bytes_of(None, base_format),
+            processes=gpus,
             rollout="colocate" if vllm else "transformers",
             sleep=sleep,
         )
@@ -86,10 +95,15 @@ def plan(
         "parameters": shape.parameters,
         **{name: getattr(made, name) for name in ("update", "rollout", "peak", "waves", "fits")},
     }
+    shared = (
+        f"{gpus} GPUs, the whole base on each: {work.completions} completions of a rollout and {work.accumulation} backward "
+        f"{'pass' if work.accumulation == 1 else 'passes'} of {work.batch} per update on each; the plan is of one of them"
+    )
     print_result(
         content,
         as_json,
         [
+            *([shared] if gpus > 1 else []),
             f"{shape.parameters / 1e9:.2f} G parameters{f', on one {card}' if card else ''}",
             made.table(),
             made.verdict(),

@@ -128,12 +128,21 @@ def workload_of(
     )
 
 
-def workload_of_file(path: str | os.PathLike[str], prompt_length: int) -> tuple[str | None, Workload]:
-    """(model, workload of one process) of a run's YAML file; only the length of its prompts is not in there."""
+def workload_of_file(
+    path: str | os.PathLike[str], prompt_length: int, processes: int = 1
+) -> tuple[str | None, Workload]:
+    """(model, workload of one process) of a run's YAML file on so many `processes`; only the length of its prompts is not in there.
+
+    Raises:
+        `ValueError`: its batch cannot be shared by as many.
+    """
     import yaml
     from trl import ModelConfig
 
     from ..config import QeRLConfig
+
+    class Config(QeRLConfig):
+        world_size = processes  # the launcher's, elsewhere
 
     values: dict[str, Any] = yaml.safe_load(Path(path).read_text())
 
@@ -142,7 +151,7 @@ def workload_of_file(path: str | os.PathLike[str], prompt_length: int) -> tuple[
         return kind(**{name: value for name, value in values.items() if name in names} | changed)
 
     # whether this machine has the GPU that the run is for does not matter here
-    args, model = build(QeRLConfig, use_cpu=True, bf16=False, fp16=False), build(ModelConfig)
+    args, model = build(Config, use_cpu=True, bf16=False, fp16=False), build(ModelConfig)
     lengths = Lengths(prompt_length, args.max_completion_length)
     dtype = (args.model_init_kwargs or {}).get("dtype", model.dtype)
     attention = model.attn_implementation or "sdpa"

@@ -1,0 +1,113 @@
+"""The same run on 1, 2 and 4 processes: the embedded default, its batch cut into as many parts, learns the same."""
+
+import hashlib
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from trl.trainer import grpo_trainer
+
+from qerl_trl import QeRLGRPOTrainer
+from qerl_trl.tasks.script import Script
+from tests.ranks import on_ranks
+
+#: the paper's way: the batch and the updates of a rollout are said, and what each process accumulates follows
+SETTINGS = {
+    "generation_batch_size": 16, "updates_per_rollout": 2, "per_device_train_batch_size": 2, "num_generations": 4, "max_completion_length": 4,
+    "max_steps": 4, "aqn_num_stages": 2, "save_strategy": "no", "disable_tqdm": True, "lora_dropout": 0.0,
+}  # fmt: skip
+#: of what is logged, what says how it learns
+LEARNING = {
+    "loss",
+    "grad_norm",
+    "entropy",
+    "reward",
+    "reward_std",
+    "aqn/sigma",
+    "aqn/sigma_effective",
+    "rollout/mismatch_kl",
+}
+
+
+def digits(completions, **kwargs):
+    """Share of digits: short completions differ in it, as they hardly do in being right."""
+    texts = [completion if isinstance(completion, str) else completion[0]["content"] for completion in completions]
+    return [sum(c.isdigit() for c in text) / (len(text) + 1) for text in texts]
+
+
+def sampled(trainer: QeRLGRPOTrainer):
+    """Completions drawn from the policy as it is, noise and all, with numbers that the prompt, the step and the place in the group decide. In
+    place of `generate`, whose numbers belong to a process."""
+
+    @torch.no_grad()
+    def generate(prompt_ids, images, fields, num_generations):
+        numbers, model = [], trainer.accelerator.unwrap_model(trainer.model)
+        for place, prompt in enumerate(prompt_ids):
+            key = repr((prompt, place % trainer.args.num_generations, trainer.state.global_step))
+            seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=7).digest())
+            numbers.append(
+                torch.rand(SETTINGS["max_completion_length"], 1, generator=torch.Generator().manual_seed(seed))
+            )
+        longest = max(map(len, prompt_ids))
+        ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompt_ids])
+        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompt_ids])
+        for drawn in torch.stack(numbers, dim=1):
+            positions = (mask.cumsum(1) - 1).clamp(min=0)
+            cumulated = (
+                model(input_ids=ids, attention_mask=mask, position_ids=positions).logits[:, -1].softmax(-1).cumsum(-1)
+            )
+            ids = torch.cat([ids, torch.searchsorted(cumulated, drawn * cumulated[:, -1:])], dim=1)
+            mask = torch.cat([mask, torch.ones_like(drawn, dtype=mask.dtype)], dim=1)
+        return ids[:, longest:].tolist(), None
+
+    return generate
+
+
+def dealt(batch: dict) -> dict:
+    """In place of TRL's shuffle, whose numbers belong to a process: each update gets as many completions of every group."""
+    count, group = len(batch["completion_ids"]), SETTINGS["num_generations"]
+    order = torch.arange(count).view(-1, group).T.flatten()
+    return {
+        name: value[order] if isinstance(value, torch.Tensor) and value.ndim else value for name, value in batch.items()
+    }
+
+
+def learned(ranks: int, folder) -> tuple[list[dict], dict[str, torch.Tensor]]:
+    """What is logged, and the adapter."""
+
+    def work(rank: int):
+        torch.set_num_threads(1)
+        grpo_trainer.shuffle_sequence_dict = dealt
+        words = [text for name, value in SETTINGS.items() for text in (f"--{name}", str(value))]
+        script = Script.parse(argv=[*words, "--config", "examples/configs/embedded.yaml", "--output_dir", str(folder)])
+        arguments = {**script.trainer_arguments(), "reward_funcs": digits}
+        arguments["args"].reward_weights = None
+        trainer = QeRLGRPOTrainer(**arguments)
+        trainer._generate_single_turn = sampled(trainer)
+        trainer.train()
+        trainer.save_model()
+        assert trainer.args.gradient_accumulation_steps == 4 // ranks
+        return [
+            {k: v for k, v in entry.items() if k in LEARNING} for entry in trainer.state.log_history if "loss" in entry
+        ]
+
+    outcomes = on_ranks(ranks, work, timeout=120)
+    for outcome in outcomes:
+        assert outcome.answer == outcomes[0].answer and isinstance(outcome.answer, list), outcome
+    return outcomes[0].answer, load_file(folder / "adapter_model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    return learned(1, tmp_path_factory.mktemp("alone"))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_as_many_processes_learn_the_same(ranks, alone, tmp_path):
+    one, many = alone, learned(ranks, tmp_path)
+    assert len(many[0]) == SETTINGS["max_steps"] and any(entry.get("aqn/sigma") for entry in many[0])
+    for step, (expected, found) in enumerate(zip(one[0], many[0], strict=True)):
+        assert found == pytest.approx(expected, rel=2e-4, abs=2e-6), f"step {step}"
+    apart = sum((many[1][name] - one[1][name]).square().sum() for name in one[1]) ** 0.5
+    size = sum(value.square().sum() for name, value in one[1].items() if "lora_B" in name) ** 0.5  # zero before
+    assert apart < 5e-4 * size
