@@ -10,6 +10,8 @@ import pytest
 import yaml
 
 from qerl_trl import QeRLConfig
+from qerl_trl.guards import SignalMonitor
+from qerl_trl.mismatch import _MISSING, MismatchWatch
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs" / "source"
@@ -84,3 +86,23 @@ def test_messages_in_troubleshooting_are_the_real_ones():
     for message in messages:
         for part in message.split("..."):
             assert part.strip() in source, message
+
+
+def metrics() -> dict[str, str]:
+    """Rows of the page of metrics by key, without TRL's own keys."""
+    rows = re.findall(r"^\| (`.*?)$", (DOCS / "metrics.md").read_text(), re.MULTILINE)
+    return {key: row for row in rows for key in re.findall(r"`([^`]+)`", row.partition(" | ")[0])}
+
+
+def test_healthy_ranges_are_the_limits_of_the_guards():
+    rows, default = metrics(), {field.name: field.default for field in dataclasses.fields(QeRLConfig)}
+    stop, in_a_row = MismatchWatch.STOP, f"in {MismatchWatch.PERSISTENT} rollouts in a row"
+    threshold = default["rollout_mismatch_threshold"]
+    for words in (f"below {threshold / stop:g} without noise", f"({threshold:g})", f"1/{stop} of it", f"{stop} times"):
+        assert words in rows["rollout/mismatch_kl"]
+    for words in (f"within {MismatchWatch.CERTAIN} standard errors", f"1/{stop} of", f"{stop} times that"):
+        assert words in rows["rollout/logp_gap"]
+    assert in_a_row in rows["rollout/mismatch_kl"] and in_a_row in rows["rollout/logp_gap"]
+    assert f"more than {100 * _MISSING:g} % of" in rows["rollout/nan_logps"]
+    assert f"below {100 * SignalMonitor.COLLAPSE:g} % of its first value" in rows["entropy"]
+    assert f"`zero_advantage_patience` ({default['zero_advantage_patience']})" in rows["frac_reward_zero_std"]

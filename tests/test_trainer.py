@@ -26,9 +26,13 @@ from qerl_trl.checkpoint import MANIFEST_NAME
 from qerl_trl.lora import register_nvfp4_lora
 from qerl_trl.nvfp4.linear import NVFP4Linear
 from qerl_trl.publishing import PublishingMixin
+from tests.test_docs import metrics
 
 LORA = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
 PROMPTS = Dataset.from_dict({"prompt": [f"say {word} " for word in ("one", "two", "six", "ten")] * 4})
+
+#: of the keys that a run logs, those that are not TRL's
+OURS = ("aqn/", "rollout/", "seconds/", "memory/")
 
 
 def spread_reward(completions, **kwargs):
@@ -107,8 +111,9 @@ def logged(trainer, key: str) -> list:
 
 
 @pytest.mark.parametrize("trainer_class", [QeRLGRPOTrainer, QeRLRLOOTrainer], ids=["grpo", "rloo"])
-def test_trains_the_adapter_and_nothing_else(make_trainer, trainer_class, capsys):
-    trainer = make_trainer(trainer_class=trainer_class, max_steps=4)
+def test_trains_the_adapter_and_nothing_else(make_trainer, trainer_class, capsys, tmp_path):
+    options = {"log_completions": True, "num_completions_to_print": 0}
+    trainer = make_trainer(trainer_class=trainer_class, max_steps=4, **options)
     assert sum(isinstance(m, NVFP4Linear) for m in trainer.model.modules()) == 14
     frozen, adapter = frozen_of(trainer), adapter_of(trainer)
     trainer.train()
@@ -127,6 +132,15 @@ def test_trains_the_adapter_and_nothing_else(make_trainer, trainer_class, capsys
         assert len(values) == 4, key
         assert all(math.isfinite(value) and value >= 0 for value in values), key
     assert sum(kl > 0 for kl in logged(trainer, "rollout/mismatch_kl")) == 2  # the two noisy steps
+    ours = {key for entry in trainer.state.log_history for key in entry if key.startswith(OURS)}
+    documented = {key for key in metrics() if key.startswith(OURS)}
+    # frozen: a dashboard of today reads the runs of tomorrow
+    assert ours == documented - ({"rollout/truncated_fraction"} if trainer_class is QeRLRLOOTrainer else set())
+    if trainer_class is QeRLGRPOTrainer:  # TRL's RLOO only prints them
+        first, *others = sorted((tmp_path / "run" / "completions").glob("*.parquet"))
+        assert len(others) == 3
+        table = Dataset.from_parquet(str(first), cache_dir=str(tmp_path / "cache"))
+        assert set(table.column_names) == {"step", "prompt", "completion", "spread_reward", "advantage"}
 
 
 @pytest.mark.parametrize("aqn", [False, True], ids=["quiet", "noisy"])

@@ -215,6 +215,11 @@ def test_trackio_where_it_is_installed_and_nobody_says_otherwise(folder, monkeyp
     monkeypatch.setattr("qerl_trl.tasks.script.importlib.util.find_spec", lambda name: name == "trackio" or None)
     args = parse(folder).args
     assert (args.report_to, args.trackio_space_id, args.trackio_static_space_id) == (["trackio"], None, False)
+    assert (args.log_completions, args.num_completions_to_print) == (
+        True,
+        0,
+    )  # what was sampled is seen there, and only there
+    assert parse(folder, "--log_completions", "false").args.log_completions is False
     assert parse(folder, "--report_to", "none").args.report_to == []
     assert parse(folder, recipe="report_to: none\n").args.report_to == []
 

@@ -35,9 +35,9 @@ class CompactProgress(ProgressCallback):
         if state.is_world_process_zero and self.training_bar is not None and logs is not None:
             shown = {short: f"{logs[key]:.3g}" for key, short in self._shown.items() if logs.get(key) is not None}
             self.training_bar.set_postfix(shown)
-            if not sys.stderr.isatty():  # a log: the bar is one long line there
+            if shown and not sys.stderr.isatty():  # a log: the bar is one long line there
                 figures = ", ".join(f"{name} {value}" for name, value in shown.items())
-                print(f"step {state.global_step} of {state.max_steps}: {figures}", file=sys.stderr)
+                self.training_bar.write(f"step {state.global_step} of {state.max_steps}: {figures}", file=sys.stderr)
 
 
 @working()

@@ -66,6 +66,9 @@ class Script:
         recipe: dict[str, Any] = yaml.safe_load(Path(_value(words, "config") or "").read_text()) or {}
         if "report_to" not in recipe and _value(words, "report_to") is None and importlib.util.find_spec("trackio"):
             words, tracked = [*words, "--report_to", "trackio"], True
+            if "log_completions" not in recipe and _value(words, "log_completions") is None:
+                # to be read in the dashboard, not in the terminal
+                words += ["--log_completions", "true", "--num_completions_to_print", "0"]
         kinds: list[Any] = [TaskArguments, QeRLConfig, ModelConfig]
         said, args, model_args = TrlParser(kinds).parse_args_and_config(words)
         if tracked:  # nobody asked for a Space: what nobody asked for stays on this machine
