@@ -21,3 +21,23 @@ def random_weight(N: int, K: int, seed: int = 0, device: str = "cpu", per_row: b
     if per_row:
         global_scale *= 1.0 + torch.rand(shape, generator=g)
     return packed.to(device), scale.to(device), global_scale.to(device)
+
+
+def leftovers() -> list[str]:
+    """Scratch memory that launches did not leave as they found it: counters at zero, cells empty; waits for the device."""
+    from qerl_nvfp4 import launch
+
+    found = []
+    for (device, place, name), buffer in launch._scratch.items():
+        if buffer.dtype != torch.int32:
+            continue  # what every launch writes before it reads it
+        wrong = buffer != (-1 if name in ("pieces", "cells") else 0)
+        if name == "ticket":  # above the count stands whose turn the buffers of cells have
+            wrong = (buffer & 0xFFFF) != 0
+        elif name == "cells":  # of the two buffers the next launch's is empty
+            turn = int(launch._scratch[device, place, "ticket"][0]) >> 16 & 1
+            wrong = wrong.view(2, -1)[turn]
+        if wrong.any():
+            at = wrong.flatten().nonzero()[:4].flatten().tolist()
+            found.append(f"{name} of {'graphs' if place == -1 else 'a stream'} at {at}")
+    return found

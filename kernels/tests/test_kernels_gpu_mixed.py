@@ -1,0 +1,315 @@
+"""The kernels on a real GPU as an engine uses them: random shapes, graphs of every size between eager calls, several models and streams."""
+
+import functools
+import itertools
+import random
+
+import pytest
+import torch
+from nvfp4_cases import leftovers, relative_error
+
+import qerl_nvfp4
+from qerl_nvfp4 import ops as launchers
+from qerl_nvfp4 import reference, select
+
+pytestmark = [pytest.mark.gpu, pytest.mark.kernels_ci]
+CUDA = torch.cuda.is_available()
+hopper_only = pytest.mark.skipif(
+    not (CUDA and torch.cuda.get_device_capability()[0] == 9 and launchers.use_gluon(0)),
+    reason="needs compute capability 9.0 and a Triton with Gluon's names",
+)
+gluon_only = pytest.mark.skipif(not (CUDA and launchers.use_gluon(0)), reason="needs a Triton with Gluon's names")
+CASES = 500  # per kernel family
+RANK = 32
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> torch.Tensor:
+    return (torch.randn(shape, device="cuda") * scale).to(dtype)
+
+
+def weight(N: int, K: int, per_row: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Every code, normal, subnormal and zero block scales; made on the GPU, because cases are many."""
+    packed = torch.randint(0, 256, (N, K // 2), dtype=torch.uint8, device="cuda")
+    scale = torch.randint(0x20, 0x70, (N, K // 16), dtype=torch.uint8, device="cuda")
+    scale[:, ::5] &= 0x07
+    gs = torch.exp2(torch.randint(3, 9, (N if per_row else 1,), device="cuda").float())
+    return packed, scale, gs * (1 + torch.rand_like(gs)) if per_row else gs
+
+
+def cut(rng: random.Random, N: int, step: int) -> tuple[int, ...]:
+    """N rows as one to three shards, with edges at multiples of `step`."""
+    edges = sorted(rng.sample(range(step, N, step), min(rng.randrange(3), len(range(step, N, step)))))
+    return tuple(b - a for a, b in itertools.pairwise((0, *edges, N)))
+
+
+class Matrix:
+    """A weight with bias and adapter, as a layer of an engine holds it."""
+
+    def __init__(self, N: int, K: int, splits: tuple[int, ...], bias: bool = False) -> None:
+        self.packed = weight(N, K)
+        self.bias = normal(N) if bias else None
+        self.a, self.b, self.splits = normal(len(splits) * RANK, K, scale=K**-0.5), normal(N, RANK), splits
+        self.unit = (self.packed[2] * 0.02 / K**0.5).item()  # so that a chain of layers stays within bfloat16
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return qerl_nvfp4.linear(x, *self.packed, self.bias, self.a, self.b, self.splits)
+
+
+def skinny(rng: random.Random) -> tuple[dict, int, int, int, int]:
+    """Few variants, because every K is compiled for itself; the grids leave as many registers as the variant's other cases."""
+    BM, (WK, WN, R, late) = rng.choice((8, 16)), rng.choice(((4, 1, 2, False), (4, 1, 4, True)))
+    K = rng.choice((1024, 3584))
+    N = 16 * R * WN * rng.randint(1, 40)
+    config = {"kernel": "skinny", "BM": BM, "WK": WK, "WN": WN, "R": R, "late": late, "grid": rng.randint(1, 100)}
+    return config, rng.randint(1, BM), N, K, 16 * R * WN
+
+
+def wgmma(rng: random.Random) -> tuple[dict, int, int, int, int]:
+    tiles = ((16, 3, 4, True), (32, 2, 5, True), (64, 2, 4, True), (64, 3, 3, False), (128, 2, 2, False))
+    BM, P, S, permute = rng.choice(tiles)
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    config = {"kernel": "wgmma", "BM": BM, "P": P, "S": S, "permute": permute, "grid": rng.randint(1, sms)}
+    config["tasks"] = rng.random() < 0.8
+    return config, rng.randint(1, 3 * BM), 16 * rng.randint(5, 100), 256 * rng.randint(2, 14), 64
+
+
+def portable(rng: random.Random) -> tuple[dict, int, int, int, int]:
+    M, N, K = rng.randint(1, 128), rng.randint(1, 1500) | 1, 16 * rng.randint(1, 200)
+    return select.without_gluon(N, K, M, 0), M, N, K, 128
+
+
+def dense(rng: random.Random) -> tuple[dict, int, int, int, int]:
+    M, N, K = rng.randint(1, 600), rng.randint(1, 1500), 16 * rng.randint(1, 128)
+    return {"kernel": "dense", "pieces": rng.randint(1, 3)}, M, N, K, 128
+
+
+FAMILIES = [
+    pytest.param(skinny, marks=gluon_only),
+    pytest.param(wgmma, marks=hopper_only),
+    portable,
+    dense,
+]
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.__name__)
+def test_random_shapes(family):
+    """Any number of tokens, rows, columns, programs, shards: right, the same bits twice, and nothing left behind."""
+    seed = torch.seed() % 2**31
+    torch.cuda.manual_seed(seed)
+    rng = random.Random(seed)
+    for case in range(CASES):
+        config, M, N, K, step = family(rng)
+        splits = cut(rng, N, step) if rng.random() < 0.5 else None
+        packed, scale, gs = weight(N, K, per_row=rng.random() < 0.3)
+        bias = normal(N, scale=30) if splits or family in (skinny, wgmma) else None
+        a = b = None
+        if splits:
+            a, b = normal(len(splits) * RANK, K, scale=0.5), normal(N, RANK)
+        x = normal(M, K)
+        exact = reference.linear(x.double(), packed, scale, gs, None if bias is None else bias.double())
+        if splits:
+            exact += reference.lora(x.double(), a.double(), b.double(), splits)
+        outs = [torch.full((M, N), float("nan"), device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+        for out in outs:
+            launchers.product(config, x, packed, scale, gs, bias, a, b, splits, out)
+        where = f"seed {seed} case {case}: M={M} N={N} K={K} splits={splits} bias={bias is not None} {config}"
+        assert relative_error(outs[0], exact) < 5e-3, where
+        assert torch.equal(*outs), where
+        if case % 20 == 19:
+            assert not leftovers(), where
+
+
+def test_random_shapes_of_quantize_and_dequantize():
+    rng = random.Random(torch.seed())
+    for case in range(CASES):
+        N, K, rule = rng.randint(1, 60), 16 * rng.randint(1, 50), rng.choice(reference.SCALE_RULES)
+        x = normal(N, K, scale=10.0 ** rng.randint(-3, 1))
+        gs = torch.exp2(torch.randint(3, 9, (1,), device="cuda").float())
+        found, expected = qerl_nvfp4.quantize(x, rule, gs), reference.quantize(x.cpu(), rule, gs.cpu())
+        assert all(torch.equal(f.cpu(), e) for f, e in zip(found, expected, strict=True)), (case, N, K, rule)
+        back = qerl_nvfp4.dequantize(*found, gs, torch.bfloat16)
+        assert torch.equal(back.cpu(), reference.dequantize(*expected, gs.cpu(), torch.bfloat16)), (case, N, K, rule)
+
+
+def test_random_shapes_of_rms_norm():
+    rng = random.Random(torch.seed())
+    for case in range(CASES):
+        M, K = rng.randint(1, 400), rng.choice((128, 896, 2000, 3584, 5120))
+        x, w = normal(M, K), normal(K, dtype=torch.float32)
+        residual = normal(M, K) if rng.random() < 0.5 else None
+        y, h = (
+            qerl_nvfp4.rms_norm(x, w, 1e-6, residual) if residual is not None else (qerl_nvfp4.rms_norm(x, w, 1e-6), x)
+        )
+        if residual is not None:
+            assert torch.equal(h, x + residual), (case, M, K)
+        exact = h.double() * h.double().square().mean(-1, keepdim=True).add(1e-6).rsqrt() * w.double()
+        assert relative_error(y, exact) < 4e-3, (case, M, K)
+
+
+# --- layers of a model, in graphs of every size ---------------------------------------------------------------------------------------
+
+
+class Layer:
+    """qkv, something in the place of attention, o, gate_up, down, with the norms: the launches of a model's layer in their order."""
+
+    def __init__(self, hidden: int, inner: int, key: int) -> None:
+        self.qkv = Matrix(hidden + 2 * key, hidden, (hidden, key, key), bias=True)
+        self.o = Matrix(hidden, hidden, (hidden,))
+        self.gate_up = Matrix(2 * inner, hidden, (inner, inner))
+        self.down = Matrix(hidden, inner, (hidden,))
+        self.hidden, self.inner = hidden, inner
+        self.norms = [torch.rand(hidden, device="cuda") + 0.5 for _ in range(2)]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.qkv(qerl_nvfp4.rms_norm(x, self.norms[0], 1e-6))[:, : self.hidden]
+        y = self.o(y * self.qkv.unit)
+        y, h = qerl_nvfp4.rms_norm(y * self.o.unit, self.norms[1], 1e-6, x)
+        gate, up = self.gate_up(y).mul(self.gate_up.unit).split(self.inner, 1)
+        return h + self.down(torch.nn.functional.silu(gate) * up) * self.down.unit
+
+
+SEVEN = functools.cache(lambda: Layer(3584, 18944, 512))  # 7B: its shapes are in the H200's table
+SMALL = functools.cache(lambda: Layer(1024, 2816, 256))  # by the heuristic
+
+
+def capture(call, x: torch.Tensor, pool=None) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    """As vLLM does it: once without a graph, then the graph, in memory that all graphs share."""
+    call(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        y = call(x)
+    return graph, y
+
+
+@gluon_only
+@pytest.mark.parametrize("layer", [SEVEN, SMALL], ids=["table", "heuristic"])
+def test_graphs_of_every_size_between_eager_calls_in_random_order(layer):
+    """A ragged batch drains through all sizes, with prompts of other sizes in between: always the bits of the first time."""
+    layer = layer()
+    seed = torch.seed() % 2**31
+    rng = random.Random(seed)
+    tokens, memory, graphs = normal(1100, layer.hidden), torch.cuda.graph_pool_handle(), {}
+    for M in (*range(512, 7, -8), 4, 2, 1):  # the largest first
+        x = tokens[:M].clone()
+        graphs[M] = (*capture(layer, x, memory), x)
+    torch.cuda.synchronize()
+    first: dict[tuple[str, int], torch.Tensor] = {}
+    since: list[str] = []
+    for turn in range(1500):
+        if rng.random() < 0.75:
+            M = rng.choice(list(graphs))
+            graph, y, x = graphs[M]
+            alive, kind = rng.randint(max(1, M - 7), M), "graph"
+            x[alive:] = float("nan")  # the rows of sequences that have ended hold anything
+            y.fill_(float("nan"))
+            graph.replay()
+            x[alive:] = tokens[alive:M]
+        else:
+            M = alive = rng.randint(1, 300 if rng.random() < 0.9 else 1100)
+            y, kind = layer(tokens[:M]), "eager"
+        since.append(f"{kind} {M}, {alive} alive")
+        before = first.get((kind, M))
+        where = f"seed {seed} turn {turn}: {since}"
+        assert torch.isfinite(y[:alive]).all(), where
+        if before is not None:
+            assert torch.equal(y[: min(alive, len(before))], before[:alive]), where
+        if before is None or len(before) < alive:
+            first[kind, M] = y[:alive].clone()
+        if turn % 10 == 9:
+            assert not (left := leftovers()), f"seed {seed} turn {turn}: {left} after {since}"
+            since.clear()
+
+
+@gluon_only
+def test_replays_without_waiting_give_the_same_bits():
+    """Steps of a rollout follow each other on the device without a pause: nothing is read or compared in between."""
+    layer = SEVEN()
+    graphs = {}
+    for M in (128, 72, 64, 56, 32, 16, 8):
+        x = normal(M, layer.hidden)
+        graphs[M] = (*capture(layer, x), x)  # the x of a graph must live as long as it
+    first = {}
+    for M, (graph, y, _) in graphs.items():
+        graph.replay()
+        first[M] = y.clone()
+    torch.cuda.synchronize()
+    rng = random.Random(torch.seed())
+    for _ in range(20):
+        order = [rng.choice(list(graphs)) for _ in range(100)]
+        for M in order:
+            graphs[M][0].replay()
+        torch.cuda.synchronize()
+        wrong = [M for M in set(order) if not torch.equal(graphs[M][1], first[M])]
+        assert not wrong and not leftovers(), (wrong, leftovers(), order)
+
+
+@gluon_only
+def test_nan_in_one_token_touches_no_other():
+    """An engine's batch is padded with rows of anything."""
+    layer = SEVEN()
+    for M in (3, 8, 13, 16, 17, 24, 31, 40, 59, 64, 65, 80, 120, 128, 200, 256, 300, 520):
+        x = normal(M, layer.hidden)
+        for call in (layer, layer.qkv, layer.gate_up):
+            clean = call(x)
+            bad = sorted(random.sample(range(M), max(1, M // 9)))
+            good = [m for m in range(M) if m not in bad]
+            for value in (float("nan"), float("inf")):
+                dirty = x.clone()
+                dirty[bad] = value
+                y = call(dirty)
+                assert torch.equal(y[good], clean[good]), (M, value)
+                assert not torch.isfinite(y[bad]).any() or value == float("inf"), (M, value)
+        assert not leftovers(), M
+
+
+@gluon_only
+def test_two_models_in_one_process():
+    """Layer by layer in turn, in graphs and without: each as if it were alone."""
+    models = (SEVEN(), SMALL())
+    for M in (1, 12, 48, 59, 100):
+        xs = [normal(M, model.hidden) for model in models]
+        alone = [model(x) for model, x in zip(models, xs, strict=True)]
+        graphs = [capture(model, x) for model, x in zip(models, xs, strict=True)]
+        for turn in range(10):
+            for graph, _ in graphs[:: 1 if turn % 2 else -1]:
+                graph.replay()
+            eager = [model(x) for model, x in zip(models, xs, strict=True)]
+            for (_, y), again, expected in zip(graphs, eager, alone, strict=True):
+                assert torch.equal(y, expected), (M, turn)
+                assert torch.equal(again, expected), (M, turn)
+    assert not leftovers()
+
+
+@gluon_only
+def test_two_streams_in_turn():
+    """Each waits for the other before it begins, and nothing waits on the host."""
+    layer = SMALL()
+    sizes = (5, 16, 33, 64, 100, 128)
+    xs = [normal(M, layer.hidden) for M in sizes]
+    expected = [layer(x) for x in xs]
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    torch.cuda.synchronize()
+    found = []
+    for turn in range(60):
+        mine, other = streams[turn % 2], streams[1 - turn % 2]
+        mine.wait_stream(other)
+        with torch.cuda.stream(mine):
+            found.append((turn % len(xs), layer(xs[turn % len(xs)])))
+    torch.cuda.synchronize()
+    assert all(torch.equal(y, expected[i]) for i, y in found)
+    assert not leftovers()
+
+
+def test_no_tokens_between_others():
+    """M = 0, with and without an adapter, and in a graph: nothing runs, nothing changes."""
+    layer = SMALL()
+    x = normal(9, layer.hidden)
+    before = layer(x)
+    empty = layer(x[:0])
+    assert empty.shape == (0, layer.hidden)
+    graph, y = capture(layer, x[:0])
+    graph.replay()
+    assert y.shape == (0, layer.hidden)
+    assert torch.equal(layer(x), before)
+    assert not leftovers()
