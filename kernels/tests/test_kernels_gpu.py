@@ -6,7 +6,7 @@ import triton
 from nvfp4_cases import random_weight, relative_error
 
 import qerl_nvfp4
-from qerl_nvfp4 import fallback, reference, select, timing
+from qerl_nvfp4 import cost, fallback, reference, select, timing
 from qerl_nvfp4 import ops as launchers
 
 pytestmark = [pytest.mark.gpu, pytest.mark.kernels_ci]
@@ -498,3 +498,24 @@ def test_what_is_compiled_ahead_is_what_is_launched(monkeypatch):
     qerl_nvfp4.rms_norm(x, torch.ones(K + 8, device="cuda"), 1e-6, x)
     torch.cuda.synchronize()
     assert not compiled
+
+
+WIDE = [
+    {"kernel": "wide", "BM": BM, "P": P, "S": S, "X": X, "grid": grid}
+    for BM, P in cost.WIDE
+    for S, X in (cost.wide_stages(BM, P),)
+    for grid in (5, 132)
+]
+
+
+@hopper_only
+@pytest.mark.parametrize("config", WIDE, ids=lambda c: "_".join(str(v) for v in c.values()))
+def test_wide(config):
+    before = config | {"tasks": False}
+    run(before, config["BM"], 768, 2048, per_row=True)
+    run(before, 1, 400, 1024)
+    run(before, 2 * config["BM"] + 1, 1024, 2048, rank=32, splits=(512, 512), launches=20)
+    run(before | {"grid": 7}, 3 * config["BM"] + 1, 1280, 512)  # whole tiles for every program, and split ones
+    if config["BM"] <= 192:  # larger ones leave no registers
+        run(config, config["BM"] + 17, 1024, 1024, rank=32, splits=(576, 256, 192), launches=20)
+        run(config, config["BM"] - 3, 768, 768, rank=72, pdl=False)

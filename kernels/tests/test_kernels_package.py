@@ -214,7 +214,7 @@ def test_a_triton_without_gluons_names_means_the_portable_kernels(monkeypatch):
     assert ops.missing_from_gluon() is None
     for name in ("barrier", "thread_barrier"):
         monkeypatch.delattr(gl, name, raising=False)
-    for name in ("gluon_names", "hopper", "hopper_adapt", "hopper_wgmma"):
+    for name in ("gluon_names", "hopper", "hopper_adapt", "hopper_wgmma", "hopper_wide"):
         monkeypatch.delitem(sys.modules, f"qerl_nvfp4.{name}")
     ops._gluon_lacks.cache_clear()
     for module in (select, ops):

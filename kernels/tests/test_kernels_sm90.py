@@ -225,6 +225,37 @@ def test_wgmma(BM, P, S, permute, rank, spills):
 
 
 @pytest.mark.skipif(not INSIDE, reason="run by test_in_a_fresh_process")
+def test_a_tile_of_two_widths_decodes_a_weight_once():
+    from qerl_nvfp4 import cost, hopper_wide
+    from qerl_nvfp4 import hopper_wgmma as hopper
+
+    BM, P, rank = 160, 2, 32
+    S, X = cost.wide_stages(BM, P)
+    average, registers, ring_registers = hopper.registers(P, False, True)
+    constants = {"BM": BM, "P": P, "S": S, "X": X, "BIAS": True, "RANK": rank, "TASKS": True, "PDL": True}
+    constants |= {"REGS": registers, "RING_REGS": ring_registers}
+    boxes = hopper_wide.boxes_of(BM)
+    assert boxes == [128, 32, 128]
+    descriptors = {f"x{i}_d": f"tensordesc<bf16[{b}, 64],{hopper.X_SHARED!r}>" for i, b in enumerate(boxes)}
+    descriptors |= {f"xa{i}_d": f"tensordesc<bf16[{b}, 32],{hopper.L_SHARED!r}>" for i, b in enumerate(boxes)}
+    descriptors |= {
+        "w_d": f"tensordesc<i32[64, 32],{hopper_wide.WORDS_SHARED!r}>",
+        "s_d": f"tensordesc<i16[64, 8],{hopper.S_SHARED!r}>",
+        "b_d": f"tensordesc<bf16[64, 32],{hopper.L_SHARED!r}>",
+        "y_d": f"tensordesc<bf16[16, 64],{hopper.X_SHARED!r}>",
+    }
+    compiled = compile_sm90(hopper_wide.wide_kernel, constants, 4, descriptors, 3, {"xa_ptr": "*bf16"}, average)
+    assert compiled.metadata.shared <= 227 * 1024
+    code = disassemble(compiled.asm["cubin"])
+    check(code, "HGMMA", 128, 4.6, 8, count=2 * 16)
+    waits = [rest for _, op, rest in code if op == "WARPGROUP.DEPBAR.LE"]
+    assert len(waits) <= P * (9 + rank // 32) + 2
+    assert sum("0x2" in rest for rest in waits) == 8 * P, "both wgmma of a piece run on during the next decode"
+    everything = opcodes(code)
+    assert sum(op.startswith("UTMASTG") for op in everything) == P * BM // 16
+
+
+@pytest.mark.skipif(not INSIDE, reason="run by test_in_a_fresh_process")
 def test_what_does_not_compile_is_recognised():
     """What fallback.py takes for a failed compilation, by a real one."""
     from qerl_nvfp4 import fallback, portable
@@ -322,4 +353,4 @@ def test_in_a_fresh_process():
     result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900)
     print(result.stdout[-6000:])
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
-    assert "26 passed" in result.stdout
+    assert "27 passed" in result.stdout

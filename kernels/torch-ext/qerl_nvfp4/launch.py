@@ -159,7 +159,7 @@ def tile_rows(config: dict) -> int:
         16 * config["R"] * config["WN"]
         if config["kernel"] == "skinny"
         else 64
-        if config["kernel"] == "wgmma"
+        if config["kernel"] in ("wgmma", "wide")
         else config["BN"]
     )
 
@@ -171,9 +171,10 @@ def launch(
     lora = None
     if lora_a is not None and (config["kernel"] != "skinny" or lora_b.shape[1] % 4 == 0):
         lora = lora_plan(x, lora_a, lora_b, splits, tile_rows(config))
-        if config["kernel"] == "wgmma" and (lora_b.shape[1] % 8 or lora_b.data_ptr() % 16):
+        if config["kernel"] in ("wgmma", "wide") and (lora_b.shape[1] % 8 or lora_b.data_ptr() % 16):
             lora = None  # the copy engine wants rows of 16-byte pieces
-    kernel = {"skinny": launch_skinny, "wgmma": launch_wgmma, "portable": launch_portable}[config["kernel"]]
+    launches = {"skinny": launch_skinny, "wgmma": launch_wgmma, "wide": launch_wgmma, "portable": launch_portable}
+    kernel = launches[config["kernel"]]
     kernel(config, x, packed, block_scale, global_scale, bias, lora_a, lora, out, pdl)
     if lora_a is not None and lora is None:
         out += reference.lora(x, lora_a, lora_b, splits)
@@ -260,17 +261,17 @@ def launch_skinny(config, x, packed, block_scale, global_scale, bias, lora_a, lo
 def launch_wgmma(config, x, packed, block_scale, global_scale, bias, lora_a, lora: Lora | None, out, pdl) -> None:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    from . import hopper_adapt
+    from . import hopper_adapt, hopper_wide
     from . import hopper_wgmma as hopper
 
-    (M, K), N = x.shape, packed.shape[0]
-    if lora is not None and config["BM"] == 128:
+    (M, K), N, wide = x.shape, packed.shape[0], config["kernel"] == "wide"
+    if lora is not None and config["BM"] == 128 and not wide:
         config = config | {"P": min(config["P"], 3)}  # four groups leave no shared memory for B and x A^T
     BM, P, S = config["BM"], config["P"], config["S"]
     mt, steps = math.ceil(M / BM), K // 256
     if x.stride(0) % 8 or x.data_ptr() % 16:  # the copy engine wants rows of 16-byte pieces
         x = scratch(x.device, "aligned x", M * K, x.dtype)[: M * K].view(M, K).copy_(x)
-    permute, natural, sms = config["permute"], x, device_properties(x.device.index)[1]
+    permute, natural, sms = config.get("permute", False), x, device_properties(x.device.index)[1]
     rank, rows, up, down = 0, 0, x, x
     if lora is not None:
         rank, rows, up = lora.rank, lora.rows, lora.b
@@ -298,14 +299,19 @@ def launch_wgmma(config, x, packed, block_scale, global_scale, bias, lora_a, lor
     whole = tiles // grid - (1 if tiles % grid and tiles > grid else 0)  # tiles of its own that a program computes
     words, scales = packed.view(torch.int32), scale_bytes(block_scale).view(torch.int16)
     average, registers, ring_registers = hopper.registers(P, permute, tasks)
-    launcher(hopper.wgmma_kernel, grid + helpers)(
-        TensorDescriptor(x, [M, K], [x.stride(0), 1], [BM, 128], hopper.X_SHARED),
-        TensorDescriptor(
-            words, [N, K // 8], [words.stride(0), 1], [64, 32 // hopper.pieces_of(S)], hopper.words_layout(S)
-        ),
+    # of a tile's tokens: all at once, or part by part; of x's columns what a stage of the ring holds
+    boxes, columns, word_columns = [BM], 128, 32 // hopper.pieces_of(S)
+    if wide:
+        boxes, columns, word_columns = hopper_wide.boxes_of(BM), hopper_wide.PIECE, 32
+    x_maps = [TensorDescriptor(x, [M, K], [x.stride(0), 1], [b, columns], hopper.X_SHARED) for b in boxes]
+    down_maps = [TensorDescriptor(down, list(down.shape), [down.stride(0), 1], [b, 32], hopper.L_SHARED) for b in boxes]
+    words_layout = hopper_wide.WORDS_SHARED if wide else hopper.words_layout(S)
+    launcher(hopper_wide.wide_kernel if wide else hopper.wgmma_kernel, grid + helpers)(
+        *x_maps,
+        TensorDescriptor(words, [N, K // 8], [words.stride(0), 1], [64, word_columns], words_layout),
         TensorDescriptor(scales, [N, K // 32], [scales.stride(0), 1], [64, 8], hopper.S_SHARED),
         TensorDescriptor(up, list(up.shape), [up.stride(0), 1], [64, 32], hopper.L_SHARED),
-        TensorDescriptor(down, list(down.shape), [down.stride(0), 1], [BM, 32], hopper.L_SHARED),
+        *down_maps,
         TensorDescriptor(y, [M, N], [y.stride(0), 1], [16, 64], hopper.X_SHARED),
         natural,
         natural if lora is None else lora_a,
@@ -339,11 +345,11 @@ def launch_wgmma(config, x, packed, block_scale, global_scale, bias, lora_a, lor
         RANK=rank,
         TASKS=tasks,
         PDL=pdl,
-        PERMUTE=permute,
         REGS=registers,
         RING_REGS=ring_registers,
         num_warps=4,
         maxnreg=average,
+        **({"X": config["X"]} if wide else {"PERMUTE": permute}),
         **({"launch_pdl": True} if pdl else {}),
     )
     if y is not out:

@@ -32,7 +32,7 @@ if HAS_TRITON:
 def missing_from_gluon() -> str | None:
     """What this Triton lacks of what the Hopper kernels use; None: nothing."""
     try:
-        importlib.import_module(".hopper_wgmma", __package__)
+        importlib.import_module(".hopper_wide", __package__)  # and all that it imports
     except (ImportError, AttributeError, TypeError) as error:
         return str(error)
     return None
@@ -128,7 +128,7 @@ class Selected(NamedTuple):
     N: int
     K: int
     tokens: int
-    kernel: str  # "skinny", "wgmma", "portable", "dense" (dequantize, then cuBLAS), "reference" (plain PyTorch)
+    kernel: str  # "skinny", "wgmma", "wide", "portable", "dense" (dequantize, then cuBLAS), "reference" (plain PyTorch)
     config: dict
     why: str  # the table of which device, the heuristic, or what did not compile
 
@@ -311,8 +311,8 @@ def _instead_of(config: dict, N: int, K: int, M: int, index: int) -> dict:
 
 def usable(config: dict, x, packed, block_scale) -> bool:
     """Whether the memory layout suits the kernel: unit strides; the bulk copy engine also wants 16-byte rows and addresses."""
-    scale_alignment = 16 if config["kernel"] == "wgmma" else 2 if config["kernel"] == "skinny" else 1
-    word_alignment = 16 if config["kernel"] in ("skinny", "wgmma") else 4
+    scale_alignment = 16 if config["kernel"] in ("wgmma", "wide") else 2 if config["kernel"] == "skinny" else 1
+    word_alignment = 16 if config["kernel"] in ("skinny", "wgmma", "wide") else 4
     return (
         x.stride(1) == 1
         and packed.stride(1) == 1

@@ -26,23 +26,26 @@ TOLERANCE = 6e-3  # relative error above which a product is wrong
 FINALISTS = 5  # the fastest candidates are timed again, in turns
 FAILURES = (TritonError, RuntimeError, ValueError, AssertionError, TypeError)
 
-QWEN = {  # (hidden, q heads * 128, kv heads * 128, intermediate)
+MODELS = {  # (hidden, rows of q, of k and of v, intermediate); Qwen2.5 where no name is given
+    "0.5B": (896, 896, 128, 4864),
+    "1.5B": (1536, 1536, 256, 8960),
     "3B": (2048, 2048, 256, 11008),
     "7B": (3584, 3584, 512, 18944),
     "14B": (5120, 5120, 1024, 13824),
     "32B": (5120, 5120, 1024, 27648),
+    "Llama-3-8B": (4096, 4096, 1024, 14336),
 }
 
 
 def layer_shapes(size: str) -> dict[str, tuple[int, int]]:
     """name -> (N, K) of the four matrices of a decoder layer, q/k/v and gate/up fused."""
-    hidden, q, kv, inner = QWEN[size]
+    hidden, q, kv, inner = MODELS[size]
     return {"qkv": (q + 2 * kv, hidden), "o": (hidden, q), "gate_up": (2 * inner, hidden), "down": (hidden, inner)}
 
 
 def layer_splits(size: str) -> dict[tuple[int, int], tuple[int, ...]]:
     """(N, K) -> rows of the shards of a fused matrix, each with an adapter of its own."""
-    _, q, kv, inner = QWEN[size]
+    _, q, kv, inner = MODELS[size]
     shapes = layer_shapes(size)
     return {shapes["qkv"]: (q, kv, kv), shapes["gate_up"]: (inner, inner)}
 
@@ -155,26 +158,27 @@ class Matrix:
     """Rotating copies of one (N, K) with adapters (a model never reads the same one twice in a row either), and the times of
     configurations that are right."""
 
-    def __init__(self, N: int, K: int, splits: tuple[int, ...] | None, l2: int, rank: int = 32):
+    def __init__(self, N: int, K: int, splits: tuple[int, ...] | None, l2: int, rank: int = 32, device: str = "cuda"):
         self.N, self.K, self.splits = N, K, splits
         self.copies = copies_needed(N * K * 9 // 16, l2)
-        self.weights = [random_weight(N, K, i) for i in range(self.copies)]
-        self.gs = torch.tensor([2048.0], device="cuda")
-        self.rows = torch.randperm(N, device="cuda")[: min(N, 4096)]
+        self.weights = [random_weight(N, K, i, device) for i in range(self.copies)]
+        self.gs = torch.tensor([2048.0], device=device)
+        self.rows = torch.randperm(N, device=device)[: min(N, 4096)]
         packed, scale = self.weights[0]
         self.reference = reference.dequantize(packed[self.rows], scale[self.rows], self.gs, torch.float32)
         self.adapters = [
             (
-                torch.randn(len(splits or (N,)) * rank, K, device="cuda", dtype=torch.bfloat16) / math.sqrt(K),
-                torch.randn(N, rank, device="cuda", dtype=torch.bfloat16),
+                torch.randn(len(splits or (N,)) * rank, K, device=device, dtype=torch.bfloat16) / math.sqrt(K),
+                torch.randn(N, rank, device=device, dtype=torch.bfloat16),
             )
             for _ in range(self.copies)
         ]
 
     def problem(self, M: int) -> tuple[torch.Tensor, torch.Tensor]:
         """x, and where its product goes."""
-        x = torch.randn(M, self.K, device="cuda", dtype=torch.bfloat16)
-        return x, torch.empty(M, self.N, device="cuda", dtype=torch.bfloat16)
+        device = self.gs.device
+        x = torch.randn(M, self.K, device=device, dtype=torch.bfloat16)
+        return x, torch.empty(M, self.N, device=device, dtype=torch.bfloat16)
 
     def expected(self, x, adapter: bool) -> torch.Tensor:
         """The product with the first copy, at self.rows, float32."""
@@ -315,7 +319,7 @@ def main(arguments: list[str] | None = None) -> None:
                 jobs.append((config, N, K, 0))
                 jobs += [(config | {"lora": lora}, N, K, 32) for lora in adapter_candidates(config, bucket, sms)]
     precompile(jobs, args.processes)
-    splits = {nk: s for model in QWEN for nk, s in layer_splits(model).items()}
+    splits = {nk: s for model in MODELS for nk, s in layer_splits(model).items()}
     path = Path(args.output) if args.output else select.table_path(properties.name)
     for N, K in shapes:
         if time.time() > deadline:

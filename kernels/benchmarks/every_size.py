@@ -1,0 +1,373 @@
+"""A decoder layer's four matrices at every number of tokens that a draining batch passes through, and what every candidate would take.
+
+    python kernels/benchmarks/every_size.py --out every_size.json --seconds 220 [--models 7B,32B,...] [--fit]
+
+1. Every variant of the kernels is compiled, and checked on a small product, in processes of their own with a time limit: one that fails,
+   hangs or is wrong is named and left out.
+2. For each matrix and `CANDIDATE_SIZES` all candidates (cost.candidates), what is selected now, and cuBLAS bf16 are timed in turns, with an
+   adapter of rank 32, over rotating copies of the weights.  fit.py makes the cost model from these rows; `--fit` does so here.
+3. For each model and every multiple of 8 tokens a decoder layer without its attention runs as in a model: RMSNorm, q/k/v, o, RMSNorm,
+   gate/up, SwiGLU, down, one after the other in one CUDA graph over rotating layers; by what is selected ("ours", with adapter) and by
+   cuBLAS bf16 without one.  `glue_us` is the same without products.  `ratio` compares whole layers, `products` takes the glue off both.
+
+No time is reported for a product whose check failed.  Every phase stops in time for the others; what is missing is missing in the file.
+`--dry-run` runs all of it on a CPU in Triton's interpreter (TRITON_INTERPRET=1), with tiny matrices, and times nothing worth reading.
+"""
+
+import argparse
+import functools
+import itertools
+import json
+import math
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "torch-ext"))
+
+from compare import commit
+from fit import fit
+
+import qerl_nvfp4
+from qerl_nvfp4 import cost, ops, reference, select, timing, tune
+from qerl_nvfp4.launch import forget_scratch
+from qerl_nvfp4.select import with_adapter
+
+CANDIDATE_SIZES = (24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512, 704, 1504)
+LAYER_SIZES = (*range(8, 513, 8), 704, 1504)
+RANK = 32
+PROBE_SECONDS = 75
+TINY = (256, 256, 128, 512)
+
+
+def times_us(calls: list, copies: int, repeats: int, at_least: int) -> list[float]:
+    """timing.times_us, or on a CPU one call each."""
+    if torch.cuda.is_available():
+        return timing.times_us(calls, copies, repeats, at_least)
+    found = []
+    for call in calls:
+        begin = time.perf_counter()
+        call(0)
+        found.append((time.perf_counter() - begin) * 1e6)
+    return found
+
+
+def multiprocessors() -> int:
+    return select.device_properties(None)[1] if torch.cuda.is_available() else 132
+
+
+def shipped(N: int, K: int, M: int) -> dict:
+    """What is selected now, with an adapter."""
+    if not torch.cuda.is_available():
+        return {"kernel": "dense", "pieces": 1}
+    return with_adapter(select.choose(N, K, M, torch.cuda.current_device(), True))
+
+
+# --- 1: which variants work -------------------------------------------------------------------------------------------------------
+
+
+def probe(config: dict) -> str:
+    """Why a variant cannot be used; "": it can. Two shapes, shared tiles and whole ones, an adapter of two shards."""
+    torch.manual_seed(0)
+    for grid, M in ((5, config["BM"] + 19), (132, config["BM"] - 3)):
+        N, K = 640, 1024
+        packed, scale = timing.random_weight(N, K, 0)
+        x = torch.randn(M, K, device="cuda", dtype=torch.bfloat16)
+        a = torch.randn(2 * RANK, K, device="cuda", dtype=torch.bfloat16) / math.sqrt(K)
+        b = torch.randn(N, RANK, device="cuda", dtype=torch.bfloat16)
+        gs, splits, out = torch.tensor([2048.0], device="cuda"), (384, 256), torch.empty(M, N, device="cuda").bfloat16()
+        exact = x.float() @ reference.dequantize(packed, scale, gs, torch.float32).T
+        exact += reference.lora(x.float(), a.float(), b.float(), splits)
+        try:
+            for _ in range(2):
+                out.fill_(float("nan"))
+                ops.product(config | {"grid": grid}, x, packed, scale, gs, None, a, b, splits, out)
+                torch.cuda.synchronize()
+                error = timing.relative_error(out, exact)
+                if not error < tune.TOLERANCE:
+                    return f"relative error {error:.1e} with {M} tokens on {grid} programs"
+        except tune.FAILURES as failure:
+            return f"{type(failure).__name__}: {str(failure)[-200:]}"
+    return ""
+
+
+def usable_variants(configs: list[dict], seconds: float) -> tuple[set[str], dict[str, str]]:
+    """Variants that passed, and why others did not; what is not done in time counts as failed, and its process is ended."""
+    unique = {cost.variant(c): c for c in configs if c["kernel"] in ("wgmma", "wide")}
+    if not torch.cuda.is_available():
+        return set(), {}
+    deadline, good, bad = time.time() + seconds, set(), {}
+    with multiprocessing.get_context("spawn").Pool(max(1, min(len(unique), (os.cpu_count() or 2) - 1))) as pool:
+        waiting = {name: pool.apply_async(probe, (config,)) for name, config in unique.items()}
+        for name, answer in waiting.items():
+            try:
+                reason = answer.get(max(0.1, deadline - time.time()))
+            except multiprocessing.TimeoutError:
+                reason = f"not done after {seconds:.0f} s (slow to compile, or it hangs)"
+            good.add(name) if not reason else bad.setdefault(name, reason)
+    return good, bad
+
+
+def runs(config: dict, good: set[str]) -> bool:
+    return config["kernel"] not in ("wgmma", "wide") or cost.variant(config) in good
+
+
+# --- 2: candidates ----------------------------------------------------------------------------------------------------------------
+
+
+def matrix_rows(matrix: tune.Matrix, name: str, sizes, good: set[str], deadline: float) -> list[dict]:
+    """For every size: microseconds of each candidate that is right, and of cuBLAS bf16."""
+    rows, (N, K) = [], (matrix.N, matrix.K)
+    device = matrix.gs.device
+    dense = [
+        torch.randn(N, K, device=device, dtype=torch.bfloat16) * 0.02
+        for _ in range(min(matrix.copies, timing.copies_needed(N * K * 2, 50 << 20, 8)))
+    ]
+    lora_rows = RANK * len(matrix.splits or (N,))
+    for M in sizes:
+        if time.time() > deadline:
+            print(f"# time is up before {name} M={M}", flush=True)
+            break
+        now = shipped(N, K, M)
+        tries = [now, *(c for c in cost.candidates(N, K, M, multiprocessors()) if runs(c, good))]
+        if M <= 128 and K % 256:
+            tries.append(select.portable_heuristic(N, K, M, multiprocessors(), True))
+        tries = list({json.dumps(c, sort_keys=True): c for c in tries}.values())
+        x, out = matrix.problem(M)
+        expected, calls = matrix.expected(x, True), []
+        for config in tries:
+            call = matrix.call(config, x, out, True)
+            try:
+                error = matrix.error(call, out, expected)
+            except tune.FAILURES as failure:
+                print(f"# failed {name} M={M} {config}: {type(failure).__name__} {str(failure)[-150:]}", flush=True)
+                forget_scratch()
+                continue
+            if error < tune.TOLERANCE:
+                calls.append((config, call))
+            else:
+                print(f"# WRONG {name} M={M} {config}: relative error {error:.1e}", flush=True)
+                forget_scratch()
+        bf16 = functools.partial(lambda i, x, out: torch.mm(x, dense[i % len(dense)].t(), out=out), x=x, out=out)
+        times = times_us([*(call for _, call in calls), bf16], matrix.copies, 3, 8)
+        measured = [{"config": c, "us": round(us, 2)} for (c, _), us in zip(calls, times[:-1], strict=True)]
+        measured.sort(key=lambda m: m["us"])
+        rows.append(
+            {
+                "matrix": name,
+                "N": N,
+                "K": K,
+                "M": M,
+                "rows": lora_rows,
+                "bf16_us": round(times[-1], 2),
+                "shipped_us": next((m["us"] for m in measured if m["config"] == now), None),
+                "candidates": measured,
+            }
+        )
+        if measured:
+            best = measured[0]
+            print(
+                f"{name:18s} M={M:5d} bf16 {times[-1]:8.2f} now {rows[-1]['shipped_us'] or math.nan:8.2f} best {best['us']:8.2f} "
+                f"x{times[-1] / best['us']:.2f} {tune.short(best['config'])} of {len(measured)}",
+                flush=True,
+            )
+    return rows
+
+
+# --- 3: layers --------------------------------------------------------------------------------------------------------------------
+
+
+class Layers:
+    """Rotating decoder layers of one model: packed and bf16 weights, adapters, norms."""
+
+    def __init__(self, model: str, l2: int, device: str):
+        self.hidden, self.q, self.kv, self.inner = tune.MODELS[model]
+        shapes, self.splits = tune.layer_shapes(model), tune.layer_splits(model)
+        nbytes = sum(N * K for N, K in shapes.values()) * 9 // 16
+        self.copies = timing.copies_needed(nbytes, l2) if device == "cuda" else 1
+        self.gs = torch.tensor([2048.0], device=device)
+        self.packed, self.dense, self.adapters = [], [], []
+        for i in range(self.copies):
+            self.packed.append({n: timing.random_weight(N, K, i, device) for n, (N, K) in shapes.items()})
+            self.adapters.append(
+                {
+                    n: (
+                        torch.randn(RANK * len(self.splits.get((N, K), (N,))), K, device=device).bfloat16()
+                        / math.sqrt(K),
+                        torch.randn(N, RANK, device=device, dtype=torch.bfloat16),
+                    )
+                    for n, (N, K) in shapes.items()
+                }
+            )
+        for _ in range(min(self.copies, 8)):
+            self.dense.append(
+                {n: torch.randn(N, K, device=device, dtype=torch.bfloat16) * 0.02 for n, (N, K) in shapes.items()}
+            )
+        self.norm = torch.full((self.hidden,), 0.01, device=device)  # so that a random layer's values stay small
+        self.shapes, self.device = shapes, device
+
+    def run(self, x, product) -> torch.Tensor:
+        """`product(name, x)`, of the four matrices."""
+        n, h = qerl_nvfp4.rms_norm(x, self.norm, 1e-6, x)
+        y = product("o", product("qkv", n)[:, : self.q])
+        n, h = qerl_nvfp4.rms_norm(y, self.norm, 1e-6, h)
+        gate, up = product("gate_up", n).split(self.inner, dim=-1)
+        return product("down", F.silu(gate) * up) + h
+
+    def call(self, M: int, chosen: dict[str, dict] | None):
+        """call(i): layer i by these configurations; None: by cuBLAS bf16; {}: without products."""
+        x = torch.randn(M, self.hidden, device=self.device, dtype=torch.bfloat16)
+        outs = {n: torch.empty(M, N, device=self.device, dtype=torch.bfloat16) for n, (N, _) in self.shapes.items()}
+
+        def product(i: int, name: str, x: torch.Tensor) -> torch.Tensor:
+            out = outs[name]
+            if chosen is None:
+                torch.mm(x, self.dense[i % len(self.dense)][name].t(), out=out)
+            elif chosen:
+                splits = self.splits.get(self.shapes[name])
+                packed, adapter = self.packed[i][name], self.adapters[i][name]
+                ops.product(chosen[name], x, *packed, self.gs, None, *adapter, splits, out)
+            return out
+
+        return lambda i: self.run(x, functools.partial(product, i))
+
+
+def layer_rows(model: str, sizes, choose, l2: int, deadline: float) -> list[dict]:
+    """`choose(N, K, M, rows)` -> configuration, with an adapter."""
+    layers = Layers(model, l2, "cuda" if torch.cuda.is_available() else "cpu")
+    rows = []
+    for M in sizes:
+        if time.time() > deadline:
+            print(f"# time is up before layers of {model} M={M}", flush=True)
+            break
+        chosen = {
+            n: choose(N, K, M, RANK * len(layers.splits.get((N, K), (N,)))) for n, (N, K) in layers.shapes.items()
+        }
+        calls = [layers.call(M, chosen), layers.call(M, None), layers.call(M, {})]
+        ours, bf16, glue = times_us(calls, layers.copies, 3, 4)
+        rows.append(
+            {
+                "model": model,
+                "M": M,
+                "ours_us": round(ours, 2),
+                "bf16_us": round(bf16, 2),
+                "glue_us": round(glue, 2),
+                "ratio": round(bf16 / ours, 3),
+                "products": round((bf16 - glue) / (ours - glue), 3) if ours > glue else None,
+                "chosen": {n: tune.short(c) for n, c in chosen.items()},
+            }
+        )
+        print({k: v for k, v in rows[-1].items() if k != "chosen"}, flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", default="every_size.json")
+    parser.add_argument("--models", default="7B,1.5B,32B,0.5B,Llama-3-8B")
+    parser.add_argument("--sizes", default="", help="numbers of tokens at which all candidates are timed")
+    parser.add_argument("--layer-sizes", default="", help="numbers of tokens at which layers are timed")
+    parser.add_argument("--seconds", type=float, default=220)
+    parser.add_argument(
+        "--fit", action="store_true", help="fit the cost model before layers are timed, and choose by it"
+    )
+    parser.add_argument("--dry-run", action="store_true")
+    args = parser.parse_args()
+    begin, on_gpu = time.time(), torch.cuda.is_available()
+    if args.dry_run:
+        tune.MODELS["tiny"] = TINY
+        args.models, args.sizes, args.layer_sizes = "tiny", args.sizes or "24,160", args.layer_sizes or "8,24"
+    elif not on_gpu:
+        raise SystemExit("every_size.py times a GPU, and there is none; --dry-run shows on a CPU that it works")
+    sizes = [int(m) for m in args.sizes.split(",")] if args.sizes else list(CANDIDATE_SIZES)
+    layer_sizes = [int(m) for m in args.layer_sizes.split(",")] if args.layer_sizes else list(LAYER_SIZES)
+    models, sms = args.models.split(","), multiprocessors()
+    l2 = torch.cuda.get_device_properties(0).L2_cache_size if on_gpu else 1
+    layers_until = begin + args.seconds
+    candidates_until = layers_until - (60 if len(layer_sizes) > 20 else 20)
+    if on_gpu:
+        signal.alarm(
+            int(args.seconds) + 40
+        )  # a kernel that hangs in spite of the probe ends the process; the file has what was saved
+    import triton
+
+    result = {
+        "device": torch.cuda.get_device_name(0) if on_gpu else "CPU, a dry run",
+        "multiprocessors": sms,
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "commit": commit(),
+        "command": " ".join(["every_size.py", *sys.argv[1:]]),
+        "lora_rank": RANK,
+        "variants_left_out": {},
+        "matrices": [],
+        "layers": [],
+    }
+
+    def save() -> None:
+        lines = ",\n".join("  " + json.dumps(row) for row in result["matrices"])
+        layers = ",\n".join("  " + json.dumps(row) for row in result["layers"])
+        head = {k: v for k, v in result.items() if k not in ("matrices", "layers")}
+        text = f'{json.dumps(head, indent=1)[:-2]},\n "matrices": [\n{lines}\n ],\n "layers": [\n{layers}\n ]\n}}\n'
+        temporary = Path(args.out + ".tmp")
+        temporary.write_text(text)
+        os.replace(temporary, args.out)
+
+    matrices = [(m, n, *nk) for m in models for n, nk in tune.layer_shapes(m).items()]
+    all_tries = [c for _, _, N, K in matrices for M in sizes for c in cost.candidates(N, K, M, sms)]
+    all_tries += [shipped(N, K, M) for _, _, N, K in matrices for M in (*sizes, *layer_sizes)]
+    print("#", qerl_nvfp4.describe(), flush=True)
+    good, result["variants_left_out"] = usable_variants(all_tries, PROBE_SECONDS)
+    print(
+        f"# {len(good)} variants work, {time.time() - begin:.0f} s; left out: {result['variants_left_out']}", flush=True
+    )
+    save()
+    device = "cuda" if on_gpu else "cpu"
+    for model, name, N, K in matrices:
+        if time.time() > candidates_until:
+            print(f"# time is up before {model}.{name}")
+            break
+        matrix = tune.Matrix(N, K, tune.layer_splits(model).get((N, K)), l2, RANK, device)
+        result["matrices"] += matrix_rows(matrix, f"{model}.{name}", sizes, good, candidates_until)
+        save()
+        del matrix
+        if on_gpu:
+            torch.cuda.empty_cache()
+    print(f"# candidates done after {time.time() - begin:.0f} s", flush=True)
+
+    def choose(N: int, K: int, M: int, rows: int) -> dict:
+        found = cost.cheapest(N, K, M, sms, rows, (), fitted) if M > 16 and fitted else None
+        return shipped(N, K, M) if found is None or not runs(found, good) else found
+
+    fitted = None
+    if args.fit:
+        fitted, result["fit"] = fit(result["matrices"], sms)
+        print("# fit:", result["fit"], flush=True)
+    for name in models:
+        if time.time() > layers_until:
+            print(f"# time is up before layers of {name}")
+            break
+        result["layers"] += layer_rows(name, layer_sizes, choose, l2, layers_until)
+        save()
+        if on_gpu:
+            torch.cuda.empty_cache()
+    for name, rows in itertools.groupby(result["layers"], key=lambda row: row["model"]):
+        found = list(rows)
+        for low, high in ((8, 16), (24, 128), (136, 512), (513, 4096)):
+            some = [r for r in found if low <= r["M"] <= high]
+            if some:
+                worst = min(some, key=lambda r: r["ratio"])
+                print(
+                    f"{name} {low} to {high} tokens: worst {worst['ratio']} at {worst['M']}, products {worst['products']}"
+                )
+    print(f"# wrote {args.out} after {time.time() - begin:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""Fit the cost model (qerl_nvfp4/cost.py) to the candidates that every_size.py timed, and write configs/cost_model.json.
+
+    python kernels/benchmarks/fit.py every_size.json [more.json ...] [--write]
+
+Every variant has factors of its own, none of them negative, by least squares of the relative error.  Printed, and kept in the file: how far the
+chosen candidate is from the fastest one measured ("loss"), with all shapes in the fit and, which is what counts, with the matrix in
+question left out of it.
+"""
+
+import argparse
+import json
+import math
+import os
+import statistics
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "torch-ext"))
+
+from qerl_nvfp4 import cost
+
+
+def not_negative(samples: list[tuple[dict[str, float], float]]) -> dict[str, float]:
+    """Factors >= 0 that minimize the sum of (predicted / us - 1)^2: Lawson and Hanson's active sets."""
+    names = list(samples[0][0])
+    A = torch.tensor([[values[n] / us for n in names] for values, us in samples], dtype=torch.float64)
+    scale = A.norm(dim=0).clamp(min=1e-30)
+    A = A / scale
+    gram, target = A.T @ A + 1e-9 * torch.eye(len(names), dtype=torch.float64), A.sum(0)
+    x, used = torch.zeros_like(target), torch.zeros(len(names), dtype=torch.bool)
+    for _ in range(3 * len(names)):
+        gradient = (target - gram @ x).masked_fill(used, -math.inf)
+        if gradient.max() < 1e-9:
+            break
+        used[gradient.argmax()] = True
+        while True:
+            z = torch.zeros_like(x)
+            z[used] = torch.linalg.solve(gram[used][:, used], target[used])
+            low = used & (z <= 0)
+            if not low.any():
+                break
+            step = (x[low] / (x[low] - z[low])).min()
+            x = x + step * (z - x)
+            used &= x > 1e-12
+            x[~used] = 0.0
+        x = z
+    return {n: float(f"{(x[i] / scale[i]).item():.5g}") for i, n in enumerate(names) if x[i] > 0}
+
+
+def samples_of(rows: list[dict], sms: int) -> dict[str, list]:
+    """variant -> [(terms, us)]."""
+    found: dict[str, list] = {}
+    for row in rows:
+        for timed in row["candidates"]:
+            config = timed["config"]
+            if config["kernel"] in ("wgmma", "wide", "dense"):
+                values = cost.terms(config, row["N"], row["K"], row["M"], sms, row["rows"])
+                found.setdefault(cost.variant(config), []).append((values, timed["us"]))
+    return found
+
+
+def factors_of(rows: list[dict], sms: int, at_least: int = 4) -> dict[str, dict[str, float]]:
+    return {name: not_negative(s) for name, s in sorted(samples_of(rows, sms).items()) if len(s) >= at_least}
+
+
+def losses(rows: list[dict], sms: int, model: dict) -> list[tuple[float, dict, dict]]:
+    """(relative loss of the chosen one of the candidates that were timed, row, chosen)."""
+    found = []
+    for row in rows:
+        if row["M"] <= 16 or not row["candidates"]:
+            continue
+        priced = [
+            (cost.predicted_us(c["config"], row["N"], row["K"], row["M"], sms, row["rows"], model), i, c)
+            for i, c in enumerate(row["candidates"])
+        ]
+        us, _, chosen = min(priced)
+        if math.isfinite(us):
+            found.append((chosen["us"] / min(c["us"] for c in row["candidates"]) - 1, row, chosen))
+    return found
+
+
+def quality(found: list) -> dict:
+    values = sorted(loss for loss, _, _ in found)
+    if not values:
+        return {"rows": 0}
+    worst = max(found, key=lambda f: f[0])
+    return {
+        "rows": len(values),
+        "mean_loss": round(statistics.mean(values), 4),
+        "p90_loss": round(values[int(0.9 * (len(values) - 1))], 4),
+        "worst_loss": round(values[-1], 4),
+        "worst": f"{worst[1]['matrix']} M={worst[1]['M']}",
+    }
+
+
+def fit(rows: list[dict], sms: int) -> tuple[dict, dict]:
+    """The factors, and how good they are."""
+    model = factors_of(rows, sms)
+    shapes, outside = sorted({(r["N"], r["K"]) for r in rows}), []
+    for shape in shapes:
+        others = factors_of([r for r in rows if (r["N"], r["K"]) != shape], sms)
+        outside += losses([r for r in rows if (r["N"], r["K"]) == shape], sms, others)
+    return model, {"all_shapes": quality(losses(rows, sms, model)), "shape_left_out": quality(outside)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("--write", action="store_true", help="write configs/cost_model.json")
+    args = parser.parse_args()
+    runs = [json.loads(path.read_text()) for path in args.files]
+    rows, sms = [row for run in runs for row in run["matrices"]], runs[0]["multiprocessors"]
+    model, found = fit(rows, sms)
+    for name, value in found.items():
+        print(name, value)
+    for loss, row, chosen in sorted(losses(rows, sms, model), key=lambda f: -f[0])[:12]:
+        print(f"  {loss:6.1%} {row['matrix']} M={row['M']}: {chosen['config']}, best {row['candidates'][0]['config']}")
+    if args.write:
+        head = {k: runs[0][k] for k in ("device", "multiprocessors", "torch", "triton", "commit", "command")}
+        lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(factors)}" for name, factors in model.items())
+        text = json.dumps(head | {"quality": found})[:-1] + ', "factors": {\n' + lines + "\n}}\n"
+        temporary = cost.FACTORS.with_suffix(".tmp")
+        temporary.write_text(text)
+        os.replace(temporary, cost.FACTORS)
+        print(f"# wrote {cost.FACTORS}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""Candidates and their costs: what is offered can run, and the cheapest known one is chosen."""
+
+import random
+
+import pytest
+
+pytest.importorskip("triton")
+from qerl_nvfp4 import cost
+
+SMS = 132
+
+
+def matrices() -> list[tuple[int, int]]:
+    draw = random.Random(0)
+    return [(16 * draw.randint(1, 3000), 256 * draw.randint(1, 80)) for _ in range(40)]
+
+
+@pytest.mark.parametrize("BM,P", cost.WIDE)
+def test_a_wide_tile_fits_shared_memory(BM, P):
+    S, X = cost.wide_stages(BM, P)
+    assert S >= 2 and X >= 4, "one unit is multiplied while the next one comes"
+    assert cost.wide_shared_memory(BM, P, S, X) <= cost.SHARED_MEMORY < 227 * 1024
+
+
+def test_every_number_of_tokens_has_candidates_and_each_gets_a_positive_share_of_work():
+    for N, K in matrices():
+        for M in (17, 40, 100, 130, 250, 300, 512, 1504):
+            found = cost.candidates(N, K, M, SMS)
+            assert found
+            names = [(cost.variant(c), c.get("grid")) for c in found]
+            assert len(set(names)) == len(names), "no candidate twice"
+            for config in found:
+                assert 0 < config.get("grid", 1) <= SMS
+                assert config.get("BM", 16) % 16 == 0
+                terms = cost.terms(config, N, K, M, SMS, 32)
+                assert terms["launch"] == 1 and all(value >= 0 for value in terms.values())
+
+
+def test_k_that_the_copy_engine_cannot_read_leaves_the_dense_path():
+    assert [c["kernel"] for c in cost.candidates(1152, 896, 48, SMS)] == ["dense"]
+
+
+def test_the_cheapest_is_chosen_and_what_was_never_measured_is_not():
+    N, K, M = 4608, 3584, 160
+    one = next(c for c in cost.candidates(N, K, M, SMS) if c.get("BM") == 160)
+    model = {"dense": {"launch": 50.0}, cost.variant(one): {"launch": 10.0}}
+    assert cost.variant(cost.cheapest(N, K, M, SMS, 96, (), model)) == cost.variant(one)
+    model[cost.variant(one)] = {"launch": 10.0, "units": 100.0}
+    assert cost.cheapest(N, K, M, SMS, 96, (), model)["kernel"] == "dense"
+    assert cost.cheapest(N, K, M, SMS, 96, (), {}) is None

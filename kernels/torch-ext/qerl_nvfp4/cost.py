@@ -1,0 +1,163 @@
+"""What a matrix product costs: candidates for a matrix (N, K) and M tokens, and microseconds predicted for each.
+
+The prediction is a sum of a few terms that a launch pays for (`terms`), with one set of factors per compiled variant of a kernel.  The
+factors are fitted to measurements (kernels/benchmarks/fit.py, from the JSON of every_size.py) and stand in configs/cost_model.json.
+All of it is for Hopper GPUs and products with an adapter, which is what a rollout runs.
+"""
+
+import functools
+import json
+import math
+from pathlib import Path
+
+FACTORS = Path(__file__).parent / "configs" / "cost_model.json"
+SHARED_MEMORY = 225 * 1024  # bytes per block on Hopper, 2 KiB less than there are: barriers, alignment
+SIZES = (*range(8, 513, 8), 704, 1024, 1504)  # numbers of tokens at which another configuration may be the best one
+
+WGMMA = (  # BM, P, S, permute
+    (16, 3, 4, True),
+    (16, 3, 5, True),
+    (32, 2, 5, True),
+    (32, 3, 4, True),
+    (32, 3, 4, False),
+    (64, 2, 4, True),
+    (64, 3, 3, True),
+    (64, 2, 4, False),
+    (64, 3, 3, False),
+    (128, 2, 2, False),
+    (128, 3, 2, False),
+    (128, 4, 2, False),
+)
+WIDE = (  # BM, P; stages follow from shared memory
+    (80, 3),
+    (96, 2),
+    (96, 3),
+    (112, 3),
+    (128, 2),
+    (128, 3),
+    (160, 2),
+    (160, 3),
+    (192, 2),
+    (192, 3),
+    (224, 2),
+    (256, 2),
+)
+WASTE = 1.35  # a tile is worth a try if it rounds the number of tokens up by no more than this
+
+
+def wide_shared_memory(BM: int, P: int, S: int, X: int) -> int:
+    """Bytes per block of hopper_wide.wide_kernel with an adapter, without barriers."""
+    return S * P * 9216 + X * BM * 128 + P * 4096 + P * 4096 + BM * 64 + 2048
+
+
+@functools.cache
+def wide_stages(BM: int, P: int) -> tuple[int, int]:
+    """Stages of words and of x: three units of words where at least five pieces of x (a unit and one more) fit beside them."""
+    for S, least in ((3, 5), (2, 4)):
+        X = min(8, (SHARED_MEMORY - wide_shared_memory(BM, P, S, 0)) // (BM * 128))
+        if least <= X:
+            return S, X
+    raise ValueError(f"a tile of {64 * P} rows and {BM} tokens does not fit {SHARED_MEMORY} bytes of shared memory")
+
+
+def grids(tiles: int, steps: int, sms: int) -> list[int]:
+    """Numbers of programs: all multiprocessors; where that cuts tiles, also whole tiles, or equal shares of each."""
+    if tiles >= sms:
+        waves = math.ceil(tiles / sms)
+        return sorted({sms, math.ceil(tiles / waves)}) if tiles % sms else [sms]
+    return sorted({sms, tiles * max(1, min(sms // tiles, steps // 2))})
+
+
+def layouts(N: int, K: int, M: int) -> list[dict]:
+    """Configurations without the number of programs, for more than 16 tokens."""
+    if N % 16 or K % 256:
+        return []
+    found = []
+    for BM, P, S, permute in WGMMA:
+        # on small matrices more tiles of few tokens keep more multiprocessors busy
+        if M / 4 <= BM < 2 * max(M, 17) and (BM > 16) and (BM == 128 or BM >= M or N * K < 2**27):
+            found.append({"kernel": "wgmma", "BM": BM, "P": P, "S": S, "permute": permute})
+    for BM, P in WIDE:
+        if math.ceil(M / BM) * BM <= WASTE * M:
+            S, X = wide_stages(BM, P)
+            found.append({"kernel": "wide", "BM": BM, "P": P, "S": S, "X": X})
+    return found
+
+
+def candidates(N: int, K: int, M: int, sms: int) -> list[dict]:
+    """Everything worth a thought for M > 16 tokens and an adapter."""
+    found = []
+    for config in layouts(N, K, M):
+        if config["P"] == 4:
+            continue  # no room for the adapter
+        tiles = math.ceil(N / (64 * config["P"])) * math.ceil(M / config["BM"])
+        # x A^T beside the product, or before it
+        before = M > 64 and (config["kernel"] == "wide" or config["BM"] == 128)
+        tasks = [t for t in (True, False) if (M <= 256 and config["BM"] <= 192 if t else before)]
+        found += [config | {"tasks": t, "grid": g} for t in tasks for g in grids(tiles, K // 256, sms)]
+    if M >= 64 or not found:
+        found.append({"kernel": "dense", "pieces": 1})
+    return found
+
+
+def variant(config: dict) -> str:
+    """The name under which factors are kept: what is compiled, and where x A^T is computed."""
+    if config["kernel"] in ("wgmma", "wide"):
+        names = ("BM", "P", "S", "X", "permute", "tasks")
+        return " ".join([config["kernel"], *(f"{n}={config[n]:d}" for n in names if n in config)])
+    return config["kernel"]
+
+
+def terms(config: dict, N: int, K: int, M: int, sms: int, rows: int) -> dict[str, float]:
+    """What a product pays for; `rows` of the stacked A's."""
+    if config["kernel"] in ("wgmma", "wide"):
+        BM, P, steps = config["BM"], config["P"], K // 256
+        tiles = math.ceil(N / (64 * P)) * math.ceil(M / BM)
+        grid = min(config["grid"], tiles * steps)
+        whole = tiles // grid - (1 if tiles % grid and tiles > grid else 0)
+        return {
+            "launch": 1.0,
+            "units": whole * steps + math.ceil((tiles - whole * grid) * steps / grid),  # 256 columns of a tile
+            "tiles": math.ceil(tiles / grid),
+            "split": float(tiles % grid != 0),
+            "shares": max(0, math.ceil(grid / tiles) - 1),  # of a tile, which one program adds up
+            "MB of weights": N * K * 0.5625e-6,
+            "MB of x": M * K * 2e-6,
+            "MB of y": M * N * 2e-6,
+            "MFLOP of x A^T": M * K * rows * 1e-6,
+        }
+    rounds = math.ceil(math.ceil(M / 128) * math.ceil(N / 256) / sms)
+    return {
+        "launch": 1.0,
+        "weights": N * K * 1e-6,
+        "rounds": rounds * K * 1e-3,
+        "GFLOP": M * N * K * 1e-9,
+        "MB of x": M * K * 2e-6,
+        "MB of y": M * N * 2e-6,
+        "MFLOP of x A^T": M * K * rows * 1e-6,
+    }
+
+
+@functools.cache
+def factors() -> dict[str, dict[str, float]]:
+    """variant -> term -> microseconds; empty before the first fit."""
+    return json.loads(FACTORS.read_text())["factors"] if FACTORS.is_file() else {}
+
+
+def predicted_us(config: dict, N: int, K: int, M: int, sms: int, rows: int, model: dict | None = None) -> float:
+    """Microseconds of a product with an adapter; infinity for a variant that was never measured."""
+    own = (factors() if model is None else model).get(variant(config))
+    if own is None:
+        return math.inf
+    return sum(own.get(name, 0.0) * value for name, value in terms(config, N, K, M, sms, rows).items())
+
+
+def cheapest(
+    N: int, K: int, M: int, sms: int, rows: int = 64, more: tuple[dict, ...] = (), model: dict | None = None
+) -> dict | None:
+    """The candidate that should take least; None where nothing is known about any. `more`: further candidates."""
+    priced = [
+        (predicted_us(c, N, K, M, sms, rows, model), i, c) for i, c in enumerate([*more, *candidates(N, K, M, sms)])
+    ]
+    us, _, config = min(priced, default=(math.inf, 0, None))
+    return config if math.isfinite(us) else None
