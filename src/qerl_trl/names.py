@@ -1,6 +1,7 @@
 """Names of modules whatever wraps the model, and whole tensors whatever shards them."""
 
 import re
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -38,6 +39,27 @@ def local_tensor(parameter: torch.Tensor) -> torch.Tensor:
     """What this process holds of it."""
     tensor = parameter.detach()
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+@torch.no_grad()
+def set_whole(parameter: torch.Tensor, whole: torch.Tensor) -> None:
+    """Write a whole tensor, which every process has, into a parameter or into this process's part of one."""
+    whole = whole.to(parameter.device, parameter.dtype)
+    if hasattr(parameter, "full_tensor"):
+        from torch.distributed.tensor import DTensor, distribute_tensor
+
+        assert isinstance(parameter, DTensor)
+        whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    parameter.copy_(whole)
+
+
+def reshard(model: nn.Module) -> None:
+    """Let go of what FSDP 2 keeps whole after a forward that no backward follows: the next one gathers it anew, as it is then."""
+    for module in model.modules():
+        if hasattr(
+            module, "set_reshard_after_forward"
+        ):  # a `torch.distributed.fsdp.FSDPModule`, which takes seconds to import
+            module.reshard()
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -6,9 +6,10 @@
     save_merged_nvfp4   the merge rounded to 4 bits again. Most small changes do not survive that: it says how much did, and refuses when
                         next to nothing did
 
-What is exported is a live trainer (under DDP: rank 0 writes, everybody waits) or a policy that [`run.load_policy`] built from a checkpoint
+What is exported is a live trainer (of several processes: rank 0 writes, everybody waits) or a policy that [`run.load_policy`] built from a checkpoint
 or adapter folder. `merge` lists the tensors of the dense model, `tensors` says how each is made, `writer` writes them one by one: the model
-itself is not touched.
+itself is not touched. Of a model that FSDP 2 has sharded the adapter is gathered; the base, which nobody has whole and which never changed, is
+loaded again in rank 0, on the CPU, and compared with the run's.
 
 **Which base?** An adapter learned on the quantized base, and corrects its rounding too. Merged into the dequantized NVFP4 base it is the
 policy that was trained; merged into the original bf16 base it is another model, of which nothing was ever sampled. `load_policy(...,
@@ -20,18 +21,21 @@ import hashlib
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from accelerate.utils import broadcast_object_list
 from peft import PeftModel
+from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from .. import checkpoint, forward, report
 from ..identity import RunSettings
+from ..names import full_tensor, is_sharded, reshard
 from ..nvfp4 import layouts
 from ..nvfp4.config import NVFP4Config
 from ..nvfp4.headers import require_finite
@@ -45,6 +49,7 @@ from .run import (
     Exportable,
     TrainedPolicy,
     is_trainer,
+    load_policy,
     recorded_revision,
     recorded_settings,
     require_whole,
@@ -86,13 +91,13 @@ def save_adapter(
         if staging.is_complete(folder, export):
             return export
         with _staged(folder, export, overwrite, policy.tokenizer, card) as partial:
-            policy.model.save_pretrained(str(partial))
+            policy.model.save_pretrained(str(partial), state_dict=policy.gathered)
             require_finite(partial / ADAPTER_FILE)
             (partial / "README.md").unlink(missing_ok=True)  # PEFT's empty template
             _name_base(partial, policy.settings, base_model)
         return export
 
-    return _on_rank_zero(exported, tokenizer, write)
+    return _on_rank_zero(exported, tokenizer, write, adapter_only=True)
 
 
 def copy_adapter(run: Path, folder: str | os.PathLike, card: WriteCard | None = None) -> Export:
@@ -254,21 +259,48 @@ def save_merged_nvfp4(
 
 
 def _on_rank_zero(
-    exported: Exportable, tokenizer: PreTrainedTokenizerBase | None, write: Callable[[TrainedPolicy], Export]
+    exported: Exportable,
+    tokenizer: PreTrainedTokenizerBase | None,
+    write: Callable[[TrainedPolicy], Export],
+    adapter_only: bool = False,
 ) -> Export:
     """Run `write` in the main process; the others wait, and fail if it failed."""
     policy = trained_policy_of(exported, tokenizer)
     if not is_trainer(exported):
         return write(policy)
+    sharded = is_sharded(policy.model)
+    if sharded:
+        policy = policy._replace(gathered=_gathered_adapter(policy.model))
     written: list[Export | None] = [None]
     try:
         if exported.accelerator.is_main_process:
-            written[0] = write(policy)
+            with _loaded_again(policy) if sharded and not adapter_only else nullcontext(policy) as whole:
+                written[0] = write(whole)
     finally:
         broadcast_object_list(written)
     if written[0] is None:
         raise RuntimeError("The export failed in the main process; its error says why.")
     return written[0]
+
+
+def _gathered_adapter(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What `model`'s adapters and trained modules hold, whole, by parameter name, on the CPU. Every process calls it."""
+    reshard(model)
+    return {name: full_tensor(parameter).cpu() for name, parameter in model.named_parameters() if _is_trained(name)}
+
+
+@contextmanager
+def _loaded_again(policy: TrainedPolicy) -> Iterator[TrainedPolicy]:
+    """A sharded policy in one process, on the CPU: its base from where it came from, compared with the run's, and its adapter."""
+    if not isinstance(policy.model, PeftModel):
+        raise ValueError(
+            "This model is sharded and has no adapter (base_format='full'), so no process has it whole. save_model() gathers and writes it; export "
+            "that folder."
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        adapter = Path(folder, "adapter")
+        save_adapter(policy, adapter)
+        yield load_policy(adapter)._replace(tokenizer=policy.tokenizer)
 
 
 @contextmanager
@@ -347,10 +379,13 @@ def _record(kind: Kind, settings: RunSettings, weights_sha256: str) -> Export:
 def _fingerprint(policy: TrainedPolicy, with_adapter: bool) -> str:
     """SHA-256 of what training changed (of a small packed sample for a base)."""
     digest = hashlib.sha256()
-    for name, parameter in policy.model.named_parameters():
-        trained = "lora_" in name or "modules_to_save" in name
-        if trained == with_adapter and (with_adapter or name.endswith(("weight_packed", "weight_scale"))):
+    for name, parameter in (policy.gathered or dict(policy.model.named_parameters())).items():
+        if _is_trained(name) == with_adapter and (with_adapter or name.endswith(("weight_packed", "weight_scale"))):
             data = parameter.detach() if with_adapter else parameter.detach()[:64]
             digest.update(name.encode())
             digest.update(data.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def _is_trained(name: str) -> bool:
+    return "lora_" in name or "modules_to_save" in name

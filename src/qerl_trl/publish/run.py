@@ -25,11 +25,13 @@ ADAPTER_FILE = "adapter_model.safetensors"
 
 
 class TrainedPolicy(NamedTuple):
-    """What is exported or evaluated. `model` has an adapter or none; `settings` describes its run, as far as known."""
+    """What is exported or evaluated. `model` has an adapter or none; `settings` describes its run, as far as known. `gathered`: the adapter's
+    tensors by parameter name, where the model is sharded."""
 
     model: PeftModel | PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None
     settings: RunSettings
+    gathered: dict[str, torch.Tensor] | None = None
 
     @property
     def transformers_model(self) -> PreTrainedModel:

@@ -5,6 +5,7 @@ What differs from the parent, method by method:
 | method | why |
 |---|---|
 | `_init_vllm` | builds one of our engines (engine.py), which reads the trainer's tensors or is compared with them; then it is probed |
+| `start` (new) | does that once training starts, where accelerate moves and shards the model only then (placement.py) |
 | `sync_weights` | puts into the engine what an update changes (trained.py): the adapter, never merged; with `full` every weight |
 | `generate` | brings adapter and noise up to date first; lets the engine sleep afterwards; reports a dead engine as such |
 
@@ -32,6 +33,7 @@ from ..nvfp4.linear import compute_dtype
 from .adapter import check_sharding
 from .contract import check_completions, check_held, check_noise_acted
 from .engine import Completion, Engine, RankWithoutEngine, RolloutError, Sampling
+from .placement import StartsEngine, placed_in_training
 from .probe import probe, probe_again, probe_noise
 from .spec import EngineSpec
 from .trained import TrainedAdapter, TrainedWeights, trained_part
@@ -59,6 +61,7 @@ class QeRLVLLMGeneration(VLLMGeneration):
         self._inside = False
         self._probed = 0  # the step of the latest probe
         self.shared = False
+        self.waits = False  # for accelerate to place the model
         # of the latest rollout's tokens, also where TRL's trainer drops them
         self.sampled_logps: list[list[float | None]] | None = None
         super().__init__(*args, **{**kwargs, "logprobs": kwargs.get("logprobs") or 0})
@@ -69,11 +72,39 @@ class QeRLVLLMGeneration(VLLMGeneration):
         check_sharding(self._dist.zero_stage, self._dist.fsdp_version)
         self.trained = trained_part(self.model)
         self._vocabulary = self.model.config.get_text_config().vocab_size
+        self.waits = placed_in_training(self.accelerator)
+        if self.waits and self.mode == "colocate":
+            self._memory_arguments()  # what does not fit is said now
+            self.engine = RankWithoutEngine()
+        else:
+            self._open()
+        if self.waits:
+            self.trainer.add_callback(StartsEngine(self))
+        else:
+            self.run_probe()
+            self.engine.sleep()
+
+    def _open(self) -> None:
         self.engine = self._build_engine()
         vars(self).update(self.engine.trl_attributes())
         self.accelerator.wait_for_everyone()
+
+    def start(self) -> None:
+        """Build and check what waited for the model to be on its device, in the form in which it is trained. Every process calls it, after
+        accelerate has prepared the model; does nothing the second time.
+
+        Raises:
+            [`RolloutError`]: the engine does not compute what the trainer computes.
+        """
+        if not self.waits:
+            return
+        if self.mode == "colocate":
+            self._open()
+        self.waits = False
         self.run_probe()
         self.engine.sleep()
+        if self.trainer.aqn is not None:
+            self.probe_noise()
 
     def run_probe(self) -> None:
         """Check that the engine computes what the trainer computes (probe.py). Every process calls it.
@@ -92,6 +123,8 @@ class QeRLVLLMGeneration(VLLMGeneration):
         Raises:
             [`RolloutError`]: it does not, or the engine computes one of these norms in a way that cannot carry noise.
         """
+        if self.waits:
+            return  # `start` does it
         aqn, dtype = self.trainer.aqn, getattr(torch, self.spec.dtype)
         self.engine.wake()
         try:
@@ -119,6 +152,13 @@ class QeRLVLLMGeneration(VLLMGeneration):
         logger.info("Rollout probe at step %d: log-probabilities differ by %.4f nats", step, difference)
         self.sync_noise(draw or _NO_NOISE)
         self._probed = step
+
+    def _check_started(self) -> None:
+        if self.waits:
+            raise RolloutError(
+                "There is no checked engine yet: under FSDP and DeepSpeed accelerate moves and shards the model when training starts, and the engine is "
+                "built and compared then. Call train() first; eval_on_start=True evaluates before the first step."
+            )
 
     def _build_engine(self) -> Engine:
         args = self.trainer.args
@@ -204,6 +244,7 @@ class QeRLVLLMGeneration(VLLMGeneration):
         Args:
             stamp: of what is trained, where it is known.
         """
+        self._check_started()
         self.engine.wake()  # what is written is part of what sleeps where vLLM has a copy of the weights
         stamp = stamp or self._trained_stamp()
         self._put = self.trained.put(self.engine, self._dist.gather_params)
@@ -302,6 +343,7 @@ class QeRLVLLMGeneration(VLLMGeneration):
             rollouts: how many rollouts' time it may take.
             noise_must_act: whether something has to be sampled under the noise of this moment, be it 0.
         """
+        self._check_started()
         if self._inside:
             before = self._draw
             with self._engine_errors():

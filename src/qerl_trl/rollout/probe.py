@@ -38,11 +38,12 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
-from accelerate.utils import is_peft_model
+from accelerate.utils import gather_object, is_peft_model
 from peft.tuners.lora import LoraLayer
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..names import reshard, set_whole
 from ..noise.hooks import NoiseDraw
 from ..nvfp4.linear import decoded_weights
 from .adapter import active_adapter, linear_layers, rollout_layers
@@ -149,7 +150,7 @@ def probe(
         for fraction in _FRACTIONS:
             for up, layer, direction, size in zip(ups, layers, directions, sizes(), strict=True):
                 strength = fraction * size / (layer.scaling[adapter] * up.shape[1] ** 0.5)
-                up.copy_((direction * strength).to(up.device, up.dtype))
+                set_whole(up, direction * strength)
             effect = _mean_difference(clean, score(base))
             if effect >= CONTRAST * tolerance:
                 break
@@ -286,7 +287,7 @@ def _rounding(
 
 def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     for target, source in zip(targets, sources, strict=True):
-        target.copy_(source)
+        target.copy_(source)  # both whole, or both this process's part
 
 
 def _prompts(model: nn.Module, generator: torch.Generator) -> list[list[int]]:
@@ -306,6 +307,7 @@ def _trainer_logps(
             logits = model(input_ids=ids, use_cache=False).logits[:, _PROMPT_TOKENS - 1 : -1].float()
     finally:
         model.train(training)
+        reshard(model)
     return logits.log_softmax(-1).gather(-1, ids[:, _PROMPT_TOKENS:, None]).squeeze(-1)
 
 
@@ -314,7 +316,8 @@ def _logps(completions: list[Completion]) -> torch.Tensor:
 
 
 def _mean_difference(mine: torch.Tensor, theirs: torch.Tensor) -> float:
-    return (mine - theirs.to(mine.device)).abs().mean().item()
+    """The largest of all processes', so that all of them judge alike: a forward of sharded weights needs every one."""
+    return torch.tensor(gather_object([(mine - theirs.to(mine.device)).abs().mean().item()])).max().item()
 
 
 @contextlib.contextmanager

@@ -1,0 +1,152 @@
+"""FSDP 2: two processes that share the weights out compute, train, save and export what whole models do.
+
+accelerate has FSDP for accelerators only, and takes each of these CPU processes for one. One pair of processes does everything that is asked here; with
+vLLM it is tests/rollout's scenario `sharded`.
+"""
+
+import multiprocessing
+import os
+import socket
+import traceback
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import DistributedType
+from transformers import AutoModelForCausalLM
+
+from qerl_trl.loading import from_pretrained
+from qerl_trl.names import full_tensor, is_sharded
+from qerl_trl.nvfp4.config import NVFP4Config
+from qerl_trl.nvfp4.linear import NVFP4Linear
+from qerl_trl.publish.run import load_policy
+from tests.faults.tiny_runs import tiny_runs  # noqa: F401
+
+TOKENS = torch.arange(40).reshape(2, 20) + 5
+FSDP = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
+    "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
+}
+TRAINING = {"padding_free": True, "aqn_scope": "policy", "gradient_checkpointing": None}
+
+
+def as_accelerators():
+    original = PartialState.__init__
+
+    def init(self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        if self.distributed_type is DistributedType.MULTI_CPU:
+            self.distributed_type = DistributedType.MULTI_GPU
+
+    PartialState.__init__ = init
+
+
+def trained(trainer) -> dict[str, torch.Tensor]:
+    return {n: full_tensor(p) for n, p in trainer.model.named_parameters() if p.requires_grad}
+
+
+@torch.no_grad()
+def logits(model) -> torch.Tensor:
+    return model.eval()(input_ids=TOKENS, use_cache=False).logits
+
+
+def in_process(rank, port, tiny_runs, folder):  # noqa: F811
+    """Trains as plain data parallelism, then sharded, resumed and exported; leaves what it found in `folder`."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+
+    def again():
+        for state in (AcceleratorState, PartialState, GradientState):
+            state._reset_state()
+
+    again()
+    found = {"plain": trained(tiny_runs.command(folder / "plain", **TRAINING, save_strategy="no"))}
+    os.environ |= FSDP
+    as_accelerators()
+    again()
+    trainer = tiny_runs.command(folder / "run", **TRAINING)
+    packed = [m for m in trainer.model.modules() if isinstance(m, NVFP4Linear)]
+    found |= {
+        "sharded": trained(trainer),
+        "held": sum(m.weight_packed.to_local().numel() for m in packed) / sum(m.weight_packed.numel() for m in packed),
+        "is sharded": is_sharded(trainer.model),
+        "logs": trainer.state.log_history,
+        "logits": logits(trainer.model),
+    }
+    for kind in ("adapter", "merged", "base"):
+        getattr(trainer, f"save_{kind}")(folder / kind, **({"dtype": torch.float32} if kind == "merged" else {}))
+    again()
+    other = tiny_runs.trainer(folder / "run", **TRAINING)
+    other.train(resume_from_checkpoint=str(folder / "run/checkpoint-1"))
+    found["resumed"] = trained(other)
+    torch.save(found, folder / f"{rank}.pt")
+
+
+@pytest.fixture(scope="module")
+def both(tiny_runs, tmp_path_factory):  # noqa: F811
+    """What each of the two processes found, and the folder of what they left."""
+    folder = tmp_path_factory.mktemp("sharded")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    def child(rank):
+        try:
+            in_process(rank, port, tiny_runs, folder)
+        except BaseException:
+            (folder / f"{rank}.txt").write_text(traceback.format_exc())
+            os._exit(1)
+
+    parallel = multiprocessing.get_context("fork")
+    processes = [parallel.Process(target=child, args=(rank,)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+        process.kill()
+    said = "\n".join(p.read_text() for p in sorted(folder.glob("*.txt")))
+    assert not said and (folder / "1.pt").exists(), said or "they hang"
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)], folder
+
+
+def close(some: dict, others: dict, **tolerance) -> None:
+    assert some.keys() == others.keys()
+    for name in some:
+        torch.testing.assert_close(some[name], others[name], **tolerance)
+
+
+def test_the_base_is_shared_out(both):
+    for found in both[0]:
+        assert found["is sharded"] and found["held"] == 0.5
+
+
+def test_it_trains_what_whole_models_train(both):
+    """With noise in rollout and update, packed rows, our LoRA layers; weights loaded in one process only."""
+    (first, second), _ = both
+    close(first["sharded"], second["sharded"], rtol=0, atol=0)
+    close(first["sharded"], first["plain"], rtol=1e-4, atol=1e-6)
+    changed = sum((tensor != 0).any().item() for name, tensor in first["sharded"].items() if "lora_B" in name)
+    assert changed == 4
+    noise = [log["aqn/sigma_effective"] for log in first["logs"] if "loss" in log]
+    assert noise == [log["aqn/sigma_effective"] for log in second["logs"] if "loss" in log] and min(noise[1:]) > 0
+
+
+def test_one_process_computes_the_same_from_what_was_saved(both):
+    (first, second), folder = both
+    assert torch.equal(first["logits"], second["logits"])
+    for saved in ("run", "run/checkpoint-2", "adapter"):
+        policy = load_policy(folder / saved)
+        torch.testing.assert_close(logits(policy.model), first["logits"], rtol=1e-4, atol=1e-4)
+    merged = AutoModelForCausalLM.from_pretrained(folder / "merged", dtype=torch.float32)
+    torch.testing.assert_close(logits(merged), first["logits"], rtol=1e-3, atol=1e-3)
+    with policy.model.disable_adapter():
+        base = from_pretrained(str(folder / "base"), NVFP4Config(compute_dtype="float32"), dtype=torch.float32)
+        torch.testing.assert_close(logits(base), logits(policy.model), rtol=1e-4, atol=1e-4)
+
+
+def test_it_resumes_bit_for_bit(both):
+    for found in both[0]:
+        close(found["resumed"], found["sharded"], rtol=0, atol=0)
