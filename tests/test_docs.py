@@ -106,3 +106,17 @@ def test_healthy_ranges_are_the_limits_of_the_guards():
     assert f"more than {100 * _MISSING:g} % of" in rows["rollout/nan_logps"]
     assert f"below {100 * SignalMonitor.COLLAPSE:g} % of its first value" in rows["entropy"]
     assert f"`zero_advantage_patience` ({default['zero_advantage_patience']})" in rows["frac_reward_zero_std"]
+
+
+def test_what_shows_a_promise_is_there():
+    """Each row once, with its state; the tests it names are tests, its files are files (its links: above)."""
+    rows = re.findall(r"^\| (E\d+) \| (.*) \| (.*?) \| ([^|]*) \|$", (DOCS / "promises.md").read_text(), re.MULTILINE)
+    assert [number for number, *_ in rows] == [f"E{i}" for i in range(1, 37)]
+    for number, _, shown, state in rows:
+        assert re.fullmatch(r"have|(partly: .+)|(not(: .+)?)", state), number
+        named = re.findall(r"`([^`]+)`", shown)
+        for path, _, test in (each.partition("::") for each in named if "/" in each or each.endswith(".md")):
+            assert (ROOT / path).is_file(), path
+            source = (ROOT / path).read_text()
+            assert not test or re.search(rf"^(async )?def {test}\(", source, re.MULTILINE), f"{number}: {path}::{test}"
+        assert state != "have" or "::" in shown or "](" in shown, f"{number}: shown by nothing"
