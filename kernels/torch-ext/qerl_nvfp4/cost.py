@@ -91,9 +91,11 @@ def candidates(N: int, K: int, M: int, sms: int) -> list[dict]:
         if config["P"] == 4:
             continue  # no room for the adapter
         tiles = math.ceil(N / (64 * config["P"])) * math.ceil(M / config["BM"])
-        # x A^T beside the product, or before it
+        # x A^T beside the product, where x is put in order, or by cuBLAS before
         before = M > 64 and (config["kernel"] == "wide" or config["BM"] == 128)
-        tasks = [t for t in (True, False) if (M <= 256 and config["BM"] <= 192 if t else before)]
+        tasks = [True] if M <= 256 and config["BM"] <= (192 if M <= 192 else 64) else []
+        tasks += ["order"] if before else []
+        tasks += [False] if before and M >= 256 else []
         found += [config | {"tasks": t, "grid": g} for t in tasks for g in grids(tiles, K // 256, sms)]
     if M >= 64 or not found:
         found.append({"kernel": "dense", "pieces": 1})
@@ -104,7 +106,9 @@ def variant(config: dict) -> str:
     """The name under which factors are kept: what is compiled, and where x A^T is computed."""
     if config["kernel"] in ("wgmma", "wide"):
         names = ("BM", "P", "S", "X", "permute", "tasks")
-        return " ".join([config["kernel"], *(f"{n}={config[n]:d}" for n in names if n in config)])
+        return " ".join(
+            [config["kernel"], *(f"{n}={config[n] if n == 'tasks' else int(config[n])}" for n in names if n in config)]
+        )
     return config["kernel"]
 
 

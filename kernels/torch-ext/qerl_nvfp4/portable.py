@@ -245,6 +245,71 @@ def permute_kernel(x_ptr, o_ptr, M, K, sxm, BM: tl.constexpr, BK: tl.constexpr, 
     tl.store(o_ptr + m_M[:, None].to(tl.int64) * K + k_K[None, :], x, mask=mask)
 
 
+@triton.jit(do_not_specialize=["M", "RS", "slices"])
+def permute_and_multiply_kernel(
+    x_ptr,
+    o_ptr,
+    a_ptr,
+    part_ptr,
+    xa_ptr,
+    cnt_ptr,
+    M,
+    K,
+    RS,
+    sxm,
+    slices,
+    KSLICE,
+    BM: tl.constexpr,
+    BR: tl.constexpr,
+    BK: tl.constexpr,
+    SLICES: tl.constexpr,
+    PDL: tl.constexpr,
+    INTERP: tl.constexpr,
+):
+    """permute_kernel, and x A^T (M, RS) of what it reads; K and KSLICE are multiples of BK, SLICES is `slices` rounded up.
+
+    Of the programs of a block, each with a slice of K, the last one adds all of them up, always in the same order.
+    """
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row_blocks = tl.cdiv(RS, BR)
+    block = tl.program_id(0)
+    ks = tl.program_id(1)
+    m_M = block // row_blocks * BM + tl.arange(0, BM)
+    r_R = block % row_blocks * BR + tl.arange(0, BR)
+    acc = tl.zeros((BM, BR), tl.float32)
+    for k0 in range(ks * KSLICE, tl.minimum((ks + 1) * KSLICE, K), BK):
+        k_K = k0 + tl.arange(0, BK)
+        x = tl.load(
+            x_ptr + tl.minimum(m_M, M - 1)[:, None].to(tl.int64) * sxm + k_K[None, :],
+        )
+        a = tl.load(a_ptr + tl.minimum(r_R, RS - 1)[:, None].to(tl.int64) * K + k_K[None, :])
+        if INTERP:
+            acc += tl.dot(widen(x, INTERP), tl.trans(widen(a, INTERP)))
+        else:
+            acc = tl.dot(x, tl.trans(a), acc)
+        if block % row_blocks == 0:
+            y = x.reshape(BM, BK // 128, 4, 4, 2, 2, 2).permute(0, 1, 3, 5, 6, 2, 4).reshape(BM, BK)
+            tl.store(o_ptr + m_M[:, None].to(tl.int64) * K + k_K[None, :], y, mask=m_M[:, None] < M)
+    if SLICES > 1:
+        at = tl.arange(0, BM)[:, None] * BR + tl.arange(0, BR)[None, :]
+        base = part_ptr + block * slices * (BM * BR)
+        tl.store(base + ks * (BM * BR) + at, acc)
+        tl.debug_barrier()
+        last = tl.atomic_add(cnt_ptr + block, 1, sem="acq_rel") == slices - 1
+        if last:
+            s_S = tl.arange(0, SLICES)[:, None, None]
+            parts = tl.load(base + s_S * (BM * BR) + at[None, :, :], mask=s_S < slices, other=0.0, cache_modifier=".cg")
+            acc = tl.sum(parts, 0)
+            tl.store(cnt_ptr + block, 0)
+    else:
+        last = True
+    if last:
+        y = xa_ptr + m_M[:, None].to(tl.int64) * RS + r_R[None, :]
+        tl.store(y, acc.to(tl.bfloat16), mask=(m_M[:, None] < M) & (r_R[None, :] < RS))
+
+
 @triton.jit(do_not_specialize=["M", "RS", "mp"])
 def lora_down_kernel(
     x_ptr,
