@@ -215,4 +215,6 @@ def _compared(name: str, then: Any, now: Any) -> list[str]:
     if name == "base_sha256":
         return [f"base_sha256: the base model has other weights than then ({then[:12]} then, {now[:12]} now)"]
     shown = ["not set" if value is None else repr(value) for value in (then, now)]
-    return [f"{name.removeprefix('options.')}: {shown[0]} then, {shown[1]} now"]
+    # what each process draws for itself
+    why = " processes: sampling, shuffle and dropout draw other numbers" if name == "world_size" else ""
+    return [f"{name.removeprefix('options.')}: {shown[0]} then, {shown[1]} now{why}"]

@@ -2,14 +2,16 @@
 
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
+from accelerate.utils import gather_object
 from transformers import TrainingArguments
+from trl.trainer.utils import is_async_callable
 
-from . import watch
+from . import redaction, watch
 
 #: of gloo and NCCL, when the other side of a connection is gone
 _LOST = re.compile(
@@ -36,6 +38,47 @@ def load_to_numbered_cpus() -> None:
         return storage if re.fullmatch(r"cpu:\d+", location) else None
 
     torch.serialization.register_package(100, lambda storage: None, load)  # asked after torch's own
+
+
+class Errors:
+    """Errors of functions that each process calls with its own data, kept until all processes have come to the same place: whoever raised
+    at once would leave the others in the next collective, and nobody could save anything any more."""
+
+    def __init__(self) -> None:
+        self._own: Exception | None = None
+
+    def keep(self, function: Callable[..., list]) -> Callable[..., list]:
+        """`function` (plain or async; it returns one number per completion), which gives zeros where it raises."""
+
+        def zeros(error: Exception, passed: dict[str, Any]) -> list[float]:
+            self._own = self._own or error
+            return [0.0] * len(passed["completions"])
+
+        @functools.wraps(function)
+        async def keeping_async(*args: Any, **kwargs: Any) -> list:
+            try:
+                return await cast(Any, function(*args, **kwargs))
+            except Exception as error:
+                return zeros(error, kwargs)
+
+        @functools.wraps(function)
+        def keeping(*args: Any, **kwargs: Any) -> list:
+            try:
+                return function(*args, **kwargs)
+            except Exception as error:
+                return zeros(error, kwargs)
+
+        return cast(Any, keeping_async) if is_async_callable(function) else keeping
+
+    def raise_everywhere(self) -> None:
+        """Collective. Where a process has an error, it raises it, and the others raise that it has."""
+        own, self._own = self._own, None
+        everyone = gather_object([None if own is None else redaction.redact(f"{type(own).__name__}: {own}")])
+        if own is not None:
+            raise own
+        for rank, text in enumerate(everyone):
+            if text is not None:
+                raise RuntimeError(f"Process {rank} of {len(everyone)} failed, and all end with it: {text}")
 
 
 @contextmanager

@@ -41,6 +41,8 @@ class SavingMixin(PublishingMixin):
     _changed: tuple[str, ...] = ()
     #: random state before the batch that is being made
     _before_batch: "_RandomState | None" = None
+    #: whether the error in the making of that batch was raised in every process
+    _all_failed: bool = False
 
     def to_resume(self) -> str | None:
         """What `train(resume_from_checkpoint=...)` should be given to go on with this run: what the arguments name, else the newest whole
@@ -151,7 +153,7 @@ class SavingMixin(PublishingMixin):
         Args:
             since: the random state before that batch, where it is judged later than it was made.
         """
-        self._before_batch = since or _random_state()
+        self._before_batch, self._all_failed = since or _random_state(), False
         try:
             yield
         except RolloutError:
@@ -162,16 +164,29 @@ class SavingMixin(PublishingMixin):
         finally:
             self._before_batch = None
 
+    @contextmanager
+    def failing_together(self) -> Iterator[None]:
+        """Around what fails in all processes or in none, right after rewards were gathered: an error of one process's reward function is
+        raised in all of them here, so that they can save together."""
+        try:
+            if self.accelerator.num_processes > 1:
+                self._reward_errors.raise_everywhere()
+            yield
+        except Exception:
+            self._all_failed = True
+            raise
+
     def rescue(self) -> str:
-        """Save a checkpoint of the step that has ended, where that is safe; says what to resume from. With several processes the others
-        wait elsewhere, and a save would hang."""
+        """Save a checkpoint of the step that has ended, where that is safe; says what to resume from. Where one of several processes fails
+        by itself, the others wait elsewhere, and a save would hang."""
         step = self.state.global_step
         resume = "resume from the last checkpoint (resume_from_checkpoint=True) once the cause is gone"
         wanted = getattr(self.args, "save_strategy", "no") != "no" and step > 0 and self.model.training
-        if wanted and self.accelerator.num_processes == 1:
+        if wanted and (self.accelerator.num_processes == 1 or self._all_failed):
             try:
                 with _random_state_of(self._before_batch):
                     self._save_checkpoint(self.model, None)
+                self.accelerator.wait_for_everyone()  # who leaves first would end the one that seals
             except Exception as error:  # a full disk is also a RuntimeError of torch; the Hub has errors of its own
                 return f"Saving step {step} failed too ({type(error).__name__}: {error}); {resume}."
             return f"Step {step} is saved; {resume}."

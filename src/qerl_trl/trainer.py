@@ -51,7 +51,7 @@ from .memory.plan import MemoryPlan, plan_trainer
 from .memory.workload import check_rollout
 from .noise.callback import AQNCallback
 from .nvfp4.linear import has_nvfp4
-from .processes import naming_the_lost_one, start_watch
+from .processes import Errors, naming_the_lost_one, start_watch
 from .publishing import close_other_ways, warn_of_exports
 from .rollout.arms import check_environment
 from .rollout.contract import checked_rollout_func
@@ -137,6 +137,7 @@ class QeRLMixin(SavingMixin, PackingMixin):
         self._monitor = guards.SignalMonitor(args.zero_advantage_patience)
         self._mismatch = mismatch.MismatchWatch(args.rollout_mismatch_threshold)
         self._passes = OnePass(self)
+        self._reward_errors = Errors()
         self.reward_funcs = guards.checked_rewards(self)
         if getattr(self, "rollout_func", None) is not None:
             self.rollout_func = checked_rollout_func(self.rollout_func)
@@ -193,7 +194,8 @@ class QeRLMixin(SavingMixin, PackingMixin):
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         with self._timer.phase("reward", counts=self.model.training), guards.reward_limit(self):
             self._rewards = super()._calculate_rewards(*args, **kwargs)
-            guards.check_reward_tensor(self._rewards, self.reward_func_names, self.reward_weights)
+            with self.failing_together():
+                guards.check_reward_tensor(self._rewards, self.reward_func_names, self.reward_weights)
         return self._rewards
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:

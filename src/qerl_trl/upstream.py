@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from .config import QeRLConfig, QeRLRLOOConfig
     from .memory.plan import MemoryPlan
+    from .processes import Errors
 
     class OnlineTrainer(_BaseTrainer):
         _name: str
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
         _tokenizer: Any
         base_sha256: str | None  # our own, set by QeRLMixin
         memory_plan: "MemoryPlan | None"  # the same
+        _reward_errors: Errors  # the same
         _metrics: dict[str, defaultdict[Any, list[Any]]]
         _logs: dict[str, Any]
 

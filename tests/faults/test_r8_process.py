@@ -5,6 +5,7 @@ import importlib.util
 import multiprocessing
 import os
 import resource
+import shutil
 import signal
 import types
 from pathlib import Path
@@ -230,47 +231,68 @@ def two_processes(tiny_runs, run: Path, fails: bool = False) -> list[str | None]
     """One training of two processes with gloo; the reward of the second step `fails` in the second one. What each raised."""
 
     def work(rank):
-        tiny_runs.command(run, reward=interrupting(2 if fails and rank == 1 else 0, by=KeyError), **STEPS)
+        reward = interrupting(2 if fails and rank == 1 else 0, by=KeyError)
+        tiny_runs.command(run, reward=reward, max_steps=2, save_steps=2)
 
     return [outcome.answer for outcome in on_ranks(2, work)]
 
 
 @fault("R8.rank_fails", recovered=True)
-def test_one_of_two_processes_fails(tiny_runs, tmp_path):  # noqa: F811
+def test_the_reward_of_one_of_two_processes_fails(tiny_runs, tmp_path):  # noqa: F811
+    """No save was due: both save the step that has ended, and the same command goes on from there."""
     run = tmp_path / "run"
     other, failed = two_processes(tiny_runs, run, fails=True)
     for word in ("Reward function 'spread_reward' raised KeyError", "resume"):
-        assert word in failed
-    for word in (
-        "Process 0 of 2 has lost another one at step 1",
-        "Process 1 of 2",
-        "Reward function 'spread_reward' raised KeyError",
-        str(run / "checkpoint-1"),
-        "same command",
-    ):
-        assert word in other
+        assert word in failed and word in other
+    assert "Process 1 of 2 failed" in other
     assert checkpoint.problems(run / "checkpoint-1") == []
+    assert {f"rng_state_{rank}.pth" for rank in range(2)} <= checkpoint.sealed_files(run / "checkpoint-1")
     saved = contents(run / "checkpoint-1")
+    shutil.copytree(run, alone := tmp_path / "alone")
+    batch = {"per_device_train_batch_size": 8, "max_steps": 2, "save_steps": 2}  # as large as that of both
+    with told(ValueError, "world_size: 2 then, 1 now", "draw other numbers", "allow_other_settings"):
+        tiny_runs.command(alone, **batch)
+    assert tiny_runs.command(alone, **batch, allow_other_settings=True).state.global_step == 2
     assert two_processes(tiny_runs, run) == [None, None]
     assert contents(run / "checkpoint-1") == saved  # it went on from there
     assert two_processes(tiny_runs, tmp_path / "whole") == [None, None]
     assert (run / WEIGHTS).read_bytes() == (tmp_path / "whole" / WEIGHTS).read_bytes()
 
 
-def test_a_loss_that_is_not_a_number_in_one_process_stops_all(tiny_runs, tmp_path):  # noqa: F811
+@fault("R8.rank_fails")
+@pytest.mark.parametrize("how", ["its loss is not a number", "it raises"])
+def test_one_of_two_processes_fails_in_an_update(how, tiny_runs, tmp_path):  # noqa: F811
     """Before any of them takes the step."""
     run = tmp_path / "run"
 
     def work(rank):
         trainer = tiny_runs.trainer(run, **STEPS)
         compute = trainer._compute_loss
-        bad = lambda: rank == 1 and trainer.state.global_step == 1  # noqa: E731
-        trainer._compute_loss = lambda *args: compute(*args) * (float("nan") if bad() else 1)
+
+        def wrong(*args):
+            loss = compute(*args)
+            if rank == 0 or trainer.state.global_step == 0:
+                return loss
+            if how == "it raises":
+                raise KeyError("by itself")
+            return loss * float("nan")
+
+        trainer._compute_loss = wrong
         trainer.train()
 
-    other, failed = on_ranks(2, work)
-    assert "RuntimeError: The loss is nan at step 1" in failed.answer
-    assert "is not finite at step 1" in other.answer or "The loss is nan at step 1" in other.answer
+    other, failed = (outcome.answer for outcome in on_ranks(2, work))
+    if how == "it raises":
+        assert "by itself" in failed
+        for word in (
+            "Process 0 of 2 has lost another one at step 1",
+            "KeyError: 'by itself'",
+            str(run / "checkpoint-1"),
+            "same command",
+        ):
+            assert word in other
+    else:
+        assert "RuntimeError: The loss is nan at step 1" in failed
+        assert "is not finite at step 1" in other
     assert checkpoint.last_checkpoint(run) == str(run / "checkpoint-1")
 
 
