@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from accelerate import FullyShardedDataParallelPlugin
 
 from qerl_trl.memory.cards import names_of, smallest_first
 from qerl_trl.memory.formulas import ModelBytes, engine_kv_bytes, predicted_bytes, shape_of
@@ -131,3 +132,27 @@ def test_an_engine_of_a_shipped_configuration_is_built_for_its_own_lengths():
 
 if __name__ == "__main__":
     write_headers()
+
+
+@pytest.mark.parametrize("processes", [2, 4, 8])
+@pytest.mark.parametrize("kind", ["data_parallel", "fsdp2", "zero2"])
+def test_accelerate_reads_its_configurations(kind, processes, monkeypatch):
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    name = f"{kind}_{processes}.yaml"
+    read = load_config_from_file(str(CONFIGS.with_name("accelerate") / name))
+    assert (read.num_processes, read.num_machines, read.mixed_precision) == (processes, 1, "bf16")
+    assert read.distributed_type == {"data_parallel": "MULTI_GPU", "fsdp2": "FSDP", "zero2": "DEEPSPEED"}[kind]
+    if kind == "fsdp2":
+        for key, value in read.fsdp_config.items():  # as accelerate launch hands them to its processes
+            monkeypatch.setenv(key.upper(), str(value).lower() if isinstance(value, bool) else str(value))
+        plugin = FullyShardedDataParallelPlugin()
+        assert plugin.fsdp_version == 2 and plugin.cpu_ram_efficient_loading and plugin.reshard_after_forward
+    if kind == "zero2":
+        assert read.deepspeed_config["zero_stage"] == 2 and not read.deepspeed_config["zero3_init_flag"]
+
+
+def test_every_configuration_of_accelerate_is_documented():
+    page = (Path(__file__).parents[1] / "docs/source/multi_gpu.md").read_text()
+    named = {f"{kind}_{n}" for kind in re.findall(r"accelerate/(\w+)_\{2,4,8\}\.yaml", page) for n in (2, 4, 8)}
+    assert named == {path.stem for path in CONFIGS.with_name("accelerate").glob("*.yaml")}

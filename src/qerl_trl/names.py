@@ -56,10 +56,8 @@ def set_whole(parameter: torch.Tensor, whole: torch.Tensor) -> None:
 def reshard(model: nn.Module) -> None:
     """Let go of what FSDP 2 keeps whole after a forward that no backward follows: the next one gathers it anew, as it is then."""
     for module in model.modules():
-        if hasattr(
-            module, "set_reshard_after_forward"
-        ):  # a `torch.distributed.fsdp.FSDPModule`, which takes seconds to import
-            module.reshard()
+        if hasattr(module, "set_reshard_after_forward"):  # torch's FSDPModule, which takes seconds to import
+            cast(Any, module).reshard()
 
 
 def is_sharded(model: nn.Module) -> bool:

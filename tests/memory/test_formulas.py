@@ -175,6 +175,21 @@ def test_an_engine_that_shares_weights_copies_nothing_and_one_per_rank_copies_it
     assert formulas.engine_copy_bytes(shape, full) == 2 * shape.parameters
 
 
+def test_sharded_processes_hold_a_part_and_what_is_gathered():
+    shape = formulas.shape_of(THIRTY_TWO_B)
+    whole = formulas.predicted_bytes(shape, Workload())
+    dense = 2 * shape.dense_parameters
+
+    def part(processes: int) -> formulas.ModelBytes:
+        return formulas.sharded_bytes(shape, Workload(processes=processes, sharded=True), whole)
+
+    for n in (2, 4, 8):
+        held = part(n).base - whole.base / n
+        assert dense < held < dense + 0.035 * whole.base  # two of 64 layers
+        assert part(n).trained == -(-whole.trained // n)
+    assert part(1).base == whole.base
+
+
 def test_the_engines_cache_is_what_vllm_allocates_for_whole_blocks():
     shape, work = formulas.shape_of(SEVEN_B), Workload(prompt_length=100, completion_length=101)
     block = 2 * 2 * 4 * 128 * 28 * 16

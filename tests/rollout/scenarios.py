@@ -877,34 +877,35 @@ def tensor_parallel(folder: Path) -> dict:
 
 @scenario
 def sharded(folder: Path) -> dict:
-    """Two processes with an engine each; the trainer is then sharded by FSDP 2, as accelerate's `prepare` does (under torchrun).
+    """Two processes with an engine each, built once accelerate has sharded the trainer by FSDP 2 (under torchrun)."""
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+    from qerl_trl import QeRLConfig, QeRLGRPOTrainer
+    from qerl_trl.names import is_sharded, set_whole
+    from tests.test_sharded import FSDP, as_accelerators
 
-    accelerate itself has FSDP for accelerators only, so `fully_shard` is called here.
-    """
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import distribute_tensor
-
-    from qerl_trl.names import is_sharded
-
-    policy = adapter_on(packed(write_model(folder)), adapter_name="student")
-    g = stub_generation(policy)
-    results = {"probe": vars(g.probe_result), "shared before": g.shared}
-    mesh = init_device_mesh(DEVICE, (2,))
-    for layer in policy.get_base_model().model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(policy, mesh=mesh)
+    path = write_model(folder)
+    os.environ |= FSDP
+    as_accelerators()
+    trainer, logs = train(folder, QeRLGRPOTrainer, QeRLConfig, path, max_steps=2, per_device_train_batch_size=4)
+    g, policy = trainer.vllm_generation, trainer.model.eval()
     _, down, _ = next(iter(g.trained.layers.values()))
-    results["is sharded"], results["sharded adapter"] = is_sharded(policy), type(down.weight).__name__
-    results["adapter"] = []
+    results = {
+        "probe": vars(g.probe_result),
+        "noise": vars(g.noise_result),
+        "shared": g.shared,
+        "is sharded": is_sharded(policy),
+        "sharded adapter": type(down.weight).__name__,
+        "first": logs[0]["sampling/sampling_logp_difference/max"],
+        "sigma": [(log["aqn/sigma"], log["aqn/sigma_effective"]) for log in logs],
+        "adapter": [],
+    }
     for seed in range(1, 3):
         generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for name, parameter in policy.named_parameters():
-                if "lora_" in name:
-                    full = torch.randn(parameter.shape, generator=generator) * 0.1
-                    parameter.copy_(distribute_tensor(full.to(DEVICE), mesh, parameter.placements))
+        for name, parameter in policy.named_parameters():
+            if "lora_" in name:
+                set_whole(parameter, torch.randn(parameter.shape, generator=generator) * 0.1)
         g.sync_weights()
+        g.sync_noise()
         results["adapter"].append(gap(policy, g.llm))
     return results
 

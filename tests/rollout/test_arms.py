@@ -79,6 +79,10 @@ def test_sharding_that_the_engine_cannot_follow_is_refused(monkeypatch, arm):
     args.deepspeed_plugin = SimpleNamespace(zero_stage=3)
     with pytest.raises(ValueError, match="ZeRO-3"):
         QeRLGRPOTrainer(model="/does/not/exist", reward_funcs=lambda **_: [], args=args, train_dataset=[])
+    if arm == "nvfp4":
+        args.use_vllm = False  # what cannot be partitioned is the base
+        with pytest.raises(ValueError, match="ZeRO-3, which partitions weights"):
+            QeRLGRPOTrainer(model="/does/not/exist", reward_funcs=lambda **_: [], args=args, train_dataset=[])
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setenv("FSDP_VERSION", "1")
     with pytest.raises(ValueError, match="FSDP version 1"):

@@ -279,10 +279,13 @@ def test_what_differs_is_named(handshake, case, named):
     assert any(difference.startswith(named) for difference in handshake[case]), handshake[case]
 
 
-def test_adapter_sharded_by_fsdp_is_gathered(sharded):
-    assert sharded["is sharded"] and sharded["sharded adapter"] == "DTensor"
-    assert sharded["probe"]["difference"] < EXACT
+def test_engine_of_a_sharded_trainer(sharded):
+    assert sharded["is sharded"] and sharded["sharded adapter"] == "DTensor" and not sharded["shared"]
+    assert sharded["probe"]["difference"] < EXACT and sharded["first"] < 1e-3
+    assert sharded["noise"]["difference"] < EXACT
     assert max(sharded["adapter"]) < EXACT
+    (clean, none), (sigma, effective) = sharded["sigma"]
+    assert clean == none == 0 < sigma and effective == pytest.approx(sigma, rel=0.15)
 
 
 def test_tensor_parallel_in_the_trainers_processes(tensor_parallel):

@@ -131,6 +131,18 @@ def model_bytes(model: nn.Module) -> ModelBytes:
     )
 
 
+def sharded_bytes(shape: Shape, work: Workload, model: ModelBytes) -> ModelBytes:
+    """What one process holds of a model that FSDP 2 shares out: its part, and whole what is gathered at a time: embeddings, head, and two layers
+    (the one that computes, and the next)."""
+    dense = work.dtype_bytes * shape.dense_parameters
+    gathered = dense + 2 * max(0, model.base - dense) // shape.layers
+    return ModelBytes(
+        base=min(model.base, -(-model.base // work.processes) + gathered),
+        trained=-(-model.trained // work.processes),
+        trained_parameters=-(-model.trained_parameters // work.processes),
+    )
+
+
 # --- what stays ---------------------------------------------------------------------------------------------------------------------
 
 

@@ -236,6 +236,8 @@ def _add_up(
     shape: Shape, work: Workload, gpu: Gpu | None, model: ModelBytes | None, max_model_len: int | None
 ) -> MemoryPlan:
     model = model or formulas.predicted_bytes(shape, work)
+    if work.sharded:
+        model = formulas.sharded_bytes(shape, work, model)
     gradients = model.trained * (2 if work.processes > 1 else 1)  # DDP's buckets are a second copy
     between = (
         work.batch * work.accumulation > work.completions // work.tensor_parallel
@@ -369,7 +371,7 @@ def plan_trainer(trainer: Any, gpu: Gpu | None = None) -> MemoryPlan:
             attention=getattr(model.config, "_attn_implementation", None) or "sdpa",
         )
         if trainer.is_fsdp_enabled:  # it will shard what the engine would share
-            work = dataclasses.replace(work, share_weights=False)
+            work = dataclasses.replace(work, share_weights=False, sharded=True)
         if work.gradient_checkpointing is None and (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
             # processes gather the weights of each layer together, and each plans for itself
             work = dataclasses.replace(work, gradient_checkpointing=True)

@@ -30,7 +30,7 @@ class Workload:
     sequences that are generated at a time. `rollout`: "transformers", "colocate" or "server" (vLLM). `padded`: the prompts' lengths differ,
     so that attention gets a mask. `gradient_checkpointing`: whether decoder layers recompute their activations; None: the last `kept_layers`
     do not, of which a plan makes as many as fit. `dtype_bytes`: of what is not quantized. `kv_limit` (bytes) and `utilization` (of the GPU) replace what
-    would be planned for the KV cache.
+    would be planned for the KV cache. `sharded`: the processes share the trainer's weights out between them (FSDP 2).
     """
 
     batch: int = 8
@@ -47,6 +47,7 @@ class Workload:
     attention: str = "sdpa"
     padded: bool = True
     processes: int = 1
+    sharded: bool = False
     rollout: str = "transformers"
     share_weights: bool = True
     sleep: bool = False

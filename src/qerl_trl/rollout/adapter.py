@@ -114,8 +114,8 @@ def check_sharding(zero_stage: int, fsdp_version: int | None) -> None:
     """
     if zero_stage == 3:
         raise ValueError(
-            "vLLM rollouts do not work with DeepSpeed ZeRO-3 here: it partitions the weights while they load, packed bytes cannot be "
-            "partitioned, and the engine starts from whole tensors. Use ZeRO-2, FSDP 2 (fsdp_version: 2), or plain data parallelism."
+            "vLLM rollouts do not work with DeepSpeed ZeRO-3 here: it partitions the weights while they load, and the engine starts from whole "
+            "tensors. Use ZeRO-2, FSDP 2 (fsdp_version: 2), or plain data parallelism."
         )
     if fsdp_version == 1:
         raise ValueError(

@@ -52,11 +52,16 @@ def check_environment(args: "QeRLConfig | QeRLRLOOConfig") -> None:
 
     Raises:
         `ImportError`: vLLM is missing, broken, or a version that was never tested.
-        `ValueError`: a way of sharding that the engine cannot follow.
+        `ValueError`: a way of sharding that the weights or the engine cannot follow.
     """
+    zero_stage = getattr(getattr(args, "deepspeed_plugin", None), "zero_stage", 0)
+    if zero_stage == 3 and args.base_format in ("nvfp4", "nf4"):
+        raise ValueError(
+            f"base_format={args.base_format!r} does not train under DeepSpeed ZeRO-3, which partitions weights while they load, before they are "
+            "quantized. Use FSDP 2 (fsdp_version: 2), which shards the packed weights, ZeRO-2, or plain data parallelism."
+        )
     if not args.use_vllm:
         return
-    zero_stage = getattr(getattr(args, "deepspeed_plugin", None), "zero_stage", 0)
     fsdp_version = (getattr(args, "fsdp_plugin_args", None) or {}).get("fsdp_version")
     if fsdp_version is None and os.environ.get("ACCELERATE_USE_FSDP", "").lower() in (
         "1",
