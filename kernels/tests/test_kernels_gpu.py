@@ -1,5 +1,8 @@
 """The kernels on a real GPU with fresh random data: every configuration family, poisoned outputs, graphs, torch.compile."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 import triton
@@ -444,6 +447,45 @@ def test_graphs_and_eager_calls_in_any_order_give_the_same_bits():
         assert torch.equal(y_many, first[2])
         assert torch.equal(eager[0], first[turn % 4])
         assert torch.equal(eager[1], first[(turn + 1) % 4])
+
+
+@hopper_only
+@pytest.mark.parametrize("M", [64, 128])
+def test_other_processes_on_the_gpu_change_no_bit(M):
+    """The GPU goes from process to process in the middle of a launch, and back. Every launch has other tokens: what is stale must be seen."""
+    other = "import torch\nx = torch.randn(8192, 8192, device='cuda')\nprint('runs', flush=True)\nwhile True:\n    x @ x\n    torch.cuda.synchronize()"
+    N, K, rank = 3584, 18944, 32
+    weight = random_weight(N, K, seed(), "cuda")
+    a, b = torch.randn(rank, K, device="cuda").bfloat16() * 0.01, torch.randn(N, rank, device="cuda").bfloat16()
+    BM, S = (64, 4) if M == 64 else (128, 2)
+    config = {"kernel": "wgmma", "BM": BM, "P": 2, "S": S, "permute": False, "grid": 132, "tasks": True}
+    xs = [torch.randn(M, K, device="cuda").bfloat16() for _ in range(8)]
+    outs = [torch.empty(M, N, device="cuda", dtype=torch.bfloat16) for _ in xs]
+
+    def launch_all() -> None:
+        for x, out in zip(xs, outs, strict=True):
+            out.fill_(float("nan"))
+            launchers.launch(config, x, *weight, None, a, b, [N], out)
+
+    launch_all()
+    torch.cuda.synchronize()
+    alone = [out.clone() for out in outs]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch_all()
+    neighbours = [subprocess.Popen([sys.executable, "-c", other], stdout=subprocess.PIPE) for _ in range(2)]
+    try:
+        assert all(neighbour.stdout.readline().strip() == b"runs" for neighbour in neighbours)
+        wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+        for _ in range(600):  # in one queue: where the GPU waits for the host it changes between launches only
+            graph.replay()
+            for out, expected in zip(outs, alone, strict=True):
+                wrong += (out != expected).sum()
+    finally:
+        for neighbour in neighbours:
+            neighbour.kill()
+            neighbour.wait()
+    assert not wrong
 
 
 def test_a_chain_of_calls_without_synchronization_is_right():

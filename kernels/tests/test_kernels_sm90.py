@@ -208,6 +208,9 @@ def test_wgmma(BM, P, S, permute, rank, spills):
     }
     compiled = compile_sm90(hopper.wgmma_kernel, constants, 4, descriptors, 3, {"xa_ptr": "*bf16"}, average)
     assert compiled.metadata.shared <= 227 * 1024
+    ring = S * hopper.pieces_of(S)
+    made = compiled.asm["ptx"].count("mbarrier.init.shared")
+    assert made == ring * (3 if permute else 2) + (2 if rank else 0), "a barrier that nobody waits for lies in a buffer"
     code = disassemble(compiled.asm["cubin"])
     check(code, "HGMMA", 128, 3.5, spills, count=16)
     waits = [rest for _, op, rest in code if op == "WARPGROUP.DEPBAR.LE"]

@@ -439,11 +439,18 @@ def wgmma_kernel(
     s_sh = gl.allocate_shared_memory(gl.int16, [S * P, R, 8], s_d.layout)
     x_sh = gl.allocate_shared_memory(gl.bfloat16, [2 * S, BM, 128], x_d.layout)
     y_sh = gl.allocate_shared_memory(gl.bfloat16, [2 * P, 16, R], y_d.layout)
-    raw = gl.allocate_shared_memory(gl.int64, [S * B, 1], mbarrier.MBarrierLayout())  # x as it is has arrived
-    full = gl.allocate_shared_memory(gl.int64, [S * B, 1], mbarrier.MBarrierLayout())  # words have, and x is in order
+    full = gl.allocate_shared_memory(
+        gl.int64, [S * B, 1], mbarrier.MBarrierLayout()
+    )  # words have arrived, and x is in order
     empty = gl.allocate_shared_memory(gl.int64, [S * B, 1], mbarrier.MBarrierLayout())  # every group is done
+    # A barrier that nobody waits for must not be made: Triton gives its memory to a buffer, and a GPU that changes between processes
+    # writes barriers back when it returns (PTX: mbarrier.inval before the memory is used for anything else).
+    raw = full
+    if PERMUTE:
+        raw = gl.allocate_shared_memory(gl.int64, [S * B, 1], mbarrier.MBarrierLayout())  # x as it is has arrived
     for i in gl.static_range(S * B):
-        mbarrier.init(raw.index(i), 1)
+        if PERMUTE:
+            mbarrier.init(raw.index(i), 1)
         mbarrier.init(full.index(i), 2 if i % B else 3)
         mbarrier.init(empty.index(i), P)
     ring = (w_sh, s_sh, x_sh, raw, full, empty)
