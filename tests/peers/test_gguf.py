@@ -20,7 +20,8 @@ def test_the_page_says_what_was_measured():
 
 def test_every_tensor_of_a_model_has_a_name_in_gguf(tiny_model_dir):
     with safe_open(tiny_model_dir("qwen2") / "model.safetensors", "pt") as file:
-        parts = {name.split(".", 3)[-1].rpartition(".")[0] for name in file.keys() if ".layers." in name}
+        names = list(file.keys())
+    parts = {name.split(".", 3)[-1].rpartition(".")[0] for name in names if ".layers." in name}
     assert parts == set(gguf._IN_A_BLOCK.values())
     assert gguf.name_in_the_model("blk.1.attn_q.bias") == "model.layers.1.self_attn.q_proj.bias"
     assert gguf.name_in_the_model("token_embd.weight") == "model.embed_tokens.weight"
