@@ -108,6 +108,25 @@ def test_healthy_ranges_are_the_limits_of_the_guards():
     assert f"`zero_advantage_patience` ({default['zero_advantage_patience']})" in rows["frac_reward_zero_std"]
 
 
+def check_that_it_exists(name: str) -> None:
+    """`name`: a file, or file::test; anything else is no evidence."""
+    path, _, test = name.partition("::")
+    if "/" in path or path.endswith(".md"):
+        assert (ROOT / path).is_file(), name
+        source = (ROOT / path).read_text()
+        assert not test or re.search(rf"^(async )?def {test}\(", source, re.MULTILINE), name
+
+
+def test_what_upstream_is_asked_for_names_tests_that_are_there():
+    page = (DOCS / "upstream.md").read_text()
+    watched = re.findall(r"^Watched by `([^`]+)`", page, re.MULTILINE)
+    assert len(watched) >= 5
+    for name in watched:
+        check_that_it_exists(name)
+    projects = set(re.findall(r"^\| (\w+) \| ", page, re.MULTILINE)) - {"project"}
+    assert projects == set(re.findall(r"^### (\w+): ", page, re.MULTILINE))  # each has a text
+
+
 def test_what_shows_a_promise_is_there():
     """Each row once, with its state; the tests it names are tests, its files are files (its links: above)."""
     rows = re.findall(r"^\| (E\d+) \| (.*) \| (.*?) \| ([^|]*) \|$", (DOCS / "promises.md").read_text(), re.MULTILINE)
@@ -115,8 +134,6 @@ def test_what_shows_a_promise_is_there():
     for number, _, shown, state in rows:
         assert re.fullmatch(r"have|(partly: .+)|(not(: .+)?)", state), number
         named = re.findall(r"`([^`]+)`", shown)
-        for path, _, test in (each.partition("::") for each in named if "/" in each or each.endswith(".md")):
-            assert (ROOT / path).is_file(), path
-            source = (ROOT / path).read_text()
-            assert not test or re.search(rf"^(async )?def {test}\(", source, re.MULTILINE), f"{number}: {path}::{test}"
+        for each in named:
+            check_that_it_exists(each)
         assert state != "have" or "::" in shown or "](" in shown, f"{number}: shown by nothing"
