@@ -13,6 +13,7 @@ same ones for both: only the update's seconds mean something then. The adapter h
 
 Every phase is wall time between two synchronizations of the GPU: `rollout` (without `sync`), `sync` (adapter, norms or merged weights
 into the engine), `reward`, `scoring` (what a rollout's log-probabilities and advantages take), and `update`, which is all else of a step.
+In `overlap` cases the next rollout is sampled during the update: `rollout` is what is left to wait for, and the step is what counts.
 `median` is over the steps from the third on. `update_and_scoring` is what the issue's "update" was measured as.
 
 `measured_gib`: the most that the process took of its GPU (NVML, all phases). `planned_gib`: what `qerl-trl plan` says. With `cap` torch's
@@ -87,7 +88,12 @@ FURTHER = {
         "ours", "32b", 8, 512, 8, cap=48.0, options=(("gradient_checkpointing", True),)
     ),
     "ours-7b-ragged-padded": Case("ours", "7b", 64, 1024, 8, ragged=True, options=(("padding_free", False),)),
+    # to be compared with the same case without `-overlap`; what the engine took meanwhile is logged as `seconds/rollout_ahead`
+    "ours-7b-64x512-overlap": Case("ours", "7b", 64, 512, 64, options=(("overlap", 1),)),
+    "ours-7b-8x512-overlap": Case("ours", "7b", 8, 512, 8, options=(("overlap", 1),)),
+    "ours-32b-8x512-overlap": Case("ours", "32b", 8, 512, 8, options=(("overlap", 1),)),
     **_both("tiny", "dry", 8, 12, 4),
+    "ours-tiny-overlap": Case("ours", "dry", 8, 12, 4, options=(("overlap", 1),)),
     "ours-tiny-ragged": Case("ours", "dry", 8, 24, 4, ragged=True),
 }
 ALL = CASES | FURTHER
@@ -230,7 +236,13 @@ def measure(case: Case, device: str) -> dict[str, Any]:
     counted = rows[min(WARM, len(rows) - 1) :]
     median = {name: round(statistics.median(row[name] for row in counted), 4) for name in rows[0]}
     logs = [log for log in trainer.state.log_history if "loss" in log]
-    names = ("completions/mean_length", "completions/max_length", "rollout/mismatch_kl", "grad_norm")
+    names = (
+        "completions/mean_length",
+        "completions/max_length",
+        "rollout/mismatch_kl",
+        "grad_norm",
+        "seconds/rollout_ahead",
+    )
     row: dict[str, Any] = {
         **dataclasses.asdict(case),
         "start": round(ready - started, 1),

@@ -167,13 +167,15 @@ class MismatchWatch:
             if value is not None and name != "logp_gap_error":
                 trainer._metrics["train" if training else "eval"][f"rollout/{name}"].append(value)
         noisy = training and aqn is not None and aqn.scope == "rollout" and aqn.sigma > 0
-        self.judge(found, trainer.state.global_step, noisy, samples_whole_distribution(trainer.args))
+        stale = training and bool(trainer.args.overlap)
+        self.judge(found, trainer.state.global_step, noisy, samples_whole_distribution(trainer.args), stale)
 
-    def judge(self, found: Mismatch, step: int, noisy: bool, whole: bool = True) -> None:
+    def judge(self, found: Mismatch, step: int, noisy: bool, whole: bool = True, stale: bool = False) -> None:
         """Warn or stop.
 
         Args:
             noisy: the rollout had noise that the trainer has not, so that a KL is to be expected.
+            stale: it was sampled with an earlier adapter (`overlap`): the same.
             whole: tokens were drawn from the whole distribution, so that the mean ratio is 1.
         """
         if found.nan_logps:
@@ -197,14 +199,16 @@ class MismatchWatch:
             "The correction is wrong by as much. Usual causes: an engine with another temperature or without --logprobs-mode processed_logprobs, "
             "logits that something processes after they are scored, or a rollout_func that returns other log-probabilities than it sampled with.",
         )
-        limit = self.threshold if noisy else self.threshold / self.STOP
-        expected = "under noise" if noisy else "although both should be the same policy"
+        limit = self.threshold if noisy or stale else self.threshold / self.STOP
+        expected = (
+            "under noise" if noisy else "one rollout apart" if stale else "although both should be the same policy"
+        )
         self._limit(
             "kl",
             found.mismatch_kl,
             limit,
             f"Rollout and trainer disagree: KL of about {found.mismatch_kl:.4g} nats per token at step {step}, {expected} (limit {limit:.4g}).",
-            "With noise, lower aqn_sigma_start or use aqn_scope='policy'; without, the engine may hold a stale adapter, noise that was left on or "
+            "With noise, lower aqn_sigma_start or use aqn_scope='policy'; with overlap=1, lower learning_rate; without, the engine may hold a stale adapter, noise that was left on or "
             "other weights: restart it, or use use_vllm=False.",
         )
 

@@ -76,6 +76,8 @@ class SavingMixin(PublishingMixin):
         if resume is not None:
             self._resumed = TrainerState.load_from_json(os.path.join(resume, TRAINER_STATE_NAME))
             self._recorded_then = cast(RunSettings, checkpoint.recorded_run(resume))
+        if self.args.overlap:
+            self.vllm_generation.resume_ahead(resume)
         return super().train(resume, *args, **kwargs)
 
     def set_initial_training_values(self, *args: Any, **kwargs: Any) -> Any:
@@ -130,6 +132,8 @@ class SavingMixin(PublishingMixin):
         self._unpushed = None
         try:
             super()._save_checkpoint(model, trial)
+            if self.args.overlap:
+                self.vllm_generation.save_ahead(folder)
         finally:
             self.args.save_total_limit = limit
         self.accelerator.wait_for_everyone()

@@ -12,7 +12,8 @@ differs from the parent, method by method:
 | `_generate` | draws the noise of this rollout and keeps the engine up to date (covers tools and rollout functions alike) |
 | `_generate`, `_compute_loss` | what transformers sampled under noise is importance-corrected as vLLM's rollouts are (`behaviour.py`) |
 | `_calculate_rewards` | refuses infinite rewards |
-| `_generate_and_score_completions` | measures and watches the rollout/trainer mismatch (`mismatch.py`); saves the step before where it fails |
+| `_generate_and_score_completions` | measures and watches the rollout/trainer mismatch (`mismatch.py`); saves the step before where it fails; |
+| | with `overlap=1` asks for the next rollout (`rollout/overlap.py`) |
 | `_get_per_token_logps_and_entropies`, `_prepare_inputs` | [`PackingMixin`]: no work on padding, equal prompts once |
 | `_compute_loss`, `_get_per_token_logps_and_entropies` | on-policy the update's own log-probabilities are the old ones (`update/passes.py`) |
 | `training_step` | refuses a non-finite loss or gradient before the optimizer sees it |
@@ -53,7 +54,7 @@ from .noise.callback import AQNCallback
 from .nvfp4.linear import has_nvfp4
 from .processes import Errors, naming_the_lost_one, start_watch
 from .publishing import close_other_ways, warn_of_exports
-from .rollout.arms import check_environment
+from .rollout.arms import check_environment, check_overlap
 from .rollout.contract import checked_rollout_func
 from .saving import SaveBetweenRollouts, SavingMixin
 from .timing import PhaseTimer
@@ -118,6 +119,7 @@ class QeRLMixin(SavingMixin, PackingMixin):
         redaction.check_places({**given, **vars(args)})
         preflight.check(args)
         check_environment(args)
+        check_overlap(args, given)
         run_folder.lock_for(args)
         given["args"], given["peft_config"] = args, adapter_config(model, args, given.get("peft_config"))
         given["reward_funcs"] = with_reward_models(given.get("reward_funcs"), args)
@@ -159,11 +161,12 @@ class QeRLMixin(SavingMixin, PackingMixin):
         """Let the parent's `__init__` build our `VLLMGeneration`; see the module docstring."""
 
         def build(*args, **kwargs):
-            from .rollout.generation import QeRLVLLMGeneration
+            from .rollout import generation, overlap
 
             # of this run's prompts, not the model's largest
             kwargs["max_model_length"] = plan_trainer(self).max_model_len
-            return QeRLVLLMGeneration(*args, trainer=self, **kwargs)
+            kind = overlap.OverlappedGeneration if self.args.overlap else generation.QeRLVLLMGeneration
+            return kind(*args, trainer=self, **kwargs)
 
         with ExitStack() as stack:
             for name in {cls.__module__ for cls in type(self).__mro__ if cls.__module__.startswith("trl.")}:
@@ -207,6 +210,9 @@ class QeRLMixin(SavingMixin, PackingMixin):
                 self._monitor.advantages(equal, mean, self.state.global_step)
                 self._monitor.rewards(self, self._rewards)
             self._passes.scored(output)
+            if self.args.overlap and self.model.training:
+                with self._timer.phase("rollout"):
+                    self.vllm_generation.ahead()
         return output
 
     # -------------------------------------------------------------------------------------------------------- update

@@ -98,9 +98,11 @@ class StandIn(Engine):
     def _llm_generate(self, prompts, sampling_params, use_tqdm=False):
         """vLLM's `LLM.generate`, as far as TRL uses it."""
         outputs = []
-        for prompt in prompts:
+        for number, prompt in enumerate(prompts):
             ids = prompt["prompt_token_ids"]
-            tokens, logps = self._complete(ids, sampling_params.max_tokens, sampling_params.temperature)
+            parameters = sampling_params[number] if isinstance(sampling_params, list) else sampling_params
+            generator = self.generator if parameters.seed is None else torch.Generator().manual_seed(parameters.seed)
+            tokens, logps = self._complete(ids, parameters.max_tokens, parameters.temperature, generator)
             steps = [{t: SimpleNamespace(logprob=p, rank=1)} for t, p in zip(tokens, logps, strict=True)]
             outputs.append(
                 SimpleNamespace(prompt_token_ids=ids, outputs=[SimpleNamespace(token_ids=tokens, logprobs=steps)])
@@ -108,7 +110,7 @@ class StandIn(Engine):
         return outputs
 
     @torch.no_grad()
-    def _complete(self, prompt, max_tokens, temperature) -> Completion:
+    def _complete(self, prompt, max_tokens, temperature, generator=None) -> Completion:
         self.sampled = self.draw
         tokens, logps, past = [], [], None
         ids = torch.tensor([list(prompt)])
@@ -116,7 +118,9 @@ class StandIn(Engine):
             output = self.policy(input_ids=ids, past_key_values=past, use_cache=True)
             past = output.past_key_values
             row = (output.logits[0, -1].float() / (temperature or 1.0)).log_softmax(-1)
-            token = int(torch.multinomial(row.exp(), 1, generator=self.generator) if temperature else row.argmax())
+            token = int(
+                torch.multinomial(row.exp(), 1, generator=generator or self.generator) if temperature else row.argmax()
+            )
             tokens.append(token)
             logps.append(float(row[token]))
             ids = torch.tensor([[token]])

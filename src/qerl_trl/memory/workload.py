@@ -28,7 +28,7 @@ class Workload:
 
     `batch`: sequences of one backward pass (`per_device_train_batch_size`), `accumulation`: backward passes per update. `completions`:
     sequences that are generated at a time. `rollout`: "transformers", "colocate" or "server" (vLLM). `padded`: the prompts' lengths differ,
-    so that attention gets a mask. `gradient_checkpointing`: whether decoder layers recompute their activations; None: the last `kept_layers`
+    so that attention gets a mask. `overlap`: a colocated engine samples while an update runs. `gradient_checkpointing`: whether decoder layers recompute their activations; None: the last `kept_layers`
     do not, of which a plan makes as many as fit. `dtype_bytes`: of what is not quantized. `kv_limit` (bytes) and `utilization` (of the GPU) replace what
     would be planned for the KV cache. `sharded`: the processes share the trainer's weights out between them (FSDP 2).
     """
@@ -51,6 +51,7 @@ class Workload:
     rollout: str = "transformers"
     share_weights: bool = True
     sleep: bool = False
+    overlap: bool = False
     tensor_parallel: int = 1
     graphs: bool = True
     batched_tokens: int = MAX_BATCHED_TOKENS
@@ -120,6 +121,7 @@ def workload_of(
         rollout=rollout,
         share_weights=args.share_weights,
         sleep=args.vllm_enable_sleep_mode,
+        overlap=rollout == "colocate" and bool(args.overlap),
         tensor_parallel=tensor_parallel,
         graphs=not engine.get("enforce_eager", False),
         batched_tokens=engine.get("max_num_batched_tokens", MAX_BATCHED_TOKENS),

@@ -317,13 +317,18 @@ class AQNCallback(TrainerCallback):
     def _training(self) -> bool:
         return self._in_step and self._policy is not None and self._policy.training
 
+    def draw_of(self, step: int, generation: int = 0) -> NoiseDraw:
+        """The draw of a generation in this step of training; the same whenever it is asked for, if the schedule follows no log."""
+        assert self._state is not None, "only in a training step"
+        sigma = self.schedule.sigma(step, self._state.max_steps, self._state.log_history)
+        return NoiseDraw(sigma, self._seed, step, generation)
+
     def _new_draw(self) -> NoiseDraw:
         self._measure()
         assert self._state is not None, "only in a training step"
-        step, total = self._state.global_step, self._state.max_steps
+        step = self._state.global_step
         generation = self._last.generation + 1 if self._last is not None and self._last.step == step else 0
-        sigma = self.schedule.sigma(step, total, self._state.log_history)
-        self._last = NoiseDraw(sigma, self._seed, step, generation)
+        self._last = self.draw_of(step, generation)
         self._reported = None
         self._measured = False
         self._attached().set(self._last)

@@ -10,7 +10,8 @@ Noise on the norms works in all of them.
 """
 
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from .adapter import check_sharding
 from .vllm.imported import import_vllm
@@ -31,6 +32,10 @@ def check_options(args: "QeRLConfig | QeRLRLOOConfig") -> None:
     Raises:
         `ValueError`: with the option that can.
     """
+    if args.overlap not in (0, 1) or isinstance(args.overlap, bool):
+        raise ValueError(f"overlap={args.overlap!r} is neither 0 nor 1, the number of rollouts that are sampled ahead.")
+    if args.overlap and (why := _without_overlap(args)) is not None:
+        raise ValueError(f"overlap=1 cannot work with {why}.")
     if not args.use_vllm:
         return
     if args.vllm_mode == "server" and args.base_format in _SERVER:
@@ -45,6 +50,64 @@ def check_options(args: "QeRLConfig | QeRLRLOOConfig") -> None:
             "weights cannot be split over GPUs. Use vllm_tensor_parallel_size=1 (each process then has an engine), or "
             "base_format='nvfp4'."
         )
+
+
+def _without_overlap(args: "QeRLConfig | QeRLRLOOConfig") -> str | None:
+    """The option that keeps rollouts from being sampled ahead, and what to do about it."""
+    assert args.steps_per_generation is not None, "TRL's config sets it"
+    rollout, update = args.steps_per_generation * getattr(args, "num_iterations", 1), args.gradient_accumulation_steps
+    if not args.use_vllm:
+        return "use_vllm=False: transformers samples with the very model that is updated meanwhile. Pass use_vllm=True, or overlap=0"
+    if args.vllm_mode == "colocate" and args.vllm_enable_sleep_mode:
+        return (
+            "vllm_enable_sleep_mode=True: the engine would sample while it sleeps. Let it stay awake, with a smaller KV cache if memory is "
+            "short (vllm_gpu_memory_utilization)"
+        )
+    if args.vllm_mode == "colocate" and args.vllm_tensor_parallel_size > 1:
+        return (
+            f"vllm_tensor_parallel_size={args.vllm_tensor_parallel_size} in the trainer's process: two threads would talk to the other GPUs "
+            "at the same time. Use vllm_tensor_parallel_size=1, or vllm_mode='server'"
+        )
+    corrected = getattr(args, "vllm_importance_sampling_correction", None)
+    if corrected is None:
+        return "RLOO, which TRL does not correct for rollouts of another policy. Use QeRLGRPOTrainer"
+    if not corrected:
+        return "vllm_importance_sampling_correction=False: completions of an earlier policy need it. Leave it on"
+    if args.aqn and args.aqn_schedule == "entropy_target":
+        return "aqn_schedule='entropy_target', which steers by a rollout that is not there yet. Use another schedule"
+    if rollout % update:
+        return (
+            f"rollouts of {rollout} backward passes (steps_per_generation x num_iterations) and updates of {update} "
+            "(gradient_accumulation_steps): a rollout has to last for whole updates. Leave steps_per_generation out, or set updates_per_rollout"
+        )
+    return None
+
+
+def check_overlap(args: "QeRLConfig | QeRLRLOOConfig", given: Mapping[str, Any]) -> None:
+    """Refuse what `overlap=1` cannot do with what a trainer was given: called before the model is loaded.
+
+    Args:
+        given: the trainer's arguments, by name.
+
+    Raises:
+        `ValueError`: by name.
+    """
+    if not args.overlap:
+        return
+    for name in ("rollout_func", "tools", "environment_factory"):
+        if given.get(name):
+            raise ValueError(
+                f"overlap=1 cannot work with {name}: what it does while completions are sampled is not known ahead, and it would run beside "
+                "the update. Use overlap=0."
+            )
+    data = given.get("train_dataset")
+    if data is not None and not hasattr(data, "__len__"):
+        raise ValueError(
+            f"overlap=1 cannot look ahead in a {type(data).__name__}: prompts have to have numbers. Load the data as a Dataset, or use overlap=0."
+        )
+    pictures = {"image", "images"} & set(getattr(data, "column_names", None) or ())
+    if pictures:
+        raise ValueError(f"overlap=1 cannot work with pictures (column {sorted(pictures)[0]!r}) yet. Use overlap=0.")
 
 
 def check_environment(args: "QeRLConfig | QeRLRLOOConfig") -> None:

@@ -40,7 +40,7 @@ from .trained import TrainedAdapter, TrainedWeights, trained_part
 
 logger = logging.getLogger(__name__)
 
-_NO_NOISE = NoiseDraw(0.0, 0, -1, 0)  # of no step: no rollout has it
+NO_NOISE = NoiseDraw(0.0, 0, -1, 0)  # of no step: no rollout has it
 
 
 class QeRLVLLMGeneration(VLLMGeneration):
@@ -147,10 +147,10 @@ class QeRLVLLMGeneration(VLLMGeneration):
         if not every or not step or step % every or step == self._probed or not self.trainer.model.training:
             return
         draw = self._draw
-        self.sync_noise(_NO_NOISE)
+        self.sync_noise(NO_NOISE)
         difference = probe_again(self.engine, self.model, self.accelerator.device, getattr(torch, self.spec.dtype))
         logger.info("Rollout probe at step %d: log-probabilities differ by %.4f nats", step, difference)
-        self.sync_noise(draw or _NO_NOISE)
+        self.sync_noise(draw or NO_NOISE)
         self._probed = step
 
     def _check_started(self) -> None:
@@ -260,7 +260,7 @@ class QeRLVLLMGeneration(VLLMGeneration):
         aqn = self.trainer.aqn
         if aqn is None:
             return
-        draw = draw or aqn.draw or _NO_NOISE
+        draw = draw or aqn.draw or NO_NOISE
         if draw == self._draw or (self._draw is None and draw.sigma == 0):
             return
         self._noisy = aqn.norms or self._noisy  # it knows none once training has ended
@@ -325,7 +325,7 @@ class QeRLVLLMGeneration(VLLMGeneration):
                 raise ValueError(text)
             logger.warning("%s Completions that get there are cut off.", text)
         rollout = self.trainer.args.generation_batch_size // self.accelerator.num_processes
-        with self._up_to_date(_NO_NOISE, max(1, math.ceil(len(prompts) / rollout))), self._engine_errors():
+        with self._up_to_date(NO_NOISE, max(1, math.ceil(len(prompts) / rollout))), self._engine_errors():
             completions = self.engine.generate(prompts, sampling)
             tokens, logps = [c.tokens for c in completions], [c.logps for c in completions]
             check_completions(tokens, logps, len(prompts), self._vocabulary, "vLLM")
@@ -350,10 +350,10 @@ class QeRLVLLMGeneration(VLLMGeneration):
                 self._prepare(draw)
             yield
             with self._engine_errors():
-                self.sync_noise(before or _NO_NOISE)
+                self.sync_noise(before or NO_NOISE)
             return
         try:
-            with self._limited(rollouts):
+            with self._saying_what_is_saved(), self._limited(rollouts):
                 with self._engine_errors():
                     self._prepare(draw)
                 self._inside = True
@@ -366,11 +366,17 @@ class QeRLVLLMGeneration(VLLMGeneration):
                 with self._engine_errors():
                     self._check(noise_must_act)
                     self.engine.sleep()
-        except RolloutError as error:  # not earlier: a save may take longer than what is left of the limit
-            error.args = (f"{error} {self.trainer.rescue()}",)
-            raise
         finally:
             self._inside = False
+
+    @contextlib.contextmanager
+    def _saying_what_is_saved(self) -> Iterator[None]:
+        """An error in the block also says what to resume from. Around any limit: a save may take longer than what is left of it."""
+        try:
+            yield
+        except RolloutError as error:
+            error.args = (f"{error} {self.trainer.rescue()}",)
+            raise
 
     def _prepare(self, draw: NoiseDraw | None) -> None:
         self.engine.wake()
