@@ -192,3 +192,10 @@ def test_x_times_a_is_computed_where_x_is_put_in_order(M, K, rows):
         assert torch.equal(found, expected)
         assert relative_error(down[:M], x.double() @ a.double().T) < 4e-3
         assert down[M:].isnan().all()
+
+
+def test_the_backward_product_goes_through_the_dequantized_weight():
+    packed, scale, gs = random_weight(48, 64)
+    dy = torch.randn(2, 3, 48).bfloat16()
+    expected = reference.linear_backward(dy.double(), packed, scale, gs)
+    assert relative_error(launchers.backward_dense(dy, packed, scale, gs), expected) < 6e-3
