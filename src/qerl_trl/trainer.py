@@ -50,6 +50,7 @@ from .lora import check_adapter, prepare_trainable_norms, warn_of_dropout, warn_
 from .memory import shortage
 from .memory.plan import MemoryPlan, plan_trainer
 from .memory.workload import check_rollout
+from .noise.agreement import check_agreement
 from .noise.callback import AQNCallback
 from .nvfp4.linear import has_nvfp4
 from .processes import Errors, naming_the_lost_one, start_watch
@@ -190,6 +191,7 @@ class QeRLMixin(SavingMixin, PackingMixin):
                 output = behaviour.with_logps(self, self.aqn, output)
         self._passes.generated()
         if training and self.aqn is not None:
+            check_agreement(self.accelerator, self.aqn, self.vllm_generation.noisy_norms if self.aqn.engine else None)
             self._metrics["train"]["aqn/sigma"].append(self.aqn.sigma)
             self._metrics["train"]["aqn/sigma_effective"].append(self.aqn.sigma_effective)
         return output

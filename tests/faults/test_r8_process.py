@@ -19,6 +19,7 @@ from qerl_trl.memory import shortage
 from qerl_trl.memory.formulas import predicted_bytes, shape_of
 from qerl_trl.memory.plan import Gpu, plan_run, relief
 from qerl_trl.memory.workload import Workload
+from qerl_trl.noise import hooks
 from qerl_trl.rollout.engine import RolloutError
 from tests.ranks import on_ranks
 from tests.shapes import SEVEN_B
@@ -294,6 +295,35 @@ def test_one_of_two_processes_fails_in_an_update(how, tiny_runs, tmp_path):  # n
         assert "RuntimeError: The loss is nan at step 1" in failed
         assert "is not finite at step 1" in other
     assert checkpoint.last_checkpoint(run) == str(run / "checkpoint-1")
+
+
+@pytest.mark.parametrize("what", ["another seed", "other values of the same key"])
+def test_noise_that_differs_between_processes_ends_the_run(what, tiny_runs, tmp_path):  # noqa: F811
+    """The latter as on a device that computes otherwise: in one number, by a millionth."""
+
+    def work(rank):
+        draw = hooks.standard_noises
+
+        def otherwise(*args):
+            unit = draw(*args)
+            unit[7] *= 1 + 1e-6
+            return unit
+
+        if rank == 1 and what != "another seed":
+            hooks.standard_noises = otherwise
+        trainer = tiny_runs.trainer(tmp_path / "run", **STEPS, aqn_seed=rank if what == "another seed" else 0)
+        trainer.train()
+
+    for outcome in on_ranks(2, work):
+        for word in (
+            "noise of this rollout is not the same",
+            "process 0: NoiseDraw(",
+            "process 1: NoiseDraw(",
+            "aqn=False",
+        ):
+            assert word in outcome.answer
+    # without noise there is nothing to differ in
+    assert ("step=0" if what == "another seed" else "step=1") in outcome.answer
 
 
 @fault("R8.out_of_memory_in_step")

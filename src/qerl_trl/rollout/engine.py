@@ -59,6 +59,7 @@ class Held(NamedTuple):
     damaged: list[str]
     draw: NoiseDraw | None
     sampled: NoiseDraw | None
+    norms: int | None = None
 
 
 class Engine(ABC):

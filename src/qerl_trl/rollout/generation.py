@@ -58,6 +58,7 @@ class QeRLVLLMGeneration(VLLMGeneration):
         self._put: str | None = None  # their fingerprint
         self._draw: NoiseDraw | None = None
         self._noisy: tuple[str, ...] = ()
+        self.noisy_norms: int | None = None  # sum of their bits in the latest rollout, where this process has an engine
         self._inside = False
         self._probed = 0  # the step of the latest probe
         self.shared = False
@@ -391,6 +392,7 @@ class QeRLVLLMGeneration(VLLMGeneration):
             [`RolloutError`]: it did not.
         """
         held = self.engine.held()
+        self.noisy_norms = None if held is None else held.norms
         if held is not None:
             check_held(held, self._put, self._draw)
             if noise_must_act:

@@ -170,7 +170,10 @@ class ServerEngine(Engine):
     def held(self) -> Held:
         answers = self.call("qerl_held")
         try:
-            ranks = [Held(a["received"], list(a["damaged"]), _draw(a["draw"]), _draw(a["sampled"])) for a in answers]
+            ranks = [
+                Held(a["received"], list(a["damaged"]), _draw(a["draw"]), _draw(a["sampled"]), a.get("norms"))
+                for a in answers
+            ]
         except (KeyError, TypeError) as error:
             raise odd(self.url + CALL, "what each rank holds", f"{answers}") from error
         first, damaged = ranks[0], sorted({name for rank in ranks for name in rank.damaged})

@@ -6,7 +6,7 @@ from torch import nn
 
 from qerl_trl.noise.generator import standard_noise
 from qerl_trl.noise.hooks import NoiseDraw
-from qerl_trl.rollout.wire import AdapterTensors
+from qerl_trl.rollout.wire import AdapterTensors, bits
 
 RANK, K, WIDTHS = 8, 16, (24, 8, 8)  # q_proj, k_proj and v_proj, fused
 NAMES = ("q_proj", "k_proj", "v_proj")
@@ -78,7 +78,11 @@ def test_noise_is_the_trainers_and_leaves_no_trace(state):
     clean = {name: norm.weight.clone() for name, norm in state.norms.items()}
     state.remember_clean(NORMS[:2])
     draw = NoiseDraw(0.05, 1, 2, 3)
-    state.set_noise(draw)
+    sums = []
+    for other in (draw._replace(seed=2), draw):  # what processes compare of their engines
+        state.set_noise(other)
+        sums.append(state.held().norms)
+    assert sums[0] != sums[1] == bits(torch.cat([state.norms[name].weight for name in NORMS[:2]]))
     for name in NORMS[:2]:
         unit = standard_noise(1, 2, 3, name, clean[name].numel())
         assert torch.equal(state.norms[name].weight, clean[name] + unit * 0.05)

@@ -154,7 +154,8 @@ class RolloutState:
         names, tensors = zip(*self._tensors(), strict=True)
         differs = all_bits(tensors) != torch.stack([self._bits[name] for name in names])
         damaged = [name for name, wrong in zip(names, differs.tolist(), strict=True) if wrong]
-        return Held(self._received, damaged, self.draw, self.sampled)
+        norms = int(self._bits[NOISY_NORMS]) if NOISY_NORMS in self._bits else None
+        return Held(self._received, damaged, self.draw, self.sampled, norms)
 
     # ------------------------------------------------------------------ adapter
 
