@@ -1,8 +1,8 @@
 """Fit the cost model (qerl_nvfp4/cost.py) to the candidates that every_size.py timed, and write configs/cost_model.json.
 
-    python kernels/benchmarks/fit.py every_size.json [more.json ...] [--write]
+    python kernels/benchmarks/fit.py every_size.json [more.json ...] [--write] [--result results/every_size_h100.json]
 
-Every variant has factors of its own, none of them negative, by least squares of the relative error.  Printed, and kept in the file: how far the
+Variants without which nothing gets slower are left out, since each must be compiled.  Every other one has factors of its own, none of them negative, by least squares of the relative error.  Printed, and kept in the file: how far the
 chosen candidate is from the fastest one measured ("loss"), with all shapes in the fit and, which is what counts, with the matrix in
 question left out of it.
 """
@@ -20,6 +20,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "torch-ext"))
 
 from qerl_nvfp4 import cost
+
+TOLERANCE = 0.004  # how much slower than with all variants the best of those that are kept may be
 
 
 def not_negative(samples: list[tuple[dict[str, float], float]]) -> dict[str, float]:
@@ -49,15 +51,42 @@ def not_negative(samples: list[tuple[dict[str, float], float]]) -> dict[str, flo
     return {n: float(f"{(x[i] / scale[i]).item():.5g}") for i, n in enumerate(names) if x[i] > 0}
 
 
+def known(config: dict) -> bool:
+    """Whether the model has a price for such a configuration."""
+    return config["kernel"] in ("wgmma", "wide", "dense") and config.get("tasks", True) in (True, False)
+
+
+def fewest(rows: list[dict], tolerance: float) -> set[str]:
+    """Variants without which the best candidates would be slower by `tolerance`, the mean over rows: others only cost time to compile."""
+    timed = [{} for _ in rows]
+    for best, row in zip(timed, rows, strict=True):
+        for c in row["candidates"]:
+            if known(c["config"]):
+                name = cost.variant(c["config"], row["M"])
+                best[name] = min(c["us"], best.get(name, math.inf))
+    kept = set().union(*timed)
+
+    def loss(names: set[str]) -> float:
+        return sum(
+            min((us for n, us in t.items() if n in names), default=1e9) / min(t.values()) - 1 for t in timed if t
+        )
+
+    while True:
+        price, name = min((loss(kept - {n}), n) for n in kept)
+        if price > tolerance * len(rows):
+            return kept
+        kept.remove(name)
+
+
 def samples_of(rows: list[dict], sms: int) -> dict[str, list]:
     """variant -> [(terms, us)]."""
     found: dict[str, list] = {}
     for row in rows:
         for timed in row["candidates"]:
             config = timed["config"]
-            if config["kernel"] in ("wgmma", "wide", "dense"):
+            if known(config):
                 values = cost.terms(config, row["N"], row["K"], row["M"], sms, row["rows"])
-                found.setdefault(cost.variant(config), []).append((values, timed["us"]))
+                found.setdefault(cost.variant(config, row["M"]), []).append((values, timed["us"]))
     return found
 
 
@@ -69,12 +98,13 @@ def losses(rows: list[dict], sms: int, model: dict) -> list[tuple[float, dict, d
     """(relative loss of the chosen one of the candidates that were timed, row, chosen)."""
     found = []
     for row in rows:
-        if row["M"] <= 16 or not row["candidates"]:
-            continue
         priced = [
             (cost.predicted_us(c["config"], row["N"], row["K"], row["M"], sms, row["rows"], model), i, c)
             for i, c in enumerate(row["candidates"])
+            if known(c["config"])
         ]
+        if row["M"] <= 16 or not priced:
+            continue
         us, _, chosen = min(priced)
         if math.isfinite(us):
             found.append((chosen["us"] / min(c["us"] for c in row["candidates"]) - 1, row, chosen))
@@ -97,18 +127,52 @@ def quality(found: list) -> dict:
 
 def fit(rows: list[dict], sms: int) -> tuple[dict, dict]:
     """The factors, and how good they are."""
+    names = fewest(rows, TOLERANCE)
+    rows = [
+        row
+        | {
+            "candidates": [
+                c for c in row["candidates"] if known(c["config"]) and cost.variant(c["config"], row["M"]) in names
+            ]
+        }
+        for row in rows
+    ]
     model = factors_of(rows, sms)
     shapes, outside = sorted({(r["N"], r["K"]) for r in rows}), []
     for shape in shapes:
         others = factors_of([r for r in rows if (r["N"], r["K"]) != shape], sms)
         outside += losses([r for r in rows if (r["N"], r["K"]) == shape], sms, others)
-    return model, {"all_shapes": quality(losses(rows, sms, model)), "shape_left_out": quality(outside)}
+    return model, {
+        "variants": len(model),
+        "all_shapes": quality(losses(rows, sms, model)),
+        "shape_left_out": quality(outside),
+    }
+
+
+def write_result(run: dict, model: dict, path: Path) -> None:
+    """A run with a row a line, of the candidates only those that the model knows."""
+    head = {k: v for k, v in run.items() if k not in ("matrices", "layers", "fit")}
+    for row in run["matrices"]:
+        row["candidates_timed"] = len(row["candidates"])
+        row["best_us"] = row["candidates"][0]["us"]
+        row["candidates"] = [
+            c for c in row["candidates"] if known(c["config"]) and cost.variant(c["config"], row["M"]) in model
+        ]
+    text = json.dumps(head)[:-1]
+    for key in ("matrices", "layers"):
+        text += f', "{key}": [\n  ' + ",\n  ".join(json.dumps(row, separators=(",", ":")) for row in run[key]) + "\n]"
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text + "}\n")
+    os.replace(temporary, path)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--write", action="store_true", help="write configs/cost_model.json")
+    parser.add_argument(
+        "--result", type=Path, help="write the first run again without the candidates that are left out"
+    )
     args = parser.parse_args()
     runs = [json.loads(path.read_text()) for path in args.files]
     rows, sms = [row for run in runs for row in run["matrices"]], runs[0]["multiprocessors"]
@@ -125,6 +189,8 @@ def main() -> None:
         temporary.write_text(text)
         os.replace(temporary, cost.FACTORS)
         print(f"# wrote {cost.FACTORS}")
+    if args.result:
+        write_result(runs[0], model, args.result)
 
 
 if __name__ == "__main__":

@@ -5,9 +5,25 @@ import random
 import pytest
 
 pytest.importorskip("triton")
-from qerl_nvfp4 import cost
+from qerl_nvfp4 import cost, select
 
 SMS = 132
+
+
+@pytest.fixture
+def h200(monkeypatch):
+    """A GPU without a table, and factors by which a tile of 160 tokens costs little."""
+    monkeypatch.setattr(select, "device_properties", lambda index: ("a Hopper", 130, (9, 0)))  # no table
+    monkeypatch.setattr(select, "shared_memory_limit", lambda index: 227 * 1024)
+    found = {"dense": {"launch": 500.0}}
+    for M in cost.SIZES:
+        for config in cost.candidates(4608, 3584, M, SMS):
+            found.setdefault(cost.variant(config), {"launch": 5.0, "units": 1.0 + config.get("BM", 0) * 0.02})
+    found["wide BM=160 P=2 S=3 X=7 tasks=0"] = {"launch": 1.0}
+    monkeypatch.setattr(cost, "factors", lambda: found)
+    select.explain.cache_clear()
+    yield found
+    select.explain.cache_clear()
 
 
 def matrices() -> list[tuple[int, int]]:
@@ -48,3 +64,23 @@ def test_the_cheapest_is_chosen_and_what_was_never_measured_is_not():
     model[cost.variant(one)] = {"launch": 10.0, "units": 100.0}
     assert cost.cheapest(N, K, M, SMS, 96, (), model)["kernel"] == "dense"
     assert cost.cheapest(N, K, M, SMS, 96, (), {}) is None
+
+
+def test_the_cost_model_answers_between_the_tables_sizes(h200, monkeypatch):
+    config, why = select.explain(4608, 3584, 150, 0, True)
+    assert (config["kernel"], config["BM"], why) == ("wide", 160, "cost model")
+    assert select.explain(4608, 3584, 150, 0, True) == select.explain(4608, 3584, 160, 0, True), "a step of 16 tokens"
+    assert select.explain(4608, 3584, 16, 0, True)[1] == "heuristic"
+    assert select.explain(4608, 3584, cost.SIZES[-1] + 1, 0, True) == ({"kernel": "dense", "pieces": 1}, "heuristic")
+    assert select.explain(4608, 3584, 150, 0, False)[1] == "heuristic", "float16"
+    assert select.explain(1152, 896, 40, 0, True)[0]["kernel"] == "portable", "K that the copy engine cannot read"
+    entry = {"kernel": "wgmma", "BM": 128, "P": 2, "S": 2, "permute": False, "grid": 132, "lora": {"tasks": True}}
+    monkeypatch.setattr(select, "table_for", lambda *_: ("an H200", {(4608, 3584, 256): entry}))
+    select.explain.cache_clear()
+    assert select.explain(4608, 3584, 256, 0, True) == (entry, "table of an H200")
+    assert select.explain(4608, 3584, 240, 0, True)[1] == "cost model"
+
+
+def test_without_a_fit_the_table_and_the_heuristic_answer(h200, monkeypatch):
+    monkeypatch.setattr(cost, "factors", dict)
+    assert select.explain(4608, 3584, 150, 0, True)[1] == "heuristic"

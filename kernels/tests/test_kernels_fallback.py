@@ -133,6 +133,7 @@ def test_the_tuner_gets_the_error(monkeypatch):
 
 
 def test_what_was_refused_is_listed(monkeypatch):
+    monkeypatch.setattr(select.cost, "factors", dict)
     monkeypatch.setattr(ops, "device_properties", lambda index: ("some Hopper", 100, (9, 0)))
     monkeypatch.setattr(ops, "is_available", lambda device: True)
     select.explain.cache_clear()

@@ -558,8 +558,6 @@ def test_wide(config):
     run(before, 1, 400, 1024)
     run(before, 2 * config["BM"] + 1, 1024, 2048, rank=32, splits=(512, 512), launches=20)
     run(before | {"grid": 7}, 3 * config["BM"] + 1, 1280, 512)  # whole tiles for every program, and split ones
-    run(config | {"tasks": "order"}, config["BM"] + 21, 1024, 2048, rank=32, splits=(512, 512), launches=20)
-    run(config | {"tasks": "order"}, 3, 512, 768, rank=72, pdl=False)
     if config["BM"] <= 192:  # larger ones leave no registers
         run(config, config["BM"] + 17, 1024, 1024, rank=32, splits=(576, 256, 192), launches=20)
         run(config, config["BM"] - 3, 768, 768, rank=72, pdl=False)

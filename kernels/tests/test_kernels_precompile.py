@@ -1,5 +1,7 @@
 """Compiling ahead, for a faked H200: what is compiled is what a launch looks up, in this process and in the next."""
 
+import functools
+import json
 import os
 import subprocess
 import sys
@@ -57,7 +59,7 @@ class FakeDriver:
 def h200(monkeypatch):
     from triton.runtime import driver
 
-    from qerl_nvfp4 import launch, ops, select
+    from qerl_nvfp4 import cost, launch, ops, select
 
     for module in (select, launch, ops):
         monkeypatch.setattr(module, "device_properties", lambda index: ("an H200", 132, (9, 0)))
@@ -67,6 +69,7 @@ def h200(monkeypatch):
     monkeypatch.setattr(ops, "is_available", lambda device=None: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(cost, "factors", dict)
     select.explain.cache_clear()
     driver.set_active(FakeDriver())
     yield driver.active
@@ -145,8 +148,9 @@ def variants(weight, tokens) -> set:
 @pytest.mark.parametrize("rank", [0, 32])
 @pytest.mark.parametrize("splits,columns", [((3584, 512, 512), 3584), ((3584,), 18944)], ids=["7B qkv", "7B down"])
 def test_no_other_number_of_tokens_runs_another_kernel(h200, monkeypatch, gpu, rank, splits, columns):
-    from qerl_nvfp4 import launch, ops, precompile, select
+    from qerl_nvfp4 import cost, launch, ops, precompile, select
 
+    monkeypatch.setattr(cost, "factors", functools.cache(lambda: json.loads(cost.FACTORS.read_text())["factors"]))
     for module in (select, launch, ops):
         monkeypatch.setattr(module, "device_properties", lambda index: gpu)
     select.explain.cache_clear()

@@ -12,7 +12,10 @@ from pathlib import Path
 
 FACTORS = Path(__file__).parent / "configs" / "cost_model.json"
 SHARED_MEMORY = 225 * 1024  # bytes per block on Hopper, 2 KiB less than there are: barriers, alignment
-SIZES = (*range(8, 513, 8), 704, 1024, 1504)  # numbers of tokens at which another configuration may be the best one
+SIZES = (
+    *range(32, 513, 16),
+    *range(576, 1537, 64),
+)  # a number of tokens is priced as the next of these; more: not at all
 
 WGMMA = (  # BM, P, S, permute
     (16, 3, 4, True),
@@ -68,9 +71,14 @@ def grids(tiles: int, steps: int, sms: int) -> list[int]:
     return sorted({sms, tiles * max(1, min(sms // tiles, steps // 2))})
 
 
+def fits(N: int, K: int) -> bool:
+    """Whether the bulk copy engine can read a matrix: rows of scales of whole 16 bytes."""
+    return N % 16 == 0 and K % 256 == 0
+
+
 def layouts(N: int, K: int, M: int) -> list[dict]:
     """Configurations without the number of programs, for more than 16 tokens."""
-    if N % 16 or K % 256:
+    if not fits(N, K):
         return []
     found = []
     for BM, P, S, permute in WGMMA:
@@ -91,24 +99,21 @@ def candidates(N: int, K: int, M: int, sms: int) -> list[dict]:
         if config["P"] == 4:
             continue  # no room for the adapter
         tiles = math.ceil(N / (64 * config["P"])) * math.ceil(M / config["BM"])
-        # x A^T beside the product, where x is put in order, or by cuBLAS before
+        # x A^T beside the product, or before it
         before = M > 64 and (config["kernel"] == "wide" or config["BM"] == 128)
-        tasks = [True] if M <= 256 and config["BM"] <= (192 if M <= 192 else 64) else []
-        tasks += ["order"] if before else []
-        tasks += [False] if before and M >= 256 else []
+        tasks = [t for t in (True, False) if (M <= 256 and config["BM"] <= 192 if t else before)]
         found += [config | {"tasks": t, "grid": g} for t in tasks for g in grids(tiles, K // 256, sms)]
     if M >= 64 or not found:
         found.append({"kernel": "dense", "pieces": 1})
     return found
 
 
-def variant(config: dict) -> str:
+def variant(config: dict, M: int = 0) -> str:
     """The name under which factors are kept: what is compiled, and where x A^T is computed."""
     if config["kernel"] in ("wgmma", "wide"):
+        config = {"tasks": M <= 128} | config  # what launch.py makes of a configuration that does not say
         names = ("BM", "P", "S", "X", "permute", "tasks")
-        return " ".join(
-            [config["kernel"], *(f"{n}={config[n] if n == 'tasks' else int(config[n])}" for n in names if n in config)]
-        )
+        return " ".join([config["kernel"], *(f"{n}={config[n]:d}" for n in names if n in config)])
     return config["kernel"]
 
 
@@ -150,7 +155,7 @@ def factors() -> dict[str, dict[str, float]]:
 
 def predicted_us(config: dict, N: int, K: int, M: int, sms: int, rows: int, model: dict | None = None) -> float:
     """Microseconds of a product with an adapter; infinity for a variant that was never measured."""
-    own = (factors() if model is None else model).get(variant(config))
+    own = (factors() if model is None else model).get(variant(config, M))
     if own is None:
         return math.inf
     return sum(own.get(name, 0.0) * value for name, value in terms(config, N, K, M, sms, rows).items())
@@ -159,7 +164,13 @@ def predicted_us(config: dict, N: int, K: int, M: int, sms: int, rows: int, mode
 def cheapest(
     N: int, K: int, M: int, sms: int, rows: int = 64, more: tuple[dict, ...] = (), model: dict | None = None
 ) -> dict | None:
-    """The candidate that should take least; None where nothing is known about any. `more`: further candidates."""
+    """The candidate that should take least; None where nothing is known about any. `more`: further candidates.
+
+    The answer changes at `SIZES` only, so that what must be compiled ahead is known.
+    """
+    M = next((size for size in SIZES if size >= M), 0)
+    if not M or not fits(N, K) or not (factors() if model is None else model):
+        return None
     priced = [
         (predicted_us(c, N, K, M, sms, rows, model), i, c) for i, c in enumerate([*more, *candidates(N, K, M, sms)])
     ]

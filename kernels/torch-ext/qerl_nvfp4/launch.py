@@ -154,38 +154,6 @@ def permute_columns(x, out, pdl: bool) -> None:
     )
 
 
-def permute_and_multiply(x, out, lora_a, down, pdl: bool) -> None:
-    """permute_columns, and down = x A^T in the same launch, bfloat16; K a multiple of 256."""
-    (M, K), rows = x.shape, lora_a.shape[0]
-    BM, BR, BK = 16 if M <= 256 else 32, 32, 256
-    blocks = math.ceil(M / BM) * math.ceil(rows / BR)
-    slices = max(1, min(16, K // BK, 396 // blocks))  # three programs for each of Hopper's multiprocessors
-    slice_k = math.ceil(K / BK / slices) * BK
-    slices = math.ceil(K / slice_k)
-    launcher(portable.permute_and_multiply_kernel, blocks, slices)(
-        x,
-        out,
-        lora_a,
-        scratch(x.device, "ordered slices", max(1 << 18, blocks * slices * BM * BR), torch.float32),
-        down,
-        scratch(x.device, "ordered counts", max(1 << 12, blocks), torch.int32, fill=0),
-        M,
-        K,
-        rows,
-        x.stride(0),
-        slices,
-        slice_k,
-        BM=BM,
-        BR=BR,
-        BK=BK,
-        SLICES=1 << (slices - 1).bit_length(),
-        PDL=pdl,
-        INTERP=portable.INTERPRET,
-        num_warps=BM // 4,
-        **({"launch_pdl": True} if pdl else {}),
-    )
-
-
 def tile_rows(config: dict) -> int:
     return (
         16 * config["R"] * config["WN"]
@@ -308,16 +276,9 @@ def launch_wgmma(config, x, packed, block_scale, global_scale, bias, lora_a, lor
     if lora is not None:
         rank, rows, up = lora.rank, lora.rows, lora.b
         down = scratch(x.device, "lora down", mt * BM * rows, x.dtype)[: mt * BM * rows].view(mt * BM, rows)
-    how = config.get(
-        "tasks", M <= 128
-    )  # x A^T: True, beside the product; "order", where x is put in order; False, by cuBLAS before
-    tasks, ordering = lora is not None and how is True, lora is not None and how == "order" and not permute
     if not permute:
         x = scratch(x.device, "permuted", M * K, x.dtype)[: M * K].view(M, K)
-        if ordering:
-            permute_and_multiply(natural, x, lora_a, down, pdl)
-        else:
-            permute_columns(natural, x, pdl)
+        permute_columns(natural, x, pdl)
     y = out
     if out.stride(0) % 8 or out.data_ptr() % 16:
         y = scratch(x.device, "aligned y", M * N, out.dtype)[: M * N].view(M, N)
@@ -325,6 +286,7 @@ def launch_wgmma(config, x, packed, block_scale, global_scale, bias, lora_a, lor
     gs, sgs = scale_args(global_scale)
     counters = scratch(x.device, "counters", max(1 << 16, tiles * P), torch.int32, fill=0)
     grid, helpers, slices, slice_sums, counts = min(config["grid"], tiles * steps), 0, 1, gs, counters
+    tasks = lora is not None and config.get("tasks", M <= 128)
     if lora is not None:  # the same scratch memory for every M, so that a graph of fewer tokens finds it there
         blocks = math.ceil(M / hopper_adapt.TASK) * math.ceil(rows / hopper_adapt.TASK)
         slices = max(1, min(K // hopper_adapt.STEP, sms // blocks))
@@ -332,7 +294,7 @@ def launch_wgmma(config, x, packed, block_scale, global_scale, bias, lora_a, lor
         counts = scratch(x.device, "lora counts", max(1 << 12, blocks), torch.int32, fill=0)
         if tasks:
             helpers = max(0, min(sms - grid, blocks * slices))  # multiprocessors that the tiles leave idle
-        elif not ordering:
+        else:
             torch.mm(natural, lora_a.t(), out=down[:M])
     whole = tiles // grid - (1 if tiles % grid and tiles > grid else 0)  # tiles of its own that a program computes
     words, scales = packed.view(torch.int32), scale_bytes(block_scale).view(torch.int16)

@@ -166,10 +166,11 @@ def selected_text(matrices: dict[str, tuple[int, int]], device=None, rank: int =
     """One line per matrix {name: (N, K)}: which kernel is selected up to how many tokens, and why."""
     lines = []
     for name, (N, K) in matrices.items():
-        parts, rows = [], selected(N, K, (*select.BUCKETS, select.BUCKETS[-1] + 1), device, rank, dtype)
+        sizes = (*select.BUCKETS, select.cost.SIZES[-1])
+        parts, rows = [], selected(N, K, (*sizes, sizes[-1] + 1), device, rank, dtype)
         for kernel, group in itertools.groupby(rows, key=lambda row: row.kernel):
             last = list(group)[-1].tokens
-            parts.append(f"{kernel} up to {last} tokens" if last in select.BUCKETS else f"{kernel} for more")
+            parts.append(f"{kernel} up to {last} tokens" if last in sizes else f"{kernel} for more")
         if len(parts) == 1:
             parts = [rows[0].kernel]
         reasons = "; ".join(dict.fromkeys(row.why for row in rows))
@@ -386,15 +387,10 @@ def _linear_backward(dy, packed, block_scale, global_scale) -> torch.Tensor:
     _refuse_grad("linear_backward", dy)
     if not dy.is_cuda or not _runs_on(dy) or dy.dtype not in (torch.bfloat16, torch.float16):
         return reference.linear_backward(dy, packed, block_scale, global_scale)
-    with torch.cuda.device(dy.device):
-        return backward_dense(dy, packed, block_scale, global_scale)
-
-
-def backward_dense(dy, packed, block_scale, global_scale) -> torch.Tensor:
-    """dx (..., K) = dy (..., N) W, through the dequantized weight."""
     N, K = packed.shape[0], packed.shape[1] * 2
-    weight = _dense_weight(packed, block_scale, global_scale, dy.dtype, slice(0, N), slice(0, K))
-    return (dy.reshape(-1, N) @ weight).view(*dy.shape[:-1], K)
+    with torch.cuda.device(dy.device):
+        weight = _dense_weight(packed, block_scale, global_scale, dy.dtype, slice(0, N), slice(0, K))
+        return (dy.reshape(-1, N) @ weight).view(*dy.shape[:-1], K)
 
 
 _MAX_GRID_Y = 65535  # CUDA's limit

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from . import ops
+from .cost import SIZES
 from .select import BUCKETS, choose
 
 try:
@@ -25,8 +26,9 @@ try:
 except ImportError:  # Windows
     fcntl = None
 
-#: numbers of tokens that between them run every kernel: what a launch makes of a number changes once within a bucket at most
-TOKENS = (*(M for low, high in itertools.pairwise((0, *BUCKETS)) for M in (low + 1, high)), BUCKETS[-1] + 1)
+#: numbers of tokens that between them run every kernel: what is chosen for a number changes at these edges, what a launch makes of it once between
+_EDGES = sorted({*BUCKETS, *SIZES})
+TOKENS = (*(M for low, high in itertools.pairwise((0, *_EDGES)) for M in (low + 1, high)), _EDGES[-1] + 1)
 QUIET_S = 1.0  # to load what an earlier start has compiled takes less, and nothing is said about it
 
 

@@ -1,12 +1,14 @@
 """Which kernel, with which configuration, for a matrix (N, K) and M tokens on a device.
 
-A table tuned on the device (configs/device_name=<name>.json, written by `python -m qerl_nvfp4.tune`) answers for the shapes it knows,
-also for another Hopper GPU with as many multiprocessors; a heuristic answers for the others.  A configuration is a small dict:
+A table tuned on the device (configs/device_name=<name>.json, written by `python -m qerl_nvfp4.tune`) answers for the shapes and the numbers
+of tokens it knows, also for another Hopper GPU with as many multiprocessors.  On Hopper a cost model (cost.py) answers for everything
+else above 16 tokens, a heuristic for what is left.  A configuration is a small dict:
 
     {"kernel": "skinny", "BM", "WK", "WN", "R", "late", "grid"}    hopper.skinny_kernel, up to 16 tokens, sm_80 and newer; with an adapter,
         "lora": {..., "cost"}                                  what differs, and K steps that a piece of x A^T counts as
     {"kernel": "wgmma", "BM", "P", "S", "permute", "grid"}     hopper_wgmma.wgmma_kernel, tiles of 64 P rows
         "lora": {"tasks", ...}                                 with an adapter: whether x A^T is computed beside it or by cuBLAS before
+    {"kernel": "wide", "BM", "P", "S", "X", "grid"}            hopper_wide.wide_kernel, BM any multiple of 16 up to 256; "tasks" as above
     {"kernel": "portable", "BM", "BN", "BK", "SK", "NW", "NS", "MMA"}    portable.gemm_kernel
     {"kernel": "dense", "pieces"}                              dequantize into a scratch buffer, then cuBLAS
 
@@ -19,6 +21,8 @@ import math
 from pathlib import Path
 
 import torch
+
+from . import cost
 
 CONFIG_FOLDER = Path(__file__).parent / "configs"
 BUCKETS = (8, 16, 32, 64, 128, 256, 512, 1024)  # M is rounded up to one of these; above the last: "dense"
@@ -88,7 +92,7 @@ def skinny_fits(config: dict, N: int, K: int) -> bool:
 
 
 def wgmma_fits(N: int, K: int) -> bool:
-    return N % 16 == 0 and K % 256 == 0
+    return cost.fits(N, K)
 
 
 def skinny_heuristic(N: int, K: int, M: int, sms: int) -> dict | None:
@@ -139,7 +143,7 @@ def portable_heuristic(
 
 @functools.lru_cache(maxsize=4096)
 def explain(N: int, K: int, M: int, device_index: int | None, bf16: bool) -> tuple[dict, str]:
-    """The configuration for y (M, N) = x (M, K) W^T, and where it is from: the table of which device, or the heuristic.
+    """The configuration for y (M, N) = x (M, K) W^T, and where it is from: the table of which device, the cost model, or the heuristic.
 
     bf16: whether x is bfloat16 and Triton has what the Gluon kernels use (ops.use_gluon).
     """
@@ -148,6 +152,11 @@ def explain(N: int, K: int, M: int, device_index: int | None, bf16: bool) -> tup
     bucket = bucket_of(M)
     owner, table = table_for(name, sms, capability)
     tuned = table.get((N, K, bucket))
+    # an entry that was tuned with an adapter is the best one at its own number of tokens
+    if bf16 and hopper and M > 16 and not (tuned is not None and bucket == M and "lora" in tuned):
+        found = cost.cheapest(N, K, M, sms, more=() if tuned is None else (with_adapter(tuned),))
+        if found is not None:
+            return found, "cost model"
     if tuned is not None and bf16:
         return tuned, f"table of {owner}"
     if tuned is not None and tuned["kernel"] == "dense":
@@ -156,8 +165,11 @@ def explain(N: int, K: int, M: int, device_index: int | None, bf16: bool) -> tup
     found = None
     if bf16 and M <= 16 and capability >= (8, 0):
         found = skinny_heuristic(N, K, M, sms)
-    elif bf16 and hopper and M <= 512:
-        found = wgmma_heuristic(N, K, M, sms)
+    elif bf16 and hopper:
+        found = cost.cheapest(N, K, M, sms)
+        if found is not None:
+            return found, "cost model"
+        found = wgmma_heuristic(N, K, M, sms) if M <= 512 else None
     return found or without_gluon(N, K, M, device_index), "heuristic"
 
 
