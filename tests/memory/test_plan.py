@@ -275,7 +275,7 @@ def test_a_trainer_plans_with_its_own_data_and_counts_its_own_model(make_trainer
     assert made is plan_trainer(trainer)
     assert made.work == Workload(
         batch=4, prompt_length=23, completion_length=6, completions=8, accumulation=2, lora_rank=4, dtype_bytes=4,
-        gradient_checkpointing=None,
+        gradient_checkpointing=None, generations=4, fused=True,
     )  # fmt: skip
     counted = model_bytes(trainer.model)
     sizes = {part.name: part.update for part in made.parts}

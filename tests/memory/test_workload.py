@@ -98,8 +98,21 @@ def test_a_configuration_becomes_a_workload(config):
     args = arguments(config, use_vllm=True, optim="adamw_8bit", vllm_enable_sleep_mode=True, steps_per_generation=16)
     assert workload_of(args, Lengths(28, 100), lora_rank=16) == Workload(
         batch=4, prompt_length=28, completion_length=100, completions=64, accumulation=8, lora_rank=16, optimizer="adamw_8bit",
-        rollout="colocate", sleep=True, gradient_checkpointing=None,
+        rollout="colocate", sleep=True, gradient_checkpointing=None, packed=True, compiled=True, fused=True,
     )  # fmt: skip
+
+
+def test_how_updates_are_computed_is_read():
+    def read(base_format="nvfp4", attention="sdpa", lora_dropout=0.0, **settings):
+        args = arguments(base_format=base_format, steps_per_generation=2, gradient_accumulation_steps=2, **settings)
+        work = workload_of(args, Lengths(28, 100), lora_dropout=lora_dropout, attention=attention)
+        return work.packed, work.generations, work.compiled, work.fused
+
+    assert read() == (True, 4, True, True)
+    assert read(padding_free=False) == read(attention="eager") == (False, 4, True, True)
+    assert read(lora_dropout=0.1) == (True, 1, True, False)  # every completion's prompt is another sample
+    assert read(compile_layers=False, fused_lora=False) == (True, 4, False, False)
+    assert read("nf4") == (True, 4, True, False)
 
 
 def test_engine_arguments_that_change_memory_are_read():

@@ -1,12 +1,14 @@
 """How many layers recompute: as many as the plan says, with the same result."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from qerl_trl import QeRLConfig
-from qerl_trl.memory.plan import Gpu, plan_trainer
+from qerl_trl.memory.formulas import model_bytes, shape_of
+from qerl_trl.memory.plan import Gpu, plan_run, plan_trainer
 from qerl_trl.update import recompute
 from tests.test_trainer import adapter_of, assert_identical, logged, make_trainer, settings  # noqa: F401  (a fixture)
 
@@ -79,6 +81,31 @@ def test_models_that_are_not_on_the_gpu_yet_have_their_room(make_trainer):  # no
         gpu = Gpu(total, plan.gpu.outside, total - plan.gpu.outside - counted)
         kept.append(plan_trainer(trainer, gpu).work.kept_layers)
     assert kept[0] == 2 and kept[1] < 2
+
+
+def test_what_turns_out_to_be_computed_otherwise_is_planned_again(make_trainer, caplog):  # noqa: F811
+    """A plan for packed and compiled updates on a GPU in which both layers just fit; they are padded and eager here."""
+    trainer = make_trainer(gradient_checkpointing=None, num_generations=4, max_completion_length=24)
+    shape, counted = shape_of(trainer.model.config), model_bytes(trainer.model)
+    better = dataclasses.replace(trainer.memory_plan.work, packed=True, compiled=True, kept_layers=2)
+    most = plan_run(shape, better, None, counted).update
+    trainer.memory_plan = plan_run(
+        shape, dataclasses.replace(better, kept_layers=0), Gpu(round(most / 0.9) + 2**12), counted
+    )
+    assert trainer.memory_plan.work.kept_layers == 2
+    trainer._compiled = SimpleNamespace(failed=False)
+    trainer._packing.on = True
+    recompute.prepare(trainer)
+    assert trainer.memory_plan.work.packed and "Planned again" not in caplog.text
+    trainer._packing.on, trainer._compiled.failed = False, True
+    calls = forwards_of_layers(trainer)
+    trainer.train()
+    work = trainer.memory_plan.work
+    assert "Planned again" in caplog.text and not work.packed and not work.compiled and work.kept_layers < 2
+    of_updates = [number for number, update in calls if update]
+    assert [of_updates.count(layer) for layer in (0, 1)] == [
+        2 if layer >= 2 - work.kept_layers else 4 for layer in (0, 1)
+    ]
 
 
 def test_a_model_without_such_layers_recomputes_all_and_says_so(make_trainer, caplog):  # noqa: F811

@@ -55,7 +55,7 @@ def plan(
     from qerl_trl.memory.cards import by_card, gpu_of_card
     from qerl_trl.memory.formulas import shape_of
     from qerl_trl.memory.plan import Gpu, plan_run
-    from qerl_trl.memory.workload import Workload, dtype_bytes_of, workload_of_file
+    from qerl_trl.memory.workload import Workload, dtype_bytes_of, on_a_gpu, workload_of_file
 
     if config is not None:
         named, work = workload_of_file(config_file(config), prompt_length, gpus)
@@ -83,6 +83,7 @@ def plan(
             processes=gpus,
             rollout="colocate" if vllm else "transformers",
             sleep=sleep,
+            **on_a_gpu(base_format),
         )
     if model is None:
         raise ValueError("There is nothing to plan: name a model, or a configuration with --config.")

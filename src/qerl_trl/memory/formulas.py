@@ -1,8 +1,9 @@
 """Bytes of everything that a run puts on its GPU, as functions of the model's shape and the workload.
 
 The model class is built on the meta device, so that every count (which layers are quantized, how wide they are) is the model's own and
-not a guess from its name. Formulas are in the functions' docstrings; M = B * T tokens are in one backward pass, h is the hidden width, f
-the MLP's, V the vocabulary, q and kv the attention's, and a bf16 number has 2 bytes. T is the longest prompt plus the longest completion.
+not a guess from its name. Formulas are in the functions' docstrings; M tokens are in one backward pass (`Workload.tokens`), of which C are
+completions, h is the hidden width, f the MLP's, V the vocabulary, q and kv the attention's, and a bf16 number has 2 bytes. T is the longest
+prompt plus the longest completion.
 
 `examples/benchmarks/plan_check.py` measures the sums on a GPU and compares.
 """
@@ -17,6 +18,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from ..nvfp4.layouts import Selection, divided
+from ..update import packing
 from .workload import Workload
 
 # What no formula gives; measured on an H200 (examples/benchmarks/results/memory_h200.json)
@@ -29,6 +31,8 @@ ENGINE_BYTES = 900_000_000
 GRAPH_BYTES = 400_000
 #: what torch's allocator reserves beyond what is allocated, as a share of the memory that comes and goes
 ALLOCATOR_SLACK = 0.08
+#: what it reserves further where layers keep their activations, as a share of those (examples/benchmarks/results/step_h200.json)
+KEPT_SLACK = 0.06
 #: float32 copies of the logits that vLLM's sampler makes (logits, log-probabilities, random numbers)
 SAMPLER_COPIES = 3
 
@@ -52,13 +56,13 @@ _OPTIMIZER_MOMENTS = {
 _OPTIMIZER_WIDTHS = {"4bit": 0.53, "8bit": 1.02, "adamw_bnb": 1.02}
 #: bytes per weight of a linear layer, by base format; nf4 with double quantization
 _WEIGHT_BYTES = {"nvfp4": 0.5625, "nf4": 0.516}
-#: elements that the reference dequantization handles at once, and the float32 copies it makes of them
-_DEQUANTIZE_CHUNK, _DEQUANTIZE_COPIES = 1 << 24, 3
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """The numbers of a model that memory depends on. `linears`: (N, K) of each layer that is quantized and adapted."""
+    """The numbers of a model that memory depends on. `linears`: (N, K) of each layer that is quantized and adapted; `norms`: of the hidden
+    width, per decoder layer; `head_norms`: whether queries and keys have norms of their own; `packs`: whether its sequences can be computed
+    as one row (`update/packing.py`)."""
 
     hidden: int
     mlp: int
@@ -69,6 +73,9 @@ class Shape:
     head_dim: int
     linears: tuple[tuple[int, int], ...]
     dense_parameters: int
+    norms: int = 2
+    head_norms: bool = False
+    packs: bool = True
 
     @property
     def parameters(self) -> int:
@@ -96,6 +103,8 @@ def shape_of(model: str | os.PathLike | PretrainedConfig, **kwargs: Any) -> Shap
         built, Selection()
     )  # of any model: with base_format="full" it need not be one that can be quantized
     quantized = {f"{name}.weight" for name in linears}
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    norms = [p.numel() for name, p in built.named_parameters() if p.ndim == 1 and name.endswith("norm.weight")]
     return Shape(
         hidden=text.hidden_size,
         mlp=text.intermediate_size,
@@ -103,7 +112,10 @@ def shape_of(model: str | os.PathLike | PretrainedConfig, **kwargs: Any) -> Shap
         vocabulary=text.vocab_size,
         heads=text.num_attention_heads,
         kv_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
-        head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
+        head_dim=head_dim,
+        norms=max(2, norms.count(text.hidden_size) // text.num_hidden_layers),
+        packs=packing.why_not(built) is None,
+        head_norms=head_dim != text.hidden_size and head_dim in norms,
         linears=tuple((layer.out_features, layer.in_features) for layer in linears.values()),
         dense_parameters=sum(p.numel() for name, p in built.named_parameters() if name not in quantized),
     )
@@ -203,38 +215,49 @@ def engine_fixed_bytes(shape: Shape, work: Workload) -> int:
 def layer_activation_bytes(shape: Shape, work: Workload) -> int:
     """What one decoder layer keeps for its backward pass, under bf16 autocast with LoRA, M tokens:
 
-        norms       2 x 4 h         (float32 copies of their inputs)
-        residual    2 h
-        attention   4 q + 4 kv      (q, k, v and its output; 8 q with a mask: PyTorch's attention then wants k and v for every head)
-        MLP         6 f             (gate, up, activated gate)
-        LoRA        2 K + 2 r       per linear layer (its own bf16 copy of the input; x A^T)
+        norms       2 h each        (their inputs; 4 h without compilation, which keeps float32)
+        inputs      4 h             (of q|k|v and gate|up, once per group; without compilation one of them is kept as the norm's)
+        attention   4 q + 4 kv      (q, k, v and its output, which o reads; 8 q with a mask: PyTorch's attention then wants k and v for
+                                    every head. In a packed row k and v of a shared prompt stand once per completion)
+        MLP         6 f             (gate, up, activated gate, which down reads; 2 f more without compilation)
+        LoRA        2 r             per linear layer (x A^T); compiled also A and B in bf16, once
         mask        2 T             (as bf16; of the softmax in "eager" attention 8 T per head)
 
-    The base's linear layers keep nothing: their backward needs only the weight. With every weight trained they keep their inputs
-    (attention's and the MLP's 2 h each, the down projection's 2 f) in place of LoRA's.
+    The base's linear layers keep nothing: their backward needs only the weight. LoRA layers that are not fused keep inputs of their own: 2 h
+    where they are compiled, else a bf16 copy each, 2 K.
     """
     per_layer = shape.linears[: len(shape.linears) // shape.layers]
-    masked = work.padded and work.attention == "sdpa"
-    token = 10 * shape.hidden + 6 * shape.mlp
-    token += 8 * shape.query_width if masked else 4 * shape.query_width + 4 * shape.kv_width
+    masked = work.padded and not work.packed and work.attention == "sdpa"
+    token = 6 * shape.mlp
+    token += (2 * shape.norms + 4 if work.compiled else 4 * shape.norms + 2) * shape.hidden
+    token += 8 * shape.query_width if masked else 4 * shape.query_width + 4 * shape.kv_width * work.keys // work.tokens
+    token += 2 * (shape.query_width + shape.kv_width) if shape.head_norms else 0
+    token += 4 * shape.heads
     if work.base_format == "full":
-        token += 4 * shape.hidden + 2 * shape.mlp
+        token += 0 if work.compiled else 4 * shape.hidden + 2 * shape.mlp
     else:
-        token += sum(2 * k + 2 * work.lora_rank for _, k in per_layer)
+        token += sum(2 * work.lora_rank for _ in per_layer)
+        if work.fused:
+            token += 0 if work.compiled else 2 * shape.hidden + 2 * shape.mlp
+        else:
+            token += 2 * shape.hidden if work.compiled else sum(2 * k for _, k in per_layer)
     token += {"sdpa": 2 if masked else 0, "eager": 8 * shape.heads}.get(work.attention, 0) * work.length
-    return work.batch * work.length * token * work.dtype_bytes // 2
+    cast = (
+        sum(2 * work.lora_rank * (n + k) for n, k in per_layer) if work.compiled and work.base_format != "full" else 0
+    )
+    return work.tokens * token * work.dtype_bytes // 2 + cast
 
 
 def mask_bytes(work: Workload) -> int:
     """The boolean mask (T x T per sequence) that all layers share, and its second bf16 copy where T is not a multiple of 8."""
-    if not work.padded or work.attention not in ("sdpa", "eager"):
+    if not work.padded or work.packed or work.attention not in ("sdpa", "eager"):
         return 0
     return work.batch * work.length**2 * (1 if work.length % 8 == 0 else 3)
 
 
 def checkpoint_bytes(shape: Shape, work: Workload) -> int:
     """What gradient checkpointing keeps: the input of each layer, 2 h per token."""
-    return shape.layers * work.batch * work.length * work.dtype_bytes * shape.hidden
+    return shape.layers * work.tokens * work.dtype_bytes * shape.hidden
 
 
 def head_bytes(shape: Shape, work: Workload) -> int:
@@ -244,43 +267,61 @@ def head_bytes(shape: Shape, work: Workload) -> int:
     tokens, columns = HEAD_TILE
     completion = work.batch * work.completion_length
     tile = 2 * min(tokens, completion) * min(columns, shape.vocabulary)
-    return tile + 8 * shape.hidden * completion + 4 * shape.hidden * work.batch * work.length
+    return tile + 8 * shape.hidden * completion + 4 * shape.hidden * work.tokens
 
 
-def mlp_backward_bytes(shape: Shape, work: Workload) -> int:
-    """Gradients alive while a layer's MLP is walked backwards, 2 bytes each: of gate, up and their product, the last of them twice, since
-    the base's share and LoRA's are summed."""
-    return 4 * work.dtype_bytes * work.batch * work.length * shape.mlp
+def layer_backward_bytes(shape: Shape, work: Workload) -> int:
+    """What comes on top of a layer's activations while it is walked backwards. At the MLP: gradients of gate and up (2 f each; that of
+    their product takes the place of the product), of the layer's input and output (2 h each). LoRA layers that are not fused add up the
+    base's share and their own: 4 f more. Or, when gate and up are gone: their decoded weight (with fused layers both) and the gradients."""
+    summed = 0 if work.fused or work.base_format == "full" else 4 * shape.mlp
+    gradients = work.tokens * (4 * shape.mlp + 4 * shape.hidden + summed) * work.dtype_bytes // 2
+    if not work.fused:
+        return gradients + scratch_bytes(shape, work)
+    return max(gradients, gradients - work.tokens * 6 * shape.mlp * work.dtype_bytes // 2 + scratch_bytes(shape, work))
 
 
 def scratch_bytes(shape: Shape, work: Workload) -> int:
-    """The largest weight, dequantized to bf16 for a matrix product with many tokens, and what the reference dequantization needs."""
+    """The largest weight, dequantized to bf16 for a matrix product with many tokens; of fused layers a group's, gate and up."""
     if work.base_format in ("bf16", "full"):
         return 0
     largest = max(n * k for n, k in shape.linears)
-    return 2 * largest + 4 * _DEQUANTIZE_COPIES * min(largest, _DEQUANTIZE_CHUNK)
+    return 2 * largest * (2 if work.fused else 1)
 
 
 def scoring_bytes(shape: Shape, work: Workload) -> int:
-    """The forward pass without gradients for the old log-probabilities, in batches of an update's size: residual and norm (8 h), the MLP
-    (gate, up, their product and LoRA's sum, 8 f), the completions' hidden states (2 h) and the head's tile."""
+    """The forward pass without gradients for the old log-probabilities, in batches of an update's size, in which no prompt is shared:
+    residual and norm (8 h), the MLP (gate, up, their product and LoRA's sum, 8 f), the completions' hidden states (2 h) and the head's tile.
+    Compiled layers make what an update keeps, and drop it."""
+    alone = dataclasses.replace(work, generations=1)
     tile = 2 * min(HEAD_TILE[0], work.batch * work.completion_length) * min(HEAD_TILE[1], shape.vocabulary)
     token = (10 * shape.hidden + 8 * shape.mlp) * work.dtype_bytes // 2
-    return work.batch * work.length * token + tile + 3 * mask_bytes(work) + scratch_bytes(shape, work)
+    layer = alone.tokens * token
+    if work.compiled:
+        layer = layer_activation_bytes(shape, alone) + alone.tokens * 6 * shape.hidden * work.dtype_bytes // 2
+    return layer + tile + 3 * mask_bytes(work) + scratch_bytes(shape, work)
+
+
+def kept_bytes(shape: Shape, work: Workload) -> int:
+    """Activations of the layers that recompute none."""
+    keeping = shape.layers if work.gradient_checkpointing is False else min(work.kept_layers, shape.layers)
+    return keeping * layer_activation_bytes(shape, work)
 
 
 def update_bytes(shape: Shape, work: Workload) -> int:
     """What comes and goes in an update: its peak is at the head's backward (all checkpoints, and the layers that keep their activations),
     inside a layer's, or (never with these shapes) in the forward pass for the old log-probabilities. The layers that keep theirs are the
-    last: they have given them back when the first one recomputes. Every weight trained in float32 is cast to bf16 too."""
+    last: they have given them back when the first one recomputes. Every weight trained in float32 is cast to bf16 too. All layers share the
+    rotary tables and what tells sequences apart."""
     layer = layer_activation_bytes(shape, work)
     keeping = shape.layers if work.gradient_checkpointing is False else min(work.kept_layers, shape.layers)
     checkpoints = checkpoint_bytes(shape, work) * (shape.layers - keeping) // shape.layers
-    kept = checkpoints + keeping * layer
+    kept = checkpoints + kept_bytes(shape, work)
     recomputed = checkpoints + layer if keeping < shape.layers else 0
-    inside = max(kept, recomputed) + mlp_backward_bytes(shape, work) + scratch_bytes(shape, work)
+    inside = max(kept, recomputed) + layer_backward_bytes(shape, work)
     casts = 2 * shape.parameters if work.base_format == "full" and work.dtype_bytes > 2 else 0
-    return casts + max(mask_bytes(work) + max(kept + head_bytes(shape, work), inside), scoring_bytes(shape, work))
+    shared = mask_bytes(work) + work.tokens * (4 * shape.head_dim + 64)
+    return casts + max(shared + max(kept + head_bytes(shape, work), inside), scoring_bytes(shape, work))
 
 
 # --- a rollout ----------------------------------------------------------------------------------------------------------------------

@@ -190,6 +190,8 @@ def plan_run(
         model: counted, where the model is in memory already; else predicted.
         max_model_len: of the engine, where it is more than the workload's own length; vLLM wants a KV cache for one such sequence.
     """
+    if not shape.packs:
+        work = dataclasses.replace(work, packed=False)
     plan = _add_up(shape, work, gpu, model, max_model_len)
     if work.gradient_checkpointing is None and gpu is not None and plan.fits:
         plan = _keeping_activations(shape, plan, gpu, model)
@@ -250,7 +252,8 @@ def _add_up(
         transient = formulas.engine_rollout_bytes(shape, work)
     elif work.rollout == "transformers":
         transient = formulas.transformers_rollout_bytes(shape, work)
-    name = f"activations of {work.batch} x {work.length} tokens"
+    activations = slack * formulas.update_bytes(shape, work) + formulas.KEPT_SLACK * formulas.kept_bytes(shape, work)
+    name = f"activations of {f'{work.tokens} packed' if work.packed else f'{work.batch} x {work.length}'} tokens"
     if work.kept_layers:
         name += f", {work.kept_layers} of {shape.layers} layers not recomputed"
     trained = "trained weights" if work.base_format == "full" else f"adapter, rank {work.lora_rank}"
@@ -264,7 +267,7 @@ def _add_up(
         Part("gradients", gradients, gradients if between else gradients - model.trained),
         Part("the engine's copy of the weights", 0 if work.sleep else copy, copy),
         Part("the engine's adapter, CUDA graphs and buffers", fixed, fixed),
-        Part(name, round(slack * formulas.update_bytes(shape, work)), 0),
+        Part(name, round(activations), 0),
         Part("activations of a rollout", 0, rollout),
     ]
     if work.overlap:
@@ -361,6 +364,8 @@ def plan_trainer(trainer: Any, gpu: Gpu | None = None) -> MemoryPlan:
     Raises:
         `ValueError`: prompts that cannot fit; see `run_lengths`.
     """
+    from ..update import how  # the compiler takes a second to import
+
     made: MemoryPlan | None = getattr(trainer, "memory_plan", None)
     if made is None:
         args, model = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
@@ -370,11 +375,13 @@ def plan_trainer(trainer: Any, gpu: Gpu | None = None) -> MemoryPlan:
             args,
             lengths,
             lora_rank=max((config.r for config in configs.values()), default=0),
+            lora_dropout=max((getattr(config, "lora_dropout", 0.0) for config in configs.values()), default=0.0),
             dtype_bytes=dtype_bytes_of(compute_dtype(model), args.base_format),
             attention=getattr(model.config, "_attn_implementation", None) or "sdpa",
         )
         if trainer.is_fsdp_enabled:  # it will shard what the engine would share
             work = dataclasses.replace(work, share_weights=False, sharded=True)
+        work = dataclasses.replace(work, **how.computes(trainer))
         if work.gradient_checkpointing is None and (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
             # processes gather the weights of each layer together, and each plans for itself
             work = dataclasses.replace(work, gradient_checkpointing=True)
@@ -390,3 +397,16 @@ def plan_trainer(trainer: Any, gpu: Gpu | None = None) -> MemoryPlan:
         if gpu is not None and trainer.accelerator.is_main_process and (work.colocated or not made.fits):
             logger.warning("%s\n%s", made.table(), made.verdict())
     return made
+
+
+def plan_again(trainer: Any, **changed: Any) -> None:
+    """Plan a trainer's updates anew, which turned out to be computed in another way (`packed`, `compiled`); the KV cache stays as it is."""
+    before: MemoryPlan = trainer.memory_plan
+    limit = before.kv_bytes if before.work.colocated and before.gpu is not None else before.work.kv_limit
+    work = dataclasses.replace(before.work, **changed, kept_layers=0, kv_limit=limit)
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    made = plan_run(shape_of(model.config), work, before.gpu, model_bytes(model), before.max_model_len)
+    made = dataclasses.replace(made, work=dataclasses.replace(made.work, kv_limit=before.work.kv_limit))
+    trainer.memory_plan = made
+    if made.gpu is not None and trainer.accelerator.is_main_process:
+        logger.warning("Planned again, as updates are computed in another way: %s. %s", made.summary(), made.verdict())

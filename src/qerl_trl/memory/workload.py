@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from ..update import balance, row
+
 logger = logging.getLogger(__name__)
 
 #: tokens that one engine step may process; TRL's own value
@@ -28,7 +30,9 @@ class Workload:
 
     `batch`: sequences of one backward pass (`per_device_train_batch_size`), `accumulation`: backward passes per update. `completions`:
     sequences that are generated at a time. `rollout`: "transformers", "colocate" or "server" (vLLM). `padded`: the prompts' lengths differ,
-    so that attention gets a mask. `overlap`: a colocated engine samples while an update runs. `gradient_checkpointing`: whether decoder layers recompute their activations; None: the last `kept_layers`
+    so that attention gets a mask. `overlap`: a colocated engine samples while an update runs. `packed`: the sequences of a backward pass are one row without padding (`update/packing.py`), in which
+    `generations` completions share each prompt; `compiled`, `fused`: decoder layers and LoRA layers are (`update/compiled.py`,
+    `update/lora_linear.py`). `gradient_checkpointing`: whether decoder layers recompute their activations; None: the last `kept_layers`
     do not, of which a plan makes as many as fit. `dtype_bytes`: of what is not quantized. `kv_limit` (bytes) and `utilization` (of the GPU) replace what
     would be planned for the KV cache. `sharded`: the processes share the trainer's weights out between them (FSDP 2).
     """
@@ -46,6 +50,10 @@ class Workload:
     dtype_bytes: int = 2
     attention: str = "sdpa"
     padded: bool = True
+    packed: bool = False
+    generations: int = 1
+    compiled: bool = False
+    fused: bool = False
     processes: int = 1
     sharded: bool = False
     rollout: str = "transformers"
@@ -64,6 +72,22 @@ class Workload:
         return self.prompt_length + self.completion_length
 
     @property
+    def tokens(self) -> int:
+        """Tokens that one backward pass computes: every sequence at full length, or a packed row with each shared prompt once, as
+        `update/row.py` lays it out."""
+        if not self.packed:
+            return self.batch * self.length
+        prompts = -(-self.batch // max(1, self.generations))
+        return _in_a_row(prompts * (self.prompt_length - 1) + self.batch * self.completion_length)
+
+    @property
+    def keys(self) -> int:
+        """Tokens that its attention reads: of a packed row, each sequence's own prompt."""
+        if not self.packed:
+            return self.tokens
+        return max(self.tokens, _in_a_row(self.batch * (self.length - 1)))
+
+    @property
     def colocated(self) -> bool:
         return self.rollout == "colocate"
 
@@ -71,6 +95,11 @@ class Workload:
     def shares_weights(self) -> bool:
         """Whether the engine reads the trainer's tensors. Weights that are all trained are streamed into a copy."""
         return self.share_weights and self.tensor_parallel == 1 and self.base_format != "full"
+
+
+def _in_a_row(tokens: int) -> int:
+    """With the segment that ends it, of at least one token (`row.MULTIPLE`)."""
+    return (tokens // row.MULTIPLE + 1) * row.MULTIPLE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,14 +121,26 @@ class Lengths:
         return length if self.limit is None else min(self.limit, length)
 
 
+def on_a_gpu(base_format: str) -> dict[str, Any]:
+    """How updates are computed on a GPU where no setting and no model stands against it; LoRA layers on bitsandbytes' are not fused."""
+    return {"packed": True, "compiled": True, "fused": base_format in ("nvfp4", "bf16")}
+
+
 def workload_of(
-    args: Any, lengths: Lengths, *, lora_rank: int = 32, dtype_bytes: int = 2, attention: str = "sdpa"
+    args: Any,
+    lengths: Lengths,
+    *,
+    lora_rank: int = 32,
+    lora_dropout: float = 0.0,
+    dtype_bytes: int = 2,
+    attention: str = "sdpa",
 ) -> Workload:
-    """The workload that a `QeRLConfig` asks of each process.
+    """The workload that a `QeRLConfig` asks of each process; what only the model and the device can tell of its updates, as `on_a_gpu`.
 
     Args:
-        lora_rank, dtype_bytes, attention: of the model, which the configuration does not name.
+        lora_rank, lora_dropout, dtype_bytes, attention: of the model, which the configuration does not name.
     """
+    fast = on_a_gpu(args.base_format)
     engine = getattr(args, "vllm_engine_kwargs", None) or {}
     engine = json.loads(engine) if isinstance(engine, str) else engine
     rollout = args.vllm_mode if args.use_vllm else "transformers"
@@ -117,6 +158,10 @@ def workload_of(
         base_format=args.base_format,
         dtype_bytes=dtype_bytes,
         attention=attention if attention in ("sdpa", "eager") else "flash",
+        packed=fast["packed"] and args.padding_free is not False and attention == "sdpa",
+        generations=1 if lora_dropout else _together(args),
+        compiled=fast["compiled"] and args.compile_layers is not False and not args.torch_compile,
+        fused=fast["fused"] and args.fused_lora and not lora_dropout,
         processes=args.world_size,
         rollout=rollout,
         share_weights=args.share_weights,
@@ -129,6 +174,16 @@ def workload_of(
         kv_limit=engine.get("kv_cache_memory_bytes"),
         utilization=engine.get("gpu_memory_utilization", args.vllm_gpu_memory_utilization),
     )
+
+
+def _together(args: Any) -> int:
+    """Completions of one prompt that are sure to meet in one backward pass, where `update/balance.py` deals a whole rollout."""
+    batch, count = args.per_device_train_batch_size, args.num_generations
+    steps, accumulation = args.steps_per_generation, args.gradient_accumulation_steps
+    dealt = steps == 1 or (accumulation % steps == 0 and balance.order_is_free(args))
+    if not dealt or (batch * steps) % count or (batch % count and count % batch):
+        return 1
+    return min(batch, count)
 
 
 def workload_of_file(
@@ -159,7 +214,12 @@ def workload_of_file(
     dtype = (args.model_init_kwargs or {}).get("dtype", model.dtype)
     attention = model.attn_implementation or "sdpa"
     work = workload_of(
-        args, lengths, lora_rank=model.lora_r, dtype_bytes=dtype_bytes_of(dtype, args.base_format), attention=attention
+        args,
+        lengths,
+        lora_rank=model.lora_r,
+        lora_dropout=model.lora_dropout,
+        dtype_bytes=dtype_bytes_of(dtype, args.base_format),
+        attention=attention,
     )
     return model.model_name_or_path, work
 

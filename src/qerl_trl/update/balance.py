@@ -10,16 +10,13 @@ from typing import Any
 
 import torch
 
-from ..upstream import OnlineTrainer
 
-
-def order_is_free(trainer: OnlineTrainer) -> bool:
-    """Whether a loss is the same however the completions of a step are dealt: not where a micro-batch is its own measure, by its count of
+def order_is_free(trainer: Any) -> bool:
+    """Of a trainer or of its settings: whether a loss is the same however the completions of a step are dealt: not where a micro-batch is its own measure, by its count of
     tokens (`"bnpo"`), by a quantile of its entropies, or by their mean."""
     own_count = getattr(trainer, "loss_type", None) == "bnpo"
-    own_entropies = getattr(trainer, "top_entropy_quantile", 1.0) < 1.0 or getattr(
-        trainer, "_entropy_bonus_enabled", False
-    )
+    bonus = getattr(trainer, "entropy_coef", 0.0) != 0.0 or getattr(trainer, "use_adaptive_entropy", False)
+    own_entropies = getattr(trainer, "top_entropy_quantile", 1.0) < 1.0 or bonus
     return not (own_count or own_entropies)
 
 

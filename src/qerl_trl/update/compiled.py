@@ -285,6 +285,18 @@ def reason_against(trainer: OnlineTrainer) -> str | None:
     return None
 
 
+def expected(trainer: OnlineTrainer) -> bool:
+    """Whether [`compile_for`] will compile the layers."""
+    wanted = trainer.args.compile_layers
+    if wanted is False or (wanted is None and reason_against(trainer) is not None):
+        return False
+    try:
+        find_layers(trainer.accelerator.unwrap_model(trainer.model))
+    except ValueError:
+        return False
+    return True
+
+
 # --- the start --------------------------------------------------------------------------------------------------------------------
 
 
@@ -366,6 +378,8 @@ class WarmUp(TrainerCallback):
                 )
             except RuntimeError as error:  # of a kernel, or out of memory
                 compiled.give_up(_said(error))
+            if args.device.type == "cuda":
+                torch.cuda.empty_cache()  # blocks of these lengths, of which updates of others would make little use
             took = f"{time.perf_counter() - started:.1f} s"
         if not compiled.failed and state.is_world_process_zero:
             name = type(compiled.layers[0]).__name__

@@ -46,6 +46,12 @@ def why_not(layer: LoraLayer) -> str:
     return ""
 
 
+def fuses_all(model: nn.Module) -> bool:
+    """Whether [`fuse`] takes every LoRA layer of a model, of which there are some."""
+    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    return bool(layers) and not any(map(why_not, layers))
+
+
 def _adapter(layer: LoraLayer) -> str | None:
     """The name of the one plain adapter that this layer adds just now; None: its own forward must run."""
     if layer._disable_adapters or layer.merged_adapters or not layer.cast_input_dtype_enabled or why_not(layer):

@@ -45,22 +45,14 @@ class Packing:
         Raises:
             `ValueError`: `padding_free=True` cannot be done.
         """
-        trainer, wanted = self.trainer, self.trainer.args.padding_free
-        if wanted is False:
+        trainer = self.trainer
+        if trainer.args.padding_free is False:
             return
-        device = trainer.accelerator.device
-        slow = attention.fast_kernel_is_missing(device)
-        if slow is not None and not (wanted and device.type == "cpu"):
-            self._leave(slow)
-            return
-        found = [trainer.model, getattr(trainer, "ref_model", None)]
-        self._models = [_inner(trainer, model) for model in found if model is not None]
-        reason = next(filter(None, (_why_not(trainer, model) for model in self._models)), None)
-        if _adds_tokens(trainer.accelerator.unwrap_model(trainer.model)):
-            reason = "the adapter puts virtual tokens before each sequence"
+        reason = reason_against(trainer)
         if reason is not None:
             self._leave(reason)
             return
+        self._models = _models(trainer)
         attention.register()
         for model in self._models:
             _set_attention(model, attention.NAME)
@@ -250,6 +242,22 @@ def prepare(trainer: Any) -> None:
     trainer._packing.prepare()
 
 
+def reason_against(trainer: OnlineTrainer) -> str | None:
+    """Why a trainer's batches are not packed, by what its models say of themselves; `None` where that is to be tried."""
+    device = trainer.accelerator.device
+    slow = attention.fast_kernel_is_missing(device)
+    if slow is not None and not (trainer.args.padding_free and device.type == "cpu"):
+        return slow
+    if _adds_tokens(trainer.accelerator.unwrap_model(trainer.model)):
+        return "the adapter puts virtual tokens before each sequence"
+    return next(filter(None, (_why_not(trainer, model) for model in _models(trainer))), None)
+
+
+def _models(trainer: OnlineTrainer) -> list[PreTrainedModel]:
+    found = [trainer.model, getattr(trainer, "ref_model", None)]
+    return [_inner(trainer, model) for model in found if model is not None]
+
+
 def _inner(trainer: OnlineTrainer, model: nn.Module) -> PreTrainedModel:
     found = trainer.accelerator.unwrap_model(model)
     return cast(PreTrainedModel, found.get_base_model() if is_peft_model(found) else found)
@@ -266,13 +274,18 @@ def _drops(model: nn.Module, in_training: bool = False) -> bool:
 
 def _why_not(trainer: OnlineTrainer, model: PreTrainedModel) -> str | None:
     """What of a model forbids packing, by what it says of itself; `None` when it may be tried."""
-    name, text = type(model).__name__, model.config.get_text_config()
-    implementation = text._attn_implementation
+    implementation = model.config.get_text_config()._attn_implementation
     parallel = getattr(trainer.accelerator, "parallelism_config", None)
     if parallel is not None and (parallel.cp_size > 1 or parallel.sp_size > 1):
         return "sequences are split over processes (context or sequence parallel)"
     if implementation != "sdpa":
         return f"attn_implementation={implementation!r} is not PyTorch's own ('sdpa'), which alone is replaced"
+    return why_not(model)
+
+
+def why_not(model: PreTrainedModel) -> str | None:
+    """The same of a model alone, whatever the trainer and its settings."""
+    name, text = type(model).__name__, model.config.get_text_config()
     if not model._can_set_attn_implementation() or not model._supports_flash_attn:
         return f"{name} has attention of its own, which needs a mask"
     if getattr(model, "_is_stateful", False):
