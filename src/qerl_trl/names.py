@@ -1,6 +1,7 @@
 """Names of modules whatever wraps the model, and whole tensors whatever shards them."""
 
 import re
+from typing import Any, cast
 
 import torch
 from torch import nn

@@ -224,27 +224,27 @@ def layer_activation_bytes(shape: Shape, work: Workload) -> int:
         mask        2 T             (as bf16; of the softmax in "eager" attention 8 T per head)
 
     The base's linear layers keep nothing: their backward needs only the weight. LoRA layers that are not fused keep inputs of their own: 2 h
-    where they are compiled, else a bf16 copy each, 2 K.
+    where they are compiled, else a bf16 copy each, 2 K. Layers of another kind than these (a model that cannot be packed) are counted as not
+    compiled.
     """
+    compiled = work.compiled and shape.packs
     per_layer = shape.linears[: len(shape.linears) // shape.layers]
     masked = work.padded and not work.packed and work.attention == "sdpa"
     token = 6 * shape.mlp
-    token += (2 * shape.norms + 4 if work.compiled else 4 * shape.norms + 2) * shape.hidden
+    token += (2 * shape.norms + 4 if compiled else 4 * shape.norms + 2) * shape.hidden
     token += 8 * shape.query_width if masked else 4 * shape.query_width + 4 * shape.kv_width * work.keys // work.tokens
     token += 2 * (shape.query_width + shape.kv_width) if shape.head_norms else 0
     token += 4 * shape.heads
     if work.base_format == "full":
-        token += 0 if work.compiled else 4 * shape.hidden + 2 * shape.mlp
+        token += 0 if compiled else 4 * shape.hidden + 2 * shape.mlp
     else:
         token += sum(2 * work.lora_rank for _ in per_layer)
         if work.fused:
-            token += 0 if work.compiled else 2 * shape.hidden + 2 * shape.mlp
+            token += 0 if compiled else 2 * shape.hidden + 2 * shape.mlp
         else:
-            token += 2 * shape.hidden if work.compiled else sum(2 * k for _, k in per_layer)
+            token += 2 * shape.hidden if compiled else sum(2 * k for _, k in per_layer)
     token += {"sdpa": 2 if masked else 0, "eager": 8 * shape.heads}.get(work.attention, 0) * work.length
-    cast = (
-        sum(2 * work.lora_rank * (n + k) for n, k in per_layer) if work.compiled and work.base_format != "full" else 0
-    )
+    cast = sum(2 * work.lora_rank * (n + k) for n, k in per_layer) if compiled and work.base_format != "full" else 0
     return work.tokens * token * work.dtype_bytes // 2 + cast
 
 
