@@ -321,6 +321,12 @@ def with_group(name: str, **group) -> dict:
     return config
 
 
+def mixed(**layers):
+    """ModelOpt's description of layers in several algorithms."""
+    named = {name: {"quant_algo": algorithm} for name, algorithm in layers.items()}
+    return MODELOPT | {"quant_algo": "MIXED_PRECISION", "quantized_layers": named}
+
+
 @pytest.mark.parametrize(
     ("config", "layout_name"),
     [
@@ -334,13 +340,30 @@ def with_group(name: str, **group) -> dict:
             "modelopt",
         ),
         (MODELOPT | {"quant_algo": "W4A16_NVFP4"}, "modelopt"),
+        (mixed(q_proj="NVFP4", k_proj="W4A16_NVFP4", o_proj="FP8"), "modelopt"),
     ],
-    ids=["ct", "ct W4A4", "ct two groups", "ct kv cache", "modelopt", "modelopt sidecar", "modelopt weight-only"],
+    ids=[
+        "ct",
+        "ct W4A4",
+        "ct two groups",
+        "ct kv cache",
+        "modelopt",
+        "modelopt sidecar",
+        "modelopt weight-only",
+        "modelopt mixed",
+    ],
 )
 def test_configurations_that_hold_plain_nvfp4_weights(config, layout_name):
     source = parse_quantization_config(config, "config.json")
     assert source.layout == layout_name
     assert source.ignore == ("lm_head",)
+
+
+def test_which_layer_of_a_mixed_checkpoint_is_what():
+    source = parse_quantization_config(mixed(q_proj="NVFP4", k_proj="W4A16_NVFP4", o_proj="FP8"), "config.json")
+    names = [f"model.layers.0.self_attn.{leaf}" for leaf in ("q_proj", "k_proj", "o_proj", "v_proj")]
+    assert [source.is_quantized(name, 64) for name in names] == [True, True, False, False]
+    assert [source.is_fp8(name) for name in names] == [False, False, True, False]
 
 
 @pytest.mark.parametrize(
@@ -356,7 +379,9 @@ def test_configurations_that_hold_plain_nvfp4_weights(config, layout_name):
         (compressed_tensors(config_groups={}), "no config_groups"),
         (compressed_tensors(quantization_status="frozen"), "quantization_status='frozen'"),
         (compressed_tensors(transform_config={"config_groups": {"R1": {}}}), "rotated"),
-        (MODELOPT | {"quant_algo": "MIXED_PRECISION"}, "'MIXED_PRECISION' is mixed precision"),
+        (MODELOPT | {"quant_algo": "MIXED_PRECISION"}, "none of its 0 quantized_layers is NVFP4"),
+        (mixed(q_proj="NVFP4", lm_head="FP8"), "the output head 'lm_head' is FP8"),
+        (mixed(q_proj="NVFP4", o_proj="MXFP8"), "mixed precision with 'o_proj'"),
         (MODELOPT | {"quant_algo": "FP8"}, "'FP8' is not plain NVFP4"),
         (MODELOPT | {"quant_algo": "NVFP4_AWQ"}, "'NVFP4_AWQ' is not plain NVFP4"),
         (MODELOPT | {"quant_algo": "NVFP4_SVD"}, "'NVFP4_SVD' is not plain NVFP4"),

@@ -63,6 +63,21 @@ def mlp_only(state: State, quantization: dict) -> None:
             state[f"{name}.weight"] = dense[f"{name}.weight"].contiguous()
 
 
+def mixed(state: State, quantization: dict) -> None:
+    """ModelOpt's AutoQuantize: attention FP8, with one scale per layer."""
+    quantization["quant_algo"] = "MIXED_PRECISION"
+    del quantization["config_groups"]
+    layers = quantization["quantized_layers"] = {}
+    for number, name in enumerate(LINEARS):
+        layers[name] = {"quant_algo": "NVFP4", "group_size": 16}
+        if "self_attn" in name:
+            layers[name] = {"quant_algo": "FP8"}
+            weight = make_tiny_model("qwen2").get_submodule(name).weight.detach().float()
+            del state[f"{name}.weight_scale_2"]
+            state[f"{name}.weight_scale"] = scale = weight.abs().max() / (400 + number)
+            state[f"{name}.weight"] = (weight / scale).to(torch.float8_e4m3fn)
+
+
 #: what the tool calls it -> (layout, what differs from the plain form)
 CHECKPOINTS: dict[str, tuple[str, Callable[[State, dict], None]]] = {
     "llm-compressor NVFP4A16": ("compressed-tensors", nothing),
@@ -72,6 +87,7 @@ CHECKPOINTS: dict[str, tuple[str, Callable[[State, dict], None]]] = {
     "ModelOpt W4A16_NVFP4": ("modelopt", weight_only),
     "ModelOpt NVFP4, FP8 KV cache": ("modelopt", modelopt_kv),
     "ModelOpt NVFP4, MLP only": ("modelopt", mlp_only),
+    "ModelOpt MIXED_PRECISION, NVFP4 and FP8": ("modelopt", mixed),
 }
 
 
@@ -93,6 +109,8 @@ def weight_on_disk(state: State, name: str) -> torch.Tensor:
         packed = state[f"{name}.weight"]
     elif f"{name}.weight_packed" in state:
         packed, global_scale = state[f"{name}.weight_packed"], state[f"{name}.weight_global_scale"]
+    elif state[f"{name}.weight"].dtype == torch.float8_e4m3fn:
+        return (state[f"{name}.weight"].double() * state[f"{name}.weight_scale"].double()).bfloat16()
     else:
         return state[f"{name}.weight"]
     return dequantize(packed, state[f"{name}.weight_scale"], global_scale, torch.bfloat16)
@@ -111,7 +129,7 @@ def test_every_weight_is_that_of_the_file_and_a_step_trains_the_adapter(
     for linear in LINEARS:
         module = model.get_submodule(linear)
         on_disk = weight_on_disk(state, linear)
-        stays_dense = change is mlp_only and "self_attn" in linear
+        stays_dense = change in (mlp_only, mixed) and "self_attn" in linear
         assert isinstance(module, NVFP4Linear) is not stays_dense
         assert torch.equal(module.weight.detach() + 0, on_disk), linear
     trainer = make_trainer(model=str(tmp_path / "model"), max_steps=1, model_init_kwargs=None)
@@ -123,18 +141,36 @@ def test_every_weight_is_that_of_the_file_and_a_step_trains_the_adapter(
     assert sum("lora_B" in key for key in moved) == len(LINEARS)
 
 
-def test_mixed_precision_is_refused_by_name(packed_model_dir, make_trainer, tmp_path):  # noqa: F811
-    """ModelOpt's AutoQuantize: some layers FP8. Read as NVFP4 they would be noise."""
+FAULTS = {
+    "another algorithm": (lambda s, q, n: q["quantized_layers"][n].update(quant_algo="W4A8_AWQ"), "W4A8_AWQ"),
+    "no NVFP4 layer": (
+        lambda s, q, n: q.update(quantized_layers={n: {"quant_algo": "FP8"}}),
+        "none of its 1 quantized_layers is NVFP4",
+    ),
+    "no scale": (lambda s, q, n: s.pop(f"{n}.weight_scale"), r"q_proj.weight_scale' is missing"),
+    "a scale per row": (lambda s, q, n: s.update({f"{n}.weight_scale": torch.ones(128, 1)}), "one scale per layer"),
+    "turned": (
+        lambda s, q, n: s.update({f"{n}.weight": s[f"{n}.weight"].reshape(64, 256)}),
+        r"has shape \(64, 256\), \(128, 128\) belongs there",
+    ),
+    "scale 0": (lambda s, q, n: s.update({f"{n}.weight_scale": torch.zeros(())}), "is 0; a scale is a positive"),
+    "not FP8": (lambda s, q, n: s.update({f"{n}.weight": torch.zeros(128, 128)}), "is F32; .* has F8_E4M3 there"),
+    "NaN": (
+        lambda s, q, n: s.update({f"{n}.weight": torch.full((128, 128), float("nan")).to(torch.float8_e4m3fn)}),
+        "q_proj.weight' has 16384 of 16384 values that are NaN",
+    ),
+    "FP8 and not said": (lambda s, q, n: q["quantized_layers"].pop(n), "says that this module is not quantized"),
+}
 
-    def mixed(state: State, quantization: dict) -> None:
-        quantization["quant_algo"] = "MIXED_PRECISION"
-        quantization["quantized_layers"] = {name: {"quant_algo": "NVFP4"} for name in LINEARS}
-        first = LINEARS[0]
-        quantization["quantized_layers"][first] = {"quant_algo": "FP8"}
-        del state[f"{first}.weight_scale_2"]
-        state[f"{first}.weight_scale"] = torch.tensor(0.01)
-        state[f"{first}.weight"] = torch.zeros(128, 128).to(torch.float8_e4m3fn)
 
-    written(tmp_path / "model", packed_model_dir("modelopt"), mixed)
-    with pytest.raises(ValueError, match="'MIXED_PRECISION' is mixed precision"):
-        make_trainer(model=str(tmp_path / "model"))
+@pytest.mark.parametrize("fault", FAULTS)
+def test_mixed_precision_that_cannot_be_read_is_refused(fault, packed_model_dir, tmp_path):
+    change, said = FAULTS[fault]
+
+    def damaged(state: State, quantization: dict) -> None:
+        mixed(state, quantization)
+        change(state, quantization, LINEARS[0])
+
+    written(tmp_path / "model", packed_model_dir("modelopt"), damaged)
+    with pytest.raises(ValueError, match=said):
+        from_pretrained(tmp_path / "model")

@@ -234,6 +234,11 @@ def checkpoints(folder: Path) -> dict:
     results["separate scales rows"] = engine_model(llm).model.layers[0].self_attn.qkv_proj.weight_global_scale.numel()
     modelopt = as_modelopt(foreign, folder / "modelopt")
     results["offline modelopt"] = gap(packed(foreign), engine(modelopt, quantization="qerl_nvfp4", tokenizer=path))
+    mixed = as_mixed(modelopt, path, folder / "mixed")
+    model, llm = packed(mixed), engine(mixed, quantization="qerl_nvfp4", tokenizer=path)
+    results["offline modelopt mixed"] = gap(model, llm)
+    mine, theirs = (m.model.layers[0].self_attn for m in (model, engine_model(llm)))
+    results["mixed bytes equal"] = torch.equal(mine.o_proj.weight, theirs.o_proj.weight)
     skip = ["re:.*layers\\.1\\.mlp\\..*", "layers.0.self_attn.o_proj"]
     llm = engine(path, quantization="qerl_nvfp4", additional_config={"qerl": {"ignore": ["lm_head", *skip]}})
     results["skipped layers"] = sorted(
@@ -297,6 +302,31 @@ def as_modelopt(source: str, target: Path) -> str:
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((target / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}
+    (target / "config.json").write_text(json.dumps(config))
+    return str(target)
+
+
+def as_mixed(source: str, dense: str, target: Path) -> str:
+    """A ModelOpt folder whose attention is FP8, of the weights of the folder `dense`."""
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(dense, target, dirs_exist_ok=True)  # for its tokenizer
+    shutil.copytree(source, target, dirs_exist_ok=True)
+    tensors, weights = load_file(target / "model.safetensors"), load_file(Path(dense) / "model.safetensors")
+    layers = {}
+    for name in (key.removesuffix(".weight_scale_2") for key in list(tensors) if key.endswith(".weight_scale_2")):
+        layers[name] = {"quant_algo": "NVFP4", "group_size": 16}
+        if "self_attn" in name:
+            layers[name] = {"quant_algo": "FP8"}
+            weight = weights[f"{name}.weight"].float()
+            tensors[f"{name}.weight_scale"] = scale = weight.abs().max() / 448
+            tensors[f"{name}.weight"] = (weight / scale).to(torch.float8_e4m3fn)
+            del tensors[f"{name}.weight_scale_2"]
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((target / "config.json").read_text())
+    config["quantization_config"] |= {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
     (target / "config.json").write_text(json.dumps(config))
     return str(target)
 
@@ -428,6 +458,15 @@ def bases(folder: Path) -> dict:
     g.sync_weights()
     results["dense adapter"] = gap(policy, g.llm)
     results["only targets have buffers"] = sorted({n.rpartition(".")[2] for n in g.engine.state.slots})
+
+    saved = str(folder / "saved")
+    packed(path).save_pretrained(saved)
+    policy = adapter_on(packed(as_mixed(as_modelopt(saved, folder / "modelopt"), path, folder / "mixed")))
+    g = stub_generation(policy)
+    results["mixed base"] = gap(policy, g.llm)
+    mine, theirs = (m.model.layers[0].self_attn for m in (policy.get_base_model(), engine_model(g.llm)))
+    pairs = ((mine.q_proj, theirs.qkv_proj), (mine.o_proj, theirs.o_proj))
+    results["mixed in one copy"] = [m.base_layer.weight.data_ptr() == t.weight.data_ptr() for m, t in pairs]
 
     patterns = {"rank_pattern": {"o_proj": 20}, "alpha_pattern": {"up_proj": 7}}
     policy = adapter_on(packed(path), rank=4, alpha=4, adapter_name="student", **patterns)

@@ -22,10 +22,26 @@ def test_bf16_checkpoint_is_quantized_as_the_trainer_does(checkpoints, family):
 
 
 @pytest.mark.parametrize(
-    "case", ["offline compressed-tensors", "offline modelopt", "separate scales", "online four_over_six"]
+    "case",
+    [
+        "offline compressed-tensors",
+        "offline modelopt",
+        "offline modelopt mixed",
+        "separate scales",
+        "online four_over_six",
+    ],
 )
 def test_checkpoints_load_exactly(checkpoints, case):
     assert checkpoints[case] < EXACT
+
+
+def test_fp8_layers_of_a_mixed_checkpoint_have_the_trainers_bits(checkpoints):
+    assert checkpoints["mixed bytes equal"]
+
+
+def test_fp8_layers_of_a_mixed_checkpoint_are_one_copy(bases):
+    assert bases["mixed in one copy"] == [True, True]
+    assert bases["mixed base"] < EXACT
 
 
 def test_fused_layers_keep_a_scale_a_row_when_shards_differ(checkpoints):

@@ -59,6 +59,7 @@ class NVFP4Config(QuantizationConfigMixin):
         compute_dtype: dtype of everything that is not quantized, and of the matmuls; the model's `dtype`.
         source_format: layout of a checkpoint that is quantized already, None for a dense one. Set by `load_config`.
         source_targets: which modules such a checkpoint quantizes, in compressed-tensors' notation. Set by `load_config`.
+        source_fp8: which of its modules are FP8, and become dense (`fp8.py`). Set by `load_config`.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class NVFP4Config(QuantizationConfigMixin):
         compute_dtype: str | torch.dtype = "bfloat16",
         source_format: str | None = None,
         source_targets: list[str] | None = None,
+        source_fp8: list[str] | None = None,
         **unknown: Any,
     ):
         unknown.pop("quant_method", None)
@@ -91,6 +93,7 @@ class NVFP4Config(QuantizationConfigMixin):
         self.compute_dtype = name
         self.source_format = source_format
         self.source_targets = list(source_targets or ("Linear",))
+        self.source_fp8 = list(source_fp8 or ())
         self._dense_linears: list[str] | None = None  # known once a model was seen
 
     @property
@@ -100,7 +103,8 @@ class NVFP4Config(QuantizationConfigMixin):
     @property
     def selection(self) -> layouts.Selection:
         """Which layers are quantized."""
-        return layouts.Selection(self.source_format, tuple(self.modules_to_not_convert), tuple(self.source_targets))
+        names = (self.modules_to_not_convert, self.source_targets, self.source_fp8)
+        return layouts.Selection(self.source_format, *map(tuple, names))
 
     @property
     def dense_linears(self) -> list[str] | None:
@@ -153,6 +157,7 @@ class NVFP4Config(QuantizationConfigMixin):
             modules_to_not_convert=list(selection.ignore),
             source_format=selection.layout,
             source_targets=list(selection.targets),
+            source_fp8=list(selection.fp8),
             **options,
         )
 

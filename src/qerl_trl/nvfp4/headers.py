@@ -44,7 +44,7 @@ DTYPES = {
 }
 _DENSE_DTYPES = ("BF16", "F16", "F32")
 #: scales of activations and of the KV cache: a W4A16 reader needs none of them
-_IGNORED_SUFFIXES = ("input_scale", "input_global_scale", "output_scale", "k_scale", "v_scale", "q_scale")
+IGNORED_SUFFIXES = ("input_scale", "input_global_scale", "output_scale", "k_scale", "v_scale", "q_scale")
 
 
 class TensorInfo(NamedTuple):
@@ -140,6 +140,7 @@ def check_headers(
     modules: Mapping[str, torch.nn.Linear],
     dense: Iterable[str],
     ignored: Iterable[str] = (),
+    other: Iterable[str] = (),
 ) -> dict[str, dict[str, TensorInfo]]:
     """Check the headers of an NVFP4 checkpoint against the model: names, dtypes and shapes, missing and extra tensors.
 
@@ -148,12 +149,14 @@ def check_headers(
         modules: the model's linears that the configuration says are quantized, by name.
         dense: names of the linears that it says are not.
         ignored: regular expressions for tensors that the model's class does not want (draft layers and the like).
+        other: modules that are stored in another format, and checked elsewhere.
 
     Returns, for each packed module of the *checkpoint*, its tensors by their last name component.
     """
     patterns = [re.compile(pattern) for pattern in ignored]
     wanted_tensors = {name: info for name, info in tensors.items() if not any(p.search(name) for p in patterns)}
-    packed = packed_modules(wanted_tensors, layout)
+    elsewhere = set(other)
+    packed = {name: parts for name, parts in packed_modules(wanted_tensors, layout).items() if name not in elsewhere}
     problems: list[str] = []
     for name, parts in packed.items():
         problems += _check_module(name, parts, layout)
@@ -207,7 +210,7 @@ def _check_module(name: str, parts: Mapping[str, TensorInfo], layout: Layout) ->
                 f"{file}: tensor '{name}.{part}' is missing. The checkpoint is incomplete; download or export it again."
             )
     for part, info in parts.items():
-        if part not in (*layout.tensors, "bias", *_IGNORED_SUFFIXES):
+        if part not in (*layout.tensors, "bias", *IGNORED_SUFFIXES):
             problems.append(
                 f"{info.file}: unexpected tensor {info.name!r} beside NVFP4 weights: qerl_trl would ignore it, and it may change what the "
                 "weights mean (AWQ pre-scales, zero points). Use a plain NVFP4 checkpoint."
@@ -247,7 +250,7 @@ def check_values(packed: Mapping[str, Mapping[str, TensorInfo]], layout: Layout)
 
 
 def _check_global_scale(info: TensorInfo, layout: Layout, trusted: bool) -> list[str]:
-    value = struct.unpack("<f", _read(info, 0, 4))[0]
+    value = read_number(info)
     label = f"{info.file}: tensor {info.name!r} is {value:g}"
     if not math.isfinite(value) or value <= 0:
         return [f"{label}; a global scale is a positive finite number. Download or export the checkpoint again."]
@@ -327,6 +330,11 @@ def _is_finite(tensor: torch.Tensor) -> bool:
         return int(tensor.view(torch.uint8).bitwise_and(0x7F).max()) < 0x7F
     extremes = torch.aminmax(tensor.float() if tensor.dtype.itemsize == 1 else tensor)  # NaN, where there is one
     return all(math.isfinite(value.item()) for value in extremes)
+
+
+def read_number(info: TensorInfo) -> float:
+    """The first number of a float32 tensor."""
+    return struct.unpack("<f", _read(info, 0, 4))[0]
 
 
 def _read(info: TensorInfo, offset: int, size: int) -> bytes:

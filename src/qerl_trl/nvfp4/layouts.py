@@ -12,7 +12,8 @@ Codes and block scales are the same bytes in both, and in ours. Only the global 
 **Weight-only reading of W4A4 checkpoints.** ModelOpt's "NVFP4" and compressed-tensors' "NVFP4" preset also quantize activations at run
 time. Their weights are ordinary NVFP4 weights, so they are read, and the activation (and KV cache) scales are ignored. Refused is what
 *cannot* be read that way: configurations that quantize activations only, weights that make sense only after the activations were
-transformed (rotations, AWQ pre-scales, SVDQuant), sparse weights, and mixed precision.
+transformed (rotations, AWQ pre-scales, SVDQuant), sparse weights, and mixed precision but for ModelOpt's of NVFP4 and FP8 layers: there the
+NVFP4 layers stay packed and the FP8 layers are read as dense ones (fp8.py).
 
 This file is the only reader of quantization configurations (`parse_quantization_config`) and the only judge of which layer is quantized
 (`Selection.is_quantized`): the trainer's quantizer, the offline quantizer and the engine (`rollout/vllm/quantization.py`) call it, on the
@@ -130,11 +131,17 @@ class Selection:
         layout: how their weights lie on disk, a key of `LAYOUTS`; None: dense, they are quantized while they are loaded.
         ignore: entries as in `name_matches`.
         targets: compressed-tensors' notation: the class name "Linear", or entries as in `name_matches`.
+        fp8: entries as in `name_matches`, of layers that lie there as FP8 (`fp8.py`) and are dense here.
     """
 
     layout: str | None = None
     ignore: tuple[str, ...] = ()
     targets: tuple[str, ...] = ("Linear",)
+    fp8: tuple[str, ...] = ()
+
+    def is_fp8(self, name: str) -> bool:
+        """Whether the linear layer `name` lies there as FP8."""
+        return bool(self.fp8) and matches_any(name, self.fp8) and not matches_any(name, self.ignore)
 
     def without(self, entries: Iterable[str]) -> "Selection":
         """The same, with more entries on the ignore list."""
@@ -147,7 +154,7 @@ class Selection:
         Raises:
             `ValueError`: a checkpoint says that it is, but its rows do not divide into blocks.
         """
-        if name in DECODER.heads or matches_any(name, self.ignore):
+        if name in DECODER.heads or matches_any(name, self.ignore) or self.is_fp8(name):
             return False
         if not any(target == "Linear" or name_matches(name, target) for target in self.targets):
             return False
@@ -290,15 +297,13 @@ def _parse_compressed_tensors(config: Mapping[str, Any], where: str) -> Selectio
 def _parse_modelopt(config: Mapping[str, Any], where: str) -> Selection:
     inner = _mapping(config.get("quantization", config), f"{where}: quantization")
     algorithm = inner.get("quant_algo")
-    if algorithm not in ("NVFP4", "W4A16_NVFP4"):
-        mixed = (
-            "mixed precision"
-            if algorithm == "MIXED_PRECISION" or "quantized_layers" in inner
-            else "not plain NVFP4 weights"
-        )
+    ignore = check_entries(inner.get("exclude_modules") or inner.get("ignore") or (), f"{where}: ignore")
+    if algorithm == "MIXED_PRECISION":
+        return _parse_modelopt_mixed(inner, ignore, where)
+    if algorithm not in _MODELOPT_NVFP4:
         raise ValueError(
-            f"{where}: ModelOpt quant_algo={algorithm!r} is {mixed}; qerl_trl reads 'NVFP4' and 'W4A16_NVFP4'. "
-            "Start from the unquantized model; it is quantized while loading."
+            f"{where}: ModelOpt quant_algo={algorithm!r} is not plain NVFP4 weights; qerl_trl reads 'NVFP4', 'W4A16_NVFP4', and "
+            "'MIXED_PRECISION' of these and 'FP8'. Start from the unquantized model; it is quantized while loading."
         )
     if inner.get("group_size") not in (None, BLOCK_SIZE):
         raise ValueError(f"{where}: group_size={inner['group_size']}; NVFP4 blocks have {BLOCK_SIZE} weights.")
@@ -314,8 +319,45 @@ def _parse_modelopt(config: Mapping[str, Any], where: str) -> Selection:
             raise ValueError(f"{where}: config group {name!r} has weights={weights}: mixed precision is not supported.")
         _tell_of_activations(group, where)
         targets += check_entries(group.get("targets") or ["Linear"], f"{where}: config group {name!r}: targets")
-    ignore = check_entries(inner.get("exclude_modules") or inner.get("ignore") or (), f"{where}: ignore")
     return Selection("modelopt", ignore, tuple(targets or ["Linear"]))
+
+
+#: ModelOpt's names of what is read as it is
+_MODELOPT_NVFP4 = ("NVFP4", "W4A16_NVFP4")
+
+
+def _parse_modelopt_mixed(inner: Mapping[str, Any], ignore: tuple[str, ...], where: str) -> Selection:
+    """ModelOpt's AutoQuantize: `quantized_layers` names each layer with its algorithm; what it does not name is dense."""
+    layers = _mapping(inner.get("quantized_layers"), f"{where}: quantized_layers")
+    names: dict[str, list[str]] = {}
+    for name, layer in layers.items():
+        layer = _mapping(layer, f"{where}: quantized_layers: {name!r}")
+        algorithm = str(layer.get("quant_algo")).upper()
+        if algorithm != "FP8" and (
+            algorithm not in _MODELOPT_NVFP4 or layer.get("group_size", BLOCK_SIZE) != BLOCK_SIZE
+        ):
+            raise ValueError(
+                f"{where}: mixed precision with {name!r} as {dict(layer)}; qerl_trl reads layers in {', '.join(_MODELOPT_NVFP4)} (blocks of "
+                f"{BLOCK_SIZE}) and FP8. Start from the unquantized model; it is quantized while loading."
+            )
+        names.setdefault("FP8" if algorithm == "FP8" else "NVFP4", []).append(name)
+    if heads := [name for name in names.get("FP8", ()) if name in DECODER.heads]:
+        raise ValueError(
+            f"{where}: the output head {heads[0]!r} is FP8, which is read of the layers before it only. Leave it dense."
+        )
+    if "NVFP4" not in names:
+        raise ValueError(
+            f"{where}: mixed precision, and none of its {len(layers)} quantized_layers is NVFP4. Start from the unquantized model; it is "
+            "quantized while loading."
+        )
+    targets, fp8 = (check_entries(names.get(kind, ()), f"{where}: quantized_layers") for kind in ("NVFP4", "FP8"))
+    if fp8:
+        logger.warning(
+            "%s: %d layers are FP8 and are read as dense ones, exactly: they take two bytes per weight instead of one.",
+            where,
+            len(fp8),
+        )
+    return Selection("modelopt", ignore, targets, fp8)
 
 
 def _tell_of_activations(group: Mapping[str, Any], where: str) -> None:

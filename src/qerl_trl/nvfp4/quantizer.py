@@ -17,6 +17,7 @@ from transformers.utils import logging
 
 from . import headers, layouts, shards
 from .format import NVFP4Tensor, quantize
+from .fp8 import check_fp8, dequantize_fp8
 from .fused import fuse_storage
 from .linear import NVFP4Linear, has_nvfp4
 
@@ -44,6 +45,17 @@ class _PackedPlaceholder(nn.Module):
         if not layout.divides:
             global_scale = 1.0 / global_scale
         return NVFP4Linear.from_nvfp4(NVFP4Tensor(packed, block_scale, global_scale), self.bias, compute_dtype)
+
+
+class _FP8Placeholder(_PackedPlaceholder):
+    """The same for a linear that is FP8 in a mixed checkpoint; a dense one takes its place."""
+
+    def to_dense(self, compute_dtype: torch.dtype) -> nn.Linear:
+        codes, scale = (self.get_parameter(part).detach() for part in ("weight", "weight_scale"))
+        linear = nn.Linear(codes.shape[1], codes.shape[0], bias=False, device="meta")
+        linear.weight = nn.Parameter(dequantize_fp8(codes, scale, compute_dtype), requires_grad=False)
+        linear.bias = self.bias
+        return linear
 
 
 class _QuantizeLinear(ConversionOps):
@@ -140,16 +152,19 @@ class NVFP4HfQuantizer(HfQuantizer):
                 headers.check_dense_headers(self._headers, self._converted)
             return model
         layout = self._layout()
+        dense = {name: model.get_submodule(name) for name in config.dense_linears or ()}
+        fp8: dict[str, Any] = {name: module for name, module in dense.items() if config.selection.is_fp8(name)}
         packed = headers.check_headers(
-            self._headers,
-            layout,
-            self._converted,
-            config.dense_linears or (),
-            model._keys_to_ignore_on_load_unexpected or (),
+            self._headers, layout, self._converted, dense, model._keys_to_ignore_on_load_unexpected or (), fp8
         )
         headers.check_values(packed, layout)
+        eight, problems = check_fp8(self._headers, fp8)
+        if problems:
+            raise ValueError("\n".join(problems[:8]))
         for name, module in self._converted.items():
             _replace(model, name, _PackedPlaceholder(module, packed[name]))
+        for name, module in fp8.items():
+            _replace(model, name, _FP8Placeholder(module, eight[name]))
         # scales of a quantized KV cache sit on the attention module, not on a linear
         ignored = model._keys_to_ignore_on_load_unexpected or ()
         model._keys_to_ignore_on_load_unexpected = {*ignored, r"\.[qkv]_scale$"}
@@ -162,7 +177,9 @@ class NVFP4HfQuantizer(HfQuantizer):
         if self.pre_quantized:
             layout = self._layout()
             for name, module in list(model.named_modules()):
-                if isinstance(module, _PackedPlaceholder):
+                if isinstance(module, _FP8Placeholder):
+                    _replace(model, name, module.to_dense(self.quantization_config.torch_dtype))
+                elif isinstance(module, _PackedPlaceholder):
                     _replace(model, name, module.to_nvfp4(layout, self.quantization_config.torch_dtype))
         headers.check_finite_module(model, self.where)
         self._converted.clear()

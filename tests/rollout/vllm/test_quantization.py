@@ -191,6 +191,19 @@ def test_targets_mean_the_same_layers(targets):
     assert_they_agree(compressed_tensors(targets=targets))
 
 
+@pytest.mark.parametrize("kind", ["plain", "renamed"])
+def test_a_mixed_checkpoint_of_modelopt_means_the_same_layers(kind):
+    """Attention in FP8, which becomes dense, MLP packed; of the last layer nothing is named."""
+    names = [name for name, module in meta_model(kind).named_modules() if type(module) is torch.nn.Linear]
+    named = [name for name in names if "layers.1." not in name and "lm_head" not in name and "visual" not in name]
+    layers = {name: {"quant_algo": "FP8" if "self_attn" in name else "NVFP4"} for name in named}
+    config = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    assert_they_agree(config, kind)
+    engine, renamed = engine_side(config, kind == "renamed"), kind == "renamed"
+    methods = [type(engine.get_quant_method(Linear(64), vllm_names(name, renamed))).__name__ for name in named]
+    assert set(methods) == {"ModelOptFP8Method", "ModelOptNVFP4Method"}
+
+
 def test_a_matrix_that_does_not_divide_into_blocks_is_refused_in_the_same_words():
     config = compressed_tensors()
     assert "in_features=264" in in_the_trainer(config, meta_model("odd"))

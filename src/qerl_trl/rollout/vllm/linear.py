@@ -30,6 +30,7 @@ from vllm.model_executor.utils import set_weight_attrs
 import qerl_nvfp4
 
 from ...nvfp4.format import BLOCK_SIZE, largest_magnitude, power_of_two_global_scale
+from ...nvfp4.fp8 import dequantize_fp8
 from .compile_ahead import compile_expected, expect_layer
 from .operators import register_operator
 
@@ -342,6 +343,46 @@ class DenseMethod(AdaptedMethod):
         if layer.adapter_a is None:
             return F.linear(x, layer.weight, bias)
         return torch.ops.qerl.dense_linear(x, layer.weight, bias, layer.adapter_a, layer.adapter_b, layer.qerl_splits)
+
+
+@register_weight_loader_v2_supported_method
+class ModelOptFP8Method(DenseMethod):
+    """FP8 layers of a mixed ModelOpt checkpoint that the engine reads itself: dense once loaded, with the trainer's bits (nvfp4/fp8.py)."""
+
+    _PER_TENSOR = ("weight_scale", "input_scale")
+
+    def create_weights(
+        self,
+        layer: Layer,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        weight_loader: Callable | None = None,
+        **extra: Any,
+    ) -> None:
+        self.dtype = params_dtype
+        self._common(layer, input_size_per_partition, output_partition_sizes, params_dtype)
+        codes = torch.empty(sum(output_partition_sizes), input_size_per_partition, dtype=torch.float8_e4m3fn)
+        weight = ModelWeightParameter(data=codes, input_dim=1, output_dim=0, weight_loader=weight_loader)
+        layer.register_parameter("weight", weight)
+        for name in self._PER_TENSOR:  # NaN until loaded, as above
+            data = torch.full((len(output_partition_sizes),), float("nan"), dtype=torch.float32)
+            layer.register_parameter(name, PerTensorScaleParameter(data=data, weight_loader=weight_loader))
+
+    def process_weights_after_loading(self, layer: Layer) -> None:
+        if layer.weight.dtype == self.dtype:
+            return
+        codes, scales = layer.weight.data.split(layer.qerl_splits), layer.weight_scale.data
+        if not bool((scales > 0).all()):  # NaN neither
+            raise ValueError(
+                f"The scales of {self.names} are {scales.tolist()} after loading: the checkpoint lacks them."
+            )
+        parts = [dequantize_fp8(part, scale, self.dtype) for part, scale in zip(codes, scales, strict=False)]
+        for name in ("weight", *self._PER_TENSOR):
+            delattr(layer, name)
+        layer.weight = Parameter(torch.cat(parts), requires_grad=False)
 
 
 class EmbeddingMethod(UnquantizedEmbeddingMethod):

@@ -33,7 +33,15 @@ from ...nvfp4.layouts import METHOD, Selection, check_entries, parse_quantizatio
 from ..signature import secret
 from ..wire import WORKER_EXTENSION
 from . import loader, norm
-from .linear import AdaptedMethod, DenseMethod, EmbeddingMethod, ModelOptNVFP4Method, NVFP4Method, OnlineNVFP4Method
+from .linear import (
+    AdaptedMethod,
+    DenseMethod,
+    EmbeddingMethod,
+    ModelOptFP8Method,
+    ModelOptNVFP4Method,
+    NVFP4Method,
+    OnlineNVFP4Method,
+)
 from .nf4 import NF4Method
 from .renaming import Mapper, Renaming, split_fused, stacked, with_gap
 
@@ -113,6 +121,13 @@ def _model_type() -> str | None:
     """The text decoder's `model_type` of the engine that is being built."""
     model = get_current_vllm_config().model_config
     return None if model is None else getattr(model.hf_text_config, "model_type", None)
+
+
+def _format_of(name: str, columns: int, selection: Selection, options: EngineOptions) -> str:
+    """What the checkpoint's layer `name` is in the engine: "nvfp4", "fp8" (dense once it is loaded) or "dense"."""
+    if selection.is_fp8(name):
+        return "fp8"
+    return "nvfp4" if options.base == "nvfp4" and selection.is_quantized(name, columns) else "dense"
 
 
 def _check_secret() -> None:
@@ -231,20 +246,21 @@ class QeRLQuantizationConfig(QuantizationConfig):
         rank = options.adapter.rank if options.adapter and any(map(options.adapter.matches, names)) else 0
         if shared is not None:
             formats = [shared.base_format(name) for name in names]
-            packed = [base_format != "dense" for base_format in formats]
             method = _SHARED_METHODS[formats[0]]
             where = "the trainer's model"
         else:
             selection = self.selection.without(options.ignore)
             if selection.layout is None:
                 selection = selection.without(dense_by_default(_model_type()))
-            packed = [options.base == "nvfp4" and selection.is_quantized(name, layer.input_size) for name in names]
-            method = _METHODS[selection.layout] if all(packed) else DenseMethod
+            formats = [_format_of(name, layer.input_size, selection, options) for name in names]
+            of_format: dict[str, Callable[..., AdaptedMethod]]
+            of_format = {"nvfp4": _METHODS[selection.layout], "fp8": ModelOptFP8Method, "dense": DenseMethod}
+            method = of_format[formats[0]]
             where = f"ignore={list(selection.ignore)!r} and targets={list(selection.targets)!r}"
-        if any(packed) and not all(packed):
+        if len(set(formats)) > 1:
             raise ValueError(
-                f"vLLM fuses {names} into {prefix}, but by {where} only some of them are packed: "
-                f"{dict(zip(names, packed, strict=True))}. Quantize all of them or none."
+                f"vLLM fuses {names} into {prefix}, but by {where} they are not of one format: "
+                f"{dict(zip(names, formats, strict=True))}. Quantize all of them or none."
             )
         rows = None if shared is None else [getattr(shared.module(name), "out_features", 0) for name in names]
         deferred = shared is not None and shared.alias
