@@ -24,12 +24,16 @@ def check_agreement(accelerator: Accelerator, aqn: AQNCallback, engine: int | No
     """
     if accelerator.num_processes == 1:
         return
-    values = str(engine) if engine is not None else aqn.digest() if not aqn.engine else ""
-    key = torch.tensor([[_number(f"{aqn.latest} {aqn.norms}"), _number(values) if values else 0]], dtype=torch.int64)
+    draw, noise, values = aqn._last, aqn._noise, ""
+    if engine is not None:
+        values = str(engine)
+    elif noise is not None and not aqn.engine:
+        values = noise.digest()
+    key = torch.tensor([[_number(f"{draw} {aqn.norms}"), _number(values) if values else 0]], dtype=torch.int64)
     keys, numbers = accelerator.gather(key.to(accelerator.device)).T.tolist()
     if len(set(keys)) == 1 and len(set(numbers) - {0}) <= 1:  # in server mode one process has an engine
         return
-    each = gather_object([f"{aqn.latest} on {len(aqn.norms)} norms, values {values or 'elsewhere'}"])
+    each = gather_object([f"{draw} on {len(aqn.norms)} norms, values {values or 'elsewhere'}"])
     said = "; ".join(f"process {rank}: {text}" for rank, text in enumerate(each))
     raise RuntimeError(
         f"The noise of this rollout is not the same in all processes: {said}. Their completions belong to different policies. Give all of "

@@ -191,15 +191,6 @@ class AQNCallback(TrainerCallback):
         return tuple(self._noise.norms) if self._noise is not None else ()
 
     @property
-    def latest(self) -> NoiseDraw | None:
-        """The latest draw, also after its generation."""
-        return self._last
-
-    def digest(self) -> str:
-        """Of the values that this process laid on its norms; empty without noise."""
-        return self._noise.digest() if self._noise is not None else ""
-
-    @property
     def sigma(self) -> float:
         """Standard deviation of the latest draw; 0 before the first."""
         return self._last.sigma if self._last is not None else 0.0
