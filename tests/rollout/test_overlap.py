@@ -185,6 +185,35 @@ def test_an_engine_that_fails_meanwhile_ends_the_run_with_its_cause(make_trainer
     assert again.state.global_step == 3 and len(again.vllm_generation.engine.rollouts) == 1
 
 
+class Served(Watched):
+    """Behind TRL's client of a server."""
+
+    def trl_attributes(self):
+        info = {"model_config": {"logprobs_mode": "processed_logprobs"}}
+        return {"vllm_client": SimpleNamespace(generate=self.answer, get_server_info=lambda: info)}
+
+    def answer(self, prompts, n, temperature, max_tokens, **others):
+        parameters = SimpleNamespace(max_tokens=max_tokens, temperature=temperature, seed=None)
+        rows = [{"prompt_token_ids": prompt} for prompt in prompts for _ in range(n)]
+        self._llm_generate(rows, parameters)
+        latest = self.rollouts[-1]
+        logps = [[[value] for value in row] for row in latest.logps]
+        return {"prompt_ids": prompts, "completion_ids": latest.tokens, "logprobs": logps}
+
+
+def test_on_a_server_it_is_the_same(make_trainer):  # noqa: F811
+    options = {"vllm_mode": "server", "num_iterations": 1, "max_steps": 3, "save_strategy": "no"}
+    trainer, steps = make_trainer(engine=Served, **OPTIONS | options), Steps()
+    trainer.add_callback(steps)
+    trainer.train()
+    rollouts = trainer.vllm_generation.engine.rollouts
+    assert len(rollouts) == 3 and all(rollout.ahead for rollout in rollouts)
+    for rollout, step in zip(rollouts, (0, 0, 1), strict=True):
+        down, mine = rollout.adapter[0], steps.adapters[step][0]
+        assert torch.equal(down, mine.bfloat16().float())
+    assert [rollout.draw.step for rollout in rollouts[1:]] == [1, 2]
+
+
 def test_an_update_that_fails_waits_for_nobody(make_trainer):  # noqa: F811
     trainer = make_trainer(engine=Watched, overlap=1, max_steps=3)
     release = threading.Event()
