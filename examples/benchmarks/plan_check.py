@@ -133,7 +133,9 @@ class Peak:
         self._every = every
 
         pynvml.nvmlInit()
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
+        rank = int(os.environ.get("LOCAL_RANK", "0"))  # of several processes each has a GPU
+        devices = os.environ.get("CUDA_VISIBLE_DEVICES")
+        visible = devices.split(",")[rank] if devices else str(rank)
         self._nvml = pynvml
         self._handle = (
             pynvml.nvmlDeviceGetHandleByIndex(int(visible))

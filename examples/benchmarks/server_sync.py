@@ -26,32 +26,36 @@ SEQUENCES, NEW, PROMPT, RANK = 8, 512, 256, 32
 
 
 def start_server(spec, gpu: str | None, log: Path, cpu: bool) -> tuple[subprocess.Popen, str]:
+    """The server that `spec` prints the command of; its process, and its address."""
+    module = "vllm.entrypoints.openai.api_server"
+    command = [sys.executable, "-m", module, "--model", *shlex.split(spec.serve_command())[2:]]
+    return start([*command, *(["--enforce-eager", "--gpu-memory-utilization", "0.1"] if cpu else [])], gpu, log)
+
+
+def start(command: list[str], gpu: str | None, log: Path) -> tuple[subprocess.Popen, str]:
+    """Start a server on a free port, in a process group of its own, on this GPU."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [
-        sys.executable,
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-        "--model",
-        *shlex.split(spec.serve_command())[2:],
-    ]
-    command += ["--port", str(port), *(["--enforce-eager", "--gpu-memory-utilization", "0.1"] if cpu else [])]
     environment = os.environ | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})
     with log.open("w") as file:
         process = subprocess.Popen(
-            command, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            [*command, "--port", str(port)],
+            env=environment,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
     return process, f"http://127.0.0.1:{port}"
 
 
-def wait(process: subprocess.Popen, url: str, log: Path, seconds: float) -> None:
+def wait(process: subprocess.Popen, url: str, log: Path, seconds: float, path: str = "/health") -> None:
     import requests
 
     end = time.monotonic() + seconds
     while time.monotonic() < end and process.poll() is None:
         try:
-            if requests.get(url + "/health", timeout=2).status_code == 200:
+            if requests.get(url + path, timeout=2).status_code == 200:
                 return
         except requests.RequestException:
             time.sleep(0.5)

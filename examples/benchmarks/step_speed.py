@@ -97,6 +97,14 @@ FURTHER = {
     "ours-tiny-ragged": Case("ours", "dry", 8, 24, 4, ragged=True),
 }
 ALL = CASES | FURTHER
+#: of every process that measures
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0", "TOKENIZERS_PARALLELISM": "false", "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+}  # fmt: skip
+#: compiled code is kept between runs, as it is for a user; everything else of a case is in a folder of its own
+CACHES = {"TORCHINDUCTOR_CACHE_DIR": str(Path(tempfile.gettempdir()) / "step-speed-inductor")}
 
 
 def ragged_lengths(longest: int, seed: int = 0) -> Iterator[int]:
@@ -191,8 +199,12 @@ def time_phases(trainer: Any, synchronize: Callable[[], None]) -> PhaseTimer:
     return timer
 
 
-def measure(case: Case, device: str) -> dict[str, Any]:
-    """Build the trainer, take steps, and say what they took."""
+def measure(case: Case, device: str, build: Callable[[Case, str, Any], Any] | None = None) -> dict[str, Any]:
+    """Build the trainer, take steps, and say what they took.
+
+    Args:
+        build: in place of `build_trainer`.
+    """
     started = time.perf_counter()
     import torch
     from transformers import TrainerCallback
@@ -224,7 +236,7 @@ def measure(case: Case, device: str) -> dict[str, Any]:
             control.should_training_stop |= len(rows) > WARM and time.perf_counter() - started > ENOUGH
 
     clock = Clock()
-    trainer = build_trainer(case, device, clock)
+    trainer = (build or build_trainer)(case, device, clock)
     if case.ragged:
         lengths = ragged_lengths(case.new)
         fill_completions(trainer, case.batch, lambda count: [next(lengths) for _ in range(count)])
@@ -275,20 +287,13 @@ def run_all(names: list[str], device: str, gpus: list[int], keep: Callable[[dict
     waiting, free, started = list(names), list(gpus), time.monotonic()
     running: dict[str, tuple[subprocess.Popen[str], Path, float, int]] = {}
     place = Path(tempfile.mkdtemp())
-    shared = {
-        "HF_HUB_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_USE_FLASHINFER_SAMPLER": "0", "TOKENIZERS_PARALLELISM": "false", "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-    }  # fmt: skip
-    # compiled code is kept between runs, as it is for a user; everything else of a case is in a folder of its own
-    caches = {"TORCHINDUCTOR_CACHE_DIR": str(Path(tempfile.gettempdir()) / "step-speed-inductor")}
     while waiting or running:
         now = time.monotonic()
         while waiting and free and now - started < TOTAL - 90:
             name, gpu = waiting.pop(0), free.pop(0)
             folder = place / name
             folder.mkdir()
-            environment = caches | os.environ | shared | {
+            environment = CACHES | os.environ | ENVIRONMENT | {
                 "MASTER_PORT": str(29600 + list(ALL).index(name)), "TMPDIR": str(folder), "CUDA_VISIBLE_DEVICES": str(gpu),
             }  # fmt: skip
             log = (place / f"{name}.log").open("w")
@@ -317,6 +322,12 @@ def run_all(names: list[str], device: str, gpus: list[int], keep: Callable[[dict
                 keep({"name": name, "failed": "time"})
             break
         time.sleep(0.5)
+
+
+def commit() -> str | None:
+    """Of the code that runs; None where there is no git."""
+    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    return git.stdout.strip() or None
 
 
 def line(row: dict[str, Any]) -> str:
@@ -362,10 +373,9 @@ def main() -> int:
     from qerl_trl.report import device_name, versions
 
     gpus = options.gpus or list(range(max(1, torch.cuda.device_count())))
-    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     about = {
         "command": " ".join(["python", *sys.argv]),
-        "commit": options.commit or git or None,
+        "commit": options.commit or commit(),
         "device": device_name(torch.device(options.device)),
         "versions": versions(),
     }

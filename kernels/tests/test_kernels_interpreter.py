@@ -177,3 +177,10 @@ def test_dense_product_with_an_adapter(rank, splits, pieces):
     expected = reference.linear(*exact, a.double(), b.double(), splits)
     assert relative_error(out, expected) < 6e-3
     assert relative_error(reference.linear(*exact), expected) > 0.02  # what a forgotten adapter would give
+
+
+def test_the_backward_product_goes_through_the_dequantized_weight():
+    packed, scale, gs = random_weight(48, 64)
+    dy = torch.randn(2, 3, 48).bfloat16()
+    expected = reference.linear_backward(dy.double(), packed, scale, gs)
+    assert relative_error(launchers.backward_dense(dy, packed, scale, gs), expected) < 6e-3

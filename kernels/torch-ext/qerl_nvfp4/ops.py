@@ -387,10 +387,15 @@ def _linear_backward(dy, packed, block_scale, global_scale) -> torch.Tensor:
     _refuse_grad("linear_backward", dy)
     if not dy.is_cuda or not _runs_on(dy) or dy.dtype not in (torch.bfloat16, torch.float16):
         return reference.linear_backward(dy, packed, block_scale, global_scale)
-    N, K = packed.shape[0], packed.shape[1] * 2
     with torch.cuda.device(dy.device):
-        weight = _dense_weight(packed, block_scale, global_scale, dy.dtype, slice(0, N), slice(0, K))
-        return (dy.reshape(-1, N) @ weight).view(*dy.shape[:-1], K)
+        return backward_dense(dy, packed, block_scale, global_scale)
+
+
+def backward_dense(dy, packed, block_scale, global_scale) -> torch.Tensor:
+    """dx (..., K) = dy (..., N) W, through the dequantized weight."""
+    N, K = packed.shape[0], packed.shape[1] * 2
+    weight = _dense_weight(packed, block_scale, global_scale, dy.dtype, slice(0, N), slice(0, K))
+    return (dy.reshape(-1, N) @ weight).view(*dy.shape[:-1], K)
 
 
 _MAX_GRID_Y = 65535  # CUDA's limit

@@ -1,0 +1,296 @@
+"""GRPO steps on two GPUs in every layout, ours and stock TRL's twin: seconds per phase, sync, sequences per second, memory of each GPU.
+
+    python examples/benchmarks/multi_gpu.py --output multi_gpu_h200x2.json                              # what fits into 9 minutes
+    python examples/benchmarks/multi_gpu.py --modes ours-fsdp2 stock-fsdp2 --output multi_gpu_h200x2.json # rows of other modes stay in the file
+    python examples/benchmarks/multi_gpu.py --modes ours-one ours-dp --shape tiny --device cpu            # dry run; FSDP and DeepSpeed want GPUs
+
+    one      one GPU, engine in the process                   fsdp2    the base shared out by FSDP 2, an engine of its own in each process
+    dp       a process and an engine on each                  tp2      as dp, with one engine of two shards
+    server   the trainer on one GPU, a server on the other    zero2    as dp, under DeepSpeed ZeRO-2
+                                                              fsdp2-tp2  as fsdp2, with one engine of two shards
+
+Processes are started by `accelerate launch` with the configurations of examples/accelerate. `ours-*` is a `QeRLGRPOTrainer` with its defaults on
+an NVFP4 base, `stock-*` a `trl.GRPOTrainer` with its defaults on the same shape in bf16; random weights, the same rank-32 LoRA on all linear layers,
+8 completions of 512 tokens per process and step. What is measured, and how, is step_speed.py's. A mode is a process group of its own with a
+limit of time; one that fails or is late leaves a row that says so.
+"""
+
+import argparse
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import step_speed
+from random_checkpoint import write_checkpoint
+
+SEQUENCES, NEW, PROMPT, RANK = 8, 512, 256, 32
+#: seconds that all modes may take together, and that one needs to be started at all
+TOTAL, LEAST = 525, 60
+ACCELERATE = Path(__file__).resolve().parents[1] / "accelerate"
+SERVER_LOG = "server.log"
+
+
+class Mode(NamedTuple):
+    who: str
+    processes: int
+    config: str | None
+    options: dict[str, Any]
+
+
+LAYOUTS: dict[str, tuple[int, str | None, dict[str, Any]]] = {
+    "one": (1, None, {}),
+    "dp": (2, "data_parallel_2", {}),
+    "fsdp2": (2, "fsdp2_2", {}),
+    "server": (1, None, {"vllm_mode": "server"}),
+    "tp2": (2, "data_parallel_2", {"vllm_tensor_parallel_size": 2}),
+    "zero2": (2, "zero2_2", {}),
+    "fsdp2-tp2": (2, "fsdp2_2", {"vllm_tensor_parallel_size": 2}),
+}
+MODES = {f"{who}-{layout}": Mode(who, *rest) for layout, rest in LAYOUTS.items() for who in ("ours", "stock")}
+
+
+# --- one process of a mode -----------------------------------------------------------------------------------------------------------
+
+
+def build(mode: Mode, model: str, folder: Path, case: step_speed.Case, device: str, callback: Any) -> Any:
+    """The trainer of this process; in server mode the server too, on the other GPU."""
+    from datasets import Dataset
+    from peft import LoraConfig
+
+    cpu = device == "cpu"
+    prompt = PROMPT if not cpu else 8
+    use_vllm = not (cpu and mode.who == "stock")  # stock TRL cannot sync into an engine on a CPU
+    longest = 4 * prompt + case.new
+    lora = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear", task_type="CAUSAL_LM")
+    options: dict[str, Any] = {
+        "output_dir": str(folder / "run"), "use_vllm": use_vllm, "vllm_mode": "colocate", "use_cpu": cpu, "bf16": not cpu,
+        "per_device_train_batch_size": case.micro, "gradient_accumulation_steps": case.batch // case.micro,
+        "num_generations": case.batch, "max_completion_length": case.new, "learning_rate": 1e-5,
+        "generation_kwargs": {"min_tokens" if use_vllm else "min_new_tokens": case.new}, "max_steps": step_speed.STEPS,
+        "logging_steps": 1, "report_to": "none", "save_strategy": "no", "disable_tqdm": True,
+        "vllm_max_model_length": longest, **mode.options,
+    }  # fmt: skip
+    if options["vllm_mode"] == "server":
+        options["vllm_server_base_url"] = start_server(mode, model, folder, lora, longest, cpu)
+    common: dict[str, Any] = {
+        "model": model,
+        "reward_funcs": lambda completions, **kwargs: [float(i % 2) for i, _ in enumerate(completions)],
+        "train_dataset": Dataset.from_dict({"prompt": [f"{i} " + "1 " * (prompt - 2) for i in range(64)]}),
+        "peft_config": lora,
+        "callbacks": [callback],
+    }
+    if mode.who == "ours":
+        from qerl_trl import QeRLConfig, QeRLGRPOTrainer
+
+        if cpu:
+            options |= {"vllm_gpu_memory_utilization": 0.05, "vllm_engine_kwargs": {"enforce_eager": True}}
+        return QeRLGRPOTrainer(args=QeRLConfig(aqn_num_stages=2, **options), **common)
+    from trl import GRPOConfig, GRPOTrainer
+
+    if use_vllm and options["vllm_mode"] == "colocate":
+        options["vllm_gpu_memory_utilization"] = 0.4
+    return GRPOTrainer(args=GRPOConfig(model_init_kwargs={"dtype": "bfloat16"}, **options), **common)
+
+
+def start_server(mode: Mode, model: str, folder: Path, lora: Any, longest: int, cpu: bool) -> str:
+    """On the second GPU: the command that our trainer prints, or TRL's. Its process is a group of its own, ended by `run_mode`."""
+    import server_sync
+
+    log, gpu = folder / SERVER_LOG, None if cpu else os.environ["QERL_SERVER_GPU"]
+    if mode.who == "ours":
+        import torch
+        from peft import get_peft_model
+
+        from qerl_trl.lora import register_nvfp4_lora
+        from qerl_trl.nvfp4.config import from_pretrained
+        from qerl_trl.rollout.spec import EngineSpec
+
+        base = from_pretrained(model, dtype=torch.bfloat16)
+        spec = EngineSpec.of(get_peft_model(base, register_nvfp4_lora(lora)), max_model_len=longest)
+        process, url = server_sync.start_server(spec, gpu, log, cpu)
+    else:
+        command = [sys.executable, "-m", "trl.scripts.vllm_serve", "--model", model, "--max_model_len", str(longest)]
+        process, url = server_sync.start(command, gpu, log)
+    (folder / "server.pid").write_text(str(process.pid))
+    server_sync.wait(process, url, log, 240, "/health" if mode.who == "ours" else "/health/")
+    return url
+
+
+def work(name: str, model: str, folder: Path, shape: str, device: str) -> None:
+    """Measure in this process, one of the mode's, and leave the row in `folder`."""
+    rank = int(os.environ.get("LOCAL_RANK", 0))
+    if device == "cuda":
+        import torch
+
+        torch.cuda.set_device(rank)
+    mode, new = MODES[name], NEW if device == "cuda" else 8
+    base_format = "nvfp4" if mode.who == "ours" else "bf16"
+    step_speed.ENOUGH = math.inf  # processes that look at their own clocks would stop at different steps
+    case = step_speed.Case(mode.who, shape, SEQUENCES, new, SEQUENCES, base_format=base_format)
+    row = step_speed.measure(case, device, partial(build, mode, model, folder))
+    (folder / f"{rank}.json").write_text(json.dumps(row))
+
+
+# --- all of them ----------------------------------------------------------------------------------------------------------------------
+
+
+def command_of(name: str, device: str, worker: list[str]) -> list[str]:
+    mode = MODES[name]
+    if mode.config is None:
+        return [sys.executable, *worker]
+    if device == "cpu":  # where accelerate launch starts one process, whatever it is told
+        return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *worker]
+    config = str(ACCELERATE / f"{mode.config}.yaml")
+    return [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config, *worker]
+
+
+def end(pid: int) -> None:
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def run_mode(name: str, model: Path, shape: str, device: str, limit: float) -> dict[str, Any]:
+    """Start the mode's processes, wait for them, and end whatever is left of them."""
+    mode, folder = MODES[name], Path(tempfile.mkdtemp(prefix=f"{name}-"))
+    gpus = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0,1").split(",")
+    environment = (
+        step_speed.CACHES
+        | os.environ
+        | step_speed.ENVIRONMENT
+        | {"TMPDIR": str(folder), "QERL_SERVER_SECRET": "of this measurement"}
+    )
+    if device == "cuda":
+        own = gpus[: mode.processes]
+        environment |= {"CUDA_VISIBLE_DEVICES": ",".join(own), "QERL_SERVER_GPU": gpus[-1]}
+    else:
+        environment |= {"ACCELERATE_USE_CPU": "true", "TORCHDYNAMO_DISABLE": "1"}
+        environment |= {"VLLM_CPU_OMP_THREADS_BIND": "0|1" if mode.processes == 2 else "auto"}
+    worker = [
+        __file__,
+        "--worker",
+        name,
+        "--model",
+        str(model),
+        "--folder",
+        str(folder),
+        "--shape",
+        shape,
+        "--device",
+        device,
+    ]
+    log, started, late = folder / "log", time.monotonic(), False
+    with log.open("w") as file:
+        command = command_of(name, device, worker)
+        process = subprocess.Popen(
+            command, stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
+        files = [folder / f"{rank}.json" for rank in range(mode.processes)]
+        while process.poll() is None and not all(path.exists() for path in files):
+            if late := time.monotonic() - started > limit:
+                break
+            time.sleep(0.5)
+        time.sleep(0.5)  # for the last bytes
+        end(process.pid)
+        process.wait()
+    if (folder / "server.pid").exists():
+        end(int((folder / "server.pid").read_text()))
+    took = {"seconds_in_all": round(time.monotonic() - started, 1)}
+    if not all(path.exists() for path in files):
+        lines = [line for path in (log, folder / SERVER_LOG) if path.exists() for line in path.read_text().splitlines()]
+        errors = [line for line in lines if "Error" in line][:4]
+        return {
+            "name": name,
+            "failed": f"not done in {limit:.0f} s" if late else errors or lines[-4:],
+            "last_lines": lines[-3:],
+            **took,
+        }
+    rows = [json.loads(path.read_text()) for path in files]
+    shutil.rmtree(folder, ignore_errors=True)
+    first = rows[0]
+    return {
+        "name": name,
+        "processes": mode.processes,
+        "sequences": mode.processes * first["batch"],
+        "sequences_per_second": round(mode.processes * first["batch"] / first["median"]["step"], 3),
+        "gib": [row.get("measured_gib") for row in rows],
+        **{key: value for key, value in first.items() if key not in ("measured_gib", "options", "cap", "ragged")},
+        **took,
+    }
+
+
+def line(row: dict[str, Any]) -> str:
+    if "failed" in row:
+        return f"{row['name']:<18} failed: {row['failed']}"
+    median = row["median"]
+    phases = "  ".join(f"{name} {median[name]:.3f}" for name in ("step", "rollout", "sync", "update"))
+    return f"{row['name']:<18} {phases}  {row['sequences_per_second']:.2f} sequences/s, {row['gib']} GiB, start {row['start']:.0f} s"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--shape", default="7b", help="Of random_checkpoint.py.")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--limit", type=float, default=240, help="Seconds for one mode.")
+    parser.add_argument("--commit", help="Of the code that runs, where there is no git.")
+    parser.add_argument("--output", type=Path)
+    for hidden in ("--worker", "--model", "--folder"):
+        parser.add_argument(hidden, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        work(options.worker, options.model, Path(options.folder), options.shape, options.device)
+        os._exit(0)  # vLLM's own end can hang
+    import torch
+
+    from qerl_trl.report import device_name, versions
+
+    started = time.monotonic()
+    about = {
+        "command": " ".join(["python", *sys.argv]),
+        "commit": options.commit or step_speed.commit(),
+        "device": device_name(torch.device(options.device)) + (" x 2" if options.device == "cuda" else ""),
+        "versions": versions(),
+    }
+    record: dict[str, Any] = {"multi_gpu": []}
+    if options.output is not None and options.output.exists():
+        record = json.loads(options.output.read_text())
+    place, models, failed = Path(tempfile.mkdtemp(prefix="multi-gpu-")), dict[str, Path](), False
+    try:
+        for name in options.modes:
+            who = MODES[name].who
+            if who not in models:
+                models[who] = place / who
+                write_checkpoint(options.shape, models[who], options.device, packed=who == "ours")
+                if options.device == "cuda":
+                    torch.cuda.empty_cache()
+            left = TOTAL - (time.monotonic() - started)
+            if left < LEAST:
+                row: dict[str, Any] = {"name": name, "failed": "no time was left: name it alone in --modes"}
+            else:
+                row = run_mode(name, models[who], options.shape, options.device, min(options.limit, left))
+            print(line(row), flush=True)
+            failed |= "failed" in row
+            if left < LEAST and any(old["name"] == name for old in record["multi_gpu"]):
+                continue
+            record["multi_gpu"] = [old for old in record["multi_gpu"] if old["name"] != name] + [row | about]
+            record["multi_gpu"].sort(key=lambda row: list(MODES).index(row["name"]))
+            if options.output is not None:
+                options.output.write_text(json.dumps(record, indent=1) + "\n")
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,714 @@
+"""Our Gluon kernels on a CPU, executed from their source: what numbers they compute, and who waits for whom.
+
+A program's partitions are threads of which one runs at a time; who goes on at a barrier, an atomic or a bulk copy is drawn by lot. Bulk
+copies arrive whenever the lot falls on them, `wgmma` reads shared memory as late as its wait allows, and so do copies to global memory:
+a stage that is filled or given back too early gives wrong numbers, one that is never given back a deadlock. Shared memory begins as NaN.
+What a launch may only read after `gdc_wait` (x and all scratch memory) is destroyed until the kernel before it "ends".
+
+Not emulated: layouts (the compiler refuses wrong ones, test_kernels_sm90.py) and races between the warps of one partition.
+"""
+
+import ast
+import builtins
+import ctypes
+import inspect
+import random
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import ptx_emulator as ptx
+import torch
+
+NUMPY = {
+    "i1": np.bool_,
+    "u8": np.uint8,
+    "i16": np.int16,
+    "i32": np.int32,
+    "i64": np.int64,
+    "f32": np.float32,
+    "bf16": np.uint16,
+}
+KINDS = {torch.bfloat16: "bf16", torch.float32: "f32", torch.int32: "i32", torch.int16: "i16", torch.uint8: "u8"}
+BITS = {"u8": 8, "i16": 16, "bf16": 16, "i32": 32, "f32": 32, "i64": 64}
+
+
+class Deadlock(Exception):
+    """Everybody waits."""
+
+
+def array(value, like: str = "i32") -> np.ndarray:
+    return value.a if isinstance(value, Tensor) else np.asarray(value, NUMPY[like])
+
+
+class Tensor:
+    """A block of values, or of addresses of values (`to` is their kind); bfloat16 as its bits."""
+
+    def __init__(self, a, kind: str, to: str | None = None) -> None:
+        self.value, self.kind, self.to_kind = np.asarray(a), kind, to
+
+    @property
+    def a(self) -> np.ndarray:
+        return self.value
+
+    shape = property(lambda self: self.a.shape)
+    type = property(lambda self: SimpleNamespace(layout=None))
+    T = property(lambda self: Tensor(self.a.T, self.kind))
+
+    def _with(self, other, compute, kind: str | None = None):
+        if self.to_kind:
+            assert compute in ("add", "sub")
+            step = array(other, "i64").astype(np.int64) * (BITS[self.to_kind] // 8)
+            return Tensor(self.a + step if compute == "add" else self.a - step, "i64", self.to_kind)
+        if isinstance(other, Tensor) and other.to_kind:
+            return other._with(self, compute)
+        assert self.kind != "bf16", "bfloat16 is converted before it is computed with"
+        b = array(other, self.kind)
+        common = self.kind if not isinstance(other, Tensor) else max(self.kind, other.kind, key=list(NUMPY).index)
+        a = self.a.astype(NUMPY[common])
+        with np.errstate(all="ignore"):
+            return Tensor(compute(a, b.astype(NUMPY[common])), kind or common)
+
+    def __add__(self, o):
+        return self._with(o, "add" if self.to_kind or getattr(o, "to_kind", None) else np.add)
+
+    __radd__ = __add__
+
+    def __sub__(self, o):
+        return self._with(o, "sub" if self.to_kind else np.subtract)
+
+    def __rsub__(self, o):
+        return self._with(o, lambda a, b: b - a)
+
+    def __mul__(self, o):
+        return self._with(o, np.multiply)
+
+    __rmul__ = __mul__
+
+    def __floordiv__(self, o):
+        return self._with(o, np.floor_divide)
+
+    def __rfloordiv__(self, o):
+        return self._with(o, lambda a, b: b // a)
+
+    def __mod__(self, o):
+        return self._with(o, np.mod)
+
+    def __rmod__(self, o):
+        return self._with(o, lambda a, b: b % a)
+
+    def __and__(self, o):
+        return self._with(o, np.bitwise_and)
+
+    __rand__ = __and__
+
+    def __or__(self, o):
+        return self._with(o, np.bitwise_or)
+
+    def __xor__(self, o):
+        return self._with(o, np.bitwise_xor)
+
+    def __lshift__(self, o):
+        return self._with(o, np.left_shift)
+
+    def __rshift__(self, o):
+        return self._with(o, np.right_shift)
+
+    def __lt__(self, o):
+        return self._with(o, np.less, "i1")
+
+    def __le__(self, o):
+        return self._with(o, np.less_equal, "i1")
+
+    def __gt__(self, o):
+        return self._with(o, np.greater, "i1")
+
+    def __ge__(self, o):
+        return self._with(o, np.greater_equal, "i1")
+
+    def __eq__(self, o):
+        return self._with(o, np.equal, "i1")
+
+    def __ne__(self, o):
+        return self._with(o, np.not_equal, "i1")
+
+    __hash__ = None
+
+    def __bool__(self):
+        return bool(self.a)
+
+    def __index__(self):
+        return int(self.a)
+
+    __int__ = __index__
+
+    def __getitem__(self, at):
+        return Tensor(self.a[at], self.kind, self.to_kind)
+
+    def reshape(self, *shape):
+        shape = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
+        return Tensor(self.a.reshape([int(s) for s in shape]), self.kind, self.to_kind)
+
+    def permute(self, *order):
+        return Tensor(self.a.transpose(order[0] if len(order) == 1 else order), self.kind, self.to_kind)
+
+    def to(self, kind: str, bitcast: bool = False):
+        if self.to_kind:
+            assert kind == "i64"
+            return Tensor(self.a, "i64")
+        if bitcast:
+            assert BITS[kind] == BITS[self.kind]
+            return Tensor(np.ascontiguousarray(self.a).view(NUMPY[kind]).reshape(self.a.shape), kind)
+        if kind == self.kind:
+            return self
+        if kind == "bf16":
+            return Tensor(ptx.bfloat16_bits(self.a.astype(np.float64)), "bf16")
+        values = ptx.bfloat16_value(self.a) if self.kind == "bf16" else self.a
+        return Tensor(values.astype(NUMPY[kind]), kind)
+
+
+class Pending(Tensor):
+    """The result of a wgmma that was not waited for."""
+
+    def __init__(self, shape) -> None:
+        self.value, self.kind, self.to_kind, self._shape = None, "f32", None, shape
+
+    shape = property(lambda self: self._shape)
+
+    @property
+    def a(self) -> np.ndarray:
+        assert self.value is not None, "an accumulator is used before its wgmma was waited for"
+        return self.value
+
+
+class Shared:
+    """Shared memory: a view of `data`."""
+
+    def __init__(self, data: np.ndarray, kind: str) -> None:
+        self.data, self.kind = data, kind
+
+    def index(self, i):
+        assert 0 <= int(i) < len(self.data), "no such stage"
+        return Shared(self.data[int(i)], self.kind)
+
+    def slice(self, start, length, dim):
+        cut = [builtins.slice(None)] * self.data.ndim
+        assert int(start) + length <= self.data.shape[dim]
+        cut[dim] = builtins.slice(int(start), int(start) + length)
+        return Shared(self.data[tuple(cut)], self.kind)
+
+    def permute(self, order):
+        return Shared(self.data.transpose(order), self.kind)
+
+    def load(self, layout=None):
+        machine.pause()
+        return Tensor(self.data.copy(), self.kind)
+
+    def store(self, x):
+        assert x.shape == self.data.shape and x.kind == self.kind
+        self.data[...] = x.a
+        machine.pause()
+
+    @property
+    def key(self) -> int:
+        return self.data.__array_interface__["data"][0]
+
+
+def numbers(x) -> np.ndarray:
+    """A bfloat16 operand, of registers or shared memory, as float32."""
+    assert x.kind == "bf16"
+    return ptx.bfloat16_value(x.data if isinstance(x, Shared) else x.a).astype(np.float32)
+
+
+class Barrier:
+    def __init__(self, count: int) -> None:
+        self.count = self.left = count
+        self.bytes, self.phase = 0, 0
+
+    def settle(self) -> None:
+        assert self.left >= 0, "more arrivals than the barrier was made for"
+        if self.left == 0 and self.bytes == 0:
+            self.left, self.phase = self.count, self.phase ^ 1
+
+
+class Task(threading.Thread):
+    """A partition of a program."""
+
+    def __init__(self, fn, args, program) -> None:
+        super().__init__(daemon=True)
+        self.fn, self.args, self.program = fn, args, program
+        self.turn, self.ready = threading.Semaphore(0), lambda: True
+        self.products: list = []  # wgmma that were not waited for
+        self.stores: list = []  # bulk copies to global memory
+        self.done = False
+
+    def run(self) -> None:
+        self.turn.acquire()
+        try:
+            if not machine.dead:
+                self.fn(*self.args)
+        except ptx.Exit:
+            pass
+        except BaseException as error:  # told by the machine
+            machine.failed = machine.failed or error
+        self.done = True
+        machine.back.release()
+
+
+class Machine:
+    """Runs launches; also what inline assembly takes for memory."""
+
+    def launch(
+        self, fn, grid: tuple[int, ...], arguments: dict, seed: int, resident: int, later: list[torch.Tensor]
+    ) -> None:
+        self.lot, self.back, self.failed, self.dead = random.Random(seed), threading.Semaphore(0), None, False
+        self.barriers: dict[int, Barrier] = {}
+        self.copies: list = []  # bulk copies on their way
+        self.kept: list = []  # shared memory: its addresses are names
+        self.made, self.awaited = set(), set()  # groups of barriers, by the order in which a program makes them
+        self.memory, tensors = [], [a for a in arguments.values() if isinstance(a, torch.Tensor)]
+        tensors += [a.base for a in arguments.values() if hasattr(a, "base")]
+        for t in tensors:
+            storage = t.untyped_storage()
+            start, size = storage.data_ptr(), storage.nbytes()
+            if size and not any(start == known for known, *_ in self.memory):
+                self.memory.append((start, size, np.frombuffer((ctypes.c_uint8 * size).from_address(start), np.uint8)))
+        self.before = [(t, t.clone()) for t in later]  # the kernel before this one has not written it yet
+        for t in later:
+            t.view(torch.uint8).fill_(0xFF)
+        kept = {name: self._argument(fn, name, a) for name, a in arguments.items()}
+        waiting, tasks = list(range(int(np.prod(grid)))), []
+        self.grid = grid
+        steps = 0
+        while True:
+            running = {t.program.pid for t in tasks}
+            while waiting and len(running) < resident:
+                pid = waiting.pop(0)
+                program = SimpleNamespace(pid=pid)
+                task = Task(fn, (), program)
+                task.fn = lambda: fn(**kept)
+                tasks.append(task)
+                task.start()
+                running.add(pid)
+            self.tasks = tasks
+            able = [t for t in tasks if t.ready()]
+            events = (["copy"] if self.copies else []) + (
+                ["before"] if self.before and (steps > 20 or not able) else []
+            )
+            if not able and not events:
+                if not tasks and not waiting:
+                    break
+                self._stop()
+                raise Deadlock(f"{len(tasks)} partitions wait, {len(waiting)} programs have not started")
+            choice = self.lot.choice(able + events * max(1, len(able) // 4))
+            steps += 1
+            if steps > 400_000:
+                self._stop()
+                raise Deadlock("no end")
+            if choice == "copy":
+                self.copies.pop(self.lot.randrange(len(self.copies)))()
+            elif choice == "before":
+                self._end_of_the_kernel_before()
+            else:
+                self.current = choice
+                choice.turn.release()
+                self.back.acquire()
+                if self.failed:
+                    self._stop()
+                    raise self.failed
+                if choice.done:
+                    for store in choice.stores:
+                        store()
+                    tasks.remove(choice)
+        assert self.made == self.awaited, "barriers that nobody waits for: Triton gives their memory to something else"
+        assert not self.before, "the launch ended before the one before it, which nobody waited for"
+
+    def _end_of_the_kernel_before(self) -> None:
+        for t, original in self.before:
+            t.copy_(original)
+        self.before = []
+
+    def _stop(self) -> None:
+        self.dead = True
+        for task in self.tasks:
+            task.turn.release()
+
+    def _argument(self, fn, name, a):
+        if isinstance(a, torch.Tensor):
+            return Tensor(np.int64(a.data_ptr()), "i64", KINDS[a.dtype])
+        plain = inspect.signature(fn).parameters[name].annotation is not gl.constexpr
+        if plain and isinstance(a, int) and not isinstance(a, bool):
+            assert -(2**31) <= a < 2**31
+            return Tensor(np.int32(a), "i32")
+        return a
+
+    def pause(self, ready=None) -> None:
+        """Others may run, until `ready` at least."""
+        if ready is None:
+            if self.lot.random() < 0.6:
+                return
+            ready = lambda: True  # noqa: E731
+        elif ready() and self.lot.random() < 0.3:
+            return
+        task = self.current
+        task.ready = ready
+        self.back.release()
+        task.turn.acquire()
+        if self.dead:
+            raise ptx.Exit
+        task.ready = lambda: True
+
+    def spawn(self, fn, args) -> None:
+        task = Task(fn, args, self.current.program)
+        self.tasks.append(task)
+        task.start()
+
+    # --- global memory
+
+    def view(self, address: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+        """The storage as unsigned integers of `size` bytes, and where in it."""
+        address = np.asarray(address).astype(np.int64)
+        for start, length, data in self.memory:
+            if start <= address.min() and address.max() + size <= start + length:
+                assert not ((address - start) % size).any(), "an address that is not a multiple of what is read"
+                return data[: length // size * size].view(f"u{size}"), (address - start) // size
+        raise IndexError("an address outside of every tensor of the launch")
+
+    def load(self, address, size: int):
+        data, at = self.view(address, size)
+        return data[at]
+
+    def update(self, address, compute):
+        """One after the other, as atomics do."""
+        self.pause()
+        data, at = self.view(address, 4)
+        old = data[at].astype(np.uint64)
+        assert len(set(at.tolist())) == len(at)
+        data[at] = compute(old).astype(np.uint32)
+        return old
+
+
+machine = Machine()
+
+
+# --- the language -----------------------------------------------------------------------------------------------------------------
+
+
+def constexpr(value):
+    return value
+
+
+def load(ptr, mask=None, other=0, **_):
+    size = BITS[ptr.to_kind] // 8
+    shape = np.broadcast_shapes(ptr.shape, array(mask, "i1").shape) if mask is not None else ptr.shape
+    address = np.broadcast_to(ptr.a, shape)
+    on = np.broadcast_to(array(mask, "i1"), shape) if mask is not None else np.ones(shape, bool)
+    out = np.zeros(shape, f"u{size}")
+    if on.any():
+        out[on] = machine.load(address[on], size)
+    out = out.view(NUMPY[ptr.to_kind])
+    if other:
+        out[~on] = other
+    machine.pause()
+    return Tensor(out, ptr.to_kind)
+
+
+def store(ptr, value, mask=None):
+    size, kind = BITS[ptr.to_kind] // 8, ptr.to_kind
+    value = value if isinstance(value, Tensor) else Tensor(np.asarray(value, NUMPY[kind]), kind)
+    value = value.to(kind)
+    shape = np.broadcast_shapes(ptr.shape, value.shape)
+    on = np.broadcast_to(array(mask, "i1"), shape) if mask is not None else np.ones(shape, bool)
+    if on.any():
+        data, at = machine.view(np.broadcast_to(ptr.a, shape)[on], size)
+        data[at] = np.ascontiguousarray(np.broadcast_to(value.a, shape)[on]).view(f"u{size}")
+    machine.pause()
+
+
+def atomic_add(ptr, value, sem=None):
+    amount = np.uint64(int(value))
+    old = machine.update(np.atleast_1d(ptr.a), lambda old: old + amount)
+    return Tensor(np.int32(np.uint32(old[0])), "i32")
+
+
+def where(condition, a, b):
+    kind = next((x.kind for x in (a, b) if isinstance(x, Tensor)), "i32")
+    return Tensor(np.where(array(condition, "i1"), array(a, kind), array(b, kind)), kind)
+
+
+def _neighbours(args: list[np.ndarray], pack: int) -> int:
+    """The axis along which `pack` values are neighbours: their offsets differ by one, or their addresses by four bytes."""
+    for a in args:
+        for axis in reversed(range(a.ndim)):
+            if a.shape[axis] % pack == 0 and a.dtype.kind == "i":
+                groups = np.moveaxis(a, axis, -1).reshape(-1, pack).astype(np.int64)
+                if (np.diff(groups, axis=1) == (4 if a.dtype == np.int64 else 1)).all():
+                    return axis
+    raise AssertionError("no neighbours in what an instruction of several values takes")
+
+
+def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
+    kinds = dtype if isinstance(dtype, tuple) else (dtype,)
+    shape = np.broadcast_shapes(*[a.shape for a in args]) if args else ()
+    arrays = [np.broadcast_to(a.a, shape) for a in args]
+    axis = None
+    if pack > 1:
+        narrow = all(BITS[a.kind] < 32 for a in args)
+        axis = len(shape) - 1 if narrow else _neighbours(arrays, pack)
+    inputs = []
+    for a, given in zip(arrays, args, strict=True):
+        bits = np.ascontiguousarray(a).view(f"u{BITS[given.kind] // 8}").astype(np.uint64)
+        if pack == 1:
+            inputs.append(bits.reshape(-1))
+            continue
+        groups = np.moveaxis(bits, axis, -1).reshape(-1, pack)
+        each = max(1, 32 // BITS[given.kind])  # narrow values share a register
+        for i in range(0, pack, each):
+            inputs.append(sum(groups[:, i + j] << np.uint64(BITS[given.kind] * j) for j in range(each)))
+    wanted = [c for c in constraints.split(",") if c.startswith("=")]
+    assert len(constraints.split(",")) - len(wanted) == len(inputs), "constraints and arguments differ"
+    found = ptx.run(asm, len(wanted), inputs, machine)
+    outs = []
+    for n, kind in enumerate(kinds):
+        width = BITS[kind]
+        if pack == 1:
+            flat = found[n].astype(f"u{width // 8}").view(NUMPY[kind])
+            outs.append(Tensor(flat.reshape(shape), kind))
+            continue
+        each = max(1, 32 // width)
+        count = pack // each
+        parts = [
+            (found[n * count + i // each] >> np.uint64(width * (i % each))).astype(f"u{width // 8}")
+            for i in range(pack)
+        ]
+        moved = [s for i, s in enumerate(shape) if i != axis]
+        whole = np.stack(parts, -1).view(NUMPY[kind]).reshape([*moved, shape[axis]])
+        outs.append(Tensor(np.moveaxis(whole, -1, axis), kind))
+    return tuple(outs) if isinstance(dtype, tuple) else outs[0]
+
+
+def allocate_shared_memory(kind, shape, layout):
+    data = np.full([int(s) for s in shape], -1 if kind != "f32" else np.nan).astype(
+        NUMPY[kind] if kind != "bf16" else np.int16
+    )
+    data = data.view(np.uint16) if kind == "bf16" else data
+    machine.kept.append(data)
+    if kind == "i64":  # barriers
+        made = machine.current.program.__dict__.setdefault("barriers", [])
+        start = Shared(data, kind).key
+        made.append((start, start + data.nbytes))
+        machine.made.add(len(made) - 1)
+    return Shared(data, kind)
+
+
+def warp_specialize(partitions, warps, registers):
+    assert len(warps) == len(registers) == len(partitions) - 1
+    for fn, args in partitions[1:]:
+        machine.spawn(fn, args)
+    fn, args = partitions[0]
+    fn(*args)
+
+
+def _product(a, b, acc):
+    with np.errstate(all="ignore"):  # rows that nobody wrote are multiplied too
+        return np.matmul(numbers(a), numbers(b)) + acc
+
+
+def warpgroup_mma(a, b, acc, is_async=False):
+    left = Tensor(a.a, a.kind)
+    made = Pending(acc.shape)
+
+    def compute() -> None:
+        made.value = _product(left, b, acc.a)
+
+    machine.current.products.append(compute)
+    if not is_async:
+        warpgroup_mma_wait(0, [made])
+    return made
+
+
+def warpgroup_mma_wait(left, deps):
+    machine.pause()
+    products = machine.current.products
+    while len(products) > left:
+        products.pop(0)()
+    return deps[0] if len(deps) == 1 else tuple(deps)
+
+
+def async_load(desc, at, bar, target):
+    box, size = desc.block_shape, BITS[KINDS[desc.base.dtype]] // 8
+    assert list(target.data.shape) == list(box)
+    first = [int(i) for i in at]
+    key = bar.key
+
+    def copy() -> None:
+        source = desc.base.as_strided(desc.shape, desc.strides)
+        whole = source.view(torch.int16).numpy() if size == 2 else source.numpy()
+        out = np.zeros(box, whole.dtype)
+        part = whole[first[0] : first[0] + box[0], first[1] : first[1] + box[1]]
+        out[: part.shape[0], : part.shape[1]] = part
+        target.data[...] = out.view(target.data.dtype)
+        machine.barriers[key].bytes -= int(np.prod(box)) * size
+        machine.barriers[key].settle()
+
+    machine.copies.append(copy)
+    machine.pause()
+
+
+def async_store(desc, at, source):
+    first = [int(i) for i in at]
+
+    def copy() -> None:
+        target = desc.base.as_strided(desc.shape, desc.strides).view(torch.int16).numpy().view(np.uint16)
+        rows = max(0, min(desc.shape[0] - first[0], source.data.shape[0]))
+        columns = max(0, min(desc.shape[1] - first[1], source.data.shape[1]))
+        target[first[0] : first[0] + rows, first[1] : first[1] + columns] = source.data[:rows, :columns]
+
+    machine.current.stores.append(copy)
+
+
+def store_wait(left):
+    while len(machine.current.stores) > left:
+        machine.current.stores.pop(0)()
+
+
+class mbarrier:
+    MBarrierLayout = staticmethod(lambda: None)
+
+    @staticmethod
+    def init(bar, count):
+        machine.barriers[bar.key] = Barrier(int(count))
+
+    @staticmethod
+    def wait(bar, phase):
+        barrier, phase = machine.barriers[bar.key], int(phase)
+        made = machine.current.program.barriers
+        machine.awaited |= {i for i, (start, end) in enumerate(made) if start <= bar.key < end}
+        machine.pause(lambda: barrier.phase != phase)
+
+    @staticmethod
+    def arrive(bar, pred=True, count=1):
+        if bool(pred):
+            machine.barriers[bar.key].left -= count
+            machine.barriers[bar.key].settle()
+        machine.pause()
+
+    @staticmethod
+    def expect(bar, size, pred=True):
+        barrier = machine.barriers[bar.key]
+        barrier.bytes += int(size)
+        barrier.left -= 1
+        barrier.settle()
+        machine.pause()
+
+
+def gdc_wait():
+    machine.pause(lambda: not machine.before)
+
+
+def _split(x):
+    return Tensor(x.a[..., 0], x.kind, x.to_kind), Tensor(x.a[..., 1], x.kind, x.to_kind)
+
+
+class _Language:
+    """`gl` and `tl`; layouts are Triton's own, which the kernels ask for their sizes."""
+
+    constexpr = staticmethod(constexpr)
+    float32, bfloat16, int16, int32, int64, uint8 = "f32", "bf16", "i16", "i32", "i64", "u8"
+    load, store, atomic_add, where = (
+        staticmethod(load),
+        staticmethod(store),
+        staticmethod(atomic_add),
+        staticmethod(where),
+    )
+    inline_asm_elementwise = staticmethod(inline_asm_elementwise)
+    allocate_shared_memory = staticmethod(allocate_shared_memory)
+    warp_specialize = staticmethod(warp_specialize)
+    split = staticmethod(_split)
+    static_range = staticmethod(range)
+    program_id = staticmethod(
+        lambda axis: Tensor(
+            np.int32(np.unravel_index(machine.current.program.pid, machine.grid[::-1])[-1 - axis]), "i32"
+        )
+    )
+    num_programs = staticmethod(lambda axis: Tensor(np.int32(machine.grid[axis]), "i32"))
+    arange = staticmethod(lambda start, end, layout=None: Tensor(np.arange(start, end, dtype=np.int32), "i32"))
+    zeros = staticmethod(lambda shape, kind, layout=None: Tensor(np.zeros([int(s) for s in shape], NUMPY[kind]), kind))
+    zeros_like = staticmethod(lambda x: Tensor(np.zeros_like(x.a), x.kind))
+    minimum = staticmethod(lambda a, b: where(a < b, a, b) if isinstance(a, Tensor) else where(b < a, b, a))
+    maximum = staticmethod(lambda a, b: where(a > b, a, b) if isinstance(a, Tensor) else where(b > a, b, a))
+    sum = staticmethod(lambda x, axis: Tensor(x.a.sum(axis, dtype=np.float32), "f32"))
+    join = staticmethod(lambda a, b: Tensor(np.stack([a.a, b.a], -1), a.kind, a.to_kind))
+    convert_layout = staticmethod(lambda x, layout=None, assert_trivial=False: x)
+    div_rn = staticmethod(lambda a, b: Tensor(a.a / b.a, "f32"))
+    dot = staticmethod(lambda a, b, acc: Tensor(_product(a, b, acc.a), "f32"))
+    trans = staticmethod(lambda x: x.T)
+    cdiv = staticmethod(lambda a, b: (a + b - 1) // b)
+    debug_barrier = staticmethod(lambda: machine.pause())
+    broadcast_to = staticmethod(lambda x, shape: Tensor(np.broadcast_to(x.a, shape), x.kind))
+
+    @staticmethod
+    def static_assert(condition, message=""):
+        assert condition, message
+
+    def __getattr__(self, name):
+        if name.endswith("Layout"):
+            from triton.experimental.gluon import language
+
+            return getattr(language, name)
+        raise AttributeError(name)
+
+
+def _jit(fn=None, **_):
+    return fn if fn is not None else _jit
+
+
+gl = _Language()
+FAKES = {
+    "gluon": SimpleNamespace(jit=_jit, constexpr_function=lambda f: f),
+    "triton": SimpleNamespace(jit=_jit),
+    "gl": gl,
+    "tl": gl,
+    "mbarrier": mbarrier,
+    "tma": SimpleNamespace(store_wait=store_wait),
+    "mma_v2": lambda a, b, acc: Tensor(_product(a, b, acc.a), "f32"),
+    "fence_async_shared": lambda: None,
+    "warpgroup_mma": warpgroup_mma,
+    "warpgroup_mma_wait": warpgroup_mma_wait,
+    "gdc_wait": gdc_wait,
+    "gdc_launch_dependents": lambda: None,
+    "barrier": lambda: machine.pause(),
+    "async_load": async_load,
+    "async_store": async_store,
+}
+
+
+class Source:
+    """The functions of the kernels' files, with this language in the place of Triton's."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.files = folder, {}
+
+    def __getitem__(self, name: str) -> dict:
+        if name not in self.files:
+            tree = ast.parse((self.folder / f"{name}.py").read_text())
+            scope = self.files[name] = {"__name__": f"emulated.{name}"}
+            for node in [n for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom)]:
+                for alias in node.names:
+                    known = alias.asname or alias.name
+                    if known in FAKES:
+                        scope[known] = FAKES[known]
+                    elif isinstance(node, ast.ImportFrom) and node.level:
+                        scope[known] = self[node.module][alias.name]
+                    else:
+                        scope[known] = __import__(alias.name)
+            tree.body = [n for n in tree.body if not isinstance(n, ast.Import | ast.ImportFrom)]
+            exec(compile(tree, str(self.folder / f"{name}.py"), "exec"), scope)
+        return self.files[name]
+
+    def kernel(self, name: str):
+        for file in ("hopper", "hopper_wgmma", "hopper_wide", "portable", "elementwise"):
+            if name in self[file]:
+                return self[file][name]
+        raise KeyError(name)

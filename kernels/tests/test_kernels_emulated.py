@@ -1,0 +1,228 @@
+"""The Hopper kernels without a GPU: their source and their inline assembly in an emulator, launched by launch.py itself.
+
+`planted.py` says which defects these tests find.
+"""
+
+import ast
+import inspect
+from pathlib import Path
+
+import gluon_emulator
+import numpy as np
+import ptx_emulator as ptx
+import pytest
+import torch
+from nvfp4_cases import leftovers, random_weight, relative_error
+
+import qerl_nvfp4
+from qerl_nvfp4 import launch, reference
+
+pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
+FOLDER = Path(qerl_nvfp4.__file__).parent
+source = gluon_emulator.Source(FOLDER)
+SMS = 5
+
+
+@pytest.fixture
+def emulated(monkeypatch):
+    """launch.launch on CPU tensors, in the emulator; the answer holds how many launches there were of each kernel."""
+    monkeypatch.setattr(launch, "device_properties", lambda index: ("a Hopper", SMS, (9, 0)))
+    monkeypatch.setattr(launch, "_scratch", {})
+    monkeypatch.setattr(launch, "_captured", [])
+    state = {"seed": 0, "resident": 10**6, "launches": []}
+
+    def launcher(kernel, *grid):
+        def start(*args, **kwargs):
+            parameters = inspect.signature(kernel.fn).parameters
+            options = {k: kwargs.pop(k) for k in [*kwargs] if k not in parameters}
+            arguments = inspect.signature(kernel.fn).bind(*args, **kwargs).arguments
+            assert set(arguments) == set(parameters), "an argument is missing, or has no parameter"
+            assert options.get("launch_pdl", False) == arguments.get("PDL", False)
+            name, later = kernel.fn.__name__, []
+            arguments |= {"INTERP": False} if "INTERP" in arguments else {}
+            fn = source.kernel(name)
+            assert list(inspect.signature(fn).parameters) == list(parameters)
+            if (
+                name == "skinny_kernel"
+            ):  # a program waits for later ones, so registers and warps must do for all of them
+                programs, threads = -(-grid[0] // SMS), options["num_warps"] * 32
+                assert (
+                    programs <= 16
+                    and programs * threads <= 48 * 32
+                    and programs * threads * options["maxnreg"] <= 65536
+                )
+            if options.get("launch_pdl"):
+                later = [t for t in (arguments["x_ptr"], *launch._scratch.values()) if t.is_contiguous()]
+            gluon_emulator.machine.launch(fn, grid, arguments, state["seed"], state["resident"], later)
+            state["launches"].append(name)
+            state["seed"] += 1
+
+        return start
+
+    monkeypatch.setattr(launch, "launcher", launcher)
+    return state
+
+
+def run(state, config, M, N, K, rank=0, splits=None, bias=True, per_row=False, times=2, stride=0) -> None:
+    packed, scale, gs = random_weight(N, K, 7, per_row=per_row)
+    torch.manual_seed(M * N + K)
+    x = torch.randn(M, K + stride, dtype=torch.bfloat16)[:, :K]
+    if not stride:
+        x = x.contiguous()
+    b_N = 30 * torch.randn(N, dtype=torch.bfloat16) if bias else None
+    a = b = None
+    if rank:
+        a = (torch.randn(len(splits or (N,)) * rank, K) * 0.5).bfloat16()
+        b = torch.randn(N, rank, dtype=torch.bfloat16)
+    exact = reference.linear(x.double(), packed, scale, gs, None if b_N is None else b_N.double())
+    if rank:
+        exact += reference.lora(x.double(), a.double(), b.double(), splits)
+    first = None
+    for _ in range(times):  # by another lot each time
+        out = torch.full((M, N), float("nan"), dtype=torch.bfloat16)
+        launch.launch(config, x, packed, scale, gs, b_N, a, b, splits, out)
+        assert relative_error(out, exact) < 4e-3
+        first = out if first is None else first
+        assert torch.equal(out, first), "results do not depend on timing"
+        assert not leftovers()
+
+
+# --- decoding -------------------------------------------------------------------------------------------------------------------------
+
+
+def literal(file: str, function: str) -> str:
+    """The inline assembly of a function that has one."""
+    tree = ast.parse((FOLDER / f"{file}.py").read_text())
+    (found,) = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == function]
+    (asm,) = [k.value for n in ast.walk(found) if isinstance(n, ast.Call) for k in n.keywords if k.arg == "asm"]
+    return ast.literal_eval(asm)
+
+
+CODES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+
+
+def scale_values(bytes_: np.ndarray) -> np.ndarray:
+    return torch.from_numpy(bytes_.astype(np.uint8)).view(torch.float8_e4m3fn).double().numpy()
+
+
+def pair(bits) -> tuple[np.ndarray, np.ndarray]:
+    return tuple(ptx.bfloat16_value(((bits >> np.uint64(s)) & np.uint64(0xFFFF)).astype(np.uint16)) for s in (0, 16))
+
+
+def test_every_scale_byte_is_decoded():
+    bytes_ = np.arange(127, dtype=np.uint64)
+    expected = scale_values(bytes_) * 2.0**118
+    other = bytes_[::-1]
+    lo, hi = ptx.run(literal("hopper", "decode_scales"), 2, [bytes_ | other << np.uint64(8)])
+    assert (ptx.bfloat16_value(lo.astype(np.uint16)) == expected).all()
+    assert (ptx.bfloat16_value(hi.astype(np.uint16)) == expected[::-1]).all()
+    word = bytes_ | other << np.uint64(8) | bytes_ << np.uint64(16) | other << np.uint64(24)
+    for bits in ptx.run(literal("portable", "decode_scale"), 2, [word]):
+        lo, hi = pair(bits)
+        assert (lo == expected).all() and (hi == expected[::-1]).all()
+
+
+def test_every_pair_of_codes_times_every_scale_is_exact():
+    """Sign, magnitude and place of all eight codes of a word, for all values of a byte and all scales."""
+    byte, scale = (a.reshape(-1).astype(np.uint64) for a in np.meshgrid(np.arange(256), np.arange(127)))
+    word = sum((byte + np.uint64(37 * i) & np.uint64(255)) << np.uint64(8 * i) for i in range(4))
+    bits = ptx.bfloat16_bits(scale_values(scale) * 2.0**118).astype(np.uint64)
+    asm = source["hopper"]["DECODE_WORD"]
+    found = ptx.run(asm, 4, [word, bits])
+    for i, p in enumerate(found):
+        for part, n in zip(pair(p), (i, i + 4), strict=True):
+            code = (word >> np.uint64(4 * n)) & np.uint64(15)
+            value = CODES[code & np.uint64(7)] * np.where(code & np.uint64(8), -1.0, 1.0)
+            assert (part == value * scale_values(scale) * 2.0**-8).all()
+
+
+def test_quantize_to_rtn_is_bit_equal():
+    """Weights of every size, ties of the grid, and divisors that are powers of two and others."""
+    from qerl_nvfp4 import elementwise
+
+    torch.manual_seed(0)
+    N, K = 24, 64
+    fn, parameters = (
+        source.kernel("quantize_rtn_kernel"),
+        list(inspect.signature(source.kernel("quantize_rtn_kernel")).parameters),
+    )
+    assert parameters == list(inspect.signature(elementwise.quantize_rtn_kernel.fn).parameters)
+    for gs, per_row in ((torch.tensor([64.0]), False), (torch.tensor([37.5]), False), (torch.rand(N) * 300 + 1, True)):
+        x = torch.randn(N, K) * torch.exp2(torch.randint(-9, 4, (N, 1)).float())
+        x[::3] = torch.randint(-28, 28, (N // 3, K)) * 0.25  # ties
+        x[5] = 0
+        x = x.bfloat16()
+        packed, scales = torch.empty(N, K // 2, dtype=torch.uint8), torch.empty(N, K // 16, dtype=torch.uint8)
+        blocks = N * K // 16
+        arguments = (x.view(torch.int32), packed.view(torch.int32), scales, gs, blocks, K // 16, per_row, 32)
+        gluon_emulator.machine.launch(
+            fn, (-(-blocks // 32),), dict(zip(parameters, arguments, strict=True)), 0, 10**6, []
+        )
+        expected = reference.quantize(x, "rtn", gs)
+        assert torch.equal(packed, expected[0]) and torch.equal(scales, expected[1])
+
+
+# --- the kernels ----------------------------------------------------------------------------------------------------------------------
+
+SKINNY = {"kernel": "skinny", "BM": 8, "WK": 2, "WN": 1, "R": 2, "grid": 5}
+
+
+@pytest.mark.parametrize(
+    "config,M,N,K,rank,splits",
+    [
+        (SKINNY, 3, 96, 768, 0, None),
+        (SKINNY | {"R": 1, "grid": 7, "WK": 1}, 8, 64, 512, 16, (32, 16, 16)),
+        (SKINNY | {"R": 1, "WK": 1, "BM": 8, "grid": 200}, 2, 512, 256, 0, None),
+        (SKINNY | {"late": True, "BM": 16, "R": 4, "WK": 1, "grid": 3}, 11, 128, 512, 36, None),
+    ],
+    ids=["base", "adapter", "many", "late"],
+)
+def test_skinny(emulated, config, M, N, K, rank, splits):
+    run(emulated, config, M, N, K, rank, splits, per_row=rank == 0, times=3)
+    assert set(emulated["launches"]) == {"skinny_kernel"}
+
+
+def wgmma(BM, P, S, permute, grid, **more) -> dict:
+    return {"kernel": "wgmma", "BM": BM, "P": P, "S": S, "permute": permute, "grid": grid, **more}
+
+
+@pytest.mark.parametrize(
+    "config,M,N,K,rank,splits",
+    [
+        (wgmma(16, 2, 3, True, 4), 13, 256, 1536, 0, None),
+        (wgmma(16, 3, 3, True, 3), 16, 400, 768, 32, (64, 192, 144)),
+        (wgmma(32, 2, 2, False, 4), 37, 128, 1024, 32, None),
+        (wgmma(16, 2, 2, False, 2), 33, 128, 512, 0, None),
+        (wgmma(16, 2, 3, True, 3, tasks=False), 20, 192, 512, 40, None),
+        ({"kernel": "wide", "BM": 48, "P": 2, "S": 2, "X": 3, "grid": 2}, 53, 128, 768, 32, (64, 64)),
+    ],
+    ids=["split", "adapter", "halves", "whole", "cublas", "wide"],
+)
+def test_wgmma(emulated, config, M, N, K, rank, splits):
+    """Fewer programs resident than there are: nobody may wait for one that has not started."""
+    emulated["resident"] = 2
+    run(emulated, config, M, N, K, rank, splits, per_row=rank == 0)
+    beside = set() if config.get("permute") else {"permute_kernel"}
+    assert set(emulated["launches"]) == {f"{config['kernel']}_kernel"} | beside
+
+
+def test_rows_of_x_that_the_copy_engine_cannot_read(emulated):
+    run(emulated, wgmma(16, 2, 3, True, 2), 5, 128, 512, stride=3, times=1)
+
+
+@pytest.mark.parametrize("config", [SKINNY, wgmma(16, 2, 3, True, 3)], ids=lambda config: config["kernel"])
+def test_nan_in_one_token_touches_no_other(emulated, config):
+    """An engine's batch is padded with rows of anything."""
+    M, N, K, rank = 6, 128, 512, 16
+    packed, scale, gs = random_weight(N, K)
+    x, a, b = torch.randn(M, K).bfloat16(), torch.randn(rank, K).bfloat16(), torch.randn(N, rank).bfloat16()
+    outs = []
+    for value in (1.0, float("nan"), float("inf")):
+        x[2] = value
+        out = torch.empty(M, N, dtype=torch.bfloat16)
+        launch.launch(config, x, packed, scale, gs, None, a, b, None, out)
+        assert not leftovers()
+        outs.append(out)
+    others = [0, 1, 3, 4, 5]
+    assert all(torch.equal(out[others], outs[0][others]) for out in outs[1:])
+    assert outs[1][2].isnan().all()
