@@ -4,8 +4,10 @@ import json
 import math
 import random
 import shlex
+import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -258,6 +260,51 @@ def test_lm_eval_understands_its_command():
     words = shlex.split(harness_commands("some/base", "runs/x")["lm-eval"])
     parsed = cli.HarnessCLI()._parser.parse_args(words[1:])
     assert parsed.tasks and parsed.apply_chat_template
+
+
+def test_lm_eval_runs_its_command(tmp_path):
+    """As printed, with the task's data from here instead of the Hub."""
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed")
+    assets = Path(__file__).resolve().parents[2] / "examples" / "assets"
+    problems = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(assets / "test.jsonl")}}}
+    task = {
+        **problems,
+        "task": "gsm8k_cot",
+        "output_type": "generate_until",
+        "test_split": "test",
+        "num_fewshot": 0,
+        "doc_to_text": "{{question}}",
+        "doc_to_target": "{{answer.split('####')[-1].strip()}}",
+        "generation_kwargs": {"do_sample": False, "until": ["Q:"], "max_gen_toks": 64},
+        "filter_list": [
+            {
+                "name": "last-number",
+                "filter": [
+                    {"function": "regex", "group_select": -1, "regex_pattern": "(-?[0-9.,]+)"},
+                    {"function": "take_first"},
+                ],
+            }
+        ],
+        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+    }
+    (tmp_path / "gsm8k_cot.yaml").write_text(json.dumps(task))  # JSON is YAML
+    words = shlex.split(harness_commands(str(assets / "tiny-qwen2"))["lm-eval"])
+    words = [
+        sys.executable,
+        "-m",
+        "lm_eval",
+        *words[1:],
+        "--include_path",
+        str(tmp_path),
+        "--limit",
+        "8",
+        "--device",
+        "cpu",
+    ]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (result,) = (tmp_path / "eval-lm").rglob("results_*.json")
+    assert 0 <= json.loads(result.read_text())["results"]["gsm8k_cot"]["exact_match,last-number"] <= 1
 
 
 def test_module_has_no_noise():

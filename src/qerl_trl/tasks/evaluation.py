@@ -326,8 +326,8 @@ def grade(completions: list[str], dataset: Dataset, grader: str | Grader = "auto
 def harness_commands(model: str, adapter: str | None = None) -> dict[str, str]:
     """Command lines that evaluate the same checkpoint on GSM8K with lm-evaluation-harness and with lighteval.
 
-    Their prompts and answer extraction are their own: numbers are comparable within a harness, not across. A test parses lm-eval's
-    with its own parser where it is installed; neither harness has been run.
+    Their prompts and answer extraction are their own: numbers are comparable within a harness, not across. Where lm-eval is installed a test
+    runs its command, on local problems; lighteval's has not been run.
     """
     peft = f",peft={adapter}" if adapter else ""
     lora = f",adapter_weights=true,base_model={model}" if adapter else ""
