@@ -151,5 +151,7 @@ def test_a_file_is_read_without_the_gpu_it_is_for(tmp_path):
     )
     model, work = workload_of_file(path, 100)
     assert model == "some/model"
-    expected = Workload(batch=2, prompt_length=100, completion_length=64, completions=32, accumulation=4, lora_rank=8)
+    expected = Workload(
+        batch=2, prompt_length=100, completion_length=64, completions=32, accumulation=4, lora_rank=8, compiled=True
+    )
     assert work == dataclasses.replace(expected, rollout="colocate", attention="flash", gradient_checkpointing=None)
