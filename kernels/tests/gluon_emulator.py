@@ -280,7 +280,7 @@ class Machine:
         kept = {name: self._argument(fn, name, a) for name, a in arguments.items()}
         waiting, tasks = list(range(int(np.prod(grid)))), []
         self.grid = grid
-        steps = 0
+        steps, patience = 0, self.lot.randrange(20, 600)  # who does not wait has time to do harm
         while True:
             running = {t.program.pid for t in tasks}
             while waiting and len(running) < resident:
@@ -294,7 +294,7 @@ class Machine:
             self.tasks = tasks
             able = [t for t in tasks if t.ready()]
             events = (["copy"] if self.copies else []) + (
-                ["before"] if self.before and (steps > 20 or not able) else []
+                ["before"] if self.before and (steps > patience or not (able or self.copies)) else []
             )
             if not able and not events:
                 if not tasks and not waiting:

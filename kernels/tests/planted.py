@@ -26,7 +26,11 @@ TESTS = (
     "test_kernels_emulated.py",
     "test_kernels_interpreter.py::test_the_backward_product_goes_through_the_dequantized_weight",
 )
-FIRST = {"hopper_wgmma": "test_wgmma", "hopper_adapt": "test_wgmma"}  # where a file's defects are found soonest
+FIRST = {
+    "hopper_wgmma": "test_wgmma",
+    "hopper_adapt": "test_wgmma",
+    "launch": "test_skinny",
+}  # where a file's defects are found soonest
 LIMIT_S = 900
 
 

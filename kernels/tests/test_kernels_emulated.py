@@ -172,7 +172,7 @@ SKINNY = {"kernel": "skinny", "BM": 8, "WK": 2, "WN": 1, "R": 2, "grid": 5}
     [
         (SKINNY, 3, 96, 768, 0, None),
         (SKINNY | {"R": 1, "grid": 7, "WK": 1}, 8, 64, 512, 16, (32, 16, 16)),
-        (SKINNY | {"R": 1, "WK": 1, "BM": 8, "grid": 200}, 2, 512, 256, 0, None),
+        (SKINNY | {"R": 1, "WK": 1, "BM": 8, "grid": 200}, 2, 768, 256, 0, None),
         (SKINNY | {"late": True, "BM": 16, "R": 4, "WK": 1, "grid": 3}, 11, 128, 512, 36, None),
     ],
     ids=["base", "adapter", "many", "late"],

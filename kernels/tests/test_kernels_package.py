@@ -317,3 +317,16 @@ def test_layouts_that_a_kernel_cannot_read_are_recognised():
     assert not usable({"kernel": "portable"}, x.t().contiguous().t(), packed, scale)
     wide = torch.zeros(64, 450, dtype=torch.uint8)[:, 1:449]
     assert not usable({"kernel": "portable"}, x, wide, scale)
+
+
+def test_the_planted_defects_are_those_of_the_page_and_fit_the_sources():
+    """planted.py has run since its table or what it changes was touched, and what nothing finds stays rare."""
+    import planted
+
+    for defect in planted.DEFECTS:
+        text = (PACKAGE / f"{defect.file}.py").read_text()
+        assert text.count(defect.old) == 1, f"{defect.name}: {defect.old!r} is not in {defect.file}.py once"
+    rows = json.loads(planted.RESULT.read_text())["defects"]
+    assert [row["defect"] for row in rows] == [defect.name for defect in planted.DEFECTS], "run tests/planted.py again"
+    assert sum(row["by"] is None for row in rows) <= 3
+    assert planted.written(planted.PAGE.read_text(), rows) == planted.PAGE.read_text()
