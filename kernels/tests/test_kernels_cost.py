@@ -21,6 +21,7 @@ def h200(monkeypatch):
             found.setdefault(cost.variant(config), {"launch": 5.0, "units": 1.0 + config.get("BM", 0) * 0.02})
     found["wide BM=160 P=2 S=3 X=7 tasks=0"] = {"launch": 1.0}
     monkeypatch.setattr(cost, "factors", lambda: found)
+    monkeypatch.setattr(cost, "WIDE_ALLOWED", True)
     select.explain.cache_clear()
     yield found
     select.explain.cache_clear()
@@ -56,7 +57,8 @@ def test_k_that_the_copy_engine_cannot_read_leaves_the_dense_path():
     assert [c["kernel"] for c in cost.candidates(1152, 896, 48, SMS)] == ["dense"]
 
 
-def test_the_cheapest_is_chosen_and_what_was_never_measured_is_not():
+def test_the_cheapest_is_chosen_and_what_was_never_measured_is_not(monkeypatch):
+    monkeypatch.setattr(cost, "WIDE_ALLOWED", True)
     N, K, M = 4608, 3584, 160
     one = next(c for c in cost.candidates(N, K, M, SMS) if c.get("BM") == 160)
     model = {"dense": {"launch": 50.0}, cost.variant(one): {"launch": 10.0}}
@@ -64,6 +66,9 @@ def test_the_cheapest_is_chosen_and_what_was_never_measured_is_not():
     model[cost.variant(one)] = {"launch": 10.0, "units": 100.0}
     assert cost.cheapest(N, K, M, SMS, 96, (), model)["kernel"] == "dense"
     assert cost.cheapest(N, K, M, SMS, 96, (), {}) is None
+    monkeypatch.setattr(cost, "WIDE_ALLOWED", False)
+    model[cost.variant(one)] = {"launch": 10.0}
+    assert cost.cheapest(N, K, M, SMS, 96, (), model)["kernel"] == "dense"
 
 
 def test_the_cost_model_answers_between_the_tables_sizes(h200, monkeypatch):

@@ -8,6 +8,7 @@ All of it is for Hopper GPUs and products with an adapter, which is what a rollo
 import functools
 import json
 import math
+import os
 from pathlib import Path
 
 FACTORS = Path(__file__).parent / "configs" / "cost_model.json"
@@ -45,6 +46,8 @@ WIDE = (  # BM, P; stages follow from shared memory
     (224, 2),
     (256, 2),
 )
+# Whether hopper_wide.py may be chosen. Off by default until its GPU tests have passed: until now it has run in every_size.py alone.
+WIDE_ALLOWED = os.environ.get("QERL_NVFP4_WIDE", "0") == "1"
 WASTE = 1.35  # a tile is worth a try if it rounds the number of tokens up by no more than this
 
 
@@ -171,8 +174,7 @@ def cheapest(
     M = next((size for size in SIZES if size >= M), 0)
     if not M or not fits(N, K) or not (factors() if model is None else model):
         return None
-    priced = [
-        (predicted_us(c, N, K, M, sms, rows, model), i, c) for i, c in enumerate([*more, *candidates(N, K, M, sms)])
-    ]
+    offered = [c for c in (*more, *candidates(N, K, M, sms)) if WIDE_ALLOWED or c["kernel"] != "wide"]
+    priced = [(predicted_us(c, N, K, M, sms, rows, model), i, c) for i, c in enumerate(offered)]
     us, _, config = min(priced, default=(math.inf, 0, None))
     return config if math.isfinite(us) else None
