@@ -77,8 +77,8 @@ def tamper(trainer, change) -> None:
     engine = trainer.vllm_generation.engine
     complete = engine._complete
 
-    def complete_and_tamper(prompt, max_tokens, temperature):
-        tokens, logps = complete(prompt, max_tokens, temperature)
+    def complete_and_tamper(prompt, max_tokens, temperature, generator=None):
+        tokens, logps = complete(prompt, max_tokens, temperature, generator)
         return type(complete(prompt, 1, 0.0))(tokens, change(logps))
 
     engine._complete = complete_and_tamper
@@ -144,7 +144,7 @@ def test_log_probabilities_that_were_not_sampled_with_end_the_run(make_engine_tr
 @fault("R4.noise_left_on")
 def test_noise_that_stays_on_in_evaluation_ends_the_run(make_engine_trainer, monkeypatch):  # noqa: F811
     def only_on(engine, norms, draw):
-        if draw.sigma:
+        if draw.sigma or not (engine.draw and engine.draw.sigma):
             set_noise(engine, norms, draw)
         added = torch.cat([engine.norms[name].weight - engine.clean[name] for name in norms])
         return float(added.square().mean().sqrt())

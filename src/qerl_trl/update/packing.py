@@ -18,7 +18,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..evaluation_mode import evaluation_mode
-from ..rollout.probe import CLEAN, FLOOR
 from ..upstream import OnlineTrainer
 from . import attention, balance, row
 
@@ -80,6 +79,8 @@ class Packing:
         The bound is that of `rollout/probe.py`, with what TRL's own way differs by between one batch and sequence by sequence as rounding.
         Every process decides the same.
         """
+        from ..rollout.probe import CLEAN, FLOOR  # and peft with it, which a plan of memory does without
+
         self._untried = False
         trainer = self.trainer
         ids, mask, width = _trial(trainer, self._models[0])
