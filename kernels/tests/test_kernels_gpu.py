@@ -77,23 +77,9 @@ def test_skinny(config):
     run(config, 3, 256, 1024, rank=6)
 
 
-WGMMA_SHAPES = (
-    (16, 3, 4, True),
-    (16, 3, 5, True),
-    (32, 2, 5, True),
-    (32, 3, 4, True),
-    (32, 3, 4, False),
-    (64, 2, 4, True),
-    (64, 3, 3, True),
-    (64, 2, 4, False),
-    (64, 3, 3, False),
-    (128, 2, 2, False),
-    (128, 3, 2, False),
-    (128, 4, 2, False),
-)
 WGMMA = [
     {"kernel": "wgmma", "BM": BM, "P": P, "S": S, "permute": permute, "grid": grid}
-    for BM, P, S, permute in WGMMA_SHAPES
+    for BM, P, S, permute in cost.WGMMA
     for grid in (5, 132)
 ]
 
