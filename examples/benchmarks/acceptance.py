@@ -45,7 +45,7 @@ CARDS = {
     "32b": {"nvfp4": 80, "nvfp4 without noise": 80},
 }
 #: of one GPU, in GiB, and runs on it at a time
-CAPACITY, SIDE_BY_SIDE = 134, 3
+CAPACITY, SIDE_BY_SIDE = 134, 4
 PROBLEMS, HELD_OUT = 512, 32
 #: process groups of runs that have not ended; none outlives this script
 RUNNING: set[int] = set()
