@@ -4,8 +4,8 @@
     python acceptance.py --out a.json --sizes 7b --arms nvfp4 bf16
 
 Each run is `accelerate launch examples/grpo_gsm8k.py --config examples/configs/<file>` with the file unedited; on the command line stand
-only what this machine cannot have (model and dataset: random weights in the same shape, the embedded example's problems; room for the
-optimizer's state of a fully trained model), the number of steps, an output folder and the arm's options as the README gives them. The
+only what this machine cannot have (model and dataset: random weights in the same shape, the embedded example's problems; room for
+checkpoints of a fully trained model), the number of steps, an output folder and the arm's options as the README gives them. The
 weights stop as `random_checkpoint.py` says. A run passes when its process ends with 0 and results.json holds the steps asked for.
 
 `card_gib`: the run sees a GPU of that size (torch's allocator is capped, `mem_get_info` answers accordingly); so several runs share one
@@ -16,6 +16,7 @@ After the first 3B run its folder goes through the command line: merge, eval, pl
 import argparse
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -103,9 +104,13 @@ def environment(card: float, gpu: int, peak_file: Path, site: Path) -> dict[str,
     return found
 
 
+def run_name(size: str, arm: str) -> str:
+    return f"{size}-{arm.replace(' ', '-')}"
+
+
 def run(size: str, arm: str, steps: int, gpu: int, work: Path, timeout: float, extra: list[str]) -> dict:
     """One run, watched until it ends; what it printed, how long each part took, and how it ended."""
-    card, name = CARDS[size][arm], f"{size}-{arm.replace(' ', '-')}"
+    card, name = CARDS[size][arm], run_name(size, arm)
     config = f"examples/configs/qwen2.5-{'3b' if size == 'tiny' else size}.yaml"
     output = work / "runs" / name
     command = ["accelerate", "launch", "examples/grpo_gsm8k.py", "--config", config]
@@ -118,7 +123,7 @@ def run(size: str, arm: str, steps: int, gpu: int, work: Path, timeout: float, e
         str(steps),
     ]
     if arm == "full":
-        local += ["--save_only_model", "true"]
+        local += ["--save_strategy", "no"]  # this machine's disk
     command += [*local, "--output_dir", str(output), *ARMS[arm], *extra]
     launcher = [sys.executable, "-m", "accelerate.commands.launch", *command[2:]]
     peak_file = work / f"{name}.peak"
@@ -286,11 +291,14 @@ def main() -> None:
     def job(size: str, arm: str, gpu: int) -> None:
         steps = 3 if arm == "nvfp4" else 2
         keep(run(size, arm, steps, gpu, work, options.timeout, options.extra), "runs")
+        wanted = size == options.sizes[0] and arm == "nvfp4"
+        if not wanted:
+            shutil.rmtree(work / "runs" / run_name(size, arm), ignore_errors=True)
         with lock:
             free[gpu][0] += CARDS[size][arm]
             free[gpu][1] += 1
             lock.notify_all()
-        if size == options.sizes[0] and arm == "nvfp4" and not options.no_command_line:
+        if wanted and not options.no_command_line:
             for entry in command_line(work, size):
                 keep(entry, "command_line")
 

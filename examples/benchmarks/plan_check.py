@@ -36,8 +36,6 @@ from qerl_trl.memory.workload import Workload, on_a_gpu
 GENERATED = 8
 #: seconds that one workload may take, and all of them together; none is started in the last `LAST`
 LIMIT, TOTAL, LAST = 200, 350, 50
-#: share of the GPU that the planned peaks of runs side by side may add up to, and how many those are at the most
-CAPACITY, SIDE_BY_SIDE = 0.93, 4
 ALLOWED = (0.0, 0.10)
 
 
@@ -307,12 +305,14 @@ def gpu_gib(device: str) -> float:
     return pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).total / GIB
 
 
-def run_all(names: list[str], device: str, record: dict[str, Any], output: Path | None) -> None:
-    """Start the workloads, as many side by side as the GPU has memory for; the record is written after each."""
+def run_all(
+    names: list[str], device: str, record: dict[str, Any], output: Path | None, share: float, side_by_side: int
+) -> None:
+    """Start the workloads, as many side by side as `share` of the GPU has memory for; the record is written after each."""
     plans = {name: planned((CASES | DRY)[name]) for name in names}
     needs = {name: made.peak / GIB * 1.05 for name, made in plans.items()}
     cards = {name: (CASES | DRY)[name].card or needs[name] * 1.05 + 1 for name in names}
-    room = CAPACITY * gpu_gib(device)
+    room = share * gpu_gib(device)
     waiting, running, started = list(names), dict[str, tuple[subprocess.Popen[str], Path, float]](), time.monotonic()
     environment = os.environ | {
         "HF_HUB_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR",
@@ -324,7 +324,7 @@ def run_all(names: list[str], device: str, record: dict[str, Any], output: Path 
         for name in list(waiting):
             taken = sum(needs[other] for other in running)
             if (
-                len(running) < SIDE_BY_SIDE
+                len(running) < side_by_side
                 and (not running or taken + needs[name] <= room)
                 and now - started < TOTAL - LAST
             ):
@@ -394,6 +394,8 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--commit", help="Of the code that runs, where there is no git.")
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--share", type=float, default=0.93, help="Of the GPU, that planned peaks may add up to.")
+    parser.add_argument("--side-by-side", type=int, default=4, help="Runs at a time.")
     parser.add_argument("--worker", choices=CASES | DRY, help=argparse.SUPPRESS)
     parser.add_argument("--card", type=float, default=0.0, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -419,7 +421,7 @@ def main() -> int:
         "versions": versions(),
         "memory": [],
     }
-    run_all(names, options.device, record, options.output)
+    run_all(names, options.device, record, options.output, options.share, options.side_by_side)
     return verdict(record)
 
 

@@ -302,7 +302,8 @@ def main() -> None:
         "shape": args.shape,
         "machine": f"{device_name(torch.device(args.device))}, {len(os.sched_getaffinity(0))} processors",
         "versions": versions(),
-        "commit": subprocess.run(
+        "commit": os.environ.get("BENCH_COMMIT")
+        or subprocess.run(
             ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
         ).stdout.strip(),
         "warm_first_token_against": {
