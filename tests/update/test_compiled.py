@@ -26,6 +26,7 @@ from qerl_trl.update import compiled as regional
 from qerl_trl.update import lora_linear
 from qerl_trl.update.compiled import compile_layers, warm_up
 from tests.faults.tiny_runs import TinyRuns
+from tests.ranks import on_ranks
 from tests.tiny_models import FAMILIES, make_tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -321,6 +322,20 @@ def test_lora_layers_with_their_own_backward(packed):
     for length, wanted in expected.items():
         assert_same(update(model, batch(length)), wanted)
     assert graphs() == 2 and not compiled.failed
+
+
+def test_of_two_processes_one_compiles(tmp_path, monkeypatch):
+    """Inductor's own code, on devices of the same name, with a cache that is empty before."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+
+    def work(rank: int):
+        torch.set_num_threads(1)
+        model = adapted(layers=1)
+        warm_up(compile_layers(model), model, 2, 64)
+        return counters["inductor"]["fxgraph_cache_miss"], counters["inductor"]["fxgraph_cache_hit"], graphs()
+
+    # forward and backward of two graphs: the layer, and the norm after it
+    assert sorted(outcome.answer for outcome in on_ranks(2, work, 300)) == [(0, 4, 2), (4, 0, 2)]
 
 
 # ---------------------------------------------------------------------------------------------------------- the trainer

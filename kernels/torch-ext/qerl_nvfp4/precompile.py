@@ -6,13 +6,11 @@ the launch (launch.launcher): there is no second list of what a kernel is specia
 """
 
 import concurrent.futures
-import contextlib
 import functools
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -20,16 +18,11 @@ import torch
 from . import ops
 from .cost import SIZES
 from .select import BUCKETS, choose
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
+from .turns import QUIET_S, one_process_at_a_time
 
 #: numbers of tokens that between them run every kernel: what is chosen for a number changes at these edges, what a launch makes of it once between
 _EDGES = sorted({*BUCKETS, *SIZES})
 TOKENS = (*(M for low, high in itertools.pairwise((0, *_EDGES)) for M in (low + 1, high)), _EDGES[-1] + 1)
-QUIET_S = 1.0  # to load what an earlier start has compiled takes less, and nothing is said about it
 
 
 class Weight(NamedTuple):
@@ -131,28 +124,14 @@ def precompile(
         except BaseException:
             collector.cancel()  # or leaving the mode would wait for them
             raise
-        with _one_process_at_a_time():
+        # Triton's keys do not say which device of a kind it is: the processes of all of them share
+        with one_process_at_a_time(triton.knobs.cache.dir, "qerl_nvfp4", f"{len(collector.tasks)} kernels", tell):
             failed = collector.run(device, threads or _processors(), tell)
     return Compiled(len(collector.tasks) - len(failed), time.perf_counter() - begin, failed)
 
 
 def _processors() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-@contextlib.contextmanager
-def _one_process_at_a_time() -> Iterator[None]:
-    """Among those that share Triton's cache: the first one compiles, the others find what it has compiled."""
-    with contextlib.ExitStack() as stack:
-        if fcntl is not None:
-            import triton
-
-            folder = Path(triton.knobs.cache.dir)
-            folder.mkdir(parents=True, exist_ok=True)
-            file = stack.enter_context(open(folder / "qerl_nvfp4.lock", "w"))
-            with contextlib.suppress(OSError):  # a file system without locks: every process compiles
-                fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _launch_all(weights, tokens: list[int], norms, dtype: torch.dtype, device: int) -> None:

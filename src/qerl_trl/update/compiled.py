@@ -17,10 +17,12 @@ alike: what is compiled for the first serves all, and gradient checkpointing, hi
 Nothing of torch's global state is changed; other compiled code in the process (vLLM's) has its own functions and its own limits.
 """
 
+import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from types import MethodType
 from typing import Any, cast
 
@@ -30,8 +32,11 @@ import torch._inductor.config
 import torch.compiler.config
 from torch import nn
 from torch._dynamo.utils import counters
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 from transformers import PreTrainedModel, TrainerCallback
 from transformers.modeling_layers import GradientCheckpointingLayer
+
+from qerl_nvfp4.turns import one_process_at_a_time
 
 from ..names import unwrap
 from ..noise.hooks import laid_on
@@ -312,7 +317,8 @@ def warm_up(
     """Compile, by a forward and a backward of each layer for `batch` sequences of up to `length` tokens, the first of them padded.
 
     Adds nothing to gradients and leaves random states, training flags and torch's settings as they were. Where each further length makes a further
-    graph, the layers run in eager mode from here on.
+    graph, the layers run in eager mode from here on. Of several processes on devices of the same name one compiles at a time, so that the
+    others find its code in inductor's cache.
 
     Args:
         noisy: also compile for noise on the norms in training.
@@ -325,9 +331,18 @@ def warm_up(
     flags = {module: module.training for module in model.modules()}
     in_rows = packed is not None and packed.on
     inputs = packed.examples(batch, length) if packed is not None and in_rows else _padded(batch, length, device)
+    # what inductor keeps on disk is of one device with its index: only processes that call theirs by the same one have anything to wait for
+    same = f"{base.config.to_json_string()} {device} {batch} {length} {noisy} {in_rows}"
+    name = f"qerl-update-{hashlib.blake2b(same.encode(), digest_size=8).hexdigest()}"
+    what = f"the layers of {type(base).__name__} for updates on {device}"
     try:
         model.train()
-        with torch.random.fork_rng(devices=devices), torch.no_grad(), autocast():
+        with (
+            one_process_at_a_time(cache_dir(), name, what, partial(print, flush=True)),
+            torch.random.fork_rng(devices=devices),
+            torch.no_grad(),
+            autocast(),
+        ):
             for kind in (False, True) if noisy else (False,):
                 graphs: list[int] = []
                 for given in inputs:
