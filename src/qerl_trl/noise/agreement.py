@@ -24,11 +24,7 @@ def check_agreement(accelerator: Accelerator, aqn: AQNCallback, engine: int | No
     """
     if accelerator.num_processes == 1:
         return
-    draw, noise, values = aqn._last, aqn._noise, ""
-    if engine is not None:
-        values = str(engine)
-    elif noise is not None and not aqn.engine:
-        values = noise.digest()
+    draw, values = aqn.last_draw, aqn.digest() if engine is None else str(engine)
     key = torch.tensor([[_number(f"{draw} {aqn.norms}"), _number(values) if values else 0]], dtype=torch.int64)
     keys, numbers = accelerator.gather(key.to(accelerator.device)).T.tolist()
     if len(set(keys)) == 1 and len(set(numbers) - {0}) <= 1:  # in server mode one process has an engine

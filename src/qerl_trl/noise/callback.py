@@ -80,6 +80,7 @@ class AQNCallback(TrainerCallback):
             trainer sets it beforehand (`from_args` does), which makes `use_vllm` acceptable.
         engine: True when vLLM generates; `generation()` then leaves the transformers model clean.
         draw: the `NoiseDraw` of the generation in progress; None outside of one, which means clean.
+        last_draw: that of the latest generation in training, also when it has ended; None before the first.
 
     Raises:
         ValueError: impossible schedule or scope; a trainer whose rollouts the callback alone cannot reach (vLLM) or whose log it cannot
@@ -124,7 +125,7 @@ class AQNCallback(TrainerCallback):
         self._in_step = False
         self._entered = False
         self._ran = False  # whether the policy has computed anything since the latest generation began
-        self._last: NoiseDraw | None = None
+        self.last_draw: NoiseDraw | None = None
         self._measured = True
         self._reported: float | None = None
         self._unlogged: list[tuple[float, float]] = []
@@ -182,7 +183,7 @@ class AQNCallback(TrainerCallback):
             self._noise.remove()
         self._noise = self._model = self._policy = None
         self._in_step = self._entered = False
-        self._last = self._reported = self.draw = None
+        self.last_draw = self._reported = self.draw = None
         self._measured = True
 
     @property
@@ -190,10 +191,14 @@ class AQNCallback(TrainerCallback):
         """Canonical names of the norms that carry the noise; empty while not attached."""
         return tuple(self._noise.norms) if self._noise is not None else ()
 
+    def digest(self) -> str:
+        """Of the values of the latest draw; empty where there are none, or an engine has them."""
+        return self._noise.digest() if self._noise is not None and not self.engine else ""
+
     @property
     def sigma(self) -> float:
         """Standard deviation of the latest draw; 0 before the first."""
-        return self._last.sigma if self._last is not None else 0.0
+        return self.last_draw.sigma if self.last_draw is not None else 0.0
 
     @property
     def sigma_effective(self) -> float:
@@ -203,7 +208,7 @@ class AQNCallback(TrainerCallback):
         """
         if self._reported is not None:
             return self._reported
-        effective = self._noise.sigma_effective() if self._noise is not None and self._last is not None else 0.0
+        effective = self._noise.sigma_effective() if self._noise is not None and self.last_draw is not None else 0.0
         return math.nan if effective is None else effective
 
     @sigma_effective.setter
@@ -255,7 +260,7 @@ class AQNCallback(TrainerCallback):
     @contextmanager
     def noisy(self) -> Iterator[None]:
         """The transformers model under the latest draw, in training or evaluation mode: for measurements."""
-        if self._noise is None or self._last is None:
+        if self._noise is None or self.last_draw is None:
             raise RuntimeError("There is no draw to look at yet. Call noisy() during training, after a generation.")
         with self._noise.active():
             yield
@@ -287,7 +292,7 @@ class AQNCallback(TrainerCallback):
             return
         if self._begins_generation(args, kwargs):
             self._new_draw()
-        if self._last is not None and self._last.sigma > 0:
+        if self.last_draw is not None and self.last_draw.sigma > 0:
             self._attached().enter()
             self._entered = True
 
@@ -327,13 +332,12 @@ class AQNCallback(TrainerCallback):
         self._measure()
         assert self._state is not None, "only in a training step"
         step = self._state.global_step
-        generation = self._last.generation + 1 if self._last is not None and self._last.step == step else 0
-        self._last = self.draw_of(step, generation)
-        self._reported = None
-        self._measured = False
-        self._attached().set(self._last)
+        generation = self.last_draw.generation + 1 if self.last_draw is not None and self.last_draw.step == step else 0
+        self.last_draw = self.draw_of(step, generation)
+        self._reported, self._measured = None, False
+        self._attached().set(self.last_draw)
         self._attached().in_training = self.scope == "policy"
-        return self._last
+        return self.last_draw
 
     def _attached(self) -> NormNoise:
         assert self._noise is not None, "attach() comes first"
@@ -375,7 +379,7 @@ class AQNCallback(TrainerCallback):
             )
         self._state = state
         self._in_step = True
-        self._attached().in_training = self.scope == "policy" and self._last is not None
+        self._attached().in_training = self.scope == "policy" and self.last_draw is not None
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         # every forward and backward of the step is done; other callbacks may sample in their on_step_end before ours runs
@@ -383,7 +387,7 @@ class AQNCallback(TrainerCallback):
         self._attached().in_training = False
 
     def on_step_end(self, args, state, control, **kwargs):
-        if self._last is None:
+        if self.last_draw is None:
             raise RuntimeError(
                 "A training step went by and AQNCallback saw no generation by the policy, so no noise would ever act. It "
                 "belongs in a trainer that samples from its model with transformers generation (GRPOTrainer, RLOOTrainer); "
@@ -391,7 +395,7 @@ class AQNCallback(TrainerCallback):
             )
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        if not logs or "loss" not in logs or self._last is None:
+        if not logs or "loss" not in logs or self.last_draw is None:
             return
         self._measure()
         metric = self.schedule.metric if isinstance(self.schedule, EntropyTargetSchedule) else None
