@@ -234,6 +234,23 @@ def test_adapter_of_a_local_base_is_refused_before_anything_happens(server, expo
     assert local not in "".join(server.text(REPO).values())
 
 
+def test_without_a_token_nobody_is_asked_for_the_base(server, exported, monkeypatch):
+    monkeypatch.setattr(hub, "get_token", lambda: None)
+    told = []
+    with pytest.raises(hub.HubError, match="There is no Hub token"):
+        hub.push_folder(exported / "adapter", REPO, base_model="someone/base", notify=told.append)
+    assert server.requests == []
+    assert told[0].startswith("Publishing to")
+
+
+@pytest.mark.parametrize("stored", ["packed", "dense"])
+def test_the_card_loads_a_packed_base_so_that_peft_can_adapt_it(server, exported, stored):
+    config = {"quantization_config": {"quant_method": "compressed-tensors"}} if stored == "packed" else {}
+    server.put("someone/base", **{"config.json": json.dumps({"model_type": "llama", **config}).encode()})
+    hub.push_folder(exported / "adapter", REPO, base_model="someone/base")
+    assert ("CompressedTensorsConfig(dequantize=True)" in server.text(REPO)["README.md"]) == (stored == "packed")
+
+
 def test_a_damaged_folder_and_a_folder_of_something_else(server, exported, tmp_path):
     with pytest.raises(ValueError, match="was not written by an export"):
         hub.push_folder(tmp_path, REPO)

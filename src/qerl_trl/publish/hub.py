@@ -50,6 +50,12 @@ def prepare_repository(
     Raises:
         `HubError`: no token, a refused token, no network, or an existing public repository where a private one is wanted.
     """
+    api = _announced(repo_id, private, token, notify)
+    return api, _created(api, repo_id, private)
+
+
+def _announced(repo_id: str, private: bool, token: str | None, notify: Callable[[str], None]) -> HfApi:
+    """Before any request: what will be published where; and refuse to begin without a token."""
     token = token or get_token()
     redaction.remember("token", token)
     api = HfApi(token=token)
@@ -60,6 +66,10 @@ def prepare_repository(
             "There is no Hub token on this machine, so nothing was uploaded. Create one with write access at "
             f"{api.endpoint}/settings/tokens, then run `hf auth login`, or set HF_TOKEN."
         )
+    return api
+
+
+def _created(api: HfApi, repo_id: str, private: bool) -> str:
     with _explained(repo_id):
         repo_id = _retried(lambda: api.create_repo(repo_id, private=private, exist_ok=True)).repo_id
         if not private and api.repo_info(repo_id).private:
@@ -72,7 +82,7 @@ def prepare_repository(
                 f"{repo_id} exists and is PUBLIC, and a private publication was asked for, so nothing was uploaded. Choose another name, "
                 "or publish there on purpose: private=False (hub_private_repo=False, --public)."
             )
-    return api, repo_id
+    return repo_id
 
 
 @contextmanager
@@ -182,20 +192,26 @@ def push_folder(
     """
     folder = Path(folder)
     record = _whole_export(folder)
-    files, note = _files(folder, notify), None
+    files, base = _files(folder, notify), None
     if record["kind"] == "adapter":
         files |= adapter_config(folder, base_model)
-        if base_model is not None:
-            reader = HfApi(token=token or get_token())
-            note = check_base_on_hub(reader, base_model, record["settings"], allow_other_base)
+        base = base_model or json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
     known: Facts = cards.read_facts(folder) or {"kind": record["kind"], "settings": record["settings"]}
     known |= {**(facts or {}), "kind": known["kind"]}
     if base_model:
         known["base_model"] = base_model
     message = message or f"{record['kind'].replace('_', ' ')}, written by qerl-trl"
     manifest = checkpoint.read_manifest(folder)
-    url = _publish(files, manifest, known, repo_id, private, token, revision, message, force, further or {}, notify)
-    if note is not None:
+    notes: list[str] = []
+
+    def look(api: HfApi) -> None:
+        if base_model is not None and base is not None:
+            notes.extend(check_base_on_hub(api, base, record["settings"], allow_other_base))
+
+    url = _publish(
+        files, manifest, known, repo_id, private, token, revision, message, force, further or {}, notify, look, base
+    )
+    for note in notes:
         notify(note)
     return url
 
@@ -235,11 +251,18 @@ def _publish(
     force: bool,
     further: Content,
     notify: Callable[[str], None],
+    look: Callable[[HfApi], None] = lambda api: None,
+    base: str | None = None,
 ) -> str:
-    """Everything that this package uploads comes through here. `files` and the manifest of their folder; a card is added."""
-    outgoing.check({**files, **further})  # before the repository is made
-    api, repo_id = prepare_repository(repo_id, private, token, notify)
+    """Everything that this package uploads comes through here. `files` and the manifest of their folder; a card is added. `look` may
+    refuse before the repository is made; `base` is the Hub id of an adapter's base, for the card."""
+    outgoing.check({**files, **further})
+    api = _announced(repo_id, private, token, notify)
+    look(api)
+    repo_id = _created(api, repo_id, private)
     facts = {**facts, "repo_id": repo_id}
+    if base is not None and (packed := stored_packed(api, base)) is not None:
+        facts["base_packed"] = packed
     facts.pop("curves", None)
     content: Content = {**files, "README.md": cards.render(facts).encode()}
     content |= {checkpoint.MANIFEST_NAME: outgoing.manifest_of(content, manifest), **further}
@@ -298,10 +321,10 @@ def adapter_config(folder: Path, base_model: str | None) -> dict[str, bytes]:
     return {"adapter_config.json": (json.dumps({**config, "base_model_name_or_path": base}, indent=2) + "\n").encode()}
 
 
-def check_base_on_hub(api: HfApi, base_model: str, settings: RunSettings, allowed: bool) -> str | None:
+def check_base_on_hub(api: HfApi, base_model: str, settings: RunSettings, allowed: bool) -> list[str]:
     """Compare the base that an adapter is told to name with the one it was trained on, as far as the repository says what it holds.
 
-    Returns what the user should know, if anything.
+    Returns what the user should know.
 
     Raises:
         `ValueError`: it holds a base with other weights, or a model in which an adapter is merged already; and that is not `allowed`.
@@ -311,9 +334,11 @@ def check_base_on_hub(api: HfApi, base_model: str, settings: RunSettings, allowe
         theirs = json.loads(Path(path).read_text())["run"]
         kind, known = theirs["kind"], theirs["settings"].get("base_sha256")
     except RepositoryNotFoundError:
-        return f"{base_model} was not found on the Hub with this token: nobody can load the adapter before it is there."
+        return [
+            f"{base_model} was not found on the Hub with this token: nobody can load the adapter before it is there."
+        ]
     except (HfHubHTTPError, _HTTPError, OSError, RuntimeError, ValueError, KeyError):
-        return None  # of somebody else, who writes no manifest
+        return []  # of somebody else, who writes no manifest
     then, wrong = settings.get("base_sha256"), ""
     if kind in ("merged", "merged_other_base", "nvfp4_merged"):
         wrong = "holds a merged model: the adapter would be added to what has one in it already"
@@ -326,7 +351,16 @@ def check_base_on_hub(api: HfApi, base_model: str, settings: RunSettings, allowe
             f"{base_model} {wrong}. Publish the run's own base (qerl-trl merge RUN base --as base, then qerl-trl push base base user/name) and "
             "name that one. To name this one all the same: allow_other_base=True (--allow-other-base)."
         )
-    return None
+    return []
+
+
+def stored_packed(api: HfApi, base: str) -> bool | None:
+    """Whether a model on the Hub is stored in quantized layers, which PEFT cannot adapt as they are; `None` where nobody can say."""
+    try:
+        path = _retried(lambda: api.hf_hub_download(base, "config.json"), attempts=2)
+        return "quantization_config" in json.loads(Path(path).read_text())
+    except (HfHubHTTPError, _HTTPError, OSError, RuntimeError, ValueError):
+        return None
 
 
 def require_hub_base(base: str) -> None:

@@ -125,5 +125,6 @@ class Facts(TypedDict, total=False):
     folder: str
     repo_id: str
     base_model: str
+    base_packed: bool  # whether the Hub's copy of the base is stored in quantized layers
     title: str
     extra_tags: list[str]
