@@ -113,6 +113,12 @@ def test_rewards_by_every_kind_of_name(folder):
     assert read(folder, dataset_name=".").weights() == [1.0, 0.1]
 
 
+@pytest.mark.parametrize("said", ["own.py:shouted", "own:shouted", "own.shouted"])
+def test_a_reward_beside_the_file_by_path_or_as_a_module(folder, said):
+    (reward,) = read(folder, dataset_name=".", reward_funcs=[said]).rewards()
+    assert reward([[{"content": "HI"}]]) == [2.0]
+
+
 @pytest.mark.parametrize(
     ("field", "said", "names"),
     [
@@ -121,7 +127,20 @@ def test_rewards_by_every_kind_of_name(folder):
             ["acuracy_reward"],
             ["acuracy_reward", "accuracy_reward", "correctness_reward", "file.py:function"],
         ),
-        ("reward_funcs", ["own.py:lost"], ["own.py:lost", "lost"]),
+        (
+            "reward_funcs",
+            ["own.py:lost"],
+            ["own.py has no 'lost', but shouted, rows, turned, same_colour, look, World."],
+        ),
+        ("reward_funcs", ["own.lost"], ["own has no 'lost', but shouted"]),
+        ("reward_funcs", ["owm.shouted"], ["owm.shouted", "No module named 'owm'"]),
+        ("grader", "equal", ["grader='equal' is none of auto, exact"]),
+        ("grader", "own.py:same_color", ["own.py has no 'same_color', but shouted"]),
+        (
+            "dataset_name",
+            "wordz",
+            ["dataset_name='wordz' is no file or folder in", "task", "from the Hub", "<split>.jsonl"],
+        ),
         ("reward_funcs", ["gone.py:shouted"], ["gone.py:shouted", "there is no gone.py", "task"]),
         ("reward_funcs", ["own.py:NUMBER"], ["NUMBER", "no function"]),
         ("tools", ["no.such.module"], ["tools='no.such.module'"]),
@@ -130,7 +149,7 @@ def test_rewards_by_every_kind_of_name(folder):
     ],
 )
 def test_a_name_that_leads_nowhere_is_named(folder, field, said, names):
-    task = read(folder, dataset_name="own.py:rows", **{field: said})
+    task = read(folder, **{"dataset_name": "own.py:rows", field: said})
     with pytest.raises(ValueError) as info:
         task.for_trainer()
         task.prepared(None)

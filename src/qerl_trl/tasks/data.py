@@ -1,10 +1,11 @@
 """Problems as TRL wants them: a conversational `prompt`, and an `answer` where there is one. From the Hub, files, or a function."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, DatasetDict, Value, load_dataset
+from datasets.exceptions import DatasetNotFoundError
 
 #: column names of problems and reference answers, in the order they are looked for
 QUESTIONS = ("prompt", "question", "problem")
@@ -12,16 +13,29 @@ ANSWERS = ("answer", "solution")
 
 
 def read(
-    source: "str | Path | Callable[[], Mapping[str, Any]] | Mapping[str, Any]", config: str | None = None
+    source: "str | Path | Callable[[], Mapping[str, Any]] | Mapping[str, Any]",
+    config: str | None = None,
+    folders: Sequence[Path] = (),
 ) -> DatasetDict:
-    """The splits of a Hub dataset, of a folder of `<split>.jsonl`, of a .jsonl file (`train`), or that a function returns."""
+    """The splits of a Hub dataset, of a folder of `<split>.jsonl`, of a .jsonl file (`train`), or that a function returns.
+
+    Raises:
+        `ValueError`: the folder has no such file; or the name is neither on the Hub nor in `folders`, where it was looked for.
+    """
     if isinstance(source, Path):
         files = {"train": str(source)} if source.is_file() else {f.stem: str(f) for f in sorted(source.glob("*.jsonl"))}
         if not files:
             raise ValueError(f"dataset_name={str(source)!r} has no .jsonl file: one is needed for each split.")
         return load_dataset("json", data_files=files)
     if isinstance(source, str):
-        return load_dataset(source, config)
+        try:
+            return load_dataset(source, config)
+        except (DatasetNotFoundError, ConnectionError) as error:
+            places = ", ".join(str(folder.absolute()) for folder in folders) or "the working directory"
+            raise ValueError(
+                f"dataset_name={source!r} is no file or folder in {places}, and from the Hub it cannot be loaded: {error}. Name a folder with "
+                "<split>.jsonl, a .jsonl file, file.py:function, or a dataset of the Hub (user/name) that this machine can reach."
+            ) from error
     splits = source() if callable(source) else source
     made = {name: rows if isinstance(rows, Dataset) else Dataset.from_list(rows) for name, rows in splits.items()}
     return DatasetDict(made)

@@ -25,14 +25,34 @@ def function_named(name: str, option: str, folders: list[Path] | None = None) ->
     place, _, attribute = name.rpartition(":") if ":" in name else name.rpartition(".")
     if not place:
         raise ValueError(f"{option}={name!r} is no function. {_HOW}")
+    folders = folders or [Path()]
     try:
-        module = _of_file(place, folders or [Path()]) if place.endswith(".py") else importlib.import_module(place)
-        value = getattr(module, attribute)
-    except (ImportError, AttributeError, OSError) as error:
+        module = _of_file(place, folders) if place.endswith(".py") else _of_module(place, folders)
+    except (ImportError, OSError) as error:
         raise ValueError(f"{option}={name!r} cannot be found: {error}. {_HOW}") from error
+    if not hasattr(module, attribute):
+        own = {
+            each: value for each, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__
+        }
+        there = [each for each, value in own.items() if callable(value) and not each.startswith("_")]
+        raise ValueError(
+            f"{option}={name!r} cannot be found: {place} has no {attribute!r}, but {', '.join(there[:20]) or 'no function'}. {_HOW}"
+        )
+    value = getattr(module, attribute)
     if not callable(value):
         raise ValueError(f"{option}={name!r} is {value!r}, no function of that kind. {_HOW}")
     return value
+
+
+def _of_module(place: str, folders: list[Path]) -> ModuleType:
+    """An installed module, or where there is none of that name a file of it in one of `folders`."""
+    try:
+        return importlib.import_module(place)
+    except ModuleNotFoundError as error:
+        file = f"{place.replace('.', '/')}.py"
+        if error.name != place.split(".")[0] or found(file, folders) is None:
+            raise
+        return _of_file(file, folders)
 
 
 def _of_file(place: str, folders: list[Path]) -> ModuleType:

@@ -133,8 +133,11 @@ def _report(
         saved, publish = "model", f"qerl-trl push model {output_dir} <user>/<name>"
     else:
         saved, publish = "adapter", f"qerl-trl push adapter {output_dir} <user>/<name>"
-        if Path(trainer.model.config._name_or_path).is_dir():
-            publish += " --base-model <the base's name on the Hub>"
+        if Path(trainer.model.config._name_or_path).is_dir():  # which nobody else has
+            publish += " --base-model <user>/<base>"
+            if args.base_format == "nvfp4":
+                base = f"{output_dir}-base"
+                publish = f"qerl-trl merge {output_dir} {base} --as base\n    qerl-trl push base {base} <user>/<base>\n    {publish}"
     print(
         f"Held-out accuracy, {how}: before {Accuracy(sum(before), len(before))}\n"
         f"                            after {Accuracy(sum(after), len(after))}\n"

@@ -23,7 +23,7 @@ from datasets import Dataset
 from trl import rewards as trl_rewards
 
 from . import data as problems
-from .grading import Grader, grader_of, is_correct
+from .grading import GRADERS, Grader, grader_of, is_correct
 from .named import found, function_named
 from .rewards import correctness, format_reward
 
@@ -171,7 +171,7 @@ class Task:
         Raises:
             `ValueError`: a split or a column is missing.
         """
-        data = problems.read(self._source(), self.dataset_config)
+        data = problems.read(self._source(), self.dataset_config, self.folders)
         parts = problems.held_out(data, self.dataset_train_split, self.dataset_test_split, self.test_split_size)
         if self.formatting_func is not None:
             function = self._function(self.formatting_func, "formatting_func")
@@ -223,6 +223,8 @@ class Task:
 
     def for_trainer(self) -> dict[str, Any]:
         """Arguments of a TRL trainer: data, rewards, and tools or the environment where there are any."""
+        if self.grader not in GRADERS:
+            self._grader()  # a name that leads nowhere is said before a model is loaded
         train, test = self.splits()
         arguments: dict[str, Any] = {"reward_funcs": self.rewards(), "train_dataset": train, "eval_dataset": test}
         if self.tools:
@@ -250,9 +252,12 @@ class Task:
         """Whether completions are compared with references; otherwise a reward says what is right."""
         return not self.interactive and "answer" in problems.column_names
 
+    def _grader(self) -> Grader:
+        return grader_of(self.grader, self.folders) if isinstance(self.grader, str) else self.grader
+
     def verdicts(self, completions: list[str], problems: Dataset) -> list[bool]:
         """Whether each completion states the reference answer."""
-        compare = grader_of(self.grader, self.folders) if isinstance(self.grader, str) else self.grader
+        compare = self._grader()
         whole = self.answer_format == "whole"
         return [
             is_correct(text, gold, compare, whole) for text, gold in zip(completions, problems["answer"], strict=True)
