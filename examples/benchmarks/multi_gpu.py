@@ -6,21 +6,26 @@
 
     one      one GPU, engine in the process                   fsdp2    the base shared out by FSDP 2, an engine of its own in each process
     dp       a process and an engine on each                  tp2      as dp, with one engine of two shards
-    server   the trainer on one GPU, a server on the other    zero2    as dp, under DeepSpeed ZeRO-2
-                                                              fsdp2-tp2  as fsdp2, with one engine of two shards
+    server   the trainer on one GPU, a server on the other    zero2    as dp, under DeepSpeed ZeRO-2, where deepspeed is installed
+    server-overlap  as server, sampling during the update     fsdp2-tp2  as fsdp2, with one engine of two shards
 
 Processes are started by `accelerate launch` with the configurations of examples/accelerate. `ours-*` is a `QeRLGRPOTrainer` with its defaults on
 an NVFP4 base, `stock-*` a `trl.GRPOTrainer` with its defaults on the same shape in bf16; random weights, the same rank-32 LoRA on all linear layers,
 8 completions of 512 tokens per process and step. What is measured, and how, is step_speed.py's. A mode is a process group of its own with a
-limit of time; one that fails or is late leaves a row that says so.
+limit of time; one that fails, is late, or is ended with this script leaves a row that says so, with the steps that it took, and its log beside
+the output. One that this machine cannot run is skipped, with the reason. The checkpoints are kept between calls (`--models`).
 """
 
 import argparse
+import ast
+import contextlib
+import importlib.util
 import json
 import math
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -29,6 +34,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import plan_check
 import step_speed
 from random_checkpoint import write_checkpoint
 
@@ -37,6 +43,8 @@ SEQUENCES, NEW, PROMPT, RANK = 8, 512, 256, 32
 TOTAL, LEAST = 525, 60
 ACCELERATE = Path(__file__).resolve().parents[1] / "accelerate"
 SERVER_LOG = "server.log"
+#: seconds between two lines about a mode that runs; bytes of its log that are kept where it fails
+SAY, KEPT = 20.0, 200_000
 
 
 class Mode(NamedTuple):
@@ -46,16 +54,19 @@ class Mode(NamedTuple):
     options: dict[str, Any]
 
 
+#: those that say most come first: time may be short
 LAYOUTS: dict[str, tuple[int, str | None, dict[str, Any]]] = {
-    "one": (1, None, {}),
     "dp": (2, "data_parallel_2", {}),
-    "fsdp2": (2, "fsdp2_2", {}),
     "server": (1, None, {"vllm_mode": "server"}),
+    "server-overlap": (1, None, {"vllm_mode": "server", "overlap": 1}),
+    "fsdp2": (2, "fsdp2_2", {}),
+    "one": (1, None, {}),
     "tp2": (2, "data_parallel_2", {"vllm_tensor_parallel_size": 2}),
-    "zero2": (2, "zero2_2", {}),
     "fsdp2-tp2": (2, "fsdp2_2", {"vllm_tensor_parallel_size": 2}),
+    "zero2": (2, "zero2_2", {}),
 }
 MODES = {f"{who}-{layout}": Mode(who, *rest) for layout, rest in LAYOUTS.items() for who in ("ours", "stock")}
+del MODES["stock-server-overlap"]  # TRL's GRPOTrainer samples between updates only; the twin is stock-server
 
 
 # --- one process of a mode -----------------------------------------------------------------------------------------------------------
@@ -121,7 +132,7 @@ def start_server(mode: Mode, model: str, folder: Path, lora: Any, longest: int, 
         command = [sys.executable, "-m", "trl.scripts.vllm_serve", "--model", model, "--max_model_len", str(longest)]
         process, url = server_sync.start(command, gpu, log)
     (folder / "server.pid").write_text(str(process.pid))
-    server_sync.wait(process, url, log, 240, "/health" if mode.who == "ours" else "/health/")
+    server_sync.wait(process, url, log, 240)
     return url
 
 
@@ -137,10 +148,35 @@ def work(name: str, model: str, folder: Path, shape: str, device: str) -> None:
     step_speed.ENOUGH = math.inf  # processes that look at their own clocks would stop at different steps
     case = step_speed.Case(mode.who, shape, SEQUENCES, new, SEQUENCES, base_format=base_format)
     row = step_speed.measure(case, device, partial(build, mode, model, folder))
-    (folder / f"{rank}.json").write_text(json.dumps(row))
+    if device == "cuda" and mode.options.get("vllm_mode") == "server":
+        row["server_gib"] = round(in_use(os.environ["QERL_SERVER_GPU"]) / plan_check.GIB, 2)
+    partial_file = folder / f"{rank}.partial"
+    partial_file.write_text(json.dumps(row))
+    partial_file.rename(folder / f"{rank}.json")
+
+
+def in_use(gpu: str) -> int:
+    """Bytes of a GPU that somebody uses, by its index or UUID."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    named = pynvml.nvmlDeviceGetHandleByIndex if gpu.isdigit() else pynvml.nvmlDeviceGetHandleByUUID
+    return int(pynvml.nvmlDeviceGetMemoryInfo(named(int(gpu) if gpu.isdigit() else gpu)).used)
 
 
 # --- all of them ----------------------------------------------------------------------------------------------------------------------
+
+
+def why_not(name: str, device: str, gpus: int) -> str | None:
+    """Why this machine cannot run a mode."""
+    mode = MODES[name]
+    if mode.config is not None and mode.config.startswith("zero") and importlib.util.find_spec("deepspeed") is None:
+        return "deepspeed is not installed"
+    if device == "cpu":
+        sharded = mode.config is not None and not mode.config.startswith("data_parallel")
+        return "accelerate has FSDP and DeepSpeed for GPUs only" if sharded else None
+    wanted = mode.processes + (mode.options.get("vllm_mode") == "server")
+    return f"it needs {wanted} GPUs, there is {gpus}" if wanted > gpus else None
 
 
 def command_of(name: str, device: str, worker: list[str]) -> list[str]:
@@ -149,26 +185,55 @@ def command_of(name: str, device: str, worker: list[str]) -> list[str]:
         return [sys.executable, *worker]
     if device == "cpu":  # where accelerate launch starts one process, whatever it is told
         return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *worker]
-    config = str(ACCELERATE / f"{mode.config}.yaml")
-    return [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config, *worker]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    config = ["--config_file", str(ACCELERATE / f"{mode.config}.yaml"), "--main_process_port", str(port)]
+    return [sys.executable, "-m", "accelerate.commands.launch", *config, *worker]
 
 
 def end(pid: int) -> None:
-    try:
+    """A process, its group and all that they have started: torch's launcher gives each of its processes a session of its own."""
+    import psutil  # which accelerate needs
+
+    family: list[psutil.Process] = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        family = psutil.Process(pid).children(recursive=True)
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
+    for member in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            member.kill()
+    psutil.wait_procs(family, timeout=10)  # the next mode needs their memory
 
 
-def run_mode(name: str, model: Path, shape: str, device: str, limit: float) -> dict[str, Any]:
-    """Start the mode's processes, wait for them, and end whatever is left of them."""
+def checkpoint(who: str, shape: str, device: str, models: Path) -> Path:
+    """The base, written at the first call."""
+    folder = models / f"{shape}-{who}"
+    if not folder.exists():
+        begun = folder.with_name(f"{folder.name}.{os.getpid()}")
+        write_checkpoint(shape, begun, device, packed=who == "ours")
+        begun.rename(folder)
+        if device == "cuda":
+            import torch
+
+            torch.cuda.empty_cache()
+    return folder
+
+
+def run_mode(name: str, model: Path, shape: str, device: str, limit: float, kept: Path | None) -> dict[str, Any]:
+    """Start the mode's processes, wait for them, and end whatever is left of them.
+
+    Args:
+        kept: folder for the log of a mode that fails.
+    """
     mode, folder = MODES[name], Path(tempfile.mkdtemp(prefix=f"{name}-"))
     gpus = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0,1").split(",")
     environment = (
         step_speed.CACHES
         | os.environ
         | step_speed.ENVIRONMENT
-        | {"TMPDIR": str(folder), "QERL_SERVER_SECRET": "of this measurement"}
+        | {"TMPDIR": str(folder), "QERL_SERVER_SECRET": "of this measurement", "PYTHONUNBUFFERED": "1"}
     )
     if device == "cuda":
         own = gpus[: mode.processes]
@@ -176,43 +241,46 @@ def run_mode(name: str, model: Path, shape: str, device: str, limit: float) -> d
     else:
         environment |= {"ACCELERATE_USE_CPU": "true", "TORCHDYNAMO_DISABLE": "1"}
         environment |= {"VLLM_CPU_OMP_THREADS_BIND": "0|1" if mode.processes == 2 else "auto"}
-    worker = [
-        __file__,
-        "--worker",
-        name,
-        "--model",
-        str(model),
-        "--folder",
-        str(folder),
-        "--shape",
-        shape,
-        "--device",
-        device,
-    ]
+    told = {"--worker": name, "--model": model, "--folder": folder, "--shape": shape, "--device": device}
+    worker = [__file__, *(str(word) for pair in told.items() for word in pair)]
     log, started, late = folder / "log", time.monotonic(), False
+    files = [folder / f"{rank}.json" for rank in range(mode.processes)]
     with log.open("w") as file:
-        command = command_of(name, device, worker)
         process = subprocess.Popen(
-            command, stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+            command_of(name, device, worker),
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
         )
-        files = [folder / f"{rank}.json" for rank in range(mode.processes)]
-        while process.poll() is None and not all(path.exists() for path in files):
-            if late := time.monotonic() - started > limit:
-                break
-            time.sleep(0.5)
-        time.sleep(0.5)  # for the last bytes
-        end(process.pid)
-        process.wait()
-    if (folder / "server.pid").exists():
-        end(int((folder / "server.pid").read_text()))
+        try:
+            said = started
+            while process.poll() is None and not all(path.exists() for path in files):
+                now = time.monotonic()
+                if late := now - started > limit:
+                    break
+                if now - said > SAY:
+                    said = now
+                    print(f"  {name}: {now - started:.0f} s, {len(steps_of(log))} lines of steps", flush=True)
+                time.sleep(0.5)
+            time.sleep(0.5)  # for the last bytes
+        finally:
+            end(process.pid)
+            process.wait()
+            if (folder / "server.pid").exists():
+                end(int((folder / "server.pid").read_text()))
     took = {"seconds_in_all": round(time.monotonic() - started, 1)}
     if not all(path.exists() for path in files):
-        lines = [line for path in (log, folder / SERVER_LOG) if path.exists() for line in path.read_text().splitlines()]
+        logs = [path for path in (log, folder / SERVER_LOG) if path.exists()]
+        lines = [line for path in logs for line in path.read_text(errors="replace").splitlines()]
         errors = [line for line in lines if "Error" in line][:4]
+        for path in logs if kept is not None else []:
+            (kept / f"{name}.{path.stem}.txt").write_bytes(path.read_bytes()[-KEPT:])
         return {
             "name": name,
             "failed": f"not done in {limit:.0f} s" if late else errors or lines[-4:],
             "last_lines": lines[-3:],
+            "steps": steps_of(log),
             **took,
         }
     rows = [json.loads(path.read_text()) for path in files]
@@ -229,9 +297,22 @@ def run_mode(name: str, model: Path, shape: str, device: str, limit: float) -> d
     }
 
 
+def steps_of(log: Path) -> list[dict[str, float]]:
+    """What step_speed.py has printed of the steps so far, of all processes."""
+    found = [
+        line.partition(": {")[2] for line in log.read_text(errors="replace").splitlines() if line.startswith("step ")
+    ]
+    steps = []
+    for numbers in found:
+        with contextlib.suppress(SyntaxError, ValueError):  # a line that is not whole yet
+            steps.append({phase: round(seconds, 4) for phase, seconds in ast.literal_eval("{" + numbers).items()})
+    return steps
+
+
 def line(row: dict[str, Any]) -> str:
-    if "failed" in row:
-        return f"{row['name']:<18} failed: {row['failed']}"
+    for what in ("skipped", "failed"):
+        if what in row:
+            return f"{row['name']:<18} {what}: {row[what]}"
     median = row["median"]
     phases = "  ".join(f"{name} {median[name]:.3f}" for name in ("step", "rollout", "sync", "update"))
     return f"{row['name']:<18} {phases}  {row['sequences_per_second']:.2f} sequences/s, {row['gib']} GiB, start {row['start']:.0f} s"
@@ -244,6 +325,9 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--limit", type=float, default=240, help="Seconds for one mode.")
     parser.add_argument("--commit", help="Of the code that runs, where there is no git.")
+    parser.add_argument(
+        "--models", type=Path, help="Folder of the checkpoints. Default: in the folder of temporary files."
+    )
     parser.add_argument("--output", type=Path)
     for hidden in ("--worker", "--model", "--folder"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
@@ -255,6 +339,9 @@ def main() -> int:
 
     from qerl_trl.report import device_name, versions
 
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit("ended from outside")
+    )  # the processes of the mode that runs are ended too
     started = time.monotonic()
     about = {
         "command": " ".join(["python", *sys.argv]),
@@ -265,30 +352,37 @@ def main() -> int:
     record: dict[str, Any] = {"multi_gpu": []}
     if options.output is not None and options.output.exists():
         record = json.loads(options.output.read_text())
-    place, models, failed = Path(tempfile.mkdtemp(prefix="multi-gpu-")), dict[str, Path](), False
-    try:
-        for name in options.modes:
-            who = MODES[name].who
-            if who not in models:
-                models[who] = place / who
-                write_checkpoint(options.shape, models[who], options.device, packed=who == "ours")
-                if options.device == "cuda":
-                    torch.cuda.empty_cache()
+    models = options.models or Path(tempfile.gettempdir()) / "multi-gpu-models"
+    models.mkdir(parents=True, exist_ok=True)
+    kept, failed = None if options.output is None else options.output.parent, False
+
+    def keep(row: dict[str, Any]) -> None:
+        """Into the output; a row without figures replaces none that has some."""
+        before = next((old for old in record["multi_gpu"] if old["name"] == row["name"]), {})
+        if "median" in before and "median" not in row:
+            return
+        record["multi_gpu"] = [old for old in record["multi_gpu"] if old is not before] + [row | about]
+        record["multi_gpu"].sort(key=lambda row: list(MODES).index(row["name"]))
+        if options.output is not None:
+            partial_file = options.output.with_suffix(".partial")
+            partial_file.write_text(json.dumps(record, indent=1) + "\n")
+            partial_file.rename(options.output)
+
+    for name in options.modes:
+        left = TOTAL - (time.monotonic() - started)
+        reason = why_not(name, options.device, torch.cuda.device_count())
+        if reason is not None:
+            row: dict[str, Any] = {"name": name, "skipped": reason}
+        elif left < LEAST:
+            row = {"name": name, "failed": "no time was left: name it alone in --modes"}
+        else:
+            keep({"name": name, "failed": "it was running when this script was ended"})
+            model = checkpoint(MODES[name].who, options.shape, options.device, models)
             left = TOTAL - (time.monotonic() - started)
-            if left < LEAST:
-                row: dict[str, Any] = {"name": name, "failed": "no time was left: name it alone in --modes"}
-            else:
-                row = run_mode(name, models[who], options.shape, options.device, min(options.limit, left))
-            print(line(row), flush=True)
-            failed |= "failed" in row
-            if left < LEAST and any(old["name"] == name for old in record["multi_gpu"]):
-                continue
-            record["multi_gpu"] = [old for old in record["multi_gpu"] if old["name"] != name] + [row | about]
-            record["multi_gpu"].sort(key=lambda row: list(MODES).index(row["name"]))
-            if options.output is not None:
-                options.output.write_text(json.dumps(record, indent=1) + "\n")
-    finally:
-        shutil.rmtree(place, ignore_errors=True)
+            row = run_mode(name, model, options.shape, options.device, min(options.limit, left), kept)
+        print(line(row), flush=True)
+        failed |= "failed" in row
+        keep(row)
     return int(failed)
 
 

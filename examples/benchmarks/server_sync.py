@@ -5,13 +5,15 @@
 
 The server is started with the command that the trainer prints (NVFP4 base of random weights, rank-32 adapter). Then a few GRPO steps; then
 syncs of a changed adapter, each timed from the call to the server's answer, `--repeats` times: `shared memory`, as on one host, and `tcp`,
-the way between hosts, here over the loopback interface. `noise` is a draw, `held` what a rollout is checked by.
+the way between hosts, here over the loopback interface. `noise` is a draw, `held` what a rollout is checked by. What is known is written
+after each part, so a run that is ended early leaves what it has.
 """
 
 import argparse
 import json
 import os
 import shlex
+import shutil
 import signal
 import socket
 import statistics
@@ -58,7 +60,8 @@ def wait(process: subprocess.Popen, url: str, log: Path, seconds: float, path: s
             if requests.get(url + path, timeout=2).status_code == 200:
                 return
         except requests.RequestException:
-            time.sleep(0.5)
+            pass  # it does not listen yet
+        time.sleep(0.5)
     raise RuntimeError(f"The server did not start:\n{log.read_text()[-4000:]}")
 
 
@@ -70,6 +73,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=10)
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))  # the server is ended too
     os.environ.setdefault("QERL_SERVER_SECRET", "of this measurement alone")
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
@@ -143,6 +147,9 @@ def main() -> None:
             "pinned": engine._shared is not None and engine._shared.pinned,
         }
 
+        def write() -> None:
+            options.out.write_text(json.dumps(results, indent=1) + "\n")
+
         def timed(action) -> dict:
             seconds = []
             for _ in range(options.repeats):
@@ -157,21 +164,25 @@ def main() -> None:
                 seconds.append(time.perf_counter() - begin)
             return {"median_s": round(statistics.median(seconds), 4), "all_s": [round(s, 4) for s in seconds]}
 
+        write()
         results["sync"] = {"shared memory": timed(generation.sync_weights)}
+        write()
         draws = iter(range(1000, 2000))
         norms = engine._noisy
         results["noise"] = timed(lambda: engine.set_noise(norms, NoiseDraw(1e-2, 1, next(draws), 0)))
         results["held"] = timed(engine.held)
+        write()
         if engine._shared is not None:
             engine._shared.close()
             engine._shared = None
         results["sync"]["tcp"] = timed(generation.sync_weights)
-        options.out.write_text(json.dumps(results, indent=1) + "\n")
+        write()
         print(json.dumps({k: results[k] for k in ("sync", "noise", "held", "bytes", "pinned", "steps")}, indent=1))
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
         print(*log.read_text().splitlines()[-5:], sep="\n")
+        shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)
 
 
