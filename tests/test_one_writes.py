@@ -1,0 +1,67 @@
+"""Of two processes only the first one writes and publishes: checkpoints, the final adapter, exports, `results.json`, the card, the Hub.
+
+Each process has a working directory of its own here, and paths that begin there, so what a process writes lies where nobody else does.
+"""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from qerl_trl import QeRLGRPOTrainer, checkpoint
+from qerl_trl.publish import hub
+from qerl_trl.tasks.run import train_and_measure
+from qerl_trl.tasks.script import Script
+from tests.publish.test_hub import REPO, no_token_anywhere, server  # noqa: F401  (fixtures)
+from tests.ranks import on_ranks
+from tests.test_many_ranks import SETTINGS
+from tests.test_sharded import FSDP, as_accelerators
+
+RUN = SETTINGS | {
+    "output_dir": "run", "max_steps": 2, "save_strategy": "steps", "save_steps": 2, "eval_problems": 3,
+    "push_to_hub": True, "hub_model_id": REPO, "hub_base_model": "someone/base", "hub_strategy": "end",
+}  # fmt: skip
+
+
+def measured(rank: int, folder: Path, sharded: bool) -> dict:
+    torch.set_num_threads(1)
+    if rank > 0:
+        hub.HfApi = None  # it has nothing to ask the Hub
+    if sharded:
+        os.environ |= FSDP
+        as_accelerators()
+    words = [text for name, value in RUN.items() for text in (f"--{name}", str(value))]
+    script = Script.parse(argv=["--config", "examples/configs/embedded.yaml", *words])
+    arguments = script.trainer_arguments()
+    os.chdir(folder / str(rank))
+    trainer = QeRLGRPOTrainer(**arguments)
+    results = train_and_measure(trainer, script.task, script.eval_problems)
+    trainer.save_adapter("adapter")
+    trainer.create_model_card()
+    return {"steps": trainer.state.global_step, "results": sorted(results)}
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp2"])
+def test_only_the_first_process_writes(sharded, server, tmp_path):  # noqa: F811
+    folders = [tmp_path / str(rank) for rank in range(2)]
+    for folder in folders:
+        folder.mkdir()
+    outcomes = on_ranks(2, lambda rank: measured(rank, tmp_path, sharded), timeout=400)
+    for outcome in outcomes:
+        assert isinstance(outcome.answer, dict), outcome
+        assert outcome.answer["steps"] == RUN["max_steps"]
+    first, second = ({str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()} for folder in folders)
+    assert second == {"run/checkpoint-2/rng_state_1.pth"}, "only its random numbers, which no other process knows"
+    assert {
+        "run/results.json",
+        "run/README.md",
+        "run/adapter_model.safetensors",
+        "run/checkpoint-2/rng_state_0.pth",
+    } <= first
+    for sealed in ("run", "run/checkpoint-2", "adapter"):
+        assert checkpoint.problems(folders[0] / sealed) == []
+    assert [bool(outcome.answer["results"]) for outcome in outcomes] == [True, False]
+    assert json.loads((folders[0] / "run/results.json").read_text())["steps"] == RUN["max_steps"]
+    assert len(server.repos[REPO]["commits"]) == 1
