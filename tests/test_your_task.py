@@ -1,58 +1,102 @@
-"""docs/source/your_task.md is walked as it is written, from an empty folder to a published adapter, with fewer steps."""
+"""docs/source/your_task.md is walked as it is written, from an empty folder to a published adapter in plain PEFT, with fewer steps."""
 
+import importlib.util
 import json
 import os
-import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
-from tests.cli.test_main import call
-from tests.publish.test_hub import server  # noqa: F401  (a fixture)
+from qerl_trl.publish.run import load_policy
+from tests.hub_server import StandInHub
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = (ROOT / "docs" / "source" / "your_task.md").read_text()
-SMALL = "--max_steps 2 --save_steps 2 --per_device_train_batch_size 16 --eval_problems 6 --lora_r 4"
+SMALL = "--max_steps 2 --save_steps 2 --per_device_train_batch_size 16 --eval_problems 6 --lora_r 4 --use_cpu true"
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", PAGE.split("## What a task can say")[0], re.DOTALL)
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("your_task", ROOT / "examples" / "benchmarks" / "your_task.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_block_of_the_page_is_a_step(script):
+    """Nothing of the section is left out, and what sets up the environment is what `make demo` does."""
+    page = script.PAGE.read_text()
+    section = page.split("## From nothing")[1].split("\n## ")[0]
+    todo = script.steps(page)
+    assert len([file for file, _ in todo if file]) == section.count("```python") + section.count("```yaml")
+    words = [text.split()[0] for file, text in todo if not file]
+    assert words[:4] == ["git", "make", "source", "mkdir"] and words[-2:] == ["pip", "python"]
+    assert words.count("qerl-trl") == section.count("\nqerl-trl ")
+    assert "\ninstall: $(VENV)/.base\n" in (ROOT / "Makefile").read_text()
+
+
+def test_commands_are_read_as_a_shell_reads_them(script):
+    block = "a \\\n  b\npython - <<'END'\nx\n\ny\nEND\nc\n"
+    assert script.commands(block) == ["a \\\n  b", "python - <<'END'\nx\n\ny\nEND", "c"]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_from_nothing_to_a_published_adapter(server, tmp_path, monkeypatch):  # noqa: F811
-    monkeypatch.chdir(tmp_path)
-    data, commands = blocks("bash")
-    (rewards,), (task,) = blocks("python"), blocks("yaml")
-    script = data.replace("python -", f"{shlex.quote(sys.executable)} -")
-    subprocess.run(["bash", "-e", "-c", script], check=True)
-    (tmp_path / "rewards.py").write_text(rewards)
-    (tmp_path / "words.yaml").write_text(task)
-    words = [line.replace("<user>", "tester").split() for line in commands.strip().splitlines()]
-    assert [line[:2] for line in words] == [["qerl-trl", verb] for verb in ("train", "eval", "merge", "push", "push")]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    train = [sys.executable, "-m", "qerl_trl.cli.main", *words[0][1:], *SMALL.split()]
-    done = subprocess.run(train, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    results = json.loads((tmp_path / "runs" / "words" / "results.json").read_text())
-    assert results["task"] == yaml.safe_load(task)["name"] and results["after"]["total"] == 6
-    assert any("rewards/letters_in_place/mean" in entry for entry in results["log_history"])
+def test_from_nothing_to_a_published_adapter(script, tmp_path):
+    """The environment is this one, so that the page's own (git, make, source, pip) is left out."""
+    todo = [
+        (file, f"{text} {SMALL}" if " train " in text else f"{text} --limit 6" if " eval " in text else text)
+        for file, text in script.steps(script.PAGE.read_text())
+        if file or text.split()[0] not in ("git", "make", "source", "pip")
+    ]
+    folder, tools = tmp_path / "walk", tmp_path / "bin"
+    folder.mkdir()
+    tools.mkdir()
+    for name, arguments in (("python", ""), ("qerl-trl", "-m qerl_trl.cli.main")):
+        (tools / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {arguments} "$@"\n')
+        (tools / name).chmod(0o755)
+    server = StandInHub()
+    environment = script.with_hub(server, tmp_path / "cache")
+    environment |= {"PATH": f"{tools}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    packages = os.pathsep.join(map(str, (ROOT / "src", ROOT / "kernels" / "torch-ext")))
+    timed = script.walk(folder, todo, environment | {"PYTHONPATH": packages}, tmp_path / "log")
+    server.close()
+    assert all(each["seconds"] >= 0 for each in timed) and timed[-1]["said"]
 
-    code, out, err = call(*words[1][1:], "--limit", 6, "--json")
-    assert code == 0, err
-    measured = json.loads(out)
+    task = yaml.safe_load((folder / "words.yaml").read_text())
+    results = json.loads((folder / "runs" / "words" / "results.json").read_text())
+    assert results["task"] == task["name"] and results["after"]["total"] == 6
+    assert any("rewards/letters_in_place/mean" in entry for entry in results["log_history"])
+    measured = json.loads((folder / "runs" / "words" / "eval-words.json").read_text())
     assert (measured["task"], measured["total"]) == (results["task"], 6)
     assert measured["correct"] == results["after"]["correct"]  # the same problems, greedily
-    for line in words[2:]:
-        code, _, err = call(*line[1:])
-        assert code == 0, err
-    assert server.repos["tester/words"]["private"] is True
+
+    assert all(repo["private"] for repo in server.repos.values()) and len(server.repos) == 2
     published = server.text("tester/words")
     assert json.loads(published["adapter_config.json"])["base_model_name_or_path"] == "tester/words-base"
     assert "held-out accuracy" in published["README.md"]
+    assert "CompressedTensorsConfig(dequantize=True)" in published["README.md"]
     assert str(tmp_path) not in "".join(text for name, text in published.items() if name.endswith((".md", ".json")))
+
+    # what stock PEFT loads, with nothing of ours on its path, is the policy that was trained
+    look = "import torch, sys; assert 'qerl_trl' not in sys.modules\nwith torch.no_grad(): print(model.float()(**tokens).logits[0, -1].tolist())"
+    code = (folder / "load.py").read_text() + look
+    stock = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=folder,
+        env={**environment, "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert stock.returncode == 0, stock.stderr[-3000:]
+    policy = load_policy(folder / "runs" / "words")
+    asked = [{"role": "user", "content": "Backwards: KLARINET"}]
+    tokens = policy.tokenizer.apply_chat_template(
+        asked, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    with torch.no_grad():
+        ours = policy.model(**tokens).logits[0, -1]
+    torch.testing.assert_close(torch.tensor(json.loads(stock.stdout.splitlines()[-1])), ours, rtol=1e-4, atol=1e-4)
