@@ -18,6 +18,7 @@ import torch
 from transformers import PretrainedConfig
 
 from tests.tiny_models import make_tiny_config, make_tiny_model, make_tiny_tokenizer, write_packed_checkpoint
+from tests.warm import TRAINING, Warm
 
 
 @pytest.fixture(scope="session")
@@ -62,6 +63,14 @@ def packed_model_dir(tmp_path_factory) -> Callable[..., Path]:
         return written[key]
 
     return write
+
+
+@pytest.fixture(scope="session")
+def warm_training():
+    """A `Warm` server for scripts that train on the CPU. In tests of several starts of one script the first still imports for itself."""
+    server = Warm(TRAINING, {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"})
+    yield server
+    server.close()
 
 
 def pytest_collection_modifyitems(items):

@@ -1,10 +1,9 @@
-"""The example script as a user starts it: end to end, killed and started again, and in the control arms."""
+"""The example script as a user starts it: end to end; and started again and again: killed, and in the control arms."""
 
 import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -12,9 +11,11 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from tests.warm import run_cold
+
 ROOT = Path(__file__).resolve().parents[1]
 LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1", "--num_machines", "1"]
-LAUNCH += ["--mixed_precision", "no", "--dynamo_backend", "no", "examples/grpo_gsm8k.py"]
+LAUNCH += ["--mixed_precision", "no", "--dynamo_backend", "no"]
 SMALL = {
     "max_steps": 6,
     "save_steps": 1,
@@ -27,17 +28,15 @@ SMALL = {
 
 
 def command(output: Path, **options) -> list[str]:
-    return LAUNCH + [
-        str(p) for name, value in {**SMALL, "output_dir": output, **options}.items() for p in (f"--{name}", value)
-    ]
+    options = {**SMALL, "output_dir": output, **options}
+    return ["examples/grpo_gsm8k.py", *(str(part) for name, value in options.items() for part in (f"--{name}", value))]
 
 
 def environment() -> dict:
     return {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
 
 
-def run(output: Path, **options) -> str:
-    done = subprocess.run(command(output, **options), cwd=ROOT, env=environment(), capture_output=True, text=True)
+def said_by(done) -> str:
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
@@ -45,7 +44,7 @@ def run(output: Path, **options) -> str:
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> tuple[Path, str]:
     output = tmp_path_factory.mktemp("example") / "run"
-    return output, run(output)
+    return output, said_by(run_cold([*LAUNCH, *command(output)], ROOT, environment()))
 
 
 @pytest.mark.slow
@@ -82,19 +81,13 @@ def test_says_what_it_does_and_leaves_everything_behind(finished):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_killed_at_random_moments_it_ends_with_the_same_adapter(finished, tmp_path):
+def test_killed_at_random_moments_it_ends_with_the_same_adapter(finished, warm_training, tmp_path):
     """SIGKILL while starting, generating, updating or saving: the same command, repeated, ends bit-identically."""
     twin, _ = finished
     output, moments, kills = tmp_path / "run", random.Random(0), 0
     for _ in range(4):
-        process = subprocess.Popen(
-            command(output),
-            cwd=ROOT,
-            env=environment(),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        with open(os.devnull, "w") as nowhere:
+            process = warm_training.start(command(output), ROOT, environment(), nowhere, nowhere)
         deadline = time.time() + 120
         while process.poll() is None and time.time() < deadline and not any(output.glob("checkpoint-*")):
             time.sleep(0.02)
@@ -104,7 +97,7 @@ def test_killed_at_random_moments_it_ends_with_the_same_adapter(finished, tmp_pa
             kills += 1
         process.wait()
     assert kills >= 2
-    run(output)
+    said_by(warm_training.run(command(output), ROOT, environment()))
     left, right = (load_file(folder / "adapter_model.safetensors") for folder in (output, twin))
     assert left.keys() == right.keys()
     assert all(left[name].equal(right[name]) for name in left)
@@ -116,8 +109,9 @@ def test_killed_at_random_moments_it_ends_with_the_same_adapter(finished, tmp_pa
 @pytest.mark.parametrize(
     "arm", [{"base_format": "bf16", "aqn": "false"}, {"base_format": "full", "aqn": "true"}], ids=str
 )
-def test_control_arms_by_one_option(tmp_path, arm):
-    said = run(tmp_path / "run", **arm, max_steps=2, save_steps=2)
+def test_control_arms_by_one_option(warm_training, tmp_path, arm):
+    words = command(tmp_path / "run", **arm, max_steps=2, save_steps=2)
+    said = said_by(warm_training.run(words, ROOT, environment()))
     assert f"qerl-trl push {'model' if arm['base_format'] == 'full' else 'adapter'} " in said
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     assert results["arm"]["base_format"] == arm["base_format"]

@@ -3,7 +3,6 @@
 import json
 import os
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 from qerl_trl.tasks.named import function_named
 from qerl_trl.tasks.task import Task
 from tests.cli.test_main import call
+from tests.warm import run_cold
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 NAMES = ("letters", "tool_call", "grid_game")
@@ -25,10 +25,13 @@ def of(name: str, attribute: str):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", NAMES)
-def test_two_steps(name, tmp_path):
-    command = [sys.executable, str(EXAMPLES / f"{name}.py"), *SMALL.split(), "--output_dir", str(tmp_path / "run")]
+def test_two_steps(name, warm_training, tmp_path):
+    command = [str(EXAMPLES / f"{name}.py"), *SMALL.split(), "--output_dir", str(tmp_path / "run")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    if name == NAMES[0]:  # from nothing, as a user starts it
+        done = run_cold([sys.executable, *command], tmp_path, environment)
+    else:
+        done = warm_training.run(command, tmp_path, environment)
     assert done.returncode == 0, done.stderr[-3000:]
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     assert results["steps"] == 2 and results["after"]["total"] == 4

@@ -7,9 +7,7 @@ import contextlib
 import importlib.util
 import json
 import os
-import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -19,6 +17,9 @@ from pathlib import Path
 import pytest
 import torch
 from filelock import FileLock, Timeout
+
+from tests.rollout import scenarios
+from tests.warm import ROOT, Warm, run_cold
 
 HERE = Path(__file__).parent
 TWO_PROCESSES = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
@@ -48,6 +49,19 @@ LAUNCH = {
 SCRIPTS = dict.fromkeys(
     ("arms", "compiled_arms", "graphs_of_arms", "evaluation", "evaluation_of_two"), "arm_scenarios.py"
 ) | {"architectures": "engine_architectures.py"}
+#: what a scenario imports sooner or later
+ENGINE = (
+    "vllm.entrypoints.llm",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.model_executor.models.qwen2",
+    "transformers.models.qwen2.modeling_qwen2",
+    "datasets",
+    "qerl_trl.trainer",
+    "qerl_trl.rollout.vllm.in_process",
+)
+#: scenarios that import for themselves: torch is told at its import whether it compiles; one of two processes is really started by torchrun.
+#: On a GPU all do, which a forked process may not use
+COLD = ("compiled", "compiled_arms", "tensor_parallel")
 #: whether every architecture is tried in the engine, not a few
 EXHAUSTIVE = os.environ.get("QERL_EXHAUSTIVE") == "1"
 TIMEOUT = 3600 if EXHAUSTIVE else 300
@@ -100,11 +114,12 @@ def slots(wanted: int, locks: Path) -> Iterator[None]:
         yield
 
 
-def results_of(name: str, shared: Path) -> dict:
+def results_of(name: str, shared: Path, server: Warm) -> dict:
     """What the scenario printed, in this worker or another.
 
     Args:
         shared: a folder of this test session, the same in all workers.
+        server: has imported vLLM.
 
     Raises:
         `RuntimeError`: it failed; with the end of its output.
@@ -117,7 +132,7 @@ def results_of(name: str, shared: Path) -> dict:
             wanted = SLOTS if name in ALONE and not torch.cuda.is_available() else 1
             with slots(wanted, shared):
                 try:
-                    found = {"printed": run_scenario(name, folder)}
+                    found = {"printed": run_scenario(name, folder, server)}
                 except RuntimeError as error:
                     found = {"error": str(error)}
             file.write_text(json.dumps(found))
@@ -127,7 +142,14 @@ def results_of(name: str, shared: Path) -> dict:
     return found["printed"]
 
 
-def run_scenario(name: str, folder: Path) -> dict:
+def rank_of_two(number: int) -> dict[str, str]:
+    """What torchrun tells a process beside the port."""
+    return {
+        "RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+    }  # fmt: skip
+
+
+def run_scenario(name: str, folder: Path, server: Warm) -> dict:
     """What the scenario printed.
 
     Raises:
@@ -137,35 +159,30 @@ def run_scenario(name: str, folder: Path) -> dict:
     environment = dict(os.environ, MASTER_PORT=str(free_port()))
     if name in ALONE:
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
-    command = [sys.executable, *LAUNCH[name], str(HERE / SCRIPTS.get(name, "scenarios.py")), name, str(folder)]
+    command = [str(HERE / SCRIPTS.get(name, "scenarios.py")), name, str(folder)]
     before = shared_memory()
     if LAUNCH[name] is TWO_PROCESSES:
         for segment in before:
             if segment.name.startswith("-tp:"):
                 segment.unlink(missing_ok=True)
     try:
-        process = subprocess.Popen(
-            command,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,  # a scenario may have children of its own
-        )
-        try:
-            stdout, stderr = process.communicate(timeout=TIMEOUT)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            stdout, stderr = process.communicate()
-            stderr += f"\nkilled after {TIMEOUT} s"
+        if name in COLD or torch.cuda.is_available():
+            done = run_cold([sys.executable, *LAUNCH[name], *command], ROOT, environment, TIMEOUT)
+        elif LAUNCH[name] is TWO_PROCESSES:
+            with ThreadPoolExecutor(2) as pool:
+                told = (environment | rank_of_two(number) for number in range(2))
+                both = list(pool.map(lambda told: server.run(command, ROOT, told, TIMEOUT), told))
+            done = next((rank for rank in both if rank.returncode), both[0])
+        else:
+            done = server.run(command, ROOT, environment, TIMEOUT)
     finally:
         if name in ALONE:
             for segment in shared_memory() - before:
                 segment.unlink(missing_ok=True)
-    for line in stdout.splitlines():
+    for line in done.stdout.splitlines():
         if line.startswith("RESULTS "):
             return json.loads(line.removeprefix("RESULTS "))
-    raise RuntimeError(f"scenario {name} ended with {process.returncode}:\n{stdout[-1000:]}\n{stderr[-4000:]}")
+    raise RuntimeError(f"scenario {name} ended with {done.returncode}:\n{done.stdout[-1000:]}\n{done.stderr[-4000:]}")
 
 
 @pytest.fixture(scope="session")
@@ -175,8 +192,9 @@ def runs(request, tmp_path_factory):
     shared = tmp_path_factory.getbasetemp()
     shared = (shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared) / "scenarios"
     shared.mkdir(exist_ok=True)
-    with ThreadPoolExecutor(max_workers=len(LAUNCH)) as pool:
-        yield {name: pool.submit(results_of, name, shared) for name in LAUNCH if name in needed}
+    server = Warm(ENGINE, scenarios.DEFAULTS | os.environ)
+    with ThreadPoolExecutor(max_workers=len(LAUNCH)) as pool, contextlib.closing(server):
+        yield {name: pool.submit(results_of, name, shared, server) for name in LAUNCH if name in needed}
 
 
 def _fixture(name: str):

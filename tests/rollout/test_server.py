@@ -1,59 +1,46 @@
 """Completions that two processes of a trainer get through the main process's connection; test_engine.py has a real server."""
 
 import json
-import subprocess
-import sys
 
 import pytest
-
-from qerl_trl.rollout.engine import Completion, Sampling
-from qerl_trl.rollout.server import ServerEngine
-from tests.rollout.conftest import free_port
-
-#: run by both processes: rank r has r + 2 prompts; the "server" answers a prompt with its own tokens, or fails
-SCRIPT = """
-import json, os, sys
 from accelerate import PartialState
+
 from qerl_trl.rollout.engine import Completion, RankWithoutEngine, RolloutError, Sampling
 from qerl_trl.rollout.server import ServerEngine
+from tests.ranks import on_ranks
+
 
 class Echo(ServerEngine):
-    def __init__(self): pass
+    """A "server" that answers a prompt with its own tokens, or fails."""
+
+    def __init__(self):
+        pass
+
     def _complete(self, prompts, sampling):
         if sampling.temperature == 9:
             raise OSError("the server is gone")
         return [Completion(prompt, [0.5]) for prompt in prompts]
 
-state = PartialState(cpu=True)
-rank = state.process_index
-engine = Echo() if state.is_main_process else RankWithoutEngine()
-mine = [[rank, i] for i in range(rank + 2)]
-assert [c.tokens for c in engine.generate(mine, Sampling(4))] == mine
-assert engine.generate([], Sampling(4)) == []
-try:
-    engine.generate(mine, Sampling(4, temperature=9))
-except (OSError, RolloutError) as error:
-    failure = f"{type(error).__name__}: {error}"
-state.wait_for_everyone()
-open(sys.argv[1] + f"/{rank}", "w").write(failure)
-"""
 
+def test_each_process_gets_its_own_completions():
+    def work(rank: int) -> str:
+        """Rank r has r + 2 prompts; what it is told in the end."""
+        state = PartialState(cpu=True)
+        assert state.process_index == rank
+        engine = Echo() if state.is_main_process else RankWithoutEngine()
+        mine = [[rank, i] for i in range(rank + 2)]
+        assert [c.tokens for c in engine.generate(mine, Sampling(4))] == mine
+        assert engine.generate([], Sampling(4)) == []
+        try:
+            engine.generate(mine, Sampling(4, temperature=9))
+        except (OSError, RolloutError) as error:
+            failure = f"{type(error).__name__}: {error}"
+        state.wait_for_everyone()
+        return failure
 
-def test_each_process_gets_its_own_completions(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc_per_node",
-        "2",
-        "--master_port",
-        str(free_port()),
-    ]
-    subprocess.run([*command, str(script), str(tmp_path)], check=True, timeout=180, capture_output=True)
-    assert (tmp_path / "0").read_text() == "OSError: the server is gone"
-    assert (tmp_path / "1").read_text().startswith("RolloutError: The main process got no completions")
+    first, second = (outcome.answer for outcome in on_ranks(2, work, timeout=180))
+    assert first == "OSError: the server is gone"
+    assert second.startswith("RolloutError: The main process got no completions")
 
 
 class Requests(ServerEngine):
