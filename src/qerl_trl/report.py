@@ -1,8 +1,10 @@
 """What a run is made of, as data and as the banner printed at its start: versions, device, bytes, kernel, noise, settings."""
 
 import dataclasses
+import functools
 import importlib.metadata
 import platform
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,15 +28,19 @@ _PACKAGES = (
 )
 
 
+@functools.cache
+def _version(name: str, read: Callable[[str], str]) -> str | None:
+    """What `read` says, once a process: it parses a package's whole metadata, and a checkpoint asks for ten packages several times."""
+    try:
+        return read(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 def versions() -> dict[str, str]:
     """Installed versions of the packages that decide a result, Python's included."""
-    found = {"python": platform.python_version()}
-    for name in _PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    known = {name: _version(name, importlib.metadata.version) for name in _PACKAGES}
+    return {"python": platform.python_version(), **{name: version for name, version in known.items() if version}}
 
 
 def device_name(device: torch.device) -> str:

@@ -5,6 +5,7 @@ known. Every number in a card is one of these facts, and so is every name (train
 out, not guessed.
 """
 
+import functools
 import json
 import os
 import re
@@ -194,6 +195,21 @@ def _public(facts: Facts) -> Facts:
 # --- rendering --------------------------------------------------------------------------------------------------------------------
 
 
+@functools.cache
+def _templates(folder: Path) -> jinja2.Environment:
+    """Of a folder; it compiles each template once, and every checkpoint of a run has a card."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(folder),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )
+    environment.filters["percent"] = lambda value: f"{100 * value:.1f} %"
+    return environment
+
+
 def render(facts: Facts) -> str:
     """The card as markdown with its YAML header.
 
@@ -205,15 +221,6 @@ def render(facts: Facts) -> str:
     model = facts["settings"].get("model") or ""
     base = facts.get("base_model") or (model if is_hub_id(model) else None)
     facts = _public(facts)
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(template_folder()),
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        autoescape=False,
-    )
-    environment.filters["percent"] = lambda value: f"{100 * value:.1f} %"
     name = facts.get("repo_id") or facts.get("folder") or "path/to/this/folder"
     title = facts.get("title") or name.split("/")[-1]
     trainer_class, config_class = _TRAINER_CLASSES.get(facts["settings"].get("trainer", ""), _TRAINER_CLASSES["GRPO"])
@@ -229,7 +236,7 @@ def render(facts: Facts) -> str:
         "trainer_class": trainer_class,
         "config_class": config_class,
     }
-    text = environment.get_template(TEMPLATES[facts["kind"]]).render(context)
+    text = _templates(template_folder()).get_template(TEMPLATES[facts["kind"]]).render(context)
     return f"---\n{_header(facts, base, title)}---\n\n{text.strip()}\n"
 
 
