@@ -35,9 +35,9 @@ demo: $(VENV)/.base
 	$(BIN)/accelerate launch --cpu --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
 		examples/grpo_gsm8k.py --config examples/configs/embedded.yaml
 
-# two processes of one thread each; a file stays in one process, because engines and checkpoints are shared inside it
+# two processes of one thread each; a file stays in one process, because engines and checkpoints are shared inside it; in the order of conftest.py
 test: $(VENV)/.test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --durations 10
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 10
 
 # the same tests on the newest releases: what breaks for a user who installs today
 test-latest:

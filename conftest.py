@@ -1,8 +1,50 @@
-"""Loaded before every other conftest: without a GPU, Triton's kernels run in its interpreter, which is decided when it is imported."""
+"""Loaded before every other conftest: without a GPU, Triton's kernels run in its interpreter, which is decided when it is imported.
 
+The files that take longest come first, so that with several workers (`make test`) none of them is left alone with one at the end. And what was
+imported by then is no garbage: accelerate collects whenever a training starts, which would look at half a second's worth of modules each time.
+"""
+
+import gc
 import os
+from pathlib import Path
 
 import torch
 
+ROOT = Path(__file__).parent
+#: files that take more than half a minute of a core, those that wait for engines in processes of their own before the others
+LONGEST = (
+    "tests/rollout/test_engine.py",
+    "tests/rollout/test_arms.py",
+    "tests/rollout/test_evaluation_in_engine.py",
+    "tests/rollout/test_architectures.py",
+    "kernels/tests/test_kernels_emulated.py",
+    "kernels/tests/test_kernels_compile.py",
+    "kernels/tests/test_kernels_sm90.py",
+    "kernels/tests/test_kernels_interpreter.py",
+    "kernels/tests/test_kernels_precompile.py",
+    "tests/test_example.py",
+    "tests/test_small_examples.py",
+    "tests/test_notebooks.py",
+    "tests/test_your_task.py",
+    "tests/update/test_compiled.py",
+    "tests/test_architectures.py",
+    "tests/test_trainer.py",
+    "tests/faults/test_r8_process.py",
+    "tests/faults/test_r4_rollout.py",
+    "tests/faults/test_s_run.py",
+    "tests/test_many_ranks.py",
+)
+
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_collection_modifyitems(items):
+    place = {ROOT / name: number for number, name in enumerate(LONGEST)}
+    assert all(path.is_file() for path in place), "conftest.py: a file in LONGEST is not there"
+    items.sort(key=lambda item: place.get(item.path, len(LONGEST)))
+
+
+def pytest_collection_finish():
+    gc.collect()
+    gc.freeze()
