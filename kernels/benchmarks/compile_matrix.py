@@ -6,8 +6,9 @@
 
 The launches are the real ones (ops.product, on tensors without memory); only Triton's driver is replaced by one that names the GPU and
 never launches.  A row tells a kernel's registers per thread, bytes of stack per thread (0: nothing is spilled), bytes of shared memory per
-block and the card's limit; or the error.  `--quick` leaves out some matrices and numbers of tokens; kernels/tests runs it.  Versions
-of Triton that are not run now keep their rows in the file.
+block and the card's limit; or the error.  `--quick` leaves out some matrices and numbers of tokens, and compiles a configuration for one
+rank of the adapter on each card, another one on the next card; kernels/tests runs it.  Versions of Triton that are not run now keep their
+rows in the file.
 """
 
 import argparse
@@ -133,6 +134,20 @@ def resources(cubin: bytes) -> dict[str, int]:
     return {"registers": int(found["REG"]), "stack": int(found["STACK"])}
 
 
+def rank_in_turn(variant: tuple, known: list[tuple], sm: int) -> int:
+    """The rank that a configuration is compiled for on this card: on three cards it has all, and three configurations of a kernel have all.
+
+    Args:
+        variant: what is compiled, first the kernel's name.
+        known: the variants of this kernel so far; this one is added.
+    """
+    if variant not in known:
+        known.append(variant)
+    # the dense path launches all with an adapter that it launches without
+    ranks = (256, 32) if variant[0] == "dense" else (256, 32, 0)
+    return ranks[(known.index(variant) + list(CARDS).index(sm)) % len(ranks)]
+
+
 def cases(sm: int, quick: bool):
     """(what, call): everything that is compiled for an architecture."""
     import torch
@@ -143,15 +158,19 @@ def cases(sm: int, quick: bool):
     shapes, splits = tune.layer_shapes("7B"), tune.layer_splits("7B")
     matrices = [(*nk, splits.get(nk, (nk[0],))) for nk in shapes.values()]
     matrices = [matrices[0], matrices[3]] if quick else [*matrices, (1000, 1040, (1000,))]
-    done = set()
+    done, turns = set(), collections.defaultdict(list)
     for dtype in (torch.bfloat16, torch.float16):
         tokens = (1, 16, 32, 64, 128, 2048) if quick or sm != 90 else (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
         if dtype == torch.float16:
             tokens = (16,) if quick else (16, 64)
         for N, K, shards in matrices:
             for M in tokens:
-                for rank in (0, 32, 256):
-                    config = select.choose(N, K, M, 0, dtype == torch.bfloat16 and ops.use_gluon(0))
+                config = select.choose(N, K, M, 0, dtype == torch.bfloat16 and ops.use_gluon(0))
+                ranks = [0, 32, 256]
+                if quick:
+                    variant = ops._variant(config, 0, dtype)
+                    ranks = [rank_in_turn(variant, turns[config["kernel"]], sm)]
+                for rank in ranks:
                     used = select.with_adapter(config) if rank else config
                     resident = -(-used.get("grid", 0) // CARDS[sm][1])
                     exact = (K, N) if used["kernel"] == "skinny" and not quick else ()  # K and strides are constants

@@ -2,6 +2,8 @@
 
 QERL_TRITONS=DIR:DIR pytest kernels/tests/test_kernels_compile.py      one folder per version, made by
     pip install --no-deps --target DIR triton==3.9.0
+
+On each card a configuration is compiled for one rank of the adapter, in turn; with QERL_EXHAUSTIVE=1 for all, and more matrices.
 """
 
 import functools
@@ -16,13 +18,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 import compile_matrix
 
 TRITONS = ["", *filter(None, os.environ.get("QERL_TRITONS", "").split(os.pathsep))]  # "": the installed one
+EXHAUSTIVE = os.environ.get("QERL_EXHAUSTIVE") == "1"
 per_triton = pytest.mark.parametrize("triton", TRITONS, ids=lambda folder: Path(folder).name or "installed")
 
 
 @functools.cache
 def compiled(triton: str) -> tuple[str, list[dict]]:
     """The version, and the rows of all kernels."""
-    return compile_matrix.in_a_process_of_its_own(triton, ["--quick"])
+    return compile_matrix.in_a_process_of_its_own(triton, [] if EXHAUSTIVE else ["--quick"])
 
 
 @per_triton
