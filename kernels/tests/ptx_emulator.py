@@ -3,6 +3,7 @@
 Registers hold bits, in uint64 arrays of one element per thread. Memory is reached through `memory`, which gluon_emulator.py provides.
 """
 
+import functools
 import operator
 import re
 from collections.abc import Callable
@@ -88,6 +89,7 @@ def lookup(a: Bits, b: Bits, c: Bits, table: int) -> Bits:
     return out
 
 
+@functools.cache
 def parse(asm: str) -> tuple[list[tuple], dict[str, int]]:
     """[(predicate, opcode, operands)], and where the labels are."""
     text = asm.strip()
@@ -112,18 +114,28 @@ def run(asm: str, outputs: int, inputs: list[Bits], memory=None) -> list[Bits]:
     program, labels = parse(asm)
     threads = len(inputs[0]) if inputs else 1
     registers: dict[str, np.ndarray] = {f"${outputs + i}": bits.astype(np.uint64) for i, bits in enumerate(inputs)}
-    at = np.zeros(threads, np.int64)
+    at, everybody = np.zeros(threads, np.int64), np.ones(threads, bool)
+
+    def literal(name: str, count: int) -> np.ndarray:
+        number = int(name[2:], 16) if name.startswith("0f") else int(name, 0)
+        return np.full(count, number & 0xFFFFFFFFFFFFFFFF, np.uint64)
 
     def value(name: str, on) -> np.ndarray:
-        if name in registers:
-            return registers[name][on]
-        number = int(name[2:], 16) if name.startswith("0f") else int(name, 0)
-        return np.full(int(on.sum()), number & 0xFFFFFFFFFFFFFFFF, np.uint64)
+        return registers[name][on] if name in registers else literal(name, int(on.sum()))
 
     def put(name: str, on, new: np.ndarray) -> None:
         old = registers.setdefault(name, np.zeros(threads, new.dtype))
         old[on] = new
 
+    def whole(name: str) -> np.ndarray:
+        return registers[name] if name in registers else literal(name, threads)
+
+    if not any(
+        predicate or opcode.startswith(("bra", "exit")) for predicate, opcode, _ in program
+    ):  # no thread leaves the others
+        for _, opcode, operands in program:
+            _execute(opcode, operands, everybody, whole, registers.__setitem__, memory)
+        return [registers[f"${i}"] for i in range(outputs)]
     while (at < len(program)).any():
         here = int(at[at < len(program)].min())
         on = at == here
