@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 
+os.environ["QERL_NVFP4_TUNED"] = "0"  # what is shipped is tested; test_kernels_measured.py turns it on for itself
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported
 

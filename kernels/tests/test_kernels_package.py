@@ -69,6 +69,7 @@ def h200(pretend):
 def test_every_table_entry_fits_its_matrix(path):
     for entry in json.loads(path.read_text())["entries"]:
         config, N, K = entry["config"], entry["N"], entry["K"]
+        assert select.can_run(config, N, K, 132, 227 * 1024)
         if config["kernel"] == "skinny":
             assert select.skinny_fits(config, N, K)
             assert 0 < entry["bucket"] <= config["BM"]

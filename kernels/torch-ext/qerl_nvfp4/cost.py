@@ -172,9 +172,18 @@ def cheapest(
     The answer changes at `SIZES` only, so that what must be compiled ahead is known.
     """
     M = next((size for size in SIZES if size >= M), 0)
-    if not M or not fits(N, K) or not (factors() if model is None else model):
-        return None
+    found = priced(N, K, M, sms, rows, more, model) if M else []
+    return found[0][1] if found else None
+
+
+def priced(
+    N: int, K: int, M: int, sms: int, rows: int = 64, more: tuple[dict, ...] = (), model: dict | None = None
+) -> list[tuple[float, dict]]:
+    """(microseconds predicted, candidate) of those about which something is known, the cheapest first; `rows` of the stacked A's."""
+    if not fits(N, K) or not (factors() if model is None else model):
+        return []
     offered = [c for c in (*more, *candidates(N, K, M, sms)) if WIDE_ALLOWED or c["kernel"] != "wide"]
-    priced = [(predicted_us(c, N, K, M, sms, rows, model), i, c) for i, c in enumerate(offered)]
-    us, _, config = min(priced, default=(math.inf, 0, None))
-    return config if math.isfinite(us) else None
+    found = [(predicted_us(c, N, K, M, sms, rows, model), c) for c in offered]
+    return sorted(
+        (f for f in found if math.isfinite(f[0])), key=lambda f: f[0]
+    )  # stable: the first of equals stays first

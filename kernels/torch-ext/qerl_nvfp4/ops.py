@@ -118,6 +118,9 @@ def describe(device: torch.device | str | int | None = None) -> str:
     if table:
         whose = "" if owner == name else f", which has {sms} multiprocessors like this {name}"
         tuned = f"table for {owner}{whose}, {len({key[:2] for key in table})} shapes; heuristic for others"
+    own = select.measured_here(_device_index(device)) if use_gluon(_device_index(device)) else None
+    if own is not None and own.entries:
+        tuned = f"{len({key[:2] for key in own.entries})} shapes measured on this GPU ({own.path}); else {tuned}"
     failed = "".join(f"; {variant[0]} does not compile: {reason}" for variant, reason in fallback.refused.items())
     return f"qerl_nvfp4: {path}, sm_{major}{minor}, Triton {triton.__version__}, {tuned}{failed}"
 
@@ -130,7 +133,7 @@ class Selected(NamedTuple):
     tokens: int
     kernel: str  # "skinny", "wgmma", "wide", "portable", "dense" (dequantize, then cuBLAS), "reference" (plain PyTorch)
     config: dict
-    why: str  # the table of which device, the heuristic, or what did not compile
+    why: str  # measured by the user, the table of which device, the cost model, the heuristic, or what did not compile
 
 
 def selected(
@@ -153,7 +156,7 @@ def selected(
     bf16 = dtype == torch.bfloat16 and use_gluon(index)
     rows = []
     for M in tokens:
-        config, why = select.explain(N, K, M, index, bf16)
+        config, why = select.explain(N, K, M, index, bf16, rank)
         if rank:
             config = with_adapter(config)
         while config["kernel"] != "dense" and (failed := fallback.refused.get(_variant(config, rank, dtype))):
@@ -374,7 +377,7 @@ def _linear(
     if M:
         index = x.device.index
         bf16 = x.dtype == torch.bfloat16 and use_gluon(index)
-        config = choose(N, K, M, index, bf16)
+        config = choose(N, K, M, index, bf16, 0 if lora_b is None else lora_b.shape[1])
         with torch.cuda.device(x.device):
             product_by_any(config, x_MK, packed, block_scale, global_scale, bias, lora_a, lora_b, lora_splits, out)
     return out.view(*x.shape[:-1], N)

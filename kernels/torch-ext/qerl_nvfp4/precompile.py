@@ -15,13 +15,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import ops
+from . import measured, ops
 from .cost import SIZES
-from .select import BUCKETS, choose
+from .select import BUCKETS, choose, measured_here
 from .turns import QUIET_S, one_process_at_a_time
 
 #: numbers of tokens that between them run every kernel: what is chosen for a number changes at these edges, what a launch makes of it once between
 _EDGES = sorted({*BUCKETS, *SIZES})
+#: (`_tokens_of` adds those of what the user measured for a matrix)
 TOKENS = (*(M for low, high in itertools.pairwise((0, *_EDGES)) for M in (low + 1, high)), _EDGES[-1] + 1)
 
 
@@ -95,23 +96,34 @@ def _pass_on(future: concurrent.futures.Future, done: concurrent.futures.Future)
 
 def precompile(
     weights: Iterable[Weight],
-    tokens: Iterable[int] = TOKENS,
+    tokens: Iterable[int] | None = None,
     norms: Iterable[int] = (),
     dtype: torch.dtype = torch.bfloat16,
     threads: int | None = None,
     tell: Callable[[str], None] = print,
 ) -> Compiled:
-    """Compile every kernel that `linear` launches for these weights and numbers of tokens, and `rms_norm` for rows of `norms` elements.
+    """Compile every kernel that `linear` launches for these weights and numbers of tokens (None: all that there can be), and `rms_norm` for
+    rows of `norms` elements.
 
     For the current CUDA device; without one that the kernels are made for it does nothing. `threads`: one per processor unless given.
     `tell` is called where it takes more than a second, before and after.
     """
-    begin = time.perf_counter()
     if not ops.is_available() or dtype not in (
         torch.bfloat16,
         torch.float16,
     ):  # other types take the plain PyTorch path
         return Compiled(0, 0.0, [])
+    sizes = None if tokens is None else sorted(set(tokens))
+    return compile_launches(
+        lambda: _launch_all(weights, sizes, norms, dtype, torch.cuda.current_device()), threads, tell
+    )
+
+
+def compile_launches(
+    launch_all: Callable[[], None], threads: int | None = None, tell: Callable[[str], None] = print
+) -> Compiled:
+    """Compile what `launch_all` launches for tensors on the meta device, in parallel; arguments as above."""
+    begin = time.perf_counter()
     import triton
 
     from .launch import only_compile
@@ -120,7 +132,7 @@ def precompile(
     with triton.AsyncCompileMode(collector, ignore_errors=True):
         try:
             with only_compile():
-                _launch_all(weights, sorted(set(tokens)), norms, dtype, device)
+                launch_all()
         except BaseException:
             collector.cancel()  # or leaving the mode would wait for them
             raise
@@ -134,17 +146,27 @@ def _processors() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _launch_all(weights, tokens: list[int], norms, dtype: torch.dtype, device: int) -> None:
+def _tokens_of(weight: Weight, device: int, bf16: bool) -> tuple[int, ...]:
+    """`TOKENS`, and where what the user measured for a matrix begins and ends to answer."""
+    if not bf16:
+        return TOKENS
+    place = (weight.N, weight.K, measured.padded(weight.rank))
+    own = {key[3] for key in measured_here(device).entries if key[:3] == place}
+    return tuple(sorted({*TOKENS, *own, *(T - measured.STEP + 1 for T in own), *(T + 1 for T in own)}))
+
+
+def _launch_all(weights, tokens: list[int] | None, norms, dtype: torch.dtype, device: int) -> None:
     def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     bf16 = dtype == torch.bfloat16 and ops.use_gluon(device)
-    for N, K, splits, rank, bias in dict.fromkeys(weights):
+    for each in dict.fromkeys(weights):
+        N, K, splits, rank, bias = each
         weight = empty(N, K // 2, dtype=torch.uint8), empty(N, K // 16, dtype=torch.uint8)
         divisor = empty(1, dtype=torch.float32)  # one per row runs the same kernels
         adapter = (empty(len(splits) * rank, K), empty(N, rank), splits) if rank else (None, None, None)
-        for M in tokens:
-            config = choose(N, K, M, device, bf16)
+        for M in _tokens_of(each, device, bf16) if tokens is None else tokens:
+            config = choose(N, K, M, device, bf16, rank)
             ops.product(config, empty(M, K), *weight, divisor, empty(N) if bias else None, *adapter, empty(M, N))
     for K in norms:
         x, norm = empty(1, K), empty(K, dtype=torch.float32)

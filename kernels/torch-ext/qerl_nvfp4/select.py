@@ -1,8 +1,9 @@
 """Which kernel, with which configuration, for a matrix (N, K) and M tokens on a device.
 
-A table tuned on the device (configs/device_name=<name>.json, written by `python -m qerl_nvfp4.tune`) answers for the shapes and the numbers
-of tokens it knows, also for another Hopper GPU with as many multiprocessors.  On Hopper a cost model (cost.py) answers for everything
-else above 16 tokens, a heuristic for what is left.  A configuration is a small dict:
+What the user measured for a model on this GPU (refine.py, kept by measured.py) comes first.  A table tuned on the device
+(configs/device_name=<name>.json, written by `python -m qerl_nvfp4.tune`) answers for the shapes and the numbers of tokens it knows, also
+for another Hopper GPU with as many multiprocessors.  On Hopper a cost model (cost.py) answers for everything else above 16 tokens, a
+heuristic for what is left.  A configuration is a small dict:
 
     {"kernel": "skinny", "BM", "WK", "WN", "R", "late", "grid"}    hopper.skinny_kernel, up to 16 tokens, sm_80 and newer; with an adapter,
         "lora": {..., "cost"}                                  what differs, and K steps that a piece of x A^T counts as
@@ -22,10 +23,11 @@ from pathlib import Path
 
 import torch
 
-from . import cost
+from . import cost, measured
 
 CONFIG_FOLDER = Path(__file__).parent / "configs"
 BUCKETS = (8, 16, 32, 64, 128, 256, 512, 1024)  # M is rounded up to one of these; above the last: "dense"
+MEASURED = "measured on this GPU"
 SMALLEST_SHARED_MEMORY = 99 * 1024  # bytes per block; of the GPUs from sm_80 on, sm_86, sm_89 and sm_12x have the least
 
 
@@ -141,12 +143,77 @@ def portable_heuristic(
     return config | {"NS": next(fitting, 1)}
 
 
-@functools.lru_cache(maxsize=4096)
-def explain(N: int, K: int, M: int, device_index: int | None, bf16: bool) -> tuple[dict, str]:
-    """The configuration for y (M, N) = x (M, K) W^T, and where it is from: the table of which device, the cost model, or the heuristic.
+def can_run(config: dict, N: int, K: int, sms: int, shared_memory: int) -> bool:
+    """Whether a configuration is one that these kernels can be launched with: another one could wait for programs that never start.
 
-    bf16: whether x is bfloat16 and Triton has what the Gluon kernels use (ops.use_gluon).
+    For configurations that come from a file. `shared_memory`: bytes that a block may have.
     """
+    config = with_adapter(config)
+    fields = {name: value for name, value in config.items() if name not in ("kernel", "lora")}
+    if not all(isinstance(value, int) for value in fields.values()):
+        return False
+    kernel, get = config.get("kernel"), fields.get
+    if kernel == "dense":
+        return 1 <= get("pieces", 0) <= 8
+    if kernel == "skinny":
+        known = {"BM", "WK", "WN", "R", "grid"} <= set(fields) <= {"BM", "WK", "WN", "R", "grid", "late", "cost"}
+        warps = known and {get("WK"), get("WN")} <= {1, 2, 4, 8} and get("WK") * get("WN") <= 8
+        return (
+            warps
+            and get("BM") in (8, 16)
+            and get("R") in (1, 2, 4)
+            and 0 < get("grid") <= 16 * sms
+            and 0 < get("cost", 1) <= 64
+            and skinny_fits(config, N, K)
+        )
+    if kernel in ("wgmma", "wide"):
+        if not 0 < get("grid", 0) <= sms or not wgmma_fits(N, K):
+            return False
+        if kernel == "wgmma":
+            return (get("BM"), get("P"), get("S"), get("permute")) in cost.WGMMA
+        tile = get("BM"), get("P")
+        return tile in cost.WIDE and (get("S"), get("X")) == cost.wide_stages(*tile)
+    if kernel == "portable":
+        sizes = (get("BM") in (16, 32, 64), get("BN") in (64, 128), get("BK") == 128, get("NW") in (4, 8))
+        counts = 1 <= get("NS", 0) <= 4 and 1 <= get("SK", 0) <= math.ceil(K / 128) and get("MMA") in (2, 3)
+        return all(sizes) and counts and portable_shared_memory(config) <= shared_memory
+    return False
+
+
+@functools.cache
+def measured_on(name: str, sms: int, shared_memory: int) -> measured.Found:
+    """What the user measured on such a device; read once per process."""
+    return measured.load(name, sms, lambda config, N, K: can_run(config, N, K, sms, shared_memory))
+
+
+def measured_here(device_index: int | None) -> measured.Found:
+    """The same for a device."""
+    name, sms, _ = device_properties(device_index)
+    return measured_on(name, sms, shared_memory_limit(device_index))
+
+
+def forget_measured() -> None:
+    """Read the user's measurements again."""
+    measured_on.cache_clear()
+    explain.cache_clear()
+
+
+@functools.lru_cache(maxsize=4096)
+def explain(N: int, K: int, M: int, device_index: int | None, bf16: bool, rank: int = 0) -> tuple[dict, str]:
+    """The configuration for y (M, N) = x (M, K) W^T, and where it is from: measured by the user, the table of which device, the cost
+    model, or the heuristic.
+
+    bf16: whether x is bfloat16 and Triton has what the Gluon kernels use (ops.use_gluon). `rank` of the adapter, 0: none.
+    """
+    if bf16:
+        found = measured_here(device_index).entries.get((N, K, measured.padded(rank), measured.covering(M)))
+        if found is not None and (cost.WIDE_ALLOWED or found["kernel"] != "wide"):
+            return found, MEASURED
+    return shipped(N, K, M, device_index, bf16)
+
+
+def shipped(N: int, K: int, M: int, device_index: int | None, bf16: bool) -> tuple[dict, str]:
+    """The same without what the user measured."""
     name, sms, capability = device_properties(device_index)
     hopper = capability[0] == 9
     bucket = bucket_of(M)
@@ -173,9 +240,9 @@ def explain(N: int, K: int, M: int, device_index: int | None, bf16: bool) -> tup
     return found or without_gluon(N, K, M, device_index), "heuristic"
 
 
-def choose(N: int, K: int, M: int, device_index: int | None, bf16: bool) -> dict:
-    """The configuration for y (M, N) = x (M, K) W^T."""
-    return explain(N, K, M, device_index, bf16)[0]
+def choose(N: int, K: int, M: int, device_index: int | None, bf16: bool, rank: int = 0) -> dict:
+    """The configuration for y (M, N) = x (M, K) W^T, with an adapter of this rank (0: none)."""
+    return explain(N, K, M, device_index, bf16, rank)[0]
 
 
 def without_gluon(N: int, K: int, M: int, device_index: int | None) -> dict:

@@ -1,0 +1,498 @@
+"""What a user measured on his own GPU: measured with a fake clock, kept, read again, refused where it is damaged or somebody else's."""
+
+import json
+import math
+import multiprocessing
+import time
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_kernels_emulated import emulated  # noqa: F401  (a fixture)
+
+pytest.importorskip("triton")
+from qerl_nvfp4 import cost, measured, ops, portable, precompile, refine, select, tune
+from qerl_nvfp4.precompile import Weight
+
+N, K, RANK = 128, 512, 16
+CONFIG = {"kernel": "wgmma", "BM": 64, "P": 2, "S": 4, "permute": True, "grid": 2, "tasks": True}
+interpreted = pytest.mark.skipif(not portable.INTERPRET, reason="the kernels run in Triton's interpreter")
+
+
+def everything(config, N, K) -> bool:
+    return True
+
+
+@pytest.fixture
+def cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("QERL_NVFP4_CACHE", str(tmp_path))
+    monkeypatch.setenv("QERL_NVFP4_TUNED", "1")
+    select.forget_measured()
+    yield tmp_path
+    select.forget_measured()
+
+
+@pytest.fixture
+def gpu(monkeypatch, cache):
+    """gpu(name, multiprocessors, capability): the GPU of the rest of the test."""
+
+    def be(name: str, sms: int, capability: tuple[int, int], shared: int = 227) -> None:
+        for module in (select, ops):
+            monkeypatch.setattr(module, "device_properties", lambda index: (name, sms, capability))
+        monkeypatch.setattr(select, "shared_memory_limit", lambda index: shared * 1024)
+        monkeypatch.setattr(ops, "is_available", lambda device=None: True)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        select.forget_measured()
+
+    return be
+
+
+@pytest.fixture
+def hopper(gpu):
+    gpu("a Hopper", 132, (9, 0))
+
+
+def entry(tokens=64, config=CONFIG, rank=RANK, **more) -> dict:
+    return {"N": N, "K": K, "rank": rank, "tokens": tokens, "config": config, "us": 9.5, "shipped_us": 10.0} | more
+
+
+def keep(*entries) -> None:
+    measured.write("a Hopper", 132, list(entries), everything)
+    select.forget_measured()
+
+
+# --- the file -------------------------------------------------------------------------------------------------------------------------
+
+
+def test_where_the_file_is(monkeypatch, tmp_path):
+    monkeypatch.delenv("QERL_NVFP4_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert measured.folder() == tmp_path / "xdg" / "qerl_nvfp4"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert measured.folder() == tmp_path / ".cache" / "qerl_nvfp4"
+    monkeypatch.setenv("QERL_NVFP4_CACHE", str(tmp_path / "own"))
+    assert measured.folder() == tmp_path / "own"
+
+
+def test_each_device_package_and_triton_has_a_file_of_its_own(cache, monkeypatch):
+    key = measured.key_of("NVIDIA H100 80GB HBM3", 132)
+    assert measured.path_of(key).name.startswith("NVIDIA_H100_80GB_HBM3-132-")
+    others = [key | {name: f"other{value}"} for name, value in key.items()]
+    assert len({measured.path_of(k) for k in [key, *others]}) == 5
+
+
+def test_entries_are_added_to_those_that_are_there(cache):
+    path = measured.write("a Hopper", 132, [entry(64), entry(128)], everything)
+    assert measured.write("a Hopper", 132, [entry(64, us=1.0), entry(64, rank=0)], everything) == path
+    found = json.loads(path.read_text())["entries"]
+    assert [(e["rank"], e["tokens"], e["us"]) for e in found] == [(0, 64, 9.5), (16, 64, 1.0), (16, 128, 9.5)]
+    assert [p.name for p in cache.iterdir() if p.suffix != ".lock"] == [path.name], "no temporary file is left"
+
+
+def _write_many(first: int) -> None:
+    for i in range(25):
+        measured.write("a Hopper", 132, [entry(8 * (first + i))], everything)
+
+
+def test_processes_that_write_at_once_lose_nothing_and_readers_never_see_half(cache):
+    key = measured.key_of("a Hopper", 132)  # before the fork: it imports Triton
+    fork = multiprocessing.get_context("fork")
+    writers = [fork.Process(target=_write_many, args=(1 + 25 * i,)) for i in range(3)]
+    for writer in writers:
+        writer.start()
+    seen = 0
+    while any(writer.is_alive() for writer in writers):
+        if measured.path_of(key).is_file():
+            seen = max(seen, len(measured.read(measured.path_of(key), key, everything)))
+    for writer in writers:
+        writer.join()
+        assert writer.exitcode == 0
+    assert 0 < seen <= 75
+    assert len(measured.read(measured.path_of(key), key, everything)) == 75
+
+
+# --- selection ------------------------------------------------------------------------------------------------------------------------
+
+
+def test_what_was_measured_wins_for_its_tokens_and_ranks_only(hopper):
+    before, why = select.explain(N, K, 64, 0, True, RANK)
+    assert before != CONFIG and why != select.MEASURED
+    keep(entry())
+    for M in (57, 64):
+        assert select.explain(N, K, M, 0, True, RANK) == (CONFIG, select.MEASURED)
+    assert select.choose(N, K, 64, 0, True, 9) == CONFIG, "an engine pads the adapter to 16"
+    for M, rank, columns, bf16 in (
+        (56, 16, K, True),
+        (65, 16, K, True),
+        (64, 17, K, True),
+        (64, 0, K, True),
+        (64, 16, 256, True),
+    ):
+        assert select.explain(N, columns, M, 0, bf16, rank)[1] != select.MEASURED
+    assert select.explain(N, K, 64, 0, False, RANK)[1] != select.MEASURED, "float16"
+
+
+def test_it_wins_over_the_shipped_table(hopper, monkeypatch):
+    table = {(N, K, 64): {"kernel": "dense", "pieces": 1, "lora": {}}}
+    monkeypatch.setattr(select, "table_for", lambda *_: ("an H200", table))
+    assert select.explain(N, K, 64, 0, True, RANK)[1] == "table of an H200"
+    keep(entry())
+    assert select.explain(N, K, 64, 0, True, RANK) == (CONFIG, select.MEASURED)
+
+
+def test_a_switch_leaves_it_unread(hopper, monkeypatch):
+    keep(entry())
+    measured.path_of(measured.key_of("a Hopper", 132)).write_text("damaged")
+    monkeypatch.setenv("QERL_NVFP4_TUNED", "0")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert select.explain(N, K, 64, 0, True, RANK)[1] != select.MEASURED
+
+
+def test_wide_tiles_need_their_switch_here_too(hopper, monkeypatch):
+    S, X = cost.wide_stages(96, 2)
+    wide = {"kernel": "wide", "BM": 96, "P": 2, "S": S, "X": X, "grid": 2, "tasks": True}
+    keep(entry(96, wide))
+    monkeypatch.setattr(cost, "WIDE_ALLOWED", False)
+    assert select.explain(N, K, 96, 0, True, RANK)[1] != select.MEASURED
+    select.explain.cache_clear()
+    monkeypatch.setattr(cost, "WIDE_ALLOWED", True)
+    assert select.explain(N, K, 96, 0, True, RANK) == (wide, select.MEASURED)
+
+
+def test_the_lines_of_a_run_and_of_doctor_name_the_source(hopper):
+    keep(entry(64), entry(128))
+    (line,) = ops.selected_text({"o": (N, K)}, 0, rank=RANK)
+    assert select.MEASURED in line.split("(")[1]
+    (other,) = ops.selected_text({"o": (N, 2 * K)}, 0, rank=RANK)
+    assert select.MEASURED not in other
+    path = measured.path_of(measured.key_of("a Hopper", 132))
+    assert f"1 shapes measured on this GPU ({path})" in ops.describe(0)
+
+
+def test_a_product_asks_with_the_rank_of_its_adapter(hopper, monkeypatch):
+    asked = []
+    monkeypatch.setattr(ops, "choose", lambda *arguments: asked.append(arguments) or {"kernel": "dense", "pieces": 1})
+    monkeypatch.setattr(ops, "product_by_any", lambda *arguments: None)
+    monkeypatch.setattr(ops, "_runs_on", lambda x: True)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: warnings.catch_warnings())
+
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+    x = torch.zeros(3, K).bfloat16().as_subclass(OnGpu)
+    weight = torch.zeros(N, K // 2, dtype=torch.uint8), torch.zeros(N, K // 16, dtype=torch.uint8), torch.ones(1)
+    ops._linear(x, *weight)
+    ops._linear(x, *weight, None, torch.zeros(24, K).bfloat16(), torch.zeros(N, 24).bfloat16())
+    assert [arguments[-1] for arguments in asked] == [0, 24]
+
+
+def test_what_will_be_launched_is_compiled_ahead(hopper):
+    keep(entry(40), entry(48, rank=0))
+    found = precompile._tokens_of(Weight(N, K, (N,), RANK), 0, True)
+    assert {33, 40, 41} <= set(found) and set(precompile.TOKENS) <= set(found)
+    assert precompile._tokens_of(Weight(N, K, (N,), 2 * RANK), 0, True) == precompile.TOKENS
+    assert precompile._tokens_of(Weight(N, K, (N,), RANK), 0, False) == precompile.TOKENS
+
+
+# --- refused --------------------------------------------------------------------------------------------------------------------------
+
+
+def _cut(content: bytes) -> bytes:
+    return content[: len(content) // 2]
+
+
+def _another_config(content: bytes) -> bytes:
+    return content.replace(b'"grid": 2', b'"grid": 3')
+
+
+def _another_device(content: bytes) -> bytes:
+    return content.replace(b'"a Hopper"', b'"an Ada"')
+
+
+DAMAGED = {
+    "cut": (_cut, "cannot be read"),
+    "empty": (lambda _: b"", "cannot be read"),
+    "binary": (lambda _: bytes(range(256)), "cannot be read"),
+    "a list": (lambda _: b"[]", "no entries"),
+    "edited": (_another_config, "not what was written"),
+    "foreign": (_another_device, "measured for .*an Ada"),
+}
+
+
+def refused(match: str) -> str:
+    """What is said, once; and what is shipped answers."""
+    select.forget_measured()
+    with pytest.warns(RuntimeWarning, match=match) as said:
+        for M in (64, 60, 8):
+            assert select.explain(N, K, M, 0, True, RANK)[1] != select.MEASURED
+    assert len(said) == 1
+    return str(said[0].message)
+
+
+@pytest.mark.parametrize("damage,match", DAMAGED.values(), ids=DAMAGED)
+def test_a_damaged_or_foreign_file_is_refused_by_name_and_replaced(hopper, damage, match):
+    keep(entry())
+    path = measured.path_of(measured.key_of("a Hopper", 132))
+    path.write_bytes(damage(path.read_bytes()))
+    message = refused(match)
+    assert str(path) in message and "\n" not in message
+    assert path.name in select.measured_here(0).problem
+    keep(entry())
+    assert select.explain(N, K, 64, 0, True, RANK) == (CONFIG, select.MEASURED)
+
+
+HANGS = {
+    "more programs than multiprocessors": CONFIG | {"grid": 133},
+    "no programs": CONFIG | {"grid": 0},
+    "a tile that is not compiled for": CONFIG | {"BM": 48},
+    "an unknown kernel": CONFIG | {"kernel": "other"},
+    "text": CONFIG | {"grid": "2"},
+    "K too short": {"kernel": "skinny", "BM": 8, "WK": 8, "WN": 1, "R": 2, "grid": 132},
+    "shared memory": {"kernel": "portable", "BM": 64, "BN": 128, "BK": 128, "SK": 1, "NW": 4, "NS": 9, "MMA": 2},
+    "nothing": {},
+}
+
+
+@pytest.mark.parametrize("config", HANGS.values(), ids=HANGS)
+def test_a_configuration_that_could_wait_forever_is_refused(hopper, config):
+    assert select.can_run(CONFIG, N, K, 132, 227 * 1024)
+    keep(entry(config=config))
+    assert "cannot be launched" in refused("is ignored")
+
+
+def test_measurements_of_other_kernels_are_not_used_and_that_is_said(hopper, monkeypatch):
+    keep(entry())
+    monkeypatch.setattr(measured, "source_digest", lambda: "0123")
+    assert "other kernels or another Triton" in refused("qerl-trl tune")
+
+
+# --- measuring ------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """clock["price"](config) -> microseconds, in the place of a GPU's; the products themselves are computed."""
+    state = {"price": lambda config: 10.0, "timed": []}
+    call = tune.Matrix.call
+
+    def tagged(self, config, x, out, adapter):
+        made = call(self, config, x, out, adapter)
+        made.config = config
+        return made
+
+    def times_us(calls, *_):
+        state["timed"] += [c.config for c in calls]
+        return [state["price"](c.config) for c in calls]
+
+    monkeypatch.setattr(tune.Matrix, "call", tagged)
+    monkeypatch.setattr(tune, "time_us", lambda call, *_: times_us([call])[0])
+    monkeypatch.setattr(tune, "times_us", times_us)
+    return state
+
+
+PORTABLE = {"kernel": "portable", "BM": 32, "BN": 64, "BK": 128, "SK": 2, "NW": 4, "NS": 2, "MMA": 2}
+SHIPPED, FAST, DENSE = PORTABLE, PORTABLE | {"SK": 4}, {"kernel": "dense", "pieces": 1}
+WEIGHT = Weight(96, 512, (64, 32), RANK)
+PRICES = {repr(SHIPPED): 10.0, repr(FAST): 7.0, repr(DENSE): 12.0}
+
+
+def measure(candidates, M=24, seconds=60.0, weight=WEIGHT):
+    return refine.measure(weight, {M: candidates}, 1, time.time() + seconds, "cpu")
+
+
+@interpreted
+def test_the_fastest_is_chosen(gpu, clock):
+    gpu("an Ada", 128, (8, 9), 99)
+    clock["price"] = lambda config: PRICES[repr(config)]
+    found = measure([SHIPPED, FAST, DENSE])
+    (kept,) = found.entries
+    assert (kept["config"], kept["us"], kept["shipped_us"], kept["tokens"], kept["rank"]) == (FAST, 7.0, 10.0, 24, 16)
+    assert not found.unmeasured
+    assert found.text() == "96 x 512: 1 numbers of tokens measured, 1 got another kernel, up to 43% faster (at 24)"
+
+
+@interpreted
+def test_what_is_shipped_stays_where_nothing_is_faster_by_more_than_noise(gpu, clock):
+    gpu("an Ada", 128, (8, 9), 99)
+    clock["price"] = lambda config: 9.95 if config == FAST else 10.0
+    found = measure([SHIPPED, FAST, DENSE])
+    assert found.entries[0]["config"] == SHIPPED and not found.faster()
+    assert "what is shipped is the fastest" in found.text()
+
+
+@interpreted
+@pytest.mark.parametrize("when", ["at once", "after it was timed"])
+def test_a_wrong_product_is_never_chosen_however_fast(gpu, clock, monkeypatch, capsys, when):
+    gpu("an Ada", 128, (8, 9), 99)
+    clock["price"] = lambda config: PRICES[repr(config)]
+    product, calls = ops.product, []
+
+    def wrong(config, x, *rest):
+        product(config, x, *rest)
+        if config == FAST:
+            calls.append(config)
+            if when == "at once" or len(calls) > 1:
+                rest[-1][0, 0] += 1000.0
+
+    monkeypatch.setattr(ops, "product", wrong)
+    assert measure([SHIPPED, FAST, DENSE]).entries[0]["config"] == SHIPPED
+    assert "WRONG" in capsys.readouterr().out
+
+
+@interpreted
+def test_an_element_that_nobody_wrote_is_wrong_wherever_it_is(gpu, clock, monkeypatch):
+    gpu("an Ada", 128, (8, 9), 99)
+    clock["price"] = lambda config: PRICES[repr(config)]
+    product, init = ops.product, tune.Matrix.__init__
+
+    def few_rows(self, *arguments):
+        init(self, *arguments)
+        self.rows, self.reference = self.rows[1:], self.reference[1:]
+        self.unseen = int(set(range(96)).difference(self.rows.tolist()).pop())
+        state.append(self)
+
+    def wrong(config, x, *rest):
+        product(config, x, *rest)
+        if config == FAST:
+            rest[-1][3, state[0].unseen] = math.nan
+
+    state = []
+    monkeypatch.setattr(tune.Matrix, "__init__", few_rows)
+    monkeypatch.setattr(ops, "product", wrong)
+    assert measure([SHIPPED, FAST, DENSE]).entries[0]["config"] == SHIPPED
+
+
+@interpreted
+def test_a_candidate_that_fails_is_dropped(gpu, clock, monkeypatch, capsys):
+    gpu("an Ada", 128, (8, 9), 99)
+    product = ops.product
+
+    def failing(config, *rest):
+        if config == FAST:
+            raise RuntimeError("out of resources")
+        product(config, *rest)
+
+    monkeypatch.setattr(ops, "product", failing)
+    assert measure([SHIPPED, FAST, DENSE]).entries[0]["config"] == SHIPPED
+    assert "out of resources" in capsys.readouterr().out
+
+
+@interpreted
+def test_what_time_leaves_undone_is_told(gpu, clock):
+    gpu("an Ada", 128, (8, 9), 99)
+    found = measure([SHIPPED], seconds=-1.0)
+    assert (found.entries, found.unmeasured) == ([], [24])
+    assert found.text() == "96 x 512: 0 numbers of tokens measured; 1 not measured, what is shipped stays"
+
+
+def test_hoppers_kernels_are_checked_before_they_are_chosen(hopper, clock, emulated, monkeypatch):  # noqa: F811
+    """In the emulator of the Gluon kernels, through launch.py: `times` is the fastest and leaves a shard without its adapter."""
+    shipped = {"kernel": "wgmma", "BM": 32, "P": 2, "S": 5, "permute": True, "grid": 2, "tasks": True}
+    fast, faster = shipped | {"grid": 3}, shipped | {"grid": 4}
+    clock["price"] = lambda config: 10.0 - config["grid"]
+    product = ops.product
+
+    def wrong(config, x, packed, scale, gs, bias, a, b, splits, out):
+        product(config, x, packed, scale, gs, bias, a, torch.zeros_like(b) if config == faster else b, splits, out)
+
+    monkeypatch.setattr(ops, "product", wrong)
+    found = measure([shipped, fast, faster], weight=Weight(256, 512, (128, 128), RANK))
+    assert found.entries[0]["config"] == fast
+    assert "wgmma_kernel" in emulated["launches"]
+
+
+# --- candidates -----------------------------------------------------------------------------------------------------------------------
+
+CARDS = {
+    "H200": ("NVIDIA H200", 132, (9, 0), 227),
+    "Ada": ("an Ada", 128, (8, 9), 99),
+    "A100": ("an A100", 108, (8, 0), 163),
+}
+
+
+@pytest.mark.parametrize("card", CARDS.values(), ids=CARDS)
+@pytest.mark.parametrize("rank", [0, 32])
+def test_candidates_can_run_and_begin_with_what_is_selected_without(gpu, card, rank):
+    gpu(*card)
+    shapes = [*tune.layer_shapes("7B").values(), *tune.layer_shapes("0.5B").values(), (1000, 1040)]
+    for n, k in shapes:
+        for M in (8, 16, 24, 64, 120, 200, 512):
+            found = refine.near(Weight(n, k, (n,), rank), M, 0)
+            now = select.shipped(n, k, M, 0, True)[0]
+            plain = select.with_adapter(now) if rank else now
+            assert found[0] == {name: value for name, value in plain.items() if name != "lora"}
+            assert len({repr(sorted(c.items())) for c in found}) == len(found) <= max(refine.MOST, 9)
+            assert all(select.can_run(c, n, k, card[1], card[3] * 1024) for c in found)
+            assert not any(c["kernel"] == "wide" for c in found), "their switch is off"
+            assert M > 16 or not any(c["kernel"] == "wgmma" for c in found[1:])
+    assert len(refine.near(Weight(4608, 3584, (4608,), 32), 64, 0)) > 1
+
+
+def test_candidates_are_near_the_cheapest(gpu):
+    gpu(*CARDS["H200"])
+    prices = cost.priced(4608, 3584, 160, 132, 96)
+    found = refine.near(Weight(4608, 3584, (3584, 512, 512), 32), 160, 0)
+    assert prices[0][1] in found
+    us = {repr(config): price for price, config in prices}
+    assert all(us[repr(c)] <= refine.MARGIN * prices[0][0] for c in found[1:])
+    assert prices == sorted(prices, key=lambda p: p[0])
+
+
+# --- all of it ------------------------------------------------------------------------------------------------------------------------
+
+
+@interpreted
+def test_a_model_is_measured_kept_and_used(gpu, clock, monkeypatch):
+    gpu("an Ada", 128, (8, 9), 99)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=1))
+    compiled = []
+    monkeypatch.setattr(refine, "compile_launches", lambda launch_all, tell: compiled.append(launch_all))
+    clock["price"] = lambda config: 5.0 if config["kernel"] == "dense" else 10.0
+    said = []
+    alike = Weight(96, 512, (96,), RANK)
+    found = refine.refine([alike, WEIGHT, Weight(64, 256, (64,), 9)], (32, 40), 120.0, said.append)
+    assert [(r.N, r.K, len(r.entries)) for r in found] == [(96, 512, 2), (64, 256, 2)], "one of two alike"
+    assert said == [f"Measuring {r.N} x {r.K}, 2 numbers of tokens ..." for r in found] and len(compiled) == 1
+    for M, expected in ((32, True), (33, True), (41, False)):
+        config, why = select.explain(96, 512, M, 0, True, RANK)
+        assert (config == DENSE, why == select.MEASURED) == (expected, expected)
+    assert select.explain(64, 256, 40, 0, True, 9)[1] == select.MEASURED
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_measured(cache):
+    """The real clock, and what is chosen computes the right product through the front door."""
+    import qerl_nvfp4
+    from qerl_nvfp4 import reference, timing
+
+    n, k, splits = 1024, 2048, (512, 512)
+    (found,) = refine.refine([Weight(n, k, splits, 32)], (8, 16, 64, 136), 100.0)
+    assert [e["tokens"] for e in found.entries] == [8, 16, 64, 136], found.text()
+    packed, scale = timing.random_weight(n, k, 0)
+    gs = torch.tensor([2048.0], device="cuda")
+    a = torch.randn(64, k, device="cuda", dtype=torch.bfloat16) / k**0.5
+    b = torch.randn(n, 32, device="cuda", dtype=torch.bfloat16)
+    for M in (1, 8, 13, 61, 130):
+        (row,) = qerl_nvfp4.selected(n, k, (M,), rank=32)
+        assert row.why == select.MEASURED
+        x = torch.randn(M, k, device="cuda", dtype=torch.bfloat16)
+        exact = x.float() @ reference.dequantize(packed, scale, gs, torch.float32).T
+        exact += reference.lora(x.float(), a.float(), b.float(), splits)
+        y = qerl_nvfp4.linear(x, packed, scale, gs, None, a, b, splits)
+        assert timing.relative_error(y, exact) < tune.TOLERANCE
+
+
+def test_what_cannot_be_measured_is_refused(monkeypatch, hopper):
+    with pytest.raises(ValueError, match=r"tokens \[12\].*multiples of 8"):
+        refine.refine([WEIGHT], (8, 12))
+    with pytest.raises(ValueError, match="multiples of 8"):
+        refine.refine([WEIGHT], ())
+    monkeypatch.setattr(ops, "use_gluon", lambda index: False)
+    with pytest.raises(RuntimeError, match="nothing to tune: this Triton lacks"):
+        refine.refine([WEIGHT])
+    monkeypatch.setattr(ops, "is_available", lambda device=None: False)
+    with pytest.raises(RuntimeError, match="nothing to tune"):
+        refine.refine([WEIGHT])
