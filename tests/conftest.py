@@ -12,6 +12,7 @@ from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ["QERL_NVFP4_TUNED"] = "0"  # what somebody measured on this machine decides about no test
 
 import pytest
 import torch

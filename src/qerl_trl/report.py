@@ -12,6 +12,7 @@ from torch import nn
 
 from .memory.formulas import model_bytes, optimizer_bytes
 from .memory.plan import plan_trainer
+from .nvfp4.kernels import selected_for_model
 from .nvfp4.linear import NVFP4Linear, describe
 
 _PACKAGES = (
@@ -100,8 +101,12 @@ def banner(trainer) -> str:
         "memory": plan.summary(),
         "unlike TRL": "; ".join(unlike_trl(args)) or "nothing but the checks",
     }
+    elsewhere = args.use_vllm and args.vllm_mode == "server"
+    if kernels := [] if elsewhere else selected_for_model(model, plan.work.lora_rank):
+        rows["kernels"] = "\n".join(kernels)
     width = max(map(len, rows))
-    return "\n".join(f"  {name:<{width}}  {text}" for name, text in rows.items())
+    below = f"\n{'':<{width + 4}}"
+    return "\n".join(f"  {name:<{width}}  {text.replace(chr(10), below)}" for name, text in rows.items())
 
 
 def unlike_trl(args: Any) -> list[str]:

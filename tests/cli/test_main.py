@@ -23,7 +23,7 @@ from tests.publish.test_export import IDS, make_policy
 from tests.publish.test_hub import REPO, server  # noqa: F401  (a fixture)
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMANDS = ("quantize", "merge", "push", "train", "arms", "eval", "plan", "doctor", "plot")
+COMMANDS = ("quantize", "merge", "push", "train", "arms", "eval", "plan", "tune", "doctor", "plot")
 
 
 def call(*arguments):

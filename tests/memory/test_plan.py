@@ -8,7 +8,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 
-from qerl_trl import QeRLConfig, QeRLGRPOTrainer
+from qerl_trl import QeRLConfig, QeRLGRPOTrainer, report
 from qerl_trl.memory.cards import by_card, gpu_of_card, in_words
 from qerl_trl.memory.formulas import engine_kv_bytes, model_bytes, predicted_bytes, shape_of
 from qerl_trl.memory.plan import GIB, Gpu, plan_run, plan_trainer, relief
@@ -269,7 +269,7 @@ def make_trainer(tiny_model_dir, tiny_tokenizer, tmp_path):
     return make
 
 
-def test_a_trainer_plans_with_its_own_data_and_counts_its_own_model(make_trainer):
+def test_a_trainer_plans_with_its_own_data_and_counts_its_own_model(make_trainer, monkeypatch):
     trainer = make_trainer(["a", "a prompt of some length", "b"], gradient_accumulation_steps=2)
     made = trainer.memory_plan
     assert made is plan_trainer(trainer)
@@ -282,6 +282,11 @@ def test_a_trainer_plans_with_its_own_data_and_counts_its_own_model(make_trainer
     assert sizes["frozen base, nvfp4"] == counted.base and sizes["adapter, rank 4"] == counted.trained
     assert made.gpu is None and made.max_model_len == 64
     assert "planned peak" in banner(trainer) and "4 per prompt" in banner(trainer)
+    assert "\n  kernels" not in banner(trainer), "on a CPU there are none"
+    monkeypatch.setattr(
+        report, "selected_for_model", lambda model, rank: [f"o, rank {rank}: measured", "down: heuristic"]
+    )
+    assert "\n  kernels     o, rank 4: measured\n              down: heuristic" in banner(trainer)
 
 
 def test_a_prompt_that_cannot_fit_stops_a_trainer_at_start(make_trainer):

@@ -1,11 +1,13 @@
-"""Which kernel computes what: the lines of the banner and of `qerl-trl doctor`."""
+"""Which kernel computes what: the lines of the banner and of `qerl-trl doctor`, and the matrices that are tuned."""
 
 import pytest
 import torch
 from torch import nn
 
+from qerl_trl import from_pretrained
 from qerl_trl.nvfp4 import kernels, linear
 from qerl_trl.nvfp4.linear import NVFP4Linear
+from tests.tiny_models import write_packed_checkpoint
 
 qerl_nvfp4 = pytest.importorskip("qerl_nvfp4")
 
@@ -54,12 +56,51 @@ def l40s(monkeypatch):
     select.explain.cache_clear()
 
 
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "phi3"])
+def test_the_matrices_of_a_checkpoint_are_those_of_the_loaded_model(tiny_model_dir, family):
+    folder = tiny_model_dir(family)
+    found = kernels.matrices_of_checkpoint(folder)
+    assert found == kernels.packed_matrices(from_pretrained(folder))
+    assert all(matrix.number == 2 for matrix in found), "layers"
+    assert any(len(matrix.rows) == 3 for matrix in found) == (family != "phi3")
+
+
+def test_the_matrices_of_a_packed_checkpoint_are_those_that_it_packs(tmp_path):
+    write_packed_checkpoint(tmp_path / "packed", "qwen2", "compressed-tensors")
+    found = kernels.matrices_of_checkpoint(tmp_path / "packed")
+    assert len(found) == 4 and found == kernels.packed_matrices(from_pretrained(tmp_path / "packed"))
+
+
 def test_one_line_per_matrix(l40s):
     lines = kernels.selected_for_model(model(), rank=32)
     assert lines == [
         "2 x q_proj + k_proj + v_proj 128 x 64: portable up to 128 tokens, dense for more (heuristic)",
         "2 x o_proj 64 x 64: portable up to 128 tokens, dense for more (heuristic)",
     ]
+
+
+def test_doctor_tells_what_the_user_measured(l40s, monkeypatch, tmp_path):
+    from qerl_nvfp4 import measured, select
+    from qerl_trl.cli import doctor
+
+    monkeypatch.setenv("QERL_NVFP4_CACHE", str(tmp_path))
+    monkeypatch.setenv("QERL_NVFP4_TUNED", "1")
+    rows = [
+        {"N": 37888, "K": 3584, "rank": 32, "tokens": tokens, "config": {"kernel": "dense", "pieces": 1}}
+        for tokens in (64, 72)
+    ]
+    path = measured.write("NVIDIA L40S", 142, rows, lambda *_: True)
+    select.forget_measured()
+    device = torch.device("cuda")
+    assert kernels.measured_by_the_user(device) == ([str(path), "37888 x 3584, rank 32: 2 numbers of tokens"], "")
+    lines = doctor._selected_kernels(device)["kernels"].split("\n")
+    assert ["measured on this GPU" in line for line in lines] == [False, False, True, False]
+    path.write_text("damaged")
+    select.forget_measured()
+    with pytest.warns(RuntimeWarning, match="is ignored"):
+        assert kernels.measured_by_the_user(device)[0] == []
+    assert str(path) in kernels.measured_by_the_user(device)[1]
+    select.forget_measured()
 
 
 def test_doctor_lists_what_a_7b_model_would_use(l40s):

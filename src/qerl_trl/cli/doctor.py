@@ -12,7 +12,7 @@ import torch
 
 from .. import preflight, report
 from ..nvfp4 import linear
-from ..nvfp4.kernels import selected_for_matrices
+from ..nvfp4.kernels import measured_by_the_user, selected_for_matrices
 from ..preflight import Problem
 from .verify import verify
 
@@ -58,6 +58,11 @@ def examine() -> Findings:
             )
     facts["base layers"] = linear.describe(device)
     facts |= _selected_kernels(device)
+    measured, wrong = measured_by_the_user(device)
+    if measured:
+        facts["tuned"] = f"\n{'':<12}".join(measured)
+    if wrong:
+        problems.append(Problem(wrong, "qerl-trl tune MODEL"))
     facts["rollout"], found = _vllm(device)
     problems += found
     facts["hub"], found = _hub()

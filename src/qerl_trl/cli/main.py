@@ -1,6 +1,6 @@
 """The command line `qerl-trl`: the list of commands, and what becomes of their errors.
 
-The commands are in `make`, `run`, `arms` and `ask`; heavy imports happen inside them, so that `--help` is instant.
+The commands are in `make`, `run`, `arms`, `ask` and `tune`; heavy imports happen inside them, so that `--help` is instant.
 
 Exit codes: 0 done; 1 it failed (a file, the hub, a run); 2 the request cannot work (wrong option or input). Results go to standard output
 (as JSON with `--json`), everything else to standard error.
@@ -12,7 +12,7 @@ from typing import NoReturn
 import typer
 
 from .. import redaction
-from . import arms, ask, make, run
+from . import arms, ask, make, run, tune
 
 app = typer.Typer(
     help="Reinforcement learning of LLMs on a frozen 4-bit (NVFP4) base: train, measure, merge, quantize, publish.",
@@ -31,6 +31,7 @@ app.command(context_settings=_TO_THE_EXAMPLE)(run.train)
 app.command(cls=arms.SpreadCommand, context_settings=_TO_THE_EXAMPLE)(arms.arms)
 app.command(name="eval")(run.evaluate)
 app.command()(ask.plan)
+app.command()(tune.tune)
 app.command()(ask.doctor)
 app.command()(ask.plot)
 
