@@ -285,9 +285,7 @@ FAULTS = {
     "noise absent": Fault(("noise", "sigma"), noise_is_not_written, settings={"aqn_num_stages": 2}),
     "noise left on": Fault(("noise",), noise_stays, ask_greedily, step=3),
     "prefix cache refuses to be reset": Fault(("prefix cache",), at_end_of=refuse_reset, again=True),
-    "prefix cache not reset": Fault(
-        ("disagree",), at_end_of=forget_reset, step=0, settings={"learning_rate": 3e-2, "max_steps": 8, "aqn": False}
-    ),
+    "prefix cache not reset": Fault(("attention states of other weights", "enable_prefix_caching"), at_end_of=forget_reset, settings={"aqn": False}),
     "weight of the engine damaged": Fault(("no longer holds what was put into it",), at_end_of=damage, settings={"share_weights": False}),
     "awake with a damaged weight": Fault(
         ("no longer holds what was put into it", "vllm_enable_sleep_mode=False"), at_end_of=wake_wrong(damage), again=True, gpu=True,

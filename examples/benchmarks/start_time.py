@@ -24,6 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,19 +83,27 @@ def start_ours(clock: Clock, checkpoint: Path, device: str) -> Callable[[int, in
     """A trainer with its engine; returns what rolls out (sequences, new tokens)."""
     from datasets import Dataset
     from peft import LoraConfig
+    from trl.trainer import grpo_trainer
 
     from qerl_trl import QeRLConfig, QeRLGRPOTrainer
+    from qerl_trl import trainer as trainer_module
     from qerl_trl.noise.callback import AQNCallback
     from qerl_trl.rollout import generation
     from qerl_trl.rollout.vllm import compile_ahead, in_process
 
     clock.watch(generation.QeRLVLLMGeneration, "_init_vllm", "engine and probe")
-    clock.watch(in_process, "LLM", "  LLM(...)")
+    clock.watch(in_process, "WatchedLLM", "  LLM(...)")
     clock.watch(compile_ahead, "precompile", "    kernels")
     clock.watch(in_process, "fuse_storage", "  one storage")
     clock.watch(generation.QeRLVLLMGeneration, "run_probe", "  probe")
     clock.watch(generation.QeRLVLLMGeneration, "sync_weights", "    adapter into the engine")
+    clock.watch(grpo_trainer, "create_model_from_path", "weights, quantized while they load")
+    clock.watch(grpo_trainer, "get_peft_model", "adapter")
+    clock.watch(trainer_module, "plan_trainer", "plan of memory")
+    clock.watch(trainer_module.base_identity, "shared_base_sha256", "fingerprint of the base")
     clock.watch(AQNCallback, "attach", "noise: find the norms")
+    clock.watch(generation.QeRLVLLMGeneration, "probe_noise", "noise: probe")
+    clock.watch(trainer_module, "prepare", "update: fuse, pack, compile")
     arguments = QeRLConfig(
         output_dir=tempfile.mkdtemp(),
         use_vllm=True,
@@ -169,7 +178,7 @@ def start_vllm(clock: Clock, checkpoint: Path, device: str, lora: Path | None) -
 def run_case(case: str, checkpoint: Path, device: str, lora: Path, started: float) -> dict:
     clock = Clock(started)
     modules = ["torch", "transformers", "vllm", *(["trl", "qerl_trl.trainer"] if case == "ours" else [])]
-    clock.part("imports", lambda: [importlib.import_module(name) for name in modules])
+    clock.part("imports", lambda: [clock.part(f"  {name}", partial(importlib.import_module, name)) for name in modules])
     heard = Heard(clock)
     logging.getLogger("vllm").addHandler(heard)
     if case == "ours":

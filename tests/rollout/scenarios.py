@@ -415,6 +415,14 @@ def live(folder: Path) -> dict:
     g.llm.reset_prefix_cache = lambda: False
     results["refused reset"] = error_of(g.sync_weights)
     del g.llm.reset_prefix_cache
+    block = g.llm.llm_engine.vllm_config.cache_config.block_size
+    long = [[10 + i * j % 40 for j in range(block + 8)] for i in range(1, 5)]
+    g.generate(long, None, 1)
+    g.llm.reset_prefix_cache = lambda: True  # and forgets nothing
+    randomize(policy, 31)
+    results["stale cache"] = error_of(lambda: g.generate(long, None, 1))
+    del g.llm.reset_prefix_cache
+    g.engine.reset_prefix_cache()
 
     def dies(*args, **kwargs):
         raise RuntimeError("EngineCore died")

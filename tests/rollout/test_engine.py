@@ -133,6 +133,10 @@ def test_refused_cache_reset_is_an_error(live):
     assert live["refused reset"].startswith("RolloutError") and "prefix cache" in live["refused reset"]
 
 
+def test_a_cache_that_was_not_reset_is_noticed(live):
+    assert live["stale cache"].startswith("RolloutError") and "attention states of other weights" in live["stale cache"]
+
+
 @pytest.mark.parametrize(
     ("case", "cause"), [("dead engine", "EngineCore died"), ("hanging engine", "rollout_timeout=0.5")]
 )

@@ -49,3 +49,17 @@ def test_sleep_unmaps_the_kv_cache_only(monkeypatch, has_discard):
     calls.clear()
     backend.resume(None)
     assert calls == [("map", 20), ("map", 30)]
+
+
+def test_a_neighbour_that_takes_memory_is_named():
+    """vLLM compares what the whole GPU has free before and after its sleep."""
+    from qerl_trl.rollout.engine import RolloutError
+    from qerl_trl.rollout.vllm.in_process import InProcessEngine
+
+    def sleep(level):
+        raise AssertionError("Memory usage increased after sleeping.")
+
+    engine = object.__new__(InProcessEngine)
+    engine.sleeps, engine.asleep, engine.llm = True, False, SimpleNamespace(sleep=sleep)
+    with pytest.raises(RolloutError, match=r"Another process on the same GPU.*vllm_enable_sleep_mode=False"):
+        engine.sleep()

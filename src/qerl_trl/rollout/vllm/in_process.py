@@ -16,6 +16,7 @@ from ..engine import Completion, Engine, Held, RolloutError, Sampling
 from ..spec import EngineSpec
 from ..wire import AdapterTensors
 from . import isolation, loader
+from .reuse import WatchedLLM
 from .sleep import use_kv_only_sleep
 from .state import RolloutState
 
@@ -49,7 +50,7 @@ class InProcessEngine(Engine):
         loader.publish(model, alias=share)
         try:
             own = {"enable_sleep_mode": sleeps, **isolation.arguments(model, spec, arguments or {})}
-            self.llm: LLM | None = LLM(**{**spec.llm_arguments(), **own, **(arguments or {})})
+            self.llm: WatchedLLM | None = WatchedLLM(**{**spec.llm_arguments(), **own, **(arguments or {})})
         finally:
             loader.publish(None)
         if sleeps and share:
@@ -60,21 +61,24 @@ class InProcessEngine(Engine):
         self.state.watch(_runner(self.llm))
 
     @property
-    def _running(self) -> LLM:
+    def _running(self) -> WatchedLLM:
         if self.llm is None:
             raise RolloutError("The engine was closed. Build the trainer again to generate in vLLM.")
         return self.llm
 
     def put_adapter(self, adapter: Mapping[str, AdapterTensors], norms: Mapping[str, torch.Tensor]) -> None:
+        self._running.reuse.changed()
         self.state.load_adapter(adapter, norms)
 
     def put_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self._running.reuse.changed()
         self.state.load_weights(weights)
 
     def set_noise(self, norms: Sequence[str], draw: NoiseDraw) -> float | None:
         if tuple(norms) != self._noisy:
             self.state.remember_clean(norms)
             self._noisy = tuple(norms)
+        self._running.reuse.changed()
         self.state.set_noise(draw)
         return self.state.sigma_effective()
 
@@ -110,7 +114,13 @@ class InProcessEngine(Engine):
     def sleep(self) -> None:
         if self.sleeps and not self.asleep:
             # level 1 brings every byte back at its address: weights, adapter and noisy norms. Level 2 would lose them
-            self._running.sleep(level=1)
+            try:
+                self._running.sleep(level=1)
+            except AssertionError as error:  # vLLM compares what the GPU has free before and after
+                raise RolloutError(
+                    f"vLLM could not go to sleep: {error} Another process on the same GPU took memory meanwhile. Give every process a GPU of its own, "
+                    "or set vllm_enable_sleep_mode=False."
+                ) from error
             self.asleep = True
 
     def wake(self) -> None:

@@ -1,0 +1,85 @@
+"""Whether vLLM reused attention states from before the last change of weights or noise.
+
+Every request's output says how many tokens of its prompt came out of the prefix cache (`RequestOutput.num_cached_tokens`). What was computed
+since the change may: of the requests with one prompt, the first that was scheduled can have reused no more than that prompt shares with
+another prompt of the same call, or with what was sampled since.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from vllm import LLM
+from vllm.outputs import RequestOutput
+
+from ..engine import RolloutError
+
+
+class PrefixReuse:
+    """Looks at what comes out of an engine, and remembers it until the next change."""
+
+    def __init__(self) -> None:
+        #: prompts with their completions, token ids
+        self._computed: set[tuple[int, ...]] = set()
+
+    def changed(self) -> None:
+        """The engine has other weights or other noise now."""
+        self._computed.clear()
+
+    def check(self, outputs: Iterable[Any]) -> None:
+        """Look at all outputs of one call; those of pooling, of embeddings and of engines without a prefix cache say nothing.
+
+        Raises:
+            [`RolloutError`]: a prompt's states are from before the change.
+        """
+        reused: dict[tuple[int, ...], int] = {}
+        #: sequence -> the prompts that it came of in this call, () for an earlier one
+        owners: dict[tuple[int, ...], set[tuple[int, ...]]] = {sequence: {()} for sequence in self._computed}
+        for output in outputs:
+            if isinstance(output, RequestOutput) and output.prompt_token_ids and output.num_cached_tokens is not None:
+                prompt = tuple(output.prompt_token_ids)
+                reused[prompt] = min(reused.get(prompt, len(prompt)), output.num_cached_tokens)
+                for completion in output.outputs:
+                    owners.setdefault((*prompt, *completion.token_ids), set()).add(prompt)
+        if not reused:
+            return
+        # not even the first of them all began with nothing
+        stale = not self._computed and min(reused.values()) > 0
+        order = sorted(owners)
+        for prompt, count in reused.items():
+            most = 0 if stale else _shared(prompt, order, owners)
+            if count > most:
+                raise RolloutError(
+                    f"vLLM answered from attention states of other weights or other noise: of a prompt of {len(prompt)} tokens it took {count} from "
+                    f"its prefix cache, where at most {most} can have been computed since the last update. The cache was not reset after it, or not "
+                    "entirely. Restart the engine, or switch the cache off: vllm_engine_kwargs={'enable_prefix_caching': False}."
+                )
+        self._computed |= set(owners)
+
+
+def _shared(
+    prompt: tuple[int, ...], order: Sequence[tuple[int, ...]], owners: Mapping[tuple[int, ...], set[tuple[int, ...]]]
+) -> int:
+    """Tokens that `prompt` begins with as a sequence of `order` does which is not one of its own: in sorted order, the nearest ones."""
+    right = left = bisect_left(order, prompt)
+    while right < len(order) and owners[order[right]] == {prompt}:
+        right += 1
+    near = [*order[max(0, left - 1) : left], *order[right : right + 1]]
+    return max((_common(prompt, other) for other in near), default=0)
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+class WatchedLLM(LLM):
+    """vLLM's `LLM`, whose answers are looked at, whoever asks: TRL, a rollout function, the evaluation."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.reuse = PrefixReuse()
+        super().__init__(*args, **kwargs)
+
+    def generate(self, *args: Any, **kwargs: Any) -> list[RequestOutput]:
+        outputs = super().generate(*args, **kwargs)
+        self.reuse.check(outputs)
+        return outputs
