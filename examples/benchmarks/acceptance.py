@@ -45,8 +45,8 @@ CARDS = {
     "14b": {"nvfp4": 48, "nvfp4 without noise": 48, "bf16": 80, "nf4": 48},
     "32b": {"nvfp4": 80, "nvfp4 without noise": 80},
 }
-#: of one GPU, in GiB, and runs on it at a time
-CAPACITY, SIDE_BY_SIDE = 134, 4
+#: runs on one GPU at a time
+SIDE_BY_SIDE = 4
 PROBLEMS, HELD_OUT = 512, 32
 #: process groups of runs that have not ended; none outlives this script
 RUNNING: set[int] = set()
@@ -234,6 +234,9 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=240.0, help="Seconds that one run may take.")
     parser.add_argument("--limit", type=float, default=570.0, help="Seconds after which no further run starts.")
     parser.add_argument("--gpus", type=int, nargs="+", help="Indices of the GPUs to use. Default: all.")
+    parser.add_argument(
+        "--capacity", type=float, default=134.0, help="GiB that cards side by side add up to on one GPU."
+    )
     parser.add_argument("--no-command-line", action="store_true")
     parser.add_argument("--extra", nargs=argparse.REMAINDER, default=[], help="Further options of every run.")
     options = parser.parse_args()
@@ -263,7 +266,7 @@ def main() -> None:
         "runs": [],
         "command_line": [],
     }
-    lock, free, written = threading.Condition(), {gpu: [CAPACITY, SIDE_BY_SIDE] for gpu in gpus}, {}
+    lock, free, written = threading.Condition(), {gpu: [options.capacity, SIDE_BY_SIDE] for gpu in gpus}, {}
 
     def ready(size: str) -> threading.Event:
         return written.setdefault(size, threading.Event())
