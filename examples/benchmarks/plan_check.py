@@ -1,6 +1,6 @@
 """Is the planned peak of GPU memory what a run takes? Whole training steps on random weights in the Qwen2.5 shapes, beside the plan.
 
-    python examples/benchmarks/plan_check.py --output memory_h100.json               # all workloads, at most 6 minutes on 80 GB
+    python examples/benchmarks/plan_check.py --output memory_h200.json               # all workloads, at most 6 minutes
     python examples/benchmarks/plan_check.py --only 7b-4x4096-sleep 32b-1x512-sleep  # some of them
     python examples/benchmarks/plan_check.py --plan                                  # only what is planned; needs no GPU
     python examples/benchmarks/plan_check.py --only tiny tiny-engine --device cpu    # dry run, nothing measured

@@ -24,9 +24,9 @@ ROLLOUT = ROOT / "examples/benchmarks/results/rollout_speed_h200.json"
 KERNELS = ROOT / "kernels/benchmarks/results/h200.json"
 TRAINING = ROOT / "examples/benchmarks/results/train_step_h200.json"
 PLAN = ROOT / "examples/benchmarks/results/memory_h200.json"
-PLAN_NOW = ROOT / "examples/benchmarks/results/memory_h100.json"
 UPDATE = ROOT / "examples/benchmarks/results/update_speed_h200.json"
 STEP = ROOT / "examples/benchmarks/results/step_h200.json"
+FAULTS = ROOT / "examples/benchmarks/results/faults_h200.json"
 ARCHITECTURES = ROOT / "docs/architectures.json"
 TUNERS = ROOT / "docs/peft.json"
 PEERS = ROOT / "docs/peers.json"
@@ -97,28 +97,58 @@ def training() -> str:
         f"| {names[run['kind']]} | {run['step_s']:.2f} | {run['weights_GiB']:.1f} | {run['peak_GiB']:.1f} |"
         for run in record["runs"]
     ]
-    source, plan = TRAINING.relative_to(ROOT), json.loads(PLAN.read_text())
-    plans = [row for row in plan["memory"] if "measured_gib" in row]
-    sizes = sorted({row["shape"] for row in plans}, key=lambda size: int(size[:-1]))
+    source = TRAINING.relative_to(ROOT)
     return (
         "\n".join(rows)
         + f"\n\nBefore the update was made faster: one training step of the {record['size'].upper()} shape, {record['batch']} x {record['tokens']} tokens, rank-32 LoRA, gradient "
-        f"checkpointing. {record['device']}, torch {record['versions']['torch']}, commit {record['commit'][:7]}, [{source.name}]({source}). "
-        f"The plan of memory was then 0 to 10 % above what a run took of the GPU in {len(plans)} workloads of {', '.join(s.upper() for s in sizes)} "
-        f"([{PLAN.name}]({PLAN.relative_to(ROOT)}); one of its constants was set by these runs). The plans in the table above are of before its formulas knew the faster update."
-        + plan_now()
+        f"checkpointing. {record['device']}, torch {record['versions']['torch']}, commit {record['commit'][:7]}, [{source.name}]({source})."
     )
 
 
-def plan_now() -> str:
-    """How far the plan is off, of the update as it is; nothing where it was not measured."""
-    if not PLAN_NOW.is_file():
-        return ""
-    record = json.loads(PLAN_NOW.read_text())
-    ratios = [row["ratio"] for row in record["memory"] if "ratio" in row]
+def plan() -> str:
+    """The planned peak of memory beside the measured one."""
+    record = json.loads(PLAN.read_text())
+    measured = [row for row in record["memory"] if "measured_gib" in row]
+    rows = ["| workload | planned, GiB | measured, GiB | planned above |", "|---|---:|---:|---:|"]
+    for row in sorted(measured, key=lambda row: row["measured_gib"]):
+        work, size = row["workload"], row["shape"].upper()
+        each = f"{work['batch']} x {work['prompt_length']} + {work['completion_length']} tokens"
+        base = {"nvfp4": "", "bf16": ", bf16"}[work["base_format"]]
+        how = ", sleeps" if work["sleep"] else ", transformers generates" if work["rollout"] == "transformers" else ""
+        kept = work.get("kept_layers", 0)
+        how += (
+            f", {kept} layers keep activations"
+            if kept
+            else ", nothing recomputed"
+            if not work["gradient_checkpointing"]
+            else ""
+        )
+        how += "" if work["compiled"] else ", not compiled"
+        rows.append(
+            f"| {size}{base}, {each}{how} | {row['planned_gib']:.1f} | {row['measured_gib']:.1f} | {100 * row['error']:.1f} % |"
+        )
+    commits = ", ".join(dict.fromkeys(row.get("commit", record["commit"])[:7] for row in measured))
+    source = PLAN.relative_to(ROOT)
     return (
-        f" With them it planned {min(ratios):.2f} to {max(ratios):.2f} times what a run took, in {len(ratios)} workloads "
-        f"({record['device']}, commit {record['commit'][:7]}, [{PLAN_NOW.name}]({PLAN_NOW.relative_to(ROOT)}))."
+        "\n".join(rows)
+        + f"\n\nWhole training steps with a rollout each, random weights, rank-32 LoRA; measured by NVML, CUDA context included. {record['device']}, commit {commits}, "
+        f"[{source.name}]({source})."
+    )
+
+
+def faults_on_gpu() -> str:
+    """Faults injected into training on a GPU."""
+    record = json.loads(FAULTS.read_text())
+    rows = ["| fault | caught | goes on afterwards |", "|---|---|---|"]
+    again = {None: "", True: "yes", False: "no"}
+    for row in record["faults"]:
+        caught = row["when"] if row["caught"] else "no" if row["fault"] != "healthy" else "nothing, as it should"
+        rows.append(f"| {row['fault']} | {caught} | {again[row['recovered']]} |")
+    commits = ", ".join(dict.fromkeys(row.get("commit", record["commit"])[:7] for row in record["faults"]))
+    source = FAULTS.relative_to(ROOT)
+    return (
+        "\n".join(rows)
+        + f"\n\n{record['gpu']}, vLLM {record['versions']['vllm']}, commit {commits}, [{source.name}]({source})."
     )
 
 
@@ -315,9 +345,11 @@ TABLES: dict[str, Callable[[], str]] = {
     "demo": demo,
     "embedded_arms": embedded,
     "faults": catalog.table,
+    "faults_on_gpu": faults_on_gpu,
     "kernels": kernels,
     "notebooks": notebooks,
     "peers": peers,
+    "plan": plan,
     "rollout": rollout,
     "speed": speed,
     "step": step,

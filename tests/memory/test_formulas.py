@@ -19,7 +19,7 @@ from qerl_trl.memory.plan import plan_run
 from qerl_trl.memory.workload import Workload, _together
 from qerl_trl.update import balance, lora_linear, row
 from qerl_trl.update.compiled import compile_layers
-from tests.shapes import SEVEN_B, THIRTY_TWO_B, THREE_B
+from tests.shapes import FOURTEEN_B, SEVEN_B, THIRTY_TWO_B, THREE_B
 from tests.tiny_models import make_tiny_config
 
 WORK = Workload(batch=2, prompt_length=16, completion_length=32, completions=4, lora_rank=4, padded=False)
@@ -160,7 +160,7 @@ STEPS = {row["name"]: row for row in json.loads((RESULTS / "step_h200.json").rea
 @pytest.mark.parametrize("measured", MEASURED, ids=lambda row: row["name"])
 def test_peaks_measured_on_a_gpu_are_planned_from_zero_to_ten_percent_above(measured):
     """What a whole process took of the GPU, by NVML. `CONTEXT_BYTES` was set by these runs; nothing else was."""
-    shape = formulas.shape_of({"3b": THREE_B, "7b": SEVEN_B, "32b": THIRTY_TWO_B}[measured["shape"]])
+    shape = formulas.shape_of({"3b": THREE_B, "7b": SEVEN_B, "14b": FOURTEEN_B, "32b": THIRTY_TWO_B}[measured["shape"]])
     planned = plan_run(shape, Workload(**measured["workload"]), None).peak
     assert 1.0 <= planned / 2**30 / measured["measured_gib"] <= 1.1
 
