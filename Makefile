@@ -7,8 +7,8 @@ BIN := $(VENV)/bin
 TORCH ?= 2.13.0
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 LOCK := constraints/cpu.txt
-# `make ... LOCK=` installs the newest releases that the requirements allow
-PIP := $(BIN)/pip install --quiet $(if $(LOCK),--constraint $(LOCK) --build-constraint $(LOCK))
+# `make ... LOCK=` installs the newest releases that the requirements allow; most of 20000 files are never imported, and need no bytecode
+PIP := $(BIN)/pip install --quiet --no-compile $(if $(LOCK),--constraint $(LOCK) --build-constraint $(LOCK))
 
 # torch first, in its CPU build, so that nothing below pulls CUDA: from where pip looks, or from PyTorch's index; else the default build
 $(VENV)/.base: pyproject.toml $(LOCK)

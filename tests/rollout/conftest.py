@@ -64,7 +64,7 @@ ENGINE = (
 COLD = ("compiled", "compiled_arms", "tensor_parallel")
 #: whether every architecture is tried in the engine, not a few
 EXHAUSTIVE = os.environ.get("QERL_EXHAUSTIVE") == "1"
-TIMEOUT = 3600 if EXHAUSTIVE else 300
+TIMEOUT = 3600 if EXHAUSTIVE else 600
 #: scenarios at a time: one a core of a small CI machine, or what fits a GPU
 SLOTS = 6 if torch.cuda.is_available() else 2
 #: two processes each that spin on one core: nothing may run beside them
