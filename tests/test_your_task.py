@@ -44,7 +44,7 @@ def test_commands_are_read_as_a_shell_reads_them(script):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_from_nothing_to_a_published_adapter(script, tmp_path):
     """The environment is this one, so that the page's own (git, make, source, pip) is left out."""
     todo = [

@@ -11,6 +11,7 @@ import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(ROOT)]
@@ -22,6 +23,7 @@ PAGES = (ROOT / "README.md", *sorted((ROOT / "docs/source").glob("*.md")))
 CONFIGS = ROOT / "examples/configs"
 ROLLOUT = ROOT / "examples/benchmarks/results/rollout_speed_h200.json"
 KERNELS = ROOT / "kernels/benchmarks/results/h200.json"
+EVERY_SIZE = ROOT / "kernels/benchmarks/results/every_size_h100.json"
 TRAINING = ROOT / "examples/benchmarks/results/train_step_h200.json"
 PLAN = ROOT / "examples/benchmarks/results/memory_h200.json"
 UPDATE = ROOT / "examples/benchmarks/results/update_speed_h200.json"
@@ -85,6 +87,35 @@ def kernels() -> str:
         + "\n\nSpeed relative to cuBLAS bf16 (above 1 is faster), summed over the four matrices of a Qwen2.5 decoder layer; "
         f"rank-{record['lora_rank']} adapter inside the kernel, against bf16 without one. {record['device']}, torch {record['torch']}, "
         f"triton {record['triton']}, commit {record['commit'][:7]}, [{source.name}]({source})."
+    )
+
+
+def every_size() -> str:
+    """Summed over the matrices of a decoder layer, adapter included: what was selected without the wide tiles, and the fastest there is."""
+    record = json.loads(EVERY_SIZE.read_text())
+    sums: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for row in record["matrices"]:
+        sums.setdefault((row["matrix"].rpartition(".")[0], row["M"]), []).append(row)
+    whole = {key: rows for key, rows in sums.items() if len(rows) == 4 and key[1] <= 512}
+    models = sorted({model for model, _ in whole}, key=lambda model: -float(model[:-1]))
+    head = [f"{model}: {which}" for model in models for which in ("selected", "fastest candidate")]
+    rows = [f"| tokens | {' | '.join(head)} |", "|" + "---:|" * (1 + len(head))]
+    for tokens in sorted({tokens for _, tokens in whole}):
+        cells = []
+        for model in models:
+            found = whole.get((model, tokens), [])
+            bf16 = sum(row["bf16_us"] for row in found)
+            cells += [
+                f"{bf16 / sum(row[key] for row in found):.2f}" if found else "" for key in ("shipped_us", "best_us")
+            ]
+        rows.append(f"| {tokens} | {' | '.join(cells)} |")
+    source = EVERY_SIZE.relative_to(ROOT)
+    return (
+        "\n".join(rows)
+        + f"\n\nSpeed relative to cuBLAS bf16 without an adapter, products timed one by one, rank-{record['lora_rank']} adapter inside ours. Selected: by the "
+        "tuned table and, between its numbers, by what preceded the present cost model, which was fitted to these rows; it has not been timed with the wide "
+        "tiles off. Fastest candidate: wide tiles included, which are **off** unless `QERL_NVFP4_WIDE=1` asks for them, until their GPU tests have run. "
+        f"{record['device']}, torch {record['torch']}, triton {record['triton']}, commit {record['commit'][:7]}, [{source.name}]({source})."
     )
 
 
@@ -245,7 +276,8 @@ def cards() -> str:
         rows.append(f"| {model[1]} | {card[1]} | `{command}` |")
     return "\n".join(rows) + (
         "\n\nMore memory runs more completions at a time; the first lines of each file say how many. The cards come from the memory plan, which "
-        "is an upper bound ([measured](docs/source/benchmarks.md) on an H200); no other card was there to run them on."
+        "is an upper bound ([measured](docs/source/benchmarks.md#training) on an H200 and an H100, the latter as a card of 24 GiB); no other card was "
+        "there to run them on."
     )
 
 
@@ -344,6 +376,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "cards": cards,
     "demo": demo,
     "embedded_arms": embedded,
+    "every_size": every_size,
     "faults": catalog.table,
     "faults_on_gpu": faults_on_gpu,
     "kernels": kernels,

@@ -193,7 +193,9 @@ class EntropyTargetSchedule(NoiseSchedule):
                 "`entropy` that a short run without noise logs is a good first value."
             )
         if not math.isfinite(self.gain) or self.gain <= 0:
-            raise ValueError(f"gain={self.gain} does not steer. Pass a positive number; 1.0 is the default.")
+            raise ValueError(
+                f"gain={self.gain} does not steer. Pass a positive number; {type(self).gain} is the default."
+            )
 
     def sigma(self, step: int, total_steps: int, log_history: Sequence[Mapping[str, Any]] = ()) -> float:
         self.stage(step, total_steps)
