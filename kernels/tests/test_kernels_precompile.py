@@ -129,6 +129,31 @@ def test_a_launch_compiles_nothing(h200, compilations):
     assert not compilations, "found in memory"
 
 
+@inside
+def test_candidates_are_compiled_before_they_are_timed(h200, compilations):
+    """What refine.py measures; one that cannot be launched is named, and stops nobody."""
+    from qerl_nvfp4 import refine, tune
+    from qerl_nvfp4.precompile import Weight
+
+    weight = Weight(N, K, SPLITS, RANK)
+    tried = {
+        8: [{"kernel": "skinny", "BM": 8, "WK": 4, "WN": 1, "R": 2, "grid": 64, "cost": 3}],
+        64: [{"kernel": "wgmma", "BM": 64, "P": 2, "S": 4, "permute": True, "grid": 4, "tasks": True}],
+        128: [{"kernel": "dense", "pieces": 1}],
+    }
+    said: list[str] = []
+    refine.compile_ahead([(weight, tried | {72: [{"kernel": "wgmma", "BM": 64, "P": "2", "S": 4}]})], said.append)
+    assert any("not compiled ahead" in line and "'P': '2'" in line for line in said)
+    assert {"skinny_kernel", "wgmma_kernel"} <= {name for name, _ in compilations}
+    compilations.clear()
+    matrix = tune.Matrix(N, K, SPLITS, 1, RANK, "cpu")
+    for M, configs in tried.items():
+        x, out = matrix.problem(M)
+        for config in configs:
+            matrix.call(config, x, out, True)(0)
+    assert "wgmma_kernel" in h200.launched and not compilations, "found in memory"
+
+
 def variants(weight, tokens) -> set:
     """Triton's keys of what these numbers of tokens would compile; nothing is compiled."""
     from qerl_nvfp4 import launch, precompile
@@ -208,7 +233,7 @@ def test_in_fresh_processes(tmp_path):
         "-rA",
     ]
     # what the second process finds on the disk is for those that compile; the others would only repeat what they said
-    for state, chosen, passed in (("cold", [], 16), ("warm", ["-k", "not no_other_number_of_tokens"], 4)):
+    for state, chosen, passed in (("cold", [], 17), ("warm", ["-k", "not no_other_number_of_tokens"], 5)):
         environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
         environment |= {"QERL_PRECOMPILE_TEST": state, "TRITON_CACHE_DIR": str(tmp_path)}
         result = subprocess.run([*command, *chosen], capture_output=True, text=True, env=environment, timeout=600)
