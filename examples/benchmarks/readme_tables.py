@@ -9,7 +9,7 @@ import os
 import re
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,13 @@ PEERS = ROOT / "docs/peers.json"
 NOTEBOOKS = ROOT / "docs/notebooks.json"
 
 
+def measured_by(path: Path, device: str, commits: Iterable[str], **versions: str) -> str:
+    """What the note below a table of measurements ends with: the device, versions of packages, the commits, and a link to the file."""
+    packages = [f"{name} {version}" for name, version in versions.items()]
+    short = ", ".join(dict.fromkeys(commit[:7] for commit in commits))
+    return ", ".join([device, *packages, f"commit {short}", f"[{path.name}]({path.relative_to(ROOT)})"])
+
+
 def architectures() -> str:
     """What works for which model; what is refused is quoted below."""
     record = json.loads(ARCHITECTURES.read_text())
@@ -58,11 +65,10 @@ def architectures() -> str:
 def embedded() -> str:
     record = json.loads(embedded_arms.RESULTS.read_text())
     first = record["runs"][0]
-    source = embedded_arms.RESULTS.relative_to(ROOT)
+    versions = {name: first["versions"][name] for name in ("torch", "trl")}
     return (
         f"{embedded_arms.table(record)}\n\n{first['steps']} steps, {first['before']['total']} held-out problems, accuracy in percent; "
-        f"{first['device']}, torch {first['versions']['torch']}, trl {first['versions']['trl']}; commit {record['commit']}, "
-        f"[{source.name}]({source})."
+        f"{measured_by(embedded_arms.RESULTS, first['device'], [record['commit']], **versions)}."
     )
 
 
@@ -81,12 +87,12 @@ def kernels() -> str:
             ratios = (entry["marlin_ratio"], entry["ratio"], entry["bf16_us"] / entry["ours_lora_us"])
             cells += [f"{ratio:.2f}" for ratio in ratios]
         rows.append(f"| {tokens} | {' | '.join(cells)} |")
-    source = KERNELS.relative_to(ROOT)
+    versions = {name: record[name] for name in ("torch", "triton")}
     return (
         "\n".join(rows)
         + "\n\nSpeed relative to cuBLAS bf16 (above 1 is faster), summed over the four matrices of a Qwen2.5 decoder layer; "
-        f"rank-{record['lora_rank']} adapter inside the kernel, against bf16 without one. {record['device']}, torch {record['torch']}, "
-        f"triton {record['triton']}, commit {record['commit'][:7]}, [{source.name}]({source})."
+        f"rank-{record['lora_rank']} adapter inside the kernel, against bf16 without one. "
+        f"{measured_by(KERNELS, record['device'], [record['commit']], **versions)}."
     )
 
 
@@ -128,11 +134,10 @@ def training() -> str:
         f"| {names[run['kind']]} | {run['step_s']:.2f} | {run['weights_GiB']:.1f} | {run['peak_GiB']:.1f} |"
         for run in record["runs"]
     ]
-    source = TRAINING.relative_to(ROOT)
     return (
         "\n".join(rows)
         + f"\n\nBefore the update was made faster: one training step of the {record['size'].upper()} shape, {record['batch']} x {record['tokens']} tokens, rank-32 LoRA, gradient "
-        f"checkpointing. {record['device']}, torch {record['versions']['torch']}, commit {record['commit'][:7]}, [{source.name}]({source})."
+        f"checkpointing. {measured_by(TRAINING, record['device'], [record['commit']], torch=record['versions']['torch'])}."
     )
 
 
@@ -158,12 +163,11 @@ def plan() -> str:
         rows.append(
             f"| {size}{base}, {each}{how} | {row['planned_gib']:.1f} | {row['measured_gib']:.1f} | {100 * row['error']:.1f} % |"
         )
-    commits = ", ".join(dict.fromkeys(row.get("commit", record["commit"])[:7] for row in measured))
-    source = PLAN.relative_to(ROOT)
+    commits = [row.get("commit", record["commit"]) for row in measured]
     return (
         "\n".join(rows)
-        + f"\n\nWhole training steps with a rollout each, random weights, rank-32 LoRA; measured by NVML, CUDA context included. {record['device']}, commit {commits}, "
-        f"[{source.name}]({source})."
+        + f"\n\nWhole training steps with a rollout each, random weights, rank-32 LoRA; measured by NVML, CUDA context included. "
+        f"{measured_by(PLAN, record['device'], commits)}."
     )
 
 
@@ -175,12 +179,8 @@ def faults_on_gpu() -> str:
     for row in record["faults"]:
         caught = row["when"] if row["caught"] else "no" if row["fault"] != "healthy" else "nothing, as it should"
         rows.append(f"| {row['fault']} | {caught} | {again[row['recovered']]} |")
-    commits = ", ".join(dict.fromkeys(row.get("commit", record["commit"])[:7] for row in record["faults"]))
-    source = FAULTS.relative_to(ROOT)
-    return (
-        "\n".join(rows)
-        + f"\n\n{record['gpu']}, vLLM {record['versions']['vllm']}, commit {commits}, [{source.name}]({source})."
-    )
+    commits = [row.get("commit", record["commit"]) for row in record["faults"]]
+    return "\n".join(rows) + f"\n\n{measured_by(FAULTS, record['gpu'], commits, vLLM=record['versions']['vllm'])}."
 
 
 def update() -> str:
@@ -202,12 +202,10 @@ def update() -> str:
             f"| {name} | {seconds['checkpointed']:.3f} | {peak['checkpointed']:.1f} | {seconds['plain']:.3f} | {peak['plain']:.1f} | "
             f"{seconds['forward']:.3f} |"
         )
-    source = UPDATE.relative_to(ROOT)
     return (
         "\n".join(rows)
         + f"\n\nForward and backward of {record['sequences']} x {record['tokens_each']} tokens of the {record['size'].upper()} shape, rank-32 LoRA, "
-        f"adapter without dropout. {record['device']}, torch {record['versions']['torch']}, commit {record['commit'][:7]}, "
-        f"[{source.name}]({source})."
+        f"adapter without dropout. {measured_by(UPDATE, record['device'], [record['commit']], torch=record['versions']['torch'])}."
     )
 
 
@@ -225,12 +223,12 @@ def step() -> str:
                 f"| {row['name'].removeprefix('ours-')} | {m['step']:.2f} | {m['rollout']:.2f} | {m['sync']:.3f} | {m['update_and_scoring']:.2f} | "
                 f"{row['measured_gib']:.1f} | {row['planned_gib']:.1f} |"
             )
-    source, first = STEP.relative_to(ROOT), record["step"][0]
+    first = record["step"][0]
+    versions = {"torch": first["versions"]["torch"], "vLLM": first["versions"]["vllm"]}
     return (
         "\n".join(rows)
         + f"\n\nOurs on the NVFP4 base, with defaults. `ragged`: completions of lognormal lengths (mean 250, up to 1024), filled in after a short "
-        f"rollout, so only its update says something. {first['device']}, torch {first['versions']['torch']}, vLLM {first['versions']['vllm']}, commit "
-        f"{first['commit'][:7]}, [{source.name}]({source}); other runs kept the second GPU and the processors of the machine busy meanwhile."
+        f"rollout, so only its update says something. {measured_by(STEP, first['device'], [first['commit']], **versions)}; other runs kept the second GPU and the processors of the machine busy meanwhile."
     )
 
 
@@ -250,12 +248,11 @@ def rollout() -> str:
             ratio = record["ratios"][f"ours:{size} over {other}:{size}"].get(count)
             cells.append("" if ratio is None else f"{ratio:.2f}")
         rows.append(f"| {count} | {' | '.join(cells)} |")
-    source = ROLLOUT.relative_to(ROOT)
-    versions = record["versions"]
+    found = record["versions"]
+    versions = {"torch": found["torch"], "triton": found["triton"], "vLLM": found["vllm"]}
     return (
         "\n".join(rows)
-        + f"\n\n{record['what'][0].upper()}{record['what'][1:]}. {record['device']}, torch {versions['torch']}, triton "
-        f"{versions['triton']}, vLLM {versions['vllm']}, commit {record['commit'][:7]}, [{source.name}]({source})."
+        + f"\n\n{record['what'][0].upper()}{record['what'][1:]}. {measured_by(ROLLOUT, record['device'], [record['commit']], **versions)}."
     )
 
 
