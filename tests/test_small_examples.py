@@ -87,6 +87,35 @@ def test_the_documentation_shows_what_was_measured():
         assert run["difference"]["interval95"][0] > 0 and run["after"]["total"] >= 200
 
 
+def test_one_example_measured_again_leaves_what_is_known_of_the_others(tmp_path, monkeypatch):
+    main = of("benchmarks/examples_learning", "main")
+    known = {"runs": {"letters": {"steps": 60, "commit": "then"}, "tool_call": {"steps": 16, "commit": "then"}}}
+    (tmp_path / "measured.json").write_text(json.dumps(known))
+    (tmp_path / "tool_call").mkdir()
+    accuracy = {"accuracy": 0.5, "total": 4}
+    results = dict.fromkeys(main.__globals__["KEPT"]) | {
+        "before": accuracy,
+        "after": accuracy,
+        "difference": {"value": 0.0, "interval95": [-0.1, 0.1]},
+        "steps": 8,
+        "train_seconds": 1.0,
+        "command": f"accelerate launch tool_call.py --output_dir {tmp_path}/tool_call",
+        "settings": {},
+        "log_history": [{"reward": 0.25}, {"loss": 1.0}, {"reward": 0.75}],
+    }
+    (tmp_path / "tool_call" / "results.json").write_text(json.dumps(results))
+    monkeypatch.setitem(main.__globals__, "RESULTS", tmp_path / "measured.json")
+    monkeypatch.setitem(main.__globals__, "table", lambda content: "")  # the old rows here have no accuracy
+    command = f"x --only tool_call --collect {tmp_path} --conditions busy"
+    monkeypatch.setattr(sys, "argv", command.split())
+    main()
+    letters, again = json.loads((tmp_path / "measured.json").read_text())["runs"].values()
+    assert letters == known["runs"]["letters"], "as it was, with its own commit"
+    assert again["steps"] == 8 and again["reward"]["first"] == 0.5
+    assert again["machine"].endswith("; busy") and again["commit"] not in ("", "then")
+    assert again["command"] == "python tool_call.py --output_dir tool_call"
+
+
 def test_what_is_looked_up_counts():
     def said(*items):
         calls = [{"function": {"name": "price", "arguments": {"item": item}}} for item in items]

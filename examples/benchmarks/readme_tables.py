@@ -17,9 +17,10 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(ROOT)]
 
 import embedded_arms  # noqa: E402
+import examples_learning  # noqa: E402
 from tests.faults import catalog  # noqa: E402
 
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs/source").glob("*.md")))
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs/source").glob("*.md")), ROOT / "examples/assets/README.md")
 CONFIGS = ROOT / "examples/configs"
 ROLLOUT = ROOT / "examples/benchmarks/results/rollout_speed_h200.json"
 KERNELS = ROOT / "kernels/benchmarks/results/h200.json"
@@ -70,6 +71,12 @@ def embedded() -> str:
         f"{embedded_arms.table(record)}\n\n{first['steps']} steps, {first['before']['total']} held-out problems, accuracy in percent; "
         f"{measured_by(embedded_arms.RESULTS, first['device'], [record['commit']], **versions)}."
     )
+
+
+def small_examples() -> str:
+    """What words, a tool call and a game learn on a CPU."""
+    record, source = json.loads(examples_learning.RESULTS.read_text()), examples_learning.RESULTS.relative_to(ROOT)
+    return f"{examples_learning.table(record)}\n\n`{record['command']}`, [{source.name}]({source})."
 
 
 def kernels() -> str:
@@ -381,6 +388,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "peers": peers,
     "plan": plan,
     "rollout": rollout,
+    "small_examples": small_examples,
     "speed": speed,
     "step": step,
     "training": training,
