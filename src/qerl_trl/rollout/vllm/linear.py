@@ -147,6 +147,13 @@ class AdaptedMethod(LinearMethodBase):
         return slice(rank * width, (rank + 1) * width), slice(0, layer.input_size_per_partition)
 
 
+def _expect_scales(layer: Layer, names: tuple[str, ...], shards: int, weight_loader: Callable | None) -> None:
+    """Parameters for the tensor scales of each shard, NaN until loaded, so that a missing scale cannot pass for a number."""
+    for name in names:
+        data = torch.full((shards,), float("nan"), dtype=torch.float32)
+        layer.register_parameter(name, PerTensorScaleParameter(data=data, weight_loader=weight_loader))
+
+
 class _PackedMethod(AdaptedMethod):
     """The packed base, however it was loaded."""
 
@@ -216,10 +223,7 @@ class NVFP4Method(_PackedMethod):
         layer.register_parameter(
             self.SCALE, GroupQuantScaleParameter(data=scale, input_dim=1, output_dim=0, weight_loader=weight_loader)
         )
-        # NaN until loaded, so that a missing scale cannot pass for a number
-        for name in self._per_tensor():
-            data = torch.full((len(output_partition_sizes),), float("nan"), dtype=torch.float32)
-            layer.register_parameter(name, PerTensorScaleParameter(data=data, weight_loader=weight_loader))
+        _expect_scales(layer, self._per_tensor(), len(output_partition_sizes), weight_loader)
 
     def _per_tensor(self) -> tuple[str, ...]:
         return (self.GLOBAL,)
@@ -367,9 +371,7 @@ class ModelOptFP8Method(DenseMethod):
         codes = torch.empty(sum(output_partition_sizes), input_size_per_partition, dtype=torch.float8_e4m3fn)
         weight = ModelWeightParameter(data=codes, input_dim=1, output_dim=0, weight_loader=weight_loader)
         layer.register_parameter("weight", weight)
-        for name in self._PER_TENSOR:  # NaN until loaded, as above
-            data = torch.full((len(output_partition_sizes),), float("nan"), dtype=torch.float32)
-            layer.register_parameter(name, PerTensorScaleParameter(data=data, weight_loader=weight_loader))
+        _expect_scales(layer, self._PER_TENSOR, len(output_partition_sizes), weight_loader)
 
     def process_weights_after_loading(self, layer: Layer) -> None:
         if layer.weight.dtype == self.dtype:
