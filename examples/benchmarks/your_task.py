@@ -111,6 +111,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--note", default="", help="about the machine, for the record")
     note = parser.parse_args().note
+    asked = ["git", "rev-parse", "--short", "HEAD"]  # now: what is cloned
+    commit = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
     server = StandInHub()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "walk"
@@ -123,11 +125,10 @@ def main() -> None:
         }
         timed = walk(folder, steps(PAGE.read_text()), environment, Path(scratch) / "log")
         results = json.loads((folder / "runs" / "words" / "results.json").read_text())
-        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     server.close()
     record = {
         "command": "python " + " ".join(["examples/benchmarks/your_task.py", *sys.argv[1:]]),
-        "commit": commit.stdout.strip(),
+        "commit": commit,
         "device": results["device"],
         "note": note,
         "versions": results["versions"],
