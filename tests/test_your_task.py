@@ -63,7 +63,6 @@ def test_from_nothing_to_a_published_adapter(script, tmp_path):
     environment |= {"PATH": f"{tools}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     packages = os.pathsep.join(map(str, (ROOT / "src", ROOT / "kernels" / "torch-ext")))
     timed = script.walk(folder, todo, environment | {"PYTHONPATH": packages}, tmp_path / "log")
-    server.close()
     assert all(each["seconds"] >= 0 for each in timed) and timed[-1]["said"]
 
     task = yaml.safe_load((folder / "words.yaml").read_text())
@@ -84,13 +83,8 @@ def test_from_nothing_to_a_published_adapter(script, tmp_path):
     # what stock PEFT loads, with nothing of ours on its path, is the policy that was trained
     look = "import torch, sys; assert 'qerl_trl' not in sys.modules\nwith torch.no_grad(): print(model.float()(**tokens).logits[0, -1].tolist())"
     code = (folder / "load.py").read_text() + look
-    stock = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=folder,
-        env={**environment, "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-    )
+    stock = subprocess.run([sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True)
+    server.close()
     assert stock.returncode == 0, stock.stderr[-3000:]
     policy = load_policy(folder / "runs" / "words")
     asked = [{"role": "user", "content": "Backwards: KLARINET"}]
