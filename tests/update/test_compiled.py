@@ -7,6 +7,7 @@ import copy
 import logging
 import pickle
 import shutil
+import sys
 
 import pytest
 import torch
@@ -336,6 +337,15 @@ def test_of_two_processes_one_compiles(tmp_path, monkeypatch):
 
     # forward and backward of two graphs: the layer, and the norm after it
     assert sorted(outcome.answer for outcome in on_ranks(2, work, 300)) == [(0, 4, 2), (4, 0, 2)]
+
+
+def test_without_our_kernels_nobody_waits(monkeypatch):
+    monkeypatch.setitem(sys.modules, "qerl_nvfp4", None)  # its import fails
+    monkeypatch.delitem(sys.modules, "qerl_nvfp4.turns", raising=False)
+    model = adapted(layers=1)
+    compiled = compile_layers(model, backend="eager")
+    warm_up(compiled, model, 2, 64)
+    assert graphs() == 2 and not compiled.failed
 
 
 # ---------------------------------------------------------------------------------------------------------- the trainer

@@ -36,8 +36,6 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 from transformers import PreTrainedModel, TrainerCallback
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from qerl_nvfp4.turns import one_process_at_a_time
-
 from ..names import unwrap
 from ..noise.hooks import laid_on
 from ..upstream import OnlineTrainer
@@ -333,12 +331,11 @@ def warm_up(
     inputs = packed.examples(batch, length) if packed is not None and in_rows else _padded(batch, length, device)
     # what inductor keeps on disk is of one device with its index: only processes that call theirs by the same one have anything to wait for
     same = f"{base.config.to_json_string()} {device} {batch} {length} {noisy} {in_rows}"
-    name = f"qerl-update-{hashlib.blake2b(same.encode(), digest_size=8).hexdigest()}"
     what = f"the layers of {type(base).__name__} for updates on {device}"
     try:
         model.train()
         with (
-            one_process_at_a_time(cache_dir(), name, what, partial(print, flush=True)),
+            _taking_turns(same, what),
             torch.random.fork_rng(devices=devices),
             torch.no_grad(),
             autocast(),
@@ -354,6 +351,16 @@ def warm_up(
     finally:
         for module, flag in flags.items():
             module.training = flag
+
+
+def _taking_turns(same: str, what: str) -> AbstractContextManager:
+    """One process at a time, of those that compile the same; where our kernels cannot be imported, all at once."""
+    try:
+        from qerl_nvfp4.turns import one_process_at_a_time
+    except ImportError:  # nvfp4/linear.py says it
+        return nullcontext()
+    name = f"qerl-update-{hashlib.blake2b(same.encode(), digest_size=8).hexdigest()}"
+    return one_process_at_a_time(cache_dir(), name, what, partial(print, flush=True))
 
 
 def _padded(batch: int, length: int, device: torch.device) -> list[dict[str, torch.Tensor]]:
