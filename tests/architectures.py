@@ -117,7 +117,8 @@ TEXT: dict[str, dict] = {
     "gpt_oss": _EXPERTS,
     "qwen3_next": _DELTA_NET | _EXPERTS | {"shared_expert_intermediate_size": 32},
 }
-_TINY_TEXT = {key: value for key, value in _COMMON.items() if key != "dtype"}
+#: common settings of a decoder inside a wrapper
+TINY_TEXT = {key: value for key, value in _COMMON.items() if key != "dtype"}
 _TOWER = {
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -166,7 +167,7 @@ def config_of(name: str, **settings: Any) -> PretrainedConfig:
         return CONFIG_MAPPING[name](**_COMMON | TEXT[name] | settings)
     tower, text, further = VISION[name]
     return CONFIG_MAPPING[name](
-        vision_config=tower, text_config=_TINY_TEXT | text | settings, dtype="bfloat16", **further
+        vision_config=tower, text_config=TINY_TEXT | text | settings, dtype="bfloat16", **further
     )
 
 

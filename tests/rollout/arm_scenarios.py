@@ -3,6 +3,7 @@
 python arm_scenarios.py NAME FOLDER
 """
 
+import json
 from pathlib import Path
 
 import scenarios
@@ -10,7 +11,8 @@ import torch
 from datasets import load_dataset
 from scenarios import DEVICE, MEMORY, gap, greedy, scenario
 
-ASSETS = Path(__file__).resolve().parents[2] / "examples" / "assets"
+ROOT = Path(__file__).resolve().parents[2]
+ASSETS = ROOT / "examples" / "assets"
 
 
 def arm_trainer(folder: Path, arm: str, path: str, **settings):
@@ -258,6 +260,54 @@ def evaluation_of_two(folder: Path) -> dict:
         "answers": held_out_completions(trainer, test),
         "expected": expected,
         "processes": trainer.accelerator.num_processes,
+    }
+
+
+@scenario
+def recipe(folder: Path) -> dict:
+    """A shipped recipe with its rollouts in vLLM; then an adapter of that run as it is published, in vLLM's own LoRA slots."""
+    import runpy
+    import sys
+
+    sys.path.insert(0, str(ROOT))  # for `tests`; the folder of this file would hide vLLM
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+    from vllm.lora.request import LoRARequest
+
+    from qerl_trl.publish.export import save_adapter
+    from qerl_trl.publish.run import load_policy
+    from tests.test_recipes import EXAMPLES, INSTEAD, words, write_tiny_model
+
+    run, adapter, dense = (folder / name for name in ("run", "adapter", "dense"))
+    # vLLM's attention on a CPU has no heads of 16; greedy tokens have to depend on the weights
+    larger = {"hidden_size": 128, "head_dim": 32, "initializer_range": 0.2}
+    instead = INSTEAD | {
+        "model_name_or_path": write_tiny_model("qwen2.5-3b", folder / "model", **larger),
+        "output_dir": str(run),
+        "vllm_engine_kwargs": json.dumps({"enforce_eager": True, **MEMORY}),
+        "use_vllm": "true",
+        "use_cpu": str(DEVICE == "cpu").lower(),
+    }
+    runpy.run_path(str(EXAMPLES / "grpo_gsm8k.py"))["main"](["--config", "qwen2.5-3b", *words(instead)])
+    results = json.loads((run / "results.json").read_text())
+
+    trained = load_policy(run, dtype="float32")
+    scenarios.randomize(trained.model)  # two steps change too little to tell an adapter from none
+    save_adapter(trained, adapter)
+    trained.model.unload().dequantize().save_pretrained(dense)
+    expected = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32).to(DEVICE)
+    expected = PeftModel.from_pretrained(expected, str(adapter)).eval()
+    llm = scenarios.engine(str(dense), tokenizer=str(folder / "model"), enable_lora=True, max_lora_rank=32)
+    request = LoRARequest("adapter", 1, str(adapter))
+    tokens, _ = greedy(llm, request)
+    return {
+        "steps": [entry for entry in results["log_history"] if "loss" in entry],
+        "settings": results["settings"],
+        "quantization": str(llm.llm_engine.vllm_config.model_config.quantization),
+        "adapter": gap(expected, llm, request),
+        "no adapter": gap(expected, llm),
+        "greedy": tokens,
+        "greedy in transformers": scenarios.transformers_greedy(expected),
     }
 
 

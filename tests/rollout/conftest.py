@@ -44,10 +44,11 @@ LAUNCH = {
     "evaluation": [],
     "evaluation_of_two": TWO_PROCESSES,
     "architectures": [],
+    "recipe": [],
 }
 #: where a scenario is, if not in scenarios.py
 SCRIPTS = dict.fromkeys(
-    ("arms", "compiled_arms", "graphs_of_arms", "evaluation", "evaluation_of_two"), "arm_scenarios.py"
+    ("arms", "compiled_arms", "graphs_of_arms", "evaluation", "evaluation_of_two", "recipe"), "arm_scenarios.py"
 ) | {"architectures": "engine_architectures.py"}
 #: what a scenario imports sooner or later
 ENGINE = (
@@ -64,7 +65,8 @@ ENGINE = (
 COLD = ("compiled", "compiled_arms", "tensor_parallel")
 #: whether every architecture is tried in the engine, not a few
 EXHAUSTIVE = os.environ.get("QERL_EXHAUSTIVE") == "1"
-TIMEOUT = 3600 if EXHAUSTIVE else 600
+#: seconds for a scenario; a machine that does much else needs more
+TIMEOUT = 3600 if EXHAUSTIVE else int(os.environ.get("QERL_SCENARIO_TIMEOUT", "600"))
 #: scenarios at a time: one a core of a small CI machine, or what fits a GPU
 SLOTS = 6 if torch.cuda.is_available() else 2
 #: two processes each that spin on one core: nothing may run beside them

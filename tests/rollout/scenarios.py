@@ -102,12 +102,13 @@ def engine(model: str, **arguments):
     return llm
 
 
-def greedy(llm):
+def greedy(llm, lora_request=None):
     """(tokens, log-probabilities (n, T)) of the four prompts."""
     from vllm import SamplingParams
 
     parameters = SamplingParams(temperature=0, max_tokens=NEW, logprobs=0, ignore_eos=True)
-    outputs = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], parameters, use_tqdm=False)
+    prompts = [{"prompt_token_ids": p} for p in PROMPTS]
+    outputs = llm.generate(prompts, parameters, use_tqdm=False, lora_request=lora_request)
     tokens = [list(o.outputs[0].token_ids) for o in outputs]
     logps = [
         [s[t].logprob for s, t in zip(o.outputs[0].logprobs, o.outputs[0].token_ids, strict=True)] for o in outputs
@@ -122,9 +123,17 @@ def transformers_logps(model, tokens) -> torch.Tensor:
     return logits.gather(-1, ids[:, len(PROMPTS[0]) :, None]).squeeze(-1).cpu()
 
 
-def gap(model, llm) -> float:
+@torch.no_grad()
+def transformers_greedy(model) -> list[list[int]]:
+    ids = torch.tensor(PROMPTS, device=DEVICE)
+    for _ in range(NEW):
+        ids = torch.cat([ids, model(input_ids=ids, use_cache=False).logits[:, -1:].argmax(-1)], 1)
+    return ids[:, len(PROMPTS[0]) :].tolist()
+
+
+def gap(model, llm, lora_request=None) -> float:
     """Largest |log-probability difference| over the engine's own greedy tokens."""
-    tokens, logps = greedy(llm)
+    tokens, logps = greedy(llm, lora_request)
     return (transformers_logps(model, tokens) - logps).abs().max().item()
 
 

@@ -1,0 +1,109 @@
+"""Every recipe for a GPU trains two steps: as shipped, on a CPU, with a tiny random model of the recipe's architecture and local problems.
+
+What is replaced is in `INSTEAD`; the rest is the recipe's. One of them in vLLM, as it says: tests/rollout/test_recipe.py.
+"""
+
+import json
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
+
+from tests import architectures
+from tests.test_configs import CONFIGS, MODELS
+from tests.tiny_models import make_tiny_tokenizer, randomize_vectors
+
+EXAMPLES = CONFIGS.parent
+#: what no network, a CPU without vLLM, and a minute ask for; a random model earns nothing of the recipe's own rewards
+INSTEAD = {
+    "dataset_name": f"{__file__}:problems",
+    "reward_funcs": f"{__file__}:varied_reward",
+    "use_cpu": "true",
+    "use_vllm": "false",
+    "optim": "adamw_torch",  # bitsandbytes has no 8-bit optimizer for a CPU
+    "generation_batch_size": "32",
+    "max_completion_length": "8",
+    "max_steps": "2",
+    "eval_problems": "2",
+    "report_to": "none",
+}
+#: than the tiny models of architectures.py: products in bfloat16 are slow on most CPUs
+SMALLER = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "head_dim": 16,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+}
+#: decoder -> the published model around it, which sees pictures: its decoder's settings
+WRAPPED = {"gemma3_text": "gemma3", "qwen3_5_text": "qwen3_5"}
+
+
+def problems() -> dict[str, list[dict[str, str]]]:
+    """In GSM8K's format, and short."""
+    rows = [{"question": f"{n} + {n}?", "answer": f"#### {2 * n}"} for n in range(40)]
+    return {"train": rows[:36], "test": rows[36:]}
+
+
+def varied_reward(completions, **kwargs):
+    """Differs between completions, so that every step has a gradient."""
+    return [float(sum(messages[-1]["content"].encode()) % 7) for messages in completions]
+
+
+def words(options: dict[str, str]) -> list[str]:
+    return [word for name, value in options.items() for word in (f"--{name}", value)]
+
+
+def write_tiny_model(recipe: str, folder: Path, **settings) -> str:
+    """A model of the class that the recipe's model has on the Hub. `settings`: of its decoder's configuration."""
+    decoder = MODELS[recipe].model_type
+    kind = WRAPPED.get(decoder, decoder)
+    text = architectures.TINY_TEXT | architectures.TEXT[decoder]
+    text |= {name: value for name, value in SMALLER.items() if name in text} | settings
+    if kind == decoder:
+        config, auto = CONFIG_MAPPING[kind](**text), AutoModelForCausalLM
+    else:
+        tower = architectures.VISION["qwen3_vl" if "qwen" in kind else kind][0]
+        config, auto = CONFIG_MAPPING[kind](vision_config=tower, text_config=text), AutoModelForImageTextToText
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = auto.from_config(config, dtype=torch.bfloat16)
+        randomize_vectors(model)
+    model.save_pretrained(folder)
+    make_tiny_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def main():
+    return runpy.run_path(str(EXAMPLES / "grpo_gsm8k.py"))["main"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("recipe", MODELS)
+def test_two_steps(recipe, main, tmp_path):
+    said = yaml.safe_load((CONFIGS / f"{recipe}.yaml").read_text())
+    if "chat_template_kwargs" in said:
+        said["chat_template_kwargs"] = json.loads(said["chat_template_kwargs"])
+    run = tmp_path / "run"
+    instead = INSTEAD | {"model_name_or_path": write_tiny_model(recipe, tmp_path / "model"), "output_dir": str(run)}
+    main(["--config", recipe, *words(instead)])
+
+    results = json.loads((run / "results.json").read_text())
+    assert (results["steps"], results["after"]["total"]) == (2, 2)
+    steps = [entry for entry in results["log_history"] if "loss" in entry]
+    assert len(steps) == 2 and all(0 < entry["grad_norm"] < float("inf") for entry in steps), steps
+    assert steps[0]["num_tokens"] > 0
+    arguments = torch.load(run / "training_args.bin", weights_only=False)
+    kept = {name: value for name, value in said.items() if name not in instead and hasattr(arguments, name)}
+    assert {name: getattr(arguments, name) for name in kept} == kept and len(kept) > 15
+    adapter = load_file(run / "adapter_model.safetensors")
+    moved = [name for name, tensor in adapter.items() if "lora_B" in name and tensor.any()]
+    assert moved and len(moved) == sum("lora_B" in name for name in adapter)
+    assert {tensor.shape[0] for name, tensor in adapter.items() if "lora_A" in name} == {said["lora_r"]}
+    assert not [name for name in adapter if "visual" in name or "vision" in name]
