@@ -62,7 +62,11 @@ ENGINE = (
 )
 #: scenarios that import for themselves: torch is told at its import whether it compiles; one of two processes is really started by torchrun.
 #: On a GPU all do, which a forked process may not use
-COLD = ("compiled", "compiled_arms", "tensor_parallel")
+COLD = ("compiled", "compiled_arms", "tensor_parallel", "bfloat16")
+#: scenarios whose engine runs our kernels in Triton's interpreter, which is decided when Triton is imported: one that quantizes what it
+#: loads, and one that computes with them. In the others they fall back to PyTorch, as on any CPU: an engine that quantizes would take ten
+#: seconds more
+INTERPRETED = ("tensor_parallel", "bfloat16")
 #: whether every architecture is tried in the engine, not a few
 EXHAUSTIVE = os.environ.get("QERL_EXHAUSTIVE") == "1"
 #: seconds for a scenario; a machine that does much else needs more
@@ -159,6 +163,8 @@ def run_scenario(name: str, folder: Path, server: Warm) -> dict:
     """
     # TRL would take 29500 if that is free, and so would the scenario next to this one
     environment = dict(os.environ, MASTER_PORT=str(free_port()))
+    if name not in INTERPRETED:
+        environment.pop("TRITON_INTERPRET", None)
     if name in ALONE:
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
     command = [str(HERE / SCRIPTS.get(name, "scenarios.py")), name, str(folder)]
@@ -194,7 +200,8 @@ def runs(request, tmp_path_factory):
     shared = tmp_path_factory.getbasetemp()
     shared = (shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared) / "scenarios"
     shared.mkdir(exist_ok=True)
-    server = Warm(ENGINE, scenarios.DEFAULTS | os.environ)
+    inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    server = Warm(ENGINE, scenarios.DEFAULTS | inherited)
     with ThreadPoolExecutor(max_workers=len(LAUNCH)) as pool, contextlib.closing(server):
         yield {name: pool.submit(results_of, name, shared, server) for name in LAUNCH if name in needed}
 
