@@ -25,6 +25,7 @@ CONFIGS = ROOT / "examples/configs"
 ROLLOUT = ROOT / "examples/benchmarks/results/rollout_speed_h200.json"
 KERNELS = ROOT / "kernels/benchmarks/results/h200.json"
 EVERY_SIZE = ROOT / "kernels/benchmarks/results/every_size_h100.json"
+YOUR_TASK = ROOT / "examples/benchmarks/results/your_task_cpu.json"
 TRAINING = ROOT / "examples/benchmarks/results/train_step_h200.json"
 PLAN = ROOT / "examples/benchmarks/results/memory_h200.json"
 UPDATE = ROOT / "examples/benchmarks/results/update_speed_h200.json"
@@ -129,6 +130,21 @@ def every_size() -> str:
         "tuned table and, between its numbers, by what preceded the present cost model, which was fitted to these rows; it has not been timed with the wide "
         "tiles off. Fastest candidate: wide tiles included, which are **off** unless `QERL_NVFP4_WIDE=1` asks for them, until their GPU tests have run. "
         f"{record['device']}, torch {record['torch']}, triton {record['triton']}, commit {record['commit'][:7]}, [{source.name}]({source})."
+    )
+
+
+def your_task() -> str:
+    """The commands of the page "Your own task", timed."""
+    record = json.loads(YOUR_TASK.read_text())
+    rows = ["| command | s |", "|---|---:|"]
+    for row in record["commands"]:
+        rows.append(f"| `{row['command'].partition('  ')[0].replace('|', '')}` | {row['seconds']:.0f} |")
+    after, source = record["after"], YOUR_TASK.relative_to(ROOT)
+    return (
+        "\n".join(rows)
+        + f"\n\nIn all {record['seconds'] / 60:.0f} minutes, of which training {record['steps']} steps took {record['train_seconds']:.0f} s: {record['before']['correct']} of "
+        f"{after['total']} held-out words are right before, {after['correct']} after. {record['device']}; {record['note']}, so a quiet one is much faster. The Hub was the tests' stand-in on this machine, "
+        f"`git clone` a local copy. Commit {record['commit']}, [{source.name}]({source}), by `examples/benchmarks/your_task.py`."
     )
 
 
@@ -394,6 +410,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "training": training,
     "update": update,
     "tuners": tuners,
+    "your_task": your_task,
 }
 _TABLE = re.compile(r"(<!-- begin: (\w+) -->\n).*?(<!-- end: \2 -->)", re.DOTALL)
 
