@@ -2,6 +2,7 @@
 
     python update_speed.py --size 7b --out results/update_speed_h200.json --commit COMMIT
     python update_speed.py --size 7b --cases stock,stock-torch-compile --limit 400 --out FILE
+    python update_speed.py --size 7b --cases nvfp4-compiled-fused --modes checkpointed,checkpointed-around --out FILE
     python update_speed.py --size tiny --device cpu --out FILE                         a dry run
 
 Cases (rank-32 LoRA on all seven projections, bf16 autocast, as TRL computes an update: log-probabilities of the completion through its fused
@@ -14,7 +15,8 @@ head):
     nvfp4, nvfp4-compiled, nvfp4-fused, nvfp4-compiled-fused      the same on the NVFP4 base; `nvfp4` is PEFT in eager mode
     nvfp4-compiled-timed   as nvfp4-compiled, with inductor's choices by timing, which may differ from run to run
 
-Each is measured with gradient checkpointing, without, and as a forward alone, the cases in turns (the clock falls with the power), and the
+Each is measured with gradient checkpointing (compiled layers recompute inside, as in the trainer; `checkpointed-around`: compiled layers with
+transformers' checkpoints around them), without, and as a forward alone, the cases in turns (the clock falls with the power), and the
 median is kept. `first_s`: the first call of a mode, with what it compiles. `peak_gib`: what a call takes
 beyond what the run holds, plus the case's own model. The case named by --profile (by default the fastest without checkpointing) is profiled as well.
 """
@@ -53,7 +55,8 @@ CASES = (
 )
 #: left out unless they are named: compiling the whole model takes minutes, timing is no default of ours
 DEFAULT = tuple(case for case in CASES if case not in ("stock-torch-compile", "nvfp4-compiled-timed"))
-MODES = ("checkpointed", "plain", "forward")
+AROUND = "checkpointed-around"
+MODES = ("checkpointed", AROUND, "plain", "forward")
 SHAPE = {"cuda": (8, 768, 512), "cpu": (2, 48, 16)}  # sequences, tokens of each, of which completion
 RANK = 32
 TOP = 25
@@ -80,9 +83,10 @@ class Case:
 
             if not lora_linear.fuse(self.model):
                 raise ValueError("no layer could be fused")
+        self.compiled = "compiled" in name
         if name == "stock-torch-compile":
             self.run = torch.compile(self.model)
-        elif "compiled" in name:
+        elif self.compiled:
             self.layers = compile_layers(self.model, deterministic="timed" not in name)
         vocabulary = self.model.get_input_embeddings().weight.shape[0]
         self.ids = torch.randint(0, vocabulary, shape[:2], device=device)
@@ -111,8 +115,12 @@ class Case:
 
     def call(self, mode: str) -> Callable[[], None]:
         """What is timed, with the model set for it."""
-        if mode == "checkpointed":
+        inside = self.compiled and mode == "checkpointed"
+        if self.compiled:
+            self.layers.recompute(self.layers.layers if inside else ())
+        if mode in ("checkpointed", AROUND):
             self.model.enable_input_require_grads()
+        if mode in ("checkpointed", AROUND) and not inside:
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         else:
             self.model.gradient_checkpointing_disable()
@@ -122,8 +130,10 @@ class Case:
         return sum(p.numel() * p.element_size() for p in self.model.parameters()) / 2**30
 
     def failed(self) -> str | None:
-        if "compiled" in self.name and self.layers.failed:
+        if self.compiled and self.layers.failed:
             return "its layers did not compile and ran in eager mode"
+        if self.compiled and not all(forward.function.recomputes for forward in self.layers.forwards):
+            return "its layers could not recompute inside"
         return None
 
 
@@ -144,7 +154,15 @@ def profile(call: Callable[[], None], device: str) -> dict[str, Any]:
     }
 
 
-def measure(names: list[str], size: str, device: str, rounds: int, save: Callable[[dict], None], limit: float) -> dict:
+def measure(
+    names: list[str],
+    modes: list[str],
+    size: str,
+    device: str,
+    rounds: int,
+    save: Callable[[dict], None],
+    limit: float,
+) -> dict:
     """case -> what was measured, or `skipped` and why."""
     started = time.monotonic()
     found: dict[str, dict[str, Any]] = {name: {} for name in names}
@@ -163,8 +181,10 @@ def measure(names: list[str], size: str, device: str, rounds: int, save: Callabl
             cases[name] = Case(name, bases, size, device, shape)
         except (ImportError, RuntimeError, ValueError, TypeError, NotImplementedError) as error:
             give_up(name, error)
-    for mode in MODES:
-        for name in list(cases):  # the first call of each, with what it compiles
+    for mode in modes:
+        for name in [
+            name for name in cases if mode != AROUND or cases[name].compiled
+        ]:  # the first call of each, with what it compiles
             if time.monotonic() - started > limit:
                 give_up(name, f"no time left after {limit:g} s")
                 continue
@@ -191,10 +211,10 @@ def measure(names: list[str], size: str, device: str, rounds: int, save: Callabl
                 f"{time.monotonic() - started:5.0f} s  {name} {mode}: first call {found[name]['first_s'][mode]} s",
                 flush=True,
             )
-        times: dict[str, list[float]] = {name: [] for name in cases}
+        times: dict[str, list[float]] = {name: [] for name in cases if mode in found[name].get("first_s", {})}
         for _ in range(rounds):
-            for name, case in cases.items():
-                times[name].append(seconds(case.call(mode), device))
+            for name, values in times.items():
+                values.append(seconds(cases[name].call(mode), device))
         for name, values in times.items():
             found[name].setdefault("seconds", {})[mode] = round(statistics.median(values), 4)
             print(f"        {name} {mode}: {found[name]['seconds'][mode]} s", flush=True)
@@ -206,6 +226,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", default="7b")
     parser.add_argument("--cases", default=",".join(DEFAULT), help="comma-separated")
+    parser.add_argument(
+        "--modes",
+        default=",".join(mode for mode in MODES if mode != AROUND),
+        help=f"comma-separated, of {', '.join(MODES)}",
+    )
     parser.add_argument("--device", default="cuda", choices=SHAPE)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--profile", help="case to profile; by default the fastest")
@@ -216,10 +241,13 @@ def main() -> None:
     names = args.cases.split(",")
     if unknown := set(names) - set(CASES):
         parser.error(f"unknown cases {sorted(unknown)}; there are {', '.join(CASES)}")
+    modes = args.modes.split(",")
+    if unknown := set(modes) - set(MODES):
+        parser.error(f"unknown modes {sorted(unknown)}; there are {', '.join(MODES)}")
     batch, tokens, completion = SHAPE[args.device]
     record: dict[str, Any] = {
         "what": "seconds of one micro-batch, median; `checkpointed` and `plain`: forward and backward with and without gradient checkpointing; "
-        "`forward`: without gradient",
+        "`checkpointed-around`: with transformers' checkpoints around compiled layers; `forward`: without gradient",
         "command": " ".join(["python", *sys.argv]),
         "commit": args.commit,
         "device": device_name(torch.device(args.device)),
@@ -234,13 +262,13 @@ def main() -> None:
         record["cases"] = cases
         args.out.write_text(json.dumps(record, indent=1) + "\n")
 
-    found = measure(names, args.size, args.device, args.rounds, save, args.limit)
+    found = measure(names, modes, args.size, args.device, args.rounds, save, args.limit)
     cases: Any = found.pop("")
     measured = [name for name in cases if "plain" in found[name].get("seconds", {})]
     best = args.profile or min(measured, key=lambda name: found[name]["seconds"]["plain"], default=None)
     if best in cases:
         record["profile"] = {"case": best}
-        for mode in ("checkpointed", "plain"):
+        for mode in [mode for mode in modes if mode != "forward"]:
             call = cases[best].call(mode)
             call()
             record["profile"][mode] = profile(call, args.device)

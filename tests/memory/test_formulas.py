@@ -65,7 +65,7 @@ def test_layer_activations_are_what_autograd_saves(tiny_model_dir, compiled, fus
         lora_linear.fuse(model)
     if compiled:  # without code: forward and backward are split as inductor's are
         torch._dynamo.reset()
-        compile_layers(model, backend="aot_eager")
+        layers = compile_layers(model, backend="aot_eager")
     frozen = {p.untyped_storage().data_ptr() for p in model.parameters()}
     saved: dict[int, torch.UntypedStorage] = {}
 
@@ -92,6 +92,9 @@ def test_layer_activations_are_what_autograd_saves(tiny_model_dir, compiled, fus
     assert formulas.layer_activation_bytes(shape, work) == pytest.approx(
         measured, rel=0.03 if fused and not compiled else 0.15
     )
+    if compiled:
+        layers.recompute(layers.layers)
+        assert kept(2) - kept(1) == formulas.checkpoint_bytes(shape, work) // shape.layers
 
 
 def test_shared_storage_counts_once(tiny_model_dir):

@@ -24,7 +24,7 @@ from qerl_trl.noise.hooks import NoiseDraw, NormNoise
 from qerl_trl.noise.norms import find_noisy_norms
 from qerl_trl.nvfp4.linear import NVFP4Linear
 from qerl_trl.update import compiled as regional
-from qerl_trl.update import lora_linear
+from qerl_trl.update import layer_function, lora_linear
 from qerl_trl.update.compiled import compile_layers, warm_up
 from tests.faults.tiny_runs import TinyRuns
 from tests.ranks import on_ranks
@@ -195,13 +195,13 @@ def test_a_layer_that_does_not_compile_runs_as_it_is_and_says_so_once(caplog):
         for _ in range(2):
             assert_same(update(model, batch(40)), expected)
     assert compiled.failed
-    (said,) = [record.getMessage() for record in caplog.records if record.name == regional.__name__]
+    (said,) = [record.getMessage() for record in caplog.records if record.name == layer_function.__name__]
     assert "Qwen2DecoderLayer runs in eager mode" in said and "it does not compile (" in said
 
 
 def test_a_layer_of_too_many_graphs_runs_as_it_is(caplog, monkeypatch):
     """Here because each layer reads a number of its own."""
-    monkeypatch.setattr(regional, "_MOST_GRAPHS", 2)
+    monkeypatch.setattr(layer_function, "_MOST_GRAPHS", 2)
     model = adapted(layers=4)
     for index, layer in enumerate(layers_of(model)):
         layer.mlp.register_forward_hook(lambda module, args, output, scale=f"{index}": output * (1 + len(scale) * 0))

@@ -93,7 +93,7 @@ def test_what_turns_out_to_be_computed_otherwise_is_planned_again(make_trainer, 
         shape, dataclasses.replace(better, kept_layers=0), Gpu(round(most / 0.9) + 2**12), counted
     )
     assert trainer.memory_plan.work.kept_layers == 2
-    trainer._compiled = SimpleNamespace(failed=False)
+    trainer._compiled = SimpleNamespace(failed=False, layers=[], recompute=lambda layers: None)
     trainer._packing.on = True
     recompute.prepare(trainer)
     assert trainer.memory_plan.work.packed and "Planned again" not in caplog.text

@@ -256,7 +256,7 @@ def mask_bytes(work: Workload) -> int:
 
 
 def checkpoint_bytes(shape: Shape, work: Workload) -> int:
-    """What gradient checkpointing keeps: the input of each layer, 2 h per token."""
+    """What gradient checkpointing keeps, around layers or inside of compiled ones: the input of each layer, 2 h per token."""
     return shape.layers * work.tokens * work.dtype_bytes * shape.hidden
 
 

@@ -2,16 +2,18 @@
 
 Half of an update in eager mode is not arithmetic: casts, additions and copies around LoRA, norms, rotary embedding and SwiGLU, each a kernel
 that reads and writes the whole activation. Inductor makes a few of them, forward and backward. A layer at a time, because the layers are
-alike: what is compiled for the first serves all, and gradient checkpointing, hidden-state hooks and FSDP 2 stay outside, around it.
+alike: what is compiled for the first serves all, and hidden-state hooks and FSDP 2 stay outside, around it.
 
     layer(...)  ->  _Forward  ->  the compiled function      training mode, no key/value cache
                               ->  the layer's own forward    generation, evaluation, after a failure (said once)
 
 - **Lengths.** Batch and sequence dimensions are symbolic from the first call on, so a new length compiles nothing.
+- **Recomputation inside.** A layer that keeps nothing but its input (`CompiledLayers.recompute`) recomputes within its backward function, and
+  there only what the gradients need (`layer_function.py`).
 - **One graph for all passes.** A forward without gradient (old log-probabilities) runs the same graph as the update and drops what it saved,
   so both give the same bits, as eager code does, and half is compiled.
 - **Noise** (`noise/hooks.py`) is laid on the norms' weights around the compiled function; a new draw is new values of the same inputs.
-- **Same bits again.** Nothing is chosen by timing (`_DETERMINISTIC`), and `warm_up` compiles on shapes that the settings alone decide, so a resumed run
+- **Same bits again.** Nothing is chosen by timing (`layer_function.py`), and `warm_up` compiles on shapes that the settings alone decide, so a resumed run
   computes what the uninterrupted one would have.
 
 Nothing of torch's global state is changed; other compiled code in the process (vLLM's) has its own functions and its own limits.
@@ -20,19 +22,18 @@ Nothing of torch's global state is changed; other compiled code in the process (
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import MethodType
 from typing import Any, cast
 
 import torch
 import torch._dynamo  # not loaded by `import torch`
-import torch._inductor.config
-import torch.compiler.config
 from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor.runtime.cache_dir_utils import cache_dir
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel, TrainerCallback
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -40,47 +41,15 @@ from ..names import unwrap
 from ..noise.hooks import laid_on
 from ..upstream import OnlineTrainer
 from . import attention
+from .layer_function import FAILURES, LayerFunction, tensors
 from .packing import Packing
 
 logger = logging.getLogger(__name__)
 
-#: of torch.compile: kernels are not chosen by timing them, which may differ from run to run, and with it the order of a sum
-_DETERMINISTIC: dict[str, Any] = {"deterministic": True}
-#: graphs of one layer class: with and without mask, with and without noise, full and sliding attention, lengths that are multiples of 16 or not
-_MOST_GRAPHS = 24
 #: arguments by which layers get a cache of keys, values or states
 _CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
-#: numbers among a layer's arguments that change from batch to batch (attention.py), as torch.compile names them
-_CHANGING = "L['kwargs']['max_length_q'],L['kwargs']['max_length_k']"
 #: tokens per sequence of the warm-up, at most
 _LONGEST = 1024
-_FAILURES = (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit)
-
-
-class _Function:
-    """A layer class's forward, compiled, until it fails."""
-
-    def __init__(self, forward: Callable, backend: str, deterministic: bool) -> None:
-        self.eager, self.failed = forward, False
-        known = {name: value for name, value in _DETERMINISTIC.items() if hasattr(torch._inductor.config, name)}
-        options = known if deterministic and backend == "inductor" else None
-        self._compiled = torch.compile(forward, backend=backend, fullgraph=True, options=options)
-        self._settings = [torch._dynamo.config.patch(recompile_limit=_MOST_GRAPHS)]
-        if hasattr(torch.compiler.config, "dynamic_sources"):  # else a second graph makes them so
-            self._settings.append(cast(Any, torch.compiler.config).patch(dynamic_sources=_CHANGING))
-
-    def __call__(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with ExitStack() as stack:
-            for setting in self._settings:
-                stack.enter_context(setting)
-            return self._compiled(layer, *args, **kwargs)
-
-    def give_up(self, layer: nn.Module, reason: str) -> None:
-        self.failed = True
-        logger.warning(
-            f"{type(layer).__name__} runs in eager mode from here on, in which an update takes longer and computes the same: it does not compile "
-            f"({reason}). compile_layers=False says that this is wanted."
-        )
 
 
 class CompiledLayers:
@@ -101,12 +70,12 @@ class CompiledLayers:
         self.ran_compiled = (
             False  # the latest layer; the norm after the layers has no argument that tells generation from an update
         )
-        functions: dict[Callable, _Function] = {}
+        functions: dict[Callable, LayerFunction] = {}
         self.forwards: list[_Forward] = []
         for module in (*layers, *([norm] if norm is not None else [])):
             own = type(module).forward
             if own not in functions:
-                functions[own] = _Function(own, backend, deterministic)
+                functions[own] = LayerFunction(own, backend, deterministic)
             self.forwards.append(_Forward(self, module, functions[own]))
             module.forward = self.forwards[-1]
 
@@ -120,6 +89,16 @@ class CompiledLayers:
         for forward in self.forwards:
             if not forward.function.failed:
                 forward.function.give_up(forward.module, reason)
+
+    def recompute(self, layers: Iterable[nn.Module]) -> None:
+        """Let these layers, and no others, keep nothing but their input for the backward pass, as with gradient checkpointing.
+
+        In place of transformers' switch (`layer.gradient_checkpointing`), which recomputes around the layer: where that is on, nothing is
+        recomputed inside. It holds for a layer that does not compile as well.
+        """
+        wanted = {id(layer) for layer in layers}
+        for forward in self.forwards:
+            forward.recomputes = id(forward.module) in wanted
 
     def remove(self) -> None:
         """Give the layers their own forward back."""
@@ -140,12 +119,26 @@ class CompiledLayers:
 class _Forward:
     """Stands before a module's own forward and chooses. Not part of a copy or a pickle: they get the module's own."""
 
-    def __init__(self, owner: CompiledLayers, module: nn.Module, function: _Function) -> None:
+    def __init__(self, owner: CompiledLayers, module: nn.Module, function: LayerFunction) -> None:
         self.owner, self.module, self.function = owner, module, function
         self.is_norm = module is owner.norm
+        self.recomputes = False
         self.parts = [part for part in module.modules() if not any(part.children())]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        around = getattr(self.module, "gradient_checkpointing", False)
+        if around or not self.recomputes or not self.module.training or _with_cache(kwargs):
+            return self._run(False, *args, **kwargs)
+        if self.function.recomputes and self._compiles(kwargs):
+            return self._run(True, *args, **kwargs)
+        return self._around(args, kwargs)
+
+    def _around(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Recompute all that the layer computes."""
+        checkpointed = getattr(self.module, "_gradient_checkpointing_func", partial(checkpoint, use_reentrant=False))
+        return checkpointed(partial(self._run, False, **kwargs), *args)
+
+    def _run(self, recompute: bool, *args: Any, **kwargs: Any) -> Any:
         if not self._compiles(kwargs):
             self.owner.ran_compiled = False
             return self.function.eager(self.module, *args, **kwargs)
@@ -158,14 +151,16 @@ class _Forward:
         try:
             with torch.enable_grad(), laid_on(self.parts, self.owner.rehearsing == "noisy") as laid:
                 if not laid:
+                    if recompute:
+                        return self._around(args, kwargs)
                     return self.function.eager(self.module, *args, **kwargs)
                 _mark_dynamic(given)
-                output = self.function(self.module, *given[0], **given[1])
+                output = self.function(self.module, recompute, *given[0], **given[1])
                 if self.owner.rehearsing:
                     self._drop_gradients(output, hidden)
-        except _FAILURES as error:
-            self.function.give_up(self.module, _said(error))
-            return self(*args, **kwargs)
+        except FAILURES as error:
+            self.function.give_up(self.module, _said(error), recompute)
+            return self(*args, **kwargs) if recompute else self._run(False, *args, **kwargs)
         self.owner.ran_compiled = True
         return output if graded else _detached(output)
 
@@ -176,10 +171,10 @@ class _Forward:
             return False
         if self.is_norm:
             return self.owner.ran_compiled
-        return not kwargs.get("use_cache") and all(kwargs.get(name) is None for name in _CACHES)
+        return not _with_cache(kwargs)
 
     def _drop_gradients(self, output: Any, hidden: torch.Tensor) -> None:
-        outputs = [part for part in _tensors(output) if part.requires_grad]
+        outputs = [part for part in tensors(output) if part.requires_grad]
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         ones = [torch.ones_like(part) for part in outputs]
         torch.autograd.grad(outputs, [hidden, *trained], ones, allow_unused=True)
@@ -192,6 +187,10 @@ class _Forward:
         return _bound, (self.function.eager, self.module)
 
 
+def _with_cache(kwargs: Mapping[str, Any]) -> bool:
+    return bool(kwargs.get("use_cache")) or any(kwargs.get(name) is not None for name in _CACHES)
+
+
 def _bound(function: Callable, module: nn.Module) -> MethodType:
     return MethodType(function, module)  # whose own type no pickle finds
 
@@ -200,16 +199,6 @@ def _said(error: Exception) -> str:
     """The kind of an error and its first words: the compiler's go on for pages."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {' '.join(lines[:2])[:300]}"
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, Mapping):
-        value = value.values()
-    elif not isinstance(value, tuple | list):
-        return []
-    return [tensor for part in value for tensor in _tensors(part)]
 
 
 def _detached(value: Any) -> Any:
@@ -221,7 +210,7 @@ def _detached(value: Any) -> Any:
 def _mark_dynamic(arguments: Any) -> None:
     """Batch and sequence dimensions of what layers are given: (B, S, ...) activations and rotary tables, (B, 1, S, S) masks, (B, S) or
     (3, B, S) positions, (n,) sequence boundaries. A dimension of 1 stays 1."""
-    for tensor in _tensors(arguments):
+    for tensor in tensors(arguments):
         if tensor.ndim == 4:
             dims: tuple[int, ...] = (0, 2, 3)
         elif tensor.ndim == 3 and not tensor.is_floating_point():

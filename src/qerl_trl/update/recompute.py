@@ -2,7 +2,8 @@
 
 Gradient checkpointing keeps the input of each layer and computes the layer once more in the backward pass. Where `gradient_checkpointing`
 is left out, the plan (`memory/plan.py`) says how many layers need not: the last ones, since what they keep is given back before the first
-ones recompute. transformers' own switch per layer (`GradientCheckpointingLayer`) takes them out.
+ones recompute. transformers' own switch per layer (`GradientCheckpointingLayer`) takes them out, and the others too where they are compiled:
+those recompute within the compiled layer (`CompiledLayers.recompute`), where it costs less.
 """
 
 import logging
@@ -21,12 +22,13 @@ logger = logging.getLogger(__name__)
 
 def prepare(trainer: Any) -> None:
     """Let as many layers of a trainer's model keep their activations as its plan says, at each update anew: where layers turn out not to
-    compile, or a row not to be packed, fewer fit."""
-    if trainer.memory_plan is None:
-        return
-    _follow(trainer)
-    count = trainer.memory_plan.work.kept_layers
-    if not count:
+    compile, or a row not to be packed, fewer fit. The others recompute, compiled ones inside."""
+    compiled = trainer._compiled if trainer.args.gradient_checkpointing else None
+    count = 0
+    if trainer.memory_plan is not None:
+        _follow(trainer)
+        count = trainer.memory_plan.work.kept_layers
+    if not count and compiled is None:
         return
     model = trainer.accelerator.unwrap_model(trainer.model)
     layers = decoder_layers(model)
@@ -38,21 +40,29 @@ def prepare(trainer: Any) -> None:
             len(layers),
             count,
         )
-        return
+        count = 0
     kept = layers[len(layers) - count :]
+    inside = [] if compiled is None else [layer for layer in layers if layer in compiled.layers]
+
+    def divide() -> None:
+        if compiled is not None:
+            compiled.recompute([layer for layer in inside if layer not in kept])
 
     def take_out(*_: Any) -> None:
-        if torch.is_grad_enabled():
+        if count and torch.is_grad_enabled():
             _follow(trainer)
             too_many = max(0, len(kept) - trainer.memory_plan.work.kept_layers)
             for layer in kept[:too_many]:
                 layer.gradient_checkpointing = True
             del kept[:too_many]
+            if too_many:
+                divide()
         # at each forward: TRL switches the whole model off and on again around each rollout
-        for layer in kept:
+        for layer in (*kept, *inside):
             layer.gradient_checkpointing = False
 
-    model.register_forward_pre_hook(take_out)
+    divide()
+    decoder(model).register_forward_pre_hook(take_out)
 
 
 def _follow(trainer: Any) -> None:
@@ -62,10 +72,14 @@ def _follow(trainer: Any) -> None:
         plan_again(trainer, **now)
 
 
-def decoder_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
-    """The layers of a model's text part that can be checkpointed one by one, the first one first."""
+def decoder(model: nn.Module) -> nn.Module:
+    """A model's text part."""
     inner: Any = model
     if is_peft_model(model):
         inner = inner.get_base_model()
-    decoder = inner.get_decoder() if hasattr(inner, "get_decoder") else inner
-    return [module for module in decoder.modules() if isinstance(module, GradientCheckpointingLayer)]
+    return inner.get_decoder() if hasattr(inner, "get_decoder") else inner
+
+
+def decoder_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
+    """The layers of a model's text part that can be checkpointed one by one, the first one first."""
+    return [module for module in decoder(model).modules() if isinstance(module, GradientCheckpointingLayer)]
