@@ -704,7 +704,7 @@ class Server:
                 command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
             )
 
-    def wait(self, seconds: float = 120) -> None:
+    def wait(self, seconds: float = 300) -> None:
         import time
 
         import requests
