@@ -18,11 +18,11 @@ LONGEST = (
     "tests/rollout/test_evaluation_in_engine.py",
     "tests/rollout/test_architectures.py",
     "tests/rollout/test_recipe.py",
-    "kernels/tests/test_kernels_emulated.py",
     "kernels/tests/test_kernels_compile.py",
     "kernels/tests/test_kernels_sm90.py",
     "kernels/tests/test_kernels_interpreter.py",
     "kernels/tests/test_kernels_precompile.py",
+    "tests/faults/test_r4_rollout.py",
     "tests/test_example.py",
     "tests/test_small_examples.py",
     "tests/test_recipes.py",
@@ -31,10 +31,6 @@ LONGEST = (
     "tests/update/test_compiled.py",
     "tests/test_architectures.py",
     "tests/test_trainer.py",
-    "tests/faults/test_r8_process.py",
-    "tests/faults/test_r4_rollout.py",
-    "tests/faults/test_s_run.py",
-    "tests/test_many_ranks.py",
 )
 
 if not torch.cuda.is_available():
