@@ -4,20 +4,37 @@ A secret is a value that was given under a name that says so (an argument such a
 environment variable such as `WANDB_API_KEY`), the Hub token of this machine, or what has the form of one (`hf_...`, `user:password@` in
 a URL, a private key). What we write ourselves is masked ([`redact`], [`cleaned`]); what others wrote and would go out is searched
 ([`find`], [`find_in`]); an argument that is no place for a secret is refused ([`check_places`]), because its value ends up in names,
-logs and cards. Every message names the secret, never shows it.
+logs and cards. Every message names the secret, never shows it. A value is a secret also as JSON or a URL writes it.
 """
 
+import dataclasses
+import json
+import logging
 import os
 import re
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+import sys
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path, PurePath
+from types import TracebackType
 from typing import Any
+from urllib.parse import quote
 
 MASK = "<secret>"
 #: names of arguments and options; `eos_token` and its like are none
-_ARGUMENT = r"(?:(?:hub|hf|auth|use_auth|access|api|bearer|refresh)_)?token|(?:\w+_)?(?:api_?key|access_key|password|secret)|authorization"
+_ARGUMENT = (
+    r"(?:(?:hub|hf|auth|use_auth|access|api|bearer|refresh|github|gitlab|wandb|server|session)_)?token"
+    r"|(?:\w+_)?(?:api_?key|access_key|secret_key|private_key|password|passwd|passphrase|secret|credentials?)|(?:\w+_)?authorization"
+)
 _ARGUMENT_NAME = re.compile(_ARGUMENT, re.IGNORECASE)
-_VARIABLE_NAME = re.compile(r"(?:^|_)(?:TOKEN|API_?KEY|PASSWORD|PASSWD|CREDENTIALS?)$|SECRET", re.IGNORECASE)
+_VARIABLE_NAME = re.compile(
+    r"(?:^|_)(?:TOKENS?|\w*KEY|PAT|AUTH|PWD|\w*PASS(?:WORD|WD|PHRASE)?|CREDENTIALS?|WEBHOOK(?:_URL)?)$|SECRET",
+    re.IGNORECASE,
+)
+#: variables so named that the shell sets, and others that hold no secret
+_HARMLESS_VARIABLE = re.compile(
+    r"(?:OLD)?PWD|SSH_ASKPASS|(?:\w+_)?(?:CACHE|SORT|PRIMARY|PUBLIC|HOST)_?KEY", re.IGNORECASE
+)
 #: shorter values are no secrets, and would mask ordinary words
 _MIN_GIVEN, _MIN_VARIABLE = 8, 12
 #: what it is -> strings of which it contains one (a quick test), its form, what stands in its place
@@ -29,27 +46,57 @@ _FORMS = {
         re.compile(r"(?:gh[pousr]|github_pat)_\w{30,}"),
         MASK,
     ),
-    "an API key": (["sk-"], re.compile(r"sk-(?:proj-|ant-)?[A-Za-z0-9_]{32,}"), MASK),
+    "a GitLab token": (["glpat-"], re.compile(r"glpat-[\w-]{20,}"), MASK),
+    "an API key": (
+        ["sk-", "AIza", "xox"],
+        re.compile(
+            r"\bsk-(?:proj|ant|svcacct|admin|or)-[\w-]{32,}|\bsk-[A-Za-z0-9_]{32,}|\bAIza[\w-]{35}|\bxox[abeoprs]-[\w-]{20,}"
+        ),
+        MASK,
+    ),
     "an AWS key": (["AKIA"], re.compile(r"AKIA[0-9A-Z]{16}"), MASK),
-    "a private key": (["PRIVATE KEY-----"], re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----"), MASK),
-    "a password in a URL": (["://"], re.compile(r"""://[^/\s:@"'<>\\]+:[^/\s@"'<>\\]+@"""), f"://{MASK}@"),
+    "a private key": (
+        ["PRIVATE KEY-----"],
+        # to its end, whether lines are broken or written as JSON does
+        re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----(?:[\w+/=\s\\:,.-]*?-----END [A-Z ]*PRIVATE KEY-----)?"),
+        MASK,
+    ),
+    # a name alone is none, unless it is as long as a token
+    "a password in a URL": (
+        ["://"],
+        re.compile(r"""://(?:[^/\s:@"'<>\\]*:[^/\s@"'<>\\]+|[^/\s:@"'<>\\]{20,})@"""),
+        f"://{MASK}@",
+    ),
     "a token in a URL": (
-        ["token=", "key=", "password="],
-        re.compile(r"""([?&](?:token|access_token|auth_token|api_?key|password)=)[^&\s"'<>\\]{8,}"""),
+        ["="],
+        re.compile(
+            r"""([?&](?:(?:[a-z-]+[_-])?token|(?:(?:api|access|secret)[_-]?)?key|password|sig|(?:x-amz-)?signature)=)[^&\s"'<>\\]{8,}""",
+            re.IGNORECASE,
+        ),
+        rf"\1{MASK}",
+    ),
+    "an HTTP authorization": (
+        ["earer ", "EARER ", "asic ", "ASIC "],
+        re.compile(r"(authorization\W{1,6}(?:bearer|basic)\s+|\bbearer\s+)(?=\S*\d)[\w.~+/=-]{16,}", re.IGNORECASE),
         rf"\1{MASK}",
     ),
 }
+_NAMED = _ARGUMENT.replace("_", "[_-]")
 #: `--hub_token X` in a command line
-_OPTION = re.compile(rf"""(--(?:{_ARGUMENT.replace("_", "[_-]")})(?:\s+|=))[^\s"'<>\\-][^\s"'<>\\]*""", re.IGNORECASE)
+_OPTION = re.compile(rf"""(--(?:{_NAMED})(?:\s+|=)["']?)[^\s"'<>\\-][^\s"'<>\\]*""", re.IGNORECASE)
+#: `{"token": "X"}`, `hub_token='X'`: what a command line, a configuration or a traceback quotes
+_ASSIGNED = re.compile(r"""(?<![\w-])([\w-]++)((?:\\*["'])?\s*[:=]\s*\\*["'])([^"'\\<]{8,})""")
 #: weights: text only in their headers
 _WEIGHTS = (".safetensors", ".pt", ".pth", ".bin", ".distcp")
 _HEADER_BYTES = 1 << 20
+#: of arguments inside arguments
+_DEPTH = 8
 _given: dict[str, str] = {}
 
 
 def remember(name: str, value: object) -> None:
     """`value` was given as the argument `name`, which says that it is a secret: it is one wherever it turns up in this process."""
-    if type(value) is str and len(value) >= _MIN_GIVEN:
+    if isinstance(value, str) and len(value) >= _MIN_GIVEN:
         _given[value] = name
 
 
@@ -60,12 +107,23 @@ def known() -> dict[str, str]:
     found = {
         value: f"the value of {name}"
         for name, value in os.environ.items()
-        if _VARIABLE_NAME.search(name) and len(value) >= _MIN_VARIABLE
+        if len(value) >= _MIN_VARIABLE and _is_secret_variable(name) and not os.path.exists(value)
     }
     found |= {value: f"the value of {name}" for value, name in _given.items()}
     if token := get_token():
         found[token] = "the Hub token"
+    found |= {written: name for value, name in found.items() for written in _written(value)}
     return dict(sorted(found.items(), key=lambda item: -len(item[0])))
+
+
+def _is_secret_variable(name: str) -> bool:
+    return _VARIABLE_NAME.search(name) is not None and _HARMLESS_VARIABLE.fullmatch(name) is None
+
+
+def _written(value: str) -> set[str]:
+    """How a value may stand in JSON, in a URL, and in what Python quotes."""
+    as_json = {json.dumps(value, ensure_ascii=ascii_only)[1:-1] for ascii_only in (True, False)}
+    return {*as_json, quote(value), quote(value, safe=""), repr(value)[1:-1]}
 
 
 def redact(text: str) -> str:
@@ -75,7 +133,21 @@ def redact(text: str) -> str:
     for signs, form, masked in _FORMS.values():
         if any(sign in text for sign in signs):
             text = form.sub(masked, text)
-    return _OPTION.sub(rf"\1{MASK}", text)
+    return _ASSIGNED.sub(_without_value, _OPTION.sub(rf"\1{MASK}", text))
+
+
+def _without_value(assigned: re.Match) -> str:
+    name, between, value = assigned.groups()
+    return f"{name}{between}{MASK}" if _names_secret(name, value) else assigned[0]
+
+
+def redacted_words(words: Sequence[str]) -> list[str]:
+    """The words of a command line, as [`redact`] leaves them: also where `--hub_token` and its value are two of them."""
+    found: list[str] = []
+    for word in words:
+        follows = bool(found) and _OPTION.search(f"{found[-1]} x") is not None and "=" not in found[-1]
+        found.append(MASK if follows else redact(word))
+    return found
 
 
 def cleaned(value: Any, mask: str | None = MASK) -> Any:
@@ -83,8 +155,8 @@ def cleaned(value: Any, mask: str | None = MASK) -> Any:
 
     Other objects are themselves.
     """
-    if type(value) is str:
-        return redact(value)
+    if isinstance(value, str):
+        return redact(value) if type(value) is str else value
     if isinstance(value, dict):
         return {key: mask if _names_secret(key, each) else cleaned(each, mask) for key, each in value.items()}
     return type(value)(cleaned(each, mask) for each in value) if type(value) in (list, tuple) else value
@@ -93,10 +165,12 @@ def cleaned(value: Any, mask: str | None = MASK) -> Any:
 def find(text: str | bytes) -> str | None:
     """What secret is in `text`, in words; `None` if there is none."""
     if isinstance(text, bytes):
-        text = text.decode("latin-1")  # any bytes; a secret is ASCII
-    for secret, name in known().items():
-        if secret in text:
-            return name
+        content, text = text, text.decode("latin-1")  # any bytes; a form is ASCII
+        is_there = [name for secret, name in known().items() if secret.encode() in content]
+    else:
+        is_there = [name for secret, name in known().items() if secret in text]
+    if is_there:
+        return is_there[0]
     forms = ((name, form) for name, (signs, form, _) in _FORMS.items() if any(sign in text for sign in signs))
     return next((name for name, form in forms if form.search(text)), None)
 
@@ -131,16 +205,58 @@ def check_places(arguments: Mapping[str, Any]) -> None:
 
 
 def _names_secret(name: object, value: object) -> bool:
-    return type(value) is str and type(name) is str and _ARGUMENT_NAME.fullmatch(name) is not None
+    return (
+        isinstance(value, str)
+        and isinstance(name, str)
+        and _ARGUMENT_NAME.fullmatch(name.replace("-", "_")) is not None
+    )
 
 
-def _texts(value: Any, where: str = "") -> Iterator[tuple[str, str]]:
-    """Dotted path -> string, for every string inside."""
-    if type(value) is str:
-        yield where, value
-    elif isinstance(value, Mapping):
+def _texts(value: Any, where: str = "", depth: int = 0) -> Iterator[tuple[str, str]]:
+    """Dotted path -> string, for every string and path inside, in dataclasses too (an adapter's or accelerate's configuration)."""
+    if isinstance(value, (str, PurePath)):
+        yield where, str(value)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type) and depth < _DEPTH:
+        yield from _texts(vars(value), where, depth + 1)
+    elif isinstance(value, Mapping) and depth < _DEPTH:
         for key, each in value.items():
-            yield from _texts(each, f"{where}.{key}" if where else str(key))
-    elif type(value) in (list, tuple):
+            yield from _texts(each, f"{where}.{key}" if where else str(key), depth + 1)
+    elif type(value) in (list, tuple, set, frozenset) and depth < _DEPTH:
         for each in value:
-            yield from _texts(each, where)
+            yield from _texts(each, where, depth + 1)
+
+
+# --- what others print ------------------------------------------------------------------------------------------------------------
+
+
+class _Masked(logging.Filter):
+    """Lets everything through, without secrets."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        if (masked := redact(text)) != text:
+            record.msg, record.args = masked, ()
+        return True
+
+
+_masked = _Masked()
+
+
+def mask_requests() -> None:
+    """From now on, what the HTTP libraries of the Hub's client log of a request has no secret in it: it is the whole URL, and the Hub's address
+    (`HF_ENDPOINT`) may have a password in it."""
+    for name in ("httpx", "httpx2", "huggingface_hub.utils._http", "urllib3.connectionpool"):
+        logging.getLogger(name).addFilter(_masked)  # once, however often
+
+
+def mask_tracebacks() -> None:
+    """From now on, what Python prints of an error that nobody catches has no secret in it: a library's error may quote a URL or a header.
+
+    For scripts and commands. Where another hook is set (a debugger's, a notebook's), that one stays.
+    """
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = _print_masked
+
+
+def _print_masked(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    sys.stderr.write(redact("".join(traceback.format_exception(kind, error, trace))))

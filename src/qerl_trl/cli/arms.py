@@ -139,8 +139,7 @@ def _pool(jobs: int) -> Iterator[ThreadPoolExecutor]:
 def _started(words: Sequence[str], config: Path) -> dict[str, object]:
     from qerl_trl import checkpoint, redaction
 
-    options: list[str] = json.loads(redaction.redact(json.dumps(list(words))))
-    return {"options": options, "config_sha256": checkpoint.sha256(config)}
+    return {"options": redaction.redacted_words(words), "config_sha256": checkpoint.sha256(config)}
 
 
 def _read(file: Path) -> object:

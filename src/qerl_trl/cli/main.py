@@ -38,6 +38,7 @@ app.command()(ask.plot)
 
 def main() -> None:
     """Entry point: runs a command, and turns the errors we raise on purpose into one message and an exit code."""
+    redaction.mask_requests()
     try:
         app()
     except ValueError as error:  # the user's input
@@ -46,6 +47,9 @@ def main() -> None:
         _fail(error, 1)
     except KeyboardInterrupt:
         _fail("Interrupted. Destinations hold the old content or the new one; the same command continues.", 130)
+    finally:
+        sys.excepthook = sys.__excepthook__  # typer has put its own there
+        redaction.mask_tracebacks()
 
 
 def _fail(message: object, code: int) -> NoReturn:

@@ -11,6 +11,7 @@ from .. import checkpoint
 from ..base_identity import base_revision
 from ..publish.hub import HubError
 from ..publish.run import recorded_settings
+from ..redaction import redacted_words
 from ..report import announce, device_name, versions
 from ..run_folder import step_of
 from ..watch import working
@@ -121,7 +122,7 @@ def _report(
         "base": {"sha256": trainer.base_sha256, "revision": base_revision(trainer.model)},
         "device": device_name(args.device),
         "versions": versions(),
-        "command": " ".join(["accelerate launch", *sys.argv]),
+        "command": " ".join(["accelerate launch", *redacted_words(sys.argv)]),
         "log_history": trainer.state.log_history,
     }
     if seconds is None and (output_dir / RESULTS_NAME).is_file():  # trained before, only measured again now

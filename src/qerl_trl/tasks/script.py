@@ -23,7 +23,7 @@ from transformers import AutoTokenizer
 from trl import ModelConfig, TrlParser, get_peft_config
 
 from ..config import QeRLConfig
-from ..redaction import check_places
+from ..redaction import check_places, mask_tracebacks
 from ..shipped import config_file, examples_folder, task_file
 from .run import train_and_measure
 from .task import PARSED, Task, TaskArguments
@@ -60,6 +60,7 @@ class Script:
 
         What a recipe says of its data and rewards holds for its own task only: a `--task` on the command line replaces all of it.
         """
+        mask_tracebacks()
         words = list(sys.argv[1:] if argv is None else argv)
         words = with_config(words, config)
         tracked = False

@@ -1,0 +1,230 @@
+"""A token by another door: in another form, inside other objects, written as JSON writes it, on another command line."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+from huggingface_hub import HfApi
+from peft import LoraConfig
+from typer.testing import CliRunner
+
+from qerl_trl import checkpoint, redaction
+from qerl_trl.cli import arms
+from qerl_trl.cli import main as cli
+from qerl_trl.publish import hub
+from qerl_trl.redaction import MASK
+from qerl_trl.tasks.script import Script
+from tests.cli.test_main import call
+from tests.faults.catalog import fault
+from tests.faults.test_r7_hub import everything, merged  # noqa: F401  (a fixture)
+from tests.publish.test_hub import REPO, server  # noqa: F401  (a fixture)
+from tests.test_trainer import settings
+
+#: of no known form: a secret by the place where it stands only
+PLAIN = "kx93-vv02-plain-words"
+
+
+@pytest.fixture(autouse=True)
+def nothing_given(monkeypatch):
+    monkeypatch.setattr(redaction, "_given", {})
+
+
+FORMS = {
+    "Anthropic": "sk-ant-api03-AbCd-EfGh_IjKlMnOpQrStUv-WxYz0123456789-abcdefghij_klmno-AA",
+    "OpenAI": "sk-proj-abc-DEF_ghi-JKL_mno-PQR_stu-VWX_yz0-123_456",
+    "GitLab": "glpat-ABCDEFGHIJ0123456789",
+    "Google": "AIzaSyA1234567890abcdefghijklmnopqrstuv",
+    "Slack": "xoxb-123456789012-abcdefghijklmnop",
+}
+
+
+@fault("R7.token")
+@pytest.mark.parametrize("name", FORMS)
+def test_tokens_of_other_services_are_refused_and_masked(name, tmp_path):
+    with pytest.raises(ValueError, match="run_name contains") as error:
+        settings(tmp_path, run_name=FORMS[name])
+    assert FORMS[name] not in str(error.value) and "HF_TOKEN" in str(error.value)
+    assert redaction.redact(f"a {FORMS[name]} b") == f"a {MASK} b"
+
+
+@fault("R7.token")
+@pytest.mark.parametrize(
+    "url",
+    [
+        f"https://{PLAIN}@host/model",
+        f"https://:{PLAIN}@host/model",
+        f"https://host/model?hf_token={PLAIN}",
+        f"https://host/model?x=1&TOKEN={PLAIN}",
+        f"https://host/model?sv=1&sig={PLAIN}",
+        f"https://bucket/model?X-Amz-Signature={PLAIN}",
+    ],
+)
+def test_a_url_of_whatever_argument(url, tmp_path):
+    with pytest.raises(ValueError, match=r"vllm_server_base_url contains .* in a URL") as error:
+        settings(tmp_path, vllm_server_base_url=url)
+    assert PLAIN not in str(error.value) and PLAIN not in redaction.redact(f"could not load {url}")
+
+
+@fault("R7.token")
+@pytest.mark.parametrize(
+    "variable", ["OPENAI_KEY", "GH_PAT", "PGPASS", "DB_PWD", "SSH_PASSPHRASE", "HF_TOKENS", "SLACK_WEBHOOK_URL"]
+)
+def test_variables_of_the_environment(variable, monkeypatch, tmp_path):
+    monkeypatch.setenv(variable, PLAIN)
+    checkpoint.write_json_atomically(tmp_path / "results.json", {"note": f"used {PLAIN}"})
+    assert json.loads((tmp_path / "results.json").read_text()) == {"note": f"used {MASK}"}
+
+
+def test_variables_that_hold_no_secret(monkeypatch, tmp_path):
+    for variable, value in (("PWD", PLAIN), ("CACHE_KEY", PLAIN), ("SSH_KEY", str(tmp_path))):
+        monkeypatch.setenv(variable, value)
+        assert redaction.find(f"a {value} b") is None, variable
+
+
+@fault("R7.token")
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("peft_config", LoraConfig(base_model_name_or_path=f"https://someone:{PLAIN}@host/model")),
+        ("output_dir", Path(f"runs/{FORMS['OpenAI']}")),
+        ("chat_template_kwargs", {"tools": {FORMS["OpenAI"]}}),
+        ("fsdp_config", {"deep": [{"er": (f"https://{PLAIN}@host",)}]}),
+    ],
+)
+def test_objects_inside_arguments_are_looked_into(name, value):
+    with pytest.raises(ValueError, match=rf"{name}\S* contains"):
+        redaction.check_places({name: value})
+
+
+@fault("R7.token")
+@pytest.mark.parametrize(
+    "name", ["X-API-Key", "hf-token", "github_token", "private_key", "credentials", "Proxy-Authorization"]
+)
+def test_names_of_secrets_inside_arguments(name, tmp_path):
+    """They are remembered, and masked wherever they turn up later."""
+    args = settings(tmp_path, model_init_kwargs={"dtype": "float32", "headers": {name: PLAIN}})
+    for text in (str(args), args.to_json_string(), redaction.redact(f"a server said: {PLAIN}")):
+        assert PLAIN not in text
+    assert args.model_init_kwargs["headers"][name] == PLAIN
+
+
+@fault("R7.token")
+@pytest.mark.parametrize(
+    "secret", ['quo"ted-password', "back\\slash-password", "päss-wörd-long", "per cent/password&more"]
+)
+def test_a_secret_as_json_and_urls_write_it(secret, tmp_path):
+    redaction.remember("hub_token", secret)
+    said = {"command": f"--x {secret}", "url": f"https://host/{quote(secret, safe='')}", "repr": repr(secret)}
+    checkpoint.write_json_atomically(tmp_path / "results.json", said)
+    text = (tmp_path / "results.json").read_text()
+    assert secret not in json.loads(text)["command"] and quote(secret, safe="") not in text
+    assert json.loads(text)["command"] == f"--x {MASK}"
+    (tmp_path / "note.json").write_text(json.dumps(said, ensure_ascii=False), encoding="utf-8")
+    assert redaction.find_in(tmp_path / "note.json") == "the value of hub_token"
+
+
+def test_a_private_key_is_masked_to_its_end():
+    key = "-----BEGIN RSA PRIVATE KEY-----\nMIIEkx93+/vv02=\n-----END RSA PRIVATE KEY-----"
+    for text in (key, json.dumps(key)[1:-1]):
+        assert redaction.redact(f"a {text} b") == f"a {MASK} b"
+
+
+@fault("R7.token")
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"Authorization: Bearer {PLAIN}",
+        f"{{'authorization': 'Bearer {PLAIN}'}}",
+        f"QeRLConfig(hub_token='{PLAIN}')",
+        f'{{"hub_token": "{PLAIN}"}}',
+        f"--hub_token '{PLAIN}'",
+        f'--model_init_kwargs \'{{"token": "{PLAIN}"}}\'',
+    ],
+)
+def test_what_others_print(text):
+    masked = redaction.redact(text)
+    assert PLAIN not in masked and MASK in masked and redaction.redact(masked) == masked
+
+
+def test_ordinary_texts_are_as_they_were():
+    for text in (
+        '{"eos_token": "<|endoftext|>", "token_type_ids": "left-to-right", "num_tokens": 144}',
+        "https://host/search?key=abc&sort=none http://someone@host/x mailto:a.long.address@host.example",
+        "the bearer of good-news-for-all risk-adjusted-return-of-some-long-name task-oriented-dialogue-of-many-turns",
+        "rope_theta=10000 --eos_token <end> --tokenizer left Authorization: Bearer $HF_TOKEN",
+    ):
+        assert redaction.redact(text) == text and redaction.find(text) is None
+
+
+# --- other command lines ----------------------------------------------------------------------------------------------------------
+
+
+@fault("R7.token")
+def test_the_arms_command_writes_no_token(tmp_path, monkeypatch):
+    """It only hands the words on, and had kept them."""
+    given = {"--hub_token": PLAIN, "--model_init_kwargs": json.dumps({"token": PLAIN})}
+
+    def train(command, log):
+        folder = Path(command[command.index("--output_dir") + 1])
+        assert command[command.index("--hub_token") + 1] == PLAIN
+        log.write_text("trained")
+        folder.mkdir(parents=True)
+        return 0
+
+    monkeypatch.setattr(arms, "launch", train)
+    monkeypatch.setattr(
+        "qerl_trl.tasks.arms.read_run", lambda folder, arm, seed: (_ for _ in ()).throw(RuntimeError("enough"))
+    )
+    words = ["arms", "embedded", "--arms", "nvfp4", "--seeds", "1", "--output_dir", str(tmp_path / "arms")]
+    CliRunner().invoke(cli.app, [*words, *(word for pair in given.items() for word in pair)])
+    written = dict(everything(tmp_path))
+    assert any(name.endswith("arm.json") for name in written)
+    assert not [name for name, content in written.items() if PLAIN.encode() in content]
+
+
+def test_the_words_of_a_command():
+    words = ["run.py", "--hub_token", PLAIN, "--hub-token=" + PLAIN, "--seed", "3", "--eos_token", "x", "--token"]
+    masked = ["run.py", "--hub_token", MASK, "--hub-token=" + MASK, "--seed", "3", "--eos_token", "x", "--token"]
+    assert redaction.redacted_words(words) == masked
+
+
+@fault("R7.token")
+@pytest.mark.parametrize("by", ["script", "command"])
+def test_an_error_that_nobody_catches_shows_no_secret(by, tmp_path, monkeypatch):
+    """A library's error quotes the URL that it was given; the interpreter prints it."""
+    start = {"script": "Script.parse(argv=['--config', 'none'])", "command": "cli.main()"}[by]
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    monkeypatch.setattr(sys, "argv", ["qerl-trl", "--nothing"])
+    with pytest.raises((SystemExit, ValueError, OSError)):
+        eval(start, {"Script": Script, "cli": cli})
+    assert sys.excepthook is redaction._print_masked
+    code = (
+        "from qerl_trl import redaction; redaction.mask_tracebacks()\n"
+        f"try: raise KeyError('https://someone:{PLAIN}@host/x')\n"
+        f"except KeyError as error: raise TypeError('token {FORMS['OpenAI']}') from error"
+    )
+    code = code.replace(PLAIN, "' + " + repr(PLAIN[:5]) + " + '" + PLAIN[5:])  # the traceback shows the line, too
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ, check=False)
+    assert ended.returncode == 1 and f"https://{MASK}@host/x" in ended.stderr and f"token {MASK}" in ended.stderr
+    assert PLAIN not in ended.stderr and FORMS["OpenAI"] not in ended.stderr
+
+
+# --- the Hub's endpoint -----------------------------------------------------------------------------------------------------------
+
+
+@fault("R7.token")
+def test_a_password_in_the_hubs_address(server, merged, monkeypatch, caplog):  # noqa: F811
+    """HF_ENDPOINT=https://someone:password@mirror: it is in every URL that comes back."""
+    caplog.set_level(logging.DEBUG)
+    address = server.endpoint.replace("://", f"://someone:{PLAIN}@")
+    monkeypatch.setattr(hub, "HfApi", lambda token: HfApi(endpoint=address, token=token))
+    redaction.mask_requests()  # as the command and every trainer do
+    code, out, err = call("push", "merged", merged, REPO)
+    assert code == 1 and f"://{MASK}@" in err  # its client sends the password in place of the token
+    assert "HTTP Request" in caplog.text
+    assert not [text for text in (out, err, caplog.text) if PLAIN in text] and REPO not in server.repos
