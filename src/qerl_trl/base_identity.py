@@ -11,7 +11,8 @@ as well as two elements that changed places. They tell mistakes apart; nobody is
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import torch
 from accelerate import PartialState
@@ -28,17 +29,38 @@ _PLACE, _FIRST, _SECOND = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB1331
 _ADAPTERS = ("lora_", "modules_to_save", "trainable_tokens_")
 
 
+class Row(NamedTuple):
+    """What the fingerprint has of a parameter: its name in the checkpoint, its shape, "float" or its dtype, the sum over its content."""
+
+    name: str
+    shape: list[int]
+    kind: str
+    total: int
+
+
 def base_sha256(model: nn.Module) -> str | None:
     """Fingerprint of the model without its adapters; `None` where this process does not have it whole (sharded, offloaded)."""
-    sums, table = [], []
+    found = []
     for name, tensor in _tensors(model):
         if tensor.is_meta or hasattr(tensor, "full_tensor") or hasattr(tensor, "ds_id"):
             return None
-        kind = "float" if tensor.is_floating_point() else str(tensor.dtype)
-        table.append((name, list(tensor.shape), kind))
-        sums.append(_checksum(tensor.detach()))
-    rows = sorted((*row, int(value)) for row, value in zip(table, sums, strict=True))
-    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+        found.append((name, tensor, _checksum(tensor.detach())))
+    return sha256_of(_row(name, tensor, int(total)) for name, tensor, total in found)
+
+
+def row_of(name: str, tensor: torch.Tensor) -> Row:
+    """The row of one parameter, for a fingerprint of tensors that are never together in memory."""
+    return _row(name, tensor, int(_checksum(tensor.detach())))
+
+
+def _row(name: str, tensor: torch.Tensor, total: int) -> Row:
+    kind = "float" if tensor.is_floating_point() else str(tensor.dtype)
+    return Row(name, list(tensor.shape), kind, total)
+
+
+def sha256_of(rows: Iterable[Row]) -> str:
+    """The fingerprint of all rows, in any order."""
+    return hashlib.sha256(json.dumps(sorted(rows)).encode()).hexdigest()
 
 
 def shared_base_sha256(model: nn.Module) -> str | None:
@@ -69,8 +91,8 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 @torch.no_grad()
-def _checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """int64 (), on the tensor's device: the sum over its 64-bit words, each mixed with its place."""
+def _checksum(tensor: torch.Tensor, first: int = 0) -> torch.Tensor:
+    """int64 (), on the tensor's device: the sum over its 64-bit words, each mixed with its place. `first`: the place of the first one."""
     flat = tensor.reshape(-1)
     size = 4 if flat.is_floating_point() else flat.element_size()
     places = torch.arange(min(_CHUNK, -(-flat.numel() * size // 8)), device=flat.device) * _PLACE
@@ -78,10 +100,34 @@ def _checksum(tensor: torch.Tensor) -> torch.Tensor:
     for index, part in enumerate(flat.split(_CHUNK * 8 // size)):
         words = _words(part)
         mixed = words + places[: words.numel()]
-        mixed.add_(_signed(index * _CHUNK * _PLACE)).mul_(_FIRST)
+        mixed.add_(_signed((first + index * _CHUNK) * _PLACE)).mul_(_FIRST)
         mixed.bitwise_xor_(mixed >> 31).mul_(_SECOND)
         total += mixed.sum()
     return total
+
+
+class Pieces:
+    """The row of a parameter that comes in slices of its first dimension, one after the other."""
+
+    def __init__(self, name: str, shape: Iterable[int], device: str | torch.device = "cpu") -> None:
+        self._name, self._shape, self._device = name, list(shape), device
+        self._total, self._words, self._kind = 0, 0, ""
+        self._rest: torch.Tensor | None = None
+
+    def add(self, piece: torch.Tensor) -> None:
+        self._kind = _row("", piece, 0).kind
+        flat = piece.to(self._device).reshape(-1)
+        if self._rest is not None:
+            flat = torch.cat([self._rest, flat])
+        per_word = 8 // (4 if flat.is_floating_point() else flat.element_size())
+        whole = flat.numel() - flat.numel() % per_word
+        self._rest = flat[whole:].clone() if whole < flat.numel() else None
+        self._total += int(_checksum(flat[:whole], self._words)) if whole else 0
+        self._words += whole // per_word
+
+    def row(self) -> Row:
+        last = 0 if self._rest is None else int(_checksum(self._rest, self._words))
+        return Row(self._name, self._shape, self._kind, _signed(self._total + last))
 
 
 def _words(part: torch.Tensor) -> torch.Tensor:

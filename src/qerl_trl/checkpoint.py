@@ -23,6 +23,7 @@ from .folders import leads_to
 logger = logging.getLogger(__name__)
 
 MANIFEST_NAME = "qerl_manifest.json"
+_OPTIMIZERS = ("optimizer.pt*", "optimizer.bin", "optimizer_*", "rank*-optimizer.pt", "global_step*")
 
 
 def seal(
@@ -89,8 +90,9 @@ def _aside(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.replaced")
 
 
-def problems(folder: str | os.PathLike, read_up_to: float = math.inf) -> list[str]:
-    """What is wrong with a checkpoint, one sentence each; empty if it is whole. Reads every byte of files up to that size once."""
+def problems(folder: str | os.PathLike, read_up_to: float = math.inf, partial: bool = False) -> list[str]:
+    """What is wrong with a checkpoint, one sentence each; empty if it is whole. Reads every byte of files up to that size once. `partial`: not
+    all of its files are here, as in the Hub's cache, and its card may be edited."""
     folder = Path(folder)
     if not (folder / MANIFEST_NAME).is_file():
         return [f"{MANIFEST_NAME} is missing: the run that wrote it was stopped before it was complete"]
@@ -100,9 +102,11 @@ def problems(folder: str | os.PathLike, read_up_to: float = math.inf) -> list[st
         return [str(error)]
     found = []
     for name, expected in files.items():
+        if partial and name == "README.md":
+            continue
         path = folder / name
         if not path.is_file():
-            found.append(f"{name} is missing")
+            found += [] if partial else [f"{name} is missing"]
         elif (place := leads_to(path, folder)) is not None:
             found.append(f"{name} is a link that leads out of the folder, to {place}")
         elif path.stat().st_size != expected["bytes"]:
@@ -151,6 +155,11 @@ def sealed_files(folder: str | os.PathLike) -> set[str]:
         return set(read_manifest(folder)["files"])
     except (OSError, ValueError):
         return set()
+
+
+def keeps_optimizer(folder: str | os.PathLike) -> bool:
+    """Whether the state of an optimizer lies in a checkpoint, as `Trainer` writes it, alone, with FSDP or with DeepSpeed."""
+    return any(any(Path(folder).glob(form)) for form in _OPTIMIZERS)
 
 
 def last_checkpoint(output_dir: str | os.PathLike) -> str | None:

@@ -99,5 +99,5 @@ def _explained(trainer: Any, error: Exception) -> OSError:
         f"There was no room to write step {step} to {folder} ({str(error).strip().splitlines()[0]}). "
         f"{preflight.size_text(shutil.disk_usage(folder).free)} are free now, a checkpoint of this run takes "
         f"{preflight.size_text(_checkpoint_bytes(trainer))}. Free space there (or raise the quota), or keep fewer checkpoints: "
-        f"save_total_limit=1, save_only_model=True. {state}.",
+        f"save_total_limit=1, or, for a run that will not be resumed, save_only_model=True. {state}.",
     )

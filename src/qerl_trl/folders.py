@@ -1,7 +1,14 @@
-"""Whether a file lies in the folder that it is said to be in."""
+"""Whether a file lies in the folder that it is said to be in, and the files beside a model's weights."""
 
+import logging
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+logger = logging.getLogger(__name__)
 
 
 def leads_to(path: str | os.PathLike, folder: str | os.PathLike) -> Path | None:
@@ -13,3 +20,27 @@ def leads_to(path: str | os.PathLike, folder: str | os.PathLike) -> Path | None:
     snapshots = next((parent for parent in root.parents if parent.name == "snapshots"), None)
     allowed = [root] if snapshots is None else [root, (snapshots.parent / "blobs").resolve()]
     return None if any(place.is_relative_to(parent) for parent in allowed) else place
+
+
+def hub_commit(folder: str | os.PathLike) -> str | None:
+    """The Hub's commit of which a folder of its cache holds files, not always all of them; `None` for any other folder."""
+    path = Path(folder).absolute()
+    return path.name if path.parent.name == "snapshots" else None
+
+
+def beside(config: "PretrainedConfig", name: str) -> Path | None:
+    """The file `name` of the folder that a model was loaded from, or of the Hub's revision, from where it is downloaded if it is not in the
+    cache; `None` where there is none, or the Hub cannot be asked."""
+    source, commit = config.name_or_path or "", getattr(config, "_commit_hash", None)
+    if os.path.isdir(source):
+        return path if (path := Path(source, name)).is_file() else None
+    if commit is None:
+        return None
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
+
+    try:
+        return Path(hf_hub_download(source, name, revision=commit))
+    except (EntryNotFoundError, HfHubHTTPError, OSError) as error:
+        logger.info("No %s of %s at %s (%s).", name, source, commit, type(error).__name__)
+        return None

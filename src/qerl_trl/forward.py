@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from . import checkpoint, report
 from .evaluation_mode import evaluation_mode
+from .folders import beside
 from .nvfp4.linear import has_nvfp4
 
 if TYPE_CHECKING:
@@ -93,10 +94,13 @@ def compare(model: PreTrainedModel) -> None:
     Raises:
         `ValueError`: it computes something else.
     """
-    folder = Path(model.config.name_or_path or "")
-    if FORWARD_NAME not in checkpoint.sealed_files(folder):
+    manifest = beside(model.config, checkpoint.MANIFEST_NAME)
+    if manifest is None or FORWARD_NAME not in checkpoint.sealed_files(manifest.parent):
         return
-    then: Forward = json.loads((folder / FORWARD_NAME).read_text())
+    recorded, folder = beside(model.config, FORWARD_NAME), model.config.name_or_path
+    if recorded is None:
+        return
+    then: Forward = json.loads(recorded.read_text())
     quantizer = getattr(model, "hf_quantizer", None)
     loaded_as_stored = has_nvfp4(model) if then["packed"] else quantizer is None
     if then["model_class"] != type(model).__name__ or not loaded_as_stored:

@@ -4,16 +4,22 @@ A checkpoint's manifest and the run's folder keep them, a run that is started ag
 refuse, which only warn), and a card shows them.
 """
 
+import ast
 import dataclasses
+import functools
 import hashlib
+import inspect
 import json
 import re
+import textwrap
+import weakref
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypedDict
 
 from accelerate.utils import is_peft_model
 from datasets import Dataset
 from peft import LoraConfig
+from torch import nn
 
 from . import base_identity, report
 from .nvfp4.linear import compute_dtype
@@ -24,7 +30,7 @@ _FIELDS = """base_format scale_rule aqn aqn_schedule aqn_sigma_start aqn_sigma_e
     gradient_accumulation_steps num_generations steps_per_generation num_iterations temperature max_completion_length
     loss_type beta world_size modules_to_not_convert""".split()
 #: recorded, but free to differ when a run goes on: with a warning. A longer run stretches the schedules of learning rate and noise
-_MAY_DIFFER = {"max_steps", "num_train_epochs", "versions"}
+_MAY_DIFFER = {"max_steps", "num_train_epochs", "versions", "rewards_sha256"}
 #: what is recorded beside the settings themselves
 _NOT_SETTINGS = {"settings_sha256", "global_step", "merged_onto", "changed", "base_revision"}
 #: how the base is made of what is loaded: it differs with them
@@ -41,7 +47,9 @@ _INCIDENTAL = re.compile(
     r"|vllm_(?!importance|structured).*|rollout_probe_steps|.*_(timeout|threshold|patience)"
 )
 #: rows of the training data that its fingerprint reads
-_FINGERPRINT_ROWS = 256
+_FINGERPRINT_ROWS = 10_000
+#: fingerprints that were computed: a run says it with each checkpoint
+_datasets: "weakref.WeakKeyDictionary[Dataset, str]" = weakref.WeakKeyDictionary()
 
 
 def may_differ(name: str) -> bool:
@@ -96,6 +104,7 @@ class RunSettings(TypedDict, total=False):
     beta: float
     world_size: int
     rewards: list[str]  # names of the reward functions
+    rewards_sha256: dict[str, str]  # of each one's own source; absent for a reward model, and where there is no source
     dataset_sha256: str  # of a sample of the training data; absent for streamed data
     options: dict[str, Any]  # every further argument that decides the trajectory and is not at its default
     settings_sha256: str  # of all settings that may not differ when the run goes on
@@ -127,6 +136,8 @@ def run_settings(trainer: OnlineTrainer) -> RunSettings:
         if options := _lora_options(lora):
             settings["lora"]["options"] = options
     settings["rewards"] = list(trainer.reward_func_names)
+    sources = zip(trainer.reward_func_names, map(_source_sha256, trainer.reward_funcs), strict=True)
+    settings["rewards_sha256"] = {name: digest for name, digest in sources if digest is not None}
     if (sample := dataset_sha256(trainer.train_dataset)) is not None:
         settings["dataset_sha256"] = sample
     decisive = {f.name: f for f in dataclasses.fields(trainer.args) if not _INCIDENTAL.fullmatch(f.name)}
@@ -163,17 +174,42 @@ def _as_json(value: Any) -> Any:
 
 
 def dataset_sha256(dataset: Any) -> str | None:
-    """Fingerprint of a dataset by content: its columns, its length, and up to 256 rows spread over it, first and last included.
+    """Fingerprint of a dataset by content: its columns, its length, and its rows; of more than 10,000 that many, spread over it, first and
+    last included.
 
     The same data from another folder, cache or machine has the same one. Pictures and sound are not read; streamed data have none.
     """
     if not isinstance(dataset, Dataset):
         return None
+    if (known := _datasets.get(dataset)) is not None:
+        return known
     plain = [name for name, kind in sorted(dataset.features.items()) if not hasattr(kind, "decode_example")]
     count = min(len(dataset), _FINGERPRINT_ROWS)
     rows = [index * (len(dataset) - 1) // max(count - 1, 1) for index in range(count)]
     sample = dataset.select_columns(plain).with_format("arrow")[rows].to_pylist() if plain else []
-    return _sha256([sorted(dataset.column_names), len(dataset), sample])
+    found = _sha256([sorted(dataset.column_names), len(dataset), sample])
+    _datasets[dataset] = found
+    return found
+
+
+def _source_sha256(function: Any) -> str | None:
+    """Of how a reward function is written, comments, docstrings and line breaks apart; not of what it calls. `None` where nothing says it."""
+    while isinstance(function, functools.partial) or hasattr(function, "__wrapped__"):
+        function = function.func if isinstance(function, functools.partial) else function.__wrapped__
+    if isinstance(function, nn.Module):
+        return None
+    try:
+        source = textwrap.dedent(inspect.getsource(function if inspect.isroutine(function) else type(function)))
+    except (OSError, TypeError):  # typed in a prompt, or built in
+        return None
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:  # a lambda in the middle of a call
+        return _sha256(source)
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and ast.get_docstring(node, False):
+            node.body = node.body[1:] or [ast.Pass()]
+    return _sha256(ast.unparse(tree))
 
 
 def _sha256(content: Any) -> str:
@@ -205,6 +241,8 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> Differences:
 
 
 def _compared(name: str, then: Any, now: Any) -> list[str]:
+    if name == "rewards_sha256":
+        then, now = then or {}, now or {}
     if isinstance(then, dict) and isinstance(now, dict):
         inner = sorted(set(then) | set(now))
         return [line for key in inner for line in _compared(f"{name}.{key}", then.get(key), now.get(key))]
@@ -212,6 +250,9 @@ def _compared(name: str, then: Any, now: Any) -> list[str]:
         return []
     if name == "dataset_sha256":
         return ["dataset_sha256: the training data are others than then"]
+    if name.startswith("rewards_sha256."):
+        known = then is not None and now is not None  # not in records of older versions
+        return [f"{name}: this reward function is written in another way than then"] if known else []
     if name == "base_sha256":
         return [f"base_sha256: the base model has other weights than then ({then[:12]} then, {now[:12]} now)"]
     shown = ["not set" if value is None else repr(value) for value in (then, now)]

@@ -2,10 +2,12 @@
 
 Where a manifest lies beside a model, [`begin`] compares at once which files there are, their sizes, and the content of everything small
 (configuration, tokenizer, index); the weights are hashed in a thread meanwhile. [`finish`] waits for that and raises: at the end of
-[`from_pretrained`], or where training begins. A folder without a manifest is loaded as it is.
+[`from_pretrained`], or where training begins. A folder without a manifest is loaded as it is. A model from the Hub is compared with the
+manifest that was published with it once its files are here ([`begin_loaded`]).
 """
 
 import functools
+import json
 import logging
 import os
 import threading
@@ -13,12 +15,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from . import checkpoint, forward
+from .folders import beside, hub_commit
 from .nvfp4 import config
 from .nvfp4.headers import check_finite_module
+from .nvfp4.linear import has_nvfp4
 from .nvfp4.shards import check_weight_files
 
 logger = logging.getLogger(__name__)
@@ -28,21 +33,24 @@ _T = TypeVar("_T")
 
 #: files up to this size are hashed before anything is loaded
 _AT_ONCE_BYTES = 1 << 24
-#: what decides about a model and must not lie in its folder unsealed
-_DECISIVE = ("*.safetensors", "*.safetensors.index.json", "config.json", "pytorch_model*.bin")
+#: what decides about what a model answers and must not lie in its folder unsealed
+_DECISIVE = (
+    "*.safetensors", "*.safetensors.index.json", "config.json", "pytorch_model*.bin", "generation_config.json", "adapter_config.json",
+    "*.jinja", "additional_chat_templates/*", "tokenizer.json", "tokenizer_config.json", "added_tokens.json", "special_tokens_map.json",
+)  # fmt: skip
 
 
 class _Hashing(threading.Thread):
     """Reads a sealed folder again, whole."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, partial: bool = False) -> None:
         super().__init__(name=f"hashing {folder}", daemon=True)
-        self.folder = folder
+        self.folder, self.partial = folder, partial
         self.problems: list[str] = []
 
     def run(self) -> None:
         try:
-            self.problems = checkpoint.problems(self.folder)
+            self.problems = checkpoint.problems(self.folder, partial=self.partial)
         except OSError as error:
             self.problems = [str(error)]
         if self.problems:
@@ -58,26 +66,73 @@ def begin(model: str | os.PathLike) -> None:
     at, and nothing of a Hub id.
 
     Raises:
-        `ValueError`: weights lie outside of the folder; a file is missing, has another size or, if it is small, another content, or weights lie there unsealed.
+        `ValueError`: weights lie outside of the folder; a file is missing, has another size or, if it is small, another content, or what decides about
+            answers lies there unsealed.
     """
     folder = Path(model)
     if folder.is_dir():
         check_weight_files(folder)
     if not (folder / checkpoint.MANIFEST_NAME).is_file() or os.environ.get("LOCAL_RANK", "0") != "0":
         return  # one process a machine looks
-    stamps = ((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in folder.iterdir() if path.is_file())
-    key = (str(folder.resolve()), *sorted(stamps))
-    if key in _begun:
+    if (key := _key(folder)) in _begun:
         return
-    wrong = checkpoint.problems(folder, _AT_ONCE_BYTES)
+    partial = hub_commit(folder) is not None
+    wrong = checkpoint.problems(folder, _AT_ONCE_BYTES, partial)
     if not wrong:
         sealed = checkpoint.read_manifest(folder)["files"]
-        found = (path.name for pattern in _DECISIVE for path in folder.glob(pattern))
+        found = (str(path.relative_to(folder)) for pattern in _DECISIVE for path in folder.glob(pattern))
         wrong = [f"{name} was added after it was sealed" for name in sorted(found) if name not in sealed]
     if wrong:
         raise ValueError(_message(folder, wrong))
-    _begun[key] = _Hashing(folder)
+    _begun[key] = _Hashing(folder, partial)
     _begun[key].start()
+
+
+def begin_loaded(model: nn.Module) -> None:
+    """As [`begin`], for a model that was just loaded from the Hub: those of its files that are in the cache, if a manifest was published with
+    them. Nothing of a model from a folder.
+
+    Raises:
+        `ValueError`: a small file has another content than was sealed.
+    """
+    config = getattr(model, "config", None)
+    if config is None or os.path.isdir(config.name_or_path or "") or os.environ.get("LOCAL_RANK", "0") != "0":
+        return
+    if (manifest := beside(config, checkpoint.MANIFEST_NAME)) is None:
+        return
+    folder = manifest.parent
+    if (key := _key(folder)) not in _begun:
+        if wrong := checkpoint.problems(folder, _AT_ONCE_BYTES, partial=True):
+            raise ValueError(_message(folder, wrong))
+        _begun[key] = _Hashing(folder, partial=True)
+        _begun[key].start()
+
+
+def check_identity(model: PreTrainedModel, found: str | None) -> None:
+    """Compare the fingerprint `found` of a model, in the class and the dtype in which it is stored, with that of the NVFP4 base which its
+    manifest describes.
+
+    Raises:
+        `ValueError`: it is another one.
+    """
+    manifest, stored = beside(model.config, checkpoint.MANIFEST_NAME), beside(model.config, "config.json")
+    if manifest is None or stored is None or found is None or not has_nvfp4(model):
+        return
+    described, run = json.loads(stored.read_text()), checkpoint.recorded_run(manifest.parent)
+    then = run.get("settings", {}).get("base_sha256") if run.get("kind") == "nvfp4_base" else None
+    exact = model.dtype == torch.float32 or str(model.dtype) == f"torch.{described.get('dtype')}"
+    if then is None or not exact or [type(model).__name__] != described.get("architectures"):
+        return
+    if then != found:
+        raise ValueError(
+            f"{model.config.name_or_path} is not the base that its {checkpoint.MANIFEST_NAME} describes: the weights that were loaded have the "
+            f"fingerprint {found[:12]}, those that were sealed {then[:12]}. Quantize or download it again; without the manifest it is loaded as it is."
+        )
+
+
+def _key(folder: Path) -> tuple:
+    stamps = ((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in folder.iterdir() if path.is_file())
+    return (str(folder.resolve()), *sorted(stamps))
 
 
 def finish(model: nn.Module | None = None) -> None:
@@ -86,6 +141,8 @@ def finish(model: nn.Module | None = None) -> None:
     Raises:
         `ValueError`: a weight file has another content than was sealed, or a tensor is not finite.
     """
+    if model is not None:
+        begin_loaded(model)
     for key, hashing in list(_begun.items()):
         hashing.join()
         if hashing.problems:
@@ -122,6 +179,7 @@ pretrained_kwargs = _of_sealed(config.pretrained_kwargs)
 def from_pretrained(model_id: str | os.PathLike, *args: Any, **kwargs: Any) -> PreTrainedModel:
     begin(model_id)
     model = config.from_pretrained(model_id, *args, **kwargs)
+    begin_loaded(model)
     finish()
     forward.compare(model)
     return model

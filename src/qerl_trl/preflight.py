@@ -198,7 +198,7 @@ def disk(folder: Path, one: int, count: int = 1) -> list[Problem]:
         return [
             Problem(
                 f"output_dir={str(folder)!r} has {size_text(free)} free, and one checkpoint of this run takes {size_text(one)}.",
-                "Free space, or choose an output_dir on another disk; save_only_model=True and a smaller rank make checkpoints smaller.",
+                "Free space, or choose an output_dir on another disk; a smaller rank makes checkpoints smaller, and so does save_only_model=True, from which no run can go on.",
                 fatal=True,
             )
         ]

@@ -152,6 +152,7 @@ def settle(output_dir: str | os.PathLike, resume: str | None, settings: Mapping[
             f"{resume} belongs to a run with other settings: {listed}. To train with the new ones, choose another output_dir; to go on from it "
             "all the same, as another run than was begun, set allow_other_settings=True (--allow_other_settings true)."
         )
+    written = [line for line in found.reported if line.startswith("rewards_sha256")]  # allowed, as a mended one must be
     for line in found.reported + found.refused:
         logger.warning("Going on from %s with other settings: %s", source, line)
     if source is not None and resume is None:
@@ -159,15 +160,26 @@ def settle(output_dir: str | os.PathLike, resume: str | None, settings: Mapping[
             "output_dir=%s holds this run already, and it starts over: pass resume_from_checkpoint=True to go on instead.",
             output_dir,
         )
-    return [*changed, *found.refused] if resume is not None else []
+    return [*changed, *written, *found.refused] if resume is not None else []
 
 
 def _owner(output_dir: Path) -> Path | None:
-    """The newest sealed thing in the folder."""
+    """The newest sealed thing in the folder whose manifest can be read.
+
+    Raises:
+        `ValueError`: a run has ended there, and nothing says which: its manifest is damaged.
+    """
     sealed = [path.parent for path in output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{checkpoint.MANIFEST_NAME}")]
     own = output_dir / checkpoint.MANIFEST_NAME
     sealed += [output_dir] if own.is_file() else []
-    return max(sealed, key=lambda folder: (folder / checkpoint.MANIFEST_NAME).stat().st_mtime_ns, default=None)
+    readable = [folder for folder in sealed if checkpoint.recorded_run(folder)]
+    if own.is_file() and not readable:
+        wrong = "; ".join(checkpoint.problems(output_dir)) or "it says nothing of the run"
+        raise ValueError(
+            f"output_dir={str(output_dir)!r} holds what a run has saved, and {checkpoint.MANIFEST_NAME} there does not say which run ({wrong}): a "
+            "new one would overwrite it. Choose another output_dir, or remove this one if it is not needed any more."
+        )
+    return max(readable, key=lambda folder: (folder / checkpoint.MANIFEST_NAME).stat().st_mtime_ns, default=None)
 
 
 # --- the seal ---------------------------------------------------------------------------------------------------------------------

@@ -68,7 +68,8 @@ class SavingMixin(PublishingMixin):
             `ValueError`: `output_dir` or the checkpoint belongs to a run with other settings; the model is not as it was sealed, or has
                 values that are not finite.
         """
-        loading.finish(self.accelerator.unwrap_model(self.model))
+        loading.finish(model := self.accelerator.unwrap_model(self.model))
+        loading.check_identity(model.get_base_model() if is_peft_model(model) else model, self.base_sha256)
         if self.args.device.index is not None and self.args.device.type == "cpu":
             load_to_numbered_cpus()
         resume = self._settled(resume_from_checkpoint)
@@ -88,11 +89,18 @@ class SavingMixin(PublishingMixin):
             # the parent would take one step more before it looks
             logger.warning("This run has ended: %d steps are done, %d are wanted. Nothing is trained.", done, wanted)
             epochs = 0
-        elif self._saved is not None and self._is_run_folder(self._saved):
-            raise ValueError(
-                f"The run in {self._saved} ended after {done} steps and keeps no checkpoint, so there is no optimizer state to go on to "
-                f"{wanted} steps with. Choose another output_dir, and a save_strategy for runs that are to be made longer."
-            )
+        elif self._saved is not None and not checkpoint.keeps_optimizer(self._saved):
+            # the parent would begin with an empty optimizer and the first learning rate, without a word
+            if not self.args.allow_other_settings:
+                raise ValueError(
+                    f"{self._saved} keeps no optimizer state (it is what a run has ended with, or save_only_model=True left it out), so the {done} "
+                    f"steps there cannot go on to {wanted} on the same trajectory. Name a checkpoint that has one, or choose another output_dir, and "
+                    "a save_strategy with the optimizer for runs that are to be made longer. To go on with a new optimizer all the same: "
+                    "allow_other_settings=True (--allow_other_settings true)."
+                )
+            line = f"optimizer: a new one from step {done} on"
+            logger.warning("Going on from %s as allowed: %s.", self._saved, line)
+            self._changed = (*self._changed, line)
         return epochs, *others
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:

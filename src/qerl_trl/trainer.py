@@ -42,7 +42,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.trainer_utils import TrainOutput
 
-from . import base_identity, behaviour, disk, guards, mismatch, preflight, redaction, report, run_folder
+from . import base_identity, behaviour, disk, guards, loading, mismatch, preflight, redaction, report, run_folder
 from .arguments import by_name, with_reward_models
 from .base import adapter_config, model_init
 from .config import QeRLArguments, QeRLConfig, QeRLRLOOConfig
@@ -118,18 +118,20 @@ class QeRLMixin(SavingMixin, PackingMixin):
             )
         start_watch(args)
         redaction.check_places({**given, **vars(args)})
+        redaction.mask_requests()
         preflight.check(args)
         check_environment(args)
         check_overlap(args, given)
         run_folder.lock_for(args)
         given["args"], given["peft_config"] = args, adapter_config(model, args, given.get("peft_config"))
         given["reward_funcs"] = with_reward_models(given.get("reward_funcs"), args)
-        loading = model_init(model, args, given.pop("quantization_config", None))
-        with loading as quantization_config, self._own_vllm_generation(), shortage.naming(self):
+        initial = model_init(model, args, given.pop("quantization_config", None))
+        with initial as quantization_config, self._own_vllm_generation(), shortage.naming(self):
             super().__init__(**given, quantization_config=quantization_config)
         plan_trainer(self)
         disk.check(self)
         trained = self.accelerator.unwrap_model(self.model)
+        loading.begin_loaded(trained)
         self.base_sha256 = base_identity.shared_base_sha256(trained)  # before anything is trained
         if is_peft_model(trained):
             check_adapter(trained)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from qerl_trl import QeRLGRPOTrainer
-from qerl_trl.checkpoint import MANIFEST_NAME, recorded_run
+from qerl_trl.checkpoint import MANIFEST_NAME, manifest, recorded_run
 from qerl_trl.publish import export
 from qerl_trl.publish.run import TrainedPolicy
 from tests.cli.test_main import call
@@ -217,7 +217,7 @@ def test_the_base_that_is_named_instead_is_compared(run, bases, tmp_path):
     assert json.loads(bases.repos[REPO]["files"]["adapter_config.json"])["base_model_name_or_path"] == "tester/own"
     other = json.loads(bases.repos["tester/own"]["files"][MANIFEST_NAME])
     other["run"]["settings"]["base_sha256"] = "0" * 64
-    bases.put("tester/other", **{MANIFEST_NAME: json.dumps(other).encode()})
+    bases.put("tester/other", **{MANIFEST_NAME: json.dumps(manifest(other["files"], other["run"])).encode()})
     code, _, err = call("push", "adapter", folder, "tester/adapter", "--base-model", "tester/other")
     assert code == 2 and "tester/other holds a base with other weights" in err and "--allow-other-base" in err
     assert "tester/adapter" not in bases.repos

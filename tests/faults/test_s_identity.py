@@ -119,6 +119,7 @@ def test_eval_in_vllm_of_the_right_base(trained, tmp_path, monkeypatch):
     monkeypatch.setattr(evaluation, "vllm_engine", engine)
     (tmp_path / "problems.jsonl").write_text('{"question": "1 + 1?", "answer": "#### 2"}\n')
     problems = ("--data", tmp_path / "problems.jsonl", "--output", tmp_path / "eval.json")
-    code, _, err = call("eval", run, *problems, "--engine", "vllm")
+    # the run quantized it while it loaded; here it is served as it is stored, which has to be said
+    code, _, err = call("eval", run, *problems, "--engine", "vllm", "--base-format", "bf16")
     assert code == 0, err
     assert len(served) == 1 and served[0][0] == recorded_run(run)["model"] and served[0][-1] == {}

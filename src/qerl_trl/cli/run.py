@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from ..shipped import config_file, examples_folder, task_file
-from .options import AllowOtherBase, AsJson, BaseFormat, BaseModel, Device, Dtype, note, print_result
+from .options import AllowOtherBase, AsJson, BaseFormat, BaseModel, Device, Dtype, print_result
 
 
 def train(
@@ -161,12 +161,10 @@ def evaluate(
         if adapter:
             require_whole(adapter)
             base = base_model or _base_of(adapter)
-            recorded = base_format or recorded_settings(adapter).get("base_format")
-            if recorded == "nvfp4" and not (Path(base) / "config.json").is_file():
-                note(
-                    f"Serving the adapter on {base} as it is stored; it was trained on NVFP4. Pass an NVFP4 folder as --base-model."
-                )
             revision = check_served_base(adapter, base, device, allow_other_base)
+            wanted = base_format or recorded_settings(adapter).get("base_format")
+            if wanted is not None:  # vLLM serves it as it is stored
+                require_format(base, wanted, revision)
         elif base_format is not None:
             require_format(base, base_format)
         loading.begin(base)

@@ -28,6 +28,8 @@ from torch.nn import functional as F
 from .format import BLOCK_SIZE, NVFP4Tensor, dequantize, quantize
 from .view import DecodedWeight
 
+#: the parameters that hold a layer's weight, in the order of `NVFP4Tensor`
+PACKED = ("weight_packed", "weight_scale", "weight_global_scale")
 IMPLEMENTATIONS = ("auto", "kernel", "decode", "reference")
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 #: decode the weight, then an ordinary product: "decode" by the kernel, "reference" in plain PyTorch; both give the same bits
@@ -338,7 +340,7 @@ class NVFP4Linear(nn.Linear):
     def become_dense(self) -> nn.Linear:
         """Turn this very module into the `nn.Linear` that `to_dense` gives. There is no way back."""
         dense = self.to_dense()
-        for name in ("weight_packed", "weight_scale", "weight_global_scale"):
+        for name in PACKED:
             del self._parameters[name]
         for name in ("compute_dtype", "implementation", "fused_rows"):
             vars(self).pop(name)

@@ -17,13 +17,12 @@ import yaml
 
 from .. import checkpoint, report
 from .names import is_hub_id, public_name
-from .records import Evaluation, Export, Facts, Kind, Quantization, Results
+from .records import FACTS_NAME, Evaluation, Export, Facts, Kind, Quantization, Results
 
 if TYPE_CHECKING:  # they import PEFT, which `qerl-trl quantize` does without
     from ..identity import RunSettings
     from .run import Exportable
 
-FACTS_NAME = "qerl_card.json"
 #: kind -> template
 TEMPLATES: dict[Kind, str] = {
     "adapter": "adapter.md.jinja",

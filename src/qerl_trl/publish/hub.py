@@ -26,7 +26,7 @@ from . import cards, export, outgoing
 from .names import is_hub_id
 from .outgoing import Content, HubError
 from .records import Export, Facts
-from .run import Exportable, is_trainer
+from .run import Exportable, is_trainer, recorded_revision
 
 #: what the Hub itself puts into a new repository
 _HUB_FILES = {".gitattributes", "README.md"}
@@ -329,17 +329,22 @@ def check_base_on_hub(api: HfApi, base_model: str, settings: RunSettings, allowe
     Raises:
         `ValueError`: it holds a base with other weights, or a model in which an adapter is merged already; and that is not `allowed`.
     """
+    revision, then, wrong = recorded_revision(settings, base_model), settings.get("base_sha256"), ""
+    kind = known = None
     try:
-        path = _retried(lambda: api.hf_hub_download(base_model, checkpoint.MANIFEST_NAME), attempts=2)
-        theirs = json.loads(Path(path).read_text())["run"]
-        kind, known = theirs["kind"], theirs["settings"].get("base_sha256")
+        path = _retried(
+            lambda: api.hf_hub_download(base_model, checkpoint.MANIFEST_NAME, revision=revision), attempts=2
+        )
+        theirs = checkpoint.read_manifest(Path(path).parent)["run"]
+        kind, known = theirs.get("kind"), theirs.get("settings", {}).get("base_sha256")
     except RepositoryNotFoundError:
         return [
             f"{base_model} was not found on the Hub with this token: nobody can load the adapter before it is there."
         ]
-    except (HfHubHTTPError, _HTTPError, OSError, RuntimeError, ValueError, KeyError):
-        return []  # of somebody else, who writes no manifest
-    then, wrong = settings.get("base_sha256"), ""
+    except (HfHubHTTPError, _HTTPError, OSError, RuntimeError):
+        pass  # of somebody else, who writes no manifest
+    except ValueError as error:
+        wrong = f"does not say what it holds: its {error}"
     if kind in ("merged", "merged_other_base", "nvfp4_merged"):
         wrong = "holds a merged model: the adapter would be added to what has one in it already"
     elif then is not None and known not in (None, then):
@@ -351,7 +356,18 @@ def check_base_on_hub(api: HfApi, base_model: str, settings: RunSettings, allowe
             f"{base_model} {wrong}. Publish the run's own base (qerl-trl merge RUN base --as base, then qerl-trl push base base user/name) and "
             "name that one. To name this one all the same: allow_other_base=True (--allow-other-base)."
         )
-    return []
+    if wrong:
+        return [f"{base_model} {wrong}. It is named all the same, as allowed."]
+    if revision is not None or (then is not None and known == then):
+        return []
+    trained_on = (
+        f"those that the adapter was trained on (fingerprint {then[:12]})"
+        if then
+        else "those that the adapter was trained on"
+    )
+    return [
+        f"Nothing on the Hub says which weights {base_model} holds, so that they are {trained_on} is taken on trust."
+    ]
 
 
 def stored_packed(api: HfApi, base: str) -> bool | None:

@@ -17,29 +17,36 @@ import shutil
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub import snapshot_download
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from .. import checkpoint, report
+from .. import base_identity, checkpoint, forward, loading, report
+from ..folders import hub_commit
 from ..nvfp4 import headers, layouts, shards
 from ..nvfp4.architectures import DECODER
 from ..nvfp4.config import NVFP4Config
 from ..nvfp4.headers import TensorInfo
+from ..nvfp4.linear import PACKED
 from . import staging, writer
 from .names import public_name
 from .quantize_jobs import Budget, Quantize, copy_job, prepare_quantizer, quantize_job
-from .records import Export
+from .records import FACTS_NAME, Export
+
+if TYPE_CHECKING:  # it imports PEFT, which this does without
+    from ..identity import RunSettings
 
 REPORT_NAME = "quantization_report.json"
 #: memory for tensors in work, beyond two of the largest
 _SLACK_BYTES = 400_000_000
 #: what a model repository holds beside weights, and nothing that a reader would execute
 _COPIED_PATTERNS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
-_NOT_COPIED = ("config.json", shards.INDEX_NAME, checkpoint.MANIFEST_NAME, REPORT_NAME, "hf_quant_config.json")
+_NOT_COPIED = (
+    "config.json", shards.INDEX_NAME, checkpoint.MANIFEST_NAME, REPORT_NAME, "hf_quant_config.json", forward.FORWARD_NAME, FACTS_NAME,
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,20 +101,26 @@ def quantize_folder(
             f"{model} is quantized already ({method}). It can be used as it is; quantize the original model."
         )
     nvfp4_config = NVFP4Config(scale_rule, modules_to_not_convert, compute_dtype=_dtype_name(config))
-    tensors, converted = _matched(folder, config, nvfp4_config, trust_remote_code)
+    loading.begin(folder)
+    tensors, converted, parameters = _matched(folder, config, nvfp4_config, trust_remote_code)
     quantize = prepare_quantizer(device, scale_rule)
+    settings: RunSettings = {"model": public_name(str(model)), "scale_rule": scale_rule, "base_format": "nvfp4"}
+    if (revision := hub_commit(folder)) is not None:
+        settings["base_revision"] = revision
     export: Export = {
         "kind": "nvfp4_base",
-        "settings": {"model": public_name(str(model)), "scale_rule": scale_rule, "base_format": "nvfp4"},
+        "settings": settings,
         "skip": sorted(modules_to_not_convert or ()),
         "source_sha256": _fingerprint(folder, tensors),
         "source_bytes": sum(info.end - info.start for info in tensors.values()),
         "max_shard_bytes": max_shard_bytes,
         "exported_with": report.versions(),
     }
-    if not staging.is_complete(destination, export):
+    finished = checkpoint.recorded_run(destination).get("settings", {})
+    known = {name: finished[name] for name in ("base_sha256",) if name in finished}  # which is found out below
+    if not staging.is_complete(destination, {**export, "settings": {**settings, **known}}):
         with staging.staging(destination, export, overwrite) as partial:
-            notes = _write(
+            layers, rows = _write(
                 partial,
                 tensors,
                 converted,
@@ -121,8 +134,13 @@ def quantize_folder(
             skipped = nvfp4_config.dense_linears or []
             checkpoint.write_json_atomically(
                 partial / REPORT_NAME,
-                {"layers": sorted(notes, key=lambda note: note["name"]), "not_quantized": skipped},
+                {"layers": sorted(layers, key=lambda layer: layer["name"]), "not_quantized": skipped},
             )
+            loading.finish()
+            _check_unchanged(folder, export)
+            found = {row.name: row for row in rows}
+            if parameters and parameters <= found.keys():  # what is sealed is completed here, from what was written
+                settings["base_sha256"] = base_identity.sha256_of(found[name] for name in parameters)
             _copy_beside(folder, partial)
             config.quantization_config = nvfp4_config.to_dict()
             config.save_pretrained(partial)
@@ -146,10 +164,24 @@ def _dtype_name(config: PretrainedConfig) -> str:
     return name if name in ("bfloat16", "float16") else "bfloat16"
 
 
+def _check_unchanged(folder: Path, export: Export) -> None:
+    """Refuse what was made of files that another process wrote meanwhile: half of it would be of the one model, half of the other.
+
+    Raises:
+        `ValueError`: configuration, tensor table, sizes or times of `folder` are no longer those that `export` says.
+    """
+    if _fingerprint(folder, shards.read_folder(folder)) != export["source_sha256"]:
+        raise ValueError(
+            f"{folder} was changed while it was quantized, so what was written is of no one model, and is not kept. Run the same command "
+            "again once the folder is complete (is a download or a training still writing there?)."
+        )
+
+
 def _matched(
     folder: Path, config: PretrainedConfig, nvfp4_config: NVFP4Config, trust_remote_code: bool
-) -> tuple[dict[str, TensorInfo], dict[str, nn.Linear]]:
-    """(tensors of the checkpoint, linear layers to quantize), checked against each other."""
+) -> tuple[dict[str, TensorInfo], dict[str, nn.Linear], set[str]]:
+    """(tensors of the checkpoint, linear layers to quantize, names of the parameters that the loaded model will have, none where that is
+    not known), checked against each other."""
     tensors = shards.read_folder(folder)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
@@ -165,7 +197,13 @@ def _matched(
         info = tensors[f"{name}.weight"]
         if info.shape != tuple(layer.weight.shape):
             raise ValueError(f"{info.file}: {info.name} is {info.shape}, config.json says {tuple(layer.weight.shape)}.")
-    return tensors, converted
+    dense = {name for name, _ in model.named_parameters()} - {f"{name}.weight" for name in converted}
+    packed = {f"{name}.{part}" for name in converted for part in PACKED}
+    as_loaded = config.architectures in (
+        None,
+        [type(model).__name__],
+    )  # else its parameters have other names when it is trained
+    return tensors, converted, dense | packed if as_loaded else set()
 
 
 def _fingerprint(folder: Path, tensors: dict[str, TensorInfo]) -> str:
@@ -192,13 +230,14 @@ def _write(
     workers: int | None,
     max_shard_bytes: int,
     progress: Callable[[int, int], None],
-) -> list[dict[str, Any]]:
+) -> tuple[list[dict[str, Any]], list[base_identity.Row]]:
+    """(errors of the quantized layers, rows of the fingerprint), of everything that was written."""
     largest = max(info.end - info.start for info in tensors.values())
     budget = Budget(2 * largest + _SLACK_BYTES)
     jobs = [
         quantize_job(group, config.scale_rule, device, quantize, budget)
         if group[0].name.removesuffix(".weight") in converted
-        else copy_job(group[0], config.torch_dtype, budget)
+        else copy_job(group[0], config.torch_dtype, budget, device)
         for group in _groups(tensors, converted)
     ]
     total = sum(job.nbytes for job in jobs)
@@ -220,7 +259,8 @@ def _write(
         )
     finally:
         torch.set_num_threads(threads)
-    return [layer for note in notes for layer in note["layers"]]
+    layers = [layer for note in notes for layer in note.get("layers", [])]
+    return layers, [base_identity.Row(*row) for note in notes for row in note.get("rows", [])]
 
 
 def _groups(tensors: dict[str, TensorInfo], converted: dict[str, nn.Linear]) -> list[list[TensorInfo]]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..base_identity import Pieces, row_of
 from ..nvfp4 import headers
 from ..nvfp4.format import NVFP4Tensor, dequantize, largest_magnitude, power_of_two_global_scale, quantize
 from ..nvfp4.fused import share_global_scale
@@ -116,6 +117,11 @@ def quantize_job(
             del weight, tensor
         if len(layers) > 1:
             share_global_scale(layers)  # as after loading, so that the bytes are the same
+        note["rows"] = [
+            row_of(f"{error['name']}.{name}", parameter)
+            for layer, error in zip(layers, errors, strict=True)
+            for name, parameter in layer.named_parameters()
+        ]
         for layer in layers:
             packed, block_scale, scale = layer.nvfp4
             yield from _on_host(packed)
@@ -126,8 +132,10 @@ def quantize_job(
     return Job(tuple(spec for info in group for spec in packed_specs(info.name, *info.shape)), make, note)
 
 
-def copy_job(info: TensorInfo, compute_dtype: torch.dtype, budget: Budget) -> Job:
-    """Everything that stays dense: float32 becomes the compute dtype, as in `from_pretrained`; other dtypes stay."""
+def copy_job(info: TensorInfo, compute_dtype: torch.dtype, budget: Budget, device: str = "cpu") -> Job:
+    """Everything that stays dense: float32 becomes the compute dtype, as in `from_pretrained`; other dtypes stay. `device`: for its row of
+    the fingerprint."""
+    note: dict[str, Any] = {}
     stored = headers.torch_dtype(info)
     dtype = compute_dtype if stored.is_floating_point and stored.itemsize > 1 else stored
     size = min(info.end - info.start, _PIECE_BYTES)
@@ -135,13 +143,17 @@ def copy_job(info: TensorInfo, compute_dtype: torch.dtype, budget: Budget) -> Jo
     def make() -> Iterator[torch.Tensor]:
         budget.acquire(size)
         try:
+            row = Pieces(info.name, info.shape, device)
             for piece in _pieces(info):
                 headers.check_finite(info.name, piece, str(info.file))
-                yield piece.to(dtype)
+                kept = piece.to(dtype)
+                row.add(kept)
+                yield kept
+            note["rows"] = [row.row()]
         finally:
             budget.release(size)
 
-    return Job((TensorSpec(info.name, dtype, info.shape),), make)
+    return Job((TensorSpec(info.name, dtype, info.shape),), make, note)
 
 
 def _read(info: TensorInfo, device: str) -> torch.Tensor:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 if TYPE_CHECKING:  # it imports PEFT, which `qerl-trl quantize` does without
     from ..identity import RunSettings
 
+#: the file of a card's facts, beside the card
+FACTS_NAME = "qerl_card.json"
 Kind = Literal["adapter", "merged", "merged_other_base", "nvfp4_base", "nvfp4_merged"]
 
 

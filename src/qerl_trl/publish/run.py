@@ -65,6 +65,7 @@ def load_policy(
     dtype: str | None = None,
     device: str = "cpu",
     allow_other_base: bool = False,
+    base_compared: bool = False,
 ) -> TrainedPolicy:
     """Build the policy of a checkpoint or adapter folder: its base in the format it was trained on, and the adapter.
 
@@ -76,9 +77,12 @@ def load_policy(
         base_format: "nvfp4" or "bf16"; default: what the run recorded. Another one than the run's makes another model.
         dtype: compute dtype; default: the run's, else bfloat16.
         allow_other_base: take a base with other weights than the run's, which the record then says.
+        base_compared: `base_model` was compared with the run's base before. Matters for another `base_format` than the run's, whose
+            comparison loads it in that one first.
 
     Raises:
-        `ValueError`: no adapter there, a damaged one or base, nothing says what base it was trained on, or the base has other weights.
+        `ValueError`: no adapter there, a damaged one or base, nothing says what base it was trained on, the base has other weights, or is
+            stored in another format than was asked for.
     """
     adapter = Path(adapter)
     if not (adapter / "adapter_config.json").is_file():
@@ -98,6 +102,10 @@ def load_policy(
             f"base_format={base_format!r} cannot be exported; only adapters on 'nvfp4' and 'bf16' bases can."
         )
     dtype = dtype or settings.get("dtype") or "bfloat16"
+    if base_format == "bf16":
+        require_format(base_model, "bf16", recorded_revision(settings, base_model))
+    if recorded in ("nvfp4", "bf16") and base_format != recorded and not base_compared:
+        _compare_in_recorded_format(settings, base_model, recorded, device, allow_other_base)
     model = _load_base(settings, base_model, base_format, dtype, device, allow_other_base)
     revision = recorded_revision(settings, base_model)
     adapted = load_adapter(model, str(adapter)).eval()
@@ -134,6 +142,19 @@ def _load_base(
     if base_format == settings.get("base_format"):
         settings |= compared_base(settings, model, base_model, dtype, allowed)
     return model
+
+
+def _compare_in_recorded_format(
+    settings: RunSettings, base_model: str, recorded: str, device: str, allowed: bool
+) -> None:
+    """Compare a base that will be used in another format than the run's: loaded for a moment in that one, where it can be."""
+    if recorded == "bf16" and format_of(base_model, recorded_revision(settings, base_model)) == "nvfp4":
+        logger.warning(
+            "The adapter was trained on an unquantized base, whose weights are not in %s: that this was made of them is taken on trust.",
+            base_model,
+        )
+        return
+    _load_base(settings, base_model, recorded, settings.get("dtype") or "bfloat16", device, allowed)
 
 
 def check_served_base(
@@ -227,22 +248,23 @@ def recorded_settings(folder: Path) -> RunSettings:
     return cast(RunSettings, found)
 
 
-def format_of(model: str) -> str:
+def format_of(model: str, revision: str | None = None) -> str:
     """In what format the weights of a model without an adapter are stored: "nvfp4" or "bf16" (dense)."""
-    return "nvfp4" if getattr(load_config(model), "quantization_config", None) is not None else "bf16"
+    hub = {} if revision is None else {"revision": revision}
+    return "nvfp4" if getattr(load_config(model, **hub), "quantization_config", None) is not None else "bf16"
 
 
-def require_format(model: str, base_format: str) -> None:
+def require_format(model: str, base_format: str, revision: str | None = None) -> None:
     """Refuse a model that is not stored as `base_format`.
 
     Raises:
         `ValueError`: says how to get one that is.
     """
-    stored = format_of(model)
+    stored = format_of(model, revision)
     if stored == base_format:
         return
     remedy = {
-        "nvfp4": f"Quantize it first: qerl-trl quantize {model} <folder>. With --engine transformers it is quantized while it loads",
+        "nvfp4": f"Quantize it first: qerl-trl quantize {model} <folder>. With --engine transformers it is quantized while it loads; --base-format bf16 measures on it as it is stored",
         "bf16": "The weights it was made from are not in there: name the unquantized model",
     }
     raise ValueError(

@@ -29,8 +29,6 @@ from ..nvfp4.linear import decode_into
 
 #: the `implementation` of a group whose weights are not packed
 DENSE = "dense"
-#: the parameters of an `NVFP4Linear`, in the order of `Weights`
-PACKED = ("weight_packed", "weight_scale", "weight_global_scale")
 
 
 # --- the weights of a group -------------------------------------------------------------------------------------------------------

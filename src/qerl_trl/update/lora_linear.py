@@ -17,8 +17,8 @@ from torch import nn
 
 from ..lora import NVFP4LoraLinear
 from ..nvfp4.architectures import DECODER
-from ..nvfp4.linear import NVFP4Linear, runs_a_kernel
-from .lora_group import DENSE, PACKED, LoraGroup
+from ..nvfp4.linear import PACKED, NVFP4Linear, runs_a_kernel
+from .lora_group import DENSE, LoraGroup
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,326 @@
+"""The same object by another door: what one check guards must not come in beside it. Each case passed silently when it was written."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+from huggingface_hub import constants
+
+import qerl_trl
+from qerl_trl import NVFP4Config, checkpoint, run_folder
+from qerl_trl.base_identity import Pieces, base_sha256, row_of
+from qerl_trl.publish import cards, export, hub
+from qerl_trl.publish.quantize import quantize_folder
+from qerl_trl.publish.run import load_any, load_policy
+from qerl_trl.tasks import evaluation
+from tests.cli.test_main import call
+from tests.faults.catalog import fault, told
+from tests.faults.test_r7_publish import _commit
+from tests.faults.test_s_identity import other_base, trained  # noqa: F401  (fixtures)
+from tests.faults.test_s_products import dense, flip_a_bit  # noqa: F401  (fixtures)
+from tests.faults.tiny_runs import WEIGHTS, contents, tiny_runs  # noqa: F401  (a fixture)
+from tests.publish.test_export import make_policy
+from tests.publish.test_hub import REPO, server  # noqa: F401  (a fixture)
+
+# --- a base that was quantized on disk --------------------------------------------------------------------------------------------
+
+
+@fault("S.wrong_base")
+@pytest.mark.parametrize("kind", ["qwen2", "llama"])  # with tied embeddings and without
+def test_a_base_quantized_on_disk_says_which_it_is(kind, tiny_model_dir, tmp_path):
+    """The fingerprint of what will be loaded, from the pieces that are written."""
+    for _ in range(2):  # finished, it is recognized
+        quantize_folder(tiny_model_dir(kind), tmp_path / "base", max_shard_bytes=60_000)
+    loaded = qerl_trl.from_pretrained(tiny_model_dir(kind), NVFP4Config())
+    assert checkpoint.recorded_run(tmp_path / "base")["settings"]["base_sha256"] == base_sha256(loaded)
+
+
+def test_the_row_of_a_tensor_in_pieces():
+    for dtype in (torch.bfloat16, torch.float32, torch.uint8, torch.int64):
+        tensor = (50 * torch.randn(37, 5)).to(dtype)
+        pieces = Pieces("x", tensor.shape)
+        for part in tensor.split(3):  # of an odd number of elements
+            pieces.add(part)
+        assert pieces.row() == row_of("x", tensor)
+
+
+@fault("S.wrong_base")
+def test_an_adapter_is_not_published_for_another_base_quantized_on_disk(trained, other_base, server, tmp_path):  # noqa: F811
+    quantize_folder(other_base, tmp_path / "base")
+    hub.push_folder(tmp_path / "base", "someone/quantized")
+    code, _, err = call("push", "adapter", trained[1], REPO, "--base-model", "someone/quantized")
+    assert code == 2 and "someone/quantized holds a base with other weights" in err and "--allow-other-base" in err
+    assert REPO not in server.repos
+
+
+@fault("S.wrong_base")
+def test_a_base_on_the_hub_that_does_not_say_what_it_holds(trained, server):  # noqa: F811
+    """Nothing there can be compared: that is said. A manifest that was edited is refused."""
+    server.put("someone/dense", private=True)
+    push = ("push", "adapter", trained[1], REPO, "--base-model", "someone/dense")
+    code, _, err = call(*push)
+    fingerprint = checkpoint.recorded_run(trained[1])["base_sha256"][:12]
+    assert code == 0 and f"fingerprint {fingerprint}) is taken on trust" in err
+    edited = checkpoint.manifest({}, {"kind": "nvfp4_base", "settings": {"base_sha256": "f" * 64}})
+    edited["run"]["settings"] = {}
+    server.repos["someone/dense"]["files"][checkpoint.MANIFEST_NAME] = json.dumps(edited).encode()
+    code, _, err = call(*push)
+    assert code == 2 and "someone/dense does not say what it holds" in err and "--allow-other-base" in err
+
+
+@fault("S.wrong_base")
+def test_weights_exchanged_under_a_new_seal_are_not_trained_on(tiny_runs, other_base, tmp_path, monkeypatch):  # noqa: F811
+    """The files are as they were sealed, and not what the manifest describes."""
+    for source, folder in ((tiny_runs.model, "base"), (other_base, "other")):
+        quantize_folder(source, tmp_path / folder)
+    record = checkpoint.recorded_run(tmp_path / "base")
+    shutil.copyfile(tmp_path / "other/model.safetensors", tmp_path / "base/model.safetensors")
+    checkpoint.seal(tmp_path / "base", record)
+    monkeypatch.setattr(tiny_runs, "model", str(tmp_path / "base"))
+    trainer = tiny_runs.trainer(tmp_path / "run")
+    with told(ValueError, str(tmp_path / "base"), "not the base that its", "Quantize or download it again"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+# --- another format than the run's ------------------------------------------------------------------------------------------------
+
+
+@fault("S.wrong_base")
+def test_another_base_in_another_format(trained, other_base):  # noqa: F811
+    """The original of an NVFP4 base has no fingerprint of its own in the record: it is compared as the run would have quantized it."""
+    with told(ValueError, str(other_base), "other weights", "--base-model", "--allow-other-base"):
+        load_policy(trained[1], str(other_base), "bf16")
+
+
+def test_a_base_whose_weights_are_not_in_the_folder(trained, tiny_model_dir, tmp_path):  # noqa: F811
+    """An AttributeError in transformers, minutes later."""
+    quantize_folder(tiny_model_dir("qwen2"), tmp_path / "base")
+    with told(ValueError, str(tmp_path / "base"), "stored as nvfp4", "name the unquantized model"):
+        load_policy(trained[1], str(tmp_path / "base"), "bf16")
+
+
+@fault("S.wrong_base", recovered=True)
+def test_vllm_does_not_measure_an_adapter_on_a_base_of_another_format(trained, tiny_model_dir, tmp_path, monkeypatch):  # noqa: F811
+    """It serves a folder as it is stored, whatever --base-format said."""
+    served = []
+    monkeypatch.setattr(
+        evaluation, "vllm_engine", lambda base, *a, **o: served.append(base) or (lambda d: ["2"] * len(d))
+    )
+    (tmp_path / "problems.jsonl").write_text('{"question": "1 + 1?", "answer": "#### 2"}\n')
+    command = (
+        "eval",
+        trained[1],
+        "--data",
+        tmp_path / "problems.jsonl",
+        "--output",
+        tmp_path / "eval.json",
+        "--engine",
+        "vllm",
+    )
+    for words in (command, (*command, "--base-format", "nvfp4")):
+        code, _, err = call(*words)
+        assert code == 2 and served == [] and not (tmp_path / "eval.json").exists()
+        for word in ("base_format='nvfp4'", "stored as bf16", "qerl-trl quantize", "--base-format bf16"):
+            assert word in err, word
+    quantize_folder(tiny_model_dir("qwen2"), tmp_path / "base")
+    code, _, err = call(*command, "--base-model", tmp_path / "base")
+    assert code == 0 and served == [str(tmp_path / "base")], err
+    assert json.loads((tmp_path / "eval.json").read_text())["base_format"] == "nvfp4"
+
+
+# --- a sealed folder, read by quantize, or from the Hub's cache -------------------------------------------------------------------
+
+
+@fault("S.model_folder_edited")
+def test_an_edited_export_is_not_quantized(tiny_model_dir, tmp_path):
+    export.save_merged(make_policy(tiny_model_dir("llama"), dtype="bfloat16"), tmp_path / "merged")
+    flip_a_bit(tmp_path / "merged")
+    with told(
+        ValueError, str(tmp_path / "merged"), "model.safetensors has other content", "Export or download it again"
+    ):
+        quantize_folder(tmp_path / "merged", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@fault("S.model_folder_edited", recovered=True)
+def test_a_folder_that_changes_while_it_is_quantized(dense, tmp_path):  # noqa: F811
+    """One half of the weights of before, the other of after, under the fingerprint of before."""
+    with told(ValueError, str(dense), "changed while it was quantized", "Run the same command again"):
+        quantize_folder(dense, tmp_path / "out", progress=lambda *_: os.utime(dense / "model.safetensors"))
+    assert not (tmp_path / "out").exists()
+    quantize_folder(dense, tmp_path / "out")
+    assert not checkpoint.problems(tmp_path / "out")
+
+
+def test_what_is_said_of_the_source_is_not_said_of_the_product(tiny_model_dir, tmp_path):
+    """A merged model's card and its computed log-probabilities, copied, would be published as the quantized one's."""
+    facts = {"kind": "merged", "settings": {"seed": 77}}
+    policy = make_policy(tiny_model_dir("llama"), dtype="bfloat16")
+    export.save_merged(policy, tmp_path / "merged", card=lambda folder, record: cards.write(folder, facts, record))
+    quantize_folder(tmp_path / "merged", tmp_path / "out")
+    assert not {"qerl_card.json", "qerl_forward.json"} & {path.name for path in (tmp_path / "out").iterdir()}
+
+
+@fault("S.model_folder_edited")
+@pytest.mark.parametrize("name", ["chat_template.jinja", "generation_config.json"])
+def test_what_changes_the_answers_is_not_added_to_a_sealed_folder(name, tiny_model_dir, tiny_tokenizer, tmp_path):
+    source = shutil.copytree(tiny_model_dir("llama"), tmp_path / "source")
+    tiny_tokenizer.save_pretrained(source)
+    (source / name).unlink()
+    quantize_folder(source, tmp_path / "model")
+    shutil.copytree(tmp_path / "model", tmp_path / "before")
+    (tmp_path / "model" / name).write_text("{}")
+    with told(ValueError, str(tmp_path / "model"), f"{name} was added", "remove qerl_manifest.json"):
+        load_any(str(tmp_path / "model"))
+
+
+@fault("S.model_folder_edited")
+@pytest.mark.parametrize("use", ["from_pretrained", "train", "quantize"])
+def test_a_published_model_in_the_hubs_cache_is_what_was_published(
+    use,
+    tiny_model_dir,
+    tiny_runs,  # noqa: F811
+    tmp_path,
+    monkeypatch,
+):
+    """By its Hub id, of which only the files that were asked for are here, and whose card may be edited there."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    make = quantize_folder if use != "quantize" else shutil.copytree
+    make(tiny_model_dir("qwen2"), tmp_path / "base")
+    for unread in ("vocab.txt", "README.md"):
+        (tmp_path / "base" / unread).write_text("as it was")
+    checkpoint.seal(tmp_path / "base", checkpoint.recorded_run(tmp_path / "base"))
+    (tmp_path / "base/vocab.txt").unlink()
+    (tmp_path / "base/README.md").write_text("as it is now")
+    _commit(tmp_path / "hub", "someone/base", "a" * 40, tmp_path / "base")
+
+    def action(out: str):
+        if use == "from_pretrained":
+            qerl_trl.from_pretrained("someone/base")
+        elif use == "quantize":
+            quantize_folder(tmp_path / "hub/models--someone--base/snapshots" / ("a" * 40), tmp_path / out)
+            assert checkpoint.recorded_run(tmp_path / out)["settings"]["base_revision"] == "a" * 40
+        else:
+            monkeypatch.setattr(tiny_runs, "model", "someone/base")
+            tiny_runs.trainer(tmp_path / out, max_steps=1, save_strategy="no").train()
+
+    action("good")
+    flip_a_bit(tmp_path / "hub/models--someone--base/snapshots" / ("a" * 40))
+    with told(ValueError, "model.safetensors has other content", "download it again"):
+        action("bad")
+
+
+# --- a run that is resumed --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def finished(tiny_runs, tmp_path_factory):  # noqa: F811
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    tiny_runs.command(folder)
+    return folder
+
+
+@fault("R6.missing_optimizer", recovered=True)
+def test_a_checkpoint_that_never_had_an_optimizer_is_not_gone_on_from(finished, tiny_runs, tmp_path, caplog):  # noqa: F811
+    """As save_only_model leaves it: the parent begins with an empty optimizer, and the schedule of the learning rate at its start."""
+    run = shutil.copytree(finished, tmp_path / "run")
+    for name in ("optimizer.pt", "scheduler.pt"):
+        (run / "checkpoint-2" / name).unlink()
+    checkpoint.seal(run / "checkpoint-2", checkpoint.recorded_run(run / "checkpoint-2"))
+    trainer = tiny_runs.trainer(run, max_steps=3)
+    with told(ValueError, "checkpoint-2 keeps no optimizer state", "another output_dir", "allow_other_settings=True"):
+        trainer.train(resume_from_checkpoint=trainer.to_resume())
+    trainer.args.allow_other_settings = True
+    trainer.train(resume_from_checkpoint=trainer.to_resume())
+    assert trainer.state.global_step == 3 and "as allowed: optimizer: a new one from step 2 on" in caplog.text
+    assert checkpoint.recorded_run(run / "checkpoint-3")["changed"] == ["optimizer: a new one from step 2 on"]
+
+
+@fault("R6.missing_optimizer")
+@pytest.mark.parametrize("by", ["link", "another output_dir"])
+def test_what_a_run_has_ended_with_is_no_checkpoint_by_any_name(by, finished, tiny_runs, tmp_path):  # noqa: F811
+    run = shutil.copytree(finished, tmp_path / "run", ignore=shutil.ignore_patterns("checkpoint-*"))
+    (tmp_path / "link").symlink_to(run)
+    named, output_dir = (tmp_path / "link", run) if by == "link" else (run, tmp_path / "new")
+    trainer = tiny_runs.trainer(output_dir, max_steps=4)
+    with told(ValueError, f"{named} keeps no optimizer state", "Name a checkpoint that has one"):
+        trainer.train(resume_from_checkpoint=str(named))
+    assert (run / WEIGHTS).read_bytes() == (finished / WEIGHTS).read_bytes()
+
+
+@fault("S.arms_share_folder")
+def test_a_folder_whose_manifest_was_edited_belongs_to_a_run_all_the_same(finished, tiny_runs, tmp_path):  # noqa: F811
+    run = shutil.copytree(finished, tmp_path / "run", ignore=shutil.ignore_patterns("checkpoint-*"))
+    manifest = json.loads((run / checkpoint.MANIFEST_NAME).read_text())
+    del manifest["run"]["base_sha256"]
+    (run / checkpoint.MANIFEST_NAME).write_text(json.dumps(manifest))
+    before = contents(run)
+    trainer = tiny_runs.trainer(run, base_format="bf16")
+    with told(ValueError, str(run), "changed after it was written", "another output_dir"):
+        trainer.train(resume_from_checkpoint=trainer.to_resume())
+    assert contents(run) == before
+
+
+@fault("S.resume_other_data")
+def test_one_row_of_many_was_edited(tiny_runs, tmp_path):  # noqa: F811
+    """Of 256 rows out of 1000 it was none."""
+    rows = [f"say {number} " for number in range(1000)]
+    tiny_runs.trainer(tmp_path / "run", dataset=Dataset.from_dict({"prompt": rows})).save_model()
+    rows[5] = "say something else "
+    trainer = tiny_runs.trainer(tmp_path / "run", dataset=Dataset.from_dict({"prompt": rows}))
+    with told(ValueError, "dataset_sha256: the training data", "another output_dir", "allow_other_settings"):
+        trainer.to_resume()
+
+
+@fault("S.resume_other_data", recovered=True)
+def test_a_reward_function_that_was_rewritten_under_its_name_is_told_and_recorded(
+    finished,
+    tiny_runs,  # noqa: F811
+    tmp_path,
+    caplog,
+):
+    """A mended one goes on, but not without a word."""
+    run = shutil.copytree(finished, tmp_path / "run")
+
+    def spread_reward(completions, **kwargs):
+        return [float(len(text)) for text in completions]
+
+    line = "rewards_sha256.spread_reward: this reward function is written in another way than then"
+    tiny_runs.command(run, reward=spread_reward, max_steps=3)
+    assert f"with other settings: {line}" in caplog.text
+    assert checkpoint.recorded_run(run)["changed"] == [line]
+    caplog.clear()
+
+    def spread_reward(completions, **kwargs):
+        """The same as the last."""
+        return [
+            float(len(text))  # its characters
+            for text in completions
+        ]
+
+    tiny_runs.trainer(run, reward=spread_reward).to_resume()
+    assert "rewards_sha256" not in caplog.text and checkpoint.recorded_run(run)["changed"] == [line]
+
+
+@fault("R8.two_runs_one_folder")
+def test_a_folder_is_locked_by_whatever_path(finished, tmp_path, monkeypatch):
+    """Another process holds it under its own name; here it is named by a link, and from another working directory."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    code = f"import fcntl, sys; f = open({str(tmp_path / 'run/.qerl_lock')!r}, 'w'); fcntl.flock(f, 2); print('held', flush=True); sys.stdin.read()"
+    holder = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert holder.stdout.readline()
+        monkeypatch.chdir(tmp_path)
+        for path in ("link", "../" + tmp_path.name + "/run", Path("run/.")):
+            with told(RuntimeError, str(tmp_path / "run"), "Another run", "choose another output_dir"):
+                run_folder.lock(path)
+    finally:
+        holder.communicate()
