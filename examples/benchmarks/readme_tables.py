@@ -397,6 +397,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "demo": demo,
     "embedded_arms": embedded,
     "every_size": every_size,
+    "fault_items": catalog.items_table,
     "faults": catalog.table,
     "faults_on_gpu": faults_on_gpu,
     "kernels": kernels,

@@ -7,12 +7,15 @@ A fault is injected at one module and judged at the product: the model on disk, 
     @fault("R6.bit_flip", recovered=True)   # and the same command goes on without loss, at once or when the cause is gone
     @fault("R4.engine_hangs", remedy=False) # detected, but the message does not say what to do
 
-`python -m tests.faults.catalog` prints the table from these marks; tests/faults/test_catalog.py holds it to its goals.
+`python -m tests.faults.catalog` prints the table from these marks; tests/faults/test_catalog.py holds it to its goals. With `--items` it prints
+what was found at 843f908 point by point, each with its tests and with what the same case did there ([`at_843f908`]).
 """
 
 import ast
 import contextlib
+import json
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,8 +61,33 @@ S.update_refused_after_change S.update_values_bad S.resume_other_data S.prompt_l
 S.rescue_loses_checkpoint S.results_lost_to_hub S.server_unauthenticated S.damaged_manifest S.odd_header S.engine_answer_garbage
 """.split()
 
+#: what passed silently at 843f908, was lost, ended without a cause or was open to strangers, point by point -> the faults that stand for it
+ITEMS: dict[str, str] = {
+    "1. a token is published, or stands in a file": "S.token_in_uploads R7.token",
+    "2. pushes during training fail as success": "S.push_while_training_fails",
+    "3. merge and push read an edited run folder": "S.run_folder_edited",
+    "4. another base of the same shapes": "S.wrong_base R7.other_revision R7.merged_twice",
+    "5. arms share a folder; a finished run goes on; other held-out problems": "S.arms_share_folder S.finished_run_again S.other_eval_problems",
+    "6. the check at start in bf16; embeddings unsent": "S.probe_in_bf16 S.embedding_adapter_unsent",
+    "6. noise that never acts; the open loop; no correction": "S.noise_never_acts S.entropy_open_loop S.noise_uncorrected_in_transformers",
+    "7. model folders are not verified; NaN in dense tensors": "S.model_folder_edited S.dense_tensor_nan",
+    "8. overlapping and negative offsets": "S.negative_offsets R2.overlapping_offsets",
+    "9. huge rewards; a reward that hangs": "S.reward_1e20 S.reward_hangs R5.huge R5.hangs",
+    "10. log-probabilities NaN or shifted; noise left on; a stale cache": "S.engine_logps_nan S.constant_logp_error R4.noise_left_on R4.prefix_cache_stale",
+    "11. a refused update changes the engine; bad values": "S.update_refused_after_change S.update_values_bad",
+    "12. resume with other data, rewards, LoRA, optimizer": "S.resume_other_data",
+    "12. prompts too long; paths out of the folder; crafted manifests": "S.prompt_longer_than_model S.path_leads_out S.manifest_names_outside",
+    "lost: the checkpoint to its rescue, the results to the Hub": "S.rescue_loses_checkpoint S.results_lost_to_hub",
+    "no cause: two runs in one folder, damaged manifests, odd headers": "R8.two_runs_one_folder S.damaged_manifest S.odd_header",
+    "no cause: vLLM missing or broken, a server that answers garbage": "R1.vllm_missing R1.vllm_abi S.engine_answer_garbage",
+    "no cause: empty completions, out of memory, disk full": "R4.completions_or_logps_bad R8.out_of_memory_in_step R8.out_of_memory_at_start R8.disk_full",
+    "a client of the server without a secret": "S.server_unauthenticated",
+}  # fmt: skip
+
 #: every fault by its id: <group>.<name>
 FAULTS = tuple(_LIST + _FURTHER)
+#: written by at_843f908.py: commit -> case -> verdict
+AT_843F908 = Path(__file__).with_name("at_843f908.json")
 #: the 92 of the list proper
 LISTED = tuple(_LIST)
 #: faults that a machine without a GPU cannot be made to have, and why
@@ -108,6 +136,56 @@ def shown() -> dict[str, Shown]:
     return found
 
 
+def tests_of() -> dict[str, list[str]]:
+    """Fault -> `file::test` of those that inject it, from their marks (of a parametrized test, from the marks of its cases too)."""
+    found: dict[str, list[str]] = {}
+    for file in sorted(Path(__file__).parent.rglob("test_*.py")):
+        tree = ast.parse(file.read_text())
+        cases: dict[str, set[str]] = {}  # a list of cases with marks, by the name it is given
+        for node in tree.body:
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                cases[node.targets[0].id] = _marked(node)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+                marked = {name for decorator in node.decorator_list for name in _marked(decorator)}
+                names = {
+                    n.id for decorator in node.decorator_list for n in ast.walk(decorator) if isinstance(n, ast.Name)
+                }
+                for name in sorted(marked.union(*(cases.get(each, set()) for each in names))):
+                    found.setdefault(name, []).append(f"{file.stem}::{node.name}")
+    return found
+
+
+def _marked(node: ast.AST) -> set[str]:
+    calls = (n for n in ast.walk(node) if isinstance(n, ast.Call) and getattr(n.func, "id", "") == "fault")
+    return {a.value for call in calls for a in call.args if isinstance(a, ast.Constant) and a.value in FAULTS}
+
+
+def at_843f908() -> dict[str, str]:
+    """Fault -> what its cases did there, of those that were run there; "" for the others."""
+    record = json.loads(AT_843F908.read_text()) if AT_843F908.is_file() else {}
+    cases = next((found for commit, found in record.items() if commit.startswith("843f908")), {})
+    verdicts: dict[str, list[str]] = {}
+    for name, outcome in cases.items():
+        verdicts.setdefault(name.partition(":")[0], []).append(outcome["verdict"])
+    return {name: ", ".join(sorted(set(said))) for name, said in verdicts.items()}
+
+
+def items_table() -> str:
+    """Markdown: point, fault, its tests, what the fault did at 843f908 where it was run there."""
+    tests, there = tests_of(), at_843f908()
+    rows = ["| found at 843f908 | fault | tests | run there |", "|---|---|---|---|"]
+    for point, faults in ITEMS.items():
+        for name in faults.split():
+            listed = tests.get(name, [])
+            more = f" and {len(listed) - 2} more" if len(listed) > 2 else ""
+            rows.append(
+                f"| {point} | {name} | {', '.join(f'`{test}`' for test in listed[:2])}{more} | {there.get(name, 'not run')} |"
+            )
+            point = ""
+    return "\n".join(rows)
+
+
 def table() -> str:
     """Markdown: group, faults, detected, with remedy, recovered, not injected."""
     found, rows = shown(), []
@@ -124,5 +202,5 @@ def table() -> str:
 
 
 if __name__ == "__main__":
-    print(table())
+    print(items_table() if "--items" in sys.argv else table())
     print("\nNot injected:", " ".join(name for name in FAULTS if name not in shown()))

@@ -1,6 +1,6 @@
 """The list is complete, every mark is of a fault on it, and what the marks show meets the goals."""
 
-from tests.faults.catalog import FAULTS, LISTED, NOT_HERE, shown
+from tests.faults.catalog import FAULTS, ITEMS, LISTED, NOT_HERE, at_843f908, shown, tests_of
 
 
 def test_the_list():
@@ -17,3 +17,13 @@ def test_the_goals():
     recovered = {name for name in LISTED if name in found and found[name].recovered}
     assert len(recovered) >= 60
     assert not [name for name in LISTED if name.startswith("R6.") and name not in recovered]
+
+
+def test_every_point_of_what_was_found_has_its_tests():
+    """And what was run at 843f908 was wrong there."""
+    named = [name for faults in ITEMS.values() for name in faults.split()]
+    assert len(named) == len(set(named)) and not set(named) - set(FAULTS)
+    assert not {name for name in FAULTS if name.startswith("S.")} - set(named)
+    assert not [name for name in named if not tests_of().get(name)]
+    assert not set(shown()) - set(tests_of()), "a mark that no test carries"
+    assert all(set(verdicts.split(", ")) <= {"silent", "crashed"} for verdicts in at_843f908().values())

@@ -217,6 +217,33 @@ def test_a_published_model_in_the_hubs_cache_is_what_was_published(
         action("bad")
 
 
+@fault("S.run_folder_edited")
+@pytest.mark.parametrize("command", ["merge", "quantize"])
+def test_what_is_read_is_not_replaced_by_what_is_made_of_it(command, trained, tiny_model_dir, tmp_path):  # noqa: F811
+    """--overwrite would remove the run with its checkpoints, or the only unquantized weights."""
+    source = Path(
+        shutil.copytree(trained[1] if command == "merge" else tiny_model_dir("qwen2"), tmp_path / "folder/source")
+    )
+    (tmp_path / "link").symlink_to(source)
+    before = contents(tmp_path / "folder")
+    for destination in (source, tmp_path / "link", tmp_path / "folder"):
+        code, _, err = call(command, source, destination, "--overwrite")
+        assert code == 2 and str(source) in err and "would be removed" in err and "Name another folder" in err
+    assert contents(tmp_path / "folder") == before
+
+
+def test_vllm_measures_an_adapter_of_which_nothing_is_known_with_a_word(trained, tmp_path, monkeypatch, caplog):  # noqa: F811
+    """Copied without its manifest."""
+    run = shutil.copytree(
+        trained[1], tmp_path / "run", ignore=shutil.ignore_patterns("checkpoint-*", checkpoint.MANIFEST_NAME)
+    )
+    monkeypatch.setattr(evaluation, "vllm_engine", lambda *a, **o: lambda d: ["2"] * len(d))
+    (tmp_path / "problems.jsonl").write_text('{"question": "1 + 1?", "answer": "#### 2"}\n')
+    code, _, err = call("eval", run, "--data", tmp_path / "problems.jsonl", "--engine", "vllm")
+    assert code == 0, err
+    assert f"Nothing in {run} says on which base it was trained" in caplog.text and "taken on trust" in caplog.text
+
+
 # --- a run that is resumed --------------------------------------------------------------------------------------------------------
 
 

@@ -123,7 +123,7 @@ def merge(
         raise ValueError(
             "--onto-original makes another model than was trained, so it is for --as bf16 only and has to be measured: add --prompts FILE.jsonl or --task."
         )
-    from qerl_trl.publish import cards, export
+    from qerl_trl.publish import cards, export, staging
     from qerl_trl.publish.distance import logit_distance, logits_of, prompt_batches
     from qerl_trl.publish.records import Export, Measured
     from qerl_trl.publish.run import load_any, load_policy
@@ -131,6 +131,8 @@ def merge(
 
     if task is not None and prompts is not None:
         raise ValueError("--task and --prompts are two answers to one question: leave one out.")
+    for source in (run, *([base_model] if base_model else [])):
+        staging.require_apart(source, destination)
     policy = load_policy(run, base_model, base_format, dtype, device, allow_other_base)
     measured: Measured | None = None
     problems = None if task is None else Task.read(task_file(task)).splits()[1].to_list()

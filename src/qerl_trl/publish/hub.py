@@ -330,7 +330,8 @@ def check_base_on_hub(api: HfApi, base_model: str, settings: RunSettings, allowe
         `ValueError`: it holds a base with other weights, or a model in which an adapter is merged already; and that is not `allowed`.
     """
     revision, then, wrong = recorded_revision(settings, base_model), settings.get("base_sha256"), ""
-    kind = known = None
+    kind: str | None = None
+    known: Any = None
     try:
         path = _retried(
             lambda: api.hf_hub_download(base_model, checkpoint.MANIFEST_NAME, revision=revision), attempts=2

@@ -94,6 +94,7 @@ def quantize_folder(
         `ValueError`: no safetensors, names that do not fit the architecture, MoE experts, a NaN in a weight, an existing destination.
     """
     folder = _local(model)
+    staging.require_apart(folder, destination)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     if getattr(config, "quantization_config", None) is not None:
         method = config.quantization_config.get("quant_method")

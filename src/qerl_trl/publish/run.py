@@ -173,6 +173,12 @@ def check_served_base(
     if base_format in ("nvfp4", "bf16"):
         dtype = settings.get("dtype") or "bfloat16"
         _load_base(settings, base_model, base_format, dtype, device, allow_other_base)
+    else:
+        logger.warning(
+            "Nothing in %s says on which base it was trained, in a format that can be compared: %s is taken on trust.",
+            adapter,
+            base_model,
+        )
     return revision
 
 

@@ -21,6 +21,19 @@ from .writer import NOTES_SUFFIX
 _RECORD_NAME = ".record.json"
 
 
+def require_apart(source: str | os.PathLike, destination: str | os.PathLike) -> None:
+    """Refuse a destination in whose place what it is made from would be removed: with `overwrite`, a run with all its checkpoints.
+
+    Raises:
+        `ValueError`: `destination` is `source`, or holds it, by whatever path.
+    """
+    read, written = Path(source).resolve(), Path(destination).resolve()
+    if read.is_dir() and read.is_relative_to(written):
+        raise ValueError(
+            f"{destination} is, or holds, {source}, from which it would be made and which would be removed in its place. Name another folder."
+        )
+
+
 def is_complete(destination: str | os.PathLike, run: Mapping[str, Any]) -> bool:
     """Whether `destination` is a sealed folder that `run` describes exactly: the same command already finished."""
     destination = Path(destination).absolute()
