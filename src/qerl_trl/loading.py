@@ -33,9 +33,12 @@ _T = TypeVar("_T")
 
 #: files up to this size are hashed before anything is loaded
 _AT_ONCE_BYTES = 1 << 24
-#: what decides about what a model answers and must not lie in its folder unsealed
+#: what decides about a model and must not lie in its folder unsealed
 _DECISIVE = (
     "*.safetensors", "*.safetensors.index.json", "config.json", "pytorch_model*.bin", "generation_config.json", "adapter_config.json",
+)  # fmt: skip
+#: the same of its tokenizer, where that was sealed; to a folder without one it may be added
+_OF_THE_TOKENIZER = (
     "*.jinja", "additional_chat_templates/*", "tokenizer.json", "tokenizer_config.json", "added_tokens.json", "special_tokens_map.json",
 )  # fmt: skip
 
@@ -80,7 +83,8 @@ def begin(model: str | os.PathLike) -> None:
     wrong = checkpoint.problems(folder, _AT_ONCE_BYTES, partial)
     if not wrong:
         sealed = checkpoint.read_manifest(folder)["files"]
-        found = (str(path.relative_to(folder)) for pattern in _DECISIVE for path in folder.glob(pattern))
+        patterns = _DECISIVE + (_OF_THE_TOKENIZER if "tokenizer_config.json" in sealed else ())
+        found = (str(path.relative_to(folder)) for pattern in patterns for path in folder.glob(pattern))
         wrong = [f"{name} was added after it was sealed" for name in sorted(found) if name not in sealed]
     if wrong:
         raise ValueError(_message(folder, wrong))

@@ -131,8 +131,9 @@ def merge(
 
     if task is not None and prompts is not None:
         raise ValueError("--task and --prompts are two answers to one question: leave one out.")
-    for source in (run, *([base_model] if base_model else [])):
-        staging.require_apart(source, destination)
+    staging.require_apart(run, destination)
+    if base_model is not None:
+        staging.require_apart(base_model, destination)
     policy = load_policy(run, base_model, base_format, dtype, device, allow_other_base)
     measured: Measured | None = None
     problems = None if task is None else Task.read(task_file(task)).splits()[1].to_list()

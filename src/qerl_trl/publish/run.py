@@ -256,7 +256,7 @@ def recorded_settings(folder: Path) -> RunSettings:
 
 def format_of(model: str, revision: str | None = None) -> str:
     """In what format the weights of a model without an adapter are stored: "nvfp4" or "bf16" (dense)."""
-    hub = {} if revision is None else {"revision": revision}
+    hub: dict[str, Any] = {} if revision is None else {"revision": revision}
     return "nvfp4" if getattr(load_config(model, **hub), "quantization_config", None) is not None else "bf16"
 
 
