@@ -24,7 +24,7 @@ from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from ...nvfp4.architectures import in_tower
-from ...nvfp4.fused import one_storage
+from ...nvfp4.fused import give_back_cached, one_storage
 from ...nvfp4.linear import NVFP4Linear
 from .linear import AdaptedMethod, DenseMethod, Layer
 from .nf4 import NF4Method, is_nf4
@@ -176,6 +176,7 @@ def fuse_dense_rows(modules: list[nn.Linear]) -> None:
     for module in modules:
         module.weight.data = weight[row : row + module.out_features]
         row += module.out_features
+    give_back_cached(weight.device)
 
 
 @register_model_loader(LOAD_FORMAT)
@@ -224,6 +225,7 @@ class TrainerLoader(BaseModelLoader):
             return {f"{name}.weight" for name in names}
         if len(modules) > 1 and not all(module.fused_rows for module in modules):
             one_storage(modules)  # a group of this architecture alone
+            give_back_cached(modules[0].weight_packed.device)
         scales = torch.stack([module.global_scale.flatten()[0] for module in modules])
         layer.quant_method.set_weights(
             layer,
