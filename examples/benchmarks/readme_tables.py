@@ -130,7 +130,7 @@ def every_size() -> str:
         "\n".join(rows)
         + f"\n\nSpeed relative to cuBLAS bf16 without an adapter, products timed one by one, rank-{record['lora_rank']} adapter inside ours. Selected: by the "
         "tuned table and, between its numbers, by what preceded the present cost model, which was fitted to these rows; it has not been timed with the wide "
-        "tiles off. Fastest candidate: wide tiles included, which are **off** unless `QERL_NVFP4_WIDE=1` asks for them, until their GPU tests have run. "
+        "tiles off. Fastest candidate: wide tiles included, which are **off** unless `QERL_NVFP4_WIDE=1` asks for them, until an engine has rolled out with them. "
         f"{record['device']}, torch {record['torch']}, triton {record['triton']}, commit {record['commit'][:7]}, [{source.name}]({source})."
     )
 

@@ -46,7 +46,7 @@ WIDE = (  # BM, P; stages follow from shared memory
     (224, 2),
     (256, 2),
 )
-# Whether hopper_wide.py may be chosen. Off by default until its GPU tests have passed: until now it has run in every_size.py alone.
+# Whether hopper_wide.py may be chosen. Its GPU tests pass (H200, f495341); off by default until an engine has rolled out with it.
 WIDE_ALLOWED = os.environ.get("QERL_NVFP4_WIDE", "0") == "1"
 WASTE = 1.35  # a tile is worth a try if it rounds the number of tokens up by no more than this
 
