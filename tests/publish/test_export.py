@@ -394,6 +394,7 @@ def _ddp_rank(rank, port, policy, folder, results):
         args=QeRLConfig(str(Path(folder).with_name("run")), use_cpu=True, bf16=False, report_to="none"),
         state=types.SimpleNamespace(global_step=3),
         reward_func_names=[],
+        reward_funcs=[],
         train_dataset=None,
         base_sha256=base_sha256(policy),
         _name="QeRL-GRPO",
