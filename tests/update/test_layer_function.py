@@ -18,11 +18,12 @@ from qerl_trl.update import layer_function, lora_linear
 from qerl_trl.update.compiled import CompiledLayers, compile_layers
 from tests.faults.tiny_runs import TinyRuns
 from tests.tiny_models import FAMILIES
-from tests.update.test_compiled import (  # noqa: F401  (a fixture)
+from tests.update.test_compiled import (  # noqa: F401  (two fixtures)
     _Branching,
     adapted,
     assert_same,
     batch,
+    fresh,
     graphs,
     layers_of,
     one_process_group,
@@ -35,14 +36,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 UNPADDED = batch(40, padded=False)
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 def recomputing(model: nn.Module, layers: int | None = None) -> CompiledLayers:

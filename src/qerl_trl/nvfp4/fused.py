@@ -55,7 +55,6 @@ def fuse_storage(model: nn.Module) -> int:
         if not share_global_scale(layers):
             unshared.append(parent)
         one_storage(layers)
-        give_back_cached(layers[0].weight_packed.device)
     if unshared:
         logger.warning(
             f"{len(unshared)} groups of fused layers, e.g. in {unshared[0]!r}, keep different global scales: the checkpoint's cannot be "
@@ -75,6 +74,7 @@ def one_storage(layers: list[NVFP4Linear]) -> None:
             part.data = view
     for layer in layers:
         layer.fused_rows = rows
+    give_back_cached(layers[0].weight_packed.device)
 
 
 def give_back_cached(device: torch.device) -> None:

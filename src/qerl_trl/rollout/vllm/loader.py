@@ -25,7 +25,7 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from ...nvfp4.architectures import in_tower
 from ...nvfp4.fused import give_back_cached, one_storage
-from ...nvfp4.linear import NVFP4Linear
+from ...nvfp4.linear import PACKED, NVFP4Linear
 from .linear import AdaptedMethod, DenseMethod, Layer
 from .nf4 import NF4Method, is_nf4
 from .norm import make_noisy
@@ -225,7 +225,6 @@ class TrainerLoader(BaseModelLoader):
             return {f"{name}.weight" for name in names}
         if len(modules) > 1 and not all(module.fused_rows for module in modules):
             one_storage(modules)  # a group of this architecture alone
-            give_back_cached(modules[0].weight_packed.device)
         scales = torch.stack([module.global_scale.flatten()[0] for module in modules])
         layer.quant_method.set_weights(
             layer,
@@ -233,7 +232,7 @@ class TrainerLoader(BaseModelLoader):
             fused_rows([m.weight_scale.data for m in modules], names),
             layer.quant_method.row_scale(scales, layer.qerl_splits),
         )
-        return {f"{name}.{key}" for name in names for key in ("weight_packed", "weight_scale", "weight_global_scale")}
+        return {f"{name}.{key}" for name in names for key in PACKED}
 
     @staticmethod
     def _alias_embedding(name: str, layer: Layer, published: Published) -> set[str]:

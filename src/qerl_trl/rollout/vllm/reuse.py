@@ -54,7 +54,7 @@ class PrefixReuse:
                     f"its prefix cache, where at most {most} can have been computed since the last update. The cache was not reset after it, or not "
                     "entirely. Restart the engine, or switch the cache off: vllm_engine_kwargs={'enable_prefix_caching': False}."
                 )
-        self._computed |= set(owners)
+        self._computed = set(owners)
 
 
 def _shared(
