@@ -1,9 +1,11 @@
 """Tiny models, tokenizers and checkpoints that the tests build: random weights, real structure."""
 
+import copy
 import json
 from pathlib import Path
 
 import torch
+from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
 
 #: family -> (transformers model_type, settings beyond the common ones)
@@ -133,3 +135,13 @@ def write_packed_checkpoint(folder: Path, family: str, layout: str, shared_scale
     model.config.architectures = [type(model).__name__]
     model.config.dtype = "bfloat16"
     (folder / "config.json").write_text(json.dumps({**model.config.to_dict(), "quantization_config": quantization}))
+
+
+def gathered(module: nn.Module, dtype: torch.dtype, whole_numbers: bool = True) -> nn.Module:
+    """A copy with its parameters as FSDP 2 of torch 2.11 hands them to a forward under mixed precision: whole numbers cast too."""
+    twin = copy.deepcopy(module)
+    for part in twin.modules():
+        for name, parameter in list(part.named_parameters(recurse=False)):
+            if whole_numbers or parameter.is_floating_point():
+                setattr(part, name, nn.Parameter(parameter.detach().to(dtype), requires_grad=parameter.requires_grad))
+    return twin

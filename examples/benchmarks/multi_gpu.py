@@ -19,10 +19,12 @@ the output. One that this machine cannot run is skipped, with the reason. The ch
 import argparse
 import ast
 import contextlib
+import faulthandler
 import importlib.util
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import socket
@@ -39,12 +41,14 @@ import step_speed
 from random_checkpoint import write_checkpoint
 
 SEQUENCES, NEW, PROMPT, RANK = 8, 512, 256, 32
-#: seconds that all modes may take together, and that one needs to be started at all
-TOTAL, LEAST = 525, 60
+#: seconds that all modes may take together, and that one needs at least with everything compiled
+TOTAL, LEAST = 540, 90
 ACCELERATE = Path(__file__).resolve().parents[1] / "accelerate"
 SERVER_LOG = "server.log"
-#: seconds between two lines about a mode that runs; bytes of its log that are kept where it fails
-SAY, KEPT = 20.0, 200_000
+#: seconds between two lines about a mode that runs; of the logs of one that fails: bytes that are kept, lines that its row has of each
+SAY, KEPT, TAIL = 20.0, 200_000, 40
+#: a line with which an error ends, of any process
+_ERROR = re.compile(r"^(?:\[?rank\d+\]?: ?|\(.*?\) )*(?:ERROR .*\] )?[\w.]*(?:Error|Exception|Interrupt|Exit)(?::|$)")
 
 
 class Mode(NamedTuple):
@@ -86,7 +90,8 @@ def build(mode: Mode, model: str, folder: Path, case: step_speed.Case, device: s
         "output_dir": str(folder / "run"), "use_vllm": use_vllm, "vllm_mode": "colocate", "use_cpu": cpu, "bf16": not cpu,
         "per_device_train_batch_size": case.micro, "gradient_accumulation_steps": case.batch // case.micro,
         "num_generations": case.batch, "max_completion_length": case.new, "learning_rate": 1e-5,
-        "generation_kwargs": {"min_tokens" if use_vllm else "min_new_tokens": case.new}, "max_steps": step_speed.STEPS,
+        # vLLM takes at most 128 tokens that end a completion beside min_tokens, and the checkpoint has thousands
+        "generation_kwargs": {"ignore_eos": True} if use_vllm else {"min_new_tokens": case.new}, "max_steps": step_speed.STEPS,
         "logging_steps": 1, "report_to": "none", "save_strategy": "no", "disable_tqdm": True,
         "vllm_max_model_length": longest, **mode.options,
     }  # fmt: skip
@@ -132,17 +137,19 @@ def start_server(mode: Mode, model: str, folder: Path, lora: Any, longest: int, 
         command = [sys.executable, "-m", "trl.scripts.vllm_serve", "--model", model, "--max_model_len", str(longest)]
         process, url = server_sync.start(command, gpu, log)
     (folder / "server.pid").write_text(str(process.pid))
-    server_sync.wait(process, url, log, 240)
+    server_sync.wait(process, url, log, 240)  # less than a mode's limit, so that the error says what the server said
     return url
 
 
 def work(name: str, model: str, folder: Path, shape: str, device: str) -> None:
     """Measure in this process, one of the mode's, and leave the row in `folder`."""
-    rank = int(os.environ.get("LOCAL_RANK", 0))
+    rank = os.environ.get("RANK", "0")  # each has its own, also where the launcher shows each process one GPU
+    faulthandler.register(signal.SIGUSR1, (folder / f"{rank}.threads").open("w"))  # where they are, if it is late
+    (folder / f"{rank}.pid").write_text(str(os.getpid()))
     if device == "cuda":
         import torch
 
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     mode, new = MODES[name], NEW if device == "cuda" else 8
     base_format = "nvfp4" if mode.who == "ours" else "bf16"
     step_speed.ENOUGH = math.inf  # processes that look at their own clocks would stop at different steps
@@ -207,13 +214,24 @@ def end(pid: int) -> None:
     psutil.wait_procs(family, timeout=10)  # the next mode needs their memory
 
 
+def ask_where(folder: Path) -> None:
+    """Every process of a mode writes down where each of its threads is."""
+    for path in folder.glob("[0-9]*.pid"):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(path.read_text()), signal.SIGUSR1)
+    time.sleep(1)
+
+
 def checkpoint(who: str, shape: str, device: str, models: Path) -> Path:
     """The base, written at the first call."""
     folder = models / f"{shape}-{who}"
     if not folder.exists():
         begun = folder.with_name(f"{folder.name}.{os.getpid()}")
         write_checkpoint(shape, begun, device, packed=who == "ours")
-        begun.rename(folder)
+        try:
+            begun.rename(folder)
+        except OSError:  # another run of this script has written it meanwhile
+            shutil.rmtree(begun)
         if device == "cuda":
             import torch
 
@@ -231,8 +249,9 @@ def run_mode(name: str, model: Path, shape: str, device: str, limit: float, kept
     gpus = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0,1").split(",")
     environment = (
         step_speed.CACHES
+        | {"VLLM_HOST_IP": "127.0.0.1", "VLLM_LOGGING_LEVEL": "INFO"}  # there may be no network to ask for an address
         | os.environ
-        | step_speed.ENVIRONMENT
+        | {name: value for name, value in step_speed.ENVIRONMENT.items() if name != "VLLM_LOGGING_LEVEL"}
         | {"TMPDIR": str(folder), "QERL_SERVER_SECRET": "of this measurement", "PYTHONUNBUFFERED": "1"}
     )
     if device == "cuda":
@@ -265,21 +284,25 @@ def run_mode(name: str, model: Path, shape: str, device: str, limit: float, kept
                 time.sleep(0.5)
             time.sleep(0.5)  # for the last bytes
         finally:
+            if process.poll() is None and not all(path.exists() for path in files):
+                ask_where(folder)
             end(process.pid)
             process.wait()
             if (folder / "server.pid").exists():
                 end(int((folder / "server.pid").read_text()))
+            logs = [path for path in (log, folder / SERVER_LOG, *sorted(folder.glob("*.threads"))) if path.exists()]
+            if kept is not None and not all(path.exists() for path in files):  # also where this script is ended
+                for path in logs:
+                    (kept / f"{name}.{path.name}.txt").write_bytes(path.read_bytes()[-KEPT:])
     took = {"seconds_in_all": round(time.monotonic() - started, 1)}
     if not all(path.exists() for path in files):
-        logs = [path for path in (log, folder / SERVER_LOG) if path.exists()]
-        lines = [line for path in logs for line in path.read_text(errors="replace").splitlines()]
-        errors = [line for line in lines if "Error" in line][:4]
-        for path in logs if kept is not None else []:
-            (kept / f"{name}.{path.stem}.txt").write_bytes(path.read_bytes()[-KEPT:])
+        lines = {path.name: said_in(path) for path in logs}
+        errors = [line[:600] for those in lines.values() for line in those if _ERROR.match(line)]
+        ended = f"not done in {limit:.0f} s" if late else f"ended with code {process.returncode}"
         return {
             "name": name,
-            "failed": f"not done in {limit:.0f} s" if late else errors or lines[-4:],
-            "last_lines": lines[-3:],
+            "failed": [ended, *dict.fromkeys(errors)][:6],
+            "last_lines": {which: [line[:300] for line in those[-TAIL:]] for which, those in lines.items()},
             "steps": steps_of(log),
             **took,
         }
@@ -295,6 +318,11 @@ def run_mode(name: str, model: Path, shape: str, device: str, limit: float, kept
         **{key: value for key, value in first.items() if key not in ("measured_gib", "options", "cap", "ragged")},
         **took,
     }
+
+
+def said_in(log: Path) -> list[str]:
+    lines = log.read_text(errors="replace").splitlines()
+    return [line for line in lines if line.strip() and "<frozen importlib" not in line]
 
 
 def steps_of(log: Path) -> list[dict[str, float]]:
@@ -323,7 +351,9 @@ def main() -> int:
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--shape", default="7b", help="Of random_checkpoint.py.")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--limit", type=float, default=240, help="Seconds for one mode.")
+    parser.add_argument(
+        "--limit", type=float, default=300, help="Seconds for one mode; the first start compiles for 150."
+    )
     parser.add_argument("--commit", help="Of the code that runs, where there is no git.")
     parser.add_argument(
         "--models", type=Path, help="Folder of the checkpoints. Default: in the folder of temporary files."

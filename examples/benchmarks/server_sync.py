@@ -105,7 +105,7 @@ def main() -> None:
             str(folder / "run"), use_vllm=True, vllm_mode="server", vllm_server_base_url=url, vllm_server_timeout=timeout, vllm_max_model_length=longest,
             per_device_train_batch_size=SEQUENCES, num_generations=SEQUENCES, max_completion_length=new, max_steps=options.steps,
             logging_steps=1, report_to="none", save_strategy="no", disable_tqdm=True, aqn_num_stages=2, use_cpu=cpu, bf16=not cpu,
-            generation_kwargs={"min_tokens": new}, learning_rate=1e-5,
+            generation_kwargs={"ignore_eos": True}, learning_rate=1e-5,
         )  # fmt: skip
         return QeRLGRPOTrainer(
             str(folder / "model"),

@@ -18,6 +18,7 @@ import qerl_nvfp4
 from qerl_trl.nvfp4 import linear as linear_module
 from qerl_trl.nvfp4.format import NVFP4Tensor, dequantize, quantize
 from qerl_trl.nvfp4.linear import NVFP4Linear, decoded_weights, describe, linear
+from tests.tiny_models import gathered
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -168,6 +169,18 @@ def test_casting_the_module_leaves_the_bytes(cast):
     before = {name: p.clone() for name, p in layer.named_parameters() if p.dtype == torch.uint8}
     cast(layer)
     assert all(torch.equal(layer.get_parameter(name), value) for name, value in before.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_bytes_that_were_gathered_as_floats_are_the_same_bytes(dtype):
+    layer = make_layer(dtype=dtype)
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    twin = gathered(layer, dtype)
+    assert twin.weight_packed.dtype == dtype
+    for found, expected in zip(
+        (*forward_backward(twin, x), *twin.nvfp4), (*forward_backward(layer, x), *layer.nvfp4), strict=True
+    ):
+        assert found.dtype == expected.dtype and torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])

@@ -18,7 +18,7 @@ from qerl_trl.nvfp4.linear import NVFP4Linear
 from qerl_trl.update import lora_group, lora_linear
 from qerl_trl.update.compiled import compile_layers as compile_layers_of_the_package
 from qerl_trl.update.lora_linear import FusedGroup, fuse, unfuse
-from tests.tiny_models import FAMILIES, make_tiny_model
+from tests.tiny_models import FAMILIES, gathered, make_tiny_model
 
 IDS = torch.arange(3, 43).view(2, 20)
 BASES = ("packed", "dense")
@@ -381,6 +381,19 @@ def test_what_lies_ready_is_never_stale():
     with torch.no_grad():
         attention.q_proj(x)
     assert attention.k_proj(x).requires_grad
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_bytes_that_were_gathered_as_floats_are_the_same_bytes(compiled):
+    """FSDP 2 of torch 2.11 casts the packed weights too, to the dtype of mixed precision."""
+    model = adapted(dtype=torch.bfloat16)
+    model, twin = gathered(model, torch.bfloat16, whole_numbers=False), gathered(model, torch.bfloat16)
+    assert fuse(model) == fuse(twin) > 0
+    if compiled:
+        for each in (model, twin):
+            compile_layers(each, "aot_eager")
+    found, expected = update(twin, autocast=True), update(model, autocast=True)
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_names_files_and_copies_are_pefts(tmp_path):

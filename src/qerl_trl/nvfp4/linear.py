@@ -318,12 +318,13 @@ class NVFP4Linear(nn.Linear):
     @property
     def global_scale(self) -> torch.Tensor:
         """float32 (1,), a view of the parameter's bytes."""
-        return self.weight_global_scale.detach().view(torch.float32)
+        return as_bytes(self.weight_global_scale.detach()).view(torch.float32)
 
     @property
     def nvfp4(self) -> NVFP4Tensor:
         """The three tensors, as views (uint8, uint8, float32)."""
-        return NVFP4Tensor(self.weight_packed.detach(), self.weight_scale.detach(), self.global_scale)
+        packed, block_scale = (as_bytes(tensor.detach()) for tensor in (self.weight_packed, self.weight_scale))
+        return NVFP4Tensor(packed, block_scale, self.global_scale)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The dense weight (N, K), in `compute_dtype` unless told otherwise."""
@@ -400,6 +401,12 @@ def compute_dtype(model: nn.Module) -> torch.dtype:
     if packed is not None:
         return packed.compute_dtype
     return model.get_input_embeddings().weight.dtype  # type: ignore[operator]  # every model of transformers and PEFT has it
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The uint8 that a parameter of a packed layer was, whatever it was gathered as: FSDP 2 of torch 2.11 casts whole numbers too to the dtype of
+    mixed precision, where 0 to 255 are exact in all of them. (2.13 leaves them alone.)"""
+    return tensor if tensor.dtype == torch.uint8 else tensor.to(torch.uint8)
 
 
 def _frozen(tensor: torch.Tensor) -> nn.Parameter:

@@ -17,7 +17,7 @@ from torch import nn
 
 from ..lora import NVFP4LoraLinear
 from ..nvfp4.architectures import DECODER
-from ..nvfp4.linear import PACKED, NVFP4Linear, runs_a_kernel
+from ..nvfp4.linear import PACKED, NVFP4Linear, as_bytes, runs_a_kernel
 from .lora_group import DENSE, LoraGroup
 
 logger = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ def _compute(layers: Sequence[Any], calls: Sequence[_Call], x: torch.Tensor) -> 
     if calls[0].implementation == DENSE:
         weights = [base.weight for base in bases]
     else:
-        weights = [getattr(base, name) for name in PACKED for base in bases]
+        weights = [as_bytes(getattr(base, name)) for name in PACKED for base in bases]
     ys = LoraGroup.apply(
         x.reshape(-1, x.shape[-1]).to(calls[0].dtype),
         tuple(call.scaling for call in calls),
