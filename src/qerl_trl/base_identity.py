@@ -38,13 +38,17 @@ class Row(NamedTuple):
     total: int
 
 
-def base_sha256(model: nn.Module) -> str | None:
-    """Fingerprint of the model without its adapters; `None` where this process does not have it whole (sharded, offloaded)."""
+def base_sha256(model: nn.Module, device: torch.device | None = None) -> str | None:
+    """Fingerprint of the model without its adapters; `None` where this process does not have it whole (sharded, offloaded).
+
+    Args:
+        device: that computes it, tensor by tensor; each tensor's own by default.
+    """
     found = []
     for name, tensor in _tensors(model):
         if tensor.is_meta or hasattr(tensor, "full_tensor") or hasattr(tensor, "ds_id"):
             return None
-        found.append((name, tensor, _checksum(tensor.detach())))
+        found.append((name, tensor, _checksum(tensor.detach().to(device or tensor.device))))
     return sha256_of(_row(name, tensor, int(total)) for name, tensor, total in found)
 
 
@@ -64,9 +68,9 @@ def sha256_of(rows: Iterable[Row]) -> str:
 
 
 def shared_base_sha256(model: nn.Module) -> str | None:
-    """[`base_sha256`] of the main process, in all of them: FSDP loads the weights there only. Collective."""
+    """[`base_sha256`] of the main process, in all of them: FSDP loads the weights there only, and leaves them on the CPU. Collective."""
     state = PartialState()
-    found = [base_sha256(model) if state.is_main_process else None]
+    found = [base_sha256(model, state.device) if state.is_main_process else None]
     if state.num_processes > 1:
         broadcast_object_list(found)
     return found[0]

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, Olmo2Config, T5Config, T5ForCondi
 
 from qerl_trl.names import canonical_name
 from qerl_trl.noise.norms import find_noisy_norms
+from qerl_trl.nvfp4 import linear as linear_module
 from qerl_trl.nvfp4.linear import NVFP4Linear
 from tests.tiny_models import FAMILIES, make_tiny_model
 
@@ -96,6 +97,19 @@ def test_looking_leaves_no_trace():
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_packed_weights_are_not_decoded_to_look(monkeypatch):
+    """On a CPU that takes a minute for 7B, and FSDP leaves the model there until training starts."""
+    model = make_tiny_model("llama")
+    expected = list(find_noisy_norms(model))
+    for name, module in list(model.named_modules()):
+        if type(module) is nn.Linear and name != "lm_head":
+            model.set_submodule(name, NVFP4Linear.from_linear(module))
+    with monkeypatch.context() as context:
+        context.setattr(linear_module, "dequantize", lambda *_: pytest.fail("a weight was decoded"))
+        assert list(find_noisy_norms(model)) == expected
+    assert model(input_ids=torch.arange(4)[None]).logits.abs().sum() > 0, "the layers compute again"
 
 
 def test_post_norm_model_is_refused_by_name():

@@ -13,6 +13,7 @@ feeds only the output head.
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch import nn
 
 from ..evaluation_mode import evaluation_mode
 from ..names import canonical_name, unwrap
-from ..nvfp4.linear import decoded_weights
+from ..nvfp4.linear import NVFP4Linear, decoded_weights
 
 
 def find_noisy_norms(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> dict[str, nn.Module]:
@@ -121,6 +122,7 @@ def _trace(model: nn.Module, norms: Mapping[str, nn.Module], inputs: Mapping[str
             torch.no_grad(),
             _undisturbed(model, device),
             decoded_weights(model),
+            _no_products(model),
             torch.compiler.set_stance("force_eager"),
         ):
             model(**inputs)
@@ -135,6 +137,26 @@ def _trace(model: nn.Module, norms: Mapping[str, nn.Module], inputs: Mapping[str
         for handle in handles:
             handle.remove()
     return fed
+
+
+@contextmanager
+def _no_products(model: nn.Module) -> Iterator[None]:
+    """Inside, packed layers answer with zeros: which norm feeds what does not depend on numbers, and on a CPU, where FSDP leaves the model until
+    training starts, decoding the weights of 7B takes a minute."""
+
+    def zeros(layer: NVFP4Linear, x: torch.Tensor) -> torch.Tensor:
+        return x.new_zeros(*x.shape[:-1], layer.out_features)
+
+    layers = [
+        m for m in model.modules() if isinstance(m, NVFP4Linear) and "forward" not in vars(m)
+    ]  # accelerate's hooks
+    for layer in layers:
+        vars(layer)["forward"] = partial(zeros, layer)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del vars(layer)["forward"]
 
 
 def _text_config(model: nn.Module) -> Any:
