@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
+from .architectures import DECODER
 from .format import BLOCK_SIZE
-from .layouts import WRITTEN_BY, Layout
+from .layouts import WRITTEN_BY, Layout, packed_head
 
 _READ_BYTES = 1 << 22
 #: safetensors' names of dtypes; it has a few more, which torch has not
@@ -166,6 +167,8 @@ def check_headers(
             problems.append(
                 f"{info.file}: tensor {info.name!r} belongs to no linear of the model: config.json is another model's."
             )
+        elif name in DECODER.heads:
+            problems.append(f"{info.file}: tensor {info.name!r}: {packed_head(name, 'NVFP4')}")
         elif name in dense:
             problems.append(
                 f"{info.file}: tensor {info.name!r} is packed NVFP4, but the configuration (its ignore list, or modules_to_not_convert) "

@@ -223,12 +223,18 @@ def _refuse_experts(model: nn.Module, selection: Selection) -> None:
         for name, parameter in model.named_parameters()
         if parameter.ndim == 3 and "expert" in name and not matches_any(name, selection.ignore)
     ]
-    if experts:
+    if not experts:
+        return
+    what = f"{len(experts)} mixture-of-experts tensors, e.g. {experts[0]!r}, hold most of {type(model).__name__}'s weights and "
+    if selection.layout is None:
         raise ValueError(
-            f"{len(experts)} mixture-of-experts tensors, e.g. {experts[0]!r}, hold most of {type(model).__name__}'s weights and cannot "
-            "be quantized by qerl_trl yet: transformers stores them as 3-D parameters, not as linears. To leave them dense, name them: "
-            "NVFP4Config(modules_to_not_convert=['experts'])."
+            f"{what}cannot be quantized by qerl_trl yet: transformers stores them as 3-D parameters, not as linears. To leave them "
+            "dense, name them: NVFP4Config(modules_to_not_convert=['experts'])."
         )
+    raise ValueError(
+        f"{what}are packed in this checkpoint, which qerl_trl does not read yet: it reads packed linears. Start from the unquantized "
+        "model, with its experts left dense: NVFP4Config(modules_to_not_convert=['experts'])."
+    )
 
 
 # --- configurations ---------------------------------------------------------------------------------------------------------------
@@ -322,6 +328,14 @@ def _parse_modelopt(config: Mapping[str, Any], where: str) -> Selection:
     return Selection("modelopt", ignore, tuple(targets or ["Linear"]))
 
 
+def packed_head(name: str, kind: str) -> str:
+    """What is said of an output head `name` that lies there as `kind`."""
+    return (
+        f"the output head {name!r} is {kind}; qerl_trl reads dense heads only, because log-probabilities are computed from their weight. "
+        "Take a checkpoint that leaves it dense, or start from the unquantized model; it is quantized while loading."
+    )
+
+
 #: ModelOpt's names of what is read as it is
 _MODELOPT_NVFP4 = ("NVFP4", "W4A16_NVFP4")
 
@@ -341,10 +355,9 @@ def _parse_modelopt_mixed(inner: Mapping[str, Any], ignore: tuple[str, ...], whe
                 f"{BLOCK_SIZE}) and FP8. Start from the unquantized model; it is quantized while loading."
             )
         names.setdefault("FP8" if algorithm == "FP8" else "NVFP4", []).append(name)
-    if heads := [name for name in names.get("FP8", ()) if name in DECODER.heads]:
-        raise ValueError(
-            f"{where}: the output head {heads[0]!r} is FP8, which is read of the layers before it only. Leave it dense."
-        )
+    for kind, of_kind in names.items():
+        if heads := [name for name in of_kind if name in DECODER.heads]:
+            raise ValueError(f"{where}: {packed_head(heads[0], kind)}")
     if "NVFP4" not in names:
         raise ValueError(
             f"{where}: mixed precision, and none of its {len(layers)} quantized_layers is NVFP4. Start from the unquantized model; it is "
