@@ -44,6 +44,7 @@ SHAPES = {
     "7b": _shape(3584, 18944, 28, 28, 4),
     "14b": _shape(5120, 13824, 48, 40, 8),
     "32b": _shape(5120, 27648, 64, 40, 8),
+    "70b": _shape(8192, 28672, 80, 64, 8, vocab=128256),  # Llama-3's, in Qwen2's classes
 }
 SHARD_BYTES = 4_000_000_000
 #: packed codes drawn uniformly have rms 2.9; block scales of 100 to 400 over this divisor give weights of about 0.02

@@ -9,8 +9,8 @@ import torch
 from nvfp4_cases import leftovers, relative_error
 
 import qerl_nvfp4
+from qerl_nvfp4 import cost, reference, select
 from qerl_nvfp4 import ops as launchers
-from qerl_nvfp4 import reference, select
 
 pytestmark = [pytest.mark.gpu, pytest.mark.kernels_ci]
 CUDA = torch.cuda.is_available()
@@ -73,6 +73,17 @@ def wgmma(rng: random.Random) -> tuple[dict, int, int, int, int]:
     return config, rng.randint(1, 3 * BM), 16 * rng.randint(5, 100), 256 * rng.randint(2, 14), 64
 
 
+def wide(rng: random.Random) -> tuple[dict, int, int, int, int]:
+    """Tiles of one, two and three parts. What multiplies x A^T beside the product has registers left up to 192 tokens."""
+    BM, P = rng.choice(((80, 3), (112, 3), (160, 2), (192, 3)))
+    S, X = cost.wide_stages(BM, P)
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    config = {"kernel": "wide", "BM": BM, "P": P, "S": S, "X": X, "grid": rng.randint(1, sms)}
+    config["tasks"] = rng.random() < 0.5
+    M = rng.randint(1, min(3 * BM, 256) if config["tasks"] else 3 * BM)
+    return config, M, 16 * rng.randint(5, 100), 256 * rng.randint(2, 14), 64
+
+
 def portable(rng: random.Random) -> tuple[dict, int, int, int, int]:
     M, N, K = rng.randint(1, 128), rng.randint(1, 1500) | 1, 16 * rng.randint(1, 200)
     return select.without_gluon(N, K, M, 0), M, N, K, 128
@@ -86,6 +97,7 @@ def dense(rng: random.Random) -> tuple[dict, int, int, int, int]:
 FAMILIES = [
     pytest.param(skinny, marks=gluon_only),
     pytest.param(wgmma, marks=hopper_only),
+    pytest.param(wide, marks=hopper_only),
     portable,
     dense,
 ]
@@ -101,7 +113,7 @@ def test_random_shapes(family):
         config, M, N, K, step = family(rng)
         splits = cut(rng, N, step) if rng.random() < 0.5 else None
         packed, scale, gs = weight(N, K, per_row=rng.random() < 0.3)
-        bias = normal(N, scale=30) if splits or family in (skinny, wgmma) else None
+        bias = normal(N, scale=30) if splits or family in (skinny, wgmma, wide) else None
         a = b = None
         if splits:
             a, b = normal(len(splits) * RANK, K, scale=0.5), normal(N, RANK)
