@@ -11,17 +11,20 @@ model. A small fine-tuning is not told apart.
 
 import json
 import math
+import os
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, cast
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from . import checkpoint, report
 from .evaluation_mode import evaluation_mode
 from .folders import beside
-from .nvfp4.linear import has_nvfp4
+from .names import is_sharded
+from .nvfp4.linear import NVFP4Linear, decoded_weights, has_nvfp4
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -29,6 +32,8 @@ if TYPE_CHECKING:
 FORWARD_NAME = "qerl_forward.json"
 TOLERANCE = 0.4
 _TOKENS = 32
+#: packed weights whose forward on a CPU, which decodes each, takes some ten seconds; of more it is neither recorded nor compared there
+_MOST_ON_A_CPU = 10**9
 
 
 class Forward(TypedDict):
@@ -43,8 +48,10 @@ class Forward(TypedDict):
 
 
 @torch.no_grad()
-def measure(model: "PreTrainedModel | PeftModel", tokens: list[int] | None = None) -> Forward:
-    """Compute on the fixed prompt, in evaluation mode.
+def measure(
+    model: "PreTrainedModel | PeftModel", tokens: list[int] | None = None, device: torch.device | None = None
+) -> Forward:
+    """Compute on the fixed prompt, in evaluation mode. `device`: where the model computes; default: where it is.
 
     Raises:
         `ValueError`: what comes out is not finite.
@@ -53,8 +60,10 @@ def measure(model: "PreTrainedModel | PeftModel", tokens: list[int] | None = Non
     if tokens is None:
         vocabulary = cast(torch.Tensor, inner.get_input_embeddings().weight).shape[0]
         tokens = [7919 * (place + 1) % vocabulary for place in range(_TOKENS)]
-    with evaluation_mode(model):
-        logits = model(input_ids=torch.tensor([tokens], device=inner.device), use_cache=False).logits[0].float()
+    with evaluation_mode(model), decoded_weights(model):
+        logits = (
+            model(input_ids=torch.tensor([tokens], device=device or inner.device), use_cache=False).logits[0].float()
+        )
     logps = logits.log_softmax(-1)
     chosen = logps[:-1].gather(1, torch.tensor(tokens[1:], device=logps.device)[:, None])[:, 0]
     spread = logps.std(-1).mean().item()
@@ -71,6 +80,12 @@ def measure(model: "PreTrainedModel | PeftModel", tokens: list[int] | None = Non
         "spread": spread,
         "computed_with": {**report.versions(), "dtype": str(inner.dtype).removeprefix("torch.")},
     }
+
+
+def is_quick(model: nn.Module, device: torch.device) -> bool:
+    """Whether a forward there takes seconds: everything but a large packed model on a CPU."""
+    packed = (module for module in model.modules() if isinstance(module, NVFP4Linear))
+    return device.type != "cpu" or sum(layer.in_features * layer.out_features for layer in packed) <= _MOST_ON_A_CPU
 
 
 def difference(then: Forward, now: Forward) -> float:
@@ -103,7 +118,7 @@ def compare(model: PreTrainedModel) -> None:
     then: Forward = json.loads(recorded.read_text())
     quantizer = getattr(model, "hf_quantizer", None)
     loaded_as_stored = has_nvfp4(model) if then["packed"] else quantizer is None
-    if then["model_class"] != type(model).__name__ or not loaded_as_stored:
+    if then["model_class"] != type(model).__name__ or not loaded_as_stored or not is_quick(model, model.device):
         return
     now = measure(model, then["tokens"])
     found = difference(then, now)
@@ -113,6 +128,18 @@ def compare(model: PreTrainedModel) -> None:
             f"away (up to {TOLERANCE} is rounding). It was computed with {_listed(then)}, now with {_listed(now)}. Load it with those releases, or "
             f"export it again; without {checkpoint.MANIFEST_NAME} it is loaded as it is."
         )
+
+
+def compare_base(model: "PreTrainedModel | PeftModel") -> None:
+    """As [`compare`], of a packed base without its adapter, in the process of a machine that has it whole. A dense model may have been trained
+    since it was loaded.
+    """
+    base = model if isinstance(model, PreTrainedModel) else cast(PreTrainedModel, model.get_base_model())
+    elsewhere = any(parameter.is_meta for parameter in base.parameters()) or is_sharded(base)
+    if not has_nvfp4(base) or elsewhere or os.environ.get("LOCAL_RANK", "0") != "0":
+        return
+    with nullcontext() if isinstance(model, PreTrainedModel) else model.disable_adapter():
+        compare(base)
 
 
 def _listed(forward: Forward) -> str:

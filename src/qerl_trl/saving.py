@@ -16,7 +16,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import SaveStrategy, TrainOutput, rotate_checkpoints
 
-from . import checkpoint, disk, loading, run_folder
+from . import checkpoint, disk, forward, loading, run_folder
 from .identity import RunSettings, run_settings
 from .processes import load_to_numbered_cpus
 from .publishing import PublishingMixin
@@ -65,11 +65,12 @@ class SavingMixin(PublishingMixin):
         ended already comes back as it ended, after no further step.
 
         Raises:
-            `ValueError`: `output_dir` or the checkpoint belongs to a run with other settings; the model is not as it was sealed, or has
-                values that are not finite.
+            `ValueError`: `output_dir` or the checkpoint belongs to a run with other settings; the model is not as it was sealed, computes
+                something else, or has values that are not finite.
         """
         loading.finish(model := self.accelerator.unwrap_model(self.model))
         loading.check_identity(model.get_base_model() if is_peft_model(model) else model, self.base_sha256)
+        forward.compare_base(model)
         if self.args.device.index is not None and self.args.device.type == "cpu":
             load_to_numbered_cpus()
         resume = self._settled(resume_from_checkpoint)

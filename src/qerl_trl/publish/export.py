@@ -40,7 +40,7 @@ from ..nvfp4 import layouts
 from ..nvfp4.config import NVFP4Config
 from ..nvfp4.headers import require_finite
 from ..nvfp4.linear import has_nvfp4
-from . import staging, writer
+from . import read_back, staging, writer
 from .merge import check_base, entries_of, nvfp4_layer
 from .names import public_name
 from .records import Export, Kind, Measured
@@ -250,6 +250,7 @@ def save_merged_nvfp4(
                 )
             export["survived"] = survived
             _save_config(partial, policy, torch.bfloat16, quantizer.to_dict(), jobs)
+            read_back.record(partial, policy.transformers_model.device)
         return export
 
     return _on_rank_zero(exported, tokenizer, write)

@@ -31,7 +31,7 @@ from ..nvfp4.architectures import DECODER
 from ..nvfp4.config import NVFP4Config
 from ..nvfp4.headers import TensorInfo
 from ..nvfp4.linear import PACKED
-from . import staging, writer
+from . import read_back, staging, writer
 from .names import public_name
 from .quantize_jobs import Budget, Quantize, copy_job, prepare_quantizer, quantize_job
 from .records import FACTS_NAME, Export
@@ -78,7 +78,7 @@ def quantize_folder(
     card: Callable[[Path, Export], None] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Quantized:
-    """Write `model`'s weights as NVFP4 into the folder `destination`.
+    """Write `model`'s weights as NVFP4 into the folder `destination`, and what they compute on a fixed prompt (forward.py) beside them.
 
     Args:
         model: folder, or Hub id (downloaded into the Hub's cache).
@@ -145,6 +145,8 @@ def quantize_folder(
             _copy_beside(folder, partial)
             config.quantization_config = nvfp4_config.to_dict()
             config.save_pretrained(partial)
+            if "base_sha256" in settings and not trust_remote_code:  # the model that will be loaded is known
+                read_back.record(partial, device)
             if card is not None:
                 card(partial, export)
     return _summary(Path(destination), tensors)

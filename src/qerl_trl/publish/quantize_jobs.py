@@ -107,7 +107,7 @@ def quantize_job(
     def quantized(on_device: Quantize) -> Iterator[torch.Tensor]:
         layers, errors = [], []
         for info in group:
-            weight = _read(info, device)
+            weight = read_tensor(info, device)
             try:
                 tensor = on_device(weight, scale_rule)
             except ValueError as error:
@@ -156,7 +156,7 @@ def copy_job(info: TensorInfo, compute_dtype: torch.dtype, budget: Budget, devic
     return Job((TensorSpec(info.name, dtype, info.shape),), make, note)
 
 
-def _read(info: TensorInfo, device: str) -> torch.Tensor:
+def read_tensor(info: TensorInfo, device: str) -> torch.Tensor:
     """A tensor of a safetensors file, read to `device`."""
     if torch.device(device).type == "cpu":
         tensor = torch.empty(info.shape, dtype=headers.torch_dtype(info))
@@ -175,7 +175,7 @@ def _read(info: TensorInfo, device: str) -> torch.Tensor:
 def _pieces(info: TensorInfo, pinned: bool = False) -> Iterator[torch.Tensor]:
     """A tensor of a safetensors file in slices of its first dimension, each in the place of the one before."""
     if not info.shape or not math.prod(info.shape):
-        yield _read(info, "cpu")
+        yield read_tensor(info, "cpu")
         return
     rows = _rows_per_piece((info.end - info.start) // info.shape[0], info.shape[0])
     buffer = torch.empty(rows, *info.shape[1:], dtype=headers.torch_dtype(info), pin_memory=pinned)
