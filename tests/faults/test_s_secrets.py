@@ -1,5 +1,6 @@
 """A token by another door: in another form, inside other objects, written as JSON writes it, on another command line."""
 
+import dataclasses
 import json
 import logging
 import os
@@ -11,14 +12,16 @@ from urllib.parse import quote
 import pytest
 from huggingface_hub import HfApi
 from peft import LoraConfig
+from trl import ModelConfig
 from typer.testing import CliRunner
 
-from qerl_trl import checkpoint, redaction
+from qerl_trl import QeRLConfig, QeRLRLOOConfig, checkpoint, redaction
 from qerl_trl.cli import arms
 from qerl_trl.cli import main as cli
 from qerl_trl.publish import hub
 from qerl_trl.redaction import MASK
 from qerl_trl.tasks.script import Script
+from qerl_trl.tasks.task import Task
 from tests.cli.test_main import call
 from tests.faults.catalog import fault
 from tests.faults.test_r7_hub import everything, merged  # noqa: F401  (a fixture)
@@ -84,6 +87,31 @@ def test_variables_that_hold_no_secret(monkeypatch, tmp_path):
     for variable, value in (("PWD", PLAIN), ("CACHE_KEY", PLAIN), ("SSH_KEY", str(tmp_path))):
         monkeypatch.setenv(variable, value)
         assert redaction.find(f"a {value} b") is None, variable
+
+
+#: the only arguments whose own name says that a secret is in them
+FOR_SECRETS = {"hub_token", "push_to_hub_token"}
+
+
+@fault("R7.token")
+@pytest.mark.parametrize("arguments", [QeRLConfig, QeRLRLOOConfig, ModelConfig, Task, LoraConfig])
+def test_every_argument(arguments):
+    """A token of a known form, or any in a URL, is refused by the argument's name."""
+    for name in {field.name for field in dataclasses.fields(arguments)} - FOR_SECRETS:
+        for text in (FORMS["OpenAI"], f"https://someone:{PLAIN}@host/x"):
+            with pytest.raises(ValueError, match=rf"{name}\S* contains") as error:
+                redaction.check_places({name: text})
+            assert FORMS["OpenAI"] not in str(error.value) and PLAIN not in str(error.value)
+
+
+@fault("R7.token")
+def test_the_arguments_that_are_for_secrets(tmp_path):
+    for name in FOR_SECRETS & {field.name for field in dataclasses.fields(QeRLConfig)}:
+        args = settings(tmp_path, **{name: PLAIN})
+        checkpoint.write_json_atomically(
+            tmp_path / "results.json", {"command": f"--run_name {PLAIN}", "args": str(args)}
+        )
+        assert PLAIN not in (tmp_path / "results.json").read_text() + args.to_json_string() + str(args.to_dict())
 
 
 @fault("R7.token")
