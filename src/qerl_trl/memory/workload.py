@@ -78,14 +78,14 @@ class Workload:
         if not self.packed:
             return self.batch * self.length
         prompts = -(-self.batch // max(1, self.generations))
-        return _in_a_row(prompts * (self.prompt_length - 1) + self.batch * self.completion_length)
+        return row.padded(prompts * (self.prompt_length - 1) + self.batch * self.completion_length)
 
     @property
     def keys(self) -> int:
         """Tokens that its attention reads: of a packed row, each sequence's own prompt."""
         if not self.packed:
             return self.tokens
-        return max(self.tokens, _in_a_row(self.batch * (self.length - 1)))
+        return max(self.tokens, row.padded(self.batch * (self.length - 1)))
 
     @property
     def colocated(self) -> bool:
@@ -95,11 +95,6 @@ class Workload:
     def shares_weights(self) -> bool:
         """Whether the engine reads the trainer's tensors. Weights that are all trained are streamed into a copy."""
         return self.share_weights and self.tensor_parallel == 1 and self.base_format != "full"
-
-
-def _in_a_row(tokens: int) -> int:
-    """With the segment that ends it, of at least one token (`row.MULTIPLE`)."""
-    return (tokens // row.MULTIPLE + 1) * row.MULTIPLE
 
 
 @dataclasses.dataclass(frozen=True)

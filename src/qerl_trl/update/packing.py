@@ -3,7 +3,8 @@
 TRL pads prompts and completions to the longest of their batch and computes the padding. Here [`PackingMixin`] computes the log-probabilities
 and entropies on a packed row (row.py) with attention within sequences (attention.py), equal prompts once, the head on the tokens that are
 asked only, in TRL's chunks; and puts them where TRL expects them, (B, L) with zeros on padding. All of TRL's losses follow unchanged, as do
-number and size of its micro-batches. Which completions of one optimizer step share a micro-batch is decided by [`balance.deal`].
+number and size of its micro-batches. Which completions of one optimizer step share a micro-batch is decided by [`balance.deal`], and which
+micro-batches share a pass over the model by [`TokenBudget`].
 
 Whether a model can be packed is read from what it says of itself ([`_why_not`]) and then tried on the model itself ([`Packing.check`]): the
 same few sequences padded and packed, before the first step. Where it cannot, TRL's own way stays, and the reason is said once.
@@ -20,6 +21,7 @@ from transformers import PreTrainedModel
 from ..evaluation_mode import evaluation_mode
 from ..upstream import OnlineTrainer
 from . import attention, balance, row
+from .budget import TokenBudget
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +36,7 @@ class Packing:
     def __init__(self, trainer: OnlineTrainer):
         self.trainer = trainer
         self.on = False
+        self.budget = TokenBudget(trainer)
         #: models that are wrapped when training starts are tried at the first batch
         self._untried = False
         self._models: list[PreTrainedModel] = []
@@ -151,6 +154,15 @@ class Packing:
             self.check(model)
             if not self.on:
                 return None
+        of_a_loss = model.training and torch.is_grad_enabled() and batch_size is None and not compute_aux_loss
+        if of_a_loss:
+            together = self.budget.logps(
+                lambda ids, mask: self._packed(model, ids, mask, logits_to_keep, compute_entropy=compute_entropy),
+                input_ids,
+                logits_to_keep,
+            )
+            if together is not None:
+                return together
         return self._packed(
             model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, compute_aux_loss
         )
@@ -231,10 +243,17 @@ class PackingMixin(OnlineTrainer):
         made = trainer._buffered_inputs
         if self._packing is None or not self._packing.on or not self.model.training or made is before:
             return inputs
-        if not balance.order_is_free(self):
-            return inputs
-        trainer._buffered_inputs = balance.deal(made, self.args.gradient_accumulation_steps)
+        free = balance.order_is_free(self)
+        if free:
+            made = balance.deal(made, self.args.gradient_accumulation_steps)
+        trainer._buffered_inputs = self._packing.budget.plan(made, share=not _drops(self.model), free=free)
         return trainer._buffered_inputs[self._step % trainer.args.steps_per_generation]
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = super().training_step(*args, **kwargs)
+        if self._packing is not None:
+            self._packing.budget.stepped()
+        return loss
 
 
 def prepare(trainer: Any) -> None:

@@ -48,6 +48,11 @@ class Sequence:
         return max(len(self.completion), 1)
 
 
+def padded(tokens: int) -> int:
+    """Tokens of a row with the segment that ends it, of at least one."""
+    return (tokens // MULTIPLE + 1) * MULTIPLE
+
+
 def sequences(input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int) -> list[Sequence]:
     """The lines of a batch, read on the host.
 

@@ -1,0 +1,234 @@
+"""Several micro-batches in one pass over the model: the same losses and gradients in fewer passes, and nothing lost."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from qerl_trl import QeRLRLOOTrainer
+from qerl_trl.update.budget import TokenBudget
+from tests.test_trainer import adapter_of, assert_identical
+from tests.update.test_packing import LOSSES, make  # noqa: F401
+
+RUN = {"max_steps": 2, "gradient_accumulation_steps": 4, "per_device_train_batch_size": 4, "optim": "sgd"}
+RUN |= {"learning_rate": 0.5}
+
+
+def planned_for(trainer, completion_length):
+    """As if completions of that length had been planned for: those of the run are shorter."""
+    work = dataclasses.replace(trainer.memory_plan.work, completion_length=completion_length)
+    trainer.memory_plan = dataclasses.replace(trainer.memory_plan, work=work)
+    return trainer
+
+
+def passes(trainer):
+    """How often a step's gradients went through the model, in a list that grows."""
+    found = []
+    embedding = trainer.accelerator.unwrap_model(trainer.model).get_input_embeddings()
+
+    def seen(module, args, output):
+        if torch.is_grad_enabled() and trainer.model.training:
+            found.append(tuple(args[0].shape))
+
+    embedding.register_forward_hook(seen)
+    return found
+
+
+def both(make, **options):  # noqa: F811
+    """The same run with a pass per micro-batch and with as few as a large plan allows, and the passes of each."""
+    runs = []
+    for length in (1, 500):
+        trainer = planned_for(make(**{**RUN, **options}), length)
+        seen = passes(trainer)
+        trainer.train()
+        runs.append((trainer, seen))
+    return runs
+
+
+def assert_the_same(runs):
+    (alone, _), (together, _) = runs
+    for entry, other in zip(alone.state.log_history, together.state.log_history, strict=True):
+        assert entry.keys() == other.keys()
+        for key in entry:
+            if key.startswith(
+                ("loss", "grad_norm", "reward", "entropy", "kl", "clip_ratio", "sampling/", "policy_loss")
+            ):
+                assert other[key] == pytest.approx(entry[key], rel=1e-3, abs=1e-5), key
+    for name, value in adapter_of(together).items():
+        torch.testing.assert_close(value, adapter_of(alone)[name], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("loss_type", LOSSES)
+def test_every_loss(make, loss_type):  # noqa: F811
+    runs = both(make, loss_type=loss_type)
+    assert_the_same(runs)
+    assert len(runs[0][1]) == 8 and len(runs[1][1]) == 2  # two steps of four micro-batches
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"beta": 0.1},
+        {"top_entropy_quantile": 0.5},
+        {"entropy_coef": 0.1},
+        {"use_adaptive_entropy": True, "entropy_coef": 0.1},
+        {"importance_sampling_level": "sequence"},
+        {"steps_per_generation": 8, "max_steps": 4},
+        {"num_iterations": 2, "max_steps": 4},
+        {"gradient_checkpointing": True},
+        {"aqn": True, "aqn_sigma_start": 0.05},
+    ],
+    ids=lambda options: "-".join(options),
+)
+def test_every_option(make, options):  # noqa: F811
+    runs = both(make, **options)
+    assert_the_same(runs)
+    assert len(runs[1][1]) == len(runs[0][1]) / 4
+
+
+def test_rloo(make):  # noqa: F811
+    runs = both(make, trainer_class=QeRLRLOOTrainer)
+    assert_the_same(runs)
+    assert (len(runs[0][1]), len(runs[1][1])) == (8, 2)
+
+
+def test_resume_is_bit_exact(make):  # noqa: F811
+    options = {**RUN, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    whole = planned_for(make(**options), 500)
+    whole.train()
+    resumed = planned_for(make(**{**options, "output_dir": whole.args.output_dir}), 500)
+    seen = passes(resumed)
+    resumed.train(resume_from_checkpoint=f"{whole.args.output_dir}/checkpoint-2")
+    assert len(seen) == 2
+    assert_identical(adapter_of(resumed), adapter_of(whole))
+
+
+def test_no_pass_has_more_tokens_than_were_planned(make):  # noqa: F811
+    trainer = planned_for(make(**RUN), 30)
+    seen = passes(trainer)
+    trainer.train()
+    assert 2 < len(seen) < 8
+    assert max(tokens for _, tokens in seen) <= dataclasses.replace(trainer.memory_plan.work, packed=True).tokens
+
+
+def test_the_plan_of_a_real_run_bounds_it(make):  # noqa: F811
+    """Completions of the greatest length: a micro-batch each, as planned."""
+    trainer = make(**RUN, generation_kwargs={"min_new_tokens": 12})
+    seen = passes(trainer)
+    trainer.train()
+    assert max(tokens for _, tokens in seen) <= dataclasses.replace(trainer.memory_plan.work, packed=True).tokens
+
+
+def test_a_shorter_step_at_the_end_of_an_epoch_is_computed_one_by_one(make):  # noqa: F811
+    trainer = planned_for(make(**RUN), 500)
+    trainer._packing.budget._is_short_step = lambda: True
+    seen = passes(trainer)
+    trainer.train()
+    assert len(seen) == 8
+
+
+def test_a_loss_without_gradient_at_the_end_of_a_group_is_refused(make):  # noqa: F811
+    trainer = planned_for(make(**RUN), 500)
+    compute, calls = trainer._compute_loss, []
+
+    def detached(model, inputs):
+        loss = compute(model, inputs)
+        calls.append(loss)
+        parameter = next(p for p in model.parameters() if p.requires_grad)
+        return loss if len(calls) < 4 else loss.detach() + 0.0 * parameter.sum()
+
+    trainer._compute_loss = detached
+    before = adapter_of(trainer)
+    with pytest.raises(RuntimeError, match="micro-batches 0 to 3 needs"):
+        trainer.train()
+    assert_identical(adapter_of(trainer), before)
+
+
+def test_a_loss_of_other_tokens_is_refused(make):  # noqa: F811
+    trainer = planned_for(make(**RUN), 500)
+    compute, calls = trainer._compute_loss, []
+
+    def changed(model, inputs):
+        calls.append(0)
+        if len(calls) == 2:
+            inputs = {**inputs, "completion_ids": inputs["completion_ids"].roll(1, 0)}
+        return compute(model, inputs)
+
+    trainer._compute_loss = changed
+    with pytest.raises(RuntimeError, match="other tokens than were sampled"):
+        trainer.train()
+
+
+def test_a_loss_that_always_takes_other_tokens_is_left_alone(make):  # noqa: F811
+    trainer = planned_for(make(**RUN), 500)
+    compute, seen = trainer._compute_loss, passes(trainer)
+    trainer._compute_loss = lambda model, inputs: compute(
+        model, {**inputs, "completion_ids": inputs["completion_ids"].flip(0)}
+    )
+    trainer.train()
+    assert len(seen) == 8
+
+
+# --- groups ------------------------------------------------------------------------------------------------------------
+
+
+def batch(prompt, *lengths):
+    """Completions of `lengths` tokens after a prompt of ten equal tokens."""
+    ids = torch.ones(len(lengths), 64, dtype=torch.long)
+    mask = torch.tensor([[1] * length + [0] * (64 - length) for length in lengths])
+    return {
+        "prompt_ids": torch.full((len(lengths), 10), prompt),
+        "prompt_mask": torch.ones(len(lengths), 10, dtype=torch.long),
+        "completion_ids": ids,
+        "completion_mask": mask,
+    }
+
+
+def budget_of(tokens, per_step, processes=1, others=()):
+    def gather(mine):
+        return torch.cat([mine, *[torch.tensor(other)[None] for other in others]])
+
+    accelerator = SimpleNamespace(num_processes=processes, gather=gather, device="cpu")
+    args = SimpleNamespace(gradient_accumulation_steps=per_step)
+    budget = TokenBudget(SimpleNamespace(accelerator=accelerator, args=args))
+    budget._limits = lambda: (tokens, 10 * tokens)
+    return budget
+
+
+def test_micro_batches_of_one_prompt_come_together_and_are_shared():
+    batches = [batch(1, 50, 50), batch(2, 40, 40), batch(1, 30, 30), batch(2, 20, 20)]
+    budget = budget_of(192, 4)
+    order = budget.plan(batches, share=True, free=True)
+    assert [b["prompt_ids"][0, 0].item() for b in order] == [1, 1, 2, 2]
+    assert budget._groups == [(0, 1), (0, 1), (2, 3), (2, 3)]
+    kept = budget.plan(batches, share=True, free=False)
+    assert all(a is b for a, b in zip(kept, batches, strict=True))
+    assert budget.plan(batches, share=False, free=True) and budget._groups == [(0, 0), (1, 2), (1, 2), (3, 3)]
+
+
+def test_no_group_crosses_an_optimizer_step():
+    budget = budget_of(10**6, 2)
+    budget.plan([batch(1, 5, 5)] * 6, share=True, free=True)
+    assert budget._groups == [(0, 1), (0, 1), (2, 3), (2, 3), (4, 5), (4, 5)]
+    budget = budget_of(10**6, 4)
+    budget.plan([batch(1, 5, 5)] * 6, share=True, free=True)  # another rhythm than the rollouts'
+    assert budget._groups == [(index, index) for index in range(6)]
+
+
+def test_processes_form_the_same_groups_and_leave_the_last_alone():
+    mine, other = [batch(1, 5, 5)] * 4, [[64, 64], [640, 640], [64, 64], [64, 64]]
+    budget = budget_of(256, 4, processes=2, others=[other])
+    budget.plan(mine, share=True, free=True)
+    assert budget._groups == [(0, 0), (1, 1), (2, 2), (3, 3)]
+    budget = budget_of(256, 4, processes=2, others=[[[64, 64]] * 4])
+    budget.plan(mine, share=True, free=True)
+    assert budget._groups == [(0, 2), (0, 2), (0, 2), (3, 3)]
+
+
+def test_pictures_and_deepspeed_have_a_pass_each():
+    budget = budget_of(10**6, 4)
+    budget.plan([{**batch(1, 5), "pixel_values": torch.zeros(1)}] * 4, share=True, free=True)
+    assert budget._groups == [(index, index) for index in range(4)]
+    trainer = SimpleNamespace(memory_plan=object(), is_deepspeed_enabled=True)
+    assert TokenBudget(trainer)._limits() is None
