@@ -74,8 +74,9 @@ if os.environ.get("CARD_GIB") and script.endswith("grpo_gsm8k.py"):
     def watch():
         while True:
             own()
-            with open(os.environ["PEAK_FILE"], "w") as file:
+            with open(os.environ["PEAK_FILE"] + ".new", "w") as file:
                 file.write(str(peak[0]))
+            os.replace(file.name, os.environ["PEAK_FILE"])
             time.sleep(0.2)
     torch.cuda.set_per_process_memory_fraction(min(1.0, card / real()[1]))
     torch.cuda.mem_get_info = torch.cuda.memory.mem_get_info = card_of_that_size
@@ -259,13 +260,17 @@ def main() -> None:
     (work / "site" / "sitecustomize.py").write_text(SITECUSTOMIZE)
     results = {
         "what": "every shipped GPU configuration in every arm, started unedited but for model, dataset and number of steps",
-        "command": " ".join(["python", *sys.argv]),
+        "command": " ".join(["python", *sys.argv]).replace(str(options.out), options.out.name),
         "device": device_name(torch.device(device)) + (f" x {len(gpus)}" if len(gpus) > 1 else ""),
-        "commit": os.environ.get("BENCH_COMMIT"),
         "versions": versions(),
         "runs": [],
         "command_line": [],
     }
+    if options.out.is_file():  # runs of other sizes and arms stay in the file, each with its commit
+        before = json.loads(options.out.read_text())
+        again = {(size, arm) for size in options.sizes for arm in options.arms}
+        results["runs"] = [run for run in before["runs"] if (run["size"], run["arm"]) not in again]
+        results["command_line"] = before["command_line"]
     lock, free, written = threading.Condition(), {gpu: [options.capacity, SIDE_BY_SIDE] for gpu in gpus}, {}
 
     def ready(size: str) -> threading.Event:
@@ -279,8 +284,9 @@ def main() -> None:
             ready(size).set()
 
     def keep(entry: dict, where: str) -> None:
+        entry["commit"] = os.environ.get("BENCH_COMMIT")
         with lock:
-            results[where].append(entry)
+            results[where] = [*(e for e in results[where] if e.get("command") != entry["command"]), entry]
             options.out.write_text(json.dumps(results, indent=1))
         shown = ("passed", "seconds", "ready_s", "evaluated_s", "trained_s", "peak_gib", "card_gib")
         print(

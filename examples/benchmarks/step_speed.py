@@ -87,6 +87,8 @@ FURTHER = {
     "ours-32b-8x512-48gib-checkpointing": Case(
         "ours", "32b", 8, 512, 8, cap=48.0, options=(("gradient_checkpointing", True),)
     ),
+    # as qwen2.5-7b.yaml has it, where the greatest length is many times that of a completion
+    **_both("7b-ragged-8192", "7b", 128, 8192, 4, ragged=True),
     "ours-7b-ragged-padded": Case("ours", "7b", 64, 1024, 8, ragged=True, options=(("padding_free", False),)),
     # to be compared with the same case without `-overlap`; what the engine took meanwhile is logged as `seconds/rollout_ahead`
     "ours-7b-64x512-overlap": Case("ours", "7b", 64, 512, 64, options=(("overlap", 1),)),
