@@ -20,6 +20,7 @@ from qerl_trl.names import full_tensor, is_sharded
 from qerl_trl.nvfp4.config import NVFP4Config
 from qerl_trl.nvfp4.linear import NVFP4Linear
 from qerl_trl.publish.run import load_policy
+from qerl_trl.update.budget import TokenBudget
 from tests.faults.tiny_runs import tiny_runs  # noqa: F401
 
 TOKENS = torch.arange(40).reshape(2, 20) + 5
@@ -30,7 +31,12 @@ FSDP = {
     "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
     "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
 }
-TRAINING = {"padding_free": True, "aqn_scope": "policy", "gradient_checkpointing": None}
+TRAINING = {
+    "padding_free": True,
+    "aqn_scope": "policy",
+    "gradient_checkpointing": None,
+    "gradient_accumulation_steps": 4,
+}
 
 
 def as_accelerators():
@@ -63,16 +69,20 @@ def in_process(rank, port, tiny_runs, folder):  # noqa: F811
             state._reset_state()
 
     again()
+    limits = [(0, 0)]  # tokens of a pass: one micro-batch each, then as many as may be
+    TokenBudget._limits = lambda self: limits[-1]
     found = {"plain": trained(tiny_runs.command(folder / "plain", **TRAINING, save_strategy="no"))}
     os.environ |= FSDP
     as_accelerators()
     again()
+    limits.append((10**6, 10**6))
     trainer = tiny_runs.command(folder / "run", **TRAINING)
     packed = [m for m in trainer.model.modules() if isinstance(m, NVFP4Linear)]
     found |= {
         "sharded": trained(trainer),
         "held": sum(m.weight_packed.to_local().numel() for m in packed) / sum(m.weight_packed.numel() for m in packed),
         "is sharded": is_sharded(trainer.model),
+        "passes": trainer._packing.budget._groups,
         "logs": trainer.state.log_history,
         "logits": logits(trainer.model),
     }
@@ -128,6 +138,7 @@ def test_it_trains_what_whole_models_train(both):
     (first, second), _ = both
     close(first["sharded"], second["sharded"], rtol=0, atol=0)
     close(first["sharded"], first["plain"], rtol=1e-4, atol=1e-6)
+    assert first["passes"] == second["passes"] == [(0, 2), (0, 2), (0, 2), (3, 3)]  # those of "plain": one each
     changed = sum((tensor != 0).any().item() for name, tensor in first["sharded"].items() if "lora_B" in name)
     assert changed == 4
     noise = [log["aqn/sigma_effective"] for log in first["logs"] if "loss" in log]

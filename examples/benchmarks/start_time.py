@@ -276,6 +276,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--cases", nargs="+", default=CASES, choices=CASES)
     parser.add_argument("--timeout", type=float, default=240)
+    parser.add_argument("--checkpoint", type=Path, help="Of `random_checkpoint.py`, where one is there already.")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     parser.add_argument("--started", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -292,7 +293,10 @@ def main() -> None:
     begin = time.time()
     with tempfile.TemporaryDirectory(prefix="start-time-") as folder:
         work = Path(folder)
-        write_checkpoint(args.shape, work / "checkpoint", args.device)
+        if args.checkpoint:
+            (work / "checkpoint").symlink_to(args.checkpoint.resolve())
+        else:
+            write_checkpoint(args.shape, work / "checkpoint", args.device)
         write_adapter(work / "checkpoint", work / "adapter")
         subprocess.run(
             [sys.executable, "-c", "import torch, transformers, vllm, trl, qerl_trl.trainer"],
