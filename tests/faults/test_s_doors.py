@@ -165,7 +165,9 @@ def test_what_is_said_of_the_source_is_not_said_of_the_product(tiny_model_dir, t
     policy = make_policy(tiny_model_dir("llama"), dtype="bfloat16")
     export.save_merged(policy, tmp_path / "merged", card=lambda folder, record: cards.write(folder, facts, record))
     quantize_folder(tmp_path / "merged", tmp_path / "out")
-    assert not {"qerl_card.json", "qerl_forward.json"} & {path.name for path in (tmp_path / "out").iterdir()}
+    assert not (tmp_path / "out/qerl_card.json").exists()
+    then, now = (json.loads((tmp_path / name / "qerl_forward.json").read_text()) for name in ("merged", "out"))
+    assert now["packed"] and not then["packed"] and now["logps"] != then["logps"]  # the product's own
 
 
 @fault("S.model_folder_edited")

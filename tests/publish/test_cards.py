@@ -128,6 +128,14 @@ def test_every_number_is_a_fact(kind):
     assert set(re.findall(r"\d+(?:\.\d+)?", text)) - own - known == set()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_base_is_named_by_its_content(kind):
+    settings = {**SETTINGS, "base_sha256": "0123456789abcdef" * 4, "base_revision": "c" * 40}
+    text = cards.render(facts(kind, settings=settings))
+    assert "ingerprint" in text and "`0123456789abcdef`" in text and f"revision `{'c' * 40}`" in text
+    assert "ingerprint" not in cards.render(facts(kind))
+
+
 def test_the_text_tells_what_the_run_was():
     text = cards.render(facts("adapter"))
     for expected in (
