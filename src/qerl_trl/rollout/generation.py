@@ -65,7 +65,10 @@ class QeRLVLLMGeneration(VLLMGeneration):
         self.waits = False  # for accelerate to place the model
         # of the latest rollout's tokens, also where TRL's trainer drops them
         self.sampled_logps: list[list[float | None]] | None = None
-        super().__init__(*args, **{**kwargs, "logprobs": kwargs.get("logprobs") or 0})
+        given = {**kwargs, "logprobs": kwargs.get("logprobs") or 0}
+        if kwargs.get("mode") == "colocate":
+            given["generation_kwargs"] = _without_text(kwargs.get("generation_kwargs") or {})
+        super().__init__(*args, **given)
 
     # ------------------------------------------------------------------ start
 
@@ -434,3 +437,9 @@ class QeRLVLLMGeneration(VLLMGeneration):
         """Stop the engine and give its memory back. Safe to call twice."""
         self.engine.close()
         vars(self).update(self.engine.trl_attributes())
+
+
+def _without_text(chosen: dict[str, Any]) -> dict[str, Any]:
+    """vLLM's sampling arguments with which it does not make text of its tokens: TRL reads the tokens, and for many sequences the text takes as long as a
+    step of the GPU. With `stop` vLLM looks for words in it."""
+    return chosen if chosen.get("stop") else {"detokenize": False, **chosen}

@@ -156,6 +156,7 @@ def _parameters(sampling: Sampling, index: int) -> SamplingParams:
         seed=None if sampling.seed is None else sampling.seed + index,
         ignore_eos=sampling.ignore_eos,
         logprobs=0,
+        detokenize=False,
     )
 
 
