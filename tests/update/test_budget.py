@@ -8,8 +8,8 @@ import torch
 
 from qerl_trl import QeRLRLOOTrainer
 from qerl_trl.update.budget import TokenBudget
-from tests.test_trainer import adapter_of, assert_identical
-from tests.update.test_packing import LOSSES, make  # noqa: F401
+from tests.test_trainer import adapter_of, assert_identical, logged
+from tests.update.test_packing import LOSSES, ON_GPU, make  # noqa: F401
 
 RUN = {"max_steps": 2, "gradient_accumulation_steps": 4, "per_device_train_batch_size": 4, "optim": "sgd"}
 RUN |= {"learning_rate": 0.5}
@@ -232,3 +232,20 @@ def test_pictures_and_deepspeed_have_a_pass_each():
     assert budget._groups == [(index, index) for index in range(4)]
     trainer = SimpleNamespace(memory_plan=object(), is_deepspeed_enabled=True)
     assert TokenBudget(trainer)._limits() is None
+
+
+# --- on a GPU ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gradient_checkpointing", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("base_format", ["bf16", "nvfp4"])
+def test_compiled_layers_in_bfloat16(make, base_format, gradient_checkpointing):  # noqa: F811
+    options = {"base_format": base_format, "gradient_checkpointing": gradient_checkpointing, "max_steps": 1, **ON_GPU}
+    (alone, one_each), (together, joint) = both(make, compile_layers=True, **options)
+    assert (len(one_each), len(joint)) == (4, 1)
+    assert logged(alone, "reward") == logged(together, "reward")  # the same completions
+    start = adapter_of(make(**{**RUN, **options}))
+    for name, value in adapter_of(alone).items():
+        moved = (value - start[name]).norm()
+        assert moved > 0 and (adapter_of(together)[name] - value).norm() < 0.1 * moved, name
