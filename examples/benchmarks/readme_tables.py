@@ -18,6 +18,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(ROOT)]
 
 import embedded_arms  # noqa: E402
 import examples_learning  # noqa: E402
+import faults_gpu  # noqa: E402
 from tests.faults import catalog  # noqa: E402
 
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs/source").glob("*.md")), ROOT / "examples/assets/README.md")
@@ -211,7 +212,17 @@ def faults_on_gpu() -> str:
         caught = row["when"] if row["caught"] else "no" if row["fault"] != "healthy" else "nothing, as it should"
         rows.append(f"| {row['fault']} | {caught} | {again[row['recovered']]} |")
     commits = [row.get("commit", record["commit"]) for row in record["faults"]]
-    return "\n".join(rows) + f"\n\n{measured_by(FAULTS, record['gpu'], commits, vLLM=record['versions']['vllm'])}."
+    measured = {row["fault"] for row in record["faults"]}
+    missing = [
+        f"{name} ({fault.processes} GPUs)" if fault.processes > record["gpus"] else name
+        for name, fault in faults_gpu.FAULTS.items()
+        if name not in measured
+    ]
+    not_run = f" Not run there: {', '.join(missing)}." if missing else ""
+    return (
+        "\n".join(rows)
+        + f"\n\n{measured_by(FAULTS, record['gpu'], commits, vLLM=record['versions']['vllm'])}.{not_run}"
+    )
 
 
 def update() -> str:

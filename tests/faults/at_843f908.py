@@ -208,7 +208,7 @@ def _kind(error: Exception) -> str:
         return "right"
     if isinstance(error, Lost):
         return "lost"
-    if isinstance(error, ImportError) and (error.name or "").startswith("qerl_trl"):
+    if doors.is_no_door(error):
         return "no door"
     return "told" if isinstance(error, (ValueError, RuntimeError, OSError, ImportError)) else "crashed"
 

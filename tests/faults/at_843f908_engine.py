@@ -89,10 +89,11 @@ class Copied:
 def with_engine(folder: Path, before=lambda engine, model: None, **options):
     """(trainer on bf16 NVFP4 weights, its engine); `before` may damage the engine before the probe at start looks at it."""
     from qerl_trl import rollout
+    from qerl_trl.rollout import QeRLVLLMGeneration
 
     engines = []
 
-    class Generation(rollout.QeRLVLLMGeneration):
+    class Generation(QeRLVLLMGeneration):
         def _start_colocated(self):
             engine = Copied(self.model)
             before(engine, self.model)
