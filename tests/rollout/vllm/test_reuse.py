@@ -74,6 +74,32 @@ def test_one_beginning_for_all():
         reuse.check([answer(p, 8) for p in prompts])
 
 
+class Token(int):
+    """Counts how often tokens are compared."""
+
+    compared = 0
+    __hash__ = int.__hash__
+
+    def __eq__(self, other):
+        Token.compared += 1
+        return int(self) == int(other)
+
+    def __lt__(self, other):
+        Token.compared += 1
+        return int(self) < int(other)
+
+
+def test_the_turns_of_a_task_do_not_get_slower():
+    """What earlier turns computed is not sorted again: the twelfth call of one rollout compares about as much as the second."""
+    draw, reuse, counts = random.Random(0), PrefixReuse(), []
+    for _ in range(12):
+        prompts = [tuple(Token(draw.randrange(2**20)) for _ in range(4)) for _ in range(64)]
+        Token.compared = 0
+        reuse.check([answer(prompt, 0) for prompt in prompts])
+        counts.append(Token.compared)
+    assert counts[11] < 2 * counts[1]
+
+
 def test_engines_that_say_nothing():
     reuse = PrefixReuse()
     reuse.check([answer((1, 2, 3), None), object()])

@@ -5,7 +5,7 @@ since the change may: of the requests with one prompt, the first that was schedu
 another prompt of the same call, or with what was sampled since.
 """
 
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -19,12 +19,14 @@ class PrefixReuse:
     """Looks at what comes out of an engine, and remembers it until the next change."""
 
     def __init__(self) -> None:
-        #: prompts with their completions, token ids
+        #: prompts with their completions, token ids; `_order`: the same, sorted once, since a task of many turns asks many times between two changes
         self._computed: set[tuple[int, ...]] = set()
+        self._order: list[tuple[int, ...]] = []
 
     def changed(self) -> None:
         """The engine has other weights or other noise now."""
         self._computed.clear()
+        self._order.clear()
 
     def check(self, outputs: Iterable[Any]) -> None:
         """Look at all outputs of one call; those of pooling, of embeddings and of engines without a prefix cache say nothing.
@@ -33,8 +35,8 @@ class PrefixReuse:
             [`RolloutError`]: a prompt's states are from before the change.
         """
         reused: dict[tuple[int, ...], int] = {}
-        #: sequence -> the prompts that it came of in this call, () for an earlier one
-        owners: dict[tuple[int, ...], set[tuple[int, ...]]] = {sequence: {()} for sequence in self._computed}
+        #: sequence of this call -> the prompts that it came of, () for an earlier call
+        owners: dict[tuple[int, ...], set[tuple[int, ...]]] = {}
         for output in outputs:
             if isinstance(output, RequestOutput) and output.prompt_token_ids and output.num_cached_tokens is not None:
                 prompt = tuple(output.prompt_token_ids)
@@ -45,16 +47,20 @@ class PrefixReuse:
             return
         # not even the first of them all began with nothing
         stale = not self._computed and min(reused.values()) > 0
-        order = sorted(owners)
+        for sequence in owners:
+            if sequence in self._computed:
+                owners[sequence].add(())
+            else:
+                insort(self._order, sequence)
+        self._computed.update(owners)
         for prompt, count in reused.items():
-            most = 0 if stale else _shared(prompt, order, owners)
+            most = 0 if stale else _shared(prompt, self._order, owners)
             if count > most:
                 raise RolloutError(
                     f"vLLM answered from attention states of other weights or other noise: of a prompt of {len(prompt)} tokens it took {count} from "
                     f"its prefix cache, where at most {most} can have been computed since the last update. The cache was not reset after it, or not "
                     "entirely. Restart the engine, or switch the cache off: vllm_engine_kwargs={'enable_prefix_caching': False}."
                 )
-        self._computed = set(owners)
 
 
 def _shared(
@@ -62,7 +68,7 @@ def _shared(
 ) -> int:
     """Tokens that `prompt` begins with as a sequence of `order` does which is not one of its own: in sorted order, the nearest ones."""
     right = left = bisect_left(order, prompt)
-    while right < len(order) and owners[order[right]] == {prompt}:
+    while right < len(order) and owners.get(order[right]) == {prompt}:
         right += 1
     near = [*order[max(0, left - 1) : left], *order[right : right + 1]]
     return max((_common(prompt, other) for other in near), default=0)
