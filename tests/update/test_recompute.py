@@ -10,6 +10,7 @@ from qerl_trl import QeRLConfig
 from qerl_trl.memory.formulas import model_bytes, shape_of
 from qerl_trl.memory.plan import Gpu, plan_run, plan_trainer
 from qerl_trl.update import recompute
+from qerl_trl.update.layers import decoder_layers
 from tests.test_trainer import adapter_of, assert_identical, logged, make_trainer, settings  # noqa: F401  (a fixture)
 
 
@@ -24,7 +25,7 @@ def with_kept_layers(trainer, count):
 def forwards_of_layers(trainer) -> list[tuple[int, bool]]:
     """(layer, whether of an update) of each time that a decoder layer is computed."""
     calls = []
-    for number, layer in enumerate(recompute.decoder_layers(trainer.model)):
+    for number, layer in enumerate(decoder_layers(trainer.model)):
         layer.self_attn.register_forward_pre_hook(
             lambda *_, number=number: calls.append((number, torch.is_grad_enabled()))
         )

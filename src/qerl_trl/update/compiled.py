@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import MethodType
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch._dynamo  # not loaded by `import torch`
@@ -34,14 +34,13 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel, TrainerCallback
-from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers import TrainerCallback
 
-from ..names import unwrap
 from ..noise.hooks import laid_on
 from ..upstream import OnlineTrainer
 from . import attention
 from .layer_function import FAILURES, LayerFunction, tensors
+from .layers import base_of, decoder_layers, decoder_of
 from .packing import Packing
 
 logger = logging.getLogger(__name__)
@@ -231,11 +230,8 @@ def find_layers(model: nn.Module) -> tuple[list[nn.Module], nn.Module | None]:
     Raises:
         ValueError: there are none that can be told.
     """
-    decoder = _base(model).get_decoder()
-    lists = [child for child in decoder.children() if isinstance(child, nn.ModuleList)]
-    layers: list[nn.Module] = [
-        layer for part in lists for layer in part if isinstance(layer, GradientCheckpointingLayer)
-    ]
+    decoder = decoder_of(model)
+    layers: list[nn.Module] = [*decoder_layers(model)]
     if not layers:
         raise ValueError(f"{type(decoder).__name__} has no list of layers of the kind that transformers checkpoints")
     taken = [layer for layer in layers if "forward" in vars(layer)]
@@ -249,11 +245,6 @@ def find_layers(model: nn.Module) -> tuple[list[nn.Module], nn.Module | None]:
         if "norm" in name.lower() and not any(child.children()) and "forward" not in vars(child)
     ]
     return layers, norms[0] if len(norms) == 1 else None
-
-
-def _base(model: nn.Module) -> PreTrainedModel:
-    inner = unwrap(model)
-    return inner if isinstance(inner, PreTrainedModel) else cast(Any, inner).get_base_model()
 
 
 def compile_layers(model: nn.Module, backend: str = "inductor", deterministic: bool = True) -> CompiledLayers:
@@ -312,7 +303,7 @@ def warm_up(
         autocast: as in training.
         packed: where it is on, the sequences come as one row, as in training.
     """
-    base = _base(model)
+    base = base_of(model)
     device = next(base.get_input_embeddings().parameters()).device
     devices = [device.index or torch.cuda.current_device()] if device.type == "cuda" else []
     flags = {module: module.training for module in model.modules()}
@@ -333,7 +324,7 @@ def warm_up(
                 graphs: list[int] = []
                 for given in inputs:
                     with compiled.rehearsal(kind), attention.packed_call() if in_rows else nullcontext():
-                        base.get_decoder()(**given, use_cache=False)
+                        decoder_of(model)(**given, use_cache=False)
                     graphs.append(counters["stats"]["unique_graphs"])
                 if graphs[-1] - graphs[-3] >= 2:
                     compiled.give_up("each length of the sequences is compiled anew")

@@ -10,12 +10,10 @@ import logging
 from typing import Any
 
 import torch
-from accelerate.utils import is_peft_model
-from torch import nn
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..memory.plan import plan_again
 from . import how
+from .layers import decoder_layers, decoder_of
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +60,7 @@ def prepare(trainer: Any) -> None:
             layer.gradient_checkpointing = False
 
     divide()
-    decoder(model).register_forward_pre_hook(take_out)
+    decoder_of(model).register_forward_pre_hook(take_out)
 
 
 def _follow(trainer: Any) -> None:
@@ -70,16 +68,3 @@ def _follow(trainer: Any) -> None:
     now, work = how.computed(trainer), trainer.memory_plan.work
     if any(getattr(work, name) != value for name, value in now.items()):
         plan_again(trainer, **now)
-
-
-def decoder(model: nn.Module) -> nn.Module:
-    """A model's text part."""
-    inner: Any = model
-    if is_peft_model(model):
-        inner = inner.get_base_model()
-    return inner.get_decoder() if hasattr(inner, "get_decoder") else inner
-
-
-def decoder_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
-    """The layers of a model's text part that can be checkpointed one by one, the first one first."""
-    return [module for module in decoder(model).modules() if isinstance(module, GradientCheckpointingLayer)]
