@@ -76,20 +76,8 @@ def begin(model: str | os.PathLike) -> None:
     if folder.is_dir():
         check_weight_files(folder)
     if not (folder / checkpoint.MANIFEST_NAME).is_file() or os.environ.get("LOCAL_RANK", "0") != "0":
-        return  # one process a machine looks
-    if (key := _key(folder)) in _begun:
-        return
-    partial = hub_commit(folder) is not None
-    wrong = checkpoint.problems(folder, _AT_ONCE_BYTES, partial)
-    if not wrong:
-        sealed = checkpoint.read_manifest(folder)["files"]
-        patterns = _DECISIVE + (_OF_THE_TOKENIZER if "tokenizer_config.json" in sealed else ())
-        found = (str(path.relative_to(folder)) for pattern in patterns for path in folder.glob(pattern))
-        wrong = [f"{name} was added after it was sealed" for name in sorted(found) if name not in sealed]
-    if wrong:
-        raise ValueError(_message(folder, wrong))
-    _begun[key] = _Hashing(folder, partial)
-    _begun[key].start()
+        return  # one process per machine looks
+    _compare(folder, partial=hub_commit(folder) is not None, closed=True)
 
 
 def begin_loaded(model: nn.Module) -> None:
@@ -104,12 +92,28 @@ def begin_loaded(model: nn.Module) -> None:
         return
     if (manifest := beside(config, checkpoint.MANIFEST_NAME)) is None:
         return
-    folder = manifest.parent
-    if (key := _key(folder)) not in _begun:
-        if wrong := checkpoint.problems(folder, _AT_ONCE_BYTES, partial=True):
-            raise ValueError(_message(folder, wrong))
-        _begun[key] = _Hashing(folder, partial=True)
-        _begun[key].start()
+    _compare(manifest.parent, partial=True, closed=False)
+
+
+def _compare(folder: Path, partial: bool, closed: bool) -> None:
+    """Compare what is small in a sealed folder at once, and begin to hash the rest; nothing where that was begun before.
+
+    Args:
+        partial: some of its files may be missing.
+        closed: nothing that decides about a model may have been added.
+    """
+    if (key := _key(folder)) in _begun:
+        return
+    wrong = checkpoint.problems(folder, _AT_ONCE_BYTES, partial)
+    if closed and not wrong:
+        sealed = checkpoint.read_manifest(folder)["files"]
+        patterns = _DECISIVE + (_OF_THE_TOKENIZER if "tokenizer_config.json" in sealed else ())
+        found = (str(path.relative_to(folder)) for pattern in patterns for path in folder.glob(pattern))
+        wrong = [f"{name} was added after it was sealed" for name in sorted(found) if name not in sealed]
+    if wrong:
+        raise ValueError(_message(folder, wrong))
+    _begun[key] = _Hashing(folder, partial)
+    _begun[key].start()
 
 
 def check_identity(model: PreTrainedModel, found: str | None) -> None:

@@ -26,10 +26,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from .format import BLOCK_SIZE, NVFP4Tensor, dequantize, quantize
+from .layouts import LAYOUTS
 from .view import DecodedWeight
 
-#: the parameters that hold a layer's weight, in the order of `NVFP4Tensor`
-PACKED = ("weight_packed", "weight_scale", "weight_global_scale")
+#: the parameters that hold a layer's weight, in the order of `NVFP4Tensor`: named as they are written
+PACKED = LAYOUTS["compressed-tensors"].tensors
 IMPLEMENTATIONS = ("auto", "kernel", "decode", "reference")
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 #: decode the weight, then an ordinary product: "decode" by the kernel, "reference" in plain PyTorch; both give the same bits

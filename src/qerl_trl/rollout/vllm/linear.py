@@ -31,6 +31,7 @@ import qerl_nvfp4
 
 from ...nvfp4.format import BLOCK_SIZE, largest_magnitude, power_of_two_global_scale
 from ...nvfp4.fp8 import dequantize_fp8
+from ...nvfp4.layouts import LAYOUTS
 from .compile_ahead import compile_expected, expect_layer
 from .operators import register_operator
 
@@ -183,7 +184,7 @@ class _PackedMethod(AdaptedMethod):
 
     @staticmethod
     def row_scale(per_shard: torch.Tensor, widths: list[int]) -> torch.Tensor:
-        """One divisor if the shards agree, else one a row: fused layers stay exact, never a maximum over shards."""
+        """One divisor if the shards agree, else one per row: fused layers stay exact, never a maximum over shards."""
         per_shard = per_shard.float().flatten()
         if bool((per_shard == per_shard[0]).all()):
             return per_shard[:1].clone()
@@ -194,7 +195,7 @@ class _PackedMethod(AdaptedMethod):
 class NVFP4Method(_PackedMethod):
     """Weights that arrive packed in the compressed-tensors layout: from a checkpoint, or from the trainer."""
 
-    PACKED, SCALE, GLOBAL = "weight_packed", "weight_scale", "weight_global_scale"
+    layout = LAYOUTS["compressed-tensors"]
 
     def create_weights(
         self,
@@ -218,18 +219,21 @@ class NVFP4Method(_PackedMethod):
         packed = torch.empty(n, k // 2, dtype=torch.uint8, device=device)
         scale = torch.empty(n, k // BLOCK_SIZE, dtype=torch.float8_e4m3fn, device=device)
         layer.register_parameter(
-            self.PACKED, ModelWeightParameter(data=packed, input_dim=1, output_dim=0, weight_loader=weight_loader)
+            self.layout.packed,
+            ModelWeightParameter(data=packed, input_dim=1, output_dim=0, weight_loader=weight_loader),
         )
         layer.register_parameter(
-            self.SCALE, GroupQuantScaleParameter(data=scale, input_dim=1, output_dim=0, weight_loader=weight_loader)
+            self.layout.block_scale,
+            GroupQuantScaleParameter(data=scale, input_dim=1, output_dim=0, weight_loader=weight_loader),
         )
         _expect_scales(layer, self._per_tensor(), len(output_partition_sizes), weight_loader)
 
     def _per_tensor(self) -> tuple[str, ...]:
-        return (self.GLOBAL,)
+        return (self.layout.global_scale,)
 
     def _divisors(self, layer: Layer) -> torch.Tensor:
-        return layer.weight_global_scale.data
+        scales = getattr(layer, self.layout.global_scale).data
+        return scales if self.layout.divides else 1.0 / scales.float()
 
     def process_weights_after_loading(self, layer: Layer) -> None:
         compile_expected()
@@ -241,8 +245,8 @@ class NVFP4Method(_PackedMethod):
                 f"The tensor scales of {self.names} are {divisors.tolist()} after loading: the checkpoint lacks them, or holds "
                 "a value that is not a positive number."
             )
-        packed, scale = getattr(layer, self.PACKED).data, getattr(layer, self.SCALE).data
-        for name in (self.PACKED, self.SCALE, *self._per_tensor()):
+        packed, scale = (getattr(layer, name).data for name in (self.layout.packed, self.layout.block_scale))
+        for name in (self.layout.packed, self.layout.block_scale, *self._per_tensor()):
             delattr(layer, name)
         self.set_weights(layer, packed, scale, self.row_scale(divisors, layer.qerl_splits))
 
@@ -251,13 +255,10 @@ class NVFP4Method(_PackedMethod):
 class ModelOptNVFP4Method(NVFP4Method):
     """ModelOpt's layout: `weight`, `weight_scale`, and `weight_scale_2`, which multiplies. `input_scale` belongs to W4A4."""
 
-    PACKED, GLOBAL = "weight", "weight_scale_2"
+    layout = LAYOUTS["modelopt"]
 
     def _per_tensor(self) -> tuple[str, ...]:
-        return (self.GLOBAL, "input_scale")
-
-    def _divisors(self, layer: Layer) -> torch.Tensor:
-        return 1.0 / layer.weight_scale_2.data.float()
+        return (self.layout.global_scale, "input_scale")
 
 
 @register_weight_loader_v2_supported_method
