@@ -115,8 +115,7 @@ def probe(
     Raises:
         [`RolloutError`]: engine and trainer disagree, or the adapter does not reach the engine.
     """
-    generator = torch.Generator().manual_seed(0)
-    prompts = _prompts(model, generator)
+    prompts = _prompts(model, torch.Generator().manual_seed(0))
     layers: list[LoraLayer] = []
     adapter = ""
     if is_peft_model(model):
@@ -146,11 +145,12 @@ def probe(
         if not layers:
             return ProbeResult(base_difference, base_difference, rounding)
         tolerance = ADAPTED * max(base_difference, rounding) + FLOOR[dtype]
-        directions = [torch.randn(up.shape, generator=generator) for up in ups]
         for fraction in _FRACTIONS:
-            for up, layer, direction, size in zip(ups, layers, directions, sizes(), strict=True):
+            # the same numbers each time, drawn where the model is: 44 million for rank 32 on 7B, half a second and more on the processor
+            generator = torch.Generator(device).manual_seed(1)
+            for up, layer, size in zip(ups, layers, sizes(), strict=True):
                 strength = fraction * size / (layer.scaling[adapter] * up.shape[1] ** 0.5)
-                set_whole(up, direction * strength)
+                set_whole(up, torch.randn(up.shape, generator=generator, device=device).mul_(strength))
             effect = _mean_difference(clean, score(base))
             if effect >= CONTRAST * tolerance:
                 break
