@@ -336,10 +336,11 @@ def cards() -> str:
             raise ValueError(f"{path} names no model, or no card in its header.")
         command = f"qerl-trl train --config {path.stem}"
         rows.append(f"| {model[1]} | {card[1]} | `{command}` |")
+    errors = [100 * row["error"] for row in json.loads(PLAN.read_text())["memory"] if "measured_gib" in row]
     return "\n".join(rows) + (
-        "\n\nMore memory runs more completions at a time; the first lines of each file say how many. The cards come from the memory plan, which "
-        "is an upper bound ([measured](docs/source/benchmarks.md#training) on an H200 and an H100, the latter as a card of 24 GiB); no other card was "
-        "there to run them on."
+        "\n\nMore memory runs more completions at a time; the first lines of each file say how many. The cards come from the memory plan, which was "
+        f"{min(errors):.0f} to {max(errors):.0f} % above [{len(errors)} measured workloads](docs/source/benchmarks.md#training) on an H200 (7B also ran on an H100 as a "
+        "card of 24 GiB); no other card was there to run them on."
     )
 
 
@@ -349,11 +350,12 @@ def speed() -> str:
     ratios = rollouts["ratios"]["ours:7b over stock-merged:7b"]
     at = ", ".join(f"{ratio:.2f} at {count}" for count, ratio in ratios.items())
     ours, stock = updates["cases"]["nvfp4-compiled-fused"], updates["cases"]["stock"]
+    inside = json.loads(RECOMPUTE.read_text())["cases"]["nvfp4-compiled-fused"]  # newer
     tokens = f"{updates['sequences']} x {updates['tokens_each']}"
     return (
         f"Rollouts of 7B, relative to merged bf16, which is what TRL rolls out: {at} sequences. Forward and backward of "
-        f"{tokens} tokens take {ours['seconds']['checkpointed']:.2f} s where memory is short and {ours['seconds']['plain']:.2f} s where it is not (TRL "
-        f"with bf16 LoRA: {stock['seconds']['checkpointed']:.2f} and {stock['seconds']['plain']:.2f} s), in {ours['peak_gib']['checkpointed']:.0f} and "
+        f"{tokens} tokens take {inside['seconds']['checkpointed']:.2f} s where memory is short and {ours['seconds']['plain']:.2f} s where it is not (TRL "
+        f"with bf16 LoRA: {stock['seconds']['checkpointed']:.2f} and {stock['seconds']['plain']:.2f} s), in {inside['peak_gib']['checkpointed']:.0f} and "
         f"{ours['peak_gib']['plain']:.0f} GiB ({stock['peak_gib']['checkpointed']:.0f} and {stock['peak_gib']['plain']:.0f}). {rollouts['device']}, random weights; all "
         "tables, losses included: [speed and memory](docs/source/benchmarks.md)."
     )
