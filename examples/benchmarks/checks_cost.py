@@ -49,7 +49,7 @@ TIMED = {
     "sync: the same in the engine": ("check", "qerl_trl.rollout.vllm.state", "update_fingerprint"),
     "sync: the update is whole and finite": ("check", "qerl_trl.rollout.vllm.state", "RolloutState._checked"),
     "sync: noise that landed": ("check", "qerl_trl.rollout.vllm.state", "RolloutState.sigma_effective"),
-    "rollout: what the engine holds": ("check", "qerl_trl.rollout.vllm.state", "RolloutState.held"),
+    "rollout: what the engine holds": ("check", "qerl_trl.rollout.vllm.state", "RolloutState.contents"),
     "rollout: completions": ("check", "qerl_trl.rollout.generation", "check_completions"),
     PROBE: ("check", "qerl_trl.rollout.generation", "QeRLVLLMGeneration._probe_if_due"),
     "rollout: mismatch": ("check", "qerl_trl.mismatch", "MismatchWatch.rollout"),

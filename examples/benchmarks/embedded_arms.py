@@ -68,7 +68,7 @@ def run(args: argparse.Namespace, options: list[str]) -> None:
 
 
 def table(record: dict) -> str:
-    """Markdown: one row an arm, held-out greedy accuracy in percent, mean and every seed."""
+    """Markdown: one row per arm, held-out greedy accuracy in percent, mean and every seed."""
     rows = [
         "| arm | before | after: mean (seeds) | gain, points | entropy, start -> end | training, s |",
         "|---|---|---|---|---|---|",
@@ -98,7 +98,7 @@ def main() -> None:
     runner = commands.add_parser("run")
     runner.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     runner.add_argument("--jobs", type=int, default=1, help="runs at a time")
-    runner.add_argument("--threads", type=int, default=2, help="CPU threads a run")
+    runner.add_argument("--threads", type=int, default=2, help="CPU threads per run")
     runner.add_argument("--scratch", type=Path, default=ROOT / "runs" / "arms")
     runner.add_argument("--output", type=Path, default=RESULTS)
     runner.add_argument("--commit", default="unknown", help="recorded where the tree is not a git checkout")

@@ -155,7 +155,7 @@ def rollout(llm, request, batch: int, new_tokens: int, seed: int = 0, prompt: in
 
 
 def profile(llm, request, batch: int) -> list[str]:
-    """Kernels of a decode step, by time: microseconds a step, launches a step. Prefill and first steps are subtracted.
+    """Kernels of a decode step, by time: microseconds per step, launches per step. Prefill and first steps are subtracted.
 
     Kernels that wait for their predecessor on the GPU (launched early, as ours are) count the waiting, so their sum exceeds the wall.
     """

@@ -5,7 +5,7 @@
 
 The server is started with the command that the trainer prints (NVFP4 base of random weights, rank-32 adapter). Then a few GRPO steps; then
 syncs of a changed adapter, each timed from the call to the server's answer, `--repeats` times: `shared memory`, as on one host, and `tcp`,
-the way between hosts, here over the loopback interface. `noise` is a draw, `held` what a rollout is checked by. What is known is written
+the way between hosts, here over the loopback interface. `noise` is a draw, `contents` what a rollout is checked by. What is known is written
 after each part, so a run that is ended early leaves what it has.
 """
 
@@ -170,14 +170,14 @@ def main() -> None:
         draws = iter(range(1000, 2000))
         norms = engine._noisy
         results["noise"] = timed(lambda: engine.set_noise(norms, NoiseDraw(1e-2, 1, next(draws), 0)))
-        results["held"] = timed(engine.held)
+        results["contents"] = timed(engine.contents)
         write()
         if engine._shared is not None:
             engine._shared.close()
             engine._shared = None
         results["sync"]["tcp"] = timed(generation.sync_weights)
         write()
-        print(json.dumps({k: results[k] for k in ("sync", "noise", "held", "bytes", "pinned", "steps")}, indent=1))
+        print(json.dumps({k: results[k] for k in ("sync", "noise", "contents", "bytes", "pinned", "steps")}, indent=1))
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)

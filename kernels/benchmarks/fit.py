@@ -150,7 +150,7 @@ def fit(rows: list[dict], sms: int) -> tuple[dict, dict]:
 
 
 def write_result(run: dict, model: dict, path: Path) -> None:
-    """A run with a row a line, of the candidates only those that the model knows."""
+    """A run with one row per line, of the candidates only those that the model knows."""
     head = {k: v for k, v in run.items() if k not in ("matrices", "layers", "fit")}
     for row in run["matrices"]:
         row["candidates_timed"] = len(row["candidates"])

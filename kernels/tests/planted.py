@@ -169,7 +169,7 @@ def written(page: str, rows: list[dict]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="a word in the names or files of the defects to run")
-    parser.add_argument("--rows", type=Path, help="a file of results, one a line: those in it are not run again")
+    parser.add_argument("--rows", type=Path, help="a file of results, one per line: those in it are not run again")
     given = parser.parse_args()
     os.environ["TRITON_INTERPRET"] = "1"
     for name in ("torch", "triton", "triton.experimental.gluon", "numpy", "pytest", "torch._dynamo"):

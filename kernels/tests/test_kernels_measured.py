@@ -239,7 +239,7 @@ def test_a_damaged_or_foreign_file_is_refused_by_name_and_replaced(hopper, damag
     path.write_bytes(damage(path.read_bytes()))
     message = refused(match)
     assert str(path) in message and "\n" not in message
-    assert path.name in select.measured_here(0).problem
+    assert path.name in select.measured_for(0).problem
     keep(entry())
     assert select.explain(N, K, 64, 0, True, RANK) == (CONFIG, select.MEASURED)
 

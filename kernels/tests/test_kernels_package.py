@@ -313,7 +313,7 @@ def test_layouts_that_a_kernel_cannot_read_are_recognised():
     x = torch.zeros(2, 896, dtype=torch.bfloat16)
     packed, scale = torch.zeros(64, 448, dtype=torch.uint8), torch.zeros(64, 56, dtype=torch.uint8)
     assert usable({"kernel": "skinny"}, x, packed, scale)
-    assert not usable({"kernel": "wgmma"}, x, packed, scale)  # 56 bytes of scales a row
+    assert not usable({"kernel": "wgmma"}, x, packed, scale)  # 56 bytes of scales per row
     assert usable({"kernel": "portable"}, x, packed, scale)
     assert not usable({"kernel": "portable"}, x.t().contiguous().t(), packed, scale)
     wide = torch.zeros(64, 450, dtype=torch.uint8)[:, 1:449]

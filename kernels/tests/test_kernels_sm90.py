@@ -103,7 +103,7 @@ def check(code, matrix: str, weights_per_thread: int, limit: float, spills: int 
     ratio = len(body) / weights_per_thread
     local = sum(op.startswith(("LDL", "STL")) for op in opcodes(code))
     print(
-        f"{len(body)} instructions for {weights_per_thread} weights a thread: {ratio:.2f}; {local} accesses to local memory"
+        f"{len(body)} instructions for {weights_per_thread} weights per thread: {ratio:.2f}; {local} accesses to local memory"
     )
     if triton.__version__.startswith(("3.6.", "3.7.")):  # later ones spill more
         assert ratio < limit

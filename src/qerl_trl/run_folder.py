@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 LOCK_NAME = ".qerl_lock"
 #: locks of this process, by folder; they end with it
-_held: dict[str, int] = {}
+_locks: dict[str, int] = {}
 
 
 def lock(output_dir: str | os.PathLike) -> None:
@@ -40,7 +40,7 @@ def lock(output_dir: str | os.PathLike) -> None:
         `RuntimeError`: another process has it; says which. Where the file system has no locks there is a warning instead.
     """
     folder = Path(output_dir).resolve()
-    if str(folder) in _held:
+    if str(folder) in _locks:
         return
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -67,7 +67,7 @@ def lock(output_dir: str | os.PathLike) -> None:
         return
     os.ftruncate(descriptor, 0)
     os.write(descriptor, f"process {os.getpid()} on {platform.node()} since {time.strftime('%F %T %Z')}\n".encode())
-    _held[str(folder)] = descriptor
+    _locks[str(folder)] = descriptor
 
 
 def lock_for(args: TrainingArguments) -> None:
@@ -78,8 +78,8 @@ def lock_for(args: TrainingArguments) -> None:
 
 def _forget_locks() -> None:
     """In a forked child, which would keep them beyond its parent's death."""
-    while _held:
-        os.close(_held.popitem()[1])
+    while _locks:
+        os.close(_locks.popitem()[1])
 
 
 os.register_at_fork(after_in_child=_forget_locks)

@@ -124,17 +124,17 @@ class Watch:
         with self._lock:
             known, self._inside = self.ended, False
         if known is None:
-            self._say(error)
+            self._announce(error)
 
     def close(self) -> None:
         """At the end of this process: whatever it leaves undone is no one's loss, unless it ends by an error."""
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         if error is not None and self.ended is None:
-            self._say(error)
+            self._announce(error)
         else:
             self._send({"done": self.rank}, self._connections)
 
-    def _say(self, error: BaseException) -> None:
+    def _announce(self, error: BaseException) -> None:
         text = redaction.redact(f"{type(error).__name__}: {error}")[:_EXCERPT]
         self._send({"failed": self.rank, "said": text, "work": self._begun}, self._connections)
 

@@ -12,7 +12,7 @@ from torch import nn
 from qerl_trl.names import canonical_name
 from qerl_trl.noise.generator import standard_noise
 from qerl_trl.rollout.adapter import active_adapter, linear_layers, rollout_layers
-from qerl_trl.rollout.engine import Completion, Engine, Held
+from qerl_trl.rollout.engine import Completion, Contents, Engine
 from qerl_trl.rollout.wire import bits, update_fingerprint
 
 
@@ -75,9 +75,9 @@ class StandIn(Engine):
         self.draw = draw
         return float(torch.cat(added).square().mean().sqrt())
 
-    def held(self):
+    def contents(self):
         damaged = [name for name, found in self._bits().items() if found != self.bits[name]]
-        return Held(self.received, damaged, self.draw, self.sampled)
+        return Contents(self.received, damaged, self.draw, self.sampled)
 
     def reset_prefix_cache(self): ...
 

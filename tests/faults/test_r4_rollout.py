@@ -48,8 +48,8 @@ def ends_and_goes_on(make_trainer, action, *words, **options):  # noqa: F811
 def test_a_sound_engine_trains_and_is_probed_again(make_trainer):  # noqa: F811
     trainer = train(make_trainer(rollout_probe_steps=1))
     assert trainer.state.global_step == 2 and trainer.vllm_generation._probed == 1
-    held = trainer.vllm_generation.engine.held()
-    assert held.received == trainer.vllm_generation._put and held.sampled.sigma > 0 and not held.damaged
+    contents = trainer.vllm_generation.engine.contents()
+    assert contents.received == trainer.vllm_generation._put and contents.sampled.sigma > 0 and not contents.damaged
 
 
 # -------------------------------------------------------------------------------------------------------------- weights

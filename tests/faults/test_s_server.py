@@ -236,10 +236,10 @@ NOISE, GREEDY = NoiseDraw(0.5, 1, 2, 3), Sampling(4)
 CALLS = {
     "put": (lambda e: e.put_adapter({}, {}), {"results": [{"layers": 7}]}, "written on each rank"),
     "ranks": (lambda e: e.put_adapter({}, {}), {"results": [{}, {}]}, "each of 1 ranks"),
-    "held": (lambda e: e.held(), {"results": [{"received": None, "damaged": 3}]}, "what each rank holds"),
+    "contents": (lambda e: e.contents(), {"results": [{"received": None, "damaged": 3}]}, "what each rank holds"),
     "noise": (lambda e: e.set_noise((), NOISE), {"results": [{"sigma_effective": None}]}, "sigma_effective"),
     "noise text": (lambda e: e.set_noise((), NOISE), {"results": ["0.5"]}, "one result per rank"),
-    "held draw": (lambda e: e.held(), {"results": [{"received": "", "damaged": [], "draw": [1], "sampled": None}]}, "what each rank holds"),
+    "draw of the contents": (lambda e: e.contents(), {"results": [{"received": "", "damaged": [], "draw": [1], "sampled": None}]}, "what each rank holds"),
     "reset": (lambda e: e.reset_prefix_cache(), {"success": "maybe"}, '"success"'),
     "no completions": (lambda e: e._request([[1]], GREEDY, None), {"choices": None}, "completions with token ids"),
     "no fields": (lambda e: e._request([[1]], GREEDY, None), {"choices": [{}]}, "completions with token ids"),

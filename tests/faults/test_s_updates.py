@@ -95,14 +95,14 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_an_update_that_is_refused_has_changed_nothing(worker, case):
     changes, words = BAD[case]
-    before, held = everything(worker), worker.qerl_held()
+    before, contents = everything(worker), worker.qerl_contents()
     error = send(worker, *update(1, **changes))["error"]
     assert words in error and ("nothing has changed" in error or "vLLM" in error), error
     assert all(torch.equal(left, right) for left, right in zip(before, everything(worker), strict=True))
-    assert worker.qerl_held() == held and not held["damaged"]
+    assert worker.qerl_contents() == contents and not contents["damaged"]
     assert send(worker, *update(1)) == {"layers": 2, "norms": 1}  # a good one is taken after it
-    after = worker.qerl_held()
-    assert after["received"] != held["received"] and not after["damaged"]
+    after = worker.qerl_contents()
+    assert after["received"] != contents["received"] and not after["damaged"]
 
 
 @fault("S.update_values_bad")
@@ -119,15 +119,15 @@ def test_noise_is_a_standard_deviation(worker, sigma):
 )
 def test_what_is_overwritten_is_named(worker, tensor, name):
     getattr(worker._qerl_rollout_state.model.qkv_proj, tensor)[0, 0] += 1
-    assert worker.qerl_held()["damaged"] == [name]
+    assert worker.qerl_contents()["damaged"] == [name]
 
 
 def test_noise_that_is_overwritten_is_named(worker):
     state = worker._qerl_rollout_state
     state.norms[NORMS[0]].weight.data.fill_(1.0)
-    assert worker.qerl_held()["damaged"] == ["the norms that carry noise"]
+    assert worker.qerl_contents()["damaged"] == ["the norms that carry noise"]
     state.set_noise(state.draw)
-    assert worker.qerl_held()["damaged"] == []
+    assert worker.qerl_contents()["damaged"] == []
 
 
 def test_an_adapter_of_a_smaller_rank_leaves_nothing_of_the_one_before(worker):
@@ -137,4 +137,4 @@ def test_an_adapter_of_a_smaller_rank_leaves_nothing_of_the_one_before(worker):
     layer = worker._qerl_rollout_state.model.qkv_proj
     assert layer.adapter_b[:, 2:].abs().max() == 0 and layer.adapter_a[2:RANK].abs().max() == 0
     assert torch.equal(layer.adapter_b[: WIDTHS[0], :2], (small["q_proj"].b * 1.5).bfloat16())
-    assert worker.qerl_held()["damaged"] == []
+    assert worker.qerl_contents()["damaged"] == []

@@ -198,7 +198,7 @@ def test_gradients_are_there_in_a_rollout_only_in_the_middle_of_an_update():
     def gradients(**changes):
         return next(part.rollout for part in plan(None, **changes).parts if part.name == "gradients")
 
-    assert gradients() == 0  # 4 x 4 of 64: four updates a rollout
+    assert gradients() == 0  # 4 x 4 of 64: four updates per rollout
     assert gradients(accumulation=32) > 0  # two rollouts an update
     assert gradients(processes=2) > 0  # DDP's buckets stay
 

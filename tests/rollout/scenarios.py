@@ -969,7 +969,7 @@ def sharded(folder: Path) -> dict:
 
 
 def sleep(folder: Path, share: bool) -> dict:
-    """An engine on a GPU through sleep, a sync while it sleeps, and a rollout. vLLM allows one engine a process that can sleep."""
+    """An engine on a GPU through sleep, a sync while it sleeps, and a rollout. vLLM allows one engine per process that can sleep."""
     from qerl_trl.noise.hooks import NoiseDraw
 
     # large enough that its bytes stand out from what the allocator rounds and keeps

@@ -17,7 +17,7 @@ from qerl_trl.noise.hooks import NormNoise
 from qerl_trl.noise.norms import find_noisy_norms
 from qerl_trl.rollout import server
 from qerl_trl.rollout.adapter import active_adapter, rollout_layers
-from qerl_trl.rollout.engine import Completion, Held, Sampling
+from qerl_trl.rollout.engine import Completion, Contents, Sampling
 from qerl_trl.rollout.spec import LOGPROBS_MODE
 from qerl_trl.rollout.wire import update_fingerprint
 from tests.faults.tiny_runs import tiny_runs  # noqa: F401
@@ -38,7 +38,7 @@ class TwinServer(server.ServerEngine):
         self.noise = NormNoise(find_noisy_norms(self.model))
         told = {"model_config": {"logprobs_mode": LOGPROBS_MODE}}
         self.client = SimpleNamespace(generate=self.sampled, get_server_info=lambda: told)
-        self.state = Held(None, [], None, None)
+        self.state = Contents(None, [], None, None)
         self.puts = 0
 
     @torch.no_grad()
@@ -59,7 +59,7 @@ class TwinServer(server.ServerEngine):
         self.logits([[5]])
         return self.noise.sigma_effective()
 
-    def held(self):
+    def contents(self):
         return self.state
 
     def reset_prefix_cache(self):

@@ -200,7 +200,7 @@ RTN_ASM = tl.constexpr(_rtn_asm())
 
 @triton.jit
 def quantize_rtn_kernel(x_ptr, w_ptr, s_ptr, gs_ptr, blocks, blocks_per_row, PER_ROW: tl.constexpr, BB: tl.constexpr):
-    """quantize_kernel for rtn and a contiguous bfloat16 matrix on a GPU, a thread a block: x_ptr int32, two values a word."""
+    """quantize_kernel for rtn and a contiguous bfloat16 matrix on a GPU, one thread per block: x_ptr int32, two values per word."""
     b_B = tl.program_id(0).to(tl.int64) * BB + tl.arange(0, BB)
     inside = b_B < blocks
     x0_ptr = x_ptr + b_B[:, None] * 8 + tl.arange(0, 4)[None, :]
@@ -245,7 +245,7 @@ def rms_norm_kernel(
     PDL: tl.constexpr,
     INTERP: tl.constexpr,
 ):
-    """y = h / sqrt(mean(h^2) + eps) * w with h = x [+ residual], rounded to x's type and stored; w float32; one program a row."""
+    """y = h / sqrt(mean(h^2) + eps) * w with h = x [+ residual], rounded to x's type and stored; w float32; one program per row."""
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BK)
     mask = k < K

@@ -62,7 +62,7 @@ def halves(p):
 
 @gluon.jit
 def spread_scales(s, q):
-    """int16 [..., 4 lanes] scale pairs -> bfloat16 [..., 4 lanes, 2 groups, 2 words], one scale a word of 8 codes."""
+    """int16 [..., 4 lanes] scale pairs -> bfloat16 [..., 4 lanes, 2 groups, 2 words], one scale per word of 8 codes."""
     s0, s1 = decode_scales(s)
     sc = gl.join(s0, s1)
     return gl.convert_layout(gl.join(sc, sc), q.type.layout, assert_trivial=True)
@@ -278,7 +278,7 @@ def sum_layout(WK, WN, values, rows):
     return gl.BlockedLayout([WK, v, 1], [1, 8, 4], [1, warps, WK * WN // warps], [0, 1, 2])
 
 
-LORA_WORDS = gl.constexpr(384)  # a token's x A^T for three shards of rank 256, two ranks a word
+LORA_WORDS = gl.constexpr(384)  # a token's x A^T for three shards of rank 256, two ranks per word
 LORA_CELLS = gl.constexpr(16 * 384)  # one of its two buffers
 
 

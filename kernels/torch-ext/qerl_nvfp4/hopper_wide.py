@@ -10,9 +10,9 @@ tokens fit beside it.  x must be in the order in which words are decoded (portab
 
     loading warp                                P groups of 4 warps
     wait words_free[st] <-------------------+
-    copy words, scales ~~> words_here[st] ----> | wait words_here[st]; 2 times: words into registers
-    wait x_free[xs] <-----------------------+   |   2 times: wait x_here[xs]; 2 times: decode 32 columns, wgmma of every part
-    copy x of each part ~~> x_here[xs] -------> |     arrive x_free[the one before], after the first wgmma of the next 64 columns
+    copy words, scales ~~> words_full[st] ----> | wait words_full[st]; 2 times: words into registers
+    wait x_free[xs] <-----------------------+   |   2 times: wait x_full[xs]; 2 times: decode 32 columns, wgmma of every part
+    copy x of each part ~~> x_full[xs] -------> |     arrive x_free[the one before], after the first wgmma of the next 64 columns
                                                 |   arrive words_free[the one before], after the first wgmma of the next unit
 The adapter, split tiles, and the order of tiles are those of hopper_wgmma.py.
 """
@@ -154,7 +154,7 @@ def produce(
 ):
     """One warp that asks for everything."""
     x_maps, xa_maps, w_d, s_d, b_d = maps
-    w_sh, s_sh, x_sh, words_here, words_free, x_here, x_free = ring
+    w_sh, s_sh, x_sh, words_full, words_free, x_full, x_free = ring
     pid, G, u0, _, steps, _, mt, D = work
     for i in gl.static_range(S):  # weights do not depend on the previous kernel
         if i < units_of(work):
@@ -164,7 +164,7 @@ def produce(
                 u = u0 + i - D * steps
                 tile = D * G + u // steps
                 it = u % steps
-            load_weights(w_d, s_d, w_sh, s_sh, words_here, i, 0, tile // mt * (P * R), it, P, 1)
+            load_weights(w_d, s_d, w_sh, s_sh, words_full, i, 0, tile // mt * (P * R), it, P, 1)
     if PDL:
         gdc_wait()
     st = 0
@@ -181,10 +181,10 @@ def produce(
         for it in range(s0, s1):
             if v >= S:
                 mbarrier.wait(words_free.index(st), phase)
-                load_weights(w_d, s_d, w_sh, s_sh, words_here, st, 0, n0, it, P, 1)
+                load_weights(w_d, s_d, w_sh, s_sh, words_full, st, 0, n0, it, P, 1)
             for c in gl.static_range(4):
                 mbarrier.wait(x_free.index(xs), x_phase)
-                load_x(x_maps, x_sh, x_here, xs, m_tile * BM, it * 256 + c * C, BM)
+                load_x(x_maps, x_sh, x_full, xs, m_tile * BM, it * 256 + c * C, BM)
                 xs += 1
                 if xs == X:
                     xs = 0
@@ -304,7 +304,7 @@ def consume(
     RANK: gl.constexpr,
 ):
     """Four warps: rows part * 64 .. of every tile."""
-    w_sh, s_sh, x_sh, words_here, words_free, x_here, x_free = ring
+    w_sh, s_sh, x_sh, words_full, words_free, x_full, x_free = ring
     pid, G, _, _, steps, U, mt, _ = work
     y_d, y_sh, gs_ptr, bias_ptr, ws_ptr, cnt_ptr, N, sgs = out
     LAST: gl.constexpr = operand(size(BM, 0))
@@ -319,7 +319,7 @@ def consume(
         for i in gl.static_range(count(BM)):
             accs = accs + (gl.zeros([R, size(BM, i)], gl.float32, accumulator(size(BM, i))),)  # noqa: RUF005
         for u in range(s0, s1):
-            mbarrier.wait(words_here.index(st), phase)
+            mbarrier.wait(words_full.index(st), phase)
             for h in gl.static_range(2):
                 sa0, sa1 = decode_scales(s_sh.index(st * P + part).slice(h * 4, 4, 1).load(SCALES))
                 words = w_sh.index(st * P + part).slice(h * 16, 16, 1).load(WORDS)
@@ -327,7 +327,7 @@ def consume(
                 q0, q2 = gl.split(even)
                 q1, q3 = gl.split(odd)
                 for c in gl.static_range(2):
-                    mbarrier.wait(x_here.index(xs), x_phase)
+                    mbarrier.wait(x_full.index(xs), x_phase)
                     if c == 0:
                         accs = multiply(accs, decode(q0, sa0, LAST), x_sh, xs, 0, BM)
                     else:
@@ -449,17 +449,17 @@ def wide_kernel(
     for i in gl.static_range(count(BM)):
         x_sh = x_sh + (gl.allocate_shared_memory(gl.bfloat16, [X, size(BM, i), C], x0_d.layout),)  # noqa: RUF005
     y_sh = gl.allocate_shared_memory(gl.bfloat16, [2 * P, 16, R], y_d.layout)
-    words_here = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
+    words_full = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
     words_free = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
-    x_here = gl.allocate_shared_memory(gl.int64, [X, 1], mbarrier.MBarrierLayout())
+    x_full = gl.allocate_shared_memory(gl.int64, [X, 1], mbarrier.MBarrierLayout())
     x_free = gl.allocate_shared_memory(gl.int64, [X, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(S):
-        mbarrier.init(words_here.index(i), 2)  # words, and scales
+        mbarrier.init(words_full.index(i), 2)  # words, and scales
         mbarrier.init(words_free.index(i), P)
     for i in gl.static_range(X):
-        mbarrier.init(x_here.index(i), 1)
+        mbarrier.init(x_full.index(i), 1)
         mbarrier.init(x_free.index(i), P)
-    ring = (w_sh, s_sh, x_sh, words_here, words_free, x_here, x_free)
+    ring = (w_sh, s_sh, x_sh, words_full, words_free, x_full, x_free)
     lora = ring
     if RANK > 0:
         b_sh = gl.allocate_shared_memory(gl.bfloat16, [P, R, 32], b_d.layout)

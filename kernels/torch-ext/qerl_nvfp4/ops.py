@@ -118,7 +118,7 @@ def describe(device: torch.device | str | int | None = None) -> str:
     if table:
         whose = "" if owner == name else f", which has {sms} multiprocessors like this {name}"
         tuned = f"table for {owner}{whose}, {len({key[:2] for key in table})} shapes; heuristic for others"
-    own = select.measured_here(_device_index(device)) if use_gluon(_device_index(device)) else None
+    own = select.measured_for(_device_index(device)) if use_gluon(_device_index(device)) else None
     if own is not None and own.entries:
         tuned = f"{len({key[:2] for key in own.entries})} shapes measured on this GPU ({own.path}); else {tuned}"
     failed = "".join(f"; {variant[0]} does not compile: {reason}" for variant, reason in fallback.refused.items())

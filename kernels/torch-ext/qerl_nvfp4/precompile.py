@@ -17,7 +17,7 @@ import torch
 
 from . import measured, ops
 from .cost import SIZES
-from .select import BUCKETS, choose, measured_here
+from .select import BUCKETS, choose, measured_for
 from .turns import QUIET_S, one_process_at_a_time
 
 #: numbers of tokens that between them run every kernel: what is chosen for a number changes at these edges, what a launch makes of it once between
@@ -151,7 +151,7 @@ def _tokens_of(weight: Weight, device: int, bf16: bool) -> tuple[int, ...]:
     if not bf16:
         return TOKENS
     place = (weight.N, weight.K, measured.padded(weight.rank))
-    own = {key[3] for key in measured_here(device).entries if key[:3] == place}
+    own = {key[3] for key in measured_for(device).entries if key[:3] == place}
     return tuple(sorted({*TOKENS, *own, *(T - measured.STEP + 1 for T in own), *(T + 1 for T in own)}))
 
 

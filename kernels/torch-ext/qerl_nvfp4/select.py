@@ -186,7 +186,7 @@ def measured_on(name: str, sms: int, shared_memory: int) -> measured.Found:
     return measured.load(name, sms, lambda config, N, K: can_run(config, N, K, sms, shared_memory))
 
 
-def measured_here(device_index: int | None) -> measured.Found:
+def measured_for(device_index: int | None) -> measured.Found:
     """The same for a device."""
     name, sms, _ = device_properties(device_index)
     return measured_on(name, sms, shared_memory_limit(device_index))
@@ -206,7 +206,7 @@ def explain(N: int, K: int, M: int, device_index: int | None, bf16: bool, rank: 
     bf16: whether x is bfloat16 and Triton has what the Gluon kernels use (ops.use_gluon). `rank` of the adapter, 0: none.
     """
     if bf16:
-        found = measured_here(device_index).entries.get((N, K, measured.padded(rank), measured.covering(M)))
+        found = measured_for(device_index).entries.get((N, K, measured.padded(rank), measured.covering(M)))
         if found is not None and (cost.WIDE_ALLOWED or found["kernel"] != "wide"):
             return found, MEASURED
     return shipped(N, K, M, device_index, bf16)

@@ -213,7 +213,7 @@ def dequantize(
     Args:
         packed: uint8 (N, K/2).
         block_scale: uint8 bit patterns or float8_e4m3fn, (N, K/16).
-        global_scale: float32 (1,), or (N,) with one divisor a row (fused layers whose parts keep their own scale).
+        global_scale: float32 (1,), or (N,) with one divisor per row (fused layers whose parts keep their own scale).
     """
     rows, columns = packed.shape[0], packed.shape[1] * 2
     device = packed.device

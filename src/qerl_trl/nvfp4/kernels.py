@@ -92,7 +92,7 @@ def measured_by_the_user(device: torch.device) -> tuple[list[str], str]:
     kernels = kernels_for(device)
     if kernels is None:
         return [], ""
-    found = kernels.select.measured_here(device.index)
+    found = kernels.select.measured_for(device.index)
     sizes: dict[tuple[int, int, int], int] = {}
     for rows, columns, rank, _ in found.entries:
         sizes[rows, columns, rank] = sizes.get((rows, columns, rank), 0) + 1

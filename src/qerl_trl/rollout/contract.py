@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..noise.hooks import NoiseDraw
-from .engine import Held, RolloutError
+from .engine import Contents, RolloutError
 
 _SYNC = "Nobody but the trainer may write into the engine, and rollout functions not into the trainer's model; if nobody does, report it"
 
 
-def check_held(held: Held, put: str | None, draw: NoiseDraw | None) -> None:
+def check_contents(contents: Contents, put: str | None, draw: NoiseDraw | None) -> None:
     """Whether the engine computes with what the trainer put there last.
 
     Args:
@@ -21,22 +21,24 @@ def check_held(held: Held, put: str | None, draw: NoiseDraw | None) -> None:
     Raises:
         [`RolloutError`]: stale or damaged weights, or other noise.
     """
-    if held.received != put:
+    if contents.received != put:
         raise RolloutError(
-            f"The engine does not hold the trainer's latest weights: it took {_named(held.received)} last, the trainer put {_named(put)}. "
+            f"The engine does not hold the trainer's latest weights: it took {_named(contents.received)} last, the trainer put {_named(put)}. "
             f"The rollout was sampled from a stale policy. {_SYNC}."
         )
-    sigma, wanted = (0.0 if noise is None else noise.sigma for noise in (held.draw, draw))
-    if (sigma or wanted) and held.draw != draw:
+    sigma, wanted = (0.0 if noise is None else noise.sigma for noise in (contents.draw, draw))
+    if (sigma or wanted) and contents.draw != draw:
         left = "noise was left on" if not wanted else "its noise is missing" if not sigma else "it has another noise"
         raise RolloutError(
-            f"The engine's norms carry {_noise(held.draw)} and should carry {_noise(draw)}: {left}. Log-probabilities of this rollout belong "
+            f"The engine's norms carry {_noise(contents.draw)} and should carry {_noise(draw)}: {left}. Log-probabilities of this rollout belong "
             f"to another policy. {_SYNC}."
         )
-    if held.damaged:
-        names = ", ".join(held.damaged[:4]) + (f" and {len(held.damaged) - 4} more" if len(held.damaged) > 4 else "")
+    if contents.damaged:
+        names = ", ".join(contents.damaged[:4]) + (
+            f" and {len(contents.damaged) - 4} more" if len(contents.damaged) > 4 else ""
+        )
         raise RolloutError(
-            f"The engine no longer holds what was put into it, in {len(held.damaged)} tensors: {names}. A copy was lost or made by half, or "
+            f"The engine no longer holds what was put into it, in {len(contents.damaged)} tensors: {names}. A copy was lost or made by half, or "
             f"memory was overwritten or not restored when the engine woke up. {_SYNC}, or set vllm_enable_sleep_mode=False."
         )
 
@@ -51,14 +53,14 @@ def _noise(draw: NoiseDraw | None) -> str:
     return f"sigma {draw.sigma:g} of step {draw.step}, generation {draw.generation}"
 
 
-def check_noise_acted(held: Held, draw: NoiseDraw | None, norms: int) -> None:
+def check_noise_acted(contents: Contents, draw: NoiseDraw | None, norms: int) -> None:
     """Whether anything was sampled under `draw`, which may be of the stage without noise: what would end the run once noise is due ends it
     before its first update.
 
     Raises:
         [`RolloutError`]: nothing was.
     """
-    if draw is None or held.sampled == draw:
+    if draw is None or contents.sampled == draw:
         return
     drawn = f"Noise of sigma {draw.sigma:g} lay" if draw.sigma > 0 else "Noise is to come"
     raise RolloutError(

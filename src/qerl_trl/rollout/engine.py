@@ -46,7 +46,7 @@ class Completion(NamedTuple):
     logps: list[float]
 
 
-class Held(NamedTuple):
+class Contents(NamedTuple):
     """What an engine computes with.
 
     received: fingerprint (wire.py) of the latest update that it took, None before the first.
@@ -105,7 +105,7 @@ class Engine(ABC):
         """One completion for each of this process's prompts (token ids), with the adapter and the noise in force."""
 
     @abstractmethod
-    def held(self) -> Held | None:
+    def contents(self) -> Contents | None:
         """What the engine computes with, looked up where it computes; None where this process has no engine. A matter of milliseconds."""
 
     @abstractmethod
@@ -132,7 +132,7 @@ class RankWithoutEngine(Engine):
     def set_noise(self, norms: Sequence[str], draw: NoiseDraw) -> float | None:
         return None  # the main process sends the draw
 
-    def held(self) -> Held | None:
+    def contents(self) -> Contents | None:
         return None  # the main process asks
 
     def reset_prefix_cache(self) -> None:

@@ -31,7 +31,7 @@ from ..names import is_sharded
 from ..noise.hooks import NoiseDraw
 from ..nvfp4.linear import compute_dtype
 from .adapter import check_sharding
-from .contract import check_completions, check_held, check_noise_acted
+from .contract import check_completions, check_contents, check_noise_acted
 from .engine import Completion, Engine, RankWithoutEngine, RolloutError, Sampling
 from .placement import StartsEngine, placed_in_training
 from .probe import probe, probe_again, probe_noise
@@ -139,9 +139,9 @@ class QeRLVLLMGeneration(VLLMGeneration):
             if isinstance(error, RolloutError):
                 raise
             raise RolloutError(f"Noise cannot be put on the engine's norms: {error}") from error
-        held = self.engine.held()
-        if held is not None:
-            check_held(held, self._put, self._draw)
+        contents = self.engine.contents()
+        if contents is not None:
+            check_contents(contents, self._put, self._draw)
         logger.info("Noise probe: %s", self.noise_result)
         self.engine.sleep()
 
@@ -394,12 +394,12 @@ class QeRLVLLMGeneration(VLLMGeneration):
         Raises:
             [`RolloutError`]: it did not.
         """
-        held = self.engine.held()
-        self.noisy_norms = None if held is None else held.norms
-        if held is not None:
-            check_held(held, self._put, self._draw)
+        contents = self.engine.contents()
+        self.noisy_norms = None if contents is None else contents.norms
+        if contents is not None:
+            check_contents(contents, self._put, self._draw)
             if noise_must_act:
-                check_noise_acted(held, self._draw, len(self._noisy))
+                check_noise_acted(contents, self._draw, len(self._noisy))
         if self._stamp != self._trained_stamp():
             raise RolloutError(
                 "The trained weights changed while completions were sampled, so these belong to no one policy. A rollout function, a tool or "

@@ -46,7 +46,7 @@ from torch.utils.data import BatchSampler
 from trl.generation.vllm_generation import VLLMGeneration
 
 from ..noise.hooks import NoiseDraw
-from .contract import check_completions, check_held, check_noise_acted
+from .contract import check_completions, check_contents, check_noise_acted
 from .engine import RolloutError
 from .generation import NO_NOISE, QeRLVLLMGeneration
 
@@ -291,11 +291,11 @@ class OverlappedGeneration(QeRLVLLMGeneration):
         with self._saying_what_is_saved(), self._limited(1), self._engine_errors(), self._on_its_stream():
             generated = self._ask_trl(rollout.prompts, lambda engine: _Answers(_started(rollout)))
             check_completions(generated[1], generated[2], len(rollout.prompts), self._vocabulary, "vLLM")
-            held = self.engine.held()
-            if held is not None:
-                check_held(held, self._put, self._draw)
+            contents = self.engine.contents()
+            if contents is not None:
+                check_contents(contents, self._put, self._draw)
                 if self.trainer.aqn is not None and self.trainer.aqn.schedule.ever_noisy:
-                    check_noise_acted(held, self._draw, len(self._noisy))
+                    check_noise_acted(contents, self._draw, len(self._noisy))
         rollout.generated, self._next = tuple(generated), rollout
 
     @contextlib.contextmanager

@@ -21,7 +21,7 @@ from torch import nn
 
 from ..noise.hooks import NoiseDraw
 from .client import Client, odd, understood
-from .engine import Completion, Engine, Held, RolloutError, Sampling, gather_prompts
+from .engine import Completion, Contents, Engine, RolloutError, Sampling, gather_prompts
 from .handshake import check_form, differences
 from .layout import Layout, mark
 from .shared_memory import SharedMemory
@@ -167,11 +167,11 @@ class ServerEngine(Engine):
             raise odd(self.url + CALL, 'a number "sigma_effective"', f"{answers[0]}")
         return float(effective)
 
-    def held(self) -> Held:
-        answers = self.call("qerl_held")
+    def contents(self) -> Contents:
+        answers = self.call("qerl_contents")
         try:
             ranks = [
-                Held(a["received"], list(a["damaged"]), _draw(a["draw"]), _draw(a["sampled"]), a.get("norms"))
+                Contents(a["received"], list(a["damaged"]), _draw(a["draw"]), _draw(a["sampled"]), a.get("norms"))
                 for a in answers
             ]
         except (KeyError, TypeError) as error:

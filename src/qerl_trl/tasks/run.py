@@ -57,7 +57,7 @@ def train_and_measure(
     Returns:
         what `results.json` says, on the main process; empty on the others.
     """
-    args, say = trainer.args, trainer.accelerator.print
+    args, tell = trainer.args, trainer.accelerator.print
     test = first(trainer.eval_dataset, eval_problems)
     trainer.remove_callback(ProgressCallback)
     trainer.add_callback(CompactProgress(trainer.reward_func_names[0]))
@@ -74,19 +74,19 @@ def train_and_measure(
     resume = trainer.to_resume()  # refuses a folder that belongs to another run
     before = None
     if resume:
-        say(f"Resuming from {resume}.")
+        tell(f"Resuming from {resume}.")
         before = read_before(output_dir, test)
     if before is None:
         before = held_out()
         if main_process:
             write_before(output_dir, before, test)
-    say(f"Held-out accuracy before training, {how}: {Accuracy(sum(before), len(before))}")
+    tell(f"Held-out accuracy before training, {how}: {Accuracy(sum(before), len(before))}")
 
     begun = step_of(resume) if resume else 0  # now: training may remove that checkpoint
     try:
         trainer.train(resume_from_checkpoint=resume)
     except HubError as error:  # the training itself is whole; it is pushed again below, once the results are written
-        say(error)
+        tell(error)
     trainer.save_model(push=False)
     after = held_out()
     results: dict[str, Any] = {}

@@ -74,7 +74,7 @@ def assign(prompts: list[tuple[int, ...]], lengths: list[int], size: int) -> lis
 
     Returns:
         Lines of each micro-batch, the one with the most tokens to compute first. Greedy: the largest unfinished group goes to the
-        micro-batch with the fewest tokens that has room for all of it, or is cut where none has.
+        micro-batch with the fewest tokens that has places for all of it, or is cut where none has.
     """
     groups: dict[tuple[int, ...], list[int]] = {}
     for line, prompt in enumerate(prompts):
@@ -89,13 +89,13 @@ def assign(prompts: list[tuple[int, ...]], lengths: list[int], size: int) -> lis
     units.sort(key=lambda lines: (-cost(lines), lines[0]))
     while units:
         unit = units.pop(0)
-        room = [size - len(lines) for lines in chosen]
-        fitting = [place for place, free in enumerate(room) if free >= len(unit)]
+        free = [size - len(lines) for lines in chosen]
+        fitting = [place for place, count in enumerate(free) if count >= len(unit)]
         if fitting:
             place = min(fitting, key=lambda place: (loads[place], place))
         else:
-            place = max(range(len(chosen)), key=lambda place: (room[place], -loads[place]))
-            unit, rest = unit[: room[place]], unit[room[place] :]
+            place = max(range(len(chosen)), key=lambda place: (free[place], -loads[place]))
+            unit, rest = unit[: free[place]], unit[free[place] :]
             units.append(rest)
             units.sort(key=lambda lines: (-cost(lines), lines[0]))
         chosen[place] += unit

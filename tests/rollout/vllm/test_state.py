@@ -64,14 +64,14 @@ def test_buffers_hold_the_latest_adapter_and_nothing_of_earlier_ones(state, monk
             none = AdapterTensors(torch.zeros(1, K), torch.zeros(rows, 1), 1.0)
             a, b = expected(sent.get(name, none), rows)
             assert torch.equal(slot.a_RK, a) and torch.equal(slot.b_NR, b), (ranks, name)
-        assert state.held().damaged == []
+        assert state.contents().damaged == []
 
 
 @pytest.mark.parametrize("half", ["a_RK", "b_NR"])
 def test_a_buffer_that_changed_is_named(state, half):
     state.load_adapter(adapter({"q_proj": 8, "k_proj": 8, "v_proj": 8}), {})
     getattr(state.slots["k_proj"], half)[1, 1] += 1
-    assert state.held().damaged == [f"k_proj.lora_{half[0].upper()}"]
+    assert state.contents().damaged == [f"k_proj.lora_{half[0].upper()}"]
 
 
 def test_noise_is_the_trainers_and_leaves_no_trace(state):
@@ -81,15 +81,15 @@ def test_noise_is_the_trainers_and_leaves_no_trace(state):
     sums = []
     for other in (draw._replace(seed=2), draw):  # what processes compare of their engines
         state.set_noise(other)
-        sums.append(state.held().norms)
+        sums.append(state.contents().norms)
     assert sums[0] != sums[1] == bits(torch.cat([state.norms[name].weight for name in NORMS[:2]]))
     for name in NORMS[:2]:
         unit = standard_noise(1, 2, 3, name, clean[name].numel())
         assert torch.equal(state.norms[name].weight, clean[name] + unit * 0.05)
     assert torch.equal(state.norms[NORMS[2]].weight, clean[NORMS[2]])
-    assert state.sigma_effective() == pytest.approx(0.05, rel=0.5) and state.held().damaged == []
+    assert state.sigma_effective() == pytest.approx(0.05, rel=0.5) and state.contents().damaged == []
     state.norms[NORMS[0]].weight[3] += 0.01
-    assert state.held().damaged == ["the norms that carry noise"]
+    assert state.contents().damaged == ["the norms that carry noise"]
     state.clear_noise()
     assert all(torch.equal(norm.weight, clean[name]) for name, norm in state.norms.items())
-    assert state.held().damaged == []
+    assert state.contents().damaged == []

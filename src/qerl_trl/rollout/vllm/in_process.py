@@ -12,7 +12,7 @@ from vllm.outputs import RequestOutput
 from ...names import canonical_name
 from ...noise.hooks import NoiseDraw
 from ...nvfp4.fused import fuse_storage
-from ..engine import Completion, Engine, Held, RolloutError, Sampling
+from ..engine import Completion, Contents, Engine, RolloutError, Sampling
 from ..spec import EngineSpec
 from ..wire import AdapterTensors
 from . import isolation, loader
@@ -82,8 +82,8 @@ class InProcessEngine(Engine):
         self.state.set_noise(draw)
         return self.state.sigma_effective()
 
-    def held(self) -> Held:
-        return self.state.held()
+    def contents(self) -> Contents:
+        return self.state.contents()
 
     def reset_prefix_cache(self) -> None:
         if not self._running.reset_prefix_cache():

@@ -3,7 +3,7 @@
     publish(model, alias=True)                            in the trainer
     LLM(..., load_format="qerl_trainer", quantization="qerl_nvfp4")
 
-With `alias` (one process an engine) vLLM's packed linears, embeddings and head *are* the trainer's tensors: q|k|v and
+With `alias` (one process per engine) vLLM's packed linears, embeddings and head *are* the trainer's tensors: q|k|v and
 gate|up are row slices of one storage there, and vLLM's fused layer is that storage. Nothing is allocated a second time;
 what remains (norms, biases) is copied through vLLM's own name mapping. Without `alias` (tensor parallelism, `share_weights=False`, or
 a base that is trained itself) the same tensors are copied, each rank taking its shard. Aliased tensors must stay where they are

@@ -5,7 +5,7 @@ stay valid. Whoever calls these methods must reset the engine's prefix cache aft
 
 An update is looked at as a whole before the first byte is copied: names, shapes, dtypes, finite values. One that is refused has changed
 nothing. What each tensor then has to hold is remembered as a sum of its bits, taken from what came and not from where it went, so that
-`held` finds a copy that was lost, was made by half or was undone.
+`contents` finds a copy that was lost, was made by half or was undone.
 """
 
 import functools
@@ -17,7 +17,7 @@ import torch
 
 from ...noise.generator import standard_noises
 from ...noise.hooks import NoiseDraw
-from ..engine import Held, RolloutError
+from ..engine import Contents, RolloutError
 from ..wire import AdapterTensors, all_bits, bits, fingerprint, not_finite, update_fingerprint
 from .linear import AdaptedMethod, Layer
 from .norm import find_norms
@@ -25,7 +25,7 @@ from .renaming import Renaming
 
 #: elements of an adapter that are looked at and copied together
 _TOGETHER = 2**24
-#: the norms that carry noise, in `Held.damaged`
+#: the norms that carry noise, in `Contents.damaged`
 NOISY_NORMS = "the norms that carry noise"
 
 
@@ -149,13 +149,13 @@ class RolloutState:
         return dict(zip(names, all_bits(tensors).unbind(), strict=True))
 
     @torch.no_grad()
-    def held(self) -> Held:
+    def contents(self) -> Contents:
         """What this rank computes with. Reads every weight once and waits for the device once."""
         names, tensors = zip(*self._tensors(), strict=True)
         differs = all_bits(tensors) != torch.stack([self._bits[name] for name in names])
         damaged = [name for name, wrong in zip(names, differs.tolist(), strict=True) if wrong]
         norms = int(self._bits[NOISY_NORMS]) if NOISY_NORMS in self._bits else None
-        return Held(self._received, damaged, self.draw, self.sampled, norms)
+        return Contents(self._received, damaged, self.draw, self.sampled, norms)
 
     # ------------------------------------------------------------------ adapter
 
@@ -167,7 +167,7 @@ class RolloutState:
         become zero; noise in force stays in force, on top of the norms.
 
         Args:
-            received: what `held` shall call this update, by default its fingerprint.
+            received: what `contents` shall call this update, by default its fingerprint.
 
         Returns:
             Number of layers written.

@@ -140,6 +140,6 @@ class QeRLWorkerExtension:
         return {"sigma_effective": state.sigma_effective()}
 
     @_answers
-    def qerl_held(self) -> dict:
-        """What this rank computes with (`Held` in rollout/engine.py); `received` is the latest update's sha256."""
-        return self._qerl_state().held()._asdict()
+    def qerl_contents(self) -> dict:
+        """What this rank computes with (`Contents` in rollout/engine.py); `received` is the latest update's sha256."""
+        return self._qerl_state().contents()._asdict()
