@@ -8,7 +8,7 @@ The launches are the real ones (ops.product, on tensors without memory); only Tr
 never launches.  A row tells a kernel's registers per thread, bytes of stack per thread (0: nothing is spilled), bytes of shared memory per
 block and the card's limit; or the error.  `--quick` leaves out some matrices and numbers of tokens, and compiles a configuration for one
 rank of the adapter on each card, another one on the next card; kernels/tests runs it.  Versions of Triton that are not run now keep their
-rows in the file.
+rows in the file; `kernels` in it is the digest of the sources (measured.source_digest) that each was run with.
 """
 
 import argparse
@@ -262,17 +262,24 @@ def main() -> None:
         passed_on = ["--architectures", args.architectures] + ["--quick"] * args.quick
         folders = args.tritons.split(os.pathsep)
         command = f"compile_matrix.py --architectures {args.architectures}" + " --quick" * args.quick
-        old = json.loads(args.out.read_text())["tritons"] if args.out.is_file() else {}
-        result = {"command": f"{command} --tritons <one folder per version>", "tritons": old}
+        from qerl_nvfp4.measured import source_digest
+
+        old = json.loads(args.out.read_text()) if args.out.is_file() else {}
+        result = {
+            "command": f"{command} --tritons <one folder per version>",
+            "kernels": old.get("kernels", {}),
+            "tritons": old.get("tritons", {}),
+        }
         for folder in folders:
+            digest = source_digest()
             version, rows = in_a_process_of_its_own(folder, passed_on)
-            result["tritons"][version] = rows
+            result["tritons"][version], result["kernels"][version] = rows, digest
         print("\n".join(table(result)))
     temporary = args.out.with_suffix(".tmp")
     head = {k: v for k, v in result.items() if k not in ("tritons", "rows")}
     if args.inside:
         temporary.write_text(json.dumps(result))
-    else:  # a row per line
+    else:  # one row per line
         versions = ",\n".join(
             f" {json.dumps(version)}: [\n  " + ",\n  ".join(map(json.dumps, rows)) + "\n ]"
             for version, rows in sorted(result["tritons"].items())
