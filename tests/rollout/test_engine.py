@@ -44,7 +44,7 @@ def test_fp8_layers_of_a_mixed_checkpoint_are_one_copy(bases):
     assert bases["mixed base"] < EXACT
 
 
-def test_fused_layers_keep_a_scale_a_row_when_shards_differ(checkpoints):
+def test_fused_layers_keep_one_scale_per_row_when_shards_differ(checkpoints):
     assert checkpoints["separate scales rows"] == 256  # 128 + 64 + 64 rows of q, k, v: not one maximum
 
 
