@@ -280,6 +280,7 @@ def _add_up(
     if max_model_len is not None:
         longest = dataclasses.replace(work, prompt_length=max(0, max_model_len - work.completion_length))
         least = max(least, formulas.engine_kv_bytes(shape, longest, 1))
+    what_is_left = False
     if work.kv_limit is not None:
         kv = work.kv_limit
     elif (
@@ -289,9 +290,13 @@ def _add_up(
     elif gpu is not None:
         taken = max(sum(part.rollout for part in parts), 0 if work.sleep else sum(part.update for part in parts))
         kv = max(0, min(max(wanted, least), gpu.total - taken))
+        what_is_left = least < kv < wanted
     one_block = formulas.engine_kv_bytes(shape, work, 0)
     one = formulas.engine_kv_bytes(shape, work, 1) - one_block
     sequences = min(work.completions, max(0, kv - one_block) // one)
+    if what_is_left:
+        # less than a sequence's serves none, and would make it another number at every start, for which vLLM 0.25 compiles its graphs anew
+        kv = max(least, one_block + sequences * one)
     parts.append(Part(_KV_CACHE, 0 if work.sleep else kv, kv))
     return MemoryPlan(work, tuple(parts), gpu, kv, wanted, least, sequences, max_model_len)
 
