@@ -1,6 +1,7 @@
 """The README is executed, not believed."""
 
 import dataclasses
+import json
 import re
 import shutil
 import subprocess
@@ -94,6 +95,23 @@ def test_tables_come_from_the_committed_measurements():
     script = ROOT / "examples" / "benchmarks" / "readme_tables.py"
     done = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_demos_seeds_are_collected_from_their_runs(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "benchmarks"))
+    import demo_seeds
+
+    committed = json.loads(demo_seeds.RESULT.read_text())
+    folders = [tmp_path / "embedded", tmp_path / "embedded-43", tmp_path / "embedded-44"]
+    for folder, run in zip(folders, committed["runs"], strict=True):
+        folder.mkdir()
+        (folder / "results.json").write_text(json.dumps(run))
+    assert demo_seeds.record(folders, committed["commit"], committed["note"]) == committed
+    with pytest.raises(ValueError, match=r"seeds \[42, 42\]"):
+        demo_seeds.record(folders[:1] * 2, "", "")
+    settings = yaml.safe_load((ROOT / demo_seeds.CONFIG).read_text())
+    assert settings["output_dir"] == f"runs/{demo_seeds.DEMO.name}"
+    assert "\t" + demo_seeds.LAUNCH.split(" examples/")[0] in (ROOT / "Makefile").read_text().replace("$(BIN)/", "")
 
 
 def test_every_path_named_in_the_readme_exists():
