@@ -40,6 +40,14 @@ def test_rounding_is_far_below_the_tolerance(name, dtype, exported):
     assert now["computed_with"]["dtype"] == dtype
 
 
+def test_what_is_trained_stays_so(tiny_model_dir, tiny_tokenizer, tmp_path):
+    policy = make_policy(tiny_model_dir("llama"))
+    next(p for name, p in policy.named_parameters() if "lora_A" in name).requires_grad_(False)
+    before = {name: p.requires_grad for name, p in policy.named_parameters()}
+    export.save_base(TrainedPolicy(policy, tiny_tokenizer, {}), tmp_path / "base")
+    assert {name: p.requires_grad for name, p in policy.named_parameters()} == before
+
+
 def test_the_base_is_recorded_without_its_adapter(exported):
     assert forward.difference(recorded(exported / "merged"), recorded(exported / "base")) > forward.TOLERANCE
 

@@ -12,7 +12,8 @@ model. A small fine-tuning is not told apart.
 import json
 import math
 import os
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, cast
 
@@ -96,7 +97,7 @@ def difference(then: Forward, now: Forward) -> float:
 
 def record(folder: Path, model: "PreTrainedModel | PeftModel", with_adapter: bool = True) -> None:
     """Write what `model` computes into an unfinished export: merged with its adapter, or its base without."""
-    with nullcontext() if with_adapter or isinstance(model, PreTrainedModel) else model.disable_adapter():
+    with nullcontext() if with_adapter else _without_adapter(model):
         found = measure(model)
     found["packed"] = found["packed"] and not with_adapter
     checkpoint.write_json_atomically(folder / FORWARD_NAME, found)
@@ -138,8 +139,19 @@ def compare_base(model: "PreTrainedModel | PeftModel") -> None:
     elsewhere = any(parameter.is_meta for parameter in base.parameters()) or is_sharded(base)
     if not has_nvfp4(base) or elsewhere or os.environ.get("LOCAL_RANK", "0") != "0":
         return
-    with nullcontext() if isinstance(model, PreTrainedModel) else model.disable_adapter():
+    with _without_adapter(model):
         compare(base)
+
+
+@contextmanager
+def _without_adapter(model: "PreTrainedModel | PeftModel") -> Iterator[None]:
+    trained = {parameter: parameter.requires_grad for parameter in model.parameters()}
+    try:
+        with nullcontext() if isinstance(model, PreTrainedModel) else model.disable_adapter():
+            yield
+    finally:  # where an adapter is put back, PEFT lets all of it be trained
+        for parameter, was in trained.items():
+            parameter.requires_grad_(was)
 
 
 def _listed(forward: Forward) -> str:
