@@ -108,6 +108,12 @@ def test_a_file_is_one_noun(file):
     assert file.name != "trainer.py" or lines < 300, "the trainer is a delta: carve out what is not"
 
 
+def test_no_script_of_the_examples_is_longer():
+    for file in sorted((PACKAGE.parents[1] / "examples").rglob("*.py")):
+        lines = len(file.read_text().splitlines())
+        assert lines <= 450, f"{file.name} has {lines} lines"
+
+
 def test_an_operator_is_registered_once():
     """With torch.library, in the package or in the kernels; under whatever namespace."""
     sources = [*PACKAGE.rglob("*.py"), *(PACKAGE.parents[1] / "kernels/torch-ext").rglob("*.py")]

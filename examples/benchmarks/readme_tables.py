@@ -18,7 +18,8 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(ROOT)]
 
 import embedded_arms  # noqa: E402
 import examples_learning  # noqa: E402
-import faults_gpu  # noqa: E402
+import gpu_faults  # noqa: E402
+import peers_tables  # noqa: E402
 from tests.faults import catalog  # noqa: E402
 
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs/source").glob("*.md")), ROOT / "examples/assets/README.md")
@@ -36,9 +37,6 @@ STEP = ROOT / "examples/benchmarks/results/step_h200.json"
 DEMO = ROOT / "examples/benchmarks/results/demo.json"
 FAULTS = ROOT / "examples/benchmarks/results/faults_h200.json"
 ARCHITECTURES = ROOT / "docs/architectures.json"
-TUNERS = ROOT / "docs/peft.json"
-PEERS = ROOT / "docs/peers.json"
-NOTEBOOKS = ROOT / "docs/notebooks.json"
 
 
 def measured_by(path: Path, device: str, commits: Iterable[str], **versions: str) -> str:
@@ -215,7 +213,7 @@ def faults_on_gpu() -> str:
     measured = {row["fault"] for row in record["faults"]}
     missing = [
         f"{name} ({fault.processes} GPUs)" if fault.processes > record["gpus"] else name
-        for name, fault in faults_gpu.FAULTS.items()
+        for name, fault in gpu_faults.FAULTS.items()
         if name not in measured
     ]
     not_run = f" Not run there: {', '.join(missing)}." if missing else ""
@@ -372,68 +370,6 @@ def demo() -> str:
     )
 
 
-def tuners() -> str:
-    """PEFT's tuners on packed layers."""
-    record = json.loads(TUNERS.read_text())
-    cells = list(next(iter(record["tuners"].values())))
-    rows = [f"| tuner | {' | '.join(cells)} |", f"|---|{'---|' * len(cells)}"]
-    rows += [
-        f"| {name} | {' | '.join('PEFT cannot' if value.startswith('PEFT') else value for value in found.values())} |"
-        for name, found in record["tuners"].items()
-    ]
-    source = TUNERS.relative_to(ROOT)
-    return "\n".join(rows) + f"\n\npeft {record['versions']['peft']}, [{source.name}]({source})."
-
-
-def peers() -> str:
-    """TRL's own tests on our trainers, and every difference in words."""
-    record = json.loads(PEERS.read_text())
-    outcomes = ("passed", "failed", "skipped")
-    rows = ["| trainers | passed | failed | skipped | otherwise than in stock |", "|---|---|---|---|---|"]
-    reasons: dict[tuple[str, str], int] = {}
-    for arm, counts in record["counts"].items():
-        why = [row["why"][arm] for row in record["tests"].values() if arm in row.get("why", {})]
-        rows.append(f"| {arm} | {' | '.join(str(counts.get(outcome, 0)) for outcome in outcomes)} | {len(why)} |")
-        for words in why:
-            reasons[arm, words] = reasons.get((arm, words), 0) + 1
-    versions, source = record["versions"], PEERS.relative_to(ROOT)
-    return (
-        "\n".join(rows)
-        + "\n\nThe differences, all of them:\n\n"
-        + "\n".join(f"- {arm}, {count} tests: {words}" for (arm, words), count in reasons.items())
-        + f"\n\nTRL {versions['trl']} and the tests of {versions['tests of trl']}, transformers {versions['transformers']}, "
-        + f"peft {versions['peft']}, torch {versions['torch']}, on a CPU, [{source.name}]({source})."
-    )
-
-
-def notebooks() -> str:
-    """TRL's notebooks as runs of ours, and the lines that were changed."""
-    record = json.loads(NOTEBOOKS.read_text())
-    common, *more = [list(map(tuple, row["diff"])) for row in record["notebooks"].values()]
-    shared = [pair for pair in common if all(pair in other for other in more)]
-    parts = ["The lines that all of them change:", _diff(shared)]
-    for name, row in record["notebooks"].items():
-        own = [tuple(pair) for pair in row["diff"] if tuple(pair) not in shared]
-        parts.append(f"`{name}`: {row['outcome']}" + (", with these lines changed as well:" if own else "."))
-        parts += [_diff(own)] if own else []
-    left = "; ".join(f"`{name}` ({why})" for name, why in record["left out"].items())
-    versions, source = record["versions"], NOTEBOOKS.relative_to(ROOT)
-    return "\n\n".join(parts) + (
-        f"\n\nLeft out: {left}. TRL {versions['trl']} and the notebooks of {versions['notebooks of trl']}, transformers "
-        f"{versions['transformers']}, peft {versions['peft']}, on a CPU, [{source.name}]({source})."
-    )
-
-
-def _diff(pairs: list[tuple[str, str]]) -> str:
-    """As a diff, whatever does not change at the start or end of a pair left out."""
-    lines: list[str] = []
-    for old, new in pairs:
-        before, after = old.strip("\n").splitlines(), new.strip("\n").splitlines()
-        lines += [f"-{line}" for line in before if line.strip() and line not in after]
-        lines += [f"+{line}" for line in after if line.strip() and line not in before]
-    return "\n".join(["```diff", *lines, "```"])
-
-
 TABLES: dict[str, Callable[[], str]] = {
     "architectures": architectures,
     "cards": cards,
@@ -444,8 +380,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "faults": catalog.table,
     "faults_on_gpu": faults_on_gpu,
     "kernels": kernels,
-    "notebooks": notebooks,
-    "peers": peers,
+    "notebooks": peers_tables.notebooks,
+    "peers": peers_tables.peers,
     "plan": plan,
     "rollout": rollout,
     "small_examples": small_examples,
@@ -454,7 +390,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "step": step,
     "training": training,
     "update": update,
-    "tuners": tuners,
+    "tuners": peers_tables.tuners,
     "your_task": your_task,
 }
 _TABLE = re.compile(r"(<!-- begin: (\w+) -->\n).*?(<!-- end: \2 -->)", re.DOTALL)

@@ -1,0 +1,71 @@
+"""The tables of readme_tables.py about what others' code does with ours: PEFT's tuners, TRL's own tests and notebooks."""
+
+import json
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+TUNERS = ROOT / "docs/peft.json"
+PEERS = ROOT / "docs/peers.json"
+NOTEBOOKS = ROOT / "docs/notebooks.json"
+
+
+def tuners() -> str:
+    """PEFT's tuners on packed layers."""
+    record = json.loads(TUNERS.read_text())
+    cells = list(next(iter(record["tuners"].values())))
+    rows = [f"| tuner | {' | '.join(cells)} |", f"|---|{'---|' * len(cells)}"]
+    rows += [
+        f"| {name} | {' | '.join('PEFT cannot' if value.startswith('PEFT') else value for value in found.values())} |"
+        for name, found in record["tuners"].items()
+    ]
+    source = TUNERS.relative_to(ROOT)
+    return "\n".join(rows) + f"\n\npeft {record['versions']['peft']}, [{source.name}]({source})."
+
+
+def peers() -> str:
+    """TRL's own tests on our trainers, and every difference in words."""
+    record = json.loads(PEERS.read_text())
+    outcomes = ("passed", "failed", "skipped")
+    rows = ["| trainers | passed | failed | skipped | otherwise than in stock |", "|---|---|---|---|---|"]
+    reasons: dict[tuple[str, str], int] = {}
+    for arm, counts in record["counts"].items():
+        why = [row["why"][arm] for row in record["tests"].values() if arm in row.get("why", {})]
+        rows.append(f"| {arm} | {' | '.join(str(counts.get(outcome, 0)) for outcome in outcomes)} | {len(why)} |")
+        for words in why:
+            reasons[arm, words] = reasons.get((arm, words), 0) + 1
+    versions, source = record["versions"], PEERS.relative_to(ROOT)
+    return (
+        "\n".join(rows)
+        + "\n\nThe differences, all of them:\n\n"
+        + "\n".join(f"- {arm}, {count} tests: {words}" for (arm, words), count in reasons.items())
+        + f"\n\nTRL {versions['trl']} and the tests of {versions['tests of trl']}, transformers {versions['transformers']}, "
+        + f"peft {versions['peft']}, torch {versions['torch']}, on a CPU, [{source.name}]({source})."
+    )
+
+
+def notebooks() -> str:
+    """TRL's notebooks as runs of ours, and the lines that were changed."""
+    record = json.loads(NOTEBOOKS.read_text())
+    common, *more = [list(map(tuple, row["diff"])) for row in record["notebooks"].values()]
+    shared = [pair for pair in common if all(pair in other for other in more)]
+    parts = ["The lines that all of them change:", _diff(shared)]
+    for name, row in record["notebooks"].items():
+        own = [tuple(pair) for pair in row["diff"] if tuple(pair) not in shared]
+        parts.append(f"`{name}`: {row['outcome']}" + (", with these lines changed as well:" if own else "."))
+        parts += [_diff(own)] if own else []
+    left = "; ".join(f"`{name}` ({why})" for name, why in record["left out"].items())
+    versions, source = record["versions"], NOTEBOOKS.relative_to(ROOT)
+    return "\n\n".join(parts) + (
+        f"\n\nLeft out: {left}. TRL {versions['trl']} and the notebooks of {versions['notebooks of trl']}, transformers "
+        f"{versions['transformers']}, peft {versions['peft']}, on a CPU, [{source.name}]({source})."
+    )
+
+
+def _diff(pairs: list[tuple[str, str]]) -> str:
+    """As a diff, whatever does not change at the start or end of a pair left out."""
+    lines: list[str] = []
+    for old, new in pairs:
+        before, after = old.strip("\n").splitlines(), new.strip("\n").splitlines()
+        lines += [f"-{line}" for line in before if line.strip() and line not in after]
+        lines += [f"+{line}" for line in after if line.strip() and line not in before]
+    return "\n".join(["```diff", *lines, "```"])
