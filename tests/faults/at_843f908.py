@@ -17,7 +17,9 @@ import io
 import json
 import logging
 import os
+import re
 import shutil
+import socket
 import struct
 import subprocess
 import sys
@@ -199,6 +201,7 @@ def verdict(name: str) -> dict[str, str]:
             said = f"{type(error).__name__}: {error}".replace(folder, "FOLDER")
             for root in (ROOT, Path(doors.package()).parents[2]):
                 said = said.replace(str(root), "REPOSITORY")
+            said = re.sub(rf"\b{re.escape(socket.gethostname())}\b", "HOST", said)
             return {"verdict": found} if found in ("right", "no door") else {"verdict": found, "said": said[:300]}
     return {"verdict": "silent"}
 

@@ -16,7 +16,7 @@ import contextlib
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -164,9 +164,19 @@ def _marked(node: ast.AST) -> set[str]:
 
 
 def at_843f908() -> dict[str, str]:
-    """Fault -> what its cases did there, of those that were run there; "" for the others."""
+    """Fault -> what its cases did there, of those that were run there."""
+    return _verdicts(lambda commit: commit.startswith("843f908"))
+
+
+def since() -> tuple[str, dict[str, str]]:
+    """(the latest other commit at which the same cases ran, fault -> what they did there)."""
+    others = [commit for commit in json.loads(AT_843F908.read_text()) if not commit.startswith("843f908")]
+    return (others[-1][:7], _verdicts(lambda commit: commit == others[-1])) if others else ("", {})
+
+
+def _verdicts(wanted: Callable[[str], bool]) -> dict[str, str]:
     record = json.loads(AT_843F908.read_text()) if AT_843F908.is_file() else {}
-    cases = next((found["cases"] for commit, found in record.items() if commit.startswith("843f908")), {})
+    cases = next((found["cases"] for commit, found in record.items() if wanted(commit)), {})
     verdicts: dict[str, list[str]] = {}
     for name, outcome in cases.items():
         verdicts.setdefault(name.partition(":")[0], []).append(outcome["verdict"])
@@ -174,15 +184,16 @@ def at_843f908() -> dict[str, str]:
 
 
 def items_table() -> str:
-    """Markdown: point, fault, its tests, what the fault did at 843f908 where it was run there."""
-    tests, there = tests_of(), at_843f908()
-    rows = ["| found at 843f908 | fault | tests | run there |", "|---|---|---|---|"]
+    """Markdown: point, fault, its tests, what the fault did at 843f908, and what the same case did since."""
+    tests, there, (commit, now) = tests_of(), at_843f908(), since()
+    rows = [f"| found at 843f908 | fault | tests | run there | the same at {commit} |", "|---|---|---|---|---|"]
     for point, faults in ITEMS.items():
         for name in faults.split():
             listed = tests.get(name, [])
             more = f" and {len(listed) - 2} more" if len(listed) > 2 else ""
             rows.append(
-                f"| {point} | {name} | {', '.join(f'`{test}`' for test in listed[:2])}{more} | {there.get(name) or NOT_THERE[name]} |"
+                f"| {point} | {name} | {', '.join(f'`{test}`' for test in listed[:2])}{more} | {there.get(name) or NOT_THERE[name]} "
+                f"| {now.get(name, '')} |"
             )
             point = ""
     return "\n".join(rows)
