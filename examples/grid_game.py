@@ -7,7 +7,7 @@
     accelerate launch examples/grid_game.py
     qerl-trl train --task examples/tasks/grid_game.yaml --config grid_game
 
-Each turn is a call of `move`; the noise is drawn once per trajectory, not once per turn.
+Each turn is a call of `move`, answered by where treasure and pit lie now; the noise is drawn once per trajectory, not once per turn.
 """
 
 import random
@@ -16,17 +16,19 @@ from qerl_trl import QeRLGRPOTrainer
 from qerl_trl.tasks.script import Script
 from qerl_trl.tasks.task import Task
 
-SIZE = 4
+FAR = 3  # steps to the treasure along each axis, at most
 STEPS = {"up": (0, -1), "down": (0, 1), "left": (-1, 0), "right": (1, 0)}
 
 
 class Treasure:
-    """The environment: TRL makes one per completion. `reset` gets the row of the data, the other public methods are the model's tools."""
+    """The environment: TRL makes one per completion. `reset` gets the row of the data, the other public methods are the model's tools.
 
-    def reset(self, start, treasure, pit, **row) -> str:
-        self.place, self.treasure, self.pit = tuple(start), tuple(treasure), tuple(pit)
-        self.over = False
-        return f" Treasure {self._at(treasure)}, pit {self._at(pit)}. You are {self._at(start)}."
+    `treasure` and `pit` are (columns to the right, rows down) from where the player stands.
+    """
+
+    def reset(self, treasure, pit, **row) -> str:
+        self.treasure, self.pit = tuple(treasure), tuple(pit)
+        return " " + self._seen()
 
     def move(self, direction: str) -> str:
         """
@@ -38,32 +40,51 @@ class Treasure:
         if self.over:
             return "The game is over."
         dx, dy = STEPS[direction]
-        x, y = self.place
-        self.place = (min(max(x + dx, 0), SIZE - 1), min(max(y + dy, 0), SIZE - 1))
-        self.over = self.place in (self.treasure, self.pit)
+        self.treasure, self.pit = ((x - dx, y - dy) for x, y in (self.treasure, self.pit))
         if self.over:
-            return "You found it." if self.place == self.treasure else "You fell."
-        return f"You are {self._at(self.place)}."
+            return "You found it." if self.treasure == (0, 0) else "You fell."
+        return self._seen()
 
     def get_reward(self) -> float:
-        return float(self.place == self.treasure)
+        return float(self.treasure == (0, 0))
 
-    @staticmethod
-    def _at(place) -> str:
-        return f"at {place[0]} {place[1]}"
+    @property
+    def over(self) -> bool:
+        return (0, 0) in (self.treasure, self.pit)
+
+    def _seen(self) -> str:
+        return f"Treasure: {way(self.treasure)}. Pit: {way(self.pit)}."
 
 
-def games(train: int = 1000, test: int = 200, seed: int = 0) -> dict[str, list[dict]]:
-    """The data: three places of the grid, at least two steps from start to treasure; no game is on both sides."""
-    rng = random.Random(seed)
-    seen: dict = {}
-    cells = [(x, y) for x in range(SIZE) for y in range(SIZE)]
-    while len(seen) < train + test:
-        start, treasure, pit = rng.sample(cells, 3)
-        if abs(start[0] - treasure[0]) + abs(start[1] - treasure[1]) >= 2:
-            seen[start, treasure, pit] = None
-    rows = [{"prompt": "Find the treasure.", "start": s, "treasure": t, "pit": p} for s, t, p in seen]
-    return {"train": rows[:train], "test": rows[train:]}
+def way(place: tuple[int, int]) -> str:
+    """(1, -2) is "2 up, 1 right"."""
+    x, y = place
+    parts = [(abs(y), "down" if y > 0 else "up"), (abs(x), "right" if x > 0 else "left")]
+    return ", ".join(f"{steps} {direction}" for steps, direction in parts if steps)
+
+
+def games(test: int = 200, seed: int = 0) -> dict[str, list[dict]]:
+    """The data: every treasure 2 to 5 steps away, every pit on the way or beside it.
+
+    Held out are places of the pit *as seen from the treasure*, which no step changes: no position of a held-out game is met in training.
+    """
+    span = range(-FAR, FAR + 1)
+    boards: dict[tuple[int, int], list[dict]] = {}
+    for x, y in [(x, y) for x in span for y in span if 2 <= abs(x) + abs(y) <= 5]:
+        for pit in [(px, py) for px in around(x) for py in around(y)]:
+            if pit not in ((0, 0), (x, y)):
+                row = {"prompt": "Find the treasure.", "treasure": (x, y), "pit": pit}
+                boards.setdefault((pit[0] - x, pit[1] - y), []).append(row)
+    order = random.Random(seed).sample(sorted(boards), len(boards))
+    held_out: list[dict] = []
+    while len(held_out) < test:
+        held_out += boards.pop(order.pop())
+    return {"train": [row for rows in boards.values() for row in rows], "test": held_out}
+
+
+def around(steps: int) -> range:
+    """From one step behind the player to one beyond the treasure, along one axis."""
+    return range(min(steps, 0) - 1, max(steps, 0) + 2)
 
 
 TASK = Task(

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from qerl_trl.tasks.named import function_named
 from qerl_trl.tasks.task import Task
@@ -83,6 +84,7 @@ def test_the_documentation_shows_what_was_measured():
     table = of("benchmarks/examples_learning", "table")
     measured = json.loads((EXAMPLES / "benchmarks" / "results" / "examples_cpu.json").read_text())
     assert table(measured) in (EXAMPLES / "assets" / "README.md").read_text()
+    assert tuple(measured["runs"]) == NAMES
     for run in measured["runs"].values():
         assert run["difference"]["interval95"][0] > 0 and run["after"]["total"] >= 200
 
@@ -127,13 +129,40 @@ def test_what_is_looked_up_counts():
 
 def test_the_game():
     game = of("grid_game", "Treasure")()
-    assert (
-        game.reset(start=[0, 0], treasure=[2, 0], pit=[1, 1], prompt="")
-        == " Treasure at 2 0, pit at 1 1. You are at 0 0."
-    )
-    assert game.move("left") == "You are at 0 0."  # the wall
-    assert game.move("right") == "You are at 1 0." and game.get_reward() == 0
+    seen = game.reset(treasure=[2, 0], pit=[1, 1], prompt="")
+    assert seen == " Treasure: 2 right. Pit: 1 down, 1 right."
+    assert game.move("up") == "Treasure: 1 down, 2 right. Pit: 2 down, 1 right."
+    assert game.move("left") == "Treasure: 1 down, 3 right. Pit: 2 down, 2 right."
+    assert [game.move(way) for way in ("down", "right", "right")][-1] == "Treasure: 1 right. Pit: 1 down."
+    assert game.get_reward() == 0 and not game.over
     assert game.move("right") == "You found it." and game.get_reward() == 1
     assert game.move("left") == "The game is over." and game.get_reward() == 1
-    game.reset(start=[0, 1], treasure=[2, 0], pit=[1, 1])
-    assert game.move("right") == "You fell." and game.get_reward() == 0
+    game.reset(treasure=[0, -2], pit=[0, -1])
+    assert not game.over and game.get_reward() == 0, "a game starts anew"
+    assert game.move("up") == "You fell." and game.get_reward() == 0
+    assert game.move("up") == "The game is over." and game.get_reward() == 0, "not through the pit"
+
+
+def test_no_position_of_a_held_out_game_is_met_in_training():
+    games, game = of("grid_game", "games")(), of("grid_game", "Treasure")()
+
+    def apart(treasure, pit) -> tuple[int, int]:
+        return pit[0] - treasure[0], pit[1] - treasure[1]
+
+    sides = {side: {apart(row["treasure"], row["pit"]) for row in rows} for side, rows in games.items()}
+    assert len(games["test"]) >= 200 and not sides["train"] & sides["test"]
+    for row in games["test"][::20]:  # and no step changes what sets them apart
+        game.reset(**row)
+        for direction in ("up", "right", "right", "down", "left"):
+            game.move(direction)
+            assert apart(game.treasure, game.pit) == apart(row["treasure"], row["pit"])
+
+
+def test_each_game_can_be_won_within_the_turns_of_the_recipe(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES / "assets")
+    games, path, game = of("grid_game", "games")(), of("assets/pretrain_tasks", "path"), of("grid_game", "Treasure")()
+    turns = yaml.safe_load((EXAMPLES / "configs" / "grid_game.yaml").read_text())["max_tool_calling_iterations"]
+    for row in games["train"] + games["test"]:
+        walk = path(row["treasure"], row["pit"])
+        game.reset(**row)
+        assert [game.move(direction) for direction in walk][-1] == "You found it." and len(walk) <= turns

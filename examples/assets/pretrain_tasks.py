@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
-"""The second embedded model: tiny as the first, for three small tasks, two of them with tools. Stopped half-way as well.
+"""The second embedded model, tiny as the first, for three small tasks, two of them with tools; and the third, which is the second after
+more games. Stopped half-way as well.
 
-    python pretrain_tasks.py               # writes tiny-tasks/ beside this file; a few minutes on two CPU cores
+    python pretrain_tasks.py                        # from scratch, into tiny-tasks/ beside this file; minutes on two idle cores
+    python pretrain_tasks.py --start tiny-tasks --out tiny-game --steps 140 --lr 1.5e-3 --drills 0 --kinds 0 0 1 --threads 1
 
 What it reads are conversations about other words, prices and games than the examples' (`letters.py`, `tool_call.py`, `grid_game.py`):
 some right, some careless, some just guessed, so that it knows the form of each task and reinforcement learning has something to find.
@@ -23,11 +25,11 @@ from pathlib import Path
 import torch
 from pretrain import END, HERE, IGNORE, PAD, START, fit, make_model, save
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, Qwen2Tokenizer
+from transformers import AutoTokenizer, Qwen2ForCausalLM, Qwen2Tokenizer
 from transformers.utils import get_json_schema
 
 sys.path.insert(0, str(HERE.parent))
-from grid_game import SIZE, STEPS, Treasure, games
+from grid_game import STEPS, Treasure, games
 from letters import word, words
 from tool_call import PRICES, price, question
 
@@ -48,8 +50,9 @@ RESPONSES = {
     },
 }
 TOOLS = {"price": get_json_schema(price), "move": get_json_schema(Treasure().move)}
+Place = tuple[int, int]
 HELD_OUT_WORDS = {row["prompt"].split()[-1] for row in words()["test"]}
-HELD_OUT_GAMES = {(row["start"], row["treasure"], row["pit"]) for row in games()["test"]}
+GAMES = games()["train"]  # the others are held out
 
 
 def new_word(rng: random.Random, low: int, high: int) -> str:
@@ -105,47 +108,46 @@ def prices(rng: random.Random) -> tuple[list[dict], list]:
     return [*messages, {"role": "assistant", "content": f"{work}#### {total}"}], [TOOLS["price"]]
 
 
-def path(start, treasure, blocked) -> list[str]:
-    """Directions of a shortest walk that keeps off `blocked`."""
-    before: dict = {start: None}
-    queue = deque([start])
+def path(treasure: Place, pit: Place | None) -> list[str]:
+    """Directions of one of the shortest walks from (0, 0) to `treasure` that keep off `pit`; the same one for the same two places."""
+    before: dict[Place, tuple[Place, str] | None] = {(0, 0): None}
+    queue = deque([(0, 0)])
     while treasure not in before:
         x, y = place = queue.popleft()
         for direction, (dx, dy) in STEPS.items():
             there = (x + dx, y + dy)
-            if min(there) >= 0 and max(there) < SIZE and there not in before and there not in blocked:
+            if there not in before and there != pit:
                 before[there] = (place, direction)
                 queue.append(there)
     steps: list[str] = []
-    while before[treasure]:
-        treasure, direction = before[treasure]
+    while step := before[treasure]:
+        treasure, direction = step
         steps.insert(0, direction)
     return steps
 
 
+STYLES = {"careful": 0.3, "heedless": 0.15, "given up": 0.15, "wandering": 0.4}
+
+
 def game(rng: random.Random) -> tuple[list[dict], list]:
-    """Around the pit, heedless of it, or wandering about."""
-    cells = [(x, y) for x in range(SIZE) for y in range(SIZE)]
-    while (drawn := tuple(rng.sample(cells, 3))) in HELD_OUT_GAMES:
-        pass
-    start, treasure, pit = drawn
-    style = rng.choices(["careful", "heedless", "wandering"], [0.3, 0.3, 0.4])[0]
-    if style == "wandering":
-        walk = [rng.choice(list(STEPS)) for _ in range(rng.randint(1, 6))]
-    else:
-        walk = path(start, treasure, {pit} if style == "careful" else set())
+    """Around the pit, heedless of it, given up half-way, or wandering about."""
+    row = rng.choice(GAMES)
+    style = rng.choices(list(STYLES), list(STYLES.values()))[0]
     world = Treasure()
-    messages = [{"role": "user", "content": "Find the treasure." + world.reset(start, treasure, pit)}]
-    for direction in walk:
+    messages = [{"role": "user", "content": row["prompt"] + world.reset(**row)}]
+    turns = rng.randint(1, 5) if style in ("given up", "wandering") else -1  # else to its end
+    while not world.over and turns:
+        if style == "wandering":
+            direction = rng.choice(list(STEPS))
+        else:
+            direction = path(world.treasure, None if style == "heedless" else world.pit)[0]
         answer = world.move(direction)
         messages += [call("move", direction=direction), {"role": "tool", "name": "move", "content": answer}]
-        if world.over:
-            break
+        turns -= 1
     return [*messages, {"role": "assistant", "content": "done"}], [TOOLS["move"]]
 
 
-DRILLS = 0.35
-KINDS = {letters: 0.3, prices: 0.2, game: 0.2}
+KINDS = (letters, prices, game)
 
 
 def make_tokenizer(folder: Path, seed: int) -> Qwen2Tokenizer:
@@ -163,7 +165,7 @@ def make_tokenizer(folder: Path, seed: int) -> Qwen2Tokenizer:
     plain = Qwen2Tokenizer(eos_token=END, pad_token=PAD, unk_token=PAD)
     texts = []
     for _ in range(3000):
-        messages, tools = rng.choice([letters, prices, game])(rng)
+        messages, tools = rng.choice(KINDS)(rng)
         text = plain.apply_chat_template(messages, tools=tools or None, chat_template=template, tokenize=False)
         texts.append(re.sub(r"<.*?>|[A-Z]{2,}|#+", "\n", text))  # nothing to merge in special tokens and words
     bpe.train_from_iterator(texts, trainer)
@@ -186,7 +188,7 @@ def make_tokenizer(folder: Path, seed: int) -> Qwen2Tokenizer:
     tokenizer.chat_template, tokenizer.response_template = template, RESPONSES
     tokenizer.save_pretrained(folder)
     loaded = AutoTokenizer.from_pretrained(folder)
-    for messages, tools in (each(rng) for each in [letters, prices, game] * 50):
+    for messages, tools in (each(rng) for each in KINDS * 50):
         text = tokenizer.apply_chat_template(messages, tools=tools or None, tokenize=False)
         ids = loaded(text)["input_ids"]
         assert ids == tokenizer(text)["input_ids"] and loaded.decode(ids) == text, text
@@ -194,9 +196,9 @@ def make_tokenizer(folder: Path, seed: int) -> Qwen2Tokenizer:
     return tokenizer
 
 
-def conversation(tokenizer: Qwen2Tokenizer, rng: random.Random) -> list[tuple[str, bool]]:
-    """(text, whether it is learned): the assistant's turns are."""
-    messages, tools = rng.choices(list(KINDS), list(KINDS.values()))[0](rng)
+def conversation(tokenizer: Qwen2Tokenizer, rng: random.Random, shares: list[float]) -> list[tuple[str, bool]]:
+    """(text, whether it is learned): the assistant's turns are. `shares` are those of `KINDS`."""
+    messages, tools = rng.choices(KINDS, shares)[0](rng)
     header = f"{START}assistant\n"
     first, *turns = tokenizer.apply_chat_template(messages, tools=tools or None, tokenize=False).split(header)
     parts = [(first + header, False)]
@@ -206,11 +208,13 @@ def conversation(tokenizer: Qwen2Tokenizer, rng: random.Random) -> list[tuple[st
     return parts
 
 
-def documents(tokenizer: Qwen2Tokenizer, seed: int, count: int) -> Iterator[list[tuple[list[int], list[int]]]]:
-    """Endless batches of `count` (input ids, labels); labels IGNORE where nothing is learned."""
+def documents(
+    tokenizer: Qwen2Tokenizer, seed: int, count: int, drills: float, shares: list[float]
+) -> Iterator[list[tuple[list[int], list[int]]]]:
+    """Endless batches of `count` (input ids, labels), `drills` of them drills; labels IGNORE where nothing is learned."""
     rng = random.Random(seed)
     while True:
-        parts = [drill(rng) if rng.random() < DRILLS else conversation(tokenizer, rng) for _ in range(count)]
+        parts = [drill(rng) if rng.random() < drills else conversation(tokenizer, rng, shares) for _ in range(count)]
         ids = iter(tokenizer([text for document in parts for text, _ in document])["input_ids"])
         batch = []
         for document in parts:
@@ -227,22 +231,34 @@ def documents(tokenizer: Qwen2Tokenizer, seed: int, count: int) -> Iterator[list
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=HERE / "tiny-tasks")
+    parser.add_argument("--start", type=Path, help="go on from this model, with its tokenizer")
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--drills", type=float, default=0.35, help="share of documents that are drills")
+    parser.add_argument(
+        "--kinds", type=float, nargs=3, default=[0.3, 0.2, 0.2], help="words : prices : games in the others"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
     args.out.mkdir(parents=True, exist_ok=True)
-    tokenizer = make_tokenizer(args.out, args.seed)
-    model = make_model(tokenizer, VOCABULARY, args.hidden, args.layers, 1024)
+    if args.start:
+        tokenizer = AutoTokenizer.from_pretrained(args.start)
+        for where in ("is_local", "local_files_only"):  # transformers would write down where it came from
+            tokenizer.init_kwargs.pop(where, None)
+        model = Qwen2ForCausalLM.from_pretrained(args.start, dtype=torch.float32).train()
+    else:
+        tokenizer = make_tokenizer(args.out, args.seed)
+        model = make_model(tokenizer, VOCABULARY, args.hidden, args.layers, 1024)
     print(f"{sum(p.numel() for p in model.parameters())} parameters, {len(tokenizer)} tokens")
     start = time.monotonic()
-    fit(model, documents(tokenizer, args.seed, args.batch), args.steps, args.lr, tokenizer.pad_token_id)
+    source = documents(tokenizer, args.seed, args.batch, args.drills, args.kinds)
+    fit(model, source, args.steps, args.lr, tokenizer.pad_token_id)
     save(model, tokenizer, args.out)
     print(f"wrote {args.out} after {time.monotonic() - start:.0f} s")
 
