@@ -47,21 +47,30 @@ def measured_by(path: Path, device: str, commits: Iterable[str], **versions: str
 
 
 def architectures() -> str:
-    """What works for which model; what is refused is quoted below."""
+    """What works for which model; what is refused or was not tried is quoted below. A refusal after which nothing is left holds for the rest."""
     record = json.loads(ARCHITECTURES.read_text())
     cells = list(dict.fromkeys(cell for found in record["architectures"].values() for cell in found))
-    rows, reasons = [f"| `model_type` | {' | '.join(cells)} |", f"|---|{'---|' * len(cells)}"], {}
+    rows = [f"| `model_type` | {' | '.join(cells)} |", f"|---|{'---|' * len(cells)}"]
+    reasons: dict[str, dict[str, list[str]]] = {"refused": {}, "not tried": {}}
     for name, found in record["architectures"].items():
-        values = [found.get(cell, "") for cell in cells]
-        for cell, value in zip(cells, values, strict=True):
-            if value.startswith("refused: "):
-                reasons.setdefault(f"{cell}: {value.removeprefix('refused: ')}", []).append(f"`{name}`")
-        rows.append(f"| `{name}` | {' | '.join('yes' if v == 'works' else v.partition(':')[0] for v in values)} |")
+        shown = []
+        for cell in cells:
+            if cell not in found and not shown[-1:] == ["refused"]:
+                raise ValueError(f"{ARCHITECTURES.name}: {name} has no cell {cell!r}; run {record['command']}.")
+            kind, _, why = found.get(cell, "refused").partition(": ")
+            shown.append("yes" if kind == "works" else kind)
+            if why:
+                reasons[kind].setdefault(f"{cell}: {why}", []).append(f"`{name}`")
+        rows.append(f"| `{name}` | {' | '.join(shown)} |")
+
+    def lines(kind: str) -> str:
+        return "\n".join(f"- {', '.join(names)}, {reason}" for reason, names in reasons[kind].items())
+
     source = ARCHITECTURES.relative_to(ROOT)
     return (
         "\n".join(rows)
-        + "\n\nWhat is refused, and the error's words:\n\n"
-        + "\n".join(f"- {', '.join(names)}, {reason}" for reason, names in reasons.items())
+        + f"\n\nWhat is refused, and the error's words:\n\n{lines('refused')}"
+        + f"\n\nWhat was not tried, and why:\n\n{lines('not tried')}"
         + f"\n\ntransformers {record['versions']['transformers']}, vLLM {record['versions'].get('vllm', '')}, [{source.name}]({source})."
     )
 
