@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -103,8 +104,9 @@ def evaluate(
 
     adapter = Path(model) if (Path(model) / "adapter_config.json").is_file() else None
     if harness:
-        base = base_model or (_base_of(adapter) if adapter else model)
-        commands = evaluation.harness_commands(base, str(adapter) if adapter else None)
+        commands = evaluation.harness_commands(model, model if adapter else None)
+        if base_model and adapter:
+            commands["first"] += f" --base-model {shlex.quote(base_model)}"
         print_result(commands, as_json, [f"# {name}\n{command}" for name, command in commands.items()])
         return
     if engine not in ("transformers", "vllm"):

@@ -323,21 +323,27 @@ def grade(completions: list[str], dataset: Dataset, grader: str | Grader = "auto
 # --- other people's harnesses -----------------------------------------------------------------------------------------------------
 
 
-def harness_commands(model: str, adapter: str | None = None) -> dict[str, str]:
-    """Command lines that evaluate the same checkpoint on GSM8K with lm-evaluation-harness and with lighteval.
+def harness_commands(model: str, run: str | None = None) -> dict[str, str]:
+    """Command lines that evaluate a model on GSM8K with lm-evaluation-harness and with lighteval: {"lm-eval": ..., "lighteval": ...}.
 
-    Their prompts and answer extraction are their own: numbers are comparable within a harness, not across. Where lm-eval is installed a test
-    runs its command, on local problems; lighteval's has not been run.
+    Their prompts and answer extraction are their own: numbers are comparable within a harness, not across. Both were run on an NVFP4 base and
+    on a merged model, `examples/benchmarks/harnesses.py`.
+
+    Args:
+        model: folder or Hub id that transformers loads. Not read if there is a `run`.
+        run: run, checkpoint or adapter. Its merge is what they evaluate, and "first" is the command that writes it: what was trained is the
+            adapter on the base as it is rounded to 4 bits, and a harness would put it on the base as it is stored.
     """
-    peft = f",peft={adapter}" if adapter else ""
-    lora = f",adapter_weights=true,base_model={model}" if adapter else ""
-    lighteval = ["lighteval", "accelerate", f"model_name={adapter or model},dtype=bfloat16{lora}", "gsm8k|5"]
-    return {
+    first = {}
+    if run:
+        model = f"{run.rstrip('/')}-merged"
+        first = {"first": shlex.join(["qerl-trl", "merge", run, model])}
+    return first | {
         "lm-eval": shlex.join(
             [
-                *["lm_eval", "run", "--model", "hf", "--model_args", f"pretrained={model},dtype=bfloat16{peft}"],
+                *["lm_eval", "run", "--model", "hf", "--model_args", f"pretrained={model},dtype=bfloat16"],
                 *["--tasks", "gsm8k_cot", "--apply_chat_template", "--batch_size", "auto", "--output_path", "eval-lm"],
             ]
         ),
-        "lighteval": shlex.join(lighteval),
+        "lighteval": shlex.join(["lighteval", "accelerate", f"model_name={model},dtype=bfloat16", "gsm8k|5"]),
     }
