@@ -4,7 +4,8 @@
 
 Each harness is in an environment of its own (the extras `eval` and `lighteval`). The embedded model is trained for a few steps; its NVFP4 base
 and its merge are then evaluated on the embedded example's held-out problems, which stand in for GSM8K's: same columns, and nothing is
-downloaded. lighteval fetches a file of another benchmark (tinyBenchmarks.pkl) from GitHub whenever it starts and does not have it.
+downloaded. lighteval fetches a file of another benchmark (tinyBenchmarks.pkl) from GitHub whenever it starts and does not have it; for the
+recorded run, which had no network, an empty file stood in its place, and GSM8K does not read it.
 """
 
 import argparse

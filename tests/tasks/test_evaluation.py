@@ -1,10 +1,10 @@
 """Evaluation: intervals, protocols, that the adapter is really applied, and the engines' calls."""
 
+import importlib.util
 import json
 import math
 import random
 import shlex
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -31,6 +31,8 @@ from qerl_trl.tasks.evaluation import (
     vllm_engine,
 )
 from tests.publish.test_export import make_policy
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_wilson_interval_of_known_cases():
@@ -247,12 +249,14 @@ def test_without_vllm_the_error_says_what_to_do(monkeypatch):
 
 
 def test_harness_commands_are_well_formed():
-    commands = harness_commands("some/base", "runs/x")
-    words = shlex.split(commands["lm-eval"])
-    assert words[:2] == ["lm_eval", "run"]
-    assert "pretrained=some/base,dtype=bfloat16,peft=runs/x" in words
-    assert "adapter" in commands["lighteval"] and "runs/x" in commands["lighteval"]
-    assert "peft" not in harness_commands("some/base")["lm-eval"]
+    """What was trained is evaluated: a run is merged first, and the harness gets the merge."""
+    commands = harness_commands("some/base", "runs/x/")
+    assert shlex.split(commands["first"]) == ["qerl-trl", "merge", "runs/x/", "runs/x-merged"]
+    assert shlex.split(commands["lm-eval"])[:2] == ["lm_eval", "run"]
+    assert "pretrained=runs/x-merged,dtype=bfloat16" in shlex.split(commands["lm-eval"])
+    assert "model_name=runs/x-merged,dtype=bfloat16" in shlex.split(commands["lighteval"])
+    assert list(harness_commands("some/base")) == ["lm-eval", "lighteval"]
+    assert "pretrained=some/base,dtype=bfloat16" in shlex.split(harness_commands("some/base")["lm-eval"])
 
 
 def test_lm_eval_understands_its_command():
@@ -262,49 +266,29 @@ def test_lm_eval_understands_its_command():
     assert parsed.tasks and parsed.apply_chat_template
 
 
-def test_lm_eval_runs_its_command(tmp_path):
+def harnesses_script() -> types.ModuleType:
+    path = ROOT / "examples" / "benchmarks" / "harnesses.py"
+    spec = importlib.util.spec_from_file_location("harnesses", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("harness", ["lm-eval", "lighteval"])
+def test_a_harness_runs_its_command(harness):
     """As printed, with the task's data from here instead of the Hub."""
-    pytest.importorskip("lm_eval", reason="lm-eval is not installed")
-    assets = Path(__file__).resolve().parents[2] / "examples" / "assets"
-    problems = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(assets / "test.jsonl")}}}
-    task = {
-        **problems,
-        "task": "gsm8k_cot",
-        "output_type": "generate_until",
-        "test_split": "test",
-        "num_fewshot": 0,
-        "doc_to_text": "{{question}}",
-        "doc_to_target": "{{answer.split('####')[-1].strip()}}",
-        "generation_kwargs": {"do_sample": False, "until": ["Q:"], "max_gen_toks": 64},
-        "filter_list": [
-            {
-                "name": "last-number",
-                "filter": [
-                    {"function": "regex", "group_select": -1, "regex_pattern": "(-?[0-9.,]+)"},
-                    {"function": "take_first"},
-                ],
-            }
-        ],
-        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
-    }
-    (tmp_path / "gsm8k_cot.yaml").write_text(json.dumps(task))  # JSON is YAML
-    words = shlex.split(harness_commands(str(assets / "tiny-qwen2"))["lm-eval"])
-    words = [
-        sys.executable,
-        "-m",
-        "lm_eval",
-        *words[1:],
-        "--include_path",
-        str(tmp_path),
-        "--limit",
-        "8",
-        "--device",
-        "cpu",
-    ]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    (result,) = (tmp_path / "eval-lm").rglob("results_*.json")
-    assert 0 <= json.loads(result.read_text())["results"]["gsm8k_cot"]["exact_match,last-number"] <= 1
+    script = harnesses_script()
+    pytest.importorskip(script.PACKAGES[harness], reason=f"{harness} is not installed")
+    found = script.evaluate(harness, str(ROOT / "examples" / "assets" / "tiny-qwen2"), sys.executable, 8)
+    assert 0 <= found["accuracy"] <= 1 and found["version"]
+
+
+def test_both_harnesses_ran_on_what_this_package_writes():
+    """The record is of the commands of now, on a base and on a merge, and the answers were read."""
+    record = json.loads(harnesses_script().RESULTS.read_text())
+    ran = {(each["harness"], each["model"]) for each in record["results"]}
+    assert len(ran) == 4 and {harness for harness, _ in ran} == set(harness_commands("x"))
+    assert all(0 < each["accuracy"] < 1 for each in record["results"])
 
 
 def test_module_has_no_noise():
