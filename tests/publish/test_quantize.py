@@ -139,6 +139,16 @@ def damaged(folder, tmp_path, change):
     return copy
 
 
+def test_an_evaluation_of_the_source_stays_with_the_source(tiny_model_dir, tmp_path):
+    """At 843f908 the sealed folder had what `qerl-trl eval` measured of the unquantized model as if it were its own."""
+    source = damaged(tiny_model_dir("qwen2"), tmp_path, lambda tensors: None)
+    (source / "eval-gsm8k.json").write_text('{"accuracy": 0.9}')
+    (source / "tokenizer_config.json").write_text("{}")
+    quantize_folder(source, tmp_path / "out")
+    names = {file.name for file in (tmp_path / "out").iterdir()}
+    assert "tokenizer_config.json" in names and not [name for name in names if name.startswith("eval-")]
+
+
 def test_a_nan_is_refused_with_its_place(tiny_model_dir, tmp_path):
     def change(tensors):
         tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = float("nan")

@@ -17,7 +17,7 @@ import yaml
 
 from .. import checkpoint, report
 from .names import is_hub_id, public_name
-from .records import FACTS_NAME, Evaluation, Export, Facts, Kind, Quantization, Results
+from .records import EVALUATIONS, FACTS_NAME, Evaluation, Export, Facts, Kind, Quantization, Results
 
 if TYPE_CHECKING:  # they import PEFT, which `qerl-trl quantize` does without
     from ..identity import RunSettings
@@ -78,7 +78,7 @@ def facts_of_run(folder: str | os.PathLike, settings: "RunSettings", dataset: st
         facts["log"] = _log_summary(content.get("log_history", []))
     facts["evaluations"] = [
         cast(Evaluation, _known(json.loads(path.read_text()), Evaluation))
-        for path in sorted(Path(folder).glob("eval-*.json"))
+        for path in sorted(Path(folder).glob(EVALUATIONS))
     ]
     if curves is not None:
         facts["curves"] = str(curves)

@@ -34,7 +34,7 @@ from ..nvfp4.linear import PACKED
 from . import read_back, staging, writer
 from .names import public_name
 from .quantize_jobs import Budget, Quantize, copy_job, prepare_quantizer, quantize_job
-from .records import FACTS_NAME, Export
+from .records import EVALUATIONS, FACTS_NAME, Export
 
 if TYPE_CHECKING:  # it imports PEFT, which this does without
     from ..identity import RunSettings
@@ -281,7 +281,8 @@ def _groups(tensors: dict[str, TensorInfo], converted: dict[str, nn.Linear]) -> 
 def _copy_beside(folder: Path, destination: Path) -> None:
     for pattern in _COPIED_PATTERNS:
         for file in folder.glob(pattern):
-            if file.name not in _NOT_COPIED and not file.name.endswith(".index.json"):
+            another = file.match(EVALUATIONS)  # measured of the model before it was quantized
+            if file.name not in _NOT_COPIED and not another and not file.name.endswith(".index.json"):
                 shards.check_inside(folder, [file])
                 shutil.copyfile(file, destination / file.name)
 

@@ -10,6 +10,8 @@ if TYPE_CHECKING:  # it imports PEFT, which `qerl-trl quantize` does without
 
 #: the file of a card's facts, beside the card
 FACTS_NAME = "qerl_card.json"
+#: the files in a model's folder that say how `qerl-trl eval` measured this model
+EVALUATIONS = "eval-*.json"
 Kind = Literal["adapter", "merged", "merged_other_base", "nvfp4_base", "nvfp4_merged"]
 
 
@@ -94,7 +96,7 @@ class Results(TypedDict, total=False):
 
 
 class Evaluation(TypedDict, total=False):
-    """A benchmark's result: a part of the eval-*.json that `qerl-trl eval` writes."""
+    """A benchmark's result: a part of one of `EVALUATIONS`."""
 
     name: str
     task: str
