@@ -1,11 +1,9 @@
-"""Checkpoints that others published, by their configurations: read to the bit, or refused at the start with a true reason.
+"""Forms of configuration that ModelOpt and llm-compressor write: read to the bit, or refused at the start with a true reason.
 
-published/*.json has what NVIDIA and Red Hat wrote into config.json (or hf_quant_config.json), as kept in the public repository
-ai-dynamo/aiconfigurator, `model_configs/`. Every key is theirs; lists with a name for each layer are cut to the two layers of the tiny models
-here. Which checkpoints are downloaded most cannot be told from here: these are of the models that both publish in NVFP4, one of each form.
+Written here for the tiny models, by the words of the tools' documentation: mixed precision with and without a packed head, a whole tower left
+out, packed experts in a file of their own, groups of two formats.
 """
 
-import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,6 @@ from qerl_trl.nvfp4.layouts import parse_quantization_config
 from qerl_trl.nvfp4.linear import NVFP4Linear
 from tests.architectures import TEXT, TINY_TEXT, config_of
 
-PUBLISHED = {path.stem: json.loads(path.read_text()) for path in sorted(Path(__file__).parent.glob("published/*.json"))}
 _TOWER = {"hidden_size": 32, "intermediate_size": 64, "patch_size": 14, "num_hidden_layers": 1}
 _QWEN_TOWER = _TOWER | {"depth": 1, "num_heads": 2, "out_hidden_size": 256, "num_position_embeddings": 16}
 #: model_type of a wrapper -> (text, tower)
@@ -34,24 +31,98 @@ WRAPPERS = {
     "qwen3_5": (TEXT["qwen3_5_text"], _QWEN_TOWER),
     "qwen3_5_moe": (TEXT["qwen3_next"], _QWEN_TOWER),
 }
+_LAYER = "model.language_model.layers"
+_ATTENTION = [f"{_LAYER}.0.linear_attn.{name}" for name in ("in_proj_qkv", "in_proj_z", "out_proj")]
+_FULL = [f"{_LAYER}.1.self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
+_MLP = [f"{_LAYER}.{layer}.mlp.{name}" for layer in (0, 1) for name in ("gate_proj", "up_proj", "down_proj")]
+_SHARED = [f"{_LAYER}.0.mlp.shared_expert.{name}" for name in ("gate_proj", "up_proj", "down_proj")]
+
+
+def mixed(eight: list[str], four: list[str]) -> dict[str, Any]:
+    """ModelOpt's mixed precision: layers in FP8, and layers in NVFP4."""
+    weights = {"dynamic": False, "type": "float"}
+    return {
+        "quant_method": "modelopt",
+        "quant_algo": "MIXED_PRECISION",
+        "config_groups": {
+            "group_0": {"weights": weights | {"num_bits": 8}, "targets": eight},
+            "group_1": {"weights": weights | {"num_bits": 4, "group_size": 16}, "targets": four},
+        },
+        "quantized_layers": {name: {"quant_algo": "FP8"} for name in eight}
+        | {name: {"quant_algo": "W4A16_NVFP4", "group_size": 16} for name in four},
+        "ignore": ["mtp*"],
+    }
+
+
+def group(form: str, target: str, **weights: Any) -> dict[str, Any]:
+    """A group of compressed-tensors."""
+    return {"format": form, "targets": [target], "weights": {"type": "float", "symmetric": True, **weights}}
+
+
+#: name -> (model_type, file, quantization config)
+FORMS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "attention left out": (
+        "gemma4",
+        "config.json",
+        {
+            "quant_method": "modelopt",
+            "quant_algo": "NVFP4",
+            "config_groups": {
+                "group_0": {"weights": {"num_bits": 4, "type": "float", "group_size": 16}, "targets": ["Linear"]}
+            },
+            "ignore": [
+                "lm_head",
+                "model.embed_vision*",
+                f"{_LAYER}.0.self_attn*",
+                f"{_LAYER}.1.self_attn*",
+                "model.vision_tower*",
+            ],
+        },
+    ),
+    "mixed": ("qwen3_5", "config.json", mixed(_ATTENTION + _FULL, _MLP)),
+    "mixed, packed head": ("qwen3_5", "config.json", mixed(_ATTENTION + _FULL, [*_MLP, "lm_head"])),
+    "mixed, packed head and experts": (
+        "qwen3_5_moe",
+        "config.json",
+        mixed(_ATTENTION, [*_SHARED, f"{_LAYER}.0.mlp.experts", "lm_head"]),
+    ),
+    "packed experts": (
+        "qwen3_moe",
+        "hf_quant_config.json",
+        {
+            "producer": {"name": "modelopt", "version": "0"},
+            "quantization": {
+                "quant_algo": "NVFP4",
+                "group_size": 16,
+                "exclude_modules": ["model.layers.0.mlp.gate", "model.layers.1.mlp.gate", "lm_head"],
+            },
+        },
+    ),
+    "two formats": (
+        "deepseek_v3",
+        "config.json",
+        {
+            "quant_method": "compressed-tensors",
+            "format": "mixed-precision",
+            "config_groups": {
+                "group_0": group(
+                    "float-quantized", "re:.*attn.*", num_bits=8, strategy="block", block_structure=[128, 128]
+                ),
+                "group_1": group(
+                    "nvfp4-pack-quantized", "re:.*ffn.*", num_bits=4, strategy="tensor_group", group_size=16
+                ),
+            },
+            "ignore": [],
+        },
+    ),
+}
 HEAD = "the output head 'lm_head' is NVFP4; qerl_trl reads dense heads only"
 REFUSED = {
-    "Qwen3.6-27B-NVFP4": HEAD,
-    "Qwen3.6-35B-A3B-NVFP4": HEAD,
-    "Qwen3-235B-A22B-NVFP4": "mixture-of-experts tensors.*packed in this checkpoint.*Start from the unquantized model",
-    "DeepSeek-V4-Flash-NVFP4-FP8": r"'group_0' has format='float-quantized'.*mixed precision is not supported",
+    "mixed, packed head": HEAD,
+    "mixed, packed head and experts": HEAD,
+    "packed experts": "mixture-of-experts tensors.*packed in this checkpoint.*Start from the unquantized model",
 }
-READ = {"Gemma-4-31B-IT-NVFP4", "Qwen3.6-27B-NVFP4, head dense"}
-
-
-def entry(name: str) -> dict[str, Any]:
-    """As published; with ", head dense" the same checkpoint whose output head was left dense."""
-    name, _, change = name.partition(", ")
-    found: dict[str, Any] = copy.deepcopy(PUBLISHED[name])
-    if change:
-        del found["quantization_config"]["quantized_layers"]["lm_head"]
-        found["quantization_config"]["config_groups"]["group_1"]["targets"].remove("lm_head")
-    return found
+READ = ["attention left out", "mixed"]
 
 
 def algorithm(quantization: dict[str, Any], name: str) -> str | None:
@@ -64,9 +135,8 @@ def algorithm(quantization: dict[str, Any], name: str) -> str | None:
     return None if left_out else inner["quant_algo"]
 
 
-def write(folder: Path, published: dict[str, Any]) -> dict[str, torch.Tensor]:
+def write(folder: Path, model_type: str, file: str, quantization: dict[str, Any]) -> dict[str, torch.Tensor]:
     """A tiny model of that architecture, stored as the configuration says; returns the tensors."""
-    model_type, quantization = published["model_type"], published["quantization_config"]
     if model_type in WRAPPERS:
         text, tower = WRAPPERS[model_type]
         config = CONFIG_MAPPING[model_type](text_config=TINY_TEXT | text, vision_config=tower, dtype="bfloat16")
@@ -89,24 +159,17 @@ def write(folder: Path, published: dict[str, Any]) -> dict[str, torch.Tensor]:
             state[f"{name}.weight_scale_2"] = 1 / packed.global_scale.reshape(())
             state[f"{name}.input_scale"] = torch.tensor(0.01)
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-    if published["file"] == "config.json":
+    if file == "config.json":
         path = folder / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": quantization}))
     else:
-        (folder / published["file"]).write_text(json.dumps(quantization))
+        (folder / file).write_text(json.dumps(quantization))
     return state
 
 
-def test_five_are_published_and_each_is_read_or_refused():
-    assert len(PUBLISHED) == 5
-    assert set(PUBLISHED) == {name for name in (*REFUSED, *READ) if "," not in name}
-    assert len({found["repository"] for found in PUBLISHED.values()}) == 5
-
-
-@pytest.mark.parametrize("name", sorted(READ))
+@pytest.mark.parametrize("name", READ)
 def test_every_weight_is_that_of_the_file(name, tmp_path):
-    published = entry(name)
-    state = write(tmp_path, published)
+    state = write(tmp_path, *FORMS[name])
     model = from_pretrained(tmp_path, model_class=AutoModelForImageTextToText)
     packed = [linear for linear, module in model.named_modules() if isinstance(module, NVFP4Linear)]
     assert packed and all(".mlp." in linear and ".language_model." in linear for linear in packed)
@@ -122,31 +185,29 @@ def test_every_weight_is_that_of_the_file(name, tmp_path):
             assert torch.equal(module.weight.detach() + 0, expected), linear
         else:
             eight = stored.dtype == torch.float8_e4m3fn
-            assert eight == (algorithm(published["quantization_config"], linear) == "FP8")
+            assert eight == (algorithm(FORMS[name][2], linear) == "FP8")
             expected = (stored.double() * scale.double()).bfloat16() if eight else stored
             assert torch.equal(module.weight.detach(), expected), linear
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_read_is_refused_with_the_true_reason(name, tmp_path):
-    published = entry(name)
-    if (
-        published["model_type"] not in CONFIG_MAPPING or "DeepSeek" in name
-    ):  # its names are vLLM's, which transformers' class has not
-        with pytest.raises(ValueError, match=REFUSED[name]):
-            parse_quantization_config(published["quantization_config"], "config.json")
-        return
-    write(tmp_path, published)
-    auto = AutoModelForImageTextToText if published["model_type"] in WRAPPERS else AutoModelForCausalLM
+    write(tmp_path, *FORMS[name])
+    auto = AutoModelForImageTextToText if FORMS[name][0] in WRAPPERS else AutoModelForCausalLM
     with pytest.raises(ValueError, match=REFUSED[name]):
         from_pretrained(tmp_path, model_class=auto)
 
 
+def test_groups_of_two_formats_are_refused():
+    with pytest.raises(ValueError, match=r"'group_0' has format='float-quantized'.*mixed precision is not supported"):
+        parse_quantization_config(FORMS["two formats"][2], "config.json")
+
+
 def test_a_packed_head_that_is_not_named_is_refused_too(tmp_path):
     """As in exports whose exclude list has the head that was packed all the same."""
-    published = entry("Gemma-4-31B-IT-NVFP4")
-    published["quantization_config"]["ignore"].remove("lm_head")
-    write(tmp_path, published)
+    model_type, file, quantization = FORMS["attention left out"]
+    ignore = [name for name in quantization["ignore"] if name != "lm_head"]
+    write(tmp_path, model_type, file, quantization | {"ignore": ignore})
     state = load_file(tmp_path / "model.safetensors")
     head = quantize(torch.randn(320, 128, dtype=torch.bfloat16))
     state |= {"lm_head.weight": head.packed, "lm_head.weight_scale": head.block_scale.view(torch.float8_e4m3fn)}
