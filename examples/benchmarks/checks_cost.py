@@ -217,15 +217,12 @@ def limits(trainer: Any) -> dict[str, Any]:
 
     from qerl_trl import forward
     from qerl_trl.mismatch import MismatchWatch
-    from qerl_trl.nvfp4.linear import decoded_weights
     from qerl_trl.rollout import probe
 
     generation = trainer.vllm_generation
     dtype, found = getattr(torch, generation.spec.dtype), generation.probe_result
     model = trainer.accelerator.unwrap_model(trainer.model)
     first = forward.measure(model)
-    with decoded_weights(model):
-        decoded = forward.difference(first, forward.measure(model, first["tokens"]))
     with probe._rounded_once_more(model, dtype):
         rounded = forward.difference(first, forward.measure(model, first["tokens"]))
     # the run itself has none: plan_check's trainer fills completions with random tokens
@@ -246,7 +243,6 @@ def limits(trainer: Any) -> dict[str, Any]:
         "probe: effect of the probe adapter, at least": [found.effect, probe.LEAST_CONTRAST * adapted],
         "probe: rounding": found.rounding,
         "probe: fraction": found.fraction,
-        "fixed prompt: decoded weights against the kernels": [decoded, forward.TOLERANCE],
         "fixed prompt: rounded once more": [rounded, forward.TOLERANCE],
         "mismatch_kl warns above": {"clean": threshold / MismatchWatch.STOP, "noisy": threshold},
         "logp_gap warns above": threshold / MismatchWatch.STOP,

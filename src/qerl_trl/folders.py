@@ -28,6 +28,11 @@ def hub_commit(folder: str | os.PathLike) -> str | None:
     return path.name if path.parent.name == "snapshots" else None
 
 
+def reads_for_its_machine() -> bool:
+    """Whether this is the process that reads and compares folders for those of its machine, as launchers number them."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
 def beside(config: "PretrainedConfig", name: str) -> Path | None:
     """The file `name` of the folder that a model was loaded from, or of the Hub's revision, from where it is downloaded if it is not in the
     cache; `None` where there is none, or the Hub cannot be asked."""

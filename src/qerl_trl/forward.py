@@ -11,7 +11,6 @@ model. A small fine-tuning is not told apart.
 
 import json
 import math
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -23,7 +22,7 @@ from transformers import PreTrainedModel
 
 from . import checkpoint, report
 from .evaluation_mode import evaluation_mode
-from .folders import beside
+from .folders import beside, reads_for_its_machine
 from .names import is_sharded
 from .nvfp4.linear import NVFP4Linear, decoded_weights, has_nvfp4
 
@@ -137,7 +136,7 @@ def compare_base(model: "PreTrainedModel | PeftModel") -> None:
     """
     base = model if isinstance(model, PreTrainedModel) else cast(PreTrainedModel, model.get_base_model())
     elsewhere = any(parameter.is_meta for parameter in base.parameters()) or is_sharded(base)
-    if not has_nvfp4(base) or elsewhere or os.environ.get("LOCAL_RANK", "0") != "0":
+    if not has_nvfp4(base) or elsewhere or not reads_for_its_machine():
         return
     with _without_adapter(model):
         compare(base)

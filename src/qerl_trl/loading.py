@@ -20,7 +20,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from . import checkpoint, forward
-from .folders import beside, hub_commit
+from .folders import beside, hub_commit, reads_for_its_machine
 from .nvfp4 import config
 from .nvfp4.headers import check_finite_module
 from .nvfp4.linear import has_nvfp4
@@ -75,8 +75,8 @@ def begin(model: str | os.PathLike) -> None:
     folder = Path(model)
     if folder.is_dir():
         check_weight_files(folder)
-    if not (folder / checkpoint.MANIFEST_NAME).is_file() or os.environ.get("LOCAL_RANK", "0") != "0":
-        return  # one process per machine looks
+    if not (folder / checkpoint.MANIFEST_NAME).is_file() or not reads_for_its_machine():
+        return
     _compare(folder, partial=hub_commit(folder) is not None, closed=True)
 
 
@@ -88,7 +88,7 @@ def begin_loaded(model: nn.Module) -> None:
         `ValueError`: a small file has another content than was sealed.
     """
     config = getattr(model, "config", None)
-    if config is None or os.path.isdir(config.name_or_path or "") or os.environ.get("LOCAL_RANK", "0") != "0":
+    if config is None or os.path.isdir(config.name_or_path or "") or not reads_for_its_machine():
         return
     if (manifest := beside(config, checkpoint.MANIFEST_NAME)) is None:
         return

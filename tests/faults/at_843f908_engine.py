@@ -13,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
+from tests.faults.adapters import exchanged, scaled, without
 from tests.faults.doors import MODEL, Lost, case, ends_without, full_disk, trainer
 
 NOISE = {"aqn_schedule": "constant", "aqn_sigma_start": 0.01}
@@ -110,21 +111,6 @@ def with_engine(folder: Path, before=lambda engine, model: None, **options):
     }
     made = trainer(folder, **{**given, "targets": "all-linear", **options})
     return made, engines[0]
-
-
-def scaled(factor: float):
-    from qerl_trl.vllm_state import AdapterTensors
-
-    return lambda adapter: {n: AdapterTensors(t.a, t.b * factor, t.scaling) for n, t in adapter.items()}
-
-
-def without(part):
-    return lambda adapter: {name: tensors for name, tensors in adapter.items() if not part(name)}
-
-
-def exchanged(adapter):
-    places = {n: n.replace("k_proj", "v_proj") if "k_proj" in n else n.replace("v_proj", "k_proj") for n in adapter}
-    return {name: adapter[places[name]] for name in adapter}
 
 
 def started_with(folder: Path, change) -> None:

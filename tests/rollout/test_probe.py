@@ -17,6 +17,7 @@ from qerl_trl.rollout import probe as probing
 from qerl_trl.rollout.adapter import rollout_layers
 from qerl_trl.rollout.engine import Completion, Engine, RolloutError
 from qerl_trl.rollout.wire import AdapterTensors
+from tests.faults.adapters import exchanged, scaled, without
 from tests.tiny_models import make_tiny_model
 
 
@@ -158,19 +159,6 @@ def test_without_an_adapter_the_weights_are_compared(dense):
         engine.policy.model.layers[1].mlp.down_proj.weight.mul_(1.5)
     with pytest.raises(RolloutError, match="disagree without any adapter"):
         check(engine)
-
-
-def scaled(factor):
-    return lambda adapter: {n: AdapterTensors(t.a, t.b * factor, t.scaling) for n, t in adapter.items()}
-
-
-def without(part):
-    return lambda adapter: {n: t for n, t in adapter.items() if not part(n)}
-
-
-def exchanged(adapter):
-    places = {n: n.replace("k_proj", "v_proj") if "k_proj" in n else n.replace("v_proj", "k_proj") for n in adapter}
-    return {n: adapter[places[n]] for n in adapter}
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 from qerl_trl import QeRLRLOOTrainer
 from qerl_trl.update.budget import TokenBudget
 from tests.test_trainer import adapter_of, assert_identical, logged
-from tests.update.test_packing import LOSSES, ON_GPU, make  # noqa: F401
+from tests.update.test_packing import LOSSES, ON_GPU, counted, make  # noqa: F401
 
 RUN = {"max_steps": 2, "gradient_accumulation_steps": 4, "per_device_train_batch_size": 4, "optim": "sgd"}
 RUN |= {"learning_rate": 0.5}
@@ -22,25 +22,12 @@ def planned_for(trainer, completion_length):
     return trainer
 
 
-def passes(trainer):
-    """How often a step's gradients went through the model, in a list that grows."""
-    found = []
-    embedding = trainer.accelerator.unwrap_model(trainer.model).get_input_embeddings()
-
-    def seen(module, args, output):
-        if torch.is_grad_enabled() and trainer.model.training:
-            found.append(tuple(args[0].shape))
-
-    embedding.register_forward_hook(seen)
-    return found
-
-
 def both(make, **options):  # noqa: F811
     """The same run with a pass per micro-batch and with as few as a large plan allows, and the passes of each."""
     runs = []
     for length in (1, 500):
         trainer = planned_for(make(**{**RUN, **options}), length)
-        seen = passes(trainer)
+        seen = counted(trainer, updates_only=True)
         trainer.train()
         runs.append((trainer, seen))
     return runs
@@ -98,7 +85,7 @@ def test_resume_is_bit_exact(make):  # noqa: F811
     whole = planned_for(make(**options), 500)
     whole.train()
     resumed = planned_for(make(**{**options, "output_dir": whole.args.output_dir}), 500)
-    seen = passes(resumed)
+    seen = counted(resumed, updates_only=True)
     resumed.train(resume_from_checkpoint=f"{whole.args.output_dir}/checkpoint-2")
     assert len(seen) == 2
     assert_identical(adapter_of(resumed), adapter_of(whole))
@@ -106,7 +93,7 @@ def test_resume_is_bit_exact(make):  # noqa: F811
 
 def test_no_pass_has_more_tokens_than_were_planned(make):  # noqa: F811
     trainer = planned_for(make(**RUN), 30)
-    seen = passes(trainer)
+    seen = counted(trainer, updates_only=True)
     trainer.train()
     assert 2 < len(seen) < 8
     assert max(tokens for _, tokens in seen) <= dataclasses.replace(trainer.memory_plan.work, packed=True).tokens
@@ -115,7 +102,7 @@ def test_no_pass_has_more_tokens_than_were_planned(make):  # noqa: F811
 def test_the_plan_of_a_real_run_bounds_it(make):  # noqa: F811
     """Completions of the greatest length: a micro-batch each, as planned."""
     trainer = make(**RUN, generation_kwargs={"min_new_tokens": 12})
-    seen = passes(trainer)
+    seen = counted(trainer, updates_only=True)
     trainer.train()
     assert max(tokens for _, tokens in seen) <= dataclasses.replace(trainer.memory_plan.work, packed=True).tokens
 
@@ -123,7 +110,7 @@ def test_the_plan_of_a_real_run_bounds_it(make):  # noqa: F811
 def test_a_shorter_step_at_the_end_of_an_epoch_is_computed_one_by_one(make):  # noqa: F811
     trainer = planned_for(make(**RUN), 500)
     trainer._packing.budget._is_short_step = lambda: True
-    seen = passes(trainer)
+    seen = counted(trainer, updates_only=True)
     trainer.train()
     assert len(seen) == 8
 
@@ -162,7 +149,7 @@ def test_a_loss_of_other_tokens_is_refused(make):  # noqa: F811
 
 def test_a_loss_that_always_takes_other_tokens_is_left_alone(make):  # noqa: F811
     trainer = planned_for(make(**RUN), 500)
-    compute, seen = trainer._compute_loss, passes(trainer)
+    compute, seen = trainer._compute_loss, counted(trainer, updates_only=True)
     trainer._compute_loss = lambda model, inputs: compute(
         model, {**inputs, "completion_ids": inputs["completion_ids"].flip(0)}
     )

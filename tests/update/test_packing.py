@@ -110,11 +110,15 @@ def assert_equal(padded, packed):
         assert error < 2e-5, (name, error.item())
 
 
-def counted(trainer):
-    """Tokens of each call of the model, in a list that grows."""
+def counted(trainer, updates_only=False):
+    """Tokens of each call of the model, or of those whose gradients are asked, in a list that grows."""
     seen = []
-    embedding = packing._inner(trainer, trainer.model).get_input_embeddings()
-    embedding.register_forward_hook(lambda module, args, output: seen.append(tuple(args[0].shape)))
+
+    def note(module, args, output):
+        if not updates_only or (torch.is_grad_enabled() and trainer.model.training):
+            seen.append(tuple(args[0].shape))
+
+    packing._inner(trainer, trainer.model).get_input_embeddings().register_forward_hook(note)
     return seen
 
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -104,9 +103,7 @@ def evaluate(
 
     adapter = Path(model) if (Path(model) / "adapter_config.json").is_file() else None
     if harness:
-        commands = evaluation.harness_commands(model, model if adapter else None)
-        if base_model and adapter:
-            commands["first"] += f" --base-model {shlex.quote(base_model)}"
+        commands = evaluation.harness_commands(base_model or model, model if adapter else None, base_model)
         print_result(commands, as_json, [f"# {name}\n{command}" for name, command in commands.items()])
         return
     if engine not in ("transformers", "vllm"):

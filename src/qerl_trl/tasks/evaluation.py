@@ -323,7 +323,7 @@ def grade(completions: list[str], dataset: Dataset, grader: str | Grader = "auto
 # --- other people's harnesses -----------------------------------------------------------------------------------------------------
 
 
-def harness_commands(model: str, run: str | None = None) -> dict[str, str]:
+def harness_commands(model: str, run: str | None = None, base_model: str | None = None) -> dict[str, str]:
     """Command lines that evaluate a model on GSM8K with lm-evaluation-harness and with lighteval: {"lm-eval": ..., "lighteval": ...}.
 
     Their prompts and answer extraction are their own: numbers are comparable within a harness, not across. Both were run on an NVFP4 base and
@@ -333,11 +333,13 @@ def harness_commands(model: str, run: str | None = None) -> dict[str, str]:
         model: folder or Hub id that transformers loads. Not read if there is a `run`.
         run: run, checkpoint or adapter. Its merge is what they evaluate, and "first" is the command that writes it: what was trained is the
             adapter on the base as it is rounded to 4 bits, and a harness would put it on the base as it is stored.
+        base_model: of the run, where it is another than the one that it names.
     """
     first = {}
     if run:
         model = f"{run.rstrip('/')}-merged"
-        first = {"first": shlex.join(["qerl-trl", "merge", run, model])}
+        base = ["--base-model", base_model] if base_model else []
+        first = {"first": shlex.join(["qerl-trl", "merge", run, model, *base])}
     return first | {
         "lm-eval": shlex.join(
             [

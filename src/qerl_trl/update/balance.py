@@ -20,23 +20,26 @@ def order_is_free(trainer: Any) -> bool:
     return not (own_count or own_entropies)
 
 
+def optimizer_steps(batches: list[dict[str, Any]], per_step: int) -> list[slice]:
+    """The micro-batches of each optimizer step of a rollout, `per_step` of them; [] where each stays as TRL made it: with another rhythm than
+    that of the rollouts, or with pictures."""
+    count = len(batches)
+    another_rhythm = count % per_step and per_step % count
+    if another_rhythm or any(key in batches[0] for key in ("pixel_values", "num_images")):
+        return []
+    size = min(per_step, count)
+    return [slice(start, start + size) for start in range(0, count, size)]
+
+
 def deal(batches: list[dict[str, Any]], per_step: int) -> list[dict[str, Any]]:
     """The micro-batches of a rollout, dealt again within each optimizer step.
 
     Args:
         batches: TRL's, each a dictionary of tensors and lists with one entry per completion, or one value for all.
-        per_step: micro-batches per optimizer step. With another rhythm than that of the rollouts, or with pictures, nothing changes.
+        per_step: micro-batches per optimizer step. Where [`optimizer_steps`] has none, nothing changes.
     """
-    count = len(batches)
-    if count % per_step and per_step % count:
-        return batches
-    if any(key in batches[0] for key in ("pixel_values", "num_images")):
-        return batches
-    window = min(per_step, count)
-    dealt = []
-    for start in range(0, count, window):
-        dealt += _dealt(batches[start : start + window])
-    return dealt
+    steps = optimizer_steps(batches, per_step)
+    return [batch for step in steps for batch in _dealt(batches[step])] if steps else batches
 
 
 def _dealt(batches: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from . import row
+from . import balance, row
 
 #: log-probabilities (B, L), entropies (B, L) or None, load balance
 Result = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
@@ -80,23 +80,16 @@ class TokenBudget:
         """
         trainer = self._trainer
         self._groups = [(index, index) for index in range(len(batches))]
-        per_step = trainer.args.gradient_accumulation_steps
+        steps = balance.optimizer_steps(batches, trainer.args.gradient_accumulation_steps)
         limits = self._limits()
-        alone = len(batches) % per_step and per_step % len(batches)
-        pictures = any(key in batches[0] for key in ("pixel_values", "num_images"))
-        if limits is None or len(batches) < 2 or alone or pictures:
+        if limits is None or len(batches) < 2 or not steps:
             return batches
         sequences = [_sequences(batch) for batch in batches]
         one_process = trainer.accelerator.num_processes == 1
-        window = min(per_step, len(batches))
-        starts = range(0, len(batches), window)
         if one_process and free:
-            order = [index for start in starts for index in _by_prompt(sequences, start, start + window)]
+            order = [index for step in steps for index in _by_prompt(sequences, step.start, step.stop)]
             batches, sequences = [batches[i] for i in order], [sequences[i] for i in order]
-        sizes = [_size(lines, share) for lines in sequences]
-        if not one_process:
-            mine = torch.tensor(sizes, device=trainer.accelerator.device)
-            sizes = trainer.accelerator.gather(mine[None]).amax(0).tolist()
+        sizes = [] if one_process else self._largest([_size(lines, share) for lines in sequences])
 
         def size(first: int, last: int) -> tuple[int, int]:
             if one_process:
@@ -104,10 +97,9 @@ class TokenBudget:
             tokens, keys = zip(*sizes[first : last + 1], strict=True)
             return sum(tokens), sum(keys)
 
-        for start in starts:
+        for step in steps:
             # with several processes the one in which gradients are exchanged stays alone
-            end = start + window - (0 if one_process else 1)
-            first = start
+            first, end = step.start, step.stop - (0 if one_process else 1)
             while first < end:
                 last = first
                 while last + 1 < end and all(a <= b for a, b in zip(size(first, last + 1), limits, strict=True)):
@@ -115,6 +107,11 @@ class TokenBudget:
                 self._groups[first : last + 1] = [(first, last)] * (last + 1 - first)
                 first = last + 1
         return batches
+
+    def _largest(self, sizes: list[tuple[int, int]]) -> list[list[int]]:
+        """Of each micro-batch, the largest tokens and keys that any process has there."""
+        accelerator = self._trainer.accelerator
+        return accelerator.gather(torch.tensor(sizes, device=accelerator.device)[None]).amax(0).tolist()
 
     def _limits(self) -> tuple[int, int] | None:
         """Tokens and keys of one pass, as the memory plan counts them for one micro-batch; `None` where none is to be shared."""
@@ -198,7 +195,6 @@ class TokenBudget:
             for values in group.joint
         )
         assert logps is not None
-        group.joint = (logps.detach(), None)
         return logps, entropies, None
 
     def stepped(self) -> None:
