@@ -6,7 +6,10 @@
 
 A `QeRLGRPOTrainer` with vLLM in the process takes `STEPS` steps of 8 x 512 tokens, one rollout each. Every function in `TIMED` waits for
 the device before and after, and what it spends in another one of them is counted there only; so the sum over checks is an upper bound of
-what a step without them would save. The first step warms up and is not counted.
+what a step without them would save. The first step warms up and is not counted. `checks_at_start_s` is of the constructor and of `train()` up to
+its first step; before that the base is written, sealed and with its fixed prompt as an export has it, and taken for the folder that it was
+loaded from, so that `train()` compares what it compares of any packed base. What is hashed in a thread while a model loads and an engine starts
+stands by itself, in `of_a_folder_s`.
 
 `limits` puts what a healthy run measures in bf16 beside what it may be: the probe at start, the fixed prompt of an export, the gap and the
 mismatch of log-probabilities. The head is scaled so that the policy's entropy is a trained model's, not a random one's.
@@ -17,6 +20,7 @@ import functools
 import importlib
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -40,6 +44,11 @@ TIMED = {
     "start: memory plan": ("check", "qerl_trl.trainer", "plan_trainer"),
     "start: fingerprint of the base": ("check", "qerl_trl.base_identity", "shared_base_sha256"),
     "start: probe of the engine": ("check", "qerl_trl.rollout.generation", "QeRLVLLMGeneration.run_probe"),
+    "start: noise in the engine": ("check", "qerl_trl.rollout.generation", "QeRLVLLMGeneration.probe_noise"),
+    "train(): every value finite": ("check", "qerl_trl.loading", "finish"),
+    "train(): fingerprint of the base": ("check", "qerl_trl.loading", "check_identity"),
+    "train(): fixed prompt of the base": ("check", "qerl_trl.forward", "compare_base"),
+    "train(): run folder": ("check", "qerl_trl.saving", "SavingMixin._settled"),
     "start: norms that carry noise": ("work", "qerl_trl.noise.callback", "find_noisy_norms"),
     "start: bits of the engine's weights": ("check", "qerl_trl.rollout.vllm.state", "RolloutState.__init__"),
     "sync: weights": ("work", "qerl_trl.rollout.generation", "QeRLVLLMGeneration.sync_weights"),
@@ -137,12 +146,17 @@ def measure(size: str, device: str) -> dict[str, Any]:
         vllm_gpu_memory_utilization=0.25 if tiny else None,
     )  # fmt: skip
     start = {"whole": time.perf_counter() - started, **clock.take()}
+    folder = tempfile.TemporaryDirectory()
+    of_a_folder = sealed_base(trainer, Path(folder.name))
+    clock.take()
     steps: list[dict[str, float]] = []
     began: list[float] = []
 
     class Steps(TrainerCallback):
         def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-            clock.take()
+            before = clock.take()
+            if not began:
+                start.update({label: start.get(label, 0.0) + seconds for label, seconds in before.items()})
             began.append(clock._now())
 
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
@@ -150,6 +164,7 @@ def measure(size: str, device: str) -> dict[str, Any]:
 
     trainer.add_callback(Steps())
     trainer.train()
+    folder.cleanup()
     counted = steps[1:]
     labels = [label for label in TIMED if any(label in step for step in counted)]
     milliseconds = {label: round(1e3 * statistics.median(s.get(label, 0.0) for s in counted), 3) for label in labels}
@@ -171,7 +186,7 @@ def measure(size: str, device: str) -> dict[str, Any]:
         "steps_per_probe": every,
         "noise_sync_ms": noise_syncs(trainer, clock),
         "at_start_s": {label: round(start[label], 4) for label in in_start},
-        "of_a_folder_s": folder_checks(trainer),
+        "of_a_folder_s": of_a_folder | folder_checks(trainer),
         "limits": limits(trainer),
     }
     return row
@@ -189,6 +204,32 @@ def noise_syncs(trainer: Any, clock: Clock, count: int = 20) -> float:
         times.append(1e3 * (clock._now() - began))
     generation.sync_noise(NoiseDraw(0.0, 0, 0, 0))
     return round(statistics.median(times[2:]), 3)
+
+
+def sealed_base(trainer: Any, folder: Path) -> dict[str, float]:
+    """Write the base into `folder`, sealed as an export of it is, and let it be where it was loaded from. Seconds of what is compared before a
+    model is loaded, and of the hashing meanwhile."""
+    from safetensors.torch import save_file
+
+    from qerl_trl import checkpoint, forward, loading
+
+    policy = trainer.accelerator.unwrap_model(trainer.model)
+    base = policy.get_base_model()
+    shutil.copy(Path(base.config.name_or_path, "config.json"), folder)
+    values = {name: value.detach().cpu().clone() for name, value in base.named_parameters() if "lora_" not in name}
+    save_file(values, folder / "model.safetensors")
+    forward.record(folder, policy, with_adapter=False)
+    checkpoint.seal(folder, {"kind": "nvfp4_base", "settings": {"base_sha256": trainer.base_sha256}})
+    base.config.name_or_path = str(folder)
+    began = time.perf_counter()
+    loading.begin(folder)
+    begun = time.perf_counter()
+    loading.finish()
+    return {
+        "base_gib": round((folder / "model.safetensors").stat().st_size / 2**30, 3),
+        "begin": round(begun - began, 4),
+        "hash_in_the_background": round(time.perf_counter() - begun, 3),
+    }
 
 
 def folder_checks(trainer: Any) -> dict[str, float]:
