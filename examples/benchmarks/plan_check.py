@@ -1,7 +1,7 @@
 """Is the planned peak of GPU memory what a run takes? Whole training steps on random weights in the Qwen2.5 shapes, beside the plan.
 
     python examples/benchmarks/plan_check.py --output memory_h200.json               # all workloads, at most 6 minutes
-    python examples/benchmarks/plan_check.py --only 7b-4x4096-sleep 32b-1x512-sleep  # some of them
+    python examples/benchmarks/plan_check.py --only 7b-4x4096-sleep 32b-2x2048 --output memory_h200.json   # some of them
     python examples/benchmarks/plan_check.py --plan                                  # only what is planned; needs no GPU
     python examples/benchmarks/plan_check.py --only tiny tiny-engine --device cpu    # dry run, nothing measured
 
@@ -13,6 +13,8 @@ tokens. A `card` is the size of the GPU that the process sees, and by which it p
 `measured_gib` is the most that the process took of the GPU, sampled by NVML every 10 ms (CUDA context, graphs and cached memory
 included), `reserved_gib` and `allocated_gib` what torch counts of it. `ratio` is planned over measured, `error` that minus 1. Required: an
 error from 0 to 0.1.
+
+Rows of other workloads stay in a file that is there already, each with its commit and versions; a row that is measured again goes to `before`.
 """
 
 import argparse
@@ -35,7 +37,7 @@ from qerl_trl.memory.workload import Workload, on_a_gpu
 #: tokens that the engine really generates; the rest of a completion is random
 GENERATED = 8
 #: seconds that one workload may take, and all of them together; none is started in the last `LAST`
-LIMIT, TOTAL, LAST = 200, 350, 50
+LIMIT, TOTAL, LAST = 280, 350, 50
 ALLOWED = (0.0, 0.10)
 
 
@@ -305,6 +307,27 @@ def gpu_gib(device: str) -> float:
     return pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).total / GIB
 
 
+def continued(record: dict[str, Any], output: Path) -> dict[str, Any]:
+    """`record` with the rows of a file that is there; a `ValueError` if they are of another device."""
+    found = json.loads(output.read_text())
+    if found["device"] != record["device"]:
+        raise ValueError(f"{output} is of {found['device']}, this is {record['device']}. Write to another file.")
+    for row in [*found["memory"], *found["before"]]:
+        row.setdefault("versions", found["versions"])
+    return record | {"memory": found["memory"], "before": found["before"]}
+
+
+def keep(row: dict[str, Any], record: dict[str, Any]) -> None:
+    """Put a row into the record, with commit and versions. One of the same workload goes to `before`; a failure replaces none."""
+    row |= {"commit": record["commit"], "versions": record["versions"]}
+    earlier = [other for other in record["memory"] if other["name"] == row["name"]]
+    if "failed" in row and any("failed" not in other for other in earlier):
+        print(f"{row['name']} failed ({row['failed']}); its earlier row stays")
+        return
+    record["memory"] = [*(other for other in record["memory"] if other not in earlier), row]
+    record["before"] += [other for other in earlier if "failed" not in other]
+
+
 def run_all(
     names: list[str], device: str, record: dict[str, Any], output: Path | None, share: float, side_by_side: int
 ) -> None:
@@ -323,21 +346,10 @@ def run_all(
         now = time.monotonic()
         for name in list(waiting):
             taken = sum(needs[other] for other in running)
-            if (
-                len(running) < side_by_side
-                and (not running or taken + needs[name] <= room)
-                and now - started < TOTAL - LAST
-            ):
-                command = [
-                    sys.executable,
-                    __file__,
-                    "--worker",
-                    name,
-                    "--device",
-                    device,
-                    "--card",
-                    f"{cards[name]:.2f}",
-                ]
+            room_left = len(running) < side_by_side and (not running or taken + needs[name] <= room)
+            if room_left and now - started < TOTAL - LAST:
+                arguments = ["--worker", name, "--device", device, "--card", f"{cards[name]:.2f}"]
+                command = [sys.executable, __file__, *arguments]
                 environment["MASTER_PORT"] = str(29500 + len(record["memory"]) + len(running) + 10 * len(waiting))
                 log = (logs / name).open("w")
                 process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, text=True, env=environment)
@@ -356,15 +368,18 @@ def run_all(
             row |= (
                 json.loads(found.removeprefix("RESULT "))
                 if found
-                else {"failed": "time" if late else [line for line in lines if "Error" in line][-3:]}
+                else {"failed": ["time", *lines[-1:]] if late else [line for line in lines if "Error" in line][-3:]}
             )
-            record["memory"].append(row)
-            print(json.dumps({k: v for k, v in row.items() if k not in ("workload", "parts_gib")}), flush=True)
+            keep(row, record)
+            print(
+                json.dumps({k: v for k, v in row.items() if k not in ("workload", "parts_gib", "versions")}), flush=True
+            )
             if output is not None:
                 output.write_text(json.dumps(record, indent=1) + "\n")
             del running[name]
         if waiting and not running and time.monotonic() - started >= TOTAL - LAST:
-            record["memory"] += [{"name": name, "failed": "time"} for name in waiting]
+            for name in waiting:
+                keep({"name": name, "failed": ["time"]}, record)
             break
         time.sleep(0.5)
 
@@ -414,14 +429,18 @@ def main() -> int:
     from qerl_trl.report import device_name, versions
 
     git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    command, output = " ".join(["python", *sys.argv]), options.output
     record: dict[str, Any] = {
-        "command": " ".join(["python", *sys.argv]),
+        "command": command if output is None else command.replace(str(output), output.name),
         "commit": options.commit or git or None,
         "device": device_name(torch.device(options.device)),
         "versions": versions(),
         "memory": [],
+        "before": [],
     }
-    run_all(names, options.device, record, options.output, options.share, options.side_by_side)
+    if output is not None and output.is_file():
+        record = continued(record, output)
+    run_all(names, options.device, record, output, options.share, options.side_by_side)
     return verdict(record)
 
 
