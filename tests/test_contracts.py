@@ -36,6 +36,7 @@ def test_vllm_generation_is_a_module_global_called_in_init(module):
         ("_generate_and_score_completions", ["self", "inputs"]),
         ("_calculate_rewards", ["self", "inputs", "prompts", "completions", "completion_ids_list"]),
         ("training_step", ["self", "model", "inputs", "num_items_in_batch"]),
+        ("_prepare_for_training", ["self", "max_steps", "train_dataloader", "resume_from_checkpoint"]),
         ("_get_train_sampler", ["self", "dataset"]),
         ("log", ["self", "logs", "start_time"]),
         ("_load_from_checkpoint", ["self", "resume_from_checkpoint", "model"]),

@@ -8,11 +8,15 @@ import multiprocessing
 import os
 import socket
 import traceback
+from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType
+from torch import nn
+from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from qerl_trl.loading import from_pretrained
@@ -50,6 +54,17 @@ def as_accelerators():
     PartialState.__init__ = init
 
 
+def parameters_as_torch_2_11():
+    """It makes each part with a gradient first, which bytes cannot have, and asks the original then."""
+
+    def with_gradient_first(data, requires_grad=True):
+        if isinstance(data, DTensor):
+            return nn.Parameter(data).requires_grad_(requires_grad)
+        return nn.Parameter(data, requires_grad)
+
+    _fsdp_param.nn = SimpleNamespace(Parameter=with_gradient_first, Module=nn.Module)
+
+
 def trained(trainer) -> dict[str, torch.Tensor]:
     return {n: full_tensor(p) for n, p in trainer.model.named_parameters() if p.requires_grad}
 
@@ -74,6 +89,7 @@ def in_process(rank, port, tiny_runs, folder):  # noqa: F811
     found = {"plain": trained(tiny_runs.command(folder / "plain", **TRAINING, save_strategy="no"))}
     os.environ |= FSDP
     as_accelerators()
+    parameters_as_torch_2_11()
     again()
     limits.append((10**6, 10**6))
     trainer = tiny_runs.command(folder / "run", **TRAINING)

@@ -8,6 +8,7 @@ differs from the parent, method by method:
 | `__init__` | quantizes the base while it loads, registers LoRA for it, attaches noise and checks, replaces the vLLM glue |
 | `train` | says what was planned and what differs from TRL (`report.py`); resumes from whole checkpoints of the same settings only; leaves a model that computes clean |
 | `set_initial_training_values` | a run that has ended takes no further step |
+| `_prepare_for_training` | FSDP 2 of older torch shards bytes too ([`ShardingMixin`]) |
 | `_get_train_sampler` | a run resumed in a later epoch sees that epoch's order of prompts, not the first one's again |
 | `_generate` | draws the noise of this rollout and keeps the engine up to date (covers tools and rollout functions alike) |
 | `_generate`, `_compute_loss` | what transformers sampled under noise is importance-corrected as vLLM's rollouts are (`behaviour.py`) |
@@ -58,6 +59,7 @@ from .publishing import close_other_ways, warn_of_exports
 from .rollout.arms import check_environment, check_overlap
 from .rollout.contract import checked_rollout_func
 from .saving import SaveBetweenRollouts, SavingMixin
+from .sharding import ShardingMixin
 from .timing import PhaseTimer
 from .update.packing import PackingMixin
 from .update.passes import OnePass
@@ -70,7 +72,7 @@ with preflight.naming_vllm():
 logger = logging.getLogger(__name__)
 
 
-class QeRLMixin(SavingMixin, PackingMixin):
+class QeRLMixin(SavingMixin, PackingMixin, ShardingMixin):
     """Adds QeRL to a TRL trainer. Put it before the trainer in the bases and set `_config_class`.
 
     Args:
