@@ -114,6 +114,21 @@ def test_the_demos_seeds_are_collected_from_their_runs(tmp_path, monkeypatch):
     assert "\t" + demo_seeds.LAUNCH.split(" examples/")[0] in (ROOT / "Makefile").read_text().replace("$(BIN)/", "")
 
 
+def test_faults_that_run_again_say_of_which_code_they_are(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "benchmarks"))
+    import faults_gpu
+
+    former = {
+        "commit": "old",
+        "gpus": 1,
+        "gpu": "H200",
+        "faults": [{"fault": "one"}, {"fault": "two", "commit": "older"}],
+    }
+    kept, own = faults_gpu.merged({"commit": "new", "gpus": 2, "gpu": "H200", "faults": []}, former, ["one", "three"])
+    assert kept == {**former, "faults": [{"fault": "two", "commit": "older"}]}
+    assert own == {"commit": "new", "gpus": 2}
+
+
 def test_every_path_named_in_the_readme_exists():
     for path in re.findall(r"\]\(([^)#:]+)\)", README) + re.findall(r"examples/[\w./-]+\.(?:py|yaml)", README):
         assert (ROOT / path).exists(), path

@@ -4,8 +4,11 @@
     python examples/benchmarks/faults_gpu.py healthy "adapter doubled"                                  # some of them
     python examples/benchmarks/faults_gpu.py --device cpu --jobs 1                                      # dry run, what a CPU can show
 
+Rows of other faults in `--output` stay, each with the commit, the command, the releases and the GPUs of its own run where these are not the
+file's.
+
 The model is a random Qwen2 of 8 layers whose layers move their input as much as a wide trained model's and whose logits are as sharp
-(`write_model`). Each fault is a process of its own, several side by side; gpu_faults.py says where it is put in and what has to happen.
+(`write_model`). Each fault is a process of its own, several side by side; faults_gpu_cases.py says where it is put in and what has to happen.
 A row: {fault, caught, when: "start" or "step n", error, message, recovered, fine}. `recovered`: after a fault in the middle of a run, the same
 command without it goes on from the step that was saved and ends (None: nothing was trained yet, or the fault is not tried again).
 "healthy" is a run without a fault: it must not be caught. tests/faults has these and the others on a CPU, with stand-ins.
@@ -17,6 +20,7 @@ import dataclasses
 import json
 import os
 import resource
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -27,7 +31,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from gpu_faults import FAULTS, REWARD, Fault
+from faults_gpu_cases import FAULTS, REWARD, Fault
 
 #: steps of a run; the noise begins in the third
 STEPS = 4
@@ -109,7 +113,8 @@ def watched(found: dict[str, Any], where: Callable[[], str]) -> Iterator[None]:
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:
-        found |= {"caught": True, "when": where(), "error": type(error).__name__, "message": str(error)}
+        told = "\n".join([str(error), *getattr(error, "__notes__", ())])
+        found |= {"caught": True, "when": where(), "error": type(error).__name__, "message": told}
 
 
 def one_run(name: str, model: str, run: str, device: str, inject: bool) -> dict[str, Any]:
@@ -204,32 +209,40 @@ def judged(name: str, row: dict[str, Any]) -> dict[str, Any]:
     return {"fault": name, **row, "fine": fine and row.get("recovered") is not False}
 
 
-def run_all(names: list[str], device: str, jobs: int, output: Path | None) -> int:
+def merged(record: dict[str, Any], former: dict[str, Any], names: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """`former` without the rows of `names`, and what each new row has to say of its own run, since it differs from what `former` says of all."""
+    kept = [row for row in former["faults"] if row["fault"] not in names]
+    own = {key: value for key, value in record.items() if key != "faults" and former.get(key) != value}
+    return {**former, "faults": kept}, own
+
+
+def run_all(names: list[str], device: str, jobs: int, output: Path | None, commit: str | None) -> int:
     from qerl_trl import report
 
     root = Path(tempfile.mkdtemp())
     model = write_model(root / "model", device)
     record: dict[str, Any] = {
-        "command": " ".join(["python", *sys.argv]),
-        "commit": os.environ.get("BENCH_COMMIT"),
+        "command": shlex.join(["python", *sys.argv]),
+        "commit": commit or os.environ.get("BENCH_COMMIT"),
         "versions": report.versions(),
         "device": device,
-        "faults": [],
     }
     if device == "cuda":
         import torch
 
         record |= {"gpu": torch.cuda.get_device_name(), "gpus": gpus()}
-    if output is not None and output.exists():  # of the same code: its other rows stay
-        former = json.loads(output.read_text())
-        if former["commit"] == record["commit"]:
-            record["faults"] = [row for row in former["faults"] if row["fault"] not in names]
-    waiting = [(name, True) for name in names]
+    record["faults"] = []
+    own: dict[str, Any] = {}
+    if output is not None and output.exists():
+        record, own = merged(record, json.loads(output.read_text()), names)
+    waiting = [(name, True) for name in sorted(names, key=lambda name: FAULTS[name].alone)]
     rows: dict[str, dict[str, Any]] = {}
     running: dict[tuple[str, bool], tuple[subprocess.Popen, Path, float]] = {}
     began, number = time.monotonic(), 0
     while waiting or running:
         while waiting and len(running) < jobs:
+            if running and any(FAULTS[name].alone for name in (waiting[0][0], *(name for name, _ in running))):
+                break
             name, inject = waiting.pop(0)
             run = root / name.replace(" ", "-")
             running[name, inject] = started(name, model, run, device, inject, number), run, time.monotonic()
@@ -253,7 +266,7 @@ def run_all(names: list[str], device: str, jobs: int, output: Path | None) -> in
                 rows[name] |= {"recovered": whole, "seconds": rows[name]["seconds"] + row["seconds"]}
                 if not whole:
                     rows[name]["afterwards"] = row
-            done = judged(name, rows[name])
+            done = judged(name, rows[name]) | own
             record["faults"].append(done)
             told = (done["message"] or "").replace("\n", " ")[:230]
             verdict = "ok  " if done["fine"] else "LOOK"
@@ -281,6 +294,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--jobs", type=int, default=8, help="processes side by side")
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--commit", help="Of the code that runs, where there is no git.")
     for hidden in ("--worker", "--model", "--folder"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     parser.add_argument("--without", action="store_true", help=argparse.SUPPRESS)
@@ -303,7 +317,7 @@ def main() -> None:
     ]
     for name in set(args.faults or FAULTS) - set(here):
         print(f"-    {name}: not on this machine ({'needs a GPU' if args.device == 'cpu' else 'needs 2 GPUs'})")
-    sys.exit(min(1, run_all(here, args.device, args.jobs, args.output)))
+    sys.exit(min(1, run_all(here, args.device, args.jobs, args.output, args.commit)))
 
 
 if __name__ == "__main__":

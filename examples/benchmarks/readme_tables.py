@@ -18,7 +18,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(ROOT)]
 
 import embedded_arms  # noqa: E402
 import examples_learning  # noqa: E402
-import gpu_faults  # noqa: E402
+import faults_gpu_cases  # noqa: E402
 import peers_tables  # noqa: E402
 from tests.faults import catalog  # noqa: E402
 
@@ -224,7 +224,7 @@ def faults_on_gpu() -> str:
     measured = {row["fault"] for row in record["faults"]}
     missing = [
         f"{name} ({fault.processes} GPUs)" if fault.processes > record["gpus"] else name
-        for name, fault in gpu_faults.FAULTS.items()
+        for name, fault in faults_gpu_cases.FAULTS.items()
         if name not in measured
     ]
     not_run = f" Not run there: {', '.join(missing)}." if missing else ""

@@ -13,7 +13,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
-from tests.faults.adapters import exchanged, scaled, without
+from examples.benchmarks.faults_gpu_cases import exchanged, scaled, without
+
 from tests.faults.doors import MODEL, Lost, case, ends_without, full_disk, trainer
 
 NOISE = {"aqn_schedule": "constant", "aqn_sigma_start": 0.01}

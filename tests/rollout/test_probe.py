@@ -5,6 +5,7 @@ import copy
 
 import pytest
 import torch
+from examples.benchmarks.faults_gpu_cases import exchanged, scaled, without
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
@@ -17,7 +18,6 @@ from qerl_trl.rollout import probe as probing
 from qerl_trl.rollout.adapter import rollout_layers
 from qerl_trl.rollout.engine import Completion, Engine, RolloutError
 from qerl_trl.rollout.wire import AdapterTensors
-from tests.faults.adapters import exchanged, scaled, without
 from tests.tiny_models import make_tiny_model
 
 

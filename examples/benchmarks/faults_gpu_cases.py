@@ -1,4 +1,4 @@
-"""The faults that faults_gpu.py injects: where each is put in, and what has to happen."""
+"""The faults that faults_gpu.py injects: where each is put in, and what has to happen. A list; that one runs it."""
 
 import dataclasses
 import resource
@@ -24,6 +24,11 @@ class Fault:
     processes: int = 1
     lora: dict[str, Any] = dataclasses.field(default_factory=dict)
 
+    @property
+    def alone(self) -> bool:
+        """Whether nothing may run beside it: it has all GPUs, or it sleeps, and vLLM compares what its GPU has free before and after."""
+        return self.processes > 1 or bool(self.settings.get("vllm_enable_sleep_mode"))
+
 
 # --- how faults are put in ---------------------------------------------------------------------------------------------------------------
 
@@ -45,12 +50,15 @@ def adapter(change: Callable[[dict], dict]) -> Callable[[], None]:
     return inject
 
 
+# what an engine may make of an adapter that it was given, {layer: its tensors}; in 843f908's record too, for tests/faults
+
+
 def scaled(factor: float) -> Callable[[dict], dict]:
-    return lambda adapter: {n: dataclasses.replace(t, scaling=t.scaling * factor) for n, t in adapter.items()}
+    return lambda adapter: {name: dataclasses.replace(t, b=t.b * factor) for name, t in adapter.items()}
 
 
 def without(lost: Callable[[str], Any]) -> Callable[[dict], dict]:
-    return lambda adapter: {n: t for n, t in adapter.items() if not lost(n)}
+    return lambda adapter: {name: tensors for name, tensors in adapter.items() if not lost(name)}
 
 
 def exchanged(adapter: dict) -> dict:
@@ -275,5 +283,5 @@ FAULTS = {
     "adapter infinite": Fault(("NaN or infinity",), at_end_of=huge_adapter),
     "reward hangs": Fault(("reward_timeout",), at_end_of=reward_hangs, settings={"reward_timeout": 5.0}, again=True),
     "disk full": Fault(("no room to write",), at_end_of=full_disk, step=2, again=True),
-    "one process of two fails": Fault(("raised KeyError", "resume"), at_end_of=rank_dies, processes=2, settings={"use_vllm": False}),
+    "one process of two fails": Fault(("raised KeyError", "resume"), at_end_of=rank_dies, processes=2, settings={"use_vllm": False}, again=True),
 }  # fmt: skip
