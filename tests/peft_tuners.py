@@ -5,13 +5,19 @@
     merge     logits after merge_adapter() and after merge_and_unload()
     unmerge   logits after merge_adapter(), unmerge_adapter()
 
-"equal": the same bits as on the dequantized model. "PEFT cannot: ...": it refuses the dense model too.
+"equal": the same bits as on the dequantized model. "PEFT cannot: ...": it refuses the dense model too. "refused: ...": an error in words, PEFT's
+or this package's, where the dense model works.
 
-`python -m tests.peft_tuners` writes docs/peft.json, which the documentation shows; tests/test_peft_tuners.py holds it to what it says.
+`python -m tests.peft_tuners [NAME ...]` writes docs/peft.json, which the documentation shows; tests/test_peft_tuners.py holds it to what it says.
 """
 
+import atexit
 import copy
+import functools
 import json
+import shutil
+import sys
+import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +25,7 @@ from typing import Any
 
 import peft
 import torch
+from peft.tuners.lora.config import KasaConfig, VeloraConfig
 from torch import nn
 
 from qerl_trl.nvfp4.linear import NVFP4Linear
@@ -34,6 +41,15 @@ TUNERS: dict[str, Callable[[], peft.PeftConfig]] = {
     "LoRA": lambda: peft.LoraConfig(target_modules=_ALL, r=4),
     "LoRA, all-linear": lambda: peft.LoraConfig(target_modules="all-linear", r=4),
     "rsLoRA": lambda: peft.LoraConfig(target_modules=_ALL, r=4, use_rslora=True),
+    "LoRA, orthogonal": lambda: peft.LoraConfig(target_modules=_ALL, r=4, init_lora_weights="orthogonal"),
+    "LoRA, MiCA": lambda: peft.LoraConfig(target_modules=_ALL, r=4, init_lora_weights="mica"),
+    "LoRA, EVA": lambda: peft.LoraConfig(target_modules=_ALL, r=4, init_lora_weights="eva"),
+    "LoRA, bias": lambda: peft.LoraConfig(target_modules=_ALL, r=4, lora_bias=True),
+    "LoRA, tokens": lambda: peft.LoraConfig(target_modules=_ALL, r=4, trainable_token_indices=[3, 4]),
+    "aLoRA": lambda: peft.LoraConfig(target_modules=_ALL, r=4, alora_invocation_tokens=[5, 6], task_type="CAUSAL_LM"),
+    "QA-LoRA": lambda: peft.LoraConfig(target_modules=_ALL, r=4, use_qalora=True),
+    "KaSA": lambda: peft.LoraConfig(target_modules=_ALL, r=4, kasa_config=KasaConfig()),
+    "VeLoRA": lambda: peft.LoraConfig(target_modules=_ALL, r=4, velora_config=VeloraConfig()),
     "DoRA": lambda: peft.LoraConfig(target_modules=_ALL, r=4, use_dora=True),
     "PiSSA": lambda: peft.LoraConfig(target_modules=_ALL, r=4, init_lora_weights="pissa"),
     "OLoRA": lambda: peft.LoraConfig(target_modules=_ALL, r=4, init_lora_weights="olora"),
@@ -53,25 +69,66 @@ TUNERS: dict[str, Callable[[], peft.PeftConfig]] = {
     "SHiRA": lambda: peft.ShiraConfig(target_modules=_ALL, r=2),
     "C3A": lambda: peft.C3AConfig(target_modules=_ALL, block_size=16),
     "RoAd": lambda: peft.RoadConfig(target_modules=_ALL, group_size=16),
+    "AdaMSS": lambda: peft.AdamssConfig(target_modules=_ALL, r=8, num_subspaces=2),
+    "BEFT": lambda: peft.BeftConfig(target_modules=["q_proj", "k_proj", "v_proj"]),
+    "DEFT": lambda: peft.DeftConfig(target_modules=_ALL, r=4),
+    "FRoD": lambda: peft.FrodConfig(target_modules=["q_proj", "o_proj"], progressbar=False),
+    "GLoRA": lambda: peft.GloraConfig(target_modules=_ALL, r=4),
+    "HiRA": lambda: peft.HiraConfig(target_modules=_ALL, r=4),
+    "Lily": lambda: peft.LilyConfig(target_modules=_ALL, r=4),
+    "PEANuT": lambda: peft.PeanutConfig(target_modules=_ALL, r=4),
+    "Poly": lambda: peft.PolyConfig(target_modules=_ALL, r=4, n_tasks=2, task_type="CAUSAL_LM"),
+    "PSOFT": lambda: peft.PsoftConfig(target_modules=_ALL, r=4, psoft_alpha=4),
+    "PVeRA": lambda: peft.PveraConfig(target_modules=["q_proj", "o_proj"], r=4),
+    "ShadowPEFT": lambda: peft.ShadowConfig(r=4, task_type="CAUSAL_LM"),
+    "Supertuning": lambda: peft.SupertuningConfig(target_modules=_ALL, sparsity=0.9),
+    "TinyLoRA": lambda: peft.TinyLoraConfig(target_modules=_ALL, r=2, u=8),
+    "UniLoRA": lambda: peft.UniLoraConfig(target_modules=_ALL, r=4, theta_d_length=32),
+    "X-LoRA": lambda: peft.XLoraConfig(hidden_size=128, adapters={"0": _saved_lora()}, xlora_dropout_p=0.0),
     "MiSS": lambda: peft.MissConfig(target_modules=_ALL, r=4),
     "MiSS, bat": lambda: peft.MissConfig(target_modules=_ALL, r=16, init_weights="bat"),
     "GraLoRA": lambda: peft.GraloraConfig(target_modules=_ALL, r=4, gralora_k=2),
     "DeLoRA": lambda: peft.DeloraConfig(target_modules=_ALL, r=4),
     "WaveFT": lambda: peft.WaveFTConfig(target_modules=_ALL, n_frequency=16),
     "OSF": lambda: peft.OSFConfig(target_modules=_ALL, effective_rank=8),
+    "Trainable tokens": lambda: peft.TrainableTokensConfig(token_indices=[3, 4], target_modules=["embed_tokens"]),
     "LN tuning": lambda: peft.LNTuningConfig(target_modules=["input_layernorm", "post_attention_layernorm"]),
     "Prompt tuning": lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
     "P-tuning": lambda: peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=4, encoder_hidden_size=32),
     "Prefix tuning": lambda: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+    "Multitask prompt tuning": lambda: peft.MultitaskPromptTuningConfig(
+        task_type="CAUSAL_LM", num_virtual_tokens=4, num_tasks=2
+    ),
+    "CPT": lambda: peft.CPTConfig(
+        task_type="CAUSAL_LM", cpt_token_ids=[3, 4, 5, 6], cpt_mask=[1] * 4, cpt_tokens_type_mask=[1, 2, 3, 4]
+    ),
+    "Cartridge": lambda: peft.CartridgeConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+    "LLaMA-Adapter": lambda: peft.AdaptionPromptConfig(task_type="CAUSAL_LM", adapter_len=4, adapter_layers=1),
 }
+#: what PEFT accepts of no other family
+FAMILY = {"LLaMA-Adapter": "llama"}
+#: packages that PEFT imports for one tuner only; without them its row is not tried again
+NEEDS = {"AdaMSS": "sklearn"}
+#: what a tuner wants at every forward
+INPUTS = {name: {"task_ids": torch.tensor([1])} for name in ("Poly", "Multitask prompt tuning")}
 
 
-def packed_model() -> nn.Module:
-    model = make_tiny_model("qwen2", tie_word_embeddings=False)
+def packed_model(family: str = "qwen2") -> nn.Module:
+    model = make_tiny_model(family, tie_word_embeddings=False)
+    model.config.use_cache = False  # X-LoRA asks for it
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear) and name != "lm_head":
             model.set_submodule(name, NVFP4Linear.from_linear(module))
     return model.requires_grad_(False)
+
+
+@functools.cache
+def _saved_lora() -> str:
+    """Folder of an adapter, which X-LoRA mixes."""
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder)
+    adapted(make_tiny_model("qwen2", tie_word_embeddings=False), TUNERS["LoRA"]()).save_pretrained(folder)
+    return folder
 
 
 def dequantized(model: nn.Module) -> nn.Module:
@@ -86,6 +143,8 @@ def adapted(model: nn.Module, config: peft.PeftConfig) -> peft.PeftModel:
     """The adapter with parameters that matter, the same for the same seed."""
     torch.manual_seed(0)
     wrapped = peft.get_peft_model(model, config)
+    if getattr(config, "init_lora_weights", None) == "eva":
+        peft.initialize_lora_eva_weights(wrapped, [{"input_ids": _IDS}] * 4, show_progress_bar=False)
     with torch.no_grad():
         for name, parameter in wrapped.named_parameters():
             if parameter.requires_grad:
@@ -95,40 +154,40 @@ def adapted(model: nn.Module, config: peft.PeftConfig) -> peft.PeftModel:
 
 
 @torch.no_grad()
-def _logits(model: nn.Module) -> torch.Tensor:
-    return model(input_ids=_IDS, use_cache=False).logits
+def _logits(model: nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    return model(input_ids=_IDS, use_cache=False, **inputs).logits
 
 
-def _forward(model: Any) -> list[torch.Tensor]:
-    return [_logits(model)]
+def _forward(model: Any, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    return [_logits(model, inputs)]
 
 
-def _gradient(model: Any) -> list[torch.Tensor]:
-    model(input_ids=_IDS, labels=_IDS, use_cache=False).loss.backward()
+def _gradient(model: Any, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    model(input_ids=_IDS, labels=_IDS, use_cache=False, **inputs).loss.backward()
     gradients = [p.grad for p in model.parameters() if p.requires_grad and p.grad is not None]
     assert gradients, "nothing is trained"
     return gradients
 
 
-def _merge(model: Any) -> list[torch.Tensor]:
+def _merge(model: Any, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     model.merge_adapter()
-    merged = _logits(model)
+    merged = _logits(model, inputs)
     model.unmerge_adapter()
-    return [merged, _logits(model.merge_and_unload())]
+    return [merged, _logits(model.merge_and_unload(), inputs)]
 
 
-def _unmerge(model: Any) -> list[torch.Tensor]:
+def _unmerge(model: Any, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     model.merge_adapter()
     model.unmerge_adapter()
-    return [_logits(model)]
+    return [_logits(model, inputs)]
 
 
 _CELLS = {"forward": _forward, "gradient": _gradient, "merge": _merge, "unmerge": _unmerge}
 
 
-def _outcome(model: nn.Module, config: peft.PeftConfig, cell: str) -> list[torch.Tensor] | Exception:
+def _outcome(model: nn.Module, name: str, cell: str) -> list[torch.Tensor] | Exception:
     try:
-        return _CELLS[cell](adapted(model, config))
+        return _CELLS[cell](adapted(model, TUNERS[name]()), INPUTS.get(name, {}))
     except Exception as error:  # whatever it is, it is compared with what the dense model gives
         return error
 
@@ -137,9 +196,9 @@ def cells(name: str) -> dict[str, str]:
     warnings.filterwarnings("ignore")
     found = {}
     for cell in CELLS:
-        packed = packed_model()
+        packed = packed_model(FAMILY.get(name, "qwen2"))
         dense = dequantized(packed)
-        here, there = _outcome(packed, TUNERS[name](), cell), _outcome(dense, TUNERS[name](), cell)
+        here, there = _outcome(packed, name, cell), _outcome(dense, name, cell)
         if isinstance(here, Exception) and isinstance(there, Exception):
             found[cell] = "PEFT cannot: " + _first_line(there)
         elif isinstance(here, Exception):
@@ -156,14 +215,19 @@ def cells(name: str) -> dict[str, str]:
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [""])[0][:200]
+    return (str(error).splitlines() or [type(error).__name__])[0][:300]
+
+
+def main() -> None:
+    known = json.loads(RESULT.read_text())["tuners"]
+    for name in sys.argv[1:] or TUNERS:
+        known[name] = cells(name)
+        print(name, known[name], flush=True)
+    versions = {"torch": torch.__version__.partition("+")[0], "peft": peft.__version__}
+    tuners = {name: known[name] for name in TUNERS if name in known}
+    content = {"command": "python -m tests.peft_tuners", "versions": versions, "tuners": tuners}
+    RESULT.write_text(json.dumps(content, indent=2) + "\n")
 
 
 if __name__ == "__main__":
-    found = {}
-    for name in TUNERS:
-        found[name] = cells(name)
-        print(name, found[name], flush=True)
-    versions = {"torch": torch.__version__.partition("+")[0], "peft": peft.__version__}
-    content = {"command": "python -m tests.peft_tuners", "versions": versions, "tuners": found}
-    RESULT.write_text(json.dumps(content, indent=2) + "\n")
+    main()

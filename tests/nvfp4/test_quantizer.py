@@ -433,6 +433,15 @@ def test_a_classifier_on_a_packed_base_has_a_new_head(kind, packed_model_dir):
     assert torch.equal(model.get_parameter(name), base.get_parameter(name))
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_settings_of_the_configuration_may_be_given_by_name(packed, tiny_model_dir, packed_model_dir):
+    folder = packed_model_dir("compressed-tensors") if packed else tiny_model_dir("qwen2")
+    kind = AutoModelForSequenceClassification
+    model = from_pretrained(folder, model_class=kind, num_labels=3, rms_norm_eps=0.5)
+    assert model.score.weight.shape == (3, 128)
+    assert model.model.norm.variance_epsilon == 0.5 and nvfp4_layers(model)
+
+
 def test_a_modelopt_folder_that_is_to_be_quantized_again_is_refused_with_the_way_that_works(packed_model_dir):
     """transformers knows no such method, ignores the folder's configuration, and asks us to quantize."""
     folder = packed_model_dir("modelopt")

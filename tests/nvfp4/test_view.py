@@ -40,6 +40,21 @@ def test_a_product_with_it_has_the_gradient_of_a_dense_one(layer):
     assert torch.equal(x.grad, torch.ones_like(y) @ layer.dequantize())
 
 
+@pytest.mark.parametrize("given", [lambda w: w, lambda w: w.data, lambda w: nn.Parameter(w, requires_grad=False)])
+def test_its_own_weight_changes_nothing(layer, given):
+    """As PEFT does it when an adapter is unloaded."""
+    before = layer.dequantize()
+    layer.weight = given(layer.weight)
+    assert isinstance(layer, NVFP4Linear) and torch.equal(layer.weight, before)
+
+
+def test_the_weight_of_another_packed_layer_is_copied_as_it_reads(layer):
+    other = NVFP4Linear.from_linear(nn.Linear(64, 32).bfloat16())
+    layer.weight = other.weight
+    assert type(layer) is nn.Linear and type(layer.weight) is nn.Parameter and not layer.weight.requires_grad
+    assert torch.equal(layer.weight, other.dequantize()) and isinstance(other, NVFP4Linear)
+
+
 def _add_to_a_name(layer, delta):
     weight = layer.weight.data
     weight += delta

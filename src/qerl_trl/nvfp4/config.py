@@ -242,7 +242,8 @@ def from_pretrained(
 ) -> PreTrainedModel:
     """Load a model in NVFP4 from a dense, compressed-tensors or ModelOpt checkpoint (folder or Hub repository).
 
-    `kwargs` go to `model_class.from_pretrained` (`device_map`, `attn_implementation`, `revision`, ...).
+    `kwargs` go to `model_class.from_pretrained` (`device_map`, `attn_implementation`, `revision`, ...), and to the model's configuration what
+    it has (`num_labels`, ...), as in transformers.
     """
     hub = {
         key: kwargs[key]
@@ -254,6 +255,9 @@ def from_pretrained(
         given = copy.deepcopy(kwargs["config"])
         given.quantization_config = chosen["config"].quantization_config
         chosen["config"] = given
+    elif "config" in chosen:  # transformers does it to a configuration that it reads itself
+        known = chosen["config"].to_dict().keys() - {"dtype"} | {"num_labels"}
+        chosen["config"].update({key: kwargs.pop(key) for key in known & kwargs.keys()})
     return model_class.from_pretrained(model_id, **{**kwargs, **chosen})
 
 

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 from .format import BLOCK_SIZE, NVFP4Tensor, dequantize, quantize
 from .layouts import LAYOUTS
-from .view import DecodedWeight
+from .view import DecodedWeight, read
 
 #: the parameters that hold a layer's weight, in the order of `NVFP4Tensor`: named as they are written
 PACKED = LAYOUTS["compressed-tensors"].tensors
@@ -306,10 +306,13 @@ class NVFP4Linear(nn.Linear):
         return DecodedWeight(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "weight":
-            self.become_dense().weight = value if isinstance(value, nn.Parameter) else _frozen(value)
-        else:
+        if name != "weight":
             super().__setattr__(name, value)
+        elif not (
+            isinstance(value, DecodedWeight) and value.layer is self
+        ):  # `layer.weight = layer.weight`, as PEFT's unload does
+            value = read(value)  # of another packed layer: before this one is dense
+            self.become_dense().weight = value if isinstance(value, nn.Parameter) else _frozen(value)
 
     @property
     def W_q(self) -> nn.Parameter:

@@ -64,10 +64,10 @@ class DecodedWeight(torch.Tensor):
             if not (
                 isinstance(value, cls) and value.layer is view.layer
             ):  # `weight.data += delta` assigns what it has written
-                _dense(view.layer).weight.data = _read(value)
+                _dense(view.layer).weight.data = read(value)
             return None
         if func == torch.Tensor.__setitem__ and isinstance(args[0], cls):
-            _dense(args[0].layer).weight.data[_read(args[1])] = _read(args[2])
+            _dense(args[0].layer).weight.data[read(args[1])] = read(args[2])
             return None
         with torch._C.DisableTorchFunctionSubclass():
             return tree_map(_part, func(*args, **kwargs))
@@ -77,7 +77,7 @@ class DecodedWeight(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func in _ALIASES:
-            return cls(args[0].layer) if _is_packed(args[0].layer) else func(_read(args[0]))
+            return cls(args[0].layer) if _is_packed(args[0].layer) else func(read(args[0]))
         written = [
             given
             for argument, given in zip(func._schema.arguments, args, strict=False)
@@ -86,7 +86,7 @@ class DecodedWeight(torch.Tensor):
         written += [value for name, value in (kwargs or {}).items() if name == "out" and isinstance(value, cls)]
         for view in written:
             _dense(view.layer)
-        result = func(*tree_map(_read, args), **tree_map(_read, dict(kwargs or {})))
+        result = func(*tree_map(read, args), **tree_map(read, dict(kwargs or {})))
         return written[0] if written and isinstance(result, torch.Tensor) else result
 
 
@@ -117,7 +117,8 @@ def _is_packed(layer: nn.Module) -> bool:
     return hasattr(layer, "weight_packed")
 
 
-def _read(value: Any) -> Any:
+def read(value: Any) -> Any:
+    """What `value` stands for, if it is a `DecodedWeight`: the dense tensor (N, K); else `value` itself."""
     if not isinstance(value, DecodedWeight):
         return value
     return value.layer.dequantize() if _is_packed(value.layer) else value.layer.weight.data

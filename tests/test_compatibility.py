@@ -1,0 +1,98 @@
+"""What docs/source/compatibility.md says other code makes of a packed model, where no other test does."""
+
+import datasets
+import peft
+import pytest
+import torch
+import trl
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from qerl_trl import NVFP4Config, from_pretrained
+from qerl_trl.nvfp4.linear import NVFP4Linear
+
+LORA = {"r": 4, "target_modules": "all-linear"}
+OPTIONS = {
+    "max_steps": 1,
+    "per_device_train_batch_size": 2,
+    "learning_rate": 1e-2,
+    "use_cpu": True,
+    "bf16": False,
+    "report_to": [],
+    "save_strategy": "no",
+    "max_length": 32,
+}
+PAIRS = datasets.Dataset.from_dict({"prompt": ["a", "b"], "chosen": ["yes", "yes"], "rejected": ["no", "no"]})
+
+
+@pytest.fixture
+def base(tiny_model_dir, tiny_tokenizer, tmp_path):
+    """Folder of an NVFP4 base with its tokenizer, as it is saved."""
+    folder = tmp_path / "base"
+    from_pretrained(tiny_model_dir("qwen2"), NVFP4Config()).save_pretrained(folder)
+    tiny_tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_parameters_are_counted_as_they_are_stored(base):
+    model = from_pretrained(base)
+    dense = AutoModelForCausalLM.from_config(model.config)
+    packed = [module for module in model.modules() if isinstance(module, NVFP4Linear)]
+    weights = sum(layer.in_features * layer.out_features for layer in packed)
+    stored = weights // 2 + weights // 16 + 4 * len(packed)
+    assert model.num_parameters() == dense.num_parameters() - weights + stored
+
+
+def test_pefts_preparation_leaves_checkpointing_off(base):
+    model = peft.prepare_model_for_kbit_training(from_pretrained(base))
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    assert model.model.norm.weight.dtype == torch.float32 and not model.is_gradient_checkpointing
+    model.gradient_checkpointing_enable()  # as a trainer does with gradient_checkpointing=True
+    assert model.is_gradient_checkpointing
+
+
+def _sft(model, tokenizer, folder):
+    data = datasets.Dataset.from_dict({"text": ["one two", "two three"]})
+    args = trl.SFTConfig(output_dir=str(folder), **OPTIONS)
+    return trl.SFTTrainer(
+        model, args, train_dataset=data, processing_class=tokenizer, peft_config=peft.LoraConfig(**LORA)
+    )
+
+
+def _dpo(model, tokenizer, folder):
+    args = trl.DPOConfig(output_dir=str(folder), **OPTIONS)
+    return trl.DPOTrainer(
+        model, args=args, train_dataset=PAIRS, processing_class=tokenizer, peft_config=peft.LoraConfig(**LORA)
+    )
+
+
+def _reward(model, tokenizer, folder):
+    args = trl.RewardConfig(output_dir=str(folder), **OPTIONS)
+    lora = peft.LoraConfig(**LORA, task_type="SEQ_CLS", modules_to_save=["score"])
+    return trl.RewardTrainer(model, args=args, train_dataset=PAIRS, processing_class=tokenizer, peft_config=lora)
+
+
+def test_a_saved_folder_by_name_is_refused_by_peft(base, tiny_tokenizer, tmp_path):
+    with pytest.raises(AttributeError, match="'Linear' object has no attribute 'weight'"):
+        _sft(str(base), tiny_tokenizer, tmp_path / "out")
+
+
+@pytest.mark.parametrize("make", [_sft, _dpo, _reward], ids=["sft", "dpo", "reward"])
+def test_stock_trainers_train_an_adapter_on_a_loaded_base(make, base, tiny_tokenizer, tmp_path):
+    kind = {"model_class": AutoModelForSequenceClassification, "num_labels": 1} if make is _reward else {}
+    model = from_pretrained(base, **kind)
+    packed = {n: p.clone() for n, p in model.named_parameters() if n.endswith("weight_packed")}
+    trainer = make(model, tiny_tokenizer, tmp_path / "out")
+    before = {n: p.detach().clone() for n, p in trainer.model.named_parameters() if p.requires_grad}
+    assert any("lora_B" in name for name in before)
+    trainer.train()
+    after = dict(trainer.model.named_parameters())
+    assert all(not torch.equal(after[name], value) for name, value in before.items() if "lora_B" in name)
+    assert packed and all(
+        torch.equal(model.get_parameter(_inside(model, name)), value) for name, value in packed.items()
+    )
+
+
+def _inside(model, name: str) -> str:
+    """The parameter's name once PEFT has put the layer into its own."""
+    path, _, leaf = name.rpartition(".")
+    return f"{path}.base_layer.{leaf}" if hasattr(model.get_submodule(path), "base_layer") else name
