@@ -31,7 +31,8 @@ YOUR_TASK = ROOT / "examples/benchmarks/results/your_task_cpu.json"
 TRAINING = ROOT / "examples/benchmarks/results/train_step_h200.json"
 PLAN = ROOT / "examples/benchmarks/results/memory_h200.json"
 UPDATE = ROOT / "examples/benchmarks/results/update_speed_h200.json"
-RECOMPUTE = ROOT / "examples/benchmarks/results/update_recompute_h200.json"
+TORCH_COMPILE = ROOT / "examples/benchmarks/results/update_torch_compile_h200.json"
+UNSLOTH = ROOT / "examples/benchmarks/results/unsloth_h200.json"
 START = ROOT / "examples/benchmarks/results/start_time_h200.json"
 STEP = ROOT / "examples/benchmarks/results/step_h200.json"
 DEMO = ROOT / "examples/benchmarks/results/demo.json"
@@ -237,49 +238,62 @@ def faults_on_gpu() -> str:
 def update() -> str:
     """Forward and backward of a micro-batch, ours and stock."""
     record = json.loads(UPDATE.read_text())
+    whole, unsloth = json.loads(TORCH_COMPILE.read_text()), json.loads(UNSLOTH.read_text())
     names = {
         "stock": "bf16, TRL and PEFT as they come",
         "bf16-compiled-fused": "bf16, ours",
         "nvfp4": "NVFP4, PEFT in eager mode",
         "nvfp4-compiled-fused": "NVFP4, ours",
     }
+    found = {
+        name: (record["cases"][case]["seconds"], record["cases"][case]["peak_gib"]) for case, name in names.items()
+    }
+    compiled = whole["cases"]["stock-torch-compile"]
+    found["bf16, TRL with torch_compile"] = compiled["seconds"], compiled["peak_gib"]
+    for case, name in {"bf16": "bf16, Unsloth", "4bit": "NF4, Unsloth"}.items():
+        rows_of = {mode: row for mode, row in unsloth["cases"][case].items() if "seconds" in row}
+        found[name] = tuple({m: row[what] for m, row in rows_of.items()} for what in ("seconds", "peak_gib"))
     rows = [
         "| base | recomputing every layer, s | peak, GiB | keeping activations, s | peak, GiB | forward alone, s |",
         "|---|---:|---:|---:|---:|---:|",
     ]
-    for case, name in names.items():
-        seconds, peak = record["cases"][case]["seconds"], record["cases"][case]["peak_gib"]
-        rows.append(
-            f"| {name} | {seconds['checkpointed']:.3f} | {peak['checkpointed']:.1f} | {seconds['plain']:.3f} | {peak['plain']:.1f} | "
-            f"{seconds['forward']:.3f} |"
-        )
-    now = json.loads(RECOMPUTE.read_text())
-    inside = now["cases"]["nvfp4-compiled-fused"]
+    for name, (seconds, peak) in found.items():
+        cells = [
+            cell
+            for mode in ("checkpointed", "plain")
+            for cell in (
+                f"{seconds[mode]:.3f}" if mode in seconds else "",
+                f"{peak[mode]:.1f}" if mode in peak else "",
+            )
+        ]
+        forward = f"{seconds['forward']:.3f}" if "forward" in seconds else ""
+        rows.append(f"| {name} | {' | '.join(cells)} | {forward} |")
+    first = compiled["first_s"]["checkpointed"]
     return (
         "\n".join(rows)
         + f"\n\nForward and backward of {record['sequences']} x {record['tokens_each']} tokens of the {record['size'].upper()} shape, rank-32 LoRA, "
-        f"adapter without dropout. {measured_by(UPDATE, record['device'], [record['commit']], torch=record['versions']['torch'])}.\n\n"
-        f"Since then compiled layers recompute inside, and only what a gradient needs: the last line's {inside['seconds']['checkpointed-around']:.3f} s became "
-        f"{inside['seconds']['checkpointed']:.3f} s in one run of both, with {inside['peak_gib']['checkpointed']:.1f} GiB instead of {inside['peak_gib']['checkpointed-around']:.1f} "
-        f"({measured_by(RECOMPUTE, now['device'], [now['commit']], torch=now['versions']['torch'])})."
+        f"adapter without dropout. {measured_by(UPDATE, record['device'], [record['commit']], torch=record['versions']['torch'])}. "
+        f"torch_compile: {measured_by(TORCH_COMPILE, whole['device'], [whole['commit']])}, its first call took {first:.0f} s. "
+        f"Unsloth {unsloth['versions']['unsloth']} with trl {unsloth['versions']['trl']}, cross entropy in place of GRPO's log-probabilities: "
+        f"{measured_by(UNSLOTH, unsloth['device'], [unsloth['commit']])}."
     )
 
 
 def start() -> str:
     """Seconds from the start of a process to its first sampled token."""
     record = json.loads(START.read_text())
-    names = {"ours": "QeRL trainer, quantized while it loads", "vllm": "vLLM, bf16"}
-    rows = ["| | caches | imports, s | engine, s | first token, s | beside it |", "|---|---|---:|---:|---:|---|"]
+    names = {"ours": "QeRL trainer, quantized while it loads", "trl": "TRL's trainer, bf16", "vllm": "vLLM alone, bf16"}
+    rows = ["| | caches | imports, s | engine, s | first token, s |", "|---|---|---:|---:|---:|"]
     for run in record["runs"]:
         parts = run["parts"]
         engine = next(value for name, value in parts.items() if name.strip() == "LLM(...)")
         rows.append(
-            f"| {names[run['case']]} | {run['state']} | {parts['imports']:.0f} | {engine:.0f} | {run['first_token_s']:.0f} | {run['beside']} |"
+            f"| {names[run['case']]} | {run['state']} | {parts['imports']:.0f} | {engine:.0f} | {run['first_token_s']:.0f} |"
         )
-    commits = [run["commit"] for run in record["runs"]]
+    ratios = ", ".join(f"{ratio:.2f} times {names[case]}" for case, ratio in record["warm_first_token_against"].items())
     return (
-        "\n".join(rows)
-        + f"\n\n{record['shape'].upper()} shape. {measured_by(START, record['machine'], commits, vLLM=record['versions']['vllm'])}."
+        "\n".join(rows) + f"\n\nWith warm caches our first token takes {ratios}. {record['shape'].upper()} shape. "
+        f"{measured_by(START, record['machine'], [record['commit']], vLLM=record['versions']['vllm'])}."
     )
 
 
@@ -287,22 +301,24 @@ def step() -> str:
     """Whole GRPO steps."""
     record = json.loads(STEP.read_text())
     rows = [
-        "| workload | step, s | rollout, s | sync, s | update, s | peak, GiB | planned, GiB |",
-        "|---|" + "---:|" * 6,
+        "| workload | | step, s | rollout, s | sync, s | update, s | peak, GiB | planned, GiB |",
+        "|---|---|" + "---:|" * 6,
     ]
-    for row in record["step"]:
-        if "median" in row:
-            m = row["median"]
-            rows.append(
-                f"| {row['name'].removeprefix('ours-')} | {m['step']:.2f} | {m['rollout']:.2f} | {m['sync']:.3f} | {m['update_and_scoring']:.2f} | "
-                f"{row['measured_gib']:.1f} | {row['planned_gib']:.1f} |"
-            )
-    first = record["step"][0]
+    measured = sorted((row for row in record["step"] if "median" in row), key=lambda row: row["name"].partition("-")[2])
+    for row in measured:
+        who, _, workload = row["name"].partition("-")
+        m = row["median"]
+        planned = f"{row['planned_gib']:.1f}" if "planned_gib" in row else ""
+        rows.append(
+            f"| {workload} | {'stock TRL' if who == 'stock' else 'ours'} | {m['step']:.2f} | {m['rollout']:.2f} | {m['sync']:.3f} | {m['update_and_scoring']:.2f} | "
+            f"{row['measured_gib']:.1f} | {planned} |"
+        )
+    first = measured[0]
     versions = {"torch": first["versions"]["torch"], "vLLM": first["versions"]["vllm"]}
     return (
         "\n".join(rows)
-        + f"\n\nOurs on the NVFP4 base, with defaults. `ragged`: completions of lognormal lengths (mean 250, up to 1024), filled in after a short "
-        f"rollout, so only its update says something. {measured_by(STEP, first['device'], [first['commit']], **versions)}; other runs kept the second GPU and the processors of the machine busy meanwhile."
+        + f"\n\nOurs on the NVFP4 base, stock TRL with bf16 LoRA, each with its defaults. `ragged`: completions of lognormal lengths (mean 250, up to 1024), filled in after a short "
+        f"rollout, so only its update says something. {measured_by(STEP, first['device'], [row['commit'] for row in measured], **versions)}."
     )
 
 
@@ -359,12 +375,11 @@ def speed() -> str:
     ratios = rollouts["ratios"]["ours:7b over stock-merged:7b"]
     at = ", ".join(f"{ratio:.2f} at {count}" for count, ratio in ratios.items())
     ours, stock = updates["cases"]["nvfp4-compiled-fused"], updates["cases"]["stock"]
-    inside = json.loads(RECOMPUTE.read_text())["cases"]["nvfp4-compiled-fused"]  # newer
     tokens = f"{updates['sequences']} x {updates['tokens_each']}"
     return (
         f"Rollouts of 7B, relative to merged bf16, which is what TRL rolls out: {at} sequences. Forward and backward of "
-        f"{tokens} tokens take {inside['seconds']['checkpointed']:.2f} s where memory is short and {ours['seconds']['plain']:.2f} s where it is not (TRL "
-        f"with bf16 LoRA: {stock['seconds']['checkpointed']:.2f} and {stock['seconds']['plain']:.2f} s), in {inside['peak_gib']['checkpointed']:.0f} and "
+        f"{tokens} tokens take {ours['seconds']['checkpointed']:.2f} s where memory is short and {ours['seconds']['plain']:.2f} s where it is not (TRL "
+        f"with bf16 LoRA: {stock['seconds']['checkpointed']:.2f} and {stock['seconds']['plain']:.2f} s), in {ours['peak_gib']['checkpointed']:.0f} and "
         f"{ours['peak_gib']['plain']:.0f} GiB ({stock['peak_gib']['checkpointed']:.0f} and {stock['peak_gib']['plain']:.0f}). {rollouts['device']}, random weights; all "
         "tables, losses included: [speed and memory](docs/source/benchmarks.md)."
     )

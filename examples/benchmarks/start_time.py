@@ -1,10 +1,11 @@
 """Seconds from the start of the process to the first sampled token: a QeRL trainer with vLLM in its process, and plain vLLM in the same run.
 
-    python start_time.py --out results/start_time.json                      # 7B on a GPU, about 6 minutes
+    python start_time.py --out results/start_time.json                      # 7B on a GPU, about 8 minutes
     python start_time.py --out /tmp/start.json --shape tiny --device cpu    # does it run at all
 
-Cases: `ours` (bf16 folder, quantized while it loads, rank-32 adapter, noise, CUDA graphs as vLLM captures them), `vllm` (bf16) and
-`vllm-lora` (bf16, rank-32 adapter in vLLM's own slots). Each runs twice, each time in a process of its own: `cold` with empty caches of
+Cases: `ours` (bf16 folder, quantized while it loads, rank-32 adapter, noise, CUDA graphs as vLLM captures them), `trl` (TRL's own trainer
+with vLLM in its process, bf16, the same adapter, merged into the engine; GPU only), `vllm` (bf16, the engine alone) and `vllm-lora` (bf16,
+rank-32 adapter in vLLM's own slots). Each runs twice, each time in a process of its own: `cold` with empty caches of
 Triton, of torch.compile and of vLLM, then `warm` with those that the cold run left. Python's files are in the page cache either way: an
 import that is not measured comes first. Then as many sequences as one rollout has, of 100 random tokens each, to the first token and again,
 and a whole rollout of 32 tokens, twice; what a second call no longer takes was compilation.
@@ -30,7 +31,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(Path(__file__).parent))
-CASES = ("vllm", "vllm-lora", "ours")
+CASES = ("vllm", "vllm-lora", "trl", "ours")
 RANK, PROMPT, NEW = 32, 100, 32
 SEQUENCES = (8, 64)
 MAX_LENGTH = 1024
@@ -79,10 +80,63 @@ def prompts(count: int, vocabulary: int) -> list[list[int]]:
     return torch.randint(2, vocabulary, (count, PROMPT), generator=generator).tolist()
 
 
-def start_ours(clock: Clock, checkpoint: Path, device: str) -> Callable[[int, int], None]:
-    """A trainer with its engine; returns what rolls out (sequences, new tokens)."""
+def build(config: Any, trainer: Any, checkpoint: Path, device: str, **options: Any) -> Any:
+    """A trainer of either kind, whose engine has room for as many sequences as one rollout has."""
     from datasets import Dataset
     from peft import LoraConfig
+
+    if device == "cpu":
+        options |= {"vllm_gpu_memory_utilization": 0.05, "vllm_engine_kwargs": {"enforce_eager": True}}
+    arguments = config(
+        output_dir=tempfile.mkdtemp(),
+        use_vllm=True,
+        vllm_mode="colocate",
+        vllm_max_model_length=MAX_LENGTH,
+        max_completion_length=NEW,
+        per_device_train_batch_size=8,
+        gradient_accumulation_steps=max(SEQUENCES) // 8,
+        num_generations=8,
+        model_init_kwargs={"dtype": "bfloat16"},
+        bf16=True,
+        use_cpu=device == "cpu",
+        report_to=[],
+        **options,
+    )
+    return trainer(
+        model=str(checkpoint),
+        reward_funcs=lambda completions, **_: [0.0] * len(completions),
+        args=arguments,
+        train_dataset=Dataset.from_dict({"prompt": ["1 " * PROMPT] * 64}),  # by which a planned KV cache is sized
+        peft_config=LoraConfig(r=RANK, lora_alpha=RANK, target_modules="all-linear", task_type="CAUSAL_LM"),
+    )
+
+
+def start_trl(clock: Clock, checkpoint: Path) -> Callable[[int, int], None]:
+    """TRL's trainer with its engine, in whose weights the adapter is merged, as before each of its rollouts."""
+    from trl import GRPOConfig, GRPOTrainer
+    from trl.generation import vllm_generation
+    from trl.trainer import grpo_trainer
+
+    clock.watch(vllm_generation, "LLM", "  LLM(...)")
+    clock.watch(grpo_trainer, "create_model_from_path", "weights")
+    clock.watch(grpo_trainer, "get_peft_model", "adapter")
+    clock.watch(vllm_generation.VLLMGeneration, "sync_weights", "merged adapter into the engine")
+    trainer = clock.part(
+        "trainer", lambda: build(GRPOConfig, GRPOTrainer, checkpoint, "cuda", vllm_gpu_memory_utilization=0.4)
+    )
+    engine = trainer.vllm_generation
+    engine.sync_weights()
+    vocabulary = trainer.model.config.vocab_size
+
+    def rollout(sequences: int, tokens: int) -> None:
+        engine.max_completion_length = tokens
+        engine.generate(prompts(sequences, vocabulary), None, 1)
+
+    return rollout
+
+
+def start_ours(clock: Clock, checkpoint: Path, device: str) -> Callable[[int, int], None]:
+    """A trainer with its engine; returns what rolls out (sequences, new tokens)."""
     from trl.trainer import grpo_trainer
 
     from qerl_trl import QeRLConfig, QeRLGRPOTrainer
@@ -104,35 +158,7 @@ def start_ours(clock: Clock, checkpoint: Path, device: str) -> Callable[[int, in
     clock.watch(AQNCallback, "attach", "noise: find the norms")
     clock.watch(generation.QeRLVLLMGeneration, "probe_noise", "noise: probe")
     clock.watch(trainer_module, "prepare", "update: fuse, pack, compile")
-    arguments = QeRLConfig(
-        output_dir=tempfile.mkdtemp(),
-        use_vllm=True,
-        vllm_mode="colocate",
-        vllm_max_model_length=MAX_LENGTH,
-        max_completion_length=NEW,
-        per_device_train_batch_size=8,
-        gradient_accumulation_steps=max(SEQUENCES) // 8,
-        num_generations=8,
-        model_init_kwargs={"dtype": "bfloat16"},
-        bf16=True,
-        use_cpu=device == "cpu",
-        report_to=[],
-        **(
-            {"vllm_gpu_memory_utilization": 0.05, "vllm_engine_kwargs": {"enforce_eager": True}}
-            if device == "cpu"
-            else {}
-        ),
-    )
-    trainer = clock.part(
-        "trainer",
-        lambda: QeRLGRPOTrainer(
-            model=str(checkpoint),
-            reward_funcs=lambda completions, **_: [0.0] * len(completions),
-            args=arguments,
-            train_dataset=Dataset.from_dict({"prompt": ["1 + 1"] * 64}),
-            peft_config=LoraConfig(r=RANK, lora_alpha=RANK, target_modules="all-linear", task_type="CAUSAL_LM"),
-        ),
-    )
+    trainer = clock.part("trainer", lambda: build(QeRLConfig, QeRLGRPOTrainer, checkpoint, device))
     engine = trainer.vllm_generation
     vocabulary = trainer.model.config.vocab_size
 
@@ -177,12 +203,15 @@ def start_vllm(clock: Clock, checkpoint: Path, device: str, lora: Path | None) -
 
 def run_case(case: str, checkpoint: Path, device: str, lora: Path, started: float) -> dict:
     clock = Clock(started)
-    modules = ["torch", "transformers", "vllm", *(["trl", "qerl_trl.trainer"] if case == "ours" else [])]
+    trainers = {"ours": ["trl", "qerl_trl.trainer"], "trl": ["trl", "trl.trainer.grpo_trainer"]}
+    modules = ["torch", "transformers", "vllm", *trainers.get(case, [])]
     clock.part("imports", lambda: [clock.part(f"  {name}", partial(importlib.import_module, name)) for name in modules])
     heard = Heard(clock)
     logging.getLogger("vllm").addHandler(heard)
     if case == "ours":
         rollout = start_ours(clock, checkpoint, device)
+    elif case == "trl":
+        rollout = start_trl(clock, checkpoint)
     else:
         rollout = start_vllm(clock, checkpoint, device, lora if case == "vllm-lora" else None)
     found: dict[str, Any] = {"ready_s": clock.now(), "first_token_s": 0.0}
@@ -305,7 +334,8 @@ def main() -> None:
             capture_output=True,
         )
         runs = []
-        for case in args.cases:
+        # on a CPU TRL's trainer cannot put its weights into vLLM
+        for case in [case for case in args.cases if case != "trl" or args.device == "cuda"]:
             for state in ("cold", "warm"):
                 runs.append(run(case, state, args, work))
                 print(json.dumps({k: v for k, v in runs[-1].items() if k != "log"}), flush=True)
