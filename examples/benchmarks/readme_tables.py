@@ -258,14 +258,9 @@ def update() -> str:
         "|---|---:|---:|---:|---:|---:|",
     ]
     for name, (seconds, peak) in found.items():
-        cells = [
-            cell
-            for mode in ("checkpointed", "plain")
-            for cell in (
-                f"{seconds[mode]:.3f}" if mode in seconds else "",
-                f"{peak[mode]:.1f}" if mode in peak else "",
-            )
-        ]
+        cells = []
+        for mode in ("checkpointed", "plain"):
+            cells += [f"{seconds[mode]:.3f}", f"{peak[mode]:.1f}"] if mode in seconds else ["", ""]
         forward = f"{seconds['forward']:.3f}" if "forward" in seconds else ""
         rows.append(f"| {name} | {' | '.join(cells)} | {forward} |")
     first = compiled["first_s"]["checkpointed"]
