@@ -2,6 +2,7 @@
 
     python acceptance.py --out acceptance.json                       # 3B, 7B, 14B and 32B; about 10 minutes on two H200s
     python acceptance.py --out a.json --sizes 7b --arms nvfp4 bf16
+    python acceptance.py --out a.json --only "3b nvfp4" "32b nvfp4 without noise"
 
 Each run is `accelerate launch examples/grpo_gsm8k.py --config examples/configs/<file>` with the file unedited; on the command line stand
 only what this machine cannot have (model and dataset: random weights in the same shape, the embedded example's problems; room for
@@ -10,12 +11,13 @@ weights stop as `random_checkpoint.py` says. A run passes when its process ends 
 
 `card_gib`: the run sees a GPU of that size (torch's allocator is capped, `mem_get_info` answers accordingly); so several runs share one
 large GPU, and seconds are those of runs side by side. `peak_gib`: the process's memory by NVML, CUDA context and graphs included.
-After the first 3B run its folder goes through the command line: merge, eval, plan, doctor, quantize.
+The folder of the first size's run in NVFP4 goes through the README's command line; `push`, `arms` and `tune` are tested elsewhere.
 """
 
 import argparse
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -24,10 +26,12 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(Path(__file__).parent))
+GIB = 2**30
 
 ARMS = {
     "nvfp4": [],
@@ -37,14 +41,29 @@ ARMS = {
     "nf4": ["--base_format", "nf4", "--aqn", "false"],
     "full": ["--base_format", "full", "--use_peft", "false", "--dtype", "float32", "--aqn", "false"],
 }
-#: GiB of the card that each run is shown, for nvfp4 the one that the configuration names; an arm that is not here does not fit one GPU of 141 GiB, or its weights this machine's disk
+
+
+def config_of(size: str) -> str:
+    return f"examples/configs/qwen2.5-{'3b' if size == 'tiny' else size}.yaml"
+
+
+def named_gib(size: str) -> float:
+    """Of the card that the first lines of a size's configuration name, in GB as it is sold."""
+    found = re.search(r"^# Starts on a card of (\d+) GB", (ROOT / config_of(size)).read_text(), re.MULTILINE)
+    assert found is not None, config_of(size)
+    return round(int(found[1]) * 10**9 / GIB, 2)
+
+
+#: GiB of the card that each run is shown; an arm that is not here does not fit one GPU of 141 GiB, or its weights this machine's disk
 CARDS = {
     "tiny": dict.fromkeys(ARMS, 0),
-    "3b": {"nvfp4": 16, "nvfp4 without noise": 16, "bf16": 24, "bf16 with noise": 24, "nf4": 16, "full": 64},
-    "7b": {"nvfp4": 24, "nvfp4 without noise": 24, "bf16": 48, "nf4": 24, "full": 128},
-    "14b": {"nvfp4": 48, "nvfp4 without noise": 48, "bf16": 80, "nf4": 48},
-    "32b": {"nvfp4": 80, "nvfp4 without noise": 80},
+    "3b": {"bf16": 24, "bf16 with noise": 24, "nf4": 16, "full": 64},
+    "7b": {"bf16": 48, "nf4": 24, "full": 128},
+    "14b": {"bf16": 80, "nf4": 48},
+    "32b": {},
 }
+for _size in ("3b", "7b", "14b", "32b"):
+    CARDS[_size] |= dict.fromkeys(("nvfp4", "nvfp4 without noise"), named_gib(_size))
 #: runs on one GPU at a time
 SIDE_BY_SIDE = 4
 PROBLEMS, HELD_OUT = 512, 32
@@ -112,8 +131,7 @@ def run_name(size: str, arm: str) -> str:
 def run(size: str, arm: str, steps: int, gpu: int, work: Path, timeout: float, extra: list[str]) -> dict:
     """One run, watched until it ends; what it printed, how long each part took, and how it ended."""
     card, name = CARDS[size][arm], run_name(size, arm)
-    config = f"examples/configs/qwen2.5-{'3b' if size == 'tiny' else size}.yaml"
-    output = work / "runs" / name
+    config, output = config_of(size), work / "runs" / name
     command = ["accelerate", "launch", "examples/grpo_gsm8k.py", "--config", config]
     local = [
         "--model_name_or_path",
@@ -169,7 +187,7 @@ def run(size: str, arm: str, steps: int, gpu: int, work: Path, timeout: float, e
         "steps": results.get("steps"),
         "seconds": round(time.perf_counter() - started, 1),
         **marks,
-        "peak_gib": round(int(peak_file.read_text() or 0) / 2**30, 2) if peak_file.is_file() else None,
+        "peak_gib": round(int(peak_file.read_text() or 0) / GIB, 2) if peak_file.is_file() else None,
         "memory_lines": [line.strip() for line in lines if "GiB" in line][:12],
         "log": [
             {
@@ -185,13 +203,15 @@ def run(size: str, arm: str, steps: int, gpu: int, work: Path, timeout: float, e
     return found
 
 
-def command_line(work: Path, size: str) -> list[dict]:
-    """The README's commands on the folder of a finished run."""
+def command_line(work: Path, size: str, gpu: int, extra: list[str]) -> Iterator[dict]:
+    """The README's commands on the folder of a finished run, and on the GPU where it ran."""
     finished = work / "runs" / f"{size}-nvfp4"
+    local = ["--model_name_or_path", str(work / size), "--dataset_name", str(work / "problems")]
     commands = [
         ["doctor"],
-        ["plan", str(work / size)],
-        ["merge", str(finished), str(work / "merged")],
+        ["plan", str(work / size), "--card", "RTX 4090"],
+        ["plot", str(finished)],
+        ["merge", str(finished), str(work / "merged"), "--dtype", "float32"],
         ["merge", str(finished), str(work / "adapter"), "--as", "adapter"],
         ["quantize", str(work / size), str(work / "quantized"), "--device", "cuda" if size != "tiny" else "cpu"],
         [
@@ -208,22 +228,21 @@ def command_line(work: Path, size: str) -> list[dict]:
             "--device",
             "cuda" if size != "tiny" else "cpu",
         ],
-    ]
-    found = []
+        ["train", "--config", Path(config_of(size)).stem, *local, "--max_steps", "1", "--output_dir", str(work / "train"), *extra],
+    ]  # fmt: skip
     for arguments in commands:
         started = time.perf_counter()
         done = subprocess.run(
             [sys.executable, "-m", "qerl_trl.cli.main", *arguments],
             cwd=ROOT,
-            env=dict(os.environ, HF_HUB_OFFLINE="1"),
+            env=environment(CARDS[size]["nvfp4"], gpu, work / "command_line.peak", work / "site"),
             capture_output=True,
             text=True,
         )
         text = " ".join(["qerl-trl", *arguments]).replace(str(work), "LOCAL")
         entry = {"command": text, "passed": done.returncode == 0, "seconds": round(time.perf_counter() - started, 1)}
         entry["last_lines"] = (done.stdout + done.stderr).replace(str(work), "LOCAL").splitlines()[-12:]
-        found.append(entry)
-    return found
+        yield entry
 
 
 def main() -> None:
@@ -231,6 +250,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--sizes", nargs="+", default=["3b", "7b", "14b", "32b"], choices=CARDS)
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=ARMS)
+    every = [f"{size} {arm}" for size in CARDS for arm in CARDS[size]]
+    parser.add_argument("--only", nargs="+", choices=every, help="These runs, in place of sizes and arms.")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "acceptance")
     parser.add_argument("--timeout", type=float, default=240.0, help="Seconds that one run may take.")
     parser.add_argument("--limit", type=float, default=570.0, help="Seconds after which no further run starts.")
@@ -241,6 +262,10 @@ def main() -> None:
     parser.add_argument("--no-command-line", action="store_true")
     parser.add_argument("--extra", nargs=argparse.REMAINDER, default=[], help="Further options of every run.")
     options = parser.parse_args()
+    wanted = [(size, arm) for size in options.sizes for arm in options.arms if arm in CARDS[size]]
+    if options.only:
+        wanted = [(size, arm) for size, _, arm in (name.partition(" ") for name in options.only)]
+    sizes = list(dict.fromkeys(size for size, _ in wanted))
     import torch
     from random_checkpoint import write_checkpoint
 
@@ -266,18 +291,18 @@ def main() -> None:
         "runs": [],
         "command_line": [],
     }
-    if options.out.is_file():  # runs of other sizes and arms stay in the file, each with its commit
+    if options.out.is_file():  # what is in there stays until it has run again, each with its commit
         before = json.loads(options.out.read_text())
-        again = {(size, arm) for size in options.sizes for arm in options.arms}
-        results["runs"] = [run for run in before["runs"] if (run["size"], run["arm"]) not in again]
-        results["command_line"] = before["command_line"]
+        if before["device"].partition(" x ")[0] != results["device"].partition(" x ")[0]:
+            parser.error(f"{options.out} is of {before['device']}, this is {results['device']}. Write to another file.")
+        results |= {"runs": before["runs"], "command_line": before["command_line"]}
     lock, free, written = threading.Condition(), {gpu: [options.capacity, SIDE_BY_SIDE] for gpu in gpus}, {}
 
     def ready(size: str) -> threading.Event:
         return written.setdefault(size, threading.Event())
 
     def prepare() -> None:
-        for size in options.sizes:
+        for size in sizes:
             if not (work / size / "generation_config.json").is_file():
                 write_checkpoint(size, work / size, device, packed=size == "32b")
             torch.cuda.empty_cache()
@@ -300,23 +325,20 @@ def main() -> None:
     def job(size: str, arm: str, gpu: int) -> None:
         steps = 3 if arm == "nvfp4" else 2
         keep(run(size, arm, steps, gpu, work, options.timeout, options.extra), "runs")
-        wanted = size == options.sizes[0] and arm == "nvfp4"
-        if not wanted:
-            shutil.rmtree(work / "runs" / run_name(size, arm), ignore_errors=True)
+        if size == sizes[0] and arm == "nvfp4" and not options.no_command_line:
+            for entry in command_line(work, size, gpu, options.extra):
+                keep(entry, "command_line")
+        shutil.rmtree(work / "runs" / run_name(size, arm), ignore_errors=True)
         with lock:
             free[gpu][0] += CARDS[size][arm]
             free[gpu][1] += 1
             lock.notify_all()
-        if wanted and not options.no_command_line:
-            for entry in command_line(work, size):
-                keep(entry, "command_line")
 
-    for size in options.sizes:
+    for size in sizes:
         ready(size)
     threading.Thread(target=prepare, daemon=True).start()
     # longest first where they are ready: the large models
-    waiting = [(size, arm) for size in options.sizes for arm in options.arms if arm in CARDS[size]]
-    threads = []
+    waiting, threads = list(wanted), []
     while waiting:
         with lock:
             found = None
