@@ -201,8 +201,9 @@ def plan() -> str:
     commits = [row.get("commit", record["commit"]) for row in measured]
     again = {row["name"] for row in measured}
     missed = "".join(
-        f" {row['name']} took {-100 * row['error']:.1f} % more than planned at {row['commit']}, at its start: probably because blocks that fusing the engine's layers "
-        "freed stayed in torch's allocator. They are given back since; not measured again."
+        f" {row['name']} took {-100 * row['error']:.1f} % more than planned at {row['commit']}: at its start, probably because blocks that fusing the engine's layers "
+        "freed stayed in torch's allocator, and less in training, where what a layer holds that recomputes inside was not counted. The blocks are given back "
+        "since, and the plan counts the layers; not measured again."
         for row in record["before"]
         if row["error"] < 0 and row["name"] not in again
     )

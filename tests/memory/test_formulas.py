@@ -155,12 +155,14 @@ def test_adam_on_bf16_weights_keeps_bf16_moments():
 
 
 RESULTS = Path(__file__).parents[2] / "examples/benchmarks/results"
-MEASURED = [row for row in json.loads((RESULTS / "memory_h200.json").read_text())["memory"] if "measured_gib" in row]
+PLANS = json.loads((RESULTS / "memory_h200.json").read_text())
+MEASURED = [row for row in [*PLANS["memory"], *PLANS["before"]] if "measured_gib" in row]
+RECOMPUTE = json.loads((RESULTS / "update_recompute_h200.json").read_text())
 PARTS = json.loads((RESULTS / "update_parts_h200.json").read_text())
 STEPS = {row["name"]: row for row in json.loads((RESULTS / "step_h200.json").read_text())["step"]}
 
 
-@pytest.mark.parametrize("measured", MEASURED, ids=lambda row: row["name"])
+@pytest.mark.parametrize("measured", MEASURED, ids=lambda row: f"{row['name']}-{row['commit']}")
 def test_peaks_measured_on_a_gpu_are_planned_from_zero_to_ten_percent_above(measured):
     """What a whole process took of the GPU, by NVML. `CONTEXT_BYTES` was set by these runs; nothing else was."""
     shape = formulas.shape_of({"3b": THREE_B, "7b": SEVEN_B, "14b": FOURTEEN_B, "32b": THIRTY_TWO_B}[measured["shape"]])
@@ -171,16 +173,30 @@ def test_peaks_measured_on_a_gpu_are_planned_from_zero_to_ten_percent_above(meas
 @pytest.mark.parametrize("mode", ["checkpointed", "plain"])
 @pytest.mark.parametrize("case", PARTS["cases"])
 def test_updates_measured_on_a_gpu_are_planned(case, mode):
-    """Forward and backward of one micro-batch without padding, eager and compiled, fused and not, on both bases: what torch allocated."""
-    shape, tokens, completion = formulas.shape_of(SEVEN_B), PARTS["tokens_each"], PARTS["completion_tokens_each"]
+    """Forward and backward of one micro-batch without padding, eager and compiled, fused and not, on both bases: what torch allocated. At
+    that commit compiled layers were recomputed from around."""
+    shape, work, planned = planned_update(PARTS, case, mode)
+    planned -= formulas.inside_bytes(shape, work) if mode == "checkpointed" else 0
+    assert 0.985 < planned / 2**30 / PARTS["cases"][case]["peak_gib"][mode] < 1.03
+
+
+def test_recomputing_inside_is_planned_as_it_was_measured():
+    shape, work, planned = planned_update(RECOMPUTE, "nvfp4-compiled-fused", "checkpointed")
+    peaks = RECOMPUTE["cases"]["nvfp4-compiled-fused"]["peak_gib"]
+    assert 0.985 < planned / 2**30 / peaks["checkpointed"] < 1.03
+    assert 0.985 < (planned - formulas.inside_bytes(shape, work)) / 2**30 / peaks["checkpointed-around"] < 1.03
+
+
+def planned_update(record, case, mode):
+    """(shape, workload, bytes in all) of a micro-batch that `update_speed.py` measured."""
+    shape, tokens, completion = formulas.shape_of(SEVEN_B), record["tokens_each"], record["completion_tokens_each"]
     work = Workload(
-        batch=PARTS["sequences"], prompt_length=tokens - completion, completion_length=completion, padded=False,
+        batch=record["sequences"], prompt_length=tokens - completion, completion_length=completion, padded=False,
         compiled="compiled" in case, fused="fused" in case, base_format="nvfp4" if case.startswith("nvfp4") else "bf16",
         gradient_checkpointing=mode == "checkpointed",
     )  # fmt: skip
     model = formulas.predicted_bytes(shape, work)
-    planned = model.base + model.trained + formulas.update_bytes(shape, work)
-    assert 0.985 < planned / 2**30 / PARTS["cases"][case]["peak_gib"][mode] < 1.03
+    return shape, work, model.base + model.trained + formulas.update_bytes(shape, work)
 
 
 def test_a_packed_update_measured_on_a_gpu_is_planned():

@@ -281,6 +281,16 @@ def layer_backward_bytes(shape: Shape, work: Workload) -> int:
     return max(gradients, gradients - work.tokens * 6 * shape.mlp * work.dtype_bytes // 2 + scratch_bytes(shape, work))
 
 
+def inside_bytes(shape: Shape, work: Workload) -> int:
+    """What a compiled layer that recomputes inside holds beside its activations and what comes on top of them, since all is one function:
+    the product of gate and up beside its gradient (2 f), and the residual in float32 (4 h). On a dense base gate and up are sums that the
+    compiler leaves to what reads them: the base's share and LoRA's, 4 f (where LoRA is not fused they are counted already)."""
+    if not (work.compiled and shape.packs):
+        return 0
+    summed = 4 * shape.mlp if work.base_format == "bf16" and work.fused else 0
+    return work.tokens * (2 * shape.mlp + 4 * shape.hidden + summed) * work.dtype_bytes // 2
+
+
 def scratch_bytes(shape: Shape, work: Workload) -> int:
     """The largest weight, dequantized to bf16 for a matrix product with many tokens; of fused layers a group's, gate and up."""
     if work.base_format in ("bf16", "full"):
@@ -317,7 +327,7 @@ def update_bytes(shape: Shape, work: Workload) -> int:
     keeping = shape.layers if work.gradient_checkpointing is False else min(work.kept_layers, shape.layers)
     checkpoints = checkpoint_bytes(shape, work) * (shape.layers - keeping) // shape.layers
     kept = checkpoints + kept_bytes(shape, work)
-    recomputed = checkpoints + layer if keeping < shape.layers else 0
+    recomputed = checkpoints + layer + inside_bytes(shape, work) if keeping < shape.layers else 0
     inside = max(kept, recomputed) + layer_backward_bytes(shape, work)
     casts = 2 * shape.parameters if work.base_format == "full" and work.dtype_bytes > 2 else 0
     shared = mask_bytes(work) + work.tokens * (4 * shape.head_dim + 64)
