@@ -31,6 +31,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -45,6 +46,8 @@ SEQUENCES, NEW, PROMPT, RANK = 8, 512, 256, 32
 TOTAL, LEAST = 540, 90
 ACCELERATE = Path(__file__).resolve().parents[1] / "accelerate"
 SERVER_LOG = "server.log"
+#: when this process was started, and seconds from then on until the mode's server answered
+STARTED, SERVER_READY = time.perf_counter(), list[float]()
 #: seconds between two lines about a mode that runs; of the logs of one that fails: bytes that are kept, lines that its row has of each
 SAY, KEPT, TAIL = 20.0, 200_000, 40
 #: a line with which an error ends, of any process
@@ -137,8 +140,20 @@ def start_server(mode: Mode, model: str, folder: Path, lora: Any, longest: int, 
         command = [sys.executable, "-m", "trl.scripts.vllm_serve", "--model", model, "--max_model_len", str(longest)]
         process, url = server_sync.start(command, gpu, log)
     (folder / "server.pid").write_text(str(process.pid))
-    server_sync.wait(process, url, log, 240)  # less than a mode's limit, so that the error says what the server said
+    threading.Thread(target=await_server, args=(process, url, log), daemon=True).start()
     return url
+
+
+def await_server(process: Any, url: str, log: Path) -> None:
+    """Beside the trainer, which loads its model meanwhile and then waits for the same answer; a server that ends, ends it."""
+    import server_sync
+
+    try:
+        server_sync.wait(process, url, log, 240)  # less than a mode's limit: the error says what the server said
+        SERVER_READY.append(round(time.perf_counter() - STARTED, 1))
+    except RuntimeError as error:
+        print(f"RuntimeError: {error}", flush=True)
+        os._exit(1)
 
 
 def work(name: str, model: str, folder: Path, shape: str, device: str) -> None:
@@ -155,8 +170,10 @@ def work(name: str, model: str, folder: Path, shape: str, device: str) -> None:
     step_speed.ENOUGH = math.inf  # processes that look at their own clocks would stop at different steps
     case = step_speed.Case(mode.who, shape, SEQUENCES, new, SEQUENCES, base_format=base_format)
     row = step_speed.measure(case, device, partial(build, mode, model, folder))
-    if device == "cuda" and mode.options.get("vllm_mode") == "server":
-        row["server_gib"] = round(in_use(os.environ["QERL_SERVER_GPU"]) / plan_check.GIB, 2)
+    if mode.options.get("vllm_mode") == "server":
+        row["server_ready"] = SERVER_READY[0]
+        if device == "cuda":
+            row["server_gib"] = round(in_use(os.environ["QERL_SERVER_GPU"]) / plan_check.GIB, 2)
     partial_file = folder / f"{rank}.partial"
     partial_file.write_text(json.dumps(row))
     partial_file.rename(folder / f"{rank}.json")
