@@ -164,15 +164,17 @@ def cases(sm: int, quick: bool):
         if dtype == torch.float16:
             tokens = (16,) if quick else (16, 64)
         for N, K, shards in matrices:
-            for M in tokens:
-                config = select.choose(N, K, M, 0, dtype == torch.bfloat16 and ops.use_gluon(0))
+            bf16 = dtype == torch.bfloat16 and ops.use_gluon(0)
+            about = CARDS[sm][1], sm == 90, bf16, CARDS[sm][2]
+            invariant = ((M, config) for M in tokens for config in select.batch_invariant(N, K, min(M, 1024), *about))
+            for M, config in (*((M, select.choose(N, K, M, 0, bf16)) for M in tokens), *invariant):
                 ranks = [0, 32, 256]
                 if quick:
                     variant = ops._variant(config, 0, dtype)
                     ranks = [rank_in_turn(variant, turns[config["kernel"]], sm)]
                 for rank in ranks:
                     used = select.with_adapter(config) if rank else config
-                    resident = -(-used.get("grid", 0) // CARDS[sm][1])
+                    resident = -(-used["grid"] // CARDS[sm][1]) if used["kernel"] == "skinny" else 1
                     exact = (K, N) if used["kernel"] == "skinny" and not quick else ()  # K and strides are constants
                     key = (ops._variant(used, rank, dtype), resident, exact)
                     if key not in done:

@@ -130,6 +130,24 @@ def test_a_launch_compiles_nothing(h200, compilations):
 
 
 @inside
+def test_the_batch_invariant_mode_compiles_its_own(h200, compilations):
+    from qerl_nvfp4 import ops
+    from qerl_nvfp4.precompile import Weight, precompile
+
+    result = precompile([Weight(N, K, SPLITS, RANK)], [1, 100, 2048], threads=2, batch_invariant=True)
+    assert not result.failed
+    assert [name for name, _ in compilations if name != "permute_kernel"] == ["wgmma_kernel"] * 2
+    compilations.clear()
+    weight = torch.zeros(N, K // 2, dtype=torch.uint8), torch.zeros(N, K // 16, dtype=torch.uint8), torch.ones(1)
+    a, b = torch.zeros(len(SPLITS) * RANK, K, dtype=torch.bfloat16), torch.zeros(N, RANK, dtype=torch.bfloat16)
+    for M in (3, 128, 2048):
+        x, out = torch.zeros(M, K, dtype=torch.bfloat16), torch.zeros(M, N, dtype=torch.bfloat16)
+        ops.product_in_any_batch(x, *weight, None, a, b, SPLITS, out)
+    assert h200.launched.count("wgmma_kernel") == 4, "2048 tokens are two pieces"
+    assert not compilations, "found in memory"
+
+
+@inside
 def test_candidates_are_compiled_before_they_are_timed(h200, compilations):
     """What refine.py measures; one that cannot be launched is named, and stops nobody."""
     from qerl_nvfp4 import refine, tune
@@ -154,14 +172,14 @@ def test_candidates_are_compiled_before_they_are_timed(h200, compilations):
     assert "wgmma_kernel" in h200.launched and not compilations, "found in memory"
 
 
-def variants(weight, tokens) -> set:
+def variants(weight, tokens, batch_invariant: bool = False) -> set:
     """Triton's keys of what these numbers of tokens would compile; nothing is compiled."""
     from qerl_nvfp4 import launch, precompile
 
     collector = precompile._Collector()
     with triton.AsyncCompileMode(collector, ignore_errors=True) as mode:
         with launch.only_compile():
-            precompile._launch_all([weight], tokens, [], torch.bfloat16, 0)
+            precompile._launch_all([weight], tokens, [], torch.bfloat16, 0, batch_invariant)
         collector.cancel()
     return set(mode.future_kernels)
 
@@ -182,6 +200,15 @@ def test_no_other_number_of_tokens_runs_another_kernel(h200, monkeypatch, gpu, r
     weight = precompile.Weight(sum(splits), columns, splits, rank, bias=True)
     ahead = variants(weight, precompile.TOKENS)
     assert variants(weight, [*range(1, 1025, 7), 1500, 5000]) <= ahead
+
+
+@inside
+def test_no_other_number_of_tokens_runs_another_batch_invariant_kernel(h200):
+    from qerl_nvfp4 import precompile
+
+    weight = precompile.Weight(4608, 3584, (3584, 512, 512), 32, bias=True)
+    ahead = variants(weight, precompile.TOKENS, True)
+    assert len(ahead) > 4 and variants(weight, [*range(1, 1025, 7), 1500, 5000], True) <= ahead
 
 
 @inside
@@ -233,7 +260,7 @@ def test_in_fresh_processes(tmp_path):
         "-rA",
     ]
     # what the second process finds on the disk is for those that compile; the others would only repeat what they said
-    for state, chosen, passed in (("cold", [], 17), ("warm", ["-k", "not no_other_number_of_tokens"], 5)):
+    for state, chosen, passed in (("cold", [], 19), ("warm", ["-k", "not no_other_number_of_tokens"], 6)):
         environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
         environment |= {"QERL_PRECOMPILE_TEST": state, "TRITON_CACHE_DIR": str(tmp_path)}
         result = subprocess.run([*command, *chosen], capture_output=True, text=True, env=environment, timeout=600)

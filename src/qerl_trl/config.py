@@ -93,6 +93,10 @@ class QeRLArguments(OnlineConfig):
             down to what is left. `vllm_max_model_length`, left out, is the longest prompt of the data plus `max_completion_length`.
         vllm_engine_kwargs (`dict`, *optional*):
             Further arguments of `vllm.LLM` in colocate mode, such as `{"enforce_eager": true}`.
+        vllm_batch_invariant (`bool`, *optional*, defaults to `False`):
+            Roll out in vLLM's batch-invariant mode (its `VLLM_BATCH_INVARIANT=1`, which this sets in colocate mode), with NVFP4 products that
+            keep to it: the log-probability of a token in the engine does not depend on what else is in the batch. Slower.
+            The trainer's own forward is not part of it. For `base_format="nvfp4"`, and a GPU.
 
         > Update
 
@@ -196,6 +200,10 @@ class QeRLArguments(OnlineConfig):
     )
     vllm_engine_kwargs: dict | str | None = field(
         default=None, metadata={"help": "Further arguments of vllm.LLM in colocate mode, as a dict (JSON on the CLI)."}
+    )
+    vllm_batch_invariant: bool = field(
+        default=False,
+        metadata={"help": "Rollouts whose log-probabilities do not depend on what else is in the batch; slower."},
     )
     gradient_checkpointing: bool | None = field(  # type: ignore[assignment]  # None is a further value
         default=None,

@@ -32,6 +32,20 @@ def test_a_server_runs_these_arms(arm):
     assert config(base_format=arm, vllm_mode="server").base_format == arm
 
 
+@pytest.mark.parametrize("options", [{"base_format": "bf16"}, {"base_format": "nf4"}, {"use_vllm": False}], ids=str)
+def test_batch_invariant_is_for_nvfp4_in_vllm(options):
+    assert config(vllm_batch_invariant=True).vllm_batch_invariant
+    with pytest.raises(ValueError, match=r"vllm_batch_invariant=True with .* cannot work"):
+        QeRLConfig(
+            output_dir="out",
+            use_cpu=True,
+            bf16=False,
+            report_to=[],
+            vllm_batch_invariant=True,
+            **{"use_vllm": True, **options},
+        )
+
+
 def test_bitsandbytes_weights_cannot_be_split():
     with pytest.raises(ValueError, match="vllm_tensor_parallel_size=2 cannot work"):
         config(base_format="nf4", vllm_tensor_parallel_size=2)

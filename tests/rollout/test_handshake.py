@@ -86,6 +86,14 @@ def test_settings_that_differ_are_named(changed, named):
     assert found.startswith(named)
 
 
+def test_a_server_without_the_batch_invariant_mode_is_named():
+    model = policy()
+    spec = EngineSpec.of(model, batch_invariant=True)
+    assert differences(spec, model, answers(model, options={"batch_invariant": True})) == []
+    (found,) = differences(spec, model, answers(model))
+    assert "vllm_batch_invariant" in found
+
+
 def test_other_weights_are_named_by_kind():
     model, other = policy(), policy()
     with torch.no_grad():

@@ -9,6 +9,7 @@ from peft import LoraConfig, get_peft_model
 
 from qerl_trl.nvfp4.config import NVFP4Config
 from qerl_trl.rollout.spec import EngineSpec
+from qerl_trl.rollout.wire import batch_invariant
 from tests.tiny_models import make_tiny_model
 
 
@@ -109,6 +110,20 @@ def test_the_engine_reads_what_it_is_told(folder):
     spec = EngineSpec.of(policy(folder, modules_to_not_convert=["o_proj"]))
     options = EngineOptions.from_dict(spec.options()["qerl"])
     assert options.adapter.rank == 20 and options.base == "nvfp4" and set(options.ignore) == {"lm_head", "o_proj"}
+
+
+def test_the_batch_invariant_mode_is_asked_for(folder, monkeypatch):
+    model = policy(folder)
+    plain, spec = EngineSpec.of(model), EngineSpec.of(model, batch_invariant=True)
+    assert "batch_invariant" not in plain.options()["qerl"] and spec.options()["qerl"]["batch_invariant"] is True
+    assert spec.serve_command().startswith("VLLM_BATCH_INVARIANT=1 vllm serve ")
+    told = shlex.split(spec.serve_command())
+    assert json.loads(told[told.index("--additional-config") + 1]) == spec.options()
+    for value, on in (("1", True), ("0", False), (None, False)):
+        monkeypatch.delenv("VLLM_BATCH_INVARIANT", raising=False)
+        if value is not None:
+            monkeypatch.setenv("VLLM_BATCH_INVARIANT", value)
+        assert batch_invariant() is on
 
 
 def test_a_model_without_a_checkpoint_is_refused():

@@ -35,6 +35,7 @@ def linear(
     lora_a: torch.Tensor | None = None,
     lora_b: torch.Tensor | None = None,
     lora_splits: tuple[int, ...] | None = None,
+    batch_invariant: bool = False,
 ) -> torch.Tensor:
     """y = x W^T [+ bias] [+ (x A^T) B^T], (..., K) -> (..., N); the kernel is picked by the number of tokens.
 
@@ -46,6 +47,8 @@ def linear(
         lora_a: (S * r, K); lora_b: (N, r), alpha/r folded in; lora_splits: S row counts that sum to N (None: one shard).
             Rows of shard i use rows i*r to (i+1)*r of lora_a.  Up to three shards whose edges are multiples of 256 (128 for small
             matrices) and ranks up to 256, multiples of 8 (of 4 up to 8 tokens), are fused; anything else is added by two more products.
+        batch_invariant: compute a row of y by the same sums in the same order however many rows there are, so that its bits do not depend
+            on who stands beside it. Slower; kernels and rank are then fewer, and what cannot be had so is an error.
 
     Deterministic, safe in CUDA graphs and transparent to torch.compile.  No autograd: inputs that require a gradient are refused unless
     gradients are off.  Scratch buffers are one set per device, made and grown by the first calls: do not call from two streams or two
@@ -53,9 +56,9 @@ def linear(
     (torch.compile(mode="reduce-overhead") captures by itself).
 
     Raises:
-        `ValueError`: shapes disagree. `RuntimeError`: a gradient would be lost.
+        `ValueError`: shapes disagree, or no kernel is batch-invariant for these. `RuntimeError`: a gradient would be lost.
     """
-    return _ops.ops.linear(x, packed, block_scale, global_scale, bias, lora_a, lora_b, lora_splits)
+    return _ops.ops.linear(x, packed, block_scale, global_scale, bias, lora_a, lora_b, lora_splits, batch_invariant)
 
 
 def linear_backward(

@@ -116,13 +116,16 @@ def lora_plan(x, lora_a, lora_b, splits, tile_rows: int) -> Lora | None:
     return Lora(lora_b, rank, lora_a.shape[0], (edges + [2**31 - 1] * 2)[:2])
 
 
-def lora_down(x, lora_a) -> tuple[torch.Tensor, int, int]:
-    """x A^T, float32, in at most eight slices of K, which the last step of the portable product adds up; slices, tokens of each."""
+def lora_down(x, lora_a, tile: int | None = None) -> tuple[torch.Tensor, int, int]:
+    """x A^T, float32, in at most eight slices of K, which the last step of the portable product adds up; slices, tokens of each.
+
+    `tile`: tokens that a program computes; by default by the number of tokens.
+    """
     (M, K), rows = x.shape, lora_a.shape[0]
     slice_k = max(512, math.ceil(K / 8 / 512) * 512)
     slices, padded = math.ceil(K / slice_k), math.ceil(M / 16) * 16
     xa = scratch(x.device, "lora", slices * rows * padded, torch.float32)
-    BM = 16 if M <= 16 else 32 if M <= 32 else 64
+    BM = tile or (16 if M <= 16 else 32 if M <= 32 else 64)
     launcher(portable.lora_down_kernel, math.ceil(rows / 16) * math.ceil(M / BM) * slices)(
         x,
         lora_a,
@@ -164,15 +167,20 @@ def tile_rows(config: dict) -> int:
     )
 
 
+def fused_adapter(config: dict, x, lora_a, lora_b, splits) -> Lora | None:
+    """What the kernel of a configuration is told of an adapter; None: there is none, or the kernel cannot add it."""
+    if lora_a is None or (config["kernel"] == "skinny" and lora_b.shape[1] % 4):
+        return None
+    if config["kernel"] in ("wgmma", "wide") and (lora_b.shape[1] % 8 or lora_b.data_ptr() % 16):
+        return None  # the copy engine wants rows of 16-byte pieces
+    return lora_plan(x, lora_a, lora_b, splits, tile_rows(config))
+
+
 def launch(
     config: dict, x, packed, block_scale, global_scale, bias, lora_a, lora_b, splits, out, pdl: bool = True
 ) -> None:
     """out (M, N) = x (M, K) W^T [+ bias] [+ LoRA] with one of the fused kernels."""
-    lora = None
-    if lora_a is not None and (config["kernel"] != "skinny" or lora_b.shape[1] % 4 == 0):
-        lora = lora_plan(x, lora_a, lora_b, splits, tile_rows(config))
-        if config["kernel"] in ("wgmma", "wide") and (lora_b.shape[1] % 8 or lora_b.data_ptr() % 16):
-            lora = None  # the copy engine wants rows of 16-byte pieces
+    lora = fused_adapter(config, x, lora_a, lora_b, splits)
     launches = {"skinny": launch_skinny, "wgmma": launch_wgmma, "wide": launch_wgmma, "portable": launch_portable}
     kernel = launches[config["kernel"]]
     kernel(config, x, packed, block_scale, global_scale, bias, lora_a, lora, out, pdl)
@@ -289,8 +297,9 @@ def launch_wgmma(config, x, packed, block_scale, global_scale, bias, lora_a, lor
     tasks = lora is not None and config.get("tasks", M <= 128)
     if lora is not None:  # the same scratch memory for every M, so that a graph of fewer tokens finds it there
         blocks = math.ceil(M / hopper_adapt.TASK) * math.ceil(rows / hopper_adapt.TASK)
-        slices = max(1, min(K // hopper_adapt.STEP, sms // blocks))
-        slice_sums = scratch(x.device, "lora slices", max(sms, blocks) * hopper_adapt.TASK**2, torch.float32)
+        slices = config.get("slices") or max(1, min(K // hopper_adapt.STEP, sms // blocks))
+        sums = max(sms, blocks * slices)
+        slice_sums = scratch(x.device, "lora slices", sums * hopper_adapt.TASK**2, torch.float32)
         counts = scratch(x.device, "lora counts", max(1 << 12, blocks), torch.int32, fill=0)
         if tasks:
             helpers = max(0, min(sms - grid, blocks * slices))  # multiprocessors that the tiles leave idle
@@ -323,7 +332,7 @@ def launch_wgmma(config, x, packed, block_scale, global_scale, bias, lora_a, lor
         counts,
         gs,
         x if bias is None else bias,
-        scratch(x.device, "partial", grid * 64 * P * BM, torch.float32),
+        scratch(x.device, "partial", grid * 64 * P * BM if tiles > whole * grid else 1, torch.float32),
         counters,
         M,
         N,
@@ -370,7 +379,7 @@ def launch_portable(
     rank, rows, edges, xa, slices, padded = 0, 0, (0, 0), partial, 0, 0
     if lora is not None:
         rank, rows, edges = lora.rank, lora.rows, lora.edges
-        xa, slices, padded = lora_down(x, lora_a)
+        xa, slices, padded = lora_down(x, lora_a, config.get("down"))
     launcher(portable.gemm_kernel, tiles, SK)(
         x,
         words,

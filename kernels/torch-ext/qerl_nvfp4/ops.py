@@ -26,7 +26,7 @@ except ImportError:
 
 if HAS_TRITON:
     from . import elementwise, fallback, portable
-    from .launch import compiles, launch, launcher, scale_args, scale_bytes, scratch
+    from .launch import compiles, fused_adapter, launch, launcher, scale_args, scale_bytes, scratch
 
 
 def missing_from_gluon() -> str | None:
@@ -143,8 +143,10 @@ def selected(
     device: torch.device | str | int | None = None,
     rank: int = 0,
     dtype: torch.dtype = torch.bfloat16,
+    batch_invariant: bool = False,
 ) -> list[Selected]:
-    """Which kernel is selected for a weight (N, K), for each number of tokens; `rank` of the adapter, 0: none.
+    """Which kernel is selected for a weight (N, K), for each number of tokens; `rank` of the adapter, 0: none. `batch_invariant`: as
+    `linear` is called.
 
     What was already refused by the compiler is taken into account. A weight whose rows or addresses a kernel cannot read (`usable`) takes
     the dense path all the same.
@@ -155,6 +157,9 @@ def selected(
     index = _device_index(device)
     bf16 = dtype == torch.bfloat16 and use_gluon(index)
     rows = []
+    if batch_invariant:
+        found = ((M, _batch_invariant(N, K, min(M, select.INVARIANT_TOKENS), index, dtype)[0]) for M in tokens)
+        return [Selected(N, K, M, config["kernel"], config, "batch-invariant") for M, config in found]
     for M in tokens:
         config, why = select.explain(N, K, M, index, bf16, rank)
         if rank:
@@ -165,12 +170,18 @@ def selected(
     return rows
 
 
-def selected_text(matrices: dict[str, tuple[int, int]], device=None, rank: int = 0, dtype=torch.bfloat16) -> list[str]:
+def selected_text(
+    matrices: dict[str, tuple[int, int]],
+    device=None,
+    rank: int = 0,
+    dtype=torch.bfloat16,
+    batch_invariant: bool = False,
+) -> list[str]:
     """One line per matrix {name: (N, K)}: which kernel is selected up to how many tokens, and why."""
     lines = []
     for name, (N, K) in matrices.items():
         sizes = (*select.BUCKETS, select.cost.SIZES[-1])
-        parts, rows = [], selected(N, K, (*sizes, sizes[-1] + 1), device, rank, dtype)
+        parts, rows = [], selected(N, K, (*sizes, sizes[-1] + 1), device, rank, dtype, batch_invariant)
         for kernel, group in itertools.groupby(rows, key=lambda row: row.kernel):
             last = list(group)[-1].tokens
             parts.append(f"{kernel} up to {last} tokens" if last in sizes else f"{kernel} for more")
@@ -300,12 +311,46 @@ def product_by_any(config, x, packed, block_scale, global_scale, bias, lora_a, l
     product(config, *arguments)
 
 
+def _batch_invariant(N: int, K: int, M: int, index: int | None, dtype: torch.dtype) -> list[dict]:
+    _, sms, capability = device_properties(index)
+    bf16 = dtype == torch.bfloat16 and use_gluon(index)
+    return select.batch_invariant(N, K, M, sms, capability[0] == 9, bf16, select.shared_memory_limit(index))
+
+
+def product_in_any_batch(x, packed, block_scale, global_scale, bias, lora_a, lora_b, splits, out) -> None:
+    """The same, with bits in each row of `out` that depend on that row of x alone, not on how many others there are.
+
+    Raises:
+        `ValueError`: no kernel can do that for this weight or adapter. What a compiler refuses is an error too: nothing takes its place.
+    """
+    (M, K), N = x.shape, packed.shape[0]
+    x = _unit_stride(x)
+    for first in range(0, M, select.INVARIANT_TOKENS):
+        rows = slice(first, min(M, first + select.INVARIANT_TOKENS))
+        part = x[rows]
+        for config in _batch_invariant(N, K, part.shape[0], x.device.index, x.dtype):
+            fits = lora_a is None or fused_adapter(config, part, lora_a, lora_b, splits) is not None
+            if fits and usable(config, part, packed, block_scale):
+                break
+        else:
+            adapter = "" if lora_b is None else f" with an adapter of rank {lora_b.shape[1]} on shards {splits or (N,)}"
+            raise ValueError(
+                f"batch_invariant: no kernel computes a weight of {N} x {K}{adapter} in the same order for every number of tokens. It takes "
+                "rows that lie one after the other, and an adapter in x's type, of rank at most 256, on at most three shards of multiples of 64 "
+                "rows. Change the adapter, or leave batch_invariant off."
+            )
+        launch(config, part, packed, block_scale, global_scale, bias, lora_a, lora_b, splits, out[rows])
+
+
 _DENSE = "The dense path (dequantize, then cuBLAS)"
+
+
+_LAUNCH_ONLY = ("kernel", "grid", "lora", "cost", "SK", "slices")
 
 
 def _variant(config: dict, rank: int, dtype: torch.dtype) -> tuple:
     """What is compiled for a configuration, without what only the launch depends on."""
-    compiled = tuple(sorted((k, v) for k, v in config.items() if k not in ("kernel", "grid", "lora", "cost", "SK")))
+    compiled = tuple(sorted((k, v) for k, v in config.items() if k not in _LAUNCH_ONLY))
     return (config["kernel"], compiled, rank, dtype)
 
 
@@ -363,18 +408,34 @@ def check(x, packed, block_scale, global_scale, bias, lora_a, lora_b, lora_split
 
 
 def _linear(
-    x, packed, block_scale, global_scale, bias=None, lora_a=None, lora_b=None, lora_splits=None
+    x,
+    packed,
+    block_scale,
+    global_scale,
+    bias=None,
+    lora_a=None,
+    lora_b=None,
+    lora_splits=None,
+    batch_invariant=False,
 ) -> torch.Tensor:
     check(x, packed, block_scale, global_scale, bias, lora_a, lora_b, lora_splits)
     _refuse_grad("linear", x, bias, lora_a, lora_b)
     bias = _unit_stride(bias)
     if not x.is_cuda or not _runs_on(x) or x.dtype not in (torch.bfloat16, torch.float16):
+        if batch_invariant:
+            raise ValueError(
+                f"batch_invariant needs bfloat16 or float16 on a GPU that the kernels are made for; x is {x.dtype} on {x.device}, where plain "
+                f"PyTorch multiplies ({describe(x.device)})."
+            )
         return reference.linear(x, packed, block_scale, global_scale, bias, lora_a, lora_b, lora_splits)
     N, K = packed.shape[0], x.shape[-1]
     x_MK = x.reshape(-1, K)
     M = x_MK.shape[0]
     out = torch.empty(M, N, device=x.device, dtype=x.dtype)
-    if M:
+    if M and batch_invariant:
+        with torch.cuda.device(x.device):
+            product_in_any_batch(x_MK, packed, block_scale, global_scale, bias, lora_a, lora_b, lora_splits, out)
+    elif M:
         index = x.device.index
         bf16 = x.dtype == torch.bfloat16 and use_gluon(index)
         config = choose(N, K, M, index, bf16, 0 if lora_b is None else lora_b.shape[1])
@@ -583,7 +644,17 @@ _NAMESPACE = add_op_namespace_prefix("linear").split("::")[0]
 _library = torch.library.Library(_NAMESPACE, "FRAGMENT")
 
 
-def _fake_linear(x, packed, block_scale, global_scale, bias=None, lora_a=None, lora_b=None, lora_splits=None):
+def _fake_linear(
+    x,
+    packed,
+    block_scale,
+    global_scale,
+    bias=None,
+    lora_a=None,
+    lora_b=None,
+    lora_splits=None,
+    batch_invariant=False,
+):
     _refuse_grad("linear", x, bias, lora_a, lora_b)  # torch.compile would never ask the implementation
     return x.new_empty(*x.shape[:-1], packed.shape[0])
 
@@ -608,7 +679,7 @@ def _register(schema: str, implementation, fake) -> None:
 
 _register(
     "linear(Tensor x, Tensor packed, Tensor block_scale, Tensor global_scale, Tensor? bias=None, Tensor? lora_a=None, "
-    "Tensor? lora_b=None, int[]? lora_splits=None) -> Tensor",
+    "Tensor? lora_b=None, int[]? lora_splits=None, bool batch_invariant=False) -> Tensor",
     _linear,
     _fake_linear,
 )

@@ -101,9 +101,10 @@ def precompile(
     dtype: torch.dtype = torch.bfloat16,
     threads: int | None = None,
     tell: Callable[[str], None] = print,
+    batch_invariant: bool = False,
 ) -> Compiled:
     """Compile every kernel that `linear` launches for these weights and numbers of tokens (None: all that there can be), and `rms_norm` for
-    rows of `norms` elements.
+    rows of `norms` elements. `batch_invariant`: as `linear` will be called.
 
     For the current CUDA device; without one that the kernels are made for it does nothing. `threads`: one per processor unless given.
     `tell` is called where it takes more than a second, before and after.
@@ -115,7 +116,7 @@ def precompile(
         return Compiled(0, 0.0, [])
     sizes = None if tokens is None else sorted(set(tokens))
     return compile_launches(
-        lambda: _launch_all(weights, sizes, norms, dtype, torch.cuda.current_device()), threads, tell
+        lambda: _launch_all(weights, sizes, norms, dtype, torch.cuda.current_device(), batch_invariant), threads, tell
     )
 
 
@@ -155,7 +156,9 @@ def _tokens_of(weight: Weight, device: int, bf16: bool) -> tuple[int, ...]:
     return tuple(sorted({*TOKENS, *own, *(T - measured.STEP + 1 for T in own), *(T + 1 for T in own)}))
 
 
-def _launch_all(weights, tokens: list[int] | None, norms, dtype: torch.dtype, device: int) -> None:
+def _launch_all(
+    weights, tokens: list[int] | None, norms, dtype: torch.dtype, device: int, batch_invariant: bool = False
+) -> None:
     def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
@@ -166,8 +169,11 @@ def _launch_all(weights, tokens: list[int] | None, norms, dtype: torch.dtype, de
         divisor = empty(1, dtype=torch.float32)  # one per row runs the same kernels
         adapter = (empty(len(splits) * rank, K), empty(N, rank), splits) if rank else (None, None, None)
         for M in _tokens_of(each, device, bf16) if tokens is None else tokens:
-            config = choose(N, K, M, device, bf16, rank)
-            ops.product(config, empty(M, K), *weight, divisor, empty(N) if bias else None, *adapter, empty(M, N))
+            arguments = (empty(M, K), *weight, divisor, empty(N) if bias else None, *adapter, empty(M, N))
+            if batch_invariant:
+                ops.product_in_any_batch(*arguments)
+            else:
+                ops.product(choose(N, K, M, device, bf16, rank), *arguments)
     for K in norms:
         x, norm = empty(1, K), empty(K, dtype=torch.float32)
         ops._rms_norm(x, norm, 1e-6)

@@ -240,6 +240,46 @@ def shipped(N: int, K: int, M: int, device_index: int | None, bf16: bool) -> tup
     return found or without_gluon(N, K, M, device_index), "heuristic"
 
 
+# --- batch-invariant -----------------------------------------------------------------------------------------------------------------
+
+INVARIANT_TOKENS = 1024  # more are computed in pieces, which changes no bit here
+_NOMINAL = 132  # multiprocessors for which K is cut; a constant, because the cut decides the bits
+_WGMMA_TILES = ((16, 3, 4, True), (32, 2, 5, True), (64, 2, 4, True), (128, 2, 2, False))  # BM, P, S, permute
+
+
+def fixed_split(tiles: int, steps: int) -> int:
+    """Into how many pieces K is cut in every tile, by the matrix alone; `tiles` of the rows, `steps` along K."""
+    return max(1, min(8, _NOMINAL // tiles, steps // 2))
+
+
+def whole_tiles_grid(tiles: int, sms: int) -> int:
+    """Programs of a launch that cuts no tile: several tiles each where that takes no more rounds, else one each."""
+    largest = next(g for g in range(min(tiles, sms), 0, -1) if tiles % g == 0)
+    return largest if tiles // largest <= math.ceil(tiles / sms) else tiles
+
+
+def batch_invariant(N: int, K: int, M: int, sms: int, hopper: bool, bf16: bool, shared_memory: int) -> list[dict]:
+    """Configurations, the fastest first, of which each computes a row of y (M, N) by the same sums in the same order for every M up to
+    `INVARIANT_TOKENS`: which one is launched must not depend on M.
+
+    wgmma: every tile's columns are cut at the same places, for x A^T too; widths of the matrix instruction differ, the order of k within
+    does not.  portable: one tile for all.  `skinny` and cuBLAS add up in another order than these, and are never taken.
+    """
+    found = []
+    if bf16 and hopper and wgmma_fits(N, K):
+        BM, P, S, permute = next((t for t in _WGMMA_TILES if t[0] >= M), _WGMMA_TILES[-1])
+        split = fixed_split(math.ceil(N / 128), K // 256)
+        tiles = math.ceil(N / (64 * P)) * math.ceil(M / BM)
+        grid = tiles * split if split > 1 else whole_tiles_grid(tiles, sms)
+        config = {"kernel": "wgmma", "BM": BM, "P": P, "S": S, "permute": permute, "grid": grid}
+        found.append(config | {"tasks": True, "slices": max(1, K // 1024)})
+    steps, BM, BN = math.ceil(K / 128), 64, 64
+    config = {"kernel": "portable", "BM": BM, "BN": BN, "BK": 128, "NW": 4, "MMA": 3 if hopper else 2, "down": 16}
+    config["SK"] = fixed_split(math.ceil(N / BN), steps)
+    stages = (NS for NS in (3, 2) if portable_shared_memory(config | {"NS": NS}) <= shared_memory)
+    return [*found, config | {"NS": next(stages, 1)}]
+
+
 def choose(N: int, K: int, M: int, device_index: int | None, bf16: bool, rank: int = 0) -> dict:
     """The configuration for y (M, N) = x (M, K) W^T, with an adapter of this rank (0: none)."""
     return explain(N, K, M, device_index, bf16, rank)[0]

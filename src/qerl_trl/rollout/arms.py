@@ -36,6 +36,11 @@ def check_options(args: "QeRLConfig | QeRLRLOOConfig") -> None:
         raise ValueError(f"overlap={args.overlap!r} is neither 0 nor 1, the number of rollouts that are sampled ahead.")
     if args.overlap and (why := _without_overlap(args)) is not None:
         raise ValueError(f"overlap=1 cannot work with {why}.")
+    if args.vllm_batch_invariant and not (args.use_vllm and args.base_format == "nvfp4"):
+        raise ValueError(
+            f"vllm_batch_invariant=True with use_vllm={args.use_vllm} and base_format={args.base_format!r} cannot work: only the NVFP4 products of "
+            "a rollout in vLLM have such kernels. Pass use_vllm=True and base_format='nvfp4', or leave it out."
+        )
     if not args.use_vllm:
         return
     if args.vllm_mode == "server" and args.base_format in _SERVER:

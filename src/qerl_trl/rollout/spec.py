@@ -19,7 +19,7 @@ from ..nvfp4.config import NVFP4Config
 from ..nvfp4.layouts import METHOD
 from ..nvfp4.linear import NVFP4Linear, compute_dtype, has_nvfp4
 from .adapter import adapter_buffers, linear_layers, short_names
-from .wire import WORKER_EXTENSION
+from .wire import BATCH_INVARIANT, WORKER_EXTENSION
 
 #: name of the loader that takes the weights out of the trainer's model (rollout/vllm)
 LOAD_FORMAT = "qerl_trainer"
@@ -40,6 +40,7 @@ class EngineSpec:
         ignore: linear layers that stay dense, by the shortest names that work; None where the checkpoint's own config says it.
         adapter: {"rank": ..., "targets": [...]}, the buffers to reserve; None for a model that is trained without one.
         max_model_len: longest sequence, in tokens; None for the model's own limit.
+        batch_invariant: whether the engine must compute a sequence to the same bits whatever else is in the batch.
     """
 
     model: str
@@ -53,6 +54,7 @@ class EngineSpec:
     max_num_seqs: int | None = None
     model_impl: str = "auto"
     trust_remote_code: bool = False
+    batch_invariant: bool = False
 
     @classmethod
     def of(
@@ -64,7 +66,7 @@ class EngineSpec:
         **limits: Any,
     ) -> "EngineSpec":
         """From the trainer's model, whose compute dtype is the default of `dtype`. `scale_rule` counts where the model does not
-        know its own; `limits` are the last four fields.
+        know its own; `limits` are the fields from `max_model_len` on.
 
         Raises:
             `ValueError`: the model came from no checkpoint.
@@ -100,6 +102,8 @@ class EngineSpec:
             options["scale_rule"] = self.scale_rule
         if self.ignore is not None:
             options["ignore"] = list(self.ignore)
+        if self.batch_invariant:
+            options["batch_invariant"] = True
         return {"qerl": options}
 
     def llm_arguments(self) -> dict[str, Any]:
@@ -125,7 +129,7 @@ class EngineSpec:
 
         The trainer's secret (rollout/signature.py) has to be in its environment.
         """
-        command = ["vllm", "serve", self.model]
+        command = [f"{BATCH_INVARIANT}=1"] * self.batch_invariant + ["vllm", "serve", self.model]
         options: dict[str, Any] = {
             "revision": self.revision,
             "tokenizer-revision": self.revision,

@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -20,6 +21,13 @@ WORKER_EXTENSION = "qerl_trl.rollout.vllm.worker.QeRLWorkerExtension"
 MAX_MESSAGE = CHUNK + 2**20
 #: seconds that one may take
 MESSAGE_TIMEOUT = 300
+#: vLLM's own switch of its batch-invariant mode, in the environment of the process that computes; ours follows it
+BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
+
+
+def batch_invariant() -> bool:
+    """Whether an engine in this process computes batch-invariantly."""
+    return bool(int(os.environ.get(BATCH_INVARIANT, "0")))
 
 
 @dataclass(frozen=True)

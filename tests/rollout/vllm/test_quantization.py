@@ -5,6 +5,8 @@ and without an engine being started.
 """
 
 import functools
+import inspect
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +20,8 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.models.utils import WeightsMapper
 
+import qerl_nvfp4
+from qerl_nvfp4 import linear as real_linear
 from qerl_trl import NVFP4Config
 from qerl_trl.nvfp4 import layouts
 from qerl_trl.nvfp4.quantizer import NVFP4HfQuantizer
@@ -359,6 +363,31 @@ def test_a_dense_checkpoint_is_packed_but_for_the_head_and_the_option_ignore(eng
 def test_bad_options_are_named(options, named):
     with pytest.raises(ValueError, match=named):
         EngineOptions.from_dict(options)
+
+
+def test_the_batch_invariant_mode_is_vllms_own(engine_config, monkeypatch):
+    """A trainer that asks for it gets no engine without it; where it is on, every layer keeps to it or is refused."""
+    engine = engine_side(None)
+    engine_config.additional_config = {"qerl": {"batch_invariant": True, "ignore": ["o_proj"]}}
+    try:
+        monkeypatch.delenv("VLLM_BATCH_INVARIANT", raising=False)
+        with pytest.raises(ValueError, match="Set VLLM_BATCH_INVARIANT=1 in its environment"):
+            engine.get_quant_method(Linear(64), "model.layers.1.mlp.down_proj")
+        monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+        packed, dense = (
+            engine.get_quant_method(Linear(64), f"model.layers.1.{name}")
+            for name in ("mlp.down_proj", "self_attn.o_proj")
+        )
+        calls = []
+        monkeypatch.setattr(qerl_nvfp4, "linear", lambda *arguments: calls.append(arguments))
+        weight = dict.fromkeys(("weight_packed", "weight_scale", "weight_global_scale", "adapter_a", "adapter_b"))
+        packed.apply(SimpleNamespace(**weight, qerl_splits=[64]), torch.zeros(1, 64))
+        names = list(inspect.signature(real_linear).parameters)
+        assert dict(zip(names, calls[0], strict=True))["batch_invariant"] is True
+        with pytest.raises(ValueError, match=r"\['model.layers.1.self_attn.o_proj'\] are not NVFP4"):
+            dense._common(SimpleNamespace(), 64, [64], torch.bfloat16)
+    finally:
+        engine_config.additional_config = {}
 
 
 def test_a_checkpoint_is_only_taken_over_when_asked():

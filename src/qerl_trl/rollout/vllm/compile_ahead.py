@@ -18,14 +18,14 @@ from qerl_nvfp4.precompile import Weight, precompile
 
 logger = logging.getLogger(__name__)
 
-#: packed layers and norms of which no kernel was asked for yet, and the dtype of what they compute on
-_layers: WeakKeyDictionary[nn.Module, torch.dtype] = WeakKeyDictionary()
+#: packed layers and norms of which no kernel was asked for yet, and the dtype of what they compute on; of layers, whether batch-invariantly
+_layers: WeakKeyDictionary[nn.Module, tuple[torch.dtype, bool]] = WeakKeyDictionary()
 _norms: WeakKeyDictionary[Any, torch.dtype] = WeakKeyDictionary()
 
 
-def expect_layer(layer: nn.Module, dtype: torch.dtype) -> None:
-    """A packed layer was created."""
-    _layers[layer] = dtype
+def expect_layer(layer: nn.Module, dtype: torch.dtype, batch_invariant: bool = False) -> None:
+    """A packed layer was created; `batch_invariant`: as its method will call `qerl_nvfp4.linear`."""
+    _layers[layer] = dtype, batch_invariant
 
 
 def expect_norm(norm: nn.Module, dtype: torch.dtype) -> None:
@@ -35,16 +35,18 @@ def expect_norm(norm: nn.Module, dtype: torch.dtype) -> None:
 
 def compile_expected() -> None:
     """Compile what the layers and norms created since the last call need."""
-    weights: dict[torch.dtype, set[Weight]] = defaultdict(set)
+    weights: dict[tuple[torch.dtype, bool], set[Weight]] = defaultdict(set)
     widths: dict[torch.dtype, set[int]] = defaultdict(set)
-    for layer, dtype in _layers.items():
-        weights[dtype].add(_weight(layer))
+    for layer, kind in _layers.items():
+        weights[kind].add(_weight(layer))
     for norm, dtype in _norms.items():
         widths[dtype].add(norm.weight.shape[0])
     _layers.clear()
     _norms.clear()
-    for dtype in {*weights, *widths}:
-        found = precompile(weights[dtype], norms=widths[dtype], dtype=dtype, tell=functools.partial(print, flush=True))
+    tell = functools.partial(print, flush=True)
+    for dtype, invariant in {*weights, *((dtype, False) for dtype in widths)}:
+        norms = () if invariant else widths[dtype]
+        found = precompile(weights[dtype, invariant], None, norms, dtype, tell=tell, batch_invariant=invariant)
         if found.failed:
             logger.warning(
                 "%d kernels did not compile ahead; they are tried again when they are needed. The first error: %s",

@@ -1,11 +1,12 @@
 """The engine in this process: vLLM beside the trainer, on the same GPU, by default on the same weights."""
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from vllm import LLM, SamplingParams
+from vllm import LLM, SamplingParams, envs
 from vllm.inputs import TokensPrompt
 from vllm.outputs import RequestOutput
 
@@ -14,7 +15,7 @@ from ...noise.hooks import NoiseDraw
 from ...nvfp4.fused import fuse_storage
 from ..engine import Completion, Contents, Engine, RolloutError, Sampling
 from ..spec import EngineSpec
-from ..wire import AdapterTensors
+from ..wire import BATCH_INVARIANT, AdapterTensors
 from . import isolation, loader
 from .reuse import WatchedLLM
 from .sleep import use_kv_only_sleep
@@ -47,6 +48,8 @@ class InProcessEngine(Engine):
         self._noisy: tuple[str, ...] = ()
         if share:
             fuse_storage(model)
+        if spec.batch_invariant:
+            switch_batch_invariant()
         loader.publish(model, alias=share)
         try:
             own = {"enable_sleep_mode": sleeps, **isolation.arguments(model, spec, arguments or {})}
@@ -135,6 +138,20 @@ class InProcessEngine(Engine):
         if llm is not None:
             del self.state
             llm.llm_engine.engine_core.shutdown()
+
+
+def switch_batch_invariant() -> None:
+    """vLLM's batch-invariant mode for the engines of this process from here on: it reads its switch where an engine is built.
+
+    Raises:
+        [`RolloutError`]: vLLM has read its environment for good, for an engine before this one, or has no such mode.
+    """
+    os.environ[BATCH_INVARIANT] = "1"
+    if not getattr(envs, BATCH_INVARIANT, False):
+        raise RolloutError(
+            f"vllm_batch_invariant=True came too late: vLLM does not take {BATCH_INVARIANT}=1 from this process any more. Set it in the environment "
+            "before Python starts, or leave vllm_batch_invariant out."
+        )
 
 
 def _runner(llm: LLM) -> Any:

@@ -32,6 +32,7 @@ import qerl_nvfp4
 from ...nvfp4.format import BLOCK_SIZE, largest_magnitude, power_of_two_global_scale
 from ...nvfp4.fp8 import dequantize_fp8
 from ...nvfp4.layouts import LAYOUTS
+from ..wire import BATCH_INVARIANT, batch_invariant
 from .compile_ahead import compile_expected, expect_layer
 from .operators import register_operator
 
@@ -88,6 +89,8 @@ class AdaptedMethod(LinearMethodBase):
     """
 
     supports_pre_processed_weights = False
+    #: whether there are kernels that compute a row to the same bits in any batch; cuBLAS does not promise it
+    can_be_batch_invariant = False
 
     def __init__(
         self,
@@ -99,8 +102,14 @@ class AdaptedMethod(LinearMethodBase):
     ) -> None:
         self.names, self.rank, self.scale_rule, self.deferred = names, rank, scale_rule, deferred
         self.rows = rows
+        self.batch_invariant = batch_invariant()
 
     def _common(self, layer: Layer, k: int, widths: list[int], dtype: torch.dtype) -> None:
+        if self.batch_invariant and not self.can_be_batch_invariant:
+            raise ValueError(
+                f"{BATCH_INVARIANT}=1 is set, and {self.names} are not NVFP4: their products depend on what else is in the batch. Leave that mode "
+                "off, or quantize these layers (modules_to_not_convert, base_format)."
+            )
         layer.logical_widths = list(widths)
         if len(self.names) == len(widths):
             splits = list(widths)
@@ -158,9 +167,11 @@ def _expect_scales(layer: Layer, names: tuple[str, ...], shards: int, weight_loa
 class _PackedMethod(AdaptedMethod):
     """The packed base, however it was loaded."""
 
+    can_be_batch_invariant = True
+
     def _common(self, layer: Layer, k: int, widths: list[int], dtype: torch.dtype) -> None:
         super()._common(layer, k, widths, dtype)
-        expect_layer(layer, dtype)
+        expect_layer(layer, dtype, self.batch_invariant)
 
     def apply(self, layer: Layer, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return qerl_nvfp4.linear(
@@ -172,6 +183,7 @@ class _PackedMethod(AdaptedMethod):
             layer.adapter_a,
             layer.adapter_b,
             layer.qerl_splits,
+            self.batch_invariant,
         )
 
     @staticmethod
@@ -397,7 +409,7 @@ class EmbeddingMethod(UnquantizedEmbeddingMethod):
     """
 
     def __init__(self, deferred: bool) -> None:
-        self.deferred = deferred
+        self.deferred, self.batch_invariant = deferred, batch_invariant()
 
     def create_weights(
         self,
@@ -420,4 +432,6 @@ class EmbeddingMethod(UnquantizedEmbeddingMethod):
         """Nothing: the CPU backend would make a packed second copy here, which no update would reach."""
 
     def apply(self, layer: Layer, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if self.batch_invariant:
+            return super().apply(layer, x, bias)
         return F.linear(x, layer.weight, bias)

@@ -12,11 +12,12 @@ Options travel in vLLM's own `additional_config` (`--additional-config` of `vllm
     {"qerl": {"adapter": {"rank": 32, "targets": ["q_proj", ...]},   reserve buffers for one LoRA adapter
               "scale_rule": "rtn",                                    when quantizing at load
               "ignore": ["re:.*mlp.gate$"],                           layers that stay dense, as modules_to_not_convert
-              "base": "nvfp4" | "dense"}}                             "dense": keep a bf16 checkpoint as it is
+              "base": "nvfp4" | "dense",                              "dense": keep a bf16 checkpoint as it is
+              "batch_invariant": true}}                               refuse to start without VLLM_BATCH_INVARIANT=1
 """
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from ...nvfp4.architectures import ROWS, dense_by_default, in_tower
 from ...nvfp4.format import SCALE_RULES
 from ...nvfp4.layouts import METHOD, Selection, check_entries, parse_quantization_config
 from ..signature import secret
-from ..wire import WORKER_EXTENSION
+from ..wire import BATCH_INVARIANT, WORKER_EXTENSION, batch_invariant
 from . import loader, norm
 from .linear import (
     AdaptedMethod,
@@ -87,6 +88,7 @@ class EngineOptions:
     scale_rule: str = "rtn"
     base: str = "nvfp4"
     ignore: tuple[str, ...] = ()
+    batch_invariant: bool = False
 
     @classmethod
     def from_dict(cls, options: dict[str, Any]) -> "EngineOptions":
@@ -94,9 +96,10 @@ class EngineOptions:
         Raises:
             `ValueError`: an unknown option or value.
         """
-        unknown = set(options) - {"adapter", "scale_rule", "base", "ignore"}
+        known = [each.name for each in fields(cls)]
+        unknown = set(options) - set(known)
         if unknown:
-            raise ValueError(f"Unknown qerl options {sorted(unknown)}; known are adapter, scale_rule, base and ignore.")
+            raise ValueError(f"Unknown qerl options {sorted(unknown)}; known are {', '.join(known)}.")
         rule, base = options.get("scale_rule", "rtn"), options.get("base", "nvfp4")
         if rule not in SCALE_RULES:
             raise ValueError(f"qerl option scale_rule={rule!r} is not one of {SCALE_RULES}.")
@@ -108,13 +111,24 @@ class EngineOptions:
             scale_rule=rule,
             base=base,
             ignore=check_entries(options.get("ignore") or (), "qerl option ignore"),
+            batch_invariant=bool(options.get("batch_invariant", False)),
         )
 
     @classmethod
     def current(cls) -> "EngineOptions":
-        """The options of the engine that is being built."""
+        """The options of the engine that is being built.
+
+        Raises:
+            `ValueError`: an unknown option or value, or one that this process cannot do.
+        """
         config = get_current_vllm_config().additional_config
-        return cls.from_dict(config.get("qerl", {}) if isinstance(config, dict) else {})
+        options = cls.from_dict(config.get("qerl", {}) if isinstance(config, dict) else {})
+        if options.batch_invariant and not batch_invariant():
+            raise ValueError(
+                f"The qerl option batch_invariant asks for vLLM's batch-invariant mode, which is off in this process. Set {BATCH_INVARIANT}=1 in "
+                "its environment before vLLM starts, or leave vllm_batch_invariant off in the trainer."
+            )
+        return options
 
 
 def _model_type() -> str | None:
