@@ -2,6 +2,7 @@
 
 import datetime
 import importlib.metadata
+import json
 import re
 import tomllib
 from collections.abc import Iterator
@@ -118,6 +119,30 @@ def test_versions_of_the_gpu_environment_are_within_our_bounds():
     assert pins.keys() - ours.keys() == {"triton"}  # torch brings it; the kernels are tuned with this one
     for name in pins.keys() & ours.keys():
         assert ours[name].specifier.contains(pins[name]), name
+
+
+def measured_versions(found: object) -> Iterator[dict[str, str]]:
+    """Every `versions` in a file of results."""
+    if isinstance(found, dict):
+        if "versions" in found:
+            yield found["versions"]
+        found = [*found.values()]
+    if isinstance(found, list):
+        for part in found:
+            yield from measured_versions(part)
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "examples/benchmarks/results").glob("*_h[12]00*.json")), ids=lambda p: p.stem
+)
+def test_the_gpu_constraints_are_the_versions_that_were_measured(path):
+    """Unsloth brings an environment of its own."""
+    pins = constraints("gpu.txt")
+    found = list(measured_versions(json.loads(path.read_text())))
+    assert found
+    for versions in [] if path.stem.startswith("unsloth") else found:
+        shared = {name: Version(Version(versions[name]).public) for name in pins.keys() & versions.keys()}
+        assert shared == {name: pins[name] for name in shared}
 
 
 def test_no_constraint_names_a_place():

@@ -266,6 +266,7 @@ def main() -> None:
     if options.only:
         wanted = [(size, arm) for size, _, arm in (name.partition(" ") for name in options.only)]
     sizes = list(dict.fromkeys(size for size, _ in wanted))
+    import about
     import torch
     from random_checkpoint import write_checkpoint
 
@@ -285,7 +286,7 @@ def main() -> None:
     (work / "site" / "sitecustomize.py").write_text(SITECUSTOMIZE)
     results = {
         "what": "every shipped GPU configuration in every arm, started unedited but for model, dataset and number of steps",
-        "command": " ".join(["python", *sys.argv]).replace(str(options.out), options.out.name),
+        "command": about.command(),
         "device": device_name(torch.device(device)) + (f" x {len(gpus)}" if len(gpus) > 1 else ""),
         "versions": versions(),
         "runs": [],
@@ -309,7 +310,7 @@ def main() -> None:
             ready(size).set()
 
     def keep(entry: dict, where: str) -> None:
-        entry["commit"] = os.environ.get("BENCH_COMMIT")
+        entry["commit"] = about.commit()
         with lock:
             results[where] = [*(e for e in results[where] if e.get("command") != entry["command"]), entry]
             options.out.write_text(json.dumps(results, indent=1))

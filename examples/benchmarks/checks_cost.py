@@ -30,6 +30,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import about
+
 sys.path.insert(0, str(Path(__file__).parent))
 
 STEPS = 6
@@ -305,8 +307,8 @@ def main() -> None:
     from qerl_trl import report
 
     record: dict[str, Any] = {
-        "command": " ".join(["python", *sys.argv]),
-        "commit": os.environ.get("BENCH_COMMIT"),
+        "command": about.command(),
+        "commit": about.commit(),
         "versions": report.versions(),
         "checks": [],
     }

@@ -20,7 +20,6 @@ import dataclasses
 import json
 import os
 import resource
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -31,6 +30,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import about
 from faults_gpu_cases import FAULTS, REWARD, Fault
 
 #: steps of a run; the noise begins in the third
@@ -222,8 +222,8 @@ def run_all(names: list[str], device: str, jobs: int, output: Path | None, commi
     root = Path(tempfile.mkdtemp())
     model = write_model(root / "model", device)
     record: dict[str, Any] = {
-        "command": shlex.join(["python", *sys.argv]),
-        "commit": commit or os.environ.get("BENCH_COMMIT"),
+        "command": about.command(),
+        "commit": about.commit(commit),
         "versions": report.versions(),
         "device": device,
     }

@@ -26,6 +26,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import about
+
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = {
     "max_steps": 24, "save_steps": 1, "per_device_train_batch_size": 16, "max_completion_length": 24, "eval_problems": 8,
@@ -150,10 +152,8 @@ def main() -> None:
     from qerl_trl import report
 
     record: dict[str, Any] = {
-        "command": " ".join(
-            ["python", "examples/benchmarks/kill_a_rank.py", "--kills", str(options.kills), "--seed", str(options.seed)]
-        ),
-        "commit": os.environ.get("BENCH_COMMIT"),
+        "command": about.command(),
+        "commit": about.commit(),
         "versions": report.versions(),
         "device": f"CPU, {os.cpu_count()} cores, shared",
         "settings": SETTINGS,

@@ -37,6 +37,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import about
 import plan_check
 import step_speed
 from random_checkpoint import write_checkpoint
@@ -390,9 +391,9 @@ def main() -> int:
         signal.SIGTERM, lambda *_: sys.exit("ended from outside")
     )  # the processes of the mode that runs are ended too
     started = time.monotonic()
-    about = {
-        "command": " ".join(["python", *sys.argv]),
-        "commit": options.commit or step_speed.commit(),
+    origin = {
+        "command": about.command(),
+        "commit": about.commit(options.commit),
         "device": device_name(torch.device(options.device)) + (" x 2" if options.device == "cuda" else ""),
         "versions": versions(),
     }
@@ -408,7 +409,7 @@ def main() -> int:
         before = next((old for old in record["multi_gpu"] if old["name"] == row["name"]), {})
         if "median" in before and "median" not in row:
             return
-        record["multi_gpu"] = [old for old in record["multi_gpu"] if old is not before] + [row | about]
+        record["multi_gpu"] = [old for old in record["multi_gpu"] if old is not before] + [row | origin]
         record["multi_gpu"].sort(key=lambda row: list(MODES).index(row["name"]))
         if options.output is not None:
             partial_file = options.output.with_suffix(".partial")

@@ -31,6 +31,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import about
+
 from qerl_trl.memory.plan import GIB, Gpu, MemoryPlan, plan_run
 from qerl_trl.memory.workload import Workload, on_a_gpu
 
@@ -428,11 +430,10 @@ def main() -> int:
 
     from qerl_trl.report import device_name, versions
 
-    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    command, output = " ".join(["python", *sys.argv]), options.output
+    output = options.output
     record: dict[str, Any] = {
-        "command": command if output is None else command.replace(str(output), output.name),
-        "commit": options.commit or git or None,
+        "command": about.command(),
+        "commit": about.commit(options.commit),
         "device": device_name(torch.device(options.device)),
         "versions": versions(),
         "memory": [],

@@ -28,6 +28,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import about
+
 _PIECE = 1 << 24
 _START_WRITING = 2  # SYNC_FILE_RANGE_WRITE
 
@@ -205,10 +207,9 @@ def main() -> None:
         print(
             f"{row['run']}: {row['quantize']['seconds']:.2f} s, floor {row['floor']['seconds']:.2f} s, {row['ratio']:.2f}"
         )
-    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     report = {
-        "command": " ".join(["python", *sys.argv]),
-        "commit": arguments.commit or git or None,
+        "command": about.command(),
+        "commit": about.commit(arguments.commit),
         **in_new_process(arguments, "describe", triton_cache),
         "rows": rows,
     }

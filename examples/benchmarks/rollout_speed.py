@@ -38,6 +38,7 @@ os.environ.setdefault("MASTER_PORT", "0")  # TRL then picks a free one
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
+import about
 from rollout_models import VOCAB, folder, generation, model_config, policy, seconds, time_syncs
 
 WHAT = (
@@ -305,8 +306,8 @@ def summary(lines: Path, commit: str) -> dict:
     }
     return {
         "what": WHAT,
-        "command": " ".join(["python", *sys.argv]),
-        "commit": commit,
+        "command": about.command(),
+        "commit": about.commit(commit),
         "device": device_name(torch.device("cuda")),
         "versions": versions(),
         "tokens_per_s": speed,

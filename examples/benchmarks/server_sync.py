@@ -23,6 +23,8 @@ import tempfile
 import time
 from pathlib import Path
 
+import about
+
 sys.path.insert(0, str(Path(__file__).parent))
 SEQUENCES, NEW, PROMPT, RANK = 8, 512, 256, 32
 
@@ -130,9 +132,8 @@ def main() -> None:
         generation = built.vllm_generation
         engine, policy = generation.engine, built.accelerator.unwrap_model(built.model)
         results = {
-            "command": " ".join(["python", *sys.argv]),
-            "commit": os.environ.get("BENCH_COMMIT")
-            or subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip(),
+            "command": about.command(),
+            "commit": about.commit(),
             "device": device_name(torch.device(options.device)) + ("" if cpu else " x 2"),
             "versions": versions(),
             "shape": options.shape,

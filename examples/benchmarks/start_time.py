@@ -31,6 +31,9 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(Path(__file__).parent))
+
+import about  # noqa: E402
+
 CASES = ("vllm", "vllm-lora", "trl", "ours")
 RANK, PROMPT, NEW = 32, 100, 32
 SEQUENCES = (8, 64)
@@ -342,13 +345,11 @@ def main() -> None:
     warm = {run["case"]: run["first_token_s"] for run in runs if run["state"] == "warm"}
     result = {
         "what": __doc__.splitlines()[0],
+        "command": about.command(),
         "shape": args.shape,
         "machine": f"{device_name(torch.device(args.device))}, {len(os.sched_getaffinity(0))} processors",
         "versions": versions(),
-        "commit": os.environ.get("BENCH_COMMIT")
-        or subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
-        ).stdout.strip(),
+        "commit": about.commit(),
         "warm_first_token_against": {
             case: round(warm["ours"] / seconds, 2)
             for case, seconds in warm.items()

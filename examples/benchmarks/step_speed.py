@@ -34,6 +34,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import about
 import plan_check
 from plan_check import GIB, Peak, fill_completions, planned, show_a_card_of, tokenizer
 
@@ -326,12 +327,6 @@ def run_all(names: list[str], device: str, gpus: list[int], keep: Callable[[dict
         time.sleep(0.5)
 
 
-def commit() -> str | None:
-    """Of the code that runs; None where there is no git."""
-    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    return git.stdout.strip() or None
-
-
 def line(row: dict[str, Any]) -> str:
     if "failed" in row:
         return f"{row['name']:<28} failed: {row['failed']} {row.get('last_lines', '')}"
@@ -375,9 +370,9 @@ def main() -> int:
     from qerl_trl.report import device_name, versions
 
     gpus = options.gpus or list(range(max(1, torch.cuda.device_count())))
-    about = {
-        "command": " ".join(["python", *sys.argv]),
-        "commit": options.commit or commit(),
+    origin = {
+        "command": about.command(),
+        "commit": about.commit(options.commit),
         "device": device_name(torch.device(options.device)),
         "versions": versions(),
     }
@@ -389,7 +384,7 @@ def main() -> int:
     def keep(row: dict[str, Any]) -> None:
         print(line(row), flush=True)
         failed.extend([row["name"]] if "failed" in row else [])
-        record["step"] = [old for old in record["step"] if old["name"] != row["name"]] + [row | about]
+        record["step"] = [old for old in record["step"] if old["name"] != row["name"]] + [row | origin]
         record["step"].sort(key=lambda row: list(ALL).index(row["name"]))
         if options.output is not None:
             options.output.write_text(json.dumps(record, indent=1) + "\n")

@@ -26,6 +26,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import about
+
 SHAPE = {
     "cuda": (8, 768, 512),
     "cpu": (2, 48, 16),
@@ -94,8 +96,8 @@ def main() -> None:
     cuda = args.device == "cuda"
     record: dict[str, Any] = {
         "what": "seconds of forward and backward of one micro-batch in Unsloth, median",
-        "command": " ".join(["python", *sys.argv]),
-        "commit": args.commit,
+        "command": about.command(),
+        "commit": about.commit(args.commit),
         "device": torch.cuda.get_device_name() if cuda else "cpu",
         "versions": versions(),
         "size": args.size,

@@ -36,6 +36,7 @@ import torch
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
+import about
 from rollout_models import policy, seconds
 
 from qerl_trl.report import device_name, versions
@@ -248,8 +249,8 @@ def main() -> None:
     record: dict[str, Any] = {
         "what": "seconds of one micro-batch, median; `checkpointed` and `plain`: forward and backward with and without gradient checkpointing; "
         "`checkpointed-around`: with transformers' checkpoints around compiled layers; `forward`: without gradient",
-        "command": " ".join(["python", *sys.argv]),
-        "commit": args.commit,
+        "command": about.command(),
+        "commit": about.commit(args.commit),
         "device": device_name(torch.device(args.device)),
         "versions": versions(),
         "size": args.size,

@@ -1,0 +1,24 @@
+"""What a file of results says of the run that made it: the command, and the commit of the code."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+
+def command() -> str:
+    """The command line of this process; files and folders of this machine by their names alone."""
+    script, *words = sys.argv
+    names = [Path(word).name if Path(word).is_absolute() else word for word in words]
+    return " ".join(["python", f"examples/benchmarks/{Path(script).name}", *names])
+
+
+def commit(said: str | None = None) -> str | None:
+    """Of the code that runs: what was said (an option, or BENCH_COMMIT where there is no git), else git's; None where nobody knows."""
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    return (
+        said
+        or os.environ.get("BENCH_COMMIT")
+        or subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+        or None
+    )
