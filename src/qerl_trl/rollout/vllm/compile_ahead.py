@@ -46,7 +46,7 @@ def compile_expected() -> None:
     tell = functools.partial(print, flush=True)
     for dtype, invariant in {*weights, *((dtype, False) for dtype in widths)}:
         norms = () if invariant else widths[dtype]
-        found = precompile(weights[dtype, invariant], None, norms, dtype, tell=tell, batch_invariant=invariant)
+        found = precompile(weights[dtype, invariant], norms=norms, dtype=dtype, tell=tell, batch_invariant=invariant)
         if found.failed:
             logger.warning(
                 "%d kernels did not compile ahead; they are tried again when they are needed. The first error: %s",
