@@ -4,7 +4,7 @@
 
 tries all of them or some, each in a process of its own, and puts two more cells into docs/architectures.json. All of them take about ten
 minutes on two cores, so the tests try `REPRESENTATIVES`, and all where QERL_EXHAUSTIVE=1 is set. Models that see pictures, and Qwen3.5,
-need torchvision, which vLLM imports for them.
+need torchvision, which vLLM imports for them, and LLaVA and Mistral 3 mistral_common.
 
     rollout         the engine starts on the trainer's own weights and passes the probe of the start; with an adapter its greedy
                     log-probabilities are the trainer's
@@ -55,19 +55,40 @@ NEW = 8
 DRAW = NoiseDraw(0.05, seed=7, step=3, generation=1)
 #: what vLLM's CPU kernels compute in bfloat16 only: delta nets and state spaces
 HALF = ("qwen3_5_text", "qwen3_next", "falcon_h1")
-#: what no engine has shown yet, and why: the cell says so
+#: what vLLM imports beside, for models that the tests' environment then leaves out
+NEEDS = dict.fromkeys(PICTURES, ("torchvision",)) | dict.fromkeys(
+    ("llava", "mistral3"), ("torchvision", "mistral_common")
+)
+#: what no engine has shown yet, and why: the cell says so. A GPU would compute it
 UNTRIED = {
-    "lfm2": "vLLM's CPU kernels do not compute its convolutions of three tokens, and it was on no GPU yet",
-    "qwen2_5_vl": "vLLM reads an image processor from the model's folder before it starts, and the tiny model has none",
-    **dict.fromkeys(
-        ("llava", "mistral3"), "vLLM's class of it imports mistral_common, which the tests' environment has not"
-    ),
+    "lfm2": "vLLM 0.31 cannot compute its short convolutions on a CPU, in no format (kernels for four tokens only, LFM2 has three; and a weight "
+    "that is packed in two dimensions where the forward wants three), and it was on no GPU yet"
 }
-#: of these, what a GPU would compute
-NOT_ON_CPU = ("lfm2",)
 #: nats: the largest difference of the log-probability of a token, and by how many times that the noise has to move one
 TOLERANCE = {torch.float32: (2e-3, 10), torch.bfloat16: (0.2, 2)}
 SECONDS = 240
+
+
+def _qwen_processor(tokenizer: Any) -> Any:
+    from transformers import Qwen2_5_VLProcessor, Qwen2VLImageProcessor, Qwen2VLVideoProcessor
+
+    return Qwen2_5_VLProcessor(Qwen2VLImageProcessor(), tokenizer, Qwen2VLVideoProcessor())
+
+
+def _llava_processor(tokenizer: Any) -> Any:
+    from transformers import CLIPImageProcessor, LlavaProcessor
+
+    return LlavaProcessor(CLIPImageProcessor(size={"shortest_edge": 28}, crop_size=28), tokenizer, patch_size=14)
+
+
+def _pixtral_processor(tokenizer: Any) -> Any:
+    from transformers import PixtralImageProcessor, PixtralProcessor
+
+    return PixtralProcessor(PixtralImageProcessor(patch_size=14), tokenizer, patch_size=14)
+
+
+#: what vLLM reads from the model's folder although it gets no picture
+PROCESSORS = {"qwen2_5_vl": _qwen_processor, "llava": _llava_processor, "mistral3": _pixtral_processor}
 
 
 class EngineTrial:
@@ -80,7 +101,10 @@ class EngineTrial:
     def rollout(self) -> None:
         # sharper than transformers' own initialisation: greedy tokens then depend on the weights
         architectures.dense_model(self.one.name, initializer_range=0.1).save_pretrained(self.folder / "dense")
-        make_tiny_tokenizer().save_pretrained(self.folder / "dense")
+        tokenizer = make_tiny_tokenizer()
+        tokenizer.save_pretrained(self.folder / "dense")
+        if self.one.name in PROCESSORS:
+            PROCESSORS[self.one.name](tokenizer).save_pretrained(self.folder / "dense")
         self.dtype = torch.bfloat16 if self.one.name in HALF else torch.float32
         config = NVFP4Config(
             modules_to_not_convert=self.one.left_out, compute_dtype=str(self.dtype).removeprefix("torch.")
@@ -177,27 +201,19 @@ def cells(name: str, log: Path) -> dict[str, str]:
 def to_try(names: tuple[str, ...]) -> list[str]:
     """Of `names`, what can be tried here: what is refused at load has nothing to roll out."""
     known = architectures.recorded()["architectures"]
-    left_out = () if torch.cuda.is_available() else NOT_ON_CPU
-    if importlib.util.find_spec("torchvision") is None:
-        left_out += PICTURES
-    left_out += tuple(name for name in UNTRIED if name not in NOT_ON_CPU)
+    left_out = [name for name, needed in NEEDS.items() if not all(map(importlib.util.find_spec, needed))]
+    left_out += [] if torch.cuda.is_available() else UNTRIED
     return [name for name in names if known[name]["load"] == "works" and name not in left_out]
-
-
-def say_what_was_not_tried() -> None:
-    """Put it into docs/architectures.json, of what has no result there."""
-    record = architectures.recorded()
-    for name, why in UNTRIED.items():
-        for cell in CELLS:
-            record["architectures"][name].setdefault(cell, f"not tried: {why}")
-    architectures.write(record)
 
 
 def main() -> None:
     import vllm
     import vllm.entrypoints.llm  # here, not once in every child
 
-    say_what_was_not_tried()
+    record = architectures.recorded()
+    for name, why in UNTRIED.items():
+        record["architectures"][name] |= dict.fromkeys(CELLS, f"not tried: {why}")
+    architectures.write(record)
     for name in to_try(tuple(sys.argv[1:]) or architectures.ALL):
         with tempfile.NamedTemporaryFile() as log:
             try:

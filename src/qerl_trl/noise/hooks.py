@@ -183,7 +183,8 @@ class NormNoise:
             _noisy_modules.pop(module, None)
 
     def _acts_on(self, module: nn.Module) -> bool:
-        return bool(self._noise) and (self._depth > 0 or (self._in_training and module.training))
+        # the compiler of torch 2.11 cannot take the truth of a dict
+        return len(self._noise) > 0 and (self._depth > 0 or (self._in_training and module.training))
 
     def _install(self, name: str, module: nn.Module) -> None:
         def before(running: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
