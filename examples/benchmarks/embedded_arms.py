@@ -58,7 +58,7 @@ def run(args: argparse.Namespace, options: list[str]) -> None:
     record = {
         "command": "python examples/benchmarks/embedded_arms.py " + " ".join(sys.argv[1:]),
         "commit": commit.stdout.strip() or args.commit,
-        "threads_a_run": args.threads,
+        "threads_per_run": args.threads,
         "runs_at_a_time": args.jobs,
         "runs": [kept(name, args.scratch / f"{arm}-{seed}") for seed in seeds for name, arm in ARMS.items()],
     }

@@ -170,6 +170,11 @@ class _PackedMethod(AdaptedMethod):
     can_be_batch_invariant = True
 
     def _common(self, layer: Layer, k: int, widths: list[int], dtype: torch.dtype) -> None:
+        if k % BLOCK_SIZE:
+            raise ValueError(
+                f"{self.names}: {k} input features on one tensor-parallel rank are not a multiple of {BLOCK_SIZE}. Use a "
+                "smaller tensor-parallel size, or keep the layer dense (ignore)."
+            )
         super()._common(layer, k, widths, dtype)
         expect_layer(layer, dtype, self.batch_invariant)
 
@@ -221,11 +226,6 @@ class NVFP4Method(_PackedMethod):
         **extra: Any,
     ) -> None:
         k, n = input_size_per_partition, sum(output_partition_sizes)
-        if k % BLOCK_SIZE:
-            raise ValueError(
-                f"{self.names}: {k} input features on one tensor-parallel rank are not a multiple of {BLOCK_SIZE}. Use a "
-                "smaller tensor-parallel size, or keep the layer dense (ignore)."
-            )
         self._common(layer, k, output_partition_sizes, params_dtype)
         device = "meta" if self.deferred else None
         packed = torch.empty(n, k // 2, dtype=torch.uint8, device=device)
@@ -275,7 +275,7 @@ class ModelOptNVFP4Method(NVFP4Method):
 
 @register_weight_loader_v2_supported_method
 class OnlineNVFP4Method(_PackedMethod):
-    """A bf16 checkpoint, quantized layer by layer while it loads, with the trainer's own rule and one scale a fused group."""
+    """A bf16 checkpoint, quantized layer by layer while it loads, with the trainer's own rule and one scale per fused group."""
 
     uses_meta_device = True
 
@@ -292,11 +292,6 @@ class OnlineNVFP4Method(_PackedMethod):
     ) -> None:
         from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
 
-        if input_size_per_partition % BLOCK_SIZE:
-            raise ValueError(
-                f"{self.names}: {input_size_per_partition} input features on one tensor-parallel rank are not a multiple of "
-                f"{BLOCK_SIZE}. Use a smaller tensor-parallel size, or keep the layer dense (ignore)."
-            )
         self._common(layer, input_size_per_partition, output_partition_sizes, params_dtype)
         weight = torch.empty(sum(output_partition_sizes), input_size_per_partition, dtype=params_dtype, device="meta")
 
