@@ -160,7 +160,7 @@ def main() -> None:
         "torch": torch.__version__,
         "triton": triton.__version__,
         "commit": commit(),
-        "command": " ".join(["batch_invariant.py", *sys.argv[1:]]),
+        "command": " ".join(["batch_invariant.py", *(Path(a).name if "/" in a else a for a in sys.argv[1:])]),
         "lora_rank": RANK,
         "failed": [],
         "layers": [],

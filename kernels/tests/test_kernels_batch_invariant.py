@@ -4,9 +4,11 @@ On a CPU the Hopper kernel runs in the emulator and the portable one in Triton's
 matrix instruction adds up within itself only the GPU tests see.
 """
 
+import random
+
 import pytest
 import torch
-from nvfp4_cases import random_weight, relative_error
+from nvfp4_cases import leftovers, random_weight, relative_error
 from test_kernels_emulated import SMS, emulated  # noqa: F401  a fixture
 
 import qerl_nvfp4
@@ -147,6 +149,33 @@ def test_a_row_alone_is_the_same_row_in_any_batch(N, K, rank, splits, dtype):
         y = rows(slice(0, M))
         assert torch.equal(y, whole[:M]), f"{M} tokens: rows {(y != whole[:M]).any(1).nonzero().flatten().tolist()[:8]}"
     assert torch.equal(rows(slice(301, 340)), whole[301:340]), "the same rows in another place"
+
+
+@pytest.mark.gpu
+@pytest.mark.kernels_ci
+@pytest.mark.skipif(not CUDA, reason="needs an NVIDIA GPU")
+def test_random_shapes():
+    """Right, and the same bits for the rows from any place on, alone or with others: 500 matrices of any shape that there are kernels for."""
+    seed = torch.seed() % 2**31
+    rng = random.Random(seed)
+    for case in range(500):
+        N, K = 64 * rng.randint(2, 40), 256 * rng.randint(1, 14) if rng.random() < 0.8 else 16 * rng.randint(3, 100)
+        edge = 64 * rng.randint(1, N // 64 - 1)
+        rank, splits = rng.choice(((0, None), (32, (N,)), (32, (edge, N - edge))))
+        M = rng.randint(2, 300)
+        problem = Problem(N, K, M, rank, splits, "cuda")
+        first = rng.randrange(M)
+        rows = slice(first, rng.randint(first + 1, M))
+        adapter = (problem.a, problem.b, problem.splits)
+        y, some = (
+            qerl_nvfp4.linear(problem.x[r], *problem.weight, problem.bias, *adapter, batch_invariant=True)
+            for r in (slice(0, M), rows)
+        )
+        where = f"seed {seed} case {case}: N={N} K={K} M={M} {rows} splits={splits}"
+        assert relative_error(y, problem.exact()) < 5e-3, where
+        assert torch.equal(some, y[rows]), where
+        if case % 20 == 19:
+            assert not leftovers(), where
 
 
 @pytest.mark.gpu
