@@ -1,4 +1,4 @@
-"""Render the markdown tables of a result of compare.py.   python table.py results/h200.json [> table.md]"""
+"""Render the markdown tables of a result of compare.py, or of batch_invariant.py.   python table.py results/h200.json [> table.md]"""
 
 import json
 import sys
@@ -56,8 +56,30 @@ def humming_table(result: dict) -> list[str]:
     return [*lines, "", "(The last table: single launches by events with a cold cache, so with the launch's latency.)"]
 
 
+def invariant_table(result: dict) -> list[str]:
+    """Microseconds of a decoder layer's products by what is selected and in the batch-invariant mode."""
+    lines = [
+        "| model | tokens | selected us | batch-invariant us | that, times selected | bf16 / batch-invariant |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for r in result["layers"]:
+        lines.append(
+            f"| {r['model']} | {r['M']} | {r['selected_us']:.1f} | {r['invariant_us']:.1f} | {r['cost']:.2f} | {r['ratio']:.2f} |"
+        )
+    failed = [f"{f['model']} at {f['M']} tokens" for f in result["failed"]]
+    return [*lines, *(["", f"Not bit-equal, and not timed: {', '.join(failed)}."] if failed else [])]
+
+
 def main() -> None:
     result = json.loads(Path(sys.argv[1]).read_text())
+    if "layers" in result and "failed" in result:
+        print(
+            f"{result['device']}, torch {result['torch']}, triton {result['triton']}, commit {result['commit'][:10]}, "
+            f"`{result['command']}`; a decoder layer without its attention, norms and SwiGLU included, CUDA graph replays over rotating weights, "
+            f"rank-{result['lora_rank']} adapter inside ours, none in bf16.\n"
+        )
+        print("\n".join(invariant_table(result)))
+        return
     print(
         f"{result['device']}, torch {result['torch']}, triton {result['triton']}, commit {result['commit'][:10]}, "
         f"`{result['command']}`; sums over qkv + o + gate_up + down of one decoder layer, CUDA graph replays over rotating weights, "

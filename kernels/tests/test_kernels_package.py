@@ -201,6 +201,8 @@ def test_the_selection_is_listed(pretend, h200):
     assert line == (
         "gate_up 37888 x 3584: skinny up to 8 tokens, wgmma up to 1024 tokens, dense for more (table of NVIDIA H200)"
     )
+    (line,) = ops.selected_text({"gate_up": (37888, 3584)}, 0, rank=32, batch_invariant=True)
+    assert line == "gate_up 37888 x 3584: wgmma (batch-invariant)"
     assert {row.kernel for row in ops.selected(2560, 2048, device=0, dtype=torch.float32)} == {"reference"}
     (line,) = ops.selected_text({"o": (4096, 4096)}, 0, dtype=torch.float16)
     assert line == "o 4096 x 4096: portable up to 128 tokens, dense for more (heuristic)"

@@ -83,6 +83,7 @@ def banner(trainer) -> str:
         rollout = f"vLLM, {args.vllm_mode}" + (
             ", weights shared" if args.share_weights and args.vllm_mode == "colocate" else ""
         )
+        rollout += ", batch-invariant" * args.vllm_batch_invariant
     noise = "off"
     if args.aqn:
         noise = (
@@ -102,7 +103,7 @@ def banner(trainer) -> str:
         "unlike TRL": "; ".join(unlike_trl(args)) or "nothing but the checks",
     }
     elsewhere = args.use_vllm and args.vllm_mode == "server"
-    if kernels := [] if elsewhere else selected_for_model(model, plan.work.lora_rank):
+    if kernels := [] if elsewhere else selected_for_model(model, plan.work.lora_rank, args.vllm_batch_invariant):
         rows["kernels"] = "\n".join(kernels)
     width = max(map(len, rows))
     below = f"\n{'':<{width + 4}}"

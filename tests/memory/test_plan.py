@@ -280,7 +280,7 @@ def test_a_trainer_plans_with_its_own_data_and_counts_its_own_model(make_trainer
     assert "planned peak" in banner(trainer) and "4 per prompt" in banner(trainer)
     assert "\n  kernels" not in banner(trainer), "on a CPU there are none"
     monkeypatch.setattr(
-        report, "selected_for_model", lambda model, rank: [f"o, rank {rank}: measured", "down: heuristic"]
+        report, "selected_for_model", lambda model, rank, _: [f"o, rank {rank}: measured", "down: heuristic"]
     )
     assert "\n  kernels     o, rank 4: measured\n              down: heuristic" in banner(trainer)
 

@@ -72,19 +72,26 @@ def matrices_of_checkpoint(model_id: str | os.PathLike, **kwargs: Any) -> list[M
 
 
 def selected_for_matrices(
-    matrices: dict[str, tuple[int, int]], device: torch.device | str, rank: int = 0, dtype: torch.dtype = torch.bfloat16
+    matrices: dict[str, tuple[int, int]],
+    device: torch.device | str,
+    rank: int = 0,
+    dtype: torch.dtype = torch.bfloat16,
+    batch_invariant: bool = False,
 ) -> list[str]:
     """One line per matrix {name: (rows, columns)}: which kernel up to how many tokens, and why. [] where no kernels run."""
     kernels = kernels_for(torch.device(device))
-    return [] if kernels is None else kernels.selected_text(matrices, torch.device(device), rank, dtype)
+    if kernels is None:
+        return []
+    return kernels.selected_text(matrices, torch.device(device), rank, dtype, batch_invariant)
 
 
-def selected_for_model(model: nn.Module, rank: int = 0) -> list[str]:
+def selected_for_model(model: nn.Module, rank: int = 0, batch_invariant: bool = False) -> list[str]:
     """The same for the packed matrices of a model, with an adapter of this rank (0: none)."""
     layer = next((module for module in model.modules() if isinstance(module, NVFP4Linear)), None)
     if layer is None:
         return []
-    return selected_for_matrices(matrices_of(model), layer.weight_packed.device, rank, layer.compute_dtype)
+    device, dtype = layer.weight_packed.device, layer.compute_dtype
+    return selected_for_matrices(matrices_of(model), device, rank, dtype, batch_invariant)
 
 
 def measured_by_the_user(device: torch.device) -> tuple[list[str], str]:
