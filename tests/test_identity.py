@@ -8,8 +8,11 @@ import pytest
 from datasets import Dataset, Features, Image, Value
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
-from qerl_trl import QeRLConfig, QeRLRLOOConfig, QeRLRLOOTrainer, identity
+from qerl_trl import QeRLConfig, QeRLRLOOConfig, QeRLRLOOTrainer, from_pretrained, identity
+from qerl_trl.base_identity import base_config
+from qerl_trl.publish.quantize import quantize_folder
 from tests.test_trainer import PROMPTS, make_trainer  # noqa: F401  (a fixture)
 
 
@@ -92,6 +95,21 @@ def test_an_older_record_is_compared_in_what_it_has(make_trainer):  # noqa: F811
     assert identity.differences({"seed": 4}, now) == (["seed: 4 then, 3 now"], [])
 
 
+def test_what_older_records_do_not_have_is_no_difference(make_trainer):  # noqa: F811
+    now = identity.run_settings(make_trainer())
+    older = {name: value for name, value in now.items() if name not in ("base_config", "tokenizer_sha256")}
+    assert identity.differences(older, now) == ([], [])
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama", "gemma3"])
+def test_a_base_has_one_configuration_in_every_form(family, tiny_model_dir, tmp_path):
+    folder = tiny_model_dir(family)
+    quantize_folder(folder, tmp_path / "packed")
+    found = base_config(AutoModelForCausalLM.from_pretrained(folder))
+    assert found["num_hidden_layers"] == 2 and "hidden_act" not in found and "dtype" not in found
+    assert found == base_config(from_pretrained(folder)) == base_config(from_pretrained(tmp_path / "packed"))
+
+
 def test_the_base_is_known_by_its_content(make_trainer, tiny_model_dir, tmp_path):  # noqa: F811
     then = json.loads(json.dumps(identity.run_settings(make_trainer())))
     folder = tiny_model_dir("qwen2")
@@ -110,6 +128,19 @@ def test_the_base_is_known_by_its_content(make_trainer, tiny_model_dir, tmp_path
     assert identity.differences({**then, "base_revision": "abc"}, moved).refused == []
     del now["base_sha256"]
     assert identity.differences(then, now).refused == [f"model: '{folder}' then, '{tmp_path / 'moved'}' now"]
+
+
+def test_a_transform_of_the_data_is_part_of_them():
+    def asked(ending):
+        def transform(rows):
+            return {"prompt": [text + ending for text in rows["prompt"]]}
+
+        return Dataset.from_dict({"prompt": ["one", "two"]}).with_transform(transform)
+
+    data = Dataset.from_dict({"prompt": ["one", "two"]})
+    found = [identity.dataset_sha256(each) for each in (data, asked("?"), asked("!"))]
+    assert len(set(found)) == 3 and identity.dataset_sha256(asked("?")) == found[1]
+    assert identity.dataset_sha256(data.with_format("torch")) == found[0]
 
 
 def test_data_are_known_by_their_content(tmp_path):

@@ -7,17 +7,21 @@ models compute, and the tokenizer.
 
 The checksums are sums of 64-bit integers on the device that holds the tensors, so they are exact in any order, and see a changed bit
 as well as two elements that changed places. They tell mistakes apart; nobody is kept from forging one.
+
+How these weights are computed with is recorded beside it, as it stands in the model's configuration ([`base_config`]).
 """
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from torch import nn
+from transformers import PretrainedConfig
 
 from .names import canonical_name
 
@@ -27,6 +31,11 @@ _CHUNK = 2**21
 _PLACE, _FIRST, _SECOND = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB
 #: parts of a parameter's name that an adapter adds
 _ADAPTERS = ("lora_", "modules_to_save", "trainable_tokens_")
+#: of a configuration, what says nothing of a forward, or is set by loading and training
+_NOT_OF_A_FORWARD = re.compile(
+    r"_.*|transformers_version|(?:torch_)?dtype|quantization_config|architectures|auto_map|use_cache|tie_word_embeddings"
+    r"|initializer_range|(?:bos|eos|pad|sep|cls|mask)_token_id|(?:id2label|label2id|problem_type|tags)"
+)
 
 
 class Row(NamedTuple):
@@ -79,6 +88,29 @@ def shared_base_sha256(model: nn.Module) -> str | None:
 def base_revision(model: nn.Module) -> str | None:
     """The Hub's commit that the base was loaded from; `None` for a folder."""
     return getattr(model.config, "_commit_hash", None)
+
+
+def base_config(model: nn.Module) -> dict[str, Any]:
+    """What the configuration of the base says of its forward, as JSON, where it is not what its class has by default. The same for a dense base
+    and the NVFP4 base made of it, and with a release whose classes have further fields; tied weights show in the fingerprint."""
+    return _of_a_forward(cast(PretrainedConfig, model.config))
+
+
+def _of_a_forward(config: PretrainedConfig) -> dict[str, Any]:
+    """In the configurations inside it too."""
+    default = {} if config.has_no_defaults_at_init else _as_json(type(config)())
+    found: dict[str, Any] = {}
+    for name, value in _as_json(config).items():
+        inner = getattr(config, name, None)
+        if isinstance(inner, PretrainedConfig):
+            found[name] = _of_a_forward(inner)
+        elif name == "model_type" or (value != default.get(name) and not _NOT_OF_A_FORWARD.fullmatch(name)):
+            found[name] = value
+    return found
+
+
+def _as_json(config: PretrainedConfig) -> dict[str, Any]:
+    return cast(dict[str, Any], json.loads(json.dumps(config.to_dict(), default=str)))
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

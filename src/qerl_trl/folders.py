@@ -29,8 +29,9 @@ def hub_commit(folder: str | os.PathLike) -> str | None:
 
 
 def reads_for_its_machine() -> bool:
-    """Whether this is the process that reads and compares folders for those of its machine, as launchers number them."""
-    return os.environ.get("LOCAL_RANK", "0") == "0"
+    """Whether this is the process that reads and compares folders for those of its machine, as launchers number them. One that is alone does,
+    whatever number somebody left in its environment."""
+    return os.environ.get("LOCAL_RANK", "0") == "0" or os.environ.get("WORLD_SIZE", "1") == "1"
 
 
 def beside(config: "PretrainedConfig", name: str) -> Path | None:

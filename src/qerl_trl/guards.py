@@ -16,9 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from trl.trainer.utils import is_async_callable
 
 from .deadline import deadline
+from .rollout.wire import not_finite
 from .upstream import OnlineTrainer
 
 logger = logging.getLogger(__name__)
@@ -213,8 +215,13 @@ def check_reward_tensor(rewards: torch.Tensor, names: list[str], weights: torch.
         weights: (functions).
 
     Raises:
-        `ValueError`: an entry that is infinite or too large.
+        `ValueError`: an entry that is infinite or too large, or a weight that is not finite.
     """
+    if weights is not None and not bool(torch.isfinite(weights).all()):
+        raise ValueError(
+            f"reward_weights={weights.tolist()}: with one that is not finite every advantage is zero or NaN. Give each of {', '.join(names)} a finite "
+            "weight."
+        )
     infinite = torch.isinf(rewards).nonzero()
     if len(infinite):
         row, column = infinite[0].tolist()
@@ -263,6 +270,18 @@ def check_gradients(model: nn.Module, step: int) -> None:
         f"The gradient of {name} is not finite at step {step}: {bad} of {grad.numel()} entries; {int((~finite).sum())} of "
         f"{len(named)} parameters are affected. {ending}"
     )
+
+
+def check_weights(model: nn.Module, step: int) -> None:
+    """Raise `RuntimeError` naming the first trained parameter that is not finite: what an optimizer has made of finite gradients. Called
+    before anything is written. Of sharded parameters each process looks at its own part; waits for the device once."""
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    parts = ((name, p.to_local() if isinstance(p, DTensor) else p) for name, p in trained)
+    if wrong := not_finite((name, part) for name, part in parts if part.numel()):
+        raise RuntimeError(
+            f"{len(wrong)} of {len(trained)} trained parameters are not finite after step {step}, e.g. {wrong[0]}: the optimizer's step overflowed. "
+            "Nothing was written. Resume from the last checkpoint (resume_from_checkpoint=True) with a lower learning_rate."
+        )
 
 
 class SignalMonitor:

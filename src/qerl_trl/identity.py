@@ -33,6 +33,8 @@ _FIELDS = """base_format scale_rule aqn aqn_schedule aqn_sigma_start aqn_sigma_e
 _MAY_DIFFER = {"max_steps", "num_train_epochs", "versions", "rewards_sha256"}
 #: what is recorded beside the settings themselves
 _NOT_SETTINGS = {"settings_sha256", "global_step", "merged_onto", "changed", "base_revision"}
+#: not in the records of older versions
+_NEWER = {"base_config", "tokenizer_sha256"}
 #: how the base is made of what is loaded: it differs with them
 _FORM = ("base_format", "scale_rule", "modules_to_not_convert")
 #: arguments without a say in the trajectory: where and when is written, logged, evaluated and pushed, memory and placement, limits of checks.
@@ -48,6 +50,8 @@ _INCIDENTAL = re.compile(
 )
 #: rows of the training data that its fingerprint reads
 _FINGERPRINT_ROWS = 10_000
+#: letters, numbers, blanks, other scripts and marks
+_TEXT = "The norm's weights: 12 + 34.5 = 46.5?\n\tIf x < 0:  \u00c4\u00df \u4e2d\u6587 \U0001f642 </s><|im_start|>user"
 #: fingerprints that were computed: a run says it with each checkpoint
 _datasets: "weakref.WeakKeyDictionary[Dataset, str]" = weakref.WeakKeyDictionary()
 
@@ -75,6 +79,8 @@ class RunSettings(TypedDict, total=False):
     base_sha256: (
         str  # fingerprint of its weights as they were loaded (`base_identity`); absent where no process had it whole
     )
+    base_config: dict[str, Any]  # what its configuration says of its forward (`base_identity`)
+    tokenizer_sha256: str  # of how a text, and a conversation, becomes tokens
     dtype: str  # compute dtype
     base_format: str
     scale_rule: str
@@ -127,6 +133,8 @@ def run_settings(trainer: OnlineTrainer) -> RunSettings:
         settings["base_revision"] = revision
     if trainer.base_sha256 is not None:
         settings["base_sha256"] = trainer.base_sha256
+    settings["base_config"] = base_identity.base_config(model)
+    settings["tokenizer_sha256"] = tokenizer_sha256(trainer.processing_class)
     settings["dtype"] = str(compute_dtype(model)).removeprefix("torch.")
     if is_peft_model(model):
         lora = model.peft_config[model.active_adapter]
@@ -142,10 +150,31 @@ def run_settings(trainer: OnlineTrainer) -> RunSettings:
         settings["dataset_sha256"] = sample
     decisive = {f.name: f for f in dataclasses.fields(trainer.args) if not _INCIDENTAL.fullmatch(f.name)}
     settings["options"] = _not_defaults(trainer.args, {n: f for n, f in decisive.items() if n not in _FIELDS})
+    settings["options"] |= _given_as_objects(trainer)
     free = {*_MAY_DIFFER, *_NOT_SETTINGS, *({"model"} if "base_sha256" in settings else ())}
     settings["settings_sha256"] = _sha256({k: v for k, v in settings.items() if k not in free})
     settings["versions"] = report.versions()
     return settings
+
+
+def _given_as_objects(trainer: OnlineTrainer) -> dict[str, Any]:
+    """What decides the trajectory and is no argument: an optimizer or a scheduler that was given ready, and a precision of the environment
+    (`accelerate launch --mixed_precision`)."""
+    found: dict[str, Any] = {}
+    for name, given in trainer.given_optimizers().items():
+        own = {key: _plainly(value) for key, value in getattr(given, "defaults", {}).items()}
+        found[name] = {"class": f"{type(given).__module__}.{type(given).__qualname__}", **own}
+    args, precision = trainer.args, trainer.accelerator.mixed_precision
+    if precision != ("fp16" if args.fp16 else "bf16" if args.bf16 else "no"):
+        found["mixed_precision"] = precision
+    return found
+
+
+def tokenizer_sha256(processing_class: Any) -> str:
+    """Of the chat template, and of the tokens of a text with something of everything."""
+    tokenizer = getattr(processing_class, "tokenizer", processing_class)  # of a processor
+    template = getattr(processing_class, "chat_template", None) or getattr(tokenizer, "chat_template", None)
+    return _sha256([template, list(tokenizer(_TEXT)["input_ids"])])
 
 
 def _lora_options(lora: LoraConfig) -> dict[str, Any]:
@@ -175,7 +204,7 @@ def _as_json(value: Any) -> Any:
 
 def dataset_sha256(dataset: Any) -> str | None:
     """Fingerprint of a dataset by content: its columns, its length, and its rows; of more than 10,000 that many, spread over it, first and
-    last included.
+    last included. A transform that is applied when rows are read counts by how it is written.
 
     The same data from another folder, cache or machine has the same one. Pictures and sound are not read; streamed data have none.
     """
@@ -187,15 +216,24 @@ def dataset_sha256(dataset: Any) -> str | None:
     count = min(len(dataset), _FINGERPRINT_ROWS)
     rows = [index * (len(dataset) - 1) // max(count - 1, 1) for index in range(count)]
     sample = dataset.select_columns(plain).with_format("arrow")[rows].to_pylist() if plain else []
-    found = _sha256([sorted(dataset.column_names), len(dataset), sample])
+    transform = dataset.format["format_kwargs"].get("transform")
+    written = [] if transform is None else [_source_sha256(transform)]
+    found = _sha256([sorted(dataset.column_names), len(dataset), sample, *written])
     _datasets[dataset] = found
     return found
 
 
 def _source_sha256(function: Any) -> str | None:
-    """Of how a reward function is written, comments, docstrings and line breaks apart; not of what it calls. `None` where nothing says it."""
+    """Of how a function (a reward, a transform) is written, comments, docstrings and line breaks apart, and of the numbers and texts that are bound to it; not
+    of what it calls. `None` where nothing says it."""
+    bound: list[Any] = []
     while isinstance(function, functools.partial) or hasattr(function, "__wrapped__"):
-        function = function.func if isinstance(function, functools.partial) else function.__wrapped__
+        if isinstance(function, functools.partial):
+            bound += map(_plainly, (*function.args, *sorted(function.keywords.items())))
+            function = function.func
+        else:
+            function = function.__wrapped__
+    bound += _bound(function)
     if isinstance(function, nn.Module):
         return None
     try:
@@ -205,15 +243,41 @@ def _source_sha256(function: Any) -> str | None:
     try:
         tree = ast.parse(source)
     except SyntaxError:  # a lambda in the middle of a call
-        return _sha256(source)
+        return _sha256([source, *bound] if bound else source)
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and ast.get_docstring(node, False):
             node.body = node.body[1:] or [ast.Pass()]
-    return _sha256(ast.unparse(tree))
+    source = ast.unparse(tree)
+    return _sha256([source, *bound] if bound else source)
+
+
+def _bound(function: Any) -> list[Any]:
+    """Defaults of its arguments, and what a function takes from the one that it was made in: numbers and texts; of everything else the type."""
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return []
+    found = [*(function.__defaults__ or ()), *sorted((function.__kwdefaults__ or {}).items())]
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            found.append((name, cell.cell_contents))
+        except ValueError:  # nothing was put there yet
+            found.append(name)
+    return [_plainly(value) for value in found]
+
+
+def _plainly(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plainly(each) for each in value]
+    return value if value is None or isinstance(value, bool | int | float | str) else type(value).__name__
 
 
 def _sha256(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def config_differences(then: Mapping[str, Any] | None, now: Mapping[str, Any]) -> list[str]:
+    """One line for each, of what configurations of a base say of its forward; none where an older version recorded nothing."""
+    return [] if then is None else _compared("base_config", then, now)
 
 
 class Differences(NamedTuple):
@@ -230,7 +294,7 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> Differences:
     it has. The base is known by its fingerprint; its name is compared where one side has none, or forms its base in another way.
     """
     both = set(then) & set(now)
-    names = (both if "settings_sha256" not in then else set(then) | set(now)) - _NOT_SETTINGS
+    names = (both if "settings_sha256" not in then else set(then) | set(now)) - _NOT_SETTINGS - (_NEWER - set(then))
     known = "base_sha256" in both and not any(then.get(name) != now.get(name) for name in _FORM)
     free = _MAY_DIFFER | {"model"} if known else _MAY_DIFFER
     found = Differences([], [])
@@ -250,9 +314,12 @@ def _compared(name: str, then: Any, now: Any) -> list[str]:
         return []
     if name == "dataset_sha256":
         return ["dataset_sha256: the training data are others than then"]
+    if name == "tokenizer_sha256":
+        return ["tokenizer_sha256: the tokenizer, or its chat template, makes other tokens of a text than then"]
     if name.startswith("rewards_sha256."):
         known = then is not None and now is not None  # not in records of older versions
-        return [f"{name}: this reward function is written in another way than then"] if known else []
+        line = f"{name}: this reward function is written in another way than then, or has other values bound to it"
+        return [line] if known else []
     if name == "base_sha256":
         return [f"base_sha256: the base model has other weights than then ({then[:12]} then, {now[:12]} now)"]
     shown = ["not set" if value is None else repr(value) for value in (then, now)]

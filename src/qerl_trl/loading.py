@@ -81,18 +81,19 @@ def begin(model: str | os.PathLike) -> None:
 
 
 def begin_loaded(model: nn.Module) -> None:
-    """As [`begin`], for a model that was just loaded from the Hub: those of its files that are in the cache, if a manifest was published with
-    them. Nothing of a model from a folder.
+    """As [`begin`], for a model that was just loaded, by whomever: its folder, or those of its files that are in the Hub's cache, if a manifest
+    was published with them.
 
     Raises:
-        `ValueError`: a small file has another content than was sealed.
+        `ValueError`: as [`begin`], for a folder with a manifest; of the Hub, a small file has another content than was sealed.
     """
     config = getattr(model, "config", None)
-    if config is None or os.path.isdir(config.name_or_path or "") or not reads_for_its_machine():
+    if config is None or not reads_for_its_machine():
         return
     if (manifest := beside(config, checkpoint.MANIFEST_NAME)) is None:
         return
-    _compare(manifest.parent, partial=True, closed=False)
+    folder, here = manifest.parent, os.path.isdir(config.name_or_path or "")
+    _compare(folder, partial=not here or hub_commit(folder) is not None, closed=here)
 
 
 def _compare(folder: Path, partial: bool, closed: bool) -> None:

@@ -25,9 +25,11 @@ from safetensors import safe_open
 from torch import nn
 from transformers import PretrainedConfig
 
+from . import checkpoint
+from .base_identity import base_sha256
 from .nvfp4.architectures import ATTENTION, has_experts, unadapted_by_default
 from .nvfp4.layouts import pattern_of
-from .nvfp4.linear import NVFP4Linear
+from .nvfp4.linear import NVFP4Linear, has_nvfp4
 
 logger = logging.getLogger(__name__)
 
@@ -149,7 +151,12 @@ def register_nvfp4_lora(config: PeftConfig) -> LoraConfig:
 
 
 def load_adapter(
-    model: nn.Module, adapter: str, adapter_name: str = "default", is_trainable: bool = False, **kwargs
+    model: nn.Module,
+    adapter: str,
+    adapter_name: str = "default",
+    is_trainable: bool = False,
+    allow_other_base: bool = False,
+    **kwargs,
 ) -> PeftModel:
     """`PeftModel.from_pretrained` for an NVFP4 base: the same adapter files, and a merge that works.
 
@@ -157,10 +164,14 @@ def load_adapter(
         model: transformers model whose linear layers are [`NVFP4Linear`].
         adapter: folder or Hub id of a PEFT LoRA adapter.
         adapter_name, is_trainable, kwargs: as in `PeftModel.from_pretrained`.
+        allow_other_base: take a model with other weights than those that the run in a folder recorded. A model in another format than the
+            run's base is not compared.
 
     Raises:
-        `ValueError`: the file in a folder lacks tensors of the adapter, which PEFT would start from random numbers and zeros.
+        `ValueError`: `model` has other weights; the file in a folder lacks tensors of the adapter, which PEFT would start from random numbers and zeros.
     """
+    if not allow_other_base:
+        _check_base(model, Path(adapter, kwargs.get("subfolder") or ""))
     hub = {key: kwargs[key] for key in ("revision", "token", "cache_dir", "subfolder") if key in kwargs}
     config = register_nvfp4_lora(PeftConfig.from_pretrained(adapter, **hub))
     config.inference_mode = not is_trainable
@@ -178,6 +189,20 @@ def load_adapter(
                 "and zeros. Name a whole checkpoint, or copy the file again."
             )
     return loaded
+
+
+def _check_base(model: nn.Module, adapter: Path) -> None:
+    run = checkpoint.recorded_run(adapter)
+    settings = run.get("settings", run)  # of an export, or of a run
+    then = settings.get("base_sha256")
+    if then is None or has_nvfp4(model) != (settings.get("base_format") == "nvfp4"):
+        return
+    if (now := base_sha256(model)) not in (None, then):
+        raise ValueError(
+            f"{adapter} was trained on a base with other weights, {settings.get('model', 'unknown')} (fingerprint {then[:12]}, this model's {now[:12]}): "
+            f"it has the same shapes, or was loaded in a dtype that rounds it otherwise than the run's, {settings.get('dtype', 'unknown')}. Load the "
+            "run's own base, or take this one all the same: allow_other_base=True."
+        )
 
 
 def adapted_layers(model: nn.Module) -> dict[str, LoraLayer]:

@@ -96,7 +96,7 @@ _given: dict[str, str] = {}
 
 def remember(name: str, value: object) -> None:
     """`value` was given as the argument `name`, which says that it is a secret: it is one wherever it turns up in this process."""
-    if isinstance(value, str) and len(value) >= _MIN_GIVEN:
+    if isinstance(value, str) and len(value := value.strip()) >= _MIN_GIVEN:
         _given[value] = name
 
 
@@ -106,7 +106,7 @@ def known() -> dict[str, str]:
 
     found = {
         value: f"the value of {name}"
-        for name, value in os.environ.items()
+        for name, value in ((name, value.strip()) for name, value in os.environ.items())  # as whoever uses it reads it
         if len(value) >= _MIN_VARIABLE and _is_secret_variable(name) and not os.path.exists(value)
     }
     found |= {value: f"the value of {name}" for value, name in _given.items()}
@@ -252,7 +252,7 @@ def mask_requests() -> None:
 def mask_tracebacks() -> None:
     """From now on, what Python prints of an error that nobody catches has no secret in it: a library's error may quote a URL or a header.
 
-    For scripts and commands. Where another hook is set (a debugger's, a notebook's), that one stays.
+    For scripts, commands and trainers. Where another hook is set (a debugger's, a notebook's), that one stays.
     """
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = _print_masked

@@ -16,7 +16,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import SaveStrategy, TrainOutput, rotate_checkpoints
 
-from . import checkpoint, disk, forward, loading, run_folder
+from . import checkpoint, disk, forward, guards, loading, run_folder
 from .identity import RunSettings, run_settings
 from .processes import load_to_numbered_cpus
 from .publishing import PublishingMixin
@@ -43,6 +43,15 @@ class SavingMixin(PublishingMixin):
     _before_batch: "_RandomState | None" = None
     #: whether the error in the making of that batch was raised in every process
     _all_failed: bool = False
+
+    #: optimizer and scheduler that were there before this trainer made its own
+    _given: dict[str, Any] | None = None
+
+    def given_optimizers(self) -> dict[str, Any]:
+        """The optimizer and the scheduler that were given ready, by the trainer's names of them."""
+        if self._given is not None:
+            return self._given
+        return {name: value for name in ("optimizer", "lr_scheduler") if (value := getattr(self, name)) is not None}
 
     def to_resume(self) -> str | None:
         """What `train(resume_from_checkpoint=...)` should be given to go on with this run: what the arguments name, else the newest whole
@@ -73,6 +82,7 @@ class SavingMixin(PublishingMixin):
         forward.compare_base(model)
         if self.args.device.index is not None and self.args.device.type == "cpu":
             load_to_numbered_cpus()
+        self._given = self.given_optimizers()
         resume = self._settled(resume_from_checkpoint)
         self._resumed, self._saved = None, resume
         if resume is not None:
@@ -134,6 +144,7 @@ class SavingMixin(PublishingMixin):
         saved = self._saved is not None and os.path.abspath(self._saved) == os.path.abspath(folder)
         if saved and (self.accelerator.num_processes > 1 or not checkpoint.problems(folder)):
             return  # after an error in the rollout: the weights are still those of this checkpoint
+        guards.check_weights(model, self.state.global_step)
         if self.args.should_save:
             checkpoint.make_room(folder)
         self.accelerator.wait_for_everyone()
@@ -220,6 +231,7 @@ class SavingMixin(PublishingMixin):
             super().save_model(output_dir, _internal_call)
             return
         folder = output_dir or self._output_dir()
+        guards.check_weights(self.model, self.state.global_step)
         with run_folder.sealing(folder, self._recorded(), wanted=self.args.should_save):
             super().save_model(folder, _internal_call=True)
             if self.args.should_save:

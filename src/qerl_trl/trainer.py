@@ -121,6 +121,7 @@ class QeRLMixin(SavingMixin, PackingMixin, ShardingMixin):
         start_watch(args)
         redaction.check_places({**given, **vars(args)})
         redaction.mask_requests()
+        redaction.mask_tracebacks()
         preflight.check(args)
         check_environment(args)
         check_overlap(args, given)

@@ -45,10 +45,14 @@ if TYPE_CHECKING:
         base_sha256: str | None  # our own, set by QeRLMixin
         memory_plan: "MemoryPlan | None"  # the same
         _reward_errors: Errors  # the same
+        optimizer: Any
+        lr_scheduler: Any
+        processing_class: Any
         _metrics: dict[str, defaultdict[Any, list[Any]]]
         _logs: dict[str, Any]
 
         def __init__(self, *positional: Any, **kwargs: Any) -> None: ...
+        def given_optimizers(self) -> dict[str, Any]: ...  # our own, of SavingMixin
         def _generate(self, prompts: list) -> Any: ...
         def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list) -> Any: ...
         def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]: ...

@@ -161,6 +161,15 @@ def test_a_streak_of_equal_rewards(graded_by, caplog):
 
 
 @fault("R5.equal_rewards", recovered=True)
+@pytest.mark.parametrize("weight", [math.nan, math.inf])
+def test_a_weight_that_is_not_finite(weight, graded_by):
+    """A task's or a trainer's own, whatever looked at the arguments: with NaN the rewards counted as none at all, and the loss was 0."""
+    trainer = graded_by(lambda completions, **kwargs: [0.0] * len(completions))
+    trainer.reward_weights = torch.tensor([1.0, weight])
+    with told(ValueError, f"reward_weights=[1.0, {weight}]", "every advantage is zero or NaN", "a finite weight"):
+        trainer.train()
+
+
 def test_weights_that_cancel(graded_by, caplog):
     trainer = graded_by(spread)
     trainer.reward_weights = torch.tensor([1.0, -1.0])

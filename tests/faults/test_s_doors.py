@@ -1,5 +1,7 @@
 """The same object by another door: what one check guards must not come in beside it. Each case passed silently when it was written."""
 
+import copy
+import functools
 import json
 import os
 import shutil
@@ -9,11 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from datasets import Dataset
 from huggingface_hub import constants
+from transformers import AutoModelForCausalLM
 
 import qerl_trl
-from qerl_trl import NVFP4Config, checkpoint, run_folder
+from qerl_trl import NVFP4Config, QeRLGRPOTrainer, checkpoint, run_folder
 from qerl_trl.base_identity import Pieces, base_sha256, row_of
 from qerl_trl.publish import cards, export, hub
 from qerl_trl.publish.quantize import quantize_folder
@@ -24,9 +28,10 @@ from tests.faults.catalog import fault, told
 from tests.faults.test_r7_publish import _commit
 from tests.faults.test_s_identity import other_base, trained  # noqa: F401  (fixtures)
 from tests.faults.test_s_products import dense, flip_a_bit  # noqa: F401  (fixtures)
-from tests.faults.tiny_runs import WEIGHTS, contents, tiny_runs  # noqa: F401  (a fixture)
+from tests.faults.tiny_runs import PROMPTS, WEIGHTS, contents, spread_reward, tiny_runs  # noqa: F401  (a fixture)
 from tests.publish.test_export import make_policy
 from tests.publish.test_hub import REPO, server  # noqa: F401  (a fixture)
+from tests.test_trainer import settings
 
 # --- a base that was quantized on disk --------------------------------------------------------------------------------------------
 
@@ -135,6 +140,36 @@ def test_vllm_does_not_measure_an_adapter_on_a_base_of_another_format(trained, t
     assert json.loads((tmp_path / "eval.json").read_text())["base_format"] == "nvfp4"
 
 
+@fault("S.wrong_base", recovered=True)
+def test_a_base_that_is_computed_with_in_another_way(tiny_runs, tmp_path, monkeypatch):  # noqa: F811
+    """The same weights, and no seal beside them that would tell."""
+    base = Path(shutil.copytree(tiny_runs.model, tmp_path / "base"))
+    monkeypatch.setattr(tiny_runs, "model", str(base))
+    tiny_runs.command(tmp_path / "run", max_steps=1)
+    before = (base / "config.json").read_text()
+    (base / "config.json").write_text(json.dumps({**json.loads(before), "rms_norm_eps": 1e-3}))
+    line = "base_config.rms_norm_eps: not set then, 0.001 now"
+    with told(ValueError, str(tmp_path / "run"), line, "allow_other_settings=True"):
+        tiny_runs.command(tmp_path / "run", max_steps=2)
+    with told(ValueError, str(base), line, "restore its config.json", "--allow-other-base"):
+        load_policy(tmp_path / "run")
+    assert load_policy(tmp_path / "run", allow_other_base=True).settings["changed"] == [line]
+    (base / "config.json").write_text(before)
+    assert "changed" not in load_policy(tmp_path / "run").settings
+    assert tiny_runs.command(tmp_path / "run", max_steps=2).state.global_step == 2
+
+
+@fault("S.wrong_base", recovered=True)
+def test_an_adapter_is_not_put_on_another_base_by_hand(trained, other_base, tiny_model_dir):  # noqa: F811
+    """`qerl_trl.load_adapter`, which is all that somebody with a model of their own needs."""
+    run = str(trained[1])
+    model = qerl_trl.from_pretrained(other_base, dtype=torch.float32)
+    with told(ValueError, run, "a base with other weights", "Load the run's own base", "allow_other_base=True"):
+        qerl_trl.load_adapter(model, run)
+    qerl_trl.load_adapter(model, run, allow_other_base=True)
+    qerl_trl.load_adapter(qerl_trl.from_pretrained(tiny_model_dir("qwen2"), dtype=torch.float32), run)
+
+
 # --- a sealed folder, read by quantize, or from the Hub's cache -------------------------------------------------------------------
 
 
@@ -181,6 +216,28 @@ def test_what_changes_the_answers_is_not_added_to_a_sealed_folder(name, tiny_mod
     (tmp_path / "model" / name).write_text("{}")
     with told(ValueError, str(tmp_path / "model"), f"{name} was added", "remove qerl_manifest.json"):
         load_any(str(tmp_path / "model"))
+
+
+@fault("S.model_folder_edited")
+def test_a_number_left_in_the_environment_switches_nothing_off(tiny_model_dir, tmp_path, monkeypatch):
+    """LOCAL_RANK of a launcher, in a shell or a container: this process reads for no other one."""
+    quantize_folder(tiny_model_dir("qwen2"), tmp_path / "base")
+    config = tmp_path / "base/config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "rms_norm_eps": 1e-5}))
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with told(ValueError, str(tmp_path / "base"), "config.json", "not as it was sealed", "download it again"):
+        qerl_trl.from_pretrained(tmp_path / "base")
+
+
+@fault("S.model_folder_edited")
+def test_a_model_that_comes_ready_from_an_edited_folder_is_not_trained(trained, tiny_tokenizer, tmp_path):  # noqa: F811
+    """transformers loaded it, which knows of no seal."""
+    export.save_merged(load_policy(trained[1]), tmp_path / "merged")
+    flip_a_bit(tmp_path / "merged")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    args = settings(tmp_path, base_format="bf16", aqn=False, max_steps=1)
+    with told(ValueError, str(tmp_path / "merged"), "model.safetensors", "not as it was sealed", "download it again"):
+        QeRLGRPOTrainer(model, spread_reward, args, PROMPTS, processing_class=tiny_tokenizer).train()
 
 
 @fault("S.model_folder_edited")
@@ -308,6 +365,73 @@ def test_one_row_of_many_was_edited(tiny_runs, tmp_path):  # noqa: F811
         trainer.to_resume()
 
 
+def weighted(factor):
+    def spread_reward(completions, **kwargs):
+        return [factor * value for value in map(float, range(len(completions)))]
+
+    return spread_reward
+
+
+@fault("S.resume_other_data")
+@pytest.mark.parametrize(
+    "reward",
+    [weighted, lambda factor: functools.update_wrapper(functools.partial(spread_reward, factor=factor), spread_reward)],
+    ids=["taken from around it", "partial"],
+)
+def test_a_reward_function_with_another_number_in_it(reward, tiny_runs, tmp_path, caplog):  # noqa: F811
+    """Written as before, with the other sign."""
+    tiny_runs.command(tmp_path / "run", reward=reward(1.0), max_steps=1)
+    tiny_runs.command(tmp_path / "run", reward=reward(1.0), max_steps=2)
+    assert "rewards_sha256" not in caplog.text
+    tiny_runs.command(tmp_path / "run", reward=reward(-1.0), max_steps=3)
+    line = "rewards_sha256.spread_reward: this reward function is written in another way than then, or has other values bound to it"
+    assert line in caplog.text and checkpoint.recorded_run(tmp_path / "run")["changed"] == [line]
+
+
+@fault("S.resume_other_data")
+def test_a_conversation_in_other_tokens(tiny_runs, tmp_path, monkeypatch):  # noqa: F811
+    """The data are the same, and what the model reads is not."""
+    tiny_runs.command(tmp_path / "run", max_steps=1)
+    tokenizer = copy.deepcopy(tiny_runs.tokenizer)
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %} please:"
+    monkeypatch.setattr(tiny_runs, "tokenizer", tokenizer)
+    words = ("tokenizer_sha256: the tokenizer, or its chat template, makes other tokens", "allow_other_settings=True")
+    with told(ValueError, str(tmp_path / "run"), *words):
+        tiny_runs.command(tmp_path / "run", max_steps=2)
+
+
+@fault("S.resume_other_data")
+def test_an_optimizer_that_was_given_ready(tiny_runs, tmp_path):  # noqa: F811
+    """No argument names it."""
+
+    def command(steps: int, **options):
+        trainer = tiny_runs.trainer(tmp_path / "run", max_steps=steps)
+        trainer.optimizer = torch.optim.AdamW([p for p in trainer.model.parameters() if p.requires_grad], **options)
+        trainer.train(resume_from_checkpoint=trainer.to_resume())
+
+    command(1, lr=1e-3)
+    command(2, lr=1e-3)
+    with told(ValueError, "optimizer.lr: 0.001 then, 0.1 now", "allow_other_settings=True"):
+        command(3, lr=0.1)
+    with told(
+        ValueError, "optimizer: {", "'class': 'torch.optim.adamw.AdamW'", "not set now", "choose another output_dir"
+    ):
+        tiny_runs.command(tmp_path / "run", max_steps=3)
+
+
+@fault("S.resume_other_data")
+def test_a_precision_of_the_environment(tiny_runs, tmp_path, monkeypatch):  # noqa: F811
+    """`accelerate launch --mixed_precision`: no argument says it."""
+    tiny_runs.command(tmp_path / "run", max_steps=1)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    AcceleratorState._reset_state()
+    try:
+        with told(ValueError, "mixed_precision: not set then, 'bf16' now", "allow_other_settings=True"):
+            tiny_runs.command(tmp_path / "run", max_steps=2)
+    finally:
+        AcceleratorState._reset_state()
+
+
 @fault("S.resume_other_data", recovered=True)
 def test_a_reward_function_that_was_rewritten_under_its_name_is_told_and_recorded(
     finished,
@@ -321,7 +445,7 @@ def test_a_reward_function_that_was_rewritten_under_its_name_is_told_and_recorde
     def spread_reward(completions, **kwargs):
         return [float(len(text)) for text in completions]
 
-    line = "rewards_sha256.spread_reward: this reward function is written in another way than then"
+    line = "rewards_sha256.spread_reward: this reward function is written in another way than then, or has other values bound to it"
     tiny_runs.command(run, reward=spread_reward, max_steps=3)
     assert f"with other settings: {line}" in caplog.text
     assert checkpoint.recorded_run(run)["changed"] == [line]

@@ -438,3 +438,20 @@ def test_a_dense_base_with_nan_is_not_trained(dense, tiny_runs, tmp_path, monkey
     trainer = tiny_runs.trainer(tmp_path / "run", base_format="bf16", aqn=False)
     with told(ValueError, str(dense), "model.norm.weight", "NaN or infinite", "Download"):
         trainer.train()
+
+
+@fault("S.dense_tensor_nan", recovered=True)
+def test_weights_that_the_last_step_made_infinite_are_not_saved(tiny_runs, tmp_path):  # noqa: F811
+    """The gradient was finite, and no loss comes after it."""
+    trainer = tiny_runs.trainer(tmp_path / "run", max_steps=1, learning_rate=1e39)
+    with told(
+        RuntimeError,
+        "8 of 8 trained parameters are not finite after step 1",
+        "Nothing was written",
+        "lower learning_rate",
+    ):
+        trainer.train()
+    with told(RuntimeError, "not finite", "lower learning_rate"):
+        trainer.save_model()
+    assert not list((tmp_path / "run").rglob("*.safetensors"))
+    assert tiny_runs.command(tmp_path / "run", max_steps=1).state.global_step == 1

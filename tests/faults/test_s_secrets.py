@@ -19,12 +19,14 @@ from qerl_trl import QeRLConfig, QeRLRLOOConfig, checkpoint, redaction
 from qerl_trl.cli import arms
 from qerl_trl.cli import main as cli
 from qerl_trl.publish import hub
+from qerl_trl.publish.outgoing import HubError
 from qerl_trl.redaction import MASK
 from qerl_trl.tasks.script import Script
 from qerl_trl.tasks.task import Task
 from tests.cli.test_main import call
-from tests.faults.catalog import fault
+from tests.faults.catalog import fault, told
 from tests.faults.test_r7_hub import everything, merged  # noqa: F401  (a fixture)
+from tests.hub_server import TOKEN
 from tests.publish.test_hub import REPO, server  # noqa: F401  (a fixture)
 from tests.test_trainer import settings
 
@@ -81,6 +83,14 @@ def test_variables_of_the_environment(variable, monkeypatch, tmp_path):
     monkeypatch.setenv(variable, PLAIN)
     checkpoint.write_json_atomically(tmp_path / "results.json", {"note": f"used {PLAIN}"})
     assert json.loads((tmp_path / "results.json").read_text()) == {"note": f"used {MASK}"}
+
+
+@fault("R7.token")
+def test_a_variable_with_blanks_around_its_value(monkeypatch):
+    """Of a file that ends with a line break: whoever uses the secret takes them away."""
+    monkeypatch.setenv("JUDGE_API_KEY", f" {PLAIN}\n")
+    assert redaction.redact(f"refused: {PLAIN}.") == f"refused: {MASK}."
+    assert redaction.find(PLAIN) == "the value of JUDGE_API_KEY"
 
 
 def test_variables_that_hold_no_secret(monkeypatch, tmp_path):
@@ -240,6 +250,44 @@ def test_an_error_that_nobody_catches_shows_no_secret(by, tmp_path, monkeypatch)
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ, check=False)
     assert ended.returncode == 1 and f"https://{MASK}@host/x" in ended.stderr and f"token {MASK}" in ended.stderr
     assert PLAIN not in ended.stderr and FORMS["OpenAI"] not in ended.stderr
+
+
+@fault("R7.token")
+def test_an_error_in_a_script_of_ones_own_shows_no_secret(tmp_path):
+    """No `Script` and no command: a trainer is enough."""
+    (tmp_path / "own.py").write_text(
+        "import os\nfrom tests.faults import doors\n"
+        "def reward(completions, **kwargs):\n    raise ConnectionError('401 for ' + os.environ['JUDGE_API_KEY'])\n"
+        f"doors.trainer({str(tmp_path / 'run')!r}, reward=reward).train()\n"
+    )
+    path = os.pathsep.join((*sys.path, os.getcwd()))
+    environment = {**os.environ, "JUDGE_API_KEY": PLAIN, "PYTHONPATH": path}
+    ended = subprocess.run(
+        [sys.executable, tmp_path / "own.py"], capture_output=True, text=True, env=environment, check=False
+    )
+    assert ended.returncode == 1 and f"ConnectionError: 401 for {MASK}" in ended.stderr
+    assert PLAIN not in ended.stderr + ended.stdout
+
+
+# --- beside the files -------------------------------------------------------------------------------------------------------------
+
+
+@fault("R7.token")
+@pytest.mark.parametrize(
+    ("where", "options"),
+    [("The commit message", {"message": f"with {TOKEN}"}), ("Its revision", {"revision": TOKEN})],
+)
+def test_what_the_hub_is_told_beside_files(where, options, server, merged):  # noqa: F811
+    with told(HubError, where, "contains a Hugging Face token", "nothing was uploaded", "Choose another"):
+        hub.push_folder(merged, REPO, **options)
+    assert not server.repos
+
+
+@fault("R7.token")
+def test_the_name_of_a_repository(server, merged):  # noqa: F811
+    with told(HubError, "The name of the repository contains", "nothing was uploaded", "Choose another"):
+        hub.push_folder(merged, f"someone/{TOKEN}")
+    assert not server.repos
 
 
 # --- the Hub's endpoint -----------------------------------------------------------------------------------------------------------

@@ -71,6 +71,19 @@ def manifest_of(content: Mapping[str, Path | bytes], sealed: Mapping[str, Any]) 
     return (json.dumps(checkpoint.manifest(files, sealed["run"]), indent=2, sort_keys=True) + "\n").encode()
 
 
+def check_words(words: Mapping[str, str | None]) -> None:
+    """As [`check`], for what stands beside the files: what it is -> the words.
+
+    Raises:
+        [`HubError`]: says which.
+    """
+    for where, text in words.items():
+        if text is not None and (what := redaction.find(text)) is not None:
+            raise HubError(
+                f"{where.capitalize()} contains {what}, so nothing was uploaded: {redaction.redact(text)!r}. Choose another one."
+            )
+
+
 def check(content: Mapping[str, Path | bytes]) -> None:
     """Refuse a file that may not leave, or that has a secret in it.
 

@@ -108,7 +108,7 @@ def load_policy(
         _compare_in_recorded_format(settings, base_model, recorded, device, allow_other_base)
     model = _load_base(settings, base_model, base_format, dtype, device, allow_other_base)
     revision = recorded_revision(settings, base_model)
-    adapted = load_adapter(model, str(adapter)).eval()
+    adapted = load_adapter(model, str(adapter), allow_other_base=True).eval()  # compared above
     adapted.to(torch.device(device))
     has_tokenizer = (adapter / "tokenizer_config.json").is_file()
     tokenizer = AutoTokenizer.from_pretrained(
@@ -141,6 +141,7 @@ def _load_base(
     # the unquantized base of a run on NVFP4 is another model, and has no recorded fingerprint
     if base_format == settings.get("base_format"):
         settings |= compared_base(settings, model, base_model, dtype, allowed)
+        settings |= _compared_config(settings, model, base_model, allowed)
     return model
 
 
@@ -221,6 +222,21 @@ def compared_base(
     line = f"base_sha256: trained on {then[:12]}, built on {now[:12]}"
     logger.warning("Building on another base than the run's, as allowed: %s.", line)
     found: RunSettings = {"base_sha256": now, "changed": [*settings.get("changed", []), line]}
+    return found
+
+
+def _compared_config(settings: RunSettings, model: PreTrainedModel, base_model: str, allowed: bool) -> RunSettings:
+    """As [`compared_base`], of how the base computes with its weights."""
+    now = base_identity.base_config(model)
+    if not (lines := identity.config_differences(settings.get("base_config"), now)):
+        return {}
+    if not allowed:
+        raise ValueError(
+            f"{base_model} has the weights of the base that the adapter was trained on, and another configuration: {'; '.join(lines)}. Name the "
+            "run's own base, or restore its config.json. To take it as it is: allow_other_base=True (--allow-other-base)."
+        )
+    logger.warning("Building on a base with another configuration than the run's, as allowed: %s.", "; ".join(lines))
+    found: RunSettings = {"base_config": now, "changed": [*settings.get("changed", []), *lines]}
     return found
 
 
