@@ -164,8 +164,9 @@ def _given_as_objects(trainer: OnlineTrainer) -> dict[str, Any]:
     for name, given in trainer.given_optimizers().items():
         own = {key: _plainly(value) for key, value in getattr(given, "defaults", {}).items()}
         found[name] = {"class": f"{type(given).__module__}.{type(given).__qualname__}", **own}
-    args, precision = trainer.args, trainer.accelerator.mixed_precision
-    if precision != ("fp16" if args.fp16 else "bf16" if args.bf16 else "no"):
+    args = trainer.args
+    said = "fp16" if args.fp16 else "bf16" if args.bf16 else "no"
+    if (precision := getattr(args, "mixed_precision", said)) != said:
         found["mixed_precision"] = precision
     return found
 
