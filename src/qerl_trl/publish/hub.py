@@ -257,9 +257,7 @@ def _publish(
     """Everything that this package uploads comes through here. `files` and the manifest of their folder; a card is added. `look` may
     refuse before the repository is made; `base` is the Hub id of an adapter's base, for the card."""
     outgoing.check({**files, **further})
-    outgoing.check_words(
-        {"the name of the repository": repo_id, "its revision": revision, "the commit message": message}
-    )
+    outgoing.check_words(repo_id, revision, message)
     api = _announced(repo_id, private, token, notify)
     look(api)
     repo_id = _created(api, repo_id, private)

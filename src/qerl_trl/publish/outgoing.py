@@ -71,16 +71,17 @@ def manifest_of(content: Mapping[str, Path | bytes], sealed: Mapping[str, Any]) 
     return (json.dumps(checkpoint.manifest(files, sealed["run"]), indent=2, sort_keys=True) + "\n").encode()
 
 
-def check_words(words: Mapping[str, str | None]) -> None:
-    """As [`check`], for what stands beside the files: what it is -> the words.
+def check_words(repo_id: str, revision: str | None, message: str) -> None:
+    """As [`check`], for what stands beside the files.
 
     Raises:
         [`HubError`]: says which.
     """
+    words = {"The name of the repository": repo_id, "Its revision": revision or "", "The commit message": message}
     for where, text in words.items():
-        if text is not None and (what := redaction.find(text)) is not None:
+        if (what := redaction.find(text)) is not None:
             raise HubError(
-                f"{where.capitalize()} contains {what}, so nothing was uploaded: {redaction.redact(text)!r}. Choose another one."
+                f"{where} contains {what}, so nothing was uploaded: {redaction.redact(text)!r}. Choose another one."
             )
 
 
