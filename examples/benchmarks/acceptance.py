@@ -29,18 +29,27 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from qerl_trl.tasks.arms import ARMS as OPTIONS
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(Path(__file__).parent))
 GIB = 2**30
 
+#: what a row says -> the library's arm
 ARMS = {
-    "nvfp4": [],
-    "nvfp4 without noise": ["--aqn", "false"],
-    "bf16": ["--base_format", "bf16", "--aqn", "false"],
-    "bf16 with noise": ["--base_format", "bf16", "--aqn", "true"],
-    "nf4": ["--base_format", "nf4", "--aqn", "false"],
-    "full": ["--base_format", "full", "--use_peft", "false", "--dtype", "float32", "--aqn", "false"],
+    "nvfp4": "nvfp4",
+    "nvfp4 without noise": "nvfp4-no-noise",
+    "bf16": "bf16-no-noise",
+    "bf16 with noise": "bf16",
+    "nf4": "nf4-no-noise",
+    "full": "full-no-noise",
 }
+
+
+def options_of(arm: str) -> list[str]:
+    """As on a command line, beyond what the configurations say, which are of the first arm."""
+    ours, first = OPTIONS[ARMS[arm]], OPTIONS["nvfp4"]
+    return [word for name, value in ours.items() if first.get(name) != value for word in (f"--{name}", value)]
 
 
 def config_of(size: str) -> str:
@@ -143,7 +152,7 @@ def run(size: str, arm: str, steps: int, gpu: int, work: Path, timeout: float, e
     ]
     if arm == "full":
         local += ["--save_strategy", "no"]  # this machine's disk
-    command += [*local, "--output_dir", str(output), *ARMS[arm], *extra]
+    command += [*local, "--output_dir", str(output), *options_of(arm), *extra]
     launcher = [sys.executable, "-m", "accelerate.commands.launch", *command[2:]]
     peak_file = work / f"{name}.peak"
     started, marks, lines = time.perf_counter(), {}, []
