@@ -8,6 +8,7 @@ import logging
 import pickle
 import shutil
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -385,3 +386,21 @@ def test_what_the_option_means(runs, tmp_path):
     assert compiled(compile_layers=True) and not compiled(compile_layers=False)
     with pytest.raises(ValueError, match="torch_compile=True compiles the whole model"):
         compiled(compile_layers=True, torch_compile=True)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_deepspeed_that_gathers_within_layers_is_refused(stage):
+    plugin = SimpleNamespace(zero_stage=stage)
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(torch_compile=False, compile_layers=True, device=torch.device("cuda")),
+        is_deepspeed_enabled=True,
+        accelerator=SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin), unwrap_model=lambda model: model),
+        model=adapted(),
+        add_callback=lambda callback: None,
+    )
+    if stage == 2:
+        assert regional.reason_against(trainer) is None and regional.compile_for(trainer) is not None
+        return
+    assert "ZeRO-3" in regional.reason_against(trainer)
+    with pytest.raises(ValueError, match="ZeRO-3 gathers weights inside of layers"):
+        regional.compile_for(trainer)

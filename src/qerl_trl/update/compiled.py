@@ -256,16 +256,20 @@ def compile_layers(model: nn.Module, backend: str = "inductor", deterministic: b
     return CompiledLayers(*find_layers(model), backend, deterministic)
 
 
+def _conflict(trainer: OnlineTrainer) -> str | None:
+    """Why this run's layers cannot be compiled, whatever `compile_layers` says."""
+    if trainer.args.torch_compile:
+        return "torch_compile=True compiles the whole model"
+    if trainer.is_deepspeed_enabled and trainer.accelerator.state.deepspeed_plugin.zero_stage == 3:
+        return "DeepSpeed ZeRO-3 gathers weights inside of layers"
+    return None
+
+
 def reason_against(trainer: OnlineTrainer) -> str | None:
     """Why this run's layers are not compiled where `compile_layers` is not said; None where they are."""
-    args = trainer.args
-    if args.torch_compile:
-        return "torch_compile=True compiles the whole model"
-    if trainer.is_deepspeed_enabled:
-        return "DeepSpeed gathers weights inside of layers"
-    if args.device.type != "cuda":
-        return f"it pays on a CUDA device, this is {args.device.type}"
-    return None
+    device = trainer.args.device.type
+    elsewhere = None if device == "cuda" else f"it pays on a CUDA device, this is {device}"
+    return _conflict(trainer) or elsewhere
 
 
 def expected(trainer: OnlineTrainer) -> bool:
@@ -394,11 +398,11 @@ def compile_for(trainer: OnlineTrainer) -> CompiledLayers | None:
     Raises:
         ValueError: `compile_layers=True` in a run where it cannot be.
     """
-    wanted, reason = trainer.args.compile_layers, reason_against(trainer)
-    if wanted is False or (wanted is None and reason is not None):
+    wanted, conflict = trainer.args.compile_layers, _conflict(trainer)
+    if wanted is False or (wanted is None and reason_against(trainer) is not None):
         return None
-    if reason is not None and (trainer.args.torch_compile or trainer.is_deepspeed_enabled):
-        raise ValueError(f"compile_layers=True cannot work: {reason}. Leave one of the two out.")
+    if conflict is not None:
+        raise ValueError(f"compile_layers=True cannot work: {conflict}. Leave one of the two out.")
     try:
         compiled = compile_layers(trainer.accelerator.unwrap_model(trainer.model))
     except ValueError as error:
