@@ -1,4 +1,8 @@
-"""Render the markdown tables of a result of compare.py, or of batch_invariant.py.   python table.py results/h200.json [> table.md]"""
+"""Render the markdown tables of a result of compare.py, or of batch_invariant.py.
+
+python table.py results/h200.json [> table.md]
+python table.py results/batch_invariant_h200.json --page ../HOW_IT_WORKS.md      writes its section of that page
+"""
 
 import json
 import sys
@@ -56,8 +60,11 @@ def humming_table(result: dict) -> list[str]:
     return [*lines, "", "(The last table: single launches by events with a cold cache, so with the launch's latency.)"]
 
 
+BEGIN, END = "<!-- batch_invariant: written by benchmarks/table.py -->\n", "<!-- end of batch_invariant -->\n"
+
+
 def invariant_table(result: dict) -> list[str]:
-    """Microseconds of a decoder layer's products by what is selected and in the batch-invariant mode."""
+    """Microseconds of a decoder layer by what is selected and in the batch-invariant mode."""
     lines = [
         "| model | tokens | selected us | batch-invariant us | that, times selected | bf16 / batch-invariant |",
         "|---|---:|---:|---:|---:|---:|",
@@ -67,18 +74,32 @@ def invariant_table(result: dict) -> list[str]:
             f"| {r['model']} | {r['M']} | {r['selected_us']:.1f} | {r['invariant_us']:.1f} | {r['cost']:.2f} | {r['ratio']:.2f} |"
         )
     failed = [f"{f['model']} at {f['M']} tokens" for f in result["failed"]]
-    return [*lines, *(["", f"Not bit-equal, and not timed: {', '.join(failed)}."] if failed else [])]
+    lines += ["", f"Not bit-equal, and not timed: {', '.join(failed)}."] if failed else []
+    about = (
+        f"A decoder layer without its attention, norms and SwiGLU included, CUDA graph replays over rotating weights; rank-{result['lora_rank']} "
+        f"adapter inside ours, none in bf16. Each size was compared bit for bit before it was timed. {result['device']}, torch {result['torch']}, "
+        f"triton {result['triton']}, commit {result['commit'][:7]}."
+    )
+    return [*lines, "", about]
+
+
+def written(page: str, result: dict) -> str:
+    """The page with the table of the batch-invariant mode in its place."""
+    head, _, rest = page.partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    if not end:
+        raise ValueError(f"the page has no {BEGIN.strip()} and {END.strip()}")
+    return head + BEGIN + "\n".join(invariant_table(result)) + "\n" + END + tail
 
 
 def main() -> None:
     result = json.loads(Path(sys.argv[1]).read_text())
-    if "layers" in result and "failed" in result:
-        print(
-            f"{result['device']}, torch {result['torch']}, triton {result['triton']}, commit {result['commit'][:10]}, "
-            f"`{result['command']}`; a decoder layer without its attention, norms and SwiGLU included, CUDA graph replays over rotating weights, "
-            f"rank-{result['lora_rank']} adapter inside ours, none in bf16.\n"
-        )
-        print("\n".join(invariant_table(result)))
+    if "failed" in result:
+        if sys.argv[2:3] == ["--page"]:
+            page = Path(sys.argv[3])
+            page.write_text(written(page.read_text(), result))
+        else:
+            print("\n".join(invariant_table(result)))
         return
     print(
         f"{result['device']}, torch {result['torch']}, triton {result['triton']}, commit {result['commit'][:10]}, "

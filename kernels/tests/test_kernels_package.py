@@ -298,6 +298,16 @@ def test_the_table_renders():
     assert "NVIDIA H200" in text
 
 
+def test_the_page_says_what_the_batch_invariant_mode_costs(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import table
+
+    result = json.loads((ROOT / "benchmarks" / "results" / "batch_invariant_h200.json").read_text())
+    page = (ROOT / "HOW_IT_WORKS.md").read_text()
+    assert table.written(page, result) == page, "run benchmarks/table.py with --page again"
+    assert len(result["layers"]) == page.partition(table.BEGIN)[2].partition(table.END)[0].count("| 7B |")
+
+
 def test_the_committed_compilations_are_of_every_triton_that_is_named():
     """CARD.md and the README name 3.6 to 3.9; benchmarks/compile_matrix.py writes the file."""
     tritons = json.loads((ROOT / "benchmarks" / "results" / "compile.json").read_text())["tritons"]
