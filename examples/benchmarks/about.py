@@ -1,6 +1,7 @@
 """What a file of results says of the run that made it: the command, and the commit of the code."""
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ def command() -> str:
     """The command line of this process; files and folders of this machine by their names alone."""
     script, *words = sys.argv
     names = [Path(word).name if Path(word).is_absolute() else word for word in words]
-    return " ".join(["python", f"examples/benchmarks/{Path(script).name}", *names])
+    return shlex.join(["python", f"examples/benchmarks/{Path(script).name}", *names])
 
 
 def commit(said: str | None = None) -> str | None:

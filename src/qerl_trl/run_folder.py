@@ -163,6 +163,19 @@ def settle(output_dir: str | os.PathLike, resume: str | None, settings: Mapping[
     return [*changed, *written, *found.refused] if resume is not None else []
 
 
+def require_own(output_dir: str | os.PathLike, settings: Mapping[str, Any]) -> None:
+    """Before a run that began afresh saves what it has come to: nothing of another run was saved there meanwhile ([`settle`] looked at its start).
+
+    Raises:
+        `ValueError`: it was.
+    """
+    if refused := identity.differences(checkpoint.recorded_run(output_dir), settings).refused:
+        raise ValueError(
+            f"{output_dir} holds what a run with other settings has saved, and it would be replaced: {'; '.join(refused)}. Save this one in another "
+            "folder: save_model('<folder>'). Give each run an output_dir of its own."
+        )
+
+
 def _owner(output_dir: Path) -> Path | None:
     """The newest sealed thing in the folder whose manifest can be read.
 

@@ -232,6 +232,8 @@ class SavingMixin(PublishingMixin):
             return
         folder = output_dir or self._output_dir()
         guards.check_weights(self.model, self.state.global_step)
+        if self._resumed is None and self._is_run_folder(folder):
+            run_folder.require_own(folder, self._recorded())
         with run_folder.sealing(folder, self._recorded(), wanted=self.args.should_save):
             super().save_model(folder, _internal_call=True)
             if self.args.should_save:

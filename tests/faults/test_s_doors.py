@@ -354,6 +354,25 @@ def test_a_folder_whose_manifest_was_edited_belongs_to_a_run_all_the_same(finish
     assert contents(run) == before
 
 
+@fault("S.arms_share_folder", recovered=True)
+@pytest.mark.parametrize("steps", [1, None], ids=["trained", "never trained"])
+def test_two_trainers_of_one_process_do_not_replace_each_other(steps, tiny_runs, tmp_path):  # noqa: F811
+    """Nothing lay in the folder when the second one began, and one process has one lock."""
+    first, second = (
+        tiny_runs.trainer(tmp_path / "run", max_steps=1, save_strategy="no", learning_rate=rate)
+        for rate in (1e-3, 1e-4)
+    )
+    for trainer in (first, second)[: None if steps else 1]:
+        trainer.train()
+    first.save_model()
+    before = contents(tmp_path / "run")
+    with told(ValueError, str(tmp_path / "run"), "learning_rate: 0.001 then, 0.0001 now", "save_model('<folder>')"):
+        second.save_model()
+    assert contents(tmp_path / "run") == before
+    second.save_model(tmp_path / "other")
+    first.save_model()
+
+
 @fault("S.resume_other_data")
 def test_one_row_of_many_was_edited(tiny_runs, tmp_path):  # noqa: F811
     """Of 256 rows out of 1000 it was none."""
