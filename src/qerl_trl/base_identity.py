@@ -23,6 +23,7 @@ from accelerate.utils import broadcast_object_list
 from torch import nn
 from transformers import PretrainedConfig
 
+from . import redaction
 from .names import canonical_name
 
 #: 64-bit words at a time; a few times their 8 bytes are needed meanwhile
@@ -93,7 +94,8 @@ def base_revision(model: nn.Module) -> str | None:
 def base_config(model: nn.Module) -> dict[str, Any]:
     """What the configuration of the base says of its forward, as JSON, where it is not what its class has by default. The same for a dense base
     and the NVFP4 base made of it, and with a release whose classes have further fields; tied weights show in the fingerprint."""
-    return _of_a_forward(cast(PretrainedConfig, model.config))
+    found = _of_a_forward(cast(PretrainedConfig, model.config))
+    return cast(dict[str, Any], redaction.cleaned(found))  # it is written, and differences are shown
 
 
 def _of_a_forward(config: PretrainedConfig) -> dict[str, Any]:

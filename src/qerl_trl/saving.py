@@ -44,6 +44,8 @@ class SavingMixin(PublishingMixin):
     #: whether the error in the making of that batch was raised in every process
     _all_failed: bool = False
 
+    #: whether this trainer's results are in its folder
+    _saved_here: bool = False
     #: optimizer and scheduler that were there before this trainer made its own
     _given: dict[str, Any] | None = None
 
@@ -232,12 +234,13 @@ class SavingMixin(PublishingMixin):
             return
         folder = output_dir or self._output_dir()
         guards.check_weights(self.model, self.state.global_step)
-        if self._resumed is None and self._is_run_folder(folder):
+        if (own := self._is_run_folder(folder)) and self._resumed is None and not self._saved_here:
             run_folder.require_own(folder, self._recorded())
         with run_folder.sealing(folder, self._recorded(), wanted=self.args.should_save):
             super().save_model(folder, _internal_call=True)
             if self.args.should_save:
                 self.state.save_to_json(os.path.join(folder, TRAINER_STATE_NAME))
+        self._saved_here = self._saved_here or own
         if push and self.args.push_to_hub:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
