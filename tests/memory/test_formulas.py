@@ -210,10 +210,9 @@ def test_a_packed_update_measured_on_a_gpu_is_planned():
     planned = stays + formulas.update_bytes(shape, work)
     assert 1.0 <= planned / 2**30 / measured["allocated_gib"] <= 1.02
     assert formulas.layer_activation_bytes(shape, work) / work.tokens == pytest.approx(160297, rel=0.005)  # traced
-    # as a whole: fewer bytes than were measured then, and by no more than the keys
+    # as a whole, with what the plan allows for memory that stays in pieces, more than for any workload of memory_h200.json
     made = plan_run(shape, work, None)
-    spared = formulas.layer_activation_bytes(repeated, work) - formulas.layer_activation_bytes(shape, work)
-    assert 0 < measured["measured_gib"] * 2**30 - made.peak < 1.3 * work.kept_layers * spared
+    assert 1.0 <= made.peak / 2**30 / measured["measured_gib"] <= 1.11
 
 
 @pytest.mark.parametrize(("batch", "generations"), [(4, 8), (8, 8), (16, 8), (64, 8), (6, 1), (1, 8), (6, 4)])

@@ -29,7 +29,7 @@ DEFAULTS = {
     "QERL_SERVER_SECRET": "shared by the servers and trainers of these scenarios",
     "TRITON_F32_DEFAULT": "ieee",  # vLLM's attention in float32 would round to tf32 on a GPU
 }
-if sys.argv[1:] and sys.argv[1].startswith("compiled"):
+if sys.argv[1:] and sys.argv[1].startswith(("compiled", "graphs")):
     DEFAULTS["TORCHDYNAMO_DISABLE"] = "0"
 if "pytest" not in sys.modules:  # which imports names from here, and computes in an environment of its own
     for _key, _value in DEFAULTS.items():
