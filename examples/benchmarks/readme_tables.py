@@ -413,6 +413,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "training": training,
     "update": update,
     "tuners": peers_tables.tuners,
+    "window": peers_tables.window,
     "your_task": your_task,
 }
 _TABLE = re.compile(r"(<!-- begin: (\w+) -->\n).*?(<!-- end: \2 -->)", re.DOTALL)

@@ -20,6 +20,8 @@ from stand_ins import small_id
 from torch import nn
 from trl import import_utils
 
+assert not Path(trl.__file__).is_relative_to(Path.cwd()), f"{trl.__file__} is the checkout's, not the installed TRL"
+
 _ARM = os.environ["QERL_PEERS_ARM"]
 _RESULT = Path(os.environ["QERL_PEERS_RESULT"])
 #: the latest trainer of the test and what it was about to train

@@ -105,7 +105,20 @@ def run_arm(arm: str, checkout: Path, home: Path, folder: Path, options: list[st
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONPATH": os.pathsep.join(map(str, paths)),
     }
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "peers_plugin", "-p", "no:cacheprovider", "-o", "addopts="]
+    # -P: the trl of the checkout must not come before the installed one
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "peers_plugin",
+        "-p",
+        "no:cacheprovider",
+        "-o",
+        "addopts=",
+    ]
     command += ["--rootdir", ".", "--timeout", "600", "--tb", "no", *FILES, *options]
     subprocess.run(command, cwd=checkout, env=environment, check=False)
     rows = [json.loads(line) for line in result.read_text().splitlines()] if result.exists() else []
