@@ -82,7 +82,7 @@ class QeRLArguments(OnlineConfig):
         rollout_timeout (`float`, *optional*, defaults to `3600`):
             End the run, with the cause, when one rollout with vLLM takes longer than this, in seconds, tools and environments
             included. 0 for no limit.
-        rollout_probe_steps (`int`, *optional*, defaults to `50`):
+        rollout_probe_steps (`int`, *optional*, defaults to `100`):
             Every so many steps, compare the log-probabilities of vLLM and the trainer on fixed tokens again, without noise, and end the
             run when they have drifted apart. Takes a second or two. With 0 they are compared at the start only.
         overlap (`int`, *optional*, defaults to `0`):
@@ -188,7 +188,7 @@ class QeRLArguments(OnlineConfig):
         default=3600, metadata={"help": "End the run when one rollout with vLLM takes longer than this, in seconds."}
     )
     rollout_probe_steps: int = field(
-        default=50, metadata={"help": "Compare vLLM and the trainer again every so many steps; 0: at the start only."}
+        default=100, metadata={"help": "Compare vLLM and the trainer again every so many steps; 0: at the start only."}
     )
     overlap: int = field(
         default=0,

@@ -9,7 +9,7 @@ import functools
 import logging
 import math
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -244,14 +244,18 @@ def check_loss(loss: torch.Tensor, step: int) -> None:
         )
 
 
-def check_gradients(model: nn.Module, step: int) -> None:
+def check_gradients(model: nn.Module, step: int, trained: Iterable[nn.Parameter] | None = None) -> None:
     """Raise `RuntimeError` naming the first trainable parameter whose gradient is not finite, or the largest if only their norm is not.
 
     One fused norm, one sync.
+
+    Args:
+        trained: the parameters of `model` that can have a gradient, where they are known: to find them takes milliseconds.
     """
-    named = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
-    if not named or bool(torch.nn.utils.get_total_norm([grad for _, grad in named]) < LARGEST_GRADIENT):
+    grads = [p.grad for p in (model.parameters() if trained is None else trained) if p.grad is not None]
+    if not grads or bool(torch.nn.utils.get_total_norm(grads) < LARGEST_GRADIENT):
         return
+    named = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
     ending = (
         "The optimizer step was not taken, so no weight was damaged. Resume from the last checkpoint with a lower learning rate, or look "
         "at the rewards and completions of this step."

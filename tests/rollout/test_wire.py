@@ -34,6 +34,37 @@ def test_sums_of_many_tensors_are_those_of_each(monkeypatch, together, device):
     assert wire.all_bits([]).tolist() == []
 
 
+@pytest.mark.parametrize("device", ON)
+@pytest.mark.parametrize("together", [10, 2**22])
+def test_a_change_of_any_byte_changes_the_words(monkeypatch, together, device):
+    """Of tensors of any size, dtype and place in their storage, those with 8 bytes at a time and the others."""
+    monkeypatch.setattr(wire, "_TOGETHER", together)
+    tensors = [
+        torch.randn(64, 24).bfloat16(),
+        torch.randn(33),
+        torch.randn(5).bfloat16(),
+        torch.tensor(2.0),
+        torch.randn(8, 3)[:, :2],
+    ]
+    tensors += [torch.randint(0, 255, shape, dtype=torch.uint8) for shape in ((256, 3), (7,))]
+    tensors += [torch.randn(9)[1:], torch.zeros(0), torch.randn(16, 16).to(torch.float8_e4m3fn)]
+    tensors = [tensor.to(device) for tensor in tensors]
+    before = wire.all_bits(tensors, wire.words)
+    assert torch.equal(before, torch.stack([wire.words(t) for t in tensors]))
+    assert torch.equal(before, wire.all_bits(tensors, wire.words))
+    for number, tensor in enumerate(tensors):
+        for place in {0, tensor.numel() // 2, tensor.numel() - 1} if tensor.numel() else ():
+            changed = tensor.clone(memory_format=torch.preserve_format)
+            view = changed.view(torch.uint8) if changed.element_size() == 1 else changed
+            view.view(-1)[place] += 1
+            others = [*tensors[:number], changed, *tensors[number + 1 :]]
+            differ = wire.all_bits(others, wire.words) != before
+            assert differ.nonzero().flatten().tolist() == [number]
+    assert wire.changes(tensors) == wire.changes([t.clone() for t in tensors])
+    assert wire.changes(tensors) != wire.changes([-tensors[0], *tensors[1:]])
+    assert wire.changes(tensors) != wire.changes(tensors[:-1])
+
+
 def test_a_large_tensor_is_summed_without_a_copy_of_it(monkeypatch):
     tensor = torch.randn(1000, 1000).bfloat16()
     whole = wire.bits(tensor)

@@ -18,7 +18,7 @@ import torch
 from ...noise.generator import standard_noises
 from ...noise.hooks import NoiseDraw
 from ..engine import Contents, RolloutError
-from ..wire import AdapterTensors, all_bits, bits, fingerprint, not_finite, update_fingerprint
+from ..wire import AdapterTensors, all_bits, all_finite, bits, fingerprint, not_finite, update_fingerprint, words
 from .linear import AdaptedMethod, Layer
 from .norm import find_norms
 from .renaming import Renaming
@@ -106,8 +106,9 @@ class RolloutState:
         #: the latest draw under which the model computed (`watch`)
         self.sampled: NoiseDraw | None = None
         self._received: str | None = None
-        #: name -> `bits` that the tensor has to have
-        self._bits = self._all_bits()
+        #: parameters and buffers that neither an adapter nor noise changes: (name, the dict of its module that has it, its name there)
+        self._fixed = list(self._find_fixed())
+        self._expect_all()
 
     def original(self, name: str) -> str:
         """The name in transformers of a module of vLLM's model."""
@@ -127,8 +128,8 @@ class RolloutState:
 
     # ------------------------------------------------------------------ what is there
 
-    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Everything that the model computes with, by name: adapter buffers, norms (the noisy ones as one), weights."""
+    def _changing(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What an update or a draw writes, by name: adapter buffers and norms, the noisy ones as one."""
         for name, slot in self.slots.items():
             yield f"{name}.lora_A", slot.a_RK
             yield f"{name}.lora_B", slot.b_NR
@@ -137,23 +138,38 @@ class RolloutState:
                 yield name, norm.weight
         if self._names:
             yield NOISY_NORMS, self._gather()
-        known = {id(norm.weight) for norm in self.norms.values()}
-        yield from ((name, weight) for name, weight in self.model.named_parameters() if id(weight) not in known)
-        for prefix, layer in self.model.named_modules():
-            if isinstance(getattr(layer, "quant_method", None), AdaptedMethod):
-                own = layer.named_buffers(prefix, recurse=False)
-                yield from ((name, buffer) for name, buffer in own if not name.endswith(("adapter_a", "adapter_b")))
 
-    def _all_bits(self) -> dict[str, torch.Tensor]:
-        names, tensors = zip(*self._tensors(), strict=True)
-        return dict(zip(names, all_bits(tensors).unbind(), strict=True))
+    def _find_fixed(self) -> Iterator[tuple[str, dict[str, Any], str]]:
+        seen = {id(norm.weight) for norm in self.norms.values()}
+        for prefix, module in self.model.named_modules():
+            own = {} if not isinstance(getattr(module, "quant_method", None), AdaptedMethod) else module._buffers
+            for place in (module._parameters, own):
+                for key, tensor in place.items():
+                    if tensor is not None and id(tensor) not in seen and key not in ("adapter_a", "adapter_b"):
+                        seen.add(id(tensor))
+                        yield f"{prefix}.{key}", place, key
+
+    def _fixed_words(self) -> torch.Tensor:
+        return all_bits([place[key] for _, place, key in self._fixed], words)
+
+    @torch.no_grad()
+    def _expect_all(self) -> None:
+        """What is there now is what has to be there."""
+        changing = dict(self._changing())
+        #: name -> `bits` that the tensor has to have
+        self._bits = dict(zip(changing, all_bits(list(changing.values())).unbind(), strict=True))
+        self._words = self._fixed_words()
 
     @torch.no_grad()
     def contents(self) -> Contents:
         """What this rank computes with. Reads every weight once and waits for the device once."""
-        names, tensors = zip(*self._tensors(), strict=True)
-        differs = all_bits(tensors) != torch.stack([self._bits[name] for name in names])
-        damaged = [name for name, wrong in zip(names, differs.tolist(), strict=True) if wrong]
+        changing = dict(self._changing())
+        names = [*changing, *(name for name, _, _ in self._fixed)]
+        differs = [self._fixed_words() != self._words]
+        if changing:
+            expected = torch.stack([self._bits[name] for name in changing])
+            differs.insert(0, all_bits(list(changing.values())) != expected)
+        damaged = [name for name, wrong in zip(names, torch.cat(differs).tolist(), strict=True) if wrong]
         norms = int(self._bits[NOISY_NORMS]) if NOISY_NORMS in self._bits else None
         return Contents(self._received, damaged, self.draw, self.sampled, norms)
 
@@ -218,7 +234,7 @@ class RolloutState:
         buffer = next(iter(self.slots.values())).a_RK
         halves = [f"{name}.lora_{half}" for name in self.slots for half in "AB"]
         found = dict.fromkeys(halves, torch.zeros((), dtype=torch.int64, device=buffer.device))
-        bad = not_finite(norms.items())
+        bad, seen, finite = not_finite(norms.items()), [], []
         for group in self._groups(
             adapter
         ):  # as the buffers will hold them; a group at a time: no second adapter in memory
@@ -228,7 +244,9 @@ class RolloutState:
             _copy(rounded, parts)
             names = [f"{name}.lora_{half}" for name in group for half in "AB"]
             found |= zip(names, all_bits(rounded).unbind(), strict=True)
-            bad += not_finite(zip(names, rounded, strict=True))
+            seen += names
+            finite.append(all_finite(rounded))
+        bad += [name for name, good in zip(seen, torch.cat(finite).tolist(), strict=True) if not good]
         if bad:
             raise ValueError(_refusal([f"{name} holds NaN or infinity" for name in bad]))
         return found
@@ -295,7 +313,7 @@ class RolloutState:
             )
         if self._names:
             self._clean = self._gather()
-        self._bits = self._all_bits()
+        self._expect_all()
         self._received = fingerprint(came)
         if draw is not None:
             self.set_noise(draw)
