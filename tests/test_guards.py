@@ -106,6 +106,8 @@ def test_gradients_name_the_first_bad_parameter():
         RuntimeError, match=r"gradient of 1\.weight is not finite at step 5: 1 of 4 entries; 1 of 4 parameters"
     ):
         guards.check_gradients(model, 5)
+    with pytest.raises(RuntimeError, match=r"gradient of 1\.weight is not finite at step 5"):
+        guards.check_gradients(model, 5, torch.optim.SGD(model.parameters()))
 
 
 @pytest.mark.parametrize("value", [1e19, 3e38])

@@ -9,7 +9,7 @@ import functools
 import logging
 import math
 import numbers
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -244,15 +244,16 @@ def check_loss(loss: torch.Tensor, step: int) -> None:
         )
 
 
-def check_gradients(model: nn.Module, step: int, trained: Iterable[nn.Parameter] | None = None) -> None:
+def check_gradients(model: nn.Module, step: int, optimizer: Any = None) -> None:
     """Raise `RuntimeError` naming the first trainable parameter whose gradient is not finite, or the largest if only their norm is not.
 
     One fused norm, one sync.
 
     Args:
-        trained: the parameters of `model` that can have a gradient, where they are known: to find them takes milliseconds.
+        optimizer: of what is trained of `model`, where it has the parameters themselves: to find them in the model takes milliseconds.
     """
-    grads = [p.grad for p in (model.parameters() if trained is None else trained) if p.grad is not None]
+    groups = [{"params": model.parameters()}] if optimizer is None else optimizer.param_groups
+    grads = [p.grad for group in groups for p in group["params"] if p.grad is not None]
     if not grads or bool(torch.nn.utils.get_total_norm(grads) < LARGEST_GRADIENT):
         return
     named = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]

@@ -236,11 +236,8 @@ class QeRLMixin(SavingMixin, PackingMixin, ShardingMixin):
             loss = super().training_step(model, inputs, num_items_in_batch)
             guards.check_loss(loss, self.state.global_step)
             if self.accelerator.sync_gradients and getattr(self.accelerator, "scaler", None) is None:
-                groups = (
-                    [] if self.is_deepspeed_enabled else self.optimizer.param_groups
-                )  # DeepSpeed's are other tensors
-                trained = [parameter for group in groups for parameter in group["params"]]
-                guards.check_gradients(model, self.state.global_step, trained or None)
+                known = None if self.is_deepspeed_enabled else self.optimizer  # DeepSpeed's has other tensors
+                guards.check_gradients(model, self.state.global_step, known)
         return loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:

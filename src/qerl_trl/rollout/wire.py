@@ -157,4 +157,4 @@ def not_finite(named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
 
 def all_finite(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Whether each of these tensors holds neither NaN nor infinity, (count,) bool on their device."""
-    return torch.stack(torch._foreach_norm(tensors, math.inf)).isfinite()
+    return torch.stack(torch._foreach_norm(list(tensors), math.inf)).isfinite()
