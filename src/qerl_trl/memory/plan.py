@@ -257,7 +257,8 @@ def _add_up(
     if work.kept_layers:
         name += f", {work.kept_layers} of {shape.layers} layers not recomputed"
     trained = "trained weights" if work.base_format == "full" else f"adapter, rank {work.lora_rank}"
-    outside = gpu.outside if gpu else formulas.CONTEXT_BYTES
+    context = formulas.CONTEXT_BYTES + (formulas.NCCL_BYTES if work.processes > 1 else 0)  # which may be yet to come
+    outside = max(gpu.outside, context) if gpu else context
     rollout = round(slack * transient)
     parts = [
         Part("CUDA and whatever else is on the GPU", outside, outside),

@@ -42,6 +42,19 @@ def test_the_text_decoder_is_built_from_a_subclass(name):
     assert type(AutoModel.from_config(again).get_decoder()) is type(other)
 
 
+def test_a_dense_checkpoint_says_who_quantizes_it():
+    """vLLM 0.25 to 0.30 would look for that in `hf_overrides`, and refuse a function."""
+    from qerl_trl.rollout.vllm.quantization import QeRLQuantizationConfig
+
+    config = isolation.isolated(architectures.config_of("smollm3"))
+    assert (
+        QeRLQuantizationConfig.from_config(config.quantization_config).selection == QeRLQuantizationConfig().selection
+    )
+    packed = architectures.config_of("smollm3")
+    packed.quantization_config = {"quant_method": "compressed-tensors"}
+    assert isolation.isolated(packed).quantization_config == {"quant_method": "compressed-tensors"}
+
+
 def test_a_configuration_of_no_model_is_left_as_it_is():
     config = PretrainedConfig()
     assert type(isolation.isolated(config)) is PretrainedConfig

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import MODEL_MAPPING, AutoModel, PretrainedConfig
 from vllm.model_executor.models import ModelRegistry
 
+from ...nvfp4.layouts import METHOD
 from ..spec import EngineSpec
 from .loader import base_model
 
@@ -51,6 +52,9 @@ def isolated(config: PretrainedConfig) -> PretrainedConfig:
     if type(text) in MODEL_MAPPING and type(text).__module__ != __name__:
         theirs: Any = type(text)
         text.__class__ = _config_class(theirs)
+        if getattr(config, "quantization_config", None) is None:
+            # before 0.31 vLLM looks for a quantization that the configuration has not in `hf_overrides`, and takes no function there
+            config.quantization_config = {"quant_method": METHOD}  # type: ignore[attr-defined]
     return config
 
 

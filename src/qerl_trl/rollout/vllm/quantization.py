@@ -200,6 +200,8 @@ class QeRLQuantizationConfig(QuantizationConfig):
         Raises:
             `ValueError`: anything but plain NVFP4 weights, in the trainer's own words.
         """
+        if config == {"quant_method": METHOD}:  # of a bf16 checkpoint (see isolation.py)
+            return cls()
         return cls(parse_quantization_config(config, "quantization_config"))
 
     @classmethod
