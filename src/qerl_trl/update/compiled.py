@@ -260,7 +260,8 @@ def _conflict(trainer: OnlineTrainer) -> str | None:
     """Why this run's layers cannot be compiled, whatever `compile_layers` says."""
     if trainer.args.torch_compile:
         return "torch_compile=True compiles the whole model"
-    if trainer.is_deepspeed_enabled and trainer.accelerator.state.deepspeed_plugin.zero_stage == 3:
+    stage = getattr(trainer.accelerator.state.deepspeed_plugin, "zero_stage", 3)
+    if trainer.is_deepspeed_enabled and stage == 3:
         return "DeepSpeed ZeRO-3 gathers weights inside of layers"
     return None
 
