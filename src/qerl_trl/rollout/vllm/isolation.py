@@ -54,7 +54,7 @@ def isolated(config: PretrainedConfig) -> PretrainedConfig:
         text.__class__ = _config_class(theirs)
         if getattr(config, "quantization_config", None) is None:
             # before 0.31 vLLM looks for a quantization that the configuration has not in `hf_overrides`, and takes no function there
-            config.quantization_config = {"quant_method": METHOD}  # type: ignore[attr-defined]
+            config.quantization_config = {"quant_method": METHOD}
     return config
 
 
