@@ -369,11 +369,12 @@ def speed() -> str:
     """The README's sentence on speed and memory."""
     rollouts, updates = json.loads(ROLLOUT.read_text()), json.loads(UPDATE.read_text())
     ratios = rollouts["ratios"]["ours:7b over stock-merged:7b"]
-    at = ", ".join(f"{ratio:.2f} at {count}" for count, ratio in ratios.items())
+    tokens_per_s = rollouts["tokens_per_s"]["ours:7b"]
+    at = ", ".join(f"{tokens_per_s[count]:.0f} ({ratio:.2f}) at {count}" for count, ratio in ratios.items())
     ours, stock = updates["cases"]["nvfp4-compiled-fused"], updates["cases"]["stock"]
     tokens = f"{updates['sequences']} x {updates['tokens_each']}"
     return (
-        f"Rollouts of 7B, relative to merged bf16, which is what TRL rolls out: {at} sequences. Forward and backward of "
+        f"Rollouts of 7B, in tokens per second (relative to merged bf16, which is what TRL rolls out): {at} sequences. Forward and backward of "
         f"{tokens} tokens take {ours['seconds']['checkpointed']:.2f} s where memory is short and {ours['seconds']['plain']:.2f} s where it is not (TRL "
         f"with bf16 LoRA: {stock['seconds']['checkpointed']:.2f} and {stock['seconds']['plain']:.2f} s), in {ours['peak_gib']['checkpointed']:.0f} and "
         f"{ours['peak_gib']['plain']:.0f} GiB ({stock['peak_gib']['checkpointed']:.0f} and {stock['peak_gib']['plain']:.0f}). {rollouts['device']}, random weights; all "
