@@ -368,8 +368,7 @@ def cards() -> str:
 def speed() -> str:
     """The README's sentence on speed and memory."""
     rollouts, updates = json.loads(ROLLOUT.read_text()), json.loads(UPDATE.read_text())
-    ratios = rollouts["ratios"]["ours:7b over stock-merged:7b"]
-    taken = rollouts["tokens_per_s"]["ours:7b"]
+    ratios, taken = rollouts["ratios"]["ours:7b over stock-merged:7b"], rollouts["tokens_per_s"]["ours:7b"]
     at = ", ".join(f"{taken[count]:.0f} ({ratio:.2f}) at {count}" for count, ratio in ratios.items())
     ours, stock = updates["cases"]["nvfp4-compiled-fused"], updates["cases"]["stock"]
     tokens = f"{updates['sequences']} x {updates['tokens_each']}"
