@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from trl.trainer.utils import is_async_callable
 
 from .deadline import deadline
+from .names import local_tensor
 from .rollout.wire import not_finite
 from .upstream import OnlineTrainer
 
@@ -281,7 +281,7 @@ def check_weights(model: nn.Module, step: int) -> None:
     """Raise `RuntimeError` naming the first trained parameter that is not finite: what an optimizer has made of finite gradients. Called
     before anything is written. Of sharded parameters each process looks at its own part; waits for the device once."""
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    parts = ((name, p.to_local() if isinstance(p, DTensor) else p) for name, p in trained)
+    parts = ((name, local_tensor(parameter)) for name, parameter in trained)
     if wrong := not_finite((name, part) for name, part in parts if part.numel()):
         raise RuntimeError(
             f"{len(wrong)} of {len(trained)} trained parameters are not finite after step {step}, e.g. {wrong[0]}: the optimizer's step overflowed. "

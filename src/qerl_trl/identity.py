@@ -243,12 +243,15 @@ def _source_sha256(function: Any) -> str | None:
         return None
     try:
         tree = ast.parse(source)
-    except SyntaxError:  # a lambda in the middle of a call
-        return _sha256([source, *bound] if bound else source)
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and ast.get_docstring(node, False):
-            node.body = node.body[1:] or [ast.Pass()]
-    source = ast.unparse(tree)
+    except SyntaxError:
+        pass  # a lambda in the middle of a call
+    else:
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and ast.get_docstring(
+                node, False
+            ):
+                node.body = node.body[1:] or [ast.Pass()]
+        source = ast.unparse(tree)
     return _sha256([source, *bound] if bound else source)
 
 

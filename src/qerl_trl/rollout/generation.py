@@ -175,7 +175,7 @@ class QeRLVLLMGeneration(VLLMGeneration):
             max_num_seqs=self.max_num_seqs,
             model_impl=self.model_impl,
             trust_remote_code=self.trust_remote_code,
-            batch_invariant=getattr(args, "vllm_batch_invariant", False),
+            batch_invariant=args.vllm_batch_invariant,
         )
         if self.mode == "colocate":
             return self._in_process()

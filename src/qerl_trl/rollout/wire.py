@@ -79,12 +79,6 @@ def _eights(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().view(-1).view(torch.int64)
 
 
-def running_sums(integers: torch.Tensor, ends: Sequence[int]) -> torch.Tensor:
-    """Of the stretches of a flat tensor of integers that end at `ends`, one after the other: (count,) int64 on its device."""
-    running = nn.functional.pad(integers.cumsum(0, dtype=torch.int64), (1, 0))
-    return running[torch.tensor([0, *ends]).to(running.device, non_blocking=True)].diff()
-
-
 @torch.no_grad()
 def all_bits(tensors: Sequence[torch.Tensor], sums: Callable[[torch.Tensor], torch.Tensor] = bits) -> torch.Tensor:
     """`bits` of each tensor (or `words`), (count,) int64 on their device. Small ones are summed together: their places in one running sum,
@@ -94,7 +88,8 @@ def all_bits(tensors: Sequence[torch.Tensor], sums: Callable[[torch.Tensor], tor
     groups: dict[torch.dtype, tuple[list[int], list[torch.Tensor], list[int]]] = {}  # of each also the ends
 
     def finish(numbers: list[int], flat: list[torch.Tensor], ends: list[int]) -> None:
-        found.append(running_sums(_integers(torch.cat(flat)), ends))
+        running = nn.functional.pad(_integers(torch.cat(flat)).cumsum(0, dtype=torch.int64), (1, 0))
+        found.append(running[torch.tensor([0, *ends]).to(running.device, non_blocking=True)].diff())
         where.extend(numbers)
 
     for number, tensor in enumerate(tensors):
