@@ -2,6 +2,8 @@
 
     python examples/benchmarks/multi_gpu.py --output multi_gpu_h200x2.json                              # what fits into 9 minutes
     python examples/benchmarks/multi_gpu.py --modes ours-fsdp2 stock-fsdp2 --output multi_gpu_h200x2.json # rows of other modes stay in the file
+    python examples/benchmarks/multi_gpu.py --modes ours-server ours-server-overlap --output multi_gpu_h200x2.json        # in turn, so one server
+    python examples/benchmarks/multi_gpu.py --modes ours-fsdp2 ours-fsdp2-tp2 --shape 70b --output multi_gpu_h200x2.json  # rows of their own
     python examples/benchmarks/multi_gpu.py --modes ours-one ours-dp --shape tiny --device cpu            # dry run; FSDP and DeepSpeed want GPUs
 
     one      one GPU, engine in the process                   fsdp2    the base shared out by FSDP 2, an engine of its own in each process
@@ -13,7 +15,8 @@ Processes are started by `accelerate launch` with the configurations of examples
 an NVFP4 base, `stock-*` a `trl.GRPOTrainer` with its defaults on the same shape in bf16; random weights, the same rank-32 LoRA on all linear layers,
 8 completions of 512 tokens per process and step. What is measured, and how, is step_speed.py's. A mode is a process group of its own with a
 limit of time; one that fails, is late, or is ended with this script leaves a row that says so, with the steps that it took, and its log beside
-the output. One that this machine cannot run is skipped, with the reason. The checkpoints are kept between calls (`--models`).
+the output. One that this machine cannot run is skipped, with the reason. The checkpoints are kept between calls (`--models`). Where two modes of
+one party that follow each other want a server, the second one finds the first one's (`server_ready` is 0).
 """
 
 import argparse
@@ -21,6 +24,7 @@ import ast
 import contextlib
 import faulthandler
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -40,13 +44,13 @@ from typing import Any, NamedTuple
 import about
 import plan_check
 import step_speed
-from random_checkpoint import write_checkpoint
+from random_checkpoint import SHAPES, write_checkpoint
 
-SEQUENCES, NEW, PROMPT, RANK = 8, 512, 256, 32
+SEQUENCES, NEW, PROMPT, RANK, SHAPE = 8, 512, 256, 32, "7b"
 #: seconds that all modes may take together, and that one needs at least with everything compiled
 TOTAL, LEAST = 540, 90
 ACCELERATE = Path(__file__).resolve().parents[1] / "accelerate"
-SERVER_LOG = "server.log"
+SERVER_LOG, SERVER_RECORD = "server.log", "server.json"
 #: when this process was started, and seconds from then on until the mode's server answered
 STARTED, SERVER_READY = time.perf_counter(), list[float]()
 #: seconds between two lines about a mode that runs; of the logs of one that fails: bytes that are kept, lines that its row has of each
@@ -75,6 +79,15 @@ LAYOUTS: dict[str, tuple[int, str | None, dict[str, Any]]] = {
 }
 MODES = {f"{who}-{layout}": Mode(who, *rest) for layout, rest in LAYOUTS.items() for who in ("ours", "stock")}
 del MODES["stock-server-overlap"]  # TRL's GRPOTrainer samples between updates only; the twin is stock-server
+
+
+def row_name(mode: str, shape: str) -> str:
+    """A mode's row is called as the mode where the shape is the default, and says the shape elsewhere."""
+    return mode if shape == SHAPE else f"{mode}-{shape}"
+
+
+#: of the rows
+ORDER = [row_name(mode, shape) for shape in (SHAPE, *SHAPES) for mode in MODES]
 
 
 # --- one process of a mode -----------------------------------------------------------------------------------------------------------
@@ -125,6 +138,9 @@ def start_server(mode: Mode, model: str, folder: Path, lora: Any, longest: int, 
     """On the second GPU: the command that our trainer prints, or TRL's. Its process is a group of its own, ended by `run_mode`."""
     import server_sync
 
+    if "QERL_SERVER_URL" in os.environ:  # that of the mode before
+        SERVER_READY.append(0.0)
+        return os.environ["QERL_SERVER_URL"]
     log, gpu = folder / SERVER_LOG, None if cpu else os.environ["QERL_SERVER_GPU"]
     if mode.who == "ours":
         import torch
@@ -140,7 +156,7 @@ def start_server(mode: Mode, model: str, folder: Path, lora: Any, longest: int, 
     else:
         command = [sys.executable, "-m", "trl.scripts.vllm_serve", "--model", model, "--max_model_len", str(longest)]
         process, url = server_sync.start(command, gpu, log)
-    (folder / "server.pid").write_text(str(process.pid))
+    (folder / SERVER_RECORD).write_text(json.dumps({"pid": process.pid, "url": url, "folder": str(folder)}))
     threading.Thread(target=await_server, args=(process, url, log), daemon=True).start()
     return url
 
@@ -257,11 +273,23 @@ def checkpoint(who: str, shape: str, device: str, models: Path) -> Path:
     return folder
 
 
-def run_mode(name: str, model: Path, shape: str, device: str, limit: float, kept: Path | None) -> dict[str, Any]:
-    """Start the mode's processes, wait for them, and end whatever is left of them.
+def end_server(record: dict[str, Any]) -> None:
+    """A server that `start_server` left a record of, and the folder in which its sockets are."""
+    end(record["pid"])
+    shutil.rmtree(record["folder"], ignore_errors=True)
+
+
+def run_mode(
+    name: str, model: Path, shape: str, device: str, limit: float, kept: Path | None, server: dict[str, Any] | None
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Start the mode's processes, wait for them, and end whatever is left of them, but for the server of a mode that went well.
 
     Args:
         kept: folder for the log of a mode that fails.
+        server: the record of one that the mode before has left.
+
+    Returns:
+        The mode's row, and the record of its server.
     """
     mode, folder = MODES[name], Path(tempfile.mkdtemp(prefix=f"{name}-"))
     gpus = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0,1").split(",")
@@ -272,6 +300,8 @@ def run_mode(name: str, model: Path, shape: str, device: str, limit: float, kept
         | {name: value for name, value in step_speed.ENVIRONMENT.items() if name != "VLLM_LOGGING_LEVEL"}
         | {"TMPDIR": str(folder), "QERL_SERVER_SECRET": "of this measurement", "PYTHONUNBUFFERED": "1"}
     )
+    if server is not None:
+        environment["QERL_SERVER_URL"] = server["url"]
     if device == "cuda":
         own = gpus[: mode.processes]
         environment |= {"CUDA_VISIBLE_DEVICES": ",".join(own), "QERL_SERVER_GPU": gpus[-1]}
@@ -306,14 +336,17 @@ def run_mode(name: str, model: Path, shape: str, device: str, limit: float, kept
                 ask_where(folder)
             end(process.pid)
             process.wait()
-            if (folder / "server.pid").exists():
-                end(int((folder / "server.pid").read_text()))
+            done = all(path.exists() for path in files)
+            if (folder / SERVER_RECORD).exists():
+                server = json.loads((folder / SERVER_RECORD).read_text())
+            if server is not None and not done:
+                end(server["pid"])
             logs = [path for path in (log, folder / SERVER_LOG, *sorted(folder.glob("*.threads"))) if path.exists()]
-            if kept is not None and not all(path.exists() for path in files):  # also where this script is ended
+            if kept is not None and not done:  # also where this script is ended
                 for path in logs:
                     (kept / f"{name}.{path.name}.txt").write_bytes(path.read_bytes()[-KEPT:])
     took = {"seconds_in_all": round(time.monotonic() - started, 1)}
-    if not all(path.exists() for path in files):
+    if not done:
         lines = {path.name: said_in(path) for path in logs}
         errors = [line[:600] for those in lines.values() for line in those if _ERROR.match(line)]
         ended = f"not done in {limit:.0f} s" if late else f"ended with code {process.returncode}"
@@ -323,9 +356,10 @@ def run_mode(name: str, model: Path, shape: str, device: str, limit: float, kept
             "last_lines": {which: [line[:300] for line in those[-TAIL:]] for which, those in lines.items()},
             "steps": steps_of(log),
             **took,
-        }
+        }, None
     rows = [json.loads(path.read_text()) for path in files]
-    shutil.rmtree(folder, ignore_errors=True)
+    if server is None or server["folder"] != str(folder):
+        shutil.rmtree(folder, ignore_errors=True)
     first = rows[0]
     return {
         "name": name,
@@ -335,7 +369,12 @@ def run_mode(name: str, model: Path, shape: str, device: str, limit: float, kept
         "gib": [row.get("measured_gib") for row in rows],
         **{key: value for key, value in first.items() if key not in ("measured_gib", "options", "cap", "ragged")},
         **took,
-    }
+    }, server
+
+
+def goes_on(mode: str, after: str | None) -> bool:
+    """Whether the mode that comes after this one can use its server."""
+    return after is not None and MODES[after].who == MODES[mode].who and "vllm_mode" in MODES[after].options
 
 
 def said_in(log: Path) -> list[str]:
@@ -367,7 +406,7 @@ def line(row: dict[str, Any]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
-    parser.add_argument("--shape", default="7b", help="Of random_checkpoint.py.")
+    parser.add_argument("--shape", default=SHAPE, help="Of random_checkpoint.py.")
     parser.add_argument("--device", default="cuda")
     parser.add_argument(
         "--limit", type=float, default=300, help="Seconds for one mode; the first start compiles for 150."
@@ -410,27 +449,36 @@ def main() -> int:
         if "median" in before and "median" not in row:
             return
         record["multi_gpu"] = [old for old in record["multi_gpu"] if old is not before] + [row | origin]
-        record["multi_gpu"].sort(key=lambda row: list(MODES).index(row["name"]))
+        record["multi_gpu"].sort(key=lambda row: ORDER.index(row["name"]))
         if options.output is not None:
             partial_file = options.output.with_suffix(".partial")
             partial_file.write_text(json.dumps(record, indent=1) + "\n")
             partial_file.rename(options.output)
 
-    for name in options.modes:
-        left = TOTAL - (time.monotonic() - started)
-        reason = why_not(name, options.device, torch.cuda.device_count())
-        if reason is not None:
-            row: dict[str, Any] = {"name": name, "skipped": reason}
-        elif left < LEAST:
-            row = {"name": name, "failed": "no time was left: name it alone in --modes"}
-        else:
-            keep({"name": name, "failed": "it was running when this script was ended"})
-            model = checkpoint(MODES[name].who, options.shape, options.device, models)
-            left = TOTAL - (time.monotonic() - started)
-            row = run_mode(name, model, options.shape, options.device, min(options.limit, left), kept)
-        print(line(row), flush=True)
-        failed |= "failed" in row
-        keep(row)
+    server: dict[str, Any] | None = None
+    try:
+        for name, after in itertools.zip_longest(options.modes, options.modes[1:]):
+            left, called = TOTAL - (time.monotonic() - started), row_name(name, options.shape)
+            reason = why_not(name, options.device, torch.cuda.device_count())
+            if reason is not None:
+                row: dict[str, Any] = {"name": called, "skipped": reason}
+            elif left < LEAST:
+                row = {"name": called, "failed": "no time was left: name it alone in --modes"}
+            else:
+                keep({"name": called, "failed": "it was running when this script was ended"})
+                model = checkpoint(MODES[name].who, options.shape, options.device, models)
+                limit = min(options.limit, TOTAL - (time.monotonic() - started))
+                row, server = run_mode(name, model, options.shape, options.device, limit, kept, server)
+                row["name"] = called
+            if server is not None and not goes_on(name, after):
+                end_server(server)
+                server = None
+            print(line(row), flush=True)
+            failed |= "failed" in row
+            keep(row)
+    finally:
+        if server is not None:
+            end_server(server)
     return int(failed)
 
 

@@ -8,6 +8,7 @@ import json
 import tempfile
 from pathlib import Path
 
+import random_checkpoint
 import torch
 from torch import nn
 
@@ -25,6 +26,7 @@ SHAPES = {
     "7b": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4},
     "14b": {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 48, "num_attention_heads": 40, "num_key_value_heads": 8},
     "32b": {"hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64, "num_attention_heads": 40, "num_key_value_heads": 8},
+    "70b": random_checkpoint.SHAPES["70b"] | {"bos_token_id": 0, "eos_token_id": 0},
 }  # fmt: skip
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 #: packed codes drawn uniformly have rms 2.9; scales of 100 to 400 over this divisor give weights of about 0.02

@@ -95,6 +95,8 @@ FURTHER = {
     "ours-7b-64x512-overlap": Case("ours", "7b", 64, 512, 64, options=(("overlap", 1),)),
     "ours-7b-8x512-overlap": Case("ours", "7b", 8, 512, 8, options=(("overlap", 1),)),
     "ours-32b-8x512-overlap": Case("ours", "32b", 8, 512, 8, options=(("overlap", 1),)),
+    # Llama-3-70B's shape, in one GPU's memory alone: nothing of it is written to a disk
+    "ours-70b-8x512": Case("ours", "70b", 8, 512, 8),
     **_both("tiny", "dry", 8, 12, 4),
     "ours-tiny-overlap": Case("ours", "dry", 8, 12, 4, options=(("overlap", 1),)),
     "ours-tiny-ragged": Case("ours", "dry", 8, 24, 4, ragged=True),

@@ -1,12 +1,16 @@
 """Completions that two processes of a trainer get through the main process's connection; test_engine.py has a real server."""
 
 import json
+from pathlib import Path
 
 import pytest
+import torch
 from accelerate import PartialState
 
 from qerl_trl.rollout.engine import Completion, RankWithoutEngine, RolloutError, Sampling
+from qerl_trl.rollout.layout import Layout
 from qerl_trl.rollout.server import ServerEngine
+from qerl_trl.rollout.shared_memory import SharedMemory
 from tests.ranks import on_ranks
 
 
@@ -68,3 +72,27 @@ def test_each_prompt_has_a_seed_of_its_own(sampling, asked):
     prompts = [[1], [1], [2]]
     assert [completion.tokens for completion in engine.generate(prompts, sampling)] == prompts
     assert sorted(engine.asked, key=json.dumps) == asked
+
+
+class OnThisHost(ServerEngine):
+    """Without a server: opens shared memory as its worker does."""
+
+    def __init__(self):
+        self._shared, self.opened = None, []
+
+    def call(self, method, *args, part=b""):
+        if method != "qerl_open":
+            return [{}]
+        self.opened.append(SharedMemory.open(args[0], self._layout.nbytes, torch.device("cpu")))
+        return [{"proof": self.opened[-1].proof()}]
+
+
+def test_a_trainer_that_is_killed_leaves_no_shared_memory_behind():
+    """SIGKILL runs no clean-up, so from the first update on there must be nothing that has a name."""
+    engine = OnThisHost()
+    for size in (1000, 2000):  # a second layout replaces the first one's memory
+        engine._announce(Layout((("norm", "model.norm", "float32", (size,)),)), torch.device("cpu"))
+        worker = engine.opened[-1]
+        assert not Path("/dev/shm", worker.name).exists()
+        engine._shared.data[100:] = 5
+        assert worker.data[100:].unique().tolist() == [5]

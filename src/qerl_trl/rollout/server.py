@@ -142,6 +142,7 @@ class ServerEngine(Engine):
             logger.info("Updates go to the server over the network: it cannot open memory of this host (%s).", error)
             answers = [{}]
         if all(answer.get("proof") == shared.proof() for answer in answers):
+            shared.forget_name()
             self._shared = shared
         else:
             shared.close()

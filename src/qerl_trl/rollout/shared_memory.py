@@ -1,7 +1,8 @@
 """A piece of memory that trainer and server have in common where both run on one host: an update is written once and read once.
 
-A file in `/dev/shm` that only this user may open, with a name nobody can guess, gone when the trainer ends. Pinned, so that a GPU copies it
-at the speed of its bus. Python's `multiprocessing.shared_memory` would remove it when *either* process ends.
+A file in `/dev/shm` that only this user may open, with a name nobody can guess, which it loses once both have it open: whichever way they end, a
+SIGKILL included, nothing of it is left. Pinned, so that a GPU copies it at the speed of its bus. Python's `multiprocessing.shared_memory` would
+remove it when *either* process ends.
 """
 
 import contextlib
@@ -72,6 +73,11 @@ class SharedMemory:
             os.close(descriptor)
             raise ValueError(f"The memory {name!r} is another user's or has another size than {size} bytes.")
         return cls(name, descriptor, size, device, owner=False)
+
+    def forget_name(self) -> None:
+        """Nobody else can open it from here on; whoever has it open keeps it."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(f"{_FOLDER}/{self.name}")
 
     def proof(self) -> str:
         """What only who sees this piece can say."""
