@@ -20,15 +20,12 @@ one party that follow each other want a server, the second one finds the first o
 """
 
 import argparse
-import ast
-import contextlib
 import faulthandler
 import importlib.util
 import itertools
 import json
 import math
 import os
-import re
 import shutil
 import signal
 import socket
@@ -44,6 +41,7 @@ from typing import Any, NamedTuple
 import about
 import plan_check
 import step_speed
+from process_groups import ask_where, end, errors_of, said_in, steps_of
 from random_checkpoint import SHAPES, write_checkpoint
 
 SEQUENCES, NEW, PROMPT, RANK, SHAPE = 8, 512, 256, 32, "7b"
@@ -55,8 +53,6 @@ SERVER_LOG, SERVER_RECORD = "server.log", "server.json"
 STARTED, SERVER_READY = time.perf_counter(), list[float]()
 #: seconds between two lines about a mode that runs; of the logs of one that fails: bytes that are kept, lines that its row has of each
 SAY, KEPT, TAIL = 20.0, 200_000, 40
-#: a line with which an error ends, of any process
-_ERROR = re.compile(r"^(?:\[?rank\d+\]?: ?|\(.*?\) )*(?:ERROR .*\] )?[\w.]*(?:Error|Exception|Interrupt|Exit)(?::|$)")
 
 
 class Mode(NamedTuple):
@@ -233,29 +229,6 @@ def command_of(name: str, device: str, worker: list[str]) -> list[str]:
     return [sys.executable, "-m", "accelerate.commands.launch", *config, *worker]
 
 
-def end(pid: int) -> None:
-    """A process, its group and all that they have started: torch's launcher gives each of its processes a session of its own."""
-    import psutil  # which accelerate needs
-
-    family: list[psutil.Process] = []
-    with contextlib.suppress(psutil.NoSuchProcess):
-        family = psutil.Process(pid).children(recursive=True)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
-    for member in family:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            member.kill()
-    psutil.wait_procs(family, timeout=10)  # the next mode needs their memory
-
-
-def ask_where(folder: Path) -> None:
-    """Every process of a mode writes down where each of its threads is."""
-    for path in folder.glob("[0-9]*.pid"):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(int(path.read_text()), signal.SIGUSR1)
-    time.sleep(1)
-
-
 def checkpoint(who: str, shape: str, device: str, models: Path) -> Path:
     """The base, written at the first call."""
     folder = models / f"{shape}-{who}"
@@ -348,7 +321,7 @@ def run_mode(
     took = {"seconds_in_all": round(time.monotonic() - started, 1)}
     if not done:
         lines = {path.name: said_in(path) for path in logs}
-        errors = [line[:600] for those in lines.values() for line in those if _ERROR.match(line)]
+        errors = [line[:600] for those in lines.values() for line in errors_of(those)]
         ended = f"not done in {limit:.0f} s" if late else f"ended with code {process.returncode}"
         return {
             "name": name,
@@ -375,23 +348,6 @@ def run_mode(
 def goes_on(mode: str, after: str | None) -> bool:
     """Whether the mode that comes after this one can use its server."""
     return after is not None and MODES[after].who == MODES[mode].who and "vllm_mode" in MODES[after].options
-
-
-def said_in(log: Path) -> list[str]:
-    lines = log.read_text(errors="replace").splitlines()
-    return [line for line in lines if line.strip() and "<frozen importlib" not in line]
-
-
-def steps_of(log: Path) -> list[dict[str, float]]:
-    """What step_speed.py has printed of the steps so far, of all processes."""
-    found = [
-        line.partition(": {")[2] for line in log.read_text(errors="replace").splitlines() if line.startswith("step ")
-    ]
-    steps = []
-    for numbers in found:
-        with contextlib.suppress(SyntaxError, ValueError):  # a line that is not whole yet
-            steps.append({phase: round(seconds, 4) for phase, seconds in ast.literal_eval("{" + numbers).items()})
-    return steps
 
 
 def line(row: dict[str, Any]) -> str:
