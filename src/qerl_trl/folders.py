@@ -1,7 +1,9 @@
-"""Whether a file lies in the folder that it is said to be in, and the files beside a model's weights."""
+"""Whether a name can be a model's, a file lies in the folder that it is said to be in, and the files beside a model's weights."""
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,6 +11,40 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 logger = logging.getLogger(__name__)
+
+
+def check_name(model: str | os.PathLike) -> None:
+    """Refuse the name of a model that is no folder and cannot be a Hub id, before the Hub's own words about its form.
+
+    Raises:
+        `ValueError`: it is neither.
+    """
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    if os.path.isdir(model):
+        return
+    try:
+        validate_repo_id(str(model))
+    except HFValidationError as error:
+        raise ValueError(f"{model} is neither a folder here nor a Hub id (user/name).") from error
+
+
+@contextmanager
+def named_in_errors(model: str | os.PathLike) -> Iterator[None]:
+    """transformers' error says which model it is about, also where the Hub cannot be asked.
+
+    Raises:
+        `ValueError`: as [`check_name`].
+        `OSError`: as raised inside, with the name.
+    """
+    check_name(model)
+    try:
+        yield
+    except OSError as error:
+        if str(model) in str(error):
+            raise
+        raise OSError(f"{model} is no folder here, and cannot be had from the Hub: {error}") from error
 
 
 def leads_to(path: str | os.PathLike, folder: str | os.PathLike) -> Path | None:

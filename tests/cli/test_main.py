@@ -92,6 +92,32 @@ def test_exit_codes_and_messages(tmp_path):
     assert "Traceback" not in failed.stderr and "hf_Hidden123" not in failed.stderr
 
 
+@pytest.mark.parametrize("command", ["plan", "eval"])
+def test_a_model_that_is_nowhere_is_named(command, monkeypatch):
+    """Both said something about the form of a repository's name, or about a connection, and not which model."""
+    code, _, err = call(command, "./runs/typo")
+    assert code == 2 and "./runs/typo is neither a folder here nor a Hub id (user/name)" in err
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    code, _, err = call(command, "runs/typo")
+    assert code == 1 and "runs/typo is no folder here, and cannot be had from the Hub" in err
+
+
+def test_push_of_a_folder_that_is_not_there(tmp_path):
+    code, _, err = call("push", "adapter", tmp_path / "typo", "user/name")
+    assert code == 2 and "typo has no adapter_config.json. Name a checkpoint folder" in err
+
+
+def test_eval_takes_the_gpu_where_there_is_one(monkeypatch):
+    """It took the CPU without a word."""
+    asked = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("qerl_trl.publish.run.load_any", lambda model, device, *rest: asked.append(device) or 1 / 0)
+    for said in ((), ("--device", "cpu")):
+        with pytest.raises(ZeroDivisionError):
+            call("eval", "user/model", *said)
+    assert asked == ["cuda", "cpu"]
+
+
 def test_quantize_imports_no_bitsandbytes(tiny_model_dir, tmp_path):
     """One that cannot be imported, or that contacts the Hub at import, must not stand in the way of who never asked for it."""
     (tmp_path / "bitsandbytes.py").write_text("raise SystemError('bitsandbytes was imported')\n")

@@ -100,7 +100,7 @@ def test_problems_from_a_file_or_folder(tmp_path, question, answer):
 
 def test_wrong_columns_are_named(tmp_path):
     (tmp_path / "test.jsonl").write_text('{"a": 1}')
-    with pytest.raises(ValueError, match=r"columns \['a'\]"):
+    with pytest.raises(ValueError, match="columns a, but not one of prompt"):
         load_problems(Protocol(str(tmp_path)))
 
 

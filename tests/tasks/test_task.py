@@ -38,6 +38,9 @@ def look(where: str) -> str:
     \"\"\"
     return where
 
+def one_of(answer, reference):
+    return answer in reference
+
 class World:
     def reset(self, **row):
         return None
@@ -72,14 +75,71 @@ def test_data_of_a_folder_beside_the_file(folder):
     train, test = task.splits()
     assert (len(train), len(test), task.label, task.hub_dataset) == (10, 3, "my words", None)
     assert [m["content"] for m in test[0]["prompt"]] == ["Be brief.", "test 0"]
-    assert test[0]["answer"] == "0" and test[0]["label"] == 0
+    assert test[0]["answer"] == test[0]["label"] == 0
 
 
 def test_data_of_a_function_and_formatted(folder):
     train, test = read(folder, dataset_name="own.py:rows").splits()
-    assert (len(train), test[0]["answer"], test[0]["solution"]) == (8, "9", 9)
+    assert (len(train), test[0]["answer"], test[0]["solution"]) == (8, 9, 9)
     train, _ = read(folder, dataset_name=".", formatting_func="own.py:turned").splits()
-    assert train[1]["prompt"] == [{"role": "user", "content": "turned train 1"}] and train[1]["answer"] == "1"
+    assert train[1]["prompt"] == [{"role": "user", "content": "turned train 1"}] and train[1]["answer"] == 1
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet", "json"])
+def test_files_of_other_kinds(folder, kind):
+    for split in ("train", "test"):
+        rows = Dataset.from_json(str(folder / f"{split}.jsonl"))
+        getattr(rows, f"to_{kind}")(folder / "data" / f"{split}.{kind}")
+    train, test = read(folder, dataset_name="data", prompt_column="text", answer_column="label").splits()
+    assert (len(train), len(test), test[2]["answer"]) == (10, 3, 2)
+    one = f"data/train.{kind}"
+    assert (
+        len(read(folder, dataset_name=one, prompt_column="text", test_split_size=4, reward_funcs=[]).splits()[1]) == 4
+    )
+
+
+def test_files_that_are_no_data_are_refused(folder):
+    (folder / "train.xlsx").write_text("")
+    (folder / "nothing").mkdir()
+    for name, said in (("train.xlsx", "not"), ("nothing", "a folder without")):
+        with pytest.raises(ValueError, match=f"dataset_name=.*{name}' is {said} a file that ends with .*parquet"):
+            read(folder, dataset_name=name).splits()
+
+
+def test_a_reference_stays_what_it_is(folder):
+    """A list came to one's own reward as the text of a list, and no completion was ever right."""
+    lines = [{"prompt": f"{i}?", "answer": [str(i), "or so"]} for i in range(4)]
+    (folder / "train.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    common = {"dataset_name": "train.jsonl", "test_split_size": 1, "reward_funcs": ["own.py:shouted"]}
+    with pytest.raises(ValueError, match=r"problem 0 .* is \['2', 'or so'\], and grader='auto'.*or grader='reward'"):
+        read(folder, **common).splits()
+    task = read(folder, **common, grader="own.py:one_of", answer_format="whole")
+    train, test = task.splits()
+    assert train[0]["answer"] == ["0", "or so"] and task.verdicts(["or so"], test) == [True]
+    task = read(folder, **common, grader="reward")
+    assert task.for_trainer()["train_dataset"][0]["answer"] == ["0", "or so"] and not task.graded(test)
+    with pytest.raises(ValueError, match="grader='reward' compares nothing, so it needs reward_funcs"):
+        read(folder, grader="reward").rewards()
+
+
+def test_a_number_is_compared_as_its_text(folder):
+    task = read(folder, dataset_name=".", prompt_column="text", answer_column="label", grader="exact")
+    _, test = task.splits()
+    assert task.verdicts(["#### 0", "#### 1", "#### 1"], test) == [True, True, False]
+
+
+def test_what_is_missing_is_said_and_nothing_else(folder):
+    with pytest.raises(
+        ValueError, match=r"text, label, but not one of prompt, question, problem \(what is asked\)\. Name"
+    ):
+        read(folder, dataset_name=".", reward_funcs=["own.py:shouted"]).splits()
+    with pytest.raises(
+        ValueError, match=r"but not one of answer, solution \(the reference that our rewards compare with\)"
+    ):
+        read(folder, dataset_name=".", prompt_column="text").splits()
+    (folder / "train.jsonl").write_text('{"prompt": "1?"}\n{"prompt": null}')
+    with pytest.raises(ValueError, match=r"Row 1 of the dataset .* asks nothing"):
+        read(folder, dataset_name="train.jsonl", dataset_test_split="train", reward_funcs=[]).splits()
 
 
 def test_a_split_is_held_out_where_there_is_none(folder):
@@ -130,7 +190,7 @@ def test_a_reward_beside_the_file_by_path_or_as_a_module(folder, said):
         (
             "reward_funcs",
             ["own.py:lost"],
-            ["own.py has no 'lost', but shouted, rows, turned, same_colour, look, World."],
+            ["own.py has no 'lost', but shouted, rows, turned, same_colour, look, one_of, World."],
         ),
         ("reward_funcs", ["own.lost"], ["own has no 'lost', but shouted"]),
         ("reward_funcs", ["owm.shouted"], ["owm.shouted", "No module named 'owm'"]),
@@ -220,6 +280,13 @@ def test_the_command_line_replaces_the_recipe_and_the_file(folder):
     own = Task(name="mine", dataset_name="user/mine")
     assert parse(folder, recipe=recipe, task=own).task.dataset_name == "user/mine"
     assert parse(folder, "--dataset_name", "user/other", task=own).task.dataset_name == "user/other"
+
+
+def test_an_option_that_there_is_not(folder):
+    with pytest.raises(ValueError, match=r"--max_stepps: no option of a run.* There is --max_steps"):
+        parse(folder, "--max_stepps", "3", recipe="learning_rate: 1.0e-5\n")
+    with pytest.raises(ValueError, match=r"--reward_func --zebra=1: no option .* There is --reward_funcs"):
+        parse(folder, "--zebra=1", recipe="reward_func: [own.py:shouted]\n")
 
 
 def test_other_data_has_no_configuration_of_the_first(folder):

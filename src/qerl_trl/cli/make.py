@@ -226,10 +226,12 @@ def push(
         raise ValueError(f"{what!r} is none of {', '.join(kinds)}.")
     from qerl_trl import checkpoint
     from qerl_trl.publish import cards, export, hub
-    from qerl_trl.publish.run import recorded_settings
+    from qerl_trl.publish.run import recorded_settings, require_adapter
 
     kind, made = checkpoint.recorded_run(folder).get("kind"), None
     options: dict[str, Any] = {"private": not public, "revision": revision, "force": force, "notify": note}
+    if kind is None and what == "adapter":
+        require_adapter(folder)
     if kind is None and what in ("adapter", "model"):
         facts = cards.facts_of_run(folder, recorded_settings(folder), dataset)
     if kind is None and what == "adapter":

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from ..shipped import config_file, examples_folder, task_file
-from .options import AllowOtherBase, AsJson, BaseFormat, BaseModel, Device, Dtype, print_result
+from .options import AllowOtherBase, AsJson, BaseFormat, BaseModel, Dtype, print_result
 
 
 def train(
@@ -51,7 +51,7 @@ def evaluate(
         typer.Option(help="The held-out problems of this task: its YAML file, or the name of a shipped one."),
     ] = None,
     data: Annotated[
-        str | None, typer.Option(help="Own problems: .jsonl, folder with test.jsonl, or Hub id (question, answer).")
+        str | None, typer.Option(help="Own problems: a file, folder with test.jsonl, or Hub id (question, answer).")
     ] = None,
     engine: Annotated[str, typer.Option(help="transformers or vllm.")] = "transformers",
     output: Annotated[
@@ -78,7 +78,10 @@ def evaluate(
     base_format: BaseFormat = None,
     allow_other_base: AllowOtherBase = False,
     dtype: Dtype = None,
-    device: Device = "cpu",
+    device: Annotated[
+        str | None,
+        typer.Option(help="cpu, cuda or cuda:<i>. Default: cuda where there is one (--engine vllm has its own)."),
+    ] = None,
     harness: Annotated[
         bool, typer.Option("--harness", help="Only print the commands for lm-eval and lighteval.")
     ] = False,
@@ -86,6 +89,8 @@ def evaluate(
 ) -> None:
     """Measure accuracy with the paper's protocol (temperature 0.6, top-p 0.95, 4096 tokens), noise off."""
     import dataclasses
+
+    import torch
 
     from qerl_trl import checkpoint, loading
     from qerl_trl.publish.names import public_name
@@ -108,6 +113,7 @@ def evaluate(
         return
     if engine not in ("transformers", "vllm"):
         raise ValueError(f"--engine {engine} is unknown; choose transformers or vllm.")
+    device = device or ("cuda" if engine == "transformers" and torch.cuda.is_available() else "cpu")
     measured_task = problems = None
     if task is not None:
         if data is not None or protocol != "gsm8k":
@@ -133,7 +139,9 @@ def evaluate(
             chosen = dataclasses.replace(chosen, max_new_tokens=longest)
     elif protocol == "local" or data is not None:
         if data is None:
-            raise ValueError("--protocol local needs --data: a .jsonl file, a folder with test.jsonl, or a Hub id.")
+            raise ValueError(
+                "--protocol local needs --data: a file (.jsonl, .csv), a folder with test.jsonl, or a Hub id."
+            )
         chosen = evaluation.Protocol(data, system_prompt=None, grader="auto")
         if protocol in evaluation.PROTOCOLS and protocol != "gsm8k":
             chosen = dataclasses.replace(evaluation.PROTOCOLS[protocol], dataset=data, config=None)

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
+from ..folders import named_in_errors
 from ..nvfp4.layouts import Selection, divided
 from ..update import packing
 from .workload import Workload
@@ -94,7 +95,10 @@ class Shape:
 
 def shape_of(model: str | os.PathLike | PretrainedConfig, **kwargs: Any) -> Shape:
     """Read a model's shape from its configuration (folder, Hub id or config object). No weights are read."""
-    config = AutoConfig.from_pretrained(model, **kwargs) if not isinstance(model, PretrainedConfig) else model
+    config = model
+    if not isinstance(config, PretrainedConfig):
+        with named_in_errors(config):
+            config = AutoConfig.from_pretrained(config, **kwargs)
     config = copy.deepcopy(config)
     text = config.get_text_config()
     if getattr(config, "quantization_config", None) is not None:

@@ -34,6 +34,7 @@ from transformers.quantizers import register_quantization_config
 from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from ..folders import named_in_errors
 from . import (
     layouts,
     quantizer,  # noqa: F401  (its decorator registers the quantizer of this configuration)
@@ -183,7 +184,8 @@ def load_config(
         kwargs: `revision`, `token`, `subfolder`, `trust_remote_code`, ... for `AutoConfig.from_pretrained`.
     """
     _check_is_ours(quantization_config)
-    config = AutoConfig.from_pretrained(model_id, **kwargs)
+    with named_in_errors(model_id):
+        config = AutoConfig.from_pretrained(model_id, **kwargs)
     stored, where = stored_quantization(model_id, config, **kwargs)
     if stored is None:
         return config
@@ -208,7 +210,9 @@ def stored_quantization(
         config: its configuration, where that is loaded already.
         kwargs: as for `load_config`.
     """
-    config = config or AutoConfig.from_pretrained(model_id, **kwargs)
+    if config is None:
+        with named_in_errors(model_id):
+            config = AutoConfig.from_pretrained(model_id, **kwargs)
     stored = getattr(config, "quantization_config", None)
     if stored is None:
         return _modelopt_sidecar(model_id, **kwargs), f"{model_id}: hf_quant_config.json"

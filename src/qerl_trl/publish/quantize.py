@@ -25,7 +25,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from .. import base_identity, checkpoint, forward, loading, report
-from ..folders import hub_commit
+from ..folders import hub_commit, named_in_errors
 from ..nvfp4 import headers, layouts, shards
 from ..nvfp4.architectures import DECODER
 from ..nvfp4.config import NVFP4Config
@@ -156,10 +156,9 @@ def _local(model: str | os.PathLike) -> Path:
     folder = Path(model)
     if folder.is_dir():
         return folder
-    if folder.is_absolute() or str(model).count("/") != 1:
-        raise ValueError(f"{model} is neither a folder here nor a Hub id (user/name).")
     patterns = ["*.safetensors", *_COPIED_PATTERNS]
-    return Path(snapshot_download(str(model), allow_patterns=patterns))
+    with named_in_errors(model):
+        return Path(snapshot_download(str(model), allow_patterns=patterns))
 
 
 def _dtype_name(config: PretrainedConfig) -> str:

@@ -85,8 +85,7 @@ def load_policy(
             stored in another format than was asked for.
     """
     adapter = Path(adapter)
-    if not (adapter / "adapter_config.json").is_file():
-        raise ValueError(f"{adapter} has no adapter_config.json. Name a checkpoint folder or the run's output folder.")
+    require_adapter(adapter)
     require_whole(adapter)
     settings = recorded_settings(adapter)
     base_model = base_model or PeftConfig.from_pretrained(str(adapter)).base_model_name_or_path
@@ -292,6 +291,15 @@ def require_format(model: str, base_format: str, revision: str | None = None) ->
     raise ValueError(
         f"base_format={base_format!r}, and {model} is stored as {stored}. {remedy.get(base_format, 'Only nvfp4 and bf16 can be measured')}."
     )
+
+
+def require_adapter(folder: Path) -> None:
+    """
+    Raises:
+        `ValueError`: there is no adapter in `folder`.
+    """
+    if not (folder / "adapter_config.json").is_file():
+        raise ValueError(f"{folder} has no adapter_config.json. Name a checkpoint folder or the run's output folder.")
 
 
 def load_any(

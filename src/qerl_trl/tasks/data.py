@@ -4,9 +4,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, DatasetDict, Value, load_dataset
+from datasets import Dataset, DatasetDict, load_dataset
 from datasets.exceptions import DatasetNotFoundError
 
+#: what reads a file, by its suffix; of a folder the files of the first kind that it has
+READERS = {".jsonl": "json", ".parquet": "parquet", ".csv": "csv", ".json": "json"}
 #: column names of problems and reference answers, in the order they are looked for
 QUESTIONS = ("prompt", "question", "problem")
 ANSWERS = ("answer", "solution")
@@ -17,16 +19,26 @@ def read(
     config: str | None = None,
     folders: Sequence[Path] = (),
 ) -> DatasetDict:
-    """The splits of a Hub dataset, of a folder of `<split>.jsonl`, of a .jsonl file (`train`), or that a function returns.
+    """The splits of a Hub dataset, of a folder of `<split>.jsonl`, of a .jsonl file (`train`), or that a function returns. Files may be of any
+    kind in `READERS`.
 
     Raises:
-        `ValueError`: the folder has no such file; or the name is neither on the Hub nor in `folders`, where it was looked for.
+        `ValueError`: it is or has no such file; or the name is neither on the Hub nor in `folders`, where it was looked for.
     """
     if isinstance(source, Path):
-        files = {"train": str(source)} if source.is_file() else {f.stem: str(f) for f in sorted(source.glob("*.jsonl"))}
-        if not files:
-            raise ValueError(f"dataset_name={str(source)!r} has no .jsonl file: one is needed for each split.")
-        return load_dataset("json", data_files=files)
+        suffix = source.suffix
+        if source.is_dir():
+            suffix = next((each for each in READERS if any(source.glob(f"*{each}"))), "")
+        if suffix not in READERS:
+            what = "a folder without" if source.is_dir() else "not"
+            raise ValueError(
+                f"dataset_name={str(source)!r} is {what} a file that ends with one of {', '.join(READERS)}. A folder needs one for each split; for "
+                "everything else name file.py:function, which returns {split: rows}."
+            )
+        files = (
+            {"train": source} if source.is_file() else {file.stem: file for file in sorted(source.glob(f"*{suffix}"))}
+        )
+        return load_dataset(READERS[suffix], data_files={split: str(file) for split, file in files.items()})
     if isinstance(source, str):
         try:
             return load_dataset(source, config)
@@ -48,33 +60,36 @@ def with_prompts(
     answer_column: str | None = None,
     needs_answer: bool = True,
 ) -> Dataset:
-    """Questions become a conversational `prompt`, reference answers the text `answer`; other columns stay, for the rewards.
+    """Questions become a conversational `prompt`, reference answers `answer`, of the type that they have; other columns stay, for the rewards.
 
     Raises:
-        `ValueError`: a column is missing.
+        `ValueError`: a column is missing, or a row asks nothing.
     """
     question = prompt_column or next((name for name in QUESTIONS if name in data.column_names), None)
     answer = answer_column or next((name for name in ANSWERS if name in data.column_names), None)
     missing = [name for name in (prompt_column, answer_column) if name and name not in data.column_names]
-    if question is None or missing or (answer is None and needs_answer):
+    if question is None:
+        missing.append(f"one of {', '.join(QUESTIONS)} (what is asked)")
+    if answer is None and needs_answer:
+        missing.append(f"one of {', '.join(ANSWERS)} (the reference that our rewards compare with)")
+    if missing or question is None:
         raise ValueError(
-            f"The dataset has the columns {data.column_names}, but {missing or f'one of {QUESTIONS} and one of {ANSWERS}'} is needed. Name "
+            f"The dataset has the columns {', '.join(data.column_names)}, but not {' and '.join(missing)}. Name "
             "others with prompt_column and answer_column, or make them with a formatting_func."
         )
     system = [{"role": "system", "content": system_prompt}] if system_prompt else []
 
-    def row_of(row: dict[str, Any]) -> dict[str, Any]:
+    def row_of(row: dict[str, Any], number: int) -> dict[str, Any]:
         asked = row[question]
+        if not asked:
+            raise ValueError(f"Row {number} of the dataset (from 0) asks nothing: its {question!r} is {asked!r}.")
         messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else list(asked)
         if messages and messages[0]["role"] == "system" and system:
             messages = messages[1:]
-        return {"prompt": [*system, *messages], **({"answer": str(row[answer])} if answer else {})}
+        return {"prompt": [*system, *messages], **({"answer": row[answer]} if answer else {})}
 
     gone = [name for name in (question,) if name != "prompt"]
-    made = data.map(row_of, remove_columns=gone)
-    return (
-        made if answer is None else made.cast_column("answer", Value("string"))
-    )  # a number that was one stays one in a map
+    return data.map(row_of, with_indices=True, remove_columns=gone)
 
 
 def split_named(data: DatasetDict, name: str, option: str) -> Dataset:

@@ -26,7 +26,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from .. import report
 from ..rollout.vllm.offline import CheckpointEngine
-from .data import first, with_prompts
+from .data import first, read, split_named, with_prompts
 from .grading import Grader, grader_of, is_correct
 
 _Z95 = 1.959963984540054
@@ -123,16 +123,14 @@ PROTOCOLS = {
 def load_problems(protocol: Protocol, limit: int | None = None) -> Dataset:
     """The benchmark with a conversational `prompt` and an `answer` column.
 
-    `protocol.dataset` is a Hub id, a .jsonl file, or a folder with `<split>.jsonl`.
+    `protocol.dataset` is a Hub id, a file, or a folder with `<split>.jsonl`, of any kind that a task's data may have.
 
     Raises:
         `ValueError`: no column that holds questions or answers.
     """
     local = Path(protocol.dataset)
-    if local.is_dir():
-        local = local / f"{protocol.split}.jsonl"
-    if local.is_file():
-        data = load_dataset("json", data_files=str(local), split="train")
+    if local.exists():
+        data = read(local)["train"] if local.is_file() else split_named(read(local), protocol.split, "the split")
     else:
         data = load_dataset(protocol.dataset, protocol.config, split=protocol.split)
     data = with_prompts(first(data, limit), protocol.system_prompt)

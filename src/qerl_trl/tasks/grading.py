@@ -5,17 +5,19 @@
     numeric   by value: 1,200 and 1200.0 are equal; what is no number is wrong
     math      math-verify: 1/2, 0.5 and \\frac{1}{2} are equal. Not for words: to it `tenalp` is a product like `planet`
 
-Or one's own function (answer, reference) -> bool, by name: `my_task.py:same_colour`, `package.module:function`.
+Or one's own function (answer, reference) -> bool, by name: `my_task.py:same_colour`, `package.module:function`. It gets a reference that
+is no text as it stands in the data; ours compare numbers as their text. `reward` compares nothing: the task's first reward says what is right.
 """
 
 import importlib.util
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from .named import function_named
 
-Grader = Callable[[str, str], bool]
+Grader = Callable[[str, Any], bool]
 
 ANSWER_MARK = "####"
 MARKED = re.compile(r"####[ \t]*(\S[^\n]*)")
@@ -69,6 +71,9 @@ def auto(answer: str, reference: str) -> bool:
 
 GRADERS: dict[str, Grader] = {"auto": auto, "exact": exact, "numeric": numeric, "math": math}
 
+#: in place of a grader: the first reward says what is right
+BY_REWARD = "reward"
+
 
 def grader_of(name: str, folders: list[Path] | None = None) -> Grader:
     """The grader of that name, or the function that a path names, its file looked for in `folders`.
@@ -77,6 +82,11 @@ def grader_of(name: str, folders: list[Path] | None = None) -> Grader:
         `ValueError`: there is no such grader or function.
         `ImportError`: it compares mathematics, and math-verify is not installed. Here, and not in the middle of a run.
     """
+    if name == BY_REWARD:
+        raise ValueError(
+            f"grader={name!r} compares nothing, so it needs reward_funcs of your own, and a run to be measured in. Otherwise choose one of "
+            f"{', '.join(GRADERS)}, or file.py:function."
+        )
     if name in ("auto", "math") and importlib.util.find_spec("math_verify") is None:
         raise ImportError(f"The grader {name!r} compares answers with math-verify: pip install qerl-trl[math].")
     if name in GRADERS:
@@ -88,7 +98,12 @@ def grader_of(name: str, folders: list[Path] | None = None) -> Grader:
     return function_named(name, "grader", folders)
 
 
-def is_correct(text: str, gold: str, grader: str | Grader = "auto", whole: bool = False) -> bool:
+def comparable(gold: Any) -> bool:
+    """Whether the graders above can compare with `gold`: a text, or a number. Not with lists, records or nothing."""
+    return isinstance(gold, str | int | float)
+
+
+def is_correct(text: str, gold: Any, grader: str | Grader = "auto", whole: bool = False) -> bool:
     """Whether the answer that `text` states equals `gold` (an answer, or a worked solution that ends in one).
 
     Args:
@@ -98,4 +113,12 @@ def is_correct(text: str, gold: str, grader: str | Grader = "auto", whole: bool 
     if not answer:
         return False
     compare = grader_of(grader) if isinstance(grader, str) else grader
-    return bool(compare(answer, gold.strip() if whole else final_answer(gold) or gold))
+    if not isinstance(gold, str) and compare in GRADERS.values():
+        if not comparable(gold):
+            raise ValueError(
+                f"The reference {gold!r} is no text and no number, so a grader of one's own has to compare with it."
+            )
+        gold = str(gold)
+    if isinstance(gold, str):
+        gold = gold.strip() if whole else final_answer(gold) or gold
+    return bool(compare(answer, gold))

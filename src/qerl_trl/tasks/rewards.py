@@ -32,7 +32,7 @@ def correctness(
     compare = grader_of(grader, folders) if isinstance(grader, str) else grader
     name = grader if isinstance(grader, str) else getattr(grader, "__name__", "own")
 
-    def correctness_reward(completions: list[Any], answer: list[str], **kwargs: Any) -> list[float]:
+    def correctness_reward(completions: list[Any], answer: list[Any], **kwargs: Any) -> list[float]:
         texts = map(completion_text, completions)
         return [float(is_correct(text, gold, compare, whole)) for text, gold in zip(texts, answer, strict=True)]
 

@@ -9,6 +9,8 @@ script.train(QeRLGRPOTrainer(**script.trainer_arguments()))
 ```
 """
 
+import dataclasses
+import difflib
 import importlib.util
 import os
 import sys
@@ -23,6 +25,7 @@ from transformers import AutoTokenizer
 from trl import ModelConfig, TrlParser, get_peft_config
 
 from ..config import QeRLConfig
+from ..folders import named_in_errors
 from ..redaction import check_places, mask_tracebacks
 from ..shipped import config_file, examples_folder, task_file
 from .run import train_and_measure
@@ -59,6 +62,9 @@ class Script:
             argv: words of the command line, by default those of this process.
 
         What a recipe says of its data and rewards holds for its own task only: a `--task` on the command line replaces all of it.
+
+        Raises:
+            `ValueError`: an option that there is not, with those that are called alike.
         """
         mask_tracebacks()
         words = list(sys.argv[1:] if argv is None else argv)
@@ -71,7 +77,10 @@ class Script:
                 # to be read in the dashboard, not in the terminal
                 words += ["--log_completions", "true", "--num_completions_to_print", "0"]
         kinds: list[Any] = [TaskArguments, QeRLConfig, ModelConfig]
-        said, args, model_args = TrlParser(kinds).parse_args_and_config(words)
+        said, args, model_args, *unknown = TrlParser(kinds).parse_args_and_config(
+            words, return_remaining_strings=True, separate_remaining_strings=True
+        )
+        _check_known([*unknown[0], *unknown[1]], kinds)
         if tracked:  # nobody asked for a Space: what nobody asked for stays on this machine
             args.trackio_space_id, args.trackio_static_space_id = None, False
         check_places(vars(said) | vars(model_args))
@@ -101,9 +110,10 @@ class Script:
             **given,
         }
         args.reward_weights = args.reward_weights or self.task.weights()
-        tokenizer = AutoTokenizer.from_pretrained(
-            model, revision=named.model_revision, padding_side="left", trust_remote_code=args.trust_remote_code
-        )
+        with named_in_errors(model):
+            tokenizer = AutoTokenizer.from_pretrained(
+                model, revision=named.model_revision, padding_side="left", trust_remote_code=args.trust_remote_code
+            )
         return {
             "model": model,
             "args": args,
@@ -115,6 +125,20 @@ class Script:
     def train(self, trainer: Any) -> dict[str, Any]:
         """See [`run.train_and_measure`]."""
         return train_and_measure(trainer, self.task, self.eval_problems, self.eval_batch_size)
+
+
+def _check_known(rest: Sequence[str], kinds: Sequence[Any]) -> None:
+    """Of a recipe or a command line, what nothing took."""
+    if not rest:
+        return
+    known = [f"--{field.name}" for kind in kinds for field in dataclasses.fields(kind)]
+    said = [word for word in rest if word.startswith("--")] or list(rest)
+    near = [name for word in said for name in difflib.get_close_matches(word.partition("=")[0], known, 3, 0.7)]
+    hint = f" There is {', '.join(dict.fromkeys(near))}." if near else ""
+    raise ValueError(
+        f"{' '.join(said)}: no option of a run, in the recipe or on the command line.{hint} Options are the fields of QeRLConfig, of TRL's "
+        "ModelConfig and of a task."
+    )
 
 
 def with_config(words: list[str], config: str | None = None) -> list[str]:

@@ -23,7 +23,7 @@ from datasets import Dataset
 from trl import rewards as trl_rewards
 
 from . import data as problems
-from .grading import GRADERS, Grader, grader_of, is_correct
+from .grading import BY_REWARD, GRADERS, Grader, comparable, grader_of, is_correct
 from .named import found, function_named
 from .rewards import correctness, format_reward
 
@@ -51,12 +51,12 @@ class Task:
         formatting_func: function from a row to one with `prompt` (and `answer`).
         reward_funcs: functions with TRL's signature, or their names; `correctness_reward` and `format_reward` are ours.
         reward_weights: of the rewards, in their order.
-        grader: how an answer is compared with the reference (grading.py).
+        grader: how an answer is compared with the reference (grading.py); `reward`: not at all, the first reward says what is right.
         answer_format: `marked` (after `####` or in a box) or `whole` (all that the model says last).
         chat_template_path: Jinja file that replaces the tokenizer's chat template.
         tools: functions that the model may call, or their names.
         environment_factory: class (or its name) of an environment for TRL's `environment_factory`.
-        solved_reward: where answers are not graded (tools, environments, no reference): the first reward from which on a completion
+        solved_reward: where answers are not graded (tools, environments, no reference, `grader: reward`): the first reward from which on a completion
             counts as correct.
     """
 
@@ -86,7 +86,7 @@ class Task:
     reward_weights: list[float] | None = None
     grader: str | Grader = field(
         default="auto",
-        metadata=_said("How answers are compared: auto (default), exact, numeric, math or file.py:function."),
+        metadata=_said("How answers are compared: auto (default), exact, numeric, math, file.py:function, or reward."),
     )
     answer_format: str = field(default="marked", metadata=_said("marked (after #### or boxed; default) or whole."))
     chat_template_path: str | None = field(
@@ -169,7 +169,7 @@ class Task:
         """(training, held-out) problems with their prompts.
 
         Raises:
-            `ValueError`: a split or a column is missing.
+            `ValueError`: a split or a column is missing, or the grader cannot compare with a reference.
         """
         data = problems.read(self._source(), self.dataset_config, self.folders)
         parts = problems.held_out(data, self.dataset_train_split, self.dataset_test_split, self.test_split_size)
@@ -178,7 +178,20 @@ class Task:
             parts = tuple(part.map(function) for part in parts)
         needed = not self.interactive and (self.reward_funcs is None or "correctness_reward" in self.reward_funcs)
         columns = (self.system_prompt, self.prompt_column, self.answer_column, needed)
-        return problems.with_prompts(parts[0], *columns), problems.with_prompts(parts[1], *columns)
+        train, test = (problems.with_prompts(part, *columns) for part in parts)
+        for part in (train, test) if needed else (test,):
+            self._check_references(part)
+        return train, test
+
+    def _check_references(self, part: Dataset) -> None:
+        if self.grader not in GRADERS or not self.graded(part):
+            return
+        for row, gold in enumerate(part["answer"]):
+            if not comparable(gold):
+                raise ValueError(
+                    f"The reference answer of problem {row} (from 0) is {gold!r}, and grader={self.grader!r} compares with texts and numbers. Name "
+                    f"a grader of your own (file.py:function), which gets it as it is, or grader={BY_REWARD!r}: the first reward says what is right."
+                )
 
     def _function(self, said: str | Callable, option: str) -> Callable[..., Any]:
         return function_named(said, option, self.folders) if isinstance(said, str) else said
@@ -223,7 +236,7 @@ class Task:
 
     def for_trainer(self) -> dict[str, Any]:
         """Arguments of a TRL trainer: data, rewards, and tools or the environment where there are any."""
-        if self.grader not in GRADERS:
+        if self.grader not in (*GRADERS, BY_REWARD):
             self._grader()  # a name that leads nowhere is said before a model is loaded
         train, test = self.splits()
         arguments: dict[str, Any] = {"reward_funcs": self.rewards(), "train_dataset": train, "eval_dataset": test}
@@ -250,7 +263,7 @@ class Task:
 
     def graded(self, problems: Dataset) -> bool:
         """Whether completions are compared with references; otherwise a reward says what is right."""
-        return not self.interactive and "answer" in problems.column_names
+        return not self.interactive and self.grader != BY_REWARD and "answer" in problems.column_names
 
     def _grader(self) -> Grader:
         return grader_of(self.grader, self.folders) if isinstance(self.grader, str) else self.grader
