@@ -148,6 +148,7 @@ def measure(size: str, device: str) -> dict[str, Any]:
         vllm_gpu_memory_utilization=0.25 if tiny else None,
     )  # fmt: skip
     start = {"whole": time.perf_counter() - started, **clock.take()}
+    again = probes_again(trainer, clock)
     folder = tempfile.TemporaryDirectory()
     of_a_folder = sealed_base(trainer, Path(folder.name))
     clock.take()
@@ -187,6 +188,7 @@ def measure(size: str, device: str) -> dict[str, Any]:
         "one_probe_between_steps_ms": round(1e3 * max(probes), 1),
         "steps_per_probe": every,
         "noise_sync_ms": noise_syncs(trainer, clock),
+        "probes_again_s": again,
         "at_start_s": {label: round(start[label], 4) for label in in_start},
         "of_a_folder_s": of_a_folder | folder_checks(trainer),
         "limits": limits(trainer),
@@ -206,6 +208,19 @@ def noise_syncs(trainer: Any, clock: Clock, count: int = 20) -> float:
         times.append(1e3 * (clock._now() - began))
     generation.sync_noise(NoiseDraw(0.0, 0, 0, 0))
     return round(statistics.median(times[2:]), 3)
+
+
+def probes_again(trainer: Any, clock: Clock) -> dict[str, float]:
+    """Seconds of the two probes of the start once more, in a process that has done it all before: at start they are also the first to run what
+    training and rollouts will run (allocations, libraries, kernels), which somebody has to."""
+    generation, found = trainer.vllm_generation, {}
+    generation.sync_weights()
+    for name in ("run_probe", "probe_noise"):
+        generation.engine.wake()
+        began = clock._now()
+        getattr(generation, name)()
+        found[name] = round(clock._now() - began, 4)
+    return found
 
 
 def sealed_base(trainer: Any, folder: Path) -> dict[str, float]:

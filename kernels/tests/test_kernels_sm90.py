@@ -323,6 +323,24 @@ def test_portable_compiles_for_other_gpus(capability):
 
 
 @pytest.mark.skipif(not INSIDE, reason="run by test_in_a_fresh_process")
+@pytest.mark.parametrize("capability", [80, 89, 90, 120])
+def test_sums(capability):
+    import triton.language as tl
+
+    from qerl_nvfp4 import sums
+
+    pointers = {"table_ptr": "*i64", "sums_ptr": "*i64", "bad_ptr": "*i64", "factors_ptr": "*fp32"}
+    for lanes in (1, 2, 4):
+        compile_sm90(sums.sums_kernel, {"LANES": lanes, "BLOCK": 1024}, 4, None, 3, pointers, None, capability)
+    for source, target, integer in ((tl.float32, tl.bfloat16, tl.int16), (tl.bfloat16, tl.float32, tl.int32)):
+        constants = {"SOURCE": source, "TARGET": target, "INTEGER": integer, "EXPONENT": 0x7F80, "BLOCK": 1024}
+        kernel = compile_sm90(
+            sums.rounded_sums_kernel, constants | {"INTERP": False}, 4, None, 3, pointers, None, capability
+        )
+        assert not [op for op in opcodes(disassemble(kernel.asm["cubin"])) if op.startswith(("LDL", "STL"))]
+
+
+@pytest.mark.skipif(not INSIDE, reason="run by test_in_a_fresh_process")
 def test_quantize():
     from qerl_nvfp4 import elementwise
 

@@ -13,7 +13,8 @@ from qerl_trl.names import canonical_name
 from qerl_trl.noise.generator import standard_noise
 from qerl_trl.rollout.adapter import active_adapter, linear_layers, rollout_layers
 from qerl_trl.rollout.engine import Completion, Contents, Engine
-from qerl_trl.rollout.wire import bits, update_fingerprint
+from qerl_trl.rollout.sums import bits
+from qerl_trl.rollout.wire import update_fingerprint
 
 
 class StandIn(Engine):

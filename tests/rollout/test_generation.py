@@ -1,6 +1,7 @@
 """What TRL's generation is told on our behalf. The engine is the stand-in."""
 
 import pytest
+import torch
 
 from tests.faults.stand_in import StandIn, make_trainer  # noqa: F401  (a fixture)
 
@@ -22,3 +23,30 @@ def test_vllm_makes_text_only_where_it_looks_for_words(make_trainer, chosen, tex
     assert asked.detokenize is text
     assert {name: getattr(asked, name) for name in chosen} == chosen
     assert trainer.args.generation_kwargs == chosen, "the user's settings stay as they are"
+
+
+class Counts(StandIn):
+    """Counts the probes' calls."""
+
+    probed = 0
+
+    def generate(self, prompts, sampling):
+        self.probed += 1
+        return super().generate(prompts, sampling)
+
+
+def test_the_noise_is_probed_on_what_the_first_probe_measured_of_the_same_model(make_trainer):  # noqa: F811
+    """A fresh adapter adds nothing, so that the model without it is the model as it is; one that was loaded since is measured."""
+    trainer = make_trainer(engine=Counts)
+    generation, norms = trainer.vllm_generation, trainer.aqn.norms
+    assert norms and generation.engine.probed == 2 + 1
+    known = generation.noise_result
+    generation.probe_noise()
+    assert generation.engine.probed == 2 + 1 + 1 and generation.noise_result == known
+    with torch.no_grad():
+        next(p for name, p in trainer.model.named_parameters() if "lora_B" in name).normal_(std=0.3)
+    generation.sync_weights()
+    generation.probe_noise()
+    assert generation.engine.probed == 2 + 1 + 1 + 2 and generation.noise_result != known
+    generation.run_probe()
+    assert generation._clean is None  # the model without the adapter is another one

@@ -5,6 +5,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from ..noise.hooks import NoiseDraw
 from .engine import Contents, RolloutError
 
@@ -104,7 +106,7 @@ def check_completions(
                 f"{where} has token id {low if low < 0 else high}, and the model's vocabulary has {vocabulary}. The engine runs another "
                 f"model or tokenizer, or its logits are not finite. {_ASK}."
             )
-        if logps is None:
+        if logps is None or _all_numbers(logps[number], len(ids)):
             continue
         values = [value[0] if isinstance(value, list | tuple) and value else value for value in logps[number]]
         if len(values) != len(ids):
@@ -135,6 +137,16 @@ def checked_rollout_func(function: Callable[..., dict[str, Any]]) -> Callable[..
 
 
 _ASK = "Look at the engine's log and at rollout_func, if there is one"
+
+
+def _all_numbers(logps: Sequence[Any], count: int) -> bool:
+    """Whether these are `count` finite numbers, or lists of as many numbers each; seen at once, and else one by one by who asks."""
+    try:
+        values = np.asarray(logps)
+    except ValueError:  # lists of several lengths
+        return False
+    alike = values.dtype.kind in "fi" and values.ndim in (1, 2) and len(values) == count
+    return alike and values.size > 0 and bool(np.isfinite(values).all())
 
 
 def _is_finite(value: Any) -> bool:

@@ -22,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer.utils import ensure_master_addr_port
 
@@ -117,7 +118,9 @@ class QeRLVLLMGeneration(VLLMGeneration):
             [`RolloutError`]: it does not.
         """
         dtype = getattr(torch, self.spec.dtype)
-        self.probe_result = probe(self.engine, self.model, self.accelerator.device, dtype, self.sync_weights)
+        device = self.accelerator.device
+        self.probe_result, self._clean = probe(self.engine, self.model, device, dtype, self.sync_weights)
+        self._clean_stamp = self.trained.stamp()
         logger.info("Rollout probe: %s", self.probe_result)
 
     def probe_noise(self) -> None:
@@ -131,10 +134,11 @@ class QeRLVLLMGeneration(VLLMGeneration):
             return  # `start` does it
         aqn, dtype = self.trainer.aqn, getattr(torch, self.spec.dtype)
         self.engine.wake()
+        device = self.accelerator.device
+        same = all(gather_object([self._clean_stamp == self.trained.stamp()]))  # nothing was loaded since
+        known = self._clean if same else None
         try:
-            self.noise_result = probe_noise(
-                self.engine, self.model, self.accelerator.device, dtype, self.sync_noise, aqn.under
-            )
+            self.noise_result = probe_noise(self.engine, self.model, device, dtype, self.sync_noise, aqn.under, known)
         except (ValueError, RuntimeError) as error:
             if isinstance(error, RolloutError):
                 raise

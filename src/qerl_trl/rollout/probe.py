@@ -33,7 +33,7 @@ bit on two layers (vllm/state.py).
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -43,7 +43,7 @@ from peft.tuners.lora import LoraLayer
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..names import reshard, set_whole
+from ..names import local_tensor, reshard, set_whole
 from ..noise.hooks import NoiseDraw
 from ..nvfp4.linear import decoded_weights
 from .adapter import active_adapter, linear_layers, rollout_layers
@@ -60,6 +60,17 @@ FLOOR = {torch.float32: 2e-3, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 _FRACTIONS = (0.02, 0.05, 0.1, 0.2, 0.4, 0.8)
 #: standard deviations of the noise that is tried on the norms
 _SIGMAS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8)
+
+
+@dataclass(frozen=True)
+class Clean:
+    """What engine and trainer computed with an adapter that adds nothing: greedy completions, the trainer's log-probabilities of their tokens
+    (prompts, new tokens), the clean difference and the rounding."""
+
+    completions: list[Completion]
+    scored: torch.Tensor
+    difference: float
+    rounding: float
 
 
 @dataclass(frozen=True)
@@ -105,12 +116,15 @@ class NoiseProbeResult:
 @torch.no_grad()
 def probe(
     engine: Engine, model: nn.Module, device: torch.device, dtype: torch.dtype, sync: Callable[[], None]
-) -> ProbeResult:
+) -> tuple[ProbeResult, Clean | None]:
     """Run the check on a started engine. Every process calls it; it is collective in the same places as a rollout.
 
     Args:
         dtype: what the engine computes in.
         sync: puts what is trained into the engine.
+
+    Returns:
+        The result, and what was measured without the adapter where that is the model as it is: it has none, or B is zero.
 
     Raises:
         [`RolloutError`]: engine and trainer disagree, or the adapter does not reach the engine.
@@ -142,13 +156,16 @@ def probe(
                 "same model: other weights, other norms, an adapter that stays in the engine, or an architecture that vLLM computes in "
                 "another way."
             )
+        nothing = not saved or not any(_together(torch._foreach_norm([*map(local_tensor, saved)])))
+        as_it_is = Clean(base, clean, base_difference, rounding) if all(gather_object([nothing])) else None
         if not layers:
-            return ProbeResult(base_difference, base_difference, rounding)
+            return ProbeResult(base_difference, base_difference, rounding), as_it_is
         tolerance = ADAPTED * max(base_difference, rounding) + FLOOR[dtype]
+        sized = sizes()
         for fraction in _FRACTIONS:
             # the same numbers each time, drawn where the model is: 44 million for rank 32 on 7B, half a second and more on the processor
             generator = torch.Generator(device).manual_seed(1)
-            for up, layer, size in zip(ups, layers, sizes(), strict=True):
+            for up, layer, size in zip(ups, layers, sized, strict=True):
                 strength = fraction * size / (layer.scaling[adapter] * up.shape[1] ** 0.5)
                 set_whole(up, torch.randn(up.shape, generator=generator, device=device).mul_(strength))
             effect = _mean_difference(clean, score(base))
@@ -185,7 +202,7 @@ def probe(
         raise
     _copy(ups, saved)
     sync()
-    return result
+    return result, as_it_is
 
 
 @torch.no_grad()
@@ -196,6 +213,7 @@ def probe_noise(
     dtype: torch.dtype,
     put: Callable[[NoiseDraw], None],
     under: Callable[[NoiseDraw], contextlib.AbstractContextManager[None]],
+    known: Clean | None = None,
 ) -> NoiseProbeResult:
     """Whether noise changes what the engine computes as it changes the trainer's model. The adapter stays as it is. The engine is clean
     afterwards.
@@ -203,6 +221,7 @@ def probe_noise(
     Args:
         put: puts the noise of a draw on the engine's norms; sigma 0 takes it away.
         under: inside, the trainer's model computes with the noise of a draw.
+        known: what was measured of engine and model as they are, on all processes; `None` measures it.
 
     Raises:
         [`RolloutError`]: it does not.
@@ -213,10 +232,12 @@ def probe_noise(
         with contextlib.nullcontext() if draw is None else under(draw):
             return _trainer_logps(model, device, prompts, completions)
 
-    base = engine.generate(prompts, _SAMPLING)
-    clean = score(base)
-    base_difference = _mean_difference(clean, _logps(base))
-    rounding, _ = _rounding(model, dtype, clean, lambda: score(base))
+    if known is None:
+        base = engine.generate(prompts, _SAMPLING)
+        clean = score(base)
+        rounding, _ = _rounding(model, dtype, clean, lambda: score(base))
+        known = Clean(base, clean, _mean_difference(clean, _logps(base)), rounding)
+    base, clean, base_difference, rounding = known.completions, known.scored, known.difference, known.rounding
     tolerance = ADAPTED * max(base_difference, rounding) + FLOOR[dtype]
     for sigma in _SIGMAS:
         draw = NoiseDraw(sigma, seed=0, step=0, generation=0)
@@ -285,6 +306,11 @@ def _rounding(
     return rounding, CLEAN * rounding + FLOOR[dtype]
 
 
+def _together(scalars: Sequence[torch.Tensor]) -> list[float]:
+    """Their values, with one wait for the device."""
+    return torch.stack([scalar.to(scalars[0].device) for scalar in scalars]).tolist()
+
+
 def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     for target, source in zip(targets, sources, strict=True):
         target.copy_(source)  # both whole, or both this process's part
@@ -331,7 +357,7 @@ def _sizes(layers: list[LoraLayer], adapter: str) -> Iterator[Callable[[], list[
     watched = [(layer.base_layer, layer.lora_A[adapter]) for layer in layers]
     handles = [module.register_forward_hook(measure) for pair in watched for module in pair]
     try:
-        yield lambda: [float(measured[base] / measured[down].clamp_min(1e-12)) for base, down in watched]
+        yield lambda: _together([measured[base] / measured[down].clamp_min(1e-12) for base, down in watched])
     finally:
         for handle in handles:
             handle.remove()

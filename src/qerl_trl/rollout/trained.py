@@ -13,7 +13,8 @@ from torch import nn
 from ..names import canonical_name, full_tensor, local_tensor
 from .adapter import active_adapter, check_servable, rollout_layers, trained_norms
 from .engine import Engine, RolloutError
-from .wire import AdapterTensors, bits, changes, fingerprint, not_finite, update_fingerprint
+from .sums import bits
+from .wire import AdapterTensors, changes, fingerprint, not_finite, update_fingerprint
 
 #: makes the whole tensors of sharded parameters available while it is open
 Gather = Callable[[list[torch.Tensor]], AbstractContextManager]

@@ -1,13 +1,13 @@
 """What changes between rollouts, adapter and trained norms: its fingerprints, and the limits of its way to a server."""
 
 import hashlib
-import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+
+from .sums import all_bits, all_finite, words
 
 #: bytes of one part of an update
 CHUNK = 16 * 2**20
@@ -37,81 +37,6 @@ class AdapterTensors:
     a: torch.Tensor
     b: torch.Tensor
     scaling: float
-
-
-#: integers of the size of an element
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-#: elements of small tensors that are copied together, to be read at once
-_TOGETHER = 2**22
-#: elements of a large tensor that are summed at a time: PyTorch writes each of them as 8 bytes first
-_AT_ONCE = 2**24
-
-
-def _integers(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach()
-    if tensor.element_size() == 1 and tensor.is_contiguous() and tensor.numel() % 4 == 0:
-        tensor = tensor.view(-1).view(torch.int32)  # a quarter of the additions
-    return tensor.view(_INTEGERS[tensor.element_size()])
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Sum of a tensor's elements read as integers, a scalar int64 on its device: exact, whatever the order of the sum.
-
-    A weight that is another one, was scaled, or was written by half has another sum; zeros add nothing.
-    """
-    parts = _integers(tensor).reshape(-1).split(_AT_ONCE)
-    return torch.stack([part.sum(dtype=torch.int64) for part in parts]).sum()
-
-
-def words(tensor: torch.Tensor) -> torch.Tensor:
-    """Sum of a tensor's bytes read as 8-byte integers, a scalar int64 on its device. As `bits`, but nothing is widened on the way, so that it takes
-    one reading of the memory; to be compared only with that of the same tensor at another time: another layout of the same elements has
-    another sum."""
-    return _eights(tensor).sum() if _in_eights(tensor) else bits(tensor)
-
-
-def _in_eights(tensor: torch.Tensor) -> bool:
-    size = tensor.element_size()
-    return tensor.is_contiguous() and tensor.numel() * size % 8 == 0 and tensor.storage_offset() * size % 8 == 0
-
-
-def _eights(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().view(-1).view(torch.int64)
-
-
-@torch.no_grad()
-def all_bits(tensors: Sequence[torch.Tensor], sums: Callable[[torch.Tensor], torch.Tensor] = bits) -> torch.Tensor:
-    """`bits` of each tensor (or `words`), (count,) int64 on their device. Small ones are summed together: their places in one running sum,
-    subtracted."""
-    found: list[torch.Tensor] = []
-    where: list[int] = []  # the tensors' numbers in the order of `found`
-    groups: dict[torch.dtype, tuple[list[int], list[torch.Tensor], list[int]]] = {}  # of each also the ends
-
-    def finish(numbers: list[int], flat: list[torch.Tensor], ends: list[int]) -> None:
-        running = nn.functional.pad(_integers(torch.cat(flat)).cumsum(0, dtype=torch.int64), (1, 0))
-        found.append(running[torch.tensor([0, *ends]).to(running.device, non_blocking=True)].diff())
-        where.extend(numbers)
-
-    for number, tensor in enumerate(tensors):
-        if sums is words and _in_eights(tensor):
-            tensor = _eights(tensor)
-        count = tensor.numel()
-        if count > _TOGETHER // 4 or tensor.element_size() == 1:  # the latter are mostly large, and read four at a time
-            found.append(sums(tensor)[None])
-            where.append(number)
-            continue
-        numbers, flat, ends = groups.setdefault(tensor.dtype, ([], [], []))
-        numbers.append(number)
-        flat.append(tensor.reshape(-1))
-        ends.append(count + (ends[-1] if ends else 0))
-        if ends[-1] > _TOGETHER:
-            finish(*groups.pop(tensor.dtype))
-    for group in groups.values():
-        finish(*group)
-    if not found:
-        return torch.zeros(0, dtype=torch.int64)
-    together = torch.cat(found)
-    return together[torch.tensor(where).argsort().to(together.device, non_blocking=True)]
 
 
 def changes(tensors: Iterable[torch.Tensor]) -> str:
@@ -148,8 +73,3 @@ def not_finite(named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
     if not names:
         return []
     return [name for name, good in zip(names, all_finite(tensors).tolist(), strict=True) if not good]
-
-
-def all_finite(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Whether each of these tensors holds neither NaN nor infinity, (count,) bool on their device."""
-    return torch.stack(torch._foreach_norm(list(tensors), math.inf)).isfinite()

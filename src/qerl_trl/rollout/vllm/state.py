@@ -18,12 +18,13 @@ import torch
 from ...noise.generator import standard_noises
 from ...noise.hooks import NoiseDraw
 from ..engine import Contents, RolloutError
-from ..wire import AdapterTensors, all_bits, all_finite, bits, fingerprint, not_finite, update_fingerprint, words
+from ..sums import all_bits, bits, rounded, words
+from ..wire import AdapterTensors, fingerprint, not_finite, update_fingerprint
 from .linear import AdaptedMethod, Layer
 from .norm import find_norms
 from .renaming import Renaming
 
-#: elements of an adapter that are looked at and copied together
+#: elements of an adapter that are copied together
 _TOGETHER = 2**24
 #: the norms that carry noise, in `Contents.damaged`
 NOISY_NORMS = "the norms that carry noise"
@@ -157,21 +158,17 @@ class RolloutState:
         """What is there now is what has to be there."""
         changing = dict(self._changing())
         #: name -> `bits` that the tensor has to have
-        self._bits = dict(zip(changing, all_bits(list(changing.values())).unbind(), strict=True))
+        self._bits: dict[str, int] = dict(zip(changing, all_bits(list(changing.values())).tolist(), strict=True))
         self._words = self._fixed_words()
 
     @torch.no_grad()
     def contents(self) -> Contents:
-        """What this rank computes with. Reads every weight once and waits for the device once."""
+        """What this rank computes with. Reads every weight once."""
         changing = dict(self._changing())
-        names = [*changing, *(name for name, _, _ in self._fixed)]
-        differs = [self._fixed_words() != self._words]
-        if changing:
-            expected = torch.stack([self._bits[name] for name in changing])
-            differs.insert(0, all_bits(list(changing.values())) != expected)
-        damaged = [name for name, wrong in zip(names, torch.cat(differs).tolist(), strict=True) if wrong]
-        norms = int(self._bits[NOISY_NORMS]) if NOISY_NORMS in self._bits else None
-        return Contents(self._received, damaged, self.draw, self.sampled, norms)
+        fixed, found = self._fixed_words() != self._words, all_bits(list(changing.values()))
+        damaged = [name for name, is_now in zip(changing, found.tolist(), strict=True) if is_now != self._bits[name]]
+        damaged += [name for (name, _, _), wrong in zip(self._fixed, fixed.tolist(), strict=True) if wrong]
+        return Contents(self._received, damaged, self.draw, self.sampled, self._bits.get(NOISY_NORMS))
 
     # ------------------------------------------------------------------ adapter
 
@@ -206,9 +203,7 @@ class RolloutState:
         self._received = received
         return len(adapter)
 
-    def _checked(
-        self, adapter: Mapping[str, AdapterTensors], norms: Mapping[str, torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
+    def _checked(self, adapter: Mapping[str, AdapterTensors], norms: Mapping[str, torch.Tensor]) -> dict[str, int]:
         """`bits` of what the adapter's buffers have to hold after this update.
 
         Raises:
@@ -233,23 +228,15 @@ class RolloutState:
             raise ValueError(_refusal(problems))
         buffer = next(iter(self.slots.values())).a_RK
         halves = [f"{name}.lora_{half}" for name in self.slots for half in "AB"]
-        found = dict.fromkeys(halves, torch.zeros((), dtype=torch.int64, device=buffer.device))
-        bad, seen, finite = not_finite(norms.items()), [], []
-        for group in self._groups(
-            adapter
-        ):  # as the buffers will hold them; a group at a time: no second adapter in memory
-            parts = self._parts(adapter, group)
-            flat = torch.empty(sum(part.numel() for part in parts), dtype=buffer.dtype, device=buffer.device)
-            rounded = [t.view_as(p) for t, p in zip(flat.split([p.numel() for p in parts]), parts, strict=True)]
-            _copy(rounded, parts)
-            names = [f"{name}.lora_{half}" for name in group for half in "AB"]
-            found |= zip(names, all_bits(rounded).unbind(), strict=True)
-            seen += names
-            finite.append(all_finite(rounded))
-        bad += [name for name, good in zip(seen, torch.cat(finite).tolist(), strict=True) if not good]
+        parts = [half for name, t in adapter.items() for half in self.slots[name].part(t)]
+        factors = [factor for t in adapter.values() for factor in (1.0, t.scaling)]
+        found, finite = rounded(parts, factors, buffer)
+        came = [f"{name}.lora_{half}" for name in adapter for half in "AB"]
+        bad = not_finite(norms.items())
+        bad += [name for name, good in zip(came, finite.tolist(), strict=True) if not good]
         if bad:
             raise ValueError(_refusal([f"{name} holds NaN or infinity" for name in bad]))
-        return found
+        return dict.fromkeys(halves, 0) | dict(zip(came, found.tolist(), strict=True))
 
     def _groups(self, adapter: Mapping[str, AdapterTensors]) -> Iterator[list[str]]:
         """The adapter's layers, as many at a time as are small together."""
@@ -278,7 +265,7 @@ class RolloutState:
         for name, slot in self.slots.items():
             slot.a_RK.zero_()
             slot.b_NR.zero_()
-            self._bits |= {f"{name}.lora_A": bits(slot.a_RK), f"{name}.lora_B": bits(slot.b_NR)}
+            self._bits |= {f"{name}.lora_A": 0, f"{name}.lora_B": 0}
 
     # ------------------------------------------------------------------ weights that are trained themselves
 
@@ -352,10 +339,10 @@ class RolloutState:
                 "use_vllm=False, or train without noise (aqn=False)."
             )
         self.clear_noise()
-        self._bits |= {name: bits(self.norms[name].weight) for name in self._names}  # one by one again
+        self._bits |= {name: int(bits(self.norms[name].weight)) for name in self._names}  # one by one again
         self._names = names
         self._clean = self._gather()
-        self._bits[NOISY_NORMS] = bits(self._clean)
+        self._bits[NOISY_NORMS] = int(bits(self._clean))
         self.draw = None
 
     def _update_clean(self, weights: Mapping[str, torch.Tensor]) -> None:
@@ -363,7 +350,7 @@ class RolloutState:
         for name, weight in weights.items():
             own = self.norms[name].weight
             own.copy_(weight)
-            self._bits[name] = bits(weight.to(own))
+            self._bits[name] = int(bits(weight.to(own)))
         if self._clean is not None:
             clean = dict(zip(self._names, self._split(self._clean), strict=True)) | {**weights}
             self._clean = torch.cat([clean[name].to(self._clean).flatten() for name in self._names])
@@ -398,7 +385,7 @@ class RolloutState:
             # the same two roundings as in the trainer (NormNoise): sigma * z, then the sum
             noisy = self._clean + unit * draw.sigma
         _copy(weights, self._split(noisy))
-        self._bits[NOISY_NORMS] = bits(noisy)
+        self._bits[NOISY_NORMS] = int(bits(noisy))
         self.draw = draw
 
     def clear_noise(self) -> None:

@@ -1,0 +1,84 @@
+"""Sums of tensors read as integers: in Triton's interpreter and on a GPU, against PyTorch."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from qerl_nvfp4 import portable, sums
+
+ON = [
+    pytest.param("cpu", marks=pytest.mark.skipif(not portable.INTERPRET, reason="interpreter")),
+    pytest.param("cuda", marks=pytest.mark.gpu),
+]
+INTEGERS = {1: torch.int64, 2: torch.int32, 4: torch.int16, 8: torch.int8}
+
+
+@pytest.fixture
+def small_pieces(monkeypatch):
+    """A tensor of many pieces, the last of which is shorter, in a size that the interpreter can do."""
+    monkeypatch.setattr(sums, "PIECE", 1200)
+
+
+@pytest.mark.parametrize("device", ON)
+@pytest.mark.parametrize("lanes", INTEGERS)
+def test_sums_of_words(lanes, device, small_pieces):
+    torch.manual_seed(lanes)
+    tensors = [torch.randint(-(2**63), 2**63 - 1, (count,)) for count in (1, 7, 1024, 0, 1200, 5001)]
+    tensors.append(torch.randn(12, 8).bfloat16()[4:])  # begins inside its storage
+    tensors.append(torch.full((3000,), -1))  # all bits: every lane is negative
+    tensors = [tensor.to(device) for tensor in tensors]
+    assert all(map(sums.in_words, tensors))
+    expected = [int(tensor.view(-1).view(INTEGERS[lanes]).sum(dtype=torch.int64)) for tensor in tensors]
+    assert sums.sums(tensors, lanes).tolist() == expected
+    tensors[5].view(-1)[4999] += 1  # in the last piece
+    changed = sums.sums(tensors, lanes).tolist()
+    assert [a != b for a, b in zip(changed, expected, strict=True)] == [number == 5 for number in range(len(tensors))]
+
+
+def test_what_cannot_be_read_in_words():
+    assert not sums.in_words(torch.zeros(8, 8)[:, :4])
+    assert not sums.in_words(torch.zeros(3))
+    assert not sums.in_words(torch.zeros(9)[1:])
+    assert sums.in_words(torch.zeros(0))
+
+
+@pytest.mark.parametrize("device", ON)
+@pytest.mark.parametrize("source", sums.EXPONENT, ids=str)
+@pytest.mark.parametrize("target", sums.EXPONENT, ids=str)
+def test_sums_of_what_is_rounded(source, target, device, small_pieces):
+    torch.manual_seed(0)
+    sizes = (1, 33, 1200, 0, 2500)
+    tensors = [(torch.randn(size) * 10 ** torch.empty(size).uniform_(-9, 4)).to(source).to(device) for size in sizes]
+    factors = [1.0, 2.0, 0.70710678, 1.0, 1 / 3]
+    found, bad = sums.rounded_sums(tensors, factors, target)
+    rounded = [(tensor.float() * factor).to(target) for tensor, factor in zip(tensors, factors, strict=True)]
+    integer = INTEGERS[8 // target.itemsize]
+    finite = [bool(part.isfinite().all()) for part in rounded]
+    assert sum(finite) >= 3 and bad.tolist() == [int((~part.isfinite()).sum()) for part in rounded]
+    for number, part in enumerate(rounded):
+        assert not finite[number] or int(found[number]) == int(part.view(integer).sum(dtype=torch.int64))
+    tensors[4][2499], tensors[1][0] = float("nan"), float("-inf")
+    _, bad_now = sums.rounded_sums(tensors, factors, target)
+    assert (bad_now > 0).tolist() == [not f or number in (1, 4) for number, f in enumerate(finite)]
+
+
+@pytest.mark.parametrize("device", ON)
+def test_a_factor_that_is_infinite_is_no_nan_beyond_the_tensor(device):
+    found, bad = sums.rounded_sums([torch.ones(3, device=device)], [float("inf")], torch.bfloat16)
+    assert bad.tolist() == [3] and found.tolist() == [3 * 0x7F80]
+
+
+@pytest.mark.gpu
+def test_it_reads_at_the_speed_of_memory():
+    """An eighth of what any card for which it is made reads in a second; a wrong grid or a sum per element would be far below."""
+    tensors = [torch.randint(0, 255, (2**26,), dtype=torch.uint8, device="cuda") for _ in range(16)]
+    sums.sums(tensors, 1)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(5):
+        sums.sums(tensors, 1)
+    end.record()
+    end.synchronize()
+    gigabytes_per_second = 5 * 2**30 / start.elapsed_time(end) / 1e6
+    print(f"{gigabytes_per_second:.0f} GB/s")
+    assert gigabytes_per_second > 100

@@ -1,0 +1,93 @@
+"""Sums of tensors read as integers."""
+
+import pytest
+import torch
+
+from qerl_trl.rollout import sums, wire
+
+ON = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", ON)
+@pytest.mark.parametrize("together", [40, 2**22])
+def test_sums_of_many_tensors_are_those_of_each(monkeypatch, together, device):
+    monkeypatch.setattr(sums, "_TOGETHER", together)
+    integers = [torch.randint(0, 255, shape, dtype=torch.uint8) for shape in ((8, 3), (5,), (4, 4))]
+    floats = [torch.randn(3, 4) for _ in range(9)] + [torch.randn(50), torch.randn(7).bfloat16(), torch.tensor(3.0)]
+    tensors = [*floats, *integers, torch.randn(64, 2).bfloat16()[:, :1], torch.randn(8).double(), torch.zeros(0)]
+    tensors = [tensor.to(device) for tensor in tensors]
+    assert torch.equal(sums.all_bits(tensors), torch.stack([sums.bits(t) for t in tensors]))
+    assert sums.all_bits([]).tolist() == []
+
+
+@pytest.mark.parametrize("device", ON)
+@pytest.mark.parametrize("together", [10, 2**22])
+def test_a_change_of_any_byte_changes_the_words(monkeypatch, together, device):
+    """Of tensors of any size, dtype and place in their storage, those with 8 bytes at a time and the others."""
+    monkeypatch.setattr(sums, "_TOGETHER", together)
+    tensors = [
+        torch.randn(64, 24).bfloat16(),
+        torch.randn(33),
+        torch.randn(5).bfloat16(),
+        torch.tensor(2.0),
+        torch.randn(8, 3)[:, :2],
+    ]
+    tensors += [torch.randint(0, 255, shape, dtype=torch.uint8) for shape in ((256, 3), (7,))]
+    tensors += [torch.randn(9)[1:], torch.zeros(0), torch.randn(16, 16).to(torch.float8_e4m3fn)]
+    tensors = [tensor.to(device) for tensor in tensors]
+    before = sums.all_bits(tensors, sums.words)
+    assert torch.equal(before, torch.stack([sums.words(t) for t in tensors]))
+    assert torch.equal(before, sums.all_bits(tensors, sums.words))
+    for number, tensor in enumerate(tensors):
+        for place in {0, tensor.numel() // 2, tensor.numel() - 1} if tensor.numel() else ():
+            changed = tensor.clone(memory_format=torch.preserve_format)
+            view = changed.view(torch.uint8) if changed.element_size() == 1 else changed
+            view.view(-1)[place] += 1
+            others = [*tensors[:number], changed, *tensors[number + 1 :]]
+            differ = sums.all_bits(others, sums.words) != before
+            assert differ.nonzero().flatten().tolist() == [number]
+    assert wire.changes(tensors) == wire.changes(tensors)
+    assert wire.changes(tensors) != wire.changes([-tensors[0], *tensors[1:]])
+    assert wire.changes(tensors) != wire.changes(tensors[:-1])
+
+
+def test_a_large_tensor_is_summed_without_a_copy_of_it(monkeypatch):
+    tensor = torch.randn(1000, 1000).bfloat16()
+    whole = sums.bits(tensor)
+    monkeypatch.setattr(sums, "_AT_ONCE", 10_000)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        assert torch.equal(sums.bits(tensor), whole)
+    assert max(event.self_cpu_memory_usage for event in profile.events()) < 100_000  # it has 2,000,000
+
+
+@pytest.mark.parametrize("device", ON)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_what_will_be_rounded_has_the_bits_of_what_was(dtype, device):
+    """Of any dtype, contiguous or not, there or elsewhere; with a factor or without; NaN, infinity and overflow are seen."""
+    like = torch.zeros(1, dtype=dtype, device=device)
+    parts = [
+        torch.randn(5, 7),
+        torch.randn(8, 3).bfloat16(),
+        torch.randn(4, 6).half()[:, 1:4],
+        torch.randn(33).double(),
+    ]
+    parts = [part.to(device) for part in parts] + [torch.randn(6), torch.zeros(0, 3, device=device)]
+    factors = [1.0, 2.0, 0.70710678, 1.0, 0.3, 1.0]
+    found, finite = sums.rounded(parts, factors, like)
+    copied = [(part.float() * factor).to(like) for part, factor in zip(parts, factors, strict=True)]
+    assert found.tolist() == [int(sums.bits(part)) if part.numel() else 0 for part in copied]
+    assert finite.all()
+    parts[1][2, 1], parts[3][5] = float("nan"), -float("inf")
+    parts[4][0], factors[4] = 3e38, 2.0
+    assert sums.rounded(parts, factors, like)[1].tolist() == [True, False, True, False, False, True]
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_they_are_summed_in_one_launch():
+    tensors = [torch.randn(shape, device="cuda").bfloat16() for shape in [(32, 3584)] * 300]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        found = sums.all_bits(tensors)
+        torch.cuda.synchronize()
+    assert found.tolist() == [int(sums.bits(t)) for t in tensors]
+    kernels = [event for event in profile.events() if "Mem" not in event.name]
+    assert len([event for event in kernels if event.name == "sums_kernel"]) == 1 and len(kernels) < 5
