@@ -13,15 +13,18 @@ same ones for both: only the update's seconds mean something then. The adapter h
 
 Every phase is wall time between two synchronizations of the GPU: `rollout` (without `sync`), `sync` (adapter, norms or merged weights
 into the engine), `reward`, `scoring` (what a rollout's log-probabilities and advantages take), and `update`, which is all else of a step.
+`garbage` is what Python's collector took of a step, within its phases, and `passes` how many forward passes over the trained model it made.
 In `overlap` cases the next rollout is sampled during the update: `rollout` is what is left to wait for, and the step is what counts.
 `median` is over the steps from the third on. `update_and_scoring` is what the issue's "update" was measured as.
 
-`measured_gib`: the most that the process took of its GPU (NVML, all phases). `planned_gib`: what `qerl-trl plan` says. With `cap` torch's
-allocator is limited to that many GiB, and the process sees a GPU of that size.
+`measured_gib`: the most that the process took of its GPU (NVML, all phases). `planned_gib`: what `qerl-trl plan` says. With `cap` the
+process sees a GPU of that many GiB, and torch's allocator is limited to them (not where the engine sleeps: torch counts a KV cache that is
+not there then).
 """
 
 import argparse
 import dataclasses
+import gc
 import json
 import os
 import random
@@ -36,8 +39,10 @@ from typing import Any
 
 import about
 import plan_check
-from plan_check import GIB, Peak, fill_completions, planned, show_a_card_of, tokenizer
+from plan_check import GIB, Peak, fill_completions, show_a_card_of, tokenizer
 
+from qerl_trl.memory.plan import MemoryPlan, plan_run
+from qerl_trl.memory.workload import Lengths, workload_of
 from qerl_trl.timing import PhaseTimer
 
 STEPS, ENOUGH = 5, 150
@@ -70,10 +75,14 @@ def _both(name: str, *case: Any, **options: Any) -> dict[str, Case]:
     return {f"{who}-{name}": Case(who, *case, base_format=base, **options) for who, base in formats.items()}
 
 
+#: what `qerl-trl plan` proposes where memory is short; with 1024 instead of 4096 tokens of prompts at a time more sequences have room
+LEAST = (("vllm_enable_sleep_mode", True), ("optim", "adamw_8bit"), ("vllm_engine_kwargs", {"max_num_batched_tokens": 1024}))  # fmt: skip
 #: the longest first
 CASES = {
     **_both("7b-64x512", "7b", 64, 512, 64),
     "ours-32b-8x512-48gib": Case("ours", "32b", 8, 512, 8, cap=48.0),
+    "ours-32b-8x512-26gib": Case("ours", "32b", 8, 512, 1, cap=26.0, options=LEAST),
+    "ours-7b-64x512-40gib": Case("ours", "7b", 64, 512, 64, cap=40.0),
     **_both("7b-ragged", "7b", 64, 1024, 8, ragged=True),
     **_both("7b-8x512", "7b", 8, 512, 8),
 }
@@ -133,6 +142,40 @@ def dataset(count: int = 256) -> Any:
     return Dataset.from_dict({"prompt": prompts})
 
 
+def settings(case: Case, cpu: bool) -> dict[str, Any]:
+    """Of the trainer, TRL's and (for ours) those that only we have."""
+    use_vllm = not (cpu and case.who == "stock")  # stock TRL cannot sync into an engine on a CPU
+    exact = {"ignore_eos": True, "min_tokens": case.new} if use_vllm else {"min_new_tokens": case.new}
+    chosen: dict[str, Any] = {
+        "output_dir": tempfile.mkdtemp(), "use_vllm": use_vllm, "vllm_mode": "colocate", "use_cpu": cpu, "bf16": not cpu,
+        "per_device_train_batch_size": case.micro, "gradient_accumulation_steps": case.batch // case.micro,
+        "num_generations": min(GENERATIONS, case.batch), "max_completion_length": case.new, "learning_rate": 1e-5,
+        "generation_kwargs": None if case.ragged else exact, "max_steps": STEPS, "logging_steps": 1, "report_to": "none",
+        "save_strategy": "no", "disable_tqdm": True,
+    } | dict(case.options)  # fmt: skip
+    if case.who == "ours":
+        chosen |= {"base_format": case.base_format, "aqn_num_stages": 2}
+        if case.ragged:  # the log-probabilities of filled tokens are made up
+            chosen["rollout_mismatch_threshold"] = None
+    elif use_vllm:
+        chosen |= {"vllm_gpu_memory_utilization": 0.4, "vllm_max_model_length": PROMPT + case.new}
+    return chosen
+
+
+def plan_of(case: Case) -> MemoryPlan:
+    """What is planned for a case of ours, as its own trainer plans on a GPU of this size; needs no GPU."""
+    import rollout_models
+    from transformers import Qwen2Config
+
+    from qerl_trl import QeRLConfig
+    from qerl_trl.memory.formulas import shape_of
+
+    args = QeRLConfig(**settings(case, cpu=False) | {"use_cpu": True, "bf16": False})
+    work = workload_of(args, Lengths(PROMPT, case.new), lora_rank=RANK)
+    gpu = plan_check.Gpu.of_gib(case.cap or 139.8)
+    return plan_run(shape_of(Qwen2Config(**rollout_models.model_config(case.size))), work, gpu)
+
+
 def build_trainer(case: Case, device: str, callback: Any) -> Any:
     import rollout_models
     from peft import LoraConfig
@@ -143,15 +186,7 @@ def build_trainer(case: Case, device: str, callback: Any) -> Any:
     words.save_pretrained(folder)
     model.config._name_or_path = folder
     cpu = device == "cpu"
-    use_vllm = not (cpu and case.who == "stock")  # stock TRL cannot sync into an engine on a CPU
-    exact = {"ignore_eos": True, "min_tokens": case.new} if use_vllm else {"min_new_tokens": case.new}
-    options: dict[str, Any] = {
-        "output_dir": tempfile.mkdtemp(), "use_vllm": use_vllm, "vllm_mode": "colocate", "use_cpu": cpu, "bf16": not cpu,
-        "per_device_train_batch_size": case.micro, "gradient_accumulation_steps": case.batch // case.micro,
-        "num_generations": min(GENERATIONS, case.batch), "max_completion_length": case.new, "learning_rate": 1e-5,
-        "generation_kwargs": None if case.ragged else exact, "max_steps": STEPS, "logging_steps": 1, "report_to": "none",
-        "save_strategy": "no", "disable_tqdm": True,
-    } | dict(case.options)  # fmt: skip
+    options = settings(case, cpu)
     common: dict[str, Any] = {
         "model": model,
         "reward_funcs": lambda completions, **kwargs: [random.random() for _ in completions],
@@ -165,18 +200,29 @@ def build_trainer(case: Case, device: str, callback: Any) -> Any:
 
         if cpu:
             options |= {"vllm_gpu_memory_utilization": 0.05, "vllm_engine_kwargs": {"enforce_eager": True}}
-        if case.ragged:  # the log-probabilities of filled tokens are made up
-            options["rollout_mismatch_threshold"] = None
-        return QeRLGRPOTrainer(args=QeRLConfig(base_format=case.base_format, aqn_num_stages=2, **options), **common)
+        return QeRLGRPOTrainer(args=QeRLConfig(**options), **common)
     import functools
 
     import trl.generation.vllm_generation as generation
     from trl import GRPOConfig, GRPOTrainer
 
-    if use_vllm:  # its weights come with the first sync; nothing of them is on disk
-        options |= {"vllm_gpu_memory_utilization": 0.4, "vllm_max_model_length": PROMPT + case.new}
+    if options["use_vllm"]:  # its weights come with the first sync; nothing of them is on disk
         generation.LLM = functools.partial(generation.LLM, load_format="dummy")
     return GRPOTrainer(args=GRPOConfig(**options), **common)
+
+
+class Garbage:
+    """Seconds that Python's collector took since somebody set them to zero."""
+
+    def __init__(self) -> None:
+        self.seconds, self._began = 0.0, 0.0
+        gc.callbacks.append(self)
+
+    def __call__(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            self._began = time.perf_counter()
+        else:
+            self.seconds += time.perf_counter() - self._began
 
 
 def time_phases(trainer: Any, synchronize: Callable[[], None]) -> PhaseTimer:
@@ -219,10 +265,13 @@ def measure(case: Case, device: str, build: Callable[[Case, str, Any], Any] | No
         torch.zeros(1, device=device)
         peak = Peak(every=0.03)
         if case.cap is not None:
-            torch.cuda.set_per_process_memory_fraction(case.cap * GIB / torch.cuda.mem_get_info()[1])
+            if not dict(case.options).get("vllm_enable_sleep_mode"):
+                torch.cuda.set_per_process_memory_fraction(case.cap * GIB / torch.cuda.mem_get_info()[1])
             show_a_card_of(round(case.cap * GIB), peak)
     synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
     rows: list[dict[str, float]] = []
+
+    garbage, passes = Garbage(), [0]
 
     class Clock(TrainerCallback):
         began, timer = 0.0, PhaseTimer()
@@ -230,13 +279,15 @@ def measure(case: Case, device: str, build: Callable[[Case, str, Any], Any] | No
         def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
             synchronize()
             self.timer.take()
+            garbage.seconds, passes[0] = 0.0, 0
             self.began = time.perf_counter()
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             synchronize()
             step = time.perf_counter() - self.began
             phases = self.timer.take()
-            rows.append({"step": step, **phases, "update": step - sum(phases.values())})
+            update = step - sum(phases.values())
+            rows.append({"step": step, **phases, "update": update, "garbage": garbage.seconds, "passes": passes[0]})
             print(f"step {len(rows)}: {rows[-1]}", flush=True)
             control.should_training_stop |= len(rows) > WARM and time.perf_counter() - started > ENOUGH
 
@@ -246,6 +297,7 @@ def measure(case: Case, device: str, build: Callable[[Case, str, Any], Any] | No
         lengths = ragged_lengths(case.new)
         fill_completions(trainer, case.batch, lambda count: [next(lengths) for _ in range(count)])
     clock.timer = time_phases(trainer, synchronize)
+    trainer.model.register_forward_pre_hook(lambda *_: passes.__setitem__(0, passes[0] + 1))
     if peak is not None:
         peak.phase = "train"
     ready = time.perf_counter()
@@ -360,11 +412,8 @@ def main() -> int:
         for name in names:
             case = ALL[name]
             if case.who == "ours":
-                gpu = plan_check.Gpu.of_gib(case.cap or 139.8)
-                work = plan_check.Case(
-                    case.size, case.micro, PROMPT, case.new, case.batch, graphs=True, checkpointing=None
-                )
-                print(f"{name}\n{planned(work, gpu).table()}\n")
+                plan = plan_of(case)
+                print(f"{name}\n{plan.table()}\n{plan.verdict()}\n")
         return 0
 
     import torch

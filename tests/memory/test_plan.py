@@ -1,6 +1,8 @@
 import dataclasses
+import importlib
 import itertools
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -328,3 +330,15 @@ def test_a_plan_in_cards():
     assert f"{plans[141].waves} on 141 GB" in said and "on 12 GB" not in said
     assert all(a.waves >= b.waves for a, b in itertools.pairwise(made for made in plans.values() if made.fits))
     assert "none" in in_words(by_card(shape_of(THIRTY_TWO_B), dataclasses.replace(work, base_format="full")))
+
+
+def test_the_capped_cases_of_whole_steps_fit_as_they_are(monkeypatch):
+    """7B at 64 x 512 into 40 GiB and 32B at 8 x 512 into 26 GiB among them: within the cap, and all completions at a time."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples" / "benchmarks"))
+    steps = importlib.import_module("step_speed")
+    capped = {name: case for name, case in steps.ALL.items() if case.cap is not None}
+    assert {"ours-7b-64x512-40gib", "ours-32b-8x512-26gib"} <= capped.keys()
+    for name, case in capped.items():
+        plan = steps.plan_of(case)
+        assert plan.fits and plan.waves == 1 and plan.peak <= case.cap * GIB, f"{name}\n{plan.table()}"
+        assert plan.work.batch * plan.work.accumulation == case.batch
