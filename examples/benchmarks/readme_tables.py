@@ -9,9 +9,8 @@ import os
 import re
 import statistics
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(ROOT)]
@@ -20,31 +19,14 @@ import embedded_arms  # noqa: E402
 import examples_learning  # noqa: E402
 import faults_gpu_cases  # noqa: E402
 import peers_tables  # noqa: E402
+import speed_tables  # noqa: E402
 from tests.faults import catalog  # noqa: E402
 
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs/source").glob("*.md")), ROOT / "examples/assets/README.md")
-CONFIGS = ROOT / "examples/configs"
-ROLLOUT = ROOT / "examples/benchmarks/results/rollout_speed_h200.json"
-KERNELS = ROOT / "kernels/benchmarks/results/h200.json"
-EVERY_SIZE = ROOT / "kernels/benchmarks/results/every_size_h100.json"
 YOUR_TASK = ROOT / "examples/benchmarks/results/your_task_cpu.json"
-TRAINING = ROOT / "examples/benchmarks/results/train_step_h200.json"
-PLAN = ROOT / "examples/benchmarks/results/memory_h200.json"
-UPDATE = ROOT / "examples/benchmarks/results/update_speed_h200.json"
-TORCH_COMPILE = ROOT / "examples/benchmarks/results/update_torch_compile_h200.json"
-UNSLOTH = ROOT / "examples/benchmarks/results/unsloth_h200.json"
-START = ROOT / "examples/benchmarks/results/start_time_h200.json"
-STEP = ROOT / "examples/benchmarks/results/step_h200.json"
 DEMO = ROOT / "examples/benchmarks/results/demo.json"
 FAULTS = ROOT / "examples/benchmarks/results/faults_h200.json"
 ARCHITECTURES = ROOT / "docs/architectures.json"
-
-
-def measured_by(path: Path, device: str, commits: Iterable[str], **versions: str) -> str:
-    """What the note below a table of measurements ends with: the device, versions of packages, the commits, and a link to the file."""
-    packages = [f"{name} {version}" for name, version in versions.items()]
-    short = ", ".join(dict.fromkeys(commit[:7] for commit in commits))
-    return ", ".join([device, *packages, f"commit {short}", f"[{path.name}]({path.relative_to(ROOT)})"])
 
 
 def architectures() -> str:
@@ -82,7 +64,7 @@ def embedded() -> str:
     versions = {name: first["versions"][name] for name in ("torch", "trl")}
     return (
         f"{embedded_arms.table(record)}\n\n{first['steps']} steps, {first['before']['total']} held-out problems, accuracy in percent; "
-        f"{measured_by(embedded_arms.RESULTS, first['device'], [record['commit']], **versions)}."
+        f"{speed_tables.measured_by(embedded_arms.RESULTS, first['device'], [record['commit']], **versions)}."
     )
 
 
@@ -90,59 +72,6 @@ def small_examples() -> str:
     """What words, a tool call and a game learn on a CPU."""
     record, source = json.loads(examples_learning.RESULTS.read_text()), examples_learning.RESULTS.relative_to(ROOT)
     return f"{examples_learning.table(record)}\n\n`{record['command']}`, [{source.name}]({source})."
-
-
-def kernels() -> str:
-    """One decoder layer: ratios of cuBLAS bf16's time to Marlin's and to ours."""
-    record = json.loads(KERNELS.read_text())
-    rows = [
-        "| tokens | 7B: Marlin | 7B: ours | ours + LoRA | 32B: Marlin | 32B: ours | ours + LoRA |",
-        "|---:|---:|---:|---:|---:|---:|---:|",
-    ]
-    sums = {(entry["model"], entry["M"]): entry for entry in record["sums"]}
-    for tokens in sorted({tokens for _, tokens in sums}):
-        cells = []
-        for model in ("7B", "32B"):
-            entry = sums[model, tokens]
-            ratios = (entry["marlin_ratio"], entry["ratio"], entry["bf16_us"] / entry["ours_lora_us"])
-            cells += [f"{ratio:.2f}" for ratio in ratios]
-        rows.append(f"| {tokens} | {' | '.join(cells)} |")
-    versions = {name: record[name] for name in ("torch", "triton")}
-    return (
-        "\n".join(rows)
-        + "\n\nSpeed relative to cuBLAS bf16 (above 1 is faster), summed over the four matrices of a Qwen2.5 decoder layer; "
-        f"rank-{record['lora_rank']} adapter inside the kernel, against bf16 without one. "
-        f"{measured_by(KERNELS, record['device'], [record['commit']], **versions)}."
-    )
-
-
-def every_size() -> str:
-    """Summed over the matrices of a decoder layer, adapter included: what was selected without the wide tiles, and the fastest there is."""
-    record = json.loads(EVERY_SIZE.read_text())
-    sums: dict[tuple[str, int], list[dict[str, Any]]] = {}
-    for row in record["matrices"]:
-        sums.setdefault((row["matrix"].rpartition(".")[0], row["M"]), []).append(row)
-    whole = {key: rows for key, rows in sums.items() if len(rows) == 4 and key[1] <= 512}
-    models = sorted({model for model, _ in whole}, key=lambda model: -float(model[:-1]))
-    head = [f"{model}: {which}" for model in models for which in ("selected", "fastest candidate")]
-    rows = [f"| tokens | {' | '.join(head)} |", "|" + "---:|" * (1 + len(head))]
-    for tokens in sorted({tokens for _, tokens in whole}):
-        cells = []
-        for model in models:
-            found = whole.get((model, tokens), [])
-            bf16 = sum(row["bf16_us"] for row in found)
-            cells += [
-                f"{bf16 / sum(row[key] for row in found):.2f}" if found else "" for key in ("shipped_us", "best_us")
-            ]
-        rows.append(f"| {tokens} | {' | '.join(cells)} |")
-    source = EVERY_SIZE.relative_to(ROOT)
-    return (
-        "\n".join(rows)
-        + f"\n\nSpeed relative to cuBLAS bf16 without an adapter, products timed one by one, rank-{record['lora_rank']} adapter inside ours. Selected: by the "
-        "tuned table and, between its numbers, by what preceded the present cost model, which was fitted to these rows; it has not been timed with the wide "
-        "tiles off. Fastest candidate: wide tiles included, which are **off** unless `QERL_NVFP4_WIDE=1` asks for them, until an engine has rolled out with them. "
-        f"{record['device']}, torch {record['torch']}, triton {record['triton']}, commit {record['commit'][:7]}, [{source.name}]({source})."
-    )
 
 
 def your_task() -> str:
@@ -157,60 +86,6 @@ def your_task() -> str:
         + f"\n\nIn all {record['seconds'] / 60:.0f} minutes, of which training {record['steps']} steps took {record['train_seconds']:.0f} s: {record['before']['correct']} of "
         f"{after['total']} held-out words are right before, {after['correct']} after. {record['device']}; {record['note']}, so a quiet one is much faster. The Hub was the tests' stand-in on this machine, "
         f"`git clone` a local copy. Commit {record['commit']}, [{source.name}]({source}), by `examples/benchmarks/your_task.py`."
-    )
-
-
-def training() -> str:
-    """One optimizer step of LoRA on each base, and what `qerl-trl plan` predicts."""
-    record = json.loads(TRAINING.read_text())
-    names = {"bf16": "bf16", "nvfp4": "NVFP4 (ours)", "nf4": "NF4 (bitsandbytes)"}
-    rows = ["| base | step, s | weights, GiB | peak, GiB |", "|---|---:|---:|---:|"]
-    rows += [
-        f"| {names[run['kind']]} | {run['step_s']:.2f} | {run['weights_GiB']:.1f} | {run['peak_GiB']:.1f} |"
-        for run in record["runs"]
-    ]
-    return (
-        "\n".join(rows)
-        + f"\n\nBefore the update was made faster: one training step of the {record['size'].upper()} shape, {record['batch']} x {record['tokens']} tokens, rank-32 LoRA, gradient "
-        f"checkpointing. {measured_by(TRAINING, record['device'], [record['commit']], torch=record['versions']['torch'])}."
-    )
-
-
-def plan() -> str:
-    """The planned peak of memory beside the measured one."""
-    record = json.loads(PLAN.read_text())
-    measured = [row for row in record["memory"] if "measured_gib" in row]
-    rows = ["| workload | planned, GiB | measured, GiB | planned above |", "|---|---:|---:|---:|"]
-    for row in sorted(measured, key=lambda row: row["measured_gib"]):
-        work, size = row["workload"], row["shape"].upper()
-        each = f"{work['batch']} x {work['prompt_length']} + {work['completion_length']} tokens"
-        base = {"nvfp4": "", "bf16": ", bf16"}[work["base_format"]]
-        how = ", sleeps" if work["sleep"] else ", transformers generates" if work["rollout"] == "transformers" else ""
-        kept = work.get("kept_layers", 0)
-        how += (
-            f", {kept} layers keep activations"
-            if kept
-            else ", nothing recomputed"
-            if not work["gradient_checkpointing"]
-            else ""
-        )
-        how += "" if work["compiled"] else ", not compiled"
-        rows.append(
-            f"| {size}{base}, {each}{how} | {row['planned_gib']:.1f} | {row['measured_gib']:.1f} | {100 * row['error']:.1f} % |"
-        )
-    commits = [row.get("commit", record["commit"]) for row in measured]
-    again = {row["name"] for row in measured}
-    missed = "".join(
-        f" {row['name']} took {-100 * row['error']:.1f} % more than planned at {row['commit']}: at its start, probably because blocks that fusing the engine's layers "
-        "freed stayed in torch's allocator, and less in training, where what a layer holds that recomputes inside was not counted. The blocks are given back "
-        "since, and the plan counts the layers; not measured again."
-        for row in record["before"]
-        if row["error"] < 0 and row["name"] not in again
-    )
-    return (
-        "\n".join(rows)
-        + f"\n\nWhole training steps with a rollout each, random weights, rank-32 LoRA; measured by NVML, CUDA context included. "
-        f"{measured_by(PLAN, record['device'], commits)}." + missed
     )
 
 
@@ -232,152 +107,7 @@ def faults_on_gpu() -> str:
     not_run = f" Not run there: {', '.join(missing)}." if missing else ""
     return (
         "\n".join(rows)
-        + f"\n\n{measured_by(FAULTS, record['gpu'], commits, vLLM=record['versions']['vllm'])}.{not_run}"
-    )
-
-
-def update() -> str:
-    """Forward and backward of a micro-batch, ours and stock."""
-    record = json.loads(UPDATE.read_text())
-    whole, unsloth = json.loads(TORCH_COMPILE.read_text()), json.loads(UNSLOTH.read_text())
-    names = {
-        "stock": "bf16, TRL and PEFT as they come",
-        "bf16-compiled-fused": "bf16, ours",
-        "nvfp4": "NVFP4, PEFT in eager mode",
-        "nvfp4-compiled-fused": "NVFP4, ours",
-    }
-    found = {
-        name: (record["cases"][case]["seconds"], record["cases"][case]["peak_gib"]) for case, name in names.items()
-    }
-    compiled = whole["cases"]["stock-torch-compile"]
-    found["bf16, TRL with torch_compile"] = compiled["seconds"], compiled["peak_gib"]
-    for case, name in {"bf16": "bf16, Unsloth", "4bit": "NF4, Unsloth"}.items():
-        rows_of = {mode: row for mode, row in unsloth["cases"][case].items() if "seconds" in row}
-        found[name] = tuple({m: row[what] for m, row in rows_of.items()} for what in ("seconds", "peak_gib"))
-    rows = [
-        "| base | recomputing every layer, s | peak, GiB | keeping activations, s | peak, GiB | forward alone, s |",
-        "|---|---:|---:|---:|---:|---:|",
-    ]
-    for name, (seconds, peak) in found.items():
-        cells = []
-        for mode in ("checkpointed", "plain"):
-            cells += [f"{seconds[mode]:.3f}", f"{peak[mode]:.1f}"] if mode in seconds else ["", ""]
-        forward = f"{seconds['forward']:.3f}" if "forward" in seconds else ""
-        rows.append(f"| {name} | {' | '.join(cells)} | {forward} |")
-    first = compiled["first_s"]["checkpointed"]
-    return (
-        "\n".join(rows)
-        + f"\n\nForward and backward of {record['sequences']} x {record['tokens_each']} tokens of the {record['size'].upper()} shape, rank-32 LoRA, "
-        f"adapter without dropout. {measured_by(UPDATE, record['device'], [record['commit']], torch=record['versions']['torch'])}. "
-        f"torch_compile: {measured_by(TORCH_COMPILE, whole['device'], [whole['commit']])}, its first call took {first:.0f} s. "
-        f"Unsloth {unsloth['versions']['unsloth']} with trl {unsloth['versions']['trl']}, cross entropy in place of GRPO's log-probabilities: "
-        f"{measured_by(UNSLOTH, unsloth['device'], [unsloth['commit']])}."
-    )
-
-
-def start() -> str:
-    """Seconds from the start of a process to its first sampled token."""
-    record = json.loads(START.read_text())
-    names = {"ours": "QeRL trainer, quantized while it loads", "trl": "TRL's trainer, bf16", "vllm": "vLLM alone, bf16"}
-    rows = ["| | caches | imports, s | engine, s | first token, s |", "|---|---|---:|---:|---:|"]
-    for run in record["runs"]:
-        parts = run["parts"]
-        engine = next(value for name, value in parts.items() if name.strip() == "LLM(...)")
-        rows.append(
-            f"| {names[run['case']]} | {run['state']} | {parts['imports']:.0f} | {engine:.0f} | {run['first_token_s']:.0f} |"
-        )
-    ratios = ", ".join(f"{ratio:.2f} times {names[case]}" for case, ratio in record["warm_first_token_against"].items())
-    return (
-        "\n".join(rows) + f"\n\nWith warm caches our first token takes {ratios}. {record['shape'].upper()} shape. "
-        f"{measured_by(START, record['machine'], [record['commit']], vLLM=record['versions']['vllm'])}."
-    )
-
-
-def step() -> str:
-    """Whole GRPO steps."""
-    record = json.loads(STEP.read_text())
-    rows = [
-        "| workload | | step, s | rollout, s | sync, s | update, s | peak, GiB | planned, GiB |",
-        "|---|---|" + "---:|" * 6,
-    ]
-    measured = sorted((row for row in record["step"] if "median" in row), key=lambda row: row["name"].partition("-")[2])
-    for row in measured:
-        who, _, workload = row["name"].partition("-")
-        m = row["median"]
-        planned = f"{row['planned_gib']:.1f}" if "planned_gib" in row else ""
-        rows.append(
-            f"| {workload} | {'stock TRL' if who == 'stock' else 'ours'} | {m['step']:.2f} | {m['rollout']:.2f} | {m['sync']:.3f} | {m['update_and_scoring']:.2f} | "
-            f"{row['measured_gib']:.1f} | {planned} |"
-        )
-    first = measured[0]
-    versions = {"torch": first["versions"]["torch"], "vLLM": first["versions"]["vllm"]}
-    return (
-        "\n".join(rows)
-        + f"\n\nOurs on the NVFP4 base, stock TRL with bf16 LoRA, each with its defaults. `ragged`: completions of lognormal lengths (mean 250, up to 1024), filled in after a short "
-        f"rollout, so only its update says something. {measured_by(STEP, first['device'], [row['commit'] for row in measured], **versions)}."
-    )
-
-
-def rollout() -> str:
-    """vLLM tokens per second: ours against bf16 with vLLM's LoRA slots and against merged bf16."""
-    record = json.loads(ROLLOUT.read_text())
-    speed = record["tokens_per_s"]
-    sizes = [name.split(":")[1] for name in speed if name.startswith("ours:")]
-    others = {"stock-merged": "merged bf16", "stock-lora": "bf16 + LoRA"}
-    columns = [(size, other) for size in sizes for other in others if f"{other}:{size}" in speed]
-    head = ["sequences", *(f"{size.upper()}: ours" for size in sizes)]
-    head += [f"{size.upper()}: ours / {others[other]}" for size, other in columns]
-    rows = [f"| {' | '.join(head)} |", "|" + "---:|" * len(head)]
-    for count in speed[f"ours:{sizes[0]}"]:
-        cells = [f"{speed[f'ours:{size}'][count]:.0f}" if count in speed[f"ours:{size}"] else "" for size in sizes]
-        for size, other in columns:
-            ratio = record["ratios"][f"ours:{size} over {other}:{size}"].get(count)
-            cells.append("" if ratio is None else f"{ratio:.2f}")
-        rows.append(f"| {count} | {' | '.join(cells)} |")
-    found = record["versions"]
-    versions = {"torch": found["torch"], "triton": found["triton"], "vLLM": found["vllm"]}
-    return (
-        "\n".join(rows)
-        + f"\n\n{record['what'][0].upper()}{record['what'][1:]}. {measured_by(ROLLOUT, record['device'], [record['commit']], **versions)}."
-    )
-
-
-def cards() -> str:
-    """Each shipped configuration with the card that its header names, which tests/test_configs.py computes."""
-    rows = ["| model | planned for a card of | command |", "|---|---|---|"]
-    files = [path for path in CONFIGS.glob("*.yaml") if "Starts on a card" in path.read_text()]
-    for path in sorted(
-        files,
-        key=lambda p: (not p.stem.startswith("qwen"), p.stem.split("-")[0], int(re.findall(r"(\d+)b", p.stem)[0])),
-    ):
-        text = path.read_text()
-        model = re.search(r"^model_name_or_path: (\S+)", text, re.MULTILINE)
-        card = re.search(r"Starts on a card of (\d+ GB \(.*?\))", text)
-        if model is None or card is None:
-            raise ValueError(f"{path} names no model, or no card in its header.")
-        command = f"qerl-trl train --config {path.stem}"
-        rows.append(f"| {model[1]} | {card[1]} | `{command}` |")
-    errors = [100 * row["error"] for row in json.loads(PLAN.read_text())["memory"] if "measured_gib" in row]
-    return "\n".join(rows) + (
-        "\n\nMore memory runs more completions at a time; the first lines of each file say how many. The cards come from the memory plan, which was "
-        f"{min(errors):.0f} to {max(errors):.0f} % above [{len(errors)} measured workloads](docs/source/benchmarks.md#training) on an H200 (7B also ran on an H100 as a "
-        "card of 24 GiB); no other card was there to run them on."
-    )
-
-
-def speed() -> str:
-    """The README's sentence on speed and memory."""
-    rollouts, updates = json.loads(ROLLOUT.read_text()), json.loads(UPDATE.read_text())
-    ratios, taken = rollouts["ratios"]["ours:7b over stock-merged:7b"], rollouts["tokens_per_s"]["ours:7b"]
-    at = ", ".join(f"{taken[count]:.0f} ({ratio:.2f}) at {count}" for count, ratio in ratios.items())
-    ours, stock = updates["cases"]["nvfp4-compiled-fused"], updates["cases"]["stock"]
-    tokens = f"{updates['sequences']} x {updates['tokens_each']}"
-    return (
-        f"Rollouts of 7B, in tokens per second (relative to merged bf16, which is what TRL rolls out): {at} sequences. Forward and backward of "
-        f"{tokens} tokens take {ours['seconds']['checkpointed']:.2f} s where memory is short and {ours['seconds']['plain']:.2f} s where it is not (TRL "
-        f"with bf16 LoRA: {stock['seconds']['checkpointed']:.2f} and {stock['seconds']['plain']:.2f} s), in {ours['peak_gib']['checkpointed']:.0f} and "
-        f"{ours['peak_gib']['plain']:.0f} GiB ({stock['peak_gib']['checkpointed']:.0f} and {stock['peak_gib']['plain']:.0f}). {rollouts['device']}, random weights; all "
-        "tables, losses included: [speed and memory](docs/source/benchmarks.md)."
+        + f"\n\n{speed_tables.measured_by(FAULTS, record['gpu'], commits, vLLM=record['versions']['vllm'])}.{not_run}"
     )
 
 
@@ -394,24 +124,24 @@ def demo() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "architectures": architectures,
-    "cards": cards,
+    "cards": speed_tables.cards,
     "demo": demo,
     "embedded_arms": embedded,
-    "every_size": every_size,
+    "every_size": speed_tables.every_size,
     "fault_items": catalog.items_table,
     "faults": catalog.table,
     "faults_on_gpu": faults_on_gpu,
-    "kernels": kernels,
+    "kernels": speed_tables.kernels,
     "notebooks": peers_tables.notebooks,
     "peers": peers_tables.peers,
-    "plan": plan,
-    "rollout": rollout,
+    "plan": speed_tables.plan,
+    "rollout": speed_tables.rollout,
     "small_examples": small_examples,
-    "speed": speed,
-    "start": start,
-    "step": step,
-    "training": training,
-    "update": update,
+    "speed": speed_tables.speed,
+    "start": speed_tables.start,
+    "step": speed_tables.step,
+    "training": speed_tables.training,
+    "update": speed_tables.update,
     "tuners": peers_tables.tuners,
     "window": peers_tables.window,
     "your_task": your_task,

@@ -1,0 +1,303 @@
+"""The tables of readme_tables.py about speed and memory."""
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = ROOT / "examples/configs"
+ROLLOUT = ROOT / "examples/benchmarks/results/rollout_speed_h200.json"
+KERNELS = ROOT / "kernels/benchmarks/results/h200.json"
+EVERY_SIZE = ROOT / "kernels/benchmarks/results/every_size_h100.json"
+TRAINING = ROOT / "examples/benchmarks/results/train_step_h200.json"
+PLAN = ROOT / "examples/benchmarks/results/memory_h200.json"
+UPDATE = ROOT / "examples/benchmarks/results/update_speed_h200.json"
+TORCH_COMPILE = ROOT / "examples/benchmarks/results/update_torch_compile_h200.json"
+UNSLOTH = ROOT / "examples/benchmarks/results/unsloth_h200.json"
+START = ROOT / "examples/benchmarks/results/start_time_h200.json"
+STEP = ROOT / "examples/benchmarks/results/step_h200.json"
+
+
+def measured_by(path: Path, device: str, commits: Iterable[str], **versions: str) -> str:
+    """What the note below a table of measurements ends with: the device, versions of packages, the commits, and a link to the file."""
+    packages = [f"{name} {version}" for name, version in versions.items()]
+    short = ", ".join(dict.fromkeys(commit[:7] for commit in commits))
+    return ", ".join([device, *packages, f"commit {short}", f"[{path.name}]({path.relative_to(ROOT)})"])
+
+
+def kernels() -> str:
+    """One decoder layer: ratios of cuBLAS bf16's time to Marlin's and to ours."""
+    record = json.loads(KERNELS.read_text())
+    rows = [
+        "| tokens | 7B: Marlin | 7B: ours | ours + LoRA | 32B: Marlin | 32B: ours | ours + LoRA |",
+        "|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    sums = {(entry["model"], entry["M"]): entry for entry in record["sums"]}
+    for tokens in sorted({tokens for _, tokens in sums}):
+        cells = []
+        for model in ("7B", "32B"):
+            entry = sums[model, tokens]
+            ratios = (entry["marlin_ratio"], entry["ratio"], entry["bf16_us"] / entry["ours_lora_us"])
+            cells += [f"{ratio:.2f}" for ratio in ratios]
+        rows.append(f"| {tokens} | {' | '.join(cells)} |")
+    versions = {name: record[name] for name in ("torch", "triton")}
+    return (
+        "\n".join(rows)
+        + "\n\nSpeed relative to cuBLAS bf16 (above 1 is faster), summed over the four matrices of a Qwen2.5 decoder layer; "
+        f"rank-{record['lora_rank']} adapter inside the kernel, against bf16 without one. "
+        f"{measured_by(KERNELS, record['device'], [record['commit']], **versions)}."
+    )
+
+
+def every_size() -> str:
+    """Summed over the matrices of a decoder layer, adapter included: what was selected without the wide tiles, and the fastest there is."""
+    record = json.loads(EVERY_SIZE.read_text())
+    sums: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for row in record["matrices"]:
+        sums.setdefault((row["matrix"].rpartition(".")[0], row["M"]), []).append(row)
+    whole = {key: rows for key, rows in sums.items() if len(rows) == 4 and key[1] <= 512}
+    models = sorted({model for model, _ in whole}, key=lambda model: -float(model[:-1]))
+    head = [f"{model}: {which}" for model in models for which in ("selected", "fastest candidate")]
+    rows = [f"| tokens | {' | '.join(head)} |", "|" + "---:|" * (1 + len(head))]
+    for tokens in sorted({tokens for _, tokens in whole}):
+        cells = []
+        for model in models:
+            found = whole.get((model, tokens), [])
+            bf16 = sum(row["bf16_us"] for row in found)
+            cells += [
+                f"{bf16 / sum(row[key] for row in found):.2f}" if found else "" for key in ("shipped_us", "best_us")
+            ]
+        rows.append(f"| {tokens} | {' | '.join(cells)} |")
+    source = EVERY_SIZE.relative_to(ROOT)
+    return (
+        "\n".join(rows)
+        + f"\n\nSpeed relative to cuBLAS bf16 without an adapter, products timed one by one, rank-{record['lora_rank']} adapter inside ours. Selected: by the "
+        "tuned table and, between its numbers, by what preceded the present cost model, which was fitted to these rows; it has not been timed with the wide "
+        "tiles off. Fastest candidate: wide tiles included, which are **off** unless `QERL_NVFP4_WIDE=1` asks for them, until an engine has rolled out with them. "
+        f"{record['device']}, torch {record['torch']}, triton {record['triton']}, commit {record['commit'][:7]}, [{source.name}]({source})."
+    )
+
+
+def training() -> str:
+    """One optimizer step of LoRA on each base, and what `qerl-trl plan` predicts."""
+    record = json.loads(TRAINING.read_text())
+    names = {"bf16": "bf16", "nvfp4": "NVFP4 (ours)", "nf4": "NF4 (bitsandbytes)"}
+    rows = ["| base | step, s | weights, GiB | peak, GiB |", "|---|---:|---:|---:|"]
+    rows += [
+        f"| {names[run['kind']]} | {run['step_s']:.2f} | {run['weights_GiB']:.1f} | {run['peak_GiB']:.1f} |"
+        for run in record["runs"]
+    ]
+    return (
+        "\n".join(rows)
+        + f"\n\nBefore the update was made faster: one training step of the {record['size'].upper()} shape, {record['batch']} x {record['tokens']} tokens, rank-32 LoRA, gradient "
+        f"checkpointing. {measured_by(TRAINING, record['device'], [record['commit']], torch=record['versions']['torch'])}."
+    )
+
+
+def plan() -> str:
+    """The planned peak of memory beside the measured one."""
+    record = json.loads(PLAN.read_text())
+    measured = [row for row in record["memory"] if "measured_gib" in row]
+    rows = ["| workload | planned, GiB | measured, GiB | planned above |", "|---|---:|---:|---:|"]
+    for row in sorted(measured, key=lambda row: row["measured_gib"]):
+        work, size = row["workload"], row["shape"].upper()
+        each = f"{work['batch']} x {work['prompt_length']} + {work['completion_length']} tokens"
+        base = {"nvfp4": "", "bf16": ", bf16"}[work["base_format"]]
+        how = ", sleeps" if work["sleep"] else ", transformers generates" if work["rollout"] == "transformers" else ""
+        kept = work.get("kept_layers", 0)
+        how += (
+            f", {kept} layers keep activations"
+            if kept
+            else ", nothing recomputed"
+            if not work["gradient_checkpointing"]
+            else ""
+        )
+        how += "" if work["compiled"] else ", not compiled"
+        rows.append(
+            f"| {size}{base}, {each}{how} | {row['planned_gib']:.1f} | {row['measured_gib']:.1f} | {100 * row['error']:.1f} % |"
+        )
+    commits = [row.get("commit", record["commit"]) for row in measured]
+    again = {row["name"] for row in measured}
+    missed = "".join(
+        f" {row['name']} took {-100 * row['error']:.1f} % more than planned at {row['commit']}: at its start, probably because blocks that fusing the engine's layers "
+        "freed stayed in torch's allocator, and less in training, where what a layer holds that recomputes inside was not counted. The blocks are given back "
+        "since, and the plan counts the layers; not measured again."
+        for row in record["before"]
+        if row["error"] < 0 and row["name"] not in again
+    )
+    return (
+        "\n".join(rows)
+        + f"\n\nWhole training steps with a rollout each, random weights, rank-32 LoRA; measured by NVML, CUDA context included. "
+        f"{measured_by(PLAN, record['device'], commits)}." + missed
+    )
+
+
+def update() -> str:
+    """Forward and backward of a micro-batch, ours and stock."""
+    record = json.loads(UPDATE.read_text())
+    whole, unsloth = json.loads(TORCH_COMPILE.read_text()), json.loads(UNSLOTH.read_text())
+    names = {
+        "stock": "bf16, TRL and PEFT as they come",
+        "bf16-compiled-fused": "bf16, ours",
+        "nvfp4": "NVFP4, PEFT in eager mode",
+        "nvfp4-compiled-fused": "NVFP4, ours",
+    }
+    found = {
+        name: (record["cases"][case]["seconds"], record["cases"][case]["peak_gib"]) for case, name in names.items()
+    }
+    compiled = whole["cases"]["stock-torch-compile"]
+    found["bf16, TRL with torch_compile"] = compiled["seconds"], compiled["peak_gib"]
+    for case, name in {"bf16": "bf16, Unsloth", "4bit": "NF4, Unsloth"}.items():
+        rows_of = {mode: row for mode, row in unsloth["cases"][case].items() if "seconds" in row}
+        found[name] = tuple({m: row[what] for m, row in rows_of.items()} for what in ("seconds", "peak_gib"))
+    rows = [
+        "| base | recomputing every layer, s | peak, GiB | keeping activations, s | peak, GiB | forward alone, s |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for name, (seconds, peak) in found.items():
+        cells = []
+        for mode in ("checkpointed", "plain"):
+            cells += [f"{seconds[mode]:.3f}", f"{peak[mode]:.1f}"] if mode in seconds else ["", ""]
+        forward = f"{seconds['forward']:.3f}" if "forward" in seconds else ""
+        rows.append(f"| {name} | {' | '.join(cells)} | {forward} |")
+    first = compiled["first_s"]["checkpointed"]
+    return (
+        "\n".join(rows)
+        + f"\n\nForward and backward of {record['sequences']} x {record['tokens_each']} tokens of the {record['size'].upper()} shape, rank-32 LoRA, "
+        f"adapter without dropout. {measured_by(UPDATE, record['device'], [record['commit']], torch=record['versions']['torch'])}. "
+        f"torch_compile: {measured_by(TORCH_COMPILE, whole['device'], [whole['commit']])}, its first call took {first:.0f} s. "
+        f"Unsloth {unsloth['versions']['unsloth']} with trl {unsloth['versions']['trl']}, cross entropy in place of GRPO's log-probabilities: "
+        f"{measured_by(UNSLOTH, unsloth['device'], [unsloth['commit']])}."
+    )
+
+
+def start() -> str:
+    """Seconds from the start of a process to its first sampled token."""
+    record = json.loads(START.read_text())
+    names = {"ours": "QeRL trainer, quantized while it loads", "trl": "TRL's trainer, bf16", "vllm": "vLLM alone, bf16"}
+    rows = ["| | caches | imports, s | engine, s | first token, s |", "|---|---|---:|---:|---:|"]
+    for run in record["runs"]:
+        parts = run["parts"]
+        engine = next(value for name, value in parts.items() if name.strip() == "LLM(...)")
+        rows.append(
+            f"| {names[run['case']]} | {run['state']} | {parts['imports']:.0f} | {engine:.0f} | {run['first_token_s']:.0f} |"
+        )
+    ratios = ", ".join(f"{ratio:.2f} times {names[case]}" for case, ratio in record["warm_first_token_against"].items())
+    return (
+        "\n".join(rows) + f"\n\nWith warm caches our first token takes {ratios}. {record['shape'].upper()} shape. "
+        f"{measured_by(START, record['machine'], [record['commit']], vLLM=record['versions']['vllm'])}."
+    )
+
+
+def step() -> str:
+    """Whole GRPO steps."""
+    record = json.loads(STEP.read_text())
+    rows = [
+        "| workload | | step, s | rollout, s | sync, s | update, s | peak, GiB | planned, GiB |",
+        "|---|---|" + "---:|" * 6,
+    ]
+    measured = sorted((row for row in record["step"] if "median" in row), key=lambda row: row["name"].partition("-")[2])
+    for row in measured:
+        who, _, workload = row["name"].partition("-")
+        m = row["median"]
+        planned = f"{row['planned_gib']:.1f}" if "planned_gib" in row else ""
+        rows.append(
+            f"| {workload} | {'stock TRL' if who == 'stock' else 'ours'} | {m['step']:.2f} | {m['rollout']:.2f} | {m['sync']:.3f} | {m['update_and_scoring']:.2f} | "
+            f"{row['measured_gib']:.1f} | {planned} |"
+        )
+    first = measured[0]
+    versions = {"torch": first["versions"]["torch"], "vLLM": first["versions"]["vllm"]}
+    return (
+        "\n".join(rows)
+        + f"\n\nOurs on the NVFP4 base, stock TRL with bf16 LoRA, each with its defaults. `ragged`: completions of lognormal lengths (mean 250, up to 1024), filled in after a short "
+        f"rollout, so only its update says something. {measured_by(STEP, first['device'], [row['commit'] for row in measured], **versions)}."
+    )
+
+
+def rollout() -> str:
+    """vLLM tokens per second: ours against bf16 with vLLM's LoRA slots and against merged bf16."""
+    record = json.loads(ROLLOUT.read_text())
+    speed = record["tokens_per_s"]
+    sizes = [name.split(":")[1] for name in speed if name.startswith("ours:")]
+    others = {"stock-merged": "merged bf16", "stock-lora": "bf16 + LoRA"}
+    columns = [(size, other) for size in sizes for other in others if f"{other}:{size}" in speed]
+    head = ["sequences", *(f"{size.upper()}: ours" for size in sizes)]
+    head += [f"{size.upper()}: ours / {others[other]}" for size, other in columns]
+    rows = [f"| {' | '.join(head)} |", "|" + "---:|" * len(head)]
+    for count in speed[f"ours:{sizes[0]}"]:
+        cells = [f"{speed[f'ours:{size}'][count]:.0f}" if count in speed[f"ours:{size}"] else "" for size in sizes]
+        for size, other in columns:
+            ratio = record["ratios"][f"ours:{size} over {other}:{size}"].get(count)
+            cells.append("" if ratio is None else f"{ratio:.2f}")
+        rows.append(f"| {count} | {' | '.join(cells)} |")
+    found = record["versions"]
+    versions = {"torch": found["torch"], "triton": found["triton"], "vLLM": found["vllm"]}
+    return (
+        "\n".join(rows)
+        + f"\n\n{record['what'][0].upper()}{record['what'][1:]}. {measured_by(ROLLOUT, record['device'], [record['commit']], **versions)}."
+    )
+
+
+def rollout_speeds() -> dict[str, dict[int, float]]:
+    """Tokens per second of a rollout on an H200, by the size of Qwen2.5 and the sequences at a time; of the 7B from its own measurement, of others
+    from whole steps."""
+    speeds = {
+        row["size"]: {row["batch"]: row["batch"] * row["new"] / row["median"]["rollout"]}
+        for row in json.loads(STEP.read_text())["step"]
+        if row["who"] == "ours" and not row["ragged"]
+    }
+    measured = json.loads(ROLLOUT.read_text())["tokens_per_s"]
+    for case, found in measured.items():
+        who, _, size = case.partition(":")
+        if who == "ours":
+            speeds[size] = {int(count): found[count] for count in (min(found, key=int), "128")}
+    return speeds
+
+
+def cards() -> str:
+    """Each shipped configuration with the card that its header names and what runs on it at a time, which tests/test_configs.py computes, and
+    its speed where that was measured."""
+    speeds, mark = rollout_speeds(), "qwen2.5-"
+    rows = [
+        "| model | planned for a card of | completions at a time | tokens/s on an H200 | command |",
+        "|---|---|---:|---|---|",
+    ]
+    files = [path for path in CONFIGS.glob("*.yaml") if "Starts on a card" in path.read_text()]
+    for path in sorted(
+        files,
+        key=lambda p: (not p.stem.startswith("qwen"), p.stem.split("-")[0], int(re.findall(r"(\d+)b", p.stem)[0])),
+    ):
+        text = path.read_text()
+        model = re.search(r"^model_name_or_path: (\S+)", text, re.MULTILINE)
+        card = re.search(r"Starts on a card of (\d+ GB \(.*?\)): (\d+) completions in (\d+) waves?", text)
+        if model is None or card is None:
+            raise ValueError(f"{path} names no model, or no card in its header.")
+        size = path.stem.removeprefix(mark) if path.stem.startswith(mark) else ""
+        speed = ", ".join(f"{value:.0f} at {count}" for count, value in speeds.get(size, {}).items()) or "-"
+        together = -(-int(card[2]) // int(card[3]))
+        rows.append(f"| {model[1]} | {card[1]} | {together} | {speed} | `qerl-trl train --config {path.stem}` |")
+    errors = [100 * row["error"] for row in json.loads(PLAN.read_text())["memory"] if "measured_gib" in row]
+    return "\n".join(rows) + (
+        "\n\nThe cards, and how many completions of full length run at a time on them, come from the memory plan, which was "
+        f"{min(errors):.0f} to {max(errors):.0f} % above [{len(errors)} measured workloads](docs/source/benchmarks.md#training) on an H200; more memory runs more. "
+        "Tokens/s: measured rollouts in vLLM on that H200 with so many completions at a time (7B alone, 32B in a whole step); `-` was not measured. "
+        "7B also ran on an H100 as a card of 24 GiB; no other card was there."
+    )
+
+
+def speed() -> str:
+    """The README's sentence on speed and memory."""
+    rollouts, updates = json.loads(ROLLOUT.read_text()), json.loads(UPDATE.read_text())
+    ratios, taken = rollouts["ratios"]["ours:7b over stock-merged:7b"], rollouts["tokens_per_s"]["ours:7b"]
+    at = ", ".join(f"{taken[count]:.0f} ({ratio:.2f}) at {count}" for count, ratio in ratios.items())
+    ours, stock = updates["cases"]["nvfp4-compiled-fused"], updates["cases"]["stock"]
+    tokens = f"{updates['sequences']} x {updates['tokens_each']}"
+    return (
+        f"Rollouts of 7B, in tokens per second (relative to merged bf16, which is what TRL rolls out): {at} sequences. Forward and backward of "
+        f"{tokens} tokens take {ours['seconds']['checkpointed']:.2f} s where memory is short and {ours['seconds']['plain']:.2f} s where it is not (TRL "
+        f"with bf16 LoRA: {stock['seconds']['checkpointed']:.2f} and {stock['seconds']['plain']:.2f} s), in {ours['peak_gib']['checkpointed']:.0f} and "
+        f"{ours['peak_gib']['plain']:.0f} GiB ({stock['peak_gib']['checkpointed']:.0f} and {stock['peak_gib']['plain']:.0f}). {rollouts['device']}, random weights; all "
+        "tables, losses included: [speed and memory](docs/source/benchmarks.md)."
+    )
