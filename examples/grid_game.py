@@ -12,9 +12,7 @@ Each turn is a call of `move`, answered by where treasure and pit lie now; the n
 
 import random
 
-from qerl_trl import QeRLGRPOTrainer
-from qerl_trl.tasks.script import Script
-from qerl_trl.tasks.task import Task
+from qerl_trl import QeRLGRPOTrainer, Script, Task
 
 FAR = 3  # steps to the treasure along each axis, at most
 STEPS = {"up": (0, -1), "down": (0, 1), "left": (-1, 0), "right": (1, 0)}

@@ -18,8 +18,7 @@ run is measured again and no longer trained.
 
 from collections.abc import Sequence
 
-from qerl_trl import QeRLGRPOTrainer
-from qerl_trl.tasks.script import Script
+from qerl_trl import QeRLGRPOTrainer, Script
 
 
 def main(argv: Sequence[str] | None = None) -> None:

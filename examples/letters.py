@@ -10,9 +10,7 @@ qerl-trl train --task examples/tasks/letters.yaml --config letters   # the same 
 
 import random
 
-from qerl_trl import QeRLGRPOTrainer
-from qerl_trl.tasks.script import Script
-from qerl_trl.tasks.task import Task
+from qerl_trl import QeRLGRPOTrainer, Script, Task
 
 CONSONANTS, VOWELS = "BCDFGKLMNPRSTVZ", "AEIOU"
 

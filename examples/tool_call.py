@@ -8,9 +8,7 @@ import random
 
 from letters import word
 
-from qerl_trl import QeRLGRPOTrainer
-from qerl_trl.tasks.script import Script
-from qerl_trl.tasks.task import Task
+from qerl_trl import QeRLGRPOTrainer, Script, Task
 
 _RANDOM = random.Random(1)
 PRICES = {word(_RANDOM, _RANDOM.randint(3, 6)): _RANDOM.randint(2, 50) for _ in range(500)}

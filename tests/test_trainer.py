@@ -1,4 +1,5 @@
 import copy
+import gc
 import json
 import logging
 import math
@@ -12,6 +13,7 @@ from peft import LoHaConfig, LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOConfig
+from trl.trainer import grpo_trainer
 
 from qerl_trl import (
     AQNCallback,
@@ -20,6 +22,7 @@ from qerl_trl import (
     QeRLGRPOTrainer,
     QeRLRLOOConfig,
     QeRLRLOOTrainer,
+    garbage,
     last_checkpoint,
 )
 from qerl_trl.checkpoint import MANIFEST_NAME
@@ -108,6 +111,18 @@ def logged(trainer, key: str) -> list:
 
 
 # --- the run ---------------------------------------------------------------------------------------------------------
+
+
+def test_hardly_any_search_for_garbage_while_it_is_built(make_trainer, monkeypatch):
+    seen, before = [], gc.get_threshold()
+
+    def look(*args, **kwargs):
+        seen.append(gc.get_threshold())
+        return get_peft_model(*args, **kwargs)
+
+    monkeypatch.setattr(grpo_trainer, "get_peft_model", look)
+    make_trainer()
+    assert seen == [garbage._RARELY] != [before] and gc.get_threshold() == before
 
 
 @pytest.mark.parametrize("trainer_class", [QeRLGRPOTrainer, QeRLRLOOTrainer], ids=["grpo", "rloo"])

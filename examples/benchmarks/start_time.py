@@ -7,14 +7,15 @@ Cases: `ours` (bf16 folder, quantized while it loads, rank-32 adapter, noise, CU
 with vLLM in its process, bf16, the same adapter, merged into the engine; GPU only), `vllm` (bf16, the engine alone) and `vllm-lora` (bf16,
 rank-32 adapter in vLLM's own slots). Each runs twice, each time in a process of its own: `cold` with empty caches of
 Triton, of torch.compile and of vLLM, then `warm` with those that the cold run left. Python's files are in the page cache either way: an
-import that is not measured comes first. Then as many sequences as one rollout has, of 100 random tokens each, to the first token and again,
+import that is not measured comes first. `imports` are the import statements of a user's script, and `imports_begin_s` the second in which
+each large package was first asked for. Then as many sequences as one rollout has, of 100 random tokens each, to the first token and again,
 and a whole rollout of 32 tokens, twice; what a second call no longer takes was compilation.
 
 `log` holds what vLLM says about its own phases, with the second in which it says so.
 """
 
 import argparse
-import importlib
+import importlib.abc
 import json
 import logging
 import os
@@ -25,7 +26,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,18 @@ class Clock:
         """Time every call of `owner.attribute`."""
         original = getattr(owner, attribute)
         setattr(owner, attribute, lambda *args, **kwargs: self.part(name, lambda: original(*args, **kwargs)))
+
+
+class Begun(importlib.abc.MetaPathFinder):
+    """Finds nothing, but knows when each of some packages was first asked for."""
+
+    def __init__(self, clock: Clock, *packages: str) -> None:
+        self.clock, self.packages = clock, packages
+        self.seconds: dict[str, float] = {}
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> None:
+        if fullname in self.packages:
+            self.seconds.setdefault(fullname, self.clock.now())
 
 
 class Heard(logging.Handler):
@@ -204,11 +216,27 @@ def start_vllm(clock: Clock, checkpoint: Path, device: str, lora: Path | None) -
     return rollout
 
 
+def import_ours() -> None:
+    from qerl_trl import QeRLConfig, QeRLGRPOTrainer  # noqa: F401
+
+
+def import_trl() -> None:
+    from trl import GRPOConfig, GRPOTrainer  # noqa: F401
+
+
+def import_vllm() -> None:
+    from vllm import LLM, SamplingParams  # noqa: F401
+    from vllm.lora.request import LoRARequest  # noqa: F401
+
+
+IMPORTS = {"ours": import_ours, "trl": import_trl, "vllm": import_vllm, "vllm-lora": import_vllm}
+
+
 def run_case(case: str, checkpoint: Path, device: str, lora: Path, started: float) -> dict:
     clock = Clock(started)
-    trainers = {"ours": ["trl", "qerl_trl.trainer"], "trl": ["trl", "trl.trainer.grpo_trainer"]}
-    modules = ["torch", "transformers", "vllm", *trainers.get(case, [])]
-    clock.part("imports", lambda: [clock.part(f"  {name}", partial(importlib.import_module, name)) for name in modules])
+    begun = Begun(clock, "torch", "transformers", "vllm", "vllm.entrypoints.llm", "trl", "datasets", "peft")
+    sys.meta_path.insert(0, begun)
+    clock.part("imports", IMPORTS[case])
     heard = Heard(clock)
     logging.getLogger("vllm").addHandler(heard)
     if case == "ours":
@@ -233,7 +261,12 @@ def run_case(case: str, checkpoint: Path, device: str, lora: Path, started: floa
             found["rollouts"].append(
                 {"sequences": sequences, "tokens": tokens, "first_s": times[0], "again_s": times[1]}
             )
-    return found | {"total_s": clock.now(), "parts": clock.parts, "log": heard.lines}
+    return found | {
+        "total_s": clock.now(),
+        "parts": clock.parts,
+        "imports_begin_s": begun.seconds,
+        "log": heard.lines,
+    }
 
 
 def write_adapter(checkpoint: Path, folder: Path) -> None:

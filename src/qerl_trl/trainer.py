@@ -47,6 +47,7 @@ from . import base_identity, behaviour, disk, guards, loading, mismatch, preflig
 from .arguments import by_name, with_reward_models
 from .base import adapter_config, model_init
 from .config import QeRLArguments, QeRLConfig, QeRLRLOOConfig
+from .garbage import rarely
 from .lora import check_adapter, prepare_trainable_norms, warn_of_dropout, warn_of_low_precision
 from .memory import shortage
 from .memory.plan import MemoryPlan, plan_trainer
@@ -129,7 +130,7 @@ class QeRLMixin(SavingMixin, PackingMixin, ShardingMixin):
         given["args"], given["peft_config"] = args, adapter_config(model, args, given.get("peft_config"))
         given["reward_funcs"] = with_reward_models(given.get("reward_funcs"), args)
         initial = model_init(model, args, given.pop("quantization_config", None))
-        with initial as quantization_config, self._own_vllm_generation(), shortage.naming(self):
+        with rarely(), initial as quantization_config, self._own_vllm_generation(), shortage.naming(self):
             super().__init__(**given, quantization_config=quantization_config)
         plan_trainer(self)
         disk.check(self)

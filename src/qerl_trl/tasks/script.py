@@ -1,8 +1,7 @@
 """The arguments of a script that trains: a task, `QeRLConfig` and TRL's `ModelConfig`, from a recipe and the command line.
 
 ```python
-from qerl_trl import QeRLGRPOTrainer
-from qerl_trl.tasks.script import Script
+from qerl_trl import QeRLGRPOTrainer, Script
 
 script = Script.parse()  # --config recipe.yaml --task task.yaml, and any field of the three
 script.train(QeRLGRPOTrainer(**script.trainer_arguments()))

@@ -10,6 +10,7 @@ from vllm import LLM, SamplingParams, envs
 from vllm.inputs import TokensPrompt
 from vllm.outputs import RequestOutput
 
+from ...garbage import set_aside
 from ...names import canonical_name
 from ...noise.hooks import NoiseDraw
 from ...nvfp4.fused import fuse_storage
@@ -53,7 +54,8 @@ class InProcessEngine(Engine):
         loader.publish(model, alias=share)
         try:
             own = {"enable_sleep_mode": sleeps, **isolation.arguments(model, spec, arguments or {})}
-            self.llm: WatchedLLM | None = WatchedLLM(**{**spec.llm_arguments(), **own, **(arguments or {})})
+            with set_aside():
+                self.llm: WatchedLLM | None = WatchedLLM(**{**spec.llm_arguments(), **own, **(arguments or {})})
         finally:
             loader.publish(None)
         if sleeps and share:

@@ -1,0 +1,31 @@
+"""The engine of this process, as far as it can be seen without building one; with the real engine: tests/rollout/scenarios.py."""
+
+import gc
+
+import pytest
+from peft import LoraConfig, get_peft_model
+
+from qerl_trl.rollout.spec import EngineSpec
+from tests.tiny_models import make_tiny_model
+
+pytest.importorskip("vllm")
+
+from qerl_trl.rollout.vllm import in_process, loader
+
+
+def test_what_lives_is_set_aside_before_vllm_searches_it(monkeypatch):
+    """Where vLLM fails nothing stays so: the next one may need the memory that a search frees."""
+    seen = []
+
+    def fail(**arguments):
+        seen.append(gc.get_freeze_count())
+        raise RuntimeError("no memory is left")
+
+    monkeypatch.setattr(in_process, "WatchedLLM", fail)
+    model = get_peft_model(make_tiny_model("qwen2"), LoraConfig(r=4, target_modules="all-linear"))
+    model.get_base_model().name_or_path = "somewhere"
+    with pytest.raises(RuntimeError, match="no memory"):
+        in_process.InProcessEngine(model, EngineSpec.of(model), share=False, sleeps=False)
+    assert seen[0] > 10_000
+    assert gc.get_freeze_count() == 0
+    assert loader._PUBLISHED is None

@@ -1,0 +1,93 @@
+"""Python's search for garbage during the start (garbage.py)."""
+
+import gc
+import subprocess
+import sys
+
+import pytest
+
+from qerl_trl import garbage
+
+
+@pytest.fixture(autouse=True)
+def as_before():
+    enabled, threshold = gc.isenabled(), gc.get_threshold()
+    gc.enable()
+    gc.set_threshold(700, 10, 10)
+    yield
+    gc.set_threshold(*threshold)
+    if not enabled:
+        gc.disable()
+
+
+def test_what_a_user_imports_is_never_searched_as_a_whole():
+    """Both statements that a script begins with; afterwards the collector is as it was, and knows none of what was imported."""
+    code = """
+import gc, sys
+whole = []
+gc.callbacks.append(lambda phase, info: whole.append(len(sys.modules)) if info["generation"] == 2 else None)
+before = gc.get_threshold()
+from qerl_trl import QeRLConfig
+from qerl_trl import QeRLGRPOTrainer
+print(whole, gc.isenabled(), gc.get_threshold() == before, len(gc.get_objects()) < 10_000 < gc.get_freeze_count(), "vllm" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1].rpartition(" ")[0] == "[] True True True"
+
+
+def cycle() -> type:
+    class Cycle:  # a class refers to itself
+        pass
+
+    return Cycle
+
+
+def test_an_import_sets_nothing_aside_where_there_may_be_tensors():
+    assert "torch" in sys.modules
+    frozen = gc.get_freeze_count()
+    made = [cycle() for _ in range(10 * garbage._NEXT_TO_NONE)]  # a script that has done something
+    with garbage.importing():
+        assert not gc.isenabled()
+    assert gc.isenabled() and gc.get_freeze_count() == frozen and made
+
+
+@pytest.mark.parametrize("around", [garbage.importing, garbage.rarely])
+def test_an_error_leaves_the_collector_as_it_was(around):
+    with pytest.raises(ImportError), around():
+        raise ImportError
+    assert gc.isenabled() and gc.get_threshold() == (700, 10, 10)
+
+
+def test_rarely_looks_at_young_objects_only():
+    with garbage.rarely():
+        with garbage.rarely():
+            pass
+        assert gc.get_threshold() == garbage._RARELY
+    assert gc.get_threshold() == (700, 10, 10)
+
+
+@pytest.mark.parametrize("chosen", [(0, 10, 10), (50_000, 10, 10)], ids=["never", "rarer"])
+def test_who_has_chosen_otherwise_is_left_alone(chosen):
+    gc.set_threshold(*chosen)
+    with garbage.rarely():
+        assert gc.get_threshold() == chosen
+    gc.set_threshold(700, 10, 10)
+    with garbage.rarely():
+        gc.set_threshold(*chosen)
+    assert gc.get_threshold() == chosen
+
+
+def test_who_has_switched_it_off_is_left_alone():
+    gc.disable()
+    for around in (garbage.importing, garbage.rarely):
+        with around():
+            assert gc.get_threshold() == (700, 10, 10)
+        assert not gc.isenabled()
+
+
+def test_an_engine_that_fails_leaves_nothing_set_aside():
+    frozen = gc.get_freeze_count()
+    with pytest.raises(RuntimeError), garbage.set_aside():
+        assert gc.get_freeze_count() > frozen
+        raise RuntimeError
+    assert gc.get_freeze_count() == 0
