@@ -241,6 +241,8 @@ class Task(threading.Thread):
         self.turn, self.ready = threading.Semaphore(0), lambda: True
         self.products: list = []  # wgmma that were not waited for
         self.stores: list = []  # bulk copies to global memory
+        self.group: list = []  # cp.async since the last commit
+        self.groups: list = []  # those before
         self.done = False
 
     def run(self) -> None:
@@ -573,6 +575,37 @@ def store_wait(left):
         machine.current.stores.pop(0)()
 
 
+class async_copy:
+    """`cp.async`: a copy arrives at any time until its group is waited for."""
+
+    @staticmethod
+    def copy(target, ptr):
+        assert target.data.shape == ptr.shape
+        address, size = ptr.a, BITS[ptr.to_kind] // 8
+        target.data[...] = 0x7FC0 if target.kind == "bf16" else -1  # what was there is lost from now on
+
+        def arrive() -> None:
+            target.data[...] = machine.load(address, size).view(target.data.dtype)
+
+        machine.current.group.append(arrive)
+        machine.pause()
+
+    @staticmethod
+    def commit_group():
+        machine.current.groups.append(machine.current.group)
+        machine.current.group = []
+        if machine.lot.random() < 0.3:
+            async_copy.wait_group(len(machine.current.groups) - 1)
+
+    @staticmethod
+    def wait_group(left):
+        machine.pause()
+        groups = machine.current.groups
+        while len(groups) > left:
+            for arrive in groups.pop(0):
+                arrive()
+
+
 class mbarrier:
     MBarrierLayout = staticmethod(lambda: None)
 
@@ -671,6 +704,8 @@ FAKES = {
     "gl": gl,
     "tl": gl,
     "mbarrier": mbarrier,
+    "async_copy": async_copy,
+    "copy_to_shared": async_copy.copy,
     "tma": SimpleNamespace(store_wait=store_wait),
     "mma_v2": lambda a, b, acc: Tensor(_product(a, b, acc.a), "f32"),
     "fence_async_shared": lambda: None,
@@ -708,7 +743,7 @@ class Source:
         return self.files[name]
 
     def kernel(self, name: str):
-        for file in ("hopper", "hopper_wgmma", "hopper_wide", "portable", "elementwise"):
+        for file in ("hopper", "hopper_wgmma", "hopper_wide", "ampere", "portable", "elementwise"):
             if name in self[file]:
                 return self[file][name]
         raise KeyError(name)

@@ -206,11 +206,29 @@ def test_wgmma(emulated, config, M, N, K, rank, splits):
     assert set(emulated["launches"]) == {f"{config['kernel']}_kernel"} | beside
 
 
+@pytest.mark.parametrize(
+    "M,N,K,rank,splits,more",
+    [
+        (19, 70, 384, 0, None, {"BM": 32, "R": 1, "NS": 3}),
+        (40, 192, 640, 40, (64, 64, 64), {"BM": 32, "R": 2, "SK": 3}),
+        (130, 128, 256, 16, None, {"BM": 128, "R": 2, "NS": 2}),
+        (65, 200, 128, 32, (128, 72), {"BM": 64, "R": 1, "NS": 4}),
+    ],
+    ids=["odd", "split", "two-halves", "one-step"],
+)
+def test_mma(emulated, M, N, K, rank, splits, more):
+    run(emulated, {"kernel": "mma", "SK": 1, "NS": 3} | more, M, N, K, rank, splits, per_row=rank == 0, stride=M % 2)
+    assert set(emulated["launches"]) == {"mma_kernel"}
+
+
 def test_rows_of_x_that_the_copy_engine_cannot_read(emulated):
     run(emulated, wgmma(16, 2, 3, True, 2), 5, 128, 512, stride=3, times=1)
 
 
-@pytest.mark.parametrize("config", [SKINNY, wgmma(16, 2, 3, True, 3)], ids=lambda config: config["kernel"])
+MMA = {"kernel": "mma", "BM": 32, "R": 2, "NS": 3, "SK": 2}
+
+
+@pytest.mark.parametrize("config", [SKINNY, wgmma(16, 2, 3, True, 3), MMA], ids=lambda config: config["kernel"])
 def test_nan_in_one_token_touches_no_other(emulated, config):
     """An engine's batch is padded with rows of anything."""
     M, N, K, rank = 6, 128, 512, 16

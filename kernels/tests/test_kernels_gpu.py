@@ -9,7 +9,7 @@ import triton
 from nvfp4_cases import random_weight, relative_error
 
 import qerl_nvfp4
-from qerl_nvfp4 import cost, fallback, reference, select, timing
+from qerl_nvfp4 import bounds, cost, fallback, reference, select, timing
 from qerl_nvfp4 import ops as launchers
 
 pytestmark = [pytest.mark.gpu, pytest.mark.kernels_ci]
@@ -161,6 +161,35 @@ def test_wgmma_reads_x_at_any_address():
     x = torch.randn(20, 1027, device="cuda", dtype=torch.bfloat16)[:, 3:]
     out = torch.empty(20, 256, device="cuda", dtype=torch.bfloat16)
     launchers.launch(config, x, packed, scale, gs, None, None, None, None, out)
+    exact = x.double() @ reference.dequantize(packed, scale, gs, torch.float64).T
+    assert relative_error(out, exact) < 4e-3
+
+
+MMA = [
+    {"kernel": "mma", "BM": BM, "R": R, "NS": NS, "SK": SK}
+    for BM, R in bounds.ISSUED
+    for NS, SK in ((2, 1), (3, 4))
+    if NS * BM * 256 <= select.SMALLEST_SHARED_MEMORY
+]
+
+
+@gluon_only
+@pytest.mark.parametrize("config", MMA, ids=lambda c: "_".join(str(v) for v in c.values()))
+def test_mma(config):
+    """Selected on other GPUs than Hopper, right on all."""
+    run(config, config["BM"], 512, 2048, per_row=True, launches=20)
+    run(config, 1, 200, 1024)
+    run(config, config["BM"] + 17, 1024, 1152, rank=32, splits=(576, 256, 192), launches=20)
+    run(config, config["BM"] - 3, 1001, 128, rank=6)
+    run(config, 3 * config["BM"] + 1, 528, 1280, rank=256)
+
+
+@gluon_only
+def test_mma_of_an_x_that_cannot_be_copied_16_bytes_at_a_time():
+    packed, scale, gs = random_weight(512, 1024, seed(), "cuda")
+    x = torch.randn(40, 1032, device="cuda", dtype=torch.bfloat16)[:, 3:1027]
+    out = torch.full((40, 512), float("nan"), device="cuda", dtype=torch.bfloat16)
+    launchers.launch(MMA[0], x, packed, scale, gs, None, None, None, None, out)
     exact = x.double() @ reference.dequantize(packed, scale, gs, torch.float64).T
     assert relative_error(out, exact) < 4e-3
 

@@ -9,7 +9,7 @@ import torch
 from nvfp4_cases import leftovers, relative_error
 
 import qerl_nvfp4
-from qerl_nvfp4 import cost, reference, select
+from qerl_nvfp4 import bounds, cost, reference, select
 from qerl_nvfp4 import ops as launchers
 
 pytestmark = [pytest.mark.gpu, pytest.mark.kernels_ci]
@@ -84,6 +84,13 @@ def wide(rng: random.Random) -> tuple[dict, int, int, int, int]:
     return config, M, 16 * rng.randint(5, 100), 256 * rng.randint(2, 14), 64
 
 
+def mma(rng: random.Random) -> tuple[dict, int, int, int, int]:
+    BM, R = rng.choice(tuple(bounds.ISSUED))
+    K, NS = 128 * rng.randint(1, 28), rng.randint(2, bounds.stages(BM, select.SMALLEST_SHARED_MEMORY))
+    config = {"kernel": "mma", "BM": BM, "R": R, "NS": NS, "SK": rng.randint(1, min(8, K // 128))}
+    return config, rng.randint(1, 3 * BM), rng.randint(65, 1600), K, 64
+
+
 def portable(rng: random.Random) -> tuple[dict, int, int, int, int]:
     M, N, K = rng.randint(1, 128), rng.randint(1, 1500) | 1, 16 * rng.randint(1, 200)
     return select.without_gluon(N, K, M, 0), M, N, K, 128
@@ -98,6 +105,7 @@ FAMILIES = [
     pytest.param(skinny, marks=gluon_only),
     pytest.param(wgmma, marks=hopper_only),
     pytest.param(wide, marks=hopper_only),
+    pytest.param(mma, marks=gluon_only),
     portable,
     dense,
 ]
@@ -113,7 +121,7 @@ def test_random_shapes(family):
         config, M, N, K, step = family(rng)
         splits = cut(rng, N, step) if rng.random() < 0.5 else None
         packed, scale, gs = weight(N, K, per_row=rng.random() < 0.3)
-        bias = normal(N, scale=30) if splits or family in (skinny, wgmma, wide) else None
+        bias = normal(N, scale=30) if splits or family in (skinny, wgmma, wide, mma) else None
         a = b = None
         if splits:
             a, b = normal(len(splits) * RANK, K, scale=0.5), normal(N, RANK)

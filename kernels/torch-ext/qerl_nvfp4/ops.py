@@ -32,7 +32,8 @@ if HAS_TRITON:
 def missing_from_gluon() -> str | None:
     """What this Triton lacks of what the Hopper kernels use; None: nothing."""
     try:
-        importlib.import_module(".hopper_wide", __package__)  # and all that it imports
+        for name in ("hopper_wide", "ampere"):  # and all that they import
+            importlib.import_module(f".{name}", __package__)
     except (ImportError, AttributeError, TypeError) as error:
         return str(error)
     return None
@@ -109,7 +110,7 @@ def describe(device: torch.device | str | int | None = None) -> str:
     path = (
         "Hopper kernels (Gluon)"
         if major == 9
-        else "a Gluon kernel up to 16 tokens, the portable Triton kernel for more"
+        else "Gluon kernels without what Hopper added (for more than 16 tokens selected by arithmetic, not by measurements)"
     )
     if not use_gluon(_device_index(device)):
         path = f"portable Triton kernels (slower than the Gluon kernels, which are made for Triton 3.6 to 3.9; this one: {_gluon_lacks()})"
@@ -131,7 +132,7 @@ class Selected(NamedTuple):
     N: int
     K: int
     tokens: int
-    kernel: str  # "skinny", "wgmma", "wide", "portable", "dense" (dequantize, then cuBLAS), "reference" (plain PyTorch)
+    kernel: str  # "skinny", "wgmma", "wide", "mma", "portable", "dense" (dequantize, then cuBLAS), "reference" (plain PyTorch)
     config: dict
     why: str  # measured by the user, the table of which device, the cost model, the heuristic, or what did not compile
 
@@ -360,8 +361,8 @@ def _instead_of(config: dict, N: int, K: int, M: int, index: int) -> dict:
 
 def usable(config: dict, x, packed, block_scale) -> bool:
     """Whether the memory layout suits the kernel: unit strides; the bulk copy engine also wants 16-byte rows and addresses."""
-    scale_alignment = 16 if config["kernel"] in ("wgmma", "wide") else 2 if config["kernel"] == "skinny" else 1
-    word_alignment = 16 if config["kernel"] in ("skinny", "wgmma", "wide") else 4
+    scale_alignment = 16 if config["kernel"] in ("wgmma", "wide") else 2 if config["kernel"] in ("skinny", "mma") else 1
+    word_alignment = 16 if config["kernel"] in ("skinny", "wgmma", "wide", "mma") else 4
     return (
         x.stride(1) == 1
         and packed.stride(1) == 1

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from . import cost, measured, ops, select, tune
+from . import bounds, cost, measured, ops, select, tune
 from .launch import forget_scratch
 from .precompile import Weight, compile_launches
 
@@ -54,10 +54,13 @@ class Refined(NamedTuple):
 def near(weight: Weight, M: int, device: int | None = None) -> list[dict]:
     """Candidates for M tokens, what is selected without measurements first; each is complete, also for an adapter."""
     N, K, splits, rank, _ = weight
-    _, sms, capability = select.device_properties(device)
+    name, sms, capability = select.device_properties(device)
     now = select.shipped(N, K, M, device, True)[0]
-    now = {name: value for name, value in (select.with_adapter(now) if rank else now).items() if name != "lora"}
+    now = {key: value for key, value in (select.with_adapter(now) if rank else now).items() if key != "lora"}
     prices = cost.priced(N, K, M, sms, rank * len(splits)) if capability[0] == 9 and M > 16 else []
+    card = bounds.card_of(name, capability, sms)
+    if card is not None and M > 16:
+        prices = bounds.priced(card, N, K, M, select.shared_memory_limit(device))
     found = [config for us, config in prices if us <= MARGIN * prices[0][0]][: MOST - 1]
     if M <= 16:
         found = skinny_near(N, K, M, sms)

@@ -2,14 +2,15 @@
 
 What the user measured for a model on this GPU (refine.py, kept by measured.py) comes first.  A table tuned on the device
 (configs/device_name=<name>.json, written by `python -m qerl_nvfp4.tune`) answers for the shapes and the numbers of tokens it knows, also
-for another Hopper GPU with as many multiprocessors.  On Hopper a cost model (cost.py) answers for everything else above 16 tokens, a
-heuristic for what is left.  A configuration is a small dict:
+for another Hopper GPU with as many multiprocessors.  On Hopper a cost model (cost.py) answers for everything else above 16 tokens, on
+Ampere, Ada and GeForce Blackwell arithmetic (bounds.py), a heuristic for what is left.  A configuration is a small dict:
 
     {"kernel": "skinny", "BM", "WK", "WN", "R", "late", "grid"}    hopper.skinny_kernel, up to 16 tokens, sm_80 and newer; with an adapter,
         "lora": {..., "cost"}                                  what differs, and K steps that a piece of x A^T counts as
     {"kernel": "wgmma", "BM", "P", "S", "permute", "grid"}     hopper_wgmma.wgmma_kernel, tiles of 64 P rows
         "lora": {"tasks", ...}                                 with an adapter: whether x A^T is computed beside it or by cuBLAS before
     {"kernel": "wide", "BM", "P", "S", "X", "grid"}            hopper_wide.wide_kernel, BM any multiple of 16 up to 256; "tasks" as above
+    {"kernel": "mma", "BM", "R", "NS", "SK"}               ampere.mma_kernel, tiles of 64 R rows, more than 16 tokens, sm_80 and newer
     {"kernel": "portable", "BM", "BN", "BK", "SK", "NW", "NS", "MMA"}    portable.gemm_kernel
     {"kernel": "dense", "pieces"}                              dequantize into a scratch buffer, then cuBLAS
 
@@ -23,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from . import cost, measured
+from . import bounds, cost, measured
 
 CONFIG_FOLDER = Path(__file__).parent / "configs"
 BUCKETS = (8, 16, 32, 64, 128, 256, 512, 1024)  # M is rounded up to one of these; above the last: "dense"
@@ -173,6 +174,10 @@ def can_run(config: dict, N: int, K: int, sms: int, shared_memory: int) -> bool:
             return (get("BM"), get("P"), get("S"), get("permute")) in cost.WGMMA
         tile = get("BM"), get("P")
         return tile in cost.WIDE and (get("S"), get("X")) == cost.wide_stages(*tile)
+    if kernel == "mma":
+        tile, NS, SK = (get("BM"), get("R")), get("NS", 0), get("SK", 0)
+        fits = K % 128 == 0 and 2 <= NS <= bounds.stages(get("BM"), shared_memory) if tile in bounds.ISSUED else False
+        return fits and 1 <= SK <= K // 128
     if kernel == "portable":
         sizes = (get("BM") in (16, 32, 64), get("BN") in (64, 128), get("BK") == 128, get("NW") in (4, 8))
         counts = 1 <= get("NS", 0) <= 4 and 1 <= get("SK", 0) <= math.ceil(K / 128) and get("MMA") in (2, 3)
@@ -237,6 +242,13 @@ def shipped(N: int, K: int, M: int, device_index: int | None, bf16: bool) -> tup
         if found is not None:
             return found, "cost model"
         found = wgmma_heuristic(N, K, M, sms) if M <= 512 else None
+    elif bf16 and M <= cost.SIZES[-1]:  # noqa: SIM300
+        card = bounds.card_of(name, capability, sms)
+        # between two of these sizes nothing changes, and nothing else is compiled
+        size = next(size for size in cost.SIZES if size >= M)
+        prices = bounds.priced(card, N, K, size, shared_memory_limit(device_index)) if card else []
+        if prices:
+            return prices[0][1], f"bounds of {card.name}"
     return found or without_gluon(N, K, M, device_index), "heuristic"
 
 
