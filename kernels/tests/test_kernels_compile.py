@@ -38,6 +38,7 @@ def test_every_selected_kernel_compiles_and_fits_the_card(triton):
         for kernel in ("skinny", "gemm", "lora_down", "dequantize", "lora_up", "rms_norm", "quantize", "quantize_rtn"):
             assert (sm, f"{kernel}_kernel") in found
     assert {sm for sm, kernel in found if kernel == "wgmma_kernel"} == {90}
+    assert {sm for sm, kernel in found if kernel == "mma_kernel"} == {80, 86, 89, 120}
     for sm in (86, 89, 120):
         ranks = {row["rank"] for row in rows if row["sm"] == sm and row["kernel"] == "gemm_kernel"}
         assert ranks == {0, 32, 256}, "a block has about 100 KB here: the adapter's rank must not matter"
@@ -61,5 +62,5 @@ def test_what_decodes_does_not_spill(triton):
     if not version.startswith(("3.6.", "3.7.")):
         pytest.skip("later ones spill more")
     for row in rows:
-        if row["kernel"] in ("skinny_kernel", "gemm_kernel") and row["dtype"] == "bfloat16":
+        if row["kernel"] in ("skinny_kernel", "gemm_kernel", "mma_kernel") and row["dtype"] == "bfloat16":
             assert row["stack"] <= 24, row
