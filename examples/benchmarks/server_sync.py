@@ -2,10 +2,12 @@
 
     CUDA_VISIBLE_DEVICES=0,1 python examples/benchmarks/server_sync.py --out results/server_h200x2.json       # 7B, two GPUs, about 3 minutes
     python examples/benchmarks/server_sync.py --out /tmp/server.json --shape tiny --device cpu                # does it run at all
+    python examples/benchmarks/server_sync.py --out results/server_cpu.json --shape small --rank 464 --device cpu  # as many bytes as 7B, rank 32
 
 The server is started with the command that the trainer prints (NVFP4 base of random weights, rank-32 adapter). Then a few GRPO steps; then
 syncs of a changed adapter, each timed from the call to the server's answer, `--repeats` times: `shared memory`, as on one host, and `tcp`,
-the way between hosts, here over the loopback interface. `noise` is a draw, `contents` what a rollout is checked by. What is known is written
+the way between hosts, here over the loopback interface. Without GPUs trainer and engine have their tensors in host memory, so what is left out is
+the copy from one GPU and to the other over their buses. `noise` is a draw, `contents` what a rollout is checked by. What is known is written
 after each part, so a run that is ended early leaves what it has.
 """
 
@@ -72,6 +74,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--shape", default="7b")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--rank", type=int, default=RANK, help="Of the adapter.")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=10)
     options = parser.parse_args()
@@ -99,7 +102,7 @@ def main() -> None:
     longest = 4 * prompt + new
     started = time.perf_counter()
     write_checkpoint(options.shape, folder / "model", options.device, packed=True)
-    lora = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear", task_type="CAUSAL_LM")
+    lora = LoraConfig(r=options.rank, lora_alpha=2 * options.rank, target_modules="all-linear", task_type="CAUSAL_LM")
     dataset = Dataset.from_dict({"prompt": [f"{i} " + "1 " * (prompt - 2) for i in range(64)]})
 
     def trainer(url: str, timeout: float) -> QeRLGRPOTrainer:
@@ -137,6 +140,7 @@ def main() -> None:
             "device": device_name(torch.device(options.device)) + ("" if cpu else " x 2"),
             "versions": versions(),
             "shape": options.shape,
+            "rank": options.rank,
             "sequences": SEQUENCES,
             "new_tokens": new,
             "server_ready_s": round(ready, 1),

@@ -86,7 +86,11 @@ class SharedMemory:
 
 def _pin(data: torch.Tensor) -> bool:
     runtime = torch.cuda.cudart()
-    return int(runtime.cudaHostRegister(data.data_ptr(), data.numel(), 0)) == 0
+    pinned = int(runtime.cudaHostRegister(data.data_ptr(), data.numel(), 0)) == 0
+    if not pinned:  # CUDA keeps the error for whoever launches a kernel next
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device="cuda").add_(1)
+    return pinned
 
 
 def _release(pinned: int | None, path: str | None) -> None:
