@@ -287,6 +287,22 @@ def test_plan(tiny_model_dir):
     code, _, err = call("plan", folder, "--config", "qwen2.5-7b", "--gpus", 3)
     assert code == 2 and "(128) must be divisible by the global batch size (12)" in err
     assert "--completions 128 cannot be shared by --gpus 3" in call("plan", folder, "--gpus", 3)[2]
+    whole, sharded = (
+        {
+            part["name"]: part["update"]
+            for part in json.loads(call("plan", folder, "--gpus", 2, *more, "--json")[1])["parts"]
+        }
+        for more in ((), ("--fsdp", "--tensor-parallel", 2))
+    )
+    adapter, copy = "adapter, rank 32", "the engine's copy of the weights"
+    assert 2 * sharded[adapter] == whole[adapter]
+    assert whole[copy] == 0 < sharded[copy] < whole["frozen base, nvfp4"]
+    assert "2 GPUs, which share the base: 64 completions" in call("plan", folder, "--gpus", 2, "--fsdp")[1]
+    assert "say how many with --gpus" in call("plan", folder, "--fsdp")[2]
+    assert (
+        "needs a multiple of them in --gpus 3"
+        in call("plan", folder, "--gpus", 3, "--tensor-parallel", 2, "--completions", 12)[2]
+    )
     assert call("plan", folder, "--config", "qwen9")[0] == 2
     assert call("plan")[2].startswith("There is nothing to plan")
     assert "--optimizer lion is none of adamw_torch" in call("plan", folder, "--optimizer", "lion")[2]

@@ -28,6 +28,12 @@ def plan(
             min=1, help="GPUs that share each rollout and update (data parallel); the plan is of one of them."
         ),
     ] = 1,
+    fsdp: Annotated[
+        bool, typer.Option(help="The GPUs share the base out between them (FSDP 2); an engine has weights of its own.")
+    ] = False,
+    tensor_parallel: Annotated[
+        int | None, typer.Option(min=1, help="GPUs of one engine.", show_default="1, or as the configuration says")
+    ] = None,
     prompt_length: Annotated[int, typer.Option(help="Tokens of the longest prompt, with its chat template.")] = 512,
     batch: Annotated[int, typer.Option(help="Sequences of one backward pass.")] = 8,
     accumulation: Annotated[int, typer.Option(help="Backward passes of one update.")] = 1,
@@ -85,6 +91,16 @@ def plan(
             sleep=sleep,
             **on_a_gpu(base_format),
         )
+    if fsdp and gpus == 1:
+        raise ValueError("--fsdp shares the base out between several GPUs: say how many with --gpus.")
+    if tensor_parallel is not None:
+        work = work.with_engines_of(tensor_parallel)
+    if gpus % work.tensor_parallel:
+        raise ValueError(
+            f"An engine of {work.tensor_parallel} GPUs (--tensor-parallel) needs a multiple of them in --gpus {gpus}."
+        )
+    if fsdp:
+        work = work.under_fsdp()
     if model is None:
         raise ValueError("There is nothing to plan: name a model, or a configuration with --config.")
     shape = shape_of(model)
@@ -97,7 +113,7 @@ def plan(
         **{name: getattr(made, name) for name in ("update", "rollout", "peak", "waves", "fits")},
     }
     shared = (
-        f"{gpus} GPUs, the whole base on each: {work.completions} completions of a rollout and {work.accumulation} backward "
+        f"{gpus} GPUs, {'which share the base' if fsdp else 'the whole base on each'}: {work.completions // work.tensor_parallel} completions of a rollout and {work.accumulation} backward "
         f"{'pass' if work.accumulation == 1 else 'passes'} of {work.batch} per update on each; the plan is of one of them"
     )
     print_result(

@@ -386,10 +386,9 @@ def plan_trainer(trainer: Any, gpu: Gpu | None = None) -> MemoryPlan:
             attention=getattr(model.config, "_attn_implementation", None) or "sdpa",
         )
         if trainer.is_fsdp_enabled:  # it will shard what the engine would share
-            work = dataclasses.replace(work, share_weights=False, sharded=True)
+            work = work.under_fsdp()
         work = dataclasses.replace(work, **how.computes(trainer))
-        if work.gradient_checkpointing is None and (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
-            # processes gather the weights of each layer together, and each plans for itself
+        if work.gradient_checkpointing is None and trainer.is_deepspeed_enabled:
             work = dataclasses.replace(work, gradient_checkpointing=True)
         device = trainer.accelerator.device
         if gpu is None and device.type == "cuda":

@@ -96,6 +96,18 @@ class Workload:
         """Whether the engine reads the trainer's tensors. Weights that are all trained are streamed into a copy."""
         return self.share_weights and self.tensor_parallel == 1 and self.base_format != "full"
 
+    def with_engines_of(self, gpus: int) -> "Workload":
+        """The same with tensor parallel engines, each of which serves all processes on its GPUs."""
+        return dataclasses.replace(
+            self, tensor_parallel=gpus, completions=self.completions // self.tensor_parallel * gpus
+        )
+
+    def under_fsdp(self) -> "Workload":
+        """The same with the trainer's weights shared out, and an engine's of its own. Processes gather the weights of each layer together, and each
+        plans for itself, so all layers recompute unless it is said how many."""
+        checkpointing = True if self.gradient_checkpointing is None else self.gradient_checkpointing
+        return dataclasses.replace(self, share_weights=False, sharded=True, gradient_checkpointing=checkpointing)
+
 
 @dataclasses.dataclass(frozen=True)
 class Lengths:
