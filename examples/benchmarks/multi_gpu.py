@@ -169,7 +169,7 @@ def await_server(process: Any, url: str, log: Path) -> None:
         os._exit(1)
 
 
-def work(name: str, model: str, folder: Path, shape: str, device: str) -> None:
+def work(name: str, model: str, folder: Path, shape: str, device: str, steps: int) -> None:
     """Measure in this process, one of the mode's, and leave the row in `folder`."""
     rank = os.environ.get("RANK", "0")  # each has its own, also where the launcher shows each process one GPU
     faulthandler.register(signal.SIGUSR1, (folder / f"{rank}.threads").open("w"))  # where they are, if it is late
@@ -180,7 +180,8 @@ def work(name: str, model: str, folder: Path, shape: str, device: str) -> None:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     mode, new = MODES[name], NEW if device == "cuda" else 8
     base_format = "nvfp4" if mode.who == "ours" else "bf16"
-    step_speed.ENOUGH = math.inf  # processes that look at their own clocks would stop at different steps
+    # processes that look at their own clocks would stop at different steps
+    step_speed.STEPS, step_speed.ENOUGH = steps, math.inf
     case = step_speed.Case(mode.who, shape, SEQUENCES, new, SEQUENCES, base_format=base_format)
     row = step_speed.measure(case, device, partial(build, mode, model, folder))
     if mode.options.get("vllm_mode") == "server":
@@ -253,11 +254,12 @@ def end_server(record: dict[str, Any]) -> None:
 
 
 def run_mode(
-    name: str, model: Path, shape: str, device: str, limit: float, kept: Path | None, server: dict[str, Any] | None
+    name: str, told: dict[str, Any], limit: float, kept: Path | None, server: dict[str, Any] | None
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Start the mode's processes, wait for them, and end whatever is left of them, but for the server of a mode that went well.
 
     Args:
+        told: the options of its processes.
         kept: folder for the log of a mode that fails.
         server: the record of one that the mode before has left.
 
@@ -265,6 +267,8 @@ def run_mode(
         The mode's row, and the record of its server.
     """
     mode, folder = MODES[name], Path(tempfile.mkdtemp(prefix=f"{name}-"))
+    words = [str(word) for pair in {"--worker": name, "--folder": folder, **told}.items() for word in pair]
+    worker, device = [__file__, *words], told["--device"]
     gpus = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0,1").split(",")
     environment = (
         step_speed.CACHES
@@ -276,13 +280,10 @@ def run_mode(
     if server is not None:
         environment["QERL_SERVER_URL"] = server["url"]
     if device == "cuda":
-        own = gpus[: mode.processes]
-        environment |= {"CUDA_VISIBLE_DEVICES": ",".join(own), "QERL_SERVER_GPU": gpus[-1]}
+        environment |= {"CUDA_VISIBLE_DEVICES": ",".join(gpus[: mode.processes]), "QERL_SERVER_GPU": gpus[-1]}
     else:
         environment |= {"ACCELERATE_USE_CPU": "true", "TORCHDYNAMO_DISABLE": "1"}
         environment |= {"VLLM_CPU_OMP_THREADS_BIND": "0|1" if mode.processes == 2 else "auto"}
-    told = {"--worker": name, "--model": model, "--folder": folder, "--shape": shape, "--device": device}
-    worker = [__file__, *(str(word) for pair in told.items() for word in pair)]
     log, started, late = folder / "log", time.monotonic(), False
     files = [folder / f"{rank}.json" for rank in range(mode.processes)]
     with log.open("w") as file:
@@ -367,6 +368,7 @@ def main() -> int:
     parser.add_argument(
         "--limit", type=float, default=300, help="Seconds for one mode; the first start compiles for 150."
     )
+    parser.add_argument("--steps", type=int, default=step_speed.STEPS, help="The first two are not counted.")
     parser.add_argument("--commit", help="Of the code that runs, where there is no git.")
     parser.add_argument(
         "--models", type=Path, help="Folder of the checkpoints. Default: in the folder of temporary files."
@@ -376,7 +378,7 @@ def main() -> int:
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        work(options.worker, options.model, Path(options.folder), options.shape, options.device)
+        work(options.worker, options.model, Path(options.folder), options.shape, options.device, options.steps)
         os._exit(0)  # vLLM's own end can hang
     import torch
 
@@ -424,7 +426,13 @@ def main() -> int:
                 keep({"name": called, "failed": "it was running when this script was ended"})
                 model = checkpoint(MODES[name].who, options.shape, options.device, models)
                 limit = min(options.limit, TOTAL - (time.monotonic() - started))
-                row, server = run_mode(name, model, options.shape, options.device, limit, kept, server)
+                told = {
+                    "--model": model,
+                    "--shape": options.shape,
+                    "--device": options.device,
+                    "--steps": options.steps,
+                }
+                row, server = run_mode(name, told, limit, kept, server)
                 row["name"] = called
             if server is not None and not goes_on(name, after):
                 end_server(server)

@@ -7,11 +7,13 @@
 The server is started with the command that the trainer prints (NVFP4 base of random weights, rank-32 adapter). Then a few GRPO steps; then
 syncs of a changed adapter, each timed from the call to the server's answer, `--repeats` times: `shared memory`, as on one host, and `tcp`,
 the way between hosts, here over the loopback interface. Without GPUs trainer and engine have their tensors in host memory, so what is left out is
-the copy from one GPU and to the other over their buses. `noise` is a draw, `contents` what a rollout is checked by. What is known is written
+the copy from one GPU and to the other over their buses; and what either end computes, sums that detect damage above all, takes a CPU seconds, so
+`transport` is the way alone: writing the shared memory, and sending all parts of an update until the server has them. `noise` is a draw, `contents` what a rollout is checked by. What is known is written
 after each part, so a run that is ended early leaves what it has.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import shlex
@@ -95,6 +97,7 @@ def main() -> None:
     from qerl_trl.noise.hooks import NoiseDraw
     from qerl_trl.nvfp4.config import from_pretrained
     from qerl_trl.report import device_name, versions
+    from qerl_trl.rollout.engine import RolloutError
     from qerl_trl.rollout.spec import EngineSpec
 
     folder = Path(tempfile.mkdtemp())
@@ -155,7 +158,7 @@ def main() -> None:
         def write() -> None:
             options.out.write_text(json.dumps(results, indent=1) + "\n")
 
-        def timed(action) -> dict:
+        def timed(action, afterwards=lambda: None) -> dict:
             seconds = []
             for _ in range(options.repeats):
                 with torch.no_grad():
@@ -167,8 +170,23 @@ def main() -> None:
                 begin = time.perf_counter()
                 action()
                 seconds.append(time.perf_counter() - begin)
+                afterwards()
             return {"median_s": round(statistics.median(seconds), 4), "all_s": [round(s, 4) for s in seconds]}
 
+        write()
+
+        def send() -> None:
+            sent.append(engine.transfer())
+
+        def forget() -> None:
+            with contextlib.suppress(RolloutError):  # it is not the update that it says
+                engine.call("qerl_apply", sent.pop(), "forget it")
+
+        sent: list[str] = []
+        results["transport"] = {
+            "shared memory": timed(lambda: engine._shared.data.copy_(engine._flat)),
+            "tcp": timed(send, forget),
+        }
         write()
         results["sync"] = {"shared memory": timed(generation.sync_weights)}
         write()
@@ -182,7 +200,12 @@ def main() -> None:
             engine._shared = None
         results["sync"]["tcp"] = timed(generation.sync_weights)
         write()
-        print(json.dumps({k: results[k] for k in ("sync", "noise", "contents", "bytes", "pinned", "steps")}, indent=1))
+        print(
+            json.dumps(
+                {k: results[k] for k in ("transport", "sync", "noise", "contents", "bytes", "pinned", "steps")},
+                indent=1,
+            )
+        )
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)

@@ -118,7 +118,7 @@ class ServerEngine(Engine):
             self._shared.data.copy_(self._flat)
             answers = self.call("qerl_apply", "shared", expected)
         else:
-            answers = self._send(expected)
+            answers = self.call("qerl_apply", self.transfer(), expected)
         written = {"layers": len(adapter), "norms": len(norms)}
         if any(answer != written for answer in answers):
             raise odd(self.url + CALL, f"{written} written on each rank", f"{answers}")
@@ -147,8 +147,8 @@ class ServerEngine(Engine):
         else:
             shared.close()
 
-    def _send(self, expected: str) -> list[dict]:
-        """The update over the network, a few parts at a time."""
+    def transfer(self) -> str:
+        """Send the update over the network, a few parts at a time; the name under which the server keeps it until it is applied."""
         data, transfer = self._flat.cpu().numpy(), uuid.uuid4().hex
 
         def send(index: int) -> None:
@@ -156,7 +156,7 @@ class ServerEngine(Engine):
 
         with ThreadPoolExecutor(max_workers=PARTS) as pool:
             list(pool.map(send, range(-(-len(data) // CHUNK))))
-        return self.call("qerl_apply", transfer, expected)
+        return transfer
 
     def set_noise(self, norms: Sequence[str], draw: NoiseDraw) -> float | None:
         if tuple(norms) != self._noisy:
