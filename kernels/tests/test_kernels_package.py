@@ -316,6 +316,17 @@ def test_the_page_says_what_the_batch_invariant_mode_costs(monkeypatch):
     assert len(result["layers"]) == page.partition(table.BEGIN)[2].partition(table.END)[0].count("| 7B |")
 
 
+def test_the_page_says_where_a_decode_step_goes(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import decode
+
+    page = (ROOT / "HOW_IT_WORKS.md").read_text()
+    assert decode.written(page) == page, "run kernels/benchmarks/decode.py --page kernels/HOW_IT_WORKS.md"
+    for row in decode.rows():
+        assert 0 < row["floor"] < row["products"] + row["head"] < row["layers"] + row["head"] < row["step"]
+        assert abs(row["layers"] + row["head"] + row["rest"] - row["step"]) < 1e-9
+
+
 def test_the_committed_compilations_are_of_every_triton_that_is_named():
     """CARD.md and the README name 3.6 to 3.9; benchmarks/compile_matrix.py writes the file."""
     tritons = json.loads((ROOT / "benchmarks" / "results" / "compile.json").read_text())["tritons"]

@@ -1,0 +1,121 @@
+"""Where a decode step of a whole rollout goes, by measurements that are committed: no GPU is needed.
+
+    python kernels/benchmarks/decode.py [--page kernels/HOW_IT_WORKS.md]      prints the table, or writes it into the page
+
+A step is what is left of `rollout_speed_h200.json` (tokens per second of 7B in vLLM, ours and bf16 merged) without the prefill, which was timed
+for 64 sequences and is taken in proportion.  Beside it stand 28 times a decoder layer without attention (`batch_invariant_h200.json`: as in a
+model, with norms and SwiGLU), 28 times the four products one after the other (`h200.json`), and what both read at the least: the packed layers
+and the head, which stays in bfloat16.  The rest of a step is attention, sampling with its log-probabilities, and whatever the GPU waits for.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE / "results"
+ROLLOUT = HERE.parents[1] / "examples" / "benchmarks" / "results" / "rollout_speed_h200.json"
+PAGE = HERE.parent / "HOW_IT_WORKS.md"
+BEGIN, END = "<!-- decode: written by benchmarks/decode.py -->\n", "<!-- end of decode -->\n"
+LAYERS, HIDDEN, VOCABULARY, NEW = (
+    28,
+    3584,
+    152064,
+    256,
+)  # Qwen2.5-7B's shapes, and new tokens of a rollout, as rollout_speed.py has them
+BANDWIDTH = 4.59e6  # bytes per microsecond that an H200 reads, as in compare.py
+
+
+def rows() -> list[dict]:
+    """Milliseconds of a step, per number of sequences that all three files know."""
+    rollout = json.loads(ROLLOUT.read_text())["cases"]
+    products = {r["M"]: r for r in json.loads((RESULTS / "h200.json").read_text())["sums"] if r["model"] == "7B"}
+    layers = json.loads((RESULTS / "batch_invariant_h200.json").read_text())["layers"]
+    layers = {r["M"]: r for r in layers if r["model"] == "7B"}
+    head = 2 * VOCABULARY * HIDDEN / BANDWIDTH / 1e3
+
+    def step(case: str, batch: int) -> float:
+        one = rollout[case]
+        speeds = one["tokens_per_s"][str(batch)]
+        prefill = one["prefill_s"]["64"] * batch / 64
+        return (batch * NEW / (sum(speeds) / len(speeds)) - prefill) / NEW * 1e3
+
+    found = []
+    for batch in (8, 32, 64):
+        product, layer = products[batch], layers[batch]
+        ours, merged = step("ours:7b", batch), step("stock-merged:7b", batch)
+        inside, beside = LAYERS * layer["selected_us"] / 1e3, LAYERS * layer["bf16_us"] / 1e3
+        found.append(
+            {
+                "sequences": batch,
+                "step": ours,
+                "floor": LAYERS * product["floor_us"] / 1e3 + head,
+                "products": LAYERS * product["ours_lora_us"] / 1e3,
+                "layers": inside,
+                "glue": LAYERS * layer["glue_us"] / 1e3,
+                "head": head,
+                "rest": ours - inside - head,
+                "bf16 step": merged,
+                "bf16 layers": beside,
+                "bf16 rest": merged - beside - head,
+            }
+        )
+    return found
+
+
+def matrices() -> dict[str, dict]:
+    """Microseconds of the four products at 8 tokens, one after the other: floor, ours, ours with an adapter."""
+    rows = json.loads((RESULTS / "h200.json").read_text())["rows"]
+    return {r["shape"].removeprefix("7B."): r for r in rows if r["shape"].startswith("7B.") and r["M"] == 8}
+
+
+def text() -> str:
+    found = rows()
+    lines = [
+        "| sequences | step | floor | products alone | layers without attention | of it norms, SwiGLU | head, at least | rest | bf16 step | bf16 layers | bf16 rest |",
+        "|" + "---:|" * len(found[0]),
+    ]
+    for row in found:
+        lines.append(f"| {row['sequences']} | " + " | ".join(f"{row[n]:.2f}" for n in list(row)[1:]) + " |")
+    above = {name: r["ours_us"] - r["floor_us"] for name, r in matrices().items()}
+    adapter = sum(r["ours_lora_us"] - r["ours_us"] for r in matrices().values()) * LAYERS / 1e3
+    hidden = len(above) * min(above.values()) * LAYERS / 1e3
+    gaps = ", ".join(f"{name} {us:.1f}" for name, us in above.items())
+    few = found[0]
+    lines += [
+        "",
+        "Milliseconds per step of 7B on an H200, adapter of rank 32 in ours, none in bf16. The files are of different runs: tenths count, hundredths do "
+        "not. At 8 sequences:",
+        "",
+        f"* {few['rest']:.2f} ms are attention, sampling with log-probabilities, and waiting. bf16 has the same {few['bf16 rest']:.2f}: no product is in it.",
+        f"* {few['layers']:.2f} ms are the layers. Their products alone take {few['products']:.2f}, of which the adapter {adapter:.2f}; norms and SwiGLU "
+        f"{few['glue']:.2f} (two and three kernels in the benchmark, two and one in the engine); "
+        f"{few['layers'] - few['products'] - few['glue']:.2f} is lost because a product overlaps less with its neighbours.",
+        f"* Above their floor the products are, in microseconds: {gaps}. The smallest of these is what a product costs that has almost no bytes to read: "
+        f"if one kernel for the layer hid that much of each, {hidden:.2f} ms ({hidden / few['step']:.0%} of the step) were gone, less what its barriers over "
+        "all multiprocessors take.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def written(page: str) -> str:
+    """The page with the table in its place."""
+    head, _, rest = page.partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    if not end:
+        raise ValueError(f"the page has no {BEGIN.strip()} and {END.strip()}")
+    return head + BEGIN + text() + END + tail
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--page", type=Path)
+    args = parser.parse_args()
+    if args.page:
+        args.page.write_text(written(args.page.read_text()))
+    else:
+        print(text(), end="")
+
+
+if __name__ == "__main__":
+    main()
