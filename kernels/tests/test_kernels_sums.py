@@ -10,6 +10,12 @@ ON = [
     pytest.param("cpu", marks=pytest.mark.skipif(not portable.INTERPRET, reason="interpreter")),
     pytest.param("cuda", marks=pytest.mark.gpu),
 ]
+
+
+def sums_of(tensors, lanes):
+    return sums.sums([sums.words_of(tensor) for tensor in tensors], lanes, tensors[0].device)
+
+
 INTEGERS = {1: torch.int64, 2: torch.int32, 4: torch.int16, 8: torch.int8}
 
 
@@ -27,19 +33,17 @@ def test_sums_of_words(lanes, device, small_pieces):
     tensors.append(torch.randn(12, 8).bfloat16()[4:])  # begins inside its storage
     tensors.append(torch.full((3000,), -1))  # all bits: every lane is negative
     tensors = [tensor.to(device) for tensor in tensors]
-    assert all(map(sums.in_words, tensors))
     expected = [int(tensor.view(-1).view(INTEGERS[lanes]).sum(dtype=torch.int64)) for tensor in tensors]
-    assert sums.sums(tensors, lanes).tolist() == expected
+    assert sums_of(tensors, lanes).tolist() == expected
     tensors[5].view(-1)[4999] += 1  # in the last piece
-    changed = sums.sums(tensors, lanes).tolist()
+    changed = sums_of(tensors, lanes).tolist()
     assert [a != b for a, b in zip(changed, expected, strict=True)] == [number == 5 for number in range(len(tensors))]
 
 
 def test_what_cannot_be_read_in_words():
-    assert not sums.in_words(torch.zeros(8, 8)[:, :4])
-    assert not sums.in_words(torch.zeros(3))
-    assert not sums.in_words(torch.zeros(9)[1:])
-    assert sums.in_words(torch.zeros(0))
+    for tensor in (torch.zeros(8, 8)[:, :4], torch.zeros(3), torch.zeros(9)[1:]):
+        assert sums.words_of(tensor) is None
+    assert sums.words_of(torch.zeros(10)[2:])[1] == 4 and sums.words_of(torch.zeros(0)) == (0, 0)
 
 
 @pytest.mark.parametrize("device", ON)
@@ -72,11 +76,11 @@ def test_a_factor_that_is_infinite_is_no_nan_beyond_the_tensor(device):
 def test_it_reads_at_the_speed_of_memory():
     """An eighth of what any card for which it is made reads in a second; a wrong grid or a sum per element would be far below."""
     tensors = [torch.randint(0, 255, (2**26,), dtype=torch.uint8, device="cuda") for _ in range(16)]
-    sums.sums(tensors, 1)
+    sums_of(tensors, 1)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for _ in range(5):
-        sums.sums(tensors, 1)
+        sums_of(tensors, 1)
     end.record()
     end.synchronize()
     gigabytes_per_second = 5 * 2**30 / start.elapsed_time(end) / 1e6

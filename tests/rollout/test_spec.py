@@ -2,12 +2,14 @@
 
 import json
 import shlex
+from types import SimpleNamespace
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
 from qerl_trl.nvfp4.config import NVFP4Config
+from qerl_trl.rollout.adapter import linear_layers
 from qerl_trl.rollout.spec import EngineSpec
 from qerl_trl.rollout.wire import batch_invariant
 from tests.tiny_models import make_tiny_model
@@ -98,9 +100,28 @@ def test_arguments_of_llm_and_the_command_say_the_same(folder):
     for name, text in options.items():
         name = name.removeprefix("--").replace("-", "_")
         if name == "additional_config":
-            assert json.loads(text) == arguments[name]
+            held = arguments[name]["qerl"].pop("holds")  # a server reads the checkpoint itself
+            assert held == spec.holds and json.loads(text) == arguments[name]
         elif name in arguments:
             assert text == str(arguments[name])
+
+
+def test_engines_whose_layers_hold_their_weights_otherwise_share_no_compiled_graph(folder):
+    """vLLM finds graphs on disk by what it was told, and one over dense weights ended in KeyError: 'weight' where bitsandbytes' were."""
+
+    def told(model):
+        return json.dumps(EngineSpec.of(model).llm_arguments()["additional_config"])
+
+    def hold(model, **state):
+        layer = next(layer for name, layer in linear_layers(model).items() if name.endswith("up_proj"))
+        layer.weight.quant_state = SimpleNamespace(quant_type="nf4", dtype=torch.bfloat16, **state)
+        return model
+
+    dense, again = (policy(folder, quantized=False) for _ in range(2))
+    assert told(dense) == told(again)
+    seen = {told(dense), told(policy(folder))}
+    seen |= {told(hold(again, blocksize=64, nested=nested)) for nested in (False, True)}
+    assert len(seen) == 4
 
 
 def test_the_engine_reads_what_it_is_told(folder):

@@ -70,32 +70,31 @@ def rounded_sums_kernel(
     tl.atomic_add(bad_ptr + number, tl.sum(bad_B, axis=0))
 
 
-def _table(tensors: Sequence[torch.Tensor], counts: np.ndarray, size: int, device: torch.device) -> torch.Tensor:
-    """(pieces, 3) int64 for tensors of `counts` elements of `size` bytes."""
-    addresses = np.fromiter((t.data_ptr() for t in tensors), np.int64, len(tensors))
+def _table(places: Sequence[int], sizes: Sequence[int], size: int, device: torch.device) -> torch.Tensor:
+    """(pieces, 3) int64 for tensors of `sizes` elements of `size` bytes at `places`."""
+    addresses, counts = np.array(places, np.int64), np.array(sizes, np.int64)
     pieces = -(-counts // PIECE)
-    number = np.repeat(np.arange(len(tensors)), pieces)
+    number = np.repeat(np.arange(len(counts)), pieces)
     before = (np.arange(len(number)) - np.repeat(pieces.cumsum() - pieces, pieces)) * PIECE
     rows = np.stack([addresses[number] + before * size, np.minimum(counts[number] - before, PIECE), number], axis=1)
     return torch.from_numpy(rows).to(device, non_blocking=True)
 
 
-def in_words(tensor: torch.Tensor) -> bool:
-    """Whether a tensor can be read 8 bytes at a time: it is one piece of memory that begins and ends at a multiple of 8 bytes."""
-    return tensor.is_contiguous() and tensor.nbytes % 8 == 0 and tensor.data_ptr() % 8 == 0
+def words_of(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """Address and number of the words of 8 bytes that a tensor is; None: it is not one piece of memory that begins and ends at a multiple of 8 bytes."""
+    address, size = tensor.data_ptr(), tensor.nbytes
+    return (address, size // 8) if not (address | size) & 7 and tensor.is_contiguous() else None
 
 
-@torch.no_grad()
-def sums(tensors: Sequence[torch.Tensor], lanes: int) -> torch.Tensor:
+def sums(words: Sequence[tuple[int, int]], lanes: int, device: torch.device) -> torch.Tensor:
     """Sum of each tensor's bytes as integers of 8 / `lanes` bytes, signed, modulo 2^64: (count,) int64 on their device. No wait for the device.
 
     Args:
-        tensors: on one device, all `in_words`, of any dtype.
+        words: `words_of` each tensor, of any dtype, which live on `device` until this returns.
         lanes: 1, 2, 4 or 8.
     """
-    device = tensors[0].device
-    found = torch.zeros(len(tensors), dtype=torch.int64, device=device)
-    table = _table(tensors, np.fromiter((t.nbytes // 8 for t in tensors), np.int64, len(tensors)), 8, device)
+    found = torch.zeros(len(words), dtype=torch.int64, device=device)
+    table = _table(*zip(*words, strict=True), 8, device)
     if len(table):
         with torch.cuda.device_of(found):
             sums_kernel[(len(table),)](table, found, LANES=lanes, BLOCK=_BLOCK, num_warps=4)
@@ -114,8 +113,8 @@ def rounded_sums(
     """
     device, source = tensors[0].device, tensors[0].dtype
     found = torch.zeros(2, len(tensors), dtype=torch.int64, device=device)
-    counts = np.fromiter((t.numel() for t in tensors), np.int64, len(tensors))
-    table = _table(tensors, counts, tensors[0].element_size(), device)
+    places, sizes = [t.data_ptr() for t in tensors], [t.numel() for t in tensors]
+    table = _table(places, sizes, tensors[0].element_size(), device)
     if len(table):
         with torch.cuda.device_of(found):
             rounded_sums_kernel[(len(table),)](

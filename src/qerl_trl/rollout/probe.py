@@ -33,9 +33,10 @@ bit on two layers (vllm/state.py).
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, TypeVar, cast
 
 import torch
 from accelerate.utils import gather_object, is_peft_model
@@ -43,11 +44,14 @@ from peft.tuners.lora import LoraLayer
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..evaluation_mode import evaluation_mode
 from ..names import local_tensor, reshard, set_whole
 from ..noise.hooks import NoiseDraw
 from ..nvfp4.linear import decoded_weights
 from .adapter import active_adapter, linear_layers, rollout_layers
 from .engine import Completion, Engine, RolloutError, Sampling
+
+R = TypeVar("R")
 
 _PROMPTS, _PROMPT_TOKENS, _NEW_TOKENS = 4, 12, 8
 _SAMPLING = Sampling(max_tokens=_NEW_TOKENS, ignore_eos=True)
@@ -113,7 +117,19 @@ class NoiseProbeResult:
         )
 
 
-@torch.no_grad()
+def _scoring(function: Callable[..., R]) -> Callable[..., R]:
+    """Inside, the trainer's model, the second argument, is in evaluation mode and decodes its weights; once, not in every forward: a walk through the
+    modules of a large model takes as long as half a forward of a few tokens."""
+
+    @functools.wraps(function)
+    def scoring(engine: Engine, model: nn.Module, *args: Any) -> R:
+        with torch.no_grad(), evaluation_mode(model), decoded_weights(model):
+            return function(engine, model, *args)
+
+    return scoring
+
+
+@_scoring
 def probe(
     engine: Engine, model: nn.Module, device: torch.device, dtype: torch.dtype, sync: Callable[[], None]
 ) -> tuple[ProbeResult, Clean | None]:
@@ -205,7 +221,7 @@ def probe(
     return result, as_it_is
 
 
-@torch.no_grad()
+@_scoring
 def probe_noise(
     engine: Engine,
     model: nn.Module,
@@ -269,7 +285,7 @@ def probe_noise(
     return result
 
 
-@torch.no_grad()
+@_scoring
 def probe_again(engine: Engine, model: nn.Module, device: torch.device, dtype: torch.dtype) -> float:
     """Whether engine and trainer still agree, with the adapter as it is now and noise off: whole models, on the tokens of the start.
 
@@ -325,14 +341,10 @@ def _trainer_logps(
     model: nn.Module, device: torch.device, prompts: list[list[int]], completions: list[Completion]
 ) -> torch.Tensor:
     """The trainer's log-probabilities (prompts, new tokens) of the completions."""
-    training = model.training
-    model.eval()
+    ids = torch.tensor([p + c.tokens for p, c in zip(prompts, completions, strict=True)], device=device)
     try:
-        ids = torch.tensor([p + c.tokens for p, c in zip(prompts, completions, strict=True)], device=device)
-        with decoded_weights(model):
-            logits = model(input_ids=ids, use_cache=False).logits[:, _PROMPT_TOKENS - 1 : -1].float()
+        logits = model(input_ids=ids, use_cache=False).logits[:, _PROMPT_TOKENS - 1 : -1].float()
     finally:
-        model.train(training)
         reshard(model)
     return logits.log_softmax(-1).gather(-1, ids[:, _PROMPT_TOKENS:, None]).squeeze(-1)
 
@@ -370,8 +382,9 @@ def _rounded_once_more(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     generators: dict[torch.device, torch.Generator] = {}
 
     def move(module: nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
-        generator = generators.setdefault(output.device, torch.Generator(output.device).manual_seed(1))
-        noise = torch.randn(output.shape, generator=generator, device=output.device)
+        if output.device not in generators:
+            generators[output.device] = torch.Generator(output.device).manual_seed(1)
+        noise = torch.randn(output.shape, generator=generators[output.device], device=output.device)
         return (output.float() * (1 + half * noise)).to(output.dtype)
 
     handles = [layer.register_forward_hook(move) for layer in linear_layers(model).values()]

@@ -2,6 +2,7 @@
 serve` command, and what a server's answer is compared with.
 """
 
+import hashlib
 import json
 import shlex
 from collections.abc import Mapping
@@ -41,6 +42,7 @@ class EngineSpec:
         adapter: {"rank": ..., "targets": [...]}, the buffers to reserve; None for a model that is trained without one.
         max_model_len: longest sequence, in tokens; None for the model's own limit.
         batch_invariant: whether the engine must compute a sequence to the same bits whatever else is in the batch.
+        holds: digest of how each layer of the trainer's model holds its weight, which is how an engine in its process does.
     """
 
     model: str
@@ -55,6 +57,7 @@ class EngineSpec:
     model_impl: str = "auto"
     trust_remote_code: bool = False
     batch_invariant: bool = False
+    holds: str | None = None
 
     @classmethod
     def of(
@@ -90,6 +93,7 @@ class EngineSpec:
             scale_rule=scale_rule if packed and at_load else None,
             ignore=tuple(dense_layers(base)) if packed and at_load else None,
             adapter=adapter_buffers(model) if is_peft_model(model) else None,
+            holds=_held_as(base),
             **limits,
         )
 
@@ -107,7 +111,12 @@ class EngineSpec:
         return {"qerl": options}
 
     def llm_arguments(self) -> dict[str, Any]:
-        """Keyword arguments of `vllm.LLM` in the trainer's process: TRL's, and ours. Memory and placement come on top."""
+        """Keyword arguments of `vllm.LLM` in the trainer's process: TRL's, and ours. Memory and placement come on top.
+
+        `holds` is among the options for vLLM's sake: it keeps compiled graphs on disk by `additional_config`, and one that was traced over dense
+        weights finds none of them in a layer of bitsandbytes.
+        """
+        options = self.options()["qerl"]
         return {
             "model": self.model,
             "revision": self.revision,
@@ -115,7 +124,7 @@ class EngineSpec:
             "dtype": self.dtype,
             "quantization": METHOD,
             "load_format": LOAD_FORMAT,
-            "additional_config": self.options(),
+            "additional_config": {"qerl": options if self.holds is None else options | {"holds": self.holds}},
             "max_model_len": self.max_model_len,
             "max_num_seqs": self.max_num_seqs,
             "model_impl": self.model_impl,
@@ -147,6 +156,17 @@ class EngineSpec:
         command += [part for name, value in options.items() if value is not None for part in (f"--{name}", str(value))]
         command += ["--trust-remote-code"] * self.trust_remote_code
         return shlex.join(command)
+
+
+def _held_as(model: nn.Module) -> str:
+    kinds = []
+    for name, layer in linear_layers(model).items():
+        kind: list[Any] = [name, type(layer).__name__]
+        # an NVFP4Linear would decode its weight to answer
+        if not isinstance(layer, NVFP4Linear) and (state := getattr(layer.weight, "quant_state", None)) is not None:
+            kind += [state.quant_type, str(state.dtype), state.blocksize, state.nested]
+        kinds.append(kind)
+    return hashlib.blake2b(repr(kinds).encode(), digest_size=8).hexdigest()
 
 
 def dense_layers(model: nn.Module) -> list[str]:

@@ -13,6 +13,8 @@ from torch import nn
 
 #: integers of the size of an element
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+#: of them, in 8 bytes; single bytes are read four at a time
+_LANES = {1: 2, 2: 4, 4: 2, 8: 1}
 #: elements of small tensors that are copied together, to be read at once
 _TOGETHER = 2**22
 #: elements of a large tensor that are summed at a time: PyTorch writes each of them as 8 bytes first
@@ -64,15 +66,18 @@ def _of_launches(tensors: Sequence[torch.Tensor], whole: bool) -> tuple[list[int
     """Numbers of the tensors that are summed by a launch, and the sums of each launch, in that order."""
     if not (tensors and tensors[0].is_cuda and _launches()):
         return [], []
-    from qerl_nvfp4.sums import in_words, sums
+    from qerl_nvfp4.sums import sums, words_of
 
-    groups: dict[int, list[int]] = {}  # by integers in a word
+    numbers: dict[int, list[int]] = {}  # by integers in a word
+    places: dict[int, list[tuple[int, int]]] = {}
     for number, tensor in enumerate(tensors):
-        if in_words(tensor):
-            size = tensor.element_size()
-            groups.setdefault(1 if whole else 8 // (4 if size == 1 else size), []).append(number)
-    found = [sums([tensors[number] for number in numbers], lanes) for lanes, numbers in groups.items()]
-    return [number for numbers in groups.values() for number in numbers], found
+        place = words_of(tensor)
+        if place is not None:
+            lanes = 1 if whole else _LANES[tensor.element_size()]
+            numbers.setdefault(lanes, []).append(number)
+            places.setdefault(lanes, []).append(place)
+    found = [sums(each, lanes, tensors[0].device) for lanes, each in places.items()]
+    return [number for each in numbers.values() for number in each], found
 
 
 @torch.no_grad()
@@ -80,6 +85,8 @@ def all_bits(tensors: Sequence[torch.Tensor], sums: Callable[[torch.Tensor], tor
     """`bits` of each tensor (or `words`), (count,) int64 on their device. Small ones that no launch sums are summed together: their places in
     one running sum, subtracted."""
     where, found = _of_launches(tensors, sums is words)  # numbers of the tensors in the order of `found`
+    if len(where) == len(tensors) and len(found) == 1:
+        return found[0]
     done = set(where)
     groups: dict[torch.dtype, tuple[list[int], list[torch.Tensor], list[int]]] = {}  # of each also the ends
 

@@ -89,6 +89,7 @@ class EngineOptions:
     base: str = "nvfp4"
     ignore: tuple[str, ...] = ()
     batch_invariant: bool = False
+    holds: str = ""  # EngineSpec.holds: not read here
 
     @classmethod
     def from_dict(cls, options: dict[str, Any]) -> "EngineOptions":
@@ -112,6 +113,7 @@ class EngineOptions:
             base=base,
             ignore=check_entries(options.get("ignore") or (), "qerl option ignore"),
             batch_invariant=bool(options.get("batch_invariant", False)),
+            holds=str(options.get("holds", "")),
         )
 
     @classmethod
