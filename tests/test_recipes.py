@@ -60,7 +60,7 @@ def words(options: dict[str, str]) -> list[str]:
 
 def write_tiny_model(recipe: str, folder: Path, **settings) -> str:
     """A model of the class that the recipe's model has on the Hub. `settings`: of its decoder's configuration."""
-    decoder = MODELS[recipe].model_type
+    decoder = MODELS[recipe].get_text_config().model_type
     kind = WRAPPED.get(decoder, decoder)
     text = architectures.TINY_TEXT | architectures.TEXT[decoder]
     text |= {name: value for name, value in SMALLER.items() if name in text} | settings

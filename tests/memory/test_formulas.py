@@ -17,8 +17,10 @@ from qerl_trl.memory import formulas
 from qerl_trl.memory.formulas import model_bytes
 from qerl_trl.memory.plan import plan_run
 from qerl_trl.memory.workload import Workload, _together
+from qerl_trl.nvfp4.layouts import Selection, divided
 from qerl_trl.update import balance, lora_linear, row
 from qerl_trl.update.compiled import compile_layers
+from tests import architectures
 from tests.shapes import FOURTEEN_B, SEVEN_B, THIRTY_TWO_B, THREE_B
 from tests.tiny_models import make_tiny_config
 
@@ -119,6 +121,16 @@ def test_seven_billion_parameters():
     assert formulas.base_bytes(shape) == pytest.approx(5.85e9, rel=0.01)
     assert formulas.base_bytes(shape, "bf16") == pytest.approx(15.23e9, rel=0.01)
     assert formulas.adapter_parameters(shape, 32) == 80740352
+
+
+@pytest.mark.parametrize("name", architectures.VISION)
+def test_a_model_that_sees_pictures_is_counted_with_its_tower(name):
+    """Five of six were refused with all class names of transformers, by the plan and by the trainer; of Qwen3.5 the tower was left out."""
+    model = architectures.dense_model(name)
+    shape = formulas.shape_of(model.config)
+    assert shape.parameters == sum(p.numel() for p in model.parameters())
+    assert shape.layers == model.config.get_text_config().num_hidden_layers
+    assert len(shape.linears) == len(divided(model, Selection())[0])
 
 
 def test_reading_a_shape_needs_no_weights_and_leaves_the_config_alone(tmp_path):

@@ -15,7 +15,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+)
 
 from ..folders import named_in_errors
 from ..nvfp4.layouts import Selection, divided
@@ -103,8 +109,10 @@ def shape_of(model: str | os.PathLike | PretrainedConfig, **kwargs: Any) -> Shap
     text = config.get_text_config()
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config
+    pictures = text is not config and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    auto = AutoModelForImageTextToText if pictures else AutoModelForCausalLM  # as TRL loads it, tower included
     with torch.device("meta"):
-        built = AutoModelForCausalLM.from_config(config)
+        built = auto.from_config(config)
     linears, _ = divided(
         built, Selection()
     )  # of any model: with base_format="full" it need not be one that can be quantized
