@@ -83,6 +83,7 @@ CASES = {
     "ours-32b-8x512-48gib": Case("ours", "32b", 8, 512, 8, cap=48.0),
     "ours-32b-8x512-26gib": Case("ours", "32b", 8, 512, 1, cap=26.0, options=LEAST),
     "ours-7b-64x512-40gib": Case("ours", "7b", 64, 512, 64, cap=40.0),
+    "ours-7b-64x512-40gib-micro8": Case("ours", "7b", 64, 512, 8, cap=40.0),
     **_both("7b-ragged", "7b", 64, 1024, 8, ragged=True),
     **_both("7b-8x512", "7b", 8, 512, 8),
 }
@@ -90,7 +91,7 @@ CASES = {
 FURTHER = {
     "ours-7b-64x512-bf16": Case("ours", "7b", 64, 512, 64, base_format="bf16"),
     "ours-7b-8x512-bf16": Case("ours", "7b", 8, 512, 8, base_format="bf16"),
-    "ours-7b-64x512-micro16": Case("ours", "7b", 64, 512, 16),
+    "ours-7b-64x512-micro8": Case("ours", "7b", 64, 512, 8),
     "ours-7b-64x512-checkpointing": Case("ours", "7b", 64, 512, 64, options=(("gradient_checkpointing", True),)),
     "stock-7b-64x512-micro16": Case("stock", "7b", 64, 512, 16),
     "ours-7b-8x512-checkpointing": Case("ours", "7b", 8, 512, 8, options=(("gradient_checkpointing", True),)),

@@ -58,6 +58,7 @@ def plan(
     from transformers.training_args import OptimizerNames
 
     from qerl_trl.config import BASE_FORMATS
+    from qerl_trl.memory import micro_batches
     from qerl_trl.memory.cards import by_card, gpu_of_card
     from qerl_trl.memory.formulas import shape_of
     from qerl_trl.memory.plan import Gpu, plan_run
@@ -105,9 +106,10 @@ def plan(
         raise ValueError("There is nothing to plan: name a model, or a configuration with --config.")
     shape = shape_of(model)
     made = plan_run(shape, work, Gpu.of_gib(gpu_gib) if card is None else gpu_of_card(card))
-    cards = by_card(shape, work)
+    cards, advice = by_card(shape, work), micro_batches.advice(shape, made)
     content = {
         **dataclasses.asdict(made),
+        "advice": advice,
         "cards": {size: other.waves if other.fits else None for size, other in cards.items()},
         "parameters": shape.parameters,
         **{name: getattr(made, name) for name in ("update", "rollout", "peak", "waves", "fits")},
@@ -124,6 +126,7 @@ def plan(
             f"{shape.parameters / 1e9:.2f} G parameters{f', on one {card}' if card else ''}",
             made.table(),
             made.verdict(),
+            *([advice] if advice else []),
         ],
     )
     if not made.fits:

@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 
+from ..memory import micro_batches
+from ..memory.formulas import model_bytes, shape_of
 from ..memory.plan import plan_again
-from . import how
+from . import balance, how
 from .layers import decoder_layers, decoder_of
 
 logger = logging.getLogger(__name__)
@@ -39,6 +41,8 @@ def prepare(trainer: Any) -> None:
             count,
         )
         count = 0
+    if trainer.memory_plan is not None and count < len(layers):
+        _advise(trainer, model)
     kept = layers[len(layers) - count :]
     inside = [] if compiled is None else [layer for layer in layers if layer in compiled.layers]
 
@@ -61,6 +65,16 @@ def prepare(trainer: Any) -> None:
 
     divide()
     decoder_of(model).register_forward_pre_hook(take_out)
+
+
+def _advise(trainer: Any, model: Any) -> None:
+    """Say which micro-batches need less recomputation, where the loss is the same with them."""
+    plan = trainer.memory_plan
+    if plan.gpu is None or not trainer.accelerator.is_main_process or not balance.order_is_free(trainer):
+        return
+    advice = micro_batches.advice(shape_of(model.config), plan, model_bytes(model))
+    if advice is not None:
+        logger.warning("Not all activations of a micro-batch fit. %s", advice)
 
 
 def _follow(trainer: Any) -> None:
