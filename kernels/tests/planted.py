@@ -29,6 +29,7 @@ TESTS = (
 FIRST = {
     "hopper_wgmma": "test_wgmma",
     "hopper_adapt": "test_wgmma",
+    "ampere": "test_mma",
     "launch": "test_skinny",
 }  # where a file's defects are found soonest
 LIMIT_S = 900
@@ -82,6 +83,14 @@ DEFECTS = (
     Defect("more programs than are resident", "launch", "sms * min(16, 48 // (WK * WN))", "sms * 64"),
     Defect("scratch memory too small for x A^T", "launch", "\"lora down\", mt * BM * rows, x.dtype)[: mt * BM * rows]", "\"lora down\", M * rows, x.dtype)[: mt * BM * rows]"),
     Defect("a barrier that nobody waits for", "hopper_wgmma", "raw = full\n    if PERMUTE:\n", "raw = full\n    if True:\n"),
+    Defect("a copy is not waited for (mma)", "ampere", "async_copy.wait_group(NS - 2)", "async_copy.wait_group(NS - 1)"),
+    Defect("x into the wrong stage of the ring (mma)", "ampere", "gl.where(stage == 0, NS - 1, stage - 1)", "stage"),
+    Defect("words of a slice that is not its own (mma)", "ampere", "(it0 * 16 + k_w)[None, :]", "k_w[None, :]"),
+    Defect("words and x in different orders (mma)", "ampere", "P = P.permute([0, 1, 3, 2, 4])", "P = P.permute([0, 1, 2, 3, 4])"),
+    Defect("the last piece of a sliced tile is forgotten (mma)", "ampere", "for piece in range(splits):", "for piece in range(splits - 1):"),
+    Defect("a tile's counter is not set to zero (mma)", "ampere", "gl.store(cnt_ptr + pid, 0)", "pass"),
+    Defect("rows beyond the last are stored (mma)", "ampere", " & (n_o < N)[:, None]", ""),
+    Defect("the second shard takes the first one's adapter (mma)", "ampere", "(row0 >= e1).to(gl.int32) + ", ""),
     Defect("dX is mirrored", "ops", "dy.reshape(-1, N) @ weight)", "dy.reshape(-1, N) @ weight.flip(1))"),
 )  # fmt: skip
 
@@ -96,7 +105,7 @@ class First:
         if report.failed and self.test is None:
             crash = getattr(report.longrepr, "reprcrash", None)
             self.test, self.how = (
-                report.nodeid,
+                report.nodeid.rsplit("/", 1)[-1],
                 (crash.message if crash else str(report.longrepr)).splitlines()[0][:120],
             )
 
