@@ -176,7 +176,12 @@ def update() -> str:
 def start() -> str:
     """Seconds from the start of a process to its first sampled token."""
     record = json.loads(START.read_text())
-    names = {"ours": "QeRL trainer, quantized while it loads", "trl": "TRL's trainer, bf16", "vllm": "vLLM alone, bf16"}
+    names = {
+        "ours": "QeRL trainer, quantized while it loads",
+        "trl": "TRL's trainer, bf16",
+        "vllm": "vLLM alone, bf16",
+        "vllm-lora": "vLLM alone, bf16, with its own LoRA",
+    }
     rows = ["| | caches | imports, s | engine, s | first token, s |", "|---|---|---:|---:|---:|"]
     for run in record["runs"]:
         parts = run["parts"]

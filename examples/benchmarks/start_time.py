@@ -373,9 +373,12 @@ def main() -> None:
         # on a CPU TRL's trainer cannot put its weights into vLLM
         for case in [case for case in args.cases if case != "trl" or args.device == "cuda"]:
             for state in ("cold", "warm"):
-                runs.append(run(case, state, args, work))
+                try:
+                    runs.append(run(case, state, args, work))
+                except (RuntimeError, subprocess.TimeoutExpired) as error:  # the others are measured all the same
+                    runs.append({"case": case, "state": state, "error": str(error)[-2000:]})
                 print(json.dumps({k: v for k, v in runs[-1].items() if k != "log"}), flush=True)
-    warm = {run["case"]: run["first_token_s"] for run in runs if run["state"] == "warm"}
+    warm = {run["case"]: run["first_token_s"] for run in runs if run["state"] == "warm" and "error" not in run}
     result = {
         "what": __doc__.splitlines()[0],
         "command": about.command(),
@@ -393,6 +396,7 @@ def main() -> None:
     }
     args.out.write_text(json.dumps(result, indent=1) + "\n")
     print(f"warm, to the first token, ours against: {result['warm_first_token_against']}; {result['minutes']} minutes")
+    sys.exit(any("error" in run for run in runs))
 
 
 if __name__ == "__main__":

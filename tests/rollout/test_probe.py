@@ -255,3 +255,39 @@ def test_noise_that_acts_in_the_engine_passes_with_a_margin(policy):
 def test_noise_that_acts_otherwise_is_found(policy, fault, words):
     with pytest.raises(RolloutError, match=words):
         run_noise(policy, fault)
+
+
+@pytest.mark.parametrize("sizes", [probing._FRACTIONS, probing._SIGMAS], ids=["fractions", "sigmas"])
+@pytest.mark.parametrize("enough", [0.0, 0.02, 0.07, 0.15, 0.2, 0.3, 0.8, 5.0])
+def test_the_smallest_size_with_enough_effect_is_found_from_the_likely_one(sizes, enough):
+    tried = []
+
+    def effect_of(size: float) -> float:
+        tried.append(size)
+        return min(size, 0.9) * 1.01
+
+    found, effect = probing._smallest(sizes, effect_of, enough)
+    assert found == next((size for size in sizes if size * 1.01 >= enough), sizes[-1]) and effect == effect_of(found)
+    tried.pop()
+    assert tried[0] == 0.2 and len(set(tried)) == len(tried)
+    assert len(tried) == 2 or found not in (0.2, 0.4), "a model of 7B takes 0.2"
+
+
+def test_the_model_is_put_into_evaluation_mode_once_for_all_forwards(policy, monkeypatch):
+    """A walk through 7B's 2000 modules takes as long as half of such a forward on the GPU."""
+    changes, forwards = [], []
+    train = type(policy).train
+
+    def changed(self, mode=True):
+        changes.append(mode)
+        return train(self, mode)
+
+    monkeypatch.setattr(type(policy), "train", changed)
+    handle = policy.register_forward_hook(lambda *_: forwards.append(1))
+    engine = FakeEngine(policy)
+    changes.clear()
+    run(engine, policy)
+    handle.remove()
+    assert len(forwards) >= 5 and changes == [False]
+    layers = [layer for layer in policy.modules() if isinstance(layer, NVFP4Linear)]
+    assert policy.training and {layer.implementation for layer in layers} == {"auto"}
