@@ -7,7 +7,6 @@ adds its piece to its tensor's sum. Integers wrap, so the order does not matter.
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -72,12 +71,12 @@ def rounded_sums_kernel(
 
 def _table(places: Sequence[int], sizes: Sequence[int], size: int, device: torch.device) -> torch.Tensor:
     """(pieces, 3) int64 for tensors of `sizes` elements of `size` bytes at `places`."""
-    addresses, counts = np.array(places, np.int64), np.array(sizes, np.int64)
+    addresses, counts = (torch.tensor(v, dtype=torch.int64, device="cpu") for v in (places, sizes))
     pieces = -(-counts // PIECE)
-    number = np.repeat(np.arange(len(counts)), pieces)
-    before = (np.arange(len(number)) - np.repeat(pieces.cumsum() - pieces, pieces)) * PIECE
-    rows = np.stack([addresses[number] + before * size, np.minimum(counts[number] - before, PIECE), number], axis=1)
-    return torch.from_numpy(rows).to(device, non_blocking=True)
+    number = torch.repeat_interleave(pieces)
+    before = (torch.arange(len(number), device="cpu") - (pieces.cumsum(0) - pieces)[number]) * PIECE
+    rows = torch.stack([addresses[number] + before * size, (counts[number] - before).clamp(max=PIECE), number], dim=1)
+    return rows.to(device, non_blocking=True)
 
 
 def words_of(tensor: torch.Tensor) -> tuple[int, int] | None:
