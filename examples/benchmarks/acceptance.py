@@ -3,6 +3,7 @@
     python acceptance.py --out acceptance.json                       # 3B, 7B, 14B and 32B; about 10 minutes on two H200s
     python acceptance.py --out a.json --sizes 7b --arms nvfp4 bf16
     python acceptance.py --out a.json --only "3b nvfp4" "32b nvfp4 without noise"
+    python acceptance.py --out a.json --sizes 3b --commands quantize eval train merge-adapter   # no other run; two minutes and a half
 
 Each run is `accelerate launch examples/grpo_gsm8k.py --config examples/configs/<file>` with the file unedited; on the command line stand
 only what this machine cannot have (model and dataset: random weights in the same shape, the embedded example's problems; room for
@@ -11,7 +12,8 @@ weights stop as `random_checkpoint.py` says. A run passes when its process ends 
 
 `card_gib`: the run sees a GPU of that size (torch's allocator is capped, `mem_get_info` answers accordingly); so several runs share one
 large GPU, and seconds are those of runs side by side. `peak_gib`: the process's memory by NVML, CUDA context and graphs included.
-The folder of the first size's run in NVFP4 goes through the README's command line; `push`, `arms` and `tune` are tested elsewhere.
+The README's commands run for the first size, side by side, on the folder that `train` among them writes; `push`, `arms` and `tune` are
+tested elsewhere.
 """
 
 import argparse
@@ -26,7 +28,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from qerl_trl.tasks.arms import ARMS as OPTIONS
@@ -137,6 +139,34 @@ def run_name(size: str, arm: str) -> str:
     return f"{size}-{arm.replace(' ', '-')}"
 
 
+def watched(
+    command: list[str], env: dict[str, str], timeout: float, look: Callable[[str], None] = lambda line: None
+) -> tuple[int, list[str]]:
+    """Exit code and lines of a process in a group of its own, which ends after `timeout` seconds; `look` sees each line as it comes."""
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,  # a launcher's child, which is the run, ends with it
+    )
+    RUNNING.add(process.pid)
+    timer = threading.Timer(timeout, os.killpg, (process.pid, signal.SIGKILL))
+    timer.start()
+    lines = []
+    assert process.stdout is not None
+    for line in process.stdout:
+        lines.append(line.rstrip())
+        look(line)
+    code = process.wait()
+    timer.cancel()
+    RUNNING.discard(process.pid)
+    return code, lines
+
+
 def run(size: str, arm: str, steps: int, gpu: int, work: Path, timeout: float, extra: list[str]) -> dict:
     """One run, watched until it ends; what it printed, how long each part took, and how it ended."""
     card, name = CARDS[size][arm], run_name(size, arm)
@@ -155,23 +185,9 @@ def run(size: str, arm: str, steps: int, gpu: int, work: Path, timeout: float, e
     command += [*local, "--output_dir", str(output), *options_of(arm), *extra]
     launcher = [sys.executable, "-m", "accelerate.commands.launch", *command[2:]]
     peak_file = work / f"{name}.peak"
-    started, marks, lines = time.perf_counter(), {}, []
-    process = subprocess.Popen(
-        launcher,
-        cwd=ROOT,
-        env=environment(card, gpu, peak_file, work / "site"),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,  # the launcher's child, which is the run, ends with it
-    )
-    RUNNING.add(process.pid)
-    timer = threading.Timer(timeout, os.killpg, (process.pid, signal.SIGKILL))
-    timer.start()
-    assert process.stdout is not None
-    for line in process.stdout:
-        lines.append(line.rstrip())
+    started, marks = time.perf_counter(), {}
+
+    def look(line: str) -> None:
         for mark, text in (
             ("ready_s", "  versions"),
             ("evaluated_s", "Held-out accuracy before"),
@@ -179,9 +195,8 @@ def run(size: str, arm: str, steps: int, gpu: int, work: Path, timeout: float, e
         ):
             if text in line and mark not in marks:
                 marks[mark] = round(time.perf_counter() - started, 1)
-    code = process.wait()
-    timer.cancel()
-    RUNNING.discard(process.pid)
+
+    code, lines = watched(launcher, environment(card, gpu, peak_file, work / "site"), timeout, look)
     (work / f"{name}.log").write_text("\n".join(lines))
     results = json.loads((output / "results.json").read_text()) if (output / "results.json").is_file() else {}
     logs = [entry for entry in results.get("log_history", []) if "loss" in entry]
@@ -212,46 +227,66 @@ def run(size: str, arm: str, steps: int, gpu: int, work: Path, timeout: float, e
     return found
 
 
-def command_line(work: Path, size: str, gpu: int, extra: list[str]) -> Iterator[dict]:
-    """The README's commands on the folder of a finished run, and on the GPU where it ran."""
-    finished = work / "runs" / f"{size}-nvfp4"
+#: of the README, in its order; those that read the folder of a finished run
+COMMANDS = ("doctor", "plan", "train", "plot", "merge", "merge-adapter", "quantize", "eval")
+AFTER_TRAIN = ("plot", "merge", "merge-adapter")
+
+
+def name_of(command: str) -> str:
+    """Which of COMMANDS a line of a result is."""
+    verb = command.split()[1]
+    return "merge-adapter" if verb == "merge" and "--as adapter" in command else verb
+
+
+def words_of(name: str, work: Path, size: str, extra: list[str]) -> list[str]:
+    """What follows `qerl-trl`."""
+    finished, device = str(work / "train"), "cuda" if size != "tiny" else "cpu"
     local = ["--model_name_or_path", str(work / size), "--dataset_name", str(work / "problems")]
-    commands = [
-        ["doctor"],
-        ["plan", str(work / size), "--card", "RTX 4090"],
-        ["plot", str(finished)],
-        ["merge", str(finished), str(work / "merged"), "--dtype", "float32"],
-        ["merge", str(finished), str(work / "adapter"), "--as", "adapter"],
-        ["quantize", str(work / size), str(work / "quantized"), "--device", "cuda" if size != "tiny" else "cpu"],
-        [
-            "eval",
-            str(work / size),
-            "--protocol",
-            "local",
-            "--data",
-            str(work / "problems"),
-            "--limit",
-            "8",
-            "--max-new-tokens",
-            "32",
-            "--device",
-            "cuda" if size != "tiny" else "cpu",
-        ],
-        ["train", "--config", Path(config_of(size)).stem, *local, "--max_steps", "1", "--output_dir", str(work / "train"), *extra],
-    ]  # fmt: skip
-    for arguments in commands:
-        started = time.perf_counter()
-        done = subprocess.run(
-            [sys.executable, "-m", "qerl_trl.cli.main", *arguments],
-            cwd=ROOT,
-            env=environment(CARDS[size]["nvfp4"], gpu, work / "command_line.peak", work / "site"),
-            capture_output=True,
-            text=True,
-        )
-        text = " ".join(["qerl-trl", *arguments]).replace(str(work), "LOCAL")
-        entry = {"command": text, "passed": done.returncode == 0, "seconds": round(time.perf_counter() - started, 1)}
-        entry["last_lines"] = (done.stdout + done.stderr).replace(str(work), "LOCAL").splitlines()[-12:]
-        yield entry
+    short = ["--protocol", "local", "--data", str(work / "problems"), "--limit", "8", "--max-new-tokens", "32"]
+    return {
+        "doctor": ["doctor"],
+        "plan": ["plan", str(work / size), "--card", "RTX 4090"],
+        "train": ["train", "--config", Path(config_of(size)).stem, *local, "--max_steps", "1", "--output_dir", finished, *extra],
+        "plot": ["plot", finished],
+        "merge": ["merge", finished, str(work / "merged"), "--dtype", "float32"],
+        "merge-adapter": ["merge", finished, str(work / "adapter"), "--as", "adapter"],
+        "quantize": ["quantize", str(work / size), str(work / "quantized"), "--device", device],
+        "eval": ["eval", str(work / size), *short, "--device", device],
+    }[name]  # fmt: skip
+
+
+def command_line(
+    chosen: list[str], size: str, gpu: int, work: Path, timeout: float, extra: list[str], keep: Callable[[dict], None]
+) -> None:
+    """The README's commands side by side, what reads a finished run after `train`, which is run for it if nobody chose it."""
+
+    def call(name: str) -> None:
+        started, words = time.perf_counter(), words_of(name, work, size, extra)
+        env = environment(CARDS[size]["nvfp4"], gpu, work / f"{name}.peak", work / "site")
+        code, lines = watched([sys.executable, "-m", "qerl_trl.cli.main", *words], env, timeout)
+        passed = code == 0
+        if name == "train":
+            result = work / "train" / "results.json"
+            passed = passed and result.is_file() and json.loads(result.read_text())["steps"] == 1
+        text = " ".join(["qerl-trl", *words]).replace(str(work), "LOCAL")
+        entry = {"command": text, "passed": passed, "seconds": round(time.perf_counter() - started, 1)}
+        keep(entry | {"last_lines": "\n".join(lines).replace(str(work), "LOCAL").splitlines()[-12:]})
+
+    def all_of(names: list[str]) -> list[threading.Thread]:
+        threads = [threading.Thread(target=call, args=(name,)) for name in names]
+        for thread in threads:
+            thread.start()
+        return threads
+
+    for name in ("train", "merged", "adapter", "quantized"):  # of an earlier call
+        shutil.rmtree(work / name, ignore_errors=True)
+    after = [name for name in chosen if name in AFTER_TRAIN]
+    threads = all_of([name for name in chosen if name not in (*AFTER_TRAIN, "train")])
+    if after or "train" in chosen:
+        call("train")
+        threads += all_of(after)
+    for thread in threads:
+        thread.join()
 
 
 def main() -> None:
@@ -268,13 +303,21 @@ def main() -> None:
     parser.add_argument(
         "--capacity", type=float, default=134.0, help="GiB that cards side by side add up to on one GPU."
     )
-    parser.add_argument("--no-command-line", action="store_true")
+    parser.add_argument(
+        "--commands",
+        nargs="*",
+        choices=COMMANDS,
+        help="Of the README; no run then, unless --only. Default: all, none with --only.",
+    )
     parser.add_argument("--extra", nargs=argparse.REMAINDER, default=[], help="Further options of every run.")
     options = parser.parse_args()
     wanted = [(size, arm) for size in options.sizes for arm in options.arms if arm in CARDS[size]]
-    if options.only:
-        wanted = [(size, arm) for size, _, arm in (name.partition(" ") for name in options.only)]
-    sizes = list(dict.fromkeys(size for size, _ in wanted))
+    if options.only or options.commands is not None:
+        wanted = [(size, arm) for size, _, arm in (name.partition(" ") for name in options.only or ())]
+    commands = list(COMMANDS) if options.commands is None and not options.only else options.commands or []
+    sizes = list(
+        dict.fromkeys([*(size for size, _ in wanted), *(options.sizes[:1] if commands and not wanted else ())])
+    )
     import about
     import torch
     from random_checkpoint import write_checkpoint
@@ -321,7 +364,9 @@ def main() -> None:
     def keep(entry: dict, where: str) -> None:
         entry["commit"] = about.commit()
         with lock:
-            results[where] = [*(e for e in results[where] if e.get("command") != entry["command"]), entry]
+            same = name_of if where == "command_line" else str  # a run is the same where its whole line is
+            others = [e for e in results[where] if same(e["command"]) != same(entry["command"])]
+            results[where] = [*others, entry]
             options.out.write_text(json.dumps(results, indent=1))
         shown = ("passed", "seconds", "ready_s", "evaluated_s", "trained_s", "peak_gib", "card_gib")
         print(
@@ -335,13 +380,20 @@ def main() -> None:
     def job(size: str, arm: str, gpu: int) -> None:
         steps = 3 if arm == "nvfp4" else 2
         keep(run(size, arm, steps, gpu, work, options.timeout, options.extra), "runs")
-        if size == sizes[0] and arm == "nvfp4" and not options.no_command_line:
-            for entry in command_line(work, size, gpu, options.extra):
-                keep(entry, "command_line")
         shutil.rmtree(work / "runs" / run_name(size, arm), ignore_errors=True)
         with lock:
             free[gpu][0] += CARDS[size][arm]
             free[gpu][1] += 1
+            lock.notify_all()
+
+    def call_commands(size: str, gpu: int, room: float) -> None:
+        ready(size).wait()
+        command_line(
+            commands, size, gpu, work, options.timeout, options.extra, lambda entry: keep(entry, "command_line")
+        )
+        with lock:
+            free[gpu][0] += room
+            free[gpu][1] += 2
             lock.notify_all()
 
     for size in sizes:
@@ -349,6 +401,12 @@ def main() -> None:
     threading.Thread(target=prepare, daemon=True).start()
     # longest first where they are ready: the large models
     waiting, threads = list(wanted), []
+    if commands:  # beside the runs: room for `train`, `eval` and `quantize` of the smallest model
+        gpu, room = gpus[-1], min(options.capacity, 3 * CARDS[sizes[0]]["nvfp4"])
+        free[gpu][0] -= room
+        free[gpu][1] -= 2
+        threads.append(threading.Thread(target=call_commands, args=(sizes[0], gpu, room)))
+        threads[-1].start()
     while waiting:
         with lock:
             found = None
@@ -373,8 +431,9 @@ def main() -> None:
     results["not_started"] = [f"{size} {arm}" for size, arm in waiting]
     results["seconds"] = round(time.perf_counter() - begun, 1)
     options.out.write_text(json.dumps(results, indent=1))
-    passed = sum(entry["passed"] for entry in results["runs"])
-    print(f"{passed} of {len(results['runs'])} runs passed, {len(waiting)} not started, {results['seconds']} s")
+    for where in ("runs", "command_line"):
+        print(f"{where}: {sum(entry['passed'] for entry in results[where])} of {len(results[where])} passed")
+    print(f"{len(waiting)} not started, {results['seconds']} s")
 
 
 if __name__ == "__main__":
