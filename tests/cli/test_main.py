@@ -19,6 +19,7 @@ from qerl_trl.cli import main as cli
 from qerl_trl.publish import export, hub
 from qerl_trl.publish.distance import logits_of
 from qerl_trl.publish.run import TrainedPolicy, load_policy
+from qerl_trl.tasks import evaluation
 from tests.publish.test_export import IDS, make_policy
 from tests.publish.test_hub import REPO, server  # noqa: F401  (a fixture)
 
@@ -386,6 +387,35 @@ def test_eval_measures_the_format_that_is_asked_for(tiny_model_dir, tiny_tokeniz
     assert code == 2 and "auto, exact, numeric, math" in err
     code, _, err = call("eval", dense, *options, "--base-format", "nvfp4", "--engine", "vllm")
     assert code == 2 and f"qerl-trl quantize {dense}" in err
+
+
+def test_eval_asks_as_the_run_and_the_task_do(tiny_model_dir, tiny_tokenizer, tmp_path, monkeypatch):
+    """A run that was trained with `enable_thinking: false` was measured with thinking, and a task's template held for training only."""
+    policy = make_policy(tiny_model_dir("qwen2"), size=0.2)
+    settings = {"base_format": "nvfp4", "scale_rule": "rtn", "dtype": "float32", "model": str(tiny_model_dir("qwen2"))}
+    settings["options"] = {"chat_template_kwargs": {"enable_thinking": False}}
+    export.save_adapter(TrainedPolicy(policy, tiny_tokenizer, settings), tmp_path / "run")
+    (tmp_path / "own.jinja").write_text("{{ messages[-1].content }} aloud")
+    (tmp_path / "test.jsonl").write_text(json.dumps({"question": "1?", "answer": "one"}))
+    (tmp_path / "train.jsonl").write_text(json.dumps({"question": "2?", "answer": "two"}))
+    (tmp_path / "task.yaml").write_text("dataset_name: .\ngrader: exact\nchat_template_path: own.jinja\n")
+    asked, texts_of = [], evaluation.prompt_texts
+
+    def prompt_texts(tokenizer, prompts, template):
+        asked.append((texts_of(tokenizer, prompts, template), template))
+        return asked[-1][0]
+
+    monkeypatch.setattr(evaluation, "prompt_texts", prompt_texts)
+    limits = ["--max-new-tokens", 2, "--temperature", 0, "--output", tmp_path / "eval.json"]
+    of_the_task = ["--task", tmp_path / "task.yaml"]
+    for said in (of_the_task, ["--data", tmp_path, "--chat-template-kwargs", '{"loud": true}']):
+        code, _, err = call("eval", tmp_path / "run", *limits, *said)
+        assert code == 0, err
+    assert asked[0] == (["1? aloud"], {"enable_thinking": False})
+    assert asked[1][1] == {"loud": True} and "aloud" not in asked[1][0][0]
+    assert json.loads((tmp_path / "eval.json").read_text())["protocol"]["chat_template_kwargs"] == {"loud": True}
+    code, _, err = call("eval", tmp_path / "run", *limits, "--data", tmp_path, "--chat-template-kwargs", "loud")
+    assert code == 2 and "--chat-template-kwargs loud is no JSON" in err
 
 
 def test_plot(run, tmp_path):

@@ -1,5 +1,6 @@
 """Evaluation: intervals, protocols, that the adapter is really applied, and the engines' calls."""
 
+import dataclasses
 import importlib.util
 import json
 import math
@@ -204,8 +205,8 @@ class FakeVLLM(types.ModuleType):
                 output = types.SimpleNamespace(token_ids=[1, 2], cumulative_logprob=logprob)
                 return [types.SimpleNamespace(outputs=[output])]
 
-            def chat(self, prompts, params, lora_request=None):
-                calls.append(("chat", [p.seed for p in params], lora_request))
+            def chat(self, prompts, params, lora_request=None, **template):
+                calls.append(("chat", [p.seed for p in params], lora_request, template))
                 return [types.SimpleNamespace(outputs=[types.SimpleNamespace(text="#### 1")]) for _ in prompts]
 
         self.SamplingParams, self.LLM = SamplingParams, LLM
@@ -228,11 +229,14 @@ def fake_vllm(monkeypatch):
 def test_vllm_gets_the_adapter_and_one_seed_a_completion(fake_vllm, problems, tmp_path):
     module = fake_vllm()
     (tmp_path / "adapter_config.json").write_text('{"r": 12}')
-    generate = vllm_engine("base", PROTOCOLS["gsm8k"], str(tmp_path), seed=5)
+    protocol = dataclasses.replace(PROTOCOLS["gsm8k"], chat_template_kwargs={"enable_thinking": False})
+    generate = vllm_engine("base", protocol, str(tmp_path), seed=5, chat_template="the run's")
     assert generate(problems) == ["#### 1"] * 4
     assert module.calls[0][1]["enable_lora"] is True
     assert module.calls[0][1]["max_lora_rank"] == 16
-    assert module.calls[1] == ("chat", [5, 6, 7, 8], ("adapter", 1, str(tmp_path)))
+    template = {"chat_template": "the run's", "chat_template_kwargs": {"enable_thinking": False}}
+    assert module.calls[1] == ("chat", [5, 6, 7, 8], ("adapter", 1, str(tmp_path)), template)
+    assert "chat_template" not in module.calls[0][1]
 
 
 def test_vllm_that_ignores_the_adapter_is_refused(fake_vllm, tmp_path):

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -235,6 +236,14 @@ def test_tools_and_environments_reach_the_trainer(folder):
     assert arguments["environment_factory"]().get_reward() == 1.0
     assert arguments["reward_funcs"] == []  # the environment's own
     assert task.interactive and not task.graded(arguments["eval_dataset"])
+
+
+def test_prompts_need_a_chat_template(folder):
+    plain = SimpleNamespace(chat_template=None, name_or_path="some/base")
+    with pytest.raises(ValueError, match=r"some/base has no chat template.*chat_template_path"):
+        read(folder).prepared(plain)
+    (folder / "own.jinja").write_text("{{ messages }}\n")
+    assert read(folder, chat_template_path="own.jinja").prepared(plain).chat_template == "{{ messages }}"
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,12 @@ def evaluate(
     system_prompt: Annotated[
         str | None, typer.Option(help="System message; '' for none. Default: the protocol's.")
     ] = None,
+    chat_template_kwargs: Annotated[
+        str | None,
+        typer.Option(
+            help="JSON for the chat template, such as '{\"enable_thinking\": false}'. Default: what the run recorded."
+        ),
+    ] = None,
     grader: Annotated[
         str | None,
         typer.Option(
@@ -91,6 +97,7 @@ def evaluate(
     import dataclasses
 
     import torch
+    from transformers import AutoTokenizer
 
     from qerl_trl import checkpoint, loading
     from qerl_trl.publish.names import public_name
@@ -151,6 +158,7 @@ def evaluate(
     else:
         raise ValueError(f"--protocol {protocol} is none of {', '.join(evaluation.PROTOCOLS)}, local.")
     given: dict[str, Any] = {
+        "chat_template_kwargs": _template_kwargs(chat_template_kwargs, Path(model)),
         "samples": samples,
         "temperature": temperature,
         "top_p": top_p,
@@ -176,7 +184,11 @@ def evaluate(
             require_format(base, base_format)
         loading.begin(base)
         loading.finish()
-        options = {"revision": revision} if revision else {}
+        options: dict[str, Any] = {"revision": revision} if revision else {}
+        own = adapter if adapter and (adapter / "tokenizer_config.json").is_file() else None
+        if own or measured_task is not None:  # vLLM takes the base's template, which the run may not have had
+            tokenizer = AutoTokenizer.from_pretrained(own or base, revision=None if own else revision)
+            options["chat_template"] = (measured_task or Task()).prepared(tokenizer).chat_template
         generate = evaluation.vllm_engine(base, chosen, str(adapter) if adapter else None, seed, **options)
     else:
         if adapter:
@@ -184,6 +196,8 @@ def evaluate(
         else:
             policy = load_any(model, device, dtype, base_format)
         assert policy.tokenizer is not None  # both bring one
+        if measured_task is not None:
+            measured_task.prepared(policy.tokenizer)
         generate = evaluation.transformers_engine(policy.model, policy.tokenizer, chosen, batch_size, seed)
     if measured_task is not None:
         if grader is not None:
@@ -212,6 +226,21 @@ def evaluate(
     if output is not None:
         lines.append(f"written: {output}")
     print_result({key: value for key, value in result.items() if key != "verdicts"}, as_json, lines)
+
+
+def _template_kwargs(said: str | None, model: Path) -> dict[str, Any] | None:
+    """What is said of the chat template, else what the run that made `model` recorded of it."""
+    from qerl_trl.publish.run import recorded_settings
+
+    if said is None:
+        return recorded_settings(model).get("options", {}).get("chat_template_kwargs") if model.is_dir() else None
+    try:
+        parsed = json.loads(said)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--chat-template-kwargs {said} is no JSON: {error}.") from error
+    if not isinstance(parsed, dict):
+        raise ValueError(f"--chat-template-kwargs {said} is no JSON object of names and values.")
+    return parsed
 
 
 def _base_of(adapter: Path) -> str:

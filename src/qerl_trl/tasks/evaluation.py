@@ -98,7 +98,8 @@ def sampled_accuracy(correct: list[list[bool]]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Protocol:
-    """A benchmark and how it is run. `samples`: completions a problem (more for the small sets, ours). `grader`: see grading.py."""
+    """A benchmark and how it is run. `samples`: completions a problem (more for the small sets, ours). `grader`: see grading.py.
+    `chat_template_kwargs`: for the chat template, such as `{"enable_thinking": False}`."""
 
     dataset: str
     config: str | None = None
@@ -109,6 +110,7 @@ class Protocol:
     top_p: float = 0.95
     max_new_tokens: int = 4096
     grader: str = "math"
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 PROTOCOLS = {
@@ -211,18 +213,25 @@ def transformers_engine(
 
     def generate(dataset: Dataset) -> list[str]:
         set_seed(seed)
-        return solve(model, tokenizer, dataset, protocol.max_new_tokens, batch_size, config, progress)
+        template = protocol.chat_template_kwargs
+        return solve(model, tokenizer, dataset, protocol.max_new_tokens, batch_size, config, progress, template)
 
     return generate
 
 
 def vllm_engine(
-    model: str, protocol: Protocol, adapter: str | None = None, seed: int = 0, **engine: Any
+    model: str,
+    protocol: Protocol,
+    adapter: str | None = None,
+    seed: int = 0,
+    chat_template: str | None = None,
+    **engine: Any,
 ) -> Callable[[Dataset], list[str]]:
     """`generate` for [`evaluate`] by vLLM, the adapter in vLLM's own LoRA slots.
 
     Args:
         model: folder or Hub id of a bf16 or NVFP4 checkpoint.
+        chat_template: instead of the model's own.
         engine: further arguments of `vllm.LLM`.
 
     Raises:
@@ -237,7 +246,15 @@ def vllm_engine(
         raise ImportError("vLLM is not installed: pip install qerl-trl[vllm], or use --engine transformers.") from error
 
     def generate(dataset: Dataset) -> list[str]:
-        return vllm.chat(dataset["prompt"][:], protocol.temperature, protocol.top_p, protocol.max_new_tokens, seed=seed)
+        return vllm.chat(
+            dataset["prompt"][:],
+            protocol.temperature,
+            protocol.top_p,
+            protocol.max_new_tokens,
+            seed,
+            chat_template=chat_template,
+            chat_template_kwargs=protocol.chat_template_kwargs,
+        )
 
     return generate
 

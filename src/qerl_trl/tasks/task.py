@@ -250,13 +250,18 @@ class Task:
         """The tokenizer with this task's chat template.
 
         Raises:
-            `ValueError`: the file is not there.
+            `ValueError`: the file is not there; or neither the task nor the tokenizer has a template.
         """
         if self.chat_template_path is not None:
             file = found(self.chat_template_path, self.folders)
             if file is None:
                 raise ValueError(f"chat_template_path={self.chat_template_path!r} is no file.")
             tokenizer.chat_template = file.read_text().rstrip("\n")
+        if getattr(tokenizer, "chat_template", None) is None:
+            raise ValueError(
+                f"{getattr(tokenizer, 'name_or_path', '') or 'The tokenizer'} has no chat template, as models that were only pretrained, and a task asks in "
+                "messages. Name a Jinja file as chat_template_path, or take the model that was trained to answer."
+            )
         return tokenizer
 
     # ------------------------------------------------------------------------------------------------------- what is right

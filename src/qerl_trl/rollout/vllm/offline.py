@@ -59,13 +59,18 @@ class CheckpointEngine:
         top_p: float,
         max_tokens: int,
         seed: int,
+        **template: Any,
     ) -> list[str]:
-        """One completion per conversation; number i is drawn with `seed + i`, since equal prompts would repeat under one seed."""
+        """One completion per conversation; number i is drawn with `seed + i`, since equal prompts would repeat under one seed.
+
+        Args:
+            template: `chat_template` and `chat_template_kwargs` of `vllm.LLM.chat`.
+        """
         from vllm import SamplingParams
 
         sampling = [
             SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed + index)
             for index in range(len(prompts))
         ]
-        outputs = self.llm.chat(prompts, sampling, lora_request=self.request)
+        outputs = self.llm.chat(prompts, sampling, lora_request=self.request, **template)
         return [output.outputs[0].text for output in outputs]
