@@ -1,10 +1,14 @@
-"""Python's search for garbage during the start (garbage.py)."""
+"""Python's search for garbage, at the start and in a run (garbage.py)."""
 
 import gc
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
+from transformers import TrainerControl, TrainerState
+from transformers.trainer_callback import CallbackHandler
 
 from qerl_trl import garbage
 
@@ -91,3 +95,57 @@ def test_an_engine_that_fails_leaves_nothing_set_aside():
         assert gc.get_freeze_count() > frozen
         raise RuntimeError
     assert gc.get_freeze_count() == 0
+
+
+class Cycle:
+    def __init__(self):
+        self.itself = self
+
+
+def searched() -> int:
+    """How many of them the collector looks at."""
+    return sum(type(found) is Cycle for found in gc.get_objects())
+
+
+@pytest.fixture
+def trainer():
+    handler = CallbackHandler([], None, None, None, None)
+    return SimpleNamespace(
+        accelerator=SimpleNamespace(device=torch.device("cuda")), handler=handler,
+        add_callback=handler.add_callback, remove_callback=handler.remove_callback,
+        step=lambda: handler.on_step_end(None, TrainerState(), TrainerControl()),
+    )  # fmt: skip
+
+
+def test_in_a_run_nothing_is_searched_that_was_there_after_its_first_step(trainer):
+    old = Cycle()
+    with garbage.stepping(trainer):
+        assert searched() == 1
+        trainer.step()
+        assert searched() == 0
+        young = Cycle()
+        trainer.step()
+        assert searched() == 1
+        del young
+        gc.collect()
+        assert searched() == 0
+    assert searched() == 1 and gc.get_freeze_count() == 0 and not trainer.handler.callbacks
+    del old
+    gc.collect()
+    assert searched() == 0
+
+
+def test_a_run_that_fails_sets_nothing_aside(trainer):
+    with pytest.raises(RuntimeError, match="in a step"), garbage.stepping(trainer):
+        trainer.step()
+        raise RuntimeError("in a step")
+    assert gc.get_freeze_count() == 0 and not trainer.handler.callbacks
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_on_a_cpu_or_without_a_collector_a_run_changes_nothing(trainer, device):
+    trainer.accelerator.device = torch.device(device)
+    if device == "cuda":
+        gc.disable()
+    with garbage.stepping(trainer):
+        assert not trainer.handler.callbacks

@@ -1,8 +1,12 @@
-"""Python's search for garbage during the start, in which next to nothing is garbage.
+"""Python's search for garbage, in a program of which next to nothing is garbage.
 
 Everything that a run imports, some 700 000 objects, lives as long as the process. Python's collector knows it only by looking at all of it,
 again and again while there is more every time, and vLLM asks for whole searches while it builds an engine: together several seconds of a
 start. So there are few searches meanwhile, and what lives is set aside early, as vLLM itself does once its engine stands.
+
+Then a rollout makes two objects per token in vLLM and two more in TRL, which live until it is scored: enough for a search of everything that came
+after the engine, compiled code above all, in each, while the GPU has nothing to do (`garbage` in `examples/benchmarks/step_speed.py`). So that
+is set aside too, after the first step.
 
 The standard library only: `qerl_trl/__init__.py` imports this.
 """
@@ -11,6 +15,7 @@ import gc
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 #: objects more than before, at which young ones are looked at; how often that has to happen before older ones are; all of them: never
 _RARELY = 20_000, 20, 1_000_000
@@ -67,3 +72,31 @@ def set_aside() -> Iterator[None]:
     except BaseException:
         gc.unfreeze()
         raise
+
+
+@contextmanager
+def stepping(trainer: Any) -> Iterator[None]:
+    """Around a run: what lives after its first step is searched then, and no more until the run ends. Afterwards nothing is set aside, so that a
+    trainer that is given up can go, and its memory with it. On a CPU nobody waits, and nothing is changed."""
+    if trainer.accelerator.device.type == "cpu" or not gc.isenabled():
+        yield
+        return
+    from transformers import TrainerCallback
+
+    class AfterTheFirstStep(TrainerCallback):
+        done = False
+
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            if not self.done:
+                gc.collect()
+                gc.freeze()
+                self.done = True
+
+    callback = AfterTheFirstStep()
+    trainer.add_callback(callback)
+    try:
+        yield
+    finally:
+        trainer.remove_callback(callback)
+        if callback.done:
+            gc.unfreeze()

@@ -47,7 +47,7 @@ from . import base_identity, behaviour, disk, guards, loading, mismatch, preflig
 from .arguments import by_name, with_reward_models
 from .base import adapter_config, model_init
 from .config import QeRLArguments, QeRLConfig, QeRLRLOOConfig
-from .garbage import rarely
+from .garbage import rarely, stepping
 from .lora import check_adapter, prepare_trainable_norms, warn_of_dropout, warn_of_low_precision
 from .memory import shortage
 from .memory.plan import MemoryPlan, plan_trainer
@@ -255,7 +255,7 @@ class QeRLMixin(SavingMixin, PackingMixin, ShardingMixin):
         """See [`SavingMixin.train`]."""
         report.announce(self)
         try:
-            with working(), shortage.naming(self), naming_the_lost_one(self):
+            with working(), stepping(self), shortage.naming(self), naming_the_lost_one(self):
                 return super().train(*args, **kwargs)
         finally:
             if self.aqn is not None:
