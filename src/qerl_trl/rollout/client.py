@@ -89,7 +89,7 @@ class Client(VLLMClient):
                 )
             time.sleep(retry_interval)
 
-    def call(self, method: str, *args: Any, part: bytes = b"") -> list[dict]:
+    def call(self, method: str, *args: Any, part: bytes | memoryview = b"") -> list[dict]:
         """One method of the worker extension; its answer from every rank.
 
         Args:
@@ -99,7 +99,7 @@ class Client(VLLMClient):
             [`RolloutError`]: the server refused, with its words, or its answer makes no sense.
         """
         line = json.dumps({"method": method, "args": [str(arg) for arg in args]})
-        content = self._control(CALL, line.encode() + b"\n" + part)
+        content = self._control(CALL, b"".join((line.encode(), b"\n", part)))
         answers = content.get("results")
         if not isinstance(answers, list) or not answers or not all(isinstance(answer, dict) for answer in answers):
             raise odd(f"{self.base_url}{CALL}", f"one result per rank of {method}", f"{content}")

@@ -97,7 +97,7 @@ class ServerEngine(Engine):
             listed = "".join(f"\n  - {difference}" for difference in found)
             raise RuntimeError(f"The server at {self.url} does not run the trainer's model:{listed}\n{self._advice()}")
 
-    def call(self, method: str, *args: Any, part: bytes = b"") -> list[dict]:
+    def call(self, method: str, *args: Any, part: bytes | memoryview = b"") -> list[dict]:
         """One method of the worker extension on every rank, as `Client.call`.
 
         Raises:
@@ -113,9 +113,10 @@ class ServerEngine(Engine):
         if layout != self._layout:
             self._announce(layout, next((t.a.device for t in adapter.values()), torch.device("cpu")))
         layout.pack(adapter, norms, self._flat)
-        expected = mark(self._flat)
         if self._shared is not None:
-            self._shared.data.copy_(self._flat)
+            self._shared.data.copy_(self._flat, non_blocking=self._shared.pinned)
+        expected = mark(self._flat)  # waits for the device, and so for the copy
+        if self._shared is not None:
             answers = self.call("qerl_apply", "shared", expected)
         else:
             answers = self.call("qerl_apply", self.transfer(), expected)
@@ -149,10 +150,10 @@ class ServerEngine(Engine):
 
     def transfer(self) -> str:
         """Send the update over the network, a few parts at a time; the name under which the server keeps it until it is applied."""
-        data, transfer = self._flat.cpu().numpy(), uuid.uuid4().hex
+        data, transfer = self._flat.cpu().numpy().data, uuid.uuid4().hex
 
         def send(index: int) -> None:
-            self.call("qerl_receive", transfer, index, part=data[index * CHUNK : (index + 1) * CHUNK].tobytes())
+            self.call("qerl_receive", transfer, index, part=data[index * CHUNK : (index + 1) * CHUNK])
 
         with ThreadPoolExecutor(max_workers=PARTS) as pool:
             list(pool.map(send, range(-(-len(data) // CHUNK))))

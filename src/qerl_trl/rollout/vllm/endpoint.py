@@ -109,11 +109,13 @@ class RolloutEndpoint:
                 await self._stranger(scope, receive, send)
             else:
                 body = await self._signed(scope, receive, MAX_PROMPTS, once=False)
-                await self.app(scope, _again(body, receive), send)
+                await self.app(scope, _again(bytes(body), receive), send)
         else:
             raise Refusal(403, f"{method} {path[:200]} is closed on a rollout server of qerl-trl.")
 
-    async def _signed(self, scope: MutableMapping[str, Any], receive: Receive, limit: int, once: bool = True) -> bytes:
+    async def _signed(
+        self, scope: MutableMapping[str, Any], receive: Receive, limit: int, once: bool = True
+    ) -> bytearray:
         """The body of a signed request; the signature is checked before anything is read.
 
         Raises:
@@ -127,24 +129,26 @@ class RolloutEndpoint:
             digest = self._verifier.check(given[0] if len(given) == 1 else "", scope["method"], target, once)
         except SignatureError as error:
             raise Refusal(401, f"Not signed by this server's trainer: {error}.") from error
-        _length(scope, limit)
-        body = bytearray()
+        body, length = bytearray(_length(scope, limit)), 0
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
                 raise Refusal(400, "The connection ended before the request did.")
-            body += message.get("body", b"")
-            if len(body) > limit:
-                raise Refusal(413, f"The request has more than {limit} bytes.")
+            piece = message.get("body", b"")
+            length += len(piece)
+            if length > len(body):
+                raise Refusal(413, f"The request has more than the {len(body)} bytes that it says.")
+            body[length - len(piece) : length] = piece  # what grew piece by piece would be copied again and again
             if not message.get("more_body", False):
                 break
+        del body[length:]
         large = len(body) > 2**20
         found = (
             await asyncio.to_thread(hashlib.sha256, body) if large else hashlib.sha256(body)
         )  # others are served meanwhile
         if not hmac.compare_digest(found.hexdigest(), digest):
             raise Refusal(401, "Not signed by this server's trainer: the body is another than the one that was signed.")
-        return bytes(body)
+        return body
 
     async def _stranger(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         _length(scope, MAX_OPEN_PROMPTS)
@@ -158,9 +162,11 @@ class RolloutEndpoint:
         finally:
             self._strangers -= 1
 
-    async def _call(self, scope: MutableMapping[str, Any], body: bytes) -> dict[str, Any]:
+    async def _call(self, scope: MutableMapping[str, Any], body: bytearray) -> dict[str, Any]:
         """One method of the worker extension, on every rank. What follows the first line is its last argument, as bytes."""
-        line, _, part = body.partition(b"\n")
+        end = body.find(b"\n")
+        line = body if end < 0 else body[:end]
+        part = bytes(memoryview(body)[len(line) + 1 :])
         try:
             asked = json.loads(line)
             method, args = asked["method"], asked["args"]
@@ -203,13 +209,14 @@ def _headers(scope: MutableMapping[str, Any], name: str) -> list[str]:
     return [value.decode("latin-1") for key, value in scope["headers"] if key == wanted]
 
 
-def _length(scope: MutableMapping[str, Any], limit: int) -> None:
-    """Refuse a body that does not say its length, or is too long."""
+def _length(scope: MutableMapping[str, Any], limit: int) -> int:
+    """How long a body says that it is. Refused: it does not say it, or is too long."""
     given = _headers(scope, "Content-Length")
     if len(given) != 1 or not re.fullmatch(r"\d{1,15}", given[0], re.ASCII):
         raise Refusal(411, "The request does not say how long it is (Content-Length).")
     if int(given[0]) > limit:
         raise Refusal(413, f"The request has {given[0]} bytes, more than the {limit} that are allowed.")
+    return int(given[0])
 
 
 def _again(body: bytes, receive: Receive) -> Receive:
