@@ -217,7 +217,8 @@ def step() -> str:
     return (
         "\n".join(rows)
         + f"\n\nOurs on the NVFP4 base, stock TRL with bf16 LoRA, each with its defaults. `ragged`: completions of lognormal lengths (mean 250, up to 1024), filled in after a short "
-        f"rollout, so only its update says something. {measured_by(STEP, first['device'], [row['commit'] for row in measured], **versions)}."
+        f"rollout, so only its update says something. `48gib`: on a GPU of that size; `26gib`: and with what `qerl-trl plan` proposes there (micro-batches of one, 8-bit "
+        f"AdamW, a KV cache that sleeps during updates); `micro8`: in micro-batches of 8. {measured_by(STEP, first['device'], [row['commit'] for row in measured], **versions)}."
     )
 
 
