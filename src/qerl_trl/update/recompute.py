@@ -24,14 +24,16 @@ def prepare(trainer: Any) -> None:
     """Let as many layers of a trainer's model keep their activations as its plan says, at each update anew: where layers turn out not to
     compile, or a row not to be packed, fewer fit. The others recompute, compiled ones inside."""
     compiled = trainer._compiled if trainer.args.gradient_checkpointing else None
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    layers = decoder_layers(model)
     count = 0
     if trainer.memory_plan is not None:
         _follow(trainer)
         count = trainer.memory_plan.work.kept_layers
+        if count < len(layers):
+            _advise(trainer, model)
     if not count and compiled is None:
         return
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    layers = decoder_layers(model)
     if len(layers) < count:
         logger.warning(
             "%s has %d layers that can be taken out of gradient checkpointing one by one, and %d need not recompute by the plan: all "
@@ -41,8 +43,6 @@ def prepare(trainer: Any) -> None:
             count,
         )
         count = 0
-    if trainer.memory_plan is not None and count < len(layers):
-        _advise(trainer, model)
     kept = layers[len(layers) - count :]
     inside = [] if compiled is None else [layer for layer in layers if layer in compiled.layers]
 
