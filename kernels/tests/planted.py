@@ -91,6 +91,7 @@ DEFECTS = (
     Defect("a tile's counter is not set to zero (mma)", "ampere", "gl.store(cnt_ptr + pid, 0)", "pass"),
     Defect("rows beyond the last are stored (mma)", "ampere", " & (n_o < N)[:, None]", ""),
     Defect("the second shard takes the first one's adapter (mma)", "ampere", "(row0 >= e1).to(gl.int32) + ", ""),
+    Defect("x is read before the kernel before has ended (mma)", "ampere", "    if PDL:\n        gdc_wait()\n", ""),
     Defect("dX is mirrored", "ops", "dy.reshape(-1, N) @ weight)", "dy.reshape(-1, N) @ weight.flip(1))"),
 )  # fmt: skip
 

@@ -31,7 +31,9 @@ def compiled(BM: int, R: int, capability: int, rank: int = 32, NS: int = 3):
 
     WN, WT = bounds.warps(BM)
     constants = {"BM": BM, "R": R, "WN": WN, "WT": WT, "NS": NS, "SPLIT": True, "BIAS": True, "RANK": rank}
-    return sm90.compile_sm90(ampere.mma_kernel, constants, WN * WT, None, 3, {"xa_ptr": "*bf16"}, None, capability)
+    constants["PDL"] = capability >= 90
+    registers = bounds.registers(BM, R, rank)
+    return sm90.compile_sm90(ampere.mma_kernel, constants, WN * WT, None, 3, {"xa_ptr": "*bf16"}, registers, capability)
 
 
 @pytest.mark.skipif(not INSIDE, reason="run by test_in_a_fresh_process")
@@ -55,8 +57,8 @@ def test_what_a_tile_costs(BM, R, capability, tmp_path):
     print(f"{registers} registers of {bounds.REGISTERS[BM, R]}")
     if triton.__version__.startswith("3.6."):
         assert counts[0] == bounds.ISSUED[BM, R][0]
-        assert all(0.8 * most <= found <= most for found, most in zip(counts, bounds.ISSUED[BM, R], strict=True))
-        assert 0.8 * bounds.REGISTERS[BM, R] <= registers <= bounds.REGISTERS[BM, R]
+        assert all(0.75 * most <= found <= most for found, most in zip(counts, bounds.ISSUED[BM, R], strict=True))
+    assert registers <= bounds.REGISTERS[BM, R]
     assert not [op for op in body if op.startswith(("STS", "LDSM"))], "weights and x go straight to their operands"
     reads = [op for op in body if op.startswith("LDS") and "128" in op]
     assert len(reads) == BM // 2 // bounds.warps(BM)[1], "x in 16-byte reads, once for all rows of a warp"

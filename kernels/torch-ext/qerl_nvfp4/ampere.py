@@ -12,6 +12,7 @@ Shape suffixes as in portable.py.  A decoded weight carries a factor 2^-8, put r
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .gluon_names import barrier, copy_to_shared
 from .hopper import decode_scales, decode_word, halves, load_words
@@ -158,11 +159,12 @@ def mma_kernel(
     SPLIT: gl.constexpr,
     BIAS: gl.constexpr,
     RANK: gl.constexpr,
+    PDL: gl.constexpr,
 ):
     """y[m, n] = sum_k x[m, k] W[n, k] [+ bias[n]] [+ sum_r xa[m, shard(n) RANK + r] b[n, r]]; K = 128 steps.
 
     w_ptr int32 (N, K/8), s_ptr int16 (N, K/32), xa_ptr bfloat16 (M, shards RANK).  Programs: tiles, the tokens' fastest, times slices of
-    K of `per_split` steps.  Every program of a sliced tile parks its float32 tile in ws_ptr; the last one to arrive adds them up in the
+    K of `per_split` steps.  PDL, from sm_90 on: the first words are asked for before the kernel before has ended.  Every program of a sliced tile parks its float32 tile in ws_ptr; the last one to arrive adds them up in the
     order of K and sets the counter back.
     """
     NW: gl.constexpr = WN * WT
@@ -201,15 +203,19 @@ def mma_kernel(
         acc = acc + (gl.zeros([GROUP, BM], gl.float32, MMA),)  # noqa: RUF005
     xp = x_ptr + (m_x.to(gl.int64)[:, None] * sxm + (it0 * 128 + k_x)[None, :])
     ring = gl.allocate_shared_memory(gl.bfloat16, [NS, BM, 128], x_shared(BM))
+    q = ()
+    s = ()
+    if PDL:
+        gdc_launch_dependents()
+    for g in gl.static_range(R):
+        q = q + (load_words(wp[g]),)  # noqa: RUF005
+        s = s + (gl.load(sp[g]),)  # noqa: RUF005
+    if PDL:
+        gdc_wait()
     for i in gl.static_range(NS - 1):
         if it0 + i < it1:
             copy_to_shared(ring.index(i), xp + i * 128)
         async_copy.commit_group()
-    q = ()
-    s = ()
-    for g in gl.static_range(R):
-        q = q + (load_words(wp[g]),)  # noqa: RUF005
-        s = s + (gl.load(sp[g]),)  # noqa: RUF005
     stage = 0
     for it in range(it0, it1):
         async_copy.wait_group(NS - 2)
@@ -303,7 +309,7 @@ def add_adapter(
     r_b = gl.arange(0, 32, layout=gl.SliceLayout(0, AL))
     m_a = gl.minimum(m0 + gl.arange(0, BM, layout=gl.SliceLayout(0, BL)), M - 1).to(gl.int64)
     r_a = gl.arange(0, 32, layout=gl.SliceLayout(1, BL))
-    for r0 in gl.static_range(0, RANK, 32):
+    for r0 in range(0, RANK, 32):
         b = gl.load(b_ptr + (n_b[:, None] * RANK + (r0 + r_b)[None, :]), mask=(r0 + r_b < RANK)[None, :], other=0.0)
         at = m_a[None, :] * sxa + (shard * RANK + r0 + r_a)[:, None]
         xa = gl.load(xa_ptr + at, mask=(r0 + r_a < RANK)[:, None], other=0.0)

@@ -365,7 +365,7 @@ def launch_wgmma(config, x, packed, block_scale, global_scale, bias, lora_a, lor
         out.copy_(y)
 
 
-def launch_mma(config, x, packed, block_scale, global_scale, bias, lora_a, lora: Lora | None, out, pdl=False) -> None:
+def launch_mma(config, x, packed, block_scale, global_scale, bias, lora_a, lora: Lora | None, out, pdl) -> None:
     from . import ampere
 
     (M, K), N = x.shape, packed.shape[0]
@@ -377,6 +377,7 @@ def launch_mma(config, x, packed, block_scale, global_scale, bias, lora_a, lora:
     SK = math.ceil(steps / per_split)
     gs, sgs = scale_args(global_scale)
     words, scales = packed.view(torch.int32), scale_bytes(block_scale).view(torch.int16)
+    pdl = pdl and device_properties(x.device.index)[2] >= (9, 0)  # programmatic dependent launch
     down = x
     if lora is not None:
         down = scratch(x.device, "lora down", M * lora.rows, x.dtype)[: M * lora.rows].view(M, lora.rows)
@@ -412,7 +413,10 @@ def launch_mma(config, x, packed, block_scale, global_scale, bias, lora_a, lora:
         SPLIT=SK > 1,
         BIAS=bias is not None,
         RANK=0 if lora is None else lora.rank,
+        PDL=pdl,
         num_warps=warps[0] * warps[1],
+        maxnreg=bounds.registers(BM, config["R"], 0 if lora is None else lora.rank),
+        **({"launch_pdl": True} if pdl else {}),
     )
 
 
