@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -43,6 +42,15 @@ def test_commands_are_read_as_a_shell_reads_them(script):
     assert script.commands(block) == ["a \\\n  b", "python - <<'END'\nx\n\ny\nEND", "c"]
 
 
+#: what the page's load.py has to end with: the policy as stock PEFT loaded it, in a process without this package
+LOGITS = """
+import sys, torch
+assert "qerl_trl" not in sys.modules
+with torch.no_grad():
+    print(model.float()(**tokens).logits[0, -1].tolist())
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_from_nothing_to_a_published_adapter(script, tmp_path):
@@ -52,17 +60,23 @@ def test_from_nothing_to_a_published_adapter(script, tmp_path):
         for file, text in script.steps(script.PAGE.read_text())
         if file or text.split()[0] not in ("git", "make", "source", "pip")
     ]
+    todo = [(file, text + LOGITS if file == "load.py" else text) for file, text in todo]
+    assert todo[-1] == ("", "python load.py")
     folder, tools = tmp_path / "walk", tmp_path / "bin"
     folder.mkdir()
     tools.mkdir()
-    for name, arguments in (("python", ""), ("qerl-trl", "-m qerl_trl.cli.main")):
-        (tools / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {arguments} "$@"\n')
+    packages = os.pathsep.join(map(str, (ROOT / "src", ROOT / "kernels" / "torch-ext")))
+    for name, before, arguments in (
+        ("python", "", ""),  # nothing of ours on its path
+        ("qerl-trl", f"PYTHONPATH='{packages}' ", "-m qerl_trl.cli.main"),
+    ):
+        (tools / name).write_text(f'#!/bin/sh\n{before}exec "{sys.executable}" {arguments} "$@"\n')
         (tools / name).chmod(0o755)
     server = StandInHub()
     environment = script.with_hub(server, tmp_path / "cache")
     environment |= {"PATH": f"{tools}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
-    packages = os.pathsep.join(map(str, (ROOT / "src", ROOT / "kernels" / "torch-ext")))
-    timed = script.walk(folder, todo, environment | {"PYTHONPATH": packages}, tmp_path / "log")
+    timed = script.walk(folder, todo, environment, tmp_path / "log")
+    server.close()
     assert all(each["seconds"] >= 0 for each in timed) and timed[-1]["said"]
 
     task = yaml.safe_load((folder / "words.yaml").read_text())
@@ -80,12 +94,7 @@ def test_from_nothing_to_a_published_adapter(script, tmp_path):
     assert "CompressedTensorsConfig(dequantize=True)" in published["README.md"]
     assert str(tmp_path) not in "".join(text for name, text in published.items() if name.endswith((".md", ".json")))
 
-    # what stock PEFT loads, with nothing of ours on its path, is the policy that was trained
-    look = "import torch, sys; assert 'qerl_trl' not in sys.modules\nwith torch.no_grad(): print(model.float()(**tokens).logits[0, -1].tolist())"
-    code = (folder / "load.py").read_text() + look
-    stock = subprocess.run([sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True)
-    server.close()
-    assert stock.returncode == 0, stock.stderr[-3000:]
+    # what stock PEFT loaded is the policy that was trained
     policy = load_policy(folder / "runs" / "words")
     asked = [{"role": "user", "content": "Backwards: KLARINET"}]
     tokens = policy.tokenizer.apply_chat_template(
@@ -93,4 +102,4 @@ def test_from_nothing_to_a_published_adapter(script, tmp_path):
     )
     with torch.no_grad():
         ours = policy.model(**tokens).logits[0, -1]
-    torch.testing.assert_close(torch.tensor(json.loads(stock.stdout.splitlines()[-1])), ours, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(torch.tensor(json.loads(timed[-1]["said"][-1])), ours, rtol=1e-4, atol=1e-4)
