@@ -8,13 +8,15 @@ with vLLM in its process, bf16, the same adapter, merged into the engine; GPU on
 rank-32 adapter in vLLM's own slots). Each runs twice, each time in a process of its own: `cold` with empty caches of
 Triton, of torch.compile and of vLLM, then `warm` with those that the cold run left. Python's files are in the page cache either way: an
 import that is not measured comes first. `imports` are the import statements of a user's script, and `imports_begin_s` the second in which
-each large package was first asked for. Then as many sequences as one rollout has, of 100 random tokens each, to the first token and again,
-and a whole rollout of 32 tokens, twice; what a second call no longer takes was compilation.
+each large package was first asked for; `collector_s` is what Python's search for garbage takes of imports and of all before the first token.
+Then as many sequences as one rollout has, of 100 random tokens each, to the first token and again, and a whole rollout of 32 tokens, twice;
+what a second call no longer takes was compilation.
 
 `log` holds what vLLM says about its own phases, with the second in which it says so.
 """
 
 import argparse
+import gc
 import importlib.abc
 import json
 import logging
@@ -73,6 +75,21 @@ class Begun(importlib.abc.MetaPathFinder):
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> None:
         if fullname in self.packages:
             self.seconds.setdefault(fullname, self.clock.now())
+
+
+class Collector:
+    """Seconds that Python's search for garbage took."""
+
+    def __init__(self) -> None:
+        self.seconds = self._begun = 0.0
+        gc.callbacks.append(self._look)
+
+    def _look(self, phase: str, info: dict[str, int]) -> None:
+        now = time.perf_counter()
+        if phase == "start":
+            self._begun = now
+        else:
+            self.seconds += now - self._begun
 
 
 class Heard(logging.Handler):
@@ -236,7 +253,9 @@ def run_case(case: str, checkpoint: Path, device: str, lora: Path, started: floa
     clock = Clock(started)
     begun = Begun(clock, "torch", "transformers", "vllm", "vllm.entrypoints.llm", "trl", "datasets", "peft")
     sys.meta_path.insert(0, begun)
+    collector = Collector()
     clock.part("imports", IMPORTS[case])
+    collected = {"imports": round(collector.seconds, 2)}
     heard = Heard(clock)
     logging.getLogger("vllm").addHandler(heard)
     if case == "ours":
@@ -257,6 +276,7 @@ def run_case(case: str, checkpoint: Path, device: str, lora: Path, started: floa
         for tokens in (1, NEW):
             times = [seconds(sequences, tokens)]
             found["first_token_s"] = found["first_token_s"] or clock.now()
+            collected.setdefault("first token", round(collector.seconds, 2))
             times.append(seconds(sequences, tokens))
             found["rollouts"].append(
                 {"sequences": sequences, "tokens": tokens, "first_s": times[0], "again_s": times[1]}
@@ -265,6 +285,7 @@ def run_case(case: str, checkpoint: Path, device: str, lora: Path, started: floa
         "total_s": clock.now(),
         "parts": clock.parts,
         "imports_begin_s": begun.seconds,
+        "collector_s": collected,
         "log": heard.lines,
     }
 

@@ -1,8 +1,9 @@
 """Python's search for garbage, in a program of which next to nothing is garbage.
 
-Everything that a run imports, some 700 000 objects, lives as long as the process. Python's collector knows it only by looking at all of it,
-again and again while there is more every time, and vLLM asks for whole searches while it builds an engine: together several seconds of a
-start. So there are few searches meanwhile, and what lives is set aside early, as vLLM itself does once its engine stands.
+Everything that a run imports, hundreds of thousands of objects, lives as long as the process. Python's collector knows it only by looking at
+all of it, again and again while there is more every time, and vLLM asks for whole searches while it builds an engine: seconds of a start
+(`collector_s` of `examples/benchmarks/start_time.py`). So there are few searches meanwhile, and what lives is set aside early, as vLLM
+itself does once its engine stands. A script gains most that imports this package before others that bring torch.
 
 Then a rollout makes two objects per token in vLLM and two more in TRL, which live until it is scored: enough for a search of everything that came
 after the engine, compiled code above all, in each, while the GPU has nothing to do (`garbage` in `examples/benchmarks/step_speed.py`). So that
