@@ -84,7 +84,7 @@ def your_task() -> str:
     return (
         "\n".join(rows)
         + f"\n\nIn all {record['seconds'] / 60:.0f} minutes, of which training {record['steps']} steps took {record['train_seconds']:.0f} s: {record['before']['correct']} of "
-        f"{after['total']} held-out words are right before, {after['correct']} after. {record['device']}; {record['note']}, so a quiet one is much faster. The Hub was the tests' stand-in on this machine, "
+        f"{after['total']} held-out words are right before, {after['correct']} after. {record['device']}; {record['note']}. The Hub was the tests' stand-in on this machine, "
         f"`git clone` a local copy. Commit {record['commit']}, [{source.name}]({source}), by `examples/benchmarks/your_task.py`."
     )
 
