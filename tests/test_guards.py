@@ -1,4 +1,5 @@
 import asyncio
+import contextlib
 import functools
 import logging
 import math
@@ -144,3 +145,15 @@ def test_entropy_collapse_warns_once(monitor, caplog):
         monitor.entropy(value, 4)
     assert len(caplog.records) == 1
     assert "0.009" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("magnitude", "says"), [(0.5, None), (1e19, "norm of the gradient overflows"), (float("nan"), "not finite")]
+)
+def test_what_one_launch_finds_small_is_small_and_all_else_is_looked_at(monkeypatch, magnitude, says):
+    model = torch.nn.Linear(4, 4)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 1e19 if magnitude > 1 else magnitude)
+    monkeypatch.setattr(guards, "largest_magnitude", lambda grads: magnitude)
+    with pytest.raises(RuntimeError, match=says) if says else contextlib.nullcontext():
+        guards.check_gradients(model, 3)

@@ -329,9 +329,16 @@ def test_sums(capability):
 
     from qerl_nvfp4 import sums
 
-    pointers = {"table_ptr": "*i64", "sums_ptr": "*i64", "bad_ptr": "*i64", "factors_ptr": "*fp32"}
+    pointers = {
+        "table_ptr": "*i64",
+        "sums_ptr": "*i64",
+        "bad_ptr": "*i64",
+        "largest_ptr": "*i64",
+        "factors_ptr": "*fp32",
+    }
     for lanes in (1, 2, 4):
-        compile_sm90(sums.sums_kernel, {"LANES": lanes, "BLOCK": 1024}, 4, None, 3, pointers, None, capability)
+        for kernel in (sums.sums_kernel, sums.largest_kernel):
+            compile_sm90(kernel, {"LANES": lanes, "BLOCK": 1024}, 4, None, 3, pointers, None, capability)
     for source, target, integer in ((tl.float32, tl.bfloat16, tl.int16), (tl.bfloat16, tl.float32, tl.int32)):
         constants = {"SOURCE": source, "TARGET": target, "INTEGER": integer, "EXPONENT": 0x7F80, "BLOCK": 1024}
         kernel = compile_sm90(

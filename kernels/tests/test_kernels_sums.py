@@ -72,6 +72,28 @@ def test_a_factor_that_is_infinite_is_no_nan_beyond_the_tensor(device):
     assert bad.tolist() == [3] and found.tolist() == [3 * 0x7F80]
 
 
+@pytest.mark.parametrize("device", ON)
+@pytest.mark.parametrize("dtype", sums.EXPONENT, ids=str)
+def test_the_largest_magnitude(dtype, device, small_pieces):
+    torch.manual_seed(0)
+    tensors = [torch.randn(size).to(dtype).to(device) for size in (8, 5000, 0, 1024)]
+    integer = INTEGERS[8 // dtype.itemsize]
+
+    def found() -> float:
+        bits = sums.largest([sums.words_of(t) for t in tensors], 8 // dtype.itemsize, tensors[0].device)
+        return float(bits.to(integer).view(dtype))
+
+    assert found() == max(float(t.abs().max()) for t in tensors if t.numel())
+    for place, value in ((4999, -9.0), (17, 11.0), (0, -float("inf"))):
+        tensors[1][place] = value
+        assert found() == abs(value)
+    tensors[3][3] = float("nan")
+    assert found() != found()
+    for tensor in tensors:
+        tensor.zero_()
+    assert found() == 0.0
+
+
 @pytest.mark.gpu
 def test_it_reads_at_the_speed_of_memory():
     """An eighth of what any card for which it is made reads in a second; a wrong grid or a sum per element would be far below."""

@@ -20,6 +20,7 @@ from trl.trainer.utils import is_async_callable
 
 from .deadline import deadline
 from .names import local_tensor
+from .rollout.sums import largest_magnitude
 from .rollout.wire import not_finite
 from .upstream import OnlineTrainer
 
@@ -247,14 +248,19 @@ def check_loss(loss: torch.Tensor, step: int) -> None:
 def check_gradients(model: nn.Module, step: int, optimizer: Any = None) -> None:
     """Raise `RuntimeError` naming the first trainable parameter whose gradient is not finite, or the largest if only their norm is not.
 
-    One fused norm, one sync.
+    One launch or one fused norm, one sync.
 
     Args:
         optimizer: of what is trained of `model`, where it has the parameters themselves: to find them in the model takes milliseconds.
     """
     groups = [{"params": model.parameters()}] if optimizer is None else optimizer.param_groups
     grads = [p.grad for group in groups for p in group["params"] if p.grad is not None]
-    if not grads or bool(torch.nn.utils.get_total_norm(grads) < LARGEST_GRADIENT):
+    if not grads:
+        return
+    magnitude = largest_magnitude(grads)  # of n entries the norm is at most sqrt(n) times that
+    if magnitude is not None and magnitude * math.sqrt(sum(grad.numel() for grad in grads)) < LARGEST_GRADIENT:
+        return
+    if bool(torch.nn.utils.get_total_norm(grads) < LARGEST_GRADIENT):
         return
     named = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
     ending = (

@@ -93,3 +93,15 @@ def test_on_a_gpu_they_are_summed_in_one_launch():
         e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA and "Mem" not in e.name
     ]
     assert kernels.count("sums_kernel") == 1 and len(kernels) < 5
+
+
+@pytest.mark.parametrize("device", ON)
+def test_the_largest_magnitude_is_that_or_unknown(device):
+    tensors = [torch.randn(40, 8, device=device) for _ in range(5)]
+    tensors[3][2, 2] = -7.5
+    assert sums.largest_magnitude(tensors) == (7.5 if device == "cuda" else None)
+    assert sums.largest_magnitude([*tensors, torch.zeros(3, device=device)]) is None  # not whole words
+    assert sums.largest_magnitude([*tensors, torch.zeros(8, device=device).bfloat16()]) is None
+    tensors[1][0, 0] = float("nan")
+    found = sums.largest_magnitude(tensors)
+    assert found is None if device == "cpu" else found != found

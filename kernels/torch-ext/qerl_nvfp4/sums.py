@@ -5,6 +5,7 @@ Here the host writes one table, three integers per piece of a tensor (its addres
 adds its piece to its tensor's sum. Integers wrap, so the order does not matter.
 """
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -69,14 +70,30 @@ def rounded_sums_kernel(
     tl.atomic_add(bad_ptr + number, tl.sum(bad_B, axis=0))
 
 
-def _table(places: Sequence[int], sizes: Sequence[int], size: int, device: torch.device) -> torch.Tensor:
-    """(pieces, 3) int64 for tensors of `sizes` elements of `size` bytes at `places`."""
-    addresses, counts = (torch.tensor(v, dtype=torch.int64, device="cpu") for v in (places, sizes))
+@functools.lru_cache(maxsize=16)
+def _table(tensors: tuple[tuple[int, int], ...], size: int) -> torch.Tensor:
+    """(pieces, 3) int64 for tensors given by address and number of elements of `size` bytes. On the CPU, where no engine that sleeps takes its memory away;
+    kept, since what is summed once is mostly summed again, where it is."""
+    addresses, counts = torch.tensor(tensors, dtype=torch.int64, device="cpu").view(-1, 2).unbind(1)
     pieces = -(-counts // PIECE)
     number = torch.repeat_interleave(pieces)
     before = (torch.arange(len(number), device="cpu") - (pieces.cumsum(0) - pieces)[number]) * PIECE
-    rows = torch.stack([addresses[number] + before * size, (counts[number] - before).clamp(max=PIECE), number], dim=1)
-    return rows.to(device, non_blocking=True)
+    return torch.stack([addresses[number] + before * size, (counts[number] - before).clamp(max=PIECE), number], dim=1)
+
+
+@triton.jit
+def largest_kernel(table_ptr, largest_ptr, LANES: tl.constexpr, BLOCK: tl.constexpr):
+    """The largest of the integers of one piece, LANES in each word, without their signs."""
+    row_ptr = table_ptr + tl.program_id(0).to(tl.int64) * 3
+    word_ptr = tl.load(row_ptr).to(tl.pointer_type(tl.int64))
+    left = tl.load(row_ptr + 1)
+    most_B = tl.zeros((BLOCK,), tl.int64)
+    for start in range(0, left, BLOCK):
+        w_B = start + tl.arange(0, BLOCK)
+        word_B = tl.load(word_ptr + w_B, mask=w_B < left, other=0)
+        for lane in tl.static_range(LANES):
+            most_B = tl.maximum(most_B, (word_B >> (64 // LANES * lane)) & ((1 << (64 // LANES - 1)) - 1))
+    tl.atomic_max(largest_ptr, tl.max(most_B, axis=0))
 
 
 def words_of(tensor: torch.Tensor) -> tuple[int, int] | None:
@@ -93,10 +110,26 @@ def sums(words: Sequence[tuple[int, int]], lanes: int, device: torch.device) -> 
         lanes: 1, 2, 4 or 8.
     """
     found = torch.zeros(len(words), dtype=torch.int64, device=device)
-    table = _table(*zip(*words, strict=True), 8, device)
+    table = _table(tuple(words), 8).to(device, non_blocking=True)
     if len(table):
         with torch.cuda.device_of(found):
             sums_kernel[(len(table),)](table, found, LANES=lanes, BLOCK=_BLOCK, num_warps=4)
+    return found
+
+
+def largest(words: Sequence[tuple[int, int]], lanes: int, device: torch.device) -> torch.Tensor:
+    """The bits of the largest magnitude in all of these tensors of floats, () int64 on `device`: integers of that size compare as the floats do, NaN beyond
+    infinity. No wait for the device.
+
+    Args:
+        words: `words_of` each tensor.
+        lanes: floats in a word, 2 or 4.
+    """
+    found = torch.zeros((), dtype=torch.int64, device=device)
+    table = _table(tuple(words), 8).to(device, non_blocking=True)
+    if len(table):
+        with torch.cuda.device_of(found):
+            largest_kernel[(len(table),)](table, found, LANES=lanes, BLOCK=_BLOCK, num_warps=4)
     return found
 
 
@@ -112,8 +145,8 @@ def rounded_sums(
     """
     device, source = tensors[0].device, tensors[0].dtype
     found = torch.zeros(2, len(tensors), dtype=torch.int64, device=device)
-    places, sizes = [t.data_ptr() for t in tensors], [t.numel() for t in tensors]
-    table = _table(places, sizes, tensors[0].element_size(), device)
+    table = _table(tuple((t.data_ptr(), t.numel()) for t in tensors), tensors[0].element_size())
+    table = table.to(device, non_blocking=True)
     if len(table):
         with torch.cuda.device_of(found):
             rounded_sums_kernel[(len(table),)](

@@ -117,8 +117,7 @@ class QeRLVLLMGeneration(VLLMGeneration):
         Raises:
             [`RolloutError`]: it does not.
         """
-        dtype = getattr(torch, self.spec.dtype)
-        device = self.accelerator.device
+        device, dtype = self.accelerator.device, getattr(torch, self.spec.dtype)
         self.probe_result, self._clean = probe(self.engine, self.model, device, dtype, self.sync_weights)
         self._clean_stamp = self.trained.stamp()
         logger.info("Rollout probe: %s", self.probe_result)
@@ -132,9 +131,8 @@ class QeRLVLLMGeneration(VLLMGeneration):
         """
         if self.waits:
             return  # `start` does it
-        aqn, dtype = self.trainer.aqn, getattr(torch, self.spec.dtype)
+        aqn, device, dtype = self.trainer.aqn, self.accelerator.device, getattr(torch, self.spec.dtype)
         self.engine.wake()
-        device = self.accelerator.device
         same = all(gather_object([self._clean_stamp == self.trained.stamp()]))  # nothing was loaded since
         known = self._clean if same else None
         try:
@@ -156,7 +154,8 @@ class QeRLVLLMGeneration(VLLMGeneration):
             return
         draw = self._draw
         self.sync_noise(NO_NOISE)
-        difference = probe_again(self.engine, self.model, self.accelerator.device, getattr(torch, self.spec.dtype))
+        device, dtype = self.accelerator.device, getattr(torch, self.spec.dtype)
+        difference = probe_again(self.engine, self.model, device, dtype, self.probe_result.rounding)
         logger.info("Rollout probe at step %d: log-probabilities differ by %.4f nats", step, difference)
         self.sync_noise(draw or NO_NOISE)
         self._probed = step

@@ -297,10 +297,16 @@ def probe_noise(
 
 
 @_scoring
-def probe_again(engine: Engine, model: nn.Module, device: torch.device, dtype: torch.dtype) -> float:
+def probe_again(
+    engine: Engine, model: nn.Module, device: torch.device, dtype: torch.dtype, rounding_then: float = 0.0
+) -> float:
     """Whether engine and trainer still agree, with the adapter as it is now and noise off: whole models, on the tokens of the start.
 
     The first bound of the module; `rounding` is that of the model as it is now. Nothing is changed, in the engine or in the trainer.
+
+    Args:
+        rounding_then: `rounding` at start. What differs by no more, a quarter of the bound of then, is not compared with that of now, whose
+            measurement is as long as everything else here.
 
     Returns:
         Mean absolute difference of log-probabilities, in nats.
@@ -312,6 +318,8 @@ def probe_again(engine: Engine, model: nn.Module, device: torch.device, dtype: t
     completions = engine.generate(prompts, _SAMPLING)
     scored = _trainer_logps(model, device, prompts, completions)
     difference = _mean_difference(scored, _logps(completions))
+    if difference <= rounding_then:
+        return difference
     rounding, bound = _rounding(model, dtype, scored, lambda: _trainer_logps(model, device, prompts, completions))
     if not difference <= bound:
         raise RolloutError(

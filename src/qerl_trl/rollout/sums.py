@@ -127,6 +127,21 @@ def all_finite(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 @torch.no_grad()
+def largest_magnitude(tensors: Sequence[torch.Tensor]) -> float | None:
+    """The largest magnitude in tensors of floats, NaN where one is NaN; None where not one launch can tell. Waits for the device once."""
+    if not (tensors and tensors[0].is_cuda and _launches()):
+        return None
+    from qerl_nvfp4.sums import largest, words_of
+
+    first = tensors[0]
+    words = [words_of(t) if t.dtype == first.dtype and t.device == first.device else None for t in tensors]
+    if first.dtype not in _FLOATS or None in words:
+        return None
+    bits_of = largest(words, 8 // first.element_size(), first.device)
+    return float(bits_of.to(_INTEGERS[first.element_size()]).view(first.dtype))
+
+
+@torch.no_grad()
 def rounded(
     tensors: Sequence[torch.Tensor], factors: Sequence[float], like: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
