@@ -270,7 +270,7 @@ def test_the_smallest_size_with_enough_effect_is_found_from_the_likely_one(sizes
     assert found == next((size for size in sizes if size * 1.01 >= enough), sizes[-1]) and effect == effect_of(found)
     tried.pop()
     assert tried[0] == 0.2 and len(set(tried)) == len(tried)
-    assert len(tried) == 2 or found not in (0.2, 0.4), "a model of 7B takes 0.2"
+    assert len(tried) == 1 or found != 0.2, "a model of 7B takes 0.2"
 
 
 def test_the_model_is_put_into_evaluation_mode_once_for_all_forwards(policy, monkeypatch):
@@ -288,6 +288,6 @@ def test_the_model_is_put_into_evaluation_mode_once_for_all_forwards(policy, mon
     changes.clear()
     run(engine, policy)
     handle.remove()
-    assert len(forwards) >= 5 and changes == [False]
+    assert len(forwards) >= 4 and changes == [False]
     layers = [layer for layer in policy.modules() if isinstance(layer, NVFP4Linear)]
     assert policy.training and {layer.implementation for layer in layers} == {"auto"}

@@ -181,7 +181,10 @@ def probe(
         tolerance = ADAPTED * max(base_difference, rounding) + FLOOR[dtype]
         sized = sizes()
 
+        tried: list[float] = []
+
         def adapt(fraction: float) -> None:
+            tried.append(fraction)
             # the same numbers each time, drawn where the model is: 44 million for rank 32 on 7B, half a second and more on the processor
             generator = torch.Generator(device).manual_seed(1)
             for up, layer, size in zip(ups, layers, sized, strict=True):
@@ -193,7 +196,8 @@ def probe(
             return _mean_difference(clean, score(base))
 
         fraction, effect = _smallest(_FRACTIONS, effect_of, CONTRAST * tolerance)
-        adapt(fraction)
+        if fraction != tried[-1]:
+            adapt(fraction)
         sync()
         completions = engine.generate(prompts, _SAMPLING)
         difference = _mean_difference(score(completions), _logps(completions))
@@ -277,10 +281,11 @@ def probe_noise(
     finally:
         put(draw._replace(sigma=0.0))
     noisy = score(completions, draw)
-    with under(draw):
-        rounding, _ = _rounding(model, dtype, noisy, lambda: _trainer_logps(model, device, prompts, completions))
-    tolerance = max(tolerance, ADAPTED * rounding + FLOOR[dtype])
     result = NoiseProbeResult(_mean_difference(noisy, _logps(completions)), effect, sigma)
+    if not result.difference <= tolerance:  # under noise a rounding may matter more
+        with under(draw):
+            rounding, _ = _rounding(model, dtype, noisy, lambda: _trainer_logps(model, device, prompts, completions))
+        tolerance = max(tolerance, ADAPTED * rounding + FLOOR[dtype])
     if not result.difference <= tolerance:
         lost = _mean_difference(score(completions), _logps(completions)) <= tolerance
         what = "vLLM's are those of the model without noise" if lost else "part of it is lost, or acts in another way"
@@ -370,11 +375,13 @@ def _trainer_logps(
 
 def _smallest(sizes: Sequence[float], effect_of: Callable[[float], float], enough: float) -> tuple[float, float]:
     """The smallest of ascending `sizes` whose effect, which grows with it, is enough, or else the largest; and its effect. Looked for from
-    `_LIKELY` on, so mostly two are tried."""
+    `_LIKELY` on, and a smaller one is tried only where it would be enough if the effect were proportional; so mostly one is tried."""
     at = sizes.index(_LIKELY)
     effect = effect_of(sizes[at])
     step = -1 if effect >= enough else 1
     while 0 <= at + step < len(sizes):
+        if step < 0 and effect * sizes[at - 1] / sizes[at] < enough:
+            break
         other = effect_of(sizes[at + step])
         if step < 0 and other < enough:
             break
