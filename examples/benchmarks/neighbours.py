@@ -88,7 +88,10 @@ def liger() -> dict[str, Function]:
     return {
         "norm": lambda x, weight: (LigerRMSNormFunction.apply(x, weight, EPS),),
         "add_norm": lambda x, residual, weight: LigerFusedAddRMSNormFunction.apply(x, residual, weight, EPS),
-        "swiglu": lambda both: (LigerFusedGateUpSiLUMulFunction.apply(both),),
+        # in two dimensions: its gradient has no more, whatever it was given
+        "swiglu": lambda both: (
+            LigerFusedGateUpSiLUMulFunction.apply(both.flatten(0, -2)).unflatten(0, both.shape[:-1]),
+        ),
         "rotary": lambda q, k, cosine, sine: LigerRopeFunction.apply(q, k, cosine, sine),
     }
 
