@@ -1,10 +1,10 @@
 """What the checks cost: seconds of each, per rollout and per start, in real training steps on random weights in the Qwen2.5 shapes.
 
     python examples/benchmarks/checks_cost.py 7b --output examples/benchmarks/results/checks_h200.json          # one GPU, 2 minutes
-    python examples/benchmarks/checks_cost.py 7b 32b --output examples/benchmarks/results/checks_h200.json
+    python examples/benchmarks/checks_cost.py 7b 7b:64 32b --output examples/benchmarks/results/checks_h200.json   # 8, 64 and 8 completions a step
     python examples/benchmarks/checks_cost.py tiny --device cpu                                                 # dry run
 
-A `QeRLGRPOTrainer` with vLLM in the process takes `STEPS` steps of 8 x 512 tokens, one rollout each. Every function in `TIMED` waits for
+A `QeRLGRPOTrainer` with vLLM in the process takes `STEPS` steps of 8 (or as many as stand after the colon) x 512 tokens, one rollout each. Every function in `TIMED` waits for
 the device before and after, and what it spends in another one of them is counted there only; so the sum over checks is an upper bound of
 what a step without them would save. The first step warms up and is not counted. `checks_at_start_s` is of the constructor and of `train()` up to
 its first step; before that the base is written, sealed and with its fixed prompt as an export has it, and taken for the folder that it was
@@ -115,7 +115,8 @@ class Clock:
         return spent
 
 
-def measure(size: str, device: str) -> dict[str, Any]:
+def measure(workload: str, device: str) -> dict[str, Any]:
+    """Args: workload: a size, and after a colon the completions of a step."""
     import plan_check
     import rollout_models
     import torch
@@ -123,6 +124,8 @@ def measure(size: str, device: str) -> dict[str, Any]:
 
     from qerl_trl import QeRLConfig
 
+    size, _, completions = workload.partition(":")
+    sequences = int(completions or 8)
     clock = Clock(device)
     packed_model = rollout_models.packed_model
 
@@ -138,8 +141,9 @@ def measure(size: str, device: str) -> dict[str, Any]:
         small = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 4}
         rollout_models.SHAPES[size] = {**small, "num_key_value_heads": 2, "vocab_size": 1024}
     count, every = 3 if tiny else STEPS, QeRLConfig.__dataclass_fields__["rollout_probe_steps"].default
-    case = plan_check.Case(size, 4 if tiny else 8, 16 if tiny else 256, 8 if tiny else 512, 4 if tiny else 8)
-    graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [8]}
+    sequences = 4 if tiny else sequences
+    case = plan_check.Case(size, sequences, 16 if tiny else 256, 8 if tiny else 512, sequences)
+    graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [sequences]}
     engine = {"max_num_seqs": case.sequences, **({"enforce_eager": True} if tiny else {"compilation_config": graphs})}
     started = time.perf_counter()
     trainer = plan_check.build_trainer(
@@ -179,6 +183,7 @@ def measure(size: str, device: str) -> dict[str, Any]:
     in_start = [label for label in TIMED if label in start]
     row = {
         "size": size,
+        "completions": sequences,
         "step_s": round(whole, 4),
         "checks_ms_per_step": round(sum(milliseconds[label] for label in checks), 2),
         "checks_percent": round(sum(milliseconds[label] for label in checks) / whole / 10, 3),
