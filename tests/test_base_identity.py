@@ -130,3 +130,24 @@ def test_a_known_value():
 
 def test_a_part_of_a_model_has_none():
     assert base_sha256(nn.Linear(2, 2, device="meta")) is None
+
+
+@pytest.mark.gpu
+def test_a_gpu_finds_the_same_in_a_few_launches(load):
+    """Packed, floats of every dtype, odd sizes, views, single scales."""
+    model = load()
+    model.extra = nn.ParameterList(
+        nn.Parameter(tensor, requires_grad=False)
+        for tensor in (
+            torch.randn(3),
+            torch.randn(9, 8)[:, ::2],
+            torch.arange(5),
+            torch.randn(7).half(),
+            torch.tensor(2.0),
+        )
+    )
+    before = base_sha256(model)
+    model.to("cuda")
+    assert base_sha256(model) == before
+    model.extra[0].data[2] += 1
+    assert base_sha256(model) != before

@@ -345,6 +345,9 @@ def test_sums(capability):
             sums.rounded_sums_kernel, constants | {"INTERP": False}, 4, None, 3, pointers, None, capability
         )
         assert not [op for op in opcodes(disassemble(kernel.asm["cubin"])) if op.startswith(("LDL", "STL"))]
+    for source in (None, tl.bfloat16, tl.float32):
+        constants = {"SOURCE": source, "PLACE": 2**60 + 1, "FIRST": 2**61 + 1, "SECOND": 2**62 + 1, "BLOCK": 1024}
+        compile_sm90(sums.placed_sums_kernel, constants | {"INTERP": False}, 4, None, 3, pointers, None, capability)
 
 
 @pytest.mark.skipif(not INSIDE, reason="run by test_in_a_fresh_process")

@@ -94,6 +94,33 @@ def test_the_largest_magnitude(dtype, device, small_pieces):
     assert found() == 0.0
 
 
+def placed(tensor: torch.Tensor, a: int, b: int, c: int) -> int:
+    """In Python's integers."""
+    if tensor.is_floating_point():
+        tensor = torch.nn.functional.pad(tensor.float(), (0, tensor.numel() % 2))
+    total = 0
+    for place, word in enumerate(tensor.cpu().view(torch.int64).tolist()):
+        word = (word + place * a) * b & (1 << 64) - 1
+        word = word - (word >> 63 << 64)  # its sign
+        total += (word ^ word >> 31) * c
+    return (total + 2**63) % 2**64 - 2**63
+
+
+@pytest.mark.parametrize("device", ON)
+@pytest.mark.parametrize("dtype", [None, *sums.EXPONENT], ids=str)
+def test_sums_of_words_in_their_places(dtype, device, small_pieces):
+    torch.manual_seed(0)
+    constants = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB)
+    sizes = (1, 7, 1024, 0, 2400, 2401, 5003)
+    tensors = [torch.randn(n).to(dtype) if dtype else torch.randint(-(2**63), 2**63 - 1, (n,)) for n in sizes]
+    tensors = [tensor.to(device) for tensor in tensors]
+    expected = [placed(tensor, *constants) for tensor in tensors]
+    assert sums.placed_sums(tensors, dtype, constants).tolist() == expected
+    tensors[6][[17, 4000]] = tensors[6][[4000, 17]]
+    changed = sums.placed_sums(tensors, dtype, constants).tolist()
+    assert [a != b for a, b in zip(changed, expected, strict=True)] == [number == 6 for number in range(7)]
+
+
 @pytest.mark.gpu
 def test_it_reads_at_the_speed_of_memory():
     """An eighth of what any card for which it is made reads in a second; a wrong grid or a sum per element would be far below."""

@@ -54,12 +54,11 @@ def base_sha256(model: nn.Module, device: torch.device | None = None) -> str | N
     Args:
         device: that computes it, tensor by tensor; each tensor's own by default.
     """
-    found = []
-    for name, tensor in _tensors(model):
-        if tensor.is_meta or hasattr(tensor, "full_tensor") or hasattr(tensor, "ds_id"):
-            return None
-        found.append((name, tensor, _checksum(tensor.detach().to(device or tensor.device))))
-    return sha256_of(_row(name, tensor, int(total)) for name, tensor, total in found)
+    named = list(_tensors(model))
+    if any(tensor.is_meta or hasattr(tensor, "full_tensor") or hasattr(tensor, "ds_id") for _, tensor in named):
+        return None
+    totals = _checksums([tensor.detach() for _, tensor in named], device)
+    return sha256_of(_row(name, tensor, total) for (name, tensor), total in zip(named, totals, strict=True))
 
 
 def row_of(name: str, tensor: torch.Tensor) -> Row:
@@ -129,6 +128,54 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 @torch.no_grad()
+def _checksums(tensors: list[torch.Tensor], device: torch.device | None) -> list[int]:
+    """[`_checksum`] of each, computed on `device` or its own. On a GPU for which the kernels are made, all of a kind in one launch: a thousand
+    tensors otherwise take longer to ask for than to read."""
+    import qerl_nvfp4
+
+    groups: dict[torch.dtype | None, list[int]] = {}
+    words: list[int] = []  # tensors of half a word, such as the scale of each packed matrix
+    totals = [0] * len(tensors)
+    for number, tensor in enumerate(tensors):
+        where = device or tensor.device
+        kind = tensor.dtype if tensor.is_floating_point() else None
+        if tensor.device != where or not tensor.is_cuda or not qerl_nvfp4.is_available(where):
+            totals[number] = int(_checksum(tensor.to(where)))
+        elif kind is None and tensor.nbytes == 4:
+            words.append(number)
+        elif (
+            tensor.is_contiguous() and kind in (torch.bfloat16, torch.float16, torch.float32, None) and _aligned(tensor)
+        ):
+            groups.setdefault(kind, []).append(number)
+        else:
+            totals[number] = int(_checksum(tensor))
+    sums = [(numbers, _in_one_launch([tensors[n] for n in numbers], kind)) for kind, numbers in groups.items()]
+    if words:
+        half = torch.stack([tensors[n].reshape(-1).view(torch.uint8) for n in words])
+        sums.append((words, _mixed(nn.functional.pad(half, (0, 4)).view(torch.int64))[:, 0]))
+    for numbers, found in sums:
+        for number, total in zip(numbers, found.tolist(), strict=True):
+            totals[number] = total
+    return totals
+
+
+def _aligned(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or (tensor.nbytes % 8 == 0 and tensor.data_ptr() % 8 == 0)
+
+
+def _in_one_launch(tensors: list[torch.Tensor], kind: torch.dtype | None) -> torch.Tensor:
+    from qerl_nvfp4.sums import placed_sums
+
+    return placed_sums(tensors, kind, (_PLACE, _FIRST, _SECOND))
+
+
+def _mixed(words: torch.Tensor) -> torch.Tensor:
+    """What a word that was added to its place's number counts as; in place."""
+    words = words.mul_(_FIRST)
+    return words.bitwise_xor_(words >> 31).mul_(_SECOND)
+
+
+@torch.no_grad()
 def _checksum(tensor: torch.Tensor, first: int = 0) -> torch.Tensor:
     """int64 (), on the tensor's device: the sum over its 64-bit words, each mixed with its place. `first`: the place of the first one."""
     flat = tensor.reshape(-1)
@@ -138,9 +185,7 @@ def _checksum(tensor: torch.Tensor, first: int = 0) -> torch.Tensor:
     for index, part in enumerate(flat.split(_CHUNK * 8 // size)):
         words = _words(part)
         mixed = words + places[: words.numel()]
-        mixed.add_(_signed((first + index * _CHUNK) * _PLACE)).mul_(_FIRST)
-        mixed.bitwise_xor_(mixed >> 31).mul_(_SECOND)
-        total += mixed.sum()
+        total += _mixed(mixed.add_(_signed((first + index * _CHUNK) * _PLACE))).sum()
     return total
 
 

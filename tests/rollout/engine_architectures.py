@@ -53,8 +53,8 @@ CELLS = {"rollout": "rollout", "rollout noise": "noise"}
 PROMPTS = [[10 + i, 20, 30, 40, 50, 60 + i] for i in range(3)]
 NEW = 8
 DRAW = NoiseDraw(0.05, seed=7, step=3, generation=1)
-#: what vLLM's CPU kernels compute in bfloat16 only: delta nets and state spaces
-HALF = ("qwen3_5_text", "qwen3_next", "falcon_h1")
+#: what vLLM's CPU kernels compute in bfloat16 only: delta nets and state spaces; a GPU's attention computes nothing in float32
+HALF = architectures.ALL if scenarios.DEVICE == "cuda" else ("qwen3_5_text", "qwen3_next", "falcon_h1")
 #: what vLLM imports beside, for models that the tests' environment then leaves out
 NEEDS = dict.fromkeys(PICTURES, ("torchvision",)) | dict.fromkeys(
     ("llava", "mistral3"), ("torchvision", "mistral_common")
@@ -110,6 +110,7 @@ class EngineTrial:
             modules_to_not_convert=self.one.left_out, compute_dtype=str(self.dtype).removeprefix("torch.")
         )
         model = from_pretrained(self.folder / "dense", config, model_class=self.one.auto, dtype=self.dtype).eval()
+        model.to(scenarios.DEVICE)
         lora = keep_to_the_decoder(default_lora_config(), model.config)
         self.policy = get_peft_model(model.requires_grad_(False), register_nvfp4_lora(lora)).eval()
         scenarios.randomize(self.policy, scale=0.05)
@@ -149,9 +150,9 @@ class EngineTrial:
     @torch.no_grad()
     def gap(self, completions: list[Completion]) -> float:
         """Largest difference from the trainer's log-probabilities of the same tokens."""
-        ids = torch.tensor([p + c.tokens for p, c in zip(PROMPTS, completions, strict=True)])
+        ids = torch.tensor([p + c.tokens for p, c in zip(PROMPTS, completions, strict=True)], device=scenarios.DEVICE)
         logits = self.policy(input_ids=ids, use_cache=False).logits[:, len(PROMPTS[0]) - 1 : -1].float()
-        mine = logits.log_softmax(-1).gather(-1, ids[:, len(PROMPTS[0]) :, None]).squeeze(-1)
+        mine = logits.log_softmax(-1).gather(-1, ids[:, len(PROMPTS[0]) :, None]).squeeze(-1).cpu()
         return (mine - torch.tensor([c.logps for c in completions])).abs().max().item()
 
 

@@ -96,6 +96,41 @@ def largest_kernel(table_ptr, largest_ptr, LANES: tl.constexpr, BLOCK: tl.conste
     tl.atomic_max(largest_ptr, tl.max(most_B, axis=0))
 
 
+@triton.jit
+def placed_sums_kernel(
+    table_ptr,
+    sums_ptr,
+    SOURCE: tl.constexpr,
+    PLACE: tl.constexpr,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
+    BLOCK: tl.constexpr,
+    INTERP: tl.constexpr,
+):
+    """The sum of one piece's words of 8 bytes, each mixed with its place in the tensor. SOURCE: of floats, two of which are a word as float32; None: words."""
+    row_ptr = table_ptr + tl.program_id(0).to(tl.int64) * 4
+    address = tl.load(row_ptr)
+    left = tl.load(row_ptr + 1)  # words, of floats elements
+    number = tl.load(row_ptr + 2)
+    first = tl.load(row_ptr + 3)
+    count = left if SOURCE is None else (left + 1) // 2
+    total_B = tl.zeros((BLOCK,), tl.int64)
+    for start in range(0, count, BLOCK):
+        w_B = start + tl.arange(0, BLOCK)
+        if SOURCE is None:
+            word_B = tl.load(address.to(tl.pointer_type(tl.int64)) + w_B, mask=w_B < count, other=0)
+        else:
+            x_ptr = address.to(tl.pointer_type(SOURCE))
+            low_B = widen(tl.load(x_ptr + 2 * w_B, mask=2 * w_B < left, other=0.0), INTERP).to(tl.int32, bitcast=True)
+            high_B = widen(tl.load(x_ptr + 2 * w_B + 1, mask=2 * w_B + 1 < left, other=0.0), INTERP)
+            high_B = high_B.to(tl.int32, bitcast=True).to(tl.int64) << 32
+            word_B = (low_B.to(tl.int64) & 0xFFFFFFFF) | high_B
+        mixed_B = (word_B + (first + w_B) * PLACE) * FIRST
+        mixed_B = (mixed_B ^ (mixed_B >> 31)) * SECOND
+        total_B += tl.where(w_B < count, mixed_B, 0)
+    tl.atomic_add(sums_ptr + number, tl.sum(total_B, axis=0))
+
+
 def words_of(tensor: torch.Tensor) -> tuple[int, int] | None:
     """Address and number of the words of 8 bytes that a tensor is; None: it is not one piece of memory that begins and ends at a multiple of 8 bytes."""
     address, size = tensor.data_ptr(), tensor.nbytes
@@ -130,6 +165,41 @@ def largest(words: Sequence[tuple[int, int]], lanes: int, device: torch.device) 
     if len(table):
         with torch.cuda.device_of(found):
             largest_kernel[(len(table),)](table, found, LANES=lanes, BLOCK=_BLOCK, num_warps=4)
+    return found
+
+
+def placed_sums(
+    tensors: Sequence[torch.Tensor], dtype: torch.dtype | None, constants: tuple[int, int, int]
+) -> torch.Tensor:
+    """Sum over each tensor's words of 8 bytes, modulo 2^64, of `w = (word + place * a) * b; (w ^ w >> 31) * c`: (count,) int64 on their device. It tells
+    elements that changed places. No wait for the device.
+
+    Args:
+        tensors: contiguous, on one device. With `dtype` all are of that (bfloat16, float16 or float32) and count as float32, an odd one padded with
+            zero; with None each is whole words (`words_of`).
+        constants: a, b, c, below 2^63.
+    """
+    device = tensors[0].device
+    found = torch.zeros(len(tensors), dtype=torch.int64, device=device)
+    size, per_word = (8, 1) if dtype is None else (dtype.itemsize, 2)
+    table = _table(tuple((t.data_ptr(), t.nbytes // size) for t in tensors), size)
+    first = (table[:, 0] - torch.tensor([t.data_ptr() for t in tensors], device="cpu")[table[:, 2]]) // (
+        size * per_word
+    )
+    table = torch.cat([table, first[:, None]], dim=1).to(device, non_blocking=True)
+    if len(table):
+        with torch.cuda.device_of(found):
+            placed_sums_kernel[(len(table),)](
+                table,
+                found,
+                SOURCE=None if dtype is None else _TYPES[dtype],
+                PLACE=constants[0],
+                FIRST=constants[1],
+                SECOND=constants[2],
+                BLOCK=_BLOCK,
+                INTERP=INTERPRET,
+                num_warps=4,
+            )
     return found
 
 
