@@ -19,6 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..evaluation_mode import evaluation_mode
+from ..nvfp4.linear import decoded_weights
 from ..upstream import OnlineTrainer
 from . import attention, balance, row
 from .budget import TokenBudget
@@ -88,7 +89,7 @@ class Packing:
         trainer = self.trainer
         ids, mask, width = _trial(trainer, self._models[0])
         reason = None
-        with evaluation_mode(model):
+        with evaluation_mode(model), decoded_weights(model):
             try:
                 packed = self._packed(model, ids, mask, width)[0]
                 padded = _padded(trainer, model, ids, mask, width)
