@@ -213,12 +213,20 @@ def step() -> str:
             f"{row['measured_gib']:.1f} | {planned} |"
         )
     first = measured[0]
+    missed = "".join(
+        f" `{row['name'].partition('-')[2]}` took more than planned at {row['commit']}: torch's allocator kept {row['reserved_gib']:.1f} GiB, of which "
+        f"{row['allocated_gib']:.1f} were in use at most, since the blocks of shorter rows are too small for longer ones. A longest row begins with an empty "
+        "cache since (`update/longest.py`); not measured again."
+        for row in record["before"]
+        if row in record["step"]
+    )
     versions = {"torch": first["versions"]["torch"], "vLLM": first["versions"]["vllm"]}
     return (
         "\n".join(rows)
         + f"\n\nOurs on the NVFP4 base, stock TRL with bf16 LoRA, each with its defaults. `ragged`: completions of lognormal lengths (mean 250, up to 1024), filled in after a short "
         f"rollout, so only its update says something. `48gib`: on a GPU of that size; `26gib`: and with what `qerl-trl plan` proposes there (micro-batches of one, 8-bit "
         f"AdamW, a KV cache that sleeps during updates); `micro8`: in micro-batches of 8. {measured_by(STEP, first['device'], [row['commit'] for row in measured], **versions)}."
+        + missed
     )
 
 

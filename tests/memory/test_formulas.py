@@ -171,7 +171,8 @@ PLANS = json.loads((RESULTS / "memory_h200.json").read_text())
 MEASURED = [row for row in [*PLANS["memory"], *PLANS["before"]] if "measured_gib" in row]
 RECOMPUTE = json.loads((RESULTS / "update_recompute_h200.json").read_text())
 PARTS = json.loads((RESULTS / "update_parts_h200.json").read_text())
-STEPS = {row["name"]: row for row in json.loads((RESULTS / "step_h200.json").read_text())["step"]}
+STEP = json.loads((RESULTS / "step_h200.json").read_text())
+STEPS = {row["name"]: row for row in STEP["step"]}
 
 
 @pytest.mark.parametrize("measured", MEASURED, ids=lambda row: f"{row['name']}-{row['commit']}")
@@ -225,6 +226,30 @@ def test_a_packed_update_measured_on_a_gpu_is_planned():
     # as a whole, with what the plan allows for memory that stays in pieces, more than for any workload of memory_h200.json
     made = plan_run(shape, work, None)
     assert 1.0 <= made.peak / 2**30 / measured["measured_gib"] <= 1.11
+
+
+@pytest.mark.parametrize(
+    "measured",
+    [row for row in STEP["step"] if "planned_gib" in row and row not in STEP["before"]],
+    ids=lambda row: f"{row['name']}-{row['commit']}",
+)
+def test_no_step_took_more_than_planned(measured):
+    """What is in `before` as well was measured before longer rows began with an empty cache (`update/longest.py`)."""
+    shape = formulas.shape_of({"7b": SEVEN_B, "32b": THIRTY_TWO_B}[measured["size"]])
+    assert plan_run(shape, Workload(**measured["workload"]), None).peak / 2**30 >= measured["measured_gib"]
+
+
+def test_an_update_of_ragged_completions_measured_on_a_gpu_is_planned():
+    """What torch allocated for the longest row of the run: two prompts, 16 completions, 6656 tokens (tests/update/test_longest.py)."""
+    (measured,), shape = STEP["before"], formulas.shape_of(SEVEN_B)
+    work = Workload(**measured["workload"])
+    adapter = 4 + 8 + 2 + 4  # float32, two moments, the engine's in bf16, and gradients of earlier passes
+    stays = formulas.base_bytes(shape) + adapter * formulas.adapter_parameters(shape, 32)
+    stays += formulas.engine_kv_bytes(shape, work, work.completions) + 2**29  # the engine's buffers inside of torch
+    longest = dataclasses.replace(work, batch=16, completion_length=384)
+    assert longest.tokens == 6656 and longest.keys == 10240
+    planned = stays + formulas.update_bytes(shape, longest)
+    assert planned / 2**30 == pytest.approx(measured["allocated_gib"], rel=0.01)
 
 
 @pytest.mark.parametrize(("batch", "generations"), [(4, 8), (8, 8), (16, 8), (64, 8), (6, 1), (1, 8), (6, 4)])

@@ -23,6 +23,7 @@ from ..nvfp4.linear import decoded_weights
 from ..upstream import OnlineTrainer
 from . import attention, balance, row
 from .budget import TokenBudget
+from .longest import LongestPass
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,7 @@ class Packing:
         self.trainer = trainer
         self.on = False
         self.budget = TokenBudget(trainer)
+        self.longest = LongestPass()
         #: models that are wrapped when training starts are tried at the first batch
         self._untried = False
         self._models: list[PreTrainedModel] = []
@@ -200,6 +202,7 @@ class Packing:
             inputs = built.inputs()
             if whole:
                 inputs["output_router_logits"] = True
+            self.longest.begin(built.input_ids.shape[1], input_ids.device)
             with self.trainer.accelerator.autocast(), attention.packed_call():
                 # `labels` is what TRL's head asks for where it shifts by itself; with `shift_labels` it does not look at them
                 output = model(**inputs, fused_lm_head=True)
@@ -233,6 +236,8 @@ class PackingMixin(OnlineTrainer):
             packed = self._packing(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
         if packed is not None:
             return packed
+        if self._packing is not None:
+            self._packing.longest.begin(input_ids.numel(), input_ids.device)
         return super()._get_per_token_logps_and_entropies(
             model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
         )
