@@ -446,7 +446,7 @@ def test_candidates_are_near_the_cheapest(gpu):
 
 @interpreted
 def test_a_model_is_measured_kept_and_used(gpu, clock, monkeypatch):
-    gpu("an Ada", 128, (8, 9), 99)
+    gpu("a B200", 148, (10, 0))  # whose candidates the interpreter runs
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=1))
     compiled = []
     monkeypatch.setattr(refine, "compile_launches", lambda launch_all, tell: compiled.append(launch_all))
