@@ -108,4 +108,4 @@ def test_doctor_lists_what_a_7b_model_would_use(l40s):
 
     lines = doctor._selected_kernels(torch.device("cuda"))["kernels"].split("\n")
     assert [line.split()[1] for line in lines] == ["qkv", "o", "gate_up", "down"]
-    assert all("skinny up to 16 tokens, portable up to 128 tokens, dense for more" in line for line in lines)
+    assert all("skinny up to 16 tokens, mma up to 1536 tokens, dense for more" in line for line in lines)
