@@ -105,3 +105,15 @@ def test_the_largest_magnitude_is_that_or_unknown(device):
     tensors[1][0, 0] = float("nan")
     found = sums.largest_magnitude(tensors)
     assert found is None if device == "cpu" else found != found
+
+
+def test_of_sharded_tensors_no_launch_here_knows_the_largest(monkeypatch):
+    """Under FSDP 2 a gradient is a DTensor, on a GPU as much as any, and has no address."""
+
+    class Sharded:
+        is_cuda, dtype, device = True, torch.float32, torch.device("cuda", 0)
+
+        def to_local(self): ...
+
+    monkeypatch.setattr(sums, "_launches", lambda: True)
+    assert sums.largest_magnitude([Sharded(), Sharded()]) is None

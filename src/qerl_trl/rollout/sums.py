@@ -129,8 +129,8 @@ def all_finite(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 @torch.no_grad()
 def largest_magnitude(tensors: Sequence[torch.Tensor]) -> float | None:
     """The largest magnitude in tensors of floats, NaN where one is NaN; None where not one launch can tell. Waits for the device once."""
-    if not (tensors and tensors[0].is_cuda and _launches()):
-        return None
+    if not (tensors and tensors[0].is_cuda and _launches()) or any(hasattr(type(t), "to_local") for t in tensors):
+        return None  # or part of each is elsewhere
     from qerl_nvfp4.sums import largest, words_of
 
     first = tensors[0]
