@@ -143,13 +143,11 @@ def _checksums(tensors: list[torch.Tensor], device: torch.device | None) -> list
             totals[number] = int(_checksum(tensor.to(where)))
         elif kind is None and tensor.nbytes == 4:
             words.append(number)
-        elif (
-            tensor.is_contiguous() and kind in (torch.bfloat16, torch.float16, torch.float32, None) and _aligned(tensor)
-        ):
+        elif _in_one_launch(tensor, kind):
             groups.setdefault(kind, []).append(number)
         else:
             totals[number] = int(_checksum(tensor))
-    sums = [(numbers, _in_one_launch([tensors[n] for n in numbers], kind)) for kind, numbers in groups.items()]
+    sums = [(numbers, _placed_sums([tensors[n] for n in numbers], kind)) for kind, numbers in groups.items()]
     if words:
         half = torch.stack([tensors[n].reshape(-1).view(torch.uint8) for n in words])
         sums.append((words, _mixed(nn.functional.pad(half, (0, 4)).view(torch.int64))[:, 0]))
@@ -159,11 +157,14 @@ def _checksums(tensors: list[torch.Tensor], device: torch.device | None) -> list
     return totals
 
 
-def _aligned(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() or (tensor.nbytes % 8 == 0 and tensor.data_ptr() % 8 == 0)
+def _in_one_launch(tensor: torch.Tensor, kind: torch.dtype | None) -> bool:
+    """Whether `_placed_sums` reads it."""
+    from qerl_nvfp4.sums import EXPONENT, words_of
+
+    return words_of(tensor) is not None if kind is None else kind in EXPONENT and tensor.is_contiguous()
 
 
-def _in_one_launch(tensors: list[torch.Tensor], kind: torch.dtype | None) -> torch.Tensor:
+def _placed_sums(tensors: list[torch.Tensor], kind: torch.dtype | None) -> torch.Tensor:
     from qerl_nvfp4.sums import placed_sums
 
     return placed_sums(tensors, kind, (_PLACE, _FIRST, _SECOND))

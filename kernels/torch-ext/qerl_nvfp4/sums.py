@@ -12,12 +12,13 @@ import torch
 import triton
 import triton.language as tl
 
+from .launch import launcher
 from .portable import INTERPRET, narrow, widen
 
 #: words of 8 bytes, and elements, that one program sums
 PIECE = 2**15
 _BLOCK = 1024
-#: all bits of the exponent: set where a value is NaN or infinite
+#: all bits of the exponent, set where a value is NaN or infinite, of each dtype of floats that is read here
 EXPONENT = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00, torch.float32: 0x7F800000}
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
@@ -70,17 +71,6 @@ def rounded_sums_kernel(
     tl.atomic_add(bad_ptr + number, tl.sum(bad_B, axis=0))
 
 
-@functools.lru_cache(maxsize=16)
-def _table(tensors: tuple[tuple[int, int], ...], size: int) -> torch.Tensor:
-    """(pieces, 3) int64 for tensors given by address and number of elements of `size` bytes. On the CPU, where no engine that sleeps takes its memory away;
-    kept, since what is summed once is mostly summed again, where it is."""
-    addresses, counts = torch.tensor(tensors, dtype=torch.int64, device="cpu").view(-1, 2).unbind(1)
-    pieces = -(-counts // PIECE)
-    number = torch.repeat_interleave(pieces)
-    before = (torch.arange(len(number), device="cpu") - (pieces.cumsum(0) - pieces)[number]) * PIECE
-    return torch.stack([addresses[number] + before * size, (counts[number] - before).clamp(max=PIECE), number], dim=1)
-
-
 @triton.jit
 def largest_kernel(table_ptr, largest_ptr, LANES: tl.constexpr, BLOCK: tl.constexpr):
     """The largest of the integers of one piece, LANES in each word, without their signs."""
@@ -131,6 +121,25 @@ def placed_sums_kernel(
     tl.atomic_add(sums_ptr + number, tl.sum(total_B, axis=0))
 
 
+@functools.lru_cache(maxsize=16)
+def _table(tensors: tuple[tuple[int, int], ...], size: int) -> torch.Tensor:
+    """(pieces, 3) int64 for tensors given by address and number of elements of `size` bytes. On the CPU, where no engine that sleeps takes its memory away;
+    kept, since what is summed once is mostly summed again, where it is."""
+    addresses, counts = torch.tensor(tensors, dtype=torch.int64, device="cpu").view(-1, 2).unbind(1)
+    pieces = -(-counts // PIECE)
+    number = torch.repeat_interleave(pieces)
+    before = (torch.arange(len(number), device="cpu") - (pieces.cumsum(0) - pieces)[number]) * PIECE
+    return torch.stack([addresses[number] + before * size, (counts[number] - before).clamp(max=PIECE), number], dim=1)
+
+
+def _launch(kernel, table: torch.Tensor, found: torch.Tensor, *arguments: torch.Tensor, **constants) -> None:
+    """A program for each row of the table, which goes to where `found` is."""
+    if len(table):
+        with torch.cuda.device_of(found):
+            table = table.to(found.device, non_blocking=True)
+            launcher(kernel, len(table))(table, *arguments, **constants, BLOCK=_BLOCK, num_warps=4)
+
+
 def words_of(tensor: torch.Tensor) -> tuple[int, int] | None:
     """Address and number of the words of 8 bytes that a tensor is; None: it is not one piece of memory that begins and ends at a multiple of 8 bytes."""
     address, size = tensor.data_ptr(), tensor.nbytes
@@ -145,10 +154,7 @@ def sums(words: Sequence[tuple[int, int]], lanes: int, device: torch.device) -> 
         lanes: 1, 2, 4 or 8.
     """
     found = torch.zeros(len(words), dtype=torch.int64, device=device)
-    table = _table(tuple(words), 8).to(device, non_blocking=True)
-    if len(table):
-        with torch.cuda.device_of(found):
-            sums_kernel[(len(table),)](table, found, LANES=lanes, BLOCK=_BLOCK, num_warps=4)
+    _launch(sums_kernel, _table(tuple(words), 8), found, found, LANES=lanes)
     return found
 
 
@@ -161,10 +167,7 @@ def largest(words: Sequence[tuple[int, int]], lanes: int, device: torch.device) 
         lanes: floats in a word, 2 or 4.
     """
     found = torch.zeros((), dtype=torch.int64, device=device)
-    table = _table(tuple(words), 8).to(device, non_blocking=True)
-    if len(table):
-        with torch.cuda.device_of(found):
-            largest_kernel[(len(table),)](table, found, LANES=lanes, BLOCK=_BLOCK, num_warps=4)
+    _launch(largest_kernel, _table(tuple(words), 8), found, found, LANES=lanes)
     return found
 
 
@@ -186,20 +189,10 @@ def placed_sums(
     first = (table[:, 0] - torch.tensor([t.data_ptr() for t in tensors], device="cpu")[table[:, 2]]) // (
         size * per_word
     )
-    table = torch.cat([table, first[:, None]], dim=1).to(device, non_blocking=True)
-    if len(table):
-        with torch.cuda.device_of(found):
-            placed_sums_kernel[(len(table),)](
-                table,
-                found,
-                SOURCE=None if dtype is None else _TYPES[dtype],
-                PLACE=constants[0],
-                FIRST=constants[1],
-                SECOND=constants[2],
-                BLOCK=_BLOCK,
-                INTERP=INTERPRET,
-                num_warps=4,
-            )
+    table = torch.cat([table, first[:, None]], dim=1)
+    source = None if dtype is None else _TYPES[dtype]
+    mixing = dict(zip(("PLACE", "FIRST", "SECOND"), constants, strict=True))
+    _launch(placed_sums_kernel, table, found, found, SOURCE=source, **mixing, INTERP=INTERPRET)
     return found
 
 
@@ -216,20 +209,17 @@ def rounded_sums(
     device, source = tensors[0].device, tensors[0].dtype
     found = torch.zeros(2, len(tensors), dtype=torch.int64, device=device)
     table = _table(tuple((t.data_ptr(), t.numel()) for t in tensors), tensors[0].element_size())
-    table = table.to(device, non_blocking=True)
-    if len(table):
-        with torch.cuda.device_of(found):
-            rounded_sums_kernel[(len(table),)](
-                table,
-                torch.tensor(factors, dtype=torch.float32).to(device, non_blocking=True),
-                found[0],
-                found[1],
-                SOURCE=_TYPES[source],
-                TARGET=_TYPES[dtype],
-                INTEGER=tl.int32 if dtype == torch.float32 else tl.int16,
-                EXPONENT=EXPONENT[dtype],
-                BLOCK=_BLOCK,
-                INTERP=INTERPRET,
-                num_warps=4,
-            )
+    _launch(
+        rounded_sums_kernel,
+        table,
+        found,
+        torch.tensor(factors, dtype=torch.float32).to(device, non_blocking=True),
+        found[0],
+        found[1],
+        SOURCE=_TYPES[source],
+        TARGET=_TYPES[dtype],
+        INTEGER=tl.int32 if dtype == torch.float32 else tl.int16,
+        EXPONENT=EXPONENT[dtype],
+        INTERP=INTERPRET,
+    )
     return found[0], found[1]

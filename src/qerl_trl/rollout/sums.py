@@ -6,7 +6,7 @@ is summed by PyTorch, to the same number.
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import nn
@@ -19,7 +19,6 @@ _LANES = {1: 2, 2: 4, 4: 2, 8: 1}
 _TOGETHER = 2**22
 #: elements of a large tensor that are summed at a time: PyTorch writes each of them as 8 bytes first
 _AT_ONCE = 2**24
-_FLOATS = {torch.bfloat16, torch.float16, torch.float32}
 
 
 def _integers(tensor: torch.Tensor) -> torch.Tensor:
@@ -60,6 +59,12 @@ def _launches() -> bool:
     import qerl_nvfp4
 
     return qerl_nvfp4.is_available()
+
+
+def _launched_floats() -> Collection[torch.dtype]:
+    from qerl_nvfp4.sums import EXPONENT
+
+    return EXPONENT
 
 
 def _of_launches(tensors: Sequence[torch.Tensor], whole: bool) -> tuple[list[int], list[torch.Tensor]]:
@@ -135,7 +140,7 @@ def largest_magnitude(tensors: Sequence[torch.Tensor]) -> float | None:
 
     first = tensors[0]
     words = [words_of(t) if t.dtype == first.dtype and t.device == first.device else None for t in tensors]
-    if first.dtype not in _FLOATS or None in words:
+    if first.dtype not in _launched_floats() or None in words:
         return None
     bits_of = largest(words, 8 // first.element_size(), first.device)
     return float(bits_of.to(_INTEGERS[first.element_size()]).view(first.dtype))
@@ -151,8 +156,9 @@ def rounded(
     sums = torch.zeros(count, dtype=torch.int64, device=like.device)
     finite = torch.ones(count, dtype=torch.bool, device=like.device)
     groups: dict[torch.dtype, list[int]] = {}
+    floats = _launched_floats() if like.is_cuda and _launches() else ()
     for number, tensor in enumerate(tensors):
-        if like.is_cuda and _launches() and tensor.device == like.device and {tensor.dtype, like.dtype} <= _FLOATS:
+        if tensor.device == like.device and tensor.dtype in floats and like.dtype in floats:
             groups.setdefault(tensor.dtype, []).append(number)
         elif tensor.numel():
             alike = (tensor if factors[number] == 1.0 else tensor.float() * factors[number]).to(like)
