@@ -28,15 +28,19 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
 
 
-def apply_diff(script: str, diff: str) -> str:
-    changes = diff.strip().splitlines()
-    assert len(changes) == 6, "three lines out, three lines in"
-    for old, new in zip(changes[::2], changes[1::2], strict=True):
-        assert old[0] == "-"
-        assert new[0] == "+"
-        assert script.count(old[1:]) == 1
-        script = script.replace(old[1:], new[1:])
-    return script
+def three_lines(script: str) -> list[tuple[str, str]]:
+    """(TRL's line, ours) of the lines of a script of ours that say in a comment what they are in TRL."""
+    marked = re.findall(r"^( *)(.*)  # TRL: (.*)$", script, re.MULTILINE)
+    return [(indent + theirs, indent + ours) for indent, ours, theirs in marked]
+
+
+def test_the_three_lines_are_the_diff_of_the_documentation():
+    page = (ROOT / "docs/source/three_lines.md").read_text()
+    diff = re.search(r"```diff\n(.*?)```", page, re.DOTALL)[1].splitlines()
+    pairs = three_lines(blocks("python")[0])
+    assert len(pairs) == 3 and diff == [
+        f"{sign}{line}" for pair in pairs for sign, line in zip("-+", pair, strict=True)
+    ]
 
 
 def test_the_three_line_diff_turns_a_trl_script_into_ours(tiny_model_dir, tiny_tokenizer, tmp_path, monkeypatch):
@@ -55,15 +59,19 @@ def test_the_three_line_diff_turns_a_trl_script_into_ours(tiny_model_dir, tiny_t
     )
     monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: data)
     monkeypatch.chdir(tmp_path)
-    script = apply_diff(blocks("python")[0], blocks("diff")[0])
-    script = script.replace("Qwen/Qwen2.5-3B-Instruct", str(local)).replace("2048", "4")  # the same script, small
-    script = script.replace('output_dir="out"', 'output_dir="out", use_cpu=True')
-    namespace: dict = {}
-    exec(compile(script, "README.md", "exec"), namespace)
-    trainer = namespace["trainer"]
-    assert type(trainer).__name__ == "QeRLGRPOTrainer"
-    assert trainer.state.global_step > 0
-    assert has_nvfp4(trainer.model)
+    script = blocks("python")[0]
+    stock = script
+    for theirs, ours in three_lines(script):
+        stock = stock.replace(f"{ours}  # TRL: {theirs.strip()}", theirs)
+    for text, name in ((stock, "GRPOTrainer"), (script, "QeRLGRPOTrainer")):
+        small = text.replace("Qwen/Qwen2.5-3B-Instruct", str(local))  # the same script, small
+        small = small.replace('output_dir="out"', f'output_dir="{name}", max_completion_length=4, use_cpu=True')
+        namespace: dict = {}
+        exec(compile(small, "README.md", "exec"), namespace)
+        trainer = namespace["trainer"]
+        assert type(trainer).__name__ == name
+        assert trainer.state.global_step > 0
+        assert has_nvfp4(trainer.model) == (text is script)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples" / "configs").glob("*.yaml")), ids=lambda p: p.stem)

@@ -271,33 +271,34 @@ def rollout_speeds() -> dict[str, dict[int, float]]:
 
 
 def cards() -> str:
-    """Each shipped configuration with the card that its header names and what runs on it at a time, which tests/test_configs.py computes, and
-    its speed where that was measured."""
+    """The cards that the headers of the shipped configurations name, with what runs on each at a time, which tests/test_configs.py computes, and
+    the speed of those that were measured."""
     speeds, mark = rollout_speeds(), "qwen2.5-"
-    rows = [
-        "| model | planned for a card of | completions at a time | tokens/s on an H200 | command |",
-        "|---|---|---:|---|---|",
-    ]
-    files = [path for path in CONFIGS.glob("*.yaml") if "Starts on a card" in path.read_text()]
-    for path in sorted(
-        files,
-        key=lambda p: (not p.stem.startswith("qwen"), p.stem.split("-")[0], int(re.findall(r"(\d+)b", p.stem)[0])),
-    ):
-        text = path.read_text()
-        model = re.search(r"^model_name_or_path: (\S+)", text, re.MULTILINE)
-        card = re.search(r"Starts on a card of (\d+ GB \(.*?\)): (\d+) completions in (\d+) waves?", text)
-        if model is None or card is None:
-            raise ValueError(f"{path} names no model, or no card in its header.")
-        size = path.stem.removeprefix(mark) if path.stem.startswith(mark) else ""
-        speed = ", ".join(f"{value:.0f} at {count}" for count, value in speeds.get(size, {}).items()) or "-"
-        together = -(-int(card[2]) // int(card[3]))
-        rows.append(f"| {model[1]} | {card[1]} | {together} | {speed} | `qerl-trl train --config {path.stem}` |")
+    recipes: dict[str, list[tuple[str, int]]] = {}
+    for path in CONFIGS.glob("*.yaml"):
+        found = re.search(r"Starts on a card of (\d+ GB \(.*?\)): (\d+) completions in (\d+) waves?", path.read_text())
+        if found:
+            recipes.setdefault(found[1], []).append((path.stem, -(-int(found[2]) // int(found[3]))))
+    rows = ["| card | recipes that start there (completions of full length at a time) | tokens/s |", "|---|---|---|"]
+    for card, named in sorted(recipes.items(), key=lambda item: int(item[0].split()[0])):
+        named.sort(
+            key=lambda one: (not one[0].startswith("qwen"), one[0].split("-")[0], int(re.findall(r"(\d+)b", one[0])[0]))
+        )
+        measured = []
+        for name, _ in named:
+            speed = speeds.get(name.removeprefix(mark) if name.startswith(mark) else "", {})
+            measured += (
+                [f"`{name}`: " + ", ".join(f"{value:.0f} at {count}" for count, value in speed.items())]
+                if speed
+                else []
+            )
+        links = (f"[`{name}`](examples/configs/{name}.yaml) ({count})" for name, count in named)
+        rows.append(f"| {card} | {', '.join(links)} | {'; '.join(measured) or '-'} |")
     errors = [100 * row["error"] for row in json.loads(PLAN.read_text())["memory"] if "measured_gib" in row]
     return "\n".join(rows) + (
-        "\n\nThe cards, and how many completions of full length run at a time on them, come from the memory plan, which was "
-        f"{min(errors):.0f} to {max(errors):.0f} % above [{len(errors)} measured workloads](docs/source/benchmarks.md#training) on an H200; more memory runs more. "
-        "Tokens/s: measured rollouts in vLLM on that H200 with so many completions at a time (7B alone, 32B in a whole step); `-` was not measured. "
-        "7B also ran on an H100 as a card of 24 GiB; no other card was there."
+        f"\n\nPlanned, by a memory plan that was {min(errors):.0f} to {max(errors):.0f} % above [{len(errors)} measured workloads](docs/source/benchmarks.md#training) "
+        "on an H200; more memory runs more at a time. Tokens/s: rollouts in vLLM on that H200, so many completions at a time (7B alone, 32B in a whole "
+        "step); `-` was not measured. 7B also ran on an H100 as a card of 24 GiB; no other card was there."
     )
 
 
