@@ -33,6 +33,7 @@ from qerl_trl.noise.norms import find_noisy_norms
 from qerl_trl.nvfp4.config import NVFP4Config, from_pretrained
 from qerl_trl.nvfp4.linear import NVFP4Linear
 from qerl_trl.publish import export
+from tests.commit import commits
 from tests.tiny_models import randomize_vectors
 
 RESULT = Path(__file__).resolve().parents[1] / "docs" / "architectures.json"
@@ -328,12 +329,13 @@ def main() -> None:
     import transformers
 
     warnings.filterwarnings("ignore")
-    record = recorded()
-    for name in sys.argv[1:] or list(ALL):
+    record, some = recorded(), sys.argv[1:]
+    record["commits"] = commits(record.get("commits", []), whole=not some)
+    for name in some or list(ALL):
         others = {cell: value for cell, value in record["architectures"].get(name, {}).items() if cell not in CELLS}
         record["architectures"][name] = cells(name) | others
         print(name, record["architectures"][name], flush=True)
-    record["versions"] |= {"torch": torch.__version__.partition("+")[0], "transformers": transformers.__version__}
+    record["versions"] = {"torch": torch.__version__.partition("+")[0], "transformers": transformers.__version__}
     write(record)
 
 

@@ -29,6 +29,7 @@ from peft.tuners.lora.config import KasaConfig, VeloraConfig
 from torch import nn
 
 from qerl_trl.nvfp4.linear import NVFP4Linear
+from tests.commit import commits
 from tests.tiny_models import make_tiny_model
 
 _ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -219,13 +220,14 @@ def _first_line(error: Exception) -> str:
 
 
 def main() -> None:
-    known = json.loads(RESULT.read_text())["tuners"]
-    for name in sys.argv[1:] or TUNERS:
+    record, some = json.loads(RESULT.read_text()), sys.argv[1:]
+    known, of = record["tuners"], commits(record.get("commits", []), whole=not some)
+    for name in some or TUNERS:
         known[name] = cells(name)
         print(name, known[name], flush=True)
     versions = {"torch": torch.__version__.partition("+")[0], "peft": peft.__version__}
     tuners = {name: known[name] for name in TUNERS if name in known}
-    content = {"command": "python -m tests.peft_tuners", "versions": versions, "tuners": tuners}
+    content = {"command": "python -m tests.peft_tuners", "commits": of, "versions": versions, "tuners": tuners}
     RESULT.write_text(json.dumps(content, indent=2) + "\n")
 
 

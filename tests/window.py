@@ -4,13 +4,14 @@
 
 import importlib.metadata
 import json
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.commit import commit
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "docs" / "window.json"
@@ -39,15 +40,12 @@ def recorded() -> dict[str, Any]:
 
 def main() -> int:
     name, *arguments = sys.argv[1:]
-    outcomes = Outcomes()
+    outcomes, of = Outcomes(), commit()
     pytest.main(["-q", "-n", "0", "-p", "no:cacheprovider", *(arguments or TESTS)], plugins=[outcomes])
     versions = {package: importlib.metadata.version(package).partition("+")[0] for package in PACKAGES}
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
     counts = Counter(outcomes.of.values())
     failed = sorted(test for test, outcome in outcomes.of.items() if outcome == "failed")
-    row = {"tests": arguments or [*TESTS], "commit": commit.stdout.strip(), "versions": versions}
+    row = {"tests": arguments or [*TESTS], "commit": of, "versions": versions}
     row |= {"passed": counts["passed"], "skipped": counts["skipped"], "failed": failed}
     RESULT.write_text(json.dumps(recorded() | {name: row}, indent=2) + "\n")
     return bool(failed)

@@ -28,7 +28,7 @@ def tuners() -> str:
     return (
         "\n".join(rows)
         + f"\n\nWhat is refused here and works on the dense model:\n\n{words}\n\n"
-        + f"peft {record['versions']['peft']}, [{source.name}]({source})."
+        + f"peft {record['versions']['peft']}, commit {', '.join(record['commits'])}, [{source.name}]({source})."
     )
 
 
@@ -49,7 +49,7 @@ def peers() -> str:
         + "\n\nThe differences, all of them:\n\n"
         + "\n".join(f"- {arm}, {count} tests: {words}" for (arm, words), count in reasons.items())
         + f"\n\nTRL {versions['trl']} and the tests of {versions['tests of trl']}, transformers {versions['transformers']}, "
-        + f"peft {versions['peft']}, torch {versions['torch']}, on a CPU, [{source.name}]({source})."
+        + f"peft {versions['peft']}, torch {versions['torch']}, on a CPU, commit {record['commit']}, [{source.name}]({source})."
     )
 
 
@@ -67,7 +67,7 @@ def notebooks() -> str:
     versions, source = record["versions"], NOTEBOOKS.relative_to(ROOT)
     return "\n\n".join(parts) + (
         f"\n\nLeft out: {left}. TRL {versions['trl']} and the notebooks of {versions['notebooks of trl']}, transformers "
-        f"{versions['transformers']}, peft {versions['peft']}, on a CPU, [{source.name}]({source})."
+        f"{versions['transformers']}, peft {versions['peft']}, on a CPU, commit {record['commit']}, [{source.name}]({source})."
     )
 
 

@@ -54,8 +54,22 @@ def architectures() -> str:
         "\n".join(rows)
         + f"\n\nWhat is refused, and the error's words:\n\n{lines('refused')}"
         + f"\n\nWhat was not tried, and why:\n\n{lines('not tried')}"
-        + f"\n\ntransformers {record['versions']['transformers']}, vLLM {record['versions'].get('vllm', '')}, [{source.name}]({source})."
+        + f"\n\ntransformers {record['versions']['transformers']}, commit {', '.join(record['commits'])}. {engines(record['rollouts'])} [{source.name}]({source})."
     )
+
+
+def engines(rollouts: dict[str, dict[str, str]]) -> str:
+    """In what the rollouts were computed: what most share, and who differs."""
+    shared: dict[tuple[str, str], dict[str, list[str]]] = {}
+    for name, row in rollouts.items():
+        where = (f"vLLM {row['vllm']} on {'a CPU' if row['device'] == 'CPU' else row['device']}", row["commit"])
+        shared.setdefault(where, {}).setdefault(row["dtype"], []).append(f"`{name}`")
+    parts = []
+    for (where, commit), types in shared.items():
+        (most, _), *fewer = sorted(types.items(), key=lambda item: -len(item[1]))
+        less = "".join(f" ({', '.join(names)}: {dtype})" for dtype, names in fewer)
+        parts.append(f"{where}, commit {commit}, in {most}{less}")
+    return f"Rollouts: {'; '.join(parts)}."
 
 
 def embedded() -> str:

@@ -19,6 +19,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.commit import commit
 from tests.peers import stand_ins
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -164,12 +165,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", type=Path, help="a clone of TRL at the installed version")
     checkout = parser.parse_args().checkout.resolve()
+    of = commit()
     found = {name: run(name, checkout) for name in NOTEBOOKS}
     there = {path.stem for path in (checkout / FOLDER).glob("*grpo*.ipynb")}
     print(json.dumps(found, indent=1), "unknown:", sorted(there - NOTEBOOKS.keys() - LEFT_OUT.keys()))
     versions = {name: importlib.metadata.version(name) for name in ("trl", "transformers", "peft")}
     versions["notebooks of trl"] = (checkout / "VERSION").read_text().strip()
-    result = {"command": "python -m tests.peers.notebooks CHECKOUT_OF_TRL", "versions": versions, **table(found)}
+    result = {
+        "command": "python -m tests.peers.notebooks CHECKOUT_OF_TRL",
+        "commit": of,
+        "versions": versions,
+        **table(found),
+    }
     RESULT.write_text(json.dumps(result, indent=1) + "\n")
     return any(row["outcome"] != "passed" for row in found.values())
 

@@ -127,14 +127,15 @@ def run_arm(arm: str, checkout: Path, home: Path, folder: Path, options: list[st
     return {row["test"]: {"outcome": row["outcome"], "message": row["message"]} for row in rows}
 
 
-def record(results: dict[str, dict[str, dict]], checkout: Path) -> dict:
-    """What docs/peers.json holds. `results`: {arm: {test: row}}."""
+def record(results: dict[str, dict[str, dict]], checkout: Path, of: str) -> dict:
+    """What docs/peers.json holds. `results`: {arm: {test: row}}; `of`: the commit that ran."""
     every = [test for test in results["stock"] if all(test in rows for rows in results.values())]
     tests = compare({test: {arm: rows[test] for arm, rows in results.items()} for test in every})
     versions = {name: importlib.metadata.version(name) for name in ("trl", "transformers", "peft")}
     versions["torch"] = importlib.metadata.version("torch").partition("+")[0]
     return {
         "command": "python -m tests.peers.run CHECKOUT_OF_TRL",
+        "commit": of,
         "versions": versions | {"tests of trl": (checkout / "VERSION").read_text().strip()},
         "counts": {arm: dict(sorted(Counter(row[arm] for row in tests.values()).items())) for arm in results},
         "tests": tests,
@@ -148,15 +149,17 @@ def main() -> int:
     parser.add_argument("-k", dest="keyword", default="not Slow")
     parser.add_argument("--no-write", action="store_true")
     arguments = parser.parse_args()
+    from tests.commit import commit
     from tests.peers import stand_ins
 
+    of = commit()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         stand_ins.write(folder / "home")
         checkout = arguments.checkout.resolve()
         options = ["-k", arguments.keyword]
         results = {arm: run_arm(arm, checkout, folder / "home", folder, options) for arm in arguments.arms}
-    found = record(results, checkout)
+    found = record(results, checkout, of)
     print(json.dumps(found["counts"], indent=2))
     left = unexplained(found["tests"])
     print("\n".join(left) or "Every difference is on the list.")

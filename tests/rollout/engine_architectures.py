@@ -2,7 +2,7 @@
 
     python -m tests.rollout.engine_architectures [NAME ...]
 
-tries all of them or some, each in a process of its own, and puts two more cells into docs/architectures.json. All of them take about ten
+tries all of them or some, each in a process of its own, and puts two more cells into docs/architectures.json, and in what the engine computed. All of them take about ten
 minutes on two cores, so the tests try `REPRESENTATIVES`, and all where QERL_EXHAUSTIVE=1 is set. Models that see pictures, and Qwen3.5,
 need torchvision, which vLLM imports for them, and LLaVA and Mistral 3 mistral_common.
 
@@ -42,6 +42,7 @@ from qerl_trl.noise.hooks import NoiseDraw
 from qerl_trl.nvfp4.config import NVFP4Config, from_pretrained
 from qerl_trl.rollout.engine import Completion, RolloutError, Sampling
 from tests import architectures
+from tests.commit import commit
 from tests.rollout.conftest import EXHAUSTIVE, free_port
 from tests.tiny_models import make_tiny_tokenizer
 
@@ -67,6 +68,10 @@ UNTRIED = {
 #: nats: the largest difference of the log-probability of a token, and by how many times that the noise has to move one
 TOLERANCE = {torch.float32: (2e-3, 10), torch.bfloat16: (0.2, 2)}
 SECONDS = 240
+
+
+def dtype_of(name: str) -> torch.dtype:
+    return torch.bfloat16 if name in HALF else torch.float32
 
 
 def _qwen_processor(tokenizer: Any) -> Any:
@@ -105,7 +110,7 @@ class EngineTrial:
         tokenizer.save_pretrained(self.folder / "dense")
         if self.one.name in PROCESSORS:
             PROCESSORS[self.one.name](tokenizer).save_pretrained(self.folder / "dense")
-        self.dtype = torch.bfloat16 if self.one.name in HALF else torch.float32
+        self.dtype = dtype_of(self.one.name)
         config = NVFP4Config(
             modules_to_not_convert=self.one.left_out, compute_dtype=str(self.dtype).removeprefix("torch.")
         )
@@ -211,7 +216,9 @@ def main() -> None:
     import vllm
     import vllm.entrypoints.llm  # here, not once in every child
 
+    of = commit()  # now: what is imported
     record = architectures.recorded()
+    record.setdefault("rollouts", {})
     for name, why in UNTRIED.items():
         record["architectures"][name] |= dict.fromkeys(CELLS, f"not tried: {why}")
     architectures.write(record)
@@ -226,7 +233,12 @@ def main() -> None:
         record = architectures.recorded()
         others = record["architectures"][name]
         record["architectures"][name] = {cell: others[cell] for cell in architectures.CELLS if cell in others} | found
-        record["versions"]["vllm"] = vllm.__version__.partition("+")[0]
+        record["rollouts"][name] = {
+            "commit": of,
+            "vllm": vllm.__version__.partition("+")[0],
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+            "dtype": str(dtype_of(architectures.DENSE_EXPERTS.get(name, name))).removeprefix("torch."),
+        }
         architectures.write(record)
 
 
