@@ -139,6 +139,7 @@ def demo() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "architectures": architectures,
     "cards": speed_tables.cards,
+    "checks": speed_tables.checks,
     "demo": demo,
     "embedded_arms": embedded,
     "every_size": speed_tables.every_size,
@@ -148,6 +149,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "kernels": speed_tables.kernels,
     "notebooks": peers_tables.notebooks,
     "peers": peers_tables.peers,
+    "neighbours": speed_tables.neighbours,
     "plan": speed_tables.plan,
     "rollout": speed_tables.rollout,
     "small_examples": small_examples,

@@ -18,6 +18,8 @@ TORCH_COMPILE = ROOT / "examples/benchmarks/results/update_torch_compile_h200.js
 UNSLOTH = ROOT / "examples/benchmarks/results/unsloth_h200.json"
 START = ROOT / "examples/benchmarks/results/start_time_h200.json"
 STEP = ROOT / "examples/benchmarks/results/step_h200.json"
+CHECKS = ROOT / "examples/benchmarks/results/checks_h200.json"
+NEIGHBOURS = ROOT / "examples/benchmarks/results/neighbours_h200.json"
 
 
 def measured_by(path: Path, device: str, commits: Iterable[str], **versions: str) -> str:
@@ -196,6 +198,40 @@ def start() -> str:
     )
 
 
+def checks() -> str:
+    """What is spent on checks, in a step and at start."""
+    record = json.loads(CHECKS.read_text())
+    rows = ["| model, completions a step | step, s | checks, ms | of the step | checks at start, s |", "|---|" + "---:|" * 4]
+    for row in record["checks"]:
+        size, _, completions = row["size"].partition(":")
+        rows.append(
+            f"| {size.upper()}, {row.get('completions', completions or 8)} x 512 | {row['step_s']:.2f} | {row['checks_ms_per_step']:.1f} | "
+            f"{row['checks_percent']:.2f} % | {row['checks_at_start_s']:.2f} |"
+        )
+    first = record["checks"][0]
+    dearest = sorted(first["per_step_ms"].items(), key=lambda item: -item[1])
+    named = ", ".join(f"{name} {took:.1f}" for name, took in dearest if name not in ("sync: weights", "sync: noise"))
+    return (
+        "\n".join(rows) + f"\n\nMilliseconds in a step of the first line: {named}. One probe between steps takes {first['one_probe_between_steps_ms']:.0f}, "
+        f"every {first['steps_per_probe']} steps. {measured_by(CHECKS, record['gpu'], [record['commit']], vLLM=record['versions']['vllm'])}."
+    )
+
+
+def neighbours() -> str:
+    """Norms, SwiGLU and rotary embedding: eager, compiled alone, and liger-kernel's."""
+    record = json.loads(NEIGHBOURS.read_text())
+    ways = ("eager", "compiled", "liger")
+    rows = ["| operator, forward and backward | eager, us | compiled alone, us | liger-kernel, us |", "|---|" + "---:|" * 3]
+    for name, row in record["operators"].items():
+        rows.append(f"| {name} | " + " | ".join(f"{row[way]['us']:.0f}" for way in ways) + " |")
+    rows.append("| all layers, ms | " + " | ".join(f"{record['ms_per_pass'][way]:.1f}" for way in ways) + " |")
+    versions = {"torch": record["versions"]["torch"], "liger-kernel": record["versions"]["liger-kernel"]}
+    return (
+        "\n".join(rows) + f"\n\n{record['size'].upper()}, {record['tokens']} tokens, bf16. "
+        f"{measured_by(NEIGHBOURS, record['device'], [record['commit']], **versions)}."
+    )
+
+
 def step() -> str:
     """Whole GRPO steps."""
     record = json.loads(STEP.read_text())
@@ -213,20 +249,12 @@ def step() -> str:
             f"{row['measured_gib']:.1f} | {planned} |"
         )
     first = measured[0]
-    missed = "".join(
-        f" `{row['name'].partition('-')[2]}` took more than planned at {row['commit']}: torch's allocator kept {row['reserved_gib']:.1f} GiB, of which "
-        f"{row['allocated_gib']:.1f} were in use at most, since the blocks of shorter rows are too small for longer ones. A longest row begins with an empty "
-        "cache since (`update/longest.py`); not measured again."
-        for row in record["before"]
-        if row in record["step"]
-    )
     versions = {"torch": first["versions"]["torch"], "vLLM": first["versions"]["vllm"]}
     return (
         "\n".join(rows)
         + f"\n\nOurs on the NVFP4 base, stock TRL with bf16 LoRA, each with its defaults. `ragged`: completions of lognormal lengths (mean 250, up to 1024), filled in after a short "
         f"rollout, so only its update says something. `48gib`: on a GPU of that size; `26gib`: and with what `qerl-trl plan` proposes there (micro-batches of one, 8-bit "
         f"AdamW, a KV cache that sleeps during updates); `micro8`: in micro-batches of 8. {measured_by(STEP, first['device'], [row['commit'] for row in measured], **versions)}."
-        + missed
     )
 
 
