@@ -255,8 +255,9 @@ def mask_tracebacks() -> None:
     For scripts, commands and trainers. Where another hook is set (a debugger's, a notebook's), that one stays.
     """
     if sys.excepthook is sys.__excepthook__:
-        sys.excepthook = _print_masked
+        sys.excepthook = print_masked
 
 
-def _print_masked(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def print_masked(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """A `sys.excepthook`: the interpreter's own, without secrets."""
     sys.stderr.write(redact("".join(traceback.format_exception(kind, error, trace))))

@@ -1,6 +1,7 @@
-"""The files that come with the package: example scripts, recipes, tasks, the embedded models."""
+"""The files that come with the package: example scripts, recipes, tasks, the embedded models. And how a recipe or a task is read."""
 
 from pathlib import Path
+from typing import Any
 
 
 def examples_folder() -> Path:
@@ -31,3 +32,20 @@ def _named(name: str, kind: str, option: str) -> Path:
         shipped = ", ".join(sorted(path.stem for path in folder.glob("*.yaml")))
         raise ValueError(f"{option} {name} is no file, and not one of the shipped ones: {shipped}.")
     return found
+
+
+def contents(file: Path) -> dict[str, Any]:
+    """Names and values of a recipe or a task.
+
+    Raises:
+        `ValueError`: it is no YAML, or a list or a text.
+    """
+    import yaml
+
+    try:
+        found = yaml.safe_load(file.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} is no YAML: {error}") from error
+    if found is not None and not isinstance(found, dict):
+        raise ValueError(f"{file} has no fields: it is a {type(found).__name__}. Write one `name: value` on each line.")
+    return found or {}

@@ -15,7 +15,7 @@ from peft import LoraConfig
 from trl import ModelConfig
 from typer.testing import CliRunner
 
-from qerl_trl import QeRLConfig, QeRLRLOOConfig, checkpoint, redaction
+from qerl_trl import QeRLConfig, QeRLRLOOConfig, checkpoint, errors, redaction
 from qerl_trl.cli import arms
 from qerl_trl.cli import main as cli
 from qerl_trl.publish import hub
@@ -240,7 +240,7 @@ def test_an_error_that_nobody_catches_shows_no_secret(by, tmp_path, monkeypatch)
     monkeypatch.setattr(sys, "argv", ["qerl-trl", "--nothing"])
     with pytest.raises((SystemExit, ValueError, OSError)):
         eval(start, {"Script": Script, "cli": cli})
-    assert sys.excepthook is redaction._print_masked
+    assert sys.excepthook is {"script": errors._tell, "command": redaction.print_masked}[by]
     code = (
         "from qerl_trl import redaction; redaction.mask_tracebacks()\n"
         f"try: raise KeyError('https://someone:{PLAIN}@host/x')\n"

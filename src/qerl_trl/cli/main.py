@@ -7,11 +7,10 @@ Exit codes: 0 done; 1 it failed (a file, the hub, a run); 2 the request cannot w
 """
 
 import sys
-from typing import NoReturn
 
 import typer
 
-from .. import redaction
+from .. import errors, redaction
 from . import arms, ask, make, run, tune
 
 app = typer.Typer(
@@ -41,20 +40,17 @@ def main() -> None:
     redaction.mask_requests()
     try:
         app()
-    except ValueError as error:  # the user's input
-        _fail(error, 2)
-    except (RuntimeError, OSError, ImportError) as error:
-        _fail(error, 1)
+    except errors.MEANT as error:
+        if (code := errors.exit_code(error)) is None:
+            raise
+        errors.tell(error)
+        sys.exit(code)
     except KeyboardInterrupt:
-        _fail("Interrupted. Destinations hold the old content or the new one; the same command continues.", 130)
+        errors.tell("Interrupted. Destinations hold the old content or the new one; the same command continues.")
+        sys.exit(130)
     finally:
         sys.excepthook = sys.__excepthook__  # typer has put its own there
         redaction.mask_tracebacks()
-
-
-def _fail(message: object, code: int) -> NoReturn:
-    print(f"qerl-trl: {redaction.redact(str(message))}", file=sys.stderr)
-    sys.exit(code)
 
 
 if __name__ == "__main__":

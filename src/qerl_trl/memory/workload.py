@@ -201,15 +201,15 @@ def workload_of_file(
     Raises:
         `ValueError`: its batch cannot be shared by as many.
     """
-    import yaml
     from trl import ModelConfig
 
     from ..config import QeRLConfig
+    from ..shipped import contents
 
     class Config(QeRLConfig):
         world_size = processes  # the launcher's, elsewhere
 
-    values: dict[str, Any] = yaml.safe_load(Path(path).read_text())
+    values = contents(Path(path))
 
     def build(kind: Any, **changed: Any) -> Any:
         names = {field.name for field in dataclasses.fields(kind) if field.init}

@@ -16,22 +16,30 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-import yaml
 from transformers import AutoTokenizer
 from trl import ModelConfig, TrlParser, get_peft_config
 
 from ..config import QeRLConfig
+from ..errors import tell_in_scripts
 from ..folders import named_in_errors
-from ..redaction import check_places, mask_tracebacks
-from ..shipped import config_file, examples_folder, task_file
+from ..redaction import check_places
+from ..shipped import config_file, contents, examples_folder, task_file
 from .run import train_and_measure
 from .task import PARSED, Task, TaskArguments
 
 #: what is trained on where nobody says
 DEFAULT_TASK = "gsm8k"
+_OPTIONS = "Options are the fields of QeRLConfig, of TRL's ModelConfig and of a task."
+
+
+class _Parser(TrlParser):
+    """Without its usage, which is two hundred lines, before what is wrong."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message}. {_OPTIONS}")
 
 
 @dataclass
@@ -62,21 +70,23 @@ class Script:
 
         What a recipe says of its data and rewards holds for its own task only: a `--task` on the command line replaces all of it.
 
+        An error that nobody catches ends the process with its message alone if that says all ([`errors`]).
+
         Raises:
             `ValueError`: an option that there is not, with those that are called alike.
         """
-        mask_tracebacks()
+        tell_in_scripts()
         words = list(sys.argv[1:] if argv is None else argv)
         words = with_config(words, config)
         tracked = False
-        recipe: dict[str, Any] = yaml.safe_load(Path(_value(words, "config") or "").read_text()) or {}
+        recipe = contents(Path(_value(words, "config") or ""))
         if "report_to" not in recipe and _value(words, "report_to") is None and importlib.util.find_spec("trackio"):
             words, tracked = [*words, "--report_to", "trackio"], True
             if "log_completions" not in recipe and _value(words, "log_completions") is None:
                 # to be read in the dashboard, not in the terminal
                 words += ["--log_completions", "true", "--num_completions_to_print", "0"]
         kinds: list[Any] = [TaskArguments, QeRLConfig, ModelConfig]
-        said, args, model_args, *unknown = TrlParser(kinds).parse_args_and_config(
+        said, args, model_args, *unknown = _Parser(kinds, allow_abbrev=False).parse_args_and_config(
             words, return_remaining_strings=True, separate_remaining_strings=True
         )
         _check_known([*unknown[0], *unknown[1]], kinds)
@@ -134,10 +144,7 @@ def _check_known(rest: Sequence[str], kinds: Sequence[Any]) -> None:
     said = [word for word in rest if word.startswith("--")] or list(rest)
     near = [name for word in said for name in difflib.get_close_matches(word.partition("=")[0], known, 3, 0.7)]
     hint = f" There is {', '.join(dict.fromkeys(near))}." if near else ""
-    raise ValueError(
-        f"{' '.join(said)}: no option of a run, in the recipe or on the command line.{hint} Options are the fields of QeRLConfig, of TRL's "
-        "ModelConfig and of a task."
-    )
+    raise ValueError(f"{' '.join(said)}: no option of a run, in the recipe or on the command line.{hint} {_OPTIONS}")
 
 
 def with_config(words: list[str], config: str | None = None) -> list[str]:

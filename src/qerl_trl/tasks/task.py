@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
 from datasets import Dataset
 from trl import rewards as trl_rewards
 
+from ..shipped import contents
 from . import data as problems
 from .grading import BY_REWARD, GRADERS, Grader, comparable, grader_of, is_correct
 from .named import found, function_named
@@ -122,12 +122,11 @@ class Task:
             `ValueError`: it names what is no field of a task.
         """
         path = Path(file)
-        content = yaml.safe_load(path.read_text()) or {}
+        content = contents(path)
         known = [each.name for each in dataclasses.fields(cls) if each.name != "folders"]
-        if not isinstance(content, dict) or (unknown := sorted(set(content) - set(known))):
-            what = f"{', '.join(unknown)}: unknown." if isinstance(content, dict) else "no fields."
+        if unknown := sorted(map(str, set(content) - set(known))):
             raise ValueError(
-                f"{path} has {what} A task has {', '.join(known)}; settings of a run belong into --config."
+                f"{path} has {', '.join(unknown)}: unknown. A task has {', '.join(known)}; settings of a run belong into --config."
             )
         return cls(**{"name": path.stem.replace("_", " "), **content}, folders=[path.parent, *(folders or [Path()])])
 
