@@ -201,7 +201,10 @@ def start() -> str:
 def checks() -> str:
     """What is spent on checks, in a step and at start."""
     record = json.loads(CHECKS.read_text())
-    rows = ["| model, completions a step | step, s | checks, ms | of the step | checks at start, s |", "|---|" + "---:|" * 4]
+    rows = [
+        "| model, completions a step | step, s | checks, ms | of the step | checks at start, s |",
+        "|---|" + "---:|" * 4,
+    ]
     for row in record["checks"]:
         size, _, completions = row["size"].partition(":")
         rows.append(
@@ -212,7 +215,8 @@ def checks() -> str:
     dearest = sorted(first["per_step_ms"].items(), key=lambda item: -item[1])
     named = ", ".join(f"{name} {took:.1f}" for name, took in dearest if name not in ("sync: weights", "sync: noise"))
     return (
-        "\n".join(rows) + f"\n\nMilliseconds in a step of the first line: {named}. One probe between steps takes {first['one_probe_between_steps_ms']:.0f}, "
+        "\n".join(rows)
+        + f"\n\nMilliseconds in a step of the first line: {named}. One probe between steps takes {first['one_probe_between_steps_ms']:.0f}, "
         f"every {first['steps_per_probe']} steps. {measured_by(CHECKS, record['gpu'], [record['commit']], vLLM=record['versions']['vllm'])}."
     )
 
@@ -221,7 +225,10 @@ def neighbours() -> str:
     """Norms, SwiGLU and rotary embedding: eager, compiled alone, and liger-kernel's."""
     record = json.loads(NEIGHBOURS.read_text())
     ways = ("eager", "compiled", "liger")
-    rows = ["| operator, forward and backward | eager, us | compiled alone, us | liger-kernel, us |", "|---|" + "---:|" * 3]
+    rows = [
+        "| operator, forward and backward | eager, us | compiled alone, us | liger-kernel, us |",
+        "|---|" + "---:|" * 3,
+    ]
     for name, row in record["operators"].items():
         rows.append(f"| {name} | " + " | ".join(f"{row[way]['us']:.0f}" for way in ways) + " |")
     rows.append("| all layers, ms | " + " | ".join(f"{record['ms_per_pass'][way]:.1f}" for way in ways) + " |")
