@@ -130,6 +130,25 @@ def test_a_launch_compiles_nothing(h200, compilations):
 
 
 @inside
+def test_sums_are_compiled_with_them(h200, compilations):
+    from qerl_nvfp4.precompile import precompile
+    from qerl_nvfp4.sums import rounded_sums, sums, words_of
+
+    def launch(device: str) -> None:
+        tensor = torch.zeros(64, device=device)
+        sums([words_of(tensor)], 1, tensor.device)
+        rounded_sums([tensor, tensor], [1.0, 2.0], torch.bfloat16)
+
+    result = precompile([], also=lambda: launch("meta"))
+    assert result.kernels == 2 and not result.failed
+    assert sorted(name for name, _ in compilations) == ["rounded_sums_kernel", "sums_kernel"]
+    compilations.clear()
+    launch("cpu")
+    assert h200.launched == ["sums_kernel", "rounded_sums_kernel"]
+    assert not compilations, "found in memory"
+
+
+@inside
 def test_the_batch_invariant_mode_compiles_its_own(h200, compilations):
     from qerl_nvfp4 import ops
     from qerl_nvfp4.precompile import Weight, precompile
@@ -260,7 +279,7 @@ def test_in_fresh_processes(tmp_path):
         "-rA",
     ]
     # what the second process finds on the disk is for those that compile; the others would only repeat what they said
-    for state, chosen, passed in (("cold", [], 19), ("warm", ["-k", "not no_other_number_of_tokens"], 6)):
+    for state, chosen, passed in (("cold", [], 20), ("warm", ["-k", "not no_other_number_of_tokens"], 7)):
         environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
         environment |= {"QERL_PRECOMPILE_TEST": state, "TRITON_CACHE_DIR": str(tmp_path)}
         result = subprocess.run([*command, *chosen], capture_output=True, text=True, env=environment, timeout=600)

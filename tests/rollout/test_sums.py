@@ -117,3 +117,24 @@ def test_of_sharded_tensors_no_launch_here_knows_the_largest(monkeypatch):
 
     monkeypatch.setattr(sums, "_launches", lambda: True)
     assert sums.largest_magnitude([Sharded(), Sharded()]) is None
+
+
+def test_everything_an_engine_sums_is_launched_ahead(monkeypatch):
+    """What `launch_each` launches is what `all_bits`, words, and `rounded` do, for the dtypes that an engine holds."""
+    kernels = pytest.importorskip("qerl_nvfp4.sums")
+    launched = set()
+
+    def launch(kernel, table, found, *arguments, **constants):
+        launched.add((kernel.__name__, *sorted((k, str(v)) for k, v in constants.items())))
+
+    monkeypatch.setattr(kernels, "_launch", launch)
+    sums.launch_each(torch.bfloat16)
+    ahead = set(launched)
+    launched.clear()
+    monkeypatch.setattr(sums, "_launches", lambda: True)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    held = [torch.zeros(64, dtype=dtype) for dtype in (torch.uint8, torch.bfloat16, torch.float32)]
+    sums.all_bits(held)
+    sums.all_bits(held, sums.words)
+    sums.rounded([torch.zeros(64)], [2.0], torch.zeros(1, dtype=torch.bfloat16))
+    assert launched == ahead

@@ -102,9 +102,10 @@ def precompile(
     threads: int | None = None,
     tell: Callable[[str], None] = print,
     batch_invariant: bool = False,
+    also: Callable[[], None] = lambda: None,
 ) -> Compiled:
     """Compile every kernel that `linear` launches for these weights and numbers of tokens (None: all that there can be), and `rms_norm` for
-    rows of `norms` elements. `batch_invariant`: as `linear` will be called.
+    rows of `norms` elements. `batch_invariant`: as `linear` will be called. `also` launches others of ours with tensors on the meta device.
 
     For the current CUDA device; without one that the kernels are made for it does nothing. `threads`: one per processor unless given.
     `tell` is called where it takes more than a second, before and after.
@@ -115,9 +116,12 @@ def precompile(
     ):  # other types take the plain PyTorch path
         return Compiled(0, 0.0, [])
     sizes = None if tokens is None else sorted(set(tokens))
-    return compile_launches(
-        lambda: _launch_all(weights, sizes, norms, dtype, torch.cuda.current_device(), batch_invariant), threads, tell
-    )
+
+    def launch_all() -> None:
+        _launch_all(weights, sizes, norms, dtype, torch.cuda.current_device(), batch_invariant)
+        also()
+
+    return compile_launches(launch_all, threads, tell)
 
 
 def compile_launches(

@@ -85,6 +85,17 @@ def _of_launches(tensors: Sequence[torch.Tensor], whole: bool) -> tuple[list[int
     return [number for each in numbers.values() for number in each], found
 
 
+def launch_each(dtype: torch.dtype) -> None:
+    """Every launch of an engine in `dtype` once, with tensors on the meta device: to be compiled with the engine's other kernels. Of an adapter in
+    float32, as it trains."""
+    from qerl_nvfp4.sums import rounded_sums, sums
+
+    meta = torch.device("meta")
+    for lanes in sorted({1, *_LANES.values()}):
+        sums([(0, 1)], lanes, meta)
+    rounded_sums([torch.empty(1, device=meta)], [1.0], dtype)
+
+
 @torch.no_grad()
 def all_bits(tensors: Sequence[torch.Tensor], sums: Callable[[torch.Tensor], torch.Tensor] = bits) -> torch.Tensor:
     """`bits` of each tensor (or `words`), (count,) int64 on their device. Small ones that no launch sums are summed together: their places in

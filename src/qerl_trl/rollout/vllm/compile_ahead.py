@@ -16,6 +16,8 @@ from torch import nn
 
 from qerl_nvfp4.precompile import Weight, precompile
 
+from .. import sums
+
 logger = logging.getLogger(__name__)
 
 #: packed layers and norms of which no kernel was asked for yet, and the dtype of what they compute on; of layers, whether batch-invariantly
@@ -34,7 +36,7 @@ def expect_norm(norm: nn.Module, dtype: torch.dtype) -> None:
 
 
 def compile_expected() -> None:
-    """Compile what the layers and norms created since the last call need."""
+    """Compile what the layers and norms created since the last call need, and what sums their weights."""
     weights: dict[tuple[torch.dtype, bool], set[Weight]] = defaultdict(set)
     widths: dict[torch.dtype, set[int]] = defaultdict(set)
     for layer, kind in _layers.items():
@@ -46,7 +48,10 @@ def compile_expected() -> None:
     tell = functools.partial(print, flush=True)
     for dtype, invariant in {*weights, *((dtype, False) for dtype in widths)}:
         norms = () if invariant else widths[dtype]
-        found = precompile(weights[dtype, invariant], norms=norms, dtype=dtype, tell=tell, batch_invariant=invariant)
+        also = functools.partial(sums.launch_each, dtype)
+        found = precompile(
+            weights[dtype, invariant], norms=norms, dtype=dtype, tell=tell, batch_invariant=invariant, also=also
+        )
         if found.failed:
             logger.warning(
                 "%d kernels did not compile ahead; they are tried again when they are needed. The first error: %s",
