@@ -12,7 +12,8 @@ from qerl_trl.nvfp4.config import NVFP4Config
 from qerl_trl.rollout.adapter import linear_layers
 from qerl_trl.rollout.spec import EngineSpec
 from qerl_trl.rollout.wire import batch_invariant
-from tests.tiny_models import make_tiny_model
+from tests.architectures import dense_model
+from tests.tiny_models import make_tiny_model, make_tiny_tokenizer
 
 
 @pytest.fixture
@@ -67,6 +68,8 @@ def test_command_of_an_nvfp4_model(folder):
         "--max-model-len": "512",
         "--logprobs-mode": "processed_logprobs",
         "--max-logprobs": "-1",
+        "--config-format": "hf",
+        "--tokenizer-mode": "hf",
     }
 
 
@@ -104,6 +107,21 @@ def test_arguments_of_llm_and_the_command_say_the_same(folder):
             assert held == spec.holds and json.loads(text) == arguments[name]
         elif name in arguments:
             assert text == str(arguments[name])
+
+
+def test_an_engine_of_a_model_that_sees_is_told_where_no_pictures_come(folder, tmp_path):
+    """Else vLLM loads the tower once more, and computes the largest pictures that may come at its start, in memory that nobody planned."""
+    from transformers import AutoModelForImageTextToText
+
+    dense_model("gemma3").save_pretrained(tmp_path / "seeing")
+    seeing = AutoModelForImageTextToText.from_pretrained(tmp_path / "seeing", dtype=torch.bfloat16)
+    text = EngineSpec.of(seeing, processing_class=make_tiny_tokenizer())
+    assert text.llm_arguments()["language_model_only"] is True and "--language-model-only" in text.serve_command()
+    for spec in (
+        EngineSpec.of(seeing, processing_class=SimpleNamespace(image_processor=None)),
+        EngineSpec.of(policy(folder), processing_class=make_tiny_tokenizer()),
+    ):
+        assert "language_model_only" not in spec.llm_arguments() and "language-model" not in spec.serve_command()
 
 
 def test_engines_whose_layers_hold_their_weights_otherwise_share_no_compiled_graph(folder):

@@ -174,6 +174,7 @@ class QeRLVLLMGeneration(VLLMGeneration):
             scale_rule=args.scale_rule,
             dtype=self._compute_dtype(),
             revision=(getattr(args, "model_init_kwargs", None) or {}).get("revision"),
+            processing_class=self.processing_class,
             max_model_len=self.max_model_length,
             max_num_seqs=self.max_num_seqs,
             model_impl=self.model_impl,

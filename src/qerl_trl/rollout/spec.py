@@ -13,7 +13,7 @@ import torch
 from accelerate.utils import is_peft_model
 from peft import PeftModel
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..memory.workload import MAX_BATCHED_TOKENS
 from ..nvfp4.config import NVFP4Config
@@ -27,6 +27,9 @@ LOAD_FORMAT = "qerl_trainer"
 ENDPOINT = "qerl_trl.rollout.vllm.endpoint.RolloutEndpoint"
 #: log-probabilities after temperature and truncation, which are the behaviour policy's
 LOGPROBS_MODE = "processed_logprobs"
+#: which of a checkpoint's files say what the model is: those that the trainer reads. Left to itself vLLM prefers Mistral's own where they
+#: lie beside them (params.json, tekken.json)
+FILES = {"config_format": "hf", "tokenizer_mode": "hf"}
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ class EngineSpec:
         adapter: {"rank": ..., "targets": [...]}, the buffers to reserve; None for a model that is trained without one.
         max_model_len: longest sequence, in tokens; None for the model's own limit.
         batch_invariant: whether the engine must compute a sequence to the same bits whatever else is in the batch.
+        text_only: whether no pictures can come, so that an engine of a model that sees them builds no tower and keeps no memory for one.
         holds: digest of how each layer of the trainer's model holds its weight, which is how an engine in its process does.
     """
 
@@ -57,6 +61,7 @@ class EngineSpec:
     model_impl: str = "auto"
     trust_remote_code: bool = False
     batch_invariant: bool = False
+    text_only: bool = False
     holds: str | None = None
 
     @classmethod
@@ -66,10 +71,12 @@ class EngineSpec:
         scale_rule: str = "rtn",
         revision: str | None = None,
         dtype: torch.dtype | None = None,
+        processing_class: Any = None,
         **limits: Any,
     ) -> "EngineSpec":
         """From the trainer's model, whose compute dtype is the default of `dtype`. `scale_rule` counts where the model does not
-        know its own; `limits` are the fields from `max_model_len` on.
+        know its own; `processing_class` is the trainer's, whose pictures TRL takes from a processor alone; `limits` are the fields from
+        `max_model_len` on.
 
         Raises:
             `ValueError`: the model came from no checkpoint.
@@ -93,6 +100,8 @@ class EngineSpec:
             scale_rule=scale_rule if packed and at_load else None,
             ignore=tuple(dense_layers(base)) if packed and at_load else None,
             adapter=adapter_buffers(model) if is_peft_model(model) else None,
+            text_only=base.config.get_text_config(decoder=True) is not base.config
+            and isinstance(processing_class, PreTrainedTokenizerBase),
             holds=_held_as(base),
             **limits,
         )
@@ -131,6 +140,8 @@ class EngineSpec:
             "trust_remote_code": self.trust_remote_code,
             "logprobs_mode": LOGPROBS_MODE,
             "max_num_batched_tokens": MAX_BATCHED_TOKENS,
+            **FILES,
+            **({"language_model_only": True} if self.text_only else {}),
         }
 
     def serve_command(self) -> str:
@@ -152,8 +163,10 @@ class EngineSpec:
             "model-impl": None if self.model_impl == "auto" else self.model_impl,
             "logprobs-mode": LOGPROBS_MODE,
             "max-logprobs": -1,
+            **{name.replace("_", "-"): value for name, value in FILES.items()},
         }
         command += [part for name, value in options.items() if value is not None for part in (f"--{name}", str(value))]
+        command += ["--language-model-only"] * self.text_only
         command += ["--trust-remote-code"] * self.trust_remote_code
         return shlex.join(command)
 
