@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.core_model_loading import ConversionOps
+from transformers.core_model_loading import ConversionOps, revert_weight_conversion
 from transformers.quantizers import register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
@@ -146,7 +146,7 @@ class NVFP4HfQuantizer(HfQuantizer):
         files = checkpoint_files or ()
         if os.path.isdir(model.config.name_or_path or ""):
             shards.check_inside(str(model.config.name_or_path), files)
-        self._headers = headers.read_headers(files)
+        self._headers = _in_memory(model, headers.read_headers(files))
         if not self.pre_quantized:
             if self._headers:
                 headers.check_dense_headers(self._headers, self._converted)
@@ -251,6 +251,19 @@ class NVFP4HfQuantizer(HfQuantizer):
         if wanted is not None and any(module.compute_dtype != wanted for module in packed.values()):
             nn.Module.to(model, wanted)  # the rest too, or the first product of two dtypes would fail
         return model
+
+
+def _in_memory(model: PreTrainedModel, tensors: dict[str, headers.TensorInfo]) -> dict[str, headers.TensorInfo]:
+    """`tensors` by the names that they get when they are loaded: of linear layers, which a checkpoint may call otherwise (Gemma 3's does)."""
+    renamed: dict[str, str] = {}
+    there = {name.rpartition(".")[0] for name in tensors}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and name not in there:
+            stand_in = torch.empty(0, device="meta")
+            found = revert_weight_conversion(model, {f"{name}.weight": stand_in})
+            renamed |= dict.fromkeys((key.removesuffix(".weight") for key in found), name) if len(found) == 1 else {}
+    split = ((name.rpartition("."), info) for name, info in tensors.items())
+    return {f"{renamed.get(module, module)}{dot}{last}": info for (module, dot, last), info in split}
 
 
 def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
