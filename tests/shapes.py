@@ -1,4 +1,6 @@
-"""Real shapes as configurations: what the memory model is asked about, without weights."""
+"""Real shapes as configurations: what the memory model is asked about, without weights, and what examples/benchmarks/ writes with random ones."""
+
+from typing import Any
 
 from transformers import (
     Gemma3Config,
@@ -11,6 +13,8 @@ from transformers import (
     Qwen3_5TextConfig,
     Qwen3Config,
 )
+
+from tests import architectures
 
 
 def qwen2(hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, vocabulary: int = 152064) -> Qwen2Config:
@@ -49,28 +53,75 @@ def of(
     return config
 
 
+#: Qwen3.5's pictures have positions in three directions
+_QWEN_ROPE = {
+    "rope_type": "default",
+    "rope_theta": 1e7,
+    "partial_rotary_factor": 0.25,
+    "mrope_interleaved": True,
+    "mrope_section": [11, 11, 10],
+}
+_GEMMA_ROPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+}
+_LLAMA_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def rope(theta: float, **more) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": theta}, **more}
+
+
 def seeing_qwen(hidden: int, *shape: int, **more) -> Qwen3_5Config:
     """With the tower for pictures, which is loaded with it."""
+    more |= {"rope_parameters": _QWEN_ROPE, "max_position_embeddings": 262144, "mamba_ssm_dtype": "float32"}
     text = of(Qwen3_5TextConfig, hidden, *shape, **more)
     return Qwen3_5Config(text_config=text.to_dict(), vision_config={"out_hidden_size": hidden})
 
 
 def seeing_gemma(*shape: int) -> Gemma3Config:
+    text = of(Gemma3TextConfig, *shape, sliding_window=1024, rope_parameters=_GEMMA_ROPE)
     tower = {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16}
-    return Gemma3Config(
-        text_config=of(Gemma3TextConfig, *shape).to_dict(), vision_config=tower | {"image_size": 896, "patch_size": 14}
-    )
+    return Gemma3Config(text_config=text.to_dict(), vision_config=tower | {"image_size": 896, "patch_size": 14})
 
+
+_QWEN3 = rope(1e6, max_position_embeddings=40960)
+_QWEN3_4B = rope(5e6, max_position_embeddings=262144, tie_word_embeddings=True)
+_LLAMA = {"rope_parameters": _LLAMA_ROPE, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5}
+_MISTRAL = rope(1e8, max_position_embeddings=32768, rms_norm_eps=1e-5, sliding_window=None)
 
 #: recipe -> (configuration, parameters in billions)
 NEWER = {
-    "qwen3-4b": (of(Qwen3Config, 2560, 9728, 36, 32, 8, 128, 151936, tie_word_embeddings=True), 4.0),
-    "qwen3-8b": (of(Qwen3Config, 4096, 12288, 36, 32, 8, 128, 151936), 8.2),
-    "qwen3-14b": (of(Qwen3Config, 5120, 17408, 40, 40, 8, 128, 151936), 14.8),
-    "qwen3-32b": (of(Qwen3Config, 5120, 25600, 64, 64, 8, 128, 151936), 32.8),
+    "qwen3-4b": (of(Qwen3Config, 2560, 9728, 36, 32, 8, 128, 151936, **_QWEN3_4B), 4.0),
+    "qwen3-8b": (of(Qwen3Config, 4096, 12288, 36, 32, 8, 128, 151936, **_QWEN3), 8.2),
+    "qwen3-14b": (of(Qwen3Config, 5120, 17408, 40, 40, 8, 128, 151936, **_QWEN3), 14.8),
+    "qwen3-32b": (of(Qwen3Config, 5120, 25600, 64, 64, 8, 128, 151936, **_QWEN3), 32.8),
     "qwen3.5-9b": (seeing_qwen(4096, 12288, 32, 16, 4, 256, 248320), 9.41),
     "qwen3.5-27b": (seeing_qwen(5120, 17408, 64, 24, 4, 256, 248320, linear_num_value_heads=48), 27.4),
-    "llama3.1-8b": (of(LlamaConfig, 4096, 14336, 32, 32, 8, 128, 128256), 8.0),
+    "llama3.1-8b": (of(LlamaConfig, 4096, 14336, 32, 32, 8, 128, 128256, **_LLAMA), 8.0),
     "gemma3-12b": (seeing_gemma(3840, 15360, 48, 16, 8, 256, 262208), 12.2),
-    "mistral-small-24b": (of(MistralConfig, 5120, 32768, 40, 32, 8, 128, 131072), 23.6),
+    "mistral-small-24b": (of(MistralConfig, 5120, 32768, 40, 32, 8, 128, 131072, **_MISTRAL), 23.6),
 }
+
+
+def tiny(config: PretrainedConfig, **settings) -> PretrainedConfig:
+    """`config` at the size at which architectures.py tries its decoder, tower included. `settings`: of the decoder, where it has them or not."""
+    text = config.get_text_config()
+    small = architectures.TINY_TEXT | architectures.TEXT[text.model_type]
+    small |= {name: getattr(text, name) for name in ("rope_parameters", "max_position_embeddings")} | settings
+    if "mrope_section" in text.rope_parameters:  # half of what is rotated of a head, shared out
+        half = int(small["head_dim"] * text.partial_rotary_factor) // 2
+        small["rope_parameters"] = text.rope_parameters | {"mrope_section": [half - half // 2, half // 2, 0]}
+    if text is config:
+        return type(config)(**small)
+    tower, _, further = architectures.VISION["qwen3_vl" if "qwen" in config.model_type else config.model_type]
+    if "out_hidden_size" in tower:
+        tower = tower | {"out_hidden_size": small["hidden_size"]}
+    return type(config)(vision_config=tower, text_config=small, **further)

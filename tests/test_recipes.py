@@ -11,9 +11,10 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from tests import architectures
+from tests.shapes import tiny
 from tests.test_configs import CONFIGS, MODELS
 from tests.tiny_models import make_tiny_tokenizer, randomize_vectors
 
@@ -39,8 +40,6 @@ SMALLER = {
     "linear_key_head_dim": 32,
     "linear_value_head_dim": 32,
 }
-#: decoder -> the published model around it, which sees pictures: its decoder's settings
-WRAPPED = {"gemma3_text": "gemma3", "qwen3_5_text": "qwen3_5"}
 
 
 def problems() -> dict[str, list[dict[str, str]]]:
@@ -60,15 +59,10 @@ def words(options: dict[str, str]) -> list[str]:
 
 def write_tiny_model(recipe: str, folder: Path, **settings) -> str:
     """A model of the class that the recipe's model has on the Hub. `settings`: of its decoder's configuration."""
-    decoder = MODELS[recipe].get_text_config().model_type
-    kind = WRAPPED.get(decoder, decoder)
-    text = architectures.TINY_TEXT | architectures.TEXT[decoder]
-    text |= {name: value for name, value in SMALLER.items() if name in text} | settings
-    if kind == decoder:
-        config, auto = CONFIG_MAPPING[kind](**text), AutoModelForCausalLM
-    else:
-        tower = architectures.VISION["qwen3_vl" if "qwen" in kind else kind][0]
-        config, auto = CONFIG_MAPPING[kind](vision_config=tower, text_config=text), AutoModelForImageTextToText
+    config = MODELS[recipe]
+    auto = AutoModelForCausalLM if config.get_text_config() is config else AutoModelForImageTextToText
+    has = architectures.TINY_TEXT | architectures.TEXT[config.get_text_config().model_type]
+    config = tiny(config, **{name: value for name, value in SMALLER.items() if name in has} | settings)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = auto.from_config(config, dtype=torch.bfloat16)

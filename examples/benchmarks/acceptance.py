@@ -3,6 +3,8 @@
     python acceptance.py --out acceptance.json                       # 3B, 7B, 14B and 32B; about 10 minutes on two H200s
     python acceptance.py --out a.json --sizes 7b --arms nvfp4 bf16
     python acceptance.py --out a.json --only "3b nvfp4" "32b nvfp4 without noise"
+    python acceptance.py --out a.json --only "qwen3-8b nvfp4" "gemma3-12b nvfp4" --delete    # recipes newer than the paper, by their names
+    python acceptance.py --out a.json --only "tiny-gemma3-12b nvfp4" --extra --use_cpu true ...  # the same command on a CPU
     python acceptance.py --out a.json --sizes 3b --commands quantize eval train merge-adapter   # no other run; two minutes and a half
 
 Each run is `accelerate launch examples/grpo_gsm8k.py --config examples/configs/<file>` with the file unedited; on the command line stand
@@ -35,6 +37,10 @@ from qerl_trl.tasks.arms import ARMS as OPTIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.append(str(ROOT))
+
+from tests.shapes import NEWER  # noqa: E402
+
 GIB = 2**30
 
 #: what a row says -> the library's arm
@@ -55,7 +61,18 @@ def options_of(arm: str) -> list[str]:
 
 
 def config_of(size: str) -> str:
-    return f"examples/configs/qwen2.5-{'3b' if size == 'tiny' else size}.yaml"
+    name = size.removeprefix("tiny-")
+    return f"examples/configs/{name if name in NEWER else 'qwen2.5-' + ('3b' if size == 'tiny' else size)}.yaml"
+
+
+def is_packed(size: str) -> bool:
+    return size.removeprefix("tiny-") not in (*DENSE, "tiny")
+
+
+def disk_bytes(size: str) -> float:
+    """Of a recipe's model, at the most."""
+    _, billions = NEWER.get(size, (None, 0.0))
+    return billions * 1e9 * (0.8 if is_packed(size) else 2.0)
 
 
 def named_gib(size: str) -> float:
@@ -73,45 +90,16 @@ CARDS = {
     "14b": {"bf16": 80, "nf4": 48},
     "32b": {},
 }
-for _size in ("3b", "7b", "14b", "32b"):
+CARDS |= {name: {} for name in NEWER} | {f"tiny-{name}": {"nvfp4": 0} for name in NEWER}
+for _size in ("3b", "7b", "14b", "32b", *NEWER):
     CARDS[_size] |= dict.fromkeys(("nvfp4", "nvfp4 without noise"), named_gib(_size))
-#: runs on one GPU at a time
-SIDE_BY_SIDE = 4
+#: written in bf16, as their users download them, the others as NVFP4: the disk holds only so much, and both ways of loading are to be seen
+DENSE = ("3b", "7b", "14b", "gemma3-12b", "qwen3.5-9b")
+#: bytes of disk that runs need beside the models: adapters, checkpoints, what compilers keep
+DISK_LEFT = 5_000_000_000
 PROBLEMS, HELD_OUT = 512, 32
 #: process groups of runs that have not ended; none outlives this script
 RUNNING: set[int] = set()
-
-#: loaded by Python at the start of the run's process, and of no other
-SITECUSTOMIZE = """
-import json, os, sys
-script = next((a for a in sys.orig_argv[1:] if not a.startswith("-")), "")
-if os.environ.get("CARD_GIB") and script.endswith("grpo_gsm8k.py"):
-    import threading, time, pynvml, torch
-    pynvml.nvmlInit()
-    card = int(float(os.environ["CARD_GIB"]) * 2**30)
-    handle = pynvml.nvmlDeviceGetHandleByIndex(int(os.environ["CUDA_VISIBLE_DEVICES"]))
-    real = torch.cuda.mem_get_info
-    peak = [0]
-    def own():
-        for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle):
-            if process.pid == os.getpid():
-                peak[0] = max(peak[0], process.usedGpuMemory or 0)
-                return process.usedGpuMemory or 0
-        return 0
-    def card_of_that_size(device=None):
-        real(device)
-        return max(0, card - own()), card
-    def watch():
-        while True:
-            own()
-            with open(os.environ["PEAK_FILE"] + ".new", "w") as file:
-                file.write(str(peak[0]))
-            os.replace(file.name, os.environ["PEAK_FILE"])
-            time.sleep(0.2)
-    torch.cuda.set_per_process_memory_fraction(min(1.0, card / real()[1]))
-    torch.cuda.mem_get_info = torch.cuda.memory.mem_get_info = card_of_that_size
-    threading.Thread(target=watch, daemon=True).start()
-"""
 
 
 def problems(folder: Path) -> Path:
@@ -309,6 +297,10 @@ def main() -> None:
         choices=COMMANDS,
         help="Of the README; no run then, unless --only. Default: all, none with --only.",
     )
+    parser.add_argument("--side-by-side", type=int, default=4, help="Runs on one GPU at a time, at the most.")
+    parser.add_argument(
+        "--delete", action="store_true", help="Delete a model when its last run has ended, and wait for disk."
+    )
     parser.add_argument("--extra", nargs=argparse.REMAINDER, default=[], help="Further options of every run.")
     options = parser.parse_args()
     wanted = [(size, arm) for size in options.sizes for arm in options.arms if arm in CARDS[size]]
@@ -335,7 +327,7 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     problems(work / "problems")
     (work / "site").mkdir(parents=True, exist_ok=True)
-    (work / "site" / "sitecustomize.py").write_text(SITECUSTOMIZE)
+    shutil.copy(Path(__file__).with_name("shown_card.py"), work / "site" / "sitecustomize.py")
     results = {
         "what": "every shipped GPU configuration in every arm, started unedited but for model, dataset and number of steps",
         "command": about.command(),
@@ -349,7 +341,9 @@ def main() -> None:
         if before["device"].partition(" x ")[0] != results["device"].partition(" x ")[0]:
             parser.error(f"{options.out} is of {before['device']}, this is {results['device']}. Write to another file.")
         results |= {"runs": before["runs"], "command_line": before["command_line"]}
-    lock, free, written = threading.Condition(), {gpu: [options.capacity, SIDE_BY_SIDE] for gpu in gpus}, {}
+    lock, free, written = threading.Condition(), {gpu: [options.capacity, options.side_by_side] for gpu in gpus}, {}
+
+    done: list[tuple[str, str]] = []
 
     def ready(size: str) -> threading.Event:
         return written.setdefault(size, threading.Event())
@@ -357,7 +351,9 @@ def main() -> None:
     def prepare() -> None:
         for size in sizes:
             if not (work / size / "generation_config.json").is_file():
-                write_checkpoint(size, work / size, device, packed=size == "32b")
+                while options.delete and shutil.disk_usage(work).free < disk_bytes(size) + DISK_LEFT:
+                    time.sleep(1.0)  # until a run has ended
+                write_checkpoint(size, work / size, device, packed=is_packed(size))
             torch.cuda.empty_cache()
             ready(size).set()
 
@@ -382,6 +378,9 @@ def main() -> None:
         keep(run(size, arm, steps, gpu, work, options.timeout, options.extra), "runs")
         shutil.rmtree(work / "runs" / run_name(size, arm), ignore_errors=True)
         with lock:
+            done.append((size, arm))
+            if options.delete and all(other in done for other in wanted if other[0] == size):
+                shutil.rmtree(work / size, ignore_errors=True)
             free[gpu][0] += CARDS[size][arm]
             free[gpu][1] += 1
             lock.notify_all()
