@@ -94,7 +94,7 @@ CARDS |= {name: {} for name in NEWER} | {f"tiny-{name}": {"nvfp4": 0} for name i
 for _size in ("3b", "7b", "14b", "32b", *NEWER):
     CARDS[_size] |= dict.fromkeys(("nvfp4", "nvfp4 without noise"), named_gib(_size))
 #: written in bf16, as their users download them, the others as NVFP4: the disk holds only so much, and both ways of loading are to be seen
-DENSE = ("3b", "7b", "14b", "gemma3-12b", "qwen3.5-9b")
+DENSE = ("3b", "7b", "14b", "qwen3-4b", "qwen3.5-9b")
 #: bytes of disk that runs need beside the models: adapters, checkpoints, what compilers keep
 DISK_LEFT = 5_000_000_000
 PROBLEMS, HELD_OUT = 512, 32

@@ -124,6 +124,16 @@ def test_an_engine_of_a_model_that_sees_is_told_where_no_pictures_come(folder, t
         assert "language_model_only" not in spec.llm_arguments() and "language-model" not in spec.serve_command()
 
 
+def test_delta_nets_are_computed_with_what_needs_no_compiler(folder, tmp_path):
+    dense_model("qwen3_5_text").save_pretrained(tmp_path / "delta net")
+    from transformers import AutoModelForCausalLM
+
+    spec = EngineSpec.of(AutoModelForCausalLM.from_pretrained(tmp_path / "delta net"))
+    assert spec.llm_arguments()["gdn_prefill_backend"] == "triton"
+    assert parsed(spec.serve_command())[1]["--gdn-prefill-backend"] == "triton"
+    assert "gdn_prefill_backend" not in EngineSpec.of(policy(folder)).llm_arguments()
+
+
 def test_engines_whose_layers_hold_their_weights_otherwise_share_no_compiled_graph(folder):
     """vLLM finds graphs on disk by what it was told, and one over dense weights ended in KeyError: 'weight' where bitsandbytes' were."""
 

@@ -30,6 +30,7 @@ LOGPROBS_MODE = "processed_logprobs"
 #: which of a checkpoint's files say what the model is: those that the trainer reads. Left to itself vLLM prefers Mistral's own where they
 #: lie beside them (params.json, tekken.json)
 FILES = {"config_format": "hf", "tokenizer_mode": "hf"}
+DELTA_NET = {"gdn_prefill_backend": "triton"}
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,9 @@ class EngineSpec:
         max_model_len: longest sequence, in tokens; None for the model's own limit.
         batch_invariant: whether the engine must compute a sequence to the same bits whatever else is in the batch.
         text_only: whether no pictures can come, so that an engine of a model that sees them builds no tower and keeps no memory for one.
+        delta_net: whether layers carry a state in place of keys and values, as Qwen3.5's. vLLM would compute prompts there with what FlashInfer
+            compiles at the first of them, on a Hopper card, which takes minutes and a CUDA toolkit; it is told to take its own Triton kernels,
+            which are the ones that flash-linear-attention has for the trainer.
         holds: digest of how each layer of the trainer's model holds its weight, which is how an engine in its process does.
     """
 
@@ -62,6 +66,7 @@ class EngineSpec:
     trust_remote_code: bool = False
     batch_invariant: bool = False
     text_only: bool = False
+    delta_net: bool = False
     holds: str | None = None
 
     @classmethod
@@ -91,7 +96,7 @@ class EngineSpec:
         at_load = True  # a model that was quantized by hand came from a dense checkpoint
         if isinstance(config, NVFP4Config):
             scale_rule, at_load = config.scale_rule, config.source_format is None
-        packed = has_nvfp4(base)
+        packed, text = has_nvfp4(base), base.config.get_text_config(decoder=True)
         return cls(
             model=base.name_or_path,
             revision=revision,
@@ -100,8 +105,8 @@ class EngineSpec:
             scale_rule=scale_rule if packed and at_load else None,
             ignore=tuple(dense_layers(base)) if packed and at_load else None,
             adapter=adapter_buffers(model) if is_peft_model(model) else None,
-            text_only=base.config.get_text_config(decoder=True) is not base.config
-            and isinstance(processing_class, PreTrainedTokenizerBase),
+            text_only=text is not base.config and isinstance(processing_class, PreTrainedTokenizerBase),
+            delta_net="linear_attention" in (getattr(text, "layer_types", None) or ()),
             holds=_held_as(base),
             **limits,
         )
@@ -142,6 +147,7 @@ class EngineSpec:
             "max_num_batched_tokens": MAX_BATCHED_TOKENS,
             **FILES,
             **({"language_model_only": True} if self.text_only else {}),
+            **(DELTA_NET if self.delta_net else {}),
         }
 
     def serve_command(self) -> str:
@@ -163,7 +169,9 @@ class EngineSpec:
             "model-impl": None if self.model_impl == "auto" else self.model_impl,
             "logprobs-mode": LOGPROBS_MODE,
             "max-logprobs": -1,
-            **{name.replace("_", "-"): value for name, value in FILES.items()},
+            **{
+                name.replace("_", "-"): value for name, value in (FILES | (DELTA_NET if self.delta_net else {})).items()
+            },
         }
         command += [part for name, value in options.items() if value is not None for part in (f"--{name}", str(value))]
         command += ["--language-model-only"] * self.text_only
