@@ -9,7 +9,7 @@ import functools
 import logging
 import math
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -60,8 +60,8 @@ def reward_limit(trainer: OnlineTrainer) -> AbstractContextManager[None]:
 
 
 def checked_reward(function: Callable, name: str, timeout: float | None = None) -> Callable:
-    """Wrap a reward function (plain or async): it gets exactly what TRL passes, and what it returns is checked before TRL builds a
-    tensor of it.
+    """Wrap a reward function (plain or async): it gets exactly what TRL passes, in lists of its own, because the next one is to grade what was
+    sampled, and what it returns is checked before TRL builds a tensor of it.
 
     Args:
         timeout: seconds that one call may take, `None` for no limit.
@@ -88,7 +88,7 @@ def checked_reward(function: Callable, name: str, timeout: float | None = None) 
         async def checked(*args, **kwargs):
             async def named():
                 try:
-                    return await function(*args, **kwargs)
+                    return await function(*args, **_own_lists(kwargs))
                 except Exception as error:
                     raise _raised(name, error) from error
 
@@ -104,7 +104,7 @@ def checked_reward(function: Callable, name: str, timeout: float | None = None) 
         def checked(*args, **kwargs):
             try:
                 with deadline(timeout, lambda: _late(repr(name), timeout)):
-                    rewards = function(*args, **kwargs)
+                    rewards = function(*args, **_own_lists(kwargs))
             except RewardTimeout:
                 raise
             except Exception as error:
@@ -112,6 +112,15 @@ def checked_reward(function: Callable, name: str, timeout: float | None = None) 
             return verified(rewards, kwargs)
 
     return checked
+
+
+def _own_lists(passed: Any) -> Any:
+    """A copy of dictionaries and lists, of numbers only the outermost; everything else is itself."""
+    if type(passed) is dict:
+        return {key: _own_lists(value) for key, value in passed.items()}
+    if type(passed) is not list:
+        return passed
+    return passed.copy() if passed and type(passed[0]) in (int, str) else [_own_lists(value) for value in passed]
 
 
 def _late(names: str, timeout: float | None) -> RewardTimeout:
@@ -174,6 +183,11 @@ def check_rewards(rewards, name: str, completions: Sequence | None) -> list[floa
     Args:
         completions: what was graded, `None` where the function was given nothing with one entry per completion.
     """
+    if isinstance(rewards, (Mapping, Set)):  # its keys, or its values in whatever order, would be taken for the rewards
+        raise TypeError(
+            f"Reward function {name!r} returned a {type(rewards).__name__}, which says of no number to which completion it belongs. It must return "
+            "a list with one number (or None) per completion, in their order."
+        )
     try:
         rewards = list(rewards)
     except TypeError as error:
@@ -189,7 +203,9 @@ def check_rewards(rewards, name: str, completions: Sequence | None) -> list[floa
         )
     checked = []
     for index, reward in enumerate(rewards):
-        if not isinstance(reward, numbers.Number) and math.prod(getattr(reward, "shape", (0,))) == 1:
+        if reward is np.ma.masked:
+            reward = None
+        elif not isinstance(reward, numbers.Number) and math.prod(getattr(reward, "shape", (0,))) == 1:
             reward = reward.item()  # one number as a tensor or array
         if reward is not None and not isinstance(reward, numbers.Real):
             raise TypeError(

@@ -13,7 +13,7 @@ import json
 import re
 import textwrap
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypedDict
 
 from accelerate.utils import is_peft_model
@@ -30,11 +30,13 @@ _FIELDS = """base_format scale_rule aqn aqn_schedule aqn_sigma_start aqn_sigma_e
     gradient_accumulation_steps num_generations steps_per_generation num_iterations temperature max_completion_length
     loss_type beta world_size modules_to_not_convert""".split()
 #: recorded, but free to differ when a run goes on: with a warning. A longer run stretches the schedules of learning rate and noise
-_MAY_DIFFER = {"max_steps", "num_train_epochs", "versions", "rewards_sha256"}
+_MAY_DIFFER = {"max_steps", "num_train_epochs", "versions", "rewards_sha256", "rollouts_sha256"}
+#: of these, what is recorded as changed when a run goes on with others: a mended function is allowed, and is another one
+SOURCES = ("rewards_sha256", "rollouts_sha256")
 #: what is recorded beside the settings themselves
 _NOT_SETTINGS = {"settings_sha256", "global_step", "merged_onto", "changed", "base_revision"}
 #: not in the records of older versions
-_NEWER = {"base_config", "tokenizer_sha256"}
+_NEWER = {"base_config", "tokenizer_sha256", "rollouts", "rollouts_sha256"}
 #: how the base is made of what is loaded: it differs with them
 _FORM = ("base_format", "scale_rule", "modules_to_not_convert")
 #: arguments without a say in the trajectory: where and when is written, logged, evaluated and pushed, memory and placement, limits of checks.
@@ -53,6 +55,7 @@ _FINGERPRINT_ROWS = 10_000
 #: letters, numbers, blanks, other scripts and marks
 _TEXT = "The norm's weights: 12 + 34.5 = 46.5?\n\tIf x < 0:  \u00c4\u00df \u4e2d\u6587 \U0001f642 </s><|im_start|>user"
 #: fingerprints that were computed: a run says it with each checkpoint
+_models: "weakref.WeakKeyDictionary[nn.Module, str | None]" = weakref.WeakKeyDictionary()
 _datasets: "weakref.WeakKeyDictionary[Dataset, str]" = weakref.WeakKeyDictionary()
 
 
@@ -110,7 +113,11 @@ class RunSettings(TypedDict, total=False):
     beta: float
     world_size: int
     rewards: list[str]  # names of the reward functions
-    rewards_sha256: dict[str, str]  # of each one's own source; absent for a reward model, and where there is no source
+    rewards_sha256: dict[
+        str, str
+    ]  # of each one's own source, of a reward model's weights; absent where there is neither
+    rollouts: list[str]  # what completions are made with beside the model: a rollout function, environments, tools
+    rollouts_sha256: dict[str, str]  # of each one's own source
     dataset_sha256: str  # of a sample of the training data; absent for streamed data
     options: dict[str, Any]  # every further argument that decides the trajectory and is not at its default
     settings_sha256: str  # of all settings that may not differ when the run goes on
@@ -144,8 +151,10 @@ def run_settings(trainer: OnlineTrainer) -> RunSettings:
         if options := _lora_options(lora):
             settings["lora"]["options"] = options
     settings["rewards"] = list(trainer.reward_func_names)
-    sources = zip(trainer.reward_func_names, map(_source_sha256, trainer.reward_funcs), strict=True)
-    settings["rewards_sha256"] = {name: digest for name, digest in sources if digest is not None}
+    settings["rewards_sha256"] = _digests(zip(trainer.reward_func_names, trainer.reward_funcs, strict=True))
+    rollouts = list(_rollouts(trainer))
+    settings["rollouts"] = sorted(name for name, _ in rollouts)
+    settings["rollouts_sha256"] = _digests(rollouts)
     if (sample := dataset_sha256(trainer.train_dataset)) is not None:
         settings["dataset_sha256"] = sample
     decisive = {f.name: f for f in dataclasses.fields(trainer.args) if not _INCIDENTAL.fullmatch(f.name)}
@@ -155,6 +164,35 @@ def run_settings(trainer: OnlineTrainer) -> RunSettings:
     settings["settings_sha256"] = _sha256({k: v for k, v in settings.items() if k not in free})
     settings["versions"] = report.versions()
     return settings
+
+
+def _rollouts(trainer: OnlineTrainer) -> Iterator[tuple[str, Any]]:
+    """Name and function of what makes completions beside the model (TRL's `GRPOTrainer`)."""
+    if (function := getattr(trainer, "rollout_func", None)) is not None:
+        yield "rollout_func", function
+    for name, factory in (getattr(trainer, "environment_factories", None) or {}).items():
+        yield f"environment{'' if name is None else f' {name}'}", factory
+    for tool in getattr(trainer, "tools", None) or []:
+        yield f"tool {getattr(tool, '__name__', type(tool).__name__)}", tool
+
+
+def _digests(functions: Iterable[tuple[str, Any]]) -> dict[str, str]:
+    """Name -> digest, of those that have one; a second one of a name has its number behind it."""
+    found: dict[str, str] = {}
+    seen: dict[str, int] = {}
+    for name, function in functions:
+        seen[name] = seen.get(name, 0) + 1
+        digest = _model_sha256(function) if isinstance(function, nn.Module) else _source_sha256(function)
+        if digest is not None:
+            found[name if seen[name] == 1 else f"{name} ({seen[name]})"] = digest
+    return found
+
+
+def _model_sha256(model: nn.Module) -> str | None:
+    """Of the weights of a reward model, which does not change; `None` where no process has it whole."""
+    if model not in _models:
+        _models[model] = base_identity.base_sha256(model)
+    return _models[model]
 
 
 def _given_as_objects(trainer: OnlineTrainer) -> dict[str, Any]:
@@ -309,7 +347,7 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> Differences:
 
 
 def _compared(name: str, then: Any, now: Any) -> list[str]:
-    if name == "rewards_sha256":
+    if name in SOURCES:
         then, now = then or {}, now or {}
     if isinstance(then, dict) and isinstance(now, dict):
         inner = sorted(set(then) | set(now))
@@ -320,9 +358,10 @@ def _compared(name: str, then: Any, now: Any) -> list[str]:
         return ["dataset_sha256: the training data are others than then"]
     if name == "tokenizer_sha256":
         return ["tokenizer_sha256: the tokenizer, or its chat template, makes other tokens of a text than then"]
-    if name.startswith("rewards_sha256."):
+    if name.startswith(SOURCES):
         known = then is not None and now is not None  # not in records of older versions
-        line = f"{name}: this reward function is written in another way than then, or has other values bound to it"
+        what = "this reward function" if name.startswith("rewards") else "what completions are made with"
+        line = f"{name}: {what} is written in another way than then, or has other values bound to it"
         return [line] if known else []
     if name == "base_sha256":
         return [f"base_sha256: the base model has other weights than then ({then[:12]} then, {now[:12]} now)"]

@@ -13,10 +13,13 @@ last place of bf16 (2^-9) and would never land.
 import copy
 import logging
 import math
+import os
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
 from peft import LoraConfig, PeftConfig, PeftModel
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import Linear as LoraLinear
@@ -27,7 +30,9 @@ from transformers import PretrainedConfig
 
 from . import checkpoint
 from .base_identity import base_sha256
+from .folders import hub_commit
 from .nvfp4.architectures import ATTENTION, has_experts, unadapted_by_default
+from .nvfp4.headers import require_finite
 from .nvfp4.layouts import pattern_of
 from .nvfp4.linear import NVFP4Linear, has_nvfp4
 
@@ -164,35 +169,73 @@ def load_adapter(
         model: transformers model whose linear layers are [`NVFP4Linear`].
         adapter: folder or Hub id of a PEFT LoRA adapter.
         adapter_name, is_trainable, kwargs: as in `PeftModel.from_pretrained`.
-        allow_other_base: take a model with other weights than those that the run in a folder recorded. A model in another format than the
-            run's base is not compared.
+        allow_other_base: take a model with other weights than those that the run recorded, in the folder or beside what was published. A
+            model in another format than the run's base is not compared.
 
     Raises:
-        `ValueError`: `model` has other weights; the file in a folder lacks tensors of the adapter, which PEFT would start from random numbers and zeros.
+        `ValueError`: `model` has other weights; the adapter is not as it was sealed, or its file lacks tensors, which PEFT would start from
+            random numbers and zeros.
     """
-    if not allow_other_base:
-        _check_base(model, Path(adapter, kwargs.get("subfolder") or ""))
-    hub = {key: kwargs[key] for key in ("revision", "token", "cache_dir", "subfolder") if key in kwargs}
+    hub: dict[str, Any] = {key: kwargs[key] for key in ("revision", "token", "cache_dir", "subfolder") if key in kwargs}
+    if (folder := _folder_of(str(adapter), hub)) is not None:
+        _check_sealed(str(adapter), folder)
+        if not allow_other_base:
+            _check_base(model, str(adapter), folder)
     config = register_nvfp4_lora(PeftConfig.from_pretrained(adapter, **hub))
     config.inference_mode = not is_trainable
     loaded = PeftModel.from_pretrained(
         model, adapter, adapter_name=adapter_name, is_trainable=is_trainable, config=config, **kwargs
     )
-    file = Path(adapter, kwargs.get("subfolder") or "", SAFETENSORS_WEIGHTS_NAME)
-    if file.is_file():
-        with safe_open(file, framework="numpy") as stored:
-            found = set(stored.keys())
-        wanted = get_peft_model_state_dict(loaded, adapter_name=adapter_name, save_embedding_layers=False)
-        if missing := sorted(set(wanted) - found):
-            raise ValueError(
-                f"{file} lacks {len(missing)} of {len(wanted)} tensors of its adapter, e.g. {missing[0]}: they would start from random numbers "
-                "and zeros. Name a whole checkpoint, or copy the file again."
-            )
+    if folder is not None:
+        require_whole(folder, loaded, adapter_name)
     return loaded
 
 
-def _check_base(model: nn.Module, adapter: Path) -> None:
-    run = checkpoint.recorded_run(adapter)
+def _folder_of(adapter: str, hub: dict[str, Any]) -> Path | None:
+    """Where an adapter's files are: its folder, or that of the Hub's cache with those that were asked for; `None` where the Hub has no manifest of it."""
+    if os.path.isdir(adapter):
+        return Path(adapter, hub.get("subfolder") or "")
+    try:
+        for name in (SAFETENSORS_WEIGHTS_NAME, checkpoint.MANIFEST_NAME):
+            file = hf_hub_download(adapter, name, **hub)
+    except (EntryNotFoundError, HfHubHTTPError, OSError) as error:
+        logger.info("No %s of %s (%s).", checkpoint.MANIFEST_NAME, adapter, type(error).__name__)
+        return None
+    return Path(file).parent
+
+
+def require_whole(folder: str | os.PathLike, model: PeftModel, adapter_name: str) -> None:
+    """Refuse a folder whose adapter is only part of what it would be loaded into, which PEFT would take without a word, or not finite. Nothing is
+    said of one without the file (a sharded state, another format).
+
+    Raises:
+        `ValueError`: says what is wrong.
+    """
+    if not (file := Path(folder, SAFETENSORS_WEIGHTS_NAME)).is_file():
+        return
+    require_finite(file)
+    with safe_open(file, framework="numpy") as stored:
+        found = set(stored.keys())
+    wanted = get_peft_model_state_dict(model, adapter_name=adapter_name, save_embedding_layers=False)
+    if missing := sorted(set(wanted) - found):
+        raise ValueError(
+            f"{file} lacks {len(missing)} of {len(wanted)} tensors of its adapter, e.g. {missing[0]}: they would start from random numbers "
+            "and zeros. Name a whole checkpoint, or copy the file again."
+        )
+
+
+def _check_sealed(adapter: str, folder: Path) -> None:
+    if not (folder / checkpoint.MANIFEST_NAME).is_file():
+        return
+    if wrong := checkpoint.problems(folder, partial=hub_commit(folder) is not None):
+        raise ValueError(
+            f"{adapter} is not as it was sealed: {'; '.join(wrong)}. Copy or download it again. If the change was meant, remove "
+            f"{checkpoint.MANIFEST_NAME} there: it is loaded unverified then."
+        )
+
+
+def _check_base(model: nn.Module, adapter: str, folder: Path) -> None:
+    run = checkpoint.recorded_run(folder)
     settings = run.get("settings", run)  # of an export, or of a run
     then = settings.get("base_sha256")
     if then is None or has_nvfp4(model) != (settings.get("base_format") == "nvfp4"):

@@ -242,6 +242,12 @@ class _Masked(logging.Filter):
 _masked = _Masked()
 
 
+def mask_others() -> None:
+    """[`mask_requests`] and [`mask_tracebacks`]."""
+    mask_requests()
+    mask_tracebacks()
+
+
 def mask_requests() -> None:
     """From now on, what the HTTP libraries of the Hub's client log of a request has no secret in it: it is the whole URL, and the Hub's address
     (`HF_ENDPOINT`) may have a password in it."""

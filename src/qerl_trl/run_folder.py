@@ -152,9 +152,14 @@ def settle(output_dir: str | os.PathLike, resume: str | None, settings: Mapping[
             f"{resume} belongs to a run with other settings: {listed}. To train with the new ones, choose another output_dir; to go on from it "
             "all the same, as another run than was begun, set allow_other_settings=True (--allow_other_settings true)."
         )
-    written = [line for line in found.reported if line.startswith("rewards_sha256")]  # allowed, as a mended one must be
+    written = [line for line in found.reported if line.startswith(identity.SOURCES)]
     for line in found.reported + found.refused:
         logger.warning("Going on from %s with other settings: %s", source, line)
+    if resume is not None and "dataset_sha256" not in settings:
+        logger.warning(
+            "The training data are streamed, so nothing says whether they are those that %s was trained on: they are taken on trust.",
+            resume,
+        )
     if source is not None and resume is None:
         logger.warning(
             "output_dir=%s holds this run already, and it starts over: pass resume_from_checkpoint=True to go on instead.",

@@ -16,7 +16,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import SaveStrategy, TrainOutput, rotate_checkpoints
 
-from . import checkpoint, disk, forward, guards, loading, run_folder
+from . import checkpoint, disk, forward, guards, loading, lora, reference, run_folder
 from .identity import RunSettings, run_settings
 from .processes import load_to_numbered_cpus
 from .publishing import PublishingMixin
@@ -44,6 +44,8 @@ class SavingMixin(PublishingMixin):
     #: whether the error in the making of that batch was raised in every process
     _all_failed: bool = False
 
+    #: name of the checkpoint whose weights were loaded at the end of training
+    _best: str | None = None
     #: whether this trainer's results are in its folder
     _saved_here: bool = False
     #: optimizer and scheduler that were there before this trainer made its own
@@ -84,12 +86,22 @@ class SavingMixin(PublishingMixin):
         forward.compare_base(model)
         if self.args.device.index is not None and self.args.device.type == "cpu":
             load_to_numbered_cpus()
-        self._given = self.given_optimizers()
+        self._given, trained_before = self.given_optimizers(), self.state.global_step
         resume = self._settled(resume_from_checkpoint)
-        self._resumed, self._saved = None, resume
+        if resume is None and trained_before:  # the parent counts from 0 again, with the weights as they are
+            line = (
+                f"weights: the {trained_before} steps of an earlier train() of the same trainer were in them at step 0"
+            )
+            logger.warning(
+                "This training does not begin with the model's own weights: %s. Build a new trainer for a fresh start.",
+                line,
+            )
+            self._changed = (*self._changed, line)
+        self._resumed, self._saved, self._best = None, resume, None
         if resume is not None:
             self._resumed = TrainerState.load_from_json(os.path.join(resume, TRAINER_STATE_NAME))
             self._recorded_then = cast(RunSettings, checkpoint.recorded_run(resume))
+            self._changed = (*self._changed, *reference.load(self, resume))
         if self.args.overlap:
             self.vllm_generation.resume_ahead(resume)
         return super().train(resume, *args, **kwargs)
@@ -128,6 +140,8 @@ class SavingMixin(PublishingMixin):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         loaded = self.accelerator.unwrap_model(self.model if model is None else model)
+        if is_peft_model(loaded) and not self.is_fsdp_enabled:
+            lora.require_whole(resume_from_checkpoint, loaded, loaded.active_adapter)
         if self._is_run_folder(resume_from_checkpoint) and is_peft_model(loaded) and not self.is_fsdp_enabled:
             # the parent would take exports and checkpoints in there for further adapters
             loaded.load_adapter(resume_from_checkpoint, loaded.active_adapter, is_trainable=True)
@@ -138,6 +152,21 @@ class SavingMixin(PublishingMixin):
             # Trainer loads the adapters in subfolders (TRL's "ref", with a PeftModel and beta > 0) and then forgets the one
             # beside them, which is the trained one
             loaded.load_adapter(resume_from_checkpoint, loaded.active_adapter, is_trainable=True)
+
+    def _load_best_model(self) -> None:
+        best = self.state.best_model_checkpoint
+        assert best is not None
+        if wrong := checkpoint.problems(best):
+            logger.warning(
+                "load_best_model_at_end: %s is damaged (%s), so the weights stay those of the last step, %d. Load another checkpoint by hand if "
+                "that is not meant.",
+                best,
+                "; ".join(wrong),
+                self.state.global_step,
+            )
+            return
+        super()._load_best_model()
+        self._best = os.path.basename(best)
 
     @disk.full_is_named
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
@@ -154,6 +183,7 @@ class SavingMixin(PublishingMixin):
         self._unpushed = None
         try:
             super()._save_checkpoint(model, trial)
+            reference.save(self, folder)
             if self.args.overlap:
                 self.vllm_generation.save_ahead(folder)
         finally:
@@ -248,11 +278,17 @@ class SavingMixin(PublishingMixin):
         """What a seal says of the run: its settings, its step, and what was changed on the way. Where no step was trained since it was
         resumed, what was said then: the weights are those of that run."""
         if self._resumed is not None and self.state.global_step == self._resumed.global_step and self._recorded_then:
-            return self._recorded_then
-        settings = run_settings(self)
-        settings["global_step"] = self.state.global_step
-        if self._changed:
-            settings["changed"] = list(self._changed)
+            settings, changed = self._recorded_then.copy(), list(self._recorded_then.get("changed", []))
+        else:
+            settings, changed = run_settings(self), list(self._changed)
+            settings["global_step"] = self.state.global_step
+        if (
+            self._best is not None
+            and (line := f"weights: those of {self._best} (load_best_model_at_end)") not in changed
+        ):
+            changed.append(line)
+        if changed:
+            settings["changed"] = changed
         return settings
 
 

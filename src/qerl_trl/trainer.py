@@ -59,6 +59,7 @@ from .processes import Errors, naming_the_lost_one, start_watch
 from .publishing import close_other_ways, warn_of_exports
 from .rollout.arms import check_environment, check_overlap
 from .rollout.contract import checked_rollout_func
+from .sampling import of_the_model_alone
 from .saving import SaveBetweenRollouts, SavingMixin
 from .sharding import ShardingMixin
 from .timing import PhaseTimer
@@ -121,8 +122,7 @@ class QeRLMixin(SavingMixin, PackingMixin, ShardingMixin):
             )
         start_watch(args)
         redaction.check_places({**given, **vars(args)})
-        redaction.mask_requests()
-        redaction.mask_tracebacks()
+        redaction.mask_others()
         preflight.check(args)
         check_environment(args)
         check_overlap(args, given)
@@ -186,9 +186,9 @@ class QeRLMixin(SavingMixin, PackingMixin, ShardingMixin):
     # ------------------------------------------------------------------------------------------------------- rollout
 
     def _generate(self, prompts: list) -> Any:
-        training = self.model.training
+        training, model = self.model.training, self.accelerator.unwrap_model(self.model)
         noise = self.aqn.generation() if self.aqn is not None else nullcontext()
-        engine = self.vllm_generation.rollout() if self.use_vllm else nullcontext()
+        engine = self.vllm_generation.rollout() if self.use_vllm else of_the_model_alone(model)
         with self._timer.phase("rollout", counts=training):
             with noise, engine:
                 output = super()._generate(prompts)

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         reward_weights: torch.Tensor
         num_generations: Any
         rollout_func: Any  # of GRPO
+        ref_model: Any  # where every weight is trained, and beta is not 0
         vllm_generation: Any  # with vLLM: rollout.generation.QeRLVLLMGeneration
         _step: int
         use_vllm: bool

@@ -313,8 +313,8 @@ def edit_json(name: str, **values):
     return edit
 
 
-def flip_a_bit(folder: Path) -> None:
-    with open(folder / "model.safetensors", "r+b") as file:
+def flip_a_bit(folder: Path, name: str = "model.safetensors") -> None:
+    with open(folder / name, "r+b") as file:
         file.seek(-1000, os.SEEK_END)
         byte = file.read(1)[0]
         file.seek(-1000, os.SEEK_END)

@@ -28,7 +28,7 @@ _PUBLISHED = re.compile(
 #: what a resumed run reads beside the model
 _RESUMED = re.compile(
     r"trainer_state\.json|(?:optimizer|scheduler|scaler)\.pt|optimizer\.bin|rng_state(?:_\d+)?\.pth"
-    r"|(?:optimizer|pytorch_model_fsdp)_0/(?:__\d+_\d+\.distcp|\.metadata)"
+    r"|reference_model\.safetensors|(?:optimizer|pytorch_model_fsdp)_0/(?:__\d+_\d+\.distcp|\.metadata)"
 )
 _CHECKPOINT = re.compile(r"(?:last-checkpoint|checkpoint-\d+)/(.+)")
 

@@ -26,13 +26,11 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from .. import report
 from ..rollout.vllm.offline import CheckpointEngine
+from ..sampling import of_the_model_alone
 from .data import first, read, split_named, with_prompts
 from .grading import Grader, grader_of, is_correct
 
 _Z95 = 1.959963984540054
-#: `generate` fills what is left open from the model's generation_config.json (Qwen2.5-Instruct: a repetition penalty), and that would
-#: not be the policy that was trained
-_NEUTRAL = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "typical_p": 1.0}
 BOXED_PROMPT = "Solve the problem step by step. Put the final answer in \\boxed{}."
 GSM8K_PROMPT = "Solve the problem step by step. Put the final answer on the last line, in the form: #### number"
 
@@ -282,7 +280,7 @@ def solve(
 ) -> list[str]:
     """Completions for the conversational `prompt` column of `dataset`, in its order.
 
-    Greedy unless a `generation_config` says otherwise; penalties in the model's own generation_config.json do not act. The model is put into evaluation mode, where no noise acts, and back.
+    Greedy unless a `generation_config` says otherwise; what the model's own generation_config.json adds does not act. The model is put into evaluation mode, where no noise acts, and back.
 
     Args:
         max_new_tokens: length limit of a completion, in tokens.
@@ -291,9 +289,6 @@ def solve(
     generation_config = copy.deepcopy(generation_config) or GenerationConfig(
         do_sample=False, max_new_tokens=max_new_tokens
     )
-    for name, neutral in _NEUTRAL.items():
-        if getattr(generation_config, name) is None:
-            setattr(generation_config, name, neutral)
     generation_config.pad_token_id = tokenizer.pad_token_id
     generation_config.eos_token_id = generation_config.eos_token_id or (
         model.generation_config.eos_token_id or tokenizer.eos_token_id
@@ -316,11 +311,12 @@ def solve(
                 padding_side="left",
                 add_special_tokens=False,
             ).to(model.device)
-            output = cast(Any, model).generate(  # torch types a module's attributes as tensors
-                input_ids=batch["input_ids"],
-                attention_mask=batch["attention_mask"],
-                generation_config=generation_config,
-            )
+            with of_the_model_alone(model):
+                output = cast(Any, model).generate(  # torch types a module's attributes as tensors
+                    input_ids=batch["input_ids"],
+                    attention_mask=batch["attention_mask"],
+                    generation_config=generation_config,
+                )
             decoded = tokenizer.batch_decode(output[:, batch["input_ids"].size(1) :], skip_special_tokens=True)
             for row, text in zip(rows, decoded, strict=True):
                 answers[row] = text

@@ -1,0 +1,341 @@
+"""What a run is made of, by doors that a script of one's own opens: what it samples with, what grades, what is trained on, what is loaded.
+
+Each case passed silently when it was written.
+"""
+
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from huggingface_hub import constants
+from safetensors.torch import load_file, save_file
+from transformers import Qwen2Config, Qwen2ForSequenceClassification, TrainerCallback
+
+import qerl_trl
+from qerl_trl import QeRLConfig, QeRLGRPOTrainer, checkpoint, reference
+from tests.faults.catalog import fault, told
+from tests.faults.test_r7_publish import _commit
+from tests.faults.test_s_identity import other_base, trained  # noqa: F401  (fixtures)
+from tests.faults.test_s_products import flip_a_bit
+from tests.faults.tiny_runs import PROMPTS, WEIGHTS, AfterTheFirstStep, Interrupted, spread_reward, tiny_runs  # noqa: F401
+
+# --- what it samples with ---------------------------------------------------------------------------------------------------------
+
+
+def rollout_of(token: int):
+    def rollout(prompts, trainer):
+        rows = [[token, 7 + number % 3] for number, _ in enumerate(prompts)]
+        return {"prompt_ids": [[5, 6]] * len(rows), "completion_ids": rows, "logprobs": [[-1.0, -1.0]] * len(rows)}
+
+    return rollout
+
+
+@fault("S.resume_other_data")
+def test_another_rollout_function(tiny_runs, tmp_path, caplog):  # noqa: F811
+    """With another number in it: told and recorded, as for a reward. Without one at all it is another run."""
+
+    def go_on(steps, token):
+        function = None if token is None else rollout_of(token)
+        tiny_runs.command(tmp_path / "run", rollout_func=function, aqn=False, max_steps=steps)
+
+    go_on(1, 9)
+    go_on(2, 9)
+    assert "rollouts_sha256" not in caplog.text
+    go_on(3, 11)
+    line = "rollouts_sha256.rollout_func: what completions are made with is written in another way than then, or has other values bound to it"
+    assert line in caplog.text and checkpoint.recorded_run(tmp_path / "run")["changed"] == [line]
+    with told(ValueError, str(tmp_path / "run"), "rollouts: ['rollout_func'] then, [] now", "another output_dir"):
+        go_on(4, None)
+
+
+@fault("S.noise_uncorrected_in_transformers", recovered=True)
+def test_what_the_models_own_file_adds_does_not_act(tiny_runs, tiny_tokenizer, tmp_path, monkeypatch):  # noqa: F811
+    """`generate` takes what TRL leaves open from generation_config.json: tokens that the policy gives every chance were never sampled."""
+    base = Path(shutil.copytree(tiny_runs.model, tmp_path / "base"))
+    own = json.loads((base / "generation_config.json").read_text())
+    own |= {"suppress_tokens": list(range(2, 200)), "no_repeat_ngram_size": 1, "min_p": 0.9}
+    (base / "generation_config.json").write_text(json.dumps(own))
+    sampled, said = {}, []
+    monkeypatch.setattr("qerl_trl.sampling.logger.warning_once", lambda text, *args: said.append(text % args))
+    for folder in (tiny_runs.model, base):
+        monkeypatch.setattr(tiny_runs, "model", str(folder))
+        rows = sampled.setdefault(str(folder), [])
+
+        def reward(completions, completion_ids, rows=rows, **kwargs):
+            rows.extend(completion_ids)
+            return spread_reward(completions)
+
+        trainer = tiny_runs.trainer(
+            tmp_path / Path(folder).name, reward=reward, save_strategy="no", max_completion_length=16
+        )
+        trainer.train()
+    assert sampled[str(base)] == sampled[str(folder)] == next(iter(sampled.values())) != []
+    assert "suppress_tokens=" in said[0] and "min_p=0.9" in said[0] and "generation_kwargs" in said[0]
+    kept = trainer.model.get_base_model().generation_config
+    assert kept.no_repeat_ngram_size == 1, "what is exported has the model's own file"
+
+
+# --- what grades ------------------------------------------------------------------------------------------------------------------
+
+
+def put_right_in_place(completions, completion_ids, **kwargs):
+    """As graders do that strip what they do not read."""
+    lengths = [float(len(text)) for text in completions]
+    completions.sort()
+    completion_ids[0].append(1)
+    return lengths
+
+
+@fault("S.reward_1e20", recovered=True)
+def test_what_one_reward_function_changes_the_next_one_does_not_see(tiny_runs, tmp_path):  # noqa: F811
+    seen = []
+
+    def second(completions, completion_ids, **kwargs):
+        seen.append((list(completions), [list(row) for row in completion_ids]))
+        return spread_reward(completions)
+
+    def first(completions, completion_ids, **kwargs):
+        seen.append((list(completions), [list(row) for row in completion_ids]))
+        return put_right_in_place(completions, completion_ids)
+
+    tiny_runs.trainer(tmp_path / "run", reward=[first, second], max_steps=1, save_strategy="no").train()
+    assert seen[0] == seen[1] and seen[0][0] != sorted(seen[0][0])
+
+
+def of_numbers(form):
+    def graded(completions, **kwargs):
+        values = [float(index) for index, _ in enumerate(completions)]
+        return form(values)
+
+    return graded
+
+
+@fault("R5.not_a_number")
+@pytest.mark.parametrize(
+    "form", [lambda v: dict(enumerate(v)), set, lambda v: dict(enumerate(v)).keys()], ids=["dict", "set", "keys"]
+)
+def test_rewards_without_an_order(form, tiny_runs, tmp_path):  # noqa: F811
+    """As many as there are completions: keys were learned from."""
+    trainer = tiny_runs.trainer(tmp_path / "run", reward=of_numbers(form), max_steps=1)
+    with told(TypeError, "'graded' returned a", "a list with one number"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+@fault("R5.all_none")
+def test_a_masked_number_is_none(tiny_runs, tmp_path):  # noqa: F811
+    """It was 0.0, a wrong answer."""
+    masked = of_numbers(lambda values: np.ma.masked_greater(values, 1.5))
+    trainer = tiny_runs.trainer(tmp_path / "run", reward=masked, max_steps=1, save_strategy="no")
+    trainer.train()
+    assert trainer._rewards.isnan().flatten().tolist() == [False, False, True, True]
+
+
+@fault("S.resume_other_data")
+def test_the_first_of_two_functions_of_one_name(tiny_runs, tmp_path, caplog):  # noqa: F811
+    """Only the last one was known."""
+
+    def scaled(factor):
+        def graded(completions, **kwargs):
+            return [factor * value for value in spread_reward(completions)]
+
+        return graded
+
+    tiny_runs.command(tmp_path / "run", reward=[scaled(1.0), scaled(2.0)], max_steps=1)
+    tiny_runs.command(tmp_path / "run", reward=[scaled(-1.0), scaled(2.0)], max_steps=2)
+    (line,) = checkpoint.recorded_run(tmp_path / "run")["changed"]
+    assert line.startswith("rewards_sha256.graded: ") and line in caplog.text
+
+
+@fault("S.resume_other_data")
+def test_a_reward_model_that_was_trained_on(tiny_runs, tmp_path, caplog):  # noqa: F811
+    """Under the same name, in the same folder."""
+
+    def reward_model(seed):
+        torch.manual_seed(seed)
+        config = Qwen2Config(
+            vocab_size=320, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+            num_labels=1, pad_token_id=0,
+        )  # fmt: skip
+        Qwen2ForSequenceClassification(config).save_pretrained(tmp_path / "graded")
+        tiny_runs.tokenizer.save_pretrained(tmp_path / "graded")
+        return str(tmp_path / "graded")
+
+    tiny_runs.command(tmp_path / "run", reward=reward_model(0), max_steps=1)
+    tiny_runs.command(tmp_path / "run", reward=reward_model(0), max_steps=2)
+    assert "rewards_sha256" not in caplog.text
+    tiny_runs.command(tmp_path / "run", reward=reward_model(1), max_steps=3)
+    (line,) = checkpoint.recorded_run(tmp_path / "run")["changed"]
+    assert line.startswith("rewards_sha256.graded: ") and line in caplog.text
+
+
+# --- what is trained on -----------------------------------------------------------------------------------------------------------
+
+
+@fault("S.finished_run_again")
+def test_a_second_training_of_one_trainer_is_not_recorded_as_a_first(tiny_runs, tmp_path, caplog):  # noqa: F811
+    """`train()` twice: the parent counts from 0, with weights that have the first training in them."""
+    trainer = tiny_runs.trainer(tmp_path / "run")
+    trainer.train()
+    trainer.train()
+    trainer.save_model()
+    (line,) = checkpoint.recorded_run(tmp_path / "run")["changed"]
+    assert line.startswith("weights: the 2 steps of an earlier train()") and line in caplog.text
+    assert checkpoint.recorded_run(tmp_path / "run/checkpoint-2")["changed"] == [line]
+
+
+class Decreasing(TrainerCallback):
+    """The first checkpoint is the best one; then `action`."""
+
+    def __init__(self, action=lambda: None):
+        self.action = action
+
+    def on_evaluate(self, args, state, control, metrics, **kwargs):
+        metrics["eval_reward"] = -float(state.global_step)
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 2:
+            self.action()
+
+
+def trained_with_the_best_kept(tiny_runs, folder, action=lambda: None):  # noqa: F811
+    trainer = tiny_runs.trainer(
+        folder, max_steps=3, eval_strategy="steps", eval_steps=1, load_best_model_at_end=True, metric_for_best_model="reward",
+        greater_is_better=True, eval_on_start=False, do_eval=True,
+    )  # fmt: skip
+    trainer.eval_dataset = PROMPTS.select(range(4))
+    trainer.add_callback(Decreasing(action))
+    trainer.train()
+    trainer.save_model()
+    return trainer
+
+
+@pytest.fixture
+def with_evaluation(monkeypatch):
+    """Trainers are made with data to evaluate on."""
+    made = QeRLGRPOTrainer.__init__
+
+    def make(self, *args, **kwargs):
+        made(self, *args, **{"eval_dataset": PROMPTS.select(range(4)), **kwargs})
+
+    monkeypatch.setattr(QeRLGRPOTrainer, "__init__", make)
+
+
+@fault("S.finished_run_again")
+def test_the_best_weights_are_not_recorded_as_the_last(with_evaluation, tiny_runs, tmp_path):  # noqa: F811
+    trained_with_the_best_kept(tiny_runs, tmp_path / "run")
+    weights = (tmp_path / "run" / WEIGHTS).read_bytes()
+    assert weights == (tmp_path / "run/checkpoint-1" / WEIGHTS).read_bytes()
+    assert checkpoint.recorded_run(tmp_path / "run")["changed"] == [
+        "weights: those of checkpoint-1 (load_best_model_at_end)"
+    ]
+    assert "changed" not in checkpoint.recorded_run(tmp_path / "run/checkpoint-3")
+
+
+@fault("R6.bit_flip", recovered=True)
+def test_a_damaged_best_checkpoint_is_not_loaded(with_evaluation, tiny_runs, tmp_path, caplog):  # noqa: F811
+    """The weights stay those of the last step, and are recorded as such."""
+    trained_with_the_best_kept(tiny_runs, tmp_path / "run", lambda: flip_a_bit(tmp_path / "run/checkpoint-1", WEIGHTS))
+    assert "checkpoint-1 is damaged" in caplog.text and "those of the last step, 3" in caplog.text
+    assert (tmp_path / "run" / WEIGHTS).read_bytes() == (tmp_path / "run/checkpoint-3" / WEIGHTS).read_bytes()
+    assert "changed" not in checkpoint.recorded_run(tmp_path / "run")
+
+
+# --- what is loaded ---------------------------------------------------------------------------------------------------------------
+
+
+@fault("R6.missing_tensors")
+@pytest.mark.parametrize(
+    ("edit", "words"), [("half", ("lacks", "whole checkpoint")), ("nan", ("NaN or infinite", WEIGHTS))]
+)
+def test_a_part_of_an_adapter_without_a_seal_is_not_gone_on_from(edit, words, tiny_runs, tmp_path):  # noqa: F811
+    """A checkpoint of another trainer, named explicitly; PEFT fills what is missing with random numbers."""
+    tiny_runs.trainer(tmp_path / "run", max_steps=1).train()
+    foreign = Path(shutil.copytree(tmp_path / "run/checkpoint-1", tmp_path / "foreign"))
+    (foreign / checkpoint.MANIFEST_NAME).unlink()
+    tensors = load_file(foreign / WEIGHTS)
+    if edit == "half":
+        tensors = {name: tensors[name] for name in sorted(tensors)[::2]}
+    else:
+        next(iter(tensors.values())).view(-1)[0] = float("nan")
+    save_file(tensors, foreign / WEIGHTS, {"format": "pt"})
+    trainer = tiny_runs.trainer(tmp_path / "on", max_steps=2)
+    with told(ValueError, str(foreign), *words):
+        trainer.train(resume_from_checkpoint=str(foreign))
+    assert trainer.state.global_step == 0
+
+
+@fault("S.wrong_base")
+@pytest.mark.parametrize("fault_is", ["another base", "another bit"])
+def test_a_published_adapter_by_its_hub_id(fault_is, trained, other_base, tiny_model_dir, tmp_path, monkeypatch):  # noqa: F811
+    """Compared with what was published beside it, as a folder is."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    _commit(tmp_path / "hub", "someone/adapter", "a" * 40, trained[1])
+    own = tiny_model_dir("qwen2")
+    qerl_trl.load_adapter(qerl_trl.from_pretrained(own, dtype=torch.float32), "someone/adapter")
+    if fault_is == "another base":
+        model = qerl_trl.from_pretrained(other_base, dtype=torch.float32)
+        with told(ValueError, "someone/adapter", "a base with other weights", "allow_other_base=True"):
+            qerl_trl.load_adapter(model, "someone/adapter")
+        return
+    flip_a_bit(tmp_path / "hub/models--someone--adapter/snapshots" / ("a" * 40), WEIGHTS)
+    with told(ValueError, "someone/adapter is not as it was sealed", WEIGHTS, "download it again"):
+        qerl_trl.load_adapter(qerl_trl.from_pretrained(own, dtype=torch.float32), "someone/adapter")
+
+
+@fault("S.run_folder_edited")
+def test_an_edited_adapter_is_not_loaded_by_hand(trained, tiny_model_dir, tmp_path):  # noqa: F811
+    run = Path(shutil.copytree(trained[1], tmp_path / "run"))
+    flip_a_bit(run, WEIGHTS)
+    model = qerl_trl.from_pretrained(tiny_model_dir("qwen2"), dtype=torch.float32)
+    with told(ValueError, str(run), "is not as it was sealed", "Copy or download it again"):
+        qerl_trl.load_adapter(model, run)
+
+
+# --- the reference model ----------------------------------------------------------------------------------------------------------
+
+
+def all_trained(tiny_runs, folder, **options):  # noqa: F811
+    """TRL moves the reference towards the policy after each step."""
+    fields = {
+        "output_dir": str(folder), "use_cpu": True, "bf16": False, "per_device_train_batch_size": 4, "num_generations": 4,
+        "max_completion_length": 4, "max_steps": 2, "save_strategy": "steps", "save_steps": 1, "learning_rate": 1e-2, "report_to": "none",
+        "gradient_checkpointing": False, "disable_tqdm": True, "model_init_kwargs": {"dtype": "float32"}, "base_format": "full", "aqn": False,
+        "beta": 0.5, "sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5,
+    }  # fmt: skip
+    args = QeRLConfig(**{**fields, **options})
+    return QeRLGRPOTrainer(tiny_runs.model, spread_reward, args, PROMPTS, processing_class=tiny_runs.tokenizer)
+
+
+@fault("R6.resume_on_boundary", recovered=True)
+def test_a_reference_that_moves_is_gone_on_with(tiny_runs, tmp_path):  # noqa: F811
+    """It was the first one again, and the run another one."""
+    whole = all_trained(tiny_runs, tmp_path / "whole")
+    whole.train()
+    first = all_trained(tiny_runs, tmp_path / "run")
+    first.add_callback(AfterTheFirstStep())
+    with pytest.raises(Interrupted):
+        first.train()
+    shutil.copytree(tmp_path / "run/checkpoint-1", tmp_path / "without")
+    second = all_trained(tiny_runs, tmp_path / "run")
+    second.train(resume_from_checkpoint=True)
+    for name in ("model", "ref_model"):
+        pairs = zip(getattr(whole, name).named_parameters(), getattr(second, name).named_parameters(), strict=True)
+        assert all(torch.equal(a, b) for (_, a), (_, b) in pairs), name
+    (tmp_path / "without" / reference.NAME).unlink()
+    checkpoint.seal(tmp_path / "without", checkpoint.recorded_run(tmp_path / "without"))
+    with told(ValueError, str(tmp_path / "without"), reference.NAME, "another output_dir", "allow_other_settings=True"):
+        all_trained(tiny_runs, tmp_path / "on").train(resume_from_checkpoint=str(tmp_path / "without"))
+
+
+@fault("S.resume_other_data")
+def test_streamed_data_are_said_to_be_taken_on_trust(tiny_runs, tmp_path, caplog):  # noqa: F811
+    caplog.set_level(logging.WARNING)
+    for steps, word in ((1, "say "), (2, "sing ")):
+        rows = PROMPTS.map(lambda row, word=word: {"prompt": word + row["prompt"]}).to_iterable_dataset()
+        tiny_runs.command(tmp_path / "run", dataset=rows, max_steps=steps)
+    assert "training data are streamed" in caplog.text and "taken on trust" in caplog.text
