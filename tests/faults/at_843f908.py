@@ -40,6 +40,7 @@ from tests.faults.doors import (
     command,
     copied,
     edited,
+    ends_without,
     other_base,
     poison,
     resumed,
@@ -72,6 +73,24 @@ def model_of_nan_is_quantized(folder):
     assert (folder / "out/model.safetensors").is_file()
 
 
+@case("S.model_folder_edited")
+def nan_in_a_norm_is_loaded(folder):
+    from qerl_trl import from_pretrained
+
+    def norm(tensors: dict) -> None:
+        tensors["model.norm.weight"][0] = float("nan")
+
+    command("quantize", MODEL, folder / "model")
+    from_pretrained(edited(folder / "model", norm))
+
+
+@case("S.packed_base_in_another_arm")
+def packed_base_in_the_bf16_arm(folder):
+    command("quantize", MODEL, folder / "model")
+    with ends_without("base_format='nvfp4'"):
+        trained(folder / "run", model=folder / "model", base_format="bf16")
+
+
 def with_header(folder: Path, change: Callable[[dict], None]) -> Path:
     file = copied(folder) / "model.safetensors"
     content = file.read_bytes()
@@ -92,6 +111,16 @@ def overlapping_offsets_are_quantized(folder):
         assert first[1] > second[0]
 
     command("quantize", with_header(folder / "model", overlap), folder / "out")
+    assert (folder / "out/model.safetensors").is_file()
+
+
+@case("S.negative_offsets")
+def negative_offsets_are_quantized(folder):
+    def shift(header: dict) -> None:
+        first = min((n for n in header if n != "__metadata__"), key=lambda name: header[name]["data_offsets"])
+        header[first]["data_offsets"] = [offset - 32 for offset in header[first]["data_offsets"]]
+
+    command("quantize", with_header(folder / "model", shift), folder / "out")
     assert (folder / "out/model.safetensors").is_file()
 
 
@@ -122,6 +151,23 @@ def adapter_of_nan_is_merged(folder):
 def half_an_adapter_is_merged(folder):
     a_run(folder / "run")
     edited(folder / "run", lambda t: [t.pop(name) for name in sorted(t)[::2]], "adapter_model.safetensors")
+    command("merge", folder / "run", folder / "out")
+    assert (folder / "out/model.safetensors").is_file()
+
+
+@case("S.run_folder_edited")
+def adapter_times_1000_is_merged(folder):
+    a_run(folder / "run")
+    edited(folder / "run", lambda t: [tensor.mul_(1000) for tensor in t.values()], "adapter_model.safetensors")
+    command("merge", folder / "run", folder / "out")
+    assert (folder / "out/model.safetensors").is_file()
+
+
+@case("S.run_folder_edited")
+def other_alpha_is_merged(folder):
+    config = a_run(folder / "run") / "adapter_config.json"
+    written = json.loads(config.read_text())
+    config.write_text(json.dumps({**written, "lora_alpha": 2 * written["lora_alpha"]}))
     command("merge", folder / "run", folder / "out")
     assert (folder / "out/model.safetensors").is_file()
 
@@ -163,6 +209,12 @@ def reward_without_advantages(folder):
 def resume_with_other_data(folder):
     a_run(folder / "run")
     assert resumed(folder / "run", prompts=("count ", "to ten "), max_steps=2).state.global_step == 2
+
+
+@case("S.resume_other_data")
+def resume_with_another_optimizer(folder):
+    a_run(folder / "run")
+    assert resumed(folder / "run", optim="adamw_torch", weight_decay=0.5, max_steps=2).state.global_step == 2
 
 
 def longer_reward(completions, **kwargs):

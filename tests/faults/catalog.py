@@ -59,6 +59,7 @@ S.other_eval_problems S.probe_in_bf16 S.embedding_adapter_unsent S.noise_never_a
 S.model_folder_edited S.dense_tensor_nan S.negative_offsets S.reward_1e20 S.reward_hangs S.engine_logps_nan S.constant_logp_error
 S.update_refused_after_change S.update_values_bad S.resume_other_data S.prompt_longer_than_model S.path_leads_out S.manifest_names_outside
 S.rescue_loses_checkpoint S.results_lost_to_hub S.server_unauthenticated S.damaged_manifest S.odd_header S.engine_answer_garbage
+S.packed_base_in_another_arm
 """.split()
 
 #: what passed silently at 843f908, was lost, ended without a cause or was open to strangers, point by point -> the faults that stand for it
@@ -79,6 +80,7 @@ ITEMS: dict[str, str] = {
     "12. prompts too long; paths out of the folder; crafted manifests": "S.prompt_longer_than_model S.path_leads_out S.manifest_names_outside",
     "lost: the checkpoint to its rescue, the results to the Hub": "S.rescue_loses_checkpoint S.results_lost_to_hub",
     "no cause: two runs in one folder, damaged manifests, odd headers": "R8.two_runs_one_folder S.damaged_manifest S.odd_header",
+    "no cause: an NVFP4 base in another arm": "S.packed_base_in_another_arm",
     "no cause: vLLM missing or broken, a server that answers garbage": "R1.vllm_missing R1.vllm_abi S.engine_answer_garbage",
     "no cause: empty completions, out of memory, disk full": "R4.completions_or_logps_bad R8.out_of_memory_in_step R8.out_of_memory_at_start R8.disk_full",
     "a client of the server without a secret": "S.server_unauthenticated",
