@@ -137,6 +137,7 @@ def demo() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    "aims": speed_tables.aims,
     "architectures": architectures,
     "cards": speed_tables.cards,
     "checks": speed_tables.checks,

@@ -265,6 +265,59 @@ def step() -> str:
     )
 
 
+#: what was aimed at: in words, (at least, hoped for), in seconds; ragged: times stock TRL's update
+AIMS = {
+    "checkpointed": ("7B forward + backward, 8 x 768, recomputing every layer", 0.45, 0.38),
+    "plain": ("the same, keeping activations", 0.33, 0.27),
+    "7b-64x512": ("7B step, 64 x 512", 6.0, 5.0),
+    "7b-8x512": ("7B step, 8 x 512", 2.2, 1.9),
+    "32b-8x512-48gib": ("32B step, 8 x 512, 48 GiB", 7.0, 5.5),
+    "7b-ragged": ("ragged completions, update, times stock TRL's speed", 2.5, 3.5),
+    "noise": ("7B, noise of all norms, ms", 3.0, 1.0),
+}
+
+
+def aims() -> str:
+    """Aims of the training step, what was measured, and what takes the time."""
+    update, steps = json.loads(UPDATE.read_text()), {row["name"]: row for row in json.loads(STEP.read_text())["step"]}
+    checks = next(row for row in json.loads(CHECKS.read_text())["checks"] if row["size"] == "7b")
+    rows = ["| | at least | hoped for | measured | reached | what takes the time |", "|---|---:|---:|---:|---|---|"]
+    for name, (words, least, hoped) in AIMS.items():
+        if name in ("checkpointed", "plain"):
+            found, part = update["cases"]["nvfp4-compiled-fused"]["seconds"][name], update["profile"][name]
+            kinds = {
+                "cuBLAS's matrix products": "nvjet",
+                "attention": "cudnn",
+                "decoding weights": "dequantize",
+                "what inductor fused": "triton",
+            }
+            sums = {
+                kind: sum(kernel["ms"] for kernel in part["top"] if kernel["kernel"].startswith(begins))
+                for kind, begins in kinds.items()
+            }
+            shares = ", ".join(f"{kind} {milliseconds:.0f}" for kind, milliseconds in sums.items())
+            why = f"{shares} of the {part['kernels_ms']:.0f} ms of all kernels"
+        elif name == "noise":
+            found, why = checks["noise_sync_ms"], "not profiled"
+        elif name == "7b-ragged":
+            found = (
+                steps["stock-7b-ragged"]["median"]["update_and_scoring"]
+                / steps["ours-7b-ragged"]["median"]["update_and_scoring"]
+            )
+            why = ""
+        else:
+            median = steps[f"ours-{name}"]["median"]
+            found = median["step"]
+            why = f"rollout {median['rollout'] / found:.0%}, update {median['update_and_scoring'] / found:.0%}; the parts were not profiled by kernel"
+        better = found >= hoped, found >= least
+        if name != "7b-ragged":
+            better = found <= hoped, found <= least
+        reached = "hoped for" if better[0] else "at least" if better[1] else "no"
+        rows.append(f"| {words} | {least:g} | {hoped:g} | {found:.3g} | {reached} | {'' if better[0] else why} |")
+    files = ", ".join(f"[{path.name}]({path.relative_to(ROOT)})" for path in (UPDATE, STEP, CHECKS))
+    return "\n".join(rows) + f"\n\nSeconds where nothing else is said. From {files}."
+
+
 def rollout() -> str:
     """vLLM tokens per second: ours against bf16 with vLLM's LoRA slots and against merged bf16."""
     record = json.loads(ROLLOUT.read_text())

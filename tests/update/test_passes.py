@@ -12,6 +12,7 @@ from trl import GRPOTrainer
 from qerl_trl import QeRLRLOOTrainer, behaviour, mismatch
 from qerl_trl.update import passes
 from tests.test_trainer import LORA, adapter_of, assert_identical, logged, make_trainer  # noqa: F401  (a fixture)
+from tests.update.test_packing import LOSSES
 
 #: SGD with a step of 1, so that the adapter moves by its gradient; four micro-batches per update
 NOISE = {
@@ -19,7 +20,6 @@ NOISE = {
     "lr_scheduler_type": "constant", "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "num_generations": 4,
 }  # fmt: skip
 MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
-LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 #: seconds, and what is no number of the update
 TIMES = ("seconds/", "memory/", "step_time", "train_", "total_flos")
 
