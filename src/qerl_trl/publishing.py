@@ -13,6 +13,7 @@ from peft import PeftModel
 from torch import nn
 from transformers.trainer_utils import HubStrategy, SaveStrategy, TrainOutput
 
+from . import redaction
 from .upstream import OnlineTrainer
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ class PublishingMixin(OnlineTrainer):
         facts = self._facts(model_name, dataset_name, tags)
         if self.hub_model_id is not None:
             facts["repo_id"] = self.hub_model_id
-        Path(self._output_dir(), "README.md").write_text(cards.render(facts))
+        Path(self._output_dir(), "README.md").write_text(redaction.redact(cards.render(facts)))
 
     def _facts(
         self,

@@ -13,6 +13,7 @@ import logging
 import os
 import re
 import sys
+import threading
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
@@ -258,10 +259,20 @@ def mask_requests() -> None:
 def mask_tracebacks() -> None:
     """From now on, what Python prints of an error that nobody catches has no secret in it: a library's error may quote a URL or a header.
 
-    For scripts, commands and trainers. Where another hook is set (a debugger's, a notebook's), that one stays.
+    For scripts, commands and trainers, in threads too. Where another hook is set (a debugger's, a notebook's), that one stays.
     """
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = print_masked
+    if threading.excepthook is threading.__excepthook__:
+        threading.excepthook = _print_masked_of_a_thread
+
+
+def _print_masked_of_a_thread(ended: threading.ExceptHookArgs) -> None:
+    if ended.exc_type is SystemExit or ended.exc_value is None:
+        return
+    name = ended.thread.name if ended.thread is not None else threading.get_ident()
+    sys.stderr.write(f"Exception in thread {name}:\n")
+    print_masked(ended.exc_type, ended.exc_value, ended.exc_traceback)
 
 
 def print_masked(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

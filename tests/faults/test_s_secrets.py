@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from urllib.parse import quote
 
@@ -26,6 +27,7 @@ from qerl_trl.tasks.task import Task
 from tests.cli.test_main import call
 from tests.faults.catalog import fault, told
 from tests.faults.test_r7_hub import everything, merged  # noqa: F401  (a fixture)
+from tests.faults.tiny_runs import tiny_runs  # noqa: F401  (a fixture)
 from tests.hub_server import TOKEN
 from tests.publish.test_hub import REPO, server  # noqa: F401  (a fixture)
 from tests.test_trainer import settings
@@ -267,6 +269,32 @@ def test_an_error_in_a_script_of_ones_own_shows_no_secret(tmp_path):
     )
     assert ended.returncode == 1 and f"ConnectionError: 401 for {MASK}" in ended.stderr
     assert PLAIN not in ended.stderr + ended.stdout
+
+
+@fault("R7.token")
+def test_an_error_of_a_thread_shows_no_secret(monkeypatch, capsys):
+    """The interpreter prints it by another hook."""
+    monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)
+    monkeypatch.setenv("JUDGE_API_KEY", PLAIN)
+    redaction.mask_tracebacks()
+
+    def ask():
+        raise ConnectionError(f"401 for {PLAIN}")
+
+    thread = threading.Thread(target=ask, name="judge")
+    thread.start()
+    thread.join()
+    said = capsys.readouterr().err
+    assert "in thread judge" in said and f"ConnectionError: 401 for {MASK}" in said and PLAIN not in said
+
+
+@fault("R7.token")
+def test_a_card_that_is_written_by_hand(tiny_runs, tmp_path):  # noqa: F811
+    """`create_model_card` writes what it is given, with no upload behind it that would look."""
+    trainer = tiny_runs.trainer(tmp_path / "run", max_steps=1)
+    trainer.create_model_card(dataset_name=f"https://someone:{PLAIN}@host/data", tags=[FORMS["OpenAI"]])
+    card = (tmp_path / "run/README.md").read_text()
+    assert "@host/data" in card and PLAIN not in card and FORMS["OpenAI"] not in card
 
 
 # --- beside the files -------------------------------------------------------------------------------------------------------------
