@@ -14,6 +14,7 @@ or this package's, where the dense model works.
 import atexit
 import copy
 import functools
+import importlib.util
 import json
 import shutil
 import sys
@@ -219,10 +220,16 @@ def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0][:300]
 
 
+def to_try(names: list[str]) -> list[str]:
+    """Of `names`, those for which PEFT has what it imports: without it both models fail, and the row would say that PEFT cannot."""
+    return [name for name in names if name not in NEEDS or importlib.util.find_spec(NEEDS[name])]
+
+
 def main() -> None:
     record, some = json.loads(RESULT.read_text()), sys.argv[1:]
-    known, of = record["tuners"], commits(record.get("commits", []), whole=not some)
-    for name in some or TUNERS:
+    tried, known = to_try(some or list(TUNERS)), record["tuners"]
+    of = commits(record["commits"], whole=len(tried) == len(TUNERS))
+    for name in tried:
         known[name] = cells(name)
         print(name, known[name], flush=True)
     versions = {"torch": torch.__version__.partition("+")[0], "peft": peft.__version__}
