@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from qerl_trl import errors, preflight
 from qerl_trl.cli import doctor, options
 from qerl_trl.cli import main as cli
-from qerl_trl.publish import export, hub
+from qerl_trl.publish import distance, export, hub
 from qerl_trl.publish.distance import logits_of
 from qerl_trl.publish.run import TrainedPolicy, load_policy
 from qerl_trl.tasks import evaluation
@@ -413,6 +413,41 @@ def test_eval_asks_as_the_run_and_the_task_do(tiny_model_dir, tiny_tokenizer, tm
     assert json.loads((tmp_path / "eval.json").read_text())["protocol"]["chat_template_kwargs"] == {"loud": True}
     code, _, err = call("eval", tmp_path / "run", *limits, "--data", tmp_path, "--chat-template-kwargs", "loud")
     assert code == 2 and "--chat-template-kwargs loud is no JSON" in err
+
+
+def test_merge_asks_as_eval_does(tiny_model_dir, tiny_tokenizer, tmp_path, monkeypatch):
+    """Its distance was measured with thinking, without the task's template, and without the task's system message where a row has a question
+    too. A merged folder was measured with the protocol's limit instead of the run's."""
+    policy = make_policy(tiny_model_dir("qwen2"), size=0.2)
+    settings = {"base_format": "nvfp4", "scale_rule": "rtn", "dtype": "float32", "model": str(tiny_model_dir("qwen2"))}
+    settings |= {"max_completion_length": 3, "options": {"chat_template_kwargs": {"enable_thinking": False}}}
+    export.save_adapter(TrainedPolicy(policy, tiny_tokenizer, settings), tmp_path / "run")
+    template = "{% for m in messages %}{{ m.content }} {% endfor %}{{ 'aloud' if enable_thinking else 'quietly' }}"
+    (tmp_path / "own.jinja").write_text(template)
+    rows = [{"prompt": f"{i}?", "question": "another", "answer": str(i)} for i in range(2)]
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    lines = ["dataset_name: .", "grader: exact", "chat_template_path: own.jinja", "system_prompt: In words."]
+    (tmp_path / "task.yaml").write_text("\n".join(lines))
+    asked, distances = [], distance.prompt_batches
+
+    def prompt_batches(*arguments):
+        batches = distances(*arguments)
+        asked.append([tiny_tokenizer.decode(ids[0]) for ids in batches])
+        return batches
+
+    monkeypatch.setattr(distance, "prompt_batches", prompt_batches)
+    of_the_task = ["--task", tmp_path / "task.yaml"]
+    for source, target, form in (("run", "again", "adapter"), ("again", "merged", "bf16")):
+        code, _, err = call("merge", tmp_path / source, tmp_path / target, "--as", form, *of_the_task)
+        assert code == 0, err
+        assert asked.pop() == [f"In words. {i}? quietly{i}" for i in range(2)]
+    kept = AutoTokenizer.from_pretrained(tmp_path / "merged").chat_template
+    assert kept == tiny_tokenizer.chat_template != template
+    code, _, err = call("eval", tmp_path / "merged", *of_the_task)
+    assert code == 0, err
+    measured = json.loads((tmp_path / "merged/eval-task.json").read_text())["protocol"]
+    assert measured["chat_template_kwargs"] == {"enable_thinking": False} and measured["max_new_tokens"] == 3
 
 
 def test_plot(run, tmp_path):

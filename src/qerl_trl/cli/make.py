@@ -1,5 +1,6 @@
 """Commands that make something to publish, and publish it: quantize, merge, push."""
 
+import copy
 import json
 import shutil
 from pathlib import Path
@@ -126,7 +127,7 @@ def merge(
     from qerl_trl.publish import cards, export, staging
     from qerl_trl.publish.distance import logit_distance, logits_of, prompt_batches
     from qerl_trl.publish.records import Export, Measured
-    from qerl_trl.publish.run import load_any, load_policy
+    from qerl_trl.publish.run import load_any, load_policy, recorded_template_kwargs
     from qerl_trl.tasks.task import Task
 
     if task is not None and prompts is not None:
@@ -136,10 +137,14 @@ def merge(
         staging.require_apart(base_model, destination)
     policy = load_policy(run, base_model, base_format, dtype, device, allow_other_base)
     measured: Measured | None = None
-    problems = None if task is None else Task.read(task_file(task)).splits()[1].to_list()
+    measured_task = None if task is None else Task.read(task_file(task))
+    problems = None if measured_task is None else measured_task.splits()[1].to_list()
     if prompts is not None or problems is not None:
         assert policy.tokenizer is not None  # load_policy brings one
-        batches = prompt_batches(prompts or problems or [], policy.tokenizer)
+        tokenizer = copy.copy(policy.tokenizer)  # the policy's own is written, with the run's template
+        if measured_task is not None:
+            measured_task.prepared(tokenizer)
+        batches = prompt_batches(prompts or problems or [], tokenizer, recorded_template_kwargs(policy.settings))
         trained = logits_of(policy.model, batches)
         if onto_original:
             if policy.settings["merged_onto"] != "nvfp4":

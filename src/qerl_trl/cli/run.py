@@ -132,7 +132,7 @@ def evaluate(
                 f"--task {task} is played with tools or an environment, or has no reference answers: only its training loop can measure it. Start "
                 "the command that trained the run again: a finished run is measured again."
             )
-        longest = recorded_settings(adapter).get("max_completion_length") if adapter else None
+        longest = recorded_settings(Path(model)).get("max_completion_length") if Path(model).is_dir() else None
         chosen = dataclasses.replace(
             chosen,
             dataset=measured_task.hub_dataset or measured_task.label,
@@ -230,10 +230,10 @@ def evaluate(
 
 def _template_kwargs(said: str | None, model: Path) -> dict[str, Any] | None:
     """What is said of the chat template, else what the run that made `model` recorded of it."""
-    from qerl_trl.publish.run import recorded_settings
+    from qerl_trl.publish.run import recorded_settings, recorded_template_kwargs
 
     if said is None:
-        return recorded_settings(model).get("options", {}).get("chat_template_kwargs") if model.is_dir() else None
+        return recorded_template_kwargs(recorded_settings(model)) if model.is_dir() else None
     try:
         parsed = json.loads(said)
     except json.JSONDecodeError as error:

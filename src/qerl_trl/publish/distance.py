@@ -2,7 +2,7 @@
 
 import itertools
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,15 @@ from .records import Measured
 
 
 def prompt_batches(
-    source: Path | Iterable[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, limit: int = 64
+    source: Path | Iterable[dict[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    limit: int = 64,
 ) -> list[torch.Tensor]:
     """Token ids (1, T) of the first problems of a .jsonl file or of a task's data, worked solution included where there is one.
+
+    Args:
+        chat_template_kwargs: for the chat template, as the run had them.
 
     Raises:
         `ValueError`: no `question`, `problem`, `prompt` or `text` in a line.
@@ -25,7 +31,10 @@ def prompt_batches(
     batches = []
     for line in itertools.islice(lines, limit):
         row: dict[str, Any] = json.loads(line) if isinstance(line, str) else line
-        question = next((row[key] for key in ("question", "problem", "prompt", "text") if key in row), None)
+        keys = ("question", "problem", "prompt", "text")
+        if isinstance(row.get("prompt"), list):  # a task's, with its system message
+            keys = ("prompt",)
+        question = next((row[key] for key in keys if key in row), None)
         if question is None:
             raise ValueError(
                 f"{source}: a line has the keys {sorted(row)}; question, problem, prompt or text is needed."
@@ -33,7 +42,8 @@ def prompt_batches(
         messages = [{"role": "user", "content": question}] if isinstance(question, str) else question
         text = "".join(message["content"] for message in messages)
         if tokenizer.chat_template:
-            text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+            asked = {"tokenize": False, "add_generation_prompt": True, **(chat_template_kwargs or {})}
+            text = str(tokenizer.apply_chat_template(messages, **asked))
         text += str(row.get("answer", ""))
         batches.append(tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"])
     if not batches:

@@ -269,6 +269,11 @@ def recorded_settings(folder: Path) -> RunSettings:
     return cast(RunSettings, found)
 
 
+def recorded_template_kwargs(settings: RunSettings) -> dict[str, Any] | None:
+    """What the run gave its chat template, such as `{"enable_thinking": False}`: whoever asks its model asks with it."""
+    return settings.get("options", {}).get("chat_template_kwargs")
+
+
 def format_of(model: str, revision: str | None = None) -> str:
     """In what format the weights of a model without an adapter are stored: "nvfp4" or "bf16" (dense)."""
     hub: dict[str, Any] = {} if revision is None else {"revision": revision}
