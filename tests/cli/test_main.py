@@ -375,15 +375,35 @@ def test_eval_measures_the_format_that_is_asked_for(tiny_model_dir, tiny_tokeniz
     tiny_tokenizer.save_pretrained(dense)
     (tmp_path / "test.jsonl").write_text(json.dumps({"question": "1?", "answer": "one"}))
     options = ["--data", tmp_path, "--max-new-tokens", 2, "--temperature", 0]
-    for asked, measured in (((), "bf16"), (("--base-format", "nvfp4"), "nvfp4")):
+    for asked, measured, weights in (
+        ((), "bf16", "bfloat16"),
+        (("--dtype", "float32"), "bf16", "float32"),  # it was called bf16
+        (("--base-format", "nvfp4"), "nvfp4", "nvfp4"),
+    ):
         code, out, err = call("eval", dense, *options, *asked, "--grader", "exact")
-        assert code == 0 and f"{measured} weights" in out, err
+        assert code == 0 and f"local, {weights} weights: " in out, err
         result = json.loads((dense / "eval-local.json").read_text())
-        assert result["base_format"] == measured and result["protocol"]["grader"] == "exact"
+        assert result["base_format"] == measured and result["weights"] == weights
+        assert result["protocol"]["grader"] == "exact"
     code, _, err = call("eval", dense, *options, "--grader", "fuzzy")
     assert code == 2 and "auto, exact, numeric, math" in err
     code, _, err = call("eval", dense, *options, "--base-format", "nvfp4", "--engine", "vllm")
     assert code == 2 and f"qerl-trl quantize {dense}" in err
+
+
+def test_eval_in_vllm_computes_in_the_models_dtype(tiny_model_dir, tiny_tokenizer, tmp_path, monkeypatch):
+    """--dtype was not passed on, and vLLM rounds a float32 model to 16 bits unless it is told."""
+    dense, served = tmp_path / "dense", []
+    AutoModelForCausalLM.from_pretrained(tiny_model_dir("qwen2"), dtype=torch.float32).save_pretrained(dense)
+    tiny_tokenizer.save_pretrained(dense)
+    (tmp_path / "test.jsonl").write_text(json.dumps({"question": "1?", "answer": "#### 1"}))
+    monkeypatch.setattr(
+        evaluation, "vllm_engine", lambda *a, **o: served.append(o.get("dtype")) or (lambda d: ["1"] * len(d))
+    )
+    for said, weights in (((), "float32"), (("--dtype", "bfloat16"), "bfloat16")):
+        code, out, err = call("eval", dense, "--data", tmp_path, "--engine", "vllm", *said)
+        assert code == 0 and f"local, {weights} weights: " in out, err
+        assert served.pop() == weights
 
 
 def test_eval_asks_as_the_run_and_the_task_do(tiny_model_dir, tiny_tokenizer, tmp_path, monkeypatch):

@@ -100,15 +100,16 @@ def evaluate(
     from transformers import AutoTokenizer
 
     from qerl_trl import checkpoint, loading
+    from qerl_trl.nvfp4.linear import compute_dtype, has_nvfp4
     from qerl_trl.publish.names import public_name
     from qerl_trl.publish.run import (
         check_served_base,
-        format_of,
         load_any,
         load_policy,
         recorded_settings,
         require_format,
         require_whole,
+        stored_as,
     )
     from qerl_trl.tasks import evaluation
     from qerl_trl.tasks.task import Task
@@ -185,6 +186,10 @@ def evaluate(
         loading.begin(base)
         loading.finish()
         options: dict[str, Any] = {"revision": revision} if revision else {}
+        weights = stored_as(base, revision)
+        if dtype or weights == "float32":  # which vLLM would round to 16 bits by itself
+            options["dtype"] = dtype or weights
+            weights = weights if weights == "nvfp4" else options["dtype"]
         own = adapter if adapter and (adapter / "tokenizer_config.json").is_file() else None
         if own or measured_task is not None:  # vLLM takes the base's template, which the run may not have had
             tokenizer = AutoTokenizer.from_pretrained(own or base, revision=None if own else revision)
@@ -198,6 +203,9 @@ def evaluate(
         assert policy.tokenizer is not None  # both bring one
         if measured_task is not None:
             measured_task.prepared(policy.tokenizer)
+        weights = (
+            "nvfp4" if has_nvfp4(policy.transformers_model) else str(compute_dtype(policy.model)).removeprefix("torch.")
+        )
         generate = evaluation.transformers_engine(policy.model, policy.tokenizer, chosen, batch_size, seed)
     if measured_task is not None:
         if grader is not None:
@@ -206,21 +214,15 @@ def evaluate(
         result["task"] = measured_task.label
     else:
         result = evaluation.evaluate(chosen, generate, limit, seed)
-    measured = (
-        format_of(base)
-        if engine == "vllm"
-        else policy.settings.get("merged_onto") or policy.settings.get("base_format")
-    )
-    result.update(
-        model=public_name(model), adapter=adapter is not None, engine=engine, name=protocol, base_format=measured
-    )
+    result.update(model=public_name(model), adapter=adapter is not None, engine=engine, name=protocol)
+    result.update(base_format="nvfp4" if weights == "nvfp4" else "bf16", weights=weights)
     if output is None and Path(model).is_dir():
         output = Path(model) / f"eval-{protocol}.json"
     if output is not None:
         checkpoint.write_json_atomically(output, result)
     low, high = result["interval95"]
     lines = [
-        f"{protocol}, {measured} weights: {100 * result['accuracy']:.1f} % [{100 * low:.1f}, {100 * high:.1f}] on {result['total']} problems, "
+        f"{protocol}, {weights} weights: {100 * result['accuracy']:.1f} % [{100 * low:.1f}, {100 * high:.1f}] on {result['total']} problems, "
         f"{chosen.samples} completion{'s' if chosen.samples > 1 else ''} each, temperature {chosen.temperature:g}, {result['seconds']:.0f} s"
     ]
     if output is not None:

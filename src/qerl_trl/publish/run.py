@@ -276,8 +276,17 @@ def recorded_template_kwargs(settings: RunSettings) -> dict[str, Any] | None:
 
 def format_of(model: str, revision: str | None = None) -> str:
     """In what format the weights of a model without an adapter are stored: "nvfp4" or "bf16" (dense)."""
+    return "nvfp4" if stored_as(model, revision) == "nvfp4" else "bf16"
+
+
+def stored_as(model: str, revision: str | None = None) -> str:
+    """As [`format_of`], a dense model by its dtype: "nvfp4", "bfloat16", "float16" or "float32"; "dense" where its configuration has none."""
     hub: dict[str, Any] = {} if revision is None else {"revision": revision}
-    return "nvfp4" if getattr(load_config(model, **hub), "quantization_config", None) is not None else "bf16"
+    config = load_config(model, **hub)
+    if getattr(config, "quantization_config", None) is not None:
+        return "nvfp4"
+    dtype = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
+    return "dense" if dtype is None else str(dtype).removeprefix("torch.")
 
 
 def require_format(model: str, base_format: str, revision: str | None = None) -> None:
