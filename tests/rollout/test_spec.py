@@ -10,6 +10,7 @@ from peft import LoraConfig, get_peft_model
 
 from qerl_trl.nvfp4.config import NVFP4Config
 from qerl_trl.rollout.adapter import linear_layers
+from qerl_trl.rollout.generation import QeRLVLLMGeneration
 from qerl_trl.rollout.spec import EngineSpec
 from qerl_trl.rollout.wire import batch_invariant
 from tests.architectures import dense_model
@@ -46,7 +47,7 @@ def parsed(command: str) -> tuple[list[str], dict[str, str]]:
 def test_command_of_an_nvfp4_model(folder):
     skip = ["model.layers.1.mlp.down_proj"]
     model = policy(folder, scale_rule="four_over_six", modules_to_not_convert=skip)
-    spec = EngineSpec.of(model, revision="v1.0", max_model_len=512)
+    spec = EngineSpec.of(model, revision="v1.0", max_model_len=512, max_num_seqs=64)
     words, options = parsed(spec.serve_command())
     assert words == ["vllm", "serve", folder]  # quoted: it has a space
     assert json.loads(options.pop("--additional-config")) == {
@@ -66,6 +67,7 @@ def test_command_of_an_nvfp4_model(folder):
         "--worker-extension-cls": "qerl_trl.rollout.vllm.worker.QeRLWorkerExtension",
         "--middleware": "qerl_trl.rollout.vllm.endpoint.RolloutEndpoint",
         "--max-model-len": "512",
+        "--max-num-seqs": "64",
         "--logprobs-mode": "processed_logprobs",
         "--max-logprobs": "-1",
         "--config-format": "hf",
@@ -96,7 +98,7 @@ def test_a_packed_checkpoint_says_itself_what_stays_dense(folder, tmp_path):
 
 
 def test_arguments_of_llm_and_the_command_say_the_same(folder):
-    spec = EngineSpec.of(policy(folder), max_model_len=256, trust_remote_code=True)
+    spec = EngineSpec.of(policy(folder), max_model_len=256, max_num_seqs=8, trust_remote_code=True)
     arguments, command = spec.llm_arguments(), spec.serve_command()
     assert command.endswith(" --trust-remote-code")
     _, options = parsed(command.removesuffix(" --trust-remote-code"))
@@ -132,6 +134,20 @@ def test_delta_nets_are_computed_with_what_needs_no_compiler(folder, tmp_path):
     assert spec.llm_arguments()["gdn_prefill_backend"] == "triton"
     assert parsed(spec.serve_command())[1]["--gdn-prefill-backend"] == "triton"
     assert "gdn_prefill_backend" not in EngineSpec.of(policy(folder)).llm_arguments()
+
+
+@pytest.mark.parametrize(("mode", "batch", "told"), [("server", 96, 96), ("server", 8192, 1024), ("colocate", 96, 24)])
+def test_a_server_is_shared_by_all_processes(folder, mode, batch, told):
+    """It captured CUDA graphs for vLLM's default. TRL's number is of an engine in one of, here, four processes."""
+    args = SimpleNamespace(scale_rule="rtn", generation_batch_size=batch, vllm_batch_invariant=False, bf16=True)
+    mine = SimpleNamespace(
+        model=policy(folder), mode=mode, max_model_length=256, max_num_seqs=24, model_impl="auto", trust_remote_code=False,
+        trainer=SimpleNamespace(args=args), trained=None, accelerator=SimpleNamespace(is_main_process=False),
+        _compute_dtype=lambda: torch.bfloat16, _in_process=lambda: None, processing_class=None,
+    )  # fmt: skip
+    QeRLVLLMGeneration._build_engine(mine)
+    assert mine.spec.llm_arguments()["max_num_seqs"] == told
+    assert parsed(mine.spec.serve_command())[1]["--max-num-seqs"] == str(told)
 
 
 def test_engines_whose_layers_hold_their_weights_otherwise_share_no_compiled_graph(folder):

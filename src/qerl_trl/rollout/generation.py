@@ -36,7 +36,7 @@ from .contract import check_completions, check_contents, check_noise_acted
 from .engine import Completion, Engine, RankWithoutEngine, RolloutError, Sampling
 from .placement import StartsEngine, placed_in_training
 from .probe import probe, probe_again, probe_noise
-from .spec import EngineSpec
+from .spec import EngineSpec, at_a_time
 from .trained import TrainedAdapter, TrainedWeights, trained_part
 
 logger = logging.getLogger(__name__)
@@ -176,7 +176,7 @@ class QeRLVLLMGeneration(VLLMGeneration):
             revision=(getattr(args, "model_init_kwargs", None) or {}).get("revision"),
             processing_class=self.processing_class,
             max_model_len=self.max_model_length,
-            max_num_seqs=self.max_num_seqs,
+            max_num_seqs=at_a_time(args, self.mode, self.max_num_seqs),
             model_impl=self.model_impl,
             trust_remote_code=self.trust_remote_code,
             batch_invariant=args.vllm_batch_invariant,

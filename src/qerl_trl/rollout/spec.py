@@ -31,6 +31,14 @@ LOGPROBS_MODE = "processed_logprobs"
 #: lie beside them (params.json, tekken.json)
 FILES = {"config_format": "hf", "tokenizer_mode": "hf"}
 DELTA_NET = {"gdn_prefill_backend": "triton"}
+#: sequences at a time that a server is asked for at most: vLLM's own default on the largest GPUs. It refuses more of them than tokens in a step
+#: (2048 by default on small GPUs)
+MOST_SERVED = 1024
+
+
+def at_a_time(args: Any, mode: str, of_an_engine: int | None) -> int | None:
+    """`max_num_seqs` of an engine: what TRL computes for one in process, and the completions of all processes for a server, which they share."""
+    return min(args.generation_batch_size, MOST_SERVED) if mode == "server" else of_an_engine
 
 
 @dataclass(frozen=True)
@@ -45,6 +53,7 @@ class EngineSpec:
         ignore: linear layers that stay dense, by the shortest names that work; None where the checkpoint's own config says it.
         adapter: {"rank": ..., "targets": [...]}, the buffers to reserve; None for a model that is trained without one.
         max_model_len: longest sequence, in tokens; None for the model's own limit.
+        max_num_seqs: sequences at a time, for which vLLM captures CUDA graphs and keeps buffers; None for its default. A server may have others.
         batch_invariant: whether the engine must compute a sequence to the same bits whatever else is in the batch.
         text_only: whether no pictures can come, so that an engine of a model that sees them builds no tower and keeps no memory for one.
         delta_net: whether layers carry a state in place of keys and values, as Qwen3.5's. vLLM would compute prompts there with what FlashInfer
@@ -166,6 +175,7 @@ class EngineSpec:
             "worker-extension-cls": WORKER_EXTENSION,
             "middleware": ENDPOINT,
             "max-model-len": self.max_model_len,
+            "max-num-seqs": self.max_num_seqs,
             "model-impl": None if self.model_impl == "auto" else self.model_impl,
             "logprobs-mode": LOGPROBS_MODE,
             "max-logprobs": -1,
