@@ -127,6 +127,12 @@ def floor_us(card: Card, N: int, K: int, M: int) -> float:
     return max(bytes_us, M * N * K / (card.sms * card.macs * card.ghz * 1e3))
 
 
+def even_splits(steps: int, wanted: int) -> tuple[int, int]:
+    """(steps along K of each split, splits): at most as many as `wanted`, and none of them empty."""
+    each = math.ceil(steps / wanted)
+    return each, math.ceil(steps / each)
+
+
 def mma_candidates(N: int, K: int, M: int, sms: int, shared_memory: int) -> list[dict]:
     """Configurations of the mma kernel, K cut into at most eight slices."""
     found = []
@@ -136,7 +142,7 @@ def mma_candidates(N: int, K: int, M: int, sms: int, shared_memory: int) -> list
         if NS < 2 or (BM > 32 and M <= BM // 2):
             continue
         tiles = math.ceil(M / BM) * math.ceil(N / (64 * R))
-        slices = {math.ceil(steps / math.ceil(steps / SK)) for SK in range(1, min(8, steps) + 1)}
+        slices = {even_splits(steps, SK)[1] for SK in range(1, min(8, steps) + 1)}
         found += [
             {"kernel": "mma", "BM": BM, "R": R, "NS": NS, "SK": SK}
             for SK in sorted(slices)

@@ -365,6 +365,23 @@ def launch_wgmma(config, x, packed, block_scale, global_scale, bias, lora_a, lor
         out.copy_(y)
 
 
+def _split(
+    device: torch.device, rows: tuple[int, int], columns: tuple[int, int], steps: int, wanted: int
+) -> tuple[int, int, int, torch.Tensor, torch.Tensor]:
+    """A product in tiles whose splits along K are added up by the last of each tile to end.
+
+    Args:
+        rows, columns: how many the output has, and a tile.
+
+    Returns:
+        tiles, steps of each split, splits, the float32 cells where they are parked, the counters of the tiles that tell who is last.
+    """
+    tiles = math.ceil(rows[0] / rows[1]) * math.ceil(columns[0] / columns[1])
+    each, splits = bounds.even_splits(steps, wanted)
+    partial = scratch(device, "partial", tiles * splits * rows[1] * columns[1] if splits > 1 else 1, torch.float32)
+    return tiles, each, splits, partial, scratch(device, "counters", max(1 << 16, tiles), torch.int32, fill=0)
+
+
 def launch_mma(config, x, packed, block_scale, global_scale, bias, lora_a, lora: Lora | None, out, pdl) -> None:
     from . import ampere
 
@@ -372,9 +389,8 @@ def launch_mma(config, x, packed, block_scale, global_scale, bias, lora_a, lora:
     BM, BN, warps = config["BM"], 64 * config["R"], bounds.warps(config["BM"])
     if x.stride(0) % 16 or x.data_ptr() % 16:  # copied 16 bytes at a time
         x = scratch(x.device, "aligned x", M * K, x.dtype)[: M * K].view(M, K).copy_(x)
-    tiles, steps = math.ceil(M / BM) * math.ceil(N / BN), K // 128
-    per_split = math.ceil(steps / config["SK"])
-    SK = math.ceil(steps / per_split)
+    steps = K // 128
+    tiles, per_split, SK, partial, counters = _split(x.device, (M, BM), (N, BN), steps, config["SK"])
     gs, sgs = scale_args(global_scale)
     words, scales = packed.view(torch.int32), scale_bytes(block_scale).view(torch.int16)
     pdl = pdl and device_properties(x.device.index)[2] >= (9, 0)  # programmatic dependent launch
@@ -391,8 +407,8 @@ def launch_mma(config, x, packed, block_scale, global_scale, bias, lora_a, lora:
         down,
         x if lora is None else lora.b,
         out,
-        scratch(x.device, "partial", tiles * SK * BN * BM if SK > 1 else 1, torch.float32),
-        scratch(x.device, "counters", max(1 << 16, tiles), torch.int32, fill=0),
+        partial,
+        counters,
         M,
         N,
         x.stride(0),
@@ -425,12 +441,9 @@ def launch_portable(
 ) -> None:
     (M, K), N = x.shape, packed.shape[0]
     BM, BN, BK = config["BM"], config["BN"], config["BK"]
-    tiles, steps = math.ceil(M / BM) * math.ceil(N / BN), math.ceil(K / BK)
-    per_split = math.ceil(steps / config["SK"])
-    SK = math.ceil(steps / per_split)
+    tiles, per_split, SK, partial, counters = _split(x.device, (M, BM), (N, BN), math.ceil(K / BK), config["SK"])
     gs, sgs = scale_args(global_scale)
     words, scales = packed.view(torch.int32), scale_bytes(block_scale)
-    partial = scratch(x.device, "partial", tiles * SK * BN * BM if SK > 1 else 1, torch.float32)
     rank, rows, edges, xa, slices, padded = 0, 0, (0, 0), partial, 0, 0
     if lora is not None:
         rank, rows, edges = lora.rank, lora.rows, lora.edges
@@ -445,7 +458,7 @@ def launch_portable(
         x if lora is None else lora.b,
         out,
         partial,
-        scratch(x.device, "counters", max(1 << 16, tiles), torch.int32, fill=0),
+        counters,
         M,
         N,
         K,

@@ -136,8 +136,7 @@ def portable_heuristic(
     BN = 64 if N * math.ceil(M / BM) <= 64 * sms else 128
     tiles = math.ceil(N / BN) * math.ceil(M / BM)
     steps = math.ceil(K / 128)
-    SK = max(1, min(steps, round(2 * sms / tiles)))
-    SK = math.ceil(steps / math.ceil(steps / SK))
+    _, SK = bounds.even_splits(steps, max(1, min(steps, round(2 * sms / tiles))))
     config = {"kernel": "portable", "BM": BM, "BN": BN, "BK": 128, "SK": SK, "NW": 4, "MMA": 3 if hopper else 2}
     stages = range(4 if BM < 64 else 3, 1, -1)
     fitting = (NS for NS in stages if portable_shared_memory(config | {"NS": NS}) <= shared_memory)

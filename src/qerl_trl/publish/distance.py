@@ -31,10 +31,9 @@ def prompt_batches(
     batches = []
     for line in itertools.islice(lines, limit):
         row: dict[str, Any] = json.loads(line) if isinstance(line, str) else line
-        keys = ("question", "problem", "prompt", "text")
+        question = next((row[key] for key in ("question", "problem", "prompt", "text") if key in row), None)
         if isinstance(row.get("prompt"), list):  # a task's, with its system message
-            keys = ("prompt",)
-        question = next((row[key] for key in keys if key in row), None)
+            question = row["prompt"]
         if question is None:
             raise ValueError(
                 f"{source}: a line has the keys {sorted(row)}; question, problem, prompt or text is needed."
