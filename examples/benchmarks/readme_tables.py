@@ -26,6 +26,8 @@ PAGES = (ROOT / "README.md", *sorted((ROOT / "docs/source").glob("*.md")), ROOT 
 YOUR_TASK = ROOT / "examples/benchmarks/results/your_task_cpu.json"
 DEMO = ROOT / "examples/benchmarks/results/demo.json"
 FAULTS = ROOT / "examples/benchmarks/results/faults_h200.json"
+#: what started where, by device; a file that is not there yet adds no rows
+ACCEPTANCE = [ROOT / f"examples/benchmarks/results/acceptance_{device}.json" for device in ("h200", "h100")]
 ARCHITECTURES = ROOT / "docs/architectures.json"
 
 
@@ -70,6 +72,35 @@ def engines(rollouts: dict[str, dict[str, str]]) -> str:
         less = "".join(f" ({', '.join(names)}: {dtype})" for dtype, names in fewer)
         parts.append(f"{where}, commit {commit}, in {most}{less}")
     return f"Rollouts: {'; '.join(parts)}."
+
+
+def acceptance() -> str:
+    """Every run of a shipped configuration, on the card that it was shown; one that did not end as it should says so."""
+    rows = [
+        "| configuration | arm | GPU | card, GiB | taken, GiB | ready after, s | whole run, s | |",
+        "|---|---|---|---:|---:|---:|---:|---|",
+    ]
+    notes = []
+    for path in filter(Path.is_file, ACCEPTANCE):
+        record = json.loads(path.read_text())
+        for run in sorted(record["runs"], key=lambda run: _family_and_size(run["config"])):
+            figures = " | ".join(str(run.get(name) or "-") for name in ("card_gib", "peak_gib", "ready_s", "seconds"))
+            ended = f"{run['steps']} steps" if run["passed"] else "**failed**"
+            rows.append(
+                f"| {Path(run['config']).stem} | {run['arm']} | {record['device'].split()[1].rstrip(',')} | {figures} | {ended} |"
+            )
+        commits = [run["commit"] for run in record["runs"]]
+        notes.append(
+            speed_tables.measured_by(
+                path, record["device"].partition(" x ")[0], commits, vLLM=record["versions"]["vllm"]
+            )
+        )
+    return "\n".join(rows) + f"\n\nRandom weights; seconds are those of runs side by side. {'; '.join(notes)}."
+
+
+def _family_and_size(config: str) -> tuple[str, float]:
+    family, _, size = Path(config).stem.rpartition("-")
+    return family, float(size.removesuffix("b"))
 
 
 def embedded() -> str:
@@ -137,6 +168,7 @@ def demo() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    "acceptance": acceptance,
     "aims": speed_tables.aims,
     "architectures": architectures,
     "cards": speed_tables.cards,
