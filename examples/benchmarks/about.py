@@ -1,10 +1,11 @@
-"""What a file of results says of the run that made it: the command, and the commit of the code."""
+"""What a file of results says of the run that made it: the command, the commit of the code, the device and versions."""
 
 import os
 import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 
 def command() -> str:
@@ -23,3 +24,18 @@ def commit(said: str | None = None) -> str | None:
         or subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
         or None
     )
+
+
+def head(device: str, said: str | None = None, times: int = 1) -> dict[str, Any]:
+    """The first fields of a record: `command`, `commit` (`said`: as there), `device` (so many of them) and `versions`."""
+    import torch
+
+    from qerl_trl.report import device_name, versions
+
+    several = f" x {times}" if times > 1 else ""
+    return {
+        "command": command(),
+        "commit": commit(said),
+        "device": device_name(torch.device(device)) + several,
+        "versions": versions(),
+    }

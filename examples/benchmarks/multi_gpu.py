@@ -382,18 +382,11 @@ def main() -> int:
         os._exit(0)  # vLLM's own end can hang
     import torch
 
-    from qerl_trl.report import device_name, versions
-
     signal.signal(
         signal.SIGTERM, lambda *_: sys.exit("ended from outside")
     )  # the processes of the mode that runs are ended too
     started = time.monotonic()
-    origin = {
-        "command": about.command(),
-        "commit": about.commit(options.commit),
-        "device": device_name(torch.device(options.device)) + (" x 2" if options.device == "cuda" else ""),
-        "versions": versions(),
-    }
+    origin = about.head(options.device, options.commit, times=2 if options.device == "cuda" else 1)
     record: dict[str, Any] = {"multi_gpu": []}
     if options.output is not None and options.output.exists():
         record = json.loads(options.output.read_text())

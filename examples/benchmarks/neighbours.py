@@ -180,16 +180,11 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
 
-    from qerl_trl.report import device_name, versions
-
     torch.manual_seed(0)
     shape, ways = SHAPES[options.size], {"eager": EAGER, "compiled": compiled()}
     record: dict[str, Any] = {
         "what": "microseconds of kernels, forward and backward of one operator, bf16",
-        "command": about.command(),
-        "commit": about.commit(options.commit),
-        "device": device_name(torch.device(options.device)),
-        "versions": versions(),
+        **about.head(options.device, options.commit),
         "size": options.size,
         "tokens": options.tokens,
     }

@@ -426,16 +426,9 @@ def main() -> int:
             print(f"{name}\n{planned((CASES | DRY)[name]).table()}\n")
         return 0
 
-    import torch
-
-    from qerl_trl.report import device_name, versions
-
     output = options.output
     record: dict[str, Any] = {
-        "command": about.command(),
-        "commit": about.commit(options.commit),
-        "device": device_name(torch.device(options.device)),
-        "versions": versions(),
+        **about.head(options.device, options.commit),
         "memory": [],
         "before": [],
     }

@@ -289,7 +289,6 @@ def main() -> None:
 
 def summary(lines: Path, commit: str) -> dict:
     """The result as it is committed: where it was measured, medians, ratios of ours to each other engine, and every case."""
-    from qerl_trl.report import device_name, versions
 
     cases = {case["case"]: case for case in map(json.loads, lines.read_text().splitlines())}
     speed = {
@@ -306,10 +305,7 @@ def summary(lines: Path, commit: str) -> dict:
     }
     return {
         "what": WHAT,
-        "command": about.command(),
-        "commit": about.commit(commit),
-        "device": device_name(torch.device("cuda")),
-        "versions": versions(),
+        **about.head("cuda", commit),
         "tokens_per_s": speed,
         "ratios": ratios,
         "cases": cases,

@@ -99,7 +99,6 @@ def main() -> None:
     from qerl_trl.lora import register_nvfp4_lora
     from qerl_trl.noise.hooks import NoiseDraw
     from qerl_trl.nvfp4.config import from_pretrained
-    from qerl_trl.report import device_name, versions
     from qerl_trl.rollout.engine import RolloutError
     from qerl_trl.rollout.spec import EngineSpec
 
@@ -141,10 +140,7 @@ def main() -> None:
         generation = built.vllm_generation
         engine, policy = generation.engine, built.accelerator.unwrap_model(built.model)
         results = {
-            "command": about.command(),
-            "commit": about.commit(),
-            "device": device_name(torch.device(options.device)) + ("" if cpu else " x 2"),
-            "versions": versions(),
+            **about.head(options.device, times=1 if cpu else 2),
             "shape": options.shape,
             "rank": options.rank,
             "sequences": SEQUENCES,

@@ -419,15 +419,8 @@ def main() -> int:
 
     import torch
 
-    from qerl_trl.report import device_name, versions
-
     gpus = options.gpus or list(range(max(1, torch.cuda.device_count())))
-    origin = {
-        "command": about.command(),
-        "commit": about.commit(options.commit),
-        "device": device_name(torch.device(options.device)),
-        "versions": versions(),
-    }
+    origin = about.head(options.device, options.commit)
     record: dict[str, Any] = {"step": []}
     if options.output is not None and options.output.exists():
         record = json.loads(options.output.read_text())

@@ -39,7 +39,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 import about
 from rollout_models import policy, seconds
 
-from qerl_trl.report import device_name, versions
 from qerl_trl.update.compiled import compile_layers
 
 CASES = (
@@ -249,10 +248,7 @@ def main() -> None:
     record: dict[str, Any] = {
         "what": "seconds of one micro-batch, median; `checkpointed` and `plain`: forward and backward with and without gradient checkpointing; "
         "`checkpointed-around`: with transformers' checkpoints around compiled layers; `forward`: without gradient",
-        "command": about.command(),
-        "commit": about.commit(args.commit),
-        "device": device_name(torch.device(args.device)),
-        "versions": versions(),
+        **about.head(args.device, args.commit),
         "size": args.size,
         "sequences": batch,
         "tokens_each": tokens,
