@@ -6,6 +6,7 @@ A fault is injected at one module and judged at the product: the model on disk, 
     @fault("R5.nan")                        # detected, and the message names object, reason and remedy (use `told`)
     @fault("R6.bit_flip", recovered=True)   # and the same command goes on without loss, at once or when the cause is gone
     @fault("R4.engine_hangs", remedy=False) # detected, but the message does not say what to do
+    @fault("R8.sigterm", remedy=None, recovered=True)  # nothing is lost, and there is nothing to say
 
 `python -m tests.faults.catalog` prints the table from these marks; tests/faults/test_catalog.py holds it to its goals. With `--items` it prints
 what was found at 843f908 point by point, each with its tests and with what the same case did there ([`at_843f908`]).
@@ -100,15 +101,16 @@ NOT_HERE: dict[str, str] = {}
 
 @dataclass(frozen=True)
 class Shown:
-    """What the tests of one fault show."""
+    """What the tests of one fault show. `remedy`: `None` where none of them looks at a message, because the product is as if nothing had been."""
 
-    remedy: bool
+    remedy: bool | None
     recovered: bool
 
 
-def fault(name: str, *, remedy: bool = True, recovered: bool = False) -> pytest.MarkDecorator:
+def fault(name: str, *, remedy: bool | None = True, recovered: bool = False) -> pytest.MarkDecorator:
     """Mark of a test that injects `name`; see the module."""
     assert name in FAULTS, f"{name!r} is not in the catalogue"
+    assert remedy is not None or recovered, f"{name!r}: lost without a word"
     return pytest.mark.fault(name, remedy=remedy, recovered=recovered)
 
 
@@ -132,10 +134,10 @@ def shown() -> dict[str, Shown]:
                 values = {keyword.arg: ast.literal_eval(keyword.value) for keyword in node.keywords}
                 for argument in node.args:
                     if isinstance(argument, ast.Constant) and argument.value in FAULTS:
-                        before = found.get(argument.value, Shown(True, False))
+                        before = found.get(argument.value, Shown(None, False))
+                        said = [each for each in (before.remedy, values.get("remedy", True)) if each is not None]
                         found[argument.value] = Shown(
-                            before.remedy and values.get("remedy", True),
-                            before.recovered or values.get("recovered", False),
+                            all(said) if said else None, before.recovered or values.get("recovered", False)
                         )
     return found
 
@@ -202,17 +204,25 @@ def items_table() -> str:
 
 
 def table() -> str:
-    """Markdown: group, faults, detected, with remedy, recovered, not injected."""
+    """Markdown: group, faults, detected, with remedy, without a message, recovered, not injected."""
     found, rows = shown(), []
-    for group, title in GROUPS.items():
-        names = [name for name in FAULTS if name.startswith(f"{group}.")]
+
+    def counted(names: tuple[str, ...] | list[str]) -> str:
         tested = [found[name] for name in names if name in found]
-        numbers = (len(names), len(tested), sum(s.remedy for s in tested), sum(s.recovered for s in tested))
-        rows.append(f"| {group} {title} | " + " | ".join(map(str, (*numbers, len(names) - len(tested)))) + " |")
-    listed = [found[name] for name in LISTED if name in found]
-    total = (len(LISTED), len(listed), sum(s.remedy for s in listed), sum(s.recovered for s in listed))
-    rows.append("| **the list (R1 to R8)** | " + " | ".join(map(str, (*total, len(LISTED) - len(listed)))) + " |")
-    head = "| group | faults | detected | message with remedy | recovered | not injected |\n|---|---|---|---|---|---|\n"
+        numbers = (
+            len(names), len(tested), sum(s.remedy is True for s in tested), sum(s.remedy is None for s in tested),
+            sum(s.recovered for s in tested), len(names) - len(tested),
+        )  # fmt: skip
+        return " | ".join(map(str, numbers))
+
+    for group, title in GROUPS.items():
+        rows.append(f"| {group} {title} | {counted([name for name in FAULTS if name.startswith(f'{group}.')])} |")
+    rows.append(f"| **the list (R1 to R8)** | {counted(LISTED)} |")
+    head = (
+        "| group | faults | detected | message with remedy | nothing lost, nothing to say | recovered | not injected |\n"
+        + "|---" * 7
+        + "|\n"
+    )
     return head + "\n".join(rows)
 
 

@@ -130,11 +130,21 @@ LATER = {**QUIET, "gradient_accumulation_steps": 8, "save_steps": 3}  # two upda
 # two updates share a rollout: a save that falls between them waits for the second
 INSIDE = {**QUIET, "steps_per_generation": 2, "max_steps": 6, "save_steps": 3}
 INTERRUPTED = [
-    case(QUIET, 3, "checkpoint-2", fault("R6.resume_on_boundary", recovered=True)),
-    case(INSIDE, 3, "checkpoint-4", fault("R6.resume_inside_buffer", recovered=True)),
-    case({**QUIET, "num_iterations": 2}, 2, "checkpoint-2", fault("R6.resume_num_iterations", recovered=True)),
-    case(LATER, 4, "checkpoint-3", fault("R6.resume_later_epoch", recovered=True)),
-    case({"aqn_sigma_start": 0.5, "max_steps": 4}, 4, "checkpoint-3", fault("R6.resume_with_noise", recovered=True)),
+    case(QUIET, 3, "checkpoint-2", fault("R6.resume_on_boundary", remedy=None, recovered=True)),
+    case(INSIDE, 3, "checkpoint-4", fault("R6.resume_inside_buffer", remedy=None, recovered=True)),
+    case(
+        {**QUIET, "num_iterations": 2},
+        2,
+        "checkpoint-2",
+        fault("R6.resume_num_iterations", remedy=None, recovered=True),
+    ),
+    case(LATER, 4, "checkpoint-3", fault("R6.resume_later_epoch", remedy=None, recovered=True)),
+    case(
+        {"aqn_sigma_start": 0.5, "max_steps": 4},
+        4,
+        "checkpoint-3",
+        fault("R6.resume_with_noise", remedy=None, recovered=True),
+    ),
 ]
 
 
@@ -151,7 +161,7 @@ def test_an_interrupted_run_ends_as_if_it_had_not_been(options, rollout, newest,
     assert "aqn" in options or any(entry.get("aqn/sigma") for entry in whole.state.log_history)
 
 
-@fault("R6.resume_after_sigkill", recovered=True)
+@fault("R6.resume_after_sigkill", remedy=None, recovered=True)
 @pytest.mark.parametrize("moment", ["in a rollout", "in a save"])
 def test_a_killed_run_ends_as_if_it_had_not_been(moment, tiny_runs, ended, tmp_path):  # noqa: F811
     run = tmp_path / "run"

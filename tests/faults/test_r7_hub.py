@@ -87,7 +87,7 @@ def test_a_repository_that_becomes_public_while_training(server, tiny_model_dir,
 # --- whole or not at all ----------------------------------------------------------------------------------------------------------
 
 
-@fault("R7.upload_interrupted", recovered=True)
+@fault("R7.upload_interrupted", remedy=None, recovered=True)
 def test_an_upload_that_is_killed_leaves_nothing_and_is_continued(server, merged):  # noqa: F811
     """SIGKILL while large files go up; the same command then sends only what has not arrived."""
     command = [sys.executable, "-m", "qerl_trl.cli.main", "push", "merged", str(merged), REPO]

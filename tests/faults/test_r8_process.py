@@ -208,7 +208,7 @@ def test_disk_full(limit, tiny_runs, whole, tmp_path):  # noqa: F811
 # --- signals -----------------------------------------------------------------------------------------------------------------------
 
 
-@fault("R8.sigterm", recovered=True)
+@fault("R8.sigterm", remedy=None, recovered=True)
 def test_sigterm(tiny_runs, whole, tmp_path):  # noqa: F811
     """As a scheduler ends a run whose time is up."""
 

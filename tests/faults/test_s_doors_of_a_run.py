@@ -52,7 +52,7 @@ def test_another_rollout_function(tiny_runs, tmp_path, caplog):  # noqa: F811
         go_on(4, None)
 
 
-@fault("S.noise_uncorrected_in_transformers", recovered=True)
+@fault("S.noise_uncorrected_in_transformers", remedy=None, recovered=True)
 def test_what_the_models_own_file_adds_does_not_act(tiny_runs, tiny_tokenizer, tmp_path, monkeypatch):  # noqa: F811
     """`generate` takes what TRL leaves open from generation_config.json: tokens that the policy gives every chance were never sampled."""
     base = Path(shutil.copytree(tiny_runs.model, tmp_path / "base"))
@@ -311,7 +311,7 @@ def all_trained(tiny_runs, folder, **options):  # noqa: F811
     return QeRLGRPOTrainer(tiny_runs.model, spread_reward, args, PROMPTS, processing_class=tiny_runs.tokenizer)
 
 
-@fault("R6.resume_on_boundary", recovered=True)
+@fault("R6.resume_on_boundary", remedy=None, recovered=True)
 def test_a_reference_that_moves_is_gone_on_with(tiny_runs, tmp_path):  # noqa: F811
     """It was the first one again, and the run another one."""
     whole = all_trained(tiny_runs, tmp_path / "whole")
