@@ -3,6 +3,7 @@
 Each case passed silently when it was written.
 """
 
+import copy
 import json
 import logging
 import shutil
@@ -11,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from transformers import Qwen2Config, Qwen2ForSequenceClassification, TrainerCallback
@@ -243,6 +245,18 @@ def test_a_damaged_best_checkpoint_is_not_loaded(with_evaluation, tiny_runs, tmp
     assert "checkpoint-1 is damaged" in caplog.text and "those of the last step, 3" in caplog.text
     assert (tmp_path / "run" / WEIGHTS).read_bytes() == (tmp_path / "run/checkpoint-3" / WEIGHTS).read_bytes()
     assert "changed" not in checkpoint.recorded_run(tmp_path / "run")
+
+
+@fault("S.prompt_longer_than_model")
+def test_tokens_that_the_model_does_not_have(tiny_runs, tmp_path, monkeypatch):  # noqa: F811
+    """It was an IndexError, and on a GPU an assertion of the device."""
+    tokenizer = copy.deepcopy(tiny_runs.tokenizer)
+    tokenizer.add_tokens([f"<extra{number}>" for number in range(200)])
+    monkeypatch.setattr(tiny_runs, "tokenizer", tokenizer)
+    known = len(tokenizer) - 1
+    data = Dataset.from_dict({"prompt": ["say one ", "<extra199> say "]})
+    with told(ValueError, f"the token {known}", "knows 320 tokens", "the model's own tokenizer"):
+        tiny_runs.trainer(tmp_path / "run", dataset=data)
 
 
 # --- what is loaded ---------------------------------------------------------------------------------------------------------------

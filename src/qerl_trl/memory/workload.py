@@ -303,7 +303,11 @@ def check_rollout(trainer: Any, prompts: Sequence[Sequence[int]], completions: S
 
 
 def prompt_lengths(trainer: Any) -> Iterator[int]:
-    """Tokens of each prompt of the training and evaluation data; nothing where they cannot be told before the run."""
+    """Tokens of each prompt of the training and evaluation data; nothing where they cannot be told before the run.
+
+    Raises:
+        `ValueError`: a token that the model does not know.
+    """
     from datasets import Dataset
 
     untold = ("rollout_func", "environments", "environment_factories")
@@ -319,7 +323,19 @@ def prompt_lengths(trainer: Any) -> Iterator[int]:
         prompts = dataset.select_columns("prompt")
         for start in range(0, len(prompts), _TOKENIZED_AT_ONCE):
             batch = prompts[start : start + _TOKENIZED_AT_ONCE]["prompt"]
-            yield from (len(ids) for ids in trainer._tokenize_prompts(batch)[0])
+            for ids in trainer._tokenize_prompts(batch)[0]:
+                _check_tokens(trainer, ids)
+                yield len(ids)
+
+
+def _check_tokens(trainer: Any, ids: Sequence[int]) -> None:
+    """On a GPU such a token ends the process with an assertion of the device, which names nothing."""
+    known = getattr(trainer.model.config.get_text_config(), "vocab_size", None)
+    if known is not None and max(ids, default=0) >= known:
+        raise ValueError(
+            f"A prompt has the token {max(ids)}, and the model knows {known} tokens (vocab_size): the tokenizer is another model's, or tokens were "
+            "added to it. Pass the model's own tokenizer as processing_class, or a base whose embeddings were resized (resize_token_embeddings)."
+        )
 
 
 def dtype_bytes_of(dtype: torch.dtype | str | None, base_format: str) -> int:
