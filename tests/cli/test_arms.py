@@ -107,8 +107,9 @@ def test_runs_that_cannot_be_compared_are_refused(arms, tmp_path):
         (("--arms", "bf16", "--seeds", "1", "2", "1"), "--seeds names 1 twice"),
         (("--arms", "bf16", "--seed", "4"), "--seed is what qerl-trl arms gives to each run"),
         (("--arms", "bf16", "--aqn=false"), "--aqn=false is what qerl-trl arms gives to each run"),
+        (("--arms", "bf16", "--base-format", "nf4"), "--base-format is what qerl-trl arms gives to each run"),
     ],
-    ids="unknown arm-twice seed-twice seed arm".split(),
+    ids="unknown arm-twice seed-twice seed arm hyphens".split(),
 )
 def test_what_cannot_work_is_refused_before_any_run(words, said, arms, tmp_path):
     code, _, message = arms(*words)

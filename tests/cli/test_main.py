@@ -485,8 +485,12 @@ def test_train_runs_the_example(monkeypatch):
     call("train", "--config", "embedded", "--max_steps", "3", "--aqn", "false")
     script, config = str(ROOT / "examples/grpo_gsm8k.py"), str(ROOT / "examples/configs/embedded.yaml")
     assert started[0] == [sys.executable, script, "--max_steps", "3", "--aqn", "false", "--config", config]
-    call("train", "--num-processes", "2")
-    assert started[1][1:5] == ["-m", "accelerate.commands.launch", "--num_processes", "2"]
+    for number, option in enumerate(
+        ("--num-processes", "--num_processes"), 1
+    ):  # the second is accelerate's, and went to the run
+        call("train", option, "2", "--model_name_or_path", "a_b")
+        assert started[number][1:5] == ["-m", "accelerate.commands.launch", "--num_processes", "2"]
+        assert started[number][-2:] == ["--model_name_or_path", "a_b"]
     code, _, err = call("train", "--config", "gpt9")
     assert code == 2 and "embedded" in err
 

@@ -291,6 +291,14 @@ def test_the_command_line_replaces_the_recipe_and_the_file(folder):
     assert parse(folder, "--dataset_name", "user/other", task=own).task.dataset_name == "user/other"
 
 
+def test_both_spellings_of_an_option(folder):
+    """The parser takes --dataset-name too; of a --task's fields that were said so, nothing was heard, nor of --report-to."""
+    read(folder, dataset_name="own.py:rows", grader="exact")
+    words = ("--task", str(folder / "my_words.yaml"))
+    for said in (("--dataset-name", "user/other"), ("--dataset-name=user/other",)):
+        assert parse(folder, *words, *said).task.dataset_name == "user/other"
+
+
 def test_an_option_that_there_is_not(folder):
     with pytest.raises(ValueError, match=r"--max_stepps: no option of a run.* There is --max_steps"):
         parse(folder, "--max_stepps", "3", recipe="learning_rate: 1.0e-5\n")

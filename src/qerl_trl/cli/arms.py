@@ -57,11 +57,12 @@ def arms(
     seeds = seeds or [1, 2, 3]
     comparison.check(arms, seeds)
     further = list(context.args)
-    if taken := [word for word in further if word.split("=")[0].removeprefix("--") in _VARIED]:
+    names = {word: word.split("=")[0].removeprefix("--").replace("-", "_") for word in further if word.startswith("--")}
+    if taken := [word for word, name in names.items() if name in _VARIED]:
         raise ValueError(
             f"{' '.join(taken)} is what qerl-trl arms gives to each run: use --arms, --seeds and --output_dir."
         )
-    if any(word.split("=")[0] == "--hub_model_id" for word in further):
+    if "hub_model_id" in names.values():
         raise ValueError(
             "--hub_model_id would push every run to one repository. Leave it out: each is named after its folder."
         )

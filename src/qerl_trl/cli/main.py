@@ -18,6 +18,8 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
+    # --max_new_tokens as --max-new-tokens: TRL's options have the one spelling, these the other
+    context_settings={"token_normalize_func": lambda word: word.replace("_", "-")},
     pretty_exceptions_enable=False,  # its tracebacks can show local variables, and one of them is the Hub token
 )
 

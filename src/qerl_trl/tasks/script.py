@@ -163,7 +163,8 @@ def with_config(words: list[str], config: str | None = None) -> list[str]:
 
 
 def _is(word: str, option: str) -> bool:
-    return word == f"--{option}" or word.startswith(f"--{option}=")
+    """In either of the parser's spellings, `--dataset_name` and `--dataset-name`."""
+    return word.startswith("--") and word[2:].partition("=")[0].replace("-", "_") == option
 
 
 def _value(words: list[str], option: str) -> str | None:
