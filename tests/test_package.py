@@ -3,6 +3,7 @@
 import ast
 import importlib.metadata
 import itertools
+import re
 import subprocess
 import sys
 import tomllib
@@ -37,6 +38,12 @@ def test_public_names_are_sorted_and_resolve():
     assert qerl_trl.__all__ == sorted(qerl_trl.__all__)
     for name in qerl_trl.__all__:
         assert getattr(qerl_trl, name) is not None
+
+
+def test_what_a_command_looks_up_by_name_is_in_the_wheel():
+    included = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+    for folder in re.findall(r'_named\(name, "(\w+)"', (ROOT / "src/qerl_trl/shipped.py").read_text()):
+        assert included["force-include"][f"examples/{folder}"] == f"qerl_trl/examples/{folder}"
 
 
 def test_every_import_is_of_a_declared_dependency():

@@ -23,6 +23,11 @@ def task_file(name: str) -> Path:
     return _named(name, "tasks", "--task")
 
 
+def accelerate_file(name: str) -> Path:
+    """How processes share a run: accelerate's YAML file, or the shipped one of that name."""
+    return _named(name, "accelerate", "--accelerate_config")
+
+
 def _named(name: str, kind: str, option: str) -> Path:
     examples = examples_folder()
     folder = examples / kind

@@ -491,6 +491,12 @@ def test_train_runs_the_example(monkeypatch):
         call("train", option, "2", "--model_name_or_path", "a_b")
         assert started[number][1:5] == ["-m", "accelerate.commands.launch", "--num_processes", "2"]
         assert started[number][-2:] == ["--model_name_or_path", "a_b"]
+    file = str(ROOT / "examples/accelerate/fsdp2_2.yaml")
+    for more in ([], ["--num_processes", "4"]):  # as trl grpo takes it
+        started.clear()
+        call("train", "--accelerate_config", "fsdp2_2", *more)
+        assert started[0] == [sys.executable, "-m", "accelerate.commands.launch", "--config_file", file, *more, script]
+    assert "fsdp2_2, fsdp2_4" in call("train", "--accelerate_config", "fsdp9")[2]
     code, _, err = call("train", "--config", "gpt9")
     assert code == 2 and "embedded" in err
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..shipped import config_file, examples_folder, task_file
+from ..shipped import accelerate_file, config_file, examples_folder, task_file
 from .options import AllowOtherBase, AsJson, BaseFormat, BaseModel, Dtype, print_result
 
 
@@ -22,7 +22,14 @@ def train(
         str | None,
         typer.Option(help="YAML file of a task, or the name of a shipped one. Default: what the configuration says."),
     ] = None,
-    num_processes: Annotated[int, typer.Option(help="Processes (GPUs), through accelerate launch.")] = 1,
+    num_processes: Annotated[
+        int | None,
+        typer.Option(help="Processes (GPUs), through accelerate launch. Default: 1, or as --accelerate-config says."),
+    ] = None,
+    accelerate_config: Annotated[
+        str | None,
+        typer.Option(help="accelerate's YAML file, or the name of a shipped one: data_parallel_8, fsdp2_2, zero2_4..."),
+    ] = None,
 ) -> None:
     """Train with examples/grpo_gsm8k.py. Further options go to it: any field of QeRLConfig, TRL's ModelConfig and of a task."""
     arguments = list(context.args)
@@ -30,16 +37,22 @@ def train(
         arguments += ["--task", str(task_file(task))]
     if config is not None:
         arguments += ["--config", str(config_file(config))]
-    command = example_command(arguments, num_processes)
+    command = example_command(arguments, num_processes, accelerate_config)
     sys.stdout.flush()
     os.execv(command[0], command)  # the run gets our signals, and its exit code is ours
 
 
-def example_command(arguments: list[str], num_processes: int) -> list[str]:
+def example_command(
+    arguments: list[str], num_processes: int | None = None, accelerate_config: str | None = None
+) -> list[str]:
     """The command line that trains with the example script."""
     launcher = [sys.executable]
-    if num_processes > 1:
-        launcher += ["-m", "accelerate.commands.launch", "--num_processes", str(num_processes)]
+    if accelerate_config is not None or (num_processes or 1) > 1:
+        launcher += ["-m", "accelerate.commands.launch"]
+    if accelerate_config is not None:
+        launcher += ["--config_file", str(accelerate_file(accelerate_config))]
+    if num_processes is not None and len(launcher) > 1:
+        launcher += ["--num_processes", str(num_processes)]
     return [*launcher, str(examples_folder() / "grpo_gsm8k.py"), *arguments]
 
 
