@@ -86,7 +86,7 @@ def named_gib(size: str) -> float:
 CARDS = {
     "tiny": dict.fromkeys(ARMS, 0),
     "3b": {"bf16": 24, "bf16 with noise": 24, "nf4": 16, "full": 64},
-    "7b": {"bf16": 48, "nf4": 24, "full": 80},
+    "7b": {"bf16": 48, "nf4": 24, "full": 128},
     "14b": {"bf16": 80, "nf4": 48},
     "32b": {},
 }

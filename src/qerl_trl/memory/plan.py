@@ -199,13 +199,20 @@ def plan_run(
         return plan
     if plan.fits:
         return _in_fewer_waves(shape, plan, model)
-    least = plan.peak
+    least = _least_peak(plan)
     for settings, changed in _alternatives(work):
         other = _add_up(shape, changed, gpu, model, max_model_len)
-        least = min(least, other.peak - other.kv_bytes + other.kv_least)
+        least = min(least, _least_peak(other))
         if other.fits:
             return dataclasses.replace(plan, changes=settings)
     return dataclasses.replace(plan, least=least)
+
+
+def _least_peak(plan: MemoryPlan) -> int:
+    """The peak with the smallest KV cache that the engine starts with."""
+    rest = [part for part in plan.parts if part.name != _KV_CACHE]
+    in_update = 0 if plan.work.sleep else plan.kv_least
+    return max(sum(part.update for part in rest) + in_update, sum(part.rollout for part in rest) + plan.kv_least)
 
 
 def _keeping_activations(shape: Shape, plan: MemoryPlan, gpu: Gpu, model: ModelBytes | None) -> MemoryPlan:
