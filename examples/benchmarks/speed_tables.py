@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import step_profile
+
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "examples/configs"
 ROLLOUT = ROOT / "examples/benchmarks/results/rollout_speed_h200.json"
@@ -257,11 +259,13 @@ def step() -> str:
         )
     first = measured[0]
     versions = {"torch": first["versions"]["torch"], "vLLM": first["versions"]["vllm"]}
+    compiled = any(row["name"].endswith("-compile") for row in measured)
+    whole = " `compile`: with its own torch_compile=True, the whole model." if compiled else ""
     return (
         "\n".join(rows)
         + f"\n\nOurs on the NVFP4 base, stock TRL with bf16 LoRA, each with its defaults. `ragged`: completions of lognormal lengths (mean 250, up to 1024), filled in after a short "
         f"rollout, so only its update says something. `48gib`: on a GPU of that size; `26gib`: and with what `qerl-trl plan` proposes there (micro-batches of one, 8-bit "
-        f"AdamW, a KV cache that sleeps during updates); `micro8`: in micro-batches of 8. {measured_by(STEP, first['device'], [row['commit'] for row in measured], **versions)}."
+        f"AdamW, a KV cache that sleeps during updates); `micro8`: in micro-batches of 8.{whole} {measured_by(STEP, first['device'], [row['commit'] for row in measured], **versions)}."
     )
 
 
@@ -299,6 +303,8 @@ def aims() -> str:
             why = f"{shares} of the {part['kernels_ms']:.0f} ms of all kernels"
         elif name == "noise":
             found, why = checks["noise_sync_ms"], "not profiled"
+            if "sync_noise" in (traced := steps["ours-7b-8x512"].get("profile", {}).get("phases", {})):
+                why = step_profile.bound(traced["sync_noise"])
         elif name == "7b-ragged":
             found = (
                 steps["stock-7b-ragged"]["median"]["update_and_scoring"]
@@ -308,14 +314,19 @@ def aims() -> str:
         else:
             median = steps[f"ours-{name}"]["median"]
             found = median["step"]
-            why = f"rollout {median['rollout'] / found:.0%}, update {median['update_and_scoring'] / found:.0%}; the parts were not profiled by kernel"
+            phases = steps[f"ours-{name}"].get("profile", {}).get("phases")
+            parts = step_profile.bound(phases["step"]) if phases else "the parts were not profiled by kernel"
+            why = f"rollout {median['rollout'] / found:.0%}, update {median['update_and_scoring'] / found:.0%}; {parts}"
         better = found >= hoped, found >= least
         if name != "7b-ragged":
             better = found <= hoped, found <= least
         reached = "hoped for" if better[0] else "at least" if better[1] else "no"
         rows.append(f"| {words} | {least:g} | {hoped:g} | {found:.3g} | {reached} | {'' if better[0] else why} |")
     files = ", ".join(f"[{path.name}]({path.relative_to(ROOT)})" for path in (UPDATE, STEP, CHECKS))
-    return "\n".join(rows) + f"\n\nSeconds where nothing else is said. From {files}."
+    traced = step_profile.table(list(steps.values()))
+    return (
+        "\n".join(rows) + f"\n\nSeconds where nothing else is said. From {files}." + ("\n\n" + traced if traced else "")
+    )
 
 
 def rollout() -> str:

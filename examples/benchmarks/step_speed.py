@@ -3,7 +3,7 @@
     python examples/benchmarks/step_speed.py --output step_h200.json                          # all cases, one GPU each at a time
     python examples/benchmarks/step_speed.py --gpus 0 1 2 3 --output step_h200.json           # side by side: about 5 minutes
     python examples/benchmarks/step_speed.py --only ours-7b-64x512 --output step_h200.json    # rows of other cases stay in the file
-    python examples/benchmarks/step_speed.py --only ours-tiny stock-tiny --device cpu         # dry run
+    python examples/benchmarks/step_speed.py --only ours-tiny stock-tiny --device cpu         # dry run; `--profile`: step_profile.py
 
 A case is a process of its own: up to `STEPS` optimizer steps, fewer where `ENOUGH` seconds have passed. `ours-*` is a `QeRLGRPOTrainer`
 with its defaults on an NVFP4 base, with colocated vLLM. `stock-*` is `trl.GRPOTrainer` with its defaults on the same shape in bf16, the
@@ -39,11 +39,11 @@ from typing import Any
 
 import about
 import plan_check
+import step_profile
 from plan_check import GIB, Peak, fill_completions, show_a_card_of, tokenizer
 
 from qerl_trl.memory.plan import MemoryPlan, plan_run
 from qerl_trl.memory.workload import Lengths, workload_of
-from qerl_trl.timing import PhaseTimer
 
 STEPS, ENOUGH = 5, 150
 #: seconds that one case may take, and all of them together
@@ -93,7 +93,7 @@ FURTHER = {
     "ours-7b-8x512-bf16": Case("ours", "7b", 8, 512, 8, base_format="bf16"),
     "ours-7b-64x512-micro8": Case("ours", "7b", 64, 512, 8),
     "ours-7b-64x512-checkpointing": Case("ours", "7b", 64, 512, 64, options=(("gradient_checkpointing", True),)),
-    "stock-7b-64x512-micro16": Case("stock", "7b", 64, 512, 16),
+    "stock-7b-64x512-micro16": Case("stock", "7b", 64, 512, 16, base_format="bf16"),
     "ours-7b-8x512-checkpointing": Case("ours", "7b", 8, 512, 8, options=(("gradient_checkpointing", True),)),
     "ours-32b-8x512-48gib-checkpointing": Case(
         "ours", "32b", 8, 512, 8, cap=48.0, options=(("gradient_checkpointing", True),)
@@ -107,6 +107,9 @@ FURTHER = {
     "ours-32b-8x512-overlap": Case("ours", "32b", 8, 512, 8, options=(("overlap", 1),)),
     # Llama-3-70B's shape, in one GPU's memory alone: nothing of it is written to a disk
     "ours-70b-8x512": Case("ours", "70b", 8, 512, 8),
+    # the whole model, as transformers' Trainer compiles it
+    "stock-7b-8x512-compile": Case("stock", "7b", 8, 512, 8, base_format="bf16", options=(("torch_compile", True),)),
+    "stock-tiny-compile": Case("stock", "dry", 8, 12, 4, base_format="bf16", options=(("torch_compile", True),)),
     **_both("tiny", "dry", 8, 12, 4),
     "ours-tiny-overlap": Case("ours", "dry", 8, 12, 4, options=(("overlap", 1),)),
     "ours-tiny-ragged": Case("ours", "dry", 8, 24, 4, ragged=True),
@@ -226,37 +229,10 @@ class Garbage:
             self.seconds += time.perf_counter() - self._began
 
 
-def time_phases(trainer: Any, synchronize: Callable[[], None]) -> PhaseTimer:
-    """Wrap what a step consists of; of nested phases each counts its own share."""
-    timer = PhaseTimer("rollout", "sync", "reward", "scoring")
-
-    def wrap(owner: Any, name: str, phase: str) -> None:
-        inner = getattr(owner, name)
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            synchronize()
-            with timer.phase(phase):
-                output = inner(*args, **kwargs)
-                synchronize()
-            return output
-
-        setattr(owner, name, timed)
-
-    wrap(trainer, "_generate", "rollout")
-    wrap(trainer, "_calculate_rewards", "reward")
-    wrap(trainer, "_generate_and_score_completions", "scoring")
-    for name in ("sync_weights", "sync_noise"):
-        if hasattr(getattr(trainer, "vllm_generation", None), name):
-            wrap(trainer.vllm_generation, name, "sync")
-    return timer
-
-
-def measure(case: Case, device: str, build: Callable[[Case, str, Any], Any] | None = None) -> dict[str, Any]:
-    """Build the trainer, take steps, and say what they took.
-
-    Args:
-        build: in place of `build_trainer`.
-    """
+def measure(
+    case: Case, device: str, build: Callable[[Case, str, Any], Any] | None = None, profile: bool = False
+) -> dict[str, Any]:
+    """Build the trainer (with `build` in place of `build_trainer`), take steps, and say what they took; with `profile` trace one more."""
     started = time.perf_counter()
     import torch
     from transformers import TrainerCallback
@@ -272,49 +248,56 @@ def measure(case: Case, device: str, build: Callable[[Case, str, Any], Any] | No
     synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
     rows: list[dict[str, float]] = []
 
-    garbage, passes = Garbage(), [0]
+    garbage, passes, row = Garbage(), [0], dataclasses.asdict(case)
+    trace = step_profile.StepTrace(device) if profile else None
 
     class Clock(TrainerCallback):
-        began, timer = 0.0, PhaseTimer()
+        began, timer = 0.0, step_profile.SpanTimer()
 
         def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
             synchronize()
             self.timer.take()
             garbage.seconds, passes[0] = 0.0, 0
             self.began = time.perf_counter()
+            if trace is not None:
+                trace.step_begins()
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             synchronize()
+            if trace is not None and trace.running:
+                row["profile"] = trace.stop(self.timer.spans)
+                control.should_training_stop = True
+                return
             step = time.perf_counter() - self.began
             phases = self.timer.take()
             update = step - sum(phases.values())
             rows.append({"step": step, **phases, "update": update, "garbage": garbage.seconds, "passes": passes[0]})
             print(f"step {len(rows)}: {rows[-1]}", flush=True)
-            control.should_training_stop |= len(rows) > WARM and time.perf_counter() - started > ENOUGH
+            enough = len(rows) == STEPS or (len(rows) > WARM and time.perf_counter() - started > ENOUGH)
+            if trace is None:
+                control.should_training_stop |= enough
+            elif enough:
+                if peak is not None:
+                    peak.phase = "trace"
+                trace.start()
 
     clock = Clock()
     trainer = (build or build_trainer)(case, device, clock)
     if case.ragged:
         lengths = ragged_lengths(case.new)
         fill_completions(trainer, case.batch, lambda count: [next(lengths) for _ in range(count)])
-    clock.timer = time_phases(trainer, synchronize)
+    clock.timer = step_profile.time_phases(trainer, synchronize)
     trainer.model.register_forward_pre_hook(lambda *_: passes.__setitem__(0, passes[0] + 1))
     if peak is not None:
         peak.phase = "train"
     ready = time.perf_counter()
+    trainer.args.max_steps += profile
     trainer.train()
     counted = rows[min(WARM, len(rows) - 1) :]
     median = {name: round(statistics.median(row[name] for row in counted), 4) for name in rows[0]}
     logs = [log for log in trainer.state.log_history if "loss" in log]
-    names = (
-        "completions/mean_length",
-        "completions/max_length",
-        "rollout/mismatch_kl",
-        "grad_norm",
-        "seconds/rollout_ahead",
-    )
-    row: dict[str, Any] = {
-        **dataclasses.asdict(case),
+    names = ("completions/mean_length", "completions/max_length", "rollout/mismatch_kl", "grad_norm", "seconds/rollout_ahead")  # fmt: skip
+    row |= {
         "start": round(ready - started, 1),
         "median": median | {"update_and_scoring": round(median["update"] + median["scoring"], 4)},
         "steps": [{name: round(value, 4) for name, value in row.items()} for row in rows],
@@ -326,9 +309,10 @@ def measure(case: Case, device: str, build: Callable[[Case, str, Any], Any] | No
         row["workload"] = dataclasses.asdict(plan.work)
         row["parts_gib"] = {p.name: [round(p.update / GIB, 3), round(p.rollout / GIB, 3)] for p in plan.parts}
     if peak is not None:
+        untraced = {phase: size for phase, size in peak.bytes.items() if phase != "trace"}
         row |= {
-            "measured_gib": round(max(peak.bytes.values()) / GIB, 2),
-            "phases_gib": {phase: round(size / GIB, 2) for phase, size in peak.bytes.items()},
+            "measured_gib": round(max(untraced.values()) / GIB, 2),
+            "phases_gib": {phase: round(size / GIB, 2) for phase, size in untraced.items()},
             "reserved_gib": round(torch.cuda.max_memory_reserved() / GIB, 2),
             "allocated_gib": round(torch.cuda.max_memory_allocated() / GIB, 2),
         }
@@ -340,7 +324,9 @@ def measure(case: Case, device: str, build: Callable[[Case, str, Any], Any] | No
 # --- all of them -----------------------------------------------------------------------------------------------------------------------
 
 
-def run_all(names: list[str], device: str, gpus: list[int], keep: Callable[[dict[str, Any]], None]) -> None:
+def run_all(
+    names: list[str], device: str, gpus: list[int], keep: Callable[[dict[str, Any]], None], profile: bool = False
+) -> None:
     """Start the cases, one per GPU at a time; `keep` gets each row as it comes."""
     waiting, free, started = list(names), list(gpus), time.monotonic()
     running: dict[str, tuple[subprocess.Popen[str], Path, float, int]] = {}
@@ -354,8 +340,9 @@ def run_all(names: list[str], device: str, gpus: list[int], keep: Callable[[dict
             environment = CACHES | os.environ | ENVIRONMENT | {
                 "MASTER_PORT": str(29600 + list(ALL).index(name)), "TMPDIR": str(folder), "CUDA_VISIBLE_DEVICES": str(gpu),
             }  # fmt: skip
+            environment |= step_profile.environment(folder) if profile else {}
             log = (place / f"{name}.log").open("w")
-            command = [sys.executable, __file__, "--worker", name, "--device", device]
+            command = [sys.executable, __file__, "--worker", name, "--device", device, *["--profile"] * profile]
             process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, text=True, env=environment)
             running[name] = process, place / f"{name}.log", now, gpu
         for name, (process, log_file, since, gpu) in list(running.items()):
@@ -399,13 +386,14 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=ALL)
     parser.add_argument("--gpus", type=int, nargs="+", help="Indices of the GPUs to use. Default: all.")
     parser.add_argument("--plan", action="store_true", help="Print the plans of our cases and stop.")
+    parser.add_argument("--profile", action="store_true", help="Trace one more step of each case.")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--commit", help="Of the code that runs, where there is no git.")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--worker", choices=ALL, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        row = measure(ALL[options.worker], options.device)
+        row = measure(ALL[options.worker], options.device, profile=options.profile)
         print("RESULT " + json.dumps(row), flush=True)
         os._exit(0)  # vLLM's own end can hang
     names = options.only or list(CASES)
@@ -434,7 +422,7 @@ def main() -> int:
         if options.output is not None:
             options.output.write_text(json.dumps(record, indent=1) + "\n")
 
-    run_all(names, options.device, gpus, keep)
+    run_all(names, options.device, gpus, keep, options.profile)
     return int(bool(failed))
 
 
