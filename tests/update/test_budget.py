@@ -1,13 +1,18 @@
 """Several micro-batches in one pass over the model: the same losses and gradients in fewer passes, and nothing lost."""
 
 import dataclasses
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 from qerl_trl import QeRLRLOOTrainer
+from qerl_trl.update import attention
+from qerl_trl.update import compiled as regional
 from qerl_trl.update.budget import TokenBudget
+from qerl_trl.update.compiled import compile_layers
 from tests.test_trainer import adapter_of, assert_identical, logged
 from tests.update.test_packing import LOSSES, ON_GPU, counted, make  # noqa: F401
 
@@ -88,6 +93,53 @@ def test_resume_is_bit_exact(make):  # noqa: F811
     seen = counted(resumed, updates_only=True)
     resumed.train(resume_from_checkpoint=f"{whole.args.output_dir}/checkpoint-2")
     assert len(seen) == 2
+    assert_identical(adapter_of(resumed), adapter_of(whole))
+
+
+def masked(q, k, v, cu_q, cu_k, longest_q, longest_k, scaling=None, window=None):
+    """`attention.reference` in shapes that do not depend on the segments, so that it compiles, as the GPU's function does."""
+    (of_q, left_q), (of_k, left_k) = (_places(*sides) for sides in ((q, cu_q), (k, cu_k)))
+    mask = (of_q[:, None] == of_k) & (left_k >= left_q[:, None])
+    heads = [x.transpose(0, 1)[None] for x in (q, k, v)]
+    out = nn.functional.scaled_dot_product_attention(*heads, attn_mask=mask, scale=scaling, enable_gqa=True)
+    return out[0].transpose(0, 1)
+
+
+def _places(rows, starts):
+    """Of each row its segment, and how many rows of that are left."""
+    index = torch.arange(rows.shape[0], device=rows.device)
+    segment = torch.bucketize(index, starts[1:].long(), right=True)
+    return segment, starts.long()[segment + 1] - index
+
+
+def test_resume_is_bit_exact_with_all_of_it_together(make, monkeypatch):  # noqa: F811
+    """An NVFP4 base, packed rows, several micro-batches per pass, compiled layers that recompute inside, noise in the rollout, and no extra
+    forward for the old log-probabilities that its correction needs."""
+    options = {**RUN, "save_strategy": "steps", "save_steps": 1, "optim": "adamw_torch", "learning_rate": 1e-3}
+    options |= {"base_format": "nvfp4", "compile_layers": True, "gradient_checkpointing": True}
+    options |= {"aqn": True, "aqn_sigma_start": 0.1}
+    monkeypatch.setattr(attention, "reference", masked)
+    monkeypatch.setattr(regional, "compile_layers", partial(compile_layers, backend="eager"))
+
+    def trained(checkpoint=None, **changed):
+        torch._dynamo.reset()
+        trainer = planned_for(make(**options, **changed), 45)
+        seen, calls = counted(trainer, updates_only=True), []
+        layers = trainer._compiled.forwards
+        for forward in layers:
+            forward.module.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+        trainer.train(resume_from_checkpoint=checkpoint)
+        steps = 1 if checkpoint else 2
+        assert trainer._packing.on and trainer._passes.holds and logged(trainer, "aqn/sigma")[-1] > 0
+        assert steps < len(seen) < 4 * steps, "several passes, of several micro-batches"
+        assert [forward.recomputes for forward in layers] == [True, True, False] and not trainer._compiled.failed
+        assert calls.count(True) == len(layers) * len(seen), "no layer's call is repeated"
+        return trainer
+
+    whole = trained()
+    resumed = trained(f"{whole.args.output_dir}/checkpoint-1", output_dir=whole.args.output_dir)
+    for key in ("loss", "grad_norm", "reward", "rollout/mismatch_kl"):
+        assert logged(resumed, key)[-1] == logged(whole, key)[-1], key
     assert_identical(adapter_of(resumed), adapter_of(whole))
 
 
