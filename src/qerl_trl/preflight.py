@@ -8,6 +8,7 @@ asked for; nothing is contacted, and no check takes longer than reading the meta
 import dataclasses
 import functools
 import importlib.metadata
+import importlib.util
 import logging
 import os
 import shutil
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 from packaging.requirements import Requirement
 from packaging.version import Version
+from transformers.utils import is_flash_linear_attention_available
 
 from .nvfp4 import linear
 from .rollout.vllm import plugin
@@ -149,6 +151,41 @@ def gpu() -> list[Problem]:
             )
         ]
     return []
+
+
+def delta_nets() -> list[Problem]:
+    """What transformers computes updates of gated delta nets with on this GPU. Its reference code is plain PyTorch in float32."""
+    if not torch.cuda.is_available():
+        return []
+    refuses = _triton_that_is_wrong()
+    package = "'flash-linear-attention[tilelang]'" if refuses else "flash-linear-attention"
+    if not is_flash_linear_attention_available():
+        return [
+            Problem(
+                "flash-linear-attention is missing: updates of gated delta nets (Qwen3.5, Qwen3-Next) are computed by transformers' reference "
+                "code in float32, which it calls more than ten times slower, and such a layer keeps about three times the activations.",
+                f"pip install {package} (on a GPU, beside the PyTorch and Triton that are there; nothing is compiled).",
+            )
+        ]
+    if refuses and importlib.util.find_spec("tilelang") is None:
+        return [
+            Problem(
+                f"flash-linear-attention refuses the backward pass of gated delta nets with {refuses}, which computes it wrong on a GPU of the Hopper generation.",
+                "pip install tilelang, which it takes instead, or a Triton of 3.7.1 or newer with the PyTorch that wants it.",
+                fatal=True,
+            )
+        ]
+    return []
+
+
+def _triton_that_is_wrong() -> str | None:
+    """As flash-linear-attention 0.6 says it (fla/ops/common/chunk_o.py `chunk_bwd_dqkwg`, its issue 640)."""
+    try:
+        version = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    hopper = torch.cuda.get_device_capability()[0] == 9
+    return f"Triton {version}" if hopper and Version("3.4.0") <= Version(version) < Version("3.7.1") else None
 
 
 def _why_no_cuda() -> str:

@@ -132,6 +132,7 @@ def test_delta_nets_are_computed_with_what_needs_no_compiler(folder, tmp_path):
 
     spec = EngineSpec.of(AutoModelForCausalLM.from_pretrained(tmp_path / "delta net"))
     assert spec.llm_arguments()["gdn_prefill_backend"] == "triton"
+    assert spec.llm_arguments()["enable_prefix_caching"] is False
     assert parsed(spec.serve_command())[1]["--gdn-prefill-backend"] == "triton"
     assert "gdn_prefill_backend" not in EngineSpec.of(policy(folder)).llm_arguments()
 

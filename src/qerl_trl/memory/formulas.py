@@ -26,6 +26,7 @@ from transformers import (
 from ..folders import named_in_errors
 from ..nvfp4.layouts import Selection, divided
 from ..update import packing
+from .delta_nets import DeltaNets
 from .workload import Workload
 
 # What no formula gives; measured on an H200 (examples/benchmarks/results/memory_h200.json)
@@ -72,7 +73,7 @@ _WEIGHT_BYTES = {"nvfp4": 0.5625, "nf4": 0.516}
 class Shape:
     """The numbers of a model that memory depends on. `linears`: (N, K) of each layer that is quantized and adapted; `norms`: of the hidden
     width, per decoder layer; `head_norms`: whether queries and keys have norms of their own; `packs`: whether its sequences can be computed
-    as one row (`update/packing.py`)."""
+    as one row (`update/packing.py`); `delta_nets`: layers without keys and values."""
 
     hidden: int
     mlp: int
@@ -86,6 +87,7 @@ class Shape:
     norms: int = 2
     head_norms: bool = False
     packs: bool = True
+    delta_nets: DeltaNets | None = None
 
     @property
     def parameters(self) -> int:
@@ -98,6 +100,11 @@ class Shape:
     @property
     def kv_width(self) -> int:
         return self.kv_heads * self.head_dim
+
+    @property
+    def attending(self) -> int:
+        """Layers that keep keys and values."""
+        return self.layers - (self.delta_nets.layers if self.delta_nets else 0)
 
 
 def shape_of(model: str | os.PathLike | PretrainedConfig, **kwargs: Any) -> Shape:
@@ -130,6 +137,7 @@ def shape_of(model: str | os.PathLike | PretrainedConfig, **kwargs: Any) -> Shap
         head_dim=head_dim,
         norms=max(2, norms.count(text.hidden_size) // text.num_hidden_layers),
         packs=packing.why_not(built) is None,
+        delta_nets=DeltaNets.of(config),
         head_norms=head_dim != text.hidden_size and head_dim in norms,
         linears=tuple((layer.out_features, layer.in_features) for layer in linears.values()),
         dense_parameters=sum(p.numel() for name, p in built.named_parameters() if name not in quantized),
@@ -242,15 +250,18 @@ def layer_activation_bytes(shape: Shape, work: Workload) -> int:
 
     The base's linear layers keep nothing: their backward needs only the weight. LoRA layers that are not fused keep inputs of their own: 2 h
     where they are compiled, else a bf16 copy each, 2 K. Layers of another kind than these (a model that cannot be packed) are counted as not
-    compiled.
+    compiled. Of a model with gated delta nets it is the larger of their layer and one with attention.
     """
     compiled = work.compiled and shape.packs
     per_layer = shape.linears[: len(shape.linears) // shape.layers]
     masked = work.padded and not work.packed and work.attention == "sdpa"
     token = 6 * shape.mlp
     token += (2 * shape.norms + 4 if compiled else 4 * shape.norms + 2) * shape.hidden
-    token += 8 * shape.query_width if masked else 4 * shape.query_width + 4 * shape.kv_width * work.keys // work.tokens
-    token += 2 * (shape.query_width + shape.kv_width) if shape.head_norms else 0
+    attention = (
+        8 * shape.query_width if masked else 4 * shape.query_width + 4 * shape.kv_width * work.keys // work.tokens
+    )
+    attention += 2 * (shape.query_width + shape.kv_width) if shape.head_norms else 0
+    token += attention
     token += 4 * shape.heads
     if work.base_format == "full":
         token += 0 if compiled else 4 * shape.hidden + 2 * shape.mlp
@@ -262,6 +273,8 @@ def layer_activation_bytes(shape: Shape, work: Workload) -> int:
             token += 2 * shape.hidden if compiled else sum(2 * k for _, k in per_layer)
     token += {"sdpa": 2 if masked else 0, "eager": 8 * shape.heads}.get(work.attention, 0) * work.length
     cast = sum(2 * work.lora_rank * (n + k) for n, k in per_layer) if compiled and work.base_format != "full" else 0
+    if shape.delta_nets is not None:
+        token += max(0, shape.delta_nets.activation_bytes(work.delta_kernels) - attention)
     return work.tokens * token * work.dtype_bytes // 2 + cast
 
 
@@ -355,14 +368,20 @@ def update_bytes(shape: Shape, work: Workload) -> int:
 
 
 def kv_bytes(shape: Shape, sequences: int, length: int) -> int:
-    """Key and value, 2 bytes each, for every layer: 4 kv per token, for L tokens."""
-    return 4 * shape.kv_width * shape.layers * sequences * length
+    """Key and value, 2 bytes each, for every layer that attends: 4 kv per token, for L tokens; and the states of those that do not."""
+    states = shape.delta_nets.cached_bytes() if shape.delta_nets else 0
+    return sequences * (4 * shape.kv_width * shape.attending * length + states)
 
 
 def engine_kv_bytes(shape: Shape, work: Workload, sequences: int) -> int:
     """vLLM's KV cache for so many sequences of full length on one tensor-parallel rank, in whole blocks, and the one block it keeps back."""
-    blocks = sequences * -(-work.length // KV_BLOCK) + 1
     width = max(1, shape.kv_heads // work.tensor_parallel) * shape.head_dim
+    if shape.delta_nets is not None:
+        block, each = shape.delta_nets.blocks(
+            width, shape.attending, work.length, work.tensor_parallel, work.kv_dtype_bytes
+        )
+        return block * (sequences * each + 1)
+    blocks = sequences * -(-work.length // KV_BLOCK) + 1
     return 2 * work.kv_dtype_bytes * width * shape.layers * blocks * KV_BLOCK
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from .. import preflight
 from ..nvfp4.linear import compute_dtype
 from . import formulas
 from .formulas import ModelBytes, Shape, model_bytes, shape_of
@@ -68,7 +69,7 @@ class MemoryPlan:
     """What a run takes of its GPU, in bytes.
 
     `kv_bytes` is what a colocated engine gets, `kv_wanted` what all its sequences need at full length, `kv_least` what it does not start
-    without, `sequences` how many of full length run at a time. `max_model_len`: of the engine; None for the model's own. `changes`: settings that make the run fit, or that let all sequences
+    without, `sequences` how many of full length run at a time, `most_running` how many of any length (None: all). `max_model_len`: of the engine; None for the model's own. `changes`: settings that make the run fit, or that let all sequences
     run at a time; `least` is the peak of the most frugal settings that were tried.
     """
 
@@ -83,6 +84,7 @@ class MemoryPlan:
     changes: tuple[str, ...] = ()
     changed_waves: int | None = None
     least: int | None = None
+    most_running: int | None = None
 
     @property
     def update(self) -> int:
@@ -117,9 +119,13 @@ class MemoryPlan:
 
     def engine_arguments(self) -> dict[str, Any]:
         """What `vllm.LLM` is told of memory: exactly this KV cache. vLLM compares its share of the GPU with what is free when it starts,
-        and takes nothing by it; the share is small, so that a neighbour on the same GPU that starts at this moment does no harm."""
+        and takes nothing by it; the share is small, so that a neighbour on the same GPU that starts at this moment does no harm. And no more
+        sequences than there are states for: vLLM refuses to capture CUDA graphs of more than it has blocks for ("Mamba cache blocks")."""
         assert self.gpu is not None, "planned without a GPU"
-        return {"kv_cache_memory_bytes": self.kv_bytes, "gpu_memory_utilization": 0.01}
+        arguments = {"kv_cache_memory_bytes": self.kv_bytes, "gpu_memory_utilization": 0.01}
+        if self.most_running is not None and self.most_running < self.work.completions:
+            arguments["max_num_seqs"] = max(1, self.most_running)
+        return arguments
 
     # ------------------------------------------------------------------ in words
 
@@ -263,6 +269,8 @@ def _add_up(
     name = f"activations of {f'{work.tokens} packed' if work.packed else f'{work.batch} x {work.length}'} tokens"
     if work.kept_layers:
         name += f", {work.kept_layers} of {shape.layers} layers not recomputed"
+    if shape.delta_nets is not None and not work.delta_kernels:
+        name += ", without flash-linear-attention"
     trained = "trained weights" if work.base_format == "full" else f"adapter, rank {work.lora_rank}"
     context = formulas.CONTEXT_BYTES + (formulas.NCCL_BYTES if work.processes > 1 else 0)  # which may be yet to come
     outside = max(gpu.outside, context) if gpu else context
@@ -306,7 +314,10 @@ def _add_up(
         # less than a sequence's serves none, and would make it another number at every start, for which vLLM 0.25 compiles its graphs anew
         kv = max(least, one_block + sequences * one)
     parts.append(Part(_KV_CACHE, 0 if work.sleep else kv, kv))
-    return MemoryPlan(work, tuple(parts), gpu, kv, wanted, least, sequences, max_model_len)
+    running = None
+    if shape.delta_nets is not None:  # each has its states, and a block of keys and values
+        running = (kv // one_block - 1) // (shape.delta_nets.state_blocks(shape.attending) + 1)
+    return MemoryPlan(work, tuple(parts), gpu, kv, wanted, least, sequences, max_model_len, most_running=running)
 
 
 def _alternatives(work: Workload) -> Iterator[tuple[tuple[str, ...], Workload]]:
@@ -402,9 +413,10 @@ def plan_trainer(trainer: Any, gpu: Gpu | None = None) -> MemoryPlan:
             gpu = Gpu.current(device)
         if gpu is not None and gpu.free is not None:
             gpu = dataclasses.replace(gpu, free=gpu.free - _still_to_come(trainer, device))
-        made = plan_run(
-            shape_of(model.config), work, gpu, model_bytes(model), args.vllm_max_model_length or lengths.engine
-        )
+        shape = shape_of(model.config)
+        if shape.delta_nets is not None:
+            preflight.tell(preflight.delta_nets())
+        made = plan_run(shape, work, gpu, model_bytes(model), args.vllm_max_model_length or lengths.engine)
         trainer.memory_plan = made
         if gpu is not None and trainer.accelerator.is_main_process and (work.colocated or not made.fits):
             logger.warning("%s\n%s", made.table(), made.verdict())

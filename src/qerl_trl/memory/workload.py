@@ -32,7 +32,7 @@ class Workload:
     sequences that are generated at a time. `rollout`: "transformers", "colocate" or "server" (vLLM). `padded`: the prompts' lengths differ,
     so that attention gets a mask. `overlap`: a colocated engine samples while an update runs. `packed`: the sequences of a backward pass are one row without padding (`update/packing.py`), in which
     `generations` completions share each prompt; `compiled`, `fused`: decoder layers and LoRA layers are (`update/compiled.py`,
-    `update/lora_linear.py`). `gradient_checkpointing`: whether decoder layers recompute their activations; None: the last `kept_layers`
+    `update/lora_linear.py`). `delta_kernels`: gated delta nets are computed by flash-linear-attention. `gradient_checkpointing`: whether decoder layers recompute their activations; None: the last `kept_layers`
     do not, of which a plan makes as many as fit. `dtype_bytes`: of what is not quantized. `kv_limit` (bytes) and `utilization` (of the GPU) replace what
     would be planned for the KV cache. `sharded`: the processes share the trainer's weights out between them (FSDP 2).
     """
@@ -54,6 +54,7 @@ class Workload:
     generations: int = 1
     compiled: bool = False
     fused: bool = False
+    delta_kernels: bool = False
     processes: int = 1
     sharded: bool = False
     rollout: str = "transformers"

@@ -16,6 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..memory.workload import MAX_BATCHED_TOKENS
+from ..nvfp4.architectures import has_delta_nets
 from ..nvfp4.config import NVFP4Config
 from ..nvfp4.layouts import METHOD
 from ..nvfp4.linear import NVFP4Linear, compute_dtype, has_nvfp4
@@ -58,7 +59,8 @@ class EngineSpec:
         text_only: whether no pictures can come, so that an engine of a model that sees them builds no tower and keeps no memory for one.
         delta_net: whether layers carry a state in place of keys and values, as Qwen3.5's. vLLM would compute prompts there with what FlashInfer
             compiles at the first of them, on a Hopper card, which takes minutes and a CUDA toolkit; it is told to take its own Triton kernels,
-            which are the ones that flash-linear-attention has for the trainer.
+            which are the ones that flash-linear-attention has for the trainer. In process nothing is kept of prompts: newer versions would keep a
+            second state per sequence for it, which is not planned (memory/delta_nets.py), and share prompts of a block, 528 tokens of Qwen3.5-9B.
         holds: digest of how each layer of the trainer's model holds its weight, which is how an engine in its process does.
     """
 
@@ -115,7 +117,7 @@ class EngineSpec:
             ignore=tuple(dense_layers(base)) if packed and at_load else None,
             adapter=adapter_buffers(model) if is_peft_model(model) else None,
             text_only=text is not base.config and isinstance(processing_class, PreTrainedTokenizerBase),
-            delta_net="linear_attention" in (getattr(text, "layer_types", None) or ()),
+            delta_net=has_delta_nets(base.config),
             holds=_held_as(base),
             **limits,
         )
@@ -156,7 +158,7 @@ class EngineSpec:
             "max_num_batched_tokens": MAX_BATCHED_TOKENS,
             **FILES,
             **({"language_model_only": True} if self.text_only else {}),
-            **(DELTA_NET if self.delta_net else {}),
+            **(DELTA_NET | {"enable_prefix_caching": False} if self.delta_net else {}),
         }
 
     def serve_command(self) -> str:

@@ -2,16 +2,19 @@
 
 from typing import Any
 
+from transformers.utils import is_flash_linear_attention_available
+
 from . import compiled, lora_linear, packing
 
 
 def computes(trainer: Any) -> dict[str, Any]:
-    """`packed`, `compiled` and `fused` of the plan's [`Workload`], before [`prepare`]: by the settings, the device and the model."""
+    """`packed`, `compiled`, `fused` and `delta_kernels` of the plan's [`Workload`], before [`prepare`]: by the settings, the device and the model."""
     model = trainer.accelerator.unwrap_model(trainer.model)
     return {
         "packed": trainer.args.padding_free is not False and packing.reason_against(trainer) is None,
         "compiled": compiled.expected(trainer),
         "fused": trainer.args.fused_lora and lora_linear.fuses_all(model),
+        "delta_kernels": is_flash_linear_attention_available(),
     }
 
 
