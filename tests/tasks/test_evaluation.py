@@ -31,6 +31,7 @@ from qerl_trl.tasks.evaluation import (
     transformers_engine,
     vllm_engine,
 )
+from tests.architectures import dense_model
 from tests.publish.test_export import make_policy
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -226,24 +227,33 @@ def fake_vllm(monkeypatch):
     return install
 
 
-def test_vllm_gets_the_adapter_and_one_seed_a_completion(fake_vllm, problems, tmp_path):
+def test_vllm_gets_the_adapter_and_one_seed_a_completion(fake_vllm, problems, tmp_path, tiny_model_dir):
     module = fake_vllm()
     (tmp_path / "adapter_config.json").write_text('{"r": 12}')
     protocol = dataclasses.replace(PROTOCOLS["gsm8k"], chat_template_kwargs={"enable_thinking": False})
-    generate = vllm_engine("base", protocol, str(tmp_path), seed=5, chat_template="the run's")
+    generate = vllm_engine(str(tiny_model_dir("qwen2")), protocol, str(tmp_path), seed=5, chat_template="the run's")
     assert generate(problems) == ["#### 1"] * 4
     assert module.calls[0][1]["enable_lora"] is True
     assert module.calls[0][1]["max_lora_rank"] == 16
     template = {"chat_template": "the run's", "chat_template_kwargs": {"enable_thinking": False}}
     assert module.calls[1] == ("chat", [5, 6, 7, 8], ("adapter", 1, str(tmp_path)), template)
-    assert "chat_template" not in module.calls[0][1]
+    assert not {"chat_template", "language_model_only"} & module.calls[0][1].keys()
 
 
-def test_vllm_that_ignores_the_adapter_is_refused(fake_vllm, tmp_path):
+@pytest.mark.parametrize("asked", [{}, {"language_model_only": False}], ids=["by default", "asked otherwise"])
+def test_vllm_builds_no_tower_for_problems_in_text(fake_vllm, tmp_path, asked):
+    """It built Qwen3.5's and Gemma 3's, and computed the largest pictures at its start."""
+    module = fake_vllm()
+    dense_model("gemma3").save_pretrained(tmp_path)
+    vllm_engine(str(tmp_path), PROTOCOLS["gsm8k"], **asked)
+    assert module.calls[0][1]["language_model_only"] is asked.get("language_model_only", True)
+
+
+def test_vllm_that_ignores_the_adapter_is_refused(fake_vllm, tmp_path, tiny_model_dir):
     fake_vllm(dead=True)
     (tmp_path / "adapter_config.json").write_text('{"r": 8}')
     with pytest.raises(RuntimeError, match="not applied"):
-        vllm_engine("base", PROTOCOLS["gsm8k"], str(tmp_path))
+        vllm_engine(str(tiny_model_dir("qwen2")), PROTOCOLS["gsm8k"], str(tmp_path))
 
 
 def test_without_vllm_the_error_says_what_to_do(monkeypatch):

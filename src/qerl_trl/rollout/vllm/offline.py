@@ -13,7 +13,8 @@ class CheckpointEngine:
 
     Args:
         adapter: folder of a PEFT adapter.
-        arguments: further arguments of `vllm.LLM`.
+        arguments: further arguments of `vllm.LLM`. The prompts are text: a model that sees pictures is built without its tower, unless
+            `language_model_only=False` is among them.
 
     Raises:
         `ImportError`: vLLM is not installed.
@@ -22,6 +23,7 @@ class CheckpointEngine:
     """
 
     def __init__(self, model: str, adapter: str | None = None, seed: int = 0, **arguments: Any) -> None:
+        from transformers import AutoConfig
         from vllm import LLM
         from vllm.lora.request import LoRARequest
 
@@ -36,6 +38,10 @@ class CheckpointEngine:
                     "(qerl-trl merge), or evaluate with transformers."
                 )
             arguments = {"enable_lora": True, "max_lora_rank": slot, **arguments}
+        named = {name: arguments[name] for name in ("revision", "trust_remote_code") if name in arguments}
+        config = AutoConfig.from_pretrained(model, **named)
+        if config.get_text_config(decoder=True) is not config:
+            arguments = {"language_model_only": True, **arguments}
         self.llm = LLM(model=model, seed=seed, **arguments)
         if self.request is not None:
             self._check_adapter_applied()
