@@ -87,7 +87,7 @@ def test_a_repository_that_becomes_public_while_training(server, tiny_model_dir,
 # --- whole or not at all ----------------------------------------------------------------------------------------------------------
 
 
-@fault("R7.upload_interrupted", remedy=None, recovered=True)
+@fault("R7.upload_interrupted", recovered=True)
 def test_an_upload_that_is_killed_leaves_nothing_and_is_continued(server, merged):  # noqa: F811
     """SIGKILL while large files go up; the same command then sends only what has not arrived."""
     command = [sys.executable, "-m", "qerl_trl.cli.main", "push", "merged", str(merged), REPO]
@@ -111,7 +111,17 @@ def test_an_upload_that_is_killed_leaves_nothing_and_is_continued(server, merged
     assert set(server.repos[REPO]["files"]) == {".gitattributes"}
     arrived = dict(server.uploads)
     assert arrived
-    assert call("push", "merged", merged, REPO)[0] == 0
+    assert "was there" not in said
+    code, _, err = call("push", "merged", merged, REPO)
+    assert code == 0
+    for word in (
+        f"{REPO} was there and holds nothing yet",
+        "an upload to it was interrupted before its last step",
+        "Nothing needs doing",
+        "files that have arrived are not sent again",
+    ):
+        assert word in err
+    assert "was there" not in call("push", "merged", merged, REPO)[2]  # it is whole
     files = server.repos[REPO]["files"]
     assert len(server.repos[REPO]["commits"]) == 1
     assert {name: files[name] for name in files if name.endswith(".safetensors")} == {

@@ -23,6 +23,7 @@ from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, Reposit
 from .. import checkpoint, redaction
 from ..identity import RunSettings
 from . import cards, export, outgoing
+from .answers import HTTPError, explanation, root_of
 from .names import is_hub_id
 from .outgoing import Content, HubError
 from .records import Export, Facts
@@ -30,9 +31,13 @@ from .run import Exportable, is_trainer, recorded_revision
 
 #: what the Hub itself puts into a new repository
 _HUB_FILES = {".gitattributes", "README.md"}
+_NOTHING_YET = (
+    "{} was there and holds nothing yet: an upload to it was interrupted before its last step, or never begun. Nothing needs doing: this "
+    "one goes on, and large files that have arrived are not sent again."
+)
+#: repositories that this process has made
+_made: set[str] = set()
 _ATTEMPTS = 5
-#: what the client's HTTP library raises also where no answer came: httpx's, from huggingface_hub 2 on httpx2's
-_HTTPError: type[Exception] = next(base for base in HfHubHTTPError.__mro__ if base.__name__ == "HTTPError")
 _T = TypeVar("_T")
 
 
@@ -51,7 +56,7 @@ def prepare_repository(
         `HubError`: no token, a refused token, no network, or an existing public repository where a private one is wanted.
     """
     api = _announced(repo_id, private, token, notify)
-    return api, _created(api, repo_id, private)
+    return api, _created(api, repo_id, private, notify)
 
 
 def _announced(repo_id: str, private: bool, token: str | None, notify: Callable[[str], None]) -> HfApi:
@@ -69,9 +74,17 @@ def _announced(repo_id: str, private: bool, token: str | None, notify: Callable[
     return api
 
 
-def _created(api: HfApi, repo_id: str, private: bool) -> str:
+def _created(api: HfApi, repo_id: str, private: bool, notify: Callable[[str], None]) -> str:
     with _explained(repo_id):
-        repo_id = _retried(lambda: api.create_repo(repo_id, private=private, exist_ok=True)).repo_id
+        try:
+            repo_id = _retried(lambda: api.create_repo(repo_id, private=private)).repo_id
+            _made.add(repo_id)
+        except HfHubHTTPError as error:
+            if error.response.status_code not in (403, 409):  # 403: not to be created, but there perhaps
+                raise
+            repo_id = _retried(lambda: api.create_repo(repo_id, private=private, exist_ok=True)).repo_id
+            if repo_id not in _made and not set(_retried(lambda: api.list_repo_files(repo_id))) - _HUB_FILES:
+                notify(_NOTHING_YET.format(repo_id))
         if not private and api.repo_info(repo_id).private:
             raise HubError(
                 f"{repo_id} exists and is private, and a public publication was asked for. Change its visibility in its settings on the "
@@ -92,48 +105,13 @@ def _explained(repo_id: str) -> Iterator[None]:
     waits, session.timeout = session.timeout, _ANSWER_SECONDS  # as huggingface_hub makes it, it waits for ever
     try:
         yield
-    except (HfHubHTTPError, _HTTPError, OfflineModeIsEnabled, OSError, RuntimeError) as error:
+    except (HfHubHTTPError, HTTPError, OfflineModeIsEnabled, OSError, RuntimeError) as error:
         if isinstance(error, HubError):
             raise
         # not chained: the requests inside carry the token in their headers
-        raise HubError(redaction.redact(_explanation(error, repo_id))) from None
+        raise HubError(redaction.redact(explanation(error, repo_id))) from None
     finally:
         session.timeout = waits
-
-
-def _explanation(error: Exception, repo_id: str) -> str:
-    nothing = "Nothing was published: files become visible only with the last step."
-    if isinstance(error, OfflineModeIsEnabled):
-        return f"huggingface_hub is in offline mode (HF_HUB_OFFLINE=1). Unset it to publish. {nothing}"
-    response = getattr(_root(error), "response", None)
-    status = getattr(response, "status_code", None)
-    if status == 401:
-        return f"The Hub refused the token (401). Log in again with `hf auth login`, or set a valid HF_TOKEN. {nothing}"
-    if status == 403:
-        return (
-            f"The token may not write to {repo_id} (403). Use a token with write access, and a namespace that is yours: user/name or "
-            f"organization/name. {nothing}"
-        )
-    if isinstance(_root(error), RepositoryNotFoundError):
-        return f"{repo_id} was not found, or the token may not see it. {nothing}"
-    if status is not None:
-        return f"The Hub answered {status} for {repo_id}: {_root(error)}. {nothing} Try the same command again later."
-    if isinstance(_root(error), (_HTTPError, OSError)):
-        return (
-            f"The connection to the Hub failed ({type(_root(error)).__name__}: {_root(error)}). {nothing} Run the same command again: files "
-            "that arrived are not sent twice."
-        )
-    return f"{type(error).__name__}: {error}. {nothing}"
-
-
-def _root(error: BaseException) -> BaseException:
-    """The first HTTP or connection error behind an exception (huggingface_hub wraps failed uploads in a RuntimeError)."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, (HfHubHTTPError, _HTTPError, ConnectionError, TimeoutError)):
-            return cause
-        cause = cause.__cause__
-    return error
 
 
 def _retried(request: Callable[[], _T], attempts: int = _ATTEMPTS, wait: float | None = None) -> _T:
@@ -141,12 +119,12 @@ def _retried(request: Callable[[], _T], attempts: int = _ATTEMPTS, wait: float |
     for attempt in range(attempts):
         try:
             return request()
-        except (HfHubHTTPError, _HTTPError, ConnectionError, TimeoutError, RuntimeError) as error:
-            root = _root(error)
+        except (HfHubHTTPError, HTTPError, ConnectionError, TimeoutError, RuntimeError) as error:
+            root = root_of(error)
             status = getattr(getattr(root, "response", None), "status_code", None)
             passing = status is None or status >= 500 or status == 429
             last = attempts - 1 if "Timeout" not in type(root).__name__ else 1  # of long waits two
-            known = (HfHubHTTPError, _HTTPError, ConnectionError, TimeoutError)  # the last two: the xet client's
+            known = (HfHubHTTPError, HTTPError, ConnectionError, TimeoutError)  # the last two: the xet client's
             if not isinstance(root, known) or not passing or attempt >= last:
                 raise
             time.sleep((_WAIT_SECONDS if wait is None else wait) * 2**attempt)
@@ -260,7 +238,7 @@ def _publish(
     outgoing.check_words(repo_id, revision, message)
     api = _announced(repo_id, private, token, notify)
     look(api)
-    repo_id = _created(api, repo_id, private)
+    repo_id = _created(api, repo_id, private, notify)
     facts = {**facts, "repo_id": repo_id}
     if base is not None and (packed := stored_packed(api, base)) is not None:
         facts["base_packed"] = packed
@@ -343,7 +321,7 @@ def check_base_on_hub(api: HfApi, base_model: str, settings: RunSettings, allowe
         return [
             f"{base_model} was not found on the Hub with this token: nobody can load the adapter before it is there."
         ]
-    except (HfHubHTTPError, _HTTPError, OSError, RuntimeError):
+    except (HfHubHTTPError, HTTPError, OSError, RuntimeError):
         pass  # of somebody else, who writes no manifest
     except ValueError as error:
         wrong = f"does not say what it holds: its {error}"
@@ -377,7 +355,7 @@ def stored_packed(api: HfApi, base: str) -> bool | None:
     try:
         path = _retried(lambda: api.hf_hub_download(base, "config.json"), attempts=2)
         return "quantization_config" in json.loads(Path(path).read_text())
-    except (HfHubHTTPError, _HTTPError, OSError, RuntimeError, ValueError):
+    except (HfHubHTTPError, HTTPError, OSError, RuntimeError, ValueError):
         return None
 
 
