@@ -1,6 +1,7 @@
 """What a run leaves behind, and how it goes on from there: whole checkpoints, the same trajectory, a finished run that stays finished."""
 
 import logging
+import math
 import os
 import random
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import SaveStrategy, TrainOutput, rotate_checkpoints
 
 from . import checkpoint, disk, forward, guards, loading, lora, reference, run_folder
+from .ended import ended_by_signal, goes_on
 from .identity import RunSettings, run_settings
 from .processes import load_to_numbered_cpus
 from .publishing import PublishingMixin
@@ -104,7 +106,8 @@ class SavingMixin(PublishingMixin):
             self._changed = (*self._changed, *reference.load(self, resume))
         if self.args.overlap:
             self.vllm_generation.resume_ahead(resume)
-        return super().train(resume, *args, **kwargs)
+        with ended_by_signal(self):
+            return super().train(resume, *args, **kwargs)
 
     def set_initial_training_values(self, *args: Any, **kwargs: Any) -> Any:
         values: tuple[Any, ...] = super().set_initial_training_values(*args, **kwargs)
@@ -126,6 +129,8 @@ class SavingMixin(PublishingMixin):
             line = f"optimizer: a new one from step {done} on"
             logger.warning("Going on from %s as allowed: %s.", self._saved, line)
             self._changed = (*self._changed, line)
+        if self._resumed is not None and self._saved is not None and done < wanted:
+            self.accelerator.print(goes_on(self._output_dir(), self._saved, done, wanted, self._resumed.epoch))
         return epochs, *others
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
@@ -335,6 +340,7 @@ class SaveBetweenRollouts(TrainerCallback):
     def __init__(self, trainer: OnlineTrainer) -> None:
         self._trainer = trainer
         self._pending: set[str] = set()
+        self._told = False
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> TrainerControl:
         rollout_every = args.steps_per_generation * getattr(args, "num_iterations", 1)
@@ -350,4 +356,13 @@ class SaveBetweenRollouts(TrainerCallback):
             if getattr(control, name):
                 setattr(control, name, False)
                 self._pending.add(name)
+        if "should_save" in self._pending and not self._told:
+            self._told = True
+            logger.warning(
+                "The checkpoint due at step %d is written after the next step that ends a rollout: one rollout is used for %d steps here, and a "
+                "run goes on as it was only between rollouts. With save_steps a multiple of %d every save falls there.",
+                state.global_step,
+                every := rollout_every // math.gcd(rollout_every, args.gradient_accumulation_steps),
+                every,
+            )
         return control

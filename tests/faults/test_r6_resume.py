@@ -125,45 +125,63 @@ def test_the_same_command_goes_on_from_the_one_before(damage, named, tiny_runs, 
 
 # --- interrupted and started again ---------------------------------------------------------------------------------------------------
 
+
+def told_to_go_on(text: str, run: Path, newest: str, wanted: int) -> bool:
+    """Whether a run has said, once: from which checkpoint and step it goes on, what of it is lost, and what else could be done."""
+    step = newest.removeprefix("checkpoint-")
+    words = (
+        f"{run} goes on at step {step} of {wanted} (epoch ",
+        f"from {newest}",
+        "steps after it were not saved and are done again",
+        "Nothing needs doing",
+        "to begin anew, choose another output_dir",
+    )
+    return text.count("goes on at step") == 1 and all(word in text for word in words)
+
+
 QUIET = {"aqn": False, "max_steps": 4}
 LATER = {**QUIET, "gradient_accumulation_steps": 8, "save_steps": 3}  # two updates an epoch
 # two updates share a rollout: a save that falls between them waits for the second
 INSIDE = {**QUIET, "steps_per_generation": 2, "max_steps": 6, "save_steps": 3}
 INTERRUPTED = [
-    case(QUIET, 3, "checkpoint-2", fault("R6.resume_on_boundary", remedy=None, recovered=True)),
-    case(INSIDE, 3, "checkpoint-4", fault("R6.resume_inside_buffer", remedy=None, recovered=True)),
+    case(QUIET, 3, "checkpoint-2", fault("R6.resume_on_boundary", recovered=True)),
+    case(INSIDE, 3, "checkpoint-4", fault("R6.resume_inside_buffer", recovered=True)),
     case(
         {**QUIET, "num_iterations": 2},
         2,
         "checkpoint-2",
-        fault("R6.resume_num_iterations", remedy=None, recovered=True),
+        fault("R6.resume_num_iterations", recovered=True),
     ),
-    case(LATER, 4, "checkpoint-3", fault("R6.resume_later_epoch", remedy=None, recovered=True)),
+    case(LATER, 4, "checkpoint-3", fault("R6.resume_later_epoch", recovered=True)),
     case(
         {"aqn_sigma_start": 0.5, "max_steps": 4},
         4,
         "checkpoint-3",
-        fault("R6.resume_with_noise", remedy=None, recovered=True),
+        fault("R6.resume_with_noise", recovered=True),
     ),
 ]
 
 
 @pytest.mark.parametrize(("options", "rollout", "newest"), INTERRUPTED)
-def test_an_interrupted_run_ends_as_if_it_had_not_been(options, rollout, newest, tiny_runs, tmp_path):  # noqa: F811
+def test_an_interrupted_run_ends_as_if_it_had_not_been(options, rollout, newest, tiny_runs, tmp_path, capsys, caplog):  # noqa: F811
     whole = tiny_runs.command(tmp_path / "whole", **options)
     run = tmp_path / "run"
     with pytest.raises(Interrupted):
         tiny_runs.command(run, reward=interrupting(rollout), **options)
     assert checkpoint.last_checkpoint(run) == str(run / newest)
+    assert "goes on" not in capsys.readouterr().out  # of first starts
     resumed = tiny_runs.command(run, **options)
+    assert told_to_go_on(capsys.readouterr().out, run, newest, options["max_steps"])
+    moved = "one rollout is used for 2 steps here"
+    assert (moved in caplog.text) is (options is INSIDE or "num_iterations" in options)
     assert (run / WEIGHTS).read_bytes() == (tmp_path / "whole" / WEIGHTS).read_bytes()
     assert options is not LATER or resumed._resumed.epoch > 1
     assert "aqn" in options or any(entry.get("aqn/sigma") for entry in whole.state.log_history)
 
 
-@fault("R6.resume_after_sigkill", remedy=None, recovered=True)
+@fault("R6.resume_after_sigkill", recovered=True)
 @pytest.mark.parametrize("moment", ["in a rollout", "in a save"])
-def test_a_killed_run_ends_as_if_it_had_not_been(moment, tiny_runs, ended, tmp_path):  # noqa: F811
+def test_a_killed_run_ends_as_if_it_had_not_been(moment, tiny_runs, ended, tmp_path, capsys, caplog):  # noqa: F811
     run = tmp_path / "run"
 
     def killed():
@@ -181,4 +199,7 @@ def test_a_killed_run_ends_as_if_it_had_not_been(moment, tiny_runs, ended, tmp_p
     assert process.exitcode == -signal.SIGKILL
     assert checkpoint.last_checkpoint(run) == str(run / "checkpoint-1")
     tiny_runs.command(run)
+    assert told_to_go_on(capsys.readouterr().out, run, "checkpoint-1", 2)
+    half = "checkpoint-2: qerl_manifest.json is missing: the run that wrote it was stopped before it was complete"
+    assert (half in caplog.text) is (moment == "in a save")
     assert (run / WEIGHTS).read_bytes() == (ended / "checkpoint-2" / WEIGHTS).read_bytes()

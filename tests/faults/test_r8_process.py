@@ -7,6 +7,7 @@ import os
 import resource
 import shutil
 import signal
+import time
 import types
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from tests.shapes import SEVEN_B
 
 from .catalog import fault, told
 from .stand_in import StandIn, make_trainer  # noqa: F401
-from .tiny_runs import WEIGHTS, AfterTheFirstStep, Interrupted, contents, interrupting, tiny_runs  # noqa: F401
+from .tiny_runs import WEIGHTS, AfterTheFirstStep, Interrupted, contents, interrupting, spread_reward, tiny_runs  # noqa: F401
 
 OUT_OF_MEMORY = (
     "CUDA out of memory. Tried to allocate 30.00 KiB. GPU 0 has a total capacity of 79.10 GiB of which 2 MiB is free."
@@ -208,8 +209,8 @@ def test_disk_full(limit, tiny_runs, whole, tmp_path):  # noqa: F811
 # --- signals -----------------------------------------------------------------------------------------------------------------------
 
 
-@fault("R8.sigterm", remedy=None, recovered=True)
-def test_sigterm(tiny_runs, whole, tmp_path):  # noqa: F811
+@fault("R8.sigterm", recovered=True)
+def test_sigterm(tiny_runs, whole, tmp_path, capfd):  # noqa: F811
     """As a scheduler ends a run whose time is up."""
 
     def terminate():
@@ -222,7 +223,41 @@ def test_sigterm(tiny_runs, whole, tmp_path):  # noqa: F811
     process.start()
     process.join(60)
     assert process.exitcode == -signal.SIGTERM
+    said = capfd.readouterr().err
+    for word in (
+        "SIGTERM at step 1 of 2",
+        "ended from outside (a scheduler's time limit",
+        f"The last whole checkpoint is {run / 'checkpoint-1'}: the same command goes on from it",
+    ):
+        assert said.count(word) == 1
     assert goes_on(tiny_runs, run, whole)
+    assert f"{run} goes on at step 1 of 2" in capfd.readouterr().out
+
+
+def test_sigterm_is_left_to_who_handles_it(tiny_runs, tmp_path, capfd):  # noqa: F811
+    """A script's own handler stays; a process forked in a training ends as ever and says nothing of the run; afterwards all is as before."""
+    seen: list[int] = []
+
+    def reward(completions, **kwargs):
+        if before_it is signal.SIG_DFL:
+            child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+            child.start()
+            child.terminate()
+            child.join(60)
+            seen.append(child.exitcode)
+        else:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return spread_reward(completions)
+
+    for name, before_it in (("ours", signal.SIG_DFL), ("own", lambda *_: seen.append(1))):
+        outside = signal.signal(signal.SIGTERM, before_it)
+        try:
+            tiny_runs.trainer(tmp_path / name, reward=reward, max_steps=1, save_strategy="no").train()
+            assert signal.getsignal(signal.SIGTERM) is before_it
+        finally:
+            signal.signal(signal.SIGTERM, outside)
+    assert seen == [-signal.SIGTERM, 1]
+    assert "SIGTERM at step" not in capfd.readouterr().err
 
 
 # --- several processes -------------------------------------------------------------------------------------------------------------

@@ -19,6 +19,8 @@ base_format="bf16")` builds that one, `distance.logit_distance` measures how far
 import copy
 import hashlib
 import json
+import logging
+import math
 import os
 import shutil
 import tempfile
@@ -57,6 +59,8 @@ from .run import (
 )
 from .tensors import cast_job, fused_entries, lossless_dtype, packed_job, requantize_job, survived_of
 from .writer import Job
+
+logger = logging.getLogger(__name__)
 
 #: adds a README to an unfinished export
 WriteCard = Callable[[Path, Export], None]
@@ -345,7 +349,14 @@ def _save_config(
     config.dtype = dtype
     config.architectures = [type(model).__name__]
     if getattr(config, "tie_word_embeddings", False) and "lm_head.weight" in names:
-        config.tie_word_embeddings = False  # the embedding or the head was trained: they differ now
+        config.tie_word_embeddings = False
+        more = next(math.prod(spec.shape) for job in jobs for spec in job.specs if spec.name == "lm_head.weight")
+        logger.warning(
+            "The embedding or the output head was trained, and the base has one matrix for both: they differ now. What is written has lm_head.weight "
+            "too, %s numbers more than the base, and tie_word_embeddings=False in config.json. Nothing needs doing; to keep one matrix, train "
+            "without lm_head and embed_tokens (target_modules, modules_to_save).",
+            f"{more:,}",
+        )
     config.save_pretrained(folder)
     if model.generation_config is not None:
         model.generation_config.save_pretrained(folder)

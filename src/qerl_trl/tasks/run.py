@@ -74,7 +74,6 @@ def train_and_measure(
     resume = trainer.to_resume()  # refuses a folder that belongs to another run
     before = None
     if resume:
-        tell(f"Resuming from {resume}.")
         before = read_before(output_dir, test)
     if before is None:
         before = held_out()
