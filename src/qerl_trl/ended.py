@@ -39,14 +39,15 @@ def last_whole(saved: str | None) -> str:
 def ended_by_signal(trainer: Any) -> Iterator[None]:
     """Around a training: SIGTERM, by which schedulers, containers and `kill` end a process, is told before it acts as ever.
 
-    Where something else handles it (transformers' `enable_jit_checkpoint`, a script's own handler), or outside of the main thread, nothing is
-    changed. A process that hangs inside a C function is ended when that returns, or by SIGKILL.
+    Where something else handles it (transformers' `enable_jit_checkpoint`, a script's own handler), outside of the main thread, and in all but the
+    main process, nothing is changed. The main process, where it hangs inside a C function, is ended when that returns, or by SIGKILL, which
+    schedulers and torchrun send 10 to 30 s later.
     """
     own = os.getpid()
 
     def tell(number: int, frame: FrameType | None) -> None:
         signal.signal(number, signal.SIG_DFL)
-        if os.getpid() == own and trainer.accelerator.is_main_process:
+        if os.getpid() == own:  # a child that was forked has this handler, too
             state = trainer.state
             text = (
                 f"SIGTERM at step {state.global_step} of {state.max_steps}: this run was ended from outside (a scheduler's time limit, a stopped "
@@ -57,7 +58,7 @@ def ended_by_signal(trainer: Any) -> Iterator[None]:
         os.kill(os.getpid(), number)
 
     free = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    if not free or trainer.args.enable_jit_checkpoint:
+    if not free or trainer.args.enable_jit_checkpoint or not trainer.accelerator.is_main_process:
         yield
         return
     signal.signal(signal.SIGTERM, tell)

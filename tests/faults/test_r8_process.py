@@ -240,8 +240,13 @@ def test_sigterm_is_left_to_who_handles_it(tiny_runs, tmp_path, capfd):  # noqa:
 
     def reward(completions, **kwargs):
         if before_it is signal.SIG_DFL:
-            child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+            forked = multiprocessing.get_context("fork")
+            running = (
+                forked.Event()
+            )  # what arrives while a fork is under way is lost: Python forgets the signals of its parent there
+            child = forked.Process(target=lambda: (running.set(), time.sleep(60)))
             child.start()
+            running.wait(60)
             child.terminate()
             child.join(60)
             seen.append(child.exitcode)

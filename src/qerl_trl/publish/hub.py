@@ -35,8 +35,8 @@ _NOTHING_YET = (
     "{} was there and holds nothing yet: an upload to it was interrupted before its last step, or never begun. Nothing needs doing: this "
     "one goes on, and large files that have arrived are not sent again."
 )
-#: repositories that this process has made
-_made: set[str] = set()
+#: endpoints and repositories there that this process has made
+_made: set[tuple[str, str]] = set()
 _ATTEMPTS = 5
 _T = TypeVar("_T")
 
@@ -78,12 +78,14 @@ def _created(api: HfApi, repo_id: str, private: bool, notify: Callable[[str], No
     with _explained(repo_id):
         try:
             repo_id = _retried(lambda: api.create_repo(repo_id, private=private)).repo_id
-            _made.add(repo_id)
+            _made.add((api.endpoint, repo_id))
         except HfHubHTTPError as error:
             if error.response.status_code not in (403, 409):  # 403: not to be created, but there perhaps
                 raise
             repo_id = _retried(lambda: api.create_repo(repo_id, private=private, exist_ok=True)).repo_id
-            if repo_id not in _made and not set(_retried(lambda: api.list_repo_files(repo_id))) - _HUB_FILES:
+            if (api.endpoint, repo_id) not in _made and not set(
+                _retried(lambda: api.list_repo_files(repo_id))
+            ) - _HUB_FILES:
                 notify(_NOTHING_YET.format(repo_id))
         if not private and api.repo_info(repo_id).private:
             raise HubError(
