@@ -208,9 +208,8 @@ def checks() -> str:
         "|---|" + "---:|" * 4,
     ]
     for row in record["checks"]:
-        size, _, completions = row["size"].partition(":")
         rows.append(
-            f"| {size.upper()}, {row.get('completions', completions or 8)} x 512 | {row['step_s']:.2f} | {row['checks_ms_per_step']:.1f} | "
+            f"| {row['size'].upper()}, {row['completions']} x 512 | {row['step_s']:.2f} | {row['checks_ms_per_step']:.1f} | "
             f"{row['checks_percent']:.2f} % | {row['checks_at_start_s']:.2f} |"
         )
     first = record["checks"][0]

@@ -85,11 +85,13 @@ class DeltaNets:
         token = 2 * dtype_bytes * width
         page = (self.state_bytes * self.state + 2 * (self.kernel - 1) * self.convolved) // processes
         tokens = _ALIGNED * -(-page // (_ALIGNED * token))
-        few, many = sorted((attending, self.layers))
-        group = many if many < 1.5 * few else few
+        group = self._group(attending)
         return group * tokens * token, self.state_blocks(attending) + -(-attending // group) * -(-length // tokens)
 
     def state_blocks(self, attending: int) -> int:
         """Blocks of a sequence that hold states, however short it is."""
+        return -(-self.layers // self._group(attending))
+
+    def _group(self, attending: int) -> int:
         few, many = sorted((attending, self.layers))
-        return -(-self.layers // (many if many < 1.5 * few else few))
+        return many if many < 1.5 * few else few
