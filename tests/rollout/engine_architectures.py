@@ -16,10 +16,12 @@ Models compute in float32, but for a few, so that what is left is rounding. As a
 
 # ruff: noqa: I001, E402  (scenarios sets the environment before torch and vLLM are imported)
 
+import os
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # CUDA itself, once asked, cannot be used in a forked child
 if __name__ == "__main__":
     sys.path[0] = str(ROOT)  # the folder of a script would come first, and tests/rollout/vllm would be taken for vLLM
 
@@ -28,7 +30,6 @@ from tests.rollout import scenarios
 import importlib.util
 import json
 import multiprocessing
-import os
 import tempfile
 import traceback
 from typing import Any
