@@ -186,9 +186,9 @@ class QeRLMixin(SavingMixin, PackingMixin, ShardingMixin):
     # ------------------------------------------------------------------------------------------------------- rollout
 
     def _generate(self, prompts: list) -> Any:
-        training, model = self.model.training, self.accelerator.unwrap_model(self.model)
+        training = self.model.training
         noise = self.aqn.generation() if self.aqn is not None else nullcontext()
-        engine = self.vllm_generation.rollout() if self.use_vllm else of_the_model_alone(model)
+        engine = self.vllm_generation.rollout() if self.use_vllm else of_the_model_alone(self.model)
         with self._timer.phase("rollout", counts=training):
             with noise, engine:
                 output = super()._generate(prompts)

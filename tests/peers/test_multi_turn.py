@@ -3,6 +3,7 @@ the noise of a real one.
 """
 
 import functools
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -254,3 +255,14 @@ def test_without_noise_completions_may_come_from_anywhere(make, options):
     trainer = make(rollout_func=from_elsewhere, options=options)
     trainer.train()
     assert trainer.state.global_step == 2
+
+
+def test_a_rollout_function_that_leaves_out_a_key_gets_trls_own_error():
+    """On a trainer of which there is no more than TRL's own test builds: nothing of the model is asked before the function."""
+    trainer = object.__new__(QeRLGRPOTrainer)
+    trainer.accelerator = SimpleNamespace(device=torch.device("cpu"), is_main_process=True)
+    trainer.model, trainer.state = SimpleNamespace(training=True), SimpleNamespace(global_step=0)
+    trainer.use_vllm = False
+    trainer.rollout_func = lambda prompts, trainer: {"prompt_ids": [[1]], "completion_ids": [[2]]}
+    with pytest.raises(ValueError, match=r"rollout_func must return keys \['logprobs'\]"):
+        trainer._generate(["prompt"])

@@ -21,7 +21,6 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # CUDA itself, once asked, cannot be used in a forked child
 if __name__ == "__main__":
     sys.path[0] = str(ROOT)  # the folder of a script would come first, and tests/rollout/vllm would be taken for vLLM
 
@@ -184,12 +183,13 @@ def _child(name: str, log: Path, pipe: Any) -> None:
 
 
 def cells(name: str, log: Path) -> dict[str, str]:
-    """Cell -> "works" or "refused: ...", in a process forked from this one, so that vLLM is imported once. `log` gets its output.
+    """Cell -> "works" or "refused: ...", in a process of its own: forked, so that vLLM is imported once, or with a GPU, which no forked process
+    can use, started anew. `log` gets its output.
 
     Raises:
         `RuntimeError`: it failed in any other way.
     """
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("spawn" if scenarios.DEVICE == "cuda" else "fork")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_child, args=(name, log, theirs))
     process.start()
