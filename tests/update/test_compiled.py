@@ -19,6 +19,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM
 
 from qerl_trl.lora import register_nvfp4_lora
 from qerl_trl.noise.hooks import NoiseDraw, NormNoise
@@ -27,6 +28,7 @@ from qerl_trl.nvfp4.linear import NVFP4Linear
 from qerl_trl.update import compiled as regional
 from qerl_trl.update import layer_function, lora_linear
 from qerl_trl.update.compiled import compile_layers, warm_up
+from tests import shapes
 from tests.faults.tiny_runs import TinyRuns
 from tests.ranks import on_ranks
 from tests.tiny_models import FAMILIES, make_tiny_model
@@ -99,6 +101,25 @@ def test_values_and_gradients_are_those_of_eager(family):
     for length, wanted in expected.items():
         assert_same(update(model, batch(length)), wanted)
     assert graphs() and not counters["graph_break"]
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+def test_gated_delta_nets_stay_as_they_are_beside_attention_that_is_compiled(recompute):
+    """Of their loop over chunks the compiler makes a graph of minutes, for each length another: on a GPU no step of Qwen3.5 began in time."""
+    torch.manual_seed(0)
+    config = shapes.tiny(shapes.NEWER["qwen3.5-9b"][0], vocab_size=512).get_text_config()
+    assert config.layer_types == ["linear_attention", "full_attention"]
+    plain = LoraConfig(r=4, target_modules=["o_proj", "down_proj"], init_lora_weights=False)
+    model = get_peft_model(AutoModelForCausalLM.from_config(config, dtype=torch.float32), plain).train()
+    expected = {length: update(model, batch(length)) for length in (96, 40)}
+    compiled = compile_layers(model, backend="aot_eager")
+    if recompute:
+        compiled.recompute(compiled.layers)
+        model.enable_input_require_grads()
+    for length, wanted in expected.items():
+        assert_same(update(model, batch(length)), wanted)
+    assert graphs() == 2  # the layer of attention, and the norm after the layers
+    assert not compiled.failed
 
 
 def test_no_length_compiles_again():

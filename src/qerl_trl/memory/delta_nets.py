@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from ..nvfp4.architectures import has_delta_nets
+from ..nvfp4.architectures import delta_net_layers
 
 #: tokens of a chunk, in transformers' own code and in flash-linear-attention
 CHUNK = 64
@@ -32,11 +32,12 @@ class DeltaNets:
     @classmethod
     def of(cls, config: PretrainedConfig) -> "DeltaNets | None":
         """Of a text decoder's configuration; None where it has none."""
-        if not has_delta_nets(config):
+        layers = delta_net_layers(config)
+        if not layers:
             return None
         text: Any = config.get_text_config(decoder=True)
         return cls(
-            layers=text.layer_types.count("linear_attention"),
+            layers=len(layers),
             key_heads=text.linear_num_key_heads,
             value_heads=text.linear_num_value_heads,
             key_dim=text.linear_key_head_dim,

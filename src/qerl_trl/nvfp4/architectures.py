@@ -127,11 +127,13 @@ def unadapted_by_default(config: "PretrainedConfig") -> tuple[str, ...]:
     return (*towers, *routers, *row.dense, *row.unadapted)
 
 
-def has_delta_nets(config: "PretrainedConfig") -> bool:
-    """Whether layers of the text decoder are gated delta nets, which carry a state in place of keys and values."""
+def delta_net_layers(config: "PretrainedConfig") -> tuple[int, ...]:
+    """Which layers of the text decoder are gated delta nets, which carry a state in place of keys and values."""
     text = config.get_text_config(decoder=True)
     kinds = getattr(text, "layer_types", None) or ()
-    return "linear_attention" in kinds and hasattr(text, "linear_num_value_heads")
+    if not hasattr(text, "linear_num_value_heads"):
+        return ()
+    return tuple(index for index, kind in enumerate(kinds) if kind == "linear_attention")
 
 
 def has_experts(config: "PretrainedConfig") -> bool:

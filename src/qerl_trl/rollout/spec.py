@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..memory.workload import MAX_BATCHED_TOKENS
-from ..nvfp4.architectures import has_delta_nets
+from ..nvfp4.architectures import delta_net_layers
 from ..nvfp4.config import NVFP4Config
 from ..nvfp4.layouts import METHOD
 from ..nvfp4.linear import NVFP4Linear, compute_dtype, has_nvfp4
@@ -117,7 +117,7 @@ class EngineSpec:
             ignore=tuple(dense_layers(base)) if packed and at_load else None,
             adapter=adapter_buffers(model) if is_peft_model(model) else None,
             text_only=text is not base.config and isinstance(processing_class, PreTrainedTokenizerBase),
-            delta_net=has_delta_nets(base.config),
+            delta_net=bool(delta_net_layers(base.config)),
             holds=_held_as(base),
             **limits,
         )

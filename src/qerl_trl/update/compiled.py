@@ -12,6 +12,8 @@ alike: what is compiled for the first serves all, and hidden-state hooks and FSD
   there only what the gradients need (`layer_function.py`).
 - **One graph for all passes.** A forward without gradient (old log-probabilities) runs the same graph as the update and drops what it saved,
   so both give the same bits, as eager code does, and half is compiled.
+- **Gated delta nets** stay as they are, beside layers of attention that are compiled: transformers' own code for them has a loop over the chunks of a
+  sequence, of which the compiler would make a graph of minutes for each length, and flash-linear-attention's kernels are none that it can see into.
 - **Noise** (`noise/hooks.py`) is laid on the norms' weights around the compiled function; a new draw is new values of the same inputs.
 - **Same bits again.** Nothing is chosen by timing (`layer_function.py`), and `warm_up` compiles on shapes that the settings alone decide, so a resumed run
   computes what the uninterrupted one would have.
@@ -22,7 +24,7 @@ Nothing of torch's global state is changed; other compiled code in the process (
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import MethodType
@@ -37,6 +39,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import TrainerCallback
 
 from ..noise.hooks import laid_on
+from ..nvfp4.architectures import delta_net_layers
 from ..upstream import OnlineTrainer
 from . import attention
 from .layer_function import FAILURES, LayerFunction, tensors
@@ -56,13 +59,19 @@ class CompiledLayers:
 
     Args:
         layers: decoder layers, in the order in which they run.
+        left: which of them stay as they are.
         norm: the norm after them, or None.
         backend: of torch.compile.
         deterministic: False lets inductor choose kernels by timing them.
     """
 
     def __init__(
-        self, layers: list[nn.Module], norm: nn.Module | None, backend: str = "inductor", deterministic: bool = True
+        self,
+        layers: list[nn.Module],
+        norm: nn.Module | None,
+        backend: str = "inductor",
+        deterministic: bool = True,
+        left: Container[int] = (),
     ) -> None:
         self.layers, self.norm = layers, norm
         self.rehearsing: str | None = None  # in `warm_up`: "clean" or "noisy"
@@ -71,11 +80,11 @@ class CompiledLayers:
         )
         functions: dict[Callable, LayerFunction] = {}
         self.forwards: list[_Forward] = []
-        for module in (*layers, *([norm] if norm is not None else [])):
+        for index, module in enumerate((*layers, *([norm] if norm is not None else []))):
             own = type(module).forward
             if own not in functions:
                 functions[own] = LayerFunction(own, backend, deterministic)
-            self.forwards.append(_Forward(self, module, functions[own]))
+            self.forwards.append(_Forward(self, module, functions[own], left=index in left))
             module.forward = self.forwards[-1]
 
     @property
@@ -118,8 +127,8 @@ class CompiledLayers:
 class _Forward:
     """Stands before a module's own forward and chooses. Not part of a copy or a pickle: they get the module's own."""
 
-    def __init__(self, owner: CompiledLayers, module: nn.Module, function: LayerFunction) -> None:
-        self.owner, self.module, self.function = owner, module, function
+    def __init__(self, owner: CompiledLayers, module: nn.Module, function: LayerFunction, left: bool) -> None:
+        self.owner, self.module, self.function, self.left = owner, module, function, left
         self.is_norm = module is owner.norm
         self.recomputes = False
         self.parts = [part for part in module.modules() if not any(part.children())]
@@ -164,7 +173,7 @@ class _Forward:
         return output if graded else _detached(output)
 
     def _compiles(self, kwargs: Mapping[str, Any]) -> bool:
-        if self.function.failed or not self.module.training or torch.is_inference_mode_enabled():
+        if self.left or self.function.failed or not self.module.training or torch.is_inference_mode_enabled():
             return False
         if torch.compiler.is_compiling():  # somebody compiles the whole model
             return False
@@ -253,7 +262,8 @@ def compile_layers(model: nn.Module, backend: str = "inductor", deterministic: b
     Raises:
         ValueError: see `find_layers`.
     """
-    return CompiledLayers(*find_layers(model), backend, deterministic)
+    layers, norm = find_layers(model)
+    return CompiledLayers(layers, norm, backend, deterministic, left=delta_net_layers(base_of(model).config))
 
 
 def _conflict(trainer: OnlineTrainer) -> str | None:
@@ -389,8 +399,12 @@ class WarmUp(TrainerCallback):
                 torch.cuda.empty_cache()  # blocks of these lengths, of which updates of others would make little use
             took = f"{time.perf_counter() - started:.1f} s"
         if not compiled.failed and state.is_world_process_zero:
-            name = type(compiled.layers[0]).__name__
-            print(f"torch.compile of {len(compiled.layers)} {name} for updates of any length: {took}", flush=True)
+            name, left = type(compiled.layers[0]).__name__, sum(forward.left for forward in compiled.forwards)
+            delta_nets = f" ({left} gated delta nets stay as they are)" if left else ""
+            print(
+                f"torch.compile of {len(compiled.layers) - left} {name}{delta_nets} for updates of any length: {took}",
+                flush=True,
+            )
 
 
 def compile_for(trainer: OnlineTrainer) -> CompiledLayers | None:
