@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from qerl_trl import shipped
+from qerl_trl.cli import arms as cli_arms
 from qerl_trl.cli import run as cli_run
 from qerl_trl.config import BASE_FORMATS
 from qerl_trl.tasks import arms as comparison
@@ -99,6 +100,26 @@ def test_runs_that_cannot_be_compared_are_refused(arms, tmp_path):
     assert code == 2 and "is not of nvfp4 with seed 1" in said and "'bf16'" in said
 
 
+def test_runs_start_as_the_accelerate_file_says(arms, tmp_path, monkeypatch):
+    """`train` took the file, and `arms` gave it to the script, which has no such option."""
+    (tmp_path / "two.yaml").write_text("num_processes: 2\n")
+    commands = []
+
+    def launch(command, log):
+        commands.append(command)
+        log.write_text("not started")
+        return 1
+
+    monkeypatch.setattr(cli_arms, "launch", launch)
+    words = ("--arms", "bf16", "--seeds", 1, "--accelerate_config", tmp_path / "two.yaml")
+    for more in ([], ["--num_processes", "3"]):
+        assert arms(*words, *more)[0] == 1
+        command = commands.pop()
+        script = next(i for i, word in enumerate(command) if word.endswith("grpo_gsm8k.py"))
+        expected = ["-m", "accelerate.commands.launch", "--config_file", str(tmp_path / "two.yaml"), *more]
+        assert command[1:script] == expected and "--accelerate_config" not in command
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -108,8 +129,9 @@ def test_runs_that_cannot_be_compared_are_refused(arms, tmp_path):
         (("--arms", "bf16", "--seed", "4"), "--seed is what qerl-trl arms gives to each run"),
         (("--arms", "bf16", "--aqn=false"), "--aqn=false is what qerl-trl arms gives to each run"),
         (("--arms", "bf16", "--base-format", "nf4"), "--base-format is what qerl-trl arms gives to each run"),
+        (("--arms", "bf16", "--accelerate-config", "absent"), "--accelerate_config absent is no file"),
     ],
-    ids="unknown arm-twice seed-twice seed arm hyphens".split(),
+    ids="unknown arm-twice seed-twice seed arm hyphens accelerate".split(),
 )
 def test_what_cannot_work_is_refused_before_any_run(words, said, arms, tmp_path):
     code, _, message = arms(*words)

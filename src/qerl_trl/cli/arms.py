@@ -11,8 +11,8 @@ from typing import Annotated
 import typer
 from typer.core import TyperCommand
 
-from ..shipped import config_file
-from .options import AsJson, note, print_result
+from ..shipped import accelerate_file, config_file
+from .options import AccelerateConfig, AsJson, NumProcesses, note, print_result
 from .run import example_command
 
 #: what a finished run was started with, in its folder
@@ -43,7 +43,8 @@ def arms(
     output_dir: Annotated[Path, typer.Option("--output_dir", help="Folder with a folder for each run, and the table.")],
     seeds: Annotated[list[int] | None, typer.Option(help="Seeds of each arm. Default: 1 2 3.")] = None,
     jobs: Annotated[int, typer.Option(help="Runs at a time.")] = 1,
-    num_processes: Annotated[int, typer.Option(help="Processes (GPUs) of a run, through accelerate launch.")] = 1,
+    num_processes: NumProcesses = None,
+    accelerate_config: AccelerateConfig = None,
     as_json: AsJson = False,
 ) -> None:
     """Train arms x seeds, each in a folder of its own, and print the paired table. Further options go to every run, as with train.
@@ -67,6 +68,8 @@ def arms(
             "--hub_model_id would push every run to one repository. Leave it out: each is named after its folder."
         )
     file = config_file(config)
+    if accelerate_config is not None:
+        accelerate_file(accelerate_config)  # refused now, not once for each run
     output_dir.mkdir(parents=True, exist_ok=True)
     runs, failed = [], []
 
@@ -80,7 +83,7 @@ def arms(
             return arm, seed, 0
         log = output_dir / f"{folder.name}.log"
         note(f"{arm}, seed {seed}: in {folder}, its output in {log}")
-        code = launch(example_command(words, num_processes), log)
+        code = launch(example_command(words, num_processes, accelerate_config), log)
         if code == 0:
             checkpoint.write_json_atomically(folder / STARTED_NAME, started)
         return arm, seed, code

@@ -25,6 +25,16 @@ Dtype = Annotated[
     str | None, typer.Option(help="Compute dtype of the policy. Default: what the run recorded, else bfloat16.")
 ]
 Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:<i>.")]
+NumProcesses = Annotated[
+    int | None,
+    typer.Option(
+        help="Processes (GPUs) of a run, through accelerate launch. Default: 1, or as --accelerate-config says."
+    ),
+]
+AccelerateConfig = Annotated[
+    str | None,
+    typer.Option(help="accelerate's YAML file, or the name of a shipped one: data_parallel_8, fsdp2_2, zero2_4..."),
+]
 DatasetName = Annotated[str | None, typer.Option("--dataset", help="Training data to name in the card.")]
 
 

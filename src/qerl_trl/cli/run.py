@@ -9,7 +9,16 @@ from typing import Annotated, Any
 import typer
 
 from ..shipped import accelerate_file, config_file, examples_folder, task_file
-from .options import AllowOtherBase, AsJson, BaseFormat, BaseModel, Dtype, print_result
+from .options import (
+    AccelerateConfig,
+    AllowOtherBase,
+    AsJson,
+    BaseFormat,
+    BaseModel,
+    Dtype,
+    NumProcesses,
+    print_result,
+)
 
 
 def train(
@@ -22,14 +31,8 @@ def train(
         str | None,
         typer.Option(help="YAML file of a task, or the name of a shipped one. Default: what the configuration says."),
     ] = None,
-    num_processes: Annotated[
-        int | None,
-        typer.Option(help="Processes (GPUs), through accelerate launch. Default: 1, or as --accelerate-config says."),
-    ] = None,
-    accelerate_config: Annotated[
-        str | None,
-        typer.Option(help="accelerate's YAML file, or the name of a shipped one: data_parallel_8, fsdp2_2, zero2_4..."),
-    ] = None,
+    num_processes: NumProcesses = None,
+    accelerate_config: AccelerateConfig = None,
 ) -> None:
     """Train with examples/grpo_gsm8k.py. Further options go to it: any field of QeRLConfig, TRL's ModelConfig and of a task."""
     arguments = list(context.args)
