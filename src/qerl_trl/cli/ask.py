@@ -11,12 +11,28 @@ from ..shipped import config_file
 from .options import AsJson, print_result
 
 
+#: options of `plan` that a run's file has as well, and by which name
+_OF_A_FILE = {
+    "batch": "per_device_train_batch_size",
+    "accumulation": "gradient_accumulation_steps",
+    "completion_length": "max_completion_length",
+    "completions": "generation_batch_size",
+    "lora_rank": "lora_r",
+    "optimizer": "optim",
+    "base_format": "base_format",
+    "gradient_checkpointing": "gradient_checkpointing",
+    "vllm": "use_vllm",
+    "sleep": "vllm_enable_sleep_mode",
+}
+
+
 def plan(
+    context: typer.Context,
     model: Annotated[
         str | None, typer.Argument(help="Folder or Hub id; only its config.json is read. Default: what --config names.")
     ] = None,
     config: Annotated[
-        str | None, typer.Option(help="YAML file of a run, or the name of a shipped one; replaces the options below.")
+        str | None, typer.Option(help="YAML file of a run, or the name of a shipped one; options below are in place of its values.")
     ] = None,
     gpu_gib: Annotated[float, typer.Option(help="Memory of one GPU, in GiB.")] = 80.0,
     card: Annotated[
@@ -64,16 +80,18 @@ def plan(
     from qerl_trl.memory.plan import Gpu, plan_run
     from qerl_trl.memory.workload import Workload, dtype_bytes_of, on_a_gpu, workload_of_file
 
+    for name, value, known in (
+        ("--optimizer", optimizer, [str(name.value) for name in OptimizerNames]),
+        ("--base-format", base_format, list(BASE_FORMATS)),
+    ):
+        if value not in known:
+            raise ValueError(f"{name} {value} is none of {', '.join(known)}.")
     if config is not None:
-        named, work = workload_of_file(config_file(config), prompt_length, gpus)
+        said = [name for name in _OF_A_FILE if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"]
+        instead = {_OF_A_FILE[name]: context.params[name] for name in said}
+        named, work = workload_of_file(config_file(config), prompt_length, gpus, instead)
         model = model or named
     else:
-        for name, value, known in (
-            ("--optimizer", optimizer, [str(name.value) for name in OptimizerNames]),
-            ("--base-format", base_format, list(BASE_FORMATS)),
-        ):
-            if value not in known:
-                raise ValueError(f"{name} {value} is none of {', '.join(known)}.")
         if completions % gpus:
             raise ValueError(f"--completions {completions} cannot be shared by --gpus {gpus}: choose a multiple of it.")
         work = Workload(

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -195,9 +195,11 @@ def _together(args: Any) -> int:
 
 
 def workload_of_file(
-    path: str | os.PathLike[str], prompt_length: int, processes: int = 1
+    path: str | os.PathLike[str], prompt_length: int, processes: int = 1, instead: Mapping[str, Any] | None = None
 ) -> tuple[str | None, Workload]:
     """(model, workload of one process) of a run's YAML file on so many `processes`; only the length of its prompts is not in there.
+
+    `instead`: values in place of the file's, as on the command line of a run.
 
     Raises:
         `ValueError`: its batch cannot be shared by as many.
@@ -210,7 +212,7 @@ def workload_of_file(
     class Config(QeRLConfig):
         world_size = processes  # the launcher's, elsewhere
 
-    values = contents(Path(path))
+    values = contents(Path(path)) | dict(instead or {})
 
     def build(kind: Any, **changed: Any) -> Any:
         names = {field.name for field in dataclasses.fields(kind) if field.init}
