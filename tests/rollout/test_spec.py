@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 
 from qerl_trl.nvfp4.config import NVFP4Config
@@ -14,7 +15,7 @@ from qerl_trl.rollout.generation import QeRLVLLMGeneration
 from qerl_trl.rollout.spec import EngineSpec
 from qerl_trl.rollout.wire import batch_invariant
 from tests.architectures import dense_model
-from tests.tiny_models import make_tiny_model, make_tiny_tokenizer
+from tests.tiny_models import make_tiny_model
 
 
 @pytest.fixture
@@ -117,11 +118,14 @@ def test_an_engine_of_a_model_that_sees_is_told_where_no_pictures_come(folder, t
 
     dense_model("gemma3").save_pretrained(tmp_path / "seeing")
     seeing = AutoModelForImageTextToText.from_pretrained(tmp_path / "seeing", dtype=torch.bfloat16)
-    text = EngineSpec.of(seeing, processing_class=make_tiny_tokenizer())
+    text = EngineSpec.of(seeing, pictures=False)
     assert text.llm_arguments()["language_model_only"] is True and "--language-model-only" in text.serve_command()
+    words = Dataset.from_dict({"prompt": ["What is 2 + 2?"]})
+    assert spec_of_a_run(seeing, data=words).text_only, "with a processor, it was built with its tower"
     for spec in (
-        EngineSpec.of(seeing, processing_class=SimpleNamespace(image_processor=None)),
-        EngineSpec.of(policy(folder), processing_class=make_tiny_tokenizer()),
+        EngineSpec.of(seeing),
+        spec_of_a_run(seeing, data=words.add_column("image", [None])),
+        EngineSpec.of(policy(folder), pictures=False),
     ):
         assert "language_model_only" not in spec.llm_arguments() and "language-model" not in spec.serve_command()
 
@@ -137,18 +141,25 @@ def test_delta_nets_are_computed_with_what_needs_no_compiler(folder, tmp_path):
     assert "gdn_prefill_backend" not in EngineSpec.of(policy(folder)).llm_arguments()
 
 
+def spec_of_a_run(model, mode="colocate", batch=8, data=None):
+    """What the engine of a trainer is told that has a processor."""
+    args = SimpleNamespace(scale_rule="rtn", generation_batch_size=batch, vllm_batch_invariant=False, bf16=True)
+    trainer = SimpleNamespace(args=args, train_dataset=data, eval_dataset=None)
+    mine = SimpleNamespace(
+        model=model, mode=mode, max_model_length=256, max_num_seqs=24, model_impl="auto", trust_remote_code=False,
+        trainer=trainer, trained=None, accelerator=SimpleNamespace(is_main_process=False),
+        _compute_dtype=lambda: torch.bfloat16, _in_process=lambda: None, processing_class=SimpleNamespace(image_processor=None),
+    )  # fmt: skip
+    QeRLVLLMGeneration._build_engine(mine)
+    return mine.spec
+
+
 @pytest.mark.parametrize(("mode", "batch", "told"), [("server", 96, 96), ("server", 8192, 1024), ("colocate", 96, 24)])
 def test_a_server_is_shared_by_all_processes(folder, mode, batch, told):
     """It captured CUDA graphs for vLLM's default. TRL's number is of an engine in one of, here, four processes."""
-    args = SimpleNamespace(scale_rule="rtn", generation_batch_size=batch, vllm_batch_invariant=False, bf16=True)
-    mine = SimpleNamespace(
-        model=policy(folder), mode=mode, max_model_length=256, max_num_seqs=24, model_impl="auto", trust_remote_code=False,
-        trainer=SimpleNamespace(args=args), trained=None, accelerator=SimpleNamespace(is_main_process=False),
-        _compute_dtype=lambda: torch.bfloat16, _in_process=lambda: None, processing_class=None,
-    )  # fmt: skip
-    QeRLVLLMGeneration._build_engine(mine)
-    assert mine.spec.llm_arguments()["max_num_seqs"] == told
-    assert parsed(mine.spec.serve_command())[1]["--max-num-seqs"] == str(told)
+    spec = spec_of_a_run(policy(folder), mode, batch)
+    assert spec.llm_arguments()["max_num_seqs"] == told
+    assert parsed(spec.serve_command())[1]["--max-num-seqs"] == str(told)
 
 
 def test_engines_whose_layers_hold_their_weights_otherwise_share_no_compiled_graph(folder):

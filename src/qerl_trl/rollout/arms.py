@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from .adapter import check_sharding
+from .pictures import columns_of
 from .vllm.imported import import_vllm
 from .vllm.plugin import check_vllm_is_there, check_vllm_version
 
@@ -110,9 +111,8 @@ def check_overlap(args: "QeRLConfig | QeRLRLOOConfig", given: Mapping[str, Any])
         raise ValueError(
             f"overlap=1 cannot look ahead in a {type(data).__name__}: prompts have to have numbers. Load the data as a Dataset, or use overlap=0."
         )
-    pictures = {"image", "images"} & set(getattr(data, "column_names", None) or ())
-    if pictures:
-        raise ValueError(f"overlap=1 cannot work with pictures (column {sorted(pictures)[0]!r}) yet. Use overlap=0.")
+    if pictures := columns_of(data):
+        raise ValueError(f"overlap=1 cannot work with pictures (column {pictures[0]!r}) yet. Use overlap=0.")
 
 
 def check_environment(args: "QeRLConfig | QeRLRLOOConfig") -> None:

@@ -31,6 +31,7 @@ from ..memory.plan import MemoryPlan
 from ..names import is_sharded
 from ..noise.hooks import NoiseDraw
 from ..nvfp4.linear import compute_dtype
+from . import pictures
 from .adapter import check_sharding
 from .contract import check_completions, check_contents, check_noise_acted
 from .engine import Completion, Engine, RankWithoutEngine, RolloutError, Sampling
@@ -174,7 +175,7 @@ class QeRLVLLMGeneration(VLLMGeneration):
             scale_rule=args.scale_rule,
             dtype=self._compute_dtype(),
             revision=(getattr(args, "model_init_kwargs", None) or {}).get("revision"),
-            processing_class=self.processing_class,
+            pictures=pictures.may_come(self.trainer, self.processing_class),
             max_model_len=self.max_model_length,
             max_num_seqs=at_a_time(args, self.mode, self.max_num_seqs),
             model_impl=self.model_impl,

@@ -13,7 +13,7 @@ import torch
 from accelerate.utils import is_peft_model
 from peft import PeftModel
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from ..memory.workload import MAX_BATCHED_TOKENS
 from ..nvfp4.architectures import delta_net_layers
@@ -87,11 +87,11 @@ class EngineSpec:
         scale_rule: str = "rtn",
         revision: str | None = None,
         dtype: torch.dtype | None = None,
-        processing_class: Any = None,
+        pictures: bool = True,
         **limits: Any,
     ) -> "EngineSpec":
         """From the trainer's model, whose compute dtype is the default of `dtype`. `scale_rule` counts where the model does not
-        know its own; `processing_class` is the trainer's, whose pictures TRL takes from a processor alone; `limits` are the fields from
+        know its own; `pictures`: whether any may come ([`pictures.may_come`]); `limits` are the fields from
         `max_model_len` on.
 
         Raises:
@@ -116,7 +116,7 @@ class EngineSpec:
             scale_rule=scale_rule if packed and at_load else None,
             ignore=tuple(dense_layers(base)) if packed and at_load else None,
             adapter=adapter_buffers(model) if is_peft_model(model) else None,
-            text_only=text is not base.config and isinstance(processing_class, PreTrainedTokenizerBase),
+            text_only=text is not base.config and not pictures,
             delta_net=bool(delta_net_layers(base.config)),
             holds=_held_as(base),
             **limits,
