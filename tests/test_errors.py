@@ -1,6 +1,7 @@
 """What a command, or a script that trains, ends with: a message where that is all one needs, else a traceback."""
 
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -89,6 +90,23 @@ def test_a_run_that_cannot_work_ends_with_what_is_wrong(words, message, warm_tra
     *before, told = done.stderr.strip().splitlines()
     assert told.startswith("qerl-trl: ") and message in told
     assert "Traceback" not in done.stderr and "usage" not in done.stderr and len(before) < 3
+
+
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [(None, "is no folder of a model: it has no config.json"), ("tokenizer*", "makes no tokens of a text")],
+    ids=["config", "tokenizer"],
+)
+def test_a_model_folder_that_lacks_files_is_named(file, message, warm_training, tmp_path):
+    """An empty one ended with the tokenizers library's advice, without its name; one without a tokenizer with an IndexError in generate."""
+    folder = tmp_path / "model"
+    folder.mkdir() if file is None else shutil.copytree(
+        ROOT / "examples/assets/tiny-qwen2", folder, ignore=shutil.ignore_patterns(file)
+    )
+    command = [EXAMPLE, "--config", "embedded", "--output_dir", str(tmp_path), "--model_name_or_path", str(folder)]
+    done = warm_training.run(command, ROOT, dict(os.environ))
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert str(folder) in done.stderr and message in done.stderr
 
 
 @pytest.mark.parametrize(

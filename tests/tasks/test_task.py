@@ -239,7 +239,7 @@ def test_tools_and_environments_reach_the_trainer(folder):
 
 
 def test_prompts_need_a_chat_template(folder):
-    plain = SimpleNamespace(chat_template=None, name_or_path="some/base")
+    plain = SimpleNamespace(chat_template=None, name_or_path="some/base", encode=lambda text, **options: [1])
     with pytest.raises(ValueError, match=r"some/base has no chat template.*chat_template_path"):
         read(folder).prepared(plain)
     (folder / "own.jinja").write_text("{{ messages }}\n")

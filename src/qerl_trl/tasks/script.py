@@ -110,6 +110,10 @@ class Script:
         folder = next((place for place in (Path(model), examples_folder().parent / model) if place.is_dir()), None)
         if folder is not None:  # from any working directory, also when the run is merged or measured later
             model = str(folder.resolve())
+            if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
+                raise ValueError(
+                    f"{model} is no folder of a model: it has no config.json. Name one that has, or a Hub id (user/name)."
+                )
         given = args.model_init_kwargs or {}
         assert isinstance(given, dict), "parsed by the configuration"
         args.model_init_kwargs = {

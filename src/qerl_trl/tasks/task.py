@@ -249,7 +249,8 @@ class Task:
         """The tokenizer with this task's chat template.
 
         Raises:
-            `ValueError`: the file is not there; or neither the task nor the tokenizer has a template.
+            `ValueError`: the file is not there; neither the task nor the tokenizer has a template; or the tokenizer knows no words, as
+                transformers makes one for a folder that has none.
         """
         if self.chat_template_path is not None:
             file = found(self.chat_template_path, self.folders)
@@ -260,6 +261,11 @@ class Task:
             raise ValueError(
                 f"{getattr(tokenizer, 'name_or_path', '') or 'The tokenizer'} has no chat template, as models that were only pretrained, and a task asks in "
                 "messages. Name a Jinja file as chat_template_path, or take the model that was trained to answer."
+            )
+        if not tokenizer.encode("1 + 1", add_special_tokens=False):
+            raise ValueError(
+                f"The tokenizer of {tokenizer.name_or_path} makes no tokens of a text: its files (tokenizer.json) are missing or empty. Copy them "
+                "from where the model came from."
             )
         return tokenizer
 
