@@ -31,8 +31,7 @@ from ..memory.plan import MemoryPlan
 from ..names import is_sharded
 from ..noise.hooks import NoiseDraw
 from ..nvfp4.linear import compute_dtype
-from . import pictures
-from .adapter import check_sharding
+from . import adapter, pictures
 from .contract import check_completions, check_contents, check_noise_acted
 from .engine import Completion, Engine, RankWithoutEngine, RolloutError, Sampling
 from .placement import StartsEngine, placed_in_training
@@ -75,7 +74,7 @@ class QeRLVLLMGeneration(VLLMGeneration):
     # ------------------------------------------------------------------ start
 
     def _init_vllm(self) -> None:
-        check_sharding(self._dist.zero_stage, self._dist.fsdp_version)
+        adapter.check_sharding(self._dist.zero_stage, self._dist.fsdp_version)
         self.trained = trained_part(self.model)
         self._vocabulary = self.model.config.get_text_config().vocab_size
         self.waits = placed_in_training(self.accelerator)
