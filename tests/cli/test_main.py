@@ -277,7 +277,9 @@ def test_plan(tiny_model_dir):
     code, out, _ = call("plan", folder, "--config", "qwen2.5-7b", "--gpu-gib", 24)
     assert code == 0 and "128 completions run in 1 wave" in out and "optimizer, adamw_8bit" in out
     more = ("--base-format", "full", "--optimizer", "adamw_torch", "--completion-length", 2048, "--sleep")
-    code, out, _ = call("plan", folder, "--config", "qwen2.5-7b", *more, "--json")  # the file's were planned, without a word
+    code, out, _ = call(
+        "plan", folder, "--config", "qwen2.5-7b", *more, "--json"
+    )  # the file's were planned, without a word
     work = json.loads(out)["work"]
     assert work["base_format"] == "full" and work["optimizer"] == "adamw_torch" and work["sleep"]
     assert work["completion_length"] == 2048 and work["completions"] == 128

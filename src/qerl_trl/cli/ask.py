@@ -10,7 +10,6 @@ import typer
 from ..shipped import config_file
 from .options import AsJson, print_result
 
-
 #: options of `plan` that a run's file has as well, and by which name
 _OF_A_FILE = {
     "batch": "per_device_train_batch_size",
@@ -32,7 +31,10 @@ def plan(
         str | None, typer.Argument(help="Folder or Hub id; only its config.json is read. Default: what --config names.")
     ] = None,
     config: Annotated[
-        str | None, typer.Option(help="YAML file of a run, or the name of a shipped one; options below are in place of its values.")
+        str | None,
+        typer.Option(
+            help="YAML file of a run, or the name of a shipped one; options below are in place of its values."
+        ),
     ] = None,
     gpu_gib: Annotated[float, typer.Option(help="Memory of one GPU, in GiB.")] = 80.0,
     card: Annotated[
