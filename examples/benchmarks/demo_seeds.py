@@ -17,6 +17,8 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULT = Path(__file__).resolve().parent / "results" / "demo.json"
 DEMO = ROOT / "runs" / "embedded"  # output_dir of examples/configs/embedded.yaml
 CONFIG = "examples/configs/embedded.yaml"
+#: of what a step logs
+CURVES = ("step", "reward", "entropy", "aqn/", "seconds/", "rollout/")
 LAUNCH = "accelerate launch --cpu --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no examples/grpo_gsm8k.py"
 
 
@@ -39,6 +41,11 @@ def record(folders: list[Path], commit: str, note: str) -> dict:
     """
     runs = [json.loads((folder / "results.json").read_text()) for folder in folders]
     for folder, found in zip(folders, runs, strict=True):
+        settings = found["settings"]
+        settings["model"] = settings["model"].removeprefix(f"{ROOT}/")
+        found["log_history"] = [
+            {name: value for name, value in entry.items() if name.startswith(CURVES)} for entry in found["log_history"]
+        ]
         if folder.name == DEMO.name:
             found["command"] = "make demo"
     seeds = [found["seed"] for found in runs]

@@ -11,10 +11,12 @@ import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(ROOT)]
 
+import acceptance as acceptance_runs  # noqa: E402
 import embedded_arms  # noqa: E402
 import examples_learning  # noqa: E402
 import faults_gpu_cases  # noqa: E402
@@ -28,6 +30,8 @@ DEMO = ROOT / "examples/benchmarks/results/demo.json"
 FAULTS = ROOT / "examples/benchmarks/results/faults_h200.json"
 #: what started where, by device; a file that is not there yet adds no rows
 ACCEPTANCE = [ROOT / f"examples/benchmarks/results/acceptance_{device}.json" for device in ("h200", "h100")]
+#: what a run's time was noted at -> what had happened by then
+_SEEN = {"ready_s": "it was ready", "evaluated_s": "the held-out problems were answered", "trained_s": "its steps"}
 ARCHITECTURES = ROOT / "docs/architectures.json"
 
 
@@ -85,7 +89,7 @@ def acceptance() -> str:
         record = json.loads(path.read_text())
         for run in sorted(record["runs"], key=lambda run: _family_and_size(run["config"])):
             figures = " | ".join(str(run.get(name) or "-") for name in ("card_gib", "peak_gib", "ready_s", "seconds"))
-            ended = f"{run['steps']} steps" if run["passed"] else "**failed**"
+            ended = f"{run['steps']} steps" if run["passed"] else _failed(run)
             rows.append(
                 f"| {Path(run['config']).stem} | {run['arm']} | {record['device'].split()[1].rstrip(',')} | {figures} | {ended} |"
             )
@@ -95,10 +99,38 @@ def acceptance() -> str:
                 path, record["device"].partition(" x ")[0], commits, vLLM=record["versions"]["vllm"]
             )
         )
-    return "\n".join(rows) + f"\n\nRandom weights; seconds are those of runs side by side. {'; '.join(notes)}."
+    return (
+        "\n".join(rows)
+        + f"\n\nRandom weights; seconds are those of runs side by side. {'; '.join(notes)}.\n\nNot run to the end: {_not_run()}."
+    )
 
 
-def _family_and_size(config: str) -> tuple[str, float]:
+def _failed(run: dict[str, Any]) -> str:
+    seen = [text for name, text in _SEEN.items() if run.get(name)]
+    return f"**failed**{': its time ended' if run['exit_code'] == -9 else ''}{f' after {seen[-1]}' if seen else ''}"
+
+
+def _not_run() -> str:
+    """Configurations for a GPU with the arms that took no step on one, of all that there are."""
+    passed = {
+        (run["config"], run["arm"])
+        for path in filter(Path.is_file, ACCEPTANCE)
+        for run in json.loads(path.read_text())["runs"]
+        if run["passed"]
+    }
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for file in sorted((ROOT / "examples/configs").glob("*b.yaml"), key=_family_and_size):
+        missing = tuple(arm for arm in acceptance_runs.ARMS if (str(file.relative_to(ROOT)), arm) not in passed)
+        alike.setdefault(missing, []).append(file.stem)
+    every = len(acceptance_runs.ARMS)
+    return "; ".join(
+        f"{', '.join(names)} in {'any arm' if len(missing) == every else ', '.join(missing)}"
+        for missing, names in alike.items()
+        if missing
+    )
+
+
+def _family_and_size(config: str | Path) -> tuple[str, float]:
     family, _, size = Path(config).stem.rpartition("-")
     return family, float(size.removesuffix("b"))
 
