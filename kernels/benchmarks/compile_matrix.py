@@ -7,8 +7,9 @@
 The launches are the real ones (ops.product, on tensors without memory); only Triton's driver is replaced by one that names the GPU and
 never launches.  A row tells a kernel's registers per thread, bytes of stack per thread (0: nothing is spilled), bytes of shared memory per
 block and the card's limit; or the error.  `--quick` leaves out some matrices and numbers of tokens, and compiles a configuration for one
-rank of the adapter on each card, another one on the next card; kernels/tests runs it.  Versions of Triton that are not run now keep their
-rows in the file; `kernels` in it is the digest of the sources (measured.source_digest) that each was run with.
+rank of the adapter on each card, another one on the next card; kernels/tests runs it.  The file is written after each version, and versions
+that are not run now keep their rows in it, so several may run side by side; `kernels` in it is the digest of the sources
+(measured.source_digest) that each was run with.
 """
 
 import argparse
@@ -260,34 +261,40 @@ def main() -> None:
         import triton
 
         result = {"triton": triton.__version__, "rows": compile_all(architectures, args.quick)}
+        replace(args.out, json.dumps(result))
     else:
         passed_on = ["--architectures", args.architectures] + ["--quick"] * args.quick
         folders = args.tritons.split(os.pathsep)
         command = f"compile_matrix.py --architectures {args.architectures}" + " --quick" * args.quick
         from qerl_nvfp4.measured import source_digest
 
-        old = json.loads(args.out.read_text()) if args.out.is_file() else {}
-        result = {
-            "command": f"{command} --tritons <one folder per version>",
-            "kernels": old.get("kernels", {}),
-            "tritons": old.get("tritons", {}),
-        }
         for folder in folders:
             digest = source_digest()
             version, rows = in_a_process_of_its_own(folder, passed_on)
-            result["tritons"][version], result["kernels"][version] = rows, digest
+            # read again for each: another process may have written the rows of another Triton meanwhile
+            old = json.loads(args.out.read_text()) if args.out.is_file() else {}
+            result = {
+                "command": f"{command} --tritons <one folder per version>",
+                "kernels": old.get("kernels", {}) | {version: digest},
+                "tritons": old.get("tritons", {}) | {version: rows},
+            }
+            replace(args.out, one_row_per_line(result))
         print("\n".join(table(result)))
-    temporary = args.out.with_suffix(".tmp")
-    head = {k: v for k, v in result.items() if k not in ("tritons", "rows")}
-    if args.inside:
-        temporary.write_text(json.dumps(result))
-    else:  # one row per line
-        versions = ",\n".join(
-            f" {json.dumps(version)}: [\n  " + ",\n  ".join(map(json.dumps, rows)) + "\n ]"
-            for version, rows in sorted(result["tritons"].items())
-        )
-        temporary.write_text(json.dumps(head)[:-1] + ', "tritons": {\n' + versions + "\n}}\n")
-    os.replace(temporary, args.out)
+
+
+def one_row_per_line(result: dict) -> str:
+    head = {k: v for k, v in result.items() if k != "tritons"}
+    versions = ",\n".join(
+        f" {json.dumps(version)}: [\n  " + ",\n  ".join(map(json.dumps, rows)) + "\n ]"
+        for version, rows in sorted(result["tritons"].items())
+    )
+    return json.dumps(head)[:-1] + ', "tritons": {\n' + versions + "\n}}\n"
+
+
+def replace(path: Path, text: str) -> None:
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    temporary.write_text(text)
+    os.replace(temporary, path)
 
 
 if __name__ == "__main__":
