@@ -14,7 +14,7 @@ weights stop as `random_checkpoint.py` says. A run passes when its process ends 
 
 `card_gib`: the run sees a GPU of that size (torch's allocator is capped, `mem_get_info` answers accordingly); so several runs share one
 large GPU, and seconds are those of runs side by side. `peak_gib`: the process's memory by NVML, CUDA context and graphs included.
-The README's commands run for the first size, side by side, on the folder that `train` among them writes; `push`, `arms` and `tune` are
+Commands of the CLI (COMMANDS) run for the first size, side by side, on the folder that `train` among them writes; `push`, `arms` and `tune` are
 tested elsewhere.
 """
 
@@ -216,7 +216,7 @@ def run(size: str, arm: str, steps: int, gpu: int, work: Path, timeout: float, e
     return found
 
 
-#: of the README, in its order; those that read the folder of a finished run
+#: commands of the CLI that are run; those that read the folder of a finished run
 COMMANDS = ("doctor", "plan", "train", "plot", "merge", "merge-adapter", "quantize", "eval")
 AFTER_TRAIN = ("plot", "merge", "merge-adapter")
 
@@ -247,7 +247,7 @@ def words_of(name: str, work: Path, size: str, extra: list[str]) -> list[str]:
 def command_line(
     chosen: list[str], size: str, gpu: int, work: Path, timeout: float, extra: list[str], keep: Callable[[dict], None]
 ) -> None:
-    """The README's commands side by side, what reads a finished run after `train`, which is run for it if nobody chose it."""
+    """Commands of the CLI side by side, what reads a finished run after `train`, which is run for it if nobody chose it."""
 
     def call(name: str) -> None:
         started, words = time.perf_counter(), words_of(name, work, size, extra)
