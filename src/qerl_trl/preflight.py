@@ -2,20 +2,24 @@
 
 `qerl-trl doctor` prints what is found, [`check`] refuses or warns at the start of training. Facts are read when they are
 asked for; nothing is contacted, and no check takes longer than reading the metadata of the installed packages, but for
-[`vllm_problems`], which only `doctor` asks: it imports vLLM in another process. A run imports it anyway.
+[`vllm_problems`], which imports vLLM in another process, for seconds. `doctor` always asks it; a run does where no import of these
+versions was noted to work.
 """
 
 import dataclasses
 import functools
+import hashlib
 import importlib.metadata
 import importlib.util
+import json
 import logging
 import os
+import platform
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +28,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 from transformers.utils import is_flash_linear_attention_available
 
+from . import checkpoint
 from .nvfp4 import linear
 from .rollout.vllm import plugin
 
@@ -36,6 +41,8 @@ logger = logging.getLogger(__name__)
 _SHARED_MEMORY = Path("/dev/shm")
 _LEAST_SHARED_MEMORY = 2**30
 _VLLM_IMPORT_SECONDS = 300
+#: bytes of a 7B model in bf16 (Qwen2.5-7B: 7.62e9 weights)
+_MERGED_7B = 15_200_000_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +68,13 @@ def check(args: "TrainingArguments") -> None:
         found += gpu()
     if args.world_size > 1 or args.dataloader_num_workers > 0:
         found += shared_memory()
+    if (
+        getattr(args, "use_vllm", False)
+        and getattr(args, "vllm_mode", "") == "colocate"
+        and args.local_process_index == 0
+    ):
+        # one that is missing or untested is refused by name when the engine's options are looked at
+        found += [problem for problem in _vllm_unless_known() if problem.fatal]
     tell(found)
 
 
@@ -225,10 +239,28 @@ def shared_memory() -> list[Problem]:
     ]
 
 
+def free_bytes(folder: Path) -> int:
+    """On the disk of `folder`, which need not be there yet."""
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    return shutil.disk_usage(there).free
+
+
+def room(folder: Path) -> list[Problem]:
+    """Where no run says what it will write: room for a merged 7B model."""
+    free = free_bytes(folder)
+    if free >= _MERGED_7B:
+        return []
+    return [
+        Problem(
+            f"{folder} has {size_text(free)} free, and a merged 7B model takes {size_text(_MERGED_7B)}.",
+            "Free space, or choose another folder.",
+        )
+    ]
+
+
 def disk(folder: Path, one: int, count: int = 1) -> list[Problem]:
     """Room for `count` checkpoints of `one` bytes each in `folder`, which need not be there yet."""
-    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    free = shutil.disk_usage(there).free
+    free = free_bytes(folder)
     if free >= one * count:
         return []
     if free < one:
@@ -280,6 +312,7 @@ def vllm_problems() -> list[Problem]:
             )
         ]
     if done.returncode == 0:
+        note_vllm()
         return []
     lines = [line for line in done.stderr.splitlines() if line.strip()]
     reason = lines[-1] if done.returncode == 1 and lines else f"the process ended with {done.returncode}"
@@ -287,6 +320,34 @@ def vllm_problems() -> list[Problem]:
     text = reason if reason.startswith("vLLM") else str(plugin.broken_vllm(reason))
     what, _, remedy = text.partition(". ")
     return [Problem(f"{what}.", remedy, fatal=True)]
+
+
+def _vllm_unless_known() -> list[Problem]:
+    """[`vllm_problems`], unless the same versions were imported here before."""
+    note, versions = _vllm_note()
+    with suppress(OSError, ValueError):  # not there, or damaged
+        if json.loads(note.read_text()) == versions:
+            return []
+    return vllm_problems()
+
+
+def note_vllm() -> None:
+    """Runs in this environment need not try the import again."""
+    note, versions = _vllm_note()
+    with suppress(OSError):  # a home that cannot be written to: the next start imports again
+        note.parent.mkdir(parents=True, exist_ok=True)
+        checkpoint.write_json_atomically(note, versions)
+
+
+def _vllm_note() -> tuple[Path, dict[str, str]]:
+    """Where it is noted that these versions work together, one file per environment, and what it then says."""
+    from qerl_nvfp4 import measured
+
+    versions = {"environment": sys.prefix, "python": platform.python_version(), "torch": torch.__version__}
+    with suppress(ImportError):
+        versions["vllm"] = plugin.installed_version()
+    digest = hashlib.sha256(sys.prefix.encode()).hexdigest()[:12]
+    return measured.folder() / f"vllm-imported-{digest}.json", versions
 
 
 @contextmanager

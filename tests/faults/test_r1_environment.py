@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import transformers.training_args
 
 import qerl_nvfp4.ops
 from qerl_trl import QeRLConfig, QeRLGRPOTrainer, preflight
+from qerl_trl.cli import doctor
 from qerl_trl.nvfp4 import linear
 from qerl_trl.rollout.vllm import imported, plugin
 from tests.faults.catalog import fault, told
@@ -101,7 +103,7 @@ def test_vllm_missing(monkeypatch, tmp_path, mode):
 @pytest.mark.parametrize("version", ["0.20.2", "0.99.0"])
 def test_vllm_version(monkeypatch, tmp_path, version):
     monkeypatch.setattr(plugin, "check_vllm_is_there", lambda: None)
-    monkeypatch.setattr(plugin, "_installed_version", lambda: version)
+    monkeypatch.setattr(plugin, "installed_version", lambda: version)
     with told(
         ImportError, f"vLLM {version}", f"{plugin.OLDEST_VLLM} to {plugin.NEWEST_VLLM}", "pip install qerl-trl[vllm]"
     ):
@@ -125,6 +127,72 @@ def test_doctor_imports_vllm(broken_vllm):
     (problem,) = preflight.vllm_problems()
     assert problem.fatal and "undefined symbol" in problem.what and "vLLM" in problem.what
     assert "pip install --force-reinstall 'qerl-trl[vllm]'" in problem.remedy
+
+
+@pytest.fixture
+def children(monkeypatch, tmp_path):
+    """What the process that imports vLLM ends with, and the commands of those that were started; nothing is noted yet."""
+    started = SimpleNamespace(returncode=0, stderr="", commands=[])
+
+    def run(command, **_):
+        started.commands.append(command)
+        return started
+
+    monkeypatch.setenv("QERL_NVFP4_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(plugin, "check_vllm_version", lambda: None)
+    monkeypatch.setattr(plugin, "installed_version", lambda: "0.30.0")
+    monkeypatch.setattr(preflight.subprocess, "run", run)
+    return started
+
+
+def vllm_run(tmp_path, **options):
+    return QeRLConfig(str(tmp_path), report_to="none", use_cpu=True, bf16=False, use_vllm=True, **options)
+
+
+@fault("R1.vllm_abi")
+def test_a_run_imports_vllm_in_another_process_before_anything_is_loaded(children, tmp_path):
+    children.returncode, children.stderr = 1, "ImportError: vllm/_C.abi3.so: undefined symbol: _ZN3c104cuda\n"
+    for _ in range(2):  # one that failed is tried again
+        with told(RuntimeError, "vLLM", "undefined symbol", "pip install --force-reinstall 'qerl-trl[vllm]'"):
+            trainer_with(tmp_path, use_vllm=True, vllm_mode="colocate")
+    children.returncode, children.stderr = -11, ""
+    with told(RuntimeError, "vLLM", "the process ended with -11", "--force-reinstall"):
+        preflight.check(vllm_run(tmp_path))
+    (problem,) = preflight.vllm_problems()
+    with told(RuntimeError, problem.what, problem.remedy):
+        preflight.check(vllm_run(tmp_path))
+
+
+def test_an_import_of_vllm_that_worked_is_not_repeated(children, tmp_path, monkeypatch):
+    for _ in range(2):
+        preflight.check(vllm_run(tmp_path))
+    assert children.commands == [[sys.executable, "-m", imported.__name__]]
+    monkeypatch.setattr(torch, "__version__", "2.0.0")  # other versions are tried
+    preflight.check(vllm_run(tmp_path))
+    monkeypatch.setattr(plugin, "installed_version", lambda: "0.31.0")
+    preflight.check(vllm_run(tmp_path))
+    (note,) = (tmp_path / "cache").iterdir()
+    note.write_text("{")  # so is everything where the note is damaged
+    preflight.check(vllm_run(tmp_path))
+    assert len(children.commands) == 4
+
+
+def test_who_does_not_start_an_engine_does_not_import_vllm(children, tmp_path, monkeypatch):
+    preflight.check(vllm_run(tmp_path, vllm_mode="server"))
+    args = vllm_run(tmp_path)
+    monkeypatch.setattr(type(args), "local_process_index", 1)  # one process per host is enough
+    preflight.check(args)
+    args.use_vllm = False
+    preflight.check(args)
+    assert not children.commands
+
+
+def test_a_cache_that_cannot_be_written_to(children, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("QERL_NVFP4_CACHE", str(tmp_path / "file" / "cache"))
+    for _ in range(2):
+        preflight.check(vllm_run(tmp_path))
+    assert len(children.commands) == 2
 
 
 @fault("R1.vllm_abi")
@@ -196,6 +264,18 @@ def test_shared_memory(monkeypatch):
     assert "64 MiB" in problem.what and "--shm-size" in problem.remedy
     usage(monkeypatch, 2**33, 2**33)
     assert preflight.shared_memory() == []
+
+
+def test_doctor_asks_the_same_disk_as_a_run(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(preflight, "vllm_problems", lambda: [])
+    usage(monkeypatch, free=int(15.3e9))
+    findings = doctor.examine()
+    assert findings.facts["disk"] == f"15.3 GB free in {tmp_path}"
+    assert not any("7B" in problem.what for problem in findings.problems)
+    usage(monkeypatch, free=int(15.1e9))
+    (problem,) = [problem for problem in doctor.examine().problems if "7B" in problem.what]
+    assert "15.1 GB free" in problem.what and "another folder" in problem.remedy and not problem.fatal
 
 
 @fault("R8.disk_full")

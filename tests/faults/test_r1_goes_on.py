@@ -116,7 +116,7 @@ def no_vllm(patch: pytest.MonkeyPatch) -> None:
 
 
 def other_vllm(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(plugin, "_installed_version", lambda: "0.99.0")
+    patch.setattr(plugin, "installed_version", lambda: "0.99.0")
 
 
 def broken_vllm(patch: pytest.MonkeyPatch) -> None:

@@ -60,7 +60,7 @@ def start(monkeypatch, **options) -> None:
 
 @pytest.mark.parametrize("version", ["0.22.0", "0.25.0", "0.32.0"])
 def test_a_version_that_was_never_run_is_refused(monkeypatch, version):
-    monkeypatch.setattr(plugin, "_installed_version", lambda: version)
+    monkeypatch.setattr(plugin, "installed_version", lambda: version)
     with pytest.raises(
         ImportError, match=rf"vLLM {version} is installed.*{plugin.OLDEST_VLLM} to {plugin.NEWEST_VLLM}"
     ):
@@ -69,7 +69,7 @@ def test_a_version_that_was_never_run_is_refused(monkeypatch, version):
 
 @pytest.mark.parametrize("version", [plugin.OLDEST_VLLM, "0.25.1+cu129", plugin.NEWEST_VLLM])
 def test_tested_versions_are_taken(monkeypatch, version):
-    monkeypatch.setattr(plugin, "_installed_version", lambda: version)
+    monkeypatch.setattr(plugin, "installed_version", lambda: version)
     plugin.check_vllm_version()
 
 

@@ -4,7 +4,6 @@ import dataclasses
 import importlib.metadata
 import importlib.util
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -70,15 +69,9 @@ def examine() -> Findings:
     problems += found
     facts["hub"], found = _hub()
     problems += found
-    free = shutil.disk_usage(Path.cwd()).free
-    facts["disk"] = f"{free / 1e9:.0f} GB free in {Path.cwd()}"
-    if free < 20e9:
-        problems.append(
-            Problem(
-                f"Only {free / 1e9:.0f} GB of disk are free here.",
-                "A merged 7B model takes 15 GB; choose another folder.",
-            )
-        )
+    here = Path.cwd()
+    facts["disk"] = f"{preflight.size_text(preflight.free_bytes(here))} free in {here}"
+    problems += preflight.room(here)
     for extra, module, use in (
         ("math", "math_verify", "answers that are not plain numbers"),
         ("plot", "matplotlib", "curves"),

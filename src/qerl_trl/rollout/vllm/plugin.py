@@ -65,7 +65,7 @@ def check_vllm_version() -> None:
         `ImportError`: vLLM is missing, or a version that was never tested.
     """
     check_vllm_is_there()
-    version = _installed_version()
+    version = installed_version()
     # without the local part: "0.25.1+cu129" is 0.25.1
     if not Version(OLDEST_VLLM) <= Version(Version(version).base_version) <= Version(NEWEST_VLLM):
         raise ImportError(f"vLLM {version} is installed, with which the engine was never run. {_ADVICE}")
@@ -91,7 +91,7 @@ def broken_vllm(reason: BaseException | str) -> ImportError:
     )
 
 
-def _installed_version() -> str:
+def installed_version() -> str:
     for distribution in _DISTRIBUTIONS:
         try:
             return importlib.metadata.version(distribution)
