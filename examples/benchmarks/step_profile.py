@@ -234,8 +234,8 @@ def bound(part: dict[str, Any]) -> str:
     return f"traced: kernels {part['kernels_ms']:.4g} and an idle GPU {part['idle_ms']:.4g} of {part['wall_ms']:.4g} ms; {dearest(part)}"
 
 
-#: milliseconds from which on a phase stands in the table; the file has all of them
-SHOWN_MS = 50
+#: of a step, from which on a phase stands in the table; the file has all of them
+SHOWN = 0.02
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -244,7 +244,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         phases = row.get("profile", {}).get("phases", {})
         known = sorted(phases.items(), key=lambda item: -item[1]["wall_ms"])
-        for name, part in [pair for pair in known if pair[1]["wall_ms"] >= SHOWN_MS]:
+        for name, part in [pair for pair in known if pair[1]["wall_ms"] >= SHOWN * known[0][1]["wall_ms"]]:
             numbers = " | ".join(f"{part[key]:.4g}" for key in ("wall_ms", "kernels_ms", "idle_ms"))
             counts = " | ".join(str(part[key]) for key in ("kernels", "launches", "graphs"))
             lines.append(f"| {row['name']} | {name} | {numbers} | {counts} | {dearest(part)} |")
