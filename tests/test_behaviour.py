@@ -4,8 +4,9 @@ import pytest
 import torch
 from trl import GRPOTrainer
 
-from qerl_trl import QeRLRLOOTrainer
-from tests.test_trainer import logged, make_trainer  # noqa: F401  (a fixture)
+from qerl_trl import QeRLConfig, QeRLGRPOTrainer, QeRLRLOOConfig, QeRLRLOOTrainer
+from tests.test_arguments import QeRLGMPOConfig, QeRLGMPOTrainer
+from tests.test_trainer import logged, make_trainer, settings  # noqa: F401  (a fixture)
 
 NOISE = {"aqn_schedule": "constant", "aqn_sigma_start": 0.3, "max_steps": 1}
 
@@ -112,3 +113,41 @@ def test_rloo_corrects_for_no_engine(make_trainer):  # noqa: F811
     trainer.train()
     assert logged(trainer, "rollout/mismatch_kl")[0] > 0
     assert trainer.use_vllm is False
+
+
+class Passing(QeRLGRPOTrainer):
+    """Its loss is the parent's."""
+
+    def _compute_loss(self, model, inputs):
+        return super()._compute_loss(model, inputs)
+
+
+@pytest.mark.parametrize(
+    ("trainer_class", "options", "why"),
+    [
+        (QeRLGRPOTrainer, {}, None),
+        (Passing, {}, None),
+        (QeRLGRPOTrainer, {"vllm_importance_sampling_correction": False}, "vllm_importance_sampling_correction=False"),
+        (QeRLRLOOTrainer, {}, "has no importance sampling correction"),
+        (QeRLGMPOTrainer, {}, "has a loss that does not read"),
+        (QeRLRLOOTrainer, {"aqn_scope": "policy"}, None),
+        (QeRLGMPOTrainer, {"aqn": False}, None),
+    ],
+)
+def test_a_trainer_that_corrects_nothing_says_so_before_training(
+    make_trainer,  # noqa: F811
+    tmp_path,
+    caplog,
+    trainer_class,
+    options,
+    why,
+):
+    config = {QeRLRLOOTrainer: QeRLRLOOConfig, QeRLGMPOTrainer: QeRLGMPOConfig}.get(trainer_class, QeRLConfig)
+    trainer = make_trainer(trainer_class=trainer_class, args=settings(tmp_path, config, max_steps=1, **options))
+    trainer.train()
+    trainer.train()
+    told = [record.message for record in caplog.records if "as if the clean policy had said it" in record.message]
+    assert len(told) == (why is not None)
+    for text in told:
+        assert text.startswith(f"{trainer_class.__name__} ") and why in text
+        assert "aqn_scope='policy'" in text and "aqn=False" in text

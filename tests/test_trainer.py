@@ -81,9 +81,9 @@ def make_trainer(tiny_model_dir, tiny_tokenizer, tmp_path):
         return trainer_class(
             model if model is not None else str(tiny_model_dir("qwen2")),
             reward,
-            args if args is not None else settings(tmp_path, config, **kwargs),
-            PROMPTS,
-            eval_dataset,
+            args=args if args is not None else settings(tmp_path, config, **kwargs),
+            train_dataset=PROMPTS,
+            eval_dataset=eval_dataset,
             processing_class=tiny_tokenizer,
             peft_config=peft_config,
             callbacks=callbacks,
