@@ -61,6 +61,45 @@ def test_the_gap_is_zero_for_any_two_policies_and_the_error_otherwise(spread):
     assert abs(wrong.logp_gap) > mismatch.MismatchWatch.CERTAIN * wrong.logp_gap_error
 
 
+SAMPLING = {
+    "top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0, "generation_kwargs": None,
+    "vllm_structured_outputs_regex": None, "use_vllm": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("processed", [True, False], ids=["vllm", "transformers"])
+@pytest.mark.parametrize("kept", [{"top_p": 0.6}, {"top_p": 0.95}, {"top_k": 5}, {"top_p": 0.9, "top_k": 20}], ids=str)
+def test_the_gap_of_truncated_sampling_is_within_its_bounds(spread, processed, kept):
+    """Exactly, from two random policies over 50 tokens."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(200, 50, generator=generator, dtype=torch.float64)
+    q = (2 * logits).softmax(-1)
+    p = (2 * logits + spread * torch.randn(200, 50, generator=generator, dtype=torch.float64)).softmax(-1)
+    likely, order = q.sort(-1, descending=True)
+    inside = (likely.cumsum(-1) - likely < kept.get("top_p", 1)) & (torch.arange(50) < kept.get("top_k", 50))
+    mass_of_q, mass_of_p = (torch.where(inside, each.gather(-1, order), 0).sum(-1) for each in (q, p))
+    gap = (mass_of_p / (1 if processed else mass_of_q)).mean().log().item()
+    args = types.SimpleNamespace(**SAMPLING | kept | {"use_vllm": processed})
+    low, high = mismatch.gap_bounds(args, same=spread == 0)
+    assert low <= gap + 1e-9 and gap - 1e-9 <= high
+    assert mismatch.gap_bounds(types.SimpleNamespace(**SAMPLING | {"use_vllm": processed}), same=False) == (0.0, 0.0)
+
+
+def test_what_truncation_may_explain_is_not_told(caplog):
+    def gap(value):
+        return mismatch.Mismatch(0.0, value, 0.001, 1.0, 0)
+
+    bounds = mismatch.gap_bounds(types.SimpleNamespace(**SAMPLING | {"top_p": 0.5}), same=True)
+    watch = mismatch.MismatchWatch(0.1)
+    watch.judge(
+        gap(-0.3), 1, False, bounds
+    )  # as much as the mass that top_p=0.5 may leave out: log-probabilities 0.3 too high look the same
+    assert not caplog.records
+    watch.judge(gap(0.05), 2, False, bounds)
+    assert "from exp(-0.6931) to exp(0), as tokens are left out" in caplog.text
+
+
 def test_what_is_too_far_warns_and_what_stays_so_ends_the_run(caplog):
     def kl(value):
         return mismatch.Mismatch(value, 0.0, 0.01, 1.0, 0)

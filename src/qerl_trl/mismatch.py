@@ -4,7 +4,8 @@ With p the policy that is trained, q the one that sampled, and r = p / q of a sa
 
 - the mean of r - 1 - log r estimates KL(q || p): zero for equal policies, and what noise, rounding, a stale adapter or other weights add;
 - the mean of r is 1 whatever p is, noisy or rounded, as long as q is what the tokens were drawn from. Its logarithm, the *gap*, shows
-  log-probabilities that are not: shifted, of another temperature, of other tokens. A constant error of 0.3 nats is a KL of 0.04 only;
+  log-probabilities that are not: shifted, of another temperature, of other tokens. A constant error of 0.3 nats is a KL of 0.04 only.
+  Where tokens are left out (`top_p` and others) it is the mass that p has on those that are not, between bounds ([`gap_bounds`]);
 - the mean of -log q is the entropy of the policy that sampled.
 
 Shapes: B sequences, T tokens of a completion.
@@ -168,15 +169,23 @@ class MismatchWatch:
                 trainer._metrics["train" if training else "eval"][f"rollout/{name}"].append(value)
         noisy = training and aqn is not None and aqn.scope == "rollout" and aqn.sigma > 0
         stale = training and bool(trainer.args.overlap)
-        self.judge(found, trainer.state.global_step, noisy, samples_whole_distribution(trainer.args), stale)
+        bounds = gap_bounds(trainer.args, same=not (noisy or stale))
+        self.judge(found, trainer.state.global_step, noisy, bounds, stale)
 
-    def judge(self, found: Mismatch, step: int, noisy: bool, whole: bool = True, stale: bool = False) -> None:
+    def judge(
+        self,
+        found: Mismatch,
+        step: int,
+        noisy: bool,
+        bounds: tuple[float, float] = (0.0, 0.0),
+        stale: bool = False,
+    ) -> None:
         """Warn or stop.
 
         Args:
             noisy: the rollout had noise that the trainer has not, so that a KL is to be expected.
             stale: it was sampled with an earlier adapter (`overlap`): the same.
-            whole: tokens were drawn from the whole distribution, so that the mean ratio is 1.
+            bounds: of the gap, if the log-probabilities are right.
         """
         if found.nan_logps:
             logger.warning(
@@ -188,14 +197,16 @@ class MismatchWatch:
         if self.threshold is None or found.mismatch_kl is None:
             return
         assert found.logp_gap is not None and found.logp_gap_error is not None
-        certain = whole and abs(found.logp_gap) > self.CERTAIN * found.logp_gap_error
+        low, high = bounds
+        beyond = max(found.logp_gap - high, low - found.logp_gap)
         limit = self.threshold / self.STOP
+        right = "1" if low == high == 0 else f"from exp({low:.4g}) to exp({high:.4g}), as tokens are left out"
         self._limit(
             "gap",
-            abs(found.logp_gap) if certain else 0.0,
+            0.0 if beyond <= self.CERTAIN * found.logp_gap_error else beyond,
             limit,
             f"The rollout's log-probabilities are not those its tokens were drawn with: the mean importance ratio is exp({found.logp_gap:.4g}) at "
-            f"step {step}, and should be 1 (rollout/logp_gap, limit {limit:.4g}, standard error {found.logp_gap_error:.2g}).",
+            f"step {step}, and should be {right} (rollout/logp_gap, limit {limit:.4g}, standard error {found.logp_gap_error:.2g}).",
             "The correction is wrong by as much. Usual causes: an engine with another temperature or without --logprobs-mode processed_logprobs, "
             "logits that something processes after they are scored, or a rollout_func that returns other log-probabilities than it sampled with.",
         )
@@ -225,13 +236,25 @@ class MismatchWatch:
             logger.warning("%s %s", what, remedy)
 
 
-def samples_whole_distribution(args: Any) -> bool:
-    """Whether every token can be sampled, which truncation (`top_p` and others), penalties and grammars prevent."""
-    return (
-        args.top_p in (None, 1.0)
-        and args.top_k in (None, 0, -1)
-        and not args.min_p
-        and args.repetition_penalty in (None, 1.0)
-        and not args.generation_kwargs
-        and not args.vllm_structured_outputs_regex
+def gap_bounds(args: Any, same: bool) -> tuple[float, float]:
+    """Between which the gap lies where the log-probabilities are right.
+
+    With K the tokens that can be sampled and q as vLLM returns it, zero outside of K and renormalised inside, the mean of p / q is p(K): at most
+    1, whatever leaves tokens out (`top_p` and others, penalties, grammars). `top_p` alone leaves at least that mass of the policy that samples,
+    and so of p where the two are the same; `top_k` leaves any. Rollouts by transformers are scored without leaving tokens out: the mean
+    is p(K) / q(K).
+
+    Args:
+        same: the sampling policy is the trained one, before tokens are left out.
+    """
+    others = (
+        args.top_k not in (None, 0, -1)
+        or args.min_p
+        or args.repetition_penalty not in (None, 1.0)
+        or args.generation_kwargs
+        or args.vllm_structured_outputs_regex
     )
+    least = -math.inf if others else math.log(args.top_p or 1.0)
+    if least == 0:
+        return 0.0, 0.0
+    return least if same else -math.inf, 0.0 if args.use_vllm else -least

@@ -44,6 +44,7 @@ class StandIn(Engine):
         self.dtype = getattr(layer, "compute_dtype", layer.weight.dtype)
         self.generator = torch.Generator().manual_seed(0)
         self.calls: list[str] = []
+        self.top_p = 1.0
         self.llm = SimpleNamespace(generate=self._llm_generate)
 
     @torch.no_grad()
@@ -94,6 +95,7 @@ class StandIn(Engine):
     def close(self): ...
 
     def generate(self, prompts, sampling):
+        self.top_p = sampling.top_p
         return [self._complete(prompt, sampling.max_tokens, sampling.temperature) for prompt in prompts]
 
     def _llm_generate(self, prompts, sampling_params, use_tqdm=False):
@@ -102,6 +104,7 @@ class StandIn(Engine):
         for number, prompt in enumerate(prompts):
             ids = prompt["prompt_token_ids"]
             parameters = sampling_params[number] if isinstance(sampling_params, list) else sampling_params
+            self.top_p = parameters.top_p
             generator = self.generator if parameters.seed is None else torch.Generator().manual_seed(parameters.seed)
             tokens, logps = self._complete(ids, parameters.max_tokens, parameters.temperature, generator)
             steps = [{t: SimpleNamespace(logprob=p, rank=1)} for t, p in zip(tokens, logps, strict=True)]
@@ -119,6 +122,10 @@ class StandIn(Engine):
             output = self.policy(input_ids=ids, past_key_values=past, use_cache=True)
             past = output.past_key_values
             row = (output.logits[0, -1].float() / (temperature or 1.0)).log_softmax(-1)
+            if self.top_p < 1 and temperature:
+                likely, order = row.sort(descending=True)
+                left_out = order[likely.exp().cumsum(0) - likely.exp() >= self.top_p]
+                row = row.index_fill(0, left_out, -torch.inf).log_softmax(-1)  # logprobs_mode="processed_logprobs"
             token = int(
                 torch.multinomial(row.exp(), 1, generator=generator or self.generator) if temperature else row.argmax()
             )

@@ -141,6 +141,32 @@ def test_log_probabilities_that_were_not_sampled_with_end_the_run(make_engine_tr
 
 
 @pytest.mark.vllm
+@pytest.mark.parametrize(
+    ("error", "top_p"),
+    [
+        pytest.param(-0.3, 0.9, marks=fault("S.constant_logp_error")),
+        pytest.param(0.3, 0.9, marks=fault("S.constant_logp_error")),
+    ],
+    ids=["too-low", "too-high"],
+)
+def test_a_constant_error_is_more_than_truncation_explains(make_engine_trainer, error, top_p):  # noqa: F811
+    trainer = make_engine_trainer(max_steps=6, top_p=top_p, per_device_train_batch_size=16)
+    tamper(trainer, lambda logps: [value + error for value in logps])
+    with told(RuntimeError, "rollout/logp_gap", "tokens are left out", "resume from the last checkpoint"):
+        trainer.train()
+    assert trainer.state.global_step == 2
+
+
+@pytest.mark.vllm
+def test_truncation_alone_is_no_fault(make_engine_trainer, caplog):  # noqa: F811
+    trainer = make_engine_trainer(max_steps=4, top_p=0.7, per_device_train_batch_size=16)
+    trainer.train()
+    gaps = logged(trainer, "rollout/logp_gap")
+    assert min(gaps[:2]) > math.log(0.7) and max(gaps[:2]) < 0  # without noise
+    assert "are not those its tokens" not in caplog.text
+
+
+@pytest.mark.vllm
 @fault("R4.noise_left_on")
 def test_noise_that_stays_on_in_evaluation_ends_the_run(make_engine_trainer, monkeypatch):  # noqa: F811
     def only_on(engine, norms, draw):
