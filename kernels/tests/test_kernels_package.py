@@ -327,9 +327,13 @@ def test_the_page_says_where_a_decode_step_goes(monkeypatch):
         assert abs(row["layers"] + row["head"] + row["rest"] - row["step"]) < 1e-9
 
 
-def test_the_committed_compilations_are_of_every_triton_that_is_named():
+def test_the_committed_compilations_are_of_every_triton_that_is_named_and_of_these_sources():
     """CARD.md and the README name 3.6 to 3.9; benchmarks/compile_matrix.py writes the file."""
-    tritons = json.loads((ROOT / "benchmarks" / "results" / "compile.json").read_text())["tritons"]
+    from qerl_nvfp4.measured import source_digest
+
+    result = json.loads((ROOT / "benchmarks" / "results" / "compile.json").read_text())
+    tritons = result["tritons"]
+    assert result["kernels"] == dict.fromkeys(tritons, source_digest()), "run benchmarks/compile_matrix.py again"
     assert {version.rsplit(".", 1)[0] for version in tritons} >= {"3.6", "3.7", "3.8", "3.9"}
     for rows in tritons.values():
         assert {row["sm"] for row in rows} == {80, 86, 89, 90, 100, 120}
