@@ -1,6 +1,6 @@
 """Fixtures shared by the whole test set: tiny random checkpoints of every model family the package promises to support.
 
-`tiny_config(family)` builds a configuration, `tiny_model_dir(family)` writes (once a test session) a bf16 checkpoint of it and
+`tiny_config(family)` builds a configuration, `tiny_model_dir(family)` writes (once per test session) a bf16 checkpoint of it and
 returns the folder. The models are random, 2 layers, about 0.2 M parameters: enough structure for names, shapes, norms and numerics,
 fast enough to build hundreds. Treat the folders as read-only: they are shared.
 """

@@ -103,7 +103,7 @@ def held_out(problem: Problem) -> bool:
     return bucket(problem.template.name, problem.numbers) < HELD_OUT_BUCKETS
 
 
-def problems(rng: random.Random, held: bool) -> Iterator[Problem]:
+def problems(rng: random.Random, from_held_out: bool) -> Iterator[Problem]:
     """Endless problems of one side of the split, templates equally often."""
     while True:
         template = rng.choice(TEMPLATES)
@@ -112,16 +112,16 @@ def problems(rng: random.Random, held: bool) -> Iterator[Problem]:
         while True:
             numbers = {name: rng.randint(low, high) for name, (low, high) in template.numbers.items()}
             problem = Problem(template, numbers, story)
-            if held_out(problem) == held and problem.equations() is not None:
+            if held_out(problem) == from_held_out and problem.equations() is not None:
                 break
         yield problem
 
 
-def distinct(count: int, seed: int, held: bool) -> list[Problem]:
+def distinct(count: int, seed: int, from_held_out: bool) -> list[Problem]:
     """`count` problems, no template-and-numbers combination twice."""
     seen: set[tuple] = set()
     out: list[Problem] = []
-    for problem in problems(random.Random(seed), held):
+    for problem in problems(random.Random(seed), from_held_out):
         key = (problem.template.name, *sorted(problem.numbers.items()))
         if key not in seen:
             seen.add(key)
@@ -285,7 +285,10 @@ def main() -> None:
     parser.add_argument("--test", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    train, test = distinct(args.train, args.seed, held=False), distinct(args.test, args.seed + 1, held=True)
+    train, test = (
+        distinct(args.train, args.seed, from_held_out=False),
+        distinct(args.test, args.seed + 1, from_held_out=True),
+    )
     for what in (lambda p: p.question, lambda p: (p.template.name, *sorted(p.numbers.items()))):
         overlap = set(map(what, train)) & set(map(what, test))
         assert not overlap, f"{len(overlap)} problems are on both sides of the split, such as {next(iter(overlap))}"

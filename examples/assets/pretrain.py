@@ -74,7 +74,7 @@ def drill(rng: random.Random, count: int = 10) -> list[tuple[str, str]]:
 def make_tokenizer(folder: Path, seed: int) -> Qwen2Tokenizer:
     """Train the BPE on generated documents, write it, and check that what AutoTokenizer reads back is the same."""
     rng = random.Random(seed)
-    source = problems(rng, held=False)
+    source = problems(rng, from_held_out=False)
     text = [part for _ in range(20000) for p in [next(source)] for part in (p.question, p.answer)]
     qwen2 = Qwen2Tokenizer()._tokenizer  # for its normalizer and pre-tokenizer
     bpe = Tokenizer(models.BPE())
@@ -109,7 +109,7 @@ def make_tokenizer(folder: Path, seed: int) -> Qwen2Tokenizer:
 def check_tokenizer(folder: Path, reference: Qwen2Tokenizer, rng: random.Random) -> None:
     """AutoTokenizer must read the folder as the tokenizer that was trained with, and lose no text."""
     loaded = AutoTokenizer.from_pretrained(folder)
-    source = problems(rng, held=False)
+    source = problems(rng, from_held_out=False)
     texts = [f"{p.question}\n{p.answer}" for p in (next(source) for _ in range(200))]
     texts += ["12+7=19\n#### 19", "naïve café — 東京 🙂 1e-3\t{x}\r\n", f"{START}user\nhi{END}\n"]
     for text in texts:
@@ -128,7 +128,7 @@ def documents(
     `drills` is the share of documents that are sums, `styles` the mixture of replies in the others.
     """
     rng = random.Random(seed)
-    source = problems(rng, held=False)
+    source = problems(rng, from_held_out=False)
     while True:
         kinds = [rng.random() < drills for _ in range(count)]
         parts: list[list[tuple[str, bool]]] = []

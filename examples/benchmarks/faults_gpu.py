@@ -149,7 +149,7 @@ def one_run(name: str, model: str, run: str, device: str, inject: bool) -> dict[
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     found["steps"] = trainer.state.global_step
     logs = [log for log in trainer.state.log_history if "loss" in log]
-    found["steps_here"] = len(logs)
+    found["steps_logged"] = len(logs)
     keys = ("aqn/sigma", "aqn/sigma_effective", "rollout/mismatch_kl", "rollout/logp_gap", "entropy")
     found["logs"] = [{key: log[key] for key in keys if key in log} for log in logs]
     if trainer.args.use_vllm:

@@ -116,7 +116,7 @@ def forget_reset(trainer: Any) -> None:
     trainer.vllm_generation.engine.reset_prefix_cache = lambda: None
 
 
-def no_room_for_the_engine() -> None:
+def memory_taken_at_start() -> None:
     import torch
 
     from qerl_trl.rollout.generation import QeRLVLLMGeneration
@@ -124,14 +124,14 @@ def no_room_for_the_engine() -> None:
     build = QeRLVLLMGeneration._in_process
 
     def short(self: Any) -> Any:
-        no_room()
+        take_the_memory()
         return build(self)
 
     assert torch.cuda.is_available()
     QeRLVLLMGeneration._in_process = short
 
 
-def no_room(trainer: Any = None) -> None:
+def take_the_memory(trainer: Any = None) -> None:
     """Nothing more than the allocator has now."""
     import torch
 
@@ -272,8 +272,8 @@ FAULTS = {
     "awake with another norm": Fault(
         ("no longer holds what was put into it",), at_end_of=wake_wrong(other_norm), gpu=True, settings={"vllm_enable_sleep_mode": True}
     ),
-    "out of memory at start": Fault(("Out of memory when the engine started",), no_room_for_the_engine, gpu=True),
-    "out of memory in a step": Fault(("memory", "step"), at_end_of=no_room, again=True, gpu=True),
+    "out of memory at start": Fault(("Out of memory when the engine started",), memory_taken_at_start, gpu=True),
+    "out of memory in a step": Fault(("memory", "step"), at_end_of=take_the_memory, again=True, gpu=True),
     "engine dead": Fault(("The rollout failed in vLLM", "fatal error"), at_end_of=dies, again=True),
     "engine hangs": Fault(("rollout_timeout=20",), at_end_of=hangs, settings={"rollout_timeout": 20.0}),
     "log-probabilities NaN": Fault(("are not finite",), at_end_of=of_answers(nan_logps), again=True),

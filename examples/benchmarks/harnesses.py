@@ -41,7 +41,7 @@ def ask(line, task_name=None):
     return Doc(task_name=task_name, query=line["question"], choices=[line["answer"].split("####")[-1]], gold_index=0)
 
 
-changed = {"name": "gsm8k_here", "prompt_function": ask, "hf_repo": %r, "hf_subset": "default", "generation_size": 64}
+changed = {"name": "gsm8k_local", "prompt_function": ask, "hf_repo": %r, "hf_subset": "default", "generation_size": 64}
 TASKS_TABLE = [replace(gsm8k, **changed, hf_avail_splits=["test"], evaluation_splits=["test"])]
 """
 
@@ -74,7 +74,7 @@ def on_local_problems(harness: str, command: str, folder: Path, python: str, lim
     (folder / "data").mkdir()
     (folder / "data" / "test.jsonl").write_text(PROBLEMS.read_text())
     (folder / "task.py").write_text(LIGHTEVAL_TASK % str(folder / "data"))
-    words = [word.replace("gsm8k|5", "gsm8k_here|0") for word in words]
+    words = [word.replace("gsm8k|5", "gsm8k_local|0") for word in words]
     words = [
         f"{word},batch_size=16" if word.startswith("model_name=") else word for word in words
     ]  # a CPU has none to find
@@ -88,7 +88,7 @@ def accuracy(harness: str, folder: Path) -> float:
     results = json.loads(path.read_text())["results"]
     if harness == "lm-eval":
         return float(results["gsm8k_cot"]["exact_match,last-number"])
-    return float(results["gsm8k_here|0"]["extractive_match"])
+    return float(results["gsm8k_local|0"]["extractive_match"])
 
 
 def evaluate(harness: str, model: str, python: str, limit: int) -> dict[str, Any]:

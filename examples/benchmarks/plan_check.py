@@ -337,7 +337,7 @@ def run_all(
     plans = {name: planned((CASES | DRY)[name]) for name in names}
     needs = {name: made.peak / GIB * 1.05 for name, made in plans.items()}
     cards = {name: (CASES | DRY)[name].card or needs[name] * 1.05 + 1 for name in names}
-    room = share * gpu_gib(device)
+    available = share * gpu_gib(device)
     waiting, running, started = list(names), dict[str, tuple[subprocess.Popen[str], Path, float]](), time.monotonic()
     environment = os.environ | {
         "HF_HUB_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR",
@@ -348,8 +348,8 @@ def run_all(
         now = time.monotonic()
         for name in list(waiting):
             taken = sum(needs[other] for other in running)
-            room_left = len(running) < side_by_side and (not running or taken + needs[name] <= room)
-            if room_left and now - started < TOTAL - LAST:
+            fits = len(running) < side_by_side and (not running or taken + needs[name] <= available)
+            if fits and now - started < TOTAL - LAST:
                 arguments = ["--worker", name, "--device", device, "--card", f"{cards[name]:.2f}"]
                 command = [sys.executable, __file__, *arguments]
                 environment["MASTER_PORT"] = str(29500 + len(record["memory"]) + len(running) + 10 * len(waiting))

@@ -172,7 +172,9 @@ def profile(llm, request, batch: int) -> list[str]:
         old_us, old_count = before.get(key, (0.0, 0))
         rows.append(((time_us - old_us) / steps, (count - old_count) / steps, key))
     rows.sort(reverse=True)
-    lines = [f"wall {1e6 * (wall_after - wall_before) / steps:.0f} us a step, kernels {sum(r[0] for r in rows):.0f} us"]
+    lines = [
+        f"wall {1e6 * (wall_after - wall_before) / steps:.0f} us per step, kernels {sum(r[0] for r in rows):.0f} us"
+    ]
     return lines + [f"{us:9.1f} us {count:7.1f}x {key[:110]}" for us, count, key in rows[:24]]
 
 

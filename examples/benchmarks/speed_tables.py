@@ -204,7 +204,7 @@ def checks() -> str:
     """What is spent on checks, in a step and at start."""
     record = json.loads(CHECKS.read_text())
     rows = [
-        "| model, completions a step | step, s | checks, ms | of the step | checks at start, s |",
+        "| model, completions per step | step, s | checks, ms | of the step | checks at start, s |",
         "|---|" + "---:|" * 4,
     ]
     for row in record["checks"]:

@@ -31,7 +31,7 @@ _PACKAGES = (
 
 @functools.cache
 def _version(name: str, read: Callable[[str], str]) -> str | None:
-    """What `read` says, once a process: it parses a package's whole metadata, and a checkpoint asks for ten packages several times."""
+    """What `read` says, once per process: it parses a package's whole metadata, and a checkpoint asks for ten packages several times."""
     try:
         return read(name)
     except importlib.metadata.PackageNotFoundError:

@@ -76,9 +76,9 @@ def restore(folder: Path, whole: Path) -> None:
 
 def tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
     def edit(folder: Path) -> None:
-        held = load_file(folder / FILE)
-        change(held)
-        save_file(held, folder / FILE, metadata={"format": "pt"})
+        stored = load_file(folder / FILE)
+        change(stored)
+        save_file(stored, folder / FILE, metadata={"format": "pt"})
 
     return edit
 
@@ -97,12 +97,12 @@ def header(change: Callable[[dict], object]) -> Callable[[Path], None]:
 
 def in_shards(folder: Path) -> dict[str, str]:
     """Two shards with their index."""
-    held = load_file(folder / FILE)
+    stored = load_file(folder / FILE)
     (folder / FILE).unlink()
-    names = sorted(held)
+    names = sorted(stored)
     parts = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
     for file, part in parts.items():
-        save_file({name: held[name] for name in part}, folder / file, metadata={"format": "pt"})
+        save_file({name: stored[name] for name in part}, folder / file, metadata={"format": "pt"})
     weight_map = {name: file for file, part in parts.items() for name in part}
     write_index(folder, weight_map)
     return weight_map
@@ -185,14 +185,17 @@ def test_index_names_an_absent_tensor(name, where, refused):
 def test_an_extra_tensor_beside_packed_weights(refused):
     extra = {f"{Q}.pre_quant_scale": torch.ones(128)}
     refused(
-        tensors(lambda held: held.update(extra)), f"{Q}.pre_quant_scale", "may change what the weights mean", "plain"
+        tensors(lambda stored: stored.update(extra)),
+        f"{Q}.pre_quant_scale",
+        "may change what the weights mean",
+        "plain",
     )
 
 
 @fault("R2.extra_tensor", recovered=True)
 def test_packed_weights_of_a_layer_that_the_model_has_not(refused):
-    def double(held):
-        held.update({n.replace("layers.1.", "layers.7."): t.clone() for n, t in held.items() if n.startswith(Q)})
+    def double(stored):
+        stored.update({n.replace("layers.1.", "layers.7."): t.clone() for n, t in stored.items() if n.startswith(Q)})
 
     refused(tensors(double), "layers.7.self_attn.q_proj", "no linear of the model", "config.json is another model's")
 
@@ -201,9 +204,9 @@ def test_packed_weights_of_a_layer_that_the_model_has_not(refused):
 def test_a_tensor_in_two_shards(refused):
     def twice(folder):
         in_shards(folder)
-        held = load_file(folder / "model-00001-of-00002.safetensors")
+        stored = load_file(folder / "model-00001-of-00002.safetensors")
         other = folder / "model-00002-of-00002.safetensors"
-        save_file({**load_file(other), **dict([held.popitem()])}, other, metadata={"format": "pt"})
+        save_file({**load_file(other), **dict([stored.popitem()])}, other, metadata={"format": "pt"})
 
     refused(twice, "is also in model-00001-of-00002.safetensors", "Delete the stale shard")
 
@@ -211,47 +214,52 @@ def test_a_tensor_in_two_shards(refused):
 @fault("R2.wrong_packed_dtype", recovered=True)
 def test_wrong_packed_dtype(refused):
     name = f"{Q}.weight_packed"
-    refused(tensors(lambda held: held.update({name: held[name].view(torch.int8)})), name, "is I8", "U8")
+    refused(tensors(lambda stored: stored.update({name: stored[name].view(torch.int8)})), name, "is I8", "U8")
 
 
 @fault("R2.odd_k", recovered=True)
 def test_a_width_that_is_no_multiple_of_16(refused):
     name = f"{Q}.weight_packed"
-    refused(tensors(lambda held: held.update({name: held[name][:, :-4].clone()})), name, "K = 120", "multiple of 16")
+    refused(
+        tensors(lambda stored: stored.update({name: stored[name][:, :-4].clone()})), name, "K = 120", "multiple of 16"
+    )
 
 
 @fault("R2.scale_shape", recovered=True)
 def test_scale_shape(refused):
     name = f"{Q}.weight_scale"
     refused(
-        tensors(lambda held: held.update({name: held[name][:, :4].clone()})), name, "has shape", "belongs to its weight"
+        tensors(lambda stored: stored.update({name: stored[name][:, :4].clone()})),
+        name,
+        "has shape",
+        "belongs to its weight",
     )
 
 
 @fault("R2.scale_nan", recovered=True)
 @pytest.mark.parametrize("bits", [0x7F, 0xFF])
 def test_a_block_scale_is_nan(bits, refused):
-    change = tensors(lambda held: held[f"{Q}.weight_scale"].view(torch.uint8)[3, 2:4].fill_(bits))
+    change = tensors(lambda stored: stored[f"{Q}.weight_scale"].view(torch.uint8)[3, 2:4].fill_(bits))
     refused(change, f"{Q}.weight_scale", "2 block scales that are NaN", "row 3, block 2", "Download or quantize")
 
 
 @fault("R2.scale_not_positive", recovered=True)
 @pytest.mark.parametrize(("bits", "kind"), [(0, "zero"), (0x80 | 0x30, "negative")])
 def test_a_block_scale_is_not_positive(bits, kind, refused):
-    change = tensors(lambda held: held[f"{Q}.weight_scale"].view(torch.uint8)[3, 2].fill_(bits))
+    change = tensors(lambda stored: stored[f"{Q}.weight_scale"].view(torch.uint8)[3, 2].fill_(bits))
     refused(change, f"{Q}.weight_scale", f"that are {kind}", "row 3, block 2", "Download or quantize")
 
 
 @fault("R2.global_scale_not_finite", recovered=True)
 @pytest.mark.parametrize("value", [0.0, float("inf"), float("nan"), -1.0])
 def test_the_global_scale_is_no_positive_finite_number(value, refused):
-    change = tensors(lambda held: held[f"{Q}.weight_global_scale"].fill_(value))
+    change = tensors(lambda stored: stored[f"{Q}.weight_global_scale"].fill_(value))
     refused(change, f"{Q}.weight_global_scale", f"is {value:g}", "positive finite", "Download or export")
 
 
 @fault("R2.global_scale_reciprocal", recovered=True)
 def test_the_global_scale_is_the_reciprocal(refused):
-    change = tensors(lambda held: held[f"{Q}.weight_global_scale"].reciprocal_())
+    change = tensors(lambda stored: stored[f"{Q}.weight_global_scale"].reciprocal_())
     refused(change, f"{Q}.weight_global_scale", "looks like the reciprocal", "Fix the exporter, or invert it")
 
 

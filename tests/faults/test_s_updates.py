@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from qerl_trl.rollout.layout import Layout, mark
+from qerl_trl.rollout.layout import UpdateLayout, mark
 from qerl_trl.rollout.wire import AdapterTensors
 from tests.faults.catalog import fault
 
@@ -61,7 +61,7 @@ def update(seed=0, **changes):
 
 
 def send(worker, adapter, norms) -> dict:
-    layout = Layout.of(adapter, norms, torch.bfloat16)
+    layout = UpdateLayout.of(adapter, norms, torch.bfloat16)
     flat = torch.zeros(layout.nbytes, dtype=torch.uint8)
     layout.pack(adapter, norms, flat)
     if "error" in (refused := worker.qerl_layout(layout.text())):

@@ -5,7 +5,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from qerl_trl.noise import generator
-from qerl_trl.rollout.handshake import Facts, checksum, differences, plain_facts, trainer_facts
+from qerl_trl.rollout.handshake import WeightSummary, checksum, differences, plain_summary, trainer_summaries
 from qerl_trl.rollout.spec import EngineSpec
 from tests.tiny_models import make_tiny_model
 
@@ -57,7 +57,7 @@ def answers(model, ranks: int = 1, **changed) -> list[dict]:
             kind = "bias" if name.endswith(".bias") else "norm" if parameter.ndim == 1 else "dense"
             kind = "embedding" if name in ("lm_head", "model.embed_tokens") else kind
             shard = parameter.chunk(ranks)[rank] if parameter.ndim == 2 else parameter
-            weights[name] = list(plain_facts(kind, shard))
+            weights[name] = list(plain_summary(kind, shard))
         settings = {"dtype": "float32", "logprobs_mode": "processed_logprobs", "max_model_len": 256, "options": {}}
         settings["noise"] = generator.sample(torch.device("cpu"))
         replies.append({"weights": weights, "adapter_ranks": adapters, **settings, **changed})
@@ -111,14 +111,14 @@ def test_other_weights_are_named_by_kind():
 
 def test_norms_that_the_adapter_trains_are_not_compared():
     model = policy(modules_to_save=["input_layernorm"])
-    names = trainer_facts(model, ["model.norm", "model.layers.0.input_layernorm"])
+    names = trainer_summaries(model, ["model.norm", "model.layers.0.input_layernorm"])
     assert "model.norm" in names and "model.layers.0.input_layernorm" not in names
 
 
 def test_layers_that_only_one_side_has():
     model = policy()
     reply = answers(model)[0]
-    reply["weights"]["model.layers.9.mlp.up_proj"] = list(Facts("dense", 4, [1, 2, 3, 4]))
+    reply["weights"]["model.layers.9.mlp.up_proj"] = list(WeightSummary("dense", 4, [1, 2, 3, 4]))
     (found,) = differences(EngineSpec.of(model), model, [reply])
     assert found == "layers that the trainer's model does not have: model.layers.9.mlp.up_proj"
 

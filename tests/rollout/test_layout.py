@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from qerl_trl.rollout.layout import Layout, mark
+from qerl_trl.rollout.layout import UpdateLayout, mark
 from qerl_trl.rollout.wire import AdapterTensors
 
 
@@ -20,10 +20,10 @@ def update(dtype=torch.float32):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_update_comes_back(dtype):
     adapter, norms = update()
-    layout = Layout.of(adapter, norms, dtype)
+    layout = UpdateLayout.of(adapter, norms, dtype)
     flat = torch.zeros(layout.nbytes, dtype=torch.uint8)
     layout.pack(adapter, norms, flat)
-    told = Layout.parse(layout.text())
+    told = UpdateLayout.parse(layout.text())
     assert told == layout and told.nbytes == layout.nbytes
     found, found_norms = told.unpack(flat)
     assert list(found) == list(adapter) and found_norms.keys() == norms.keys()
@@ -59,4 +59,4 @@ A, B = ["a", "x", "bfloat16", [4, 8]], ["b", "x", "bfloat16", [6, 4]]
 )  # fmt: skip
 def test_what_is_no_layout_is_refused(entries, message):
     with pytest.raises(ValueError, match=message):
-        Layout.parse(entries if isinstance(entries, str) else json.dumps(entries))
+        UpdateLayout.parse(entries if isinstance(entries, str) else json.dumps(entries))

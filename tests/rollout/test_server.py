@@ -8,7 +8,7 @@ import torch
 from accelerate import PartialState
 
 from qerl_trl.rollout.engine import Completion, RankWithoutEngine, RolloutError, Sampling
-from qerl_trl.rollout.layout import Layout
+from qerl_trl.rollout.layout import UpdateLayout
 from qerl_trl.rollout.server import ServerEngine
 from qerl_trl.rollout.shared_memory import SharedMemory
 from tests.ranks import on_ranks
@@ -91,7 +91,7 @@ def test_a_trainer_that_is_killed_leaves_no_shared_memory_behind():
     """SIGKILL runs no clean-up, so from the first update on there must be nothing that has a name."""
     engine = OnThisHost()
     for size in (1000, 2000):  # a second layout replaces the first one's memory
-        engine._announce(Layout((("norm", "model.norm", "float32", (size,)),)), torch.device("cpu"))
+        engine._announce(UpdateLayout((("norm", "model.norm", "float32", (size,)),)), torch.device("cpu"))
         worker = engine.opened[-1]
         assert not Path("/dev/shm", worker.name).exists()
         engine._shared.data[100:] = 5

@@ -119,7 +119,7 @@ class AQNCallback(TrainerCallback):
         self._given_norms = norms
         self._noise: NormNoise | None = None
         self._model: nn.Module | None = None  # as the trainer knows it
-        self._policy: nn.Module | None = None  # the module whose generate() samples
+        self._sampling_model: nn.Module | None = None  # the module whose generate() samples
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._state: TrainerState | None = None
         self._in_step = False
@@ -163,11 +163,11 @@ class AQNCallback(TrainerCallback):
             )
         norms = self._given_norms
         if norms is None:
-            known = self._noise if policy is self._policy else None
+            known = self._noise if policy is self._sampling_model else None
             norms = known.norms if known is not None else find_noisy_norms(model)
         self.detach()  # hooks go on again in any case: those of ZeRO-3, which gather a weight, must come before ours
         self._noise = NormNoise(norms)
-        self._model, self._policy = model, policy
+        self._model, self._sampling_model = model, policy
         self._seed = seed if self.seed is None else self.seed
         self._handles = [
             policy.register_forward_pre_hook(self._hook(self._before_forward), with_kwargs=True),
@@ -181,7 +181,7 @@ class AQNCallback(TrainerCallback):
         self._handles = []
         if self._noise is not None:
             self._noise.remove()
-        self._noise = self._model = self._policy = None
+        self._noise = self._model = self._sampling_model = None
         self._in_step = self._entered = False
         self.last_draw = self._reported = self.draw = None
         self._measured = True
@@ -282,7 +282,7 @@ class AQNCallback(TrainerCallback):
     def _hook(self, method):
         # a plain function: deepcopy of the model copies bound methods and, with them, the callback and its modules
         def hook(module, *args):
-            return method(*args) if module is self._policy else None
+            return method(*args) if module is self._sampling_model else None
 
         return hook
 
@@ -320,7 +320,7 @@ class AQNCallback(TrainerCallback):
     # ------------------------------------------------------------------ draws
 
     def _training(self) -> bool:
-        return self._in_step and self._policy is not None and self._policy.training
+        return self._in_step and self._sampling_model is not None and self._sampling_model.training
 
     def draw_of(self, step: int, generation: int = 0) -> NoiseDraw:
         """The draw of a generation in this step of training; the same whenever it is asked for, if the schedule follows no log."""

@@ -1,6 +1,6 @@
 """What a server says about the model it runs, compared with the trainer's: every linear layer, embedding and norm, by name.
 
-Both sides describe a weight by the same few numbers (`Facts`). They add up over tensor-parallel shards, so the trainer needs to know
+Both sides describe a weight by the same few numbers (`WeightSummary`). They add up over tensor-parallel shards, so the trainer needs to know
 nothing of how the server cuts a matrix. The worker's half is vllm/describe.py.
 """
 
@@ -23,7 +23,7 @@ _WORDS = {"nvfp4": "NVFP4", "dense": "dense"}
 _CHUNK = 2**26
 
 
-class Facts(NamedTuple):
+class WeightSummary(NamedTuple):
     """One weight, or one rank's shard of it.
 
     kind: "nvfp4" or "dense" for a linear layer's, else "bias", "norm" or "embedding" (the head too).
@@ -52,35 +52,35 @@ def checksum(tensor: torch.Tensor) -> list[int]:
     ]
 
 
-def packed_facts(packed: torch.Tensor, scale: torch.Tensor, divisor: float) -> Facts:
+def packed_summary(packed: torch.Tensor, scale: torch.Tensor, divisor: float) -> WeightSummary:
     """Of packed (N, K/2), block scales (N, K/16) and the global scale."""
-    return Facts("nvfp4", packed.numel(), [*checksum(packed), *checksum(scale)], divisor)
+    return WeightSummary("nvfp4", packed.numel(), [*checksum(packed), *checksum(scale)], divisor)
 
 
-def plain_facts(kind: str, weight: torch.Tensor) -> Facts:
+def plain_summary(kind: str, weight: torch.Tensor) -> WeightSummary:
     """Of a weight that is not packed; norms as float32, whatever dtype either side keeps them in."""
-    return Facts(kind, weight.numel(), checksum(weight.float() if kind == "norm" else weight))
+    return WeightSummary(kind, weight.numel(), checksum(weight.float() if kind == "norm" else weight))
 
 
-def trainer_facts(model: nn.Module, names: Iterable[str]) -> dict[str, Facts]:
+def trainer_summaries(model: nn.Module, names: Iterable[str]) -> dict[str, WeightSummary]:
     """The trainer's frozen weights that have a name in `names`, and all of its linear layers."""
     names = set(names)
-    facts: dict[str, Facts] = {}
+    summaries: dict[str, WeightSummary] = {}
     head = cast(PreTrainedModel, model).get_output_embeddings()  # PeftModel passes it on
     for name, layer in linear_layers(model).items():
         if isinstance(layer, NVFP4Linear):
-            facts[name] = packed_facts(layer.weight_packed, layer.weight_scale, float(layer.global_scale))
+            summaries[name] = packed_summary(layer.weight_packed, layer.weight_scale, float(layer.global_scale))
         else:
-            facts[name] = plain_facts("embedding" if layer is head else "dense", layer.weight)
+            summaries[name] = plain_summary("embedding" if layer is head else "dense", layer.weight)
         if layer.bias is not None:
-            facts[f"{name}.bias"] = plain_facts("bias", layer.bias)
+            summaries[f"{name}.bias"] = plain_summary("bias", layer.bias)
     trained = trained_norms(model)
     for name, module in model.named_modules():
         name, weight = canonical_name(name), module._parameters.get("weight")
-        if weight is None or name in facts or name not in names - set(trained):
+        if weight is None or name in summaries or name not in names - set(trained):
             continue
-        facts[name] = plain_facts("norm" if weight.ndim == 1 else "embedding", weight)
-    return facts
+        summaries[name] = plain_summary("norm" if weight.ndim == 1 else "embedding", weight)
+    return summaries
 
 
 def check_form(ranks: Sequence[Mapping[str, Any]]) -> None:
@@ -105,7 +105,7 @@ def check_form(ranks: Sequence[Mapping[str, Any]]) -> None:
             if not isinstance(rank.get(field), kind):
                 raise ValueError(f"{field!r} of rank {number} is {rank.get(field)!r:.100}, expected a {kind.__name__}")
         for name, values in rank["weights"].items():
-            if not _is_facts(values):
+            if not _is_summary(values):
                 raise ValueError(
                     f"weight {name!r} of rank {number} is {values!r:.100}, expected [kind, elements, sums, divisor]"
                 )
@@ -117,8 +117,8 @@ def check_form(ranks: Sequence[Mapping[str, Any]]) -> None:
             raise ValueError(f"rank {number} and rank 0 hold other weights: {_listed(unlike)}")
 
 
-def _is_facts(values: Any) -> bool:
-    if not isinstance(values, list | tuple) or len(values) != len(Facts._fields):
+def _is_summary(values: Any) -> bool:
+    if not isinstance(values, list | tuple) or len(values) != len(WeightSummary._fields):
         return False
     kind, numel, sums, divisor = values
     return (
@@ -155,13 +155,16 @@ def differences(spec: EngineSpec, model: nn.Module, ranks: Sequence[Mapping[str,
         found.append(
             "it draws other noise from the same key (another version of qerl-trl, or a device that computes otherwise)"
         )
-    theirs = {name: [Facts(*rank["weights"][name]) for rank in ranks] for name in first["weights"]}
-    found += _weight_differences(spec, trainer_facts(model, theirs), theirs, first["options"])
+    theirs = {name: [WeightSummary(*rank["weights"][name]) for rank in ranks] for name in first["weights"]}
+    found += _weight_differences(spec, trainer_summaries(model, theirs), theirs, first["options"])
     return found + _adapter_differences(model, first["adapter_ranks"])
 
 
 def _weight_differences(
-    spec: EngineSpec, mine: Mapping[str, Facts], theirs: Mapping[str, list[Facts]], options: Mapping[str, Any]
+    spec: EngineSpec,
+    mine: Mapping[str, WeightSummary],
+    theirs: Mapping[str, list[WeightSummary]],
+    options: Mapping[str, Any],
 ) -> list[str]:
     groups: dict[str, list[str]] = defaultdict(list)
     rule = options.get("scale_rule", "rtn")
@@ -171,24 +174,24 @@ def _weight_differences(
     }
     if spec.scale_rule not in (None, rule):
         causes["nvfp4"] = f"scale_rule={rule!r} there, {spec.scale_rule!r} in the trainer"
-    for name, facts in mine.items():
+    for name, summary in mine.items():
         shards = theirs.get(name)
         if shards is None:
-            if facts.kind == "nvfp4":
+            if summary.kind == "nvfp4":
                 groups["it has no layer for"].append(name)
-        elif shards[0].kind != facts.kind:
-            there, here = (_WORDS.get(kind, kind) for kind in (shards[0].kind, facts.kind))
+        elif shards[0].kind != summary.kind:
+            there, here = (_WORDS.get(kind, kind) for kind in (shards[0].kind, summary.kind))
             groups[f"{there} there and {here} in the trainer:"].append(name)
-        elif not _same(facts, shards):
-            cause = causes.get(facts.kind, "another checkpoint")
-            groups[f"other {_WORDS.get(facts.kind, facts.kind)} weights ({cause}):"].append(name)
+        elif not _same(summary, shards):
+            cause = causes.get(summary.kind, "another checkpoint")
+            groups[f"other {_WORDS.get(summary.kind, summary.kind)} weights ({cause}):"].append(name)
     for name, shards in theirs.items():
         if name not in mine and shards[0].kind in _WORDS:
             groups["layers that the trainer's model does not have:"].append(name)
     return [f"{text} {_listed(names)}" for text, names in groups.items()]
 
 
-def _same(mine: Facts, shards: list[Facts]) -> bool:
+def _same(mine: WeightSummary, shards: list[WeightSummary]) -> bool:
     """Whether the shards are the weight, or several copies of it (replicated norms; k and v on more ranks than heads)."""
     copies, rest = divmod(sum(shard.numel for shard in shards), mine.numel)
     if rest or any(abs(shard.divisor - mine.divisor) > 1e-6 * mine.divisor for shard in shards):

@@ -26,7 +26,7 @@ _MOST = 2**17
 
 
 @dataclass(frozen=True)
-class Layout:
+class UpdateLayout:
     """The tensors of an update in order: (kind, name, dtype, shape) each; float32 before 16 bits, so that all are aligned.
 
     Args:
@@ -38,7 +38,7 @@ class Layout:
     @classmethod
     def of(
         cls, adapter: Mapping[str, AdapterTensors], norms: Mapping[str, torch.Tensor], dtype: torch.dtype
-    ) -> "Layout":
+    ) -> "UpdateLayout":
         """For this adapter in `dtype`, and these norms in float32."""
         name = str(dtype).removeprefix("torch.")
         found = [("norm", key, "float32", tuple(weight.shape)) for key, weight in norms.items()]
@@ -51,7 +51,7 @@ class Layout:
         return json.dumps(self.entries)
 
     @classmethod
-    def parse(cls, text: str) -> "Layout":
+    def parse(cls, text: str) -> "UpdateLayout":
         """What `text` wrote.
 
         Raises:

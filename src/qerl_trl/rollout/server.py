@@ -23,7 +23,7 @@ from ..noise.hooks import NoiseDraw
 from .client import Client, odd, understood
 from .engine import Completion, Contents, Engine, RolloutError, Sampling, gather_prompts
 from .handshake import check_form, differences
-from .layout import Layout, mark
+from .layout import UpdateLayout, mark
 from .shared_memory import SharedMemory
 from .signature import SECRET, secret
 from .spec import EngineSpec
@@ -60,7 +60,7 @@ class ServerEngine(Engine):
         self.url = self.client.base_url
         self._noisy: tuple[str, ...] = ()
         self._sent: tuple[str | None, str | None] = (None, None)  # mark of the latest update, and its fingerprint
-        self._layout, self._flat = Layout(()), torch.empty(0, dtype=torch.uint8)
+        self._layout, self._flat = UpdateLayout(()), torch.empty(0, dtype=torch.uint8)
         self._shared: SharedMemory | None = None
         if urlparse(self.url).scheme != "https" and not _is_loopback(self.url):
             logger.warning(
@@ -109,7 +109,7 @@ class ServerEngine(Engine):
         return answers
 
     def put_adapter(self, adapter: Mapping[str, AdapterTensors], norms: Mapping[str, torch.Tensor]) -> None:
-        layout = Layout.of(adapter, norms, getattr(torch, self.spec.dtype))
+        layout = UpdateLayout.of(adapter, norms, getattr(torch, self.spec.dtype))
         if layout != self._layout:
             self._announce(layout, next((t.a.device for t in adapter.values()), torch.device("cpu")))
         layout.pack(adapter, norms, self._flat)
@@ -125,7 +125,7 @@ class ServerEngine(Engine):
             raise odd(self.url + CALL, f"{written} written on each rank", f"{answers}")
         self._sent = expected, update_fingerprint(adapter, norms)
 
-    def _announce(self, layout: Layout, device: torch.device) -> None:
+    def _announce(self, layout: UpdateLayout, device: torch.device) -> None:
         """Agree on what updates consist of, and on the way they take: shared memory where the server can open it."""
         self.call("qerl_layout", layout.text())
         self._layout, self._flat = layout, torch.zeros(layout.nbytes, dtype=torch.uint8, device=device)

@@ -91,7 +91,7 @@ else:
 
 
 def install() -> None:
-    """Register our classes in vLLM's out-of-tree registry, once a process, when an engine asks for our method.
+    """Register our classes in vLLM's out-of-tree registry, once per process, when an engine asks for our method.
 
     Raises:
         `RuntimeError`: another plugin has already replaced the norm.

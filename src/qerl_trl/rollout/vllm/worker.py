@@ -14,7 +14,7 @@ import torch
 from vllm.config import VllmConfig
 
 from ...noise.hooks import NoiseDraw
-from ..layout import Layout, as_tensor, mark
+from ..layout import UpdateLayout, as_tensor, mark
 from ..shared_memory import SharedMemory
 from ..transfers import Transfers
 from .describe import describe
@@ -69,7 +69,7 @@ class QeRLWorkerExtension:
     @_answers
     def qerl_layout(self, text: str) -> dict:
         """What every update from now on consists of (layout.py). Refused: more than this engine can hold."""
-        layout, most = Layout.parse(text), self._qerl_largest_update()
+        layout, most = UpdateLayout.parse(text), self._qerl_largest_update()
         if layout.nbytes > most:
             raise ValueError(
                 f"Updates of {layout.nbytes} bytes are announced, and adapter and norms of this engine have at most {most}. Start the "
@@ -120,7 +120,7 @@ class QeRLWorkerExtension:
         layers = self._qerl_state().load_adapter(adapter, norms, received=expected)
         return {"layers": layers, "norms": len(norms)}
 
-    def _qerl_layout_now(self) -> Layout:
+    def _qerl_layout_now(self) -> UpdateLayout:
         layout = self.__dict__.get("_qerl_form")
         if layout is None:
             raise ValueError("This engine was not told what updates consist of: call qerl_layout first.")
