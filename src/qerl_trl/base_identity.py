@@ -39,7 +39,7 @@ _NOT_OF_A_FORWARD = re.compile(
 )
 
 
-class Row(NamedTuple):
+class FingerprintRow(NamedTuple):
     """What the fingerprint has of a parameter: its name in the checkpoint, its shape, "float" or its dtype, the sum over its content."""
 
     name: str
@@ -61,17 +61,17 @@ def base_sha256(model: nn.Module, device: torch.device | None = None) -> str | N
     return sha256_of(_row(name, tensor, total) for (name, tensor), total in zip(named, totals, strict=True))
 
 
-def row_of(name: str, tensor: torch.Tensor) -> Row:
+def row_of(name: str, tensor: torch.Tensor) -> FingerprintRow:
     """The row of one parameter, for a fingerprint of tensors that are never together in memory."""
     return _row(name, tensor, int(_checksum(tensor.detach())))
 
 
-def _row(name: str, tensor: torch.Tensor, total: int) -> Row:
+def _row(name: str, tensor: torch.Tensor, total: int) -> FingerprintRow:
     kind = "float" if tensor.is_floating_point() else str(tensor.dtype)
-    return Row(name, list(tensor.shape), kind, total)
+    return FingerprintRow(name, list(tensor.shape), kind, total)
 
 
-def sha256_of(rows: Iterable[Row]) -> str:
+def sha256_of(rows: Iterable[FingerprintRow]) -> str:
     """The fingerprint of all rows, in any order."""
     return hashlib.sha256(json.dumps(sorted(rows)).encode()).hexdigest()
 
@@ -209,9 +209,9 @@ class Pieces:
         self._total += int(_checksum(flat[:whole], self._words)) if whole else 0
         self._words += whole // per_word
 
-    def row(self) -> Row:
+    def row(self) -> FingerprintRow:
         last = 0 if self._rest is None else int(_checksum(self._rest, self._words))
-        return Row(self._name, self._shape, self._kind, _signed(self._total + last))
+        return FingerprintRow(self._name, self._shape, self._kind, _signed(self._total + last))
 
 
 def _words(part: torch.Tensor) -> torch.Tensor:

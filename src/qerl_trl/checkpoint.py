@@ -15,15 +15,44 @@ import re
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, NotRequired, TypedDict
 
 from . import redaction
 from .folders import leads_to
+
+if TYPE_CHECKING:
+    from .identity import RunSettings
+    from .publish.records import Survived
 
 logger = logging.getLogger(__name__)
 
 MANIFEST_NAME = "qerl_manifest.json"
 _OPTIMIZERS = ("optimizer.pt*", "optimizer.bin", "optimizer_*", "rank*-optimizer.pt", "global_step*")
+
+
+class SealedFile(TypedDict):
+    bytes: int
+    sha256: str
+
+
+class Recorded(TypedDict, total=False):
+    """What a folder was sealed with: an `identity.RunSettings` (a checkpoint, a run) or a `publish.records.Export`. Of both, the keys that
+    are read before it is known which."""
+
+    kind: str  # of an export only
+    settings: "RunSettings"  # the same
+    survived: "Survived"  # the same
+    global_step: int  # of a checkpoint or a run, as all below
+    base_sha256: str
+    changed: list[str]
+
+
+class Manifest(TypedDict):
+    """`qerl_manifest.json`. `files`: by relative name; `sha256`: of the other two, absent in those of older versions."""
+
+    files: dict[str, SealedFile]
+    run: Recorded
+    sha256: NotRequired[str]
 
 
 def seal(
@@ -44,21 +73,21 @@ def seal(
     if names is None:
         names = (str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     names = sorted(name for name in names if Path(name).name != MANIFEST_NAME)
-    files = {
+    files: dict[str, SealedFile] = {
         name: {"bytes": (folder / name).stat().st_size, "sha256": hashed.get(name) or sha256(folder / name)}
         for name in names
     }
     write_json_atomically(folder / MANIFEST_NAME, manifest(files, run or {}))
 
 
-def manifest(files: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, Any]:
+def manifest(files: Mapping[str, SealedFile], run: Mapping) -> Manifest:
     """What a manifest says, as [`read_manifest`] returns it."""
     # as it will be read: a secret in it is masked when it is written
     content = json.loads(redaction.redact(json.dumps({"files": files, "run": run})))
-    return {**content, "sha256": _own_sha256(content)}
+    return {"files": content["files"], "run": content["run"], "sha256": _own_sha256(content)}
 
 
-def _own_sha256(content: Mapping[str, Any]) -> str:
+def _own_sha256(content: Mapping) -> str:
     """Of what a manifest says, so that an edited one is noticed."""
     said = {name: content[name] for name in ("files", "run")}
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
@@ -116,7 +145,7 @@ def problems(folder: str | os.PathLike, read_up_to: float = math.inf, partial: b
     return found
 
 
-def read_manifest(folder: str | os.PathLike) -> dict[str, Any]:
+def read_manifest(folder: str | os.PathLike) -> Manifest:
     """The manifest of `folder`: `files` (relative name -> `bytes`, `sha256`), `run`, and a `sha256` of both (not in those of old).
     No name in it leads out of the folder.
 
@@ -141,7 +170,7 @@ def read_manifest(folder: str | os.PathLike) -> dict[str, Any]:
     return content
 
 
-def recorded_run(folder: str | os.PathLike) -> dict[str, Any]:
+def recorded_run(folder: str | os.PathLike) -> Recorded:
     """What the run that sealed `folder` recorded of itself; empty where there is no readable manifest."""
     try:
         return read_manifest(folder)["run"]

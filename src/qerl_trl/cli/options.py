@@ -3,7 +3,7 @@
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Annotated, Any
 
@@ -42,7 +42,7 @@ def note(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-def print_result(content: dict[str, Any], as_json: bool, lines: list[str]) -> None:
+def print_result(content: Mapping[str, Any], as_json: bool, lines: list[str]) -> None:
     print(json.dumps(content, indent=1) if as_json else "\n".join(lines))
 
 

@@ -45,7 +45,7 @@ from ..nvfp4.linear import has_nvfp4
 from . import read_back, staging, writer
 from .merge import check_base, entries_of, nvfp4_layer
 from .names import public_name
-from .records import Export, Kind, Measured
+from .records import Export, Kind, Measured, RequantizedNote
 from .run import (
     ADAPTER_FILE,
     Exportable,
@@ -242,7 +242,7 @@ def save_merged_nvfp4(
         # what is sealed is completed below, once it is known how much survived
         with _staged(folder, export, overwrite, policy.tokenizer, card) as partial:
             notes = writer.write_shards(partial, jobs, layouts.WRITTEN_BY, max_shard_bytes, progress=progress)
-            survived = survived_of(notes)
+            survived = survived_of(cast(list[RequantizedNote], notes))
             notify(
                 f"Re-quantizing kept {survived['kept_fraction']:.3f} of the adapter's change (error {survived['error_ratio']:.2f} of its "
                 "size)."

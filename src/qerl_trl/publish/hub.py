@@ -221,7 +221,7 @@ def push_model(
 
 def _publish(
     files: Content,
-    manifest: dict[str, Any],
+    manifest: checkpoint.Manifest,
     facts: Facts,
     repo_id: str,
     private: bool,

@@ -10,7 +10,6 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 from .. import checkpoint, redaction
 
@@ -62,7 +61,7 @@ def checkpoint_files(folder: Path, below: str, changed: Mapping[str, bytes]) -> 
     return {f"{below}/{name}": data for name, data in files.items()}
 
 
-def manifest_of(content: Mapping[str, Path | bytes], sealed: Mapping[str, Any]) -> bytes:
+def manifest_of(content: Mapping[str, Path | bytes], sealed: checkpoint.Manifest) -> bytes:
     """The folder's manifest (`sealed`), for the files and texts that are sent: what was left out or written anew is no damage there."""
     files = {name: sealed["files"][name] for name in content if name in sealed["files"]}
     for name, data in content.items():

@@ -17,7 +17,7 @@ import shutil
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from huggingface_hub import snapshot_download
@@ -34,7 +34,7 @@ from ..nvfp4.linear import PACKED
 from . import read_back, staging, writer
 from .names import public_name
 from .quantize_jobs import Budget, Quantize, copy_job, prepare_quantizer, quantize_job
-from .records import EVALUATIONS, FACTS_NAME, Export
+from .records import EVALUATIONS, FACTS_NAME, Export, QuantizedLayer, QuantizedNote
 
 if TYPE_CHECKING:  # it imports PEFT, which this does without
     from ..identity import RunSettings
@@ -53,7 +53,7 @@ _NOT_COPIED = (
 class Quantized:
     """What a finished `quantize_folder` reports: error and size. `nmse` is the squared error over the squared weight, on sampled rows."""
 
-    layers: list[dict[str, Any]]
+    layers: list[QuantizedLayer]
     weights: int
     source_bytes: int
     written_bytes: int
@@ -118,8 +118,10 @@ def quantize_folder(
         "exported_with": report.versions(),
     }
     finished = checkpoint.recorded_run(destination).get("settings", {})
-    known = {name: finished[name] for name in ("base_sha256",) if name in finished}  # which is found out below
-    if not staging.is_complete(destination, {**export, "settings": {**settings, **known}}):
+    known = settings.copy()
+    if "base_sha256" in finished:  # which is found out below
+        known["base_sha256"] = finished["base_sha256"]
+    if not staging.is_complete(destination, {**export, "settings": known}):
         with staging.staging(destination, export, overwrite) as partial:
             layers, rows = _write(
                 partial,
@@ -232,7 +234,7 @@ def _write(
     workers: int | None,
     max_shard_bytes: int,
     progress: Callable[[int, int], None],
-) -> tuple[list[dict[str, Any]], list[base_identity.Row]]:
+) -> tuple[list[QuantizedLayer], list[base_identity.FingerprintRow]]:
     """(errors of the quantized layers, rows of the fingerprint), of everything that was written."""
     largest = max(info.end - info.start for info in tensors.values())
     budget = Budget(2 * largest + _SLACK_BYTES)
@@ -251,7 +253,7 @@ def _write(
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # one core per worker: layers in parallel scale better than the pieces of a layer
     try:
-        notes = writer.write_shards(
+        written = writer.write_shards(
             folder,
             jobs,
             dict(layouts.WRITTEN_BY, scale_rule=config.scale_rule),
@@ -261,8 +263,9 @@ def _write(
         )
     finally:
         torch.set_num_threads(threads)
+    notes = cast(list[QuantizedNote], written)  # of the jobs above
     layers = [layer for note in notes for layer in note.get("layers", [])]
-    return layers, [base_identity.Row(*row) for note in notes for row in note.get("rows", [])]
+    return layers, [base_identity.FingerprintRow(*row) for note in notes for row in note.get("rows", [])]
 
 
 def _groups(tensors: dict[str, TensorInfo], converted: dict[str, nn.Linear]) -> list[list[TensorInfo]]:

@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 
@@ -20,6 +19,7 @@ from ..nvfp4.fused import share_global_scale
 from ..nvfp4.headers import TensorInfo
 from ..nvfp4.layouts import TensorSpec, packed_specs
 from ..nvfp4.linear import NVFP4Linear
+from .records import QuantizedLayer, QuantizedNote
 from .writer import Job, bytes_of
 
 #: quantizes a matrix by a scale rule
@@ -92,7 +92,7 @@ def _own_stream(device: str) -> AbstractContextManager:
 def quantize_job(
     group: list[TensorInfo], scale_rule: str, device: str, quantize: "Future[Quantize]", budget: Budget
 ) -> Job:
-    note: dict[str, Any] = {}
+    note: QuantizedNote = {}
     size = sum(info.end - info.start for info in group)
 
     def make() -> Iterator[torch.Tensor]:
@@ -135,7 +135,7 @@ def quantize_job(
 def copy_job(info: TensorInfo, compute_dtype: torch.dtype, budget: Budget, device: str = "cpu") -> Job:
     """Everything that stays dense: float32 becomes the compute dtype, as in `from_pretrained`; other dtypes stay. `device`: for its row of
     the fingerprint."""
-    note: dict[str, Any] = {}
+    note: QuantizedNote = {}
     stored = headers.torch_dtype(info)
     dtype = compute_dtype if stored.is_floating_point and stored.itemsize > 1 else stored
     size = min(info.end - info.start, _PIECE_BYTES)
@@ -212,7 +212,7 @@ def _rows_per_piece(row_bytes: int, rows: int) -> int:
     return min(rows, max(1, _PIECE_BYTES // row_bytes))
 
 
-def _error(name: str, weight: torch.Tensor, tensor: NVFP4Tensor) -> dict[str, Any]:
+def _error(name: str, weight: torch.Tensor, tensor: NVFP4Tensor) -> QuantizedLayer:
     """Error of a layer on evenly spaced rows: relative squared, and the largest."""
     rows = max(1, min(weight.shape[0], _ERROR_SAMPLE // weight.shape[1]))
     step = weight.shape[0] // rows

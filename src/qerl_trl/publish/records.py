@@ -5,7 +5,8 @@ Both are dictionaries, because both are read back from files that an older versi
 
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
-if TYPE_CHECKING:  # it imports PEFT, which `qerl-trl quantize` does without
+if TYPE_CHECKING:  # torch, which comparing runs does without, and PEFT, which `qerl-trl quantize` does without
+    from ..base_identity import FingerprintRow
     from ..identity import RunSettings
 
 #: the file of a card's facts, beside the card
@@ -56,6 +57,36 @@ class Export(ExportBase, total=False):
     max_shard_bytes: int
 
 
+class QuantizedLayer(TypedDict):
+    """Size and error of one layer of a quantized folder, as its report lists them; see `Quantization`."""
+
+    name: str
+    shape: list[int]
+    weights: int
+    nmse: float
+    largest_error: float
+
+
+class QuantizedNote(TypedDict, total=False):
+    """What is kept of tensors while a checkpoint is quantized: those of a fused group, or one that stays dense and has no `layers`."""
+
+    rows: list["FingerprintRow"]  # lists, where they are read back
+    layers: list[QuantizedLayer]
+
+
+class RequantizedNote(TypedDict, total=False):
+    """What is kept of a fused group that a merge rounds to NVFP4 again: sums over its weights, of which `Survived` is computed."""
+
+    layers: list[str]
+    kept: float
+    change: float
+    error: float
+
+
+#: beside the tensors of a `writer.Job`
+Note = QuantizedNote | RequantizedNote
+
+
 class Quantization(TypedDict):
     """Size and error of a quantized folder. `nmse`: squared error over squared weight, on sampled rows."""
 
@@ -91,8 +122,36 @@ class Results(TypedDict, total=False):
     decoding: str  # how their answers were generated, in words
     steps: int
     seed: int
-    train_seconds: float
+    train_seconds: float | None  # of the training, where there was any
     device: str
+
+
+class Arm(TypedDict):
+    """The settings that a comparison varies; see `tasks.arms`."""
+
+    base_format: str | None
+    aqn: bool | None
+    aqn_scope: str | None
+    scale_rule: str | None
+
+
+class Base(TypedDict):
+    """Which model a run started from: the fingerprint of its weights, and the Hub's commit."""
+
+    sha256: str | None
+    revision: str | None
+
+
+class RunResults(Results, total=False):
+    """results.json of a run. Empty in the processes that do not write it."""
+
+    dataset: str | None
+    arm: Arm
+    settings: "RunSettings"
+    base: Base
+    versions: dict[str, str]
+    command: str
+    log_history: list[dict[str, float]]
 
 
 class Evaluation(TypedDict, total=False):

@@ -1,7 +1,6 @@
 """How each tensor of an export is made when its turn to be written comes: cast, packed as it is, or rounded to NVFP4 again."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
@@ -10,7 +9,7 @@ from ..nvfp4.format import dequantize, largest_magnitude, power_of_two_global_sc
 from ..nvfp4.layouts import TensorSpec, packed_specs
 from ..nvfp4.linear import NVFP4Linear
 from .merge import Entry, nvfp4_layer
-from .records import Survived
+from .records import RequantizedNote, Survived
 from .writer import Job
 
 
@@ -52,14 +51,15 @@ def fused_entries(entries: list[Entry]) -> list[list[Entry]]:
 
 
 def requantize_job(group: list[Entry], scale_rule: str) -> Job:
-    note: dict[str, Any] = {}
+    note: RequantizedNote = {}
 
     def make() -> Iterator[torch.Tensor]:
         amax = torch.stack(
             [largest_magnitude(entry.value()) for entry in group]
         ).amax()  # merged twice rather than kept
         shared = power_of_two_global_scale(amax)
-        note.update(layers=[entry.name for entry in group], kept=0.0, change=0.0, error=0.0)
+        note["layers"] = [entry.name for entry in group]
+        note["kept"] = note["change"] = note["error"] = 0.0
         for entry in group:
             merged = entry.value()
             packed, block_scale, global_scale = quantize(merged, scale_rule, shared)
@@ -79,7 +79,7 @@ def _dot(a: torch.Tensor, b: torch.Tensor) -> float:
     return (a * b).sum(dtype=torch.float64).item()
 
 
-def survived_of(notes: list[dict[str, Any]]) -> Survived:
+def survived_of(notes: list[RequantizedNote]) -> Survived:
     change = sum(note["change"] for note in notes)
     if change == 0:
         raise ValueError("The adapter changes no quantized weight (is it untrained?): there is nothing to merge.")

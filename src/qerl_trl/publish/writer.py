@@ -25,6 +25,7 @@ from .. import checkpoint
 from ..nvfp4.headers import DTYPES, check_finite
 from ..nvfp4.layouts import TensorSpec
 from ..nvfp4.shards import INDEX_NAME
+from .records import Note
 
 #: default size of a shard: small enough that a killed run loses little, and that hashing the last one takes little
 MAX_SHARD_BYTES = 1_000_000_000
@@ -43,7 +44,7 @@ class Job(NamedTuple):
 
     specs: tuple[TensorSpec, ...]
     make: Callable[[], Iterable[torch.Tensor]]
-    note: dict[str, Any] | None = None
+    note: Note | None = None
 
     @property
     def nbytes(self) -> int:
@@ -57,7 +58,7 @@ def write_shards(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     workers: int = 1,
     progress: Callable[[int], None] | None = None,
-) -> list[dict[str, Any]]:
+) -> list[Note]:
     """Write the tensors of `jobs` as `model*.safetensors` with their index; shards that are already there are kept. A tensor that is not
     finite throughout is not written.
 
@@ -85,7 +86,7 @@ def write_shards(
         else:
             missing.append(_Shard(folder / file, shard, {**metadata, "format": "pt"}, progress))
     _run(missing, workers)
-    notes: list[dict[str, Any]] = []
+    notes: list[Note] = []
     for file in files:
         notes += json.loads(_notes_file(folder / file).read_text())["notes"]
     if len(files) > 1:

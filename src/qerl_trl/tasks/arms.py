@@ -8,8 +8,9 @@ import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
+from ..publish.records import Accuracy, Difference, RunResults
 from .results import RESULTS_NAME
 
 #: arm -> options of the example; a claim is about two of them
@@ -28,6 +29,53 @@ ARMS: dict[str, dict[str, str]] = {
 }
 
 
+class ArmRun(TypedDict):
+    """What a run of one arm with one seed measured, of its results.json."""
+
+    arm: str
+    seed: int
+    folder: str
+    before: Accuracy
+    after: Accuracy
+    difference: Difference
+    steps: int
+    train_seconds: float | None
+
+
+class Mean(TypedDict):
+    """Over the seeds (JSON's keys are strings) that have been run."""
+
+    by_seed: dict[str, float]
+    mean: float | None
+    standard_error: float | None
+
+
+class ArmAccuracy(TypedDict):
+    before: Mean
+    after: Mean
+    gain: Mean
+
+
+class ArmDifference(TypedDict):
+    """From the reference arm."""
+
+    after: Mean
+    gain: Mean
+
+
+class Comparison(TypedDict):
+    """arms.json."""
+
+    arms: list[str]
+    seeds: list[int]
+    reference: str
+    problems: int | None
+    steps: int | None
+    accuracy: dict[str, ArmAccuracy]
+    differences: dict[str, ArmDifference]
+    runs: list[ArmRun]
+
+
 def check(arms: Sequence[str], seeds: Sequence[int]) -> None:
     """Refuse arms that are not known, and two runs of the same name."""
     if unknown := [arm for arm in arms if arm not in ARMS]:
@@ -41,26 +89,33 @@ def check(arms: Sequence[str], seeds: Sequence[int]) -> None:
         raise ValueError("Nothing to run: give at least one arm (--arms nvfp4 bf16) and one seed (--seeds 1 2 3).")
 
 
-def read_run(folder: Path, arm: str, seed: int) -> dict[str, Any]:
+def read_run(folder: Path, arm: str, seed: int) -> ArmRun:
     """What the run in `folder` measured, short.
 
     Raises:
         `ValueError`: it is a run of another arm or seed.
     """
-    results = json.loads((folder / RESULTS_NAME).read_text())
+    results: RunResults = json.loads((folder / RESULTS_NAME).read_text())
     wanted = {"base_format": ARMS[arm]["base_format"], "aqn": ARMS[arm]["aqn"] == "true", "seed": seed}
-    found = {"seed": results["seed"], **{name: results["arm"][name] for name in ("base_format", "aqn")}}
+    found = {"seed": results["seed"], "base_format": results["arm"]["base_format"], "aqn": results["arm"]["aqn"]}
     if wrong := {name: found[name] for name in wanted if found[name] != wanted[name]}:
         raise ValueError(
             f"{folder / RESULTS_NAME} is not of {arm} with seed {seed}: it was trained with {wrong}. Move that folder away, or choose another "
             "--output_dir."
         )
-    short: dict[str, Any] = {"arm": arm, "seed": seed, "folder": folder.name}
-    short |= {name: results[name] for name in ("before", "after", "difference", "steps", "train_seconds")}
-    return short
+    return {
+        "arm": arm,
+        "seed": seed,
+        "folder": folder.name,
+        "before": results["before"],
+        "after": results["after"],
+        "difference": results["difference"],
+        "steps": results["steps"],
+        "train_seconds": results["train_seconds"],
+    }
 
 
-def summary(arms: Sequence[str], seeds: Sequence[int], runs: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def summary(arms: Sequence[str], seeds: Sequence[int], runs: Iterable[ArmRun]) -> Comparison:
     """The comparison as data: accuracies of each arm, and each arm's differences from the first one, by seed, with mean and standard error.
 
     Raises:
@@ -77,17 +132,19 @@ def summary(arms: Sequence[str], seeds: Sequence[int], runs: Iterable[Mapping[st
                 f"These runs cannot be compared, they differ in their {name} ({each}). Start the same command again with one set of options, or "
                 "in another --output_dir."
             )
-    accuracy: dict[str, dict[str, Any]] = {}
+    accuracy: dict[str, ArmAccuracy] = {}
     for arm in arms:
         own = {run["seed"]: run for run in runs if run["arm"] == arm}
-        found = {when: {s: run[when]["accuracy"] for s, run in own.items()} for when in ("before", "after")}
-        found["gain"] = {seed: run["difference"]["value"] for seed, run in own.items()}
-        accuracy[arm] = {name: _mean(found[name], seeds) for name in ("before", "after", "gain")}
+        accuracy[arm] = {
+            "before": _mean({seed: run["before"]["accuracy"] for seed, run in own.items()}, seeds),
+            "after": _mean({seed: run["after"]["accuracy"] for seed, run in own.items()}, seeds),
+            "gain": _mean({seed: run["difference"]["value"] for seed, run in own.items()}, seeds),
+        }
     reference, *others = arms
-    differences = {
+    differences: dict[str, ArmDifference] = {
         arm: {
-            name: _mean(_paired(accuracy[reference][name]["by_seed"], accuracy[arm][name]["by_seed"]), seeds)
-            for name in ("after", "gain")
+            "after": _mean(_paired(accuracy[reference]["after"], accuracy[arm]["after"]), seeds),
+            "gain": _mean(_paired(accuracy[reference]["gain"], accuracy[arm]["gain"]), seeds),
         }
         for arm in others
     }
@@ -103,11 +160,12 @@ def summary(arms: Sequence[str], seeds: Sequence[int], runs: Iterable[Mapping[st
     }
 
 
-def _paired(reference: Mapping[str, float], other: Mapping[str, float]) -> dict[int, float]:
-    return {int(seed): other[seed] - reference[seed] for seed in other if seed in reference}
+def _paired(reference: Mean, other: Mean) -> dict[int, float]:
+    then = reference["by_seed"]
+    return {int(seed): value - then[seed] for seed, value in other["by_seed"].items() if seed in then}
 
 
-def _mean(by_seed: Mapping[int, float], seeds: Sequence[int]) -> dict[str, Any]:
+def _mean(by_seed: Mapping[int, float], seeds: Sequence[int]) -> Mean:
     values = [by_seed[seed] for seed in seeds if seed in by_seed]
     return {
         "by_seed": {str(seed): by_seed[seed] for seed in seeds if seed in by_seed},
@@ -116,22 +174,22 @@ def _mean(by_seed: Mapping[int, float], seeds: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def table(found: Mapping[str, Any]) -> str:
-    """[`summary`] as Markdown: a row a seed, then mean and standard error."""
+def table(found: Comparison) -> str:
+    """[`summary`] as Markdown: a row per seed, then mean and standard error."""
     accuracy, differences, reference = found["accuracy"], found["differences"], found["reference"]
     head = ["seed", *found["arms"], *(f"{arm} - {reference}" for arm in differences)]
     rows = [head, ["---"] * len(head)]
     for seed in map(str, found["seeds"]):
         row = [seed]
         for arm in found["arms"]:
-            before, after = (accuracy[arm][when]["by_seed"].get(seed) for when in ("before", "after"))
-            row.append("" if after is None else f"{100 * before:.1f} -> {100 * after:.1f}")
+            own = accuracy[arm]
+            row.append(_change(own["before"]["by_seed"].get(seed), own["after"]["by_seed"].get(seed), None))
         row += [_points(values["after"]["by_seed"].get(seed), None) for values in differences.values()]
         rows.append(row)
     row = ["mean"]
     for arm in found["arms"]:
         before, after = accuracy[arm]["before"], accuracy[arm]["after"]
-        row.append("" if after["mean"] is None else f"{100 * before['mean']:.1f} -> {_percent(after)}")
+        row.append(_change(before["mean"], after["mean"], after["standard_error"]))
     row += [_points(values["after"]["mean"], values["after"]["standard_error"]) for values in differences.values()]
     rows.append(row)
     text = "\n".join("| " + " | ".join(row) + " |" for row in rows)
@@ -141,9 +199,10 @@ def table(found: Mapping[str, Any]) -> str:
     )
 
 
-def _percent(values: Mapping[str, Any]) -> str:
-    error = values["standard_error"]
-    return f"{100 * values['mean']:.1f}" + ("" if error is None else f" +- {100 * error:.1f}")
+def _change(before: float | None, after: float | None, error: float | None) -> str:
+    if before is None or after is None:
+        return ""
+    return f"{100 * before:.1f} -> {100 * after:.1f}" + ("" if error is None else f" +- {100 * error:.1f}")
 
 
 def _points(value: float | None, error: float | None) -> str:

@@ -25,6 +25,7 @@ from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from .. import report
+from ..publish import records
 from ..rollout.vllm.offline import CheckpointEngine
 from ..sampling import of_the_model_alone
 from .data import first, read, split_named, with_prompts
@@ -53,8 +54,13 @@ class Accuracy:
         half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / (1 + z * z / n)
         return max(0.0, centre - half), min(1.0, centre + half)
 
-    def as_dict(self) -> dict:
-        return {**asdict(self), "accuracy": self.value, "interval95": list(self.interval)}
+    def as_dict(self) -> records.Accuracy:
+        return {
+            "correct": self.correct,
+            "total": self.total,
+            "accuracy": self.value,
+            "interval95": list(self.interval),
+        }
 
     def __str__(self) -> str:
         low, high = self.interval
@@ -75,8 +81,8 @@ def paired_difference(before: Iterable[bool], after: Iterable[bool]) -> tuple[fl
     return mean, mean - half, mean + half
 
 
-def sampled_accuracy(correct: list[list[bool]]) -> dict[str, Any]:
-    """Accuracy over several completions a problem, with a 95 % interval that takes problems, not completions, as independent.
+def sampled_accuracy(correct: list[list[bool]]) -> records.Accuracy:
+    """Accuracy over several completions per problem, with a 95 % interval that takes problems, not completions, as independent.
 
     Args:
         correct: for each problem, whether each of its completions is correct.
@@ -96,7 +102,7 @@ def sampled_accuracy(correct: list[list[bool]]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Protocol:
-    """A benchmark and how it is run. `samples`: completions a problem (more for the small sets, ours). `grader`: see grading.py.
+    """A benchmark and how it is run. `samples`: completions per problem (more for the small sets, ours). `grader`: see grading.py.
     `chat_template_kwargs`: for the chat template, such as `{"enable_thinking": False}`."""
 
     dataset: str

@@ -4,17 +4,16 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ..checkpoint import write_json_atomically
+from ..publish.records import Arm
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
 RESULTS_NAME = "results.json"
 BEFORE_NAME = "before.json"
-#: what makes an arm: the settings that a comparison varies
-_ARM = ("base_format", "aqn", "aqn_scope", "scale_rule")
 
 
 def write_before(output_dir: str | os.PathLike, verdicts: list[bool], problems: "Dataset") -> None:
@@ -52,6 +51,6 @@ def read_before(output_dir: str | os.PathLike, problems: "Dataset") -> list[bool
     return content["correct"]
 
 
-def arm_of(settings: Mapping[str, Any]) -> dict[str, Any]:
+def arm_of(settings: Mapping[str, Any]) -> Arm:
     """The arm of a comparison that a run with these recorded settings is."""
-    return {name: settings.get(name) for name in _ARM}
+    return cast(Arm, {name: settings.get(name) for name in Arm.__annotations__})

@@ -10,6 +10,7 @@ from transformers import ProgressCallback
 from .. import checkpoint
 from ..base_identity import base_revision
 from ..publish.hub import HubError
+from ..publish.records import RunResults
 from ..publish.run import recorded_settings
 from ..redaction import redacted_words
 from ..report import announce, device_name, versions
@@ -44,7 +45,7 @@ class CompactProgress(ProgressCallback):
 @working()
 def train_and_measure(
     trainer: Any, task: Task, eval_problems: int | None = None, eval_batch_size: int = 64
-) -> dict[str, Any]:
+) -> RunResults:
     """Train, with the accuracy on held-out problems before and after, which is written to `results.json` in the output folder.
 
     Started again with the same folder, it resumes from the last whole checkpoint; a finished run is measured again and no longer trained.
@@ -88,7 +89,7 @@ def train_and_measure(
         tell(error)
     trainer.save_model(push=False)
     after = held_out()
-    results: dict[str, Any] = {}
+    results: RunResults = {}
     if main_process:
         trained = trainer.state.global_step > begun
         seconds = [entry["train_runtime"] for entry in trainer.state.log_history if "train_runtime" in entry]
@@ -100,12 +101,12 @@ def train_and_measure(
 
 def _report(
     trainer: Any, task: Task, before: list[bool], after: list[bool], how: str, seconds: float | None
-) -> dict[str, Any]:
+) -> RunResults:
     """Write results.json and curves.png of the run that was saved, and say what came out and what to do with it."""
     args, output_dir = trainer.args, Path(trainer.args.output_dir)
     settings = recorded_settings(output_dir)  # of what was trained, which is what the figures are about
     difference, low, high = paired_difference(before, after)
-    results = {
+    results: RunResults = {
         "before": Accuracy(sum(before), len(before)).as_dict(),
         "after": Accuracy(sum(after), len(after)).as_dict(),
         "difference": {"value": difference, "interval95": [low, high]},
@@ -126,7 +127,7 @@ def _report(
     }
     if seconds is None and (output_dir / RESULTS_NAME).is_file():  # trained before, only measured again now
         earlier = json.loads((output_dir / RESULTS_NAME).read_text())
-        results |= {name: earlier[name] for name in ("train_seconds", "log_history")}
+        results["train_seconds"], results["log_history"] = earlier["train_seconds"], earlier["log_history"]
     checkpoint.write_json_atomically(output_dir / RESULTS_NAME, results)
     plot_curves(trainer.state.log_history, output_dir / "curves.png", title=output_dir.name)
     if args.base_format == "full":

@@ -25,6 +25,7 @@ from trl import ModelConfig, TrlParser, get_peft_config
 from ..config import QeRLConfig
 from ..errors import tell_in_scripts
 from ..folders import named_in_errors
+from ..publish.records import RunResults
 from ..redaction import check_places
 from ..shipped import config_file, contents, examples_folder, task_file
 from .run import train_and_measure
@@ -135,7 +136,7 @@ class Script:
             **self.task.for_trainer(),
         }
 
-    def train(self, trainer: Any) -> dict[str, Any]:
+    def train(self, trainer: Any) -> RunResults:
         """See [`run.train_and_measure`]."""
         return train_and_measure(trainer, self.task, self.eval_problems, self.eval_batch_size)
 
