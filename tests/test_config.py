@@ -37,10 +37,19 @@ def test_every_new_field_has_a_help_text():
         ("aqn_sigma_start", -0.1),
         ("aqn_sigma_end", float("nan")),
         ("zero_advantage_patience", 0),
+        ("zero_advantage_patience", float("nan")),
+        ("zero_advantage_patience", 2.5),
+        ("rollout_probe_steps", -1),
+        ("rollout_probe_steps", float("nan")),
+        ("rollout_timeout", -1.0),
+        ("rollout_timeout", float("nan")),
+        ("rollout_mismatch_threshold", -1.0),
+        ("rollout_mismatch_threshold", float("nan")),
+        ("reward_timeout", float("nan")),
     ],
 )
 def test_bad_values_are_named_with_their_value(field, value):
-    with pytest.raises(ValueError, match=f"{field}={value!r}".replace("nan", "nan")):
+    with pytest.raises(ValueError, match=rf"{field}={value!r} is .*\."):
         make(**{field: value})
 
 

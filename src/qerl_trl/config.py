@@ -285,10 +285,20 @@ class QeRLArguments(OnlineConfig):
                 )
             except ValueError as error:
                 raise ValueError(f"aqn_schedule={self.aqn_schedule!r}, aqn_{error}") from error
-        if self.rollout_probe_steps < 0 or (self.rollout_timeout or 0) < 0:
+        for name, least, off in (
+            ("rollout_probe_steps", 0, ", or 0 for at the start only"),
+            ("zero_advantage_patience", 1, ""),
+        ):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise ValueError(f"{name}={value!r} is not a number of steps. Pass an integer >= 1{off}.")
+        if self.rollout_timeout is not None and not self.rollout_timeout >= 0:
             raise ValueError(
-                f"rollout_probe_steps={self.rollout_probe_steps} and rollout_timeout={self.rollout_timeout} must not be negative; 0 "
-                "switches either off."
+                f"rollout_timeout={self.rollout_timeout} is not a time. Pass seconds > 0, or None or 0 for no limit."
+            )
+        if self.rollout_mismatch_threshold is not None and not self.rollout_mismatch_threshold > 0:
+            raise ValueError(
+                f"rollout_mismatch_threshold={self.rollout_mismatch_threshold} is not a KL. Pass nats per token > 0, or None for no limit."
             )
         mode = getattr(
             self, "vllm_importance_sampling_mode", ""
@@ -298,8 +308,6 @@ class QeRLArguments(OnlineConfig):
                 f"loss_type='vespo' with vllm_importance_sampling_mode={mode!r} cannot work: it takes a ratio of each token. Pass "
                 "'token_truncate' (the default) or 'token_mask'."
             )
-        if self.zero_advantage_patience < 1:
-            raise ValueError(f"zero_advantage_patience={self.zero_advantage_patience} must be at least 1.")
         if self.reward_timeout is not None and not self.reward_timeout > 0:
             raise ValueError(
                 f"reward_timeout={self.reward_timeout} is not a time. Pass seconds > 0, or None for no limit."
