@@ -110,13 +110,19 @@ def test_a_model_folder_that_lacks_files_is_named(file, message, warm_training, 
 
 
 @pytest.mark.parametrize(
-    ("content", "message"), [("a: [1", "is no YAML: while parsing"), ("- a", "has no fields: it is a list")]
+    ("content", "message"),
+    [
+        ("a: [1", "is no YAML: while parsing"),
+        ("a: b: c", "is no YAML: mapping values"),
+        ("- a", "has no fields: it is a list"),
+    ],
 )
 def test_a_recipe_that_cannot_be_read(content, message, warm_training, tmp_path):
     (tmp_path / "run.yaml").write_text(content)
     for option in ("--config", "--task"):
         done = warm_training.run([EXAMPLE, option, str(tmp_path / "run.yaml")], ROOT, dict(os.environ))
         assert done.returncode == 2 and f"qerl-trl: {tmp_path}/run.yaml {message}" in done.stderr
+        assert "Write one `name: value` on each line" in done.stderr
         assert "Traceback" not in done.stderr
 
 

@@ -31,8 +31,11 @@ def check_name(model: str | os.PathLike) -> None:
 
 
 @contextmanager
-def named_in_errors(model: str | os.PathLike) -> Iterator[None]:
+def named_in_errors(model: str | os.PathLike, files: str = "its files") -> Iterator[None]:
     """transformers' error says which model it is about, also where the Hub cannot be asked.
+
+    Args:
+        files: what is read, and enough where the Hub cannot be asked.
 
     Raises:
         `ValueError`: as [`check_name`].
@@ -44,7 +47,9 @@ def named_in_errors(model: str | os.PathLike) -> Iterator[None]:
     except OSError as error:
         if str(model) in str(error):
             raise
-        raise OSError(f"{model} is no folder here, and cannot be had from the Hub: {error}") from error
+        raise OSError(
+            f"{model} is no folder here, and cannot be had from the Hub: {error} Where there is no network, name a folder with {files}."
+        ) from error
 
 
 def leads_to(path: str | os.PathLike, folder: str | os.PathLike) -> Path | None:

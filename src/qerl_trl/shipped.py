@@ -50,7 +50,9 @@ def contents(file: Path) -> dict[str, Any]:
     try:
         found = yaml.safe_load(file.read_text())
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file} is no YAML: {error}") from error
+        raise ValueError(
+            f"{file} is no YAML: {error}. Write one `name: value` on each line; a value with a colon, a brace or a bracket in it stands in quotes."
+        ) from error
     if found is not None and not isinstance(found, dict):
         raise ValueError(f"{file} has no fields: it is a {type(found).__name__}. Write one `name: value` on each line.")
     return found or {}

@@ -100,6 +100,8 @@ def test_a_model_that_is_nowhere_is_named(command, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     code, _, err = call(command, "runs/typo")
     assert code == 1 and "runs/typo is no folder here, and cannot be had from the Hub" in err
+    enough = "config.json" if command == "plan" else "its files"
+    assert f"Where there is no network, name a folder with {enough}." in err
 
 
 def test_push_of_a_folder_that_is_not_there(tmp_path):

@@ -62,7 +62,7 @@ class Ignores(StandIn):
 
 @fault("R4.adapter_ignored")
 def test_an_adapter_that_the_engine_ignores(make_trainer):  # noqa: F811
-    with told(RolloutError, "The adapter does not reach the engine", "report it"):
+    with told(RolloutError, "The adapter does not reach the engine", "report it", "use_vllm=False"):
         make_trainer(engine=Ignores)
 
 

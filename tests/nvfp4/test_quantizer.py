@@ -508,7 +508,10 @@ def test_nothing_left_to_quantize_is_an_error(tiny_model_dir):
         ({"modules_to_not_convert": "lm_head"}, "must be a list"),
         ({"compute_dtype": "int8"}, "compute_dtype='int8'"),
         ({"source_format": "gguf"}, "source_format='gguf'"),
-        ({"bits": 4}, "has no option 'bits'"),
+        (
+            {"bits": 4},
+            r"has no option 'bits'\. Leave it out; there are scale_rule, modules_to_not_convert, compute_dtype",
+        ),
     ],
     ids=lambda value: str(next(iter(value))) if isinstance(value, dict) else "",
 )

@@ -206,7 +206,7 @@ def test_a_reward_beside_the_file_by_path_or_as_a_module(folder, said):
         ("reward_funcs", ["own.py:NUMBER"], ["NUMBER", "no function"]),
         ("tools", ["no.such.module"], ["tools='no.such.module'"]),
         ("environment_factory", "own.py:Wrld", ["environment_factory='own.py:Wrld'"]),
-        ("chat_template_path", "gone.jinja", ["chat_template_path='gone.jinja'"]),
+        ("chat_template_path", "gone.jinja", ["chat_template_path='gone.jinja'", "is no file in", "Jinja"]),
     ],
 )
 def test_a_name_that_leads_nowhere_is_named(folder, field, said, names):
@@ -220,7 +220,7 @@ def test_a_name_that_leads_nowhere_is_named(folder, field, said, names):
 def test_what_no_task_has_is_refused(folder):
     with pytest.raises(ValueError, match=r"learning_rate.*--config"):
         read(folder, dataset_name=".", learning_rate=1)
-    with pytest.raises(ValueError, match="neither 'marked' nor 'whole'"):
+    with pytest.raises(ValueError, match=r"neither 'marked' nor 'whole'\. Pass 'marked' where"):
         read(folder, answer_format="all")
     with pytest.raises(ValueError, match="methods of the environment"):
         read(folder, tools=["own.py:look"], environment_factory="own.py:World")

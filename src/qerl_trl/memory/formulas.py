@@ -111,7 +111,7 @@ def shape_of(model: str | os.PathLike | PretrainedConfig, **kwargs: Any) -> Shap
     """Read a model's shape from its configuration (folder, Hub id or config object). No weights are read."""
     config = model
     if not isinstance(config, PretrainedConfig):
-        with named_in_errors(config):
+        with named_in_errors(config, "config.json"):
             config = AutoConfig.from_pretrained(config, **kwargs)
     config = copy.deepcopy(config)
     text = config.get_text_config()

@@ -19,6 +19,7 @@ The transformers quantizer behind it is in quantizer.py, which is imported here 
 """
 
 import copy
+import inspect
 import json
 import os
 from collections.abc import Iterable
@@ -75,7 +76,10 @@ class NVFP4Config(QuantizationConfigMixin):
     ):
         unknown.pop("quant_method", None)
         if unknown:
-            raise ValueError(f"NVFP4Config has no option {', '.join(map(repr, sorted(unknown)))}.")
+            known = [name for name in inspect.signature(NVFP4Config).parameters if name != "unknown"]
+            raise ValueError(
+                f"NVFP4Config has no option {', '.join(map(repr, sorted(unknown)))}. Leave it out; there are {', '.join(known)}."
+            )
         if scale_rule not in SCALE_RULES:
             raise ValueError(
                 f"scale_rule={scale_rule!r} is unknown; choose one of {', '.join(map(repr, SCALE_RULES))}."

@@ -46,7 +46,7 @@ def prompt_batches(
         text += str(row.get("answer", ""))
         batches.append(tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"])
     if not batches:
-        raise ValueError(f"{source} is empty.")
+        raise ValueError(f'{source} is empty. Give it a line per prompt: {{"question": "..."}}.')
     return batches
 
 

@@ -70,7 +70,9 @@ def staging(destination: str | os.PathLike, run: Mapping[str, Any], overwrite: b
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process, however that ends
         except BlockingIOError as error:
-            raise RuntimeError(f"Another process is writing {destination} (it works in {partial}).") from error
+            raise RuntimeError(
+                f"Another process is writing {destination} (it works in {partial}). Wait for it or end it, then run the same command again, which goes on where it stopped; or choose another folder."
+            ) from error
         begun = partial / _RECORD_NAME
         if not begun.is_file() or json.loads(begun.read_text()) != _as_json(run):
             _empty(partial)

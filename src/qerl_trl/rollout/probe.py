@@ -211,11 +211,11 @@ def probe(
             if _mean_difference(score(completions), _logps(completions)) <= tolerance:
                 raise RolloutError(
                     f"The adapter does not reach the engine: {result}, and vLLM's are those of the model without adapter. This is a "
-                    "bug or an unsupported architecture; please report it with the model's name."
+                    "bug or an unsupported architecture: please report it with the model's name. Until then train with use_vllm=False."
                 )
             raise RolloutError(
                 f"vLLM and the trainer disagree: {result}. At most {tolerance:.4f} is expected, and without adapter they agree, so "
-                "part of the adapter is lost, misplaced or scaled in another way. Please report it with the model's name."
+                "part of the adapter is lost, misplaced or scaled in another way. Train with use_vllm=False, and please report it with the model's name."
             )
         if effect < LEAST_CONTRAST * tolerance:
             raise RolloutError(

@@ -106,7 +106,9 @@ class Task:
 
     def __post_init__(self) -> None:
         if self.answer_format not in ("marked", "whole"):
-            raise ValueError(f"answer_format={self.answer_format!r} is neither 'marked' nor 'whole'.")
+            raise ValueError(
+                f"answer_format={self.answer_format!r} is neither 'marked' nor 'whole'. Pass 'marked' where an answer stands after a mark in the text, 'whole' where it is the text."
+            )
         if self.tools and self.environment_factory:
             raise ValueError(
                 "tools and environment_factory are both given. Make the tools methods of the environment: TRL offers those to the model."
@@ -255,7 +257,9 @@ class Task:
         if self.chat_template_path is not None:
             file = found(self.chat_template_path, self.folders)
             if file is None:
-                raise ValueError(f"chat_template_path={self.chat_template_path!r} is no file.")
+                raise ValueError(
+                    f"chat_template_path={self.chat_template_path!r} is no file in {', '.join(map(str, self.folders))}. Pass the path of a Jinja file, or leave it out for the tokenizer's own template."
+                )
             tokenizer.chat_template = file.read_text().rstrip("\n")
         if getattr(tokenizer, "chat_template", None) is None:
             raise ValueError(

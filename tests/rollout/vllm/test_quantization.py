@@ -404,3 +404,10 @@ def test_a_server_without_a_secret_ends_before_a_weight_is_read(engine_config, m
         engine_side(None).get_quant_method(Linear(64), "model.layers.0.mlp.down_proj")
     monkeypatch.setenv("QERL_SERVER_SECRET", "0123456789abcdef")
     assert engine_side(None).get_quant_method(Linear(64), "model.layers.0.mlp.down_proj")
+
+
+@pytest.mark.parametrize("options", [{"bits": 4}, {"scale_rule": "best"}, {"base": "int4"}], ids=str)
+def test_options_of_another_version_are_refused(options):
+    (name,) = options
+    with pytest.raises(ValueError, match=rf"{name}.*let trainer and engine run the same version of qerl-trl"):
+        EngineOptions.from_dict(options)

@@ -80,6 +80,10 @@ class AdapterSpec:
         return any(name == target or name.endswith("." + target) for target in self.targets)
 
 
+#: how options come about that this class does not know
+_VERSIONS = "The trainer writes them: let trainer and engine run the same version of qerl-trl, or correct additional_config if you wrote it."
+
+
 @dataclass(frozen=True)
 class EngineOptions:
     """`additional_config["qerl"]`, validated."""
@@ -100,12 +104,12 @@ class EngineOptions:
         known = [each.name for each in fields(cls)]
         unknown = set(options) - set(known)
         if unknown:
-            raise ValueError(f"Unknown qerl options {sorted(unknown)}; known are {', '.join(known)}.")
+            raise ValueError(f"Unknown qerl options {sorted(unknown)}; known are {', '.join(known)}. {_VERSIONS}")
         rule, base = options.get("scale_rule", "rtn"), options.get("base", "nvfp4")
         if rule not in SCALE_RULES:
-            raise ValueError(f"qerl option scale_rule={rule!r} is not one of {SCALE_RULES}.")
+            raise ValueError(f"qerl option scale_rule={rule!r} is not one of {SCALE_RULES}. {_VERSIONS}")
         if base not in BASES:
-            raise ValueError(f"qerl option base={base!r} is not one of {BASES}.")
+            raise ValueError(f"qerl option base={base!r} is not one of {BASES}. {_VERSIONS}")
         adapter = options.get("adapter")
         return cls(
             adapter=AdapterSpec(int(adapter["rank"]), tuple(adapter["targets"])) if adapter else None,
