@@ -20,6 +20,7 @@ import acceptance as acceptance_runs  # noqa: E402
 import embedded_arms  # noqa: E402
 import examples_learning  # noqa: E402
 import faults_gpu_cases  # noqa: E402
+import multi_gpu_tables  # noqa: E402
 import peers_tables  # noqa: E402
 import speed_tables  # noqa: E402
 from tests.faults import catalog  # noqa: E402
@@ -110,8 +111,8 @@ def _failed(run: dict[str, Any]) -> str:
     return f"**failed**{': its time ended' if run['exit_code'] == -9 else ''}{f' after {seen[-1]}' if seen else ''}"
 
 
-def _not_run() -> str:
-    """Configurations for a GPU with the arms that took no step on one, of all that there are."""
+def _missing() -> dict[tuple[str, ...], list[str]]:
+    """Arms that took no step on a GPU -> the configurations of which that is so, of all that are for one."""
     passed = {
         (run["config"], run["arm"])
         for path in filter(Path.is_file, ACCEPTANCE)
@@ -122,11 +123,22 @@ def _not_run() -> str:
     for file in sorted((ROOT / "examples/configs").glob("*b.yaml"), key=_family_and_size):
         missing = tuple(arm for arm in acceptance_runs.ARMS if (str(file.relative_to(ROOT)), arm) not in passed)
         alike.setdefault(missing, []).append(file.stem)
-    every = len(acceptance_runs.ARMS)
+    return alike
+
+
+def _not_run() -> str:
+    every = tuple(acceptance_runs.ARMS)
     return "; ".join(
-        f"{', '.join(names)} in {'any arm' if len(missing) == every else ', '.join(missing)}"
-        for missing, names in alike.items()
+        f"{', '.join(names)} in {'any arm' if missing == every else ', '.join(missing)}"
+        for missing, names in _missing().items()
         if missing
+    )
+
+
+def cards() -> str:
+    only_planned = ", ".join(f"`{name}`" for name in _missing().get(tuple(acceptance_runs.ARMS), ()))
+    return speed_tables.cards() + (
+        f" Without a step on a GPU so far, in no arm: {only_planned}." if only_planned else ""
     )
 
 
@@ -203,7 +215,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "acceptance": acceptance,
     "aims": speed_tables.aims,
     "architectures": architectures,
-    "cards": speed_tables.cards,
+    "cards": cards,
     "checks": speed_tables.checks,
     "demo": demo,
     "embedded_arms": embedded,
@@ -212,6 +224,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "faults": catalog.table,
     "faults_on_gpu": faults_on_gpu,
     "kernels": speed_tables.kernels,
+    "multi_gpu": multi_gpu_tables.multi_gpu,
     "notebooks": peers_tables.notebooks,
     "peers": peers_tables.peers,
     "neighbours": speed_tables.neighbours,

@@ -264,7 +264,7 @@ def step() -> str:
         "\n".join(rows)
         + f"\n\nOurs on the NVFP4 base, stock TRL with bf16 LoRA, each with its defaults. `ragged`: completions of lognormal lengths (mean 250, up to 1024), filled in after a short "
         f"rollout, so only its update says something. `48gib`: on a GPU of that size; `26gib`: and with what `qerl-trl plan` proposes there (micro-batches of one, 8-bit "
-        f"AdamW, a KV cache that sleeps during updates); `micro8`: in micro-batches of 8.{whole} {measured_by(STEP, first['device'], [row['commit'] for row in measured], **versions)}."
+        f"AdamW, a KV cache that sleeps during updates); `micro8`: in micro-batches of 8. Rows of different commits are of different sessions, whose machines differ by up to a tenth.{whole} {measured_by(STEP, first['device'], [row['commit'] for row in measured], **versions)}."
     )
 
 
