@@ -489,8 +489,12 @@ def moe_dir(tmp_path_factory):
 
 
 def test_experts_are_refused_by_name_and_can_be_skipped(moe_dir):
-    with pytest.raises(ValueError, match=r"mixture-of-experts tensors, e\.g\. 'model\.layers\.0\.mlp\.experts"):
+    with pytest.raises(
+        ValueError, match=r"mixture-of-experts tensors, e\.g\. 'model\.layers\.0\.mlp\.experts"
+    ) as refusal:
         from_pretrained(moe_dir)
+    for consequence in ("modules_to_not_convert=['experts']", "use_vllm=False", "as an adapter only"):
+        assert consequence in str(refusal.value)
     model = from_pretrained(moe_dir, NVFP4Config(modules_to_not_convert=["experts"]))
     assert nvfp4_layers(model)
     assert any(p.ndim == 3 and p.dtype == torch.bfloat16 for p in model.parameters())

@@ -217,6 +217,12 @@ def divided(model: "PreTrainedModel", selection: Selection) -> tuple[dict[str, n
     return quantized, {name: module for name, module in linears.items() if name not in quantized}
 
 
+_EXPERTS_DENSE = (
+    "NVFP4Config(modules_to_not_convert=['experts']). Then they keep their memory, rollouts need use_vllm=False, and most of these models can be "
+    "published as an adapter only: merging them and saving their base are refused (the page 'Which models work' says for which)."
+)
+
+
 def _refuse_experts(model: nn.Module, selection: Selection) -> None:
     experts = [
         name
@@ -229,11 +235,11 @@ def _refuse_experts(model: nn.Module, selection: Selection) -> None:
     if selection.layout is None:
         raise ValueError(
             f"{what}cannot be quantized by qerl_trl yet: transformers stores them as 3-D parameters, not as linears. To leave them "
-            "dense, name them: NVFP4Config(modules_to_not_convert=['experts'])."
+            f"dense, name them: {_EXPERTS_DENSE}"
         )
     raise ValueError(
         f"{what}are packed in this checkpoint, which qerl_trl does not read yet: it reads packed linears. Start from the unquantized "
-        "model, with its experts left dense: NVFP4Config(modules_to_not_convert=['experts'])."
+        f"model, with its experts left dense: {_EXPERTS_DENSE}"
     )
 
 

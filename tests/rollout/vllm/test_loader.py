@@ -1,5 +1,7 @@
 """The engine's loader: the trainer's dense layers in one storage, without memory for both."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -7,6 +9,7 @@ from torch import nn
 pytest.importorskip("vllm")
 
 from qerl_trl.nvfp4 import fused
+from qerl_trl.rollout.vllm import loader
 from qerl_trl.rollout.vllm.loader import fuse_dense_rows, fused_rows
 
 
@@ -15,6 +18,18 @@ def test_dense_layers_get_one_storage():
     before = torch.cat([layer.weight.detach().clone() for layer in layers])
     fuse_dense_rows(layers)
     assert torch.equal(fused_rows([layer.weight.data for layer in layers], ["q", "k", "v"]), before)
+
+
+def test_a_layer_that_the_trainer_does_not_have_is_refused(monkeypatch):
+    config = SimpleNamespace(model_config=SimpleNamespace(architecture="OfVLLM"))
+    monkeypatch.setattr(loader, "get_current_vllm_config", lambda: config)
+    published = loader.Published(nn.Sequential(nn.Linear(8, 8)), alias=False)
+    with pytest.raises(
+        ValueError, match=r"a layer 'model\.up' that the trainer's Sequential does not have.*use_vllm=False"
+    ):
+        published.module("model.up")
+    with pytest.raises(ValueError, match=r"vLLM's OfVLLM builds a layer without telling it its name.*use_vllm=False"):
+        published.module("")
 
 
 @pytest.mark.parametrize("idle,given", [(fused.CACHED_BYTES + 1, 1), (fused.CACHED_BYTES, 0)])

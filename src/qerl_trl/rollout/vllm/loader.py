@@ -66,9 +66,15 @@ class Published:
         Raises:
             `ValueError`: the trainer's model has no such layer.
         """
-        if not name or name not in self.modules:
+        if not name:
             raise ValueError(
-                f"vLLM's model has a layer {name or 'without a name'!r} that the trainer's {type(base_model(self.model)).__name__} does not have, so "
+                f"vLLM's {get_current_vllm_config().model_config.architecture} builds a layer without telling it its name: it loads its weights in "
+                f"another way than by its layers' names, so nothing says which layer of the trainer's {type(base_model(self.model)).__name__} it is. "
+                "Use use_vllm=False for this architecture."
+            )
+        if name not in self.modules:
+            raise ValueError(
+                f"vLLM's model has a layer {name!r} that the trainer's {type(base_model(self.model)).__name__} does not have, so "
                 "its weights cannot be taken from there. Use use_vllm=False for this architecture."
             )
         return self.modules[name]
