@@ -38,7 +38,7 @@ def tiny_config() -> Callable[..., PretrainedConfig]:
 
 @pytest.fixture(scope="session")
 def tiny_model_dir(tmp_path_factory) -> Callable[..., Path]:
-    """`tiny_model_dir(family, **overrides)`: folder with a bf16 safetensors checkpoint, written once a session, read-only."""
+    """`tiny_model_dir(family, **overrides)`: folder with a bf16 safetensors checkpoint, written once per session, read-only."""
     written: dict[tuple, Path] = {}
 
     def write(family: str, **overrides) -> Path:

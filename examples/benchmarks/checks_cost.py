@@ -1,7 +1,7 @@
 """What the checks cost: seconds of each, per rollout and per start, in real training steps on random weights in the Qwen2.5 shapes.
 
     python examples/benchmarks/checks_cost.py 7b --output examples/benchmarks/results/checks_h200.json          # one GPU, 2 minutes
-    python examples/benchmarks/checks_cost.py 7b 7b:64 32b --output examples/benchmarks/results/checks_h200.json   # 8, 64 and 8 completions a step
+    python examples/benchmarks/checks_cost.py 7b 7b:64 32b --output examples/benchmarks/results/checks_h200.json   # 8, 64 and 8 completions per step
     python examples/benchmarks/checks_cost.py tiny --device cpu                                                 # dry run
 
 A `QeRLGRPOTrainer` with vLLM in the process takes `STEPS` steps of 8 (or as many as stand after the colon) x 512 tokens, one rollout each. Every function in `TIMED` waits for
