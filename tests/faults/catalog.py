@@ -97,6 +97,8 @@ AT_843F908 = Path(__file__).with_name("at_843f908.json")
 LISTED = tuple(_LIST)
 #: faults that a machine without a GPU cannot be made to have, and why
 NOT_HERE: dict[str, str] = {}
+#: why a test that injects a fault may be skipped (conftest.py): no GPU, opted out, or a logger that nobody has to have, beside the stand-in
+MAY_BE_SKIPPED = re.compile(r"needs an NVIDIA GPU|QERL_[A-Z_]+|(trackio|tensorboard) is not installed")
 
 
 @dataclass(frozen=True)

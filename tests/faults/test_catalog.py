@@ -1,5 +1,10 @@
 """The list is complete, every mark is of a fault on it, and what the marks show meets the goals."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 from tests.faults import catalog
 from tests.faults.catalog import FAULTS, ITEMS, LISTED, NOT_HERE, NOT_THERE, at_843f908, shown
 
@@ -38,3 +43,37 @@ def test_what_was_found_was_wrong_at_843f908():
     assert named - set(there) == set(NOT_THERE)
     assert not [point for point, faults in ITEMS.items() if not set(faults.split()) & set(there)]
     assert all(set(said.split(", ")) <= {"told", "right", "no door"} for said in catalog.since()[1].values())
+
+
+def test_a_fault_that_is_skipped_is_not_detected(tmp_path):
+    """Its mark counts in the table whether or not it ran."""
+    (tmp_path / "conftest.py").write_text("from tests.faults.conftest import pytest_runtest_makereport\n")
+    (tmp_path / "test_faults.py").write_text(
+        "import pytest\n"
+        "def skipping(reason):\n"
+        "    return pytest.mark.skipif(True, reason=reason)\n"
+        "@pytest.mark.fault('R4.engine_dead')\n@skipping('needs vLLM')\ndef test_not_installed(): ...\n"
+        "@pytest.mark.fault('R5.nan')\ndef test_inside(): pytest.skip('not today')\n"
+        "@pytest.mark.fault('R1.no_cuda')\n@skipping('needs an NVIDIA GPU')\ndef test_gpu(): ...\n"
+        "@pytest.mark.fault('R1.no_cuda')\n@skipping('set QERL_EXHAUSTIVE=1')\ndef test_opt_in(): ...\n"
+        "@skipping('needs vLLM')\ndef test_of_no_fault(): ...\n"
+        "@pytest.mark.fault('R5.nan')\ndef test_runs(): ...\n"
+    )
+    path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--rootdir",
+        str(tmp_path),
+        str(tmp_path),
+    ]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path})
+    assert done.returncode == 1 and "1 failed, 1 passed, 3 skipped" in done.stdout and "1 error in" in done.stdout, (
+        done.stdout
+    )
+    assert "R4.engine_dead: counted as detected, and not injected here (Skipped: needs vLLM)" in done.stdout
+    assert "R5.nan: counted as detected" in done.stdout
