@@ -190,7 +190,9 @@ def stub_generation(policy, *, share=True, aqn=True, engine=None, **arguments):
         base_format="nvfp4", scale_rule="rtn", per_device_train_batch_size=4, gradient_checkpointing=False,
         generation_batch_size=4, bf16=False, fp16=False,
     )  # fmt: skip
-    trainer = SimpleNamespace(args=args, aqn=noise, state=SimpleNamespace(global_step=0), rescue=lambda: "resume")
+    trainer = SimpleNamespace(
+        args=args, aqn=noise, state=SimpleNamespace(global_step=0), rescue=lambda: "resume", train_dataset=[], eval_dataset=None
+    )  # fmt: skip
     settings = {"mode": "colocate", "max_model_length": 256, "max_num_seqs": 8, "max_completion_length": NEW}
     generation = QeRLVLLMGeneration(
         model=policy, accelerator=Accelerator(cpu=DEVICE == "cpu"), processing_class=None, trainer=trainer,
