@@ -18,10 +18,13 @@ def test_versions_name_what_decides_a_result():
     assert {"python", "torch", "trl", "transformers", "peft", "qerl-trl"} <= versions.keys()
 
 
-def test_descriptions(policy):
+def test_descriptions(policy, monkeypatch):
     assert "NVFP4 in 14 linear layers, bfloat16 elsewhere" in report.base_description(policy, "nvfp4")
     assert report.base_description(torch.nn.Linear(2, 2), "bf16") == "bf16, frozen"
     assert "CPU" in report.device_name(torch.device("cpu"))
+    for threads, said in ((1, "1 thread"), (2, "2 threads")):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        assert report.device_name(torch.device("cpu")).endswith(f" CPU, {said}")
     assert 0 < report.peak_memory_gib(torch.device("cpu")) < 100
 
 

@@ -47,7 +47,9 @@ def peers() -> str:
     return (
         "\n".join(rows)
         + "\n\nThe differences, all of them:\n\n"
-        + "\n".join(f"- {arm}, {count} tests: {words}" for (arm, words), count in reasons.items())
+        + "\n".join(
+            f"- {arm}, {count} {'test' if count == 1 else 'tests'}: {words}" for (arm, words), count in reasons.items()
+        )
         + f"\n\nTRL {versions['trl']} and the tests of {versions['tests of trl']}, transformers {versions['transformers']}, "
         + f"peft {versions['peft']}, torch {versions['torch']}, on a CPU, commit {record['commit']}, [{source.name}]({source})."
     )

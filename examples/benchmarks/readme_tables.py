@@ -163,6 +163,12 @@ def small_examples() -> str:
     return f"{examples_learning.table(record)}\n\n`{record['command']}`, [{source.name}]({source})."
 
 
+def _device(record: dict[str, Any]) -> str:
+    """Records say "1 threads" that are older than the singular."""
+    device: str = record["device"]
+    return re.sub(r"\b1 threads\b", "1 thread", device)
+
+
 def your_task() -> str:
     """The commands of the page "Your own task", timed."""
     record = json.loads(YOUR_TASK.read_text())
@@ -173,7 +179,7 @@ def your_task() -> str:
     return (
         "\n".join(rows)
         + f"\n\nIn all {record['seconds'] / 60:.0f} minutes, of which training {record['steps']} steps took {record['train_seconds']:.0f} s: {record['before']['correct']} of "
-        f"{after['total']} held-out words are right before, {after['correct']} after. {record['device']}; {record['note']}. The Hub was the tests' stand-in on this machine, "
+        f"{after['total']} held-out words are right before, {after['correct']} after. {_device(record)}; {record['note']}. The Hub was the tests' stand-in on this machine, "
         f"`git clone` a local copy. Commit {record['commit']}, [{source.name}]({source}), by `examples/benchmarks/your_task.py`."
     )
 
@@ -205,7 +211,7 @@ def demo() -> str:
     runs = json.loads(DEMO.read_text())["runs"]
     before, after = ([100 * run[when]["accuracy"] for run in runs] for when in ("before", "after"))
     return (
-        f"In {statistics.mean(run['train_seconds'] for run in runs):.0f} s of training on {runs[0]['device']} it goes from {before[0]:.0f} % of "
+        f"In {statistics.mean(run['train_seconds'] for run in runs):.0f} s of training on {_device(runs[0])} it goes from {before[0]:.0f} % of "
         f"held-out problems to {', '.join(f'{value:.0f}' for value in after)} % ({len(runs)} seeds). [The table of arms]"
         "(docs/source/benchmarks.md#learning) says what that shows and what it does not: the noise buys no accuracy there."
     )
