@@ -1,3 +1,5 @@
+import re
+
 import pytest
 from trl import GRPOConfig, TrlParser
 
@@ -144,3 +146,26 @@ def test_updates_that_cannot_be_are_refused(tmp_path, monkeypatch, processes, op
     given = {"per_device_train_batch_size": 4, "num_generations": 8, "updates_per_rollout": 4} | options
     with pytest.raises(ValueError, match=words):
         QeRLConfig(str(tmp_path), use_cpu=True, bf16=False, **given)
+
+
+@pytest.mark.parametrize(
+    ("processes", "options", "words"),
+    [
+        (3, {}, r"\(12\)\. That is per_device_train_batch_size=4 on 3 GPUs\. Use 1, 2, 4, 8, 16, 32 GPUs, or set generation_batch_size=144\.$"),
+        (3, {"updates_per_rollout": 4}, r"Use 1, 2, 4, 8 GPUs, or set generation_batch_size=144\.$"),
+        (64, {}, r"Use 1, 2, 4, 8, 16, 32 GPUs, or set per_device_train_batch_size=2, or set generation_batch_size=256\.$"),
+        (1, {"per_device_train_batch_size": 256}, r"on 1 GPU\. Set per_device_train_batch_size=128, or set generation_batch_size=256\.$"),
+    ],
+)  # fmt: skip
+def test_a_rollout_that_cannot_be_shared_says_by_how_many_it_can(tmp_path, monkeypatch, processes, options, words):
+    given = {"per_device_train_batch_size": 4, "num_generations": 8, "generation_batch_size": 128} | options
+    given |= {"use_cpu": True, "bf16": False}
+    monkeypatch.setattr(QeRLConfig, "world_size", processes)
+    with pytest.raises(ValueError, match=words) as refusal:
+        QeRLConfig(str(tmp_path), **given)
+    for name, value in re.findall(r"set (\w+)=(\d+)", str(refusal.value), re.IGNORECASE):
+        QeRLConfig(str(tmp_path), **given | {name: int(value)})
+    numbers = re.search(r"Use ([\d, ]+) GPU", str(refusal.value))
+    for number in numbers[1].split(", ") if numbers else ():
+        monkeypatch.setattr(QeRLConfig, "world_size", int(number))
+        QeRLConfig(str(tmp_path), **given)

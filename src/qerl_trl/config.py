@@ -254,6 +254,8 @@ class QeRLArguments(OnlineConfig):
         try:
             super().__post_init__()
         except ValueError as error:
+            if "divisible by the global batch size" in str(error):  # TRL's, of generation_batch_size
+                raise ValueError(f"{error} {self._sharing()}") from error
             if "bf16/gpu" not in str(error):  # transformers' "Your setup doesn't support bf16/gpu"
                 raise
             found = " ".join(map(str, preflight.gpu())) or str(error)
@@ -338,6 +340,19 @@ class QeRLArguments(OnlineConfig):
                 f"{accumulated} say different things. Leave steps_per_generation out."
             )
         self.steps_per_generation = updates * accumulated
+
+    def _sharing(self) -> str:
+        """How the processes could share a rollout of `generation_batch_size` completions, which they cannot now."""
+        whole, micro, processes = self.generation_batch_size or 0, self.per_device_train_batch_size, self.world_size
+        updates = self.updates_per_rollout or 1
+        numbers = [n for n in range(1, whole + 1) if whole % (n * micro * updates) == 0]
+        smaller = [n for n in range(micro, 0, -1) if whole % (n * processes * updates) == 0]
+        group = math.lcm(micro * processes * updates, self.num_generations)
+        ways = [f"Use {', '.join(map(str, numbers))} GPU{'s' * (numbers != [1])}"] if numbers else []
+        ways += [f"set per_device_train_batch_size={smaller[0]}"] if smaller else []
+        ways += [f"set generation_batch_size={-(-whole // group) * group}"]
+        advice = ", or ".join(ways)
+        return f"That is per_device_train_batch_size={micro} on {processes} GPU{'s' * (processes != 1)}. {advice[0].upper()}{advice[1:]}."
 
     def _cut_rollout(self, updates: int) -> None:
         """`gradient_accumulation_steps` such that a rollout of `generation_batch_size` completions has `updates_per_rollout` steps."""

@@ -293,6 +293,7 @@ def test_plan(tiny_model_dir):
     assert "4 GPUs, the whole base on each" in call("plan", folder, "--gpus", 4)[1]
     code, _, err = call("plan", folder, "--config", "qwen2.5-7b", "--gpus", 3)
     assert code == 2 and "(128) must be divisible by the global batch size (12)" in err
+    assert "Use 1, 2, 4, 8 GPUs, or set generation_batch_size=144" in err
     assert "--completions 128 cannot be shared by --gpus 3" in call("plan", folder, "--gpus", 3)[2]
     whole, sharded = (
         {
