@@ -74,6 +74,7 @@ if TYPE_CHECKING:
         use_transformers_continuous_batching: bool
         generation_batch_size: int | None
         steps_per_generation: int | None
+        num_generations: int
 
 else:
     OnlineTrainer = OnlineConfig = object
