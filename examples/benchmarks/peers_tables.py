@@ -2,8 +2,10 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 from tests import window as window_of_versions
+from tests.peers.run import ASKED_OF_THE_ADAPTER
 
 ROOT = Path(__file__).resolve().parents[2]
 TUNERS = ROOT / "docs/peft.json"
@@ -34,13 +36,20 @@ def tuners() -> str:
 
 def peers() -> str:
     """TRL's own tests on our trainers, and every difference in words."""
-    record = json.loads(PEERS.read_text())
-    outcomes = ("passed", "failed", "skipped")
-    rows = ["| trainers | passed | failed | skipped | otherwise than in stock |", "|---|---|---|---|---|"]
+    return peers_of(json.loads(PEERS.read_text()))
+
+
+def peers_of(record: dict[str, Any]) -> str:
+    known = ("passed", ASKED_OF_THE_ADAPTER, "failed", "skipped")
+    outcomes = [
+        name for name in known if name != ASKED_OF_THE_ADAPTER or any(name in of for of in record["counts"].values())
+    ]
+    rows = [f"| trainers | {' | '.join(outcomes)} | otherwise than in stock |", "|---" * (len(outcomes) + 2) + "|"]
     reasons: dict[tuple[str, str], int] = {}
     for arm, counts in record["counts"].items():
         why = [row["why"][arm] for row in record["tests"].values() if arm in row.get("why", {})]
-        rows.append(f"| {arm} | {' | '.join(str(counts.get(outcome, 0)) for outcome in outcomes)} | {len(why)} |")
+        otherwise = len(why) - counts.get(ASKED_OF_THE_ADAPTER, 0)
+        rows.append(f"| {arm} | {' | '.join(str(counts.get(outcome, 0)) for outcome in outcomes)} | {otherwise} |")
         for words in why:
             reasons[arm, words] = reasons.get((arm, words), 0) + 1
     versions, source = record["versions"], PEERS.relative_to(ROOT)

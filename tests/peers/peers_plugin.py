@@ -6,8 +6,9 @@ what each test gave. Started by run.py; imports nothing of our tests, because TR
 """
 
 import json
+import linecache
 import os
-import re
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,15 +17,15 @@ import peft
 import pytest
 import torch
 import trl
+from run import ASKED_OF_THE_ADAPTER
 from stand_ins import small_id
-from torch import nn
 from trl import import_utils
 
 assert not Path(trl.__file__).is_relative_to(Path.cwd()), f"{trl.__file__} is the checkout's, not the installed TRL"
 
 _ARM = os.environ["QERL_PEERS_ARM"]
 _RESULT = Path(os.environ["QERL_PEERS_RESULT"])
-#: the latest trainer of the test and what it was about to train
+#: the latest trainer of the test with what it was about to train, and whether a frozen weight was left out of what the test asks
 _latest: dict = {}
 
 _PROMPTS = {"train": ["What is red?", "What comes after one?", "Say north."], "test": ["What is blue?", "Say south."]}
@@ -108,22 +109,29 @@ else:
     trl.RLOOTrainer, trl.RLOOConfig = _in_place_of(qerl_trl.QeRLRLOOTrainer, qerl_trl.QeRLRLOOConfig)
 
 
-def _only_the_base_stands_still(message: str) -> bool:
-    """Whether a test asked if every weight changed, and what stood still is exactly the frozen base."""
-    found = re.search(r"Parameter (\S+) has not changed", message)
+def _moves_later(trainer, name: str) -> bool:
+    """After one step: the gradient of an adapter's A is zero while B is."""
+    return trainer.state.global_step == 1 and "lora_A" in name
+
+
+def _may_stand_still(weight: torch.Tensor) -> bool:
+    """Whether our trainer may leave a weight as it was that a test wants changed: what is frozen, or moves later."""
     trainer = _latest.get("trainer")
-    if not found or trainer is None:
+    if _ARM in ("stock", "full") or trainer is None:
         return False
-    model: nn.Module = trainer.model
-    named = dict(model.named_parameters())
-    moves_later = "lora_A" if trainer.state.global_step == 1 else None  # its gradient is zero while B is
-    still = [
-        n
-        for n, before in trainer.about_to_train.items()
-        if torch.equal(before, named[n].to(before.device)) and not (moves_later and moves_later in n)
+    name = next((name for name, parameter in trainer.model.named_parameters() if parameter is weight), None)
+    return name is not None and (not weight.requires_grad or _moves_later(trainer, name))
+
+
+def _still() -> list[str]:
+    """What was to be trained and has not moved."""
+    trainer = _latest["trainer"]
+    now = dict(trainer.model.named_parameters())
+    return [
+        name
+        for name, before in trainer.about_to_train.items()
+        if torch.equal(before, now[name].to(before.device)) and not _moves_later(trainer, name)
     ]
-    asked = named.get(found[1])
-    return asked is not None and not asked.requires_grad and not still
 
 
 class _Torch:
@@ -131,6 +139,15 @@ class _Torch:
 
     def __getattr__(self, name):
         return getattr(torch, name)
+
+    def equal(self, before, now):
+        """TRL's "every weight has changed" is asked of what is trained."""
+        same, caller = torch.equal(before, now), sys._getframe(1)
+        asks = linecache.getline(caller.f_code.co_filename, caller.f_lineno)
+        if same and "assert not torch.equal(" in asks and _may_stand_still(now):
+            _latest["asked of the adapter"] = True
+            return False
+        return same
 
     def tensor(self, data, *args, **kwargs):
         return torch.tensor(_small(data), *args, **kwargs)
@@ -158,8 +175,10 @@ def pytest_runtest_makereport(item, call):
         message = f"{type(error).__name__}: {error}".strip()
         if "couldn't find them in the cached files" in message:
             outcome, message = "skipped", "Skipped: no stand-in for the model"
-        if outcome == "failed" and _only_the_base_stands_still(message):
-            message = "the frozen base has not changed, all that is trained has"
+    if call.when == "call" and outcome == "passed" and "asked of the adapter" in _latest:
+        outcome, message = ASKED_OF_THE_ADAPTER, "the frozen base has not changed, all that is trained has"
+        if still := _still():
+            outcome, message = "failed", f"{len(still)} trained weights have not changed, e.g. {still[0]}"
     if call.when == "call" or (call.when == "setup" and outcome != "passed"):
         row = {"test": item.nodeid, "outcome": outcome, "message": message[:600], "seconds": round(call.duration, 1)}
         with _RESULT.open("a") as file:
