@@ -37,11 +37,11 @@ ARCHITECTURES = ROOT / "docs/architectures.json"
 
 
 def architectures() -> str:
-    """What works for which model; what is refused or was not tried is quoted below. A refusal after which nothing is left holds for the rest."""
+    """What works for which model; what is refused is quoted below. A refusal after which nothing is left holds for the rest."""
     record = json.loads(ARCHITECTURES.read_text())
     cells = list(dict.fromkeys(cell for found in record["architectures"].values() for cell in found))
     rows = [f"| `model_type` | {' | '.join(cells)} |", f"|---|{'---|' * len(cells)}"]
-    reasons: dict[str, dict[str, list[str]]] = {"refused": {}, "not tried": {}}
+    reasons: dict[str, list[str]] = {}
     for name, found in record["architectures"].items():
         shown = []
         for cell in cells:
@@ -50,17 +50,14 @@ def architectures() -> str:
             kind, _, why = found.get(cell, "refused").partition(": ")
             shown.append("yes" if kind == "works" else kind)
             if why:
-                reasons[kind].setdefault(f"{cell}: {why}", []).append(f"`{name}`")
+                reasons.setdefault(f"{cell}: {why}", []).append(f"`{name}`")
         rows.append(f"| `{name}` | {' | '.join(shown)} |")
 
-    def lines(kind: str) -> str:
-        return "\n".join(f"- {', '.join(names)}, {reason}" for reason, names in reasons[kind].items())
-
+    lines = "\n".join(f"- {', '.join(names)}, {reason}" for reason, names in reasons.items())
     source = ARCHITECTURES.relative_to(ROOT)
     return (
         "\n".join(rows)
-        + f"\n\nWhat is refused, and the error's words:\n\n{lines('refused')}"
-        + f"\n\nWhat was not tried, and why:\n\n{lines('not tried')}"
+        + f"\n\nWhat is refused, and the error's words:\n\n{lines}"
         + f"\n\ntransformers {record['versions']['transformers']}, commit {', '.join(record['commits'])}. {engines(record['rollouts'])} [{source.name}]({source})."
     )
 

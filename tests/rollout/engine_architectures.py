@@ -60,11 +60,6 @@ HALF = architectures.ALL if scenarios.DEVICE == "cuda" else ("qwen3_5_text", "qw
 NEEDS = dict.fromkeys(PICTURES, ("torchvision",)) | dict.fromkeys(
     ("llava", "mistral3"), ("torchvision", "mistral_common")
 )
-#: what no engine has shown yet, and why: the cell says so. A GPU would compute it
-UNTRIED = {
-    "lfm2": "vLLM 0.31 cannot compute its short convolutions on a CPU, in no format (kernels for four tokens only, LFM2 has three; and a weight "
-    "that is packed in two dimensions where the forward wants three), and it was on no GPU yet"
-}
 #: nats: the largest difference of the log-probability of a token, and by how many times that the noise has to move one
 TOLERANCE = {torch.float32: (2e-3, 10), torch.bfloat16: (0.2, 2)}
 SECONDS = 240
@@ -209,7 +204,6 @@ def to_try(names: tuple[str, ...]) -> list[str]:
     """Of `names`, what can be tried here: what is refused at load has nothing to roll out."""
     known = architectures.recorded()["architectures"]
     left_out = [name for name, needed in NEEDS.items() if not all(map(importlib.util.find_spec, needed))]
-    left_out += [] if torch.cuda.is_available() else UNTRIED
     return [name for name in names if known[name]["load"] == "works" and name not in left_out]
 
 
@@ -220,9 +214,6 @@ def main() -> None:
     of = commit()  # now: what is imported
     record = architectures.recorded()
     record.setdefault("rollouts", {})
-    for name, why in UNTRIED.items():
-        record["architectures"][name] |= dict.fromkeys(CELLS, f"not tried: {why}")
-    architectures.write(record)
     for name in to_try(tuple(sys.argv[1:]) or architectures.ALL):
         with tempfile.NamedTemporaryFile() as log:
             try:

@@ -130,6 +130,18 @@ def test_an_engine_of_a_model_that_sees_is_told_where_no_pictures_come(folder, t
         assert "language_model_only" not in spec.llm_arguments() and "language-model" not in spec.serve_command()
 
 
+def test_short_convolutions_are_refused_before_an_engine_starts(tmp_path):
+    """On a GPU vLLM 0.25.1 ended in an AttributeError of its own loader."""
+    from transformers import AutoModelForCausalLM
+
+    dense_model("lfm2").save_pretrained(tmp_path / "lfm2")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "lfm2")
+    with pytest.raises(
+        ValueError, match=r"Lfm2ForCausalLM cannot roll out in vLLM: .*short convolutions.*use_vllm=False"
+    ):
+        EngineSpec.of(model)
+
+
 def test_delta_nets_are_computed_with_what_needs_no_compiler(folder, tmp_path):
     dense_model("qwen3_5_text").save_pretrained(tmp_path / "delta net")
     from transformers import AutoModelForCausalLM

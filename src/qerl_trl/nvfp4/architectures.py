@@ -54,12 +54,14 @@ class Architecture:
         heads: names of output heads. They are never quantized: TRL computes log-probabilities from their weight.
         dense: further linears that stay dense: gates of a few outputs, whose errors reach every token of a state.
         unadapted: further linears that get no adapter by default. Those in `dense` get none either.
+        outside_vllm: why vLLM cannot roll it out on the trainer's weights; empty where nothing is known against it.
     """
 
     fused: Mapping[str, tuple[str, ...]]
     heads: tuple[str, ...]
     dense: tuple[str, ...] = ()
     unadapted: tuple[str, ...] = ()
+    outside_vllm: str = ""
 
     @property
     def groups(self) -> tuple[tuple[str, ...], ...]:
@@ -76,6 +78,10 @@ _ONE_EACH = dataclasses.replace(_ONE_MLP, fused=MappingProxyType({**_ONE_MLP.fus
 _DELTA_NET = dataclasses.replace(DECODER, dense=("in_proj_a", "in_proj_b", "in_proj_ba"))
 # a state-space mixer computes with out_proj.weight itself, so an adapter there would never act
 _MAMBA = dataclasses.replace(DECODER, unadapted=("mamba.out_proj", "mixer.out_proj"))
+_SHORT_CONVOLUTIONS = dataclasses.replace(
+    DECODER,
+    outside_vllm="vLLM builds the projections of its short convolutions as plain dense layers, which hold neither packed weights nor an adapter",
+)
 _GEMMA_NANO = dataclasses.replace(
     DECODER,
     dense=("altup", "laurel", "per_layer_input_gate", "per_layer_projection", "per_layer_model_projection"),
@@ -95,6 +101,8 @@ ROWS: Mapping[str, Architecture] = MappingProxyType(
         "nemotron_h": _MAMBA,
         "bamba": _MAMBA,
         "granitemoehybrid": _MAMBA,
+        "lfm2": _SHORT_CONVOLUTIONS,
+        "lfm2_moe": _SHORT_CONVOLUTIONS,
         "gemma3n": _GEMMA_NANO,
         "gemma3n_text": _GEMMA_NANO,
         "gemma4": _GEMMA_NANO,

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..memory.workload import MAX_BATCHED_TOKENS
-from ..nvfp4.architectures import delta_net_layers
+from ..nvfp4.architectures import architecture_of, delta_net_layers
 from ..nvfp4.config import NVFP4Config
 from ..nvfp4.layouts import METHOD
 from ..nvfp4.linear import NVFP4Linear, compute_dtype, has_nvfp4
@@ -95,9 +95,12 @@ class EngineSpec:
         `max_model_len` on.
 
         Raises:
-            `ValueError`: the model came from no checkpoint.
+            `ValueError`: the model came from no checkpoint, or vLLM cannot roll out its architecture.
         """
         base = cast(PreTrainedModel, model.get_base_model() if isinstance(model, PeftModel) else model)
+        row = architecture_of(base.config.get_text_config(decoder=True).model_type)
+        if row.outside_vllm:
+            raise ValueError(f"{type(base).__name__} cannot roll out in vLLM: {row.outside_vllm}. Use use_vllm=False.")
         if not base.name_or_path:
             raise ValueError(
                 f"vLLM reads the configuration and the tokenizer of a checkpoint, and this {type(base).__name__} does not say which it "
