@@ -192,8 +192,8 @@ class Served(Watched):
         info = {"model_config": {"logprobs_mode": "processed_logprobs"}}
         return {"vllm_client": SimpleNamespace(generate=self.answer, get_server_info=lambda: info)}
 
-    def answer(self, prompts, n, temperature, max_tokens, **others):
-        parameters = SimpleNamespace(max_tokens=max_tokens, temperature=temperature, seed=None)
+    def answer(self, prompts, n, temperature, top_p, max_tokens, **others):
+        parameters = SimpleNamespace(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=None)
         rows = [{"prompt_token_ids": prompt} for prompt in prompts for _ in range(n)]
         self._llm_generate(rows, parameters)
         latest = self.rollouts[-1]
