@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 _PREFIXES = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "base_model.model.")
+_CHILDREN = ("_orig_mod", "module", "_fsdp_wrapped_module")
 _WRAPPERS = re.compile(r"(?<=\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 _PEFT_LAYERS = re.compile(r"\.(modules_to_save\.[^.]+|original_module|base_layer|token_adapter)(?=\.|$)")
 
@@ -23,22 +24,22 @@ def canonical_name(name: str) -> str:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The model inside DistributedDataParallel, DeepSpeed and torch.compile wrappers; PEFT stays."""
+    """The model inside the wrappers of DistributedDataParallel, DeepSpeed, FSDP's first version and torch.compile; PEFT stays."""
     # by registered child, not by hasattr: a PeftModel forwards unknown attributes to what it wraps
-    while (inner := model._modules.get("_orig_mod") or model._modules.get("module")) is not None:
+    while (inner := next((model._modules[name] for name in _CHILDREN if model._modules.get(name)), None)) is not None:
         model = inner
     return model
 
 
 def full_tensor(parameter: torch.Tensor) -> torch.Tensor:
     tensor = parameter.detach()
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return tensor if type(tensor) is torch.Tensor or not hasattr(tensor, "full_tensor") else tensor.full_tensor()
 
 
 def local_tensor(parameter: torch.Tensor) -> torch.Tensor:
     """What this process holds of it."""
     tensor = parameter.detach()
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return tensor if type(tensor) is torch.Tensor or not hasattr(tensor, "to_local") else tensor.to_local()
 
 
 @torch.no_grad()

@@ -15,6 +15,8 @@ from torch import nn
 from transformers import GenerationConfig
 from transformers.utils import logging
 
+from .names import unwrap
+
 logger = logging.get_logger(__name__)
 
 #: what of that file says nothing of the policy: which tokens end a text, and how it is computed
@@ -30,7 +32,8 @@ _SAID = {"do_sample", "temperature", "top_p", "top_k", "repetition_penalty"}
 def of_the_model_alone(model: nn.Module) -> Iterator[None]:
     """In the block `model.generate` takes from the model's generation configuration only what is no part of the policy. Says once what that leaves
     out."""
-    holder: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    inner = unwrap(model) if isinstance(model, nn.Module) else model
+    holder: Any = inner.get_base_model() if isinstance(inner, PeftModel) else inner
     before: GenerationConfig | None = getattr(holder, "generation_config", None)
     if before is None:
         yield
