@@ -3,7 +3,7 @@
     python compare.py --out results/h200.json [--marlin _C_stable_libtorch.abi3.so] [--humming] [--ms 1,8,16,...] [--models 7B,32B]
 
 --marlin: the operator library out of a vLLM wheel (unzip -j vllm-*.whl vllm/_C_stable_libtorch.abi3.so); its ABI needs the torch
-version the wheel was built with.  --humming: humming-kernels, compiled with nvcc on first use, timed on the 7B gate_up matrix.
+version the wheel was built with.  --humming: humming-kernels, compiled with nvcc on first use, timed on the four matrices of 7B.
 Weights rotate over several times the second-level cache; CUDA graph replays, ours and cuBLAS in turns, median.  Floor = max(bytes / 4.59 TB/s read bandwidth,
 flops / 790 TFLOP/s), both measured on an H200.  No number is reported for a kernel whose check failed.  table.py renders the result.
 """
@@ -89,7 +89,7 @@ def cold_us(calls: dict) -> dict[str, float]:
     return {name: round(statistics.median(found), 2) for name, found in times.items()}
 
 
-def against_humming(N: int, K: int, tokens: list[int]) -> list[dict]:
+def against_humming(name: str, N: int, K: int, tokens: list[int]) -> list[dict]:
     """One matrix by humming-kernels, ours and cuBLAS, not by graphs: humming's launches do not survive graph capture everywhere."""
     humming, dense = humming_layer(N, K)
     weight, gs = random_weight(N, K, 0), torch.tensor([2048.0], device="cuda")
@@ -111,7 +111,7 @@ def against_humming(N: int, K: int, tokens: list[int]) -> list[dict]:
             ),
             "bf16_us": lambda x=x, out=out: torch.mm(x, dense.t(), out=out),
         }
-        rows.append({"M": M} | cold_us(calls))
+        rows.append({"shape": name, "M": M} | cold_us(calls))
     return rows
 
 
@@ -301,17 +301,17 @@ def main() -> None:
         save()
         del matrix
         torch.cuda.empty_cache()
-    for s in result["sums"]:
+    for s in result.get("sums", []):
         print(s, flush=True)
     if not args.no_streams:
         result["streams"] = stream_bandwidth(properties.L2_cache_size)
         save()
     if args.humming:
-        result["humming_7B_gate_up"] = against_humming(
-            *tune.layer_shapes("7B")["gate_up"], [m for m in tokens if m <= 256]
-        )
-        print("humming", result["humming_7B_gate_up"])
-        save()
+        result["humming"] = []
+        for name, (N, K) in tune.layer_shapes("7B").items():
+            result["humming"] += against_humming(f"7B.{name}", N, K, [m for m in tokens if m <= 512])
+            print("humming", *result["humming"][-3:], flush=True)
+            save()
     print(f"# wrote {args.out} after {time.time() - begin:.0f} s")
 
 

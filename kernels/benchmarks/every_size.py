@@ -41,6 +41,7 @@ from qerl_nvfp4.select import with_adapter
 
 CANDIDATE_SIZES = (24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512, 704, 1504)
 LAYER_SIZES = (*range(8, 513, 8), 704, 1504)
+COMPILED = ("wgmma", "wide")  # kernels of which every variant is tried before
 RANK = 32
 PROBE_SECONDS = 75
 TINY = (256, 256, 128, 512)
@@ -99,7 +100,7 @@ def probe(config: dict) -> str:
 
 def usable_variants(configs: list[dict], seconds: float) -> tuple[set[str], dict[str, str]]:
     """Variants that passed, and why others did not; what is not done in time counts as failed, and its process is ended."""
-    unique = {cost.variant(c): c for c in configs if c["kernel"] in ("wgmma", "wide")}
+    unique = {cost.variant(c): c for c in configs if c["kernel"] in COMPILED}
     if not torch.cuda.is_available():
         return set(), {}
     deadline, good, bad = time.time() + seconds, set(), {}
@@ -115,7 +116,7 @@ def usable_variants(configs: list[dict], seconds: float) -> tuple[set[str], dict
 
 
 def runs(config: dict, good: set[str]) -> bool:
-    return config["kernel"] not in ("wgmma", "wide") or cost.variant(config) in good
+    return config["kernel"] not in COMPILED or cost.variant(config) in good
 
 
 # --- 2: candidates ----------------------------------------------------------------------------------------------------------------

@@ -23,6 +23,14 @@ def random_weight(N: int, K: int, seed: int = 0, device: str = "cpu", per_row: b
     return packed.to(device), scale.to(device), global_scale.to(device)
 
 
+def in_aligned_rows(scale: torch.Tensor) -> torch.Tensor:
+    """The same block scales in rows of whole 16 bytes, as `align_scale_rows` has them, but with other scales than zeros behind each row."""
+    N, blocks = scale.shape
+    rows = torch.full((N, -(-blocks // 16) * 16), 0x7E, dtype=scale.dtype, device=scale.device)
+    rows[:, :blocks] = scale
+    return rows[:, :blocks]
+
+
 def leftovers() -> list[str]:
     """Scratch memory that launches did not leave as they found it: counters at zero, cells empty; waits for the device."""
     from qerl_nvfp4 import launch

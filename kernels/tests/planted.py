@@ -29,6 +29,8 @@ TESTS = (
 FIRST = {
     "hopper_wgmma": "test_wgmma",
     "hopper_adapt": "test_wgmma",
+    "hopper_wide": "test_wgmma",
+    "cost": "test_wgmma_where_the_last_step_is_a_part_of_one",
     "ampere": "test_mma",
     "launch": "test_skinny",
 }  # where a file's defects are found soonest
@@ -73,6 +75,11 @@ DEFECTS = (
     Defect("the second buffer of cells is not emptied", "hopper", "for c in range(task * (NW * 128), LORA_CELLS,", "for c in range(task * (NW * 128), LORA_CELLS // 2,"),
     Defect("the ticket is not set back", "hopper", "G - 1, 65536 - G,", "G, 65536 - G,"),
     Defect("the adapter does not wait for x A^T", "hopper_adapt", "< task_rows(M, m_tile, BM) * (", "< 0 * ("),
+    Defect("the last columns' step of x A^T is forgotten", "hopper_adapt", "steps = (K + C - 1) // C", "steps = K // C"),
+    Defect("x A^T reads beyond a row's last column", "hopper_adapt", "gl.minimum((ks + 1) * steps // KS * C, K)", "(ks + 1) * steps // KS * C"),
+    Defect("the last columns' step of a tile is forgotten", "cost", "math.ceil(K / UNIT)", "K // UNIT"),
+    Defect("the last 128 columns of x in order are not filled up", "portable", "columns = (K + 127) // 128 * 128", "columns = K"),
+    Defect("a second tile is written over the first one's last tokens (wide)", "hopper_wide", "1 if size(BM, i) == 16 else 0, size", "0, size"),
     Defect("flags are not lowered", "hopper_adapt", "gl.store(flag_ptr + i, 0)", "pass"),
     Defect("tasks are not counted from zero again", "hopper_adapt", "blocks * KS + gl.num_programs(0) - 1:", "blocks * KS + gl.num_programs(0) - 2:"),
     Defect("the third shard takes the second one's adapter", "hopper_adapt", "(n >= shards[1])", "(n >= shards[1] + 2**20)"),

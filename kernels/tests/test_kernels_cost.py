@@ -29,7 +29,7 @@ def h200(monkeypatch):
 
 def matrices() -> list[tuple[int, int]]:
     draw = random.Random(0)
-    return [(16 * draw.randint(1, 3000), 256 * draw.randint(1, 80)) for _ in range(40)]
+    return [(16 * draw.randint(1, 3000), draw.choice((32, 128, 256)) * draw.randint(8, 80)) for _ in range(40)]
 
 
 @pytest.mark.parametrize("BM,P", cost.WIDE)
@@ -54,7 +54,24 @@ def test_every_number_of_tokens_has_candidates_and_each_gets_a_positive_share_of
 
 
 def test_k_that_the_copy_engine_cannot_read_leaves_the_dense_path():
-    assert [c["kernel"] for c in cost.candidates(1152, 896, 48, SMS)] == ["dense"]
+    """Rows of words are of 16 bytes for every multiple of 32; less than a unit is for no engine's matrix."""
+    for K in (912, 224):
+        assert not cost.fits(1152, K)
+        assert [c["kernel"] for c in cost.candidates(1152, K, 48, SMS)] == ["dense"]
+
+
+@pytest.mark.parametrize("N,K", [(1152, 896), (2304, 1152), (576, 960), (576, 288)])
+def test_k_that_is_no_multiple_of_a_unit_costs_what_the_next_one_does(N, K):
+    whole = 256 * cost.units_along(K)
+    assert K < whole < K + 256
+    for M in (24, 64, 200, 512):
+        found = cost.candidates(N, K, M, SMS)
+        assert found == cost.candidates(N, whole, M, SMS) and found[0]["kernel"] == "wgmma"
+        for config in found:
+            assert config["kernel"] == "dense" or select.can_run(config, N, K, SMS, 227 * 1024)
+            if config["kernel"] != "dense":
+                units = [cost.terms(config, N, columns, M, SMS, 32)["units"] for columns in (K, whole)]
+                assert units[0] == units[1] > 0
 
 
 def test_the_cheapest_is_chosen_and_what_was_never_measured_is_not(monkeypatch):
@@ -78,7 +95,8 @@ def test_the_cost_model_answers_between_the_tables_sizes(h200, monkeypatch):
     assert select.explain(4608, 3584, 16, 0, True)[1] == "heuristic"
     assert select.explain(4608, 3584, cost.SIZES[-1] + 1, 0, True) == ({"kernel": "dense", "pieces": 1}, "heuristic")
     assert select.explain(4608, 3584, 150, 0, False)[1] == "heuristic", "float16"
-    assert select.explain(1152, 896, 40, 0, True)[0]["kernel"] == "portable", "K that the copy engine cannot read"
+    assert select.explain(1152, 912, 40, 0, True)[0]["kernel"] == "portable", "K that the copy engine cannot read"
+    assert select.explain(1152, 896, 40, 0, True)[0]["kernel"] == "wgmma", "the last unit is a part of one"
     entry = {"kernel": "wgmma", "BM": 128, "P": 2, "S": 2, "permute": False, "grid": 132, "lora": {"tasks": True}}
     monkeypatch.setattr(select, "table_for", lambda *_: ("an H200", {(4608, 3584, 256): entry}))
     select.explain.cache_clear()

@@ -12,7 +12,7 @@ import numpy as np
 import ptx_emulator as ptx
 import pytest
 import torch
-from nvfp4_cases import leftovers, random_weight, relative_error
+from nvfp4_cases import in_aligned_rows, leftovers, random_weight, relative_error
 
 import qerl_nvfp4
 from qerl_nvfp4 import launch, reference
@@ -65,8 +65,11 @@ def emulated(monkeypatch):
 
 def run(state, config, M, N, K, rank=0, splits=None, bias=True, per_row=False, times=2, stride=0) -> None:
     packed, scale, gs = random_weight(N, K, 7, per_row=per_row)
+    scale = in_aligned_rows(scale) if config["kernel"] in ("wgmma", "wide") else scale
     torch.manual_seed(M * N + K)
-    x = torch.randn(M, K + stride, dtype=torch.bfloat16)[:, :K]
+    x = torch.randn(M, K + stride, dtype=torch.bfloat16)
+    x[:, K:] = float("nan")
+    x = x[:, :K]
     if not stride:
         x = x.contiguous()
     b_N = 30 * torch.randn(N, dtype=torch.bfloat16) if bias else None
@@ -195,8 +198,9 @@ def wgmma(BM, P, S, permute, grid, **more) -> dict:
         (wgmma(16, 2, 2, False, 2), 33, 128, 512, 0, None),
         (wgmma(16, 2, 3, True, 3, tasks=False), 20, 192, 512, 40, None),
         ({"kernel": "wide", "BM": 48, "P": 2, "S": 2, "X": 3, "grid": 2}, 53, 128, 768, 32, (64, 64)),
+        ({"kernel": "wide", "BM": 48, "P": 2, "S": 2, "X": 3, "grid": 2}, 53, 192, 768, 0, None),
     ],
-    ids=["split", "adapter", "halves", "whole", "cublas", "wide"],
+    ids=["split", "adapter", "halves", "whole", "cublas", "wide", "wide-two-tiles"],
 )
 def test_wgmma(emulated, config, M, N, K, rank, splits):
     """Fewer programs resident than there are: nobody may wait for one that has not started."""
@@ -204,6 +208,25 @@ def test_wgmma(emulated, config, M, N, K, rank, splits):
     run(emulated, config, M, N, K, rank, splits, per_row=rank == 0)
     beside = set() if config.get("permute") else {"permute_kernel"}
     assert set(emulated["launches"]) == {f"{config['kernel']}_kernel"} | beside
+
+
+@pytest.mark.parametrize("K,stride", [(288, 8), (896, 8), (960, 0), (1152, 0)])
+@pytest.mark.parametrize(
+    "config,M,rank",
+    [
+        (wgmma(16, 2, 3, True, 3), 19, 32),
+        (wgmma(32, 2, 2, False, 2, slices=2), 21, 16),
+        (wgmma(16, 2, 2, False, 5, tasks=False), 33, 16),
+        (wgmma(32, 3, 3, True, 1, tasks=False), 21, 0),
+        ({"kernel": "wide", "BM": 48, "P": 2, "S": 2, "X": 3, "grid": 3}, 53, 32),
+        ({"kernel": "wide", "BM": 16, "P": 2, "S": 3, "X": 5, "grid": 2, "tasks": False}, 17, 16),
+    ],
+    ids=["permute", "halves", "halves-cublas", "whole", "wide", "wide-cublas"],
+)
+def test_wgmma_where_the_last_step_is_a_part_of_one(emulated, config, M, rank, K, stride):
+    """K no multiple of 256, nor of 128: the copy engine reads nothing of what lies behind a row, be it NaN."""
+    emulated["resident"] = 2
+    run(emulated, config, M, 208, K, rank, None, stride=stride)
 
 
 @pytest.mark.parametrize(
@@ -228,11 +251,16 @@ def test_rows_of_x_that_the_copy_engine_cannot_read(emulated):
 MMA = {"kernel": "mma", "BM": 32, "R": 2, "NS": 3, "SK": 2}
 
 
-@pytest.mark.parametrize("config", [SKINNY, wgmma(16, 2, 3, True, 3), MMA], ids=lambda config: config["kernel"])
-def test_nan_in_one_token_touches_no_other(emulated, config):
+@pytest.mark.parametrize(
+    "config,K",
+    [(SKINNY, 512), (wgmma(16, 2, 3, True, 3), 512), (wgmma(16, 2, 3, True, 3), 544), (wgmma(16, 2, 2, False, 2), 480), (MMA, 512)],
+    ids=["skinny", "wgmma", "wgmma-544", "wgmma-480", "mma"],
+)  # fmt: skip
+def test_nan_in_one_token_touches_no_other(emulated, config, K):
     """An engine's batch is padded with rows of anything."""
-    M, N, K, rank = 6, 128, 512, 16
+    M, N, rank = 6, 128, 16
     packed, scale, gs = random_weight(N, K)
+    scale = in_aligned_rows(scale)
     x, a, b = torch.randn(M, K).bfloat16(), torch.randn(rank, K).bfloat16(), torch.randn(N, rank).bfloat16()
     outs = []
     for value in (1.0, float("nan"), float("inf")):

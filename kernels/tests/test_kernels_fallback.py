@@ -39,9 +39,9 @@ def failing(monkeypatch, errors: dict[str, Exception]) -> list[str]:
     return tried
 
 
-def multiply(config, M=20):
+def multiply(config, M=20, K=512):
     """A product with an adapter, and its relative error."""
-    N, K, rank = 96, 512, 16
+    N, rank = 96, 16
     packed, scale, gs = random_weight(N, K)
     g = torch.Generator().manual_seed(M)
     x = torch.randn(M, K, generator=g).bfloat16()
@@ -77,6 +77,50 @@ def test_many_tokens_go_from_wgmma_to_the_dense_path(monkeypatch):
     with pytest.warns(RuntimeWarning, match="The dense path"):
         assert multiply(WGMMA | {"BM": 128, "permute": False, "S": 2}, M=130) < 5e-3
     assert tried == ["wgmma"]
+
+
+@pytest.mark.parametrize("M,expected", [(20, ["portable"]), (130, [])], ids=["few", "many"])
+@pytest.mark.parametrize("product", ["product", "product_by_any"])
+def test_scales_that_the_copy_engine_cannot_read_take_the_portable_kernel(monkeypatch, M, expected, product):
+    """Contiguous rows of 56 bytes: up to 128 tokens that kernel, above them the dense path, and nothing is said."""
+    tried = failing(monkeypatch, {})
+    if product == "product":
+        monkeypatch.setattr(ops, "product_by_any", ops.product)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        assert multiply(WGMMA, M, 896) < 5e-3
+    assert tried == expected and not fallback.refused
+
+
+def test_what_the_portable_kernel_cannot_read_either_is_dense(monkeypatch):
+    """Words that begin at an odd byte, as a slice along K has them."""
+    tried = failing(monkeypatch, {})
+    packed, scale, gs = random_weight(96, 544)
+    x, out = torch.randn(20, 512).bfloat16(), torch.empty(20, 96, dtype=torch.bfloat16)
+    wider = torch.empty(96, 257, dtype=torch.uint8)[:, 1:].copy_(packed[:, 16:])
+    ops.product(WGMMA, x, wider, scale[:, 2:], gs, None, None, None, None, out)
+    assert tried == []
+    assert relative_error(out, reference.linear(x.double(), packed[:, 16:], scale[:, 2:], gs)) < 5e-3
+
+
+def test_aligned_scales_are_the_same_scales():
+    for N, K in ((96, 896), (96, 288), (112, 1152)):
+        packed, scale, gs = random_weight(N, K)
+        aligned = ops.align_scale_rows(scale)
+        assert torch.equal(aligned, scale) and aligned.shape == scale.shape
+        assert aligned.stride() == ((K + 255) // 256 * 16, 1) and aligned.data_ptr() % 16 == 0
+        assert ops.align_scale_rows(aligned) is aligned, "nothing is copied twice"
+        for rows in (slice(16, 80), slice(0, N)):
+            x = torch.zeros(20, K, dtype=torch.bfloat16)
+            assert ops.usable(WGMMA, x, packed[rows], aligned[rows]) and not ops.usable(WGMMA, x, packed, scale)
+        as_floats = ops.align_scale_rows(scale.view(torch.float8_e4m3fn))
+        assert as_floats.dtype == torch.float8_e4m3fn and torch.equal(as_floats.view(torch.uint8), scale)
+        assert torch.equal(reference.dequantize(packed, aligned, gs), reference.dequantize(packed, scale, gs))
+        meta = ops.align_scale_rows(scale.to("meta"))
+        assert meta.is_meta and (meta.shape, meta.stride()) == (scale.shape, aligned.stride())
+    for N, K in ((96, 512), (96, 912), (100, 896), (96, 128)):  # aligned as they are, or of a shape for other kernels
+        scale = random_weight(N, K)[1]
+        assert ops.align_scale_rows(scale) is scale
 
 
 def test_without_any_kernel_there_is_plain_pytorch(monkeypatch):

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 import triton
-from nvfp4_cases import random_weight, relative_error
+from nvfp4_cases import in_aligned_rows, random_weight, relative_error
 
 import qerl_nvfp4
 from qerl_nvfp4 import bounds, cost, fallback, reference, select, timing
@@ -26,6 +26,7 @@ def seed() -> int:
 
 def run(config, M, N, K, rank=0, splits=None, per_row=False, pdl=True, dtype=torch.bfloat16, launches=3):
     packed, scale, gs = random_weight(N, K, seed(), "cuda", per_row)
+    scale = in_aligned_rows(scale) if config["kernel"] in ("wgmma", "wide") else scale
     x = torch.randn(M, K, device="cuda").to(dtype)
     bias = 30 * torch.randn(N, device="cuda").to(dtype)  # a missing one must be seen beside results of several hundred
     a = b = None
@@ -96,6 +97,38 @@ def test_wgmma(config):
     run(config, 1, 512, 768, rank=8)
     run(config, config["BM"], 256, 512, rank=12)  # rows of B that the copy engine cannot read
     run(config | {"grid": 7}, 3 * config["BM"] + 1, 1280, 512)  # whole tiles for every program, and split ones
+
+
+@hopper_only
+@pytest.mark.parametrize("config", WGMMA, ids=lambda c: "_".join(str(v) for v in c.values()))
+def test_wgmma_where_the_last_step_is_a_part_of_one(config):
+    """K no multiple of 256, nor of 128: the copy engine fills what lies beyond it."""
+    run(config, config["BM"], 1152, 896, per_row=True)
+    run(config, config["BM"] + 17, 1152, 896, rank=32, splits=(896, 128, 128))
+    run(config | {"tasks": False}, 2 * config["BM"] + 1, 1024, 1152, rank=32, splits=(512, 512))
+    run(config, config["BM"] - 3, 960, 576, rank=72, pdl=False)
+    run(config, config["BM"], 400, 288, rank=16)
+    run(config | {"grid": 7}, 3 * config["BM"] + 1, 1280, 480)
+
+
+@hopper_only
+@pytest.mark.parametrize("M", [5, 17, 64, 100, 128, 129, 300])
+@pytest.mark.parametrize("N,K", [(1152, 896), (896, 896), (2304, 1152), (576, 960)])
+def test_rows_of_scales_may_be_aligned_or_not(N, K, M):
+    """An engine's are, a trainer's are not: another kernel, the same product."""
+    packed, scale, gs = random_weight(N, K, seed(), "cuda")
+    aligned = qerl_nvfp4.align_scale_rows(scale)
+    assert aligned.data_ptr() != scale.data_ptr() and torch.equal(aligned, scale)
+    x = torch.randn(M, K, device="cuda", dtype=torch.bfloat16)
+    a = torch.randn(32, K, device="cuda", dtype=torch.bfloat16) * 0.5
+    b = torch.randn(N, 32, device="cuda", dtype=torch.bfloat16)
+    exact = x.double() @ reference.dequantize(packed, scale, gs, torch.float64).T
+    for lora in ((None, None), (a, b)):
+        expected = exact if lora[0] is None else exact + reference.lora(x.double(), a.double(), b.double(), None)
+        for each in (aligned, scale):
+            assert relative_error(qerl_nvfp4.linear(x, packed, each, gs, None, *lora), expected) < 5e-3
+    if 16 < M < 64:
+        assert select.choose(N, K, M, 0, True)["kernel"] == "wgmma"
 
 
 @hopper_only
@@ -573,6 +606,8 @@ def test_wide(config):
     run(before, 1, 400, 1024)
     run(before, 2 * config["BM"] + 1, 1024, 2048, rank=32, splits=(512, 512), launches=20)
     run(before | {"grid": 7}, 3 * config["BM"] + 1, 1280, 512)  # whole tiles for every program, and split ones
+    run(before, config["BM"] + 1, 1152, 896, rank=32, splits=(896, 128, 128))  # the last step is a part of one
+    run(before | {"grid": 7}, 3 * config["BM"] + 1, 640, 480)
     if config["BM"] <= 192:  # larger ones leave no registers
         run(config, config["BM"] + 17, 1024, 1024, rank=32, splits=(576, 256, 192), launches=20)
         run(config, config["BM"] - 3, 768, 768, rank=72, pdl=False)

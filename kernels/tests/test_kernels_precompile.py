@@ -130,6 +130,29 @@ def test_a_launch_compiles_nothing(h200, compilations):
 
 
 @inside
+@pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "contiguous"])
+def test_rows_of_scales_are_compiled_for_as_they_will_lie(h200, compilations, aligned):
+    """An engine's, and those of whoever calls with plain contiguous ones."""
+    from qerl_nvfp4 import ops, select
+    from qerl_nvfp4.precompile import Weight, precompile
+
+    columns, rank, tokens = 896, 48, (1, 40, 100)  # a rank of its own: nothing is in memory yet
+    result = precompile([Weight(N, columns, SPLITS, rank, aligned=aligned)], tokens, threads=2, tell=lambda text: None)
+    assert not result.failed
+    found = {name for name, _ in compilations}
+    assert ("wgmma_kernel" in found) == aligned and ("gemm_kernel" in found) != aligned
+    compilations.clear()
+    scale = torch.zeros(N, columns // 16, dtype=torch.uint8)
+    scale = ops.align_scale_rows(scale) if aligned else scale
+    a, b = torch.zeros(len(SPLITS) * rank, columns, dtype=torch.bfloat16), torch.zeros(N, rank, dtype=torch.bfloat16)
+    weight = torch.zeros(N, columns // 2, dtype=torch.uint8), scale, torch.ones(1)
+    for M in tokens:
+        x, out = torch.zeros(M, columns, dtype=torch.bfloat16), torch.zeros(M, N, dtype=torch.bfloat16)
+        ops.product_by_any(select.choose(N, columns, M, 0, True), x, *weight, None, a, b, SPLITS, out)
+    assert set(h200.launched) == found and not compilations, "found in memory"
+
+
+@inside
 def test_sums_are_compiled_with_them(h200, compilations):
     from qerl_nvfp4.precompile import precompile
     from qerl_nvfp4.sums import rounded_sums, sums, words_of
@@ -279,7 +302,7 @@ def test_in_fresh_processes(tmp_path):
         "-rA",
     ]
     # what the second process finds on the disk is for those that compile; the others would only repeat what they said
-    for state, chosen, passed in (("cold", [], 20), ("warm", ["-k", "not no_other_number_of_tokens"], 7)):
+    for state, chosen, passed in (("cold", [], 22), ("warm", ["-k", "not no_other_number_of_tokens"], 9)):
         environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
         environment |= {"QERL_PRECOMPILE_TEST": state, "TRITON_CACHE_DIR": str(tmp_path)}
         result = subprocess.run([*command, *chosen], capture_output=True, text=True, env=environment, timeout=600)

@@ -67,6 +67,16 @@ def test_sums_of_what_is_rounded(source, target, device, small_pieces):
 
 
 @pytest.mark.parametrize("device", ON)
+@pytest.mark.parametrize("count", [1, 2, 7])
+def test_one_kernel_sums_what_is_rounded_whatever_its_number(count, device):
+    """Triton compiles a kernel apart for addresses that are multiples of 16: those of both results are, so that what was compiled ahead is launched."""
+    tensors = [torch.ones(3, device=device) for _ in range(count)]
+    found, bad = sums.rounded_sums(tensors, [1.0] * count, torch.bfloat16)
+    assert found.shape == bad.shape == (count,) and bad.tolist() == [0] * count
+    assert found.data_ptr() % 16 == bad.data_ptr() % 16 == 0
+
+
+@pytest.mark.parametrize("device", ON)
 def test_a_factor_that_is_infinite_is_no_nan_beyond_the_tensor(device):
     found, bad = sums.rounded_sums([torch.ones(3, device=device)], [float("inf")], torch.bfloat16)
     assert bad.tolist() == [3] and found.tolist() == [3 * 0x7F80]

@@ -85,9 +85,9 @@ def test_weights_are_the_trainers_memory(live):
 
 
 def test_kernels_of_all_layers_are_compiled_at_once_before_they_run(live):
-    """N, K, rows of the fused layers, padded rank, bias; on a CPU nothing is compiled, but asked for."""
-    qkv, o = [256, 128, [128, 64, 64], 16, True], [128, 128, [128], 16, False]
-    gate_up, down = [512, 128, [256, 256], 16, False], [128, 256, [128], 16, False]
+    """N, K, rows of the fused layers, padded rank, bias, aligned scales; on a CPU nothing is compiled, but asked for."""
+    qkv, o = [256, 128, [128, 64, 64], 16, True, True], [128, 128, [128], 16, False, True]
+    gate_up, down = [512, 128, [256, 256], 16, False, True], [128, 256, [128], 16, False, True]
     assert live["compiled ahead"] == [sorted([qkv, o, gate_up, down])]
     assert live["norms compiled ahead"] == [[128]]
     assert live["dtypes compiled ahead"] == ["torch.float32"]

@@ -10,9 +10,10 @@ and `describe()` says so.  Only torch and triton are imported.
 import torch
 
 from . import ops as _ops
-from .ops import describe, is_available, selected, selected_text
+from .ops import align_scale_rows, describe, is_available, selected, selected_text
 
 __all__ = [
+    "align_scale_rows",
     "dequantize",
     "describe",
     "is_available",
@@ -42,7 +43,8 @@ def linear(
     Args:
         x: bfloat16 or float16 (other types take the plain PyTorch path).
         packed: uint8 (N, K/2), K a multiple of 16; a row slice of a larger weight is as good.
-        block_scale: (N, K/16), float8_e4m3fn or its bytes.
+        block_scale: (N, K/16), float8_e4m3fn or its bytes. Where K is no multiple of 256, Hopper's kernels for more than 16 tokens want
+            what `align_scale_rows` makes of it; without, a slower kernel is taken.
         global_scale: float32 (1,) or (N,); it divides.
         lora_a: (S * r, K); lora_b: (N, r), alpha/r folded in; lora_splits: S row counts that sum to N (None: one shard).
             Rows of shard i use rows i*r to (i+1)*r of lora_a.  Up to three shards whose edges are multiples of 256 (128 for small

@@ -39,15 +39,20 @@ WIDE = (  # BM, P; stages follow from shared memory
     (112, 3),
     (128, 2),
     (128, 3),
+    (144, 2),
+    (144, 3),
     (160, 2),
     (160, 3),
+    (176, 2),
     (192, 2),
     (192, 3),
+    (208, 2),
     (224, 2),
     (256, 2),
 )
-# Whether hopper_wide.py may be chosen. Its GPU tests pass (H200, f495341); off by default until an engine has rolled out with it.
-WIDE_ALLOWED = os.environ.get("QERL_NVFP4_WIDE", "0") == "1"
+# Whether hopper_wide.py may be chosen: QERL_NVFP4_WIDE=0 to do without
+WIDE_ALLOWED = os.environ.get("QERL_NVFP4_WIDE", "1") != "0"
+UNIT = 256  # columns that a tile's programs go along K at a time
 WASTE = 1.35  # a tile is worth a try if it rounds the number of tokens up by no more than this
 
 
@@ -75,8 +80,16 @@ def grids(tiles: int, steps: int, sms: int) -> list[int]:
 
 
 def fits(N: int, K: int) -> bool:
-    """Whether the bulk copy engine can read a matrix: rows of scales of whole 16 bytes."""
-    return N % 16 == 0 and K % 256 == 0
+    """Whether `wgmma` and `wide` take a matrix: rows of words of whole 16 bytes, and at least a unit of columns.
+
+    Where K is no multiple of 256, the rows of the scales have to be aligned too (`ops.align_scale_rows`), which `ops.usable` looks at.
+    """
+    return N % 16 == 0 and K % 32 == 0 and K >= UNIT
+
+
+def units_along(K: int) -> int:
+    """Units of a tile; of the last one, the copy engine fills what lies beyond K with zeros."""
+    return math.ceil(K / UNIT)
 
 
 def layouts(N: int, K: int, M: int) -> list[dict]:
@@ -105,7 +118,7 @@ def candidates(N: int, K: int, M: int, sms: int) -> list[dict]:
         # x A^T beside the product, or before it
         before = M > 64 and (config["kernel"] == "wide" or config["BM"] == 128)
         tasks = [t for t in (True, False) if (M <= 256 and config["BM"] <= 192 if t else before)]
-        found += [config | {"tasks": t, "grid": g} for t in tasks for g in grids(tiles, K // 256, sms)]
+        found += [config | {"tasks": t, "grid": g} for t in tasks for g in grids(tiles, units_along(K), sms)]
     if M >= 64 or not found:
         found.append({"kernel": "dense", "pieces": 1})
     return found
@@ -123,7 +136,7 @@ def variant(config: dict, M: int = 0) -> str:
 def terms(config: dict, N: int, K: int, M: int, sms: int, rows: int) -> dict[str, float]:
     """What a product pays for; `rows` of the stacked A's."""
     if config["kernel"] in ("wgmma", "wide"):
-        BM, P, steps = config["BM"], config["P"], K // 256
+        BM, P, steps = config["BM"], config["P"], units_along(K)
         tiles = math.ceil(N / (64 * P)) * math.ceil(M / BM)
         grid = min(config["grid"], tiles * steps)
         whole = tiles // grid - (1 if tiles % grid and tiles > grid else 0)

@@ -149,7 +149,7 @@ def adapt(adapter, sums_sh, KS, BM: gl.constexpr, ROUND: gl.constexpr, PDL: gl.c
     r_y = gl.arange(0, T, layout=gl.SliceLayout(0, RESULT))[None, :]
     row_tiles = (RS + T - 1) // T
     blocks = (M + T - 1) // T * row_tiles
-    steps = K // C
+    steps = (K + C - 1) // C
     fetch_adapter(a_ptr, RS * K)
     if PDL:
         gdc_wait()
@@ -162,13 +162,13 @@ def adapt(adapter, sums_sh, KS, BM: gl.constexpr, ROUND: gl.constexpr, PDL: gl.c
         x_off = gl.minimum(m0 + m_x, M - 1) * sxm + k_x
         a_off = gl.minimum(r0 + r_a, RS - 1) * K + k_a
         acc = gl.zeros([2, T, T], gl.float32, MMA)
-        k1 = (ks + 1) * steps // KS * C
+        k1 = gl.minimum((ks + 1) * steps // KS * C, K)  # the last step may be a part of one
         for k0 in range(ks * steps // KS * C, k1, C * ROUND):
             loads = ()
             for i in gl.static_range(ROUND):
                 k = k0 + i * C
-                x = gl.load(x_ptr + (x_off + k), mask=k_x + k < k1, other=0.0)
-                loads = loads + ((x, gl.load(a_ptr + (a_off + k), mask=k_a + k < k1, other=0.0)),)  # noqa: RUF005
+                x = gl.load(x_ptr + (x_off + k), mask=k_x < k1 - k, other=0.0)
+                loads = loads + ((x, gl.load(a_ptr + (a_off + k), mask=k_a < k1 - k, other=0.0)),)  # noqa: RUF005
             for i in gl.static_range(ROUND):
                 acc = mma_v2(loads[i][0], loads[i][1], acc)
         sums_sh.store(acc.reshape([2 * T, T]))

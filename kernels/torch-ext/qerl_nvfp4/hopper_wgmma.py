@@ -425,7 +425,9 @@ def wgmma_kernel(
     REGS: gl.constexpr,
     RING_REGS: gl.constexpr,
 ):
-    """y[m, n]; K a multiple of 256, steps = K / 256, mt = ceil(M / BM), tiles = ceil(N / 64 P) * mt.
+    """y[m, n]; K a multiple of 32, steps = ceil(K / 256), mt = ceil(M / BM), tiles = ceil(N / 64 P) * mt.
+
+    Of the last step, the copy engine fills columns beyond K with zeros: words, scales, and x. It counts their bytes like others.
 
     The H programs that start first have no tiles, only tasks of x A^T.  The G others compute D whole tiles each; the steps of the tiles
     that then remain, U in all, are cut into G ranges.  TASKS: x A^T is computed here, in KS slices of K; else xa_d holds it already.

@@ -383,7 +383,8 @@ def consume(
                 sums, turn = multiply_adapter(sums, lora, shards, pn * (P * R), part, turn, P, RANK, BM)
             for i in gl.static_range(count(BM)):
                 m0 = (tile - pn * mt) * BM + start(BM, i)
-                write(sums[i].to(gl.bfloat16), y_d, y_sh, m0, n0, part, 0, size(BM, i))
+                # a last part of 16 tokens takes the second buffer: what is written next waits for all copies but one, and takes the first
+                write(sums[i].to(gl.bfloat16), y_d, y_sh, m0, n0, part, 1 if size(BM, i) == 16 else 0, size(BM, i))
     tma.store_wait(0)  # shared memory must outlive what is read from it
     finish()
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from triton.runtime import driver
 
-from . import bounds, portable, reference
+from . import bounds, cost, portable, reference
 from .select import device_properties
 
 # Kernels that run at the same time must not share scratch memory, so every stream has its own, and CUDA graphs, which run on whatever
@@ -148,7 +148,8 @@ def lora_down(x, lora_a, tile: int | None = None) -> tuple[torch.Tensor, int, in
 
 
 def permute_columns(x, out, pdl: bool) -> None:
-    """out = x in the order in which the wgmma kernel decodes weights; a few hundred programs, or 16 rows each."""
+    """out (M, ceil(K / 128) * 128) = x (M, K) in the order in which the wgmma kernel decodes weights, with zeros for columns that there
+    are not; a few hundred programs, or 16 rows each."""
     M, K = x.shape
     rows = max(1, min(16, M * (K // 128) // 1024))
     rows = 1 << (rows.bit_length() - 1)
@@ -276,7 +277,7 @@ def launch_wgmma(config, x, packed, block_scale, global_scale, bias, lora_a, lor
     if lora is not None and config["BM"] == 128 and not wide:
         config = config | {"P": min(config["P"], 3)}  # four groups leave no shared memory for B and x A^T
     BM, P, S = config["BM"], config["P"], config["S"]
-    mt, steps = math.ceil(M / BM), K // 256
+    mt, steps = math.ceil(M / BM), cost.units_along(K)
     if x.stride(0) % 8 or x.data_ptr() % 16:  # the copy engine wants rows of 16-byte pieces
         x = scratch(x.device, "aligned x", M * K, x.dtype)[: M * K].view(M, K).copy_(x)
     permute, natural, sms = config.get("permute", False), x, device_properties(x.device.index)[1]
@@ -285,7 +286,8 @@ def launch_wgmma(config, x, packed, block_scale, global_scale, bias, lora_a, lor
         rank, rows, up = lora.rank, lora.rows, lora.b
         down = scratch(x.device, "lora down", mt * BM * rows, x.dtype)[: mt * BM * rows].view(mt * BM, rows)
     if not permute:
-        x = scratch(x.device, "permuted", M * K, x.dtype)[: M * K].view(M, K)
+        columns = math.ceil(K / 128) * 128
+        x = scratch(x.device, "permuted", M * columns, x.dtype)[: M * columns].view(M, columns)
         permute_columns(natural, x, pdl)
     y = out
     if out.stride(0) % 8 or out.data_ptr() % 16:
@@ -297,7 +299,7 @@ def launch_wgmma(config, x, packed, block_scale, global_scale, bias, lora_a, lor
     tasks = lora is not None and config.get("tasks", M <= 128)
     if lora is not None:  # the same scratch memory for every M, so that a graph of fewer tokens finds it there
         blocks = math.ceil(M / hopper_adapt.TASK) * math.ceil(rows / hopper_adapt.TASK)
-        slices = config.get("slices") or max(1, min(K // hopper_adapt.STEP, sms // blocks))
+        slices = config.get("slices") or max(1, min(math.ceil(K / hopper_adapt.STEP), sms // blocks))
         sums = max(sms, blocks * slices)
         slice_sums = scratch(x.device, "lora slices", sums * hopper_adapt.TASK**2, torch.float32)
         counts = scratch(x.device, "lora counts", max(1 << 12, blocks), torch.int32, fill=0)
@@ -312,7 +314,7 @@ def launch_wgmma(config, x, packed, block_scale, global_scale, bias, lora_a, lor
     boxes, columns, word_columns = [BM], 128, 32 // hopper.pieces_of(S)
     if wide:
         boxes, columns, word_columns = hopper_wide.boxes_of(BM), hopper_wide.PIECE, 32
-    x_maps = [TensorDescriptor(x, [M, K], [x.stride(0), 1], [b, columns], hopper.X_SHARED) for b in boxes]
+    x_maps = [TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [b, columns], hopper.X_SHARED) for b in boxes]
     down_maps = [TensorDescriptor(down, list(down.shape), [down.stride(0), 1], [b, 32], hopper.L_SHARED) for b in boxes]
     words_layout = hopper_wide.WORDS_SHARED if wide else hopper.words_layout(S)
     launcher(hopper_wide.wide_kernel if wide else hopper.wgmma_kernel, grid + helpers)(

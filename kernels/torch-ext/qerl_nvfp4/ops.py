@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from . import reference, select
+from . import cost, reference, select
 from ._compat import add_op_namespace_prefix
 from .select import choose, device_properties, with_adapter
 
@@ -149,8 +149,8 @@ def selected(
     """Which kernel is selected for a weight (N, K), for each number of tokens; `rank` of the adapter, 0: none. `batch_invariant`: as
     `linear` is called.
 
-    What was already refused by the compiler is taken into account. A weight whose rows or addresses a kernel cannot read (`usable`) takes
-    the dense path all the same.
+    What was already refused by the compiler is taken into account. For a weight whose rows or addresses the kernel cannot read (`usable`) it
+    is `portable` up to 128 tokens, else the dense path: on Hopper where K is no multiple of 256, unless `align_scale_rows` was used.
     """
     if dtype not in (torch.bfloat16, torch.float16) or not is_available(device):
         why = "Triton or a GPU for it is missing" if dtype in (torch.bfloat16, torch.float16) else f"x is {dtype}"
@@ -279,15 +279,26 @@ def _block_diagonal(lora_b, splits, rows: slice, out) -> None:
 
 
 def product(config, x, packed, block_scale, global_scale, bias, lora_a, lora_b, splits, out) -> None:
-    """out (M, N) = x (M, K) W^T [+ bias] [+ LoRA] by the kernel of a configuration, or, if the memory layout does not suit it, dense.
+    """out (M, N) = x (M, K) W^T [+ bias] [+ LoRA] by the kernel of a configuration, or, if the memory layout does not suit it, by the next
+    slower one that it suits.
 
     An error if the kernel does not compile, which tuning and benchmarks want to know; `product_by_any` falls back.
     """
     if lora_a is not None:
         config = with_adapter(config)
-    if config["kernel"] != "dense" and not usable(config, x, packed, block_scale):
-        config = {"kernel": "dense", "pieces": 1}  # sliced along K: right, and only as slow as decoding everything
-    arguments = (x, packed, block_scale, global_scale, bias, lora_a, lora_b, splits, out)
+    config = _suited(config, x, packed, block_scale)
+    _start(config, x, packed, block_scale, global_scale, bias, lora_a, lora_b, splits, out)
+
+
+def _suited(config: dict, x, packed, block_scale) -> dict:
+    """The configuration, or what is selected without Gluon if its kernel cannot read this layout, and dense if that cannot either (sliced
+    along K at an odd place: right, and only as slow as decoding everything)."""
+    while config["kernel"] != "dense" and not usable(config, x, packed, block_scale):
+        config = _instead_of(config, packed.shape[0], x.shape[1], x.shape[0], x.device.index)
+    return config
+
+
+def _start(config: dict, *arguments) -> None:
     if config["kernel"] == "dense":
         linear_dense(*arguments, config["pieces"])
     else:
@@ -298,18 +309,19 @@ def product_by_any(config, x, packed, block_scale, global_scale, bias, lora_a, l
     """The same, by a slower kernel where this one does not compile: Gluon's -> portable -> dense, each said once."""
     if lora_a is not None:
         config = with_adapter(config)
+    config = _suited(config, x, packed, block_scale)
     arguments = (x, packed, block_scale, global_scale, bias, lora_a, lora_b, splits, out)
     (M, K), N, rank = x.shape, packed.shape[0], 0 if lora_b is None else lora_b.shape[1]
     while config["kernel"] != "dense":
         done = fallback.attempt(
-            lambda c=config: product(c, *arguments),
+            lambda c=config: _start(c, *arguments),
             lambda c=config: _variant(c, rank, x.dtype),
             _DENSE if config["kernel"] == "portable" or M > 128 else "The portable kernel",
         )
         if done:
             return
-        config = _instead_of(config, N, K, M, x.device.index)
-    product(config, *arguments)
+        config = _suited(_instead_of(config, N, K, M, x.device.index), x, packed, block_scale)
+    _start(config, *arguments)
 
 
 def _batch_invariant(N: int, K: int, M: int, index: int | None, dtype: torch.dtype) -> list[dict]:
@@ -372,6 +384,20 @@ def usable(config: dict, x, packed, block_scale) -> bool:
         and block_scale.stride(0) % scale_alignment == 0
         and block_scale.data_ptr() % scale_alignment == 0
     )
+
+
+def align_scale_rows(block_scale: torch.Tensor) -> torch.Tensor:
+    """Block scales (N, K/16), of one byte each, whose rows begin at multiples of 16 bytes, as Hopper's kernels want them: the tensor itself
+    where they do, or where those kernels do not take its shape; else a view of a copy with rows of ceil(K / 256) * 16 bytes."""
+    N, blocks = block_scale.shape
+    if not cost.fits(N, 16 * blocks):
+        return block_scale
+    if block_scale.stride(1) == 1 and block_scale.stride(0) % 16 == 0 and block_scale.data_ptr() % 16 == 0:
+        return block_scale
+    rows = torch.zeros(N, math.ceil(blocks / 16) * 16, dtype=torch.uint8, device=block_scale.device)
+    aligned = rows.view(block_scale.dtype)[:, :blocks]
+    aligned.view(torch.uint8).copy_(block_scale.view(torch.uint8))
+    return aligned
 
 
 def check_weight(packed, block_scale, global_scale) -> None:

@@ -233,7 +233,8 @@ def lora_down_block(
 
 @triton.jit(do_not_specialize=["M"])
 def permute_kernel(x_ptr, o_ptr, M, K, sxm, BM: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr):
-    """x[:, 128c + 32t + 8j + 4pp + 2*i1 + i0] -> o[:, 128c + 32j + 16*i1 + 8*i0 + 2t + pp], the order of wgmma_kernel."""
+    """x[:, 128c + 32t + 8j + 4pp + 2*i1 + i0] -> o[:, 128c + 32j + 16*i1 + 8*i0 + 2t + pp], the order of wgmma_kernel; columns of the last
+    128 that x does not have are zeros."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -241,8 +242,10 @@ def permute_kernel(x_ptr, o_ptr, M, K, sxm, BM: tl.constexpr, BK: tl.constexpr, 
     k_K = tl.program_id(1) * BK + tl.arange(0, BK)
     mask = (m_M[:, None] < M) & (k_K[None, :] < K)
     x = tl.load(x_ptr + m_M[:, None].to(tl.int64) * sxm + k_K[None, :], mask=mask, other=0.0)
+    columns = (K + 127) // 128 * 128
+    mask = (m_M[:, None] < M) & (k_K[None, :] < columns)
     x = x.reshape(BM, BK // 128, 4, 4, 2, 2, 2).permute(0, 1, 3, 5, 6, 2, 4).reshape(BM, BK)
-    tl.store(o_ptr + m_M[:, None].to(tl.int64) * K + k_K[None, :], x, mask=mask)
+    tl.store(o_ptr + m_M[:, None].to(tl.int64) * columns + k_K[None, :], x, mask=mask)
 
 
 @triton.jit(do_not_specialize=["M", "RS", "mp"])

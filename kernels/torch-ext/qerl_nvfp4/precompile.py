@@ -27,13 +27,15 @@ TOKENS = (*(M for low, high in itertools.pairwise((0, *_EDGES)) for M in (low + 
 
 
 class Weight(NamedTuple):
-    """A packed weight (N, K) of one or several layers of `splits` rows each, and the rank of their adapters (0: none)."""
+    """A packed weight (N, K) of one or several layers of `splits` rows each, and the rank of their adapters (0: none). `aligned`: whether
+    its block scales are what `ops.align_scale_rows` makes of them, else contiguous."""
 
     N: int
     K: int
     splits: tuple[int, ...]
     rank: int = 0
     bias: bool = False
+    aligned: bool = False
 
 
 class Compiled(NamedTuple):
@@ -168,8 +170,9 @@ def _launch_all(
 
     bf16 = dtype == torch.bfloat16 and ops.use_gluon(device)
     for each in dict.fromkeys(weights):
-        N, K, splits, rank, bias = each
-        weight = empty(N, K // 2, dtype=torch.uint8), empty(N, K // 16, dtype=torch.uint8)
+        N, K, splits, rank, bias, aligned = each
+        scale = empty(N, K // 16, dtype=torch.uint8)
+        weight = empty(N, K // 2, dtype=torch.uint8), ops.align_scale_rows(scale) if aligned else scale
         divisor = empty(1, dtype=torch.float32)  # one per row runs the same kernels
         adapter = (empty(len(splits) * rank, K), empty(N, rank), splits) if rank else (None, None, None)
         for M in _tokens_of(each, device, bf16) if tokens is None else tokens:

@@ -53,7 +53,7 @@ class Refined(NamedTuple):
 
 def near(weight: Weight, M: int, device: int | None = None) -> list[dict]:
     """Candidates for M tokens, what is selected without measurements first; each is complete, also for an adapter."""
-    N, K, splits, rank, _ = weight
+    N, K, splits, rank, *_ = weight
     name, sms, capability = select.device_properties(device)
     now = select.shipped(N, K, M, device, True)[0]
     now = {key: value for key, value in (select.with_adapter(now) if rank else now).items() if key != "lora"}
@@ -106,8 +106,9 @@ def compile_ahead(work: Iterable[tuple[Weight, dict[int, list[dict]]]], tell: Ca
 
     def launch_all() -> None:
         empty = functools.partial(torch.empty, device="meta", dtype=torch.bfloat16)
-        for (N, K, splits, rank, _), candidates in work:
-            packed = empty(N, K // 2, dtype=torch.uint8), empty(N, K // 16, dtype=torch.uint8)
+        for (N, K, splits, rank, *_), candidates in work:
+            scale = ops.align_scale_rows(empty(N, K // 16, dtype=torch.uint8))  # as they are measured
+            packed = empty(N, K // 2, dtype=torch.uint8), scale
             adapter = (empty(len(splits) * rank, K), empty(N, rank), splits) if rank else (None, None, None)
             for M, configs in candidates.items():
                 for config in configs:
@@ -127,7 +128,7 @@ def measure(
 
     `l2`: bytes of the second-level cache, beside which the copies of the matrix have to be large.
     """
-    N, K, splits, rank, _ = weight
+    N, K, splits, rank, *_ = weight
     matrix = tune.Matrix(N, K, splits if len(splits) > 1 else None, l2, max(rank, 1), device)
     entries, unmeasured = [], []
     for M in sorted(candidates, key=lambda M: (-(M & -M), M)):  # what time leaves undone is spread

@@ -279,7 +279,7 @@ def batch_invariant(N: int, K: int, M: int, sms: int, hopper: bool, bf16: bool, 
     found = []
     if bf16 and hopper and wgmma_fits(N, K):
         BM, P, S, permute = next((t for t in _WGMMA_TILES if t[0] >= M), _WGMMA_TILES[-1])
-        split = fixed_split(math.ceil(N / 128), K // 256)
+        split = fixed_split(math.ceil(N / 128), cost.units_along(K))
         tiles = math.ceil(N / (64 * P)) * math.ceil(M / BM)
         grid = tiles * split if split > 1 else whole_tiles_grid(tiles, sms)
         config = {"kernel": "wgmma", "BM": BM, "P": P, "S": S, "permute": permute, "grid": grid}

@@ -207,7 +207,9 @@ def rounded_sums(
         tensors: contiguous, on one device, of one dtype; that and `dtype` bfloat16, float16 or float32.
     """
     device, source = tensors[0].device, tensors[0].dtype
-    found = torch.zeros(2, len(tensors), dtype=torch.int64, device=device)
+    count = len(tensors)
+    # both rows begin at a multiple of 16 bytes: a kernel is compiled for that apart
+    found = torch.zeros(2, count + count % 2, dtype=torch.int64, device=device)[:, :count]
     table = _table(tuple((t.data_ptr(), t.numel()) for t in tensors), tensors[0].element_size())
     _launch(
         rounded_sums_kernel,

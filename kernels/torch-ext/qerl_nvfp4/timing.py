@@ -5,6 +5,8 @@ import statistics
 
 import torch
 
+from .ops import align_scale_rows
+
 
 def copies_needed(nbytes: int, l2_bytes: int, limit: int = 24) -> int:
     """Copies of a weight that together are several times the second-level cache; of a small one at most `limit`, about its size."""
@@ -44,8 +46,8 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def random_weight(N: int, K: int, seed: int, device: str = "cuda"):
-    """packed, block_scale (bytes) with normal values."""
+    """packed, block_scale (bytes) with normal values, in rows that every kernel can read, as an engine holds them."""
     g = torch.Generator(device=device).manual_seed(seed)
     packed = torch.randint(0, 256, (N, K // 2), device=device, dtype=torch.uint8, generator=g)
     scale = torch.randint(0x28, 0x70, (N, K // 16), device=device, dtype=torch.uint8, generator=g)
-    return packed, scale
+    return packed, align_scale_rows(scale)

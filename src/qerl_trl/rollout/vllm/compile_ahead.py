@@ -67,4 +67,5 @@ def _weight(layer: Any) -> Weight:  # what our methods put on vLLM's layers has 
         splits=tuple(layer.qerl_splits),
         rank=0 if layer.adapter_b is None else layer.adapter_b.shape[1],
         bias=getattr(layer, "bias", None) is not None and not getattr(layer, "skip_bias_add", False),
+        aligned=True,  # by _PackedMethod.set_weights
     )

@@ -6,7 +6,7 @@ torch.compile never notice.
 
 Shapes (of one tensor-parallel rank): K input features, N output features, S shards fused into the layer (q, k, v), r the
 padded rank.
-    weight_packed (N, K/2) uint8, weight_scale (N, K/16) uint8, weight_global_scale float32 (1,) or (N,), which divides
+    weight_packed (N, K/2) uint8, weight_scale (N, K/16) uint8 in rows of whole 16 bytes, weight_global_scale float32 (1,) or (N,), which divides
     adapter_a (S*r, K), adapter_b (N, r) with alpha/r folded in; shard i uses rows i*r:(i+1)*r of adapter_a
 """
 
@@ -193,9 +193,11 @@ class _PackedMethod(AdaptedMethod):
 
     @staticmethod
     def set_weights(layer: Layer, packed: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor) -> None:
-        """Install final tensors; they are used as they are, so a view of the trainer's storage stays one."""
+        """Install final tensors; they are used as they are, so a view of the trainer's storage stays one. Only block scales whose rows Hopper's
+        kernels could not read are copied, to padded rows: where K is no multiple of 256, a ninth of the matrix."""
         layer.weight_packed = Parameter(packed, requires_grad=False)
-        layer.weight_scale = Parameter(scale.view(torch.uint8), requires_grad=False)
+        scale = qerl_nvfp4.align_scale_rows(scale.view(torch.uint8))
+        layer.weight_scale = Parameter(scale, requires_grad=False)
         layer.weight_global_scale = Parameter(global_scale, requires_grad=False)
         layer.qerl_ready = True
 
