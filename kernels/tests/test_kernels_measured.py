@@ -415,8 +415,11 @@ CARDS = {
 
 @pytest.mark.parametrize("card", CARDS.values(), ids=CARDS)
 @pytest.mark.parametrize("rank", [0, 32])
-def test_candidates_can_run_and_begin_with_what_is_selected_without(gpu, card, rank):
+@pytest.mark.parametrize("wide", [True, False])
+def test_candidates_can_run_and_begin_with_what_is_selected_without(gpu, monkeypatch, card, rank, wide):
+    monkeypatch.setattr(cost, "WIDE_ALLOWED", wide)
     gpu(*card)
+    kernels = set()
     shapes = [*tune.layer_shapes("7B").values(), *tune.layer_shapes("0.5B").values(), (1000, 1040)]
     for n, k in shapes:
         for M in (8, 16, 24, 64, 120, 200, 512):
@@ -426,8 +429,9 @@ def test_candidates_can_run_and_begin_with_what_is_selected_without(gpu, card, r
             assert found[0] == {name: value for name, value in plain.items() if name != "lora"}
             assert len({repr(sorted(c.items())) for c in found}) == len(found) <= max(refine.MOST, 9)
             assert all(select.can_run(c, n, k, card[1], card[3] * 1024) for c in found)
-            assert not any(c["kernel"] == "wide" for c in found), "their switch is off"
+            kernels |= {c["kernel"] for c in found}
             assert M > 16 or not any(c["kernel"] == "wgmma" for c in found[1:])
+    assert ("wide" in kernels) == (wide and card == CARDS["H200"])
     assert len(refine.near(Weight(4608, 3584, (4608,), 32), 64, 0)) > 1
 
 
