@@ -270,7 +270,7 @@ def check_gradients(model: nn.Module, step: int, optimizer: Any = None) -> None:
         optimizer: of what is trained of `model`, where it has the parameters themselves: to find them in the model takes milliseconds.
     """
     groups = [{"params": model.parameters()}] if optimizer is None else optimizer.param_groups
-    grads = [p.grad for group in groups for p in group["params"] if p.grad is not None]
+    grads = [grad for group in groups for p in group["params"] if (grad := p.grad) is not None]
     if not grads:
         return
     magnitude = largest_magnitude(grads)  # of n entries the norm is at most sqrt(n) times that

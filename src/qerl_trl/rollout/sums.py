@@ -73,16 +73,16 @@ def _of_launches(tensors: Sequence[torch.Tensor], whole: bool) -> tuple[list[int
         return [], []
     from qerl_nvfp4.sums import sums, words_of
 
-    numbers: dict[int, list[int]] = {}  # by integers in a word
-    places: dict[int, list[tuple[int, int]]] = {}
-    for number, tensor in enumerate(tensors):
-        place = words_of(tensor)
-        if place is not None:
-            lanes = 1 if whole else _LANES[tensor.element_size()]
-            numbers.setdefault(lanes, []).append(number)
-            places.setdefault(lanes, []).append(place)
-    found = [sums(each, lanes, tensors[0].device) for lanes, each in places.items()]
-    return [number for each in numbers.values() for number in each], found
+    places = [words_of(tensor) for tensor in tensors]
+    lanes = [1] * len(tensors) if whole else [_LANES[tensor.element_size()] for tensor in tensors]
+    numbers: list[int] = []
+    found: list[torch.Tensor] = []
+    for kind in dict.fromkeys(lanes):  # of integers in a word
+        mine = [n for n, place in enumerate(places) if place is not None and lanes[n] == kind]
+        if mine:
+            numbers += mine
+            found.append(sums([places[n] for n in mine], kind, tensors[0].device))
+    return numbers, found
 
 
 def launch_each(dtype: torch.dtype) -> None:
@@ -145,12 +145,16 @@ def all_finite(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 @torch.no_grad()
 def largest_magnitude(tensors: Sequence[torch.Tensor]) -> float | None:
     """The largest magnitude in tensors of floats, NaN where one is NaN; None where not one launch can tell. Waits for the device once."""
-    if not (tensors and tensors[0].is_cuda and _launches()) or any(hasattr(type(t), "to_local") for t in tensors):
-        return None  # or part of each is elsewhere
+    if not (tensors and tensors[0].is_cuda and _launches()):
+        return None
+    if any(hasattr(kind, "to_local") for kind in {type(t) for t in tensors}):
+        return None  # part of each is elsewhere
     from qerl_nvfp4.sums import largest, words_of
 
     first = tensors[0]
-    words = [words_of(t) if t.dtype == first.dtype and t.device == first.device else None for t in tensors]
+    if len({t.dtype for t in tensors}) > 1 or len({t.device for t in tensors}) > 1:
+        return None
+    words = [words_of(t) for t in tensors]
     if first.dtype not in _launched_floats() or None in words:
         return None
     bits_of = largest(words, 8 // first.element_size(), first.device)
@@ -167,9 +171,9 @@ def rounded(
     sums = torch.zeros(count, dtype=torch.int64, device=like.device)
     finite = torch.ones(count, dtype=torch.bool, device=like.device)
     groups: dict[torch.dtype, list[int]] = {}
-    floats = _launched_floats() if like.is_cuda and _launches() else ()
+    floats = _launched_floats() if like.is_cuda and like.dtype in _launched_floats() and _launches() else ()
     for number, tensor in enumerate(tensors):
-        if tensor.device == like.device and tensor.dtype in floats and like.dtype in floats:
+        if tensor.dtype in floats and tensor.device == sums.device:
             groups.setdefault(tensor.dtype, []).append(number)
         elif tensor.numel():
             alike = (tensor if factors[number] == 1.0 else tensor.float() * factors[number]).to(like)

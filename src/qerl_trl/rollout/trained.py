@@ -40,7 +40,8 @@ class Trained(ABC):
 
     def stamp(self) -> str:
         """Another one after every change of what this process holds, however it was made."""
-        return changes(map(local_tensor, self.parameters()))
+        # a parameter as it is needs no other tensor made of it, which takes longer than to read it
+        return changes(p if type(p) is nn.Parameter else local_tensor(p) for p in self.parameters())
 
 
 class TrainedAdapter(Trained):
@@ -78,7 +79,8 @@ class TrainedAdapter(Trained):
 
     def parameters(self) -> list[torch.Tensor]:
         modules: list[nn.Linear | nn.RMSNorm] = [half for _, down, up in self.layers.values() for half in (down, up)]
-        return [module.weight for module in [*modules, *self.norms.values()]]
+        # twice in a step, of hundreds: by the module's own dict, which is faster than by its attribute
+        return [cast(torch.Tensor, module._parameters["weight"]) for module in [*modules, *self.norms.values()]]
 
     def put(self, engine: Engine, gather: Gather) -> str:
         with gather(self.parameters()):

@@ -81,6 +81,17 @@ class _Slot:
         return self.a_RK[:rank], self.b_NR[:, :rank]
 
 
+def _whole_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """With the padding of its rows (`qerl_nvfp4.align_scale_rows`), where they fill a storage of their own: one piece of memory, which is summed
+    in one reading."""
+    if tensor.is_contiguous() or tensor.ndim != 2 or tensor.stride(1) != 1:
+        return tensor
+    rows, pitch = tensor.shape[0], tensor.stride(0)
+    if tensor.storage_offset() or tensor.untyped_storage().nbytes() != rows * pitch * tensor.element_size():
+        return tensor
+    return tensor.as_strided((rows, pitch), (pitch, 1))
+
+
 class RolloutState:
     """The mutable part of a vLLM model that was built by our method.
 
@@ -99,6 +110,12 @@ class RolloutState:
             if isinstance(method, AdaptedMethod):
                 self.shards |= {name: (layer, shard) for shard, name in enumerate(method.names)}
         self.slots = {name: _Slot(*place) for name, place in self.shards.items() if place[0].adapter_a is not None}
+        #: the adapter's buffers by name
+        self._halves = [
+            (f"{name}.lora_{half}", part)
+            for name, slot in self.slots.items()
+            for half, part in (("A", slot.a_RK), ("B", slot.b_NR))
+        ]
         self.renaming, self._known = renaming or Renaming(), known
         self.norms: dict[str, Any] = find_norms(model, self.original)
         self._clean: torch.Tensor | None = None  # all noisy norms' clean weights, one after the other, float32
@@ -131,9 +148,7 @@ class RolloutState:
 
     def _changing(self) -> Iterator[tuple[str, torch.Tensor]]:
         """What an update or a draw writes, by name: adapter buffers and norms, the noisy ones as one."""
-        for name, slot in self.slots.items():
-            yield f"{name}.lora_A", slot.a_RK
-            yield f"{name}.lora_B", slot.b_NR
+        yield from self._halves
         for name, norm in self.norms.items():
             if name not in self._names:
                 yield name, norm.weight
@@ -151,7 +166,7 @@ class RolloutState:
                         yield f"{prefix}.{key}", place, key
 
     def _fixed_words(self) -> torch.Tensor:
-        return all_bits([place[key] for _, place, key in self._fixed], words)
+        return all_bits([_whole_rows(place[key]) for _, place, key in self._fixed], words)
 
     @torch.no_grad()
     def _expect_all(self) -> None:
@@ -227,7 +242,7 @@ class RolloutState:
         if problems:
             raise ValueError(_refusal(problems))
         buffer = next(iter(self.slots.values())).a_RK
-        halves = [f"{name}.lora_{half}" for name in self.slots for half in "AB"]
+        halves = [name for name, _ in self._halves]
         parts = [half for name, t in adapter.items() for half in self.slots[name].part(t)]
         factors = [factor for t in adapter.values() for factor in (1.0, t.scaling)]
         found, finite = rounded(parts, factors, buffer)
