@@ -52,15 +52,14 @@ class Part(nn.Module):
 
 def parts_of(size: str) -> dict[str, tuple[tuple[str, ...], int, list[int]]]:
     """{part: (names, inputs, outputs)}"""
-    shape = rollout_models.SHAPES[size]
-    hidden, inner = shape["hidden_size"], shape["intermediate_size"]
-    kv = hidden // shape["num_attention_heads"] * shape["num_key_value_heads"]
-    return {
-        "qkv": (("q_proj", "k_proj", "v_proj"), hidden, [hidden, kv, kv]),
-        "o": (("o_proj",), hidden, [hidden]),
-        "gate_up": (("gate_proj", "up_proj"), hidden, [inner, inner]),
-        "down": (("down_proj",), inner, [hidden]),
+    shapes = {name.split(".")[1]: shape for name, shape in rollout_models.linear_shapes(size).items()}
+    parts = {
+        "qkv": ("q_proj", "k_proj", "v_proj"),
+        "o": ("o_proj",),
+        "gate_up": ("gate_proj", "up_proj"),
+        "down": ("down_proj",),
     }
+    return {part: (names, shapes[names[0]][1], [shapes[name][0] for name in names]) for part, names in parts.items()}
 
 
 def microseconds(function, device: str, repeats: int) -> float:

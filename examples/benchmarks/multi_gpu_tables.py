@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-import rollout_models
+import plan_check
 import speed_tables
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -18,16 +18,12 @@ NOT_RUN = "sync over TCP (300 ms), tensor parallel engines, ZeRO-2, stock TRL be
 
 def planned_today(row: dict[str, Any]) -> float:
     """GiB that the memory plan of the code that is here says of a row's workload."""
-    from transformers import Qwen2Config
-
-    from qerl_trl.memory.formulas import shape_of
-    from qerl_trl.memory.plan import Gpu, plan_run
+    from qerl_trl.memory.plan import Gpu
     from qerl_trl.memory.workload import Workload
 
     known = {field.name for field in dataclasses.fields(Workload)}
     work = Workload(**{name: value for name, value in row["workload"].items() if name in known})
-    shape = shape_of(Qwen2Config(**rollout_models.model_config(row["size"])))
-    return plan_run(shape, work, Gpu.of_gib(140)).peak / 2**30
+    return plan_check.plan_of_shape(row["size"], work, Gpu.of_gib(140)).peak / 2**30
 
 
 def multi_gpu() -> str:

@@ -112,15 +112,19 @@ DRY = {
 
 
 def planned(case: Case, gpu: Gpu | None = None) -> MemoryPlan:
-    """From the shape alone, as `qerl-trl plan` does it."""
-    from rollout_models import model_config
-    from transformers import Qwen2Config
+    """Of a case, for a card of its size unless another is given."""
+    if gpu is None and case.card is not None:
+        gpu = Gpu.of_gib(case.card)
+    return plan_of_shape(case.size, case.work, gpu)
+
+
+def plan_of_shape(size: str, work: Workload, gpu: Gpu | None) -> MemoryPlan:
+    """From the shape alone, as `qerl-trl plan` does it; `size` of `rollout_models.SHAPES`."""
+    from rollout_models import folder
 
     from qerl_trl.memory.formulas import shape_of
 
-    if gpu is None and case.card is not None:
-        gpu = Gpu.of_gib(case.card)
-    return plan_run(shape_of(Qwen2Config(**model_config(case.size))), case.work, gpu)
+    return plan_run(shape_of(folder(size)), work, gpu)
 
 
 # --- one workload, in a process of its own -------------------------------------------------------------------------------------------

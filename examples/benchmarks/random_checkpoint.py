@@ -52,6 +52,8 @@ def _shape(
 SHAPES = {
     "tiny": _shape(128, 384, 3, 4, 2, vocab=512),
     "small": _shape(1024, 4096, 8, 8, 2, vocab=512),
+    "0.5b": _shape(896, 4864, 24, 14, 2, vocab=151936, tied=True),
+    "1.5b": _shape(1536, 8960, 28, 12, 2, vocab=151936, tied=True),
     "3b": _shape(2048, 11008, 36, 16, 2, vocab=151936, tied=True),
     "7b": _shape(3584, 18944, 28, 28, 4),
     "14b": _shape(5120, 13824, 48, 40, 8),

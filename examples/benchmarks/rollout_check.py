@@ -4,7 +4,8 @@
     python rollout_check.py --case CASE --out FILE   one case here
 
 Every case appends one JSON line. `graphs`, `compiled`, `eager` run the same checks under full CUDA graphs, torch.compile and
-neither; `agree-7b` puts our packed 7B and stock bf16 vLLM side by side; `sync-7b` and `sync-32b` time the sync and add up memory; `serve` saves a small model with `save_pretrained`
+neither; `agree-7b` puts our packed 7B and stock bf16 vLLM side by side; `drain-7b` lets a batch of 256 drain through
+every number of sequences, under CUDA graphs of every multiple of 8, and says which kernels that ran; `sync-7b` and `sync-32b` time the sync and add up memory; `serve` saves a small model with `save_pretrained`
 and asks two `vllm serve` processes, one with our method and one without, for log-probabilities of the same tokens.
 """
 
@@ -27,6 +28,7 @@ os.environ.setdefault("MASTER_PORT", "0")  # TRL then picks a free one
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
+import about
 from rollout_models import folder, generation, packed_model, policy, randomize, seconds, time_syncs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -38,7 +40,8 @@ ENGINES = {
 }  # fmt: skip
 #: how the 7B and 32B cases run
 ENGINE = os.environ.get("ROLLOUT_ENGINE", "graphs")
-CASES = (*ENGINES, "agree-7b", "agree-7b-stock", "sync-7b", "sync-32b", "serve")
+CASES = (*ENGINES, "agree-7b", "agree-7b-stock", "drain-7b", "sync-7b", "sync-32b", "serve")
+DRAINING = 256  # sequences at the start
 
 
 def prompts(n: int, length: int) -> list[list[int]]:
@@ -48,17 +51,24 @@ def prompts(n: int, length: int) -> list[list[int]]:
 
 def sample(llm, ids: list[list[int]], new_tokens: int, temperature: float = 1.0):
     """Sampled tokens (n, T) and the engine's log-probabilities of them."""
+    tokens, logps = sample_ragged(llm, ids, [new_tokens] * len(ids), temperature)
+    return tokens, torch.tensor(logps)
+
+
+def sample_ragged(llm, ids: list[list[int]], new_tokens: list[int], temperature: float = 1.0):
+    """The same as lists, each prompt with its own number of tokens."""
     from vllm import SamplingParams
 
-    parameters = SamplingParams(
-        temperature=temperature, max_tokens=new_tokens, ignore_eos=True, logprobs=0, detokenize=False
-    )
+    parameters = [
+        SamplingParams(temperature=temperature, max_tokens=n, ignore_eos=True, logprobs=0, detokenize=False)
+        for n in new_tokens
+    ]
     outputs = llm.generate([{"prompt_token_ids": i} for i in ids], parameters, use_tqdm=False)
     tokens = [list(o.outputs[0].token_ids) for o in outputs]
     logps = [
         [s[t].logprob for s, t in zip(o.outputs[0].logprobs, o.outputs[0].token_ids, strict=True)] for o in outputs
     ]
-    return tokens, torch.tensor(logps)
+    return tokens, logps
 
 
 @torch.no_grad()
@@ -194,6 +204,43 @@ def agree_7b_stock() -> dict:
     if any(rows[name] != parameter.shape[0] for name, parameter in source.items()):
         raise RuntimeError("not every parameter of vLLM's model was written")
     return {"mean_abs_logp_difference": difference(model, llm, prompts(8, 64), 128)}
+
+
+def drain(size: str) -> dict:
+    """A batch of `DRAINING` sequences of 8 to 135 tokens: every number of sequences in flight, each by a CUDA graph of the next multiple of 8."""
+    import qerl_nvfp4
+
+    captured = [1, 2, 4, *range(8, DRAINING + 1, 8)]
+    graphs = DECODE_GRAPHS | {"cudagraph_capture_sizes": captured}
+    model = policy(size)
+    engine = {"skip_tokenizer_init": True, "compilation_config": graphs, "enable_prefix_caching": False}
+    g = generation(model, max_sequences=DRAINING, max_length=256, **engine)
+    ids, lengths = prompts(DRAINING, 32), [8 + i // 2 for i in range(DRAINING)]
+    rollouts = []
+    for _ in range(3):
+        randomize(model, 0.01)
+        g.sync_weights()
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        tokens, logps = sample_ragged(g.llm, ids, lengths)
+        rollouts.append({"seconds": round(time.perf_counter() - begin, 3)})
+        apart = []
+        for i in range(0, DRAINING, 8):
+            mine = trainer_logps(model, [ids[i]], [tokens[i]])[0]
+            apart.append((mine - torch.tensor(logps[i])).abs().mean().item())
+        rollouts[-1] |= {"mean_abs_logp_difference": statistics.mean(apart), "worst_sequence": max(apart)}
+    kernels: dict[str, set[str]] = {}
+    for layer in packed_linears(g.llm).values():
+        (N, half), rank = layer.weight_packed.shape, layer.adapter_b.shape[1]
+        for M in captured:
+            chosen = qerl_nvfp4.select.choose(N, 2 * half, M, torch.cuda.current_device(), True, rank)
+            kernels.setdefault(str(M), set()).add(chosen["kernel"])
+    return {
+        **compare_weights(model, g.llm),
+        "probe": str(g.probe_result),
+        "rollouts": rollouts,
+        "kernels": {M: sorted(names) for M, names in kernels.items()},
+    }
 
 
 def unique_bytes(*models) -> int:
@@ -342,6 +389,8 @@ def run_case(case: str) -> dict:
         return agree_7b()
     if case == "agree-7b-stock":
         return agree_7b_stock()
+    if case.startswith("drain-"):
+        return drain(case.removeprefix("drain-"))
     return sync_case(case.removeprefix("sync-"))
 
 
@@ -354,7 +403,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.case:
         started = time.time()
-        result = {"case": args.case, **run_case(args.case), "seconds": round(time.time() - started, 1)}
+        result = {"case": args.case, **about.head(DEVICE), **run_case(args.case)}
+        result["seconds"] = round(time.time() - started, 1)
         with open(args.out, "a") as file:
             file.write(json.dumps(result) + "\n")
         print(json.dumps(result), flush=True)

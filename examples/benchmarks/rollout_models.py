@@ -1,32 +1,48 @@
-"""Random models in the Qwen2.5 shapes, for the rollout benchmarks: nothing is downloaded, nothing is written but config.json.
+"""Random models in real shapes, for the rollout benchmarks: nothing is downloaded, nothing is written but config.json.
 
-`packed_policy(size)` builds what a trainer would hold: a transformers model whose linear layers are NVFP4, q|k|v and gate|up in
-one storage each, with a LoRA adapter. `dense_config(size)` is the folder that stock vLLM loads with random bf16 weights.
+`packed_model(size)` builds what a trainer would hold: a transformers model whose linear layers are NVFP4, q|k|v and gate|up in
+one storage each; `policy(size)` is that with a LoRA adapter. `folder(size)` is what stock vLLM loads with random bf16 weights. All
+of them are of the one `model_config(size)`.
 """
 
 import json
+import os
 import tempfile
 from pathlib import Path
 
 import random_checkpoint
 import torch
 from torch import nn
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 VOCAB = 152064
+QWEN2 = ("0.5b", "1.5b", "3b", "7b", "14b", "32b")
+
+
+def _fields(config: PretrainedConfig, **instead) -> dict:
+    """What config.json of a model says of its shape, with some fields replaced."""
+    names = (
+        "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+        "vocab_size", "max_position_embeddings", "rms_norm_eps", "rope_parameters", "tie_word_embeddings",
+    )  # fmt: skip
+    return {name: getattr(config, name) for name in names} | instead
+
+
+#: fields of config.json; what one leaves out is Qwen2.5's
 SHAPES = {
     "dry": {
         "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
         "vocab_size": 512, "bos_token_id": 0, "eos_token_id": 0,
     },
     "tiny": {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2},
-    "3b": {
-        "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16, "num_key_value_heads": 2,
-        "vocab_size": 151936, "tie_word_embeddings": True,
-    },
-    "7b": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4},
-    "14b": {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 48, "num_attention_heads": 40, "num_key_value_heads": 8},
-    "32b": {"hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64, "num_attention_heads": 40, "num_key_value_heads": 8},
+    **{size: random_checkpoint.SHAPES[size] for size in QWEN2},
     "70b": random_checkpoint.SHAPES["70b"] | {"bos_token_id": 0, "eos_token_id": 0},
+    "llama-3-8b": _fields(  # 3.1 has its shape, with positions stretched
+        random_checkpoint.RECIPES["llama3.1-8b"], rope_parameters={"rope_type": "default", "rope_theta": 5e5},
+        max_position_embeddings=8192, bos_token_id=128000, eos_token_id=128001,
+    ),
+    "qwen3-8b": _fields(random_checkpoint.RECIPES["qwen3-8b"]),
 }  # fmt: skip
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 #: packed codes drawn uniformly have rms 2.9; scales of 100 to 400 over this divisor give weights of about 0.02
@@ -34,20 +50,50 @@ DIVISOR = 2.0**15
 
 
 def model_config(size: str) -> dict:
-    """config.json of Qwen2.5 in the given size."""
-    fixed = {
-        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu", "max_position_embeddings": 32768,
-        "rms_norm_eps": 1e-6, "rope_theta": 1e6, "dtype": "bfloat16", "bos_token_id": 151643, "eos_token_id": 151645,
-        "tie_word_embeddings": False, "use_sliding_window": False, "vocab_size": VOCAB,
+    """config.json of the model in the given size."""
+    shape = SHAPES[size]
+    kind = shape.get("model_type", "qwen2")
+    common = {
+        "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]], "model_type": kind, "hidden_act": "silu", "dtype": "bfloat16",
+        "bos_token_id": 151643, "eos_token_id": 151645,
     }  # fmt: skip
-    return fixed | SHAPES[size]
+    if kind == "qwen2":
+        common |= {
+            "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": False, "use_sliding_window": False,
+            "vocab_size": VOCAB,
+        }  # fmt: skip
+    return common | shape
+
+
+def head_dim(config: dict) -> int:
+    """Of a config.json: queries and keys of a head, which need not add up to the hidden width."""
+    return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+
+
+def linear_shapes(size: str) -> dict[str, tuple[int, int]]:
+    """(outputs, inputs) of the seven projections of a decoder layer, by their names within it."""
+    c = model_config(size)
+    hidden, inner, head = c["hidden_size"], c["intermediate_size"], head_dim(c)
+    q, kv = c["num_attention_heads"] * head, c["num_key_value_heads"] * head
+    return {
+        "self_attn.q_proj": (q, hidden), "self_attn.k_proj": (kv, hidden), "self_attn.v_proj": (kv, hidden),
+        "self_attn.o_proj": (hidden, q), "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner),
+    }  # fmt: skip
+
+
+def kv_bytes(size: str) -> int:
+    """Of keys and values of one token in bf16."""
+    c = model_config(size)
+    return 2 * c["num_hidden_layers"] * c["num_key_value_heads"] * head_dim(c) * 2
 
 
 def folder(size: str) -> str:
-    """A folder with nothing but config.json."""
-    path = Path(tempfile.gettempdir()) / f"qwen-shape-{size}"
+    """A folder with nothing but config.json. Several processes may ask for it at the same time."""
+    path = Path(tempfile.gettempdir()) / f"shape-{size}"
     path.mkdir(exist_ok=True)
-    (path / "config.json").write_text(json.dumps(model_config(size)))
+    beside = path / f"config.json.{os.getpid()}"
+    beside.write_text(json.dumps(model_config(size)))
+    beside.replace(path / "config.json")
     return str(path)
 
 
@@ -59,14 +105,13 @@ def _packed(rows: int, columns: int, device: str) -> tuple[torch.Tensor, torch.T
 
 @torch.no_grad()
 def packed_model(size: str, device: str = "cuda", dense: bool = False) -> nn.Module:
-    """A transformers Qwen2 with random NVFP4 linear layers (or dense bf16 ones), fused storage, frozen."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
+    """A transformers model with random NVFP4 linear layers (or dense bf16 ones), fused storage, frozen."""
     from qerl_trl.nvfp4.linear import NVFP4Linear
 
     config = {k: v for k, v in model_config(size).items() if k not in ("architectures", "model_type", "dtype")}
     with torch.device("meta"):
-        model = Qwen2ForCausalLM(Qwen2Config(**config)).to(torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_config(size)["model_type"]](**config))
+        model = model.to(torch.bfloat16)
     model.name_or_path = folder(size)
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
@@ -158,10 +203,10 @@ def generation(
         vllm_batch_invariant=False,
     )  # fmt: skip
     trainer = SimpleNamespace(
-        args=args, aqn=_Noise(model), state=SimpleNamespace(global_step=0), rescue=lambda: "",
+        args=args, aqn=_Noise(model), state=SimpleNamespace(global_step=0), rescue=lambda: "", train_dataset=None, eval_dataset=None,
         memory_plan=plan_run(shape_of(model.config), work, gpu, model_bytes(model)),
     )  # fmt: skip
-    share_of_gpu = engine.pop("gpu_memory_utilization", None if torch.cuda.is_available() else 0.05)
+    share_of_gpu = engine.pop("gpu_memory_utilization", None if torch.cuda.is_available() else 0.2)
     return QeRLVLLMGeneration(
         model=model, accelerator=Accelerator(), processing_class=None, trainer=trainer, mode="colocate",
         gpu_memory_utilization=share_of_gpu, max_model_length=max_length, max_num_seqs=max_sequences,
@@ -169,7 +214,7 @@ def generation(
     )  # fmt: skip
 
 
-def time_syncs(generation, count: int = 10) -> dict[str, list[float]]:
+def time_syncs(generation, count: int = 10, device: str = "cuda") -> dict[str, list[float]]:
     """Wall milliseconds of syncs with fresh values: adapter, a new draw for every noisy norm, both."""
     from qerl_trl.noise.hooks import NoiseDraw
 
@@ -185,9 +230,9 @@ def time_syncs(generation, count: int = 10) -> dict[str, list[float]]:
 
     for step in range(count):
         randomize(generation.model)
-        times["adapter"].append(seconds(generation.sync_weights))
-        times["norms_new_draw"].append(seconds(lambda step=step: new_draw(1000 + step)))
-        times["both"].append(seconds(lambda step=step: both(step)))
+        times["adapter"].append(seconds(generation.sync_weights, device))
+        times["norms_new_draw"].append(seconds(lambda step=step: new_draw(1000 + step), device))
+        times["both"].append(seconds(lambda step=step: both(step), device))
     generation.trainer.aqn.draw = NoiseDraw(0.0, 0, 0, 0)
     generation.sync_noise()
     return {name: [round(1e3 * t, 2) for t in values] for name, values in times.items()}

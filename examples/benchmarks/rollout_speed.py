@@ -1,32 +1,37 @@
-"""Rollout tokens/s of our engine against stock vLLM, in one run, on random weights in the Qwen2.5 shapes.
+"""Rollout tokens/s of our engine against stock vLLM, in one run, on random weights in real shapes (SHAPES in rollout_models.py).
 
-    python rollout_speed.py --out FILE ours:7b stock-lora:7b ...        one process a case
-    python rollout_speed.py --out FILE --case ours:7b --batches 8,32
+    python rollout_speed.py --out FILE ours:7b stock-merged:7b stock-lora:7b
+    python rollout_speed.py --out FILE ours:32b stock-merged:32b then stock-lora:32b
+    python rollout_speed.py --out FILE --plan ours:14b ...      only prints what would be measured, and what memory that is thought to take
 
-With `--together` all cases build their engines at the same time and are then measured one after the other (the others idle), which
-saves minutes on a rented machine; they must fit the GPU side by side, except those named in `--after`, which build when the others are
-done. A third part of a case lists batches whose decode step is profiled as well: `ours:7b:8,64,256:64,256`. `ours` also times syncs of
-adapter and noise. What comes out is one JSON, results/rollout_speed_h200.json where it is committed.
+Each case (`NAME:SIZE`) is a process. Engines of a stage are built at the same time, lie on the GPU side by side, and are measured one after the
+other in turns, batch by batch; the others idle. `then` begins another stage, when the processes before it have ended (rollout_plan.py). Batches
+that do not fit beside the others, or come after `--seconds` of measuring a case, are left out, and the result says so. A case's third and fourth
+part are its batches, and those whose decode step is profiled: `ours:7b:8,64,256:64,256`. `ours` also times syncs of adapter and noise.
 
-Cases (each `NAME:SIZE`):
+FILE may exist, with cases of other runs: a case measured again replaces the former one (rollout_results.py). It is written after every batch.
+results/rollout_speed_h200.json is the committed one.
+
+Cases:
     ours          NVFP4 base shared with a trainer's model, rank-32 adapter inside the quantized layer
     ours-dense    the same engine with a bf16 base
     ours-slots    our NVFP4 base, the adapter in vLLM's own LoRA slots
     stock-lora    stock vLLM, bf16, rank-32 adapter in vLLM's LoRA slots
     stock-merged  stock vLLM, bf16, no adapter: what TRL runs after it merged and streamed every weight
 Settings as in the baselines: 256-token prompts, 256 new tokens, temperature 1, processed log-probabilities, CUDA graphs of the
-decode step, no torch.compile.
+decode step, no torch.compile. On a CPU, `dry` runs through all of it.
 """
 
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -39,28 +44,26 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 import about
-from rollout_models import VOCAB, folder, generation, model_config, policy, seconds, time_syncs
+import rollout_results
+from rollout_models import folder, generation, linear_shapes, model_config, policy, seconds, time_syncs
+from rollout_plan import GIB, NEW, PROMPT, USABLE, Case, case_gib, fitting, kv_cache_bytes, stages_of, turns
 
-WHAT = (
-    "tokens per second; 256-token prompts, 256 new tokens, temperature 1, processed log-probabilities, full decode CUDA graphs, no "
-    "torch.compile, rank-32 adapter on all seven projections; ours: NVFP4 base shared with a trainer's model, adapter inside the quantized "
-    "layer; stock-lora: bf16 with vLLM's LoRA slots; stock-merged: bf16 without adapter, what TRL runs after merging; median of up to three "
-    "rollouts; engines of one run side by side on the GPU, measured one after the other"
-)
-RANK, PROMPT, NEW = 32, 256, 256
+ORDER = "engines of a stage side by side, measured in turns, batch by batch, beginning with another one each time"
+RANK = 32
 FIRST_PORT = 29600  # of cases that run side by side
 ENOUGH = 8.0  # seconds after which a batch is not repeated
 PREFILL = 64  # sequences whose prefill alone is timed
-CAPTURE = [1, 2, 4, 8, 16, 32, 64, 128, 256]
+CAPTURE = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BUILD, WARM, LAST = "build", "warm", "last"  # turns beside those of the batches
 
 
 def engine_settings(size: str, batches: list[int]) -> dict:
-    c = model_config(size)
-    head = c["hidden_size"] // c["num_attention_heads"]
-    kv_bytes = 2 * c["num_hidden_layers"] * c["num_key_value_heads"] * head * 2
+    if DEVICE == "cpu":
+        return {"gpu_memory_utilization": 0.25, "skip_tokenizer_init": True, "enforce_eager": True}
     return {
         # room for all sequences at full length, said explicitly: what is free does not matter then
-        "kv_cache_memory_bytes": max(8, max(batches)) * (PROMPT + NEW + 32) * kv_bytes + 2**30,
+        "kv_cache_memory_bytes": kv_cache_bytes(size, max(batches)),
         "gpu_memory_utilization": 0.02,
         "skip_tokenizer_init": True,
         "enable_prefix_caching": False,
@@ -83,20 +86,12 @@ def write_lora(size: str) -> str:
     """A PEFT adapter folder with random rank-32 weights on all seven projections."""
     from safetensors.torch import save_file
 
-    c = model_config(size)
-    hidden, inner = c["hidden_size"], c["intermediate_size"]
-    kv = hidden // c["num_attention_heads"] * c["num_key_value_heads"]
-    shapes = {
-        "self_attn.q_proj": (hidden, hidden), "self_attn.k_proj": (kv, hidden), "self_attn.v_proj": (kv, hidden),
-        "self_attn.o_proj": (hidden, hidden), "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
-    }  # fmt: skip
-    tensors = {}
-    for layer in range(c["num_hidden_layers"]):
+    shapes, tensors = linear_shapes(size), {}
+    for layer in range(model_config(size)["num_hidden_layers"]):
         for name, (n, k) in shapes.items():
             base = f"base_model.model.model.layers.{layer}.{name}"
-            tensors[base + ".lora_A.weight"] = (torch.randn(RANK, k, device="cuda") * 0.01).bfloat16().cpu()
-            tensors[base + ".lora_B.weight"] = (torch.randn(n, RANK, device="cuda") * 0.01).bfloat16().cpu()
+            tensors[base + ".lora_A.weight"] = (torch.randn(RANK, k, device=DEVICE) * 0.01).bfloat16().cpu()
+            tensors[base + ".lora_B.weight"] = (torch.randn(n, RANK, device=DEVICE) * 0.01).bfloat16().cpu()
     path = Path(tempfile.mkdtemp())
     save_file(tensors, path / "adapter_model.safetensors")
     config = {
@@ -119,7 +114,7 @@ def randomize_stock(llm) -> None:
 def build(name: str, size: str, batches: list[int]):
     """(llm, LoRA request or None)"""
     if name in ("ours", "ours-dense"):
-        model = policy(size, RANK, dense=name == "ours-dense")
+        model = policy(size, RANK, DEVICE, dense=name == "ours-dense")
         g = generation(model, max_sequences=max(batches), max_length=2048, **engine_settings(size, batches))
         build.keep = g
         return g.llm, None
@@ -132,7 +127,7 @@ def build(name: str, size: str, batches: list[int]):
 
         from qerl_trl.rollout.vllm import loader
 
-        model = packed_model(size)
+        model = packed_model(size, DEVICE)
         loader.publish(model)
         settings = stock_settings(size, batches)
         llm = LLM(folder(size), load_format="qerl_trainer", quantization="qerl_nvfp4", **settings, **lora)
@@ -144,18 +139,19 @@ def build(name: str, size: str, batches: list[int]):
     return llm, None if name == "stock-merged" else LoRARequest("a", 1, write_lora(size))
 
 
-def rollout(llm, request, batch: int, new_tokens: int, seed: int = 0, prompt: int = PROMPT) -> float:
+def rollout(llm, request, vocabulary: int, batch: int, new_tokens: int, seed: int = 0, prompt: int = PROMPT) -> float:
     """Seconds that `batch` fresh random prompts with `new_tokens` sampled tokens each take."""
     from vllm import SamplingParams
 
     generator = torch.Generator().manual_seed(1000 * batch + seed)
-    ids = torch.randint(1000, VOCAB - 1000, (batch, prompt), generator=generator).tolist()
+    edge = min(1000, vocabulary // 4)
+    ids = torch.randint(edge, vocabulary - edge, (batch, prompt), generator=generator).tolist()
     parameters = SamplingParams(temperature=1.0, max_tokens=new_tokens, ignore_eos=True, logprobs=0, detokenize=False)
     inputs = [{"prompt_token_ids": i} for i in ids]
-    return seconds(lambda: llm.generate(inputs, parameters, use_tqdm=False, lora_request=request))
+    return seconds(lambda: llm.generate(inputs, parameters, use_tqdm=False, lora_request=request), DEVICE)
 
 
-def profile(llm, request, batch: int) -> list[str]:
+def profile(llm, request, vocabulary: int, batch: int) -> list[str]:
     """Kernels of a decode step, by time: microseconds per step, launches per step. Prefill and first steps are subtracted.
 
     Kernels that wait for their predecessor on the GPU (launched early, as ours are) count the waiting, so their sum exceeds the wall.
@@ -164,7 +160,7 @@ def profile(llm, request, batch: int) -> list[str]:
     spans = []
     for new_tokens in (first, first + steps):
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
-            wall = rollout(llm, request, batch, new_tokens)
+            wall = rollout(llm, request, vocabulary, batch, new_tokens)
         spans.append(({e.key: (e.device_time_total, e.count) for e in trace.key_averages()}, wall))
     (before, wall_before), (after, wall_after) = spans
     rows = []
@@ -178,149 +174,239 @@ def profile(llm, request, batch: int) -> list[str]:
     return lines + [f"{us:9.1f} us {count:7.1f}x {key[:110]}" for us, count, key in rows[:24]]
 
 
-def run_case(case: str, batches: list[int], profiled: list[int], repeats: int, rendezvous: Path | None) -> dict:
+class Turns:
+    """A case's side of `Stage`: says through files in `folder` that it awaits a turn, and waits until it is given. Ends this process, and gives
+    the GPU back, when the one that gives turns is gone."""
+
+    def __init__(self, case: str, folder: Path) -> None:
+        self.case, self.folder, self.parent = case, folder, os.getppid()
+
+    def await_(self, turn: object) -> None:
+        (self.folder / f"{self.case}.{turn}.awaited").touch()
+        while not (self.folder / f"{self.case}.{turn}").exists():
+            if os.getppid() != self.parent:
+                os._exit(1)
+            time.sleep(0.02)
+
+
+def run_case(case: Case, options: argparse.Namespace) -> None:
+    """Adds a line to `options.out` whenever something new is known of the case; the last one counts."""
     import vllm.entrypoints.llm
 
-    def await_turn(announce: str, turn: str) -> None:
-        if rendezvous is not None:
-            (rendezvous / f"{case}.{announce}").touch()
-            while not (rendezvous / f"{case}.{turn}").exists():
-                time.sleep(0.1)
-
-    name, size = case.split(":")
-    await_turn("imported", "build")
+    mine, name = Turns(case.name, options.rendezvous), case.name.split(":")[0]
+    batches, vocabulary = list(case.batches), model_config(case.size)["vocab_size"]
+    mine.await_(BUILD)
     started = time.time()
-    llm, request = build(name, size, batches)
-    versions = {"vllm": vllm.__version__, "torch": torch.__version__, "gpu": torch.cuda.get_device_name()}
-    result = {"case": case, "load_s": round(time.time() - started, 1), **versions}
-    await_turn("ready", "measure")
+    llm, request = build(name, case.size, batches)
+    result: dict[str, Any] = {
+        "case": case.name,
+        "load_s": round(time.time() - started, 1),
+        "vllm": vllm.__version__,
+        "torch": torch.__version__,
+        "gpu": torch.cuda.get_device_name() if DEVICE == "cuda" else DEVICE,
+        "measure_s": 0.0,
+        "tokens_per_s": {},
+        "left_out": {},
+    }
+    mine.await_(WARM)
     if name == "ours":
-        result["sync_ms"] = time_syncs(build.keep)
-    rollout(llm, request, 16, 8)  # a prefill step of full size
-    result["tokens_per_s"] = {}
+        result["sync_ms"] = time_syncs(build.keep, device=DEVICE)
+    rollout(llm, request, vocabulary, 16, 8)  # a prefill step of full size
     for batch in batches:
-        rollout(llm, request, batch, 8, prompt=16)
-        times: list[float] = []
-        while len(times) < repeats and sum(times) < ENOUGH:
-            times.append(rollout(llm, request, batch, NEW, seed=len(times) + 1))
-        result["tokens_per_s"][batch] = [round(batch * NEW / t, 1) for t in times]
-    result["prefill_s"] = {PREFILL: round(rollout(llm, request, PREFILL, 1), 4)} if max(batches) >= PREFILL else {}
-    if profiled:
-        result["profile"] = {batch: profile(llm, request, batch) for batch in profiled}
-    return result
+        mine.await_(batch)
+        started = time.time()
+        why = f"{options.seconds:g} s of measuring were over" if result["measure_s"] >= options.seconds else None
+        if why is None:
+            try:
+                result["tokens_per_s"][batch] = speeds(llm, request, vocabulary, batch, options.repeats)
+            except torch.OutOfMemoryError as error:
+                why = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        result["measure_s"] = round(result["measure_s"] + time.time() - started, 1)
+        if why:
+            result["left_out"] |= {rest: why for rest in batches if rest >= batch}
+        if DEVICE == "cuda":
+            result["reserved_gib"] = round(torch.cuda.max_memory_reserved() / GIB, 1)
+        write_line(options.out, result)
+        if why:
+            break
+    mine.await_(LAST)
+    if PREFILL in result["tokens_per_s"]:
+        result["prefill_s"] = {PREFILL: round(rollout(llm, request, vocabulary, PREFILL, 1), 4)}
+    if case.profiled:
+        measured = [batch for batch in case.profiled if batch in result["tokens_per_s"]]
+        result["profile"] = {batch: profile(llm, request, vocabulary, batch) for batch in measured}
+    write_line(options.out, result)
 
 
-class Group:
-    """Cases that run side by side: all build their engines, then one after the other measures."""
+def speeds(llm, request, vocabulary: int, batch: int, repeats: int) -> list[float]:
+    """Tokens per second of so many rollouts at most, none begun after `ENOUGH` seconds."""
+    rollout(llm, request, vocabulary, batch, 8, prompt=16)
+    times: list[float] = []
+    while len(times) < repeats and sum(times) < ENOUGH:
+        times.append(rollout(llm, request, vocabulary, batch, NEW, seed=len(times) + 1))
+    return [round(batch * NEW / t, 1) for t in times]
 
-    def __init__(self, commands: dict[str, list[str]], after: list[str], timeout: float) -> None:
-        self.folder, self.after, self.timeout = Path(tempfile.mkdtemp()), after, timeout
-        self.running = {}
-        for port, (case, command) in enumerate(commands.items(), FIRST_PORT):
-            environment = dict(os.environ, MASTER_PORT=str(port))  # TRL's search for a free one is a race between them
-            self.running[case] = subprocess.Popen([*command, "--rendezvous", str(self.folder)], env=environment)
 
-    def _tell(self, case: str, what: str) -> None:
-        (self.folder / f"{case}.{what}").touch()
+def write_line(path: Path, result: dict[str, Any]) -> None:
+    with open(path, "a") as file:
+        file.write(json.dumps(result) + "\n")
 
-    def build(self, cases: list[str]) -> None:
-        """Returns when every case has its engine, or ended."""
-        for case in cases:
-            self._tell(case, "build")
-        deadline = time.time() + self.timeout
-        while time.time() < deadline:
-            if all(self.running[c].poll() is not None or (self.folder / f"{c}.ready").exists() for c in cases):
+
+class Stage:
+    """Processes whose engines are on the GPU side by side: all build, then they get their turns one at a time.
+
+    Args:
+        saved: called whenever there may be more to save.
+        timeout: seconds that a turn may take; then its process is killed.
+    """
+
+    def __init__(self, cases: list[Case], folder: Path, running: dict[str, subprocess.Popen], saved, timeout: float):
+        self.cases, self.folder, self.running = cases, folder, running
+        self.saved, self.timeout = saved, timeout
+        self.failed: dict[str, str] = {}
+
+    def _await(self, case: str, after: str) -> None:
+        """Returns when the case awaits a turn beyond the given one, or ended."""
+        process, deadline = self.running[case], time.time() + self.timeout
+        while not self._awaited(case) and process.poll() is None:
+            if time.time() > deadline:
+                process.kill()
+                process.wait()
+                self.failed[case] = f"killed after {self.timeout:g} s of its turn `{after}`"
                 break
-            time.sleep(0.2)
+            time.sleep(0.05)
+        if process.poll():
+            self.failed.setdefault(case, f"its process ended with {process.poll()} in its turn `{after}`")
 
-    def measure(self, cases: list[str]) -> None:
-        for case in cases:
-            self._tell(case, "measure")
-            report(case, self.running[case], self.timeout)
+    def _awaited(self, case: str) -> set[str]:
+        """Turns that the case awaits, not given yet."""
+        awaited = {path.name.removesuffix(".awaited") for path in self.folder.glob(f"{case}.*.awaited")}
+        return {name.removeprefix(f"{case}.") for name in awaited if not (self.folder / name).exists()}
+
+    def _give(self, case: str, turn: object) -> None:
+        (self.folder / f"{case}.{turn}").touch()
 
     def run(self) -> None:
-        first = [case for case in self.running if case not in self.after]
-        self.build(first)
-        self.measure(first)
-        for case in self.after:
-            self.build([case])
-            self.measure([case])
+        names = [case.name for case in self.cases]
+        for name in names:
+            self._await(name, "import")
+        for name in names:
+            self._give(name, BUILD)
+        for name in names:
+            self._await(name, BUILD)
+        for name, turn in [*((name, WARM) for name in names), *turns(self.cases), *((name, LAST) for name in names)]:
+            if str(turn) in self._awaited(name) and self.running[name].poll() is None:
+                self._give(name, turn)
+                self._await(name, str(turn))
+                self.saved()
+        for name in names:
+            self._finish(name)
+
+    def _finish(self, name: str) -> None:
+        try:
+            self.running[name].wait(self.timeout)
+        except subprocess.TimeoutExpired:
+            self.running[name].kill()
+            self.running[name].wait()
+        if code := self.running[name].returncode:
+            self.failed.setdefault(name, f"its process ended with {code} while others had their turns")
+        if name in self.failed:
+            print(f"CASE {name} FAILED: {self.failed[name]}", flush=True)
 
 
-def report(case: str, process: subprocess.Popen, timeout: float) -> None:
-    try:
-        code = process.wait(timeout)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        code = "timeout"
-    if code:
-        print(f"CASE {case} FAILED: {code}", flush=True)
+def command(case: Case, options: argparse.Namespace, lines: Path, rendezvous: Path) -> list[str]:
+    """The command line of a case's process."""
+    batches, profiled = (",".join(map(str, some)) for some in (case.batches, case.profiled))
+    arguments = ["--case", case.name, "--batches", batches, "--profile", profiled, "--repeats", str(options.repeats)]
+    limits = ["--seconds", str(options.seconds), "--rendezvous", str(rendezvous)]
+    return [sys.executable, __file__, *arguments, *limits, "--out", str(lines)]
+
+
+def measure(stages: list[list[Case]], left: dict[str, dict[str, str]], options: argparse.Namespace) -> None:
+    """Runs the stages one after the other, and adds what they measure to `options.out`.
+
+    Args:
+        left: what is not measured, and why, by case and number of sequences.
+    """
+    before, head = rollout_results.read(options.out), about.head(DEVICE, options.commit)
+    run_name = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ} {(head['commit'] or 'unknown')[:7]}"
+    failed: dict[str, str] = {}
+    folder = Path(tempfile.mkdtemp())
+    lines = folder / "cases.jsonl"
+
+    def saved() -> None:
+        written, found = rollout_results.latest(lines), {}
+        for number, stage in enumerate(stages):
+            for case in stage:
+                if case.name not in written:
+                    continue
+                found[case.name] = one = written[case.name]
+                one["left_out"] |= left[case.name]
+                if case.name in failed:
+                    missing = {str(b) for b in case.batches} - one["tokens_per_s"].keys() - one["left_out"].keys()
+                    one["left_out"] |= dict.fromkeys(sorted(missing, key=int), failed[case.name])
+                one["stage"] = number
+        run = {**head, "order": ORDER, "failed": {name: why for name, why in failed.items() if name not in found}}
+        if found:
+            rollout_results.write(options.out, rollout_results.added(before, run_name, run, found))
+
+    running = {}
+    for port, case in enumerate((case for stage in stages for case in stage), FIRST_PORT):
+        environment = dict(os.environ, MASTER_PORT=str(port))  # TRL's search for a free one is a race between them
+        running[case.name] = subprocess.Popen(command(case, options, lines, folder), env=environment)
+    for cases in stages:
+        stage = Stage(cases, folder, running, saved, options.timeout)
+        stage.run()
+        failed |= stage.failed
+        saved()
+    if not rollout_results.latest(lines):
+        sys.exit(f"Nothing was measured: {failed}. {options.out} is as it was.")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", help="NAME:SIZE, NAME:SIZE:BATCHES or NAME:SIZE:BATCHES:PROFILED")
-    parser.add_argument("--case")
-    parser.add_argument("--batches", default="8,32,64,128,256")
+    parser.add_argument(
+        "cases",
+        nargs="*",
+        help="NAME:SIZE, NAME:SIZE:BATCHES or NAME:SIZE:BATCHES:PROFILED, with `then` between stages",
+    )
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    parser.add_argument("--batches", default="8,32,64,128,256,512")
     parser.add_argument("--profile", default="", help="batches whose decode step is profiled")
     parser.add_argument("--repeats", type=int, default=3, help=f"at most; none after {ENOUGH:g} s")
+    parser.add_argument(
+        "--seconds", type=float, default=60, help="of measuring a case, after which larger batches are left out"
+    )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--commit", default="", help="recorded in the result")
-    parser.add_argument("--timeout", type=float, default=240)
-    parser.add_argument("--together", action="store_true")
-    parser.add_argument("--after", default="", help="cases that build when the others are done: NAME:SIZE,...")
+    parser.add_argument("--timeout", type=float, default=240, help="seconds that a build, or a turn, may take")
+    parser.add_argument("--plan", action="store_true", help="only print stages, memory and what is left out")
+    parser.add_argument("--gpu-gib", type=float, help="of the GPU that --plan is for, where it is not here")
     parser.add_argument("--rendezvous", type=Path, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.case:
-        batches, profiled = ([int(b) for b in text.split(",") if b] for text in (args.batches, args.profile))
-        result = run_case(args.case, batches, profiled, args.repeats, args.rendezvous)
-        with open(args.out, "a") as file:
-            file.write(json.dumps(result) + "\n")
-        print(json.dumps(result), flush=True)
+    options = parser.parse_args()
+    if options.case:
+        (case,) = stages_of([options.case], options.batches, options.profile)[0]
+        run_case(case, options)
+        sys.stdout.flush()
         os._exit(0)
-    lines = args.out.with_suffix(".jsonl")
-    lines.unlink(missing_ok=True)
-    commands = dict(command(item, args, lines) for item in args.cases)
-    if args.together:
-        Group(commands, [case for case in args.after.split(",") if case], args.timeout).run()
-    else:
-        for case, arguments in commands.items():
-            report(case, subprocess.Popen(arguments), args.timeout)
-    args.out.write_text(json.dumps(summary(lines, args.commit), indent=1) + "\n")
-
-
-def summary(lines: Path, commit: str) -> dict:
-    """The result as it is committed: where it was measured, medians, ratios of ours to each other engine, and every case."""
-
-    cases = {case["case"]: case for case in map(json.loads, lines.read_text().splitlines())}
-    speed = {
-        name: {batch: statistics.median(values) for batch, values in case["tokens_per_s"].items()}
-        for name, case in cases.items()
-    }
-    ratios = {
-        f"{ours} over {other}": {
-            b: round(speed[ours][b] / speed[other][b], 3) for b in speed[ours] if b in speed[other]
-        }
-        for ours in speed
-        for other in speed
-        if ours.startswith("ours:") and other != ours and other.split(":")[1] == ours.split(":")[1]
-    }
-    return {
-        "what": WHAT,
-        **about.head("cuda", commit),
-        "tokens_per_s": speed,
-        "ratios": ratios,
-        "cases": cases,
-    }
-
-
-def command(item: str, args: argparse.Namespace, lines: Path) -> tuple[str, list[str]]:
-    """A case's name and the command line of its process."""
-    name, size, *rest = item.split(":")
-    batches, profiled = [*rest, *(args.batches, args.profile)[len(rest) :]][:2]
-    case = f"{name}:{size}"
-    arguments = ["--case", case, "--batches", batches, "--profile", profiled, "--repeats", str(args.repeats)]
-    return case, [sys.executable, __file__, *arguments, "--out", str(lines)]
+    try:
+        total = options.gpu_gib or (
+            torch.cuda.get_device_properties(0).total_memory / GIB if DEVICE == "cuda" else None
+        )
+        stages, left = [], {}
+        for named in stages_of(options.cases, options.batches, options.profile):
+            stage, out = fitting(named, total and USABLE * total)
+            stages.append(stage)
+            left |= out
+    except (ValueError, KeyError) as error:
+        parser.error(str(error))
+    for stage in stages:
+        for case in stage:
+            skipped = f", without {', '.join(left[case.name])}" if left[case.name] else ""
+            print(f"{case.name}: {case_gib(case):.1f} GiB at {','.join(map(str, case.batches))}{skipped}")
+        print(f"side by side {sum(map(case_gib, stage)):.1f} GiB", flush=True)
+    if not options.plan:
+        measure(stages, left, options)
 
 
 if __name__ == "__main__":

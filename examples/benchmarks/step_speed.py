@@ -42,7 +42,7 @@ import plan_check
 import step_profile
 from plan_check import GIB, Peak, fill_completions, show_a_card_of, tokenizer
 
-from qerl_trl.memory.plan import MemoryPlan, plan_run
+from qerl_trl.memory.plan import MemoryPlan
 from qerl_trl.memory.workload import Lengths, workload_of
 
 STEPS, ENOUGH = 5, 150
@@ -168,16 +168,12 @@ def settings(case: Case, cpu: bool) -> dict[str, Any]:
 
 def plan_of(case: Case) -> MemoryPlan:
     """What is planned for a case of ours, as its own trainer plans on a GPU of this size; needs no GPU."""
-    import rollout_models
-    from transformers import Qwen2Config
-
     from qerl_trl import QeRLConfig
-    from qerl_trl.memory.formulas import shape_of
 
     args = QeRLConfig(**settings(case, cpu=False) | {"use_cpu": True, "bf16": False})
     work = workload_of(args, Lengths(PROMPT, case.new), lora_rank=RANK)
     gpu = plan_check.Gpu.of_gib(case.cap or 139.8)
-    return plan_run(shape_of(Qwen2Config(**rollout_models.model_config(case.size))), work, gpu)
+    return plan_check.plan_of_shape(case.size, work, gpu)
 
 
 def build_trainer(case: Case, device: str, callback: Any) -> Any:
