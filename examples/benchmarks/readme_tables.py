@@ -20,6 +20,7 @@ import acceptance as acceptance_runs  # noqa: E402
 import embedded_arms  # noqa: E402
 import examples_learning  # noqa: E402
 import faults_gpu_cases  # noqa: E402
+import kernel_tables  # noqa: E402
 import multi_gpu_tables  # noqa: E402
 import peers_tables  # noqa: E402
 import speed_tables  # noqa: E402
@@ -222,17 +223,18 @@ TABLES: dict[str, Callable[[], str]] = {
     "checks": speed_tables.checks,
     "demo": demo,
     "embedded_arms": embedded,
-    "every_size": speed_tables.every_size,
+    "every_size": kernel_tables.every_size,
     "fault_items": catalog.items_table,
     "faults": catalog.table,
     "faults_on_gpu": faults_on_gpu,
-    "kernels": speed_tables.kernels,
+    "kernels": kernel_tables.kernels,
     "multi_gpu": multi_gpu_tables.multi_gpu,
     "notebooks": peers_tables.notebooks,
     "peers": peers_tables.peers,
     "neighbours": speed_tables.neighbours,
     "plan": speed_tables.plan,
     "rollout": speed_tables.rollout,
+    "rollout_turns": speed_tables.rollout_turns,
     "small_examples": small_examples,
     "speed": speed_tables.speed,
     "start": speed_tables.start,

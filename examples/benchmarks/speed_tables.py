@@ -4,15 +4,14 @@ import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
+import rollout_results
 import step_profile
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "examples/configs"
 ROLLOUT = ROOT / "examples/benchmarks/results/rollout_speed_h200.json"
-KERNELS = ROOT / "kernels/benchmarks/results/h200.json"
-EVERY_SIZE = ROOT / "kernels/benchmarks/results/every_size_h100.json"
+ROLLOUT_TURNS = ROOT / "examples/benchmarks/results/rollout_turns_h200.json"
 TRAINING = ROOT / "examples/benchmarks/results/train_step_h200.json"
 PLAN = ROOT / "examples/benchmarks/results/memory_h200.json"
 UPDATE = ROOT / "examples/benchmarks/results/update_speed_h200.json"
@@ -21,6 +20,7 @@ UNSLOTH = ROOT / "examples/benchmarks/results/unsloth_h200.json"
 START = ROOT / "examples/benchmarks/results/start_time_h200.json"
 STEP = ROOT / "examples/benchmarks/results/step_h200.json"
 CHECKS = ROOT / "examples/benchmarks/results/checks_h200.json"
+CHECKS_AGAIN = ROOT / "examples/benchmarks/results/checks_again_h200.json"
 NEIGHBOURS = ROOT / "examples/benchmarks/results/neighbours_h200.json"
 
 
@@ -29,59 +29,6 @@ def measured_by(path: Path, device: str, commits: Iterable[str], **versions: str
     packages = [f"{name} {version}" for name, version in versions.items()]
     short = ", ".join(dict.fromkeys(commit[:7] for commit in commits))
     return ", ".join([device, *packages, f"commit {short}", f"[{path.name}]({path.relative_to(ROOT)})"])
-
-
-def kernels() -> str:
-    """One decoder layer: ratios of cuBLAS bf16's time to Marlin's and to ours."""
-    record = json.loads(KERNELS.read_text())
-    rows = [
-        "| tokens | 7B: Marlin | 7B: ours | ours + LoRA | 32B: Marlin | 32B: ours | ours + LoRA |",
-        "|---:|---:|---:|---:|---:|---:|---:|",
-    ]
-    sums = {(entry["model"], entry["M"]): entry for entry in record["sums"]}
-    for tokens in sorted({tokens for _, tokens in sums}):
-        cells = []
-        for model in ("7B", "32B"):
-            entry = sums[model, tokens]
-            ratios = (entry["marlin_ratio"], entry["ratio"], entry["bf16_us"] / entry["ours_lora_us"])
-            cells += [f"{ratio:.2f}" for ratio in ratios]
-        rows.append(f"| {tokens} | {' | '.join(cells)} |")
-    versions = {name: record[name] for name in ("torch", "triton")}
-    return (
-        "\n".join(rows)
-        + "\n\nSpeed relative to cuBLAS bf16 (above 1 is faster), summed over the four matrices of a Qwen2.5 decoder layer; "
-        f"rank-{record['lora_rank']} adapter inside the kernel, against bf16 without one. "
-        f"{measured_by(KERNELS, record['device'], [record['commit']], **versions)}."
-    )
-
-
-def every_size() -> str:
-    """Summed over the matrices of a decoder layer, adapter included: what was selected without the wide tiles, and the fastest there is."""
-    record = json.loads(EVERY_SIZE.read_text())
-    sums: dict[tuple[str, int], list[dict[str, Any]]] = {}
-    for row in record["matrices"]:
-        sums.setdefault((row["matrix"].rpartition(".")[0], row["M"]), []).append(row)
-    whole = {key: rows for key, rows in sums.items() if len(rows) == 4 and key[1] <= 512}
-    models = sorted({model for model, _ in whole}, key=lambda model: -float(model[:-1]))
-    head = [f"{model}: {which}" for model in models for which in ("selected", "fastest candidate")]
-    rows = [f"| tokens | {' | '.join(head)} |", "|" + "---:|" * (1 + len(head))]
-    for tokens in sorted({tokens for _, tokens in whole}):
-        cells = []
-        for model in models:
-            found = whole.get((model, tokens), [])
-            bf16 = sum(row["bf16_us"] for row in found)
-            cells += [
-                f"{bf16 / sum(row[key] for row in found):.2f}" if found else "" for key in ("shipped_us", "best_us")
-            ]
-        rows.append(f"| {tokens} | {' | '.join(cells)} |")
-    source = EVERY_SIZE.relative_to(ROOT)
-    return (
-        "\n".join(rows)
-        + f"\n\nSpeed relative to cuBLAS bf16 without an adapter, products timed one by one, rank-{record['lora_rank']} adapter inside ours. Selected: by the "
-        "tuned table and, between its numbers, by what preceded the present cost model, which was fitted to these rows; it has not been timed with the wide "
-        "tiles off. Fastest candidate: wide tiles included, which are **off** unless `QERL_NVFP4_WIDE=1` asks for them, until an engine has rolled out with them. "
-        f"{record['device']}, torch {record['torch']}, triton {record['triton']}, commit {record['commit'][:7]}, [{source.name}]({source})."
-    )
 
 
 def training() -> str:
@@ -202,23 +149,29 @@ def start() -> str:
 
 def checks() -> str:
     """What is spent on checks, in a step and at start."""
-    record = json.loads(CHECKS.read_text())
+    records = {path: json.loads(path.read_text()) for path in (CHECKS, CHECKS_AGAIN)}
     rows = [
-        "| model, completions per step | step, s | checks, ms | of the step | checks at start, s |",
-        "|---|" + "---:|" * 4,
+        "| model, completions per step | step, s | checks, ms | of the step | checks at start, s | settings and environment, s | commit |",
+        "|---|" + "---:|" * 5 + "---|",
     ]
-    for row in record["checks"]:
-        rows.append(
-            f"| {row['size'].upper()}, {row['completions']} x 512 | {row['step_s']:.2f} | {row['checks_ms_per_step']:.1f} | "
-            f"{row['checks_percent']:.2f} % | {row['checks_at_start_s']:.2f} |"
-        )
-    first = record["checks"][0]
-    dearest = sorted(first["per_step_ms"].items(), key=lambda item: -item[1])
+    for record in records.values():
+        for row in record["checks"]:
+            environment = row["at_start_s"]["start: settings and environment"]
+            rows.append(
+                f"| {row['size'].upper()}, {row['completions']} x 512 | {row['step_s']:.2f} | {row['checks_ms_per_step']:.1f} | {row['checks_percent']:.2f} % "
+                f"| {row['checks_at_start_s'] - environment:.2f} | {environment:.2f} | {record['commit']} |"
+            )
+    last = records[CHECKS_AGAIN]["checks"][-1]
+    dearest = sorted(last["per_step_ms"].items(), key=lambda item: -item[1])
     named = ", ".join(f"{name} {took:.1f}" for name, took in dearest if name not in ("sync: weights", "sync: noise"))
+    sources = "; ".join(
+        measured_by(path, record["gpu"], [record["commit"]], vLLM=record["versions"]["vllm"])
+        for path, record in records.items()
+    )
     return (
         "\n".join(rows)
-        + f"\n\nMilliseconds in a step of the first line: {named}. One probe between steps takes {first['one_probe_between_steps_ms']:.0f}, "
-        f"every {first['steps_per_probe']} steps. {measured_by(CHECKS, record['gpu'], [record['commit']], vLLM=record['versions']['vllm'])}."
+        + f"\n\nMilliseconds in a step of the last line: {named}. One probe between steps takes {last['one_probe_between_steps_ms']:.0f}, "
+        f"every {last['steps_per_probe']} steps. {sources}."
     )
 
 
@@ -328,50 +281,85 @@ def aims() -> str:
     )
 
 
-def rollout() -> str:
-    """vLLM tokens per second: ours against bf16 with vLLM's LoRA slots and against merged bf16."""
-    record = json.loads(ROLLOUT.read_text())
-    speed = record["tokens_per_s"]
-    sizes = [name.split(":")[1] for name in speed if name.startswith("ours:")]
-    others = {"stock-merged": "merged bf16", "stock-lora": "bf16 + LoRA"}
-    columns = [(size, other) for size in sizes for other in others if f"{other}:{size}" in speed]
-    head = ["sequences", *(f"{size.upper()}: ours" for size in sizes)]
-    head += [f"{size.upper()}: ours / {others[other]}" for size, other in columns]
-    rows = [f"| {' | '.join(head)} |", "|" + "---:|" * len(head)]
-    for count in speed[f"ours:{sizes[0]}"]:
-        cells = [f"{speed[f'ours:{size}'][count]:.0f}" if count in speed[f"ours:{size}"] else "" for size in sizes]
-        for size, other in columns:
-            ratio = record["ratios"][f"ours:{size} over {other}:{size}"].get(count)
-            cells.append("" if ratio is None else f"{ratio:.2f}")
-        rows.append(f"| {count} | {' | '.join(cells)} |")
-    found = record["versions"]
-    versions = {"torch": found["torch"], "triton": found["triton"], "vLLM": found["vllm"]}
-    return (
-        "\n".join(rows)
-        + f"\n\n{record['what'][0].upper()}{record['what'][1:]}. {measured_by(ROLLOUT, record['device'], [record['commit']], **versions)}."
-    )
+def rollout_turns() -> str:
+    """The same where the engines take turns."""
+    return rollout(ROLLOUT_TURNS)
 
 
-def rollout_speeds() -> dict[str, dict[int, float]]:
-    """Tokens per second of a rollout on an H200, by the size of Qwen2.5 and the sequences at a time; of the 7B from its own measurement, of others
-    from whole steps."""
-    speeds = {
+def rollout(path: Path = ROLLOUT) -> str:
+    """vLLM tokens per second of ours, and relative to merged bf16 and to bf16 with vLLM's LoRA slots: a row per model that was measured."""
+    record = json.loads(path.read_text())
+    speed, ratios = record["tokens_per_s"], record["ratios"]
+    models = rollout_results.by_model(name.split(":")[1] for name in speed if name.startswith("ours:"))
+    ours = {size: speed[f"ours:{size}"] for size in models}
+    tables = [_by_sequences("Ours, tokens per second", ours, ".0f")]
+    for other, words in {"stock-merged": "merged bf16", "stock-lora": "bf16 with vLLM's LoRA slots"}.items():
+        found = {size: ratios.get(f"ours:{size} over {other}:{size}") for size in models}
+        tables.append(
+            _by_sequences(f"Ours / {words}", {size: row for size, row in found.items() if row is not None}, ".2f")
+        )
+    left: dict[str, list[str]] = {}
+    measured: dict[str, list[str]] = {}
+    later = []
+    for name, case in record["cases"].items():
+        size = name.split(":")[1]
+        for batch, why in case.get("left_out", {}).items():
+            left.setdefault(why, []).append(f"{name} at {batch}")
+        beside = [one for key, one in record["cases"].items() if key.endswith(f":{size}") and one["run"] == case["run"]]
+        if case.get("stage", 0) > min(one.get("stage", 0) for one in beside):
+            later.append(name)
+        run = record["runs"][case["run"]]
+        found = run["versions"]
+        versions = {"torch": found["torch"], "triton": found["triton"], "vLLM": found["vllm"]}
+        packages = [f"{package} {version}" for package, version in versions.items()]
+        where = ", ".join([run["device"], *packages, f"commit {run['commit'][:7]}", run["order"]])
+        which = measured.setdefault(where, [])
+        which += [rollout_results.label(size)] if rollout_results.label(size) not in which else []
+    notes = [f"{', '.join(names)}: {where}." for where, names in measured.items()]
+    notes += [f"Built when other engines of the model had ended: {', '.join(later)}."] if later else []
+    notes += [f"Left out, because {why}: {', '.join(names)}." for why, names in left.items()]
+    what = f"{record['what'][0].upper()}{record['what'][1:]}."
+    return "\n\n".join([*filter(None, tables), " ".join([what, *notes, f"[{path.name}]({path.relative_to(ROOT)})."])])
+
+
+def _by_sequences(title: str, rows: dict[str, dict[str, float]], form: str) -> str:
+    """A row per model, a column per number of sequences; nothing where nothing was measured."""
+    counts = sorted({int(count) for row in rows.values() for count in row})
+    if not counts:
+        return ""
+    table = [f"| {title}, at | {' | '.join(map(str, counts))} sequences |", "|---|" + "---:|" * len(counts)]
+    for size, row in rows.items():
+        cells = [f"{row[str(count)]:{form}}" if str(count) in row else "" for count in counts]
+        table.append(f"| {rollout_results.label(size)} | {' | '.join(cells)} |")
+    return "\n".join(table)
+
+
+def rollout_speeds() -> tuple[dict[str, dict[int, float]], str]:
+    """Tokens per second of a rollout on an H200, by the model (of Qwen2.5 the size alone) and the sequences at a time: of a rollout alone where that
+    was measured, else of whole steps. And which are of what, in words."""
+    steps = {
         row["size"]: {row["batch"]: row["batch"] * row["new"] / row["median"]["rollout"]}
         for row in json.loads(STEP.read_text())["step"]
         if row["who"] == "ours" and not row["ragged"]
     }
-    measured = json.loads(ROLLOUT.read_text())["tokens_per_s"]
-    for case, found in measured.items():
+    alone = {}
+    for case, found in json.loads(ROLLOUT.read_text())["tokens_per_s"].items():
         who, _, size = case.partition(":")
         if who == "ours":
-            speeds[size] = {int(count): found[count] for count in (min(found, key=int), "128")}
-    return speeds
+            alone[size] = {int(count): found[count] for count in (min(found, key=int), "128") if count in found}
+    ways = {"alone": alone, "in a whole step": steps.keys() - alone.keys()}
+    named = (
+        f"{', '.join(size.upper() if size[0].isdigit() else rollout_results.label(size) for size in rollout_results.by_model(sizes))} {way}"
+        for way, sizes in ways.items()
+        if sizes
+    )
+    return steps | alone, ", ".join(named)
 
 
 def cards() -> str:
     """The cards that the headers of the shipped configurations name, with what runs on each at a time, which tests/test_configs.py computes, and
     the speed of those that were measured."""
-    speeds, mark = rollout_speeds(), "qwen2.5-"
+    (speeds, ways), mark = rollout_speeds(), "qwen2.5-"
     recipes: dict[str, list[tuple[str, int]]] = {}
     for path in CONFIGS.glob("*.yaml"):
         found = re.search(r"Starts on a card of (\d+ GB \(.*?\)): (\d+) completions in (\d+) waves?", path.read_text())
@@ -384,7 +372,7 @@ def cards() -> str:
         )
         measured = []
         for name, _ in named:
-            speed = speeds.get(name.removeprefix(mark) if name.startswith(mark) else "", {})
+            speed = speeds.get(name.removeprefix(mark), {})
             measured += (
                 [f"`{name}`: " + ", ".join(f"{value:.0f} at {count}" for count, value in speed.items())]
                 if speed
@@ -395,8 +383,8 @@ def cards() -> str:
     errors = [100 * row["error"] for row in json.loads(PLAN.read_text())["memory"] if "measured_gib" in row]
     return "\n".join(rows) + (
         f"\n\nPlanned, by a memory plan that was {min(errors):.0f} to {max(errors):.0f} % above [{len(errors)} measured workloads](docs/source/benchmarks.md#training) "
-        "on an H200; more memory runs more at a time. Tokens/s: rollouts in vLLM on that H200, so many completions at a time (7B alone, 32B in a whole "
-        "step); `-` was not measured. 7B also ran on an H100 as a card of 24 GiB; no other card was there."
+        "on an H200; more memory runs more at a time. Tokens/s: rollouts in vLLM on that H200, so many completions at a time "
+        f"({ways}); `-` was not measured. 7B also ran on an H100 as a card of 24 GiB; no other card was there."
     )
 
 
@@ -406,11 +394,12 @@ def speed() -> str:
     ratios, taken = rollouts["ratios"]["ours:7b over stock-merged:7b"], rollouts["tokens_per_s"]["ours:7b"]
     at = ", ".join(f"{taken[count]:.0f} ({ratio:.2f}) at {count}" for count, ratio in ratios.items())
     ours, stock = updates["cases"]["nvfp4-compiled-fused"], updates["cases"]["stock"]
+    device = rollouts["runs"][rollouts["cases"]["ours:7b"]["run"]]["device"]
     tokens = f"{updates['sequences']} x {updates['tokens_each']}"
     return (
         f"Rollouts of 7B, in tokens per second (relative to merged bf16, which is what TRL rolls out): {at} sequences. Forward and backward of "
         f"{tokens} tokens take {ours['seconds']['checkpointed']:.2f} s where memory is short and {ours['seconds']['plain']:.2f} s where it is not (TRL "
         f"with bf16 LoRA: {stock['seconds']['checkpointed']:.2f} and {stock['seconds']['plain']:.2f} s), in {ours['peak_gib']['checkpointed']:.0f} and "
-        f"{ours['peak_gib']['plain']:.0f} GiB ({stock['peak_gib']['checkpointed']:.0f} and {stock['peak_gib']['plain']:.0f}). {rollouts['device']}, random weights; all "
+        f"{ours['peak_gib']['plain']:.0f} GiB ({stock['peak_gib']['checkpointed']:.0f} and {stock['peak_gib']['plain']:.0f}). {device}, random weights; all "
         "tables, losses included: [speed and memory](docs/source/benchmarks.md)."
     )

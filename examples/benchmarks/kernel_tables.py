@@ -1,0 +1,65 @@
+"""The tables of readme_tables.py about the kernels: products of a decoder layer relative to cuBLAS bf16."""
+
+import json
+
+from speed_tables import ROOT, measured_by
+
+KERNELS = ROOT / "kernels/benchmarks/results/h200.json"
+EVERY_SIZE = ROOT / "kernels/benchmarks/results/every_size_h200.json"
+FACTORS = ROOT / "kernels/torch-ext/qerl_nvfp4/configs/cost_model.json"
+
+
+def kernels() -> str:
+    """One decoder layer: ratios of cuBLAS bf16's time to Marlin's and to ours."""
+    record = json.loads(KERNELS.read_text())
+    rows = [
+        "| tokens | 7B: Marlin | 7B: ours | ours + LoRA | 32B: Marlin | 32B: ours | ours + LoRA |",
+        "|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    sums = {(entry["model"], entry["M"]): entry for entry in record["sums"]}
+    for tokens in sorted({tokens for _, tokens in sums}):
+        cells = []
+        for model in ("7B", "32B"):
+            entry = sums[model, tokens]
+            ratios = (entry["marlin_ratio"], entry["ratio"], entry["bf16_us"] / entry["ours_lora_us"])
+            cells += [f"{ratio:.2f}" for ratio in ratios]
+        rows.append(f"| {tokens} | {' | '.join(cells)} |")
+    versions = {name: record[name] for name in ("torch", "triton")}
+    return (
+        "\n".join(rows)
+        + "\n\nSpeed relative to cuBLAS bf16 (above 1 is faster), summed over the four matrices of a Qwen2.5 decoder layer; "
+        f"rank-{record['lora_rank']} adapter inside the kernel, against bf16 without one. "
+        f"{measured_by(KERNELS, record['device'], [record['commit']], **versions)}."
+    )
+
+
+SHOWN = (8, 16, 24, 32, 48, 64, 72, 80, 96, 128, 144, 160, 192, 208, 256, 272, 320, 384, 448, 512)
+#: of each model's layer, the worst ratio wanted from 24 to 128 tokens, and from 136 to 512
+WANTED = {"7B": (1.05, 0.9), "32B": (1.05, 0.9), "Llama-3-8B": (1.05, 0.9), "1.5B": (0.95, 0.95), "0.5B": (0.95, 0.95)}
+
+
+def every_size() -> str:
+    """A decoder layer as in a model at numbers of tokens between the tuned ones, adapter included, and the worst of all multiples of 8."""
+    record = json.loads(EVERY_SIZE.read_text())
+    layers = {(row["model"], row["M"]): row["ratio"] for row in record["layers"]}
+    models = list(WANTED)
+    rows = [f"| tokens | {' | '.join(models)} |", "|" + "---:|" * (1 + len(models))]
+    for tokens in SHOWN:
+        rows.append(f"| {tokens} | {' | '.join(f'{layers[model, tokens]:.2f}' for model in models)} |")
+    for low, high, column in ((24, 128, 0), (136, 512, 1)):
+        cells = []
+        for model in models:
+            worst, tokens = min((ratio, M) for (name, M), ratio in layers.items() if name == model and low <= M <= high)
+            reached = "reached" if worst >= WANTED[model][column] else "missed"
+            cells.append(f"{worst:.2f} at {tokens}, wanted {WANTED[model][column]:g}: {reached}")
+        rows.append(f"| worst of {low} to {high} | {' | '.join(cells)} |")
+    outside = json.loads(FACTORS.read_text())["quality"]["shape_left_out"]
+    source = EVERY_SIZE.relative_to(ROOT)
+    return (
+        "\n".join(rows)
+        + "\n\nSpeed relative to cuBLAS bf16 without an adapter: a decoder layer without its attention, RMSNorm and SwiGLU between the products as in a model, "
+        f"rank-{record['lora_rank']} adapter inside ours, selected by the cost model that was fitted in this run. What "
+        "ships is fitted to the same rows and keeps three tiles more, one of them for 72 and 80 tokens: with it layers were not timed. On a matrix that the fit has not seen, the selected kernel is slower than the "
+        f"fastest timed one by {outside['mean_loss']:.1%} in the mean, by {outside['p90_loss']:.1%} in nine of ten cases, and by {outside['worst_loss']:.0%} at worst ({outside['worst']}). "
+        f"{record['device']}, torch {record['torch']}, triton {record['triton']}, commit {record['commit'][:7]}, [{source.name}]({source})."
+    )
