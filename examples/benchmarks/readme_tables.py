@@ -24,7 +24,7 @@ import kernel_tables  # noqa: E402
 import multi_gpu_tables  # noqa: E402
 import peers_tables  # noqa: E402
 import speed_tables  # noqa: E402
-from tests.faults import catalog  # noqa: E402
+from tests.faults import catalog, timed  # noqa: E402
 
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs/source").glob("*.md")), ROOT / "examples/assets/README.md")
 YOUR_TASK = ROOT / "examples/benchmarks/results/your_task_cpu.json"
@@ -227,6 +227,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "fault_items": catalog.items_table,
     "faults": catalog.table,
     "faults_on_gpu": faults_on_gpu,
+    "faults_timed": timed.line,
     "kernels": kernel_tables.kernels,
     "multi_gpu": multi_gpu_tables.multi_gpu,
     "notebooks": peers_tables.notebooks,

@@ -1,11 +1,12 @@
 """The list is complete, every mark is of a fault on it, and what the marks show meets the goals."""
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-from tests.faults import catalog
+from tests.faults import catalog, timed
 from tests.faults.catalog import FAULTS, ITEMS, LISTED, NOT_HERE, NOT_THERE, at_843f908, shown
 
 
@@ -77,3 +78,11 @@ def test_a_fault_that_is_skipped_is_not_detected(tmp_path):
     )
     assert "R4.engine_dead: counted as detected, and not injected here (Skipped: needs vLLM)" in done.stdout
     assert "R5.nan: counted as detected" in done.stdout
+
+
+def test_the_gate_was_timed():
+    assert timed.summary("=== 3 failed, 578 passed, 2 skipped, 108 warnings, 1 error in 170.72s (0:02:50) ===") == {
+        "passed": 578, "failed": 4, "skipped": 2, "seconds": 170.72,
+    }  # fmt: skip
+    record = json.loads(timed.RESULT.read_text())
+    assert record["seconds"] <= timed.LIMIT_S and not record["failed"]
