@@ -2,6 +2,7 @@
 
     python examples/benchmarks/checks_cost.py 7b --output examples/benchmarks/results/checks_h200.json          # one GPU, 2 minutes
     python examples/benchmarks/checks_cost.py 7b 7b:64 32b --output examples/benchmarks/results/checks_h200.json   # 8, 64 and 8 completions per step
+    python examples/benchmarks/checks_cost.py 7b --pairs 16 --output checks.json                                 # one minute more
     python examples/benchmarks/checks_cost.py tiny --device cpu                                                 # dry run
 
 A `QeRLGRPOTrainer` with vLLM in the process takes `STEPS` steps of 8 (or as many as stand after the colon) x 512 tokens, one rollout each. Every function in `TIMED` waits for
@@ -10,6 +11,10 @@ what a step without them would save. The first step warms up and is not counted.
 its first step; before that the base is written, sealed and with its fixed prompt as an export has it, and taken for the folder that it was
 loaded from, so that `train()` compares what it compares of any packed base. What is hashed in a thread while a model loads and an engine starts
 stands by itself, in `of_a_folder_s`.
+
+With `--pairs N` as many steps again are taken with all checks and with none, in turns, and nothing else is timed in them: the difference is what a
+step's checks cost, where they overlap with the GPU's work and no wait is added. The probe between steps is left out of these, and added to `percent`
+by its share.
 
 `limits` puts what a healthy run measures in bf16 beside what it may be: the probe at start, the fixed prompt of an export, the gap and the
 mismatch of log-probabilities. The head is scaled so that the policy's entropy is a trained model's, not a random one's.
@@ -71,6 +76,17 @@ TIMED = {
 }
 
 
+#: checks of a step that return something, and what a step without them takes for it: labels of TIMED
+WITHOUT: dict[str, Any] = {
+    "sync: weights changed?": lambda generation: (generation.trainer.state.global_step, ""),
+    "sync: fingerprint of the update": lambda *args: "",
+    "sync: the same in the engine": lambda *args: "",
+    "sync: the update is whole and finite": lambda *args: {},
+}
+#: not the checks of a step
+_NOT_OF_A_STEP = ("start: ", "train(): ")
+
+
 class Clock:
     """Seconds spent in functions of the package, less what they spend in each other."""
 
@@ -79,12 +95,26 @@ class Clock:
         self.spent: dict[str, float] = defaultdict(float)
         self.calls: dict[str, int] = defaultdict(int)
         self._inside: list[float] = []
+        #: label -> (module or class, name there, what it is)
+        self.places: dict[str, tuple[Any, str, Any]] = {}
         for label, (_, module, path) in TIMED.items():
             owner = importlib.import_module(module)
             *parents, name = path.split(".")
             for parent in parents:
                 owner = getattr(owner, parent)
+            self.places[label] = owner, name, getattr(owner, name)
             setattr(owner, name, self._timed(label, getattr(owner, name)))
+
+    def stop(self) -> None:
+        """Everything is as it was."""
+        for owner, name, function in self.places.values():
+            setattr(owner, name, function)
+
+    def check_steps(self, on: bool) -> None:
+        """After `stop`: with the checks of a step, or without them."""
+        for label, (owner, name, function) in self.places.items():
+            if TIMED[label][0] == "check" and not label.startswith(_NOT_OF_A_STEP):
+                setattr(owner, name, function if on else WITHOUT.get(label, lambda *args, **kwargs: None))
 
     def _now(self) -> float:
         if self.device == "cuda":
@@ -115,7 +145,27 @@ class Clock:
         return spent
 
 
-def measure(workload: str, device: str) -> dict[str, Any]:
+def paired(seconds: list[float], probe_ms: float) -> dict[str, Any]:
+    """Of steps in pairs, the first with checks and the second without, the next pair the other way round. `probe_ms`: of a probe, per step."""
+    order = [
+        pair if number % 2 == 0 else pair[::-1]
+        for number, pair in enumerate(zip(seconds[::2], seconds[1::2], strict=True))
+    ]
+    checked, free = ([pair[n] for pair in order] for n in (0, 1))
+    differences = [1e3 * (one - other) for one, other in order]
+    error = statistics.stdev(differences) / len(differences) ** 0.5
+    difference, step = statistics.median(differences), statistics.median(free)
+    return {
+        "pairs": len(order),
+        "with_checks_s": round(statistics.median(checked), 4),
+        "without_s": round(step, 4),
+        "difference_ms": round(difference, 2),
+        "standard_error_ms": round(error, 2),
+        "percent": round((difference + probe_ms) / step / 10, 3),
+    }
+
+
+def measure(workload: str, device: str, pairs: int) -> dict[str, Any]:
     """Args: workload: a size, and after a colon the completions of a step."""
     import plan_check
     import rollout_models
@@ -147,8 +197,9 @@ def measure(workload: str, device: str) -> dict[str, Any]:
     engine = {"max_num_seqs": case.sequences, **({"enforce_eager": True} if tiny else {"compilation_config": graphs})}
     started = time.perf_counter()
     trainer = plan_check.build_trainer(
-        case, device, steps_per_generation=1, num_generations=case.micro, max_steps=count, vllm_engine_kwargs=engine,
-        rollout_probe_steps=count - 1, learning_rate=1e-5, aqn_num_stages=2, aqn_sigma_start=1e-2,
+        case, device, steps_per_generation=1, num_generations=case.micro, max_steps=count + 2 * pairs, vllm_engine_kwargs=engine,
+        rollout_probe_steps=count - 1, learning_rate=1e-5, aqn_sigma_start=1e-2,
+        aqn_num_stages=2 * (count + 2 * pairs) // count,  # noise begins in the middle of the steps that are timed check by check
         vllm_gpu_memory_utilization=0.25 if tiny else None,
     )  # fmt: skip
     start = {"whole": time.perf_counter() - started, **clock.take()}
@@ -160,8 +211,13 @@ def measure(workload: str, device: str) -> dict[str, Any]:
     began: list[float] = []
 
     class Steps(TrainerCallback):
-        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        def on_step_begin(self, args: Any, *others: Any, **kwargs: Any) -> None:
             before = clock.take()
+            if len(began) >= count:  # the pairs: with, without, without, with
+                if len(began) == count:
+                    clock.stop()
+                    args.rollout_probe_steps = 0
+                clock.check_steps((len(began) - count) % 4 in (0, 3))
             if not began:
                 start.update({label: start.get(label, 0.0) + seconds for label, seconds in before.items()})
             began.append(clock._now())
@@ -172,7 +228,7 @@ def measure(workload: str, device: str) -> dict[str, Any]:
     trainer.add_callback(Steps())
     trainer.train()
     folder.cleanup()
-    counted = steps[1:]
+    counted = steps[1:count]
     labels = [label for label in TIMED if any(label in step for step in counted)]
     milliseconds = {label: round(1e3 * statistics.median(s.get(label, 0.0) for s in counted), 3) for label in labels}
     whole = statistics.median(step["whole"] for step in counted)
@@ -190,13 +246,14 @@ def measure(workload: str, device: str) -> dict[str, Any]:
         "checks_at_start_s": round(sum(start[label] for label in in_start if TIMED[label][0] == "check"), 3),
         "start_s": round(start["whole"], 2),
         "per_step_ms": milliseconds,
+        **({"paired": paired([step["whole"] for step in steps[count:]], milliseconds[PROBE])} if pairs else {}),
         "one_probe_between_steps_ms": round(1e3 * max(probes), 1),
         "steps_per_probe": every,
         "noise_sync_ms": noise_syncs(trainer, clock),
         "probes_again_s": again,
         "at_start_s": {label: round(start[label], 4) for label in in_start},
         "of_a_folder_s": of_a_folder | folder_checks(trainer),
-        "limits": limits(trainer),
+        "limits": limits(trainer, count),
     }
     return row
 
@@ -274,8 +331,8 @@ def folder_checks(trainer: Any) -> dict[str, float]:
     return found
 
 
-def limits(trainer: Any) -> dict[str, Any]:
-    """What this healthy run measured, beside what it may be."""
+def limits(trainer: Any, counted: int) -> dict[str, Any]:
+    """What this healthy run measured, beside what it may be, in its first steps: those with all checks."""
     import torch
 
     from qerl_trl import forward
@@ -295,8 +352,7 @@ def limits(trainer: Any) -> dict[str, Any]:
             key: log.get(key)
             for key in ("aqn/sigma", "rollout/mismatch_kl", "rollout/logp_gap", "rollout/entropy", "entropy")
         }
-        for log in trainer.state.log_history
-        if "loss" in log
+        for log in [log for log in trainer.state.log_history if "loss" in log][:counted]
     ]
     adapted = probe.ADAPTED * max(found.base_difference, found.rounding) + probe.FLOOR[dtype]
     return {
@@ -319,10 +375,11 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--output", type=Path)
     parser.add_argument("--timeout", type=float, default=240, help="seconds per size")
+    parser.add_argument("--pairs", type=int, default=0, help="steps with and without checks, in turns; 2 at least")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        print("RESULT " + json.dumps(measure(args.worker, args.device)), flush=True)
+        print("RESULT " + json.dumps(measure(args.worker, args.device, args.pairs)), flush=True)
         os._exit(0)  # an engine's own shutdown takes seconds
     from qerl_trl import report
 
@@ -343,7 +400,7 @@ def main() -> None:
     failed = 0
     for size in args.sizes:
         began = time.perf_counter()
-        command = [sys.executable, __file__, "--worker", size, "--device", args.device]
+        command = [sys.executable, __file__, "--worker", size, "--device", args.device, "--pairs", str(args.pairs)]
         try:
             done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=args.timeout)
             output = done.stdout + done.stderr

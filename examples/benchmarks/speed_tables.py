@@ -168,9 +168,16 @@ def checks() -> str:
         measured_by(path, record["gpu"], [record["commit"]], vLLM=record["versions"]["vllm"])
         for path, record in records.items()
     )
+    turns = "".join(
+        f" Steps of {row['size'].upper()}, {row['completions']} x 512, with and without all checks in turns ({row['paired']['pairs']} pairs, commit {record['commit']}): "
+        f"{row['paired']['difference_ms']:.1f} ms (standard error {row['paired']['standard_error_ms']:.1f}), with the probe's share {row['paired']['percent']:.2f} % of a step."
+        for record in records.values()
+        for row in record["checks"]
+        if "paired" in row
+    )
     return (
         "\n".join(rows)
-        + f"\n\nMilliseconds in a step of the last line: {named}. One probe between steps takes {last['one_probe_between_steps_ms']:.0f}, "
+        + f"\n\nMilliseconds in a step of the last line: {named}.{turns} One probe between steps takes {last['one_probe_between_steps_ms']:.0f}, "
         f"every {last['steps_per_probe']} steps. {sources}."
     )
 
