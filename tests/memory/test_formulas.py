@@ -21,7 +21,7 @@ from qerl_trl.nvfp4.layouts import Selection, divided
 from qerl_trl.update import balance, lora_linear, row
 from qerl_trl.update.compiled import compile_layers
 from tests import architectures
-from tests.shapes import FOURTEEN_B, SEVEN_B, THIRTY_TWO_B, THREE_B
+from tests.shapes import FOURTEEN_B, HALF_B, SEVEN_B, THIRTY_TWO_B, THREE_B
 from tests.tiny_models import make_tiny_config
 
 WORK = Workload(batch=2, prompt_length=16, completion_length=32, completions=4, lora_rank=4, padded=False)
@@ -325,6 +325,18 @@ def test_an_engine_that_shares_weights_copies_nothing_and_one_per_rank_copies_it
     assert formulas.engine_copy_bytes(shape, dataclasses.replace(work, tensor_parallel=2)) == alone // 2
     full = dataclasses.replace(work, base_format="full")
     assert formulas.engine_copy_bytes(shape, full) == 2 * shape.parameters
+
+
+def test_block_scales_that_an_engine_holds_again_are_counted():
+    """Rows of 64 bytes for K = 896, of which 56 are scales; 4864 and 7B's widths are multiples of 256."""
+    half = formulas.shape_of(HALF_B)
+    assert formulas.aligned_scale_bytes(half) == 64 * sum(n for n, k in half.linears if k == 896) > 2**24
+    seven = formulas.shape_of(SEVEN_B)
+    assert formulas.aligned_scale_bytes(seven) == 0
+    work = Workload(rollout="colocate")
+    dense = dataclasses.replace(work, base_format="nf4")
+    more = formulas.engine_fixed_bytes(half, work) - formulas.engine_fixed_bytes(half, dense)
+    assert more == formulas.aligned_scale_bytes(half)
 
 
 def test_a_sharded_run_measured_on_two_gpus_is_planned():

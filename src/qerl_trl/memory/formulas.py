@@ -11,6 +11,7 @@ prompt plus the longest completion.
 import copy
 import dataclasses
 import os
+from collections import Counter
 from typing import Any
 
 import torch
@@ -223,12 +224,26 @@ def engine_copy_bytes(shape: Shape, work: Workload) -> int:
     return base_bytes(shape, "bf16" if work.base_format == "full" else work.base_format) // work.tensor_parallel
 
 
+def aligned_scale_bytes(shape: Shape) -> int:
+    """The block scales that an engine holds a second time, in rows that Hopper's kernels can read: where K is no multiple of 256."""
+    import qerl_nvfp4
+
+    held = 0
+    for (n, k), layers in Counter(shape.linears).items():
+        scales = torch.empty(n, k // 16, dtype=torch.uint8, device="meta")
+        aligned = qerl_nvfp4.align_scale_rows(scales)
+        held += 0 if aligned is scales else layers * aligned.untyped_storage().nbytes()
+    return held
+
+
 def engine_fixed_bytes(shape: Shape, work: Workload) -> int:
-    """A colocated engine beside weights and KV cache: the adapter in bf16 (its rank padded to 16), CUDA graphs for 1, 2, 4, every
-    multiple of 8 up to 256 and of 16 up to 512 sequences (at most twice `max_num_seqs`), and `ENGINE_BYTES`."""
+    """A colocated engine beside weights and KV cache: the adapter in bf16 (its rank padded to 16), copies of block scales, CUDA graphs for
+    1, 2, 4, every multiple of 8 up to 256 and of 16 up to 512 sequences (at most twice `max_num_seqs`), and `ENGINE_BYTES`."""
     adapter = 0
     if work.base_format != "full":
         adapter = 2 * adapter_parameters(shape, -(-work.lora_rank // 16) * 16) // work.tensor_parallel
+    if work.base_format == "nvfp4":
+        adapter += aligned_scale_bytes(shape) // work.tensor_parallel
     most = min(2 * work.completions, 512)
     sizes = 3 + min(most, 256) // 8 + max(0, most - 256) // 16 if work.graphs else 0
     return adapter + sizes * shape.layers * GRAPH_BYTES + ENGINE_BYTES
