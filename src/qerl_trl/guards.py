@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 from torch import nn
 from trl.trainer.utils import is_async_callable
 
@@ -30,6 +31,10 @@ logger = logging.getLogger(__name__)
 LARGEST_REWARD = 1e16
 #: beyond it the square of a gradient, which Adam keeps in float32, is infinite: that weight would never move again
 LARGEST_GRADIENT = math.sqrt(torch.finfo(torch.float32).max)
+_STEP_NOT_TAKEN = (
+    "The optimizer step was not taken, so no weight was damaged. Resume from the last checkpoint with a lower learning rate, or look at the "
+    "rewards and completions of this step."
+)
 #: what the time limit of a block waits longer than that of the functions inside it, in seconds
 _GRACE = 5.0
 
@@ -279,24 +284,30 @@ def check_gradients(model: nn.Module, step: int, optimizer: Any = None) -> None:
     if bool(torch.nn.utils.get_total_norm(grads) < LARGEST_GRADIENT):
         return
     named = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
-    ending = (
-        "The optimizer step was not taken, so no weight was damaged. Resume from the last checkpoint with a lower learning rate, or look "
-        "at the rewards and completions of this step."
-    )
     finite = torch.tensor([bool(torch.isfinite(grad).all()) for _, grad in named])
     if bool(finite.all()):  # clipping would make zeros of them, and without it Adam's squares are infinite
         largest = max(((float(grad.abs().max()), name) for name, grad in named))
         raise RuntimeError(
             f"The norm of the gradient overflows in float32 at step {step}: the largest entry is {largest[0]:.3g}, in {largest[1]}. Usual "
-            f"causes: large rewards with scale_rewards='none' (RLOO: normalize_advantages=False). {ending}"
+            f"causes: large rewards with scale_rewards='none' (RLOO: normalize_advantages=False). {_STEP_NOT_TAKEN}"
         )
     index = int((~finite).nonzero()[0])
     name, grad = named[index]
     bad = int((~torch.isfinite(grad)).sum())
     raise RuntimeError(
         f"The gradient of {name} is not finite at step {step}: {bad} of {grad.numel()} entries; {int((~finite).sum())} of "
-        f"{len(named)} parameters are affected. {ending}"
+        f"{len(named)} parameters are affected. {_STEP_NOT_TAKEN}"
     )
+
+
+def check_step_taken(accelerator: Accelerator, step: int) -> None:
+    """The same under DeepSpeed, whose backward pass takes the step too and keeps no gradients: one with gradients that are not finite it
+    leaves out, and goes on. In fp16 it does so to find its loss scale."""
+    if accelerator.mixed_precision != "fp16" and accelerator.optimizer_step_was_skipped:
+        raise RuntimeError(
+            f"The gradient of some parameter, or the norm of all, is not finite at step {step}. DeepSpeed does not say of which, nor in which "
+            f"process. {_STEP_NOT_TAKEN}"
+        )
 
 
 def check_weights(model: nn.Module, step: int) -> None:

@@ -170,8 +170,7 @@ class QeRLMixin(SavingMixin, PackingMixin, ShardingMixin):
         def build(*args, **kwargs):
             from .rollout import generation, overlap
 
-            # of this run's prompts, not the model's largest
-            kwargs["max_model_length"] = plan_trainer(self).max_model_len
+            kwargs["max_model_length"] = plan_trainer(self).max_model_len  # of this run, not the model's largest
             kind = overlap.OverlappedGeneration if self.args.overlap else generation.QeRLVLLMGeneration
             return kind(*args, trainer=self, **kwargs)
 
@@ -236,9 +235,10 @@ class QeRLMixin(SavingMixin, PackingMixin, ShardingMixin):
         with self._timer.phase("update"):
             loss = super().training_step(model, inputs, num_items_in_batch)
             guards.check_loss(loss, self.state.global_step)
-            if self.accelerator.sync_gradients and getattr(self.accelerator, "scaler", None) is None:
-                known = None if self.is_deepspeed_enabled else self.optimizer  # DeepSpeed's has other tensors
-                guards.check_gradients(model, self.state.global_step, known)
+            if self.is_deepspeed_enabled:
+                guards.check_step_taken(self.accelerator, self.state.global_step)
+            elif self.accelerator.sync_gradients and getattr(self.accelerator, "scaler", None) is None:
+                guards.check_gradients(model, self.state.global_step, self.optimizer)
         return loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
