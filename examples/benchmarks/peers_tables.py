@@ -95,16 +95,18 @@ def _diff(pairs: list[tuple[str, str]]) -> str:
 def window() -> str:
     """Versions of others' packages beside those of the lock, and what came of the tests."""
     record = json.loads(WINDOW.read_text())
-    packages = list(next(iter(record.values()))["versions"])
-    rows = [f"| {' | '.join(packages)} | passed | failed | skipped |", "|" + "---|" * (len(packages) + 3)]
-    for row in record.values():
+    packages = list(dict.fromkeys(package for row in record.values() for package in row["versions"]))
+    rows = [f"| | {' | '.join(packages)} | passed | failed | skipped |", "|" + "---|" * (len(packages) + 4)]
+    ran: dict[tuple[str, str], list[str]] = {}
+    for name, row in record.items():
         counts = [str(row["passed"]), str(len(row["failed"])), str(row["skipped"])]
-        rows.append(f"| {' | '.join([*(row['versions'][package] for package in packages), *counts])} |")
-    tests = sorted({test for row in record.values() for test in row["tests"]})
+        rows.append(f"| {' | '.join([name, *(row['versions'].get(package, '') for package in packages), *counts])} |")
+        tests = ", ".join(f"`{test}`" for test in sorted(row["tests"]))
+        ran.setdefault((tests, row["commit"]), []).append(name)
     failed = sorted({test for row in record.values() for test in row["failed"]})
-    commits, source = ", ".join(dict.fromkeys(row["commit"] for row in record.values())), WINDOW.relative_to(ROOT)
     why = "".join(f"- `{test.rpartition('::')[2]}`: {window_of_versions.KNOWN[test]}\n" for test in failed)
+    of = "".join(f"- {' and '.join(names)}: {tests}, commit {commit}\n" for (tests, commit), names in ran.items())
     return "\n".join(rows) + (
         (f"\n\nWhat failed:\n\n{why}" if failed else "\n")
-        + f"\n{', '.join(f'`{test}`' for test in tests)}, on a CPU, commit {commits}, [{source.name}]({source})."
-    )
+        + f"\nThe tests, on a CPU ([{WINDOW.name}]({WINDOW.relative_to(ROOT)})):\n\n{of}"
+    ).rstrip("\n")
