@@ -71,7 +71,8 @@ def test_it_is_killed_with_its_children(warm, tmp_path):
 
 def test_several_run_at_a_time_and_can_be_waited_for(warm, tmp_path):
     path = script(
-        tmp_path, "import os, sys, time; os.write(1, (sys.argv[1] + chr(10)).encode()); time.sleep(600 * (sys.argv[1] == 'slow'))"
+        tmp_path,
+        "import os, sys, time; os.write(1, (sys.argv[1] + chr(10)).encode()); time.sleep(600 * (sys.argv[1] == 'slow'))",
     )
     with open(tmp_path / "out", "w+") as out:
         slow = warm.start([path, "slow"], tmp_path, {}, out, out)
