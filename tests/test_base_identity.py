@@ -1,13 +1,17 @@
 """A base is known by its content: whatever it was loaded from, on whatever device, under an adapter or not."""
 
+import shutil
+
 import pytest
 import torch
+from huggingface_hub import constants
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 from qerl_trl import NVFP4Config, base_identity
-from qerl_trl.base_identity import base_sha256
+from qerl_trl.base_identity import base_revision, base_sha256
+from qerl_trl.loading import begin_loaded
 from qerl_trl.lora import register_nvfp4_lora
 from qerl_trl.nvfp4.config import from_pretrained
 from qerl_trl.publish.quantize import quantize_folder
@@ -53,6 +57,32 @@ def test_trained_token_rows_are_no_part_of_it(tiny_model_dir):
     bare = base_sha256(model)
     lora = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], trainable_token_indices=[3, 4])
     assert base_sha256(get_peft_model(model, lora)) == bare
+
+
+def test_the_commit_is_that_of_the_files(load, tiny_model_dir, tmp_path, monkeypatch):
+    """Whoever loaded them, with releases of transformers too that do not say it; where it cannot be told, nothing is."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    first, second, name = "a" * 40, "b" * 40, "someone/base"
+
+    def arrives(commit):
+        repository = tmp_path / "models--someone--base"
+        shutil.copytree(tiny_model_dir("qwen2"), repository / "snapshots" / commit)
+        (repository / "refs").mkdir(exist_ok=True)
+        (repository / "refs/main").write_text(commit)
+
+    def told(model, **source):
+        begin_loaded(model, **source)
+        return base_revision(model)
+
+    arrives(first)
+    assert told(AutoModelForCausalLM.from_pretrained(name)) == first
+    assert told(load(tiny_model_dir("qwen2"))) is None
+    arrives(second)
+    assert told(load(name)) == second
+    assert told(from_pretrained(name, NVFP4Config(), revision=first)) == first
+    assert told(AutoModelForCausalLM.from_pretrained(name), revision="main") == second
+    assert told(AutoModelForCausalLM.from_pretrained(name, revision=first), revision=first) == first
+    assert told(AutoModelForCausalLM.from_pretrained(name, revision=first)) in (None, first)
 
 
 def _flip(tensor):

@@ -81,6 +81,14 @@ def _hub_arguments(args: QeRLConfig | QeRLRLOOConfig) -> dict[str, Any]:
     return hub | {"trust_remote_code": init.get("trust_remote_code", args.trust_remote_code)}
 
 
+def source_of(model: str | nn.Module, args: QeRLConfig | QeRLRLOOConfig) -> dict[str, Any]:
+    """Of which revision, in which cache, a trainer loaded the model that it got by name; nothing is known of one that came ready."""
+    if not isinstance(model, str):
+        return {}
+    hub = _hub_arguments(args)
+    return {"revision": hub.get("revision") or "main", "cache_dir": hub.get("cache_dir")}
+
+
 def adapter_config(
     model: str | nn.Module, args: QeRLConfig | QeRLRLOOConfig, peft_config: PeftConfig | None
 ) -> PeftConfig | None:

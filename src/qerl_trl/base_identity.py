@@ -24,6 +24,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from . import redaction
+from .folders import commit_of
 from .names import canonical_name
 
 #: 64-bit words at a time; a few times their 8 bytes are needed meanwhile
@@ -87,7 +88,7 @@ def shared_base_sha256(model: nn.Module) -> str | None:
 
 def base_revision(model: nn.Module) -> str | None:
     """The Hub's commit that the base was loaded from; `None` for a folder."""
-    return getattr(model.config, "_commit_hash", None)
+    return commit_of(cast(PretrainedConfig, model.config))
 
 
 def base_config(model: nn.Module) -> dict[str, Any]:
@@ -99,7 +100,7 @@ def base_config(model: nn.Module) -> dict[str, Any]:
 
 def _of_a_forward(config: PretrainedConfig) -> dict[str, Any]:
     """In the configurations inside it too."""
-    default = {} if config.has_no_defaults_at_init else _as_json(type(config)())
+    default = {} if getattr(config, "has_no_defaults_at_init", False) else _as_json(type(config)())
     found: dict[str, Any] = {}
     for name, value in _as_json(config).items():
         inner = getattr(config, name, None)

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -69,6 +69,40 @@ def hub_commit(folder: str | os.PathLike) -> str | None:
     return path.name if path.parent.name == "snapshots" else None
 
 
+def commit_of(config: "PretrainedConfig") -> str | None:
+    """The Hub's commit that a model was loaded from; `None` for a folder, or where nothing tells."""
+    return getattr(config, "_commit_hash", None)
+
+
+def note_commit(
+    config: "PretrainedConfig",
+    revision: str | None = None,
+    cache_dir: str | os.PathLike | None = None,
+    files: Sequence[str] = (),
+) -> None:
+    """Let the configuration of a model that was just loaded say from which of the Hub's commits, which newer transformers do not.
+
+    Args:
+        revision, cache_dir: with which it was loaded. A revision that is not known (`None`) is told only where the cache holds just one.
+        files: that were read, as far as known; they tell it by themselves.
+    """
+    from huggingface_hub import constants
+
+    name = config.name_or_path or ""
+    if not name or os.path.isdir(name) or commit_of(config) is not None:
+        return
+    found = [folder.name for file in files[:1] for folder in Path(file).absolute().parents if hub_commit(folder)][:1]
+    if not found:
+        repository = Path(cache_dir or constants.HF_HUB_CACHE, f"models--{name.replace('/', '--')}")
+        ref = repository / "refs" / (revision or "")
+        wanted = "*" if revision is None else ref.read_text().strip() if ref.is_file() else revision
+        found = [folder.name for folder in repository.glob(f"snapshots/{wanted}")]
+    if len(found) == 1:
+        config._commit_hash = found[0]
+    else:
+        logger.info("Of which commit of %s the model is cannot be told.", name)
+
+
 def reads_for_its_machine() -> bool:
     """Whether this is the process that reads and compares folders for those of its machine, as launchers number them. One that is alone does,
     whatever number somebody left in its environment."""
@@ -78,7 +112,7 @@ def reads_for_its_machine() -> bool:
 def beside(config: "PretrainedConfig", name: str) -> Path | None:
     """The file `name` of the folder that a model was loaded from, or of the Hub's revision, from where it is downloaded if it is not in the
     cache; `None` where there is none, or the Hub cannot be asked."""
-    source, commit = config.name_or_path or "", getattr(config, "_commit_hash", None)
+    source, commit = config.name_or_path or "", commit_of(config)
     if os.path.isdir(source):
         return path if (path := Path(source, name)).is_file() else None
     if commit is None:

@@ -20,7 +20,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from . import checkpoint, forward
-from .folders import beside, hub_commit, reads_for_its_machine
+from .folders import beside, hub_commit, note_commit, reads_for_its_machine
 from .nvfp4 import config
 from .nvfp4.headers import check_finite_module
 from .nvfp4.linear import has_nvfp4
@@ -80,14 +80,16 @@ def begin(model: str | os.PathLike) -> None:
     _compare(folder, partial=hub_commit(folder) is not None, closed=True)
 
 
-def begin_loaded(model: nn.Module) -> None:
+def begin_loaded(model: nn.Module, **source: Any) -> None:
     """As [`begin`], for a model that was just loaded, by whomever: its folder, or those of its files that are in the Hub's cache, if a manifest
-    was published with them.
+    was published with them. `source`: `revision` and `cache_dir`, for [`note_commit`], of one that was loaded by its name.
 
     Raises:
         `ValueError`: as [`begin`], for a folder with a manifest; of the Hub, a small file has another content than was sealed.
     """
     config = getattr(model, "config", None)
+    if config is not None:
+        note_commit(config, **source)
     if config is None or not reads_for_its_machine():
         return
     if (manifest := beside(config, checkpoint.MANIFEST_NAME)) is None:
@@ -144,14 +146,14 @@ def _key(folder: Path) -> tuple:
     return (str(folder.resolve()), *sorted(stamps))
 
 
-def finish(model: nn.Module | None = None) -> None:
-    """Wait for what [`begin`] began, and look at every value of `model`.
+def finish(model: nn.Module | None = None, **source: Any) -> None:
+    """Wait for what [`begin`] began, and look at every value of `model`, of which `source` says what it says to [`begin_loaded`].
 
     Raises:
         `ValueError`: a weight file has another content than was sealed, or a tensor is not finite.
     """
     if model is not None:
-        begin_loaded(model)
+        begin_loaded(model, **source)
     for key, hashing in list(_begun.items()):
         hashing.join()
         if hashing.problems:

@@ -45,7 +45,7 @@ from transformers.trainer_utils import TrainOutput
 
 from . import base_identity, behaviour, disk, guards, loading, mismatch, preflight, redaction, report, run_folder
 from .arguments import by_name, with_reward_models
-from .base import adapter_config, model_init
+from .base import adapter_config, model_init, source_of
 from .config import QeRLArguments, QeRLConfig, QeRLRLOOConfig
 from .garbage import rarely, stepping
 from .lora import check_adapter, prepare_trainable_norms, warn_of_dropout, warn_of_low_precision
@@ -135,7 +135,7 @@ class QeRLMixin(SavingMixin, PackingMixin, ShardingMixin):
         plan_trainer(self)
         disk.check(self)
         trained = self.accelerator.unwrap_model(self.model)
-        loading.begin_loaded(trained)
+        loading.begin_loaded(trained, **source_of(model, args))
         self.base_sha256 = base_identity.shared_base_sha256(trained)  # before anything is trained
         if is_peft_model(trained):
             check_adapter(trained)

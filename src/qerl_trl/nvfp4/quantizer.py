@@ -15,6 +15,7 @@ from transformers.quantizers import register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 
+from ..folders import note_commit
 from . import headers, layouts, shards
 from .format import NVFP4Tensor, quantize
 from .fp8 import check_fp8, dequantize_fp8
@@ -144,6 +145,7 @@ class NVFP4HfQuantizer(HfQuantizer):
         config = self.quantization_config
         self._converted = config.linears_to_quantize(model)
         files = checkpoint_files or ()
+        note_commit(model.config, files=files)
         if os.path.isdir(model.config.name_or_path or ""):
             shards.check_inside(str(model.config.name_or_path), files)
         self._headers = _in_memory(model, headers.read_headers(files))

@@ -135,7 +135,7 @@ def _load_base(
     else:
         begin(base_model)
         model = AutoModelForCausalLM.from_pretrained(base_model, dtype=dtype, **hub)
-        finish(model)
+        finish(model, revision=hub["revision"] or "main")
         forward.compare(model)
     # the unquantized base of a run on NVFP4 is another model, and has no recorded fingerprint
     if base_format == settings.get("base_format"):
@@ -343,7 +343,7 @@ def load_any(
         if packed:
             options = {"config": config, "dtype": getattr(torch, dtype or "bfloat16")}
         loaded = AutoModelForCausalLM.from_pretrained(model, device_map={"": device}, **options).eval()
-    finish(loaded)
+    finish(loaded, revision="main")
     forward.compare(loaded)
     settings: RunSettings = {"model": model, "base_format": "nvfp4" if has_nvfp4(loaded) else "bf16"}
     return TrainedPolicy(loaded, AutoTokenizer.from_pretrained(model), settings)
