@@ -20,6 +20,8 @@ from .rollout.arms import check_options
 from .upstream import OnlineConfig
 
 BASE_FORMATS = ("nvfp4", "bf16", "nf4", "full")
+#: of `gradient_checkpointing` in newer transformers
+_NEWER_NAME = "activation_checkpointing"
 
 
 @dataclass(repr=False)  # the generated one would show hub_token
@@ -111,7 +113,8 @@ class QeRLArguments(OnlineConfig):
         gradient_checkpointing (`bool`, *optional*):
             Whether decoder layers recompute their activations in the backward pass: `True` all of them, `False` none. Left out, as many as
             memory demands: the last ones keep theirs, as far as they fit beside everything else with a tenth of the GPU to spare; the start
-            banner and `qerl-trl plan` say how many. On a CPU, with FSDP and with DeepSpeed: all.
+            banner and `qerl-trl plan` say how many. On a CPU, with FSDP and with DeepSpeed: all. Newer transformers call it
+            `activation_checkpointing` too.
         fused_lora (`bool`, *optional*, defaults to `True`):
             Compute the linear layers that carry a LoRA adapter with their own backward, those that read the same input (q/k/v, gate/up)
             together: PEFT's values up to rounding, in fewer passes over memory. Layers where PEFT does more than one plain adapter keep
@@ -242,8 +245,12 @@ class QeRLArguments(OnlineConfig):
 
     def __post_init__(self):
         # for TRL and transformers it is on: `update/recompute.py` then takes layers out of it
-        self.recompute_as_needed = self.gradient_checkpointing is None
-        self.gradient_checkpointing = self.recompute_as_needed or self.gradient_checkpointing
+        newer = getattr(self, _NEWER_NAME, None)  # as in transformers, it decides where both are given
+        wanted = self.gradient_checkpointing if newer is None else newer
+        self.recompute_as_needed = wanted is None
+        self.gradient_checkpointing = self.recompute_as_needed or wanted
+        if hasattr(self, _NEWER_NAME):  # else transformers calls the older one deprecated, which nobody may have passed
+            setattr(self, _NEWER_NAME, self.gradient_checkpointing)
         updates = self.updates_per_rollout
         if updates is not None and (type(updates) is not int or updates < 1):
             raise ValueError(
@@ -379,8 +386,10 @@ class QeRLArguments(OnlineConfig):
     # fields, not what is inside `model_init_kwargs`.
 
     def to_dict(self) -> dict[str, Any]:
-        undecided = {"gradient_checkpointing": None} if self.recompute_as_needed else {}
-        return redaction.cleaned(super().to_dict() | undecided)
+        told: dict[str, Any] = super().to_dict()
+        if self.recompute_as_needed:
+            told |= {name: None for name in ("gradient_checkpointing", _NEWER_NAME) if name in told}
+        return redaction.cleaned(told)
 
     def __str__(self) -> str:
         return (

@@ -47,7 +47,7 @@ _INCIDENTAL = re.compile(
     r"|metric_for_best_model|greater_is_better|restore_callback.*|push_to_hub|hub_.*|.*eval_.*|batch_eval_metrics|num_generations_eval"
     r"|prediction_loss_only|bf16_full_eval|fp16_full_eval|model_init_kwargs|trust_remote_code|use_cpu|local_rank|ddp_.*|fsdp|fsdp_config"
     r"|deepspeed|ds3_.*|parallelism_config|accelerator_config|dataloader_.*|generation_batch_size|pad_to_multiple_of|use_cache|tf32"
-    r"|cache_implementation|gradient_checkpointing.*|padding_free|compile_layers|torch_compile.*|torch_empty_cache_steps|full_determinism|share_weights"
+    r"|cache_implementation|(gradient|activation)_checkpointing.*|padding_free|compile_layers|torch_compile.*|torch_empty_cache_steps|full_determinism|share_weights"
     r"|vllm_(?!importance|structured).*|rollout_probe_steps|.*_(timeout|threshold|patience)"
 )
 #: rows of the training data that its fingerprint reads

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from qerl_trl import QeRLConfig
+from qerl_trl import QeRLConfig, identity
 from qerl_trl.memory import micro_batches
 from qerl_trl.memory.formulas import model_bytes, shape_of
 from qerl_trl.memory.plan import Gpu, plan_run, plan_trainer
@@ -132,19 +132,24 @@ def test_a_model_without_such_layers_recomputes_all_and_says_so(make_trainer, ca
     assert [number for number, update in calls if update].count(1) == 4
 
 
+@pytest.mark.filterwarnings("error:.*checkpointing:FutureWarning")
 @pytest.mark.parametrize("value", [None, True, False])
-def test_the_setting_is_one_of_three(tmp_path, value):
+@pytest.mark.parametrize("name", ["gradient_checkpointing", "activation_checkpointing"])
+def test_the_setting_is_one_of_three(tmp_path, name, value):
     from transformers import HfArgumentParser
 
-    made = settings(tmp_path, gradient_checkpointing=value)
+    if name not in QeRLConfig.__dataclass_fields__:
+        pytest.skip(f"this transformers has no {name}")
+    made = settings(tmp_path, **{"gradient_checkpointing": None, name: value})
     assert (made.gradient_checkpointing, made.recompute_as_needed) == (value is not False, value is None)
-    assert made.to_dict()["gradient_checkpointing"] is value
-    parser = HfArgumentParser(QeRLConfig)
+    assert getattr(made, name) is made.gradient_checkpointing and identity.may_differ(name)
+    assert made.to_dict()[name] is value
     plain = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False}
-    (parsed,) = parser.parse_dict(plain | ({} if value is None else {"gradient_checkpointing": value}))
+    again = QeRLConfig(**plain, **{key: told for key, told in made.to_dict().items() if key.endswith("_checkpointing")})
+    assert (again.gradient_checkpointing, again.recompute_as_needed) == (value is not False, value is None)
+    parser = HfArgumentParser(QeRLConfig)
+    (parsed,) = parser.parse_dict(plain | ({} if value is None else {name: value}))
     assert parsed.to_dict()["gradient_checkpointing"] is value
     arguments = ["--output_dir", str(tmp_path), "--use_cpu", "--bf16", "false"]
-    (parsed,) = parser.parse_args_into_dataclasses(
-        arguments + ([] if value is None else ["--gradient_checkpointing", str(value)])
-    )
+    (parsed,) = parser.parse_args_into_dataclasses(arguments + ([] if value is None else [f"--{name}", str(value)]))
     assert parsed.to_dict()["gradient_checkpointing"] is value
