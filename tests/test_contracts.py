@@ -16,6 +16,8 @@ from transformers.quantizers.base import HfQuantizer
 from trl.generation import vllm_generation
 from trl.trainer import grpo_trainer, rloo_trainer
 
+from qerl_trl import QeRLGRPOTrainer, QeRLRLOOTrainer
+
 
 def parameters(function) -> list[str]:
     return list(inspect.signature(function).parameters)
@@ -45,6 +47,26 @@ def test_vllm_generation_is_a_module_global_called_in_init(module):
 )
 def test_overridden_methods(cls, method, expected):
     assert parameters(getattr(cls, method))[: len(expected)] == expected, f"QeRLMixin overrides {cls.__name__}.{method}"
+
+
+@pytest.mark.parametrize("cls", [QeRLGRPOTrainer, QeRLRLOOTrainer])
+def test_overrides_take_what_their_parents_take(cls):
+    """By name, or whatever it is: an argument that only a newer release has must not be swallowed, nor be a surprise."""
+    unknown, compared = {}, 0
+    for own in (part for part in cls.__mro__ if part.__module__.startswith("qerl_trl.")):
+        for name, method in vars(own).items():
+            behind = cls.__mro__[cls.__mro__.index(own) + 1 :]
+            parent = next((vars(part)[name] for part in behind if name in vars(part)), None)
+            if name.startswith("__") or not (inspect.isfunction(method) and inspect.isfunction(parent)):
+                continue
+            ours, theirs = (inspect.signature(function).parameters for function in (method, parent))
+            if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in ours.values()):
+                continue  # and hands them on
+            named = {key for key, parameter in theirs.items() if parameter.kind is parameter.POSITIONAL_OR_KEYWORD}
+            compared += 1
+            if missing := named - ours.keys():
+                unknown[f"{own.__name__}.{name}"] = missing
+    assert compared >= 8 and not unknown
 
 
 @pytest.mark.parametrize("cls", [trl.GRPOTrainer, trl.RLOOTrainer])

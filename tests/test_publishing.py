@@ -60,6 +60,16 @@ def test_trainer_pushes_adapter_with_card(server, tiny_model_dir, tiny_tokenizer
     )
 
 
+@pytest.mark.parametrize("private", [True, False])
+def test_what_a_push_says_of_privacy(server, tiny_model_dir, tiny_tokenizer, tmp_path, private):  # noqa: F811
+    """Goes before what the arguments say."""
+    options = {"hub_model_id": REPO, "hub_token": TOKEN, "hub_private_repo": not private}
+    make_trainer(tiny_model_dir, tiny_tokenizer, tmp_path, **options).push_to_hub(
+        base_model="someone/base", private=private
+    )
+    assert server.repos[REPO]["private"] is private
+
+
 def test_an_rloo_run_is_published_as_one(server, tiny_model_dir, tiny_tokenizer, tmp_path):  # noqa: F811
     """From the live trainer in every form, and from its checkpoint's files alone."""
     options = {"save_strategy": "steps", "save_steps": 2, "logging_steps": 1}

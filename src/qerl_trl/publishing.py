@@ -87,12 +87,12 @@ class PublishingMixin(OnlineTrainer):
 
         cards.write(folder, cards.facts_of(self), export)
 
-    def init_hf_repo(self, token: str | None = None) -> None:
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
         if not self.is_world_process_zero():
             return
         from .publish import hub, while_training
 
-        private = self.args.hub_private_repo is not False
+        private = self._is_private(private)
         if isinstance(self.accelerator.unwrap_model(self.model), PeftModel) and self.args.hub_base_model is None:
             hub.require_hub_base(self.model.config._name_or_path)  # now, not when it is trained
         _, self.hub_model_id = hub.prepare_repository(self._repo_name(), private, token or self.args.hub_token)
@@ -101,6 +101,10 @@ class PublishingMixin(OnlineTrainer):
     def _output_dir(self) -> str:
         assert self.args.output_dir is not None  # TrainingArguments replaces None
         return self.args.output_dir
+
+    def _is_private(self, wanted: bool | None = None) -> bool:
+        """As the call says, else as the arguments do: private but for an explicit False."""
+        return (self.args.hub_private_repo if wanted is None else wanted) is not False
 
     def _repo_name(self) -> str:
         return self.args.hub_model_id or Path(self._output_dir()).absolute().name
@@ -141,6 +145,7 @@ class PublishingMixin(OnlineTrainer):
         blocking: bool = True,
         token: str | None = None,
         revision: str | None = None,
+        private: bool | None = None,
         base_model: str | None = None,
         **kwargs: Any,
     ) -> Any:
@@ -148,12 +153,14 @@ class PublishingMixin(OnlineTrainer):
         ranks. See `Trainer.push_to_hub` for the arguments they share.
 
         Args:
+            private (`bool`, *optional*):
+                Default: `hub_private_repo` of the arguments, which is private but for an explicit `False`.
             base_model (`str`, *optional*):
                 Hub id of the base, where the run trained on a local folder. Default: `hub_base_model` of the arguments.
         """
         from .publish import hub, while_training
 
-        to = self._destination(base_model, token, revision)
+        to = self._destination(base_model, token, revision, private)
         if to.adapter and to.base_model is None:
             hub.require_hub_base(self.model.config._name_or_path)
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
@@ -182,13 +189,17 @@ class PublishingMixin(OnlineTrainer):
         return url
 
     def _destination(
-        self, base_model: str | None = None, token: str | None = None, revision: str | None = None
+        self,
+        base_model: str | None = None,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
     ) -> "Destination":
         from .publish.while_training import Destination
 
         return Destination(
             repo_id=self.hub_model_id or self._repo_name(),
-            private=self.args.hub_private_repo is not False,
+            private=self._is_private(private),
             token=token or self.args.hub_token,
             revision=revision or self.args.hub_revision,
             base_model=base_model or self.args.hub_base_model,
