@@ -118,7 +118,7 @@ def tiny(config: PretrainedConfig, **settings) -> PretrainedConfig:
     small = architectures.TINY_TEXT | architectures.TEXT[text.model_type]
     small |= {name: getattr(text, name) for name in ("rope_parameters", "max_position_embeddings")} | settings
     if "mrope_section" in text.rope_parameters:  # half of what is rotated of a head, shared out
-        half = int(small["head_dim"] * text.partial_rotary_factor) // 2
+        half = int(small["head_dim"] * text.rope_parameters["partial_rotary_factor"]) // 2
         small["rope_parameters"] = text.rope_parameters | {"mrope_section": [half - half // 2, half // 2, 0]}
     if text is config:
         return type(config)(**small)
