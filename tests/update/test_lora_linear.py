@@ -145,8 +145,10 @@ def test_compiles_as_one_graph_with_the_same_results(family, base, checkpointing
     expected = update(model, autocast)
     fuse(model)
     eager = update(model, autocast)
-    compile_layers(model, "aot_eager")
+    torch.compiler.reset()
+    compiled = compile_layers_of_the_package(model, backend="aot_eager")
     found = update(model, autocast)
+    assert not compiled.failed
     bound = 2 * distance(eager, expected) if autocast else REORDERED  # both differ from PEFT by rounding
     assert distance(found, expected) < bound
     for group in groups(model):

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from datasets import Dataset
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from transformers import Gemma2PreTrainedModel
 from trl import GRPOTrainer
 
 from qerl_trl import QeRLConfig, QeRLGRPOTrainer, QeRLRLOOConfig, QeRLRLOOTrainer
@@ -143,6 +144,8 @@ def weighted_logps(trainer, batch):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_log_probabilities_entropies_and_gradients(make, family):
+    if family == "gemma2" and not Gemma2PreTrainedModel._supports_sdpa:
+        pytest.skip("newer transformers leave it to eager attention, for its soft caps: its batches stay padded")
     trainer = make(family)
     assert trainer._packing.on
     assert_equal(*both(trainer, weighted_logps(trainer, ragged())))
@@ -150,7 +153,7 @@ def test_log_probabilities_entropies_and_gradients(make, family):
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["not-reentrant", "reentrant"])
 def test_recomputed_layers_see_the_same_row(make, reentrant):
-    trainer = make("gemma2", gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    trainer = make("gemma3", gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     trainer.model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     trainer.model.enable_input_require_grads()
     assert_equal(*both(trainer, weighted_logps(trainer, ragged())))

@@ -37,6 +37,7 @@ from torch._dynamo.utils import counters
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.utils.checkpoint import checkpoint
 from transformers import TrainerCallback
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..noise.hooks import laid_on
 from ..nvfp4.architectures import delta_net_layers
@@ -81,7 +82,7 @@ class CompiledLayers:
         functions: dict[Callable, LayerFunction] = {}
         self.forwards: list[_Forward] = []
         for index, module in enumerate((*layers, *([norm] if norm is not None else []))):
-            own = type(module).forward
+            own = _without_checkpoint(type(module).forward)
             if own not in functions:
                 functions[own] = LayerFunction(own, backend, deterministic)
             self.forwards.append(_Forward(self, module, functions[own], left=index in left))
@@ -124,17 +125,32 @@ class CompiledLayers:
             self.rehearsing = None
 
 
+def _without_checkpoint(forward: Callable) -> Callable:
+    """A layer class's forward without the checkpoint that newer transformers put around it, which would become part of the compiled function."""
+    while getattr(forward, "__globals__", {}).get("__name__") == GradientCheckpointingLayer.__module__:
+        if not hasattr(forward, "__wrapped__"):
+            break
+        forward = forward.__wrapped__
+    return forward
+
+
 class _Forward:
     """Stands before a module's own forward and chooses. Not part of a copy or a pickle: they get the module's own."""
 
     def __init__(self, owner: CompiledLayers, module: nn.Module, function: LayerFunction, left: bool) -> None:
         self.owner, self.module, self.function, self.left = owner, module, function, left
+        self.own = type(module).forward
+        self.checkpoints = self.own is not function.eager  # itself, where transformers' switch is on
         self.is_norm = module is owner.norm
         self.recomputes = False
         self.parts = [part for part in module.modules() if not any(part.children())]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         around = getattr(self.module, "gradient_checkpointing", False)
+        if around and self.checkpoints and self.module.training:
+            if _with_cache(kwargs):  # which transformers' own takes away
+                return type(self.module).forward(self.module, *args, **kwargs)
+            return self._around(args, kwargs)
         if around or not self.recomputes or not self.module.training or _with_cache(kwargs):
             return self._run(False, *args, **kwargs)
         if self.function.recomputes and self._compiles(kwargs):
@@ -189,10 +205,10 @@ class _Forward:
 
     def __deepcopy__(self, memo: dict) -> Any:
         copied = memo.get(id(self.module))
-        return self if copied is None else MethodType(self.function.eager, copied)
+        return self if copied is None else MethodType(self.own, copied)
 
     def __reduce__(self) -> tuple:
-        return _bound, (self.function.eager, self.module)
+        return _bound, (self.own, self.module)
 
 
 def _with_cache(kwargs: Mapping[str, Any]) -> bool:
