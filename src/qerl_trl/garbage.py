@@ -20,7 +20,7 @@ from typing import Any
 
 #: objects more than before, at which young ones are looked at; how often that has to happen before older ones are; all of them: never
 _RARELY = 20_000, 20, 1_000_000
-#: so many objects come of a few import statements
+#: no more objects than this come of a few import statements
 _NEXT_TO_NONE = 500
 
 
@@ -31,7 +31,7 @@ def importing() -> Iterator[None]:
     if not gc.isenabled():
         yield
         return
-    young = "torch" not in sys.modules or _just_set_aside()
+    young = "torch" not in sys.modules or _all_is_set_aside()
     gc.disable()
     try:
         yield
@@ -41,9 +41,9 @@ def importing() -> Iterator[None]:
         gc.enable()
 
 
-def _just_set_aside() -> bool:
-    objects, *searches = gc.get_count()  # since gc.freeze(), which begins to count again
-    return gc.get_freeze_count() > 0 and objects < _NEXT_TO_NONE and not any(searches)
+def _all_is_set_aside() -> bool:
+    # gc.get_count() does not tell: a search of everything begins to count again, as gc.freeze() does
+    return gc.get_freeze_count() > 0 and len(gc.get_objects()) < _NEXT_TO_NONE
 
 
 @contextmanager
