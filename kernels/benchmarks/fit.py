@@ -2,9 +2,10 @@
 
     python kernels/benchmarks/fit.py every_size.json [more.json ...] [--write] [--result results/every_size_h200.json]
 
-Variants without which nothing gets slower are left out, since each must be compiled.  Every other one has factors of its own, none of them negative, by least squares of the relative error.  Printed, and kept in the file: how far the
-chosen candidate is from the fastest one measured ("loss"), with all shapes in the fit and, which is what counts, with the matrix in
-question left out of it.
+Variants without which nothing gets slower are left out, since each must be compiled; of a result, where that was done, none.  Every other one
+has factors of its own, none of them negative, by least squares of the relative error.  Printed, and kept in the file: how far the chosen
+candidate is from the fastest one measured, be it left out or not ("loss"), with all shapes in the fit and, which is what counts, with the
+matrix in question left out of it.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import math
 import os
 import statistics
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -94,6 +96,11 @@ def factors_of(rows: list[dict], sms: int, at_least: int = 4) -> dict[str, dict[
     return {name: not_negative(s) for name, s in sorted(samples_of(rows, sms).items()) if len(s) >= at_least}
 
 
+def fastest_us(row: dict) -> float:
+    """Of all candidates that were timed, those that are left out among them."""
+    return row.get("best_us") or min(c["us"] for c in row["candidates"])
+
+
 def losses(rows: list[dict], sms: int, model: dict) -> list[tuple[float, dict, dict]]:
     """(relative loss of the chosen one of the candidates that were timed, row, chosen)."""
     found = []
@@ -107,7 +114,7 @@ def losses(rows: list[dict], sms: int, model: dict) -> list[tuple[float, dict, d
             continue
         us, _, chosen = min(priced)
         if math.isfinite(us):
-            found.append((chosen["us"] / min(c["us"] for c in row["candidates"]) - 1, row, chosen))
+            found.append((chosen["us"] / fastest_us(row) - 1, row, chosen))
     return found
 
 
@@ -127,16 +134,9 @@ def quality(found: list) -> dict:
 
 def fit(rows: list[dict], sms: int) -> tuple[dict, dict]:
     """The factors, and how good they are."""
-    names = fewest(rows, TOLERANCE)
-    rows = [
-        row
-        | {
-            "candidates": [
-                c for c in row["candidates"] if known(c["config"]) and cost.variant(c["config"], row["M"]) in names
-            ]
-        }
-        for row in rows
-    ]
+    if any("best_us" not in row for row in rows):
+        names = fewest(rows, TOLERANCE)
+        rows = [row | {"best_us": fastest_us(row), "candidates": kept(row, names)} for row in rows]
     model = factors_of(rows, sms)
     shapes, outside = sorted({(r["N"], r["K"]) for r in rows}), []
     for shape in shapes:
@@ -149,15 +149,18 @@ def fit(rows: list[dict], sms: int) -> tuple[dict, dict]:
     }
 
 
+def kept(row: dict, names: Collection[str]) -> list[dict]:
+    """The row's candidates of these variants."""
+    return [c for c in row["candidates"] if known(c["config"]) and cost.variant(c["config"], row["M"]) in names]
+
+
 def write_result(run: dict, model: dict, path: Path) -> None:
     """A run with one row per line, of the candidates only those that the model knows."""
     head = {k: v for k, v in run.items() if k not in ("matrices", "layers", "fit")}
     for row in run["matrices"]:
-        row["candidates_timed"] = len(row["candidates"])
-        row["best_us"] = row["candidates"][0]["us"]
-        row["candidates"] = [
-            c for c in row["candidates"] if known(c["config"]) and cost.variant(c["config"], row["M"]) in model
-        ]
+        row.setdefault("candidates_timed", len(row["candidates"]))
+        row["best_us"] = fastest_us(row)
+        row["candidates"] = kept(row, model)
     text = json.dumps(head)[:-1]
     for key in ("matrices", "layers"):
         text += f', "{key}": [\n  ' + ",\n  ".join(json.dumps(row, separators=(",", ":")) for row in run[key]) + "\n]"

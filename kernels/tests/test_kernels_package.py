@@ -327,6 +327,35 @@ def test_the_page_says_where_a_decode_step_goes(monkeypatch):
         assert abs(row["layers"] + row["head"] + row["rest"] - row["step"]) < 1e-9
 
 
+def test_the_page_says_where_the_products_time_goes(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import where
+
+    result, page = json.loads((ROOT / "benchmarks/results/every_size_h200.json").read_text()), where.PAGE.read_text()
+    assert where.written(page, result) == page, "run kernels/benchmarks/where.py --page kernels/HOW_IT_WORKS.md"
+
+
+def test_the_cost_model_is_that_of_the_committed_measurement(monkeypatch):
+    """Its factors, and what is said of how far its choices are from the fastest."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import fit
+
+    from qerl_nvfp4 import cost
+
+    result, shipped = (
+        json.loads((ROOT / "benchmarks/results/every_size_h200.json").read_text()),
+        json.loads(cost.FACTORS.read_text()),
+    )
+    model, quality = fit.fit(result["matrices"], result["multiprocessors"])
+    assert quality == shipped["quality"] and model.keys() == shipped["factors"].keys()
+    for name, factors in model.items():
+        assert factors == pytest.approx(shipped["factors"][name], rel=1e-3), name
+    row = result["matrices"][0]
+    chosen = fit.losses([row | {"best_us": row["best_us"] / 2}], result["multiprocessors"], model)
+    before = fit.losses([row], result["multiprocessors"], model)
+    assert chosen[0][0] == pytest.approx(2 * before[0][0] + 1), "the fastest is that of all candidates"
+
+
 def test_the_committed_compilations_are_of_every_triton_that_is_named_and_of_these_sources():
     """CARD.md and the README name 3.6 to 3.9; benchmarks/compile_matrix.py writes the file."""
     from qerl_nvfp4.measured import source_digest
