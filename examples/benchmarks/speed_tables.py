@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import rollout_results
 import step_profile
@@ -151,15 +152,15 @@ def checks() -> str:
     """What is spent on checks, in a step and at start."""
     records = {path: json.loads(path.read_text()) for path in (CHECKS, CHECKS_AGAIN)}
     rows = [
-        "| model, completions per step | step, s | checks, ms | of the step | checks at start, s | settings and environment, s | commit |",
-        "|---|" + "---:|" * 5 + "---|",
+        "| model, completions per step | step, s | checks, ms | of the step | checks at start, s | of these settings and environment, s | the others, s | commit |",
+        "|---|" + "---:|" * 6 + "---|",
     ]
     for record in records.values():
         for row in record["checks"]:
             environment = row["at_start_s"]["start: settings and environment"]
             rows.append(
                 f"| {row['size'].upper()}, {row['completions']} x 512 | {row['step_s']:.2f} | {row['checks_ms_per_step']:.1f} | {row['checks_percent']:.2f} % "
-                f"| {row['checks_at_start_s'] - environment:.2f} | {environment:.2f} | {record['commit']} |"
+                f"| {row['checks_at_start_s']:.2f} | {environment:.2f} | {row['checks_at_start_s'] - environment:.2f} | {record['commit']} |"
             )
     last = records[CHECKS_AGAIN]["checks"][-1]
     dearest = sorted(last["per_step_ms"].items(), key=lambda item: -item[1])
@@ -325,8 +326,31 @@ def rollout(path: Path = ROLLOUT) -> str:
     notes = [f"{', '.join(names)}: {where}." for where, names in measured.items()]
     notes += [f"Built when other engines of the model had ended: {', '.join(later)}."] if later else []
     notes += [f"Left out, because {why}: {', '.join(names)}." for why, names in left.items()]
+    notes += _unsteady(record["cases"])
     what = f"{record['what'][0].upper()}{record['what'][1:]}."
     return "\n\n".join([*filter(None, tables), " ".join([what, *notes, f"[{path.name}]({path.relative_to(ROOT)})."])])
+
+
+#: how much faster the fastest of a case's repeats may be than its slowest before that is said
+STEADY = 1.1
+
+
+def _unsteady(cases: dict[str, dict[str, Any]]) -> list[str]:
+    """What is to be said of repeats that differ: their values, and the ratio between the fastest of each engine."""
+    notes = []
+    for name, case in cases.items():
+        ours = cases[f"ours:{name.partition(':')[2]}"]["tokens_per_s"]
+        for batch, values in case["tokens_per_s"].items():
+            if max(values) > STEADY * min(values):
+                least = (
+                    ""
+                    if name.startswith("ours:")
+                    else f"; fastest against fastest, ours is {max(ours[batch]) / max(values):.2f} times as fast"
+                )
+                notes.append(
+                    f"The repeats of {name} at {batch} differ: {', '.join(f'{value:.0f}' for value in values)}{least}."
+                )
+    return notes
 
 
 def _by_sequences(title: str, rows: dict[str, dict[str, float]], form: str) -> str:

@@ -100,7 +100,11 @@ def note_commit(
     if len(found) == 1:
         config._commit_hash = found[0]
     else:
-        logger.info("Of which commit of %s the model is cannot be told.", name)
+        logger.warning(
+            "Of which commit of %s the model is cannot be told, so no manifest that was published with it is compared, and no card names the "
+            "commit; its weights are known by their content all the same. Give the trainer the model's name in place of the model.",
+            name,
+        )
 
 
 def reads_for_its_machine() -> bool:

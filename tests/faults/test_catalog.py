@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.faults import catalog, timed
 from tests.faults.catalog import FAULTS, ITEMS, LISTED, NOT_HERE, NOT_THERE, at_843f908, shown
 
@@ -86,3 +88,11 @@ def test_the_gate_was_timed():
     }  # fmt: skip
     record = json.loads(timed.RESULT.read_text())
     assert record["seconds"] <= timed.LIMIT_S and not record["failed"]
+
+
+@pytest.mark.parametrize("printed", ["", "make: *** [Makefile:70: faults] Error 2"])
+def test_a_gate_that_was_not_run_to_its_end_is_not_recorded(tmp_path, monkeypatch, printed):
+    monkeypatch.setattr(timed, "RESULT", tmp_path / "timed.json")
+    monkeypatch.setattr(timed, "commit", lambda: "f3db232")
+    monkeypatch.setattr(timed.subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 2, printed, ""))
+    assert timed.main() == 2 and not timed.RESULT.exists()

@@ -43,8 +43,13 @@ def main() -> int:
     done = subprocess.run(["make", "faults"], cwd=ROOT, capture_output=True, text=True, check=False)
     lines = done.stdout.strip().splitlines()
     print(*lines[-30:], done.stderr[-2000:], sep="\n")
-    record = {"command": "make faults", "commit": of, "cores": os.cpu_count(), **summary(lines[-1])}
-    RESULT.write_text(json.dumps(record, indent=2) + "\n")
+    record = {"command": "make faults", "commit": of, "cores": os.cpu_count(), **summary(lines[-1] if lines else "")}
+    if "seconds" not in record:
+        print(f"{RESULT.name} is as it was: the tests were not run to their end.")
+        return done.returncode or 1
+    beside = RESULT.with_suffix(".tmp")
+    beside.write_text(json.dumps(record, indent=2) + "\n")
+    beside.replace(RESULT)
     return done.returncode or int(record["seconds"] > LIMIT_S)
 
 

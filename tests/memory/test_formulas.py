@@ -333,6 +333,10 @@ def test_block_scales_that_an_engine_holds_again_are_counted():
     assert formulas.aligned_scale_bytes(half) == 64 * sum(n for n, k in half.linears if k == 896) > 2**24
     seven = formulas.shape_of(SEVEN_B)
     assert formulas.aligned_scale_bytes(seven) == 0
+    a_rank = formulas.aligned_scale_bytes(
+        seven, 4
+    )  # o has 896 columns of its 3584, down 4736 of 18944: rows of 64 and 304 bytes
+    assert a_rank >= 28 * 3584 * (64 + 304), "what is cut by its columns is no multiple of 256 any more"
     work = Workload(rollout="colocate")
     dense = dataclasses.replace(work, base_format="nf4")
     more = formulas.engine_fixed_bytes(half, work) - formulas.engine_fixed_bytes(half, dense)

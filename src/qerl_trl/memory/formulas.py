@@ -224,16 +224,20 @@ def engine_copy_bytes(shape: Shape, work: Workload) -> int:
     return base_bytes(shape, "bf16" if work.base_format == "full" else work.base_format) // work.tensor_parallel
 
 
-def aligned_scale_bytes(shape: Shape) -> int:
-    """The block scales that an engine holds a second time, in rows that Hopper's kernels can read: where K is no multiple of 256."""
+def aligned_scale_bytes(shape: Shape, tensor_parallel: int = 1) -> int:
+    """The block scales that each rank of an engine holds a second time, in rows that Hopper's kernels can read: where its K is no multiple of 256.
+    Of a layer whose rows or columns are cut among ranks the plan does not know which, and counts what is more."""
     import qerl_nvfp4
 
-    held = 0
-    for (n, k), layers in Counter(shape.linears).items():
+    def held(n: int, k: int) -> int:
         scales = torch.empty(n, k // 16, dtype=torch.uint8, device="meta")
         aligned = qerl_nvfp4.align_scale_rows(scales)
-        held += 0 if aligned is scales else layers * aligned.untyped_storage().nbytes()
-    return held
+        return 0 if aligned is scales else aligned.untyped_storage().nbytes()
+
+    return sum(
+        layers * max(held(n // tensor_parallel, k), held(n, k // tensor_parallel))
+        for (n, k), layers in Counter(shape.linears).items()
+    )
 
 
 def engine_fixed_bytes(shape: Shape, work: Workload) -> int:
@@ -243,7 +247,7 @@ def engine_fixed_bytes(shape: Shape, work: Workload) -> int:
     if work.base_format != "full":
         adapter = 2 * adapter_parameters(shape, -(-work.lora_rank // 16) * 16) // work.tensor_parallel
     if work.base_format == "nvfp4":
-        adapter += aligned_scale_bytes(shape) // work.tensor_parallel
+        adapter += aligned_scale_bytes(shape, work.tensor_parallel)
     most = min(2 * work.completions, 512)
     sizes = 3 + min(most, 256) // 8 + max(0, most - 256) // 16 if work.graphs else 0
     return adapter + sizes * shape.layers * GRAPH_BYTES + ENGINE_BYTES
