@@ -45,6 +45,9 @@ if TYPE_CHECKING:
         _tokenizer: Any
         base_sha256: str | None  # our own, set by QeRLMixin
         memory_plan: "MemoryPlan | None"  # the same
+        longest_sequence: (
+            int | None
+        )  # prompt and completion in tokens, by `plan_trainer`; None where no prompt was counted
         _reward_errors: Errors  # the same
         optimizer: Any
         lr_scheduler: Any

@@ -5,11 +5,13 @@ import copy
 import dataclasses
 import inspect
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from datasets import Dataset
+from peft import LoraConfig
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from transformers import Gemma2PreTrainedModel
@@ -332,8 +334,6 @@ def test_fsdp2(make, one_process_group, checkpointed):
 
 def test_the_load_of_experts_is_that_of_every_token(tiny_tokenizer):
     """TRL's load-balancing loss counts each token of each sequence: nothing is shared or left out then."""
-    from types import SimpleNamespace
-
     from accelerate import Accelerator
     from trl import GRPOTrainer
     from trl.trainer.utils import add_fused_lm_head
@@ -350,6 +350,64 @@ def test_the_load_of_experts_is_that_of_every_token(tiny_tokenizer):
     model.set_attn_implementation(attention.NAME)
     packed = packing.Packing(stand_in)._packed(model, ids, mask, 15, **options)
     torch.testing.assert_close(packed, padded, rtol=1e-5, atol=2e-6)
+
+
+def test_with_a_loss_of_experts_load_a_run_is_the_padded_run(make, tmp_path):
+    """It is a measure of a micro-batch of its own, so micro-batches stay as TRL cut them."""
+    model = dense_model("qwen3_moe").float()
+    model.config.router_aux_loss_coef = 1.0
+    model.save_pretrained(tmp_path / "m")
+    adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    runs = []
+    for padding_free in (False, True):
+        one = make(
+            model=tmp_path / "m", peft_config=adapter, padding_free=padding_free, optim="sgd", learning_rate=0.5, **RUN
+        )
+        assert one.aux_loss_enabled and one._packing.on is padding_free
+        assert one.memory_plan.work.generations == 1, "each completion computes its own prompt"
+        start = adapter_of(one)
+        one.train()
+        runs.append(adapter_of(one))
+    for name, value in runs[1].items():
+        moved = (runs[0][name] - start[name]).norm()
+        assert moved > 0 and (value - runs[0][name]).norm() < 1e-3 * moved, name
+
+
+LONGROPE = {
+    "max_position_embeddings": 256,
+    "rope_parameters": {
+        "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 16, "long_factor": [1.0 + 0.5 * i for i in range(16)],
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("original", [30, 64])
+def test_a_rotary_embedding_that_depends_on_the_longest_sequence(make, tmp_path, original):
+    """Packed where no sequence is long enough, else padded: a row would decide by its own longest one."""
+    rope = {**LONGROPE["rope_parameters"], "original_max_position_embeddings": original}
+    options = {"original_max_position_embeddings": original, **LONGROPE, "rope_parameters": rope}
+    make_tiny_model("phi3", dtype=torch.float32, **options).save_pretrained(tmp_path / "m")
+    if original == 64:
+        trainer = make(model=tmp_path / "m")
+        assert trainer._packing.on and trainer.memory_plan.work.packed
+        return
+    with pytest.raises(ValueError, match=r"has more than 30, and those of this run may have up to 3[1-9]"):
+        make(model=tmp_path / "m")
+    trainer = make(model=tmp_path / "m", padding_free=False)
+    assert not trainer._packing.on and not trainer.memory_plan.work.packed
+    trainer.args.padding_free, trainer.longest_sequence = True, None  # no prompt was counted
+    assert "may have more" in packing.reason_against(trainer)
+
+
+def test_which_rotary_embeddings_depend_on_the_longest_sequence():
+    def up_to(rope):
+        text = SimpleNamespace(rope_parameters=rope, max_position_embeddings=512)
+        return packing.alike_up_to(SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: text)))
+
+    long = {"rope_type": "longrope", "original_max_position_embeddings": 64}
+    assert up_to({"rope_type": "default"}) is None and up_to({"rope_type": "yarn", "factor": 4.0}) is None
+    assert up_to(long) == 64 and up_to({"rope_type": "dynamic", "factor": 2.0}) == 512
+    assert up_to({"full_attention": long, "sliding_attention": {"rope_type": "default"}}) == 64
 
 
 def test_no_logits_of_completions_are_made(make):

@@ -31,6 +31,8 @@ def test_the_drawing_of_the_module():
     assert built.segments.cu_seq_lens_q.tolist() == [0, 7, 10, MULTIPLE]
     assert built.segments.cu_seq_lens_k.tolist() == [0, 7, 12, 2 * MULTIPLE]
     assert built.destination.tolist() == [5, 6, 7, 8, 9, 0, 1, 2]
+    assert built.scored.tolist() == [2, 3, 4, 5, 6, 7, 8, 9]
+    assert built.measured.tolist() == [2, 3, 4, 5, 6, 2, 8, 9], "the entropy after the prompt is one number"
 
 
 PAIRS = st.lists(

@@ -394,6 +394,7 @@ def plan_trainer(trainer: Any, gpu: Gpu | None = None) -> MemoryPlan:
     if made is None:
         args, model = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
         lengths = run_lengths(trainer)
+        trainer.longest_sequence = lengths.prompt + lengths.completion if lengths.counted else None
         configs = getattr(model, "peft_config", None) or {}
         work = workload_of(
             args,
@@ -406,6 +407,8 @@ def plan_trainer(trainer: Any, gpu: Gpu | None = None) -> MemoryPlan:
         if trainer.is_fsdp_enabled:  # it will shard what the engine would share
             work = work.under_fsdp()
         work = dataclasses.replace(work, **how.computes(trainer))
+        if getattr(trainer, "aux_loss_enabled", False):  # experts' load is counted, of each completion's own prompt too
+            work = dataclasses.replace(work, generations=1)
         if work.gradient_checkpointing is None and trainer.is_deepspeed_enabled:
             work = dataclasses.replace(work, gradient_checkpointing=True)
         device = trainer.accelerator.device

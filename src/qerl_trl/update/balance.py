@@ -12,12 +12,12 @@ import torch
 
 
 def order_is_free(trainer: Any) -> bool:
-    """Of a trainer or of its settings: whether a loss is the same however the completions of a step are dealt: not where a micro-batch is its own measure, by its count of
-    tokens (`"bnpo"`), by a quantile of its entropies, or by their mean."""
+    """Of a trainer or of its settings: whether a loss is the same however the completions of a step are dealt: not where a micro-batch is its own
+    measure, by its count of tokens (`"bnpo"`), by a quantile of its entropies, by their mean, or by the load of experts, which only a trainer knows of."""
     own_count = getattr(trainer, "loss_type", None) == "bnpo"
     bonus = getattr(trainer, "entropy_coef", 0.0) != 0.0 or getattr(trainer, "use_adaptive_entropy", False)
     own_entropies = getattr(trainer, "top_entropy_quantile", 1.0) < 1.0 or bonus
-    return not (own_count or own_entropies)
+    return not (own_count or own_entropies or getattr(trainer, "aux_loss_enabled", False))
 
 
 def optimizer_steps(batches: list[dict[str, Any]], per_step: int) -> list[slice]:

@@ -209,7 +209,7 @@ class Packing:
             destinations.append(built.destination)
             logps.append(output.log_probs[0, built.scored])
             if compute_entropy:
-                entropies.append(output.entropy[0, built.scored])
+                entropies.append(output.entropy[0, built.measured])
             if whole:
                 losses.append(output.aux_loss)
         place = torch.cat(destinations)
@@ -306,7 +306,27 @@ def _why_not(trainer: OnlineTrainer, model: PreTrainedModel) -> str | None:
         return "sequences are split over processes (context or sequence parallel)"
     if implementation != "sdpa":
         return f"attn_implementation={implementation!r} is not PyTorch's own ('sdpa'), which alone is replaced"
+    limit, longest = alike_up_to(model), getattr(trainer, "longest_sequence", None)
+    if limit is not None and (longest is None or longest > limit):
+        length = "more" if longest is None else f"up to {longest}"
+        return (
+            f"the rotary embedding of all tokens beside it is another one where a sequence has more than {limit}, and those of this run may have "
+            f"{length} (rope_type 'longrope' or 'dynamic')"
+        )
     return why_not(model)
+
+
+def alike_up_to(model: PreTrainedModel) -> int | None:
+    """The length up to which a token's rotary embedding does not depend on the longest sequence that is computed beside it; `None`: it never does."""
+    text = model.config.get_text_config()
+    found = getattr(text, "rope_parameters", None) or {}
+    limits = [
+        rope.get("original_max_position_embeddings") or text.max_position_embeddings
+        for rope in ([found] if "rope_type" in found else found.values())  # of each kind of layer
+        if isinstance(rope, dict)
+        and ("longrope" in rope.get("rope_type", "") or "dynamic" in rope.get("rope_type", ""))
+    ]
+    return min(limits, default=None)
 
 
 def why_not(model: PreTrainedModel) -> str | None:

@@ -8,8 +8,9 @@
     labels    - - a a a a a | b b b         what follows the token; `-`: not asked
 
 Equal prompts are computed once: the first completion (the longest) brings the whole prompt, each further one only the prompt's last token,
-whose prediction is its own first token. The keys of the prompt's other tokens are the first one's. The last token of a completion predicts
-nothing and is left out, and so is a sequence of which nothing is asked.
+whose prediction is its own first token. The keys of the prompt's other tokens are the first one's, and so is the entropy after the prompt: one
+number, as in a padded batch, where equal sequences have equal entropies to the bit (`top_entropy_quantile` counts on that). The last token of a
+completion predicts nothing and is left out, and so is a sequence of which nothing is asked.
 
 At the end stands a segment of zeros that brings the row, and its keys, to a multiple of [`MULTIPLE`], so that shapes repeat and divide.
 """
@@ -105,6 +106,7 @@ class Row:
     shift_labels: torch.Tensor
     segments: Segments
     scored: torch.Tensor  # (N,) int64, places in the row
+    measured: torch.Tensor  # (N,) int64, the same for entropies
     destination: torch.Tensor  # (N,) int64, places in the flattened batch
 
     def inputs(self) -> dict[str, Any]:
@@ -131,6 +133,7 @@ def build(chosen: list[Sequence], width: int, device: torch.device, *, share: bo
     keys: list[np.ndarray] = []
     starts_q, starts_k = [0], [0]
     before, first = None, 0
+    again: dict[int, int] = {}  # place of a prompt's last token that is computed again -> where it was first
 
     def segment(mine: np.ndarray, place: int, asked: np.ndarray, read: np.ndarray) -> None:
         """`mine` tokens from position `place` on, of which the last predict `asked`, after keys that others have brought."""
@@ -147,6 +150,7 @@ def build(chosen: list[Sequence], width: int, device: torch.device, *, share: bo
         fed = sequence.completion if whole else sequence.completion[:-1]
         asked = np.append(sequence.completion, _IGNORED) if whole else sequence.completion
         if share and sequence.key == before:
+            again[starts_q[-1]] = first + last
             segment(np.concatenate([sequence.prompt[last:], fed]), last, asked, np.arange(first, first + last))
         else:
             before, first = sequence.key, starts_q[-1]
@@ -164,6 +168,8 @@ def build(chosen: list[Sequence], width: int, device: torch.device, *, share: bo
         return torch.from_numpy(values).to(device, non_blocking=True)
 
     label = np.concatenate(labels)
+    scored = (label != _IGNORED).nonzero()[0]
+    measured = np.array([again.get(place, place) for place in scored.tolist()], np.int64)
     segments = Segments(
         put(np.array(starts_q, np.int32)),
         put(np.array(starts_k, np.int32)),
@@ -176,6 +182,7 @@ def build(chosen: list[Sequence], width: int, device: torch.device, *, share: bo
         put(np.concatenate(positions))[None],
         put(label)[None],
         segments,
-        put((label != _IGNORED).nonzero()[0]),
+        put(scored),
+        put(measured),
         put(np.concatenate([sequence.line * width + sequence.columns for sequence in chosen])),
     )
