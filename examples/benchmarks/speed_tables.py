@@ -396,7 +396,10 @@ def cards() -> str:
         found = re.search(r"Starts on a card of (\d+ GB \(.*?\)): (\d+) completions in (\d+) waves?", path.read_text())
         if found:
             recipes.setdefault(found[1], []).append((path.stem, -(-int(found[2]) // int(found[3]))))
-    rows = ["| card | recipes that start there (completions of full length at a time) | tokens/s |", "|---|---|---|"]
+    rows = [
+        "| card | recipes that start there (in brackets: how many completions of full length it generates at a time) | tokens/s |",
+        "|---|---|---|",
+    ]
     for card, named in sorted(recipes.items(), key=lambda item: int(item[0].split()[0])):
         named.sort(
             key=lambda one: (not one[0].startswith("qwen"), one[0].split("-")[0], int(re.findall(r"(\d+)b", one[0])[0]))

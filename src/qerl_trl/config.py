@@ -265,8 +265,12 @@ class QeRLArguments(OnlineConfig):
                 raise ValueError(f"{error} {self._sharing()}") from error
             if "bf16/gpu" not in str(error):  # transformers' "Your setup doesn't support bf16/gpu"
                 raise
-            found = " ".join(map(str, preflight.gpu())) or str(error)
-            raise ValueError(f"{found} To train on the CPU all the same, slowly: use_cpu=True.") from error
+            found = preflight.gpu()
+            what = " ".join(problem.what for problem in found) or str(error)
+            remedy = " ".join(problem.remedy for problem in found)
+            raise ValueError(
+                f"{what} This run is for a GPU. {remedy} To train on the CPU all the same: use_cpu=True (--use_cpu true)."
+            ) from error
         if updates is not None:
             self._cut_rollout(updates)
         redaction.check_places(vars(self))

@@ -133,9 +133,9 @@ def gpu() -> list[Problem]:
             ]
         return [
             Problem(
-                f"No CUDA GPU: {reason}. Everything runs on the CPU, slowly.",
-                "Fine for the embedded example (qerl-trl train --config embedded). If there is one, look at nvidia-smi and "
-                "CUDA_VISIBLE_DEVICES, and install a PyTorch for CUDA.",
+                f"No CUDA GPU: {reason}. On the CPU everything is slow.",
+                "The embedded example is made for that (qerl-trl train --config embedded). If this machine has a GPU, look at nvidia-smi "
+                "and CUDA_VISIBLE_DEVICES, and install a PyTorch for CUDA.",
             )
         ]
     name, (major, minor) = torch.cuda.get_device_name(), torch.cuda.get_device_capability()

@@ -118,9 +118,9 @@ def unlike_trl(args: Any) -> list[str]:
     """
     found = []
     if args.base_format != "full":
-        found.append(f'the base is frozen in {args.base_format} and an adapter is trained (base_format="full")')
+        found.append(f'the base is frozen in {args.base_format} and an adapter is trained (undo: base_format="full")')
     if args.aqn:
-        found.append("noise while sampling (aqn=False)")
+        found.append("noise while sampling (undo: aqn=False)")
     theirs = next(cls for cls in type(args).__mro__ if cls.__module__.startswith("trl."))
     before = {field.name: field.default for field in dataclasses.fields(theirs)}
     for field in dataclasses.fields(args):
@@ -129,9 +129,9 @@ def unlike_trl(args: Any) -> list[str]:
             continue
         corrected = args.use_vllm or (args.aqn and field.name == "vllm_importance_sampling_mode")
         if corrected or not field.name.startswith("vllm_"):
-            found.append(f"{field.name} {ours} ({before[field.name]})")
+            found.append(f"{field.name} {ours} (TRL: {before[field.name]})")
     if args.push_to_hub and args.hub_private_repo:
-        found.append("what is pushed is private (hub_private_repo=False)")
+        found.append("what is pushed is private (undo: hub_private_repo=False)")
     return found
 
 

@@ -265,6 +265,23 @@ def test_push_of_a_plain_checkpoint(tiny_model_dir, server, tmp_path):  # noqa: 
     assert not files & {"training_args.bin", "optimizer.pt"}
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--gpu-gib", -5), "is no memory of a GPU"),
+        (("--gpu-gib", "nan"), "is no memory of a GPU"),
+        (("--gpu-gib", 24, "--card", "A100"), "both say how much memory there is"),
+        (("--card", "T4"), "older than Ampere"),
+        (("--batch", 0), "--batch"),
+        (("--completion-length", 0), "--completion-length"),
+        (("--lora-rank", 0), "--lora-rank"),
+    ],
+)
+def test_a_plan_of_nonsense_is_refused_before_the_network(options, said):
+    code, _, err = call("plan", "nobody/nothing", *options)
+    assert code == 2 and said in err and "Hub" not in err
+
+
 def test_plan(tiny_model_dir):
     folder = tiny_model_dir("llama")
     code, out, _ = call("plan", folder, "--gpu-gib", 24, "--no-vllm", "--json")
@@ -275,7 +292,7 @@ def test_plan(tiny_model_dir):
     assert result["peak"] == max(result["update"], result["rollout"])
     code, out, _ = call("plan", folder, "--gpu-gib", 3, "--batch", 32)
     assert code == 1
-    assert "does not fit into 3.0 GiB" in out and "per_device_train_batch_size" in out
+    assert "does not fit into 3.0 GiB" in out and "not one sequence of" in out and "per_device_train_batch_size" in out
     code, out, _ = call("plan", folder, "--config", "qwen2.5-7b", "--gpu-gib", 24)
     assert code == 0 and "128 completions run in 1 wave" in out and "optimizer, adamw_8bit" in out
     more = ("--base-format", "full", "--optimizer", "adamw_torch", "--completion-length", 2048, "--sleep")

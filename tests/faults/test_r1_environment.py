@@ -95,7 +95,7 @@ def test_gpu_architecture(gpu_of, tmp_path, capability, said):
 def test_vllm_missing(monkeypatch, tmp_path, mode):
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "vllm" else real(name, *a))
-    with told(ImportError, "use_vllm=True", "vLLM is not installed", "pip install qerl-trl[vllm]"):
+    with told(ImportError, "use_vllm=True", "vLLM is not installed", "pip install 'qerl-trl[vllm]'"):
         trainer_with(tmp_path, use_vllm=True, vllm_mode=mode)
 
 
@@ -105,7 +105,7 @@ def test_vllm_version(monkeypatch, tmp_path, version):
     monkeypatch.setattr(plugin, "check_vllm_is_there", lambda: None)
     monkeypatch.setattr(plugin, "installed_version", lambda: version)
     with told(
-        ImportError, f"vLLM {version}", f"{plugin.OLDEST_VLLM} to {plugin.NEWEST_VLLM}", "pip install qerl-trl[vllm]"
+        ImportError, f"vLLM {version}", f"{plugin.OLDEST_VLLM} to {plugin.NEWEST_VLLM}", "pip install 'qerl-trl[vllm]'"
     ):
         plugin.check_vllm_version()
 
@@ -126,7 +126,7 @@ def broken_vllm(tmp_path, monkeypatch):
 def test_doctor_imports_vllm(broken_vllm):
     (problem,) = preflight.vllm_problems()
     assert problem.fatal and "undefined symbol" in problem.what and "vLLM" in problem.what
-    assert "pip install --force-reinstall 'qerl-trl[vllm]'" in problem.remedy
+    assert "pip install --force-reinstall vllm" in problem.remedy
 
 
 @pytest.fixture
@@ -153,7 +153,7 @@ def vllm_run(tmp_path, **options):
 def test_a_run_imports_vllm_in_another_process_before_anything_is_loaded(children, tmp_path):
     children.returncode, children.stderr = 1, "ImportError: vllm/_C.abi3.so: undefined symbol: _ZN3c104cuda\n"
     for _ in range(2):  # one that failed is tried again
-        with told(RuntimeError, "vLLM", "undefined symbol", "pip install --force-reinstall 'qerl-trl[vllm]'"):
+        with told(RuntimeError, "vLLM", "undefined symbol", "pip install --force-reinstall vllm"):
             trainer_with(tmp_path, use_vllm=True, vllm_mode="colocate")
     children.returncode, children.stderr = -11, ""
     with told(RuntimeError, "vLLM", "the process ended with -11", "--force-reinstall"):
@@ -201,7 +201,7 @@ def test_a_broken_vllm_is_named_where_trl_imports_it(broken_vllm):
     done = subprocess.run([sys.executable, "-c", "import qerl_trl.trainer"], capture_output=True, text=True)
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("ImportError: vLLM") and "undefined symbol" in last
-    assert torch.__version__.split("+")[0] in last and "pip install --force-reinstall 'qerl-trl[vllm]'" in last
+    assert torch.__version__.split("+")[0] in last and "pip install --force-reinstall vllm" in last
 
 
 @fault("R1.vllm_abi")

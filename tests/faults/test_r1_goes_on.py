@@ -156,8 +156,8 @@ def test_a_run_with_vllm_goes_on(run_with_vllm, tmp_path):
     assert checkpoint.last_checkpoint(run) == str(run / "checkpoint-1")
     before, saved = contents(run), contents(run / "checkpoint-1")
     for spoil, words in (
-        (no_vllm, ["vLLM is not installed", "pip install qerl-trl[vllm]"]),
-        (other_vllm, ["vLLM 0.99.0", "pip install qerl-trl[vllm]"]),
+        (no_vllm, ["vLLM is not installed", "pip install 'qerl-trl[vllm]'"]),
+        (other_vllm, ["vLLM 0.99.0", "pip install 'qerl-trl[vllm]'"]),
         (broken_vllm, ["undefined symbol", "--force-reinstall"]),
     ):
         with pytest.MonkeyPatch.context() as patch:

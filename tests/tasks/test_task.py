@@ -291,6 +291,15 @@ def test_the_command_line_replaces_the_recipe_and_the_file(folder):
     assert parse(folder, "--dataset_name", "user/other", task=own).task.dataset_name == "user/other"
 
 
+def test_a_script_without_any_argument(folder):
+    """As docs/source/your_task.md has it in Python."""
+    text = f"use_cpu: true\nbf16: false\noutput_dir: {folder}/run\nmax_steps: 3\n"
+    (folder / "recipe.yaml").write_text(text)
+    own = Task(name="mine", dataset_name="user/mine")
+    script = Script.parse(own, argv=[], config=str(folder / "recipe.yaml"))
+    assert script.task.dataset_name == "user/mine" and script.args.max_steps == 3
+
+
 def test_both_spellings_of_an_option(folder):
     """The parser takes --dataset-name too; of a --task's fields that were said so, nothing was heard, nor of --report-to."""
     read(folder, dataset_name="own.py:rows", grader="exact")

@@ -1,6 +1,7 @@
 """Commands that only look: plan, doctor, plot."""
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Annotated
@@ -36,9 +37,9 @@ def plan(
             help="YAML file of a run, or the name of a shipped one; options below are in place of its values."
         ),
     ] = None,
-    gpu_gib: Annotated[float, typer.Option(help="Memory of one GPU, in GiB.")] = 80.0,
+    gpu_gib: Annotated[float | None, typer.Option(help="Memory of one GPU, in GiB.", show_default="80")] = None,
     card: Annotated[
-        str | None, typer.Option(help="A GPU by name instead, such as 'RTX 4090', L40S, A100 or H100.")
+        str | None, typer.Option(help="A GPU by name instead, such as 'RTX 4090', A10G, L40S or H100.")
     ] = None,
     gpus: Annotated[
         int,
@@ -52,12 +53,14 @@ def plan(
     tensor_parallel: Annotated[
         int | None, typer.Option(min=1, help="GPUs of one engine.", show_default="1, or as the configuration says")
     ] = None,
-    prompt_length: Annotated[int, typer.Option(help="Tokens of the longest prompt, with its chat template.")] = 512,
-    batch: Annotated[int, typer.Option(help="Sequences of one backward pass.")] = 8,
-    accumulation: Annotated[int, typer.Option(help="Backward passes of one update.")] = 1,
-    completion_length: Annotated[int, typer.Option(help="Tokens of the longest completion.")] = 4096,
-    completions: Annotated[int, typer.Option(help="Sequences generated at a time.")] = 128,
-    lora_rank: Annotated[int, typer.Option(help="Rank of the adapter.")] = 32,
+    prompt_length: Annotated[
+        int, typer.Option(min=1, help="Tokens of the longest prompt, with its chat template.")
+    ] = 512,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences of one backward pass.")] = 8,
+    accumulation: Annotated[int, typer.Option(min=1, help="Backward passes of one update.")] = 1,
+    completion_length: Annotated[int, typer.Option(min=1, help="Tokens of the longest completion.")] = 4096,
+    completions: Annotated[int, typer.Option(min=1, help="Sequences generated at a time.")] = 128,
+    lora_rank: Annotated[int, typer.Option(min=1, help="Rank of the adapter.")] = 32,
     optimizer: Annotated[str, typer.Option(help="As in the `optim` of a configuration.")] = "adamw_torch_fused",
     base_format: Annotated[str, typer.Option(help="nvfp4, bf16, nf4 or full.")] = "nvfp4",
     gradient_checkpointing: Annotated[
@@ -82,6 +85,13 @@ def plan(
     from qerl_trl.memory.plan import Gpu, plan_run
     from qerl_trl.memory.workload import Workload, dtype_bytes_of, on_a_gpu, workload_of_file
 
+    if gpu_gib is not None and card is not None:
+        raise ValueError(
+            f"--card {card!r} and --gpu-gib {gpu_gib:g} both say how much memory there is. Give one of them."
+        )
+    if gpu_gib is not None and not 0 < gpu_gib < math.inf:
+        raise ValueError(f"--gpu-gib {gpu_gib:g} is no memory of a GPU. Give it in GiB, such as 24.")
+    one_gpu = Gpu.of_gib(gpu_gib or 80.0) if card is None else gpu_of_card(card)
     for name, value, known in (
         ("--optimizer", optimizer, [str(name.value) for name in OptimizerNames]),
         ("--base-format", base_format, list(BASE_FORMATS)),
@@ -125,7 +135,7 @@ def plan(
     if model is None:
         raise ValueError("There is nothing to plan: name a model, or a configuration with --config.")
     shape = shape_of(model)
-    made = plan_run(shape, work, Gpu.of_gib(gpu_gib) if card is None else gpu_of_card(card))
+    made = plan_run(shape, work, one_gpu)
     cards, advice = by_card(shape, work), micro_batches.advice(shape, made)
     content = {
         **dataclasses.asdict(made),

@@ -107,7 +107,7 @@ def _vllm(device: torch.device) -> tuple[str, list[Problem]]:
         return f"vLLM {version}", [
             Problem(
                 "vLLM does not see our plug-in.",
-                "Reinstall qerl-trl in the environment of vLLM: pip install qerl-trl",
+                "Install qerl-trl in the environment of vLLM, as you did elsewhere",
                 fatal=True,
             )
         ]

@@ -139,6 +139,8 @@ class MemoryPlan:
     def _kv_line(self) -> str:
         work = self.work
         size = f"KV cache {self.kv_bytes / GIB:.1f} GiB{', freed in updates' if work.sleep else ''}"
+        if not self.sequences:
+            return f"{size}: not one sequence of {work.length} tokens at a time"
         return f"{size}: {self.sequences} sequences of {work.length} tokens at a time, {work.completions} completions run in {_waves(self.waves)}"
 
     def table(self) -> str:

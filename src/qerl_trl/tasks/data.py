@@ -43,7 +43,7 @@ def read(
         try:
             return load_dataset(source, config)
         except (DatasetNotFoundError, ConnectionError) as error:
-            places = ", ".join(str(folder.absolute()) for folder in folders) or "the working directory"
+            places = ", ".join(dict.fromkeys(str(folder.resolve()) for folder in folders)) or "the working directory"
             raise ValueError(
                 f"dataset_name={source!r} is no file or folder in {places}, and from the Hub it cannot be loaded: {error}. Name a folder with "
                 "<split>.jsonl, a .jsonl file, file.py:function, or a dataset of the Hub (user/name) that this machine can reach."

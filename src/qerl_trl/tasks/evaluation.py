@@ -247,7 +247,9 @@ def vllm_engine(
     except ModuleNotFoundError as error:
         if error.name != "vllm":
             raise
-        raise ImportError("vLLM is not installed: pip install qerl-trl[vllm], or use --engine transformers.") from error
+        raise ImportError(
+            "vLLM is not installed: pip install 'qerl-trl[vllm]', or use --engine transformers."
+        ) from error
 
     def generate(dataset: Dataset) -> list[str]:
         return vllm.chat(

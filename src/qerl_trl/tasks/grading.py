@@ -88,7 +88,7 @@ def grader_of(name: str, folders: list[Path] | None = None) -> Grader:
             f"{', '.join(GRADERS)}, or file.py:function."
         )
     if name in ("auto", "math") and importlib.util.find_spec("math_verify") is None:
-        raise ImportError(f"The grader {name!r} compares answers with math-verify: pip install qerl-trl[math].")
+        raise ImportError(f"The grader {name!r} compares answers with math-verify: pip install 'qerl-trl[math]'.")
     if name in GRADERS:
         return GRADERS[name]
     if ":" not in name:

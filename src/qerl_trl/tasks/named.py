@@ -58,7 +58,8 @@ def _of_module(place: str, folders: list[Path]) -> ModuleType:
 def _of_file(place: str, folders: list[Path]) -> ModuleType:
     file = found(place, folders)
     if file is None:
-        raise FileNotFoundError(f"there is no {place} in {', '.join(str(folder.absolute()) for folder in folders)}")
+        places = dict.fromkeys(str(folder.resolve()) for folder in folders)
+        raise FileNotFoundError(f"there is no {place} in {', '.join(places)}")
     file = file.resolve()
     name = f"_qerl_task_{abs(hash(file))}"  # the same module for each function of a file
     if name in sys.modules:

@@ -6,7 +6,7 @@ import re
 try:
     import matplotlib
 except ImportError as error:  # at import, not at the end of a run
-    raise ImportError("Curves are drawn with matplotlib: pip install qerl-trl[plot].") from error
+    raise ImportError("Curves are drawn with matplotlib: pip install 'qerl-trl[plot]'.") from error
 
 #: panel title -> (pattern of log keys, log-scaled axis); a panel without data is left out
 _PANELS = {

@@ -174,7 +174,7 @@ def _is(word: str, option: str) -> bool:
 
 def _value(words: list[str], option: str) -> str | None:
     """What follows `--option` on the command line; `None` where it is not there."""
-    for word, after in zip(words, [*words[1:], ""], strict=True):
+    for word, after in zip(words, [*words, ""][1:], strict=True):
         if _is(word, option):
             return word.partition("=")[2] or after
     return None

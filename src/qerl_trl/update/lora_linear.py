@@ -226,7 +226,8 @@ def fuse(model: nn.Module) -> int:
                     layer.fused_group, layer.fused_index = group, index
                 taken += len(members)
     for reason, count in left.items():
-        logger.warning(
+        said = logger.info if next(model.parameters()).device.type == "cpu" else logger.warning
+        said(
             "%d of %d LoRA layers keep PEFT's own forward and backward, which are slower: %s.",
             count,
             taken + left.total(),

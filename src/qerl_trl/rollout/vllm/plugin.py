@@ -46,7 +46,9 @@ def register() -> None:
         )
 
 
-_ADVICE = f"Install one that is tested, {OLDEST_VLLM} to {NEWEST_VLLM}: pip install qerl-trl[vllm]; or use_vllm=False."
+_ADVICE = (
+    f"Install one that is tested, {OLDEST_VLLM} to {NEWEST_VLLM}: pip install 'qerl-trl[vllm]'; or use_vllm=False."
+)
 
 
 def check_vllm_is_there() -> None:
@@ -73,10 +75,11 @@ def check_vllm_version() -> None:
 
 def broken_vllm(reason: BaseException | str) -> ImportError:
     """What to raise where vLLM is installed and cannot be imported, mostly because it was compiled for another PyTorch."""
-    version, wanted = "", ""
+    version, wanted, again = "", "", "vllm"
     for distribution in _DISTRIBUTIONS:
         try:
-            version = f" {importlib.metadata.version(distribution)}"
+            found = importlib.metadata.version(distribution)
+            version, again = f" {found}", f"{distribution}=={found.partition('+')[0]}"
             texts = importlib.metadata.requires(distribution) or []
             pins = (Requirement(text) for text in texts if re.match(r"torch\b", text))
             wanted = next((f" It was built for torch {pin.specifier};" for pin in pins if str(pin.specifier)), "")
@@ -87,7 +90,8 @@ def broken_vllm(reason: BaseException | str) -> ImportError:
         reason = f"{type(reason).__name__}: {reason}"
     return ImportError(
         f"vLLM{version} is installed and cannot be imported ({reason.strip()}).{wanted} torch {importlib.metadata.version('torch')} is here. "
-        "Install the two together: pip install --force-reinstall 'qerl-trl[vllm]'. To train without vLLM: pip uninstall vllm, use_vllm=False."
+        f"Install the two together: pip install --force-reinstall {again}, which brings its torch. To train without vLLM: pip uninstall vllm, "
+        "use_vllm=False."
     )
 
 
