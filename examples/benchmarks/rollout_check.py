@@ -233,7 +233,8 @@ def drain(size: str) -> dict:
     for layer in packed_linears(g.llm).values():
         (N, half), rank = layer.weight_packed.shape, layer.adapter_b.shape[1]
         for M in captured:
-            chosen = qerl_nvfp4.select.choose(N, 2 * half, M, torch.cuda.current_device(), True, rank)
+            place = N, 2 * half, M, torch.cuda.current_device(), True
+            chosen = qerl_nvfp4.select.choose(*place, rank, len(layer.qerl_splits))
             kernels.setdefault(str(M), set()).add(chosen["kernel"])
     return {
         **compare_weights(model, g.llm),

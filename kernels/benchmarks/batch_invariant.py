@@ -52,7 +52,7 @@ class Products:
         if invariant:
             ops.product_in_any_batch(*arguments, out)
         else:
-            ops.product(shipped(N, K, x.shape[0]), *arguments, out)
+            ops.product(shipped(N, K, x.shape[0], layers.adapters[i][name][0].shape[0]), *arguments, out)
         return out
 
     def rows(self, invariant: bool, name: str, rows: slice) -> torch.Tensor:

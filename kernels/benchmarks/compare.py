@@ -124,7 +124,7 @@ class Matrix(tune.Matrix):
 
     def __init__(self, name: str, N: int, K: int, l2: int, marlin: Marlin | None, rank: int):
         super().__init__(N, K, tune.layer_splits(name.split(".")[0]).get((N, K)), l2, rank)
-        self.name = name
+        self.name, self.rank = name, rank
         self.dense = [
             torch.randn(N, K, device="cuda", dtype=torch.bfloat16) * 0.02
             for _ in range(copies_needed(N * K * 2, l2, 8))
@@ -133,7 +133,8 @@ class Matrix(tune.Matrix):
 
     def measure(self, M: int) -> dict:
         x, out = self.problem(M)
-        config = select.choose(self.N, self.K, M, torch.cuda.current_device(), True)
+        place = self.N, self.K, M, torch.cuda.current_device(), True
+        config = select.choose(*place)
         row = {
             "shape": self.name,
             "N": self.N,
@@ -143,8 +144,10 @@ class Matrix(tune.Matrix):
             "config": config,
         }
         calls = {"bf16_us": lambda i: torch.mm(x, self.dense[i % len(self.dense)].t(), out=out)}
-        for key, adapter in (("ours_us", False), ("ours_lora_us", True)):
-            call = self.call(config, x, out, adapter)
+        adapted = select.choose(*place, self.rank, len(self.splits or (self.N,)))
+        row |= {"lora_config": adapted} if adapted != config else {}
+        for key, chosen, adapter in (("ours_us", config, False), ("ours_lora_us", adapted, True)):
+            call = self.call(chosen, x, out, adapter)
             error = self.error(call, out, self.expected(x, adapter))
             if error < tune.TOLERANCE:
                 calls[key] = call
@@ -263,8 +266,12 @@ def main() -> None:
     print("#", qerl_nvfp4.describe(), flush=True)
     marlin = Marlin(args.marlin) if args.marlin else None
     shapes = [(f"{m}.{n}", N, K) for m in args.models.split(",") for n, (N, K) in tune.layer_shapes(m).items()]
+    splits = {nk: len(rows) for m in args.models.split(",") for nk, rows in tune.layer_splits(m).items()}
     jobs = [
-        (select.choose(N, K, M, 0, True), N, K, rank) for _, N, K in shapes for M in tokens for rank in (0, args.rank)
+        (select.choose(N, K, M, 0, True, rank, splits.get((N, K), 1)), N, K, rank)
+        for _, N, K in shapes
+        for M in tokens
+        for rank in (0, args.rank)
     ]
     tune.precompile(jobs, max(1, (os.cpu_count() or 2) - 2))
     import triton

@@ -168,8 +168,10 @@ def cases(sm: int, quick: bool):
             bf16 = dtype == torch.bfloat16 and ops.use_gluon(0)
             about = CARDS[sm][1], sm == 90, bf16, CARDS[sm][2]
             invariant = ((M, config) for M in tokens for config in select.batch_invariant(N, K, min(M, 1024), *about))
-            for M, config in (*((M, select.choose(N, K, M, 0, bf16)) for M in tokens), *invariant):
-                ranks = [0, 32, 256]
+            chosen = (
+                (M, select.choose(N, K, M, 0, bf16, rank, len(shards)), [rank]) for M in tokens for rank in (0, 32, 256)
+            )
+            for M, config, ranks in (*chosen, *((M, config, [0, 32, 256]) for M, config in invariant)):
                 if quick:
                     variant = ops._variant(config, 0, dtype)
                     ranks = [rank_in_turn(variant, turns[config["kernel"]], sm)]

@@ -59,15 +59,20 @@ def times_us(calls: list, copies: int, repeats: int, at_least: int) -> list[floa
     return found
 
 
+def rows_of(model: str, N: int, K: int) -> int:
+    """Rows of the stacked A's of a matrix of a model."""
+    return RANK * len(tune.layer_splits(model).get((N, K), (N,)))
+
+
 def multiprocessors() -> int:
     return select.device_properties(None)[1] if torch.cuda.is_available() else 132
 
 
-def shipped(N: int, K: int, M: int) -> dict:
-    """What is selected now, with an adapter."""
+def shipped(N: int, K: int, M: int, rows: int) -> dict:
+    """What is selected now, with an adapter of as many rows of A."""
     if not torch.cuda.is_available():
         return {"kernel": "dense", "pieces": 1}
-    return with_adapter(select.choose(N, K, M, torch.cuda.current_device(), True))
+    return with_adapter(select.choose(N, K, M, torch.cuda.current_device(), True, RANK, rows // RANK))
 
 
 # --- 1: which variants work -------------------------------------------------------------------------------------------------------
@@ -135,7 +140,7 @@ def matrix_rows(matrix: tune.Matrix, name: str, sizes, good: set[str], deadline:
         if time.time() > deadline:
             print(f"# time is up before {name} M={M}", flush=True)
             break
-        now = shipped(N, K, M)
+        now = shipped(N, K, M, lora_rows)
         tries = [now, *(c for c in cost.candidates(N, K, M, multiprocessors()) if runs(c, good))]
         if M <= 128 and K % 256:
             tries.append(select.portable_heuristic(N, K, M, multiprocessors(), True))
@@ -248,7 +253,7 @@ def layer_rows(model: str, sizes, choose, l2: int, deadline: float) -> list[dict
             print(f"# time is up before layers of {model} M={M}", flush=True)
             break
         chosen = {
-            n: choose(N, K, M, RANK * len(layers.splits.get((N, K), (N,)))) for n, (N, K) in layers.shapes.items()
+            n: choose(N, K, M, rows_of(model, N, K)) for n, (N, K) in layers.shapes.items()
         }
         calls = [layers.call(M, chosen), layers.call(M, None), layers.call(M, {})]
         ours, bf16, glue = times_us(calls, layers.copies, 3, 4)
@@ -322,7 +327,7 @@ def main() -> None:
 
     matrices = [(m, n, *nk) for m in models for n, nk in tune.layer_shapes(m).items()]
     all_tries = [c for _, _, N, K in matrices for M in sizes for c in cost.candidates(N, K, M, sms)]
-    all_tries += [shipped(N, K, M) for _, _, N, K in matrices for M in (*sizes, *layer_sizes)]
+    all_tries += [shipped(N, K, M, rows_of(m, N, K)) for m, _, N, K in matrices for M in (*sizes, *layer_sizes)]
     print("#", qerl_nvfp4.describe(), flush=True)
     good, result["variants_left_out"] = usable_variants(all_tries, PROBE_SECONDS)
     print(
@@ -344,7 +349,7 @@ def main() -> None:
 
     def choose(N: int, K: int, M: int, rows: int) -> dict:
         found = cost.cheapest(N, K, M, sms, rows, (), fitted) if M > 16 and fitted else None
-        return shipped(N, K, M) if found is None or not runs(found, good) else found
+        return shipped(N, K, M, rows) if found is None or not runs(found, good) else found
 
     fitted = None
     if args.fit:

@@ -109,7 +109,7 @@ def measured(model: str, name: str, N: int, K: int, deadline: float) -> list[dic
         tried = [c for c in bounds.mma_candidates(N, K, M, sms, shared) if c["SK"] in (1, 2, 3, 4, 7)]
         if card is not None:
             tried = sorted(tried, key=lambda c: bounds.mma_us(card, c, N, K, M))[:8]
-        now = select.with_adapter(select.choose(N, K, M, 0, True))
+        now = select.with_adapter(select.choose(N, K, M, 0, True, 32, len(matrix.splits or (N,))))
         row = {"model": model, "matrix": name, "N": N, "K": K, "M": M, "selected": now}
         for adapter in (False, True):
             timed = matrix.time([*tried, {"kernel": "dense", "pieces": 1}, now], M, adapter, time.time() + 60)

@@ -9,6 +9,7 @@ and cuBLAS bf16 in turns; `--passes` such medians, of which the median is report
 
 import argparse
 import importlib.util
+import inspect
 import json
 import os
 import statistics
@@ -43,21 +44,28 @@ def import_former(folder: Path) -> types.ModuleType:
     return module
 
 
+def chosen(select, matrix: tune.Matrix, M: int, adapter: bool) -> dict:
+    """What a version selects; a former one may not ask for the adapter's rank, or for how many shards have one."""
+    about = {"rank": matrix.adapters[0][1].shape[1], "shards": len(matrix.splits or (matrix.N,))} if adapter else {}
+    asked = inspect.signature(select.choose).parameters
+    about = {name: value for name, value in about.items() if name in asked}
+    return select.choose(matrix.N, matrix.K, M, torch.cuda.current_device(), True, **about)
+
+
 def measure(matrix: tune.Matrix, dense: list, versions: dict, M: int, passes: int) -> dict:
     """Microseconds of every version without and with an adapter, and of cuBLAS."""
     x, out = matrix.problem(M)
     row, calls = {"M": M, "configs": {}}, {"bf16": lambda i: torch.mm(x, dense[i % len(dense)].t(), out=out)}
     for name, (v_ops, v_select) in versions.items():
-        config = v_select.choose(matrix.N, matrix.K, M, torch.cuda.current_device(), True)
-        row["configs"][name] = config
         for adapter in (False, True):
+            key = name + (" + adapter" if adapter else "")
+            config = row["configs"][key] = chosen(v_select, matrix, M, adapter)
 
             def call(i, product=v_ops.product, config=config, adapter=adapter):
                 a, b = matrix.adapters[i] if adapter else (None, None)
                 splits = matrix.splits if adapter else None
                 product(config, x, *matrix.weights[i], matrix.gs, None, a, b, splits, out)
 
-            key = name + (" + adapter" if adapter else "")
             error = matrix.error(call, out, matrix.expected(x, adapter))
             if error < tune.TOLERANCE:
                 calls[key] = call

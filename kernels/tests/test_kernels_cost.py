@@ -3,6 +3,7 @@
 import random
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 from qerl_nvfp4 import cost, select
@@ -107,3 +108,30 @@ def test_the_cost_model_answers_between_the_tables_sizes(h200, monkeypatch):
 def test_without_a_fit_the_table_and_the_heuristic_answer(h200, monkeypatch):
     monkeypatch.setattr(cost, "factors", dict)
     assert select.explain(4608, 3584, 150, 0, True)[1] == "heuristic"
+
+
+def test_the_rows_of_the_adapter_are_those_of_all_shards(h200, monkeypatch):
+    """q/k/v with rank 32 have 96 rows of A: where x A^T is dear, it is no longer computed beside the product."""
+    from qerl_nvfp4 import ops, precompile, refine
+
+    N, K, M, splits = 4608, 3584, 128, (3584, 512, 512)
+    h200.clear()
+    beside, before = (next(c for c in cost.candidates(N, K, M, SMS) if c.get("tasks") is t) for t in (True, False))
+    h200[cost.variant(beside)] = {"MFLOP of x A^T": 1.0}
+    h200[cost.variant(before)] = {"launch": M * K * 80e-6}
+    assert select.choose(N, K, M, 0, True, 32)["tasks"] and select.choose(N, K, M, 0, True, 64)["tasks"]
+    assert not select.choose(N, K, M, 0, True, 32, len(splits))["tasks"]
+    assert select.choose(N, K, M, 0, True)["tasks"], "without an adapter as before"
+    (row,) = refine.near(precompile.Weight(N, K, splits, 32), M, 0)[:1]
+    assert not row["tasks"], "what is shipped comes first"
+    monkeypatch.setattr(ops, "device_properties", select.device_properties)
+    monkeypatch.setattr(ops, "is_available", lambda device: True)
+    (listed,) = ops.selected(N, K, (M,), 0, rank=32, shards=3)
+    assert len(ops.selected_text({"qkv": (N, K, 3)}, 0, 32)) == 1
+    assert listed.config["tasks"] is False
+
+    seen: list[dict] = []
+    monkeypatch.setattr(ops, "product", lambda config, *arguments: seen.append(config))
+    monkeypatch.setattr(ops, "use_gluon", lambda index: True)
+    precompile._launch_all([precompile.Weight(N, K, splits, 32)], [M], [], torch.bfloat16, 0)
+    assert [config["tasks"] for config in seen] == [False], "what is compiled ahead"

@@ -172,7 +172,7 @@ def test_the_lines_of_a_run_and_of_doctor_name_the_source(hopper):
     assert f"1 shapes measured on this GPU ({path})" in ops.describe(0)
 
 
-def test_a_product_asks_with_the_rank_of_its_adapter(hopper, monkeypatch):
+def test_a_product_asks_with_the_rank_and_the_shards_of_its_adapter(hopper, monkeypatch):
     asked = []
     monkeypatch.setattr(ops, "choose", lambda *arguments: asked.append(arguments) or {"kernel": "dense", "pieces": 1})
     monkeypatch.setattr(ops, "product_by_any", lambda *arguments: None)
@@ -186,7 +186,8 @@ def test_a_product_asks_with_the_rank_of_its_adapter(hopper, monkeypatch):
     weight = torch.zeros(N, K // 2, dtype=torch.uint8), torch.zeros(N, K // 16, dtype=torch.uint8), torch.ones(1)
     ops._linear(x, *weight)
     ops._linear(x, *weight, None, torch.zeros(24, K).bfloat16(), torch.zeros(N, 24).bfloat16())
-    assert [arguments[-1] for arguments in asked] == [0, 24]
+    ops._linear(x, *weight, None, torch.zeros(48, K).bfloat16(), torch.zeros(N, 24).bfloat16(), (N - 16, 16))
+    assert [arguments[-2:] for arguments in asked] == [(0, 1), (24, 1), (24, 2)]
 
 
 def test_what_will_be_launched_is_compiled_ahead(hopper):
@@ -424,7 +425,7 @@ def test_candidates_can_run_and_begin_with_what_is_selected_without(gpu, monkeyp
     for n, k in shapes:
         for M in (8, 16, 24, 64, 120, 200, 512):
             found = refine.near(Weight(n, k, (n,), rank), M, 0)
-            now = select.shipped(n, k, M, 0, True)[0]
+            now = select.shipped(n, k, M, 0, True, rank)[0]
             plain = select.with_adapter(now) if rank else now
             assert found[0] == {name: value for name, value in plain.items() if name != "lora"}
             assert len({repr(sorted(c.items())) for c in found}) == len(found) <= max(refine.MOST, 9)

@@ -33,7 +33,7 @@ def model():
 
 
 def test_matrices_are_those_of_the_engine():
-    assert kernels.matrices_of(model()) == {"2 x q_proj + k_proj + v_proj": (128, 64), "2 x o_proj": (64, 64)}
+    assert kernels.matrices_of(model()) == {"2 x q_proj + k_proj + v_proj": (128, 64, 3), "2 x o_proj": (64, 64, 1)}
 
 
 def test_nothing_is_selected_where_no_kernel_runs():

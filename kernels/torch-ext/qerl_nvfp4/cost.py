@@ -52,6 +52,7 @@ WIDE = (  # BM, P; stages follow from shared memory
 )
 # Whether hopper_wide.py may be chosen: QERL_NVFP4_WIDE=0 to do without
 WIDE_ALLOWED = os.environ.get("QERL_NVFP4_WIDE", "1") != "0"
+WITHOUT_ADAPTER = 64  # rows of A that a product without an adapter is priced with: only products with one were timed
 UNIT = 256  # columns that a tile's programs go along K at a time
 WASTE = 1.35  # a tile is worth a try if it rounds the number of tokens up by no more than this
 
@@ -178,9 +179,10 @@ def predicted_us(config: dict, N: int, K: int, M: int, sms: int, rows: int, mode
 
 
 def cheapest(
-    N: int, K: int, M: int, sms: int, rows: int = 64, more: tuple[dict, ...] = (), model: dict | None = None
+    N: int, K: int, M: int, sms: int, rows: int, more: tuple[dict, ...] = (), model: dict | None = None
 ) -> dict | None:
-    """The candidate that should take least; None where nothing is known about any. `more`: further candidates.
+    """The candidate that should take least; None where nothing is known about any. `rows` of the stacked A's (0: no adapter), `more`:
+    further candidates.
 
     The answer changes at `SIZES` only, so that what must be compiled ahead is known.
     """
@@ -190,13 +192,14 @@ def cheapest(
 
 
 def priced(
-    N: int, K: int, M: int, sms: int, rows: int = 64, more: tuple[dict, ...] = (), model: dict | None = None
+    N: int, K: int, M: int, sms: int, rows: int, more: tuple[dict, ...] = (), model: dict | None = None
 ) -> list[tuple[float, dict]]:
-    """(microseconds predicted, candidate) of those about which something is known, the cheapest first; `rows` of the stacked A's."""
+    """(microseconds predicted, candidate) of those about which something is known, the cheapest first; `rows` of the stacked A's
+    (0: no adapter)."""
     if not fits(N, K) or not (factors() if model is None else model):
         return []
     offered = [c for c in (*more, *candidates(N, K, M, sms)) if WIDE_ALLOWED or c["kernel"] != "wide"]
-    found = [(predicted_us(c, N, K, M, sms, rows, model), c) for c in offered]
+    found = [(predicted_us(c, N, K, M, sms, rows or WITHOUT_ADAPTER, model), c) for c in offered]
     return sorted(
         (f for f in found if math.isfinite(f[0])), key=lambda f: f[0]
     )  # stable: the first of equals stays first

@@ -145,9 +145,10 @@ def selected(
     rank: int = 0,
     dtype: torch.dtype = torch.bfloat16,
     batch_invariant: bool = False,
+    shards: int = 1,
 ) -> list[Selected]:
-    """Which kernel is selected for a weight (N, K), for each number of tokens; `rank` of the adapter, 0: none. `batch_invariant`: as
-    `linear` is called.
+    """Which kernel is selected for a weight (N, K), for each number of tokens; `rank` of the adapter, 0: none, of which each of the
+    `shards` has one. `batch_invariant`: as `linear` is called.
 
     What was already refused by the compiler is taken into account. For a weight whose rows or addresses the kernel cannot read (`usable`) it
     is `portable` up to 128 tokens, else the dense path: on Hopper where K is no multiple of 256, unless `align_scale_rows` was used.
@@ -162,7 +163,7 @@ def selected(
         found = ((M, _batch_invariant(N, K, min(M, select.INVARIANT_TOKENS), index, dtype)[0]) for M in tokens)
         return [Selected(N, K, M, config["kernel"], config, "batch-invariant") for M, config in found]
     for M in tokens:
-        config, why = select.explain(N, K, M, index, bf16, rank)
+        config, why = select.explain(N, K, M, index, bf16, rank, shards)
         if rank:
             config = with_adapter(config)
         while config["kernel"] != "dense" and (failed := fallback.refused.get(_variant(config, rank, dtype))):
@@ -172,17 +173,18 @@ def selected(
 
 
 def selected_text(
-    matrices: dict[str, tuple[int, int]],
+    matrices: dict[str, tuple[int, ...]],
     device=None,
     rank: int = 0,
     dtype=torch.bfloat16,
     batch_invariant: bool = False,
 ) -> list[str]:
-    """One line per matrix {name: (N, K)}: which kernel is selected up to how many tokens, and why."""
+    """One line per matrix {name: (N, K), or (N, K, number of shards with an adapter each)}: which kernel is selected up to how many
+    tokens, and why."""
     lines = []
-    for name, (N, K) in matrices.items():
+    for name, (N, K, *more) in matrices.items():
         sizes = (*select.BUCKETS, select.cost.SIZES[-1])
-        parts, rows = [], selected(N, K, (*sizes, sizes[-1] + 1), device, rank, dtype, batch_invariant)
+        parts, rows = [], selected(N, K, (*sizes, sizes[-1] + 1), device, rank, dtype, batch_invariant, *more)
         for kernel, group in itertools.groupby(rows, key=lambda row: row.kernel):
             last = list(group)[-1].tokens
             parts.append(f"{kernel} up to {last} tokens" if last in sizes else f"{kernel} for more")
@@ -465,7 +467,8 @@ def _linear(
     elif M:
         index = x.device.index
         bf16 = x.dtype == torch.bfloat16 and use_gluon(index)
-        config = choose(N, K, M, index, bf16, 0 if lora_b is None else lora_b.shape[1])
+        rank, shards = (0, 1) if lora_b is None else (lora_b.shape[1], len(lora_splits or (N,)))
+        config = choose(N, K, M, index, bf16, rank, shards)
         with torch.cuda.device(x.device):
             product_by_any(config, x_MK, packed, block_scale, global_scale, bias, lora_a, lora_b, lora_splits, out)
     return out.view(*x.shape[:-1], N)

@@ -180,7 +180,7 @@ def _launch_all(
             if batch_invariant:
                 ops.product_in_any_batch(*arguments)
             else:
-                ops.product(choose(N, K, M, device, bf16, rank), *arguments)
+                ops.product(choose(N, K, M, device, bf16, rank, len(splits)), *arguments)
     for K in norms:
         x, norm = empty(1, K), empty(K, dtype=torch.float32)
         ops._rms_norm(x, norm, 1e-6)

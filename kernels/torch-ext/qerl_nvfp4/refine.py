@@ -55,7 +55,7 @@ def near(weight: Weight, M: int, device: int | None = None) -> list[dict]:
     """Candidates for M tokens, what is selected without measurements first; each is complete, also for an adapter."""
     N, K, splits, rank, *_ = weight
     name, sms, capability = select.device_properties(device)
-    now = select.shipped(N, K, M, device, True)[0]
+    now = select.shipped(N, K, M, device, True, rank, len(splits))[0]
     now = {key: value for key, value in (select.with_adapter(now) if rank else now).items() if key != "lora"}
     prices = cost.priced(N, K, M, sms, rank * len(splits)) if capability[0] == 9 and M > 16 else []
     card = bounds.card_of(name, capability, sms)

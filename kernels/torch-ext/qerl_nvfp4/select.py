@@ -203,20 +203,25 @@ def forget_measured() -> None:
 
 
 @functools.lru_cache(maxsize=4096)
-def explain(N: int, K: int, M: int, device_index: int | None, bf16: bool, rank: int = 0) -> tuple[dict, str]:
+def explain(
+    N: int, K: int, M: int, device_index: int | None, bf16: bool, rank: int = 0, shards: int = 1
+) -> tuple[dict, str]:
     """The configuration for y (M, N) = x (M, K) W^T, and where it is from: measured by the user, the table of which device, the cost
     model, or the heuristic.
 
-    bf16: whether x is bfloat16 and Triton has what the Gluon kernels use (ops.use_gluon). `rank` of the adapter, 0: none.
+    bf16: whether x is bfloat16 and Triton has what the Gluon kernels use (ops.use_gluon). `rank` of the adapter, 0: none. `shards`, each
+    with an adapter of this rank, on how many the rows of A depend.
     """
     if bf16:
         found = measured_for(device_index).entries.get((N, K, measured.padded(rank), measured.covering(M)))
         if found is not None and (cost.WIDE_ALLOWED or found["kernel"] != "wide"):
             return found, MEASURED
-    return shipped(N, K, M, device_index, bf16)
+    return shipped(N, K, M, device_index, bf16, rank, shards)
 
 
-def shipped(N: int, K: int, M: int, device_index: int | None, bf16: bool) -> tuple[dict, str]:
+def shipped(
+    N: int, K: int, M: int, device_index: int | None, bf16: bool, rank: int = 0, shards: int = 1
+) -> tuple[dict, str]:
     """The same without what the user measured."""
     name, sms, capability = device_properties(device_index)
     hopper = capability[0] == 9
@@ -225,7 +230,7 @@ def shipped(N: int, K: int, M: int, device_index: int | None, bf16: bool) -> tup
     tuned = table.get((N, K, bucket))
     # an entry that was tuned with an adapter is the best one at its own number of tokens
     if bf16 and hopper and M > 16 and not (tuned is not None and bucket == M and "lora" in tuned):
-        found = cost.cheapest(N, K, M, sms, more=() if tuned is None else (with_adapter(tuned),))
+        found = cost.cheapest(N, K, M, sms, rank * shards, () if tuned is None else (with_adapter(tuned),))
         if found is not None:
             return found, "cost model"
     if tuned is not None and bf16:
@@ -237,9 +242,6 @@ def shipped(N: int, K: int, M: int, device_index: int | None, bf16: bool) -> tup
     if bf16 and M <= 16 and capability >= (8, 0):
         found = skinny_heuristic(N, K, M, sms)
     elif bf16 and hopper:
-        found = cost.cheapest(N, K, M, sms)
-        if found is not None:
-            return found, "cost model"
         found = wgmma_heuristic(N, K, M, sms) if M <= 512 else None
     elif bf16 and M <= cost.SIZES[-1]:  # noqa: SIM300
         card = bounds.card_of(name, capability, sms)
@@ -291,9 +293,9 @@ def batch_invariant(N: int, K: int, M: int, sms: int, hopper: bool, bf16: bool, 
     return [*found, config | {"NS": next(stages, 1)}]
 
 
-def choose(N: int, K: int, M: int, device_index: int | None, bf16: bool, rank: int = 0) -> dict:
-    """The configuration for y (M, N) = x (M, K) W^T, with an adapter of this rank (0: none)."""
-    return explain(N, K, M, device_index, bf16, rank)[0]
+def choose(N: int, K: int, M: int, device_index: int | None, bf16: bool, rank: int = 0, shards: int = 1) -> dict:
+    """The configuration for y (M, N) = x (M, K) W^T, with an adapter of this rank (0: none) on each of so many shards."""
+    return explain(N, K, M, device_index, bf16, rank, shards)[0]
 
 
 def without_gluon(N: int, K: int, M: int, device_index: int | None) -> dict:

@@ -86,9 +86,11 @@ def _selected_kernels(device: torch.device) -> dict[str, str]:
     kernels = linear.kernels_for(device)
     if kernels is None:
         return {}
-    from qerl_nvfp4.tune import layer_shapes
+    from qerl_nvfp4.tune import layer_shapes, layer_splits
 
-    lines = selected_for_matrices({f"7B {name}": shape for name, shape in layer_shapes("7B").items()}, device, rank=32)
+    splits = layer_splits("7B")
+    matrices = {f"7B {name}": (*shape, len(splits.get(shape, (0,)))) for name, shape in layer_shapes("7B").items()}
+    lines = selected_for_matrices(matrices, device, rank=32)
     return {"kernels": f"\n{'':<12}".join(lines)}
 
 

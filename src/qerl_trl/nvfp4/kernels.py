@@ -44,12 +44,12 @@ def packed_matrices(model: nn.Module) -> list[Matrix]:
     return [Matrix(*key, count) for key, count in found.items()]
 
 
-def matrices_of(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """{name: (rows, columns)} of the different packed matrices.
+def matrices_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """{name: (rows, columns, layers in it, each with an adapter)} of the different packed matrices.
 
     A name tells the layers of a decoder block that are in it ("q_proj + k_proj + v_proj"), and how many such matrices there are.
     """
-    return {matrix.name: (sum(matrix.rows), matrix.columns) for matrix in packed_matrices(model)}
+    return {matrix.name: (sum(matrix.rows), matrix.columns, len(matrix.rows)) for matrix in packed_matrices(model)}
 
 
 def matrices_of_checkpoint(model_id: str | os.PathLike, **kwargs: Any) -> list[Matrix]:
@@ -72,13 +72,13 @@ def matrices_of_checkpoint(model_id: str | os.PathLike, **kwargs: Any) -> list[M
 
 
 def selected_for_matrices(
-    matrices: dict[str, tuple[int, int]],
+    matrices: dict[str, tuple[int, ...]],
     device: torch.device | str,
     rank: int = 0,
     dtype: torch.dtype = torch.bfloat16,
     batch_invariant: bool = False,
 ) -> list[str]:
-    """One line per matrix {name: (rows, columns)}: which kernel up to how many tokens, and why. [] where no kernels run."""
+    """One line per matrix {name: (rows, columns[, layers in it])}: which kernel up to how many tokens, and why. [] where no kernels run."""
     kernels = kernels_for(torch.device(device))
     if kernels is None:
         return []
