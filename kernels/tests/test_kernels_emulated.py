@@ -244,6 +244,28 @@ def test_mma(emulated, M, N, K, rank, splits, more):
     assert set(emulated["launches"]) == {"mma_kernel"}
 
 
+@pytest.mark.parametrize(
+    "config,M",
+    [
+        (SKINNY, 7),
+        (wgmma(16, 2, 3, True, 4), 7),
+        ({"kernel": "wide", "BM": 48, "P": 2, "S": 2, "X": 3, "grid": 2}, 53),
+        ({"kernel": "mma", "BM": 32, "R": 1, "NS": 3, "SK": 1}, 7),
+    ],
+    ids=["skinny", "wgmma", "wide", "mma"],
+)
+def test_an_adapter_of_rank_0_is_none(emulated, config, M):
+    """Its rows of A are none, among which the multiprocessors were divided."""
+    N, K = 192, 768
+    packed, scale, gs = random_weight(N, K)
+    x, a, b = torch.randn(M, K).bfloat16(), torch.empty(0, K).bfloat16(), torch.empty(N, 0).bfloat16()
+    outs = [torch.empty(M, N, dtype=torch.bfloat16) for _ in range(2)]
+    launch.launch(config, x, packed, in_aligned_rows(scale), gs, None, a, b, (128, 64), outs[0])
+    launch.launch(config, x, packed, in_aligned_rows(scale), gs, None, None, None, None, outs[1])
+    assert torch.equal(*outs) and relative_error(outs[0], reference.linear(x.double(), packed, scale, gs)) < 4e-3
+    assert not leftovers()
+
+
 def test_rows_of_x_that_the_copy_engine_cannot_read(emulated):
     run(emulated, wgmma(16, 2, 3, True, 2), 5, 128, 512, stride=3, times=1)
 

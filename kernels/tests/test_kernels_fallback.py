@@ -63,6 +63,27 @@ def test_wgmma_falls_back_to_the_portable_kernel_and_says_so_once(monkeypatch):
     assert tried == ["wgmma", "portable", "portable"], "what was refused is not tried again"
 
 
+def test_what_one_gpu_refuses_is_tried_on_another():
+    tried = []
+
+    def start(index: int) -> None:
+        tried.append(index)
+        if index == 0:
+            raise PTXASError("no such instruction on this one")
+
+    for _ in range(2):
+        done = []
+        for index in (0, 1):
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                done.append(fallback.attempt(lambda i=index: start(i), lambda: ("wgmma", 32), "Another", index))
+        assert done == [False, True] and not said
+    assert tried == [0, 1, 1], "refused once, on one"
+    assert list(fallback.refused_on(0)) == [("wgmma", 32)] and not fallback.refused_on(1)
+    with pytest.warns(RuntimeWarning, match=r"does not compile with Triton .* on GPU 1 "):
+        assert not fallback.attempt(lambda: start(0), lambda: ("wgmma", 32), "Another", 1)
+
+
 def test_the_portable_kernel_falls_back_to_the_dense_path(monkeypatch):
     errors = {kernel: OutOfResources(200_000, 101_376, "shared memory") for kernel in ("wgmma", "portable")}
     tried = failing(monkeypatch, errors)
@@ -184,8 +205,10 @@ def test_what_was_refused_is_listed(monkeypatch):
     config = select.choose(4096, 4096, 64, 0, True)
     rows = ops.selected(4096, 4096, (64,), 0)
     assert [(row.kernel, row.why) for row in rows] == [("wgmma", "heuristic")]
-    fallback.refused[ops._variant(config, 0, torch.bfloat16)] = "PTXASError: no"
+    fallback.refused[0, ops._variant(config, 0, torch.bfloat16)] = "PTXASError: no"
     rows = ops.selected(4096, 4096, (64,), 0)
     assert [(row.kernel, row.why) for row in rows] == [("portable", "wgmma does not compile: PTXASError: no")]
     assert "wgmma does not compile: PTXASError: no" in ops.describe(0)
+    assert [row.kernel for row in ops.selected(4096, 4096, (64,), 1)] == ["wgmma"], "another GPU"
+    assert "does not compile" not in ops.describe(1)
     select.explain.cache_clear()

@@ -93,6 +93,51 @@ def test_wrong_shapes_name_the_numbers():
         qerl_nvfp4.rms_norm(x, torch.ones(63), 1e-6)
 
 
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float32, torch.float8_e5m2, torch.float8_e8m0fnu, torch.int8], ids=str
+)
+def test_block_scales_of_another_type_are_refused(dtype):
+    """Two bytes of a bfloat16 were read as two scales of e4m3, and one of e5m2 as another number."""
+    packed, scale, gs = random_weight(32, 64)
+    values = scale.view(torch.float8_e4m3fn).float().to(dtype)
+    for call in (
+        lambda: qerl_nvfp4.linear(torch.randn(2, 64), packed, values, gs),
+        lambda: qerl_nvfp4.linear_backward(torch.randn(2, 32), packed, values, gs),
+        lambda: qerl_nvfp4.dequantize(packed, values, gs),
+    ):
+        with pytest.raises(ValueError, match=rf"block_scale is {dtype}, .*Give float8_e4m3fn, or its bytes"):
+            call()
+    expected = qerl_nvfp4.dequantize(packed, scale, gs)
+    assert torch.equal(qerl_nvfp4.dequantize(packed, scale.view(torch.float8_e4m3fn), gs), expected)
+
+
+@pytest.mark.parametrize("shape", [(1, 64), (3,), (32,), (64, 1), (64, 2), (0,)], ids=str)
+def test_a_global_scale_of_another_shape_is_refused(shape):
+    """(1, N) was read as the first row's for all, and three as those of the first three rows with whatever lies behind."""
+    packed, scale, gs = random_weight(64, 64)
+    weight, wrong = torch.randn(64, 64).bfloat16(), torch.rand(shape) + 1
+    calls = [
+        lambda: qerl_nvfp4.linear(torch.randn(2, 64), packed, scale, wrong),
+        lambda: qerl_nvfp4.dequantize(packed, scale, wrong),
+        *(lambda rule=rule: qerl_nvfp4.quantize(weight, rule, wrong) for rule in reference.SCALE_RULES),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=rf"global_scale has {wrong.numel()} elements.* each of the 64 rows"):
+            call()
+    for right in (gs, gs.reshape(()), gs.reshape(1, 1), gs.expand(64)):
+        assert torch.equal(qerl_nvfp4.dequantize(packed, scale, right), qerl_nvfp4.dequantize(packed, scale, gs))
+        assert torch.equal(qerl_nvfp4.quantize(weight, "rtn", right)[0], qerl_nvfp4.quantize(weight, "rtn", gs)[0])
+
+
+def test_an_adapter_of_rank_0_adds_nothing():
+    packed, scale, gs = random_weight(48, 64)
+    x, a, b = torch.randn(3, 64).bfloat16(), torch.empty(0, 64).bfloat16(), torch.empty(48, 0).bfloat16()
+    y = qerl_nvfp4.linear(x, packed, scale, gs, None, a, b, (32, 16))
+    assert torch.equal(y, qerl_nvfp4.linear(x, packed, scale, gs))
+    with pytest.raises(ValueError, match=r"2 shards of rank 0 need \(0, 64\)"):
+        qerl_nvfp4.linear(x, packed, scale, gs, None, torch.empty(4, 64).bfloat16(), b, (32, 16))
+
+
 def test_a_wrong_out_is_refused_before_anything_is_written():
     packed, scale, gs = random_weight(32, 64)
     memory = torch.zeros(32, 64, dtype=torch.bfloat16)

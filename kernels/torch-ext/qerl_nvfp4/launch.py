@@ -181,6 +181,8 @@ def launch(
     config: dict, x, packed, block_scale, global_scale, bias, lora_a, lora_b, splits, out, pdl: bool = True
 ) -> None:
     """out (M, N) = x (M, K) W^T [+ bias] [+ LoRA] with one of the fused kernels."""
+    if lora_b is not None and not lora_b.shape[1]:  # of rank 0: there is nothing to add
+        lora_a = lora_b = None
     lora = fused_adapter(config, x, lora_a, lora_b, splits)
     launches = {"skinny": launch_skinny, "wgmma": launch_wgmma, "wide": launch_wgmma, "mma": launch_mma}
     kernel = launches.get(config["kernel"], launch_portable)

@@ -122,7 +122,8 @@ def describe(device: torch.device | str | int | None = None) -> str:
     own = select.measured_for(_device_index(device)) if use_gluon(_device_index(device)) else None
     if own is not None and own.entries:
         tuned = f"{len({key[:2] for key in own.entries})} shapes measured on this GPU ({own.path}); else {tuned}"
-    failed = "".join(f"; {variant[0]} does not compile: {reason}" for variant, reason in fallback.refused.items())
+    refused = fallback.refused_on(_device_index(device))
+    failed = "".join(f"; {variant[0]} does not compile: {reason}" for variant, reason in refused.items())
     return f"qerl_nvfp4: {path}, sm_{major}{minor}, Triton {triton.__version__}, {tuned}{failed}"
 
 
@@ -162,11 +163,12 @@ def selected(
     if batch_invariant:
         found = ((M, _batch_invariant(N, K, min(M, select.INVARIANT_TOKENS), index, dtype)[0]) for M in tokens)
         return [Selected(N, K, M, config["kernel"], config, "batch-invariant") for M, config in found]
+    refused = fallback.refused_on(index)
     for M in tokens:
         config, why = select.explain(N, K, M, index, bf16, rank, shards)
         if rank:
             config = with_adapter(config)
-        while config["kernel"] != "dense" and (failed := fallback.refused.get(_variant(config, rank, dtype))):
+        while config["kernel"] != "dense" and (failed := refused.get(_variant(config, rank, dtype))):
             config, why = _instead_of(config, N, K, M, index), f"{config['kernel']} does not compile: {failed}"
         rows.append(Selected(N, K, M, config["kernel"], config, why))
     return rows
@@ -264,7 +266,7 @@ def _add_adapter(x, lora_a, lora_b, splits, out) -> None:
             num_warps=4,
         )
 
-    if not fallback.attempt(start, lambda: ("lora_up", rank, x.dtype), _PLAIN):
+    if not fallback.attempt(start, lambda: ("lora_up", rank, x.dtype), _PLAIN, x.device.index):
         out += reference.lora(x, lora_a, lora_b, splits)
 
 
@@ -319,6 +321,7 @@ def product_by_any(config, x, packed, block_scale, global_scale, bias, lora_a, l
             lambda c=config: _start(c, *arguments),
             lambda c=config: _variant(c, rank, x.dtype),
             _DENSE if config["kernel"] == "portable" or M > 128 else "The portable kernel",
+            x.device.index,
         )
         if done:
             return
@@ -408,8 +411,21 @@ def check_weight(packed, block_scale, global_scale) -> None:
         raise ValueError(
             f"block_scale has shape {tuple(block_scale.shape)}; a weight of {N} x {K} needs {(N, K // 16)}"
         )
-    if global_scale.numel() not in (1, N):
-        raise ValueError(f"global_scale has {global_scale.numel()} elements; give 1, or one for each of the {N} rows")
+    if block_scale.dtype not in (torch.uint8, torch.float8_e4m3fn):
+        raise ValueError(
+            f"block_scale is {block_scale.dtype}, and its bytes are read as float8_e4m3fn. Give float8_e4m3fn, or its bytes as uint8; values of "
+            "another type are converted by block_scale.to(torch.float8_e4m3fn), where that loses nothing."
+        )
+    check_global_scale(global_scale, N)
+
+
+def check_global_scale(global_scale, N: int) -> None:
+    """One divisor for the whole weight, or one for each of its N rows."""
+    if global_scale.numel() != 1 and global_scale.shape != (N,):
+        raise ValueError(
+            f"global_scale has {global_scale.numel()} elements, of shape {tuple(global_scale.shape)}; give 1, or one for each of the {N} rows, of "
+            f"shape {(N,)}."
+        )
 
 
 def check(x, packed, block_scale, global_scale, bias, lora_a, lora_b, lora_splits) -> None:
@@ -450,6 +466,8 @@ def _linear(
     check(x, packed, block_scale, global_scale, bias, lora_a, lora_b, lora_splits)
     _refuse_grad("linear", x, bias, lora_a, lora_b)
     bias = _unit_stride(bias)
+    if lora_b is not None and not lora_b.shape[1]:  # of rank 0: there is nothing to add
+        lora_a = lora_b = lora_splits = None
     if not x.is_cuda or not _runs_on(x) or x.dtype not in (torch.bfloat16, torch.float16):
         if batch_invariant:
             raise ValueError(
@@ -540,7 +558,7 @@ def _dequantize(packed, block_scale, global_scale, dtype, out) -> torch.Tensor:
             num_warps=4,
         )
 
-    if not fallback.attempt(start, lambda: ("dequantize", dtype), _PLAIN):
+    if not fallback.attempt(start, lambda: ("dequantize", dtype), _PLAIN, packed.device.index):
         return reference.dequantize(packed, block_scale, global_scale, dtype, out)
     return out
 
@@ -570,6 +588,7 @@ def _quantize(weight, scale_rule: str, global_scale) -> tuple[torch.Tensor, torc
         raise ValueError(
             f"quantize needs a float matrix (N, K) with K a multiple of 16; got {tuple(weight.shape)} {weight.dtype}"
         )
+    check_global_scale(global_scale, weight.shape[0])
     if not _runs_on(weight) or weight.stride(1) != 1:
         return reference.quantize(weight, scale_rule, global_scale)
     N, K = weight.shape
@@ -594,7 +613,8 @@ def _quantize(weight, scale_rule: str, global_scale) -> tuple[torch.Tensor, torc
                     num_warps=4,
                 )
 
-        if fallback.attempt(stream, lambda: ("quantize_rtn", sgs > 0), "The general quantize kernel"):
+        general = "The general quantize kernel"
+        if fallback.attempt(stream, lambda: ("quantize_rtn", sgs > 0), general, weight.device.index):
             return packed, scales
     BN, BK = 4, 512
 
@@ -620,7 +640,7 @@ def _quantize(weight, scale_rule: str, global_scale) -> tuple[torch.Tensor, torc
                     enable_fp_fusion=False,
                 )
 
-    if not fallback.attempt(start, lambda: ("quantize", scale_rule, weight.dtype), _PLAIN):
+    if not fallback.attempt(start, lambda: ("quantize", scale_rule, weight.dtype), _PLAIN, weight.device.index):
         return reference.quantize(weight, scale_rule, global_scale)
     return packed, scales
 
@@ -662,7 +682,7 @@ def _rms_norm(x, weight, eps: float, residual=None) -> tuple[torch.Tensor, torch
                 **({"launch_pdl": True} if pdl else {}),
             )
 
-    if not fallback.attempt(start, lambda: ("rms_norm", residual is not None, K, x.dtype), _PLAIN):
+    if not fallback.attempt(start, lambda: ("rms_norm", residual is not None, K, x.dtype), _PLAIN, x.device.index):
         found = reference.rms_norm(x.contiguous(), weight, eps, None if residual is None else residual.contiguous())
         return found if residual is not None else (found, h)
     return y.view(x.shape), h.view(x.shape) if residual is not None else h
