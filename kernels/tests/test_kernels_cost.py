@@ -69,7 +69,7 @@ def test_k_that_is_no_multiple_of_a_unit_costs_what_the_next_one_does(N, K):
         found = cost.candidates(N, K, M, SMS)
         assert found == cost.candidates(N, whole, M, SMS) and found[0]["kernel"] == "wgmma"
         for config in found:
-            assert config["kernel"] == "dense" or select.can_run(config, N, K, SMS, 227 * 1024)
+            assert config["kernel"] == "dense" or select.can_run(config, N, K, M, SMS, 227 * 1024)
             if config["kernel"] != "dense":
                 units = [cost.terms(config, N, columns, M, SMS, 32)["units"] for columns in (K, whole)]
                 assert units[0] == units[1] > 0

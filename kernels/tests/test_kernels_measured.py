@@ -20,7 +20,7 @@ CONFIG = {"kernel": "wgmma", "BM": 64, "P": 2, "S": 4, "permute": True, "grid": 
 interpreted = pytest.mark.skipif(not portable.INTERPRET, reason="the kernels run in Triton's interpreter")
 
 
-def everything(config, N, K) -> bool:
+def everything(config, N, K, tokens) -> bool:
     return True
 
 
@@ -259,9 +259,20 @@ HANGS = {
 
 @pytest.mark.parametrize("config", HANGS.values(), ids=HANGS)
 def test_a_configuration_that_could_wait_forever_is_refused(hopper, config):
-    assert select.can_run(CONFIG, N, K, 132, 227 * 1024)
+    assert select.can_run(CONFIG, N, K, 64, 132, 227 * 1024)
     keep(entry(config=config))
     assert "cannot be launched" in refused("is ignored")
+
+
+@pytest.mark.parametrize("tokens,BM", [(16, 8), (24, 8), (24, 16), (64, 16)])
+def test_a_configuration_that_would_leave_tokens_out_is_refused(hopper, tokens, BM):
+    """A program of `skinny` computes all tokens of its rows: of 24 it would have computed eight, and left the rest as it was."""
+    config = {"kernel": "skinny", "BM": BM, "WK": 4, "WN": 1, "R": 2, "grid": 132}
+    assert select.can_run(config, N, K, BM, 132, 227 * 1024)
+    assert not select.can_run(config, N, K, tokens, 132, 227 * 1024)
+    keep(entry(tokens, config=config))
+    assert "cannot be launched" in refused("is ignored")
+    assert select.explain(N, K, tokens, 0, True, RANK)[1] != select.MEASURED
 
 
 def test_measurements_of_other_kernels_are_not_used_and_that_is_said(hopper, monkeypatch):
@@ -429,7 +440,7 @@ def test_candidates_can_run_and_begin_with_what_is_selected_without(gpu, monkeyp
             plain = select.with_adapter(now) if rank else now
             assert found[0] == {name: value for name, value in plain.items() if name != "lora"}
             assert len({repr(sorted(c.items())) for c in found}) == len(found) <= max(refine.MOST, 9)
-            assert all(select.can_run(c, n, k, card[1], card[3] * 1024) for c in found)
+            assert all(select.can_run(c, n, k, M, card[1], card[3] * 1024) for c in found)
             kernels |= {c["kernel"] for c in found}
             assert M > 16 or not any(c["kernel"] == "wgmma" for c in found[1:])
     assert ("wide" in kernels) == (wide and card == CARDS["H200"])

@@ -132,7 +132,7 @@ def test_what_is_selected_can_run_and_is_the_cheapest(card, N, K):
     for M in (17, 24, 40, 64, 100, 128, 200, 256, 512, 1000, 1536):
         config, why = select.explain(N, K, M, 0, True)
         assert why == f"bounds of {card.name}"
-        assert select.can_run(config, N, K, card.sms, shared)
+        assert select.can_run(config, N, K, M, card.sms, shared)
         kernels.add(config["kernel"])
         size = next(s for s in cost.SIZES if s >= M)
         ours = [bounds.mma_us(card, c, N, K, size) for c in bounds.mma_candidates(N, K, size, card.sms, shared)]
@@ -170,8 +170,8 @@ def test_the_page_shows_what_is_expected():
 def test_a_configuration_from_a_file_that_cannot_run_is_refused():
     good = {"kernel": "mma", "BM": 64, "R": 2, "NS": 3, "SK": 2}
     limit = 99 * 1024
-    assert select.can_run(good, 512, 512, 108, limit)
+    assert select.can_run(good, 512, 512, 100, 108, limit)
     for wrong in ({"BM": 48}, {"R": 4}, {"NS": 1}, {"NS": 7}, {"SK": 5}, {"SK": 0}, {"BM": 128, "R": 1}, {"SK": "2"}):
-        assert not select.can_run(good | wrong, 512, 512, 108, limit), wrong
-    assert not select.can_run(good, 512, 528, 108, limit)
+        assert not select.can_run(good | wrong, 512, 512, 100, 108, limit), wrong
+    assert not select.can_run(good, 512, 528, 100, 108, limit)
     assert ops._variant(good, 0, "x") == ops._variant(good | {"SK": 3}, 0, "x"), "SK is a number of programs"

@@ -69,7 +69,7 @@ def h200(pretend):
 def test_every_table_entry_fits_its_matrix(path):
     for entry in json.loads(path.read_text())["entries"]:
         config, N, K = entry["config"], entry["N"], entry["K"]
-        assert select.can_run(config, N, K, 132, 227 * 1024)
+        assert select.can_run(config, N, K, entry["bucket"] or 2048, 132, 227 * 1024)
         if config["kernel"] == "skinny":
             assert select.skinny_fits(config, N, K)
             assert 0 < entry["bucket"] <= config["BM"]
@@ -395,3 +395,25 @@ def test_the_planted_defects_are_those_of_the_page_and_fit_the_sources():
     assert [row["defect"] for row in rows] == [defect.name for defect in planted.DEFECTS], "run tests/planted.py again"
     assert sum(row["by"] is None for row in rows) <= 3
     assert planted.written(planted.PAGE.read_text(), rows) == planted.PAGE.read_text()
+
+
+def test_the_edges_and_ranks_that_linear_names_are_fused(h200):
+    """Its docstring: edges at multiples of 64, of 128 with `portable`; ranks that are multiples of 8, of 4 up to 16 tokens."""
+    import qerl_nvfp4
+    from qerl_nvfp4 import launch
+
+    said = " ".join(qerl_nvfp4.linear.__doc__.split())
+    assert "multiples of 64 (of 128 where `portable` or the dense path multiplies)" in said
+    assert "multiples of 8 (of 4 up to 16 tokens)" in said and "one set per stream" in said
+    known = [select.with_adapter(config) for config in select.load_table("NVIDIA H200", 132).values()]
+    known += [select.choose(N, 4096, M, 0, True) for N in (1024, 4608, 40960) for M in (3, 16, 17, 64, 300)]
+    known += [select.choose(N, 4096, M, 0, False) for N in (1024, 40960) for M in (3, 64)]
+    for config in known:
+        if config["kernel"] == "dense":
+            continue
+        assert (128 if config["kernel"] == "portable" else 64) % launch.tile_rows(config) == 0
+        for rank in (4, 8, 200, 256):
+            K, shards = 256, 3
+            x, a = torch.empty(3, K).bfloat16(), torch.empty(shards * rank, K).bfloat16()
+            lora = launch.fused_adapter(config, x, a, torch.empty(384, rank).bfloat16(), (128, 128, 128))
+            assert (lora is not None) == (rank % 8 == 0 or config["kernel"] not in ("wgmma", "wide"))

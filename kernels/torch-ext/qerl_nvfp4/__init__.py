@@ -47,18 +47,20 @@ def linear(
             what `align_scale_rows` makes of it; without, a slower kernel is taken.
         global_scale: float32 (1,) or (N,); it divides.
         lora_a: (S * r, K); lora_b: (N, r), alpha/r folded in; lora_splits: S row counts that sum to N (None: one shard).
-            Rows of shard i use rows i*r to (i+1)*r of lora_a.  Up to three shards whose edges are multiples of 256 (128 for small
-            matrices) and ranks up to 256, multiples of 8 (of 4 up to 8 tokens), are fused; anything else is added by two more products.
+            Rows of shard i use rows i*r to (i+1)*r of lora_a.  Up to three shards whose edges are multiples of 64 (of 128 where `portable`
+            or the dense path multiplies) and ranks up to 256, multiples of 8 (of 4 up to 16 tokens), are fused; anything else is added by
+            two more products. Rank 0 is no adapter.
         batch_invariant: compute a row of y by the same sums in the same order however many rows there are, so that its bits do not depend
             on who stands beside it. Slower; kernels and rank are then fewer, and what cannot be had so is an error.
 
     Deterministic, safe in CUDA graphs and transparent to torch.compile.  No autograd: inputs that require a gradient are refused unless
-    gradients are off.  Scratch buffers are one set per device, made and grown by the first calls: do not call from two streams or two
-    threads of one device at once, and call eagerly what a graph will do before it is captured
-    (torch.compile(mode="reduce-overhead") captures by itself).
+    gradients are off.  Scratch buffers are one set per stream of a device, and one for all its CUDA graphs, made and grown by the first
+    calls: streams may run at the same time, but do not call from two threads on one stream, nor replay graphs on two streams at a time, and
+    call eagerly what a graph will do before it is captured (torch.compile(mode="reduce-overhead") captures by itself).
 
     Raises:
-        `ValueError`: shapes disagree, or no kernel is batch-invariant for these. `RuntimeError`: a gradient would be lost.
+        `ValueError`: shapes disagree, block scales are of another type, or no kernel is batch-invariant for these. `RuntimeError`: a gradient
+        would be lost.
     """
     return _ops.ops.linear(x, packed, block_scale, global_scale, bias, lora_a, lora_b, lora_splits, batch_invariant)
 
@@ -87,7 +89,7 @@ def dequantize(
 
 
 def quantize(weight: torch.Tensor, scale_rule: str, global_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(N, K) float -> packed (N, K/2), block_scale (N, K/16), both uint8, for the divisor `global_scale` (1,).
+    """(N, K) float -> packed (N, K/2), block_scale (N, K/16), both uint8, for the divisor `global_scale` (1,) or (N,).
 
     `scale_rule`: "rtn", "four_over_six" or "neighbor_sweep"; the same bytes as qerl_trl.nvfp4.quantize.
     """

@@ -87,8 +87,8 @@ def _sum(entries: list[dict]) -> str:
     return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()
 
 
-def read(path: Path, key: dict, runs: Callable[[dict, int, int], bool]) -> list[dict]:
-    """The entries of a file; `runs(config, N, K)`: whether a configuration can be launched at all.
+def read(path: Path, key: dict, runs: Callable[[dict, int, int, int], bool]) -> list[dict]:
+    """The entries of a file; `runs(config, N, K, tokens)`: whether a configuration can be launched at all.
 
     Raises:
         `ValueError`: what is wrong with the file.
@@ -106,12 +106,13 @@ def read(path: Path, key: dict, runs: Callable[[dict, int, int], bool]) -> list[
         raise ValueError("its content is not what was written")
     for entry in entries:
         whole = isinstance(entry, dict) and all(type(entry.get(name)) is int for name in _WHOLE_NUMBERS)
-        if not whole or not isinstance(entry.get("config"), dict) or not runs(entry["config"], entry["N"], entry["K"]):
+        config = entry.get("config") if whole else None
+        if not isinstance(config, dict) or not runs(config, entry["N"], entry["K"], entry["tokens"]):
             raise ValueError(f"it holds what cannot be launched: {str(entry)[:200]}")
     return entries
 
 
-def load(device: str, sms: int, runs: Callable[[dict, int, int], bool]) -> Found:
+def load(device: str, sms: int, runs: Callable[[dict, int, int, int], bool]) -> Found:
     """The user's measurements for a device; what is wrong with them is said in a warning and returned."""
     key = key_of(device, sms)
     path = path_of(key)
@@ -146,7 +147,7 @@ def _quietly(line: str) -> None:
     """To write takes milliseconds: there is nothing to tell who waits."""
 
 
-def write(device: str, sms: int, entries: list[dict], runs: Callable[[dict, int, int], bool]) -> Path:
+def write(device: str, sms: int, entries: list[dict], runs: Callable[[dict, int, int, int], bool]) -> Path:
     """Add entries to the device's file, in the place of older ones for the same; other processes' stay.
 
     The file appears whole or not at all.

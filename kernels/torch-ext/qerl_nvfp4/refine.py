@@ -66,7 +66,7 @@ def near(weight: Weight, M: int, device: int | None = None) -> list[dict]:
         found = skinny_near(N, K, M, sms)
     if not found:
         found = portable_near(N, K, M, device)
-    usable = (c for c in found if select.can_run(c, N, K, sms, select.shared_memory_limit(device)))
+    usable = (c for c in found if select.can_run(c, N, K, M, sms, select.shared_memory_limit(device)))
     return list({repr(sorted(c.items())): c for c in (now, *usable)}.values())
 
 
@@ -229,5 +229,5 @@ def refine(
     return done
 
 
-def _runs(config: dict, N: int, K: int, device: int) -> bool:
-    return select.can_run(config, N, K, select.device_properties(device)[1], select.shared_memory_limit(device))
+def _runs(config: dict, N: int, K: int, M: int, device: int) -> bool:
+    return select.can_run(config, N, K, M, select.device_properties(device)[1], select.shared_memory_limit(device))

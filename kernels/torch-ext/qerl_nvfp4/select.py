@@ -143,8 +143,9 @@ def portable_heuristic(
     return config | {"NS": next(fitting, 1)}
 
 
-def can_run(config: dict, N: int, K: int, sms: int, shared_memory: int) -> bool:
-    """Whether a configuration is one that these kernels can be launched with: another one could wait for programs that never start.
+def can_run(config: dict, N: int, K: int, M: int, sms: int, shared_memory: int) -> bool:
+    """Whether a configuration is one that these kernels can be launched with for M tokens: another one could wait for programs that never
+    start, or leave tokens out.
 
     For configurations that come from a file. `shared_memory`: bytes that a block may have.
     """
@@ -161,6 +162,7 @@ def can_run(config: dict, N: int, K: int, sms: int, shared_memory: int) -> bool:
         return (
             warps
             and get("BM") in (8, 16)
+            and get("BM") >= M  # a program computes all tokens
             and get("R") in (1, 2, 4)
             and 0 < get("grid") <= 16 * sms
             and 0 < get("cost", 1) <= 64
@@ -187,7 +189,7 @@ def can_run(config: dict, N: int, K: int, sms: int, shared_memory: int) -> bool:
 @functools.cache
 def measured_on(name: str, sms: int, shared_memory: int) -> measured.Found:
     """What the user measured on such a device; read once per process."""
-    return measured.load(name, sms, lambda config, N, K: can_run(config, N, K, sms, shared_memory))
+    return measured.load(name, sms, lambda config, N, K, M: can_run(config, N, K, M, sms, shared_memory))
 
 
 def measured_for(device_index: int | None) -> measured.Found:
