@@ -252,9 +252,7 @@ def layer_rows(model: str, sizes, choose, l2: int, deadline: float) -> list[dict
         if time.time() > deadline:
             print(f"# time is up before layers of {model} M={M}", flush=True)
             break
-        chosen = {
-            n: choose(N, K, M, rows_of(model, N, K)) for n, (N, K) in layers.shapes.items()
-        }
+        chosen = {n: choose(N, K, M, rows_of(model, N, K)) for n, (N, K) in layers.shapes.items()}
         calls = [layers.call(M, chosen), layers.call(M, None), layers.call(M, {})]
         ours, bf16, glue = times_us(calls, layers.copies, 3, 4)
         rows.append(

@@ -3,9 +3,10 @@
     python kernels/benchmarks/fit.py every_size.json [more.json ...] [--write] [--result results/every_size_h200.json]
 
 Variants without which nothing gets slower are left out, since each must be compiled; of a result, where that was done, none.  Every other one
-has factors of its own, none of them negative, by least squares of the relative error.  Printed, and kept in the file: how far the chosen
-candidate is from the fastest one measured, be it left out or not ("loss"), with all shapes in the fit and, which is what counts, with the
-matrix in question left out of it.
+has factors of its own, none of them negative, by least squares of the relative error, and the number of tokens up to which they hold.
+Printed, and kept in the file: how far the chosen candidate is from the fastest one measured, be it left out or not ("loss"), with all shapes
+in the fit and, which is what counts, with the matrix in question left out of it.  For the matrices that were measured the file also holds
+what was fastest ("timed"), where the table or the model would choose something slower by more than `GAIN`.
 """
 
 import argparse
@@ -21,9 +22,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "torch-ext"))
 
-from qerl_nvfp4 import cost
+from qerl_nvfp4 import cost, select
 
 TOLERANCE = 0.002  # how much slower than with all variants the best of those that are kept may be
+
+
+GAIN = 1.01  # what is measured to be slower by more than this is not chosen
+AT_LEAST = 4  # samples of a variant, and of its largest numbers of tokens
 
 
 def not_negative(samples: list[tuple[dict[str, float], float]]) -> dict[str, float]:
@@ -80,20 +85,66 @@ def fewest(rows: list[dict], tolerance: float) -> set[str]:
         kept.remove(name)
 
 
-def samples_of(rows: list[dict], sms: int) -> dict[str, list]:
-    """variant -> [(terms, us)]."""
+def samples_of(rows: list[dict], sms: int) -> dict[str, list[tuple[dict[str, float], float, int]]]:
+    """variant -> [(terms, us, tokens)]."""
     found: dict[str, list] = {}
     for row in rows:
         for timed in row["candidates"]:
             config = timed["config"]
             if known(config):
                 values = cost.terms(config, row["N"], row["K"], row["M"], sms, row["rows"])
-                found.setdefault(cost.variant(config, row["M"]), []).append((values, timed["us"]))
+                found.setdefault(cost.variant(config, row["M"]), []).append((values, timed["us"], row["M"]))
     return found
 
 
-def factors_of(rows: list[dict], sms: int, at_least: int = 4) -> dict[str, dict[str, float]]:
-    return {name: not_negative(s) for name, s in sorted(samples_of(rows, sms).items()) if len(s) >= at_least}
+def factors_of(rows: list[dict], sms: int) -> dict[str, dict[str, float]]:
+    """Of every variant with enough samples; they hold up to the number of tokens that as many samples have."""
+    found = {}
+    for name, samples in sorted(samples_of(rows, sms).items()):
+        if len(samples) >= AT_LEAST:
+            tokens = sorted(M for _, _, M in samples)[-AT_LEAST]
+            found[name] = not_negative([(values, us) for values, us, _ in samples])
+            found[name][cost.TOKENS] = cost.size_of(tokens)
+    return found
+
+
+def complete(config: dict, M: int) -> dict:
+    """A configuration as it is launched with an adapter."""
+    config = {name: value for name, value in select.with_adapter(config).items() if name != "lora"}
+    return {"tasks": M <= 128} | config if config["kernel"] in ("wgmma", "wide") else config
+
+
+def slower(config: dict, rows: list[dict]) -> float:
+    """How much slower than the fastest candidate a configuration is at the worst of these rows; infinity if it was not timed in all."""
+    worst = 0.0
+    for row in rows:
+        us = [c["us"] for c in row["candidates"] if complete(c["config"], row["M"]) == complete(config, row["M"])]
+        worst = max(worst, min(us, default=math.inf) / min(c["us"] for c in row["candidates"]))
+    return worst
+
+
+def faster_than_chosen(rows: list[dict], sms: int, model: dict, table: dict) -> list[dict]:
+    """What was timed to be faster by more than `GAIN` than what is chosen without having been timed; `table`: select.load_table's.
+
+    Numbers of tokens that are priced as one are answered by one configuration.
+    """
+    places: dict[tuple[int, int, int, int], list[dict]] = {}
+    for row in rows:
+        row = row | {"candidates": kept(row, model)}
+        if row["M"] > 16 and row["candidates"] and (size := cost.size_of(row["M"])):
+            places.setdefault((row["N"], row["K"], row["rows"], size), []).append(row)
+    found = []
+    for (N, K, of_a, size), some in sorted(places.items()):
+        chosen = []
+        for row in some:
+            tuned = table.get((N, K, select.bucket_of(row["M"])))
+            chosen.append(select.by_price(N, K, row["M"], sms, of_a, tuned, model))
+        now = max(math.inf if c is None else slower(c, [row]) for c, row in zip(chosen, some, strict=True))
+        timed = [complete(c["config"], size) for c in some[0]["candidates"]]
+        best = min(timed, key=lambda config: slower(config, some))
+        if now > GAIN and slower(best, some) < now:
+            found.append({"N": N, "K": K, "rows": of_a, "size": size, "config": best})
+    return found
 
 
 def fastest_us(row: dict) -> float:
@@ -180,6 +231,7 @@ def main() -> None:
     runs = [json.loads(path.read_text()) for path in args.files]
     rows, sms = [row for run in runs for row in run["matrices"]], runs[0]["multiprocessors"]
     model, found = fit(rows, sms)
+    table = select.load_table(runs[0]["device"], sms)
     for name, value in found.items():
         print(name, value)
     for loss, row, chosen in sorted(losses(rows, sms, model), key=lambda f: -f[0])[:12]:
@@ -187,7 +239,15 @@ def main() -> None:
     if args.write:
         head = {k: runs[0][k] for k in ("device", "multiprocessors", "torch", "triton", "commit", "command")}
         lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(factors)}" for name, factors in model.items())
-        text = json.dumps(head | {"quality": found})[:-1] + ', "factors": {\n' + lines + "\n}}\n"
+        timed = ",\n".join("  " + json.dumps(entry) for entry in faster_than_chosen(rows, sms, model, table))
+        text = (
+            json.dumps(head | {"quality": found})[:-1]
+            + ', "factors": {\n'
+            + lines
+            + '\n}, "timed": [\n'
+            + timed
+            + "\n]}\n"
+        )
         temporary = cost.FACTORS.with_suffix(".tmp")
         temporary.write_text(text)
         os.replace(temporary, cost.FACTORS)

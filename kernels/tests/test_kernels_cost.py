@@ -1,6 +1,8 @@
 """Candidates and their costs: what is offered can run, and the cheapest known one is chosen."""
 
+import json
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -135,3 +137,82 @@ def test_the_rows_of_the_adapter_are_those_of_all_shards(h200, monkeypatch):
     monkeypatch.setattr(ops, "use_gluon", lambda index: True)
     precompile._launch_all([precompile.Weight(N, K, splits, 32)], [M], [], torch.bfloat16, 0)
     assert [config["tasks"] for config in seen] == [False], "what is compiled ahead"
+
+
+RESULT = Path(__file__).parents[1] / "benchmarks" / "results" / "every_size_h200.json"
+
+
+@pytest.fixture
+def shipped(monkeypatch):
+    """shipped(N, K, M, rank, shards): what ships for an H200, and why."""
+    gpu = ["NVIDIA H200", 132, (9, 0)]
+    monkeypatch.setattr(select, "device_properties", lambda index: tuple(gpu))
+    monkeypatch.setattr(select, "shared_memory_limit", lambda index: 227 * 1024)
+    monkeypatch.setattr(cost, "WIDE_ALLOWED", True)
+    select.explain.cache_clear()
+
+    def ask(*place, sms: int = 132) -> tuple[dict, str]:
+        gpu[1] = sms
+        return select.shipped(*place[:3], 0, True, *place[3:])
+
+    yield ask
+    select.explain.cache_clear()
+
+
+def test_what_ships_was_timed_to_be_within_two_percent_of_the_fastest(shipped, monkeypatch):
+    """Of the candidates whose variants are kept, for every matrix and number of tokens of the committed measurement."""
+    monkeypatch.syspath_prepend(RESULT.parents[1])
+    import fit
+
+    result, by = json.loads(RESULT.read_text()), set()
+    for row in result["matrices"]:
+        config, why = shipped(row["N"], row["K"], row["M"], 32, row["rows"] // 32)
+        assert fit.slower(config, [row]) <= 1.02, (row["matrix"], row["M"], config, why)
+        assert config["kernel"] == "dense" or select.can_run(config, row["N"], row["K"], row["M"], 132, 227 * 1024)
+        by.add(why)
+    assert by == {"timed on NVIDIA H200", "table of NVIDIA H200", "cost model"}
+
+
+def test_what_was_timed_holds_for_its_gpu_rows_and_kernels_only(shipped, monkeypatch):
+    entries = json.loads(cost.FACTORS.read_text())["timed"]
+    for entry in (entries[0], next(e for e in entries if e["config"]["kernel"] == "wide")):
+        place, shards = (entry["N"], entry["K"], entry["size"]), entry["rows"] // 32
+        assert shipped(*place, 32, shards) == (entry["config"], "timed on NVIDIA H200")
+        for other in (
+            shipped(*place),
+            shipped(*place, 16, shards),
+            shipped(*place, 32, shards, sms=114),
+            shipped(entry["N"] + 64, *place[1:], 32, shards),
+        ):
+            assert other[0] != entry["config"] or not other[1].startswith("timed")
+    monkeypatch.setattr(cost, "WIDE_ALLOWED", False)
+    assert shipped(*place, 32, shards)[0]["kernel"] != "wide"
+
+
+def test_a_variant_has_no_price_beyond_what_it_was_measured_for(shipped, monkeypatch):
+    """x A^T beside the product is a candidate for many tokens and the widest tiles; until these are timed, nothing that ships changes by it."""
+    far = [
+        (N, K, M, config)
+        for N, K in ((896, 896), (3584, 3584), (37888, 3584))
+        for M in (272, 400, 512, 1024)
+        for config in cost.candidates(N, K, M, SMS)
+        if config.get("tasks")
+    ]
+    assert {M for N, K, M, _ in far if N * K >= 2**25} == {272, 400, 512}
+    assert {M for N, K, M, _ in far if N * K < 2**25} == {272, 400, 512, 1024}
+    assert {208, 224, 256} <= {config["BM"] for *_, config in far}
+    for N, K, M, config in far:
+        assert select.can_run(config, N, K, M, SMS, 227 * 1024)
+        assert cost.predicted_us(config, N, K, M, SMS, 96) == float("inf")
+    tokens = (24, 128, 200, 256, 272, 400, 512, 704, 1504)
+    places = [
+        (N, K, M, 32, shards) for N, K in ((896, 896), (4608, 3584), (37888, 3584)) for M in tokens for shards in (1, 3)
+    ]
+    now, offered = [shipped(*place) for place in places], cost.candidates
+
+    def fewer(N: int, K: int, M: int, sms: int) -> list[dict]:
+        found = offered(N, K, M, sms)
+        return [c for c in found if not c.get("tasks") or (M <= 256 and c["BM"] <= 192)]
+
+    monkeypatch.setattr(cost, "candidates", fewer)
+    assert [shipped(*place) for place in places] == now

@@ -210,6 +210,17 @@ def test_wgmma(emulated, config, M, N, K, rank, splits):
     assert set(emulated["launches"]) == {f"{config['kernel']}_kernel"} | beside
 
 
+@pytest.mark.parametrize("BM,P,M", [(208, 2, 200), (224, 2, 230), (256, 2, 250), (144, 2, 280), (192, 3, 300)])
+def test_x_a_beside_many_tokens(emulated, BM, P, M):
+    """The widest tiles, and more than 256 tokens, of which each tile waits for a flag of its own."""
+    from qerl_nvfp4 import cost
+
+    S, X = cost.wide_stages(BM, P)
+    config = {"kernel": "wide", "BM": BM, "P": P, "S": S, "X": X, "grid": 3, "tasks": True}
+    run(emulated, config, M, 320, 1280, 32, (128, 128, 64), times=1)
+    assert set(emulated["launches"]) == {"wide_kernel", "permute_kernel"}
+
+
 @pytest.mark.parametrize("K,stride", [(288, 8), (896, 8), (960, 0), (1152, 0)])
 @pytest.mark.parametrize(
     "config,M,rank",

@@ -350,6 +350,9 @@ def test_the_cost_model_is_that_of_the_committed_measurement(monkeypatch):
     assert quality == shipped["quality"] and model.keys() == shipped["factors"].keys()
     for name, factors in model.items():
         assert factors == pytest.approx(shipped["factors"][name], rel=1e-3), name
+    table = select.load_table(result["device"], result["multiprocessors"])
+    timed = fit.faster_than_chosen(result["matrices"], result["multiprocessors"], shipped["factors"], table)
+    assert timed == shipped["timed"]
     row = result["matrices"][0]
     chosen = fit.losses([row | {"best_us": row["best_us"] / 2}], result["multiprocessors"], model)
     before = fit.losses([row], result["multiprocessors"], model)

@@ -185,7 +185,7 @@ def test_skinny(BM, WK, WN, R, late, rank, programs, limit):
 def test_wgmma(BM, P, S, permute, rank, spills):
     from qerl_nvfp4 import hopper_wgmma as hopper
 
-    average, registers, ring_registers = hopper.registers(P, permute, rank > 0)
+    average, registers, ring_registers = hopper.registers(BM, P, permute, rank > 0)
     constants = {
         "BM": BM,
         "P": P,
@@ -229,16 +229,26 @@ def test_wgmma(BM, P, S, permute, rank, spills):
 
 @pytest.mark.skipif(not INSIDE, reason="run by test_in_a_fresh_process")
 def test_a_tile_of_two_widths_decodes_a_weight_once():
+    BM, P, rank = 160, 2, 32
+    code = disassemble(wide(BM, P, rank).asm["cubin"])
+    check(code, "HGMMA", 128, 4.6, 8, count=2 * 16)
+    waits = [rest for _, op, rest in code if op == "WARPGROUP.DEPBAR.LE"]
+    assert len(waits) <= P * (9 + rank // 32) + 2
+    assert sum("0x2" in rest for rest in waits) == 8 * P, "both wgmma of a piece run on during the next decode"
+    everything = opcodes(code)
+    assert sum(op.startswith("UTMASTG") for op in everything) == P * BM // 16
+
+
+def wide(BM: int, P: int, rank: int):
+    """hopper_wide.wide_kernel with x A^T beside the product, compiled."""
     from qerl_nvfp4 import cost, hopper_wide
     from qerl_nvfp4 import hopper_wgmma as hopper
 
-    BM, P, rank = 160, 2, 32
     S, X = cost.wide_stages(BM, P)
-    average, registers, ring_registers = hopper.registers(P, False, True)
+    average, registers, ring_registers = hopper.registers(BM, P, False, True)
     constants = {"BM": BM, "P": P, "S": S, "X": X, "BIAS": True, "RANK": rank, "TASKS": True, "PDL": True}
     constants |= {"REGS": registers, "RING_REGS": ring_registers}
     boxes = hopper_wide.boxes_of(BM)
-    assert boxes == [128, 32, 128]
     descriptors = {f"x{i}_d": f"tensordesc<bf16[{b}, 64],{hopper.X_SHARED!r}>" for i, b in enumerate(boxes)}
     descriptors |= {f"xa{i}_d": f"tensordesc<bf16[{b}, 32],{hopper.L_SHARED!r}>" for i, b in enumerate(boxes)}
     descriptors |= {
@@ -249,13 +259,16 @@ def test_a_tile_of_two_widths_decodes_a_weight_once():
     }
     compiled = compile_sm90(hopper_wide.wide_kernel, constants, 4, descriptors, 3, {"xa_ptr": "*bf16"}, average)
     assert compiled.metadata.shared <= 227 * 1024
-    code = disassemble(compiled.asm["cubin"])
-    check(code, "HGMMA", 128, 4.6, 8, count=2 * 16)
-    waits = [rest for _, op, rest in code if op == "WARPGROUP.DEPBAR.LE"]
-    assert len(waits) <= P * (9 + rank // 32) + 2
-    assert sum("0x2" in rest for rest in waits) == 8 * P, "both wgmma of a piece run on during the next decode"
-    everything = opcodes(code)
-    assert sum(op.startswith("UTMASTG") for op in everything) == P * BM // 16
+    return compiled
+
+
+@pytest.mark.skipif(not INSIDE, reason="run by test_in_a_fresh_process")
+@pytest.mark.parametrize("BM,spills", [(192, 40), (208, 40), (224, 40), (256, 40)])
+def test_x_a_beside_the_widest_tiles_leaves_the_loop_in_registers(BM, spills):
+    from qerl_nvfp4 import hopper_wide
+
+    code = disassemble(wide(BM, 2, 32).asm["cubin"])
+    check(code, "HGMMA", 128, 6.0, spills, count=16 * len(hopper_wide.parts_of(BM)))
 
 
 @pytest.mark.skipif(not INSIDE, reason="run by test_in_a_fresh_process")

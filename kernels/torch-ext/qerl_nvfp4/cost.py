@@ -1,7 +1,9 @@
 """What a matrix product costs: candidates for a matrix (N, K) and M tokens, and microseconds predicted for each.
 
 The prediction is a sum of a few terms that a launch pays for (`terms`), with one set of factors per compiled variant of a kernel.  The
-factors are fitted to measurements (kernels/benchmarks/fit.py, from the JSON of every_size.py) and stand in configs/cost_model.json.
+factors are fitted to measurements (kernels/benchmarks/fit.py, from the JSON of every_size.py) and stand in configs/cost_model.json, with
+the number of tokens up to which each variant was measured: beyond it, it has no price.  Where that measurement itself found something
+faster than what would be chosen, the file names it (`fastest_timed`), for GPUs with as many multiprocessors as it was made on.
 All of it is for Hopper GPUs and products with an adapter, which is what a rollout runs.
 """
 
@@ -54,7 +56,13 @@ WIDE = (  # BM, P; stages follow from shared memory
 WIDE_ALLOWED = os.environ.get("QERL_NVFP4_WIDE", "1") != "0"
 WITHOUT_ADAPTER = 64  # rows of A that a product without an adapter is priced with: only products with one were timed
 UNIT = 256  # columns that a tile's programs go along K at a time
+TOKENS = "tokens"  # among a variant's factors: up to how many it was measured
 WASTE = 1.35  # a tile is worth a try if it rounds the number of tokens up by no more than this
+
+
+def size_of(M: int) -> int:
+    """The number of tokens as which M is priced; 0: not at all."""
+    return next((size for size in SIZES if size >= M), 0)
 
 
 def wide_shared_memory(BM: int, P: int, S: int, X: int) -> int:
@@ -110,7 +118,7 @@ def layouts(N: int, K: int, M: int) -> list[dict]:
 
 
 def candidates(N: int, K: int, M: int, sms: int) -> list[dict]:
-    """Everything worth a thought for M > 16 tokens and an adapter."""
+    """Everything worth a thought for M > 16 tokens and an adapter, be there a price for it or not."""
     found = []
     for config in layouts(N, K, M):
         if config["P"] == 4:
@@ -118,7 +126,7 @@ def candidates(N: int, K: int, M: int, sms: int) -> list[dict]:
         tiles = math.ceil(N / (64 * config["P"])) * math.ceil(M / config["BM"])
         # x A^T beside the product, or before it
         before = M > 64 and (config["kernel"] == "wide" or config["BM"] == 128)
-        tasks = [t for t in (True, False) if (M <= 256 and config["BM"] <= 192 if t else before)]
+        tasks = [t for t in (True, False) if (M <= 512 or N * K < 2**25 if t else before)]
         found += [config | {"tasks": t, "grid": g} for t in tasks for g in grids(tiles, units_along(K), sms)]
     if M >= 64 or not found:
         found.append({"kernel": "dense", "pieces": 1})
@@ -166,14 +174,31 @@ def terms(config: dict, N: int, K: int, M: int, sms: int, rows: int) -> dict[str
 
 @functools.cache
 def factors() -> dict[str, dict[str, float]]:
-    """variant -> term -> microseconds; empty before the first fit."""
+    """variant -> term -> microseconds, and `TOKENS` -> up to how many it was measured; empty before the first fit."""
     return json.loads(FACTORS.read_text())["factors"] if FACTORS.is_file() else {}
 
 
+@functools.cache
+def _timed() -> tuple[str, int, dict[tuple[int, int, int, int], dict]]:
+    """The GPU of the measurement, its multiprocessors, and (N, K, rows, size) -> configuration."""
+    model = json.loads(FACTORS.read_text()) if FACTORS.is_file() else {}
+    found = {(e["N"], e["K"], e["rows"], e["size"]): e["config"] for e in model.get("timed", ())}
+    return model.get("device", ""), model.get("multiprocessors", 0), found
+
+
+def fastest_timed(N: int, K: int, M: int, sms: int, rows: int) -> tuple[dict, str] | None:
+    """What the measurement behind the model found fastest, and on which GPU, where that is not what would be chosen without it."""
+    device, multiprocessors, found = _timed()
+    config = found.get((N, K, rows, size_of(M))) if sms == multiprocessors else None
+    if config is None or (config["kernel"] == "wide" and not WIDE_ALLOWED):
+        return None
+    return config, device
+
+
 def predicted_us(config: dict, N: int, K: int, M: int, sms: int, rows: int, model: dict | None = None) -> float:
-    """Microseconds of a product with an adapter; infinity for a variant that was never measured."""
+    """Microseconds of a product with an adapter; infinity for a variant that was never measured, or not with so many tokens."""
     own = (factors() if model is None else model).get(variant(config, M))
-    if own is None:
+    if own is None or own.get(TOKENS, M) < M:
         return math.inf
     return sum(own.get(name, 0.0) * value for name, value in terms(config, N, K, M, sms, rows).items())
 
@@ -186,7 +211,7 @@ def cheapest(
 
     The answer changes at `SIZES` only, so that what must be compiled ahead is known.
     """
-    M = next((size for size in SIZES if size >= M), 0)
+    M = size_of(M)
     found = priced(N, K, M, sms, rows, more, model) if M else []
     return found[0][1] if found else None
 

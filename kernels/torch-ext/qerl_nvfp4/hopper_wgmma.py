@@ -64,15 +64,16 @@ def words_layout(S: int):
 barriers_of = gluon.constexpr_function(pieces_of)
 
 
-def registers(P: int, permute: bool, tasks: bool) -> tuple[int, int, int]:
+def registers(BM: int, P: int, permute: bool, tasks: bool) -> tuple[int, int, int]:
     """Registers a thread: what 64 Ki allow on average, of the groups that multiply, and of the ring's warp (it counts as four).
 
-    Where there are no other warps, the ring's gives most of its registers to those that multiply; fewer if x A^T is computed beside it.
+    Where there are no other warps, the ring's gives most of its registers to those that multiply; fewer if x A^T is computed beside it,
+    except where a tile is so wide that its sums leave no others.
     """
     average = 65536 // (128 * (P + 1 + permute)) // 8 * 8
     if permute:
         return average, average, average
-    ring = 24 if not tasks else 152 if P == 2 else 88
+    ring = 24 if not tasks else 152 if P == 2 and BM < 256 else 88
     return average, ((P + 1) * average - ring) // P // 8 * 8, ring
 
 

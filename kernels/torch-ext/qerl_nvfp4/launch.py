@@ -311,7 +311,7 @@ def launch_wgmma(config, x, packed, block_scale, global_scale, bias, lora_a, lor
             torch.mm(natural, lora_a.t(), out=down[:M])
     whole = tiles // grid - (1 if tiles % grid and tiles > grid else 0)  # tiles of its own that a program computes
     words, scales = packed.view(torch.int32), scale_bytes(block_scale).view(torch.int16)
-    average, registers, ring_registers = hopper.registers(P, permute, tasks)
+    average, registers, ring_registers = hopper.registers(BM, P, permute, tasks)
     # of a tile's tokens: all at once, or part by part; of x's columns what a stage of the ring holds
     boxes, columns, word_columns = [BM], 128, 32 // hopper.pieces_of(S)
     if wide:

@@ -2,7 +2,8 @@
 
 What the user measured for a model on this GPU (refine.py, kept by measured.py) comes first.  A table tuned on the device
 (configs/device_name=<name>.json, written by `python -m qerl_nvfp4.tune`) answers for the shapes and the numbers of tokens it knows, also
-for another Hopper GPU with as many multiprocessors.  On Hopper a cost model (cost.py) answers for everything else above 16 tokens, on
+for another Hopper GPU with as many multiprocessors.  Above 16 tokens on Hopper, what was timed for the cost model (cost.py) comes before
+that table where it is faster, and the model answers for everything else; on
 Ampere, Ada and GeForce Blackwell arithmetic (bounds.py), a heuristic for what is left.  A configuration is a small dict:
 
     {"kernel": "skinny", "BM", "WK", "WN", "R", "late", "grid"}    hopper.skinny_kernel, up to 16 tokens, sm_80 and newer; with an adapter,
@@ -221,6 +222,14 @@ def explain(
     return shipped(N, K, M, device_index, bf16, rank, shards)
 
 
+def by_price(N: int, K: int, M: int, sms: int, rows: int, tuned: dict | None, model: dict | None = None) -> dict | None:
+    """For more than 16 tokens on a Hopper GPU: the table's entry, if it was tuned with an adapter for just so many; else what the cost model
+    finds cheapest, the entry among it; None: it knows nothing. `rows` of the stacked A's, `tuned`: the table's entry for up to M tokens."""
+    if tuned is not None and bucket_of(M) == M and "lora" in tuned:
+        return tuned
+    return cost.cheapest(N, K, M, sms, rows, () if tuned is None else (with_adapter(tuned),), model)
+
+
 def shipped(
     N: int, K: int, M: int, device_index: int | None, bf16: bool, rank: int = 0, shards: int = 1
 ) -> tuple[dict, str]:
@@ -230,10 +239,12 @@ def shipped(
     bucket = bucket_of(M)
     owner, table = table_for(name, sms, capability)
     tuned = table.get((N, K, bucket))
-    # an entry that was tuned with an adapter is the best one at its own number of tokens
-    if bf16 and hopper and M > 16 and not (tuned is not None and bucket == M and "lora" in tuned):
-        found = cost.cheapest(N, K, M, sms, rank * shards, () if tuned is None else (with_adapter(tuned),))
-        if found is not None:
+    if bf16 and hopper and M > 16:
+        timed = cost.fastest_timed(N, K, M, sms, rank * shards)
+        if timed is not None:
+            return timed[0], f"timed on {timed[1]}"
+        found = by_price(N, K, M, sms, rank * shards, tuned)
+        if found is not None and found is not tuned:
             return found, "cost model"
     if tuned is not None and bf16:
         return tuned, f"table of {owner}"
