@@ -1,6 +1,7 @@
 """A decoder layer's four matrices at every number of tokens that a draining batch passes through, and what every candidate would take.
 
     python kernels/benchmarks/every_size.py --out every_size.json --seconds 220 [--models 7B,32B,...] [--fit]
+    python kernels/benchmarks/every_size.py --out layers.json --layers-only       only the third part, by what ships
 
 1. Every variant of the kernels is compiled, and checked on a small product, in processes of their own with a time limit: one that fails,
    hangs or is wrong is named and left out.
@@ -10,12 +11,16 @@
    gate/up, SwiGLU, down, one after the other in one CUDA graph over rotating layers; by what is selected ("ours", with adapter) and by
    cuBLAS bf16 without one.  `glue_us` is the same without products.  `ratio` compares whole layers, `products` takes the glue off both.
 
+`cost_model` in the file is the digest of the configs/cost_model.json that chose.  What was measured on this machine (`qerl-trl tune`) is left unread.
+With `--layers-only` a variant that ships and fails in part 1 ends the run: the third part would time it.
+
 No time is reported for a product whose check failed.  Every phase stops in time for the others; what is missing is missing in the file.
 `--dry-run` runs all of it on a CPU in Triton's interpreter (TRITON_INTERPRET=1), with tiny matrices, and times nothing worth reading.
 """
 
 import argparse
 import functools
+import hashlib
 import itertools
 import json
 import math
@@ -39,7 +44,7 @@ from qerl_nvfp4 import cost, ops, reference, select, timing, tune
 from qerl_nvfp4.launch import forget_scratch
 from qerl_nvfp4.select import with_adapter
 
-CANDIDATE_SIZES = (24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512, 704, 1504)
+CANDIDATE_SIZES = (24, 32, 48, 64, 72, 80, 96, 104, 112, 128, 160, 192, 224, 256, 264, 320, 384, 392, 448, 512, 704, 1504)  # fmt: skip
 LAYER_SIZES = (*range(8, 513, 8), 704, 1504)
 COMPILED = ("wgmma", "wide")  # kernels of which every variant is tried before
 RANK = 32
@@ -69,10 +74,10 @@ def multiprocessors() -> int:
 
 
 def shipped(N: int, K: int, M: int, rows: int) -> dict:
-    """What is selected now, with an adapter of as many rows of A."""
+    """What ships, with an adapter of as many rows of A; not what this user measured."""
     if not torch.cuda.is_available():
         return {"kernel": "dense", "pieces": 1}
-    return with_adapter(select.choose(N, K, M, torch.cuda.current_device(), True, RANK, rows // RANK))
+    return with_adapter(select.shipped(N, K, M, torch.cuda.current_device(), True, RANK, rows // RANK)[0])
 
 
 # --- 1: which variants work -------------------------------------------------------------------------------------------------------
@@ -281,15 +286,26 @@ def main() -> None:
     parser.add_argument(
         "--fit", action="store_true", help="fit the cost model before layers are timed, and choose by it"
     )
+    parser.add_argument(
+        "--layers-only",
+        action="store_true",
+        help="time layers at every multiple of 8, by what ships, and no candidates",
+    )
     parser.add_argument("--dry-run", action="store_true")
     args = parser.parse_args()
+    if args.layers_only and (args.fit or args.sizes):
+        parser.error(
+            f"--layers-only times what ships and no candidates, and {'--fit' if args.fit else '--sizes'} is about candidates: leave out one"
+        )
     begin, on_gpu = time.time(), torch.cuda.is_available()
     if args.dry_run:
         tune.MODELS["tiny"] = TINY
-        args.models, args.sizes, args.layer_sizes = "tiny", args.sizes or "24,160", args.layer_sizes or "8,24"
+        args.models, args.layer_sizes = "tiny", args.layer_sizes or "8,24"
+        args.sizes = args.sizes or ("" if args.layers_only else "24,160")
     elif not on_gpu:
         raise SystemExit("every_size.py times a GPU, and there is none; --dry-run shows on a CPU that it works")
     sizes = [int(m) for m in args.sizes.split(",")] if args.sizes else list(CANDIDATE_SIZES)
+    sizes = [] if args.layers_only else sizes
     layer_sizes = [int(m) for m in args.layer_sizes.split(",")] if args.layer_sizes else list(LAYER_SIZES)
     models, sms = args.models.split(","), multiprocessors()
     l2 = torch.cuda.get_device_properties(0).L2_cache_size if on_gpu else 1
@@ -309,6 +325,7 @@ def main() -> None:
         "commit": commit(),
         "command": " ".join(["every_size.py", *sys.argv[1:]]),
         "lora_rank": RANK,
+        "cost_model": hashlib.sha256(cost.FACTORS.read_bytes()).hexdigest()[:16],
         "variants_left_out": {},
         "matrices": [],
         "layers": [],
@@ -332,8 +349,10 @@ def main() -> None:
         f"# {len(good)} variants work, {time.time() - begin:.0f} s; left out: {result['variants_left_out']}", flush=True
     )
     save()
+    if args.layers_only and result["variants_left_out"]:
+        raise SystemExit(f"what ships does not work here, so nothing is timed: {result['variants_left_out']}")
     device = "cuda" if on_gpu else "cpu"
-    for model, name, N, K in matrices:
+    for model, name, N, K in [] if args.layers_only else matrices:
         if time.time() > candidates_until:
             print(f"# time is up before {model}.{name}")
             break
@@ -343,7 +362,7 @@ def main() -> None:
         del matrix
         if on_gpu:
             torch.cuda.empty_cache()
-    print(f"# candidates done after {time.time() - begin:.0f} s", flush=True)
+    print(f"# {len(result['matrices'])} rows of candidates after {time.time() - begin:.0f} s", flush=True)
 
     def choose(N: int, K: int, M: int, rows: int) -> dict:
         found = cost.cheapest(N, K, M, sms, rows, (), fitted) if M > 16 and fitted else None

@@ -420,3 +420,54 @@ def test_the_edges_and_ranks_that_linear_names_are_fused(h200):
             x, a = torch.empty(3, K).bfloat16(), torch.empty(shards * rank, K).bfloat16()
             lora = launch.fused_adapter(config, x, a, torch.empty(384, rank).bfloat16(), (128, 128, 128))
             assert (lora is not None) == (rank % 8 == 0 or config["kernel"] not in ("wgmma", "wide"))
+
+
+@pytest.fixture
+def every_size(monkeypatch, tmp_path):
+    """every_size(*arguments): the script on a CPU, and what it wrote."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import every_size as script
+
+    def run(*arguments: str) -> dict:
+        monkeypatch.setattr(
+            sys, "argv", ["every_size.py", "--out", str(tmp_path / "out.json"), "--dry-run", *arguments]
+        )
+        monkeypatch.setitem(script.tune.MODELS, "tiny", script.TINY)  # and forgotten after
+        script.main()
+        return json.loads((tmp_path / "out.json").read_text())
+
+    run.script = script
+    return run
+
+
+def test_layers_are_timed_alone_by_what_ships(every_size, monkeypatch):
+    import hashlib
+
+    script, asked = every_size.script, []
+    monkeypatch.setattr(
+        script, "shipped", lambda N, K, M, rows: asked.append((N, K, M, rows)) or {"kernel": "dense", "pieces": 1}
+    )
+    monkeypatch.setattr(script.cost, "candidates", lambda *arguments: 1 // 0)
+    result = every_size("--layers-only", "--layer-sizes", "8,72")
+    assert not result["matrices"] and [(row["model"], row["M"]) for row in result["layers"]] == [
+        ("tiny", 8),
+        ("tiny", 72),
+    ]
+    assert result["cost_model"] == hashlib.sha256(cost.FACTORS.read_bytes()).hexdigest()[:16]
+    hidden, q, kv, inner = script.TINY
+    places = {(q + 2 * kv, hidden, 96), (hidden, q, 32), (2 * inner, hidden, 64), (hidden, inner, 32)}
+    assert {(N, K, rows) for N, K, _, rows in asked} == places and {M for *_, M, _ in asked} == {8, 72}
+    assert {72, 104, 264, 392} <= set(script.CANDIDATE_SIZES) and set(range(8, 513, 8)) <= set(script.LAYER_SIZES)
+
+
+@pytest.mark.parametrize("other", [("--fit",), ("--sizes", "24")], ids=lambda other: other[0])
+def test_layers_alone_need_no_candidates(every_size, other, capsys):
+    with pytest.raises(SystemExit):
+        every_size("--layers-only", *other)
+    assert f"{other[0]} is about candidates" in capsys.readouterr().err
+
+
+def test_layers_of_what_does_not_work_are_not_timed(every_size, monkeypatch):
+    monkeypatch.setattr(every_size.script, "usable_variants", lambda *_: (set(), {"wide BM=256": "it hangs"}))
+    with pytest.raises(SystemExit, match=r"what ships does not work here.*it hangs"):
+        every_size("--layers-only")
