@@ -1,6 +1,7 @@
 """The tables of readme_tables.py about the kernels: products of a decoder layer relative to cuBLAS bf16."""
 
 import json
+from typing import Any
 
 from speed_tables import ROOT, measured_by
 
@@ -26,11 +27,26 @@ def kernels() -> str:
         rows.append(f"| {tokens} | {' | '.join(cells)} |")
     versions = {name: record[name] for name in ("torch", "triton")}
     return (
-        "\n".join(rows)
+        "\n".join([*rows, "", *floor_share(sums)])
         + "\n\nSpeed relative to cuBLAS bf16 (above 1 is faster), summed over the four matrices of a Qwen2.5 decoder layer; "
-        f"rank-{record['lora_rank']} adapter inside the kernel, against bf16 without one. "
+        f"rank-{record['lora_rank']} adapter inside the kernel, against bf16 without one. The floor is what memory and matrix units need at the least. "
         f"{measured_by(KERNELS, record['device'], [record['commit']], **versions)}."
     )
+
+
+#: of the physical limit, what 7B should reach with the adapter, and at how many tokens
+FLOOR_WANTED, FLOOR_TOKENS = 0.5, (16, 32, 64)
+
+
+def floor_share(sums: dict[tuple[str, int], dict[str, Any]]) -> list[str]:
+    """What a layer of 7B could take at the least (compare.floor_us, in the record) over what it takes with the adapter."""
+    cells = []
+    for tokens in FLOOR_TOKENS:
+        entry = sums["7B", tokens]
+        share = entry["floor_us"] / entry["ours_lora_us"]
+        cells.append(f"{share:.0%}, wanted {FLOOR_WANTED:.0%}: {'reached' if share >= FLOOR_WANTED else 'missed'}")
+    head = f"| tokens | {' | '.join(map(str, FLOOR_TOKENS))} |"
+    return [head, "|---|" + "---:|" * len(FLOOR_TOKENS), f"| 7B with LoRA, share of the floor | {' | '.join(cells)} |"]
 
 
 SHOWN = (8, 16, 24, 32, 48, 64, 72, 80, 96, 128, 144, 160, 192, 208, 256, 272, 320, 384, 448, 512)

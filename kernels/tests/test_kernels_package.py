@@ -471,3 +471,21 @@ def test_layers_of_what_does_not_work_are_not_timed(every_size, monkeypatch):
     monkeypatch.setattr(every_size.script, "usable_variants", lambda *_: (set(), {"wide BM=256": "it hangs"}))
     with pytest.raises(SystemExit, match=r"what ships does not work here.*it hangs"):
         every_size("--layers-only")
+
+
+def test_the_share_of_the_floor_is_compares_and_says_what_is_missed(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    monkeypatch.syspath_prepend(ROOT.parent / "examples" / "benchmarks")
+    import compare
+    import kernel_tables
+
+    from qerl_nvfp4 import tune
+
+    sums = {(e["model"], e["M"]): e for e in json.loads(kernel_tables.KERNELS.read_text())["sums"]}
+    for tokens in kernel_tables.FLOOR_TOKENS:
+        floor = sum(compare.floor_us(N, K, tokens) for N, K in tune.layer_shapes("7B").values())
+        assert sums["7B", tokens]["floor_us"] == pytest.approx(floor, abs=0.05)
+    changed = sums | {("7B", 16): {"floor_us": 30.0, "ours_lora_us": 60.0}}
+    *_, line = kernel_tables.floor_share(changed)
+    assert "| 50%, wanted 50%: reached | 39%, wanted 50%: missed |" in line
+    assert line.replace("50%, wanted 50%: reached", "43%, wanted 50%: missed") in kernel_tables.kernels()
