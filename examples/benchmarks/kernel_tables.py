@@ -75,7 +75,7 @@ def every_size() -> str:
         "\n".join(rows)
         + "\n\nSpeed relative to cuBLAS bf16 without an adapter: a decoder layer without its attention, RMSNorm and SwiGLU between the products as in a model, "
         f"rank-{record['lora_rank']} adapter inside ours, selected by the cost model that was fitted in this run. What "
-        "ships is fitted to the same rows once more, with more tiles kept: with it layers were not timed. On a matrix that the fit has not seen, the selected kernel is slower than the "
+        "ships is fitted to the same rows once more, with more tiles kept, and takes the fastest timed one where the fit misses it: with that layers were not timed. On a matrix that the fit has not seen, the selected kernel is slower than the "
         f"fastest of all that were timed by {outside['mean_loss']:.1%} in the mean, by {outside['p90_loss']:.1%} in nine of ten cases, and by {outside['worst_loss']:.0%} at worst ({outside['worst']}). "
         f"{record['device']}, torch {record['torch']}, triton {record['triton']}, commit {record['commit'][:7]}, [{source.name}]({source})."
     )
