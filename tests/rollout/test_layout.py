@@ -33,6 +33,18 @@ def test_an_update_comes_back(dtype):
     assert torch.equal(found_norms["model.norm"], norms["model.norm"])
 
 
+def test_the_views_of_a_buffer_are_made_once():
+    adapter, norms = update()
+    layout = UpdateLayout.of(adapter, norms, torch.float32)
+    flat, other = (torch.zeros(layout.nbytes, dtype=torch.uint8) for _ in range(2))
+    first = layout.views(flat)
+    layout.pack(adapter, norms, flat)
+    assert layout.views(flat) is first and torch.equal(first[0], norms["model.norm"])
+    layout.pack(adapter, norms, other)
+    assert torch.equal(other, flat) and layout.views(other)[0].data_ptr() == other.data_ptr()
+    assert layout == UpdateLayout.of(adapter, norms, torch.float32)
+
+
 def test_any_changed_byte_changes_the_mark():
     flat = torch.randint(0, 256, (3 * 2**16,), dtype=torch.uint8)
     before = mark(flat)

@@ -101,13 +101,21 @@ class UpdateLayout:
         """Bytes of an update: those of its tensors, and zeros up to a whole block."""
         return -(-sum(self._sizes) // _BLOCK) * _BLOCK
 
+    @cached_property
+    def _latest(self) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
+        """The buffer that was looked at last, and its views: an update has hundreds, and every one is made in the same buffer."""
+        return []
+
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The tensors in a buffer: uint8 (nbytes,), whose bytes they share."""
-        starts = accumulate(self._sizes, initial=0)
-        return [
-            flat[start : start + size].view(_DTYPES[dtype]).view(shape)
-            for start, size, (_, _, dtype, shape) in zip(starts, self._sizes, self.entries, strict=False)
-        ]
+        if not (self._latest and self._latest[0][0] is flat):
+            starts = accumulate(self._sizes, initial=0)
+            views = [
+                flat[start : start + size].view(_DTYPES[dtype]).view(shape)
+                for start, size, (_, _, dtype, shape) in zip(starts, self._sizes, self.entries, strict=False)
+            ]
+            self._latest[:] = [(flat, views)]
+        return self._latest[0][1]
 
     @torch.no_grad()
     def pack(
