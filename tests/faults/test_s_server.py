@@ -9,7 +9,7 @@ import pytest
 from qerl_trl.noise.hooks import NoiseDraw
 from qerl_trl.rollout.engine import RolloutError, Sampling
 from qerl_trl.rollout.signature import HEADER, SECRET, sign
-from qerl_trl.rollout.wire import CALL, CHUNK, RESET
+from qerl_trl.rollout.wire import CALL, CHUNK, RESET, Update
 from tests.faults.catalog import fault, told
 from tests.rollout.asgi import KEY, FakeVLLM, ask, bridged, guarded, http, signed
 
@@ -118,7 +118,8 @@ def test_a_trainer_with_another_secret_is_told_what_to_do():
     vllm = FakeVLLM()
     with http(bridged(guarded(vllm))) as (url, _):
         client = Client(url, KEY.encode(), 5)
-        assert client.call("qerl_noise", 0.5, 1, 2, 3) == [{"bytes": 1}] and client.reset_prefix_cache()
+        assert client.call("qerl_noise", 0.5, 1, 2, 3) == [{"bytes": 1}]
+        client.reset_prefix_cache()
         with told(RolloutError, url, "completions", "check the URL"):  # signed, but this vLLM has none
             client.generate([[1, 2]])
         stranger = Client(url, b"another secret, also long", 5)
@@ -239,6 +240,9 @@ CALLS = {
     "contents": (lambda e: e.contents(), {"results": [{"received": None, "damaged": 3}]}, "what each rank holds"),
     "noise": (lambda e: e.set_noise((), NOISE), {"results": [{"sigma_effective": None}]}, "sigma_effective"),
     "noise text": (lambda e: e.set_noise((), NOISE), {"results": ["0.5"]}, "one result per rank"),
+    "put and reset": (lambda e: e.put(Update({}, {})), {"results": [{"layers": 0, "norms": 0}], "reset": "maybe"}, '"reset"'),
+    "put, no reset": (lambda e: e.put(Update({}, {})), {"results": [{"layers": 0, "norms": 0}], "reset": False}, "refused to reset its prefix cache"),
+    "put and noise": (lambda e: e.put(Update({}, {}), (), NOISE), {"results": [{"layers": 0, "norms": 0}], "reset": True}, "sigma_effective"),
     "draw of the contents": (lambda e: e.contents(), {"results": [{"received": "", "damaged": [], "draw": [1], "sampled": None}]}, "what each rank holds"),
     "reset": (lambda e: e.reset_prefix_cache(), {"success": "maybe"}, '"success"'),
     "no completions": (lambda e: e._request([[1]], GREEDY, None), {"choices": None}, "completions with token ids"),

@@ -60,14 +60,14 @@ def update(seed=0, **changes):
     return adapter, {name[5:]: value for name, value in made.items() if name.startswith("norm:")}
 
 
-def send(worker, adapter, norms) -> dict:
+def send(worker, adapter, norms, *noise) -> dict:
     layout = UpdateLayout.of(adapter, norms, torch.bfloat16)
     flat = torch.zeros(layout.nbytes, dtype=torch.uint8)
     layout.pack(adapter, norms, flat)
     if "error" in (refused := worker.qerl_layout(layout.text())):
         return refused
     worker.qerl_receive("t", "0", flat.numpy().tobytes())
-    return worker.qerl_apply("t", mark(flat))
+    return worker.qerl_apply("t", mark(flat), *noise)
 
 
 def everything(worker) -> list[torch.Tensor]:
@@ -111,6 +111,16 @@ def test_noise_is_a_standard_deviation(worker, sigma):
     before = everything(worker)
     assert "finite and not negative" in worker.qerl_noise(sigma, "1", "2", "4")["error"]
     assert all(torch.equal(left, right) for left, right in zip(before, everything(worker), strict=True))
+
+
+@fault("S.update_refused_after_change")
+@pytest.mark.parametrize("noise", [("nan", "1", "2", "4"), ("-1.0", "1", "2", "4"), ("x", "1", "2", "4"), ("0.1", "1")])
+def test_an_update_with_noise_that_is_refused_has_changed_nothing(worker, noise):
+    before, contents = everything(worker), worker.qerl_contents()
+    assert "Error" in send(worker, *update(1), *noise)["error"]
+    assert all(torch.equal(left, right) for left, right in zip(before, everything(worker), strict=True))
+    assert worker.qerl_contents() == contents and not contents["damaged"]
+    assert send(worker, *update(1), "0.2", "1", "2", "4")["sigma_effective"] == pytest.approx(0.2, rel=0.8)
 
 
 @pytest.mark.parametrize(

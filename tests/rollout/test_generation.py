@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from qerl_trl.noise.hooks import NoiseDraw
 from tests.faults.stand_in import StandIn, make_trainer  # noqa: F401  (a fixture)
 
 
@@ -23,6 +24,40 @@ def test_vllm_makes_text_only_where_it_looks_for_words(make_trainer, chosen, tex
     assert asked.detokenize is text
     assert {name: getattr(asked, name) for name in chosen} == chosen
     assert trainer.args.generation_kwargs == chosen, "the user's settings stay as they are"
+
+
+class Puts(StandIn):
+    """Keeps what was put: whether weights, and under which noise."""
+
+    def __init__(self, policy):
+        super().__init__(policy)
+        self.puts = []
+
+    def put(self, update, noisy=(), draw=None):
+        self.puts.append((update is not None, draw))
+        return super().put(update, noisy, draw)
+
+
+def test_weights_and_noise_of_a_rollout_are_put_at_once(make_trainer):  # noqa: F811
+    """The first rollout's weights are those that the probe has left."""
+    trainer = make_trainer(engine=Puts, max_steps=4)
+    trainer.vllm_generation.engine.puts.clear()
+    trainer.train()
+    put = [(weights, draw.step, draw.sigma > 0) for weights, draw in trainer.vllm_generation.engine.puts]
+    assert put == [(False, 0, False), (True, 1, False), (True, 2, True), (True, 3, True)]
+
+
+def test_no_noise_over_no_noise_is_not_put(make_trainer):  # noqa: F811
+    trainer = make_trainer(engine=Puts)
+    generation, puts = trainer.vllm_generation, trainer.vllm_generation.engine.puts
+    trainer.train()
+    puts.clear()
+    trainer.model.eval()
+    generation.sync_noise(NoiseDraw(0.5, 0, 0, 0))
+    for _ in range(2):
+        generation.generate_greedily([[5, 6, 7]], 2)
+    generation.sync_noise(NoiseDraw(0.0, 0, 7, 0))
+    assert [draw.sigma for _, draw in puts] == [0.5, 0.0]
 
 
 class Counts(StandIn):

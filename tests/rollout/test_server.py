@@ -1,17 +1,24 @@
 """Completions that two processes of a trainer get through the main process's connection; test_engine.py has a real server."""
 
 import json
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate import PartialState
 
+from qerl_trl.noise.hooks import NoiseDraw
+from qerl_trl.rollout import wire
 from qerl_trl.rollout.engine import Completion, RankWithoutEngine, RolloutError, Sampling
 from qerl_trl.rollout.layout import UpdateLayout
 from qerl_trl.rollout.server import ServerEngine
 from qerl_trl.rollout.shared_memory import SharedMemory
+from qerl_trl.rollout.wire import CALL, RESET, Update
+from tests.faults.test_s_updates import NORMS, everything, update, worker  # noqa: F401  (a fixture)
 from tests.ranks import on_ranks
+from tests.rollout.asgi import KEY, FakeVLLM, bridged, guarded, http
 
 
 class Echo(ServerEngine):
@@ -92,7 +99,115 @@ def test_a_trainer_that_is_killed_leaves_no_shared_memory_behind():
     engine = OnThisHost()
     for size in (1000, 2000):  # a second layout replaces the first one's memory
         engine._announce(UpdateLayout((("norm", "model.norm", "float32", (size,)),)), torch.device("cpu"))
-        worker = engine.opened[-1]
-        assert not Path("/dev/shm", worker.name).exists()
+        theirs = engine.opened[-1]
+        assert not Path("/dev/shm", theirs.name).exists()
         engine._shared.data[100:] = 5
-        assert worker.data[100:].unique().tolist() == [5]
+        assert theirs.data[100:].unique().tolist() == [5]
+
+
+class OneWorker(FakeVLLM):
+    """Behind the endpoint: a worker, without a model that computes."""
+
+    def __init__(self, extension):
+        super().__init__()
+        self.extension = extension
+
+    async def collective_rpc(self, method, timeout, args):
+        self.asked.append((method,))
+        return [getattr(self.extension, method)(*args)]
+
+
+class Connected(ServerEngine):
+    """With that worker, which is not compared with a model."""
+
+    def __init__(self, url):
+        from qerl_trl.rollout.client import Client
+
+        self.url, self.client, self.spec = url, Client(url, KEY.encode(), 5), SimpleNamespace(dtype="bfloat16")
+        self._ranks, self._noisy, self._sent, self._shared = 1, (), (None, None), None
+        self._layout, self._flat = UpdateLayout(()), torch.empty(0, dtype=torch.uint8)
+
+
+@pytest.fixture
+def connected(worker):  # noqa: F811
+    """Such an engine that has sent an update, and the paths that it has asked since."""
+    pytest.importorskip("vllm")
+    vllm = OneWorker(worker)
+    with http(bridged(guarded(vllm))) as (url, _):
+        engine = Connected(url)
+        engine.put(Update(*update(0)), NORMS[:1], NoiseDraw(0.1, 1, 2, 3))
+        assert engine._shared is not None
+        asked, control = [], engine.client._control
+
+        def counted(path, body):
+            asked.append(path)
+            return control(path, body)
+
+        engine.client._control = counted
+        vllm.asked.clear()
+        yield engine, vllm, asked
+        engine.close()
+
+
+def test_update_noise_and_reset_are_one_request(connected, worker):  # noqa: F811
+    engine, vllm, asked = connected
+    new, draw = Update(*update(1)), NoiseDraw(0.2, 1, 3, 0)
+    effective = engine.put(new, NORMS[:1], draw)
+    assert asked == [CALL] and vllm.asked == [("qerl_apply",), ("reset",)]
+    found = engine.contents()
+    assert found.received == new.fingerprint and found.draw == draw and not found.damaged
+    at_once = everything(worker)
+
+    engine.put_adapter(*update(2))
+    engine.set_noise(NORMS[:1], draw._replace(step=4))
+    engine.put_adapter(new.adapter, new.norms)
+    assert engine.set_noise(NORMS[:1], draw) == effective
+    assert all(torch.equal(left, right) for left, right in zip(at_once, everything(worker), strict=True))
+
+
+def test_noise_and_reset_are_one_request(connected):
+    engine, vllm, asked = connected
+    assert engine.put(None, NORMS[:1], NoiseDraw(0.0, 1, 3, 0)) == 0
+    engine.put(None)
+    assert asked == [CALL, RESET] and vllm.asked == [("qerl_noise",), ("reset",), ("reset",)]
+
+
+def test_between_hosts_an_update_takes_one_request_more_per_part(connected):
+    engine, vllm, asked = connected
+    engine._shared.close()
+    engine._shared = None
+    engine.put(Update(*update(1)), NORMS[:1], NoiseDraw(0.2, 1, 3, 0))
+    assert vllm.asked == [("qerl_receive",), ("qerl_apply",), ("reset",)] and len(asked) == 2
+
+
+def test_a_draw_that_is_refused_leaves_the_adapter_as_it_was(connected, worker):  # noqa: F811
+    engine, _, _ = connected
+    before, contents = everything(worker), engine.contents()
+    with pytest.raises(RolloutError, match="finite and not negative"):
+        engine.put(Update(*update(1)), NORMS[:1], NoiseDraw(float("nan"), 1, 3, 0))
+    assert all(torch.equal(left, right) for left, right in zip(before, everything(worker), strict=True))
+    assert engine.contents() == contents
+
+
+def test_the_fingerprint_is_computed_once_and_while_the_server_is_busy(connected, monkeypatch):
+    engine, _, _ = connected
+    call, running, order = engine.client.call, threading.Event(), []
+    fingerprint = wire.update_fingerprint
+
+    def slow(*args, **kwargs):
+        running.set()
+        answer = call(*args, **kwargs)
+        order.append("answer")
+        return answer
+
+    def watched(*args):
+        assert running.wait(10)
+        order.append("fingerprint")
+        return fingerprint(*args)
+
+    monkeypatch.setattr(engine.client, "call", slow)
+    monkeypatch.setattr(wire, "update_fingerprint", watched)
+    new = Update(*update(1))
+    engine.put(new)
+    assert new.fingerprint == fingerprint(new.adapter, new.norms) == engine._sent[1]
+    assert sorted(order) == ["answer", "fingerprint"]

@@ -17,7 +17,7 @@ from qerl_trl.noise.hooks import NormNoise
 from qerl_trl.noise.norms import find_noisy_norms
 from qerl_trl.rollout import server
 from qerl_trl.rollout.adapter import active_adapter, rollout_layers
-from qerl_trl.rollout.engine import Completion, Contents, Sampling
+from qerl_trl.rollout.engine import Completion, Contents, Engine, Sampling
 from qerl_trl.rollout.spec import LOGPROBS_MODE
 from qerl_trl.rollout.wire import update_fingerprint
 from tests.faults.tiny_runs import tiny_runs  # noqa: F401
@@ -58,6 +58,8 @@ class TwinServer(server.ServerEngine):
         self.state = self.state._replace(draw=draw)
         self.logits([[5]])
         return self.noise.sigma_effective()
+
+    put = Engine.put
 
     def contents(self):
         return self.state

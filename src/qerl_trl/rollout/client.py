@@ -89,16 +89,17 @@ class Client(VLLMClient):
                 )
             time.sleep(retry_interval)
 
-    def call(self, method: str, *args: Any, part: bytes | memoryview = b"") -> list[dict]:
+    def call(self, method: str, *args: Any, part: bytes | memoryview = b"", reset: bool = False) -> list[dict]:
         """One method of the worker extension; its answer from every rank.
 
         Args:
             part: bytes, which the method gets as its last argument.
+            reset: whether the server has to forget its cached attention states afterwards.
 
         Raises:
             [`RolloutError`]: the server refused, with its words, or its answer makes no sense.
         """
-        line = json.dumps({"method": method, "args": [str(arg) for arg in args]})
+        line = json.dumps({"method": method, "args": [str(arg) for arg in args], "reset": reset})
         content = self._control(CALL, b"".join((line.encode(), b"\n", part)))
         answers = content.get("results")
         if not isinstance(answers, list) or not answers or not all(isinstance(answer, dict) for answer in answers):
@@ -106,14 +107,26 @@ class Client(VLLMClient):
         refusals = [answer["error"] for answer in answers if "error" in answer]
         if refusals:
             raise RolloutError(f"vLLM refused {method}: {refusals[0]}")
+        if reset:
+            self._check_reset(CALL, content, "reset")
         return answers
 
-    def reset_prefix_cache(self) -> bool:
-        """Whether the server has forgotten its cached attention states."""
-        content = self._control(RESET, b"")
-        if not isinstance(content.get("success"), bool):
-            raise odd(f"{self.base_url}{RESET}", 'a field "success"', f"{content}")
-        return content["success"]
+    def reset_prefix_cache(self) -> None:
+        """Let the server forget its cached attention states.
+
+        Raises:
+            [`RolloutError`]: it did not.
+        """
+        self._check_reset(RESET, self._control(RESET, b""), "success")
+
+    def _check_reset(self, path: str, content: Mapping[str, Any], field: str) -> None:
+        if not isinstance(content.get(field), bool):
+            raise odd(f"{self.base_url}{path}", f'a field "{field}"', f"{content}")
+        if not content[field]:
+            raise RolloutError(
+                f"The server at {self.base_url} refused to reset its prefix cache (requests are still running), so the next rollout would "
+                "mix the new adapter with attention states of the old one. Let nobody else use this server."
+            )
 
     def _control(self, path: str, body: bytes) -> dict[str, Any]:
         url = self.base_url + path

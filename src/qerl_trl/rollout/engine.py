@@ -7,7 +7,7 @@
 | `RankWithoutEngine` | here | server mode, every other process: takes part where the main process asks the server |
 
 Every process calls every method, in the same order. What changes an engine (`put_...`, `set_noise`) invalidates cached attention
-states; `reset_prefix_cache` must follow before the next `generate`.
+states; `reset_prefix_cache` must follow before the next `generate`. `put` is all of it, which a server takes as one request.
 """
 
 from abc import ABC, abstractmethod
@@ -20,7 +20,7 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
 
 from ..noise.hooks import NoiseDraw
-from .wire import AdapterTensors
+from .wire import AdapterTensors, Update
 
 
 class RolloutError(RuntimeError):
@@ -99,6 +99,21 @@ class Engine(ABC):
         Raises:
             [`RolloutError`]: the engine refused.
         """
+
+    def put(self, update: Update | None, noisy: Sequence[str] = (), draw: NoiseDraw | None = None) -> float | None:
+        """`put_adapter`, where there is an update; then `set_noise` on the norms `noisy`, where there is a draw; then `reset_prefix_cache`.
+
+        Returns:
+            As `set_noise`; None without a draw.
+
+        Raises:
+            As these. An update or a draw that is refused has changed nothing.
+        """
+        if update is not None:
+            self.put_adapter(update.adapter, update.norms)
+        effective = None if draw is None else self.set_noise(noisy, draw)
+        self.reset_prefix_cache()
+        return effective
 
     @abstractmethod
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Completion]:

@@ -17,27 +17,24 @@ Every `base_format` goes through here; arms.py says what each can do.
 import contextlib
 import logging
 import math
-import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from accelerate.utils import gather_object
 from trl.generation.vllm_generation import VLLMGeneration
-from trl.trainer.utils import ensure_master_addr_port
 
 from ..deadline import deadline
-from ..memory.plan import MemoryPlan
-from ..names import is_sharded
 from ..noise.hooks import NoiseDraw
 from ..nvfp4.linear import compute_dtype
 from . import adapter, pictures
+from .colocated import in_process, memory_arguments
 from .contract import check_completions, check_contents, check_noise_acted
 from .engine import Completion, Engine, RankWithoutEngine, RolloutError, Sampling
 from .placement import StartsEngine, placed_in_training
 from .probe import probe, probe_again, probe_noise
 from .spec import EngineSpec, at_a_time
-from .trained import TrainedAdapter, TrainedWeights, trained_part
+from .trained import TrainedWeights, trained_part
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +76,7 @@ class QeRLVLLMGeneration(VLLMGeneration):
         self._vocabulary = self.model.config.get_text_config().vocab_size
         self.waits = placed_in_training(self.accelerator)
         if self.waits and self.mode == "colocate":
-            self._memory_arguments()  # what does not fit is said now
+            memory_arguments(self)  # what does not fit is said now
             self.engine = RankWithoutEngine()
         else:
             self._open()
@@ -200,65 +197,24 @@ class QeRLVLLMGeneration(VLLMGeneration):
         return compute_dtype(self.model)
 
     def _in_process(self) -> Engine:
-        from .vllm.in_process import InProcessEngine
-
-        accelerator, tp = self.accelerator, self.tensor_parallel_size
-        if accelerator.num_processes % tp:
-            raise ValueError(
-                f"vllm_tensor_parallel_size={tp} must divide the number of processes, {accelerator.num_processes}."
-            )
-        self.tp_group = None
-        if tp > 1:
-            groups = [list(range(i, i + tp)) for i in range(0, accelerator.num_processes, tp)]
-            self.tp_group, _ = torch.distributed.new_subgroups_by_enumeration(groups)
-        os.environ["RANK"] = str(accelerator.process_index)
-        os.environ["LOCAL_RANK"] = str(accelerator.local_process_index)
-        os.environ["WORLD_SIZE"] = str(accelerator.num_processes)
-        ensure_master_addr_port()
-        # weights that are trained themselves change while the engine is not looking, and are mostly float32
-        wanted = self.trainer.args.share_weights and isinstance(self.trained, TrainedAdapter)
-        self.shared = wanted and tp == 1 and not is_sharded(self.model)
-        if wanted and not self.shared:
-            logger.warning(
-                "share_weights=True needs one unsharded process per engine; with vllm_tensor_parallel_size=%d%s vLLM gets a copy.",
-                tp,
-                " and sharded parameters" if is_sharded(self.model) else "",
-            )
-        sleeps, self.enable_sleep_mode = self.enable_sleep_mode, False  # the parent would sleep at level 2
-        placement = {
-            "tensor_parallel_size": tp,
-            "distributed_executor_backend": "external_launcher",
-            # the same seed in a tensor-parallel group, so that its ranks sample the same tokens
-            "seed": accelerator.process_index // tp,
-        }
-        chosen = getattr(self.trainer.args, "vllm_engine_kwargs", None) or {}
-        arguments = placement | self._memory_arguments() | chosen
-        return InProcessEngine(self.model, self.spec, self.shared, sleeps, self.tp_group, arguments)
-
-    def _memory_arguments(self) -> dict[str, Any]:
-        """What `LLM` is told about memory: the user's share of the GPU, or a planned KV cache."""
-        if self.gpu_memory_utilization is not None:
-            return {"gpu_memory_utilization": self.gpu_memory_utilization}
-        if self.accelerator.device.type != "cuda":
-            return {}
-        plan: MemoryPlan = self.trainer.memory_plan
-        plan.check()
-        return plan.engine_arguments()
+        return in_process(self)
 
     # ------------------------------------------------------------------ sync
 
-    def sync_weights(self, stamp: tuple[int, str] | None = None) -> None:
+    def sync_weights(self, stamp: tuple[int, str] | None = None, draw: NoiseDraw | None = None) -> None:
         """Put what is trained into the engine and reset its prefix cache. Collective where parameters are sharded.
 
         Args:
             stamp: of what is trained, where it is known.
+            draw: of the noise that is put with it, where it changes.
         """
         self._check_started()
         self.engine.wake()  # what is written is part of what sleeps where vLLM has a copy of the weights
         stamp = stamp or self._trained_stamp()
-        self._put = self.trained.put(self.engine, self._dist.gather_params)
-        self.engine.reset_prefix_cache()
+        self._put, effective = self.trained.put(self.engine, self._dist.gather_params, self._noisy, draw)
         self._stamp = stamp
+        if draw is not None:
+            self._lies(draw, effective)
 
     def _trained_stamp(self) -> tuple[int, str]:
         """Another one in every step, on every process (a sync is collective where parameters are sharded), and after every change."""
@@ -266,19 +222,30 @@ class QeRLVLLMGeneration(VLLMGeneration):
 
     def sync_noise(self, draw: NoiseDraw | None = None) -> None:
         """Put the noise of `draw`, by default that of this moment (`trainer.aqn.draw`), on the engine's norms."""
+        due = self._due(draw)
+        if due is not None:
+            self._lies(due, self.engine.put(None, self._noisy, due))
+
+    def _due(self, draw: NoiseDraw | None) -> NoiseDraw | None:
+        """What `sync_noise` has to put; None where the engine has it already, or something that is as good."""
         aqn = self.trainer.aqn
         if aqn is None:
-            return
+            return None
         draw = draw or aqn.draw or NO_NOISE
-        if draw == self._draw or (self._draw is None and draw.sigma == 0):
-            return
+        clean = draw.sigma == 0 and (self._draw is None or self._draw.sigma == 0)
+        # under which draw a rollout of training was sampled is looked up, sigma 0 or not (check_noise_acted)
+        looked_up = self._draw is not None and aqn.schedule.ever_noisy and self.trainer.model.training
+        if draw == self._draw or (clean and not looked_up):
+            return None
         self._noisy = aqn.norms or self._noisy  # it knows none once training has ended
-        effective = self.engine.set_noise(self._noisy, draw)
+        return draw
+
+    def _lies(self, draw: NoiseDraw, effective: float | None) -> None:
+        """The engine has this noise from now on; `effective` is what it says of it."""
         if effective is not None:
             draw.check(effective)
             if draw.sigma > 0:
-                aqn.sigma_effective = effective
-        self.engine.reset_prefix_cache()
+                self.trainer.aqn.sigma_effective = effective
         self._draw = draw
 
     # ------------------------------------------------------------------ generate
@@ -390,8 +357,9 @@ class QeRLVLLMGeneration(VLLMGeneration):
     def _prepare(self, draw: NoiseDraw | None) -> None:
         self.engine.wake()
         if not self._inside and self._stamp != (stamp := self._trained_stamp()):
-            self.sync_weights(stamp)
-        self.sync_noise(draw)
+            self.sync_weights(stamp, self._due(draw))
+        else:
+            self.sync_noise(draw)
 
     def _check(self, noise_must_act: bool) -> None:
         """Whether the engine computed with what the trainer has.

@@ -27,7 +27,7 @@ from .layout import UpdateLayout, mark
 from .shared_memory import SharedMemory
 from .signature import SECRET, secret
 from .spec import EngineSpec
-from .wire import CALL, CHUNK, AdapterTensors, update_fingerprint
+from .wire import CALL, CHUNK, AdapterTensors, Update
 
 logger = logging.getLogger(__name__)
 
@@ -97,33 +97,52 @@ class ServerEngine(Engine):
             listed = "".join(f"\n  - {difference}" for difference in found)
             raise RuntimeError(f"The server at {self.url} does not run the trainer's model:{listed}\n{self._advice()}")
 
-    def call(self, method: str, *args: Any, part: bytes | memoryview = b"") -> list[dict]:
+    def call(self, method: str, *args: Any, part: bytes | memoryview = b"", reset: bool = False) -> list[dict]:
         """One method of the worker extension on every rank, as `Client.call`.
 
         Raises:
             [`RolloutError`]: the server refused, with its words, or its answer makes no sense.
         """
-        answers = self.client.call(method, *args, part=part)
+        answers = self.client.call(method, *args, part=part, reset=reset)
         if len(answers) != self._ranks:
             raise odd(self.url + CALL, f"one result of {method} from each of {self._ranks} ranks", f"{answers}")
         return answers
 
     def put_adapter(self, adapter: Mapping[str, AdapterTensors], norms: Mapping[str, torch.Tensor]) -> None:
-        layout = UpdateLayout.of(adapter, norms, getattr(torch, self.spec.dtype))
+        self._apply(Update(adapter, norms))
+
+    def put(self, update: Update | None, noisy: Sequence[str] = (), draw: NoiseDraw | None = None) -> float | None:
+        if draw is not None:
+            self._declare(noisy)
+        if update is not None:
+            answers = self._apply(update, draw, reset=True)
+        elif draw is not None:
+            answers = self.call("qerl_noise", *_numbers(draw), reset=True)
+        else:
+            self.reset_prefix_cache()
+        return None if draw is None else self._effective(answers)
+
+    def _apply(self, update: Update, draw: NoiseDraw | None = None, reset: bool = False) -> list[dict]:
+        """Send an update, and the draw that is to lie on it; the answers."""
+        layout = UpdateLayout.of(update.adapter, update.norms, getattr(torch, self.spec.dtype))
         if layout != self._layout:
-            self._announce(layout, next((t.a.device for t in adapter.values()), torch.device("cpu")))
-        layout.pack(adapter, norms, self._flat)
+            device = next((t.a.device for t in update.adapter.values()), torch.device("cpu"))
+            self._announce(layout, device)
+        self._layout.pack(update.adapter, update.norms, self._flat)
         if self._shared is not None:
             self._shared.data.copy_(self._flat, non_blocking=self._shared.pinned)
         expected = mark(self._flat)  # waits for the device, and so for the copy
-        if self._shared is not None:
-            answers = self.call("qerl_apply", "shared", expected)
-        else:
-            answers = self.call("qerl_apply", self.transfer(), expected)
-        written = {"layers": len(adapter), "norms": len(norms)}
-        if any(answer != written for answer in answers):
+        transfer = "shared" if self._shared is not None else self.transfer()
+        noise = () if draw is None else _numbers(draw)
+        with ThreadPoolExecutor(max_workers=1) as pool:
+            asked = pool.submit(self.call, "qerl_apply", transfer, expected, *noise, reset=reset)
+            fingerprint = update.fingerprint  # while the server is busy
+            answers = asked.result()
+        written = {"layers": len(update.adapter), "norms": len(update.norms)}
+        if any({key: answer.get(key) for key in written} != written for answer in answers):
             raise odd(self.url + CALL, f"{written} written on each rank", f"{answers}")
-        self._sent = expected, update_fingerprint(adapter, norms)
+        self._sent = expected, fingerprint
+        return answers
 
     def _announce(self, layout: UpdateLayout, device: torch.device) -> None:
         """Agree on what updates consist of, and on the way they take: shared memory where the server can open it."""
@@ -160,10 +179,16 @@ class ServerEngine(Engine):
         return transfer
 
     def set_noise(self, norms: Sequence[str], draw: NoiseDraw) -> float | None:
+        self._declare(norms)
+        return self._effective(self.call("qerl_noise", *_numbers(draw)))
+
+    def _declare(self, norms: Sequence[str]) -> None:
+        """Which norms carry noise."""
         if tuple(norms) != self._noisy:
             self.call("qerl_noisy_norms", " ".join(norms))
             self._noisy = tuple(norms)
-        answers = self.call("qerl_noise", repr(draw.sigma), draw.seed, draw.step, draw.generation)
+
+    def _effective(self, answers: list[dict]) -> float:
         effective = answers[0].get("sigma_effective")
         if not isinstance(effective, float | int):
             raise odd(self.url + CALL, 'a number "sigma_effective"', f"{answers[0]}")
@@ -185,11 +210,7 @@ class ServerEngine(Engine):
         return first._replace(received=fingerprint if first.received == digest else first.received, damaged=damaged)
 
     def reset_prefix_cache(self) -> None:
-        if not self.client.reset_prefix_cache():
-            raise RolloutError(
-                f"The server at {self.url} refused to reset its prefix cache (requests are still running), so the next rollout would "
-                "mix the new adapter with attention states of the old one. Let nobody else use this server."
-            )
+        self.client.reset_prefix_cache()
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Completion]:
         counts, everyone = gather_prompts(prompts)
@@ -236,6 +257,11 @@ class ServerEngine(Engine):
             self._shared.close()
             self._shared = None
         self.client.close()
+
+
+def _numbers(draw: NoiseDraw) -> tuple[str, int, int, int]:
+    """As the worker takes them."""
+    return repr(draw.sigma), draw.seed, draw.step, draw.generation
 
 
 def _draw(key: Sequence[Any] | None) -> NoiseDraw | None:

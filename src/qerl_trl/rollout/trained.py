@@ -1,7 +1,7 @@
 """What an update changes, and how it gets from the trainer's model into an engine: an adapter, or every weight."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import cast
 
@@ -11,10 +11,11 @@ from peft import PeftModel
 from torch import nn
 
 from ..names import canonical_name, full_tensor, local_tensor
+from ..noise.hooks import NoiseDraw
 from .adapter import active_adapter, check_servable, rollout_layers, trained_norms
 from .engine import Engine, RolloutError
 from .sums import bits
-from .wire import AdapterTensors, changes, fingerprint, not_finite, update_fingerprint
+from .wire import AdapterTensors, Update, changes, fingerprint, not_finite
 
 #: makes the whole tensors of sharded parameters available while it is open
 Gather = Callable[[list[torch.Tensor]], AbstractContextManager]
@@ -28,11 +29,14 @@ class Trained(ABC):
         """All of it, as it is now."""
 
     @abstractmethod
-    def put(self, engine: Engine, gather: Gather) -> str:
-        """Copy it into the engine. Collective where parameters are sharded.
+    def put(
+        self, engine: Engine, gather: Gather, noisy: Sequence[str] = (), draw: NoiseDraw | None = None
+    ) -> tuple[str, float | None]:
+        """Copy it into the engine, and put the noise of `draw` on its norms `noisy`, where there is a draw; as `Engine.put`. Collective where
+        parameters are sharded.
 
         Returns:
-            Fingerprint of what was put.
+            Fingerprint of what was put, and what `Engine.put` gave.
 
         Raises:
             [`RolloutError`]: it holds values that are not finite.
@@ -82,15 +86,18 @@ class TrainedAdapter(Trained):
         # twice in a step, of hundreds: by the module's own dict, which is faster than by its attribute
         return [cast(torch.Tensor, module._parameters["weight"]) for module in [*modules, *self.norms.values()]]
 
-    def put(self, engine: Engine, gather: Gather) -> str:
+    def put(
+        self, engine: Engine, gather: Gather, noisy: Sequence[str] = (), draw: NoiseDraw | None = None
+    ) -> tuple[str, float | None]:
         with gather(self.parameters()):
             adapter = {
                 name: AdapterTensors(full_tensor(down.weight), full_tensor(up.weight), layer.scaling[self.name])
                 for name, (layer, down, up) in self.layers.items()
             }
             norms = {name: full_tensor(module.weight) for name, module in self.norms.items()}
-            engine.put_adapter(adapter, norms)
-            return update_fingerprint(adapter, norms)
+            update = Update(adapter, norms)
+            effective = engine.put(update, noisy, draw)
+            return update.fingerprint, effective
 
 
 class TrainedWeights(Trained):
@@ -108,7 +115,9 @@ class TrainedWeights(Trained):
     def parameters(self) -> list[torch.Tensor]:
         return [getattr(module, key) for _, module, key in self.places]
 
-    def put(self, engine: Engine, gather: Gather) -> str:
+    def put(
+        self, engine: Engine, gather: Gather, noisy: Sequence[str] = (), draw: NoiseDraw | None = None
+    ) -> tuple[str, float | None]:
         sums: list[tuple[str, torch.Tensor]] = []
 
         def stream() -> Iterator[tuple[str, torch.Tensor]]:
@@ -121,7 +130,7 @@ class TrainedWeights(Trained):
 
         self._check_finite()  # all of them, before the first is copied
         engine.put_weights(stream())
-        return fingerprint(sums)
+        return fingerprint(sums), engine.put(None, noisy, draw)
 
     def _check_finite(self) -> None:
         parts = [

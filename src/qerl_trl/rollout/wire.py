@@ -4,6 +4,7 @@ import hashlib
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -62,6 +63,18 @@ def update_fingerprint(adapter: Mapping[str, AdapterTensors], norms: Mapping[str
     """Of an adapter and trained norms, as the trainer has them."""
     halves = ((f"{half}:{name}*{t.scaling}", getattr(t, half)) for name, t in adapter.items() for half in "ab")
     return fingerprint([*halves, *norms.items()])
+
+
+@dataclass(frozen=True)
+class Update:
+    """A trained adapter and trained norms, by canonical names, on their way into an engine; as they are while it is put."""
+
+    adapter: Mapping[str, AdapterTensors]
+    norms: Mapping[str, torch.Tensor]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        return update_fingerprint(self.adapter, self.norms)
 
 
 def not_finite(named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:

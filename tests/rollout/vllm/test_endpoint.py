@@ -20,6 +20,19 @@ def test_signed_calls_reach_the_engine():
     assert vllm.asked == [("qerl_noise", "0.5", "1", "2", "3"), ("reset",)] and vllm.reached == []
 
 
+def test_a_call_may_end_with_a_reset_of_the_prefix_cache():
+    vllm = FakeVLLM()
+    body = json.dumps({"method": "qerl_noise", "args": ["0.5"], "reset": True}).encode()
+    assert ask(guarded(vllm), "POST", CALL, body, signed("POST", CALL, body)) == (
+        200,
+        {"results": [{"bytes": 1}], "reset": True},
+    )
+    assert vllm.asked == [("qerl_noise", "0.5"), ("reset",)]
+    vllm.answer = RuntimeError("EngineCore died")
+    assert ask(guarded(vllm), "POST", CALL, body, signed("POST", CALL, body))[0] == 500
+    assert vllm.asked[2:] == [("qerl_noise", "0.5")]
+
+
 def test_bytes_after_the_line_are_the_last_argument():
     vllm, part = FakeVLLM(), bytes(range(256)) + b"\n\n"
     body = json.dumps({"method": "qerl_receive", "args": ["t", "0"]}).encode() + b"\n" + part
@@ -41,7 +54,7 @@ def test_signed_generation_arrives_whole_and_may_be_repeated(parts):
     [
         (b"", 400), (b"[]", 400), (b'{"method": "qerl_noise"}', 400), (b'{"method": 1, "args": []}', 400),
         (b'{"method": "qerl_noise", "args": [1]}', 403), (b'{"method": "sleep", "args": []}', 403),
-        (b'{"method": "_qerl_state", "args": []}', 403), (b'{"method": "qerl_noise\\n", "args": []}', 403),
+        (b'{"method": "qerl_noise", "args": [], "reset": 1}', 403), (b'{"method": "_qerl_state", "args": []}', 403), (b'{"method": "qerl_noise\\n", "args": []}', 403),
     ],
 )  # fmt: skip
 def test_a_call_that_is_none_of_ours_is_refused(body, status):

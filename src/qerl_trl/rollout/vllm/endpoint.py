@@ -7,7 +7,7 @@ paths are closed also where it is on. What is neither ours, nor generation, nor 
 |---|---|
 | `/health`, `/v1/models` and the other `STATUS` | everybody |
 | generation | signed (rollout/signature.py); everybody where `QERL_SERVER_OPEN_GENERATION=1` |
-| `CALL`: methods of the worker extension; `RESET`: the prefix cache | signed, each signature once |
+| `CALL`: methods of the worker extension, and then the prefix cache where asked; `RESET`: that alone | signed, each signature once |
 | everything else | nobody |
 """
 
@@ -102,7 +102,7 @@ class RolloutEndpoint:
             await self.app(scope, receive, send)
         elif method == "POST" and path in (CALL, RESET):
             body = await self._signed(scope, receive, MAX_MESSAGE)
-            answer = await (self._call(scope, body) if path == CALL else self._reset(scope))
+            answer = await self._call(scope, body) if path == CALL else {"success": await self._reset(scope)}
             await _answer(send, 200, answer)
         elif method == "POST" and path in GENERATION:
             if self._open and not _headers(scope, HEADER):
@@ -169,8 +169,8 @@ class RolloutEndpoint:
         part = bytes(memoryview(body)[len(line) + 1 :])
         try:
             asked = json.loads(line)
-            method, args = asked["method"], asked["args"]
-            well_formed = _METHOD.fullmatch(method) and all(type(arg) is str for arg in args)
+            method, args, reset = asked["method"], asked["args"], asked.get("reset", False)
+            well_formed = type(reset) is bool and _METHOD.fullmatch(method) and all(type(arg) is str for arg in args)
             args = [*args, part] if part else args
         except (ValueError, KeyError, TypeError) as error:
             raise Refusal(
@@ -178,19 +178,21 @@ class RolloutEndpoint:
             ) from error
         if not well_formed:
             raise Refusal(
-                403, f"{method!r} is none of the worker extension's methods, or its args are no list of texts."
+                403,
+                f"{method!r} is none of the worker extension's methods, its args are no list of texts, or reset is no yes or no.",
             )
         engine = _engine(scope)
         try:
-            return {"results": await engine.collective_rpc(method=method, timeout=MESSAGE_TIMEOUT, args=tuple(args))}
+            results = await engine.collective_rpc(method=method, timeout=MESSAGE_TIMEOUT, args=tuple(args))
         except Exception as error:
             logger.exception("%s failed", method)
             raise Refusal(500, f"{method} failed in the engine: {type(error).__name__}: {error}") from error
+        return {"results": results, **({"reset": await self._reset(scope)} if reset else {})}
 
-    async def _reset(self, scope: MutableMapping[str, Any]) -> dict[str, Any]:
+    async def _reset(self, scope: MutableMapping[str, Any]) -> bool:
         engine = _engine(scope)
         try:
-            return {"success": await engine.reset_prefix_cache() is not False}
+            return await engine.reset_prefix_cache() is not False
         except Exception as error:
             logger.exception("resetting the prefix cache failed")
             raise Refusal(500, f"resetting the prefix cache failed: {type(error).__name__}: {error}") from error

@@ -383,15 +383,10 @@ class RolloutState:
         """Set every noisy norm to clean + sigma * z, in float32, with z a function of the draw and the norm's name alone.
 
         Raises:
-            `RuntimeError`: `remember_clean` was not called.
-            `ValueError`: sigma is not a standard deviation.
+            As `check_draw`.
         """
-        if not (math.isfinite(draw.sigma) and draw.sigma >= 0):
-            raise ValueError(
-                f"Noise of sigma {draw.sigma} was asked for; a standard deviation is finite and not negative. Nothing changed."
-            )
-        if self._clean is None:
-            raise RuntimeError("The engine does not know which norms carry noise: call remember_clean(names) first.")
+        self.check_draw(draw)
+        assert self._clean is not None
         weights = self._weights()
         noisy = self._clean
         if draw.sigma > 0:
@@ -402,6 +397,20 @@ class RolloutState:
         _copy(weights, self._split(noisy))
         self._bits[NOISY_NORMS] = int(bits(noisy))
         self.draw = draw
+
+    def check_draw(self, draw: NoiseDraw) -> None:
+        """Whether `set_noise` takes it.
+
+        Raises:
+            `RuntimeError`: `remember_clean` was not called.
+            `ValueError`: sigma is not a standard deviation.
+        """
+        if not (math.isfinite(draw.sigma) and draw.sigma >= 0):
+            raise ValueError(
+                f"Noise of sigma {draw.sigma} was asked for; a standard deviation is finite and not negative. Nothing changed."
+            )
+        if self._clean is None:
+            raise RuntimeError("The engine does not know which norms carry noise: call remember_clean(names) first.")
 
     def clear_noise(self) -> None:
         """Noise off: the clean norms, bit for bit."""

@@ -38,6 +38,10 @@ def _answers(method: Callable[..., dict]) -> Callable[..., dict]:
     return answering
 
 
+def _draw(sigma: str, seed: str, step: str, generation: str) -> NoiseDraw:
+    return NoiseDraw(float(sigma), int(seed), int(step), int(generation))
+
+
 class QeRLWorkerExtension:
     """Methods that vLLM's worker gains. Each answers with one dict per rank; {"error": text} when it refused."""
 
@@ -94,10 +98,13 @@ class QeRLWorkerExtension:
         return {"bytes": transfers.receive(transfer, int(index), part)}
 
     @_answers
-    def qerl_apply(self, transfer: str, expected: str) -> dict:
+    def qerl_apply(self, transfer: str, expected: str, *noise: str) -> dict:
         """Load the adapter (and trained norms) of the complete `transfer`, whose `mark` is `expected`; "shared" is the shared memory.
 
         Refused: incomplete, damaged, or not for this model; the engine then keeps what it had.
+
+        Args:
+            noise: of a draw that is to lie on the norms from now on, as `qerl_noise` takes it; without one the noise stays as it is.
         """
         layout = self._qerl_layout_now()
         flat = self._qerl_buffer
@@ -117,8 +124,11 @@ class QeRLWorkerExtension:
         if found != expected:
             raise ValueError(f"Update {transfer!r} arrived damaged (mark {found}, not {expected[:80]}): send it again.")
         adapter, norms = layout.unpack(flat)
-        layers = self._qerl_state().load_adapter(adapter, norms, received=expected)
-        return {"layers": layers, "norms": len(norms)}
+        state, draw = self._qerl_state(), _draw(*noise) if noise else None
+        if draw is not None:
+            state.check_draw(draw)  # before anything changes
+        written = {"layers": state.load_adapter(adapter, norms, received=expected), "norms": len(norms)}
+        return written if draw is None else {**written, **self._qerl_set_noise(draw)}
 
     def _qerl_layout_now(self) -> UpdateLayout:
         layout = self.__dict__.get("_qerl_form")
@@ -135,8 +145,11 @@ class QeRLWorkerExtension:
     @_answers
     def qerl_noise(self, sigma: str, seed: str, step: str, generation: str) -> dict:
         """Take the noise of this draw from now on; each rank computes it from these four numbers."""
+        return self._qerl_set_noise(_draw(sigma, seed, step, generation))
+
+    def _qerl_set_noise(self, draw: NoiseDraw) -> dict:
         state = self._qerl_state()
-        state.set_noise(NoiseDraw(float(sigma), int(seed), int(step), int(generation)))
+        state.set_noise(draw)
         return {"sigma_effective": state.sigma_effective()}
 
     @_answers
