@@ -1,6 +1,7 @@
 """Names of modules whatever wraps the model, and whole tensors whatever shards them."""
 
 import re
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -34,6 +35,60 @@ def unwrap(model: nn.Module) -> nn.Module:
 def full_tensor(parameter: torch.Tensor) -> torch.Tensor:
     tensor = parameter.detach()
     return tensor if type(tensor) is torch.Tensor or not hasattr(tensor, "full_tensor") else tensor.full_tensor()
+
+
+def full_tensors(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """`full_tensor` of each, in few collective operations: tensors whose rows are shared out (FSDP 2) are gathered together, one operation for each
+    group of processes, device and dtype; any other tensor is gathered alone."""
+    wholes: list[torch.Tensor | None] = [None] * len(parameters)
+    groups: dict[tuple, list[int]] = {}
+    for number, parameter in enumerate(parameters):
+        place = _rows_shared_out(parameter)
+        if place is None:
+            wholes[number] = full_tensor(parameter)
+        else:
+            groups.setdefault((*place, parameter.device, parameter.dtype), []).append(number)
+    for (mesh, dimension, *_), numbers in groups.items():
+        gathered = _gather_rows([parameters[n] for n in numbers], mesh.get_group(dimension), mesh.size(dimension))
+        for number, whole in zip(numbers, gathered, strict=True):
+            wholes[number] = whole
+    return cast(list[torch.Tensor], wholes)
+
+
+def _rows_shared_out(parameter: torch.Tensor) -> tuple[Any, int] | None:
+    """The device mesh over one dimension of which this tensor's rows are shared out, and that dimension; None of any other tensor."""
+    if not hasattr(parameter, "full_tensor"):
+        return None
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    assert isinstance(parameter, DTensor)
+    shared = [number for number, kind in enumerate(parameter.placements) if type(kind) is not Replicate]
+    if len(shared) != 1 or parameter.ndim == 0:
+        return None
+    kind = parameter.placements[shared[0]]
+    # by type: one that is strided is a Shard too, and lies in another order
+    return (parameter.device_mesh, shared[0]) if type(kind) is Shard and kind.dim == 0 else None
+
+
+@torch.no_grad()
+def _gather_rows(parameters: Sequence[torch.Tensor], group: Any, ranks: int) -> list[torch.Tensor]:
+    """Tensors of which each of `ranks` processes has the next `ceil(rows / ranks)` rows, or what is left of them. Collective."""
+    sizes = [
+        (-(-p.shape[0] // ranks), p.shape[1:]) for p in parameters
+    ]  # rows of a whole part, and the rest of the shape
+    counts = [rows * rest.numel() for rows, rest in sizes]
+    parts = [local_tensor(p).reshape(-1) for p in parameters]
+    mine = torch.zeros(sum(counts), dtype=parts[0].dtype, device=parts[0].device)
+    torch._foreach_copy_([to[: part.numel()] for to, part in zip(mine.split(counts), parts, strict=True)], parts)
+    everyones = mine.new_empty(ranks * mine.numel())
+    torch.distributed.all_gather_into_tensor(everyones, mine, group=group)
+    pieces = everyones.view(ranks, -1).split(counts, dim=1)
+    wholes = [mine.new_empty(ranks, count) for count in counts]
+    torch._foreach_copy_(wholes, list(pieces))
+    return [
+        whole.view(ranks * rows, *rest)[: p.shape[0]]
+        for whole, p, (rows, rest) in zip(wholes, parameters, sizes, strict=True)
+    ]
 
 
 def local_tensor(parameter: torch.Tensor) -> torch.Tensor:

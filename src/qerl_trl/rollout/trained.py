@@ -10,7 +10,7 @@ from accelerate.utils import is_peft_model
 from peft import PeftModel
 from torch import nn
 
-from ..names import canonical_name, full_tensor, local_tensor
+from ..names import canonical_name, full_tensor, full_tensors, local_tensor
 from ..noise.hooks import NoiseDraw
 from .adapter import active_adapter, check_servable, rollout_layers, trained_norms
 from .engine import Engine, RolloutError
@@ -89,12 +89,14 @@ class TrainedAdapter(Trained):
     def put(
         self, engine: Engine, gather: Gather, noisy: Sequence[str] = (), draw: NoiseDraw | None = None
     ) -> tuple[str, float | None]:
-        with gather(self.parameters()):
+        parameters = self.parameters()
+        with gather(parameters):
+            whole = iter(full_tensors(parameters))
             adapter = {
-                name: AdapterTensors(full_tensor(down.weight), full_tensor(up.weight), layer.scaling[self.name])
-                for name, (layer, down, up) in self.layers.items()
+                name: AdapterTensors(next(whole), next(whole), layer.scaling[self.name])
+                for name, (layer, _, _) in self.layers.items()
             }
-            norms = {name: full_tensor(module.weight) for name, module in self.norms.items()}
+            norms = {name: next(whole) for name in self.norms}
             update = Update(adapter, norms)
             effective = engine.put(update, noisy, draw)
             return update.fingerprint, effective
