@@ -217,10 +217,11 @@ class SavingMixin(PublishingMixin):
         self._before_batch, self._all_failed = since or _random_state(), False
         try:
             yield
-        except RolloutError:
-            raise  # it says so itself
         except Exception as error:
-            error.add_note(self.rescue())
+            if not isinstance(error, RolloutError):  # which says so itself
+                error.add_note(self.rescue())
+            if self.args.overlap:
+                self.vllm_generation.forget_ahead()
             raise
         finally:
             self._before_batch = None

@@ -10,11 +10,11 @@ differs from the parent, method by method:
 | `set_initial_training_values` | a run that has ended takes no further step |
 | `_prepare_for_training` | FSDP 2 of older torch shards bytes too ([`ShardingMixin`]) |
 | `_get_train_sampler` | a run resumed in a later epoch sees that epoch's order of prompts, not the first one's again |
-| `_generate` | draws the noise of this rollout and keeps the engine up to date (covers tools and rollout functions alike) |
+| `_generate` | draws the noise of this rollout and keeps the engine up to date (covers tools and rollout functions alike); |
+| | with `overlap=1` asks for the next rollout (`rollout/overlap.py`) |
 | `_generate`, `_compute_loss` | what transformers sampled under noise is importance-corrected as vLLM's rollouts are (`behaviour.py`) |
 | `_calculate_rewards` | refuses infinite rewards |
-| `_generate_and_score_completions` | measures and watches the rollout/trainer mismatch (`mismatch.py`); saves the step before where it fails; |
-| | with `overlap=1` asks for the next rollout (`rollout/overlap.py`) |
+| `_generate_and_score_completions` | measures and watches the rollout/trainer mismatch (`mismatch.py`); saves the step before where it fails |
 | `_get_per_token_logps_and_entropies`, `_prepare_inputs` | [`PackingMixin`]: no work on padding, equal prompts once |
 | `_compute_loss`, `_get_per_token_logps_and_entropies` | on-policy the update's own log-probabilities are the old ones (`update/passes.py`) |
 | `training_step` | refuses a non-finite loss or gradient before the optimizer sees it |
@@ -199,6 +199,9 @@ class QeRLMixin(SavingMixin, PackingMixin, ShardingMixin):
             check_agreement(self.accelerator, self.aqn, self.vllm_generation.noisy_norms if self.aqn.engine else None)
             self._metrics["train"]["aqn/sigma"].append(self.aqn.sigma)
             self._metrics["train"]["aqn/sigma_effective"].append(self.aqn.sigma_effective)
+        if training and self.args.overlap:
+            with self._timer.phase("rollout"):
+                self.vllm_generation.ahead()
         return output
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -217,9 +220,6 @@ class QeRLMixin(SavingMixin, PackingMixin, ShardingMixin):
                 self._monitor.advantages(equal, mean, self.state.global_step)
                 self._monitor.rewards(self, self._rewards)
             self._passes.scored(output)
-            if self.args.overlap and self.model.training:
-                with self._timer.phase("rollout"):
-                    self.vllm_generation.ahead()
         return output
 
     # -------------------------------------------------------------------------------------------------------- update

@@ -2,6 +2,7 @@
 
 import contextlib
 import shutil
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -17,8 +18,9 @@ from trl.trainer.utils import RepeatSampler
 
 from qerl_trl import QeRLConfig, QeRLRLOOConfig
 from qerl_trl.rollout.arms import check_overlap
+from qerl_trl.rollout.beside import TURN, Request, short_turns
 from qerl_trl.rollout.engine import RolloutError
-from qerl_trl.rollout.overlap import _Request, prompts_ahead
+from qerl_trl.rollout.overlap import prompts_ahead
 from tests.faults.catalog import told
 from tests.faults.stand_in import StandIn, make_trainer  # noqa: F401  (a fixture)
 
@@ -214,6 +216,80 @@ def test_on_a_server_it_is_the_same(make_trainer):  # noqa: F811
     assert [rollout.draw.step for rollout in rollouts[1:]] == [1, 2]
 
 
+def test_a_rollout_is_sampled_while_the_one_before_is_scored(make_trainer):  # noqa: F811
+    trainer, asked, turns = make_trainer(engine=Watched, **OPTIONS | {"save_strategy": "no"}), threading.Event(), []
+    score, engine, before = trainer._calculate_rewards, trainer.vllm_generation.engine, sys.getswitchinterval()
+
+    def sampling(number):
+        turns.append(sys.getswitchinterval())
+        if number:
+            asked.set()
+
+    def slow(*args):
+        last = trainer.state.global_step == 4
+        assert last or asked.wait(60), "the next rollout was not asked for"
+        asked.clear()
+        return score(*args)
+
+    engine.before, trainer._calculate_rewards = sampling, slow
+    trainer.train()
+    assert len(engine.rollouts) == 3 and turns == pytest.approx([TURN] * 3)
+    assert sys.getswitchinterval() == before
+
+
+def test_a_reward_that_fails_leaves_nothing_running_and_the_run_goes_on_exactly(make_trainer, tmp_path):  # noqa: F811
+    whole = make_trainer(engine=Watched, **OPTIONS | {"output_dir": str(tmp_path / "whole"), "save_strategy": "no"})
+    whole.train()
+    options = OPTIONS | {"output_dir": str(tmp_path / "failing"), "save_steps": 100}
+    trainer = make_trainer(engine=Watched, **options)
+    score, engine = trainer._calculate_rewards, trainer.vllm_generation.engine
+    engine.before = lambda number: time.sleep(1.0 if number == 2 else 0)
+
+    def fails(*args):
+        if trainer.state.global_step == 2:
+            assert trainer.vllm_generation._next.request.is_alive()
+            torch.rand(3)  # what it draws before it fails is not drawn when the run goes on
+            raise OSError("no grader today")
+        return score(*args)
+
+    trainer._calculate_rewards = fails
+    with pytest.raises(OSError, match="no grader today") as raised:
+        trainer.train()
+    assert "Step 2 is saved" in "".join(raised.value.__notes__)
+    assert len(engine.rollouts) == 3 and trainer.vllm_generation._next is None
+    assert not [thread for thread in threading.enumerate() if thread.name == "rollout ahead"]
+    again = make_trainer(engine=Watched, **options)
+    again.train(resume_from_checkpoint=again.to_resume())
+    assert [rollout.draw.step for rollout in again.vllm_generation.engine.rollouts] == [4]
+    # TRL counts the tokens of a rollout when it comes, so those of the one that failed twice
+    mine, theirs = ([{k: v for k, v in log.items() if k != "num_tokens"} for log in logged(t)] for t in (again, whole))
+    assert mine == theirs
+    for mine, theirs in zip(adapter_of(again.model), adapter_of(whole.model), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_what_was_sampled_ahead_is_looked_at_once(make_trainer):  # noqa: F811
+    """When it has come. Before it is sampled there is nothing to look at."""
+    trainer = make_trainer(engine=Watched, **OPTIONS | {"save_strategy": "no", "rollout_probe_steps": 0})
+    engine, seen = trainer.vllm_generation.engine, []
+    contents = engine.contents
+    engine.contents = lambda: seen.append(len(engine.rollouts)) or contents()
+    trainer.train()
+    assert seen == [1, 2, 3]
+
+
+def test_turns_are_short_only_inside():
+    before = sys.getswitchinterval()
+    with contextlib.suppress(OSError), short_turns():
+        with short_turns():
+            assert sys.getswitchinterval() == pytest.approx(TURN)
+        assert sys.getswitchinterval() == pytest.approx(TURN)
+        thread = Request(lambda: sys.getswitchinterval(), short_turns())
+        assert thread.answer() == pytest.approx(TURN)
+        raise OSError
+    assert sys.getswitchinterval() == before
+
+
 def test_an_update_that_fails_waits_for_nobody(make_trainer):  # noqa: F811
     trainer = make_trainer(engine=Watched, overlap=1, max_steps=3)
     release = threading.Event()
@@ -241,7 +317,7 @@ def test_a_request_ends_with_the_interpreter():
         while True:
             time.sleep(0.01)
 
-    request = _Request(for_ever, contextlib.nullcontext())
+    request = Request(for_ever, contextlib.nullcontext())
     request.stop()
     assert not request.is_alive()
     with pytest.raises(SystemExit):

@@ -309,7 +309,7 @@ class QeRLVLLMGeneration(VLLMGeneration):
 
     @contextlib.contextmanager
     def _up_to_date(
-        self, draw: NoiseDraw | None = None, rollouts: int = 1, noise_must_act: bool = False
+        self, draw: NoiseDraw | None = None, rollouts: int = 1, noise_must_act: bool = False, sampled: bool = True
     ) -> Iterator[None]:
         """Awake, with the weights of this moment and the noise of `draw` (`trainer.aqn`'s by default); asleep again afterwards.
 
@@ -318,6 +318,7 @@ class QeRLVLLMGeneration(VLLMGeneration):
         Args:
             rollouts: how many rollouts' time it may take.
             noise_must_act: whether something has to be sampled under the noise of this moment, be it 0.
+            sampled: whether a rollout is sampled inside, and what the engine computed with is looked at afterwards.
         """
         self._check_started()
         if self._inside:
@@ -340,7 +341,8 @@ class QeRLVLLMGeneration(VLLMGeneration):
                         self.engine.sleep()
                     raise
                 with self._engine_errors():
-                    self._check(noise_must_act)
+                    if sampled:
+                        self._check(noise_must_act)
                     self.engine.sleep()
         finally:
             self._inside = False

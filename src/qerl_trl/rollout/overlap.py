@@ -1,7 +1,7 @@
 """Overlap: while the update of one rollout runs, vLLM samples the next one. One rollout of staleness; off by default (`overlap=0`).
 
-    main thread   score t | put adapter t, noise t+1, ask | update t ................ | wait | score t+1 | put adapter t+1, ask | ...
-    engine                                       | sample t+1 (adapter t) .......... |            | sample t+2 (adapter t+1) ...
+    main thread   put adapter t, noise t+1, ask | score t | update t ............ | wait | put adapter t+1, ask | score t+1 | ...
+    engine                                      | sample t+1 (adapter t) ........ |                             | sample t+2 (adapter t+1) ...
 
 - **Who samples.** A request is put together by TRL's own `VLLMGeneration.generate`, in the main thread, with a stand-in for vLLM's `LLM`
   (or TRL's client) that starts the real call in a thread and answers nothing; when the completions are due, TRL's code runs once more and
@@ -13,6 +13,8 @@
   (the adapter of one rollout earlier, with its noise, as vLLM scored it), pi_old the trained policy when the rollout is first used, and pi the
   policy in the update, it is the clipped objective in pi / pi_old, weighted by pi_old / mu. This is what TRL computes: its
   `old_per_token_logps` are the trainer's at that moment, its importance ratio is truncated against vLLM's log-probabilities.
+- **Rewards** are computed, and completions scored, beside the engine too: nothing of it changes the adapter or the noise. Where that fails, the
+  request is waited for and forgotten.
 - **Noise** is that of the step in which a rollout is used, as it would be without overlap.
 - **Random numbers.** In this process each completion has a seed of its own, from (seed, step, process, place): two threads draw from no
   common generator, and a rollout is a function of its adapter, its noise and its step.
@@ -21,19 +23,13 @@
   kernels for few tokens wait for programs of the same launch, and a stream of higher priority could keep these from ever being started.
 """
 
-import atexit
 import contextlib
 import copy
-import ctypes
 import functools
 import itertools
 import json
 import logging
-import threading
-import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -41,11 +37,11 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate.data_loader import BatchSamplerShard
-from torch.overrides import TorchFunctionMode
 from torch.utils.data import BatchSampler
 from trl.generation.vllm_generation import VLLMGeneration
 
 from ..noise.hooks import NoiseDraw
+from .beside import OwnGenerator, Request, short_turns
 from .contract import check_completions, check_contents, check_noise_acted
 from .engine import RolloutError
 from .generation import NO_NOISE, QeRLVLLMGeneration
@@ -54,69 +50,6 @@ logger = logging.getLogger(__name__)
 
 #: in a checkpoint, of each process
 _FILE = "qerl_rollout_ahead-{}-of-{}.json"
-#: seconds that a request may take to end when the interpreter does
-_PATIENCE = 10.0
-_alive: "weakref.WeakSet[_Request]" = weakref.WeakSet()
-
-
-class _Request(threading.Thread):
-    """A call in a thread of its own.
-
-    Args:
-        around: a context in which it runs there.
-    """
-
-    def __init__(self, call: Callable[[], Any], around: contextlib.AbstractContextManager[Any]) -> None:
-        super().__init__(name="rollout ahead", daemon=True)
-        self._call, self._around = call, around
-        self._answer: Future[Any] = Future()
-        self.seconds = 0.0
-        _alive.add(self)
-        self.start()
-
-    def run(self) -> None:
-        began = time.perf_counter()
-        try:
-            with self._around:
-                answer = self._call()
-        except BaseException as error:  # raised again in the thread that waits
-            self._answer.set_exception(error)
-        else:
-            self.seconds = time.perf_counter() - began
-            self._answer.set_result(answer)
-
-    def answer(self) -> Any:
-        """Wait for it; raises what it raised."""
-        while self.is_alive():  # a limit of time (deadline.py) ends this wait in any thread, between two turns
-            self.join(1.0)
-        return self._answer.result()
-
-    def stop(self) -> None:
-        """End it, as soon as Python has a turn in its thread, before the interpreter takes itself apart around it."""
-        if self.is_alive():
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.ident or 0), ctypes.py_object(SystemExit))
-            self.join(_PATIENCE)
-
-
-@atexit.register
-def _stop_all() -> None:
-    for request in list(_alive):
-        request.stop()
-
-
-class _OwnGenerator(TorchFunctionMode):
-    """In this thread, numbers that nobody gave a generator for come from one of its own: vLLM's sampler on a CPU draws some from torch's and
-    throws them away where it has seeds, and the trainer draws from torch's meanwhile."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._generator = torch.Generator()
-
-    def __torch_function__(self, func, types, args=(), kwargs=None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func is torch.Tensor.exponential_ and kwargs.get("generator") is None:
-            kwargs["generator"] = self._generator
-        return func(*args, **kwargs)
 
 
 class _Asks:
@@ -138,7 +71,7 @@ class _Asks:
 class _Answers:
     """The same, and answers with what came."""
 
-    def __init__(self, request: _Request) -> None:
+    def __init__(self, request: Request) -> None:
         self.request = request
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -147,15 +80,17 @@ class _Answers:
 
 @dataclass
 class _Rollout:
-    """One rollout, asked for or at hand. `step`: in which it is used. `generated`: what TRL's `generate` returns, once it is known."""
+    """One rollout, asked for or at hand. `step`: in which it is used. `generated`: what TRL's `generate` returns, once it is known. `norms`: bits of
+    the norms that it was sampled with, where this process has an engine."""
 
     step: int
     prompts: list[list[int]]
     draw: NoiseDraw
     effective: float | None = None
     generated: tuple | None = None
+    norms: int | None = None
     stored: bool = False
-    request: _Request | None = None
+    request: Request | None = None
 
 
 class OverlappedGeneration(QeRLVLLMGeneration):
@@ -205,8 +140,8 @@ class OverlappedGeneration(QeRLVLLMGeneration):
     # ------------------------------------------------------------------ asking
 
     def ahead(self) -> None:
-        """Ask for the rollout after the one that was just scored, if there will be one: prompts, weights of this moment, noise of the step in
-        which it is used. Returns while it is sampled. Every process calls it, before the first update on the scored rollout.
+        """Ask for the rollout after the one that has just come, if there will be one: prompts, weights of this moment, noise of the step in
+        which it is used. Returns while it is sampled. Every process calls it, before anything is done with the rollout that has come.
 
         Raises:
             [`RolloutError`]: the engine does not take the weights or the noise.
@@ -223,7 +158,7 @@ class OverlappedGeneration(QeRLVLLMGeneration):
     def _ask(self, prompts: list[list[int]], step: int, draw: NoiseDraw) -> None:
         aqn = self.trainer.aqn
         effective_now = aqn and aqn.sigma_effective
-        with self._on_its_stream(), super()._up_to_date(draw), self._engine_errors():
+        with self._on_its_stream(), super()._up_to_date(draw, sampled=False), self._engine_errors():
             self._probe_if_due()
         rollout = _Rollout(step, prompts, draw)
         if aqn is not None and draw.sigma > 0:
@@ -235,7 +170,7 @@ class OverlappedGeneration(QeRLVLLMGeneration):
         def start(generate: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
             if colocated:
                 kwargs["sampling_params"] = self._seeded(kwargs["sampling_params"], len(args[0]), step)
-            rollout.request = _Request(lambda: generate(*args, **kwargs), self._in_order())
+            rollout.request = Request(lambda: generate(*args, **kwargs), self._in_order())
 
         with self._saying_what_is_saved(), self._engine_errors():
             self._ask_trl(prompts, lambda engine: _Asks(functools.partial(start, engine.generate), nothing))
@@ -252,16 +187,21 @@ class OverlappedGeneration(QeRLVLLMGeneration):
         return each
 
     def _in_order(self) -> contextlib.AbstractContextManager[None]:
-        """For the thread of a request: the engine's stream, after all that this thread has started so far."""
+        """For the thread of a request in this process: short turns, and the engine's stream, after all that this thread has started so far."""
         stream = self._stream
-        if stream is None:
-            return _OwnGenerator() if self.mode == "colocate" else contextlib.nullcontext()
-        stream.wait_stream(torch.cuda.current_stream(stream.device))
+        if self.mode != "colocate":
+            return contextlib.nullcontext()
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
 
         @contextlib.contextmanager
         def there() -> Iterator[None]:
+            if stream is None:
+                with short_turns(), OwnGenerator():
+                    yield
+                return
             torch.cuda.set_device(stream.device)
-            with torch.cuda.stream(stream):
+            with short_turns(), torch.cuda.stream(stream):
                 yield
             stream.synchronize()
 
@@ -293,6 +233,7 @@ class OverlappedGeneration(QeRLVLLMGeneration):
             check_completions(generated[1], generated[2], len(rollout.prompts), self._vocabulary, "vLLM")
             contents = self.engine.contents()
             if contents is not None:
+                rollout.norms = contents.norms
                 check_contents(contents, self._put, self._draw)
                 if self.trainer.aqn is not None and self.trainer.aqn.schedule.ever_noisy:
                     check_noise_acted(contents, self._draw, len(self._noisy))
@@ -343,7 +284,7 @@ class OverlappedGeneration(QeRLVLLMGeneration):
             self.trainer._metrics["train"]["seconds/rollout_ahead"].append(rollout.request.seconds)
         if aqn is not None and draw.sigma > 0 and rollout.effective is not None:
             aqn.sigma_effective = rollout.effective
-        self._used, self._next = rollout, None
+        self._used, self._next, self.noisy_norms = rollout, None, rollout.norms
         assert rollout.generated is not None
         self.sampled_logps = rollout.generated[2] and [[t[0] for t in sequence] for sequence in rollout.generated[2]]
         return rollout.generated
@@ -375,15 +316,14 @@ class OverlappedGeneration(QeRLVLLMGeneration):
             self._settle()
             rollout = self._next
         if rollout is not None and rollout.step == step:
-            content = asdict(_Rollout(step, rollout.prompts, rollout.draw, rollout.effective, rollout.generated))
+            kept = rollout.prompts, rollout.draw, rollout.effective, rollout.generated, rollout.norms
+            content = asdict(_Rollout(step, *kept))
             (Path(folder) / self._file()).write_text(json.dumps(content, default=list))
 
     def resume_ahead(self, folder: str | Path | None) -> None:
         """At the start of a training: forget what was asked for, and take up what this checkpoint holds."""
-        if self._next is not None and self._next.request is not None:
-            with contextlib.suppress(Exception):  # of a training that has failed, and said so
-                self._next.request.answer()
-        self._next = self._used = self._prompts = None
+        self.forget_ahead()
+        self._used = self._prompts = None
         file = None if folder is None else Path(folder) / self._file()
         if file is None or not file.is_file():
             if file is not None and any(file.parent.glob(_FILE.format("*", "*"))):
@@ -398,11 +338,18 @@ class OverlappedGeneration(QeRLVLLMGeneration):
         }
         self._next = _Rollout(**found)
 
+    def forget_ahead(self) -> None:
+        """What was asked for is not wanted any more: wait until the engine has done it, which leaves nothing running, and forget it."""
+        rollout, self._next = self._next, None
+        if rollout is not None and rollout.request is not None:
+            with contextlib.suppress(Exception), self._limited(1):  # of a training that has failed, and said so
+                rollout.request.answer()
+
     def _file(self) -> str:
         return _FILE.format(self.accelerator.process_index, self.accelerator.num_processes)
 
 
-def _started(rollout: _Rollout) -> _Request:
+def _started(rollout: _Rollout) -> Request:
     assert rollout.request is not None, "asked for by _ask"
     return rollout.request
 
