@@ -18,7 +18,8 @@
 - **Noise** is that of the step in which a rollout is used, as it would be without overlap.
 - **Random numbers.** In this process each completion has a seed of its own, from (seed, step, process, place): two threads draw from no
   common generator, and a rollout is a function of its adapter, its noise and its step.
-- **Resume.** A checkpoint waits for the pending rollout and stores it, so the same trajectory goes on.
+- **Resume.** A checkpoint waits for the pending rollout and stores it, so the same trajectory goes on. A server draws from a generator of its own: there
+  the stored rollout is the same, and those after it are others.
 - **Streams.** The engine computes on a CUDA stream of its own, from its start to its end, the trainer on another one of the same priority: our
   kernels for few tokens wait for programs of the same launch, and a stream of higher priority could keep these from ever being started.
 """
