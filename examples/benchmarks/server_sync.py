@@ -1,12 +1,14 @@
 """A rollout server on a GPU of its own: how long a step and its sync take, through shared memory and over TCP.
 
     CUDA_VISIBLE_DEVICES=0,1 python examples/benchmarks/server_sync.py --out results/server_h200x2.json       # 7B, two GPUs, about 3 minutes
+    CUDA_VISIBLE_DEVICES=0,0 python examples/benchmarks/server_sync.py --out results/server_h200.json         # both on one GPU
     python examples/benchmarks/server_sync.py --out /tmp/server.json --shape tiny --device cpu                # does it run at all
     python examples/benchmarks/server_sync.py --out results/server_cpu.json --shape small --rank 464 --device cpu  # as many bytes as 7B, rank 32
 
 The server is started with the command that the trainer prints (NVFP4 base of random weights, rank-32 adapter). Then a few GRPO steps; then
 syncs of a changed adapter, each timed from the call to the server's answer, `--repeats` times: `shared memory`, as on one host, and `tcp`,
-the way between hosts, here over the loopback interface. Without GPUs trainer and engine have their tensors in host memory, so what is left out is
+the way between hosts, here over the loopback interface. `with noise` is what a rollout puts, weights and a draw at once. On one GPU nothing travels
+between two, and trainer and engine take its time from each other while both compute; requests, and copies to the host and back, are the same. Without GPUs trainer and engine have their tensors in host memory, so what is left out is
 the copy from one GPU and to the other over their buses; and what either end computes, sums that detect damage above all, takes a CPU seconds, so
 `transport` is the way alone: writing the shared memory, and sending all parts of an update until the server has them. `noise` is a draw, `contents` what a rollout is checked by. What is known is written
 after each part, so a run that is ended early leaves what it has.
@@ -35,12 +37,16 @@ SEQUENCES, NEW, PROMPT, RANK = 8, 512, 256, 32
 AT_A_TIME = 64
 
 
-def start_server(spec, gpu: str | None, log: Path, cpu: bool) -> tuple[subprocess.Popen, str]:
-    """The server that `spec` prints the command of; its process, and its address."""
+def start_server(
+    spec, gpu: str | None, log: Path, cpu: bool, memory: float | None = None
+) -> tuple[subprocess.Popen, str]:
+    """The server that `spec` prints the command of, with this share of its GPU's memory; its process, and its address."""
     module = "vllm.entrypoints.openai.api_server"
     command = [sys.executable, "-m", module, "--model", *shlex.split(spec.serve_command())[2:]]
     command += ["--max-num-seqs", str(AT_A_TIME)]
-    return start([*command, *(["--enforce-eager", "--gpu-memory-utilization", "0.1"] if cpu else [])], gpu, log)
+    memory = 0.1 if cpu else memory
+    command += [] if memory is None else ["--gpu-memory-utilization", str(memory)]
+    return start([*command, *(["--enforce-eager"] if cpu else [])], gpu, log)
 
 
 def start(command: list[str], gpu: str | None, log: Path) -> tuple[subprocess.Popen, str]:
@@ -82,12 +88,19 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=RANK, help="Of the adapter.")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument(
+        "--gpu-memory-utilization",
+        type=float,
+        help="The server's share of its GPU; vLLM's own, or 0.35 beside the trainer.",
+    )
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))  # the server is ended too
     os.environ.setdefault("QERL_SERVER_SECRET", "of this measurement alone")
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
     cpu = options.device == "cpu"
+    one = not cpu and gpus[0] == gpus[-1]
+    share = options.gpu_memory_utilization or (0.35 if one else None)
     if not cpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus[0]
     import torch
@@ -130,7 +143,7 @@ def main() -> None:
     spec = EngineSpec.of(model, max_model_len=longest)
     del model, base
     log = folder / "server.log"
-    process, url = start_server(spec, gpus[1] if not cpu else None, log, cpu)
+    process, url = start_server(spec, gpus[-1] if not cpu else None, log, cpu, share)
     try:
         wait(process, url, log, 300)
         ready = time.perf_counter() - started
@@ -140,7 +153,8 @@ def main() -> None:
         generation = built.vllm_generation
         engine, policy = generation.engine, built.accelerator.unwrap_model(built.model)
         results = {
-            **about.head(options.device, times=1 if cpu else 2),
+            **about.head(options.device, times=1 if cpu or one else 2),
+            "gpu_memory_utilization": share,
             "shape": options.shape,
             "rank": options.rank,
             "sequences": SEQUENCES,
@@ -187,9 +201,13 @@ def main() -> None:
             "tcp": timed(send, forget),
         }
         write()
-        results["sync"] = {"shared memory": timed(generation.sync_weights)}
-        write()
         draws = iter(range(1000, 2000))
+
+        def with_noise() -> None:
+            generation.sync_weights(draw=NoiseDraw(1e-2, 1, next(draws), 0))
+
+        results["sync"] = {"shared memory": timed(generation.sync_weights), "with noise": timed(with_noise)}
+        write()
         norms = engine._noisy
         results["noise"] = timed(lambda: engine.set_noise(norms, NoiseDraw(1e-2, 1, next(draws), 0)))
         results["contents"] = timed(engine.contents)
