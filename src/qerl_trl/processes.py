@@ -4,7 +4,7 @@ import functools
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from accelerate.utils import gather_object
@@ -17,8 +17,8 @@ from . import redaction, watch
 _LOST = re.compile(
     r"Connection (?:closed|reset) by|Broken pipe|ncclRemoteError|ncclSystemError|Timed out waiting|Watchdog caught collective"
 )
-
-
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 #: seconds until it is known which process ended, once a connection to one is gone
 _KNOWN = 5.0
 
@@ -38,6 +38,18 @@ def load_to_numbered_cpus() -> None:
         return storage if re.fullmatch(r"cpu:\d+", location) else None
 
     torch.serialization.register_package(100, lambda storage: None, load)  # asked after torch's own
+
+
+def together(method: Callable[_P, _T]) -> Callable[_P, _T]:
+    """A method of a trainer that every process calls: an error that leaves it ends those that are in it too, and who has lost another process
+    there says which, and why."""
+
+    @functools.wraps(method)
+    def named(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        with watch.working(method.__name__), naming_the_lost_one(args[0]):
+            return method(*args, **kwargs)
+
+    return named
 
 
 class Errors:
@@ -81,24 +93,28 @@ class Errors:
                 raise RuntimeError(f"Process {rank} of {len(everyone)} failed, and all end with it: {text}")
 
 
+class LostProcess(RuntimeError):
+    """Another process of the run is gone; in place of an error of the connection to it."""
+
+
 @contextmanager
 def naming_the_lost_one(trainer: Any) -> Iterator[None]:
-    """Around a training.
+    """Around what all processes do together. May be nested.
 
     Raises:
-        `RuntimeError`: in place of an error of the connection between processes.
+        `LostProcess`: in place of an error of the connection between processes.
     """
     try:
         yield
     except RuntimeError as error:
-        if trainer.accelerator.num_processes == 1 or not _LOST.search(str(error)):
+        if isinstance(error, LostProcess) or trainer.accelerator.num_processes == 1 or not _LOST.search(str(error)):
             raise
         here, saved = watch.current(), trainer._saved
         ended = here.wait(_KNOWN) if here is not None else None
         cause = "The cause stands in the other one's output: look for the first error there."
         if here is not None and ended is not None:
             cause = here.describe(ended)
-        raise RuntimeError(
+        raise LostProcess(
             f"Process {trainer.accelerator.process_index} of {trainer.accelerator.num_processes} has lost another one at step "
             f"{trainer.state.global_step} ({str(error).strip().splitlines()[0][:200]}). {cause} "
             + (

@@ -14,6 +14,7 @@ from torch import nn
 from transformers.trainer_utils import HubStrategy, SaveStrategy, TrainOutput
 
 from . import redaction
+from .processes import together
 from .upstream import OnlineTrainer
 
 if TYPE_CHECKING:
@@ -64,18 +65,21 @@ class PublishingMixin(OnlineTrainer):
             self, output_dir: str | None = None, _internal_call: bool = False, push: bool = True
         ) -> None: ...
 
+    @together
     def save_adapter(self, folder: str | os.PathLike, **options: Any) -> "Export":
         """See [`export.save_adapter`]. Call it, and the two below, in all processes; the main one writes."""
         from .publish import export
 
         return export.save_adapter(self, folder, card=self._write_card, **options)
 
+    @together
     def save_merged(self, folder: str | os.PathLike, **options: Any) -> "Export":
         """See [`export.save_merged`]."""
         from .publish import export
 
         return export.save_merged(self, folder, card=self._write_card, **options)
 
+    @together
     def save_base(self, folder: str | os.PathLike, **options: Any) -> "Export":
         """See [`export.save_base`]."""
         from .publish import export
@@ -139,6 +143,7 @@ class PublishingMixin(OnlineTrainer):
             facts["title"] = model_name
         return facts
 
+    @together
     def push_to_hub(
         self,
         commit_message: str | None = "End of training",

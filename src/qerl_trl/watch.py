@@ -25,6 +25,7 @@ import socket
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -42,6 +43,8 @@ _IDLE, _BETWEEN, _PROBES = 10, 5, 4
 _LONGEST, _EXCERPT = 16_384, 2_000
 #: digits of a process's number in its greeting
 _RANK = 8
+#: seconds between two looks at what was heard
+_AGAIN = 0.05
 #: seconds for a connection to be made
 _CONNECT = 20.0
 
@@ -54,22 +57,31 @@ _depth = 0
 class Ended(NamedTuple):
     """What is known of the first process that did not come to its end.
 
-    said: its error; None: it ended without a word. work: number of the work that it failed in; infinite where it is gone.
+    said: its error; None: it ended without a word. work: number of the work that it failed in; infinite where it is gone. of: that work's name.
     """
 
     rank: int
     said: str | None
     work: float = math.inf
+    of: str = ""
+
+    def before(self, work: float, of: str) -> bool:
+        """Whether it is of another work than this one, or of an earlier one of the name: all that wait for it have left that by now."""
+        return self.work != math.inf and (self.of != of or self.work < work)
 
 
 @contextlib.contextmanager
-def working() -> Iterator[None]:
-    """Around what all processes do together, also as a decorator. An error that leaves it ends the others. May be nested."""
+def working(name: str = "run") -> Iterator[None]:
+    """Around what all processes do together, also as a decorator. An error that leaves it ends those that are in the same work. May be nested.
+
+    Args:
+        name: works are counted by their names, so that one of them may be done by a single process alone.
+    """
     global _depth
     _depth += 1
     try:
         if _depth == 1 and _watch is not None:
-            _watch.enter()
+            _watch.enter(name)
         yield
     except BaseException as error:
         if _depth == 1 and _watch is not None:
@@ -96,7 +108,8 @@ class Watch:
         self._heard = threading.Event()
         self._connections = connections
         self._done: set[int] = set()
-        self._begun = 0  # works that were begun; every process counts the same ones
+        self._begun: Counter[str] = Counter()  # works that were begun, by their names
+        self._work = ""  # the latest of them
         self._inside = False
         self._ending = False
         self._lock, self._sending = threading.RLock(), threading.Lock()
@@ -104,15 +117,18 @@ class Watch:
 
     # --- what this process does
 
-    def enter(self) -> None:
+    def enter(self, name: str = "run") -> None:
         """It begins a work."""
         with self._lock:
-            self._begun += 1
-            self._inside = True
-            if self.ended is not None and self.ended.work < self._begun:  # of a work that all have left
+            self._begun[name] += 1
+            self._work, self._inside = name, True
+            if self.ended is not None and self.ended.of == name and self._is_past(self.ended):
                 self.ended = None
                 self._heard.clear()
             self._end_if_due()
+
+    def _is_past(self, ended: Ended) -> bool:
+        return ended.before(self._begun[self._work], self._work)
 
     def leave(self) -> None:
         """It is out of its work."""
@@ -136,13 +152,18 @@ class Watch:
 
     def _announce(self, error: BaseException) -> None:
         text = redaction.redact(f"{type(error).__name__}: {error}")[:_EXCERPT]
-        self._send({"failed": self.rank, "said": text, "work": self._begun}, self._connections)
+        self._send(
+            {"failed": self.rank, "said": text, "work": self._begun[self._work], "of": self._work}, self._connections
+        )
 
     # --- what it hears
 
     def wait(self, seconds: float) -> Ended | None:
-        """Who ended, if that is known within so many seconds."""
+        """Who ended, if that is known within so many seconds. An end that this process's work has nothing to do with is told after that time only."""
+        until = time.monotonic() + seconds
         self._heard.wait(seconds)
+        while self.ended is not None and self._inside and self._is_past(self.ended) and time.monotonic() < until:
+            time.sleep(_AGAIN)
         return self.ended
 
     def describe(self, ended: Ended) -> str:
@@ -150,8 +171,9 @@ class Watch:
         if ended.said is not None:
             return f"{who} failed: {ended.said}"
         return (
-            f"{who} ended without a word: it was killed (by you, by the scheduler, or by the system for want of memory: see the kernel's "
-            "log, dmesg), or its machine is gone."
+            f"{who} ended without a word, so the cause is not known here. See the end of its own output first: gloo and NCCL abort a process where "
+            "collectives do not fit each other, and a library may crash. If nothing is there, it was killed (by you, by the scheduler, or by the "
+            "system for want of memory: see the kernel's log, dmesg), or its machine is gone."
         )
 
     def _listen(self) -> None:
@@ -182,24 +204,24 @@ class Watch:
         if self.rank == 0:
             self._send(message, [other for other in self._connections if other != rank])
         with self._lock:
-            before = self.ended
-            if before is None or before.work < message.get("work", math.inf):
+            before, work, of = self.ended, message.get("work", math.inf), message.get("of", "")
+            if before is None or before.before(work, of):
                 said = message["said"] or (before.said if before is not None and before.rank == rank else None)
-                self.ended = Ended(rank, said, message.get("work", math.inf))
+                self.ended = Ended(rank, said, work, of)
             self._heard.set()
             self._end_if_due()
 
     def _end_if_due(self) -> None:
-        if self._inside and not self._ending and self.ended is not None and self.ended.work >= self._begun:
+        if self._inside and not self._ending and self.ended is not None and not self._is_past(self.ended):
             self._ending = True
             print(f"{self.describe(self.ended)} Process {self.rank} ends too.", file=sys.stderr, flush=True)
-            threading.Thread(target=self._end, args=(self._begun,), name="qerl-end", daemon=True).start()
+            threading.Thread(target=self._end, args=(self._begun.total(),), name="qerl-end", daemon=True).start()
 
-    def _end(self, work: int) -> None:
+    def _end(self, works: int) -> None:
         time.sleep(GRACE)
         with self._lock:
             self._ending = False
-            if not self._inside or self._begun != work:
+            if not self._inside or self._begun.total() != works:
                 return
         # it hangs in what the other one was needed for
         sys.stdout.flush()

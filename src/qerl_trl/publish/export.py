@@ -35,7 +35,7 @@ from peft import PeftModel
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from .. import checkpoint, forward, report
+from .. import checkpoint, forward, redaction, report
 from ..identity import RunSettings
 from ..names import full_tensor, is_sharded, reshard
 from ..nvfp4 import layouts
@@ -276,15 +276,19 @@ def _on_rank_zero(
     sharded = is_sharded(policy.model)
     if sharded:
         policy = policy._replace(gathered=_gathered_adapter(policy.model))
-    written: list[Export | None] = [None]
+    written: list[Export | str] = ["it was ended"]
     try:
         if exported.accelerator.is_main_process:
             with _loaded_again(policy) if sharded and not adapter_only else nullcontext(policy) as whole:
                 written[0] = write(whole)
+    except Exception as error:
+        written[0] = redaction.redact(f"{type(error).__name__}: {error}")
+        raise
     finally:
         broadcast_object_list(written)
-    if written[0] is None:
-        raise RuntimeError("The export failed in the main process; its error says why.")
+    if isinstance(written[0], str):
+        ranks = exported.accelerator.num_processes
+        raise RuntimeError(f"Process 0 of {ranks} failed, and this export with it: {written[0]}")
     return written[0]
 
 
