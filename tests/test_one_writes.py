@@ -5,6 +5,7 @@ Each process has a working directory of its own here, and paths that begin there
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,18 @@ RUN = SETTINGS | {
 }  # fmt: skip
 
 
+def as_if_shared(trainer: QeRLGRPOTrainer, first: Path) -> None:
+    """The random state of this process is in the first one's checkpoint too, which a run needs; everything else stays apart."""
+    save = trainer._save_rng_state
+
+    def both(path: str) -> None:
+        save(path)
+        for file in Path(path).glob("rng_state_*"):
+            shutil.copy(file, first / path)
+
+    trainer._save_rng_state = both
+
+
 def measured(rank: int, folder: Path, sharded: bool) -> dict:
     torch.set_num_threads(1)
     if rank > 0:
@@ -37,6 +50,8 @@ def measured(rank: int, folder: Path, sharded: bool) -> dict:
     arguments = script.trainer_arguments()
     os.chdir(folder / str(rank))
     trainer = QeRLGRPOTrainer(**arguments)
+    if rank > 0:
+        as_if_shared(trainer, folder / "0")
     results = train_and_measure(trainer, script.task, script.eval_problems)
     trainer.save_adapter("adapter")
     trainer.create_model_card()

@@ -19,11 +19,11 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import gather_object
 from torch import nn
 from transformers import PretrainedConfig
 
-from . import redaction
+from . import alike, redaction
 from .folders import commit_of
 from .names import canonical_name
 
@@ -77,13 +77,27 @@ def sha256_of(rows: Iterable[FingerprintRow]) -> str:
     return hashlib.sha256(json.dumps(sorted(rows)).encode()).hexdigest()
 
 
-def shared_base_sha256(model: nn.Module) -> str | None:
-    """[`base_sha256`] of the main process, in all of them: FSDP loads the weights there only, and leaves them on the CPU. Collective."""
+def shared_base_sha256(model: nn.Module, each: bool = True) -> str | None:
+    """[`base_sha256`], the same in all processes. Collective.
+
+    Args:
+        each: whether every process trains on what it has loaded itself. With FSDP all get the main process's weights, which it leaves on the CPU.
+
+    Raises:
+        `ValueError`: it is not the same; says what each process has.
+    """
     state = PartialState()
-    found = [base_sha256(model, state.device) if state.is_main_process else None]
-    if state.num_processes > 1:
-        broadcast_object_list(found)
-    return found[0]
+    found = base_sha256(model, state.device) if each or state.is_main_process else None
+    if state.num_processes == 1:
+        return found
+    every = gather_object([(found, str(getattr(model.config, "_name_or_path", "")))])
+    if each and (said := alike.apart([sha256 for sha256, _ in every])) is not None:
+        raise ValueError(
+            f"The processes of this run have not loaded the same base: its fingerprint is {said}. Each would sample from, and train on, a model of "
+            f"its own. They were given {alike.apart([name for _, name in every]) or repr(every[0][1])}: bring all machines to the same copy (an older or "
+            "damaged one differs), or put it where all of them see it. Nothing was trained."
+        )
+    return every[0][0]
 
 
 def base_revision(model: nn.Module) -> str | None:

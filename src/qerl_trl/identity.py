@@ -166,6 +166,12 @@ def run_settings(trainer: OnlineTrainer) -> RunSettings:
     return settings
 
 
+def sources(trainer: OnlineTrainer) -> dict[str, str]:
+    """Name -> digest of how each reward function, and whatever else makes completions, is written, whatever values are bound to it."""
+    rewards = list(zip(trainer.reward_func_names, trainer.reward_funcs, strict=True))
+    return _digests([*rewards, *_rollouts(trainer)], with_values=False)
+
+
 def _rollouts(trainer: OnlineTrainer) -> Iterator[tuple[str, Any]]:
     """Name and function of what makes completions beside the model (TRL's `GRPOTrainer`)."""
     if (function := getattr(trainer, "rollout_func", None)) is not None:
@@ -176,13 +182,13 @@ def _rollouts(trainer: OnlineTrainer) -> Iterator[tuple[str, Any]]:
         yield f"tool {getattr(tool, '__name__', type(tool).__name__)}", tool
 
 
-def _digests(functions: Iterable[tuple[str, Any]]) -> dict[str, str]:
+def _digests(functions: Iterable[tuple[str, Any]], with_values: bool = True) -> dict[str, str]:
     """Name -> digest, of those that have one; a second one of a name has its number behind it."""
     found: dict[str, str] = {}
     seen: dict[str, int] = {}
     for name, function in functions:
         seen[name] = seen.get(name, 0) + 1
-        digest = _model_sha256(function) if isinstance(function, nn.Module) else _source_sha256(function)
+        digest = _model_sha256(function) if isinstance(function, nn.Module) else _source_sha256(function, with_values)
         if digest is not None:
             found[name if seen[name] == 1 else f"{name} ({seen[name]})"] = digest
     return found
@@ -262,7 +268,7 @@ def dataset_sha256(dataset: Any) -> str | None:
     return found
 
 
-def _source_sha256(function: Any) -> str | None:
+def _source_sha256(function: Any, with_values: bool = True) -> str | None:
     """Of how a function (a reward, a transform) is written, comments, docstrings and line breaks apart, and of the numbers and texts that are bound to it; not
     of what it calls. `None` where nothing says it."""
     bound: list[Any] = []
@@ -290,7 +296,7 @@ def _source_sha256(function: Any) -> str | None:
             ):
                 node.body = node.body[1:] or [ast.Pass()]
         source = ast.unparse(tree)
-    return _sha256([source, *bound] if bound else source)
+    return _sha256([source, *bound] if bound and with_values else source)
 
 
 def _bound(function: Any) -> list[Any]:

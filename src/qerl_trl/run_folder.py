@@ -67,6 +67,7 @@ def lock(output_dir: str | os.PathLike) -> None:
         return
     os.ftruncate(descriptor, 0)
     os.write(descriptor, f"process {os.getpid()} on {platform.node()} since {time.strftime('%F %T %Z')}\n".encode())
+    os.fsync(descriptor)  # other machines of the run look for it ([`holder`])
     _locks[str(folder)] = descriptor
 
 
@@ -74,6 +75,14 @@ def lock_for(args: TrainingArguments) -> None:
     """[`lock`] in the main process of a run."""
     if args.process_index == 0 and args.output_dir is not None:
         lock(args.output_dir)
+
+
+def holder(output_dir: str | os.PathLike | None) -> str | None:
+    """What the process that holds the folder wrote of itself there; `None` where nothing is seen of it."""
+    try:
+        return Path(output_dir or ".", LOCK_NAME).read_text(errors="replace") or None
+    except OSError:
+        return None
 
 
 def _forget_locks() -> None:

@@ -20,7 +20,8 @@ from transformers.trainer_utils import SaveStrategy, TrainOutput, rotate_checkpo
 from . import checkpoint, disk, forward, guards, loading, lora, reference, run_folder
 from .ended import ended_by_signal, goes_on
 from .identity import RunSettings, run_settings
-from .processes import load_to_numbered_cpus
+from .in_step import InStepMixin, require_random_states, settled_together
+from .processes import load_to_numbered_cpus, together
 from .publishing import PublishingMixin
 from .rollout.engine import RolloutError
 from .upstream import OnlineTrainer
@@ -28,7 +29,7 @@ from .upstream import OnlineTrainer
 logger = logging.getLogger(__name__)
 
 
-class SavingMixin(PublishingMixin):
+class SavingMixin(InStepMixin, PublishingMixin):
     """Saving and resuming in the parent's place. To be mixed in before TRL's trainer; what differs, and why, stands in trainer.py."""
 
     #: the state that this training goes on from, `None` for a fresh start
@@ -81,7 +82,7 @@ class SavingMixin(PublishingMixin):
 
         Raises:
             `ValueError`: `output_dir` or the checkpoint belongs to a run with other settings; the model is not as it was sealed, computes
-                something else, or has values that are not finite.
+                something else, or has values that are not finite; or the processes are not parts of the same run.
         """
         loading.finish(model := self.accelerator.unwrap_model(self.model))
         loading.check_identity(model.get_base_model() if is_peft_model(model) else model, self.base_sha256)
@@ -89,7 +90,7 @@ class SavingMixin(PublishingMixin):
         if self.args.device.index is not None and self.args.device.type == "cpu":
             load_to_numbered_cpus()
         self._given, trained_before = self.given_optimizers(), self.state.global_step
-        resume = self._settled(resume_from_checkpoint)
+        resume = settled_together(self, lambda: self._settled(resume_from_checkpoint))
         if resume is None and trained_before:  # the parent counts from 0 again, with the weights as they are
             line = (
                 f"weights: the {trained_before} steps of an earlier train() of the same trainer were in them at step 0"
@@ -195,6 +196,7 @@ class SavingMixin(PublishingMixin):
             self.args.save_total_limit = limit
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
+            require_random_states(self, folder)
             # again: the limit was cleared when it was written
             torch.save(self.args, os.path.join(folder, TRAINING_ARGS_NAME))
             checkpoint.seal(folder, self._recorded())
@@ -257,6 +259,7 @@ class SavingMixin(PublishingMixin):
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         self._unpushed = checkpoint_folder  # the parent would push it before it is sealed
 
+    @together
     @disk.full_is_named
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False, push: bool = True) -> None:
         """As `Trainer.save_model`, sealed: `qerl-trl merge`, `push` and `eval` read what was written here, or refuse it.

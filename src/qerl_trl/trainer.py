@@ -8,10 +8,10 @@ differs from the parent, method by method:
 | `__init__` | quantizes the base while it loads, registers LoRA for it, attaches noise and checks, replaces the vLLM glue |
 | `train` | says what was planned and what differs from TRL (`report.py`); resumes from whole checkpoints of the same settings only; leaves a model that computes clean |
 | `set_initial_training_values` | a run that has ended takes no further step |
+| `_maybe_log_save_evaluate`, `evaluate` | [`InStepMixin`]: all processes do what one was asked for, and hear of each other's end |
 | `_prepare_for_training` | FSDP 2 of older torch shards bytes too ([`ShardingMixin`]) |
 | `_get_train_sampler` | a run resumed in a later epoch sees that epoch's order of prompts, not the first one's again |
-| `_generate` | draws the noise of this rollout and keeps the engine up to date (covers tools and rollout functions alike); |
-| | with `overlap=1` asks for the next rollout (`rollout/overlap.py`) |
+| `_generate` | draws the noise of this rollout and keeps the engine up to date (covers tools and rollout functions alike); with `overlap=1` asks for the next one |
 | `_generate`, `_compute_loss` | what transformers sampled under noise is importance-corrected as vLLM's rollouts are (`behaviour.py`) |
 | `_calculate_rewards` | refuses infinite rewards |
 | `_generate_and_score_completions` | measures and watches the rollout/trainer mismatch (`mismatch.py`); saves the step before where it fails |
@@ -136,7 +136,7 @@ class QeRLMixin(SavingMixin, PackingMixin, ShardingMixin):
         disk.check(self)
         trained = self.accelerator.unwrap_model(self.model)
         loading.begin_loaded(trained, **source_of(model, args))
-        self.base_sha256 = base_identity.shared_base_sha256(trained)  # before anything is trained
+        self.base_sha256 = base_identity.shared_base_sha256(trained, not self.is_fsdp_enabled)  # before training
         if is_peft_model(trained):
             check_adapter(trained)
         else:
