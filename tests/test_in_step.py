@@ -275,3 +275,26 @@ def test_a_failing_save_of_one_that_is_caught_ends_nobody(tiny_runs, tmp_path): 
         return trainer.state.global_step
 
     assert [outcome.answer for outcome in on_ranks(2, work)] == [1, 1]
+
+
+# --- bit for bit ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("base_format", ["nvfp4", "full"])
+def test_three_processes_go_on_bit_for_bit(base_format, tiny_runs, tmp_path):  # noqa: F811
+    """Of three numbers the order of a sum decides. DDP lays its buckets out anew after its first step where it need not look for weights without
+    a gradient, and the first step of a resumed run would sum in another order than the same step of the run that went through."""
+    options = {"save_strategy": "steps", "save_steps": 2, "gradient_checkpointing": True, "base_format": base_format}
+    through, resumed = tmp_path / "through", tmp_path / "resumed"
+
+    def work(rank):
+        built(tiny_runs, through, max_steps=4, **options).train()
+
+    def again(rank):
+        built(tiny_runs, resumed, max_steps=4, **options).train(resume_from_checkpoint=True)
+
+    assert [outcome.answer for outcome in on_ranks(3, work)] == [None] * 3
+    shutil.copytree(through / "checkpoint-2", resumed / "checkpoint-2")
+    assert [outcome.answer for outcome in on_ranks(3, again)] == [None] * 3
+    (weights,) = (through / "checkpoint-4").glob("*model.safetensors")
+    assert weights.read_bytes() == (resumed / "checkpoint-4" / weights.name).read_bytes()

@@ -27,6 +27,15 @@ def start_watch(args: TrainingArguments) -> None:
     """From here on each process of the run is told when another one ends ([`watch`]). Collective."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         watch.start(args.process_index, args.world_size)
+        _keep_buckets(args)
+
+
+def _keep_buckets(args: TrainingArguments) -> None:
+    """DDP looks for weights without a gradient unless the arguments say otherwise, as it does for a PeftModel anyway. Where it does not, it lays
+    its buckets out anew after its first step. Of three processes and more the sum of an entry depends on its place there, so a resumed run,
+    whose first step is a later one, would not go on bit for bit. Reentrant checkpointing fails with it."""
+    if args.ddp_find_unused_parameters is None and not (args.gradient_checkpointing_kwargs or {}).get("use_reentrant"):
+        args.ddp_find_unused_parameters = True
 
 
 @functools.cache

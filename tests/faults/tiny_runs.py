@@ -84,7 +84,7 @@ class TinyRuns:
             QeRLConfig(**{**defaults, **options}),
             dataset,
             processing_class=self.tokenizer,
-            peft_config=lora,
+            peft_config=None if options.get("base_format") == "full" else lora,
             rollout_func=rollout_func,
         )
 
