@@ -4,6 +4,7 @@
     python examples/benchmarks/multi_gpu.py --modes ours-fsdp2 stock-fsdp2 --output multi_gpu_h200x2.json # rows of other modes stay in the file
     python examples/benchmarks/multi_gpu.py --modes ours-server ours-server-overlap --output multi_gpu_h200x2.json        # in turn, so one server
     python examples/benchmarks/multi_gpu.py --modes ours-fsdp2 ours-fsdp2-tp2 --shape 70b --output multi_gpu_h200x2.json  # rows of their own
+    python examples/benchmarks/multi_gpu.py --modes ours-one ours-server-overlap --sequences 64 --output multi_gpu_h200x2.json  # the same
     python examples/benchmarks/multi_gpu.py --modes ours-one ours-dp --shape tiny --device cpu            # dry run; FSDP and DeepSpeed want GPUs
 
     one      one GPU, engine in the process                   fsdp2    the base shared out by FSDP 2, an engine of its own in each process
@@ -13,7 +14,7 @@
 
 Processes are started by `accelerate launch` with the configurations of examples/accelerate. `ours-*` is a `QeRLGRPOTrainer` with its defaults on
 an NVFP4 base, `stock-*` a `trl.GRPOTrainer` with its defaults on the same shape in bf16; random weights, the same rank-32 LoRA on all linear layers,
-8 completions of 512 tokens per process and step. What is measured, and how, is step_speed.py's. A mode is a process group of its own with a
+8 completions (--sequences) of 512 tokens per process and step. What is measured, and how, is step_speed.py's. A mode is a process group of its own with a
 limit of time; one that fails, is late, or is ended with this script leaves a row that says so, with the steps that it took, and its log beside
 the output. One that this machine cannot run is skipped, with the reason. The checkpoints are kept between calls (`--models`). Where two modes of
 one party that follow each other want a server, the second one finds the first one's (`server_ready` is 0).
@@ -77,9 +78,9 @@ MODES = {f"{who}-{layout}": Mode(who, *rest) for layout, rest in LAYOUTS.items()
 del MODES["stock-server-overlap"]  # TRL's GRPOTrainer samples between updates only; the twin is stock-server
 
 
-def row_name(mode: str, shape: str) -> str:
-    """A mode's row is called as the mode where the shape is the default, and says the shape elsewhere."""
-    return mode if shape == SHAPE else f"{mode}-{shape}"
+def row_name(mode: str, shape: str, sequences: int = SEQUENCES) -> str:
+    """A mode's row is called as the mode; where shape and sequences are not the default it says them."""
+    return mode + f"-{shape}" * (shape != SHAPE) + f"-of-{sequences}" * (sequences != SEQUENCES)
 
 
 #: of the rows
@@ -169,7 +170,7 @@ def await_server(process: Any, url: str, log: Path) -> None:
         os._exit(1)
 
 
-def work(name: str, model: str, folder: Path, shape: str, device: str, steps: int) -> None:
+def work(name: str, model: str, folder: Path, shape: str, device: str, steps: int, sequences: int) -> None:
     """Measure in this process, one of the mode's, and leave the row in `folder`."""
     rank = os.environ.get("RANK", "0")  # each has its own, also where the launcher shows each process one GPU
     faulthandler.register(signal.SIGUSR1, (folder / f"{rank}.threads").open("w"))  # where they are, if it is late
@@ -182,7 +183,7 @@ def work(name: str, model: str, folder: Path, shape: str, device: str, steps: in
     base_format = "nvfp4" if mode.who == "ours" else "bf16"
     # processes that look at their own clocks would stop at different steps
     step_speed.STEPS, step_speed.ENOUGH = steps, math.inf
-    case = step_speed.Case(mode.who, shape, SEQUENCES, new, SEQUENCES, base_format=base_format)
+    case = step_speed.Case(mode.who, shape, sequences, new, sequences, base_format=base_format)
     row = step_speed.measure(case, device, partial(build, mode, model, folder))
     if mode.options.get("vllm_mode") == "server":
         row["server_ready"] = SERVER_READY[0]
@@ -364,6 +365,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--shape", default=SHAPE, help="Of random_checkpoint.py.")
+    parser.add_argument("--sequences", type=int, default=SEQUENCES, help="Per process and step.")
     parser.add_argument("--device", default="cuda")
     parser.add_argument(
         "--limit", type=float, default=300, help="Seconds for one mode; the first start compiles for 150."
@@ -378,13 +380,20 @@ def main() -> int:
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        work(options.worker, options.model, Path(options.folder), options.shape, options.device, options.steps)
+        work(
+            options.worker,
+            options.model,
+            Path(options.folder),
+            options.shape,
+            options.device,
+            options.steps,
+            options.sequences,
+        )
         os._exit(0)  # vLLM's own end can hang
     import torch
 
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit("ended from outside")
-    )  # the processes of the mode that runs are ended too
+    # the processes of the mode that runs are ended too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))
     started = time.monotonic()
     origin = about.head(options.device, options.commit, times=2 if options.device == "cuda" else 1)
     record: dict[str, Any] = {"multi_gpu": []}
@@ -400,7 +409,7 @@ def main() -> int:
         if "median" in before and "median" not in row:
             return
         record["multi_gpu"] = [old for old in record["multi_gpu"] if old is not before] + [row | origin]
-        record["multi_gpu"].sort(key=lambda row: ORDER.index(row["name"]))
+        record["multi_gpu"].sort(key=lambda row: ORDER.index(row["name"].partition("-of-")[0]))
         if options.output is not None:
             partial_file = options.output.with_suffix(".partial")
             partial_file.write_text(json.dumps(record, indent=1) + "\n")
@@ -409,7 +418,7 @@ def main() -> int:
     server: dict[str, Any] | None = None
     try:
         for name, after in itertools.zip_longest(options.modes, options.modes[1:]):
-            left, called = TOTAL - (time.monotonic() - started), row_name(name, options.shape)
+            left, called = TOTAL - (time.monotonic() - started), row_name(name, options.shape, options.sequences)
             reason = why_not(name, options.device, torch.cuda.device_count())
             if reason is not None:
                 row: dict[str, Any] = {"name": called, "skipped": reason}
@@ -419,11 +428,8 @@ def main() -> int:
                 keep({"name": called, "failed": "it was running when this script was ended"})
                 model = checkpoint(MODES[name].who, options.shape, options.device, models)
                 limit = min(options.limit, TOTAL - (time.monotonic() - started))
-                told = {
-                    "--model": model,
-                    "--shape": options.shape,
-                    "--device": options.device,
-                    "--steps": options.steps,
+                told = {"--model": model} | {
+                    f"--{of}": getattr(options, of) for of in ("shape", "device", "steps", "sequences")
                 }
                 row, server = run_mode(name, told, limit, kept, server)
                 row["name"] = called
