@@ -93,7 +93,7 @@ def checked_reward(function: Callable, name: str, timeout: float | None = None) 
         async def checked(*args, **kwargs):
             async def named():
                 try:
-                    return await function(*args, **_own_lists(kwargs))
+                    return _computed(await function(*args, **_own_lists(kwargs)))
                 except Exception as error:
                     raise _raised(name, error) from error
 
@@ -109,7 +109,7 @@ def checked_reward(function: Callable, name: str, timeout: float | None = None) 
         def checked(*args, **kwargs):
             try:
                 with deadline(timeout, lambda: _late(repr(name), timeout)):
-                    rewards = function(*args, **_own_lists(kwargs))
+                    rewards = _computed(function(*args, **_own_lists(kwargs)))
             except RewardTimeout:
                 raise
             except Exception as error:
@@ -126,6 +126,29 @@ def _own_lists(passed: Any) -> Any:
     if type(passed) is not list:
         return passed
     return passed.copy() if passed and type(passed[0]) in (int, str) else [_own_lists(value) for value in passed]
+
+
+def _computed(rewards: Any) -> Any:
+    """What a function returned, as a list: a generator or a `map` grades only now, so inside the limits of the call and under its name. What
+    [`check_rewards`] refuses as a whole is itself."""
+    if _why_no_list(rewards) is not None:
+        return rewards
+    try:
+        each = iter(rewards)
+    except TypeError:
+        return rewards
+    return [reward for reward in each]  # noqa: C416  (`list` would not be interrupted)
+
+
+def _why_no_list(rewards: Any) -> str | None:
+    """What makes rewards of something that can be iterated over, and is none for each completion."""
+    if isinstance(rewards, (Mapping, Set)):  # its keys, or its values in whatever order, would be taken for the rewards
+        return "which says of no number to which completion it belongs"
+    if isinstance(rewards, (str, bytes, bytearray, memoryview)):
+        return "of which every character or byte would be taken for a reward"
+    if hasattr(rewards, "columns"):  # of pandas, polars
+        return "of which the names of the columns, or the columns, would be taken for the rewards: return one of its columns"
+    return None
 
 
 def _late(names: str, timeout: float | None) -> RewardTimeout:
@@ -188,10 +211,10 @@ def check_rewards(rewards, name: str, completions: Sequence | None) -> list[floa
     Args:
         completions: what was graded, `None` where the function was given nothing with one entry per completion.
     """
-    if isinstance(rewards, (Mapping, Set)):  # its keys, or its values in whatever order, would be taken for the rewards
+    if (why := _why_no_list(rewards)) is not None:
         raise TypeError(
-            f"Reward function {name!r} returned a {type(rewards).__name__}, which says of no number to which completion it belongs. It must return "
-            "a list with one number (or None) per completion, in their order."
+            f"Reward function {name!r} returned a {type(rewards).__name__}, {why}. It must return a list with one number (or None) per completion, "
+            "in their order."
         )
     try:
         rewards = list(rewards)
@@ -217,15 +240,22 @@ def check_rewards(rewards, name: str, completions: Sequence | None) -> list[floa
                 f"Reward function {name!r} returned {reward!r} ({type(reward).__name__}) for completion {index}: "
                 f"{_excerpt(completions[index])}. A reward is a number, or None where the function does not apply."
             )
-        if reward is not None and math.isinf(reward):
+        if reward is None:
+            checked.append(None)
+            continue
+        of = f"for completion {index}: {_excerpt(completions[index])}"
+        try:
+            value = float(reward)
+        except OverflowError:  # of an int or a fraction, which may have more digits than can be shown
+            _refuse_if_large(math.inf, f"Reward function {name!r} returned a number beyond 1e308 {of}")
+            raise
+        if math.isinf(value):
             raise ValueError(
-                f"Reward function {name!r} returned {reward} for completion {index}: {_excerpt(completions[index])}. One "
-                "infinite reward makes every advantage of its group NaN. Clip the reward, or return None where it is undefined."
+                f"Reward function {name!r} returned {reward} {of}. One infinite reward makes every advantage of its group NaN. Clip the reward, "
+                "or return None where it is undefined."
             )
-        if reward is not None:
-            of = f"Reward function {name!r} returned {reward} for completion {index}: {_excerpt(completions[index])}"
-            _refuse_if_large(float(reward), of)
-        checked.append(None if reward is None else float(reward))
+        _refuse_if_large(value, f"Reward function {name!r} returned {reward} {of}")
+        checked.append(value)
     return checked
 
 

@@ -2,11 +2,14 @@
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import math
 import time
 from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
 
+import pandas
 import pytest
 import torch
 from datasets import Dataset
@@ -141,6 +144,36 @@ def test_not_a_number(graded_by, value):
         rewards(graded_by(lambda completions, **_: [0.0] * 7 + [value]))
 
 
+@fault("R5.huge")
+@pytest.mark.parametrize("value", [10**400, -(10**5000), Fraction(10**400)], ids=["int", "unprintable", "fraction"])
+def test_beyond_what_a_float_holds(graded_by, value):
+    """Python says of it that it is too large to convert, and not whose it is."""
+    with told(ValueError, "graded", "beyond 1e308", "completion 7", "scale the reward"):
+        rewards(graded_by(lambda completions, **_: [0.0] * 7 + [value]))
+
+
+@fault("R5.not_a_number")
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (bytes(range(8)), "a bytes, of which every character or byte"),
+        (bytearray(8), "a bytearray, of which"),
+        ("12345678", "a str, of which"),
+        (pandas.DataFrame([[5.0] * 8]), "a DataFrame, of which the names of the columns"),
+        (pandas.DataFrame({"reward": [5.0] * 8}), "a DataFrame, of which the names of the columns"),
+    ],
+    ids=["bytes", "bytearray", "text", "one row", "one column"],
+)
+def test_what_gives_numbers_that_are_no_rewards(graded_by, value, said):
+    with told(TypeError, "graded", said, "return a list"):
+        rewards(graded_by(lambda completions, **_: value))
+
+
+def test_a_column_of_a_frame_is_a_list(graded_by):
+    frame = pandas.DataFrame({"reward": [float(index) for index in range(8)]}, index=range(8, 0, -1))
+    assert rewards(graded_by(lambda completions, **_: frame["reward"]))[:, 1].tolist() == list(range(8))
+
+
 @fault("R5.all_none")
 def test_a_run_in_which_nothing_is_graded_ends(graded_by, caplog):
     trainer = graded_by(lambda completions, **_: [None] * len(completions))
@@ -194,6 +227,19 @@ def broken_in_a_pool(completions, **_):
     return in_thread(lambda: broken(completions))
 
 
+def broken_lazily(completions, **_):
+    return map(broken, completions)
+
+
+def broken_in_a_generator(completions, **_):
+    for text in completions:
+        yield len(text) + None  # a TypeError of its own
+
+
+async def broken_later_and_lazily(completions, **_):
+    return map(broken, completions)
+
+
 async def slow(completions, **_):
     await asyncio.sleep(60)
 
@@ -203,6 +249,20 @@ def hanging(completions, **_):
         time.sleep(0.01)
 
 
+def hanging_lazily(completions, **_):
+    return map(hanging, completions)
+
+
+def hanging_in_a_generator(completions, **_):
+    for text in completions:
+        hanging([text])
+        yield 0.0
+
+
+def without_an_end(completions, **_):
+    return itertools.repeat(0.0)
+
+
 def hanging_and_catching(completions, **_):
     with contextlib.suppress(Exception):
         time.sleep(60)
@@ -210,14 +270,20 @@ def hanging_and_catching(completions, **_):
 
 
 @fault("R5.raises")
-@pytest.mark.parametrize("function", [broken, broken_later])
+@pytest.mark.parametrize("function", [broken, broken_later, broken_lazily, broken_later_and_lazily])
 def test_raises(graded_by, function):
     with told(RuntimeError, "'graded' raised KeyError", "answer", "return None", "resume"):
         rewards(graded_by(function))
 
 
+@fault("R5.raises")
+def test_an_error_of_a_generator_is_not_taken_for_one_of_its_kind(graded_by):
+    with told(RuntimeError, "'graded' raised TypeError", "unsupported operand", "return None", "resume"):
+        rewards(graded_by(broken_in_a_generator))
+
+
 @fault("R5.raised_outside_main_thread")
-@pytest.mark.parametrize("function", [broken, broken_later, broken_in_a_pool])
+@pytest.mark.parametrize("function", [broken, broken_later, broken_in_a_pool, broken_lazily])
 def test_raises_outside_the_main_thread(graded_by, function):
     with told(RuntimeError, "'graded' raised KeyError", "answer", "return None", "resume"):
         in_thread(lambda: rewards(graded_by(function)))
@@ -237,7 +303,7 @@ def test_an_alarm_outside_the_main_thread(graded_by):
 @fault("R5.hangs")
 @fault("S.reward_hangs")
 @pytest.mark.parametrize("where", ["main thread", "worker thread"])
-@pytest.mark.parametrize("function", [hanging, slow])
+@pytest.mark.parametrize("function", [hanging, slow, hanging_lazily, hanging_in_a_generator, without_an_end])
 def test_hangs(graded_by, function, where):
     trainer, begun = graded_by(function), time.monotonic()
     with told(RuntimeError, "'graded' did not return", f"reward_timeout={TIMEOUT} s", "raise reward_timeout", "resume"):
