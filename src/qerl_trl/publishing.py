@@ -24,17 +24,21 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def close_other_ways(model: nn.Module) -> None:
-    """Refuse `push_to_hub` of a trainer's model itself, which would be public, and past everything that is checked here."""
-    for each in (model, model.get_base_model() if isinstance(model, PeftModel) else model):
+def close_other_ways(model: nn.Module, processing_class: Any) -> None:
+    """Refuse `push_to_hub` of what a trainer holds itself, its model and its tokenizer or processor: that would be public, and past everything
+    that is checked here. Of these objects, not of their classes."""
+    held = [model, model.get_base_model() if isinstance(model, PeftModel) else model]
+    held += [processing_class, getattr(processing_class, "tokenizer", processing_class)]
+    for each in held:
         for name in ("push_to_hub", "_upload_modified_files"):  # the latter: `save_pretrained(push_to_hub=True)`
             setattr(each, name, _refuse_upload)
 
 
 def _refuse_upload(*args: Any, **kwargs: Any) -> None:
     raise RuntimeError(
-        "A model that a QeRL trainer holds does not upload itself: that would be public unless told otherwise, and unchecked. Nothing was "
-        "uploaded. Use trainer.push_to_hub(), or qerl_trl.publish.hub.push_adapter, push_merged or push_base with the trainer."
+        "A model or a tokenizer that a QeRL trainer holds does not upload itself: that would be public unless told otherwise, and unchecked. "
+        "Nothing was uploaded. Use trainer.push_to_hub(), or qerl_trl.publish.hub.push_adapter, push_merged or push_base with the trainer: the "
+        "tokenizer goes with them."
     )
 
 
@@ -96,6 +100,9 @@ class PublishingMixin(OnlineTrainer):
             return
         from .publish import hub, while_training
 
+        redaction.check_places(
+            {"processing_class": self.processing_class}
+        )  # also one that was not given, but found with the model
         private = self._is_private(private)
         if isinstance(self.accelerator.unwrap_model(self.model), PeftModel) and self.args.hub_base_model is None:
             hub.require_hub_base(self.model.config._name_or_path)  # now, not when it is trained

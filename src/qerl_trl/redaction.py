@@ -87,6 +87,8 @@ _NAMED = _ARGUMENT.replace("_", "[_-]")
 _OPTION = re.compile(rf"""(--(?:{_NAMED})(?:\s+|=)["']?)[^\s"'<>\\-][^\s"'<>\\]*""", re.IGNORECASE)
 #: `{"token": "X"}`, `hub_token='X'`: what a command line, a configuration or a traceback quotes
 _ASSIGNED = re.compile(r"""(?<![\w-])([\w-]++)((?:\\*["'])?\s*[:=]\s*\\*["'])([^"'\\<]{8,})""")
+#: before the secret in a header
+_SCHEME = re.compile(r"^(?:bearer|basic)\s+", re.IGNORECASE)
 #: weights: text only in their headers
 _WEIGHTS = (".safetensors", ".pt", ".pth", ".bin", ".distcp")
 _HEADER_BYTES = 1 << 20
@@ -97,7 +99,7 @@ _given: dict[str, str] = {}
 
 def remember(name: str, value: object) -> None:
     """`value` was given as the argument `name`, which says that it is a secret: it is one wherever it turns up in this process."""
-    if isinstance(value, str) and len(value := value.strip()) >= _MIN_GIVEN:
+    if isinstance(value, str) and len(value := _SCHEME.sub("", value.strip())) >= _MIN_GIVEN:
         _given[value] = name
 
 
@@ -163,46 +165,88 @@ def cleaned(value: Any, mask: str | None = MASK) -> Any:
     return type(value)(cleaned(each, mask) for each in value) if type(value) in (list, tuple) else value
 
 
-def find(text: str | bytes) -> str | None:
-    """What secret is in `text`, in words; `None` if there is none."""
+def find(text: str | bytes, is_json: bool = False) -> str | None:
+    """What secret is in `text`, in words; `None` if there is none. `is_json`: also what a key in it says to be one."""
+    return _found(text, known()) or (_named_in_json(text) if is_json else None)
+
+
+def _found(text: str | bytes, secrets: Mapping[str, str]) -> str | None:
     if isinstance(text, bytes):
         content, text = text, text.decode("latin-1")  # any bytes; a form is ASCII
-        is_there = [name for secret, name in known().items() if secret.encode() in content]
+        is_there = [name for secret, name in secrets.items() if secret.encode() in content]
     else:
-        is_there = [name for secret, name in known().items() if secret in text]
+        is_there = [name for secret, name in secrets.items() if secret in text]
     if is_there:
         return is_there[0]
     forms = ((name, form) for name, (signs, form, _) in _FORMS.items() if any(sign in text for sign in signs))
     return next((name for name, form in forms if form.search(text)), None)
 
 
+def _named_in_json(text: str | bytes) -> str | None:
+    """Read as JSON, because a vocabulary may have `token":` in it."""
+    named: list[str] = []
+
+    def look(pairs: list[tuple[str, Any]]) -> None:
+        named.extend(f"a secret, by the name of {key!r}" for key, value in pairs if _is_secret(key, value))
+
+    try:
+        json.loads(text, object_pairs_hook=look)
+    except (ValueError, RecursionError):  # no JSON; others say so
+        return None
+    return named[0] if named else None
+
+
 def find_in(path: Path) -> str | None:
     """As [`find`], for a file. Of weights above 1 MiB the beginning is searched, of everything else all."""
     with open(path, "rb") as file:
-        return find(file.read(_HEADER_BYTES if path.suffix in _WEIGHTS else -1))
+        return find(file.read(_HEADER_BYTES if path.suffix in _WEIGHTS else -1), path.suffix == ".json")
 
 
 def check_places(arguments: Mapping[str, Any]) -> None:
-    """Remember the secrets among `arguments`; refuse those in an argument whose name does not say so.
+    """Remember the secrets among `arguments`; refuse those in an argument whose name does not say so, or that is written where it goes.
 
     Raises:
         `ValueError`: names the argument.
     """
-    for where, value in _texts(arguments):
+    kept = _made_with(arguments.get("processing_class"))
+    for where, value in _texts({**arguments, **kept}):
         name = where.rpartition(".")[2]
         if _names_secret(name, value):
             remember(where, value)
             if where.startswith("vllm_engine_kwargs."):
                 raise ValueError(
-                    f"{where} is a secret, and an engine logs its arguments. Give a Hub token as HF_TOKEN (or with `hf auth login`), which vLLM "
-                    "reads too."
+                    f"{redact(where)} is a secret, and an engine logs its arguments. Give a Hub token as HF_TOKEN (or with `hf auth login`), which "
+                    "vLLM reads too."
                 )
-    for where, value in _texts(arguments):
-        if not _names_secret(where.rpartition(".")[2], value) and (what := find(value)) is not None:
+            if where.startswith("processing_class") and _is_secret(name, value):
+                raise ValueError(
+                    f"{redact(where)} is a secret, and a tokenizer or processor keeps the arguments that it was made with: it would stand in the "
+                    "tokenizer_config.json of every checkpoint and of what is published. Load it without. A Hub token is read from HF_TOKEN (or "
+                    "`hf auth login`), or given as token=..., which is not kept."
+                )
+    secrets = known()
+    for where, value in _texts({**arguments, **kept}):
+        if not _names_secret(where.rpartition(".")[2], value) and (what := _found(value, secrets)) is not None:
             raise ValueError(
-                f"{where} contains {what}: {redact(value)!r}. It would stand in logs, files and cards. Give a Hub token as HF_TOKEN (or with "
+                f"{redact(where)} contains {what}: {redact(value)!r}. It would stand in logs, files and cards. Give a Hub token as HF_TOKEN (or with "
                 "`hf auth login`), hub_token or model_init_kwargs['token'], and the password of a server in ~/.netrc."
             )
+
+
+def _made_with(processing_class: Any) -> dict[str, Mapping[str, Any]]:
+    """What a tokenizer, or a processor with its parts, writes into its files beside the vocabulary: the arguments that it keeps."""
+    own = getattr(processing_class, "__dict__", {})
+    parts = {f"processing_class.{name}": part for name, part in own.items() if hasattr(part, "save_pretrained")}
+    written = {
+        where: getattr(part, "init_kwargs", None) or getattr(part, "__dict__", {})
+        for where, part in ({"processing_class": processing_class} | parts).items()
+    }
+    return {w: {n: v for n, v in kwargs.items() if n not in ("vocab", "merges")} for w, kwargs in written.items()}
+
+
+def _is_secret(name: object, value: object) -> bool:
+    """Whether `name` says that `value` is one, and it may be: no short word, no placeholder."""
+    return _names_secret(name, value) and "<" not in value and len(value.strip()) >= _MIN_GIVEN  # type: ignore[operator,attr-defined]
 
 
 def _names_secret(name: object, value: object) -> bool:
@@ -214,13 +258,16 @@ def _names_secret(name: object, value: object) -> bool:
 
 
 def _texts(value: Any, where: str = "", depth: int = 0) -> Iterator[tuple[str, str]]:
-    """Dotted path -> string, for every string and path inside, in dataclasses too (an adapter's or accelerate's configuration)."""
+    """Dotted path -> string, for every string and path inside, in dataclasses too (an adapter's or accelerate's configuration); for the keys of
+    dictionaries inside, the path of their dictionary."""
     if isinstance(value, (str, PurePath)):
         yield where, str(value)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type) and depth < _DEPTH:
         yield from _texts(vars(value), where, depth + 1)
     elif isinstance(value, Mapping) and depth < _DEPTH:
         for key, each in value.items():
+            if where and isinstance(key, str):
+                yield f"{where} (a key)", key
             yield from _texts(each, f"{where}.{key}" if where else str(key), depth + 1)
     elif type(value) in (list, tuple, set, frozenset) and depth < _DEPTH:
         for each in value:

@@ -161,7 +161,7 @@ class QeRLMixin(SavingMixin, PackingMixin, ShardingMixin):
         self._tag_names = [*type(self)._tag_names, "qerl", *(["nvfp4"] if has_nvfp4(trained) else [])]
         self.model.add_model_tags(self._tag_names)
         prepare(self)
-        close_other_ways(trained)
+        close_other_ways(trained, self.processing_class)
 
     @contextmanager
     def _own_vllm_generation(self) -> Iterator[None]:

@@ -319,10 +319,13 @@ def test_a_tracker_that_logs_the_model_pushes_nothing(
     files = published(server)
     assert "training_args.bin" not in files
     assert len(server.repos[REPO]["commits"]) == 2
-    # nor does the model itself
+    # nor do the model and the tokenizer themselves
     for model in (trainer.model, trainer.model.get_base_model()):
         with told(RuntimeError, "public", "trainer.push_to_hub()"):
             model.push_to_hub("tester/elsewhere")
+    assert "tester/elsewhere" not in server.repos
+    with told(RuntimeError, "public", "trainer.push_to_hub()"):
+        trainer.processing_class.push_to_hub("tester/elsewhere")
     assert "tester/elsewhere" not in server.repos
     copied = copy.deepcopy(trainer.model)
     with pytest.raises(RuntimeError, match="does not upload itself"):

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -13,6 +14,7 @@ from urllib.parse import quote
 import pytest
 from huggingface_hub import HfApi
 from peft import LoraConfig
+from transformers import AutoTokenizer
 from trl import ModelConfig
 from typer.testing import CliRunner
 
@@ -25,9 +27,10 @@ from qerl_trl.redaction import MASK
 from qerl_trl.tasks.script import Script
 from qerl_trl.tasks.task import Task
 from tests.cli.test_main import call
+from tests.faults import doors
 from tests.faults.catalog import fault, told
 from tests.faults.test_r7_hub import everything, merged  # noqa: F401  (a fixture)
-from tests.faults.tiny_runs import tiny_runs  # noqa: F401  (a fixture)
+from tests.faults.tiny_runs import TinyRuns, tiny_runs  # noqa: F401  (a fixture)
 from tests.hub_server import TOKEN
 from tests.publish.test_hub import REPO, server  # noqa: F401  (a fixture)
 from tests.test_trainer import settings
@@ -199,6 +202,108 @@ def test_ordinary_texts_are_as_they_were():
         "rope_theta=10000 --eos_token <end> --tokenizer left Authorization: Bearer $HF_TOKEN",
     ):
         assert redaction.redact(text) == text and redaction.find(text) is None
+
+
+@fault("S.token_in_uploads")
+@pytest.mark.parametrize("key", [FORMS["OpenAI"], f"https://someone:{PLAIN}@host/x", "my-judges-words"])
+def test_a_secret_as_a_key(key, tmp_path, monkeypatch):
+    """Of a dictionary inside an argument: pickled into training_args.bin as it was."""
+    monkeypatch.setenv("JUDGE_API_KEY", "my-judges-words")
+    with told(ValueError, "chat_template_kwargs.tools (a key) contains", "logs, files and cards", "HF_TOKEN"):
+        settings(tmp_path, chat_template_kwargs={"tools": {key: {"deeper": 1}}})
+    settings(tmp_path, chat_template_kwargs={"tools": {"a-key-of-no-secret": {"deeper": 1}}})
+
+
+# --- a tokenizer's own arguments --------------------------------------------------------------------------------------------------
+
+#: how a tokenizer may be loaded with a token: transformers keeps what it does not know, and writes it into tokenizer_config.json
+KEPT = {
+    "api_key": {"api_key": PLAIN},
+    "use_auth_token": {"use_auth_token": PLAIN},  # by its ending, for a token of the vocabulary
+    "headers.authorization": {"headers": {"authorization": f"Bearer {PLAIN}"}},
+}
+
+
+def tokenizer_with(**given):
+    return AutoTokenizer.from_pretrained(doors.MODEL, padding_side="left", **given)
+
+
+class Processor:
+    """What a processor is here: parts that are saved, and settings of its own."""
+
+    def __init__(self, tokenizer, **own):
+        self.tokenizer = tokenizer
+        vars(self).update(own)
+
+
+@fault("S.token_in_uploads")
+@pytest.mark.parametrize("name", KEPT)
+@pytest.mark.parametrize("held", ["tokenizer", "processor"])
+def test_a_tokenizer_that_was_loaded_with_a_secret(held, name, tiny_runs, tmp_path):  # noqa: F811
+    """It stood in the files of run, checkpoints, merge and repository."""
+    tokenizer = tokenizer_with(**KEPT[name])
+    tiny_runs = TinyRuns(doors.MODEL, tokenizer if held == "tokenizer" else Processor(tokenizer))
+    where = "processing_class." if held == "tokenizer" else "processing_class.tokenizer."
+    with told(ValueError, where, f"{name} is a secret", "tokenizer_config.json", "HF_TOKEN", "token=..."):
+        tiny_runs.trainer(tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    assert redaction.find(PLAIN) is not None  # it is known from now on
+
+
+@fault("S.token_in_uploads")
+@pytest.mark.parametrize("given", [{"note": FORMS["OpenAI"]}, {"note": {"mirror": f"https://someone:{PLAIN}@host"}}])
+def test_a_tokenizer_with_what_has_the_form_of_a_secret(given, tiny_runs, tmp_path):  # noqa: F811
+    with told(ValueError, "processing_class.note", "contains", "files and cards"):
+        TinyRuns(doors.MODEL, tokenizer_with(**given)).trainer(tmp_path / "run")
+    with told(ValueError, "processing_class.note", "contains", "files and cards"):
+        redaction.check_places({"processing_class": Processor(None, note=given["note"])})
+
+
+def test_a_tokenizer_as_it_should_be_loaded(tiny_runs, tmp_path):  # noqa: F811
+    """transformers keeps no `token`; short words and tokens of the vocabulary are no secrets."""
+    tokenizer = tokenizer_with(token=PLAIN, image_token="<|image|>", note="max_new_tokens", password="none")
+    trainer = TinyRuns(doors.MODEL, tokenizer).trainer(tmp_path / "run", max_steps=1)
+    trainer.train()
+    trainer.save_model()
+    assert not [name for name, content in everything(tmp_path) if PLAIN.encode() in content]
+
+
+@fault("S.token_in_uploads")
+@pytest.mark.parametrize("how", ["trainer", "folder"])
+def test_a_secret_by_the_name_of_its_key_is_not_published(how, server, merged, tmp_path):  # noqa: F811
+    """A tokenizer's file that came with one: nothing else says that it is a secret."""
+    folder = Path(shutil.copytree(merged, tmp_path / "merged"))
+    config = folder / "tokenizer_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "headers": {"X-API-Key": PLAIN}}))
+    record = checkpoint.recorded_run(folder)
+    checkpoint.seal(folder, record)
+    if how == "trainer":
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        with told(ValueError, "headers.X-API-Key is a secret", "Load it without"):
+            redaction.check_places({"processing_class": tokenizer})
+        return
+    with told(HubError, "tokenizer_config.json contains a secret, by the name of 'X-API-Key'", "nothing was uploaded"):
+        hub.push_folder(folder, REPO)
+    assert not server.repos
+
+
+def test_what_json_may_have_in_it(tmp_path):
+    """A vocabulary has every word, with quotes and colons; a template has places for values."""
+    vocabulary = {'token": "': 1, "password": 2, '"secret": "abcdefgh': 3, "api_key='": 4}
+    for content in (
+        {
+            "model": {
+                "vocab": vocabulary,
+                "merges": [["token", '": "abcdefghijk'], ['password": ', '"longer than that']],
+            }
+        },
+        {"eos_token": "<|end_of_text|>", "token": None, "password": "short", "api_key": "<your key goes here>"},
+        {"hub_token": MASK, "credentials": {"user": "someone-else"}},
+    ):
+        for text in (json.dumps(content), json.dumps(content, indent=2).encode()):
+            assert redaction.find(text, is_json=True) is None
+    assert redaction.find(json.dumps({"a": [{"hub-token": PLAIN}]}), is_json=True) is not None
+    assert redaction.find("{" * 5000 + PLAIN, is_json=True) is None
 
 
 # --- other command lines ----------------------------------------------------------------------------------------------------------

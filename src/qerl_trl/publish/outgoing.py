@@ -97,7 +97,8 @@ def check(content: Mapping[str, Path | bytes]) -> None:
                 f"{where} is not one of the files that are published (weights, configuration, tokenizer, card), so nothing was uploaded. "
                 "Move it out of the folder."
             )
-        what = redaction.find(data) if isinstance(data, bytes) else redaction.find_in(data)
+        is_json = name.endswith(".json")
+        what = redaction.find(data, is_json) if isinstance(data, bytes) else redaction.find_in(data)
         if what is not None:
             raise HubError(
                 f"{where} contains {what}, so nothing was uploaded. Remove it there, and revoke it if the file has been anywhere else."
