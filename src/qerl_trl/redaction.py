@@ -29,12 +29,16 @@ _ARGUMENT = (
 )
 _ARGUMENT_NAME = re.compile(_ARGUMENT, re.IGNORECASE)
 _VARIABLE_NAME = re.compile(
-    r"(?:^|_)(?:TOKENS?|\w*KEY|PAT|AUTH|PWD|\w*PASS(?:WORD|WD|PHRASE)?|CREDENTIALS?|WEBHOOK(?:_URL)?)$|SECRET",
+    r"(?:(?:^|_)(?:\w*TOKENS?|\w*KEYS?|PAT|AUTH|BEARER|JWT|PWD|\w*PASS(?:WORD|WD|PHRASE)?|CRED(?:ENTIAL)?S?|WEBHOOK(?:_URL)?)|_DSN)"
+    # which of several
+    r"(?:_(?:\d+|READ|WRITE|RO|RW|ADMIN|PROD|PRODUCTION|STAGING|DEV|TEST|CI|MAIN|BACKUP|OLD|NEW))*$|SECRET",
     re.IGNORECASE,
 )
 #: variables so named that the shell sets, and others that hold no secret
 _HARMLESS_VARIABLE = re.compile(
-    r"(?:OLD)?PWD|SSH_ASKPASS|(?:\w+_)?(?:CACHE|SORT|PRIMARY|PUBLIC|HOST)_?KEY", re.IGNORECASE
+    r"(?:OLD)?PWD|SSH_ASKPASS|(?:\w+_)?(?:CACHE|SORT|PRIMARY|PUBLIC|HOST|HOT)_?KEYS?(?:_\w+)?"
+    r"|(?:\w+_)?(?:BOS|EOS|PAD|UNK|SEP|CLS|MASK|STOP|START|END|IMAGE|MAX|MIN|NUM|NEW|SPECIAL)_?TOKENS?(?:_\w+)?",
+    re.IGNORECASE,
 )
 #: shorter values are no secrets, and would mask ordinary words
 _MIN_GIVEN, _MIN_VARIABLE = 8, 12
@@ -284,6 +288,10 @@ class _Masked(logging.Filter):
         text = record.getMessage()
         if (masked := redact(text)) != text:
             record.msg, record.args = masked, ()
+        if record.exc_info and record.exc_info[0] is not None:
+            text = "".join(traceback.format_exception(*record.exc_info)).rstrip("\n")
+            if (masked := redact(text)) != text:
+                record.exc_text, record.exc_info = masked, None  # which every formatter appends
         return True
 
 
@@ -306,12 +314,24 @@ def mask_requests() -> None:
 def mask_tracebacks() -> None:
     """From now on, what Python prints of an error that nobody catches has no secret in it: a library's error may quote a URL or a header.
 
-    For scripts, commands and trainers, in threads too. Where another hook is set (a debugger's, a notebook's), that one stays.
+    For scripts, commands and trainers, in threads too, where an object is removed, and of a task or a future that nobody waited for. Where another
+    hook is set (a debugger's, a notebook's), that one stays. A `multiprocessing.Process` has no hook.
     """
+    for name in ("asyncio", "concurrent.futures"):
+        logging.getLogger(name).addFilter(_masked)  # once, however often
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = print_masked
     if threading.excepthook is threading.__excepthook__:
         threading.excepthook = _print_masked_of_a_thread
+    if sys.unraisablehook is sys.__unraisablehook__:
+        sys.unraisablehook = _print_masked_of_an_object
+
+
+def _print_masked_of_an_object(ended: "sys.UnraisableHookArgs") -> None:
+    if ended.exc_value is None:
+        return
+    sys.stderr.write(redact(f"{ended.err_msg or 'Exception ignored in'}: {ended.object!r}\n"))
+    print_masked(ended.exc_type, ended.exc_value, ended.exc_traceback)
 
 
 def _print_masked_of_a_thread(ended: threading.ExceptHookArgs) -> None:

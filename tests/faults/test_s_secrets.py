@@ -80,10 +80,18 @@ def test_a_url_of_whatever_argument(url, tmp_path):
     assert PLAIN not in str(error.value) and PLAIN not in redaction.redact(f"could not load {url}")
 
 
+#: names of variables that say so, in whatever way
+SECRET_VARIABLES = """OPENAI_KEY GH_PAT PGPASS DB_PWD SSH_PASSPHRASE HF_TOKENS SLACK_WEBHOOK_URL
+    HF_TOKEN_WRITE HF_TOKEN_2 HF_TOKEN_PROD_2 OPENAI_KEY_1 OPENAI_API_KEYS GITHUBTOKEN HFTOKEN AUTHTOKEN BEARER JWT API_TOKEN_PROD CREDS
+    GIT_CRED SENTRY_DSN hf_token_write DB_PASSWORD_TEST""".split()
+#: and of those that do not
+OTHER_VARIABLES = """PWD CACHE_KEY HF_TOKEN_PATH TOKENIZERS_PARALLELISM MAX_TOKENS MAX_NEW_TOKENS NUM_TOKENS_2 EOS_TOKEN PAD_TOKEN STOP_TOKENS
+    TOKEN_LIMIT TOKENIZER KEYBOARD KEY_FILE API_KEY_HEADER SORT_KEY_1 SSH_AUTH_SOCK PATH_TO_DATA AUTHOR JWT_ALGORITHM CREDIT PASSES DSN
+    MASTER_ADDR""".split()
+
+
 @fault("R7.token")
-@pytest.mark.parametrize(
-    "variable", ["OPENAI_KEY", "GH_PAT", "PGPASS", "DB_PWD", "SSH_PASSPHRASE", "HF_TOKENS", "SLACK_WEBHOOK_URL"]
-)
+@pytest.mark.parametrize("variable", SECRET_VARIABLES)
 def test_variables_of_the_environment(variable, monkeypatch, tmp_path):
     monkeypatch.setenv(variable, PLAIN)
     checkpoint.write_json_atomically(tmp_path / "results.json", {"note": f"used {PLAIN}"})
@@ -99,7 +107,7 @@ def test_a_variable_with_blanks_around_its_value(monkeypatch):
 
 
 def test_variables_that_hold_no_secret(monkeypatch, tmp_path):
-    for variable, value in (("PWD", PLAIN), ("CACHE_KEY", PLAIN), ("SSH_KEY", str(tmp_path))):
+    for variable, value in (*((name, PLAIN) for name in OTHER_VARIABLES), ("SSH_KEY", str(tmp_path))):
         monkeypatch.setenv(variable, value)
         assert redaction.find(f"a {value} b") is None, variable
 
@@ -391,6 +399,41 @@ def test_an_error_of_a_thread_shows_no_secret(monkeypatch, capsys):
     thread.join()
     said = capsys.readouterr().err
     assert "in thread judge" in said and f"ConnectionError: 401 for {MASK}" in said and PLAIN not in said
+
+
+UNCAUGHT = {
+    "an object that is removed": "class X:\n def __del__(self): fail()\nX()",
+    "a task that nobody waited for": (
+        "import asyncio\nasync def task(): fail()\nasync def main():\n made = asyncio.create_task(task())\n await asyncio.sleep(0.01)\n del made\n"
+        "asyncio.run(main())"
+    ),
+    "a callback of a future": (
+        "from concurrent.futures import Future\nfuture = Future()\nfuture.add_done_callback(lambda _: fail())\nfuture.set_result(1)"
+    ),
+}
+
+
+@fault("R7.token")
+@pytest.mark.parametrize("where", UNCAUGHT)
+def test_an_error_that_nobody_could_catch_shows_no_secret(where):
+    """Python prints it by other hooks, and goes on."""
+    code = (
+        "import os\nfrom qerl_trl import redaction; redaction.mask_others()\n"
+        "def fail(): raise KeyError('401 for ' + os.environ['JUDGE_API_KEY'])\n" + UNCAUGHT[where]
+    )
+    environment = {**os.environ, "JUDGE_API_KEY": PLAIN}
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
+    assert ended.returncode == 0 and f"401 for {MASK}" in ended.stderr and "Traceback" in ended.stderr
+    assert PLAIN not in ended.stderr
+
+
+def test_the_hooks_of_others_stay(monkeypatch):
+    def own(ended): ...
+
+    for module, name in ((sys, "excepthook"), (threading, "excepthook"), (sys, "unraisablehook")):
+        monkeypatch.setattr(module, name, own)
+    redaction.mask_tracebacks()
+    assert sys.excepthook is threading.excepthook is sys.unraisablehook is own
 
 
 @fault("R7.token")
