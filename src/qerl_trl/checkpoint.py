@@ -27,6 +27,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MANIFEST_NAME = "qerl_manifest.json"
+#: what decides about a model and must not lie in its folder unsealed
+_DECISIVE = (
+    "*.safetensors", "*.safetensors.index.json", "config.json", "pytorch_model*.bin", "generation_config.json", "adapter_config.json",
+    "adapter_model*.bin",
+)  # fmt: skip
+#: the same of its tokenizer or processor, where one was sealed; to a folder without one it may be added
+_OF_THE_TOKENIZER = (
+    "*.jinja", "additional_chat_templates/*.jinja", "tokenizer.json", "tokenizer_config.json", "added_tokens.json", "special_tokens_map.json",
+    "chat_template.json", "vocab.json", "vocab.txt", "merges.txt", "*.model", "*.tiktoken", "tekken.json", "*processor_config.json",
+)  # fmt: skip
 _OPTIMIZERS = ("optimizer.pt*", "optimizer.bin", "optimizer_*", "rank*-optimizer.pt", "global_step*")
 
 
@@ -143,6 +153,30 @@ def problems(folder: str | os.PathLike, read_up_to: float = math.inf, partial: b
         elif expected["bytes"] <= read_up_to and sha256(path) != expected["sha256"]:
             found.append(f"{name} has other content than was written (SHA-256 differs)")
     return found
+
+
+def added(folder: str | os.PathLike) -> list[str]:
+    """What was put into a sealed folder and decides about its model, one sentence each: it would be loaded, merged or published as if the run had
+    written it. Call it where [`problems`] found none.
+
+    Raises:
+        as [`read_manifest`].
+    """
+    sealed = read_manifest(folder)["files"]
+    found = [name for name in _found(folder, _DECISIVE) if name not in sealed]
+    if "tokenizer_config.json" in sealed:
+        found += [name for name in tokenizer_files(folder) if name not in sealed]
+    return [f"{name} was added after it was sealed" for name in sorted(found)]
+
+
+def tokenizer_files(folder: str | os.PathLike) -> list[str]:
+    """Names of the files in `folder` that are its tokenizer's or processor's."""
+    return _found(folder, _OF_THE_TOKENIZER)
+
+
+def _found(folder: str | os.PathLike, patterns: Iterable[str]) -> list[str]:
+    found = {str(p.relative_to(folder)) for pattern in patterns for p in Path(folder).glob(pattern) if p.is_file()}
+    return sorted(found)
 
 
 def read_manifest(folder: str | os.PathLike) -> Manifest:

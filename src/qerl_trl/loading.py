@@ -33,14 +33,6 @@ _T = TypeVar("_T")
 
 #: files up to this size are hashed before anything is loaded
 _AT_ONCE_BYTES = 1 << 24
-#: what decides about a model and must not lie in its folder unsealed
-_DECISIVE = (
-    "*.safetensors", "*.safetensors.index.json", "config.json", "pytorch_model*.bin", "generation_config.json", "adapter_config.json",
-)  # fmt: skip
-#: the same of its tokenizer, where that was sealed; to a folder without one it may be added
-_OF_THE_TOKENIZER = (
-    "*.jinja", "additional_chat_templates/*", "tokenizer.json", "tokenizer_config.json", "added_tokens.json", "special_tokens_map.json",
-)  # fmt: skip
 
 
 class _Hashing(threading.Thread):
@@ -109,10 +101,7 @@ def _compare(folder: Path, partial: bool, closed: bool) -> None:
         return
     wrong = checkpoint.problems(folder, _AT_ONCE_BYTES, partial)
     if closed and not wrong:
-        sealed = checkpoint.read_manifest(folder)["files"]
-        patterns = _DECISIVE + (_OF_THE_TOKENIZER if "tokenizer_config.json" in sealed else ())
-        found = (str(path.relative_to(folder)) for pattern in patterns for path in folder.glob(pattern))
-        wrong = [f"{name} was added after it was sealed" for name in sorted(found) if name not in sealed]
+        wrong = checkpoint.added(folder)
     if wrong:
         raise ValueError(_message(folder, wrong))
     _begun[key] = _Hashing(folder, partial)

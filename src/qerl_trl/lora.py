@@ -227,7 +227,11 @@ def require_whole(folder: str | os.PathLike, model: PeftModel, adapter_name: str
 def _check_sealed(adapter: str, folder: Path) -> None:
     if not (folder / checkpoint.MANIFEST_NAME).is_file():
         return
-    if wrong := checkpoint.problems(folder, partial=hub_commit(folder) is not None):
+    partial = hub_commit(folder) is not None
+    wrong = checkpoint.problems(folder, partial=partial)
+    if not wrong and os.path.isdir(adapter):
+        wrong = checkpoint.added(folder)
+    if wrong:
         raise ValueError(
             f"{adapter} is not as it was sealed: {'; '.join(wrong)}. Copy or download it again. If the change was meant, remove "
             f"{checkpoint.MANIFEST_NAME} there: it is loaded unverified then."

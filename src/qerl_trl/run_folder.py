@@ -15,7 +15,7 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -214,7 +214,7 @@ def _owner(output_dir: Path) -> Path | None:
 
 @contextmanager
 def sealing(folder: str | os.PathLike, settings: Mapping[str, Any], wanted: bool = True) -> Iterator[None]:
-    """Seal the files that the block writes into `folder` (not those in folders inside it). Until it has ended there is no seal.
+    """Seal the files that the block writes into `folder` (of folders inside it, a tokenizer's templates only). Until it has ended there is no seal.
 
     Args:
         wanted: whether this process is the one that writes.
@@ -238,7 +238,10 @@ def sealing(folder: str | os.PathLike, settings: Mapping[str, Any], wanted: bool
 def _stamps(folder: Path) -> dict[str, tuple[int, int]]:
     if not folder.is_dir():
         return {}
-    files: Iterable[os.DirEntry] = (entry for entry in os.scandir(folder) if entry.is_file())
+    files = [path for path in folder.iterdir() if path.is_file()]
+    files += [
+        folder / name for name in checkpoint.tokenizer_files(folder) if "/" in name
+    ]  # its templates, in a folder of their own
     # the card is written again whenever more is known
-    kept = (entry for entry in files if not entry.name.startswith(".") and entry.name != "README.md")
-    return {entry.name: (entry.stat().st_mtime_ns, entry.stat().st_ino) for entry in kept}
+    kept = [path for path in files if not path.name.startswith(".") and path.name != "README.md"]
+    return {str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.stat().st_ino) for path in kept}

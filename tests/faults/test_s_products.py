@@ -1,5 +1,6 @@
 """Faults of what is read and written: model folders, manifests, run folders. They passed without a word at 843f908."""
 
+import copy
 import json
 import os
 import shutil
@@ -277,6 +278,87 @@ def test_an_edited_run_folder_is_not_read(edit, read, whole_run, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+#: files that a run did not write -> what they would have made of it
+ADDED = {
+    "special_tokens_map.json": '{"eos_token": "7", "pad_token": "8"}',  # where its answers end
+    "added_tokens.json": '{"EVIL": 3}',  # other tokens of the same text
+    "additional_chat_templates/tool_use.jinja": "EVIL{{ messages }}",
+    "generation_config.json": '{"eos_token_id": 3}',
+    "config.json": '{"model_type": "gpt2"}',  # another class of tokenizer
+    "merges.txt": "a b",
+    "adapter_model.bin": "a pickle",
+}
+
+
+def put(folder: Path, name: str) -> None:
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_text(ADDED[name])
+
+
+@fault("S.run_folder_edited")
+@pytest.mark.parametrize("read", READERS.values(), ids=READERS)
+@pytest.mark.parametrize("name", ADDED)
+def test_what_was_added_to_a_run_folder_is_not_read(name, read, whole_run, tmp_path):
+    """It was merged, sealed and published as if the run had written it."""
+    folder = shutil.copytree(whole_run, tmp_path / "run")
+    put(folder, name)
+    with told(
+        ValueError, str(folder), f"{name} was added after it was sealed", "checkpoint-<step>", "remove qerl_manifest"
+    ):
+        read(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@fault("S.run_folder_edited")
+@pytest.mark.parametrize("how", ["load_adapter", "doctor"])
+def test_what_was_added_to_a_run_folder_is_found_by_hand(how, whole_run, tiny_model_dir, tmp_path, capsys):
+    folder = shutil.copytree(whole_run, tmp_path / "run")
+    put(folder, "special_tokens_map.json")
+    if how == "doctor":
+        with pytest.raises(typer.Exit):
+            ask.doctor([folder])
+        assert "special_tokens_map.json was added after it was sealed" in capsys.readouterr().out
+        return
+    with told(ValueError, str(folder), "special_tokens_map.json was added", "Copy or download it again"):
+        qerl_trl.load_adapter(qerl_trl.from_pretrained(tiny_model_dir("llama"), dtype=torch.float32), folder)
+
+
+def test_what_may_lie_beside_a_run(whole_run, tmp_path):
+    """Figures, logs, checkpoints, exports; and a tokenizer, where the run saved none."""
+    folder = shutil.copytree(whole_run, tmp_path / "run")
+    for name in (
+        "results.json",
+        "eval-gsm8k.json",
+        "before.json",
+        "notes.txt",
+        "checkpoint-2/tokenizer.json",
+        "e/config.json",
+    ):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("{}")
+    assert checkpoint.added(folder) == []
+    files = set(checkpoint.read_manifest(folder)["files"]) & {ADAPTER_FILE, "adapter_config.json"}
+    checkpoint.seal(folder, checkpoint.recorded_run(folder), names=files)
+    assert checkpoint.added(folder) == []
+
+
+def test_templates_in_a_folder_of_their_own_are_sealed_and_exported(tiny_model_dir, tiny_tokenizer, tmp_path):
+    """Of a tokenizer with several: they are the run's."""
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "TOOLS{{ messages }}"}
+    with run_folder.sealing(tmp_path / "run", {"base_format": "nvfp4", "model": "someone/base"}):
+        make_policy(tiny_model_dir("llama")).save_pretrained(tmp_path / "run")
+        tokenizer.save_pretrained(tmp_path / "run")
+    name = "additional_chat_templates/tool_use.jinja"
+    assert name in checkpoint.read_manifest(tmp_path / "run")["files"]
+    export.copy_adapter(tmp_path / "run", tmp_path / "adapter")
+    assert (tmp_path / "adapter" / name).read_text() == "TOOLS{{ messages }}"
+    assert name in checkpoint.read_manifest(tmp_path / "adapter")["files"]
+    (tmp_path / "run" / name).write_text(ADDED["additional_chat_templates/tool_use.jinja"])
+    with told(ValueError, name, "not as the run wrote it", "checkpoint-<step>"):
+        export.copy_adapter(tmp_path / "run", tmp_path / "again")
+
+
 @fault("S.run_folder_edited")
 @pytest.mark.parametrize(("edit", "message"), [("nan", "NaN or infinite"), ("half", "lacks 14 of 28 tensors")])
 def test_a_bad_adapter_is_refused_without_a_seal_or_with_a_new_one(edit, message, whole_run, tmp_path):
@@ -386,7 +468,7 @@ def test_a_whole_model_folder_is_read_once(sealed, tmp_path, monkeypatch):
 
 
 @fault("S.model_folder_edited")
-@pytest.mark.parametrize(("edit", "named"), list(FOLDER_EDITS.values())[:4], ids=list(FOLDER_EDITS)[:4])
+@pytest.mark.parametrize(("edit", "named"), FOLDER_EDITS.values(), ids=FOLDER_EDITS)
 def test_an_edited_folder_is_found_on_request(edit, named, sealed, tmp_path, capsys):
     folder = shutil.copytree(sealed, tmp_path / "model")
     ask.doctor([folder])

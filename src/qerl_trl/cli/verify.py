@@ -18,7 +18,8 @@ def verify(folder: Path) -> tuple[str, list[Problem]]:
     again = f"Export or download it again, or take a whole checkpoint of the run (qerl-trl merge {folder.name}/checkpoint-<step> ...)."
     found = []
     if sealed:
-        found = [Problem(f"{folder}: {line}", again, fatal=True) for line in checkpoint.problems(folder)]
+        wrong = checkpoint.problems(folder) or checkpoint.added(folder)
+        found = [Problem(f"{folder}: {line}", again, fatal=True) for line in wrong]
     else:
         remedy = "What qerl-trl quantizes, merges or saves has one."
         found = [Problem(f"{folder} has no manifest: only headers and values were looked at.", remedy)]

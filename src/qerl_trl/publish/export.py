@@ -67,8 +67,6 @@ WriteCard = Callable[[Path, Export], None]
 #: an NVFP4 merge that keeps less than this share of the adapter's change is refused
 MIN_KEPT_FRACTION = 0.25
 ADAPTER_FILES = (ADAPTER_FILE, "adapter_config.json")
-_TOKENIZER_FILES = """tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json chat_template.jinja vocab.json
-    merges.txt tokenizer.model""".split()
 _PROBE = "Tom has 12 apples and gives 7 away.\n#### 5 <|im_start|>user\n\\frac{1}{2} = 0.5"
 
 
@@ -115,9 +113,9 @@ def copy_adapter(run: Path, folder: str | os.PathLike, card: WriteCard | None = 
     export = _record("adapter", recorded_settings(run), digest)
     if not staging.is_complete(folder, export):
         with _staged(folder, export, True, None, card) as partial:
-            for name in (*ADAPTER_FILES, *_TOKENIZER_FILES):
-                if (run / name).is_file():
-                    shutil.copyfile(run / name, partial / name)
+            for name in (*ADAPTER_FILES, *checkpoint.tokenizer_files(run)):
+                (partial / name).parent.mkdir(exist_ok=True)
+                shutil.copyfile(run / name, partial / name)
             _name_base(partial, recorded_settings(run), None)
     return export
 

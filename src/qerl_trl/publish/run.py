@@ -250,7 +250,7 @@ def require_whole(folder: Path) -> None:
             folder,
             checkpoint.MANIFEST_NAME,
         )
-    elif wrong := checkpoint.problems(folder):
+    elif wrong := checkpoint.problems(folder) or checkpoint.added(folder):
         raise ValueError(
             f"{folder} is not as the run wrote it: {'; '.join(wrong)}. Name a whole checkpoint of the run (checkpoint-<step>), or copy the "
             f"folder from where it is whole. If the change was meant, remove {checkpoint.MANIFEST_NAME} there: it is used with a warning then."

@@ -39,6 +39,8 @@ def is_complete(destination: str | os.PathLike, run: Mapping[str, Any]) -> bool:
     destination = Path(destination).absolute()
     if checkpoint.recorded_run(destination) != _as_json(run) or checkpoint.problems(destination):
         return False
+    if checkpoint.added(destination):
+        return False
     leftover = destination.with_name(f".{destination.name}.partial")
     if leftover.is_dir():  # killed after the exchange, before the replaced folder was removed
         shutil.rmtree(leftover)
