@@ -47,10 +47,12 @@ def exit_code(error: BaseException) -> int | None:
 
 
 def tell(message: object, file: TextIO | None = None) -> None:
-    """Print what a process ends with, without secrets; where there are several processes, which one it is."""
+    """Print what a process ends with, without secrets; where there are several processes, which one it is. Of an error also its notes, which
+    say what was saved and how to go on."""
     several = os.environ.get("WORLD_SIZE", "1") != "1" and "RANK" in os.environ
     rank = f", rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}" if several else ""
-    print(f"qerl-trl{rank}: {redaction.redact(str(message))}", file=file or sys.stderr, flush=True)
+    said = "\n".join([str(message), *getattr(message, "__notes__", ())])
+    print(f"qerl-trl{rank}: {redaction.redact(said)}", file=file or sys.stderr, flush=True)
 
 
 def tell_in_scripts() -> None:

@@ -5,9 +5,11 @@ import contextlib
 import itertools
 import logging
 import math
+import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
+from pathlib import Path
 
 import pandas
 import pytest
@@ -15,13 +17,14 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 
-from qerl_trl import QeRLConfig, QeRLGRPOTrainer, guards
+from qerl_trl import QeRLConfig, QeRLGRPOTrainer, errors, guards
 from tests.faults.catalog import fault, told
 from tests.faults.tiny_runs import spread_reward as sound_reward
 from tests.faults.tiny_runs import tiny_runs  # noqa: F401  (a fixture)
 
 PROMPTS = Dataset.from_dict({"prompt": ["say one ", "say two "] * 4})
 TIMEOUT = 0.3
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def spread(completions, **kwargs):
@@ -458,7 +461,7 @@ def _options(kind):
         pytest.param("all_none", marks=fault("R5.all_none", recovered=True)),
     ],
 )
-def test_a_reward_that_fails_after_two_steps_costs_nothing(kind, uninterrupted, tiny_runs, tmp_path):  # noqa: F811
+def test_a_reward_that_fails_after_two_steps_costs_nothing(kind, uninterrupted, tiny_runs, tmp_path, capsys):  # noqa: F811
     """The step before is saved with its random state; once the function is mended, the same command ends as if nothing had been."""
     calls = []
 
@@ -469,8 +472,31 @@ def test_a_reward_that_fails_after_two_steps_costs_nothing(kind, uninterrupted, 
     broken = tiny_runs.trainer(tmp_path, reward=spread_reward, **_options(kind))
     with pytest.raises((ValueError, RuntimeError, TypeError)) as caught:
         broken.train()
-    assert (
-        "Step 2 is saved; resume from the last checkpoint (resume_from_checkpoint=True)" in caught.value.__notes__[-1]
-    )
+    errors.tell(caught.value)  # as a script that ends with it does
+    saved = "\nStep 2 is saved; resume from the last checkpoint (resume_from_checkpoint=True) once the cause is gone.\n"
+    assert capsys.readouterr().err.endswith(saved)
     assert tiny_runs.command(tmp_path, **_options(kind))._resumed.global_step == 2
     assert adapter(tmp_path) == uninterrupted
+
+
+SCRIPT = f"""
+import sys; sys.path.insert(0, {str(ROOT)!r})
+from qerl_trl import errors; errors.tell_in_scripts()
+from tests.faults import doors
+calls = []
+def reward(completions, **kwargs):
+    calls.append(1)
+    return [float("inf")] * len(completions) if len(calls) == 3 else doors.reward(completions)
+doors.trainer(sys.argv[1], reward=reward, max_steps=4).train()
+"""
+
+
+@fault("R5.plus_inf", recovered=True)
+@fault("S.rescue_loses_checkpoint", recovered=True)
+def test_a_script_says_that_the_step_is_saved(warm_training, tmp_path):
+    """The checkpoint was there, and the one line that a script ends with did not say so."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    done = warm_training.run([str(tmp_path / "script.py"), str(tmp_path / "run")], ROOT, dict(os.environ))
+    *_, error, note = done.stderr.strip().splitlines()
+    assert done.returncode == 2 and error.startswith("qerl-trl: ") and "inf" in error and "Traceback" not in done.stderr
+    assert note.startswith("Step 2 is saved; resume") and (tmp_path / "run/checkpoint-2").is_dir()
