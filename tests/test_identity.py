@@ -95,9 +95,35 @@ def test_an_older_record_is_compared_in_what_it_has(make_trainer):  # noqa: F811
     assert identity.differences({"seed": 4}, now) == (["seed: 4 then, 3 now"], [])
 
 
+@pytest.mark.parametrize(
+    ("free", "counts"),
+    [
+        ({"vllm_engine_kwargs": {"enforce_eager": True, "max_num_seqs": 4, "kv_cache_memory_bytes": 1}}, False),
+        ({"vllm_engine_kwargs": {"enforce_eager": True, "kv_cache_dtype": "fp8"}}, True),
+        ({"vllm_engine_kwargs": {"an_argument_of_tomorrow": 1}}, True),
+        ({"cache_implementation": "static"}, False),
+        ({"cache_implementation": "quantized"}, True),
+    ],
+    ids=str,
+)
+def test_what_makes_another_sampler_is_a_setting(make_trainer, free, counts):  # noqa: F811
+    """Memory, placement and graphs of an engine are none."""
+    then, now = identity.run_settings(make_trainer()), identity.run_settings(make_trainer(**free))
+    found = identity.differences(then, now)
+    assert not found.reported and len(found.refused) == counts
+    if counts:
+        assert "enforce_eager" not in found.refused[0] and found.refused[0].startswith(next(iter(free)))
+    older = {name: value for name, value in then.items() if name != "special_tokens"}
+    assert identity.differences(older, now) == ([], []), "older versions did not record it"
+
+
 def test_what_older_records_do_not_have_is_no_difference(make_trainer):  # noqa: F811
     now = identity.run_settings(make_trainer())
-    older = {name: value for name, value in now.items() if name not in ("base_config", "tokenizer_sha256")}
+    older = {
+        name: value
+        for name, value in now.items()
+        if name not in ("base_config", "tokenizer_sha256", "special_tokens", "held_sha256")
+    }
     assert identity.differences(older, now) == ([], [])
 
 

@@ -4,25 +4,20 @@ A checkpoint's manifest and the run's folder keep them, a run that is started ag
 refuse, which only warn), and a card shows them.
 """
 
-import ast
 import dataclasses
-import functools
-import hashlib
-import inspect
 import json
 import re
-import textwrap
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple, TypedDict
 
 from accelerate.utils import is_peft_model
 from datasets import Dataset
 from peft import LoraConfig
-from torch import nn
 
 from . import base_identity, report
 from .nvfp4.linear import compute_dtype
+from .sources import plainly, rewards_of, rollouts_of, sha256, source_sha256
 from .upstream import OnlineTrainer
 
 _FIELDS = """base_format scale_rule aqn aqn_schedule aqn_sigma_start aqn_sigma_end aqn_num_stages aqn_scope aqn_seed
@@ -30,13 +25,15 @@ _FIELDS = """base_format scale_rule aqn aqn_schedule aqn_sigma_start aqn_sigma_e
     gradient_accumulation_steps num_generations steps_per_generation num_iterations temperature max_completion_length
     loss_type beta world_size modules_to_not_convert""".split()
 #: recorded, but free to differ when a run goes on: with a warning. A longer run stretches the schedules of learning rate and noise
-_MAY_DIFFER = {"max_steps", "num_train_epochs", "versions", "rewards_sha256", "rollouts_sha256"}
+_MAY_DIFFER = {"max_steps", "num_train_epochs", "versions", "rewards_sha256", "rollouts_sha256", "held_sha256"}
 #: of these, what is recorded as changed when a run goes on with others: a mended function is allowed, and is another one
-SOURCES = ("rewards_sha256", "rollouts_sha256")
+SOURCES = ("rewards_sha256", "rollouts_sha256", "held_sha256")
 #: what is recorded beside the settings themselves
 _NOT_SETTINGS = {"settings_sha256", "global_step", "merged_onto", "changed", "base_revision"}
 #: not in the records of older versions
-_NEWER = {"base_config", "tokenizer_sha256", "rollouts", "rollouts_sha256"}
+_NEWER = {"base_config", "tokenizer_sha256", "rollouts", "rollouts_sha256", "special_tokens"}
+#: not in the options of records that have no `special_tokens`
+_NEWER_OPTIONS = {"off_policy_mask_threshold", "cache_implementation", "vllm_engine_kwargs"}
 #: how the base is made of what is loaded: it differs with them
 _FORM = ("base_format", "scale_rule", "modules_to_not_convert")
 #: arguments without a say in the trajectory: where and when is written, logged, evaluated and pushed, memory and placement, limits of checks.
@@ -47,15 +44,21 @@ _INCIDENTAL = re.compile(
     r"|metric_for_best_model|greater_is_better|restore_callback.*|push_to_hub|hub_.*|.*eval_.*|batch_eval_metrics|num_generations_eval"
     r"|prediction_loss_only|bf16_full_eval|fp16_full_eval|model_init_kwargs|trust_remote_code|use_cpu|local_rank|ddp_.*|fsdp|fsdp_config"
     r"|deepspeed|ds3_.*|parallelism_config|accelerator_config|dataloader_.*|generation_batch_size|pad_to_multiple_of|use_cache|tf32"
-    r"|cache_implementation|(gradient|activation)_checkpointing.*|padding_free|compile_layers|torch_compile.*|torch_empty_cache_steps|full_determinism|share_weights"
-    r"|vllm_(?!importance|structured).*|rollout_probe_steps|.*_(timeout|threshold|patience)"
+    r"|(gradient|activation)_checkpointing.*|padding_free|compile_layers|torch_compile.*|torch_empty_cache_steps|full_determinism|share_weights"
+    r"|vllm_(?!importance|structured|engine_kwargs).*|rollout_probe_steps|rollout_timeout|reward_timeout|rollout_mismatch_threshold|zero_advantage_patience"
+)
+#: of `vllm_engine_kwargs`, what is memory, placement, graphs and logs; all else (a cache in 8 bits, another dtype) makes another sampler
+_INCIDENTAL_ENGINE = re.compile(
+    r"enforce_eager|.*cudagraph.*|compilation_config|max_(num_seqs|num_batched_tokens|model_len|parallel_loading_workers|num_partial_prefills"
+    r"|seq_len_to_capture)|gpu_memory_utilization|kv_cache_memory_bytes|num_gpu_blocks_override|swap_space|cpu_offload_.*|block_size"
+    r"|enable_(prefix_caching|chunked_prefill|sleep_mode|log_.*)|async_scheduling|.*parallel_size|distributed_.*|disable_custom_all_reduce"
+    r"|disable_log_.*|download_dir|load_format|use_tqdm.*|mm_processor_cache.*|limit_mm_per_prompt|show_hidden_.*|otlp_.*|hf_token"
 )
 #: rows of the training data that its fingerprint reads
 _FINGERPRINT_ROWS = 10_000
 #: letters, numbers, blanks, other scripts and marks
 _TEXT = "The norm's weights: 12 + 34.5 = 46.5?\n\tIf x < 0:  \u00c4\u00df \u4e2d\u6587 \U0001f642 </s><|im_start|>user"
 #: fingerprints that were computed: a run says it with each checkpoint
-_models: "weakref.WeakKeyDictionary[nn.Module, str | None]" = weakref.WeakKeyDictionary()
 _datasets: "weakref.WeakKeyDictionary[Dataset, str]" = weakref.WeakKeyDictionary()
 
 
@@ -84,6 +87,7 @@ class RunSettings(TypedDict, total=False):
     )
     base_config: dict[str, Any]  # what its configuration says of its forward (`base_identity`)
     tokenizer_sha256: str  # of how a text, and a conversation, becomes tokens
+    special_tokens: dict[str, Any]  # with which a completion ends, and what is behind it
     dtype: str  # compute dtype
     base_format: str
     scale_rule: str
@@ -118,6 +122,9 @@ class RunSettings(TypedDict, total=False):
     ]  # of each one's own source, of a reward model's weights; absent where there is neither
     rollouts: list[str]  # what completions are made with beside the model: a rollout function, environments, tools
     rollouts_sha256: dict[str, str]  # of each one's own source
+    held_sha256: dict[
+        str, dict[str, str]
+    ]  # of what each one of both held when it was given, and a scheduler, by attribute
     dataset_sha256: str  # of a sample of the training data; absent for streamed data
     options: dict[str, Any]  # every further argument that decides the trajectory and is not at its default
     settings_sha256: str  # of all settings that may not differ when the run goes on
@@ -142,6 +149,7 @@ def run_settings(trainer: OnlineTrainer) -> RunSettings:
         settings["base_sha256"] = trainer.base_sha256
     settings["base_config"] = base_identity.base_config(model)
     settings["tokenizer_sha256"] = tokenizer_sha256(trainer.processing_class)
+    settings["special_tokens"] = _special_tokens(trainer)
     settings["dtype"] = str(compute_dtype(model)).removeprefix("torch.")
     if is_peft_model(model):
         lora = model.peft_config[model.active_adapter]
@@ -150,55 +158,22 @@ def run_settings(trainer: OnlineTrainer) -> RunSettings:
         settings["lora"] = {"r": lora.r, "alpha": lora.lora_alpha, "targets": targets}
         if options := _lora_options(lora):
             settings["lora"]["options"] = options
+    rewards, rollouts, sources = list(rewards_of(trainer)), list(rollouts_of(trainer)), trainer.sources
     settings["rewards"] = list(trainer.reward_func_names)
-    settings["rewards_sha256"] = _digests(zip(trainer.reward_func_names, trainer.reward_funcs, strict=True))
-    rollouts = list(_rollouts(trainer))
+    settings["rewards_sha256"] = sources.digests(rewards)
     settings["rollouts"] = sorted(name for name, _ in rollouts)
-    settings["rollouts_sha256"] = _digests(rollouts)
+    settings["rollouts_sha256"] = sources.digests(rollouts)
+    schedulers = [(name, given) for name, given in trainer.given_optimizers().items() if name == "lr_scheduler"]
+    settings["held_sha256"] = sources.held([*rewards, *rollouts, *schedulers])
     if (sample := dataset_sha256(trainer.train_dataset)) is not None:
         settings["dataset_sha256"] = sample
     decisive = {f.name: f for f in dataclasses.fields(trainer.args) if not _INCIDENTAL.fullmatch(f.name)}
     settings["options"] = _not_defaults(trainer.args, {n: f for n, f in decisive.items() if n not in _FIELDS})
-    settings["options"] |= _given_as_objects(trainer)
+    settings["options"] = _of_the_policy(settings["options"]) | _given_as_objects(trainer)
     free = {*_MAY_DIFFER, *_NOT_SETTINGS, *({"model"} if "base_sha256" in settings else ())}
-    settings["settings_sha256"] = _sha256({k: v for k, v in settings.items() if k not in free})
+    settings["settings_sha256"] = sha256({k: v for k, v in settings.items() if k not in free})
     settings["versions"] = report.versions()
     return settings
-
-
-def sources(trainer: OnlineTrainer) -> dict[str, str]:
-    """Name -> digest of how each reward function, and whatever else makes completions, is written, whatever values are bound to it."""
-    rewards = list(zip(trainer.reward_func_names, trainer.reward_funcs, strict=True))
-    return _digests([*rewards, *_rollouts(trainer)], with_values=False)
-
-
-def _rollouts(trainer: OnlineTrainer) -> Iterator[tuple[str, Any]]:
-    """Name and function of what makes completions beside the model (TRL's `GRPOTrainer`)."""
-    if (function := getattr(trainer, "rollout_func", None)) is not None:
-        yield "rollout_func", function
-    for name, factory in (getattr(trainer, "environment_factories", None) or {}).items():
-        yield f"environment{'' if name is None else f' {name}'}", factory
-    for tool in getattr(trainer, "tools", None) or []:
-        yield f"tool {getattr(tool, '__name__', type(tool).__name__)}", tool
-
-
-def _digests(functions: Iterable[tuple[str, Any]], with_values: bool = True) -> dict[str, str]:
-    """Name -> digest, of those that have one; a second one of a name has its number behind it."""
-    found: dict[str, str] = {}
-    seen: dict[str, int] = {}
-    for name, function in functions:
-        seen[name] = seen.get(name, 0) + 1
-        digest = _model_sha256(function) if isinstance(function, nn.Module) else _source_sha256(function, with_values)
-        if digest is not None:
-            found[name if seen[name] == 1 else f"{name} ({seen[name]})"] = digest
-    return found
-
-
-def _model_sha256(model: nn.Module) -> str | None:
-    """Of the weights of a reward model, which does not change; `None` where no process has it whole."""
-    if model not in _models:
-        _models[model] = base_identity.base_sha256(model)
-    return _models[model]
 
 
 def _given_as_objects(trainer: OnlineTrainer) -> dict[str, Any]:
@@ -206,7 +181,7 @@ def _given_as_objects(trainer: OnlineTrainer) -> dict[str, Any]:
     (`accelerate launch --mixed_precision`)."""
     found: dict[str, Any] = {}
     for name, given in trainer.given_optimizers().items():
-        own = {key: _plainly(value) for key, value in getattr(given, "defaults", {}).items()}
+        own = {key: plainly(value) for key, value in getattr(given, "defaults", {}).items()}
         found[name] = {"class": f"{type(given).__module__}.{type(given).__qualname__}", **own}
     args = trainer.args
     said = "fp16" if args.fp16 else "bf16" if args.bf16 else "no"
@@ -215,11 +190,27 @@ def _given_as_objects(trainer: OnlineTrainer) -> dict[str, Any]:
     return found
 
 
+def _of_the_policy(options: dict[str, Any]) -> dict[str, Any]:
+    """Without what of the engine, or of a cache, is memory and speed alone."""
+    engine = options.pop("vllm_engine_kwargs", {})
+    if numeric := {name: value for name, value in engine.items() if not _INCIDENTAL_ENGINE.fullmatch(name)}:
+        options["vllm_engine_kwargs"] = numeric
+    if options.get("cache_implementation") != "quantized":
+        options.pop("cache_implementation", None)
+    return options
+
+
+def _special_tokens(trainer: OnlineTrainer) -> dict[str, Any]:
+    tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)  # of a processor
+    ends = getattr(trainer, "eos_token_ids", None)
+    return {"eos": [tokenizer.eos_token_id] if ends is None else list(ends), "pad": tokenizer.pad_token_id}
+
+
 def tokenizer_sha256(processing_class: Any) -> str:
     """Of the chat template, and of the tokens of a text with something of everything."""
     tokenizer = getattr(processing_class, "tokenizer", processing_class)  # of a processor
     template = getattr(processing_class, "chat_template", None) or getattr(tokenizer, "chat_template", None)
-    return _sha256([template, list(tokenizer(_TEXT)["input_ids"])])
+    return sha256([template, list(tokenizer(_TEXT)["input_ids"])])
 
 
 def _lora_options(lora: LoraConfig) -> dict[str, Any]:
@@ -262,65 +253,10 @@ def dataset_sha256(dataset: Any) -> str | None:
     rows = [index * (len(dataset) - 1) // max(count - 1, 1) for index in range(count)]
     sample = dataset.select_columns(plain).with_format("arrow")[rows].to_pylist() if plain else []
     transform = dataset.format["format_kwargs"].get("transform")
-    written = [] if transform is None else [_source_sha256(transform)]
-    found = _sha256([sorted(dataset.column_names), len(dataset), sample, *written])
+    written = [] if transform is None else [source_sha256(transform)]
+    found = sha256([sorted(dataset.column_names), len(dataset), sample, *written])
     _datasets[dataset] = found
     return found
-
-
-def _source_sha256(function: Any, with_values: bool = True) -> str | None:
-    """Of how a function (a reward, a transform) is written, comments, docstrings and line breaks apart, and of the numbers and texts that are bound to it; not
-    of what it calls. `None` where nothing says it."""
-    bound: list[Any] = []
-    while isinstance(function, functools.partial) or hasattr(function, "__wrapped__"):
-        if isinstance(function, functools.partial):
-            bound += map(_plainly, (*function.args, *sorted(function.keywords.items())))
-            function = function.func
-        else:
-            function = function.__wrapped__
-    bound += _bound(function)
-    if isinstance(function, nn.Module):
-        return None
-    try:
-        source = textwrap.dedent(inspect.getsource(function if inspect.isroutine(function) else type(function)))
-    except (OSError, TypeError):  # typed in a prompt, or built in
-        return None
-    try:
-        tree = ast.parse(source)
-    except SyntaxError:
-        pass  # a lambda in the middle of a call
-    else:
-        for node in ast.walk(tree):
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and ast.get_docstring(
-                node, False
-            ):
-                node.body = node.body[1:] or [ast.Pass()]
-        source = ast.unparse(tree)
-    return _sha256([source, *bound] if bound and with_values else source)
-
-
-def _bound(function: Any) -> list[Any]:
-    """Defaults of its arguments, and what a function takes from the one that it was made in: numbers and texts; of everything else the type."""
-    code = getattr(function, "__code__", None)
-    if code is None:
-        return []
-    found = [*(function.__defaults__ or ()), *sorted((function.__kwdefaults__ or {}).items())]
-    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            found.append((name, cell.cell_contents))
-        except ValueError:  # nothing was put there yet
-            found.append(name)
-    return [_plainly(value) for value in found]
-
-
-def _plainly(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return [_plainly(each) for each in value]
-    return value if value is None or isinstance(value, bool | int | float | str) else type(value).__name__
-
-
-def _sha256(content: Any) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def config_differences(then: Mapping[str, Any] | None, now: Mapping[str, Any]) -> list[str]:
@@ -341,6 +277,13 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> Differences:
     Whatever is recorded refuses, except for `_MAY_DIFFER`. A record of an older version, without `settings_sha256`, is compared in what
     it has. The base is known by its fingerprint; its name is compared where one side has none, or forms its base in another way.
     """
+    if "special_tokens" not in then and "options" in now:
+        now = {
+            **now,
+            "options": {
+                k: v for k, v in now["options"].items() if k not in _NEWER_OPTIONS or k in then.get("options", {})
+            },
+        }
     both = set(then) & set(now)
     names = (both if "settings_sha256" not in then else set(then) | set(now)) - _NOT_SETTINGS - (_NEWER - set(then))
     known = "base_sha256" in both and not any(then.get(name) != now.get(name) for name in _FORM)
@@ -366,6 +309,11 @@ def _compared(name: str, then: Any, now: Any) -> list[str]:
         return ["tokenizer_sha256: the tokenizer, or its chat template, makes other tokens of a text than then"]
     if name.startswith(SOURCES):
         known = then is not None and now is not None  # not in records of older versions
+        if name.startswith("held_sha256"):
+            _, *owner, attribute = name.split(".")
+            return (
+                [f"{name}: {attribute!r} of {'.'.join(owner)} is another one than when the run began"] if owner else []
+            )
         what = "this reward function" if name.startswith("rewards") else "what completions are made with"
         line = f"{name}: {what} is written in another way than then, or has other values bound to it"
         return [line] if known else []

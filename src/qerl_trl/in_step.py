@@ -19,6 +19,7 @@ from accelerate.utils import gather_object
 
 from . import alike, checkpoint, identity, redaction, run_folder
 from .processes import together
+from .sources import as_written
 from .upstream import OnlineTrainer
 
 logger = logging.getLogger(__name__)
@@ -116,7 +117,7 @@ def _identified(trainer: OnlineTrainer) -> dict[str, Any]:
         "rows of training data": _rows(trainer.train_dataset),
         "rows of evaluation data": _rows(trainer.eval_dataset),
     }
-    return {**settings, **in_step, **sizes, "written": identity.sources(trainer)}
+    return {**settings, **in_step, **sizes, "written": as_written(trainer)}
 
 
 def _rows(dataset: Any) -> Any:

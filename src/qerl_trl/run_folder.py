@@ -174,7 +174,7 @@ def settle(output_dir: str | os.PathLike, resume: str | None, settings: Mapping[
             "output_dir=%s holds this run already, and it starts over: pass resume_from_checkpoint=True to go on instead.",
             output_dir,
         )
-    return [*changed, *written, *found.refused] if resume is not None else []
+    return list(dict.fromkeys([*changed, *written, *found.refused])) if resume is not None else []
 
 
 def require_own(output_dir: str | os.PathLike, settings: Mapping[str, Any]) -> None:

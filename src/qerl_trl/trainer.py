@@ -29,7 +29,6 @@ What concerns checkpoints is in [`SavingMixin`], new there is `to_resume`; `save
 `super().__init__` (the only rebind in this package; `tests/test_contracts.py` fails with a clear message if TRL moves it).
 """
 
-import logging
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -62,6 +61,7 @@ from .rollout.contract import checked_rollout_func
 from .sampling import of_the_model_alone
 from .saving import SaveBetweenRollouts, SavingMixin
 from .sharding import ShardingMixin
+from .sources import Sources
 from .timing import PhaseTimer
 from .update.packing import PackingMixin
 from .update.passes import OnePass
@@ -70,8 +70,6 @@ from .watch import working
 
 with preflight.naming_vllm():
     from trl import GRPOTrainer, RLOOTrainer
-
-logger = logging.getLogger(__name__)
 
 
 class QeRLMixin(SavingMixin, PackingMixin, ShardingMixin):
@@ -162,6 +160,7 @@ class QeRLMixin(SavingMixin, PackingMixin, ShardingMixin):
         self.model.add_model_tags(self._tag_names)
         prepare(self)
         close_other_ways(trained, self.processing_class)
+        self.sources = Sources.of(self)
 
     @contextmanager
     def _own_vllm_generation(self) -> Iterator[None]:

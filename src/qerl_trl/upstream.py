@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .config import QeRLConfig, QeRLRLOOConfig
     from .memory.plan import MemoryPlan
     from .processes import Errors
+    from .sources import Sources
 
     class OnlineTrainer(_BaseTrainer):
         _name: str
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
             int | None
         )  # prompt and completion in tokens, by `plan_trainer`; None where no prompt was counted
         _reward_errors: Errors  # the same
+        sources: "Sources"  # the same
         optimizer: Any
         lr_scheduler: Any
         processing_class: Any

@@ -407,6 +407,90 @@ def test_a_reward_function_with_another_number_in_it(reward, tiny_runs, tmp_path
     assert line in caplog.text and checkpoint.recorded_run(tmp_path / "run")["changed"] == [line]
 
 
+class Wanted:
+    """A reward as an object, which counts its calls and keeps what it has seen."""
+
+    def __init__(self, length, **options):
+        self.length, self.options, self.api_key = length, options, f"a-key-of-{os.urandom(8).hex()}"
+        self.calls, self.seen, self.__name__ = 0, {}, "Wanted"  # TRL asks for it
+
+    def __call__(self, completions, **kwargs):
+        self.calls += 1
+        self.seen[self.calls] = completions
+        return [float(abs(len(text) - self.length) % 7) for text in completions]
+
+    def graded(self, completions, **kwargs):
+        return self(completions)
+
+
+def taking(judge):
+    def graded(completions, **kwargs):
+        return judge(completions)
+
+    return graded
+
+
+@fault("S.resume_other_data", recovered=True)
+@pytest.mark.parametrize(
+    ("reward", "line"),
+    [
+        (lambda *a, **o: Wanted(*a, **o), "held_sha256.Wanted.length: 'length' of Wanted"),
+        (lambda *a, **o: Wanted(*a, **o).graded, "held_sha256.graded.length: 'length' of graded"),
+        (lambda *a, **o: taking(Wanted(*a, **o)), "held_sha256.graded.judge: 'judge' of graded"),
+        (lambda n: Wanted(3, weights={"length": n}), "held_sha256.Wanted.options: 'options' of Wanted"),
+    ],
+    ids=["object", "method", "taken from around it", "dictionary in it"],
+)
+def test_another_object_grades(reward, line, tiny_runs, tmp_path, caplog):  # noqa: F811
+    """Of the same class. What it counts and keeps while it grades, and a key, do not make it another one."""
+    for steps in (1, 2):
+        trainer = tiny_runs.trainer(tmp_path / "run", reward=reward(3), max_steps=steps)
+        trainer.evaluate(PROMPTS.select(range(4)))
+        trainer.train(resume_from_checkpoint=trainer.to_resume())
+    assert "held_sha256" not in caplog.text
+    trainer = tiny_runs.trainer(tmp_path / "run", reward=reward(500), max_steps=3)
+    trainer.train(resume_from_checkpoint=trainer.to_resume())
+    line += " is another one than when the run began"
+    assert line in caplog.text and checkpoint.recorded_run(tmp_path / "run/checkpoint-3")["changed"] == [line]
+
+
+@fault("S.resume_other_data")
+def test_another_schedule_that_was_given_ready(tiny_runs, tmp_path, caplog):  # noqa: F811
+    def command(steps, factor):
+        trainer = tiny_runs.trainer(tmp_path / "run", max_steps=steps)
+        trainer.optimizer = torch.optim.AdamW([p for p in trainer.model.parameters() if p.requires_grad], lr=1e-3)
+        trainer.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(trainer.optimizer, lambda step: factor)
+        trainer.train(resume_from_checkpoint=trainer.to_resume())
+
+    command(1, 1.0)
+    command(2, 1.0)
+    assert "held_sha256" not in caplog.text
+    command(3, 100.0)
+    line = "held_sha256.lr_scheduler.lr_lambdas: 'lr_lambdas' of lr_scheduler is another one than when the run began"
+    assert line in caplog.text and checkpoint.recorded_run(tmp_path / "run/checkpoint-3")["changed"] == [line]
+
+
+@fault("S.resume_other_data")
+def test_another_token_ends_a_completion(tiny_runs, tmp_path, monkeypatch):  # noqa: F811
+    """No text becomes other tokens."""
+    tiny_runs.command(tmp_path / "run", max_steps=1)
+    tokenizer = copy.deepcopy(tiny_runs.tokenizer)
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(40)
+    monkeypatch.setattr(tiny_runs, "tokenizer", tokenizer)
+    with told(ValueError, str(tmp_path / "run"), "special_tokens.eos: [", "40", "allow_other_settings=True"):
+        tiny_runs.command(tmp_path / "run", max_steps=2)
+
+
+@fault("S.resume_other_data")
+def test_a_threshold_of_trls_is_a_setting(tiny_runs, tmp_path):  # noqa: F811
+    """`off_policy_mask_threshold` drops sequences; ours of warnings may be others."""
+    tiny_runs.trainer(tmp_path / "run", off_policy_mask_threshold=0.5).save_model()
+    tiny_runs.trainer(tmp_path / "run", off_policy_mask_threshold=0.5, rollout_mismatch_threshold=9.0).to_resume()
+    trainer = tiny_runs.trainer(tmp_path / "run", off_policy_mask_threshold=1e-6)
+    with told(ValueError, "off_policy_mask_threshold: 0.5 then, 1e-06 now", "allow_other_settings=True"):
+        trainer.to_resume()
+
+
 @fault("S.resume_other_data")
 def test_a_conversation_in_other_tokens(tiny_runs, tmp_path, monkeypatch):  # noqa: F811
     """The data are the same, and what the model reads is not."""
