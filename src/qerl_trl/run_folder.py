@@ -116,7 +116,7 @@ def to_resume(resume_from_checkpoint: str | bool | None, output_dir: str | os.Pa
     """The whole checkpoint that `Trainer.train(resume_from_checkpoint)` means, `None` for a fresh start.
 
     Raises:
-        `ValueError`: there is none in `output_dir`, or the one that was named is damaged.
+        `ValueError`: there is none in `output_dir`, or the one that was named is damaged, or no checkpoint at all.
     """
     if resume_from_checkpoint is True:
         newest = resumable(output_dir)
@@ -129,6 +129,17 @@ def to_resume(resume_from_checkpoint: str | bool | None, output_dir: str | os.Pa
     if not resume_from_checkpoint:
         return None
     checkpoint.verify(resume_from_checkpoint)
+    kind = checkpoint.recorded_run(resume_from_checkpoint).get("kind")
+    if kind is not None or not Path(resume_from_checkpoint, TRAINER_STATE_NAME).is_file():
+        what = (
+            f"an export ({kind}), which holds no state of a trainer"
+            if kind
+            else f"no checkpoint: it has no {TRAINER_STATE_NAME}"
+        )
+        raise ValueError(
+            f"resume_from_checkpoint={str(resume_from_checkpoint)!r} is {what}. To go on with a run, name its checkpoint-<step>, or True for the newest "
+            "in output_dir. To begin a new run from an adapter, pass the model with it: qerl_trl.load_adapter(model, folder, is_trainable=True)."
+        )
     return resume_from_checkpoint
 
 
@@ -177,15 +188,25 @@ def settle(output_dir: str | os.PathLike, resume: str | None, settings: Mapping[
     return list(dict.fromkeys([*changed, *written, *found.refused])) if resume is not None else []
 
 
-def require_own(output_dir: str | os.PathLike, settings: Mapping[str, Any]) -> None:
-    """Before a run that began afresh saves what it has come to: nothing of another run was saved there meanwhile ([`settle`] looked at its start).
+def require_own(folder: str | os.PathLike, settings: Mapping[str, Any], changed: Iterable[str] = ()) -> None:
+    """Before a run saves what it has come to: nothing of another run lies there, which it would replace. Of its own folder [`settle`] looked at its
+    start, and something may have been saved there meanwhile.
+
+    Args:
+        changed: what was allowed to be another setting on the way.
 
     Raises:
-        `ValueError`: it was.
+        `ValueError`: there is.
     """
-    if refused := identity.differences(checkpoint.recorded_run(output_dir), settings).refused:
+    source = _owner(Path(folder))
+    then = checkpoint.recorded_run(source) if source is not None else {}
+    if (kind := then.get("kind")) is not None:
         raise ValueError(
-            f"{output_dir} holds what a run with other settings has saved, and it would be replaced: {'; '.join(refused)}. Save this one in another "
+            f"{folder} holds an export ({kind}), and it would be replaced. Save this run in another folder: save_model('<folder>')."
+        )
+    if refused := [line for line in identity.differences(then, settings).refused if line not in changed]:
+        raise ValueError(
+            f"{folder} holds what a run with other settings has saved, and it would be replaced: {'; '.join(refused)}. Save this one in another "
             "folder: save_model('<folder>'). Give each run an output_dir of its own."
         )
 

@@ -273,8 +273,8 @@ class SavingMixin(InStepMixin, PublishingMixin):
             return
         folder = output_dir or self._output_dir()
         guards.check_weights(self.model, self.state.global_step)
-        if (own := self._is_run_folder(folder)) and self._resumed is None and not self._saved_here:
-            run_folder.require_own(folder, self._recorded())
+        if not (own := self._is_run_folder(folder)) or (self._resumed is None and not self._saved_here):
+            run_folder.require_own(folder, self._recorded(), self._changed)
         with run_folder.sealing(folder, self._recorded(), wanted=self.args.should_save):
             super().save_model(folder, _internal_call=True)
             if self.args.should_save:

@@ -6,12 +6,14 @@ import statistics
 import pytest
 import torch
 from safetensors.torch import load_file
+from trl import GRPOConfig, GRPOTrainer
 
-from qerl_trl import mismatch
+from qerl_trl import AQNCallback, QeRLConfig, QeRLRLOOConfig, mismatch
 from tests.faults.catalog import fault, told
 from tests.faults.stand_in import PROMPTS, StandIn
 from tests.faults.stand_in import make_trainer as make_engine_trainer  # noqa: F401  (a fixture)
-from tests.test_trainer import adapter_of, assert_identical, logged, make_trainer  # noqa: F401  (a fixture)
+from tests.test_trainer import PROMPTS as DATA
+from tests.test_trainer import adapter_of, assert_identical, logged, make_trainer, spread_reward  # noqa: F401  (a fixture)
 from tests.tiny_models import make_tiny_model
 
 NOISE = {"aqn_schedule": "constant", "aqn_sigma_start": 0.3, "max_steps": 1}
@@ -199,3 +201,63 @@ def test_noise_that_adds_up_ends_the_run(make_engine_trainer, monkeypatch):  # n
     monkeypatch.setattr(StandIn, "set_noise", accumulate)
     with told(RuntimeError, "sigma 0.01 was asked for", "left on or adds up", "resume from the last checkpoint"):
         trainer.train()
+
+
+# --- another policy than the one that is scored -----------------------------------------------------------------------------------
+
+
+def arguments(kind, **generation):
+    return kind("out", use_cpu=True, bf16=False, generation_kwargs=generation)
+
+
+@fault("S.constant_logp_error")
+@pytest.mark.parametrize("kind", [QeRLConfig, QeRLRLOOConfig])
+@pytest.mark.parametrize(
+    ("name", "value", "remedy"),
+    [
+        ("temperature", 5.0, "set temperature (--temperature)"),
+        ("do_sample", False, "lower temperature"),
+        ("num_beams", 4, "Leave it out"),
+        ("guidance_scale", 2.0, "Leave it out"),
+        ("max_new_tokens", 9, "set max_completion_length"),
+        ("n", 3, "set num_generations"),
+        ("eos_token_id", 7, "the tokenizer's eos_token"),
+    ],
+)
+def test_arguments_of_a_rollout_that_contradict_its_scores(kind, name, value, remedy):
+    """TRL puts them over its own: sampled at a temperature of 5, scored at 1."""
+    with told(ValueError, f"generation_kwargs={{{name!r}: {value!r}}}", remedy):
+        arguments(kind, **{name: value})
+
+
+def test_arguments_of_a_rollout_that_trl_has_no_word_for():
+    """And those that say what the configuration says."""
+    legal = {
+        "min_p": 0.1,
+        "repetition_penalty": 1.1,
+        "top_k": 5,
+        "min_new_tokens": 2,
+        "ignore_eos": True,
+        "stop": ["x"],
+        "logit_bias": {1: 2.0},
+    }
+    same = {"temperature": 1.0, "do_sample": True, "num_beams": 1, "n": 1, "max_tokens": None}
+    assert arguments(QeRLConfig, **legal, **same).generation_kwargs == legal | same
+
+
+@fault("S.noise_uncorrected_in_transformers")
+@pytest.mark.parametrize("scope", ["rollout", "policy"])
+def test_noise_alone_in_trls_trainer_says_that_nothing_corrects_it(
+    scope, tiny_model_dir, tiny_tokenizer, tmp_path, monkeypatch
+):
+    said = []
+    monkeypatch.setattr("qerl_trl.noise.callback.logger.warning_once", said.append)
+    args = GRPOConfig(
+        str(tmp_path), use_cpu=True, bf16=False, per_device_train_batch_size=4, num_generations=4, report_to="none"
+    )
+    callback = AQNCallback(scope=scope)
+    GRPOTrainer(
+        str(tiny_model_dir("qwen2")), spread_reward, args, DATA, processing_class=tiny_tokenizer, callbacks=[callback]
+    )
+    words = ("without a correction", "Use QeRLGRPOTrainer", "scope='policy'")
+    assert [all(word in text for word in words) for text in said] == [True] * (scope == "rollout")

@@ -373,6 +373,40 @@ def test_two_trainers_of_one_process_do_not_replace_each_other(steps, tiny_runs,
     first.save_model()
 
 
+@fault("S.arms_share_folder", recovered=True)
+def test_a_run_is_not_saved_over_another_ones(finished, tiny_runs, tmp_path):  # noqa: F811
+    """Not in its own folder, but by name: the other one was replaced and sealed again. So was an export."""
+    other = shutil.copytree(finished, tmp_path / "other")
+    trainer = tiny_runs.trainer(tmp_path / "run", learning_rate=5e-2)
+    export.save_adapter(trainer, tmp_path / "export")
+    before = contents(tmp_path)
+    with told(
+        ValueError, str(other), "learning_rate: 0.001 then, 0.05 now", "would be replaced", "save_model('<folder>')"
+    ):
+        trainer.save_model(str(other))
+    with told(ValueError, str(tmp_path / "export"), "holds an export (adapter)", "save_model('<folder>')"):
+        trainer.save_model(tmp_path / "export")
+    assert contents(tmp_path) == before
+    for _ in range(2):  # what it has saved itself may be newer each time
+        trainer.save_model(tmp_path / "mine")
+
+
+@fault("S.resume_other_data")
+@pytest.mark.parametrize("sealed", [True, False], ids=["export", "without a seal"])
+def test_an_adapter_is_no_checkpoint(sealed, tiny_runs, tmp_path):  # noqa: F811
+    """It ended with trainer_state.json, which was not found."""
+    trainer = tiny_runs.trainer(tmp_path / "run")
+    folder = str(tmp_path / "adapter")
+    export.save_adapter(trainer, folder) if sealed else trainer.model.save_pretrained(folder)
+    words = (
+        "is an export (adapter)" if sealed else "has no trainer_state.json",
+        "name its checkpoint-<step>",
+        "load_adapter",
+    )
+    with told(ValueError, folder, *words):
+        trainer.train(resume_from_checkpoint=folder)
+
+
 @fault("S.resume_other_data")
 def test_one_row_of_many_was_edited(tiny_runs, tmp_path):  # noqa: F811
     """Of 256 rows out of 1000 it was none."""

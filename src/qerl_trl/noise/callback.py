@@ -448,3 +448,8 @@ class AQNCallback(TrainerCallback):
                 "noise would silently do nothing. Use QeRLGRPOTrainer (or QeRLRLOOTrainer) with aqn=True and no AQNCallback of "
                 "your own: it carries the noise into vLLM. Or set use_vllm=False."
             )
+        if self.scope == "rollout" and not self.explicit:
+            logger.warning_once(
+                "AQNCallback alone, with scope='rollout': completions are sampled under noise, and this trainer takes them for the clean policy's, without "
+                "a correction of the update. Use QeRLGRPOTrainer, which corrects it, or scope='policy', in which nothing needs a correction."
+            )

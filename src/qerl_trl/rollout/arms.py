@@ -27,12 +27,62 @@ _SERVER = {
 }
 
 
+#: of `generation_kwargs`, what an argument of its own says, by which lengths are planned and completions are scored: name -> that argument
+_OWN = {
+    "temperature": "temperature", "max_new_tokens": "max_completion_length", "max_tokens": "max_completion_length",
+    "num_return_sequences": "num_generations", "n": "num_generations",
+}  # fmt: skip
+#: the same, what makes another policy than the one that is scored, whatever its value is but for these
+_OTHER_POLICY: dict[str, tuple[Any, ...]] = {
+    "do_sample": (True,), "num_beams": (1,), "num_beam_groups": (1,), "use_beam_search": (False,), "penalty_alpha": (0, 0.0), "guidance_scale": (1, 1.0),
+    "dola_layers": (), "sequence_bias": (), "watermarking_config": (), "constraints": (), "force_words_ids": (), "forced_bos_token_id": (),
+    "forced_eos_token_id": (), "encoder_repetition_penalty": (1, 1.0), "generation_config": (), "eos_token_id": (),
+}  # fmt: skip
+
+
+def check_generation(args: "QeRLConfig | QeRLRLOOConfig") -> None:
+    """Refuse `generation_kwargs` that make the rollout another policy than the one that its tokens are scored with. TRL puts them over its own
+    arguments, for transformers (`GenerationConfig`) and vLLM (`SamplingParams`) alike. What leaves tokens out (`min_p`, `top_p`, penalties) may stand
+    there: it is not scored from TRL's arguments either, and `mismatch.gap_bounds` knows of it.
+
+    Raises:
+        `ValueError`: says what to set instead.
+    """
+    given = args.generation_kwargs or {}
+    assert isinstance(given, dict), "TRL's configs parse JSON when they are built"
+    for name, value in given.items():
+        if value is None:
+            continue
+        if (own := _OWN.get(name)) is not None:
+            said = 1 if own == "num_generations" else getattr(args, own)
+            if value == said:
+                continue
+            what = (
+                f"rollouts would be sampled at {value!r} and scored at temperature={said!r}"
+                if name == "temperature"
+                else f"that is said by {own}={getattr(args, own)!r}, by which lengths, memory and groups are planned"
+            )
+            raise ValueError(
+                f"generation_kwargs={{{name!r}: {value!r}}}: {what}. Leave it out, and set {own} (--{own})."
+            )
+        if name in _OTHER_POLICY and value not in _OTHER_POLICY[name]:
+            remedy = {
+                "do_sample": "Leave it out; for completions that differ less, lower temperature (--temperature)",
+                "eos_token_id": "Leave it out, and set the tokenizer's eos_token (processing_class)",
+            }.get(name, "Leave it out")
+            raise ValueError(
+                f"generation_kwargs={{{name!r}: {value!r}}}: completions would not be drawn from the policy that they are scored with, the softmax of "
+                f"the model's logits at temperature={args.temperature:g} up to {args.max_completion_length} tokens or the tokenizer's end. {remedy}."
+            )
+
+
 def check_options(args: "QeRLConfig | QeRLRLOOConfig") -> None:
     """Refuse combinations of options that no engine can run.
 
     Raises:
         `ValueError`: with the option that can.
     """
+    check_generation(args)
     if args.overlap not in (0, 1) or isinstance(args.overlap, bool):
         raise ValueError(f"overlap={args.overlap!r} is neither 0 nor 1, the number of rollouts that are sampled ahead.")
     if args.overlap and (why := _without_overlap(args)) is not None:
