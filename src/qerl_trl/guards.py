@@ -229,7 +229,7 @@ def check_rewards(rewards, name: str, completions: Sequence | None) -> list[floa
             f"Reward function {name!r} returned {len(rewards)} rewards for {len(completions)} completions. It must return "
             "exactly one per completion, None where it does not apply."
         )
-    checked = []
+    checked: list[float | None] = []
     for index, reward in enumerate(rewards):
         if reward is np.ma.masked:
             reward = None
