@@ -220,6 +220,16 @@ def sealed_files(folder: str | os.PathLike) -> set[str]:
         return set()
 
 
+def weights_sha256(folder: str | os.PathLike) -> str | None:
+    """Of the weights in a folder: of its adapter, else of all files of its model. `None` where there are none."""
+    folder = Path(folder)
+    files = [folder / "adapter_model.safetensors"]
+    if not (folder / "adapter_config.json").is_file():
+        files = sorted(folder.glob("*.safetensors"))
+    digests = {path.name: sha256(path) for path in files if path.is_file()}
+    return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest() if digests else None
+
+
 def keeps_optimizer(folder: str | os.PathLike) -> bool:
     """Whether the state of an optimizer lies in a checkpoint, as `Trainer` writes it, alone, with FSDP or with DeepSpeed."""
     return any(any(Path(folder).glob(form)) for form in _OPTIMIZERS)

@@ -45,11 +45,14 @@ def run(tiny_model_dir, tiny_tokenizer, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "finished"
     policy = make_policy(tiny_model_dir("qwen2"), size=0.2)
     settings = {"base_format": "nvfp4", "scale_rule": "rtn", "dtype": "float32", "model": str(tiny_model_dir("qwen2"))}
+    settings |= {"settings_sha256": "5e77", "global_step": 2}
     export.save_adapter(TrainedPolicy(policy, tiny_tokenizer, settings), folder)
     results = {
         "after": {"accuracy": 0.5, "interval95": [0.4, 0.6], "total": 10, "correct": 5},
         "log_history": [{"step": 1, "reward": 0.1}, {"step": 2, "reward": 0.3}],
         "dataset": "someone/data",
+        "settings": settings,
+        "steps": 2,
     }
     (folder / "results.json").write_text(json.dumps(results))
     return folder, policy

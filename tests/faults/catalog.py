@@ -60,7 +60,7 @@ S.other_eval_problems S.probe_in_bf16 S.embedding_adapter_unsent S.noise_never_a
 S.model_folder_edited S.dense_tensor_nan S.negative_offsets S.reward_1e20 S.reward_hangs S.engine_logps_nan S.constant_logp_error
 S.update_refused_after_change S.update_values_bad S.resume_other_data S.prompt_longer_than_model S.path_leads_out S.manifest_names_outside
 S.rescue_loses_checkpoint S.results_lost_to_hub S.server_unauthenticated S.damaged_manifest S.odd_header S.engine_answer_garbage
-S.packed_base_in_another_arm
+S.packed_base_in_another_arm S.card_of_another_run
 """.split()
 
 #: what passed silently at 843f908, was lost, ended without a cause or was open to strangers, point by point -> the faults that stand for it

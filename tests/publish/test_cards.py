@@ -11,6 +11,7 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard
 
+from qerl_trl import checkpoint
 from qerl_trl.publish import cards
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,6 +34,8 @@ SETTINGS = {
     "loss_type": "dapo",
     "beta": 0.0,
     "seed": 5,
+    "settings_sha256": "5e77",
+    "global_step": 100,
 }
 RESULTS = {
     "before": {"accuracy": 0.411, "interval95": [0.38, 0.44], "total": 1000, "correct": 411},
@@ -43,6 +46,7 @@ RESULTS = {
     "train_seconds": 321.0,
     "device": "some CPU",
     "versions": {"trl": "1.16.0"},
+    "settings": {"settings_sha256": "5e77", "global_step": 100},
     "log_history": [{"step": i, "reward": i / 10, "entropy": 1.0} for i in range(1, 5)],
 }
 KINDS = sorted(cards.TEMPLATES)
@@ -52,7 +56,7 @@ def facts(kind, **more):
     full = {
         "kind": kind,
         "settings": SETTINGS,
-        "results": {key: value for key, value in RESULTS.items() if key not in ("versions", "log_history")},
+        "results": {key: value for key, value in RESULTS.items() if key not in ("versions", "log_history", "settings")},
         "dataset": "someone/data",
         "survived": {"kept_fraction": 0.345, "error_ratio": 0.67},
         "measured": {
@@ -249,6 +253,9 @@ def test_evaluations_of_a_run_reach_the_card(tmp_path):
         "total": 500,
     }
     evaluation["protocol"] = {"temperature": 0.6, "top_p": 0.95, "max_new_tokens": 4096, "samples": 1}
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"weights")
+    evaluation |= {"weights_sha256": checkpoint.weights_sha256(tmp_path), "base_format": "nvfp4"}
     (tmp_path / "eval-math500.json").write_text(json.dumps(evaluation))
     found = cards.facts_of_run(tmp_path, SETTINGS)
     text = cards.render(found)

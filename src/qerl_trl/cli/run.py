@@ -201,6 +201,7 @@ def evaluate(
             require_format(base, base_format)
         loading.begin(base)
         loading.finish()
+        base_sha256 = None if allow_other_base else recorded_settings(adapter or Path(model)).get("base_sha256")
         options: dict[str, Any] = {"revision": revision} if revision else {}
         weights = stored_as(base, revision)
         if dtype or weights == "float32":  # which vLLM would round to 16 bits by itself
@@ -217,6 +218,7 @@ def evaluate(
         else:
             policy = load_any(model, device, dtype, base_format)
         assert policy.tokenizer is not None  # both bring one
+        base_sha256 = policy.settings.get("base_sha256")
         if measured_task is not None:
             measured_task.prepared(policy.tokenizer)
         weights = (
@@ -231,6 +233,8 @@ def evaluate(
     else:
         result = evaluation.evaluate(chosen, generate, limit, seed)
     result.update(model=public_name(model), adapter=adapter is not None, engine=engine, name=protocol)
+    if Path(model).is_dir():  # what a card compares, which shows it for this model only
+        result.update(weights_sha256=checkpoint.weights_sha256(model), base_sha256=base_sha256 if adapter else None)
     result.update(base_format="nvfp4" if weights == "nvfp4" else "bf16", weights=weights)
     if output is None and Path(model).is_dir():
         output = Path(model) / f"eval-{protocol}.json"

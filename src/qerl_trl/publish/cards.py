@@ -8,16 +8,16 @@ out, not guessed.
 import functools
 import json
 import os
-import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 import yaml
 
 from .. import checkpoint, report
+from . import figures
 from .names import is_hub_id, public_name
-from .records import EVALUATIONS, FACTS_NAME, Evaluation, Export, Facts, Kind, Quantization, Results
+from .records import FACTS_NAME, Export, Facts, Kind, Quantization
 
 if TYPE_CHECKING:  # they import PEFT, which `qerl-trl quantize` does without
     from ..identity import RunSettings
@@ -31,8 +31,6 @@ TEMPLATES: dict[Kind, str] = {
     "nvfp4_base": "nvfp4.md.jinja",
     "nvfp4_merged": "nvfp4.md.jinja",
 }
-#: logged quantities that a card shows
-_LOGGED = re.compile(r"reward|rewards/.+/mean|entropy|aqn/sigma|rollout/mismatch_kl")
 #: trainer -> (class, its configuration) for the usage of a base
 _TRAINER_CLASSES = {"GRPO": ("QeRLGRPOTrainer", "QeRLConfig"), "RLOO": ("QeRLRLOOTrainer", "QeRLRLOOConfig")}
 #: `base_model_relation` of the Hub's model tree
@@ -63,31 +61,14 @@ def facts_of_run(folder: str | os.PathLike, settings: "RunSettings", dataset: st
     """Facts of a run's adapter from what the run left behind; [`write`] makes them those of another export.
 
     Args:
-        folder: checkpoint or output folder of the run; `results.json` and `curves.png` are looked for there and one level up.
+        folder: checkpoint or output folder of the run, where its figures lie ([`figures.of_run`]).
         settings: what the run recorded about itself.
         dataset: Hub id or name of the training data; default: what results.json says.
     """
     kind: Kind = "merged" if settings.get("base_format") == "full" else "adapter"
-    facts: Facts = {"kind": kind, "settings": settings.copy()}
-    results, curves = _find(folder, "results.json"), _find(folder, "curves.png")
-    if results is not None:
-        content = json.loads(results.read_text())
-        facts["results"] = cast(Results, _known(content, Results))
-        facts["versions"] = content.get("versions")
-        dataset = dataset or content.get("dataset")
-        facts["log"] = _log_summary(content.get("log_history", []))
-    facts["evaluations"] = [
-        cast(Evaluation, _known(json.loads(path.read_text()), Evaluation))
-        for path in sorted(Path(folder).glob(EVALUATIONS))
-    ]
-    if curves is not None:
-        facts["curves"] = str(curves)
-    facts["dataset"] = dataset
+    facts: Facts = {"kind": kind, "settings": settings.copy(), **figures.of_run(Path(folder), settings)}
+    facts["dataset"] = dataset or facts.get("dataset")
     return facts
-
-
-def _known(content: dict[str, Any], record: Any) -> dict[str, Any]:
-    return {key: value for key, value in content.items() if key in record.__annotations__}
 
 
 def facts_of_quantization(folder: Path, export: Export) -> Facts:
@@ -114,11 +95,6 @@ def facts_of_quantization(folder: Path, export: Export) -> Facts:
     }
 
 
-def _find(folder: str | os.PathLike, name: str) -> Path | None:
-    folder = Path(folder)
-    return next((path for path in (folder / name, folder.parent / name) if path.is_file()), None)
-
-
 def facts_of(exported: "Exportable", dataset: str | None = None) -> Facts:
     """Facts of a live trainer (its settings and log), or of a rebuilt policy."""
     from .run import is_trainer, trained_policy_of
@@ -129,24 +105,9 @@ def facts_of(exported: "Exportable", dataset: str | None = None) -> Facts:
     args = exported.args
     facts = facts_of_run(args.output_dir or ".", settings, dataset)
     facts["versions"] = report.versions()
-    facts["log"] = _log_summary(exported.state.log_history)
+    facts["log"] = figures.log_summary(exported.state.log_history)
     facts["hardware"] = report.device_name(args.device) + (f" x {args.world_size}" if args.world_size > 1 else "")
     return facts
-
-
-def _log_summary(history: list[dict[str, Any]]) -> dict[str, list[float]]:
-    """First and last logged value of the few quantities a card shows, each the mean of up to ten entries."""
-    logged: dict[str, list[float]] = {}
-    for entry in history:
-        for key, value in entry.items():
-            if isinstance(value, (int, float)) and _LOGGED.fullmatch(key):
-                logged.setdefault(key, []).append(value)
-    summary = {}
-    for key, values in logged.items():
-        if len(values) >= 2:
-            n = min(10, len(values) // 2)
-            summary[key] = [sum(values[:n]) / n, sum(values[-n:]) / n, len(values)]
-    return summary
 
 
 def write(folder: Path, facts: Facts, export: Export) -> None:

@@ -10,8 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypedDict
 
-from ..publish.records import Accuracy, Difference, RunResults
-from .results import RESULTS_NAME
+from ..publish.records import RESULTS_NAME, Accuracy, Difference, RunResults
 
 #: arm -> options of the example; a claim is about two of them
 ARMS: dict[str, dict[str, str]] = {

@@ -12,7 +12,6 @@ from ..publish.records import Arm
 if TYPE_CHECKING:
     from datasets import Dataset
 
-RESULTS_NAME = "results.json"
 BEFORE_NAME = "before.json"
 
 

@@ -10,7 +10,7 @@ from transformers import ProgressCallback
 from .. import checkpoint
 from ..base_identity import base_revision
 from ..publish.hub import HubError
-from ..publish.records import RunResults
+from ..publish.records import RESULTS_NAME, RunResults
 from ..publish.run import recorded_settings
 from ..redaction import redacted_words
 from ..report import announce, device_name, versions
@@ -20,7 +20,7 @@ from .data import first
 from .evaluation import Accuracy, paired_difference
 from .held_out import HeldOutAccuracy, held_out_verdicts
 from .plots import plot_curves
-from .results import RESULTS_NAME, arm_of, read_before, write_before
+from .results import arm_of, read_before, write_before
 from .task import Task
 
 
