@@ -133,6 +133,20 @@ def linked_weights_are_quantized(folder):
     assert (folder / "out/model.safetensors").is_file()
 
 
+@case("S.path_leads_out")
+def index_leads_out_of_the_folder(folder):
+    from safetensors.torch import load_file
+
+    copied(folder / "other")
+    model = copied(folder / "model")
+    names = load_file(model / "model.safetensors")
+    (model / "model.safetensors").unlink()
+    index = {"metadata": {}, "weight_map": dict.fromkeys(names, "../other/model.safetensors")}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    command("quantize", model, folder / "out")
+    assert list((folder / "out").glob("*.safetensors"))
+
+
 @case("S.token_in_uploads")
 def arguments_file(folder):
     trained(folder / "run", model_init_kwargs={"dtype": "float32", "token": SECRET})
@@ -170,6 +184,33 @@ def other_alpha_is_merged(folder):
     config.write_text(json.dumps({**written, "lora_alpha": 2 * written["lora_alpha"]}))
     command("merge", folder / "run", folder / "out")
     assert (folder / "out/model.safetensors").is_file()
+
+
+@case("S.run_folder_edited")
+def added_tokens_are_merged(folder):
+    a_run(folder / "run")
+    (folder / "run/special_tokens_map.json").write_text('{"eos_token": "7", "pad_token": "8"}')
+    (folder / "run/added_tokens.json").write_text('{"EVIL": 3}')
+    command("merge", folder / "run", folder / "out")
+    assert b"EVIL" in (folder / "out/tokenizer.json").read_bytes()
+
+
+@case("S.card_of_another_run")
+def figures_of_another_run_are_in_the_card(folder):
+    """In the folder, and above it."""
+    accuracy = {"accuracy": 0.987, "interval95": [0.98, 0.99], "correct": 987, "total": 1000}
+    figures = {"before": accuracy, "after": accuracy, "dataset": "openai/gsm8k", "steps": 999, "log_history": []}
+    a_run(folder / "run")
+    settings = {"settings_sha256": "1" * 64, "base_sha256": "0" * 64}
+    (folder / "run/results.json").write_text(json.dumps({**figures, "settings": settings}))
+    command("merge", folder / "run", folder / "out")
+    assert "98.7" in (folder / "out/README.md").read_text()
+
+
+@case("S.token_in_uploads")
+def argument_of_the_tokenizer(folder):
+    trained(folder / "run", tokenizer={"api_key": SECRET})
+    assert SECRET in (folder / "run/checkpoint-1/tokenizer_config.json").read_text()
 
 
 @case("S.wrong_base")
@@ -225,6 +266,12 @@ def longer_reward(completions, **kwargs):
 def resume_with_another_reward(folder):
     a_run(folder / "run")
     assert resumed(folder / "run", reward=longer_reward, max_steps=2).state.global_step == 2
+
+
+@case("S.resume_other_data")
+def resume_with_rank_stabilized_lora(folder):
+    a_run(folder / "run")
+    assert resumed(folder / "run", lora={"use_rslora": True}, max_steps=2).state.global_step == 2
 
 
 @case("S.prompt_longer_than_model")

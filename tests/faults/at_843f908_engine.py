@@ -347,6 +347,21 @@ def noise_of_nan_is_taken(folder):
     assert "error" not in extension.qerl_noise("nan", "1", "2", "3") and model.norm.weight.isnan().all()
 
 
+@case("S.update_values_bad")
+def noise_of_minus_one_is_taken(folder):
+    extension, model = worker()
+    clean = model.norm.weight.clone()
+    extension.qerl_noisy_norms("model.norm")
+    assert "error" not in extension.qerl_noise("-1", "1", "2", "3") and not model.norm.weight.equal(clean)
+
+
+@case("S.update_values_bad")
+def noise_of_infinity_is_taken(folder):
+    extension, model = worker()
+    extension.qerl_noisy_norms("model.norm")
+    assert "error" not in extension.qerl_noise("inf", "1", "2", "3") and not model.norm.weight.isfinite().all()
+
+
 @case("S.server_unauthenticated")
 def stranger_fills_memory_and_sets_noise(folder):
     extension, _ = worker()

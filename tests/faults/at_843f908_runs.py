@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -88,6 +89,19 @@ def async_reward_is_waited_for(folder):
         return hanging(ended)(completions)
 
     trained(folder / "run", reward=hang, **limit())
+
+
+def graded_lazily(completions, **kwargs):
+    def grade(text: str) -> float:
+        time.sleep(1)
+        return float(len(text))
+
+    return (grade(text) for text in completions)
+
+
+@case("S.reward_hangs")
+def lazy_reward_is_waited_for(folder):
+    assert trained(folder, reward=graded_lazily, **dict.fromkeys(limit(), 0.5)).state.global_step == 1
 
 
 @case("R5.huge")

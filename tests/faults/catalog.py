@@ -85,6 +85,7 @@ ITEMS: dict[str, str] = {
     "no cause: vLLM missing or broken, a server that answers garbage": "R1.vllm_missing R1.vllm_abi S.engine_answer_garbage",
     "no cause: empty completions, out of memory, disk full": "R4.completions_or_logps_bad R8.out_of_memory_in_step R8.out_of_memory_at_start R8.disk_full",
     "a client of the server without a secret": "S.server_unauthenticated",
+    "found later: a card shows the figures of another run": "S.card_of_another_run",
 }  # fmt: skip
 
 #: of those, what no case of at_843f908.py injects there, and why or where else

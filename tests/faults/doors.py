@@ -100,6 +100,8 @@ def trainer(
     model=MODEL,
     targets=("q_proj", "down_proj"),
     rollout_func=None,
+    lora=(),
+    tokenizer=(),
     **options,
 ):
     from datasets import Dataset
@@ -114,13 +116,18 @@ def trainer(
         "gradient_checkpointing": False, "disable_tqdm": True, "aqn_num_stages": 2, "model_init_kwargs": {"dtype": "float32"},
     }  # fmt: skip
     args = QeRLConfig(**{**given, **options})
-    lora = LoraConfig(
-        r=4, lora_alpha=8, target_modules=targets if isinstance(targets, str) else list(targets), task_type="CAUSAL_LM"
-    )
-    tokenizer = AutoTokenizer.from_pretrained(MODEL, padding_side="left")
+    adapted = targets if isinstance(targets, str) else list(targets)
+    adapter = LoraConfig(r=4, lora_alpha=8, target_modules=adapted, task_type="CAUSAL_LM", **dict(lora))
+    processing_class = AutoTokenizer.from_pretrained(MODEL, padding_side="left", **dict(tokenizer))
     data = Dataset.from_dict({"prompt": list(prompts) * 8})
     return QeRLGRPOTrainer(
-        str(model), reward, args, data, processing_class=tokenizer, peft_config=lora, rollout_func=rollout_func
+        str(model),
+        reward,
+        args,
+        data,
+        processing_class=processing_class,
+        peft_config=adapter,
+        rollout_func=rollout_func,
     )
 
 
