@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from accelerate.utils import is_peft_model
 from packaging.version import Version
-from peft import PeftConfig
+from peft import PeftConfig, PeftModel
 from torch import nn
 from transformers import AutoConfig, BitsAndBytesConfig, PretrainedConfig
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -19,6 +19,7 @@ from .loading import begin, pretrained_kwargs
 from .lora import check_is_lora, default_lora_config, keep_to_the_decoder, register_nvfp4_lora
 from .nvfp4.config import NVFP4Config, stored_quantization
 from .nvfp4.linear import has_nvfp4
+from .ready import name_base
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +103,7 @@ def adapter_config(
             )
         return None
     if has_adapter:
+        name_base(cast(PeftModel, model))
         return peft_config  # TRL refuses the combination with its own message
     if peft_config is None:
         peft_config = default_lora_config()

@@ -188,6 +188,10 @@ def load_adapter(
     )
     if folder is not None:
         require_whole(folder, loaded, adapter_name)
+    if is_trainable and folder is not None:  # compared above, or allowed; what is trained on is what will be written
+        trained, name = loaded.peft_config[adapter_name], getattr(loaded.config, "_name_or_path", "")
+        if name and name != trained.base_model_name_or_path:
+            trained.base_model_name_or_path, trained.revision = name, None
     return loaded
 
 

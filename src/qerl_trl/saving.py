@@ -17,7 +17,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import SaveStrategy, TrainOutput, rotate_checkpoints
 
-from . import checkpoint, disk, forward, guards, loading, lora, reference, run_folder
+from . import checkpoint, disk, forward, guards, loading, lora, reference, run_folder, unchanged
 from .ended import ended_by_signal, goes_on
 from .identity import RunSettings, run_settings
 from .in_step import InStepMixin, require_random_states, settled_together
@@ -87,6 +87,7 @@ class SavingMixin(InStepMixin, PublishingMixin):
         loading.finish(model := self.accelerator.unwrap_model(self.model))
         loading.check_identity(model.get_base_model() if is_peft_model(model) else model, self.base_sha256)
         forward.compare_base(model)
+        unchanged.check_scales(model)
         if self.args.device.index is not None and self.args.device.type == "cpu":
             load_to_numbered_cpus()
         self._given, trained_before = self.given_optimizers(), self.state.global_step
@@ -182,6 +183,7 @@ class SavingMixin(InStepMixin, PublishingMixin):
         if saved and (self.accelerator.num_processes > 1 or not checkpoint.problems(folder)):
             return  # after an error in the rollout: the weights are still those of this checkpoint
         guards.check_weights(model, self.state.global_step)
+        unchanged.check(self, in_the_middle=True)
         if self.args.should_save:
             checkpoint.make_room(folder)
         self.accelerator.wait_for_everyone()
@@ -273,6 +275,7 @@ class SavingMixin(InStepMixin, PublishingMixin):
             return
         folder = output_dir or self._output_dir()
         guards.check_weights(self.model, self.state.global_step)
+        unchanged.check(self)
         if not (own := self._is_run_folder(folder)) or (self._resumed is None and not self._saved_here):
             run_folder.require_own(folder, self._recorded(), self._changed)
         with run_folder.sealing(folder, self._recorded(), wanted=self.args.should_save):

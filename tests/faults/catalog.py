@@ -118,11 +118,13 @@ def fault(name: str, *, remedy: bool | None = True, recovered: bool = False) -> 
 
 
 @contextlib.contextmanager
-def told(kind: type[BaseException] | tuple[type[BaseException], ...], *words: str) -> Iterator[None]:
+def told(
+    kind: type[BaseException] | tuple[type[BaseException], ...], *words: str
+) -> Iterator[pytest.ExceptionInfo[BaseException]]:
     """The block raises `kind`, and its message holds each of `words` (what was passed, the reason, the remedy), whatever the case."""
     assert len(words) >= 2, "name at least the object and the remedy"
     with pytest.raises(kind) as caught:
-        yield
+        yield caught
     text = str(caught.value)
     missing = [word for word in words if not re.search(re.escape(word), text, re.IGNORECASE)]
     assert not missing, f"{missing} not in: {text}"

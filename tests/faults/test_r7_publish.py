@@ -7,16 +7,17 @@ import pytest
 import torch
 from huggingface_hub import constants
 from peft import LoraConfig, get_peft_model
+from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainerCallback
 
-from qerl_trl import QeRLGRPOTrainer
+from qerl_trl import QeRLGRPOTrainer, unchanged
 from qerl_trl.checkpoint import MANIFEST_NAME, manifest, recorded_run
 from qerl_trl.publish import export
 from qerl_trl.publish.run import TrainedPolicy
 from tests.cli.test_main import call
 from tests.faults.catalog import fault, told
-from tests.faults.tiny_runs import contents
+from tests.faults.tiny_runs import WEIGHTS, contents, tiny_runs  # noqa: F401  (a fixture)
 from tests.publish.test_export import IDS, make_policy
 from tests.publish.test_hub import REPO, no_token_anywhere, server  # noqa: F401  (fixtures)
 from tests.test_trainer import LORA, PROMPTS, settings, spread_reward
@@ -246,3 +247,82 @@ def test_a_base_that_is_nowhere_is_said(run, server):  # noqa: F811
     _, folder = run
     code, _, err = call("push", "adapter", folder, REPO, "--base-model", "tester/none")
     assert code == 0 and "tester/none was not found on the Hub" in err
+
+
+# --- the base and the scales while a run lasts --------------------------------------------------------------------------------------
+
+
+class MergesOnce(TrainerCallback):
+    """As somebody does to look at the merged model in the middle of a run."""
+
+    def on_step_end(self, args, state, control, model, **kwargs):
+        if state.global_step == 2:
+            model.merge_adapter()
+            model.unmerge_adapter()
+
+
+@fault("R7.merged_twice", recovered=True)
+def test_a_base_that_drifts_while_it_is_trained_on_is_not_saved_as_the_runs(tiny_runs, tmp_path):  # noqa: F811
+    """In 16 bits the weights do not come back, and the seal kept the fingerprint of before."""
+    options = {"base_format": "bf16", "model_init_kwargs": {"dtype": "bfloat16"}, "max_steps": 3, "learning_rate": 0.05}
+    trainer = tiny_runs.trainer(tmp_path / "run", **options)
+    trainer.add_callback(MergesOnce())
+    with told(
+        RuntimeError,
+        "The frozen base has other weights",
+        "Merging an adapter and unmerging it",
+        "save it (save_adapter)",
+    ) as caught:
+        trainer.train()
+    assert "resume from the last checkpoint" in caught.value.__notes__[0]
+    with told(RuntimeError, "The frozen base has other weights", "save_adapter"):
+        trainer.save_model()
+    assert sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*")) == ["checkpoint-1"]
+    assert tiny_runs.command(tmp_path / "run", **options)._resumed.global_step == 1
+
+
+@fault("R7.merged_twice", recovered=True)
+@pytest.mark.parametrize("when", ["before", "while training", "afterwards"])
+def test_a_scale_that_stands_in_no_file(when, tiny_runs, tmp_path):  # noqa: F811
+    """The saved adapter was another policy than the one that was trained, and merged from its folder another model."""
+    trainer = tiny_runs.trainer(tmp_path / "run", max_steps=1)
+
+    def scale(factor):
+        for module in trainer.model.modules():
+            if isinstance(module, LoraLayer):
+                module.scaling["default"] *= factor
+
+    words = (
+        "scales its adapter 'default' by 20",
+        "says 2 (lora_alpha=8, r=4)",
+        "put the number back: layer.scaling['default'] = 2",
+    )
+    if when == "afterwards":
+        trainer.train()
+    if when == "while training":
+        trainer._calculate_rewards = lambda *args, inner=trainer._calculate_rewards: (scale(10), inner(*args))[1]
+    else:
+        scale(10)
+    calls = [trainer.train] if when != "afterwards" else []
+    for call_it in (
+        *calls,
+        trainer.save_model,
+        lambda: trainer.save_merged(tmp_path / "out"),
+        lambda: trainer.save_adapter(tmp_path / "out"),
+    ):
+        with told(RuntimeError, *words):
+            call_it()
+    assert not (tmp_path / "out").exists() and not (tmp_path / "run" / WEIGHTS).exists()
+    scale(0.1)
+    trainer.save_model()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"use_rslora": True}, {"rank_pattern": {"q_proj": 2}}, {"alpha_pattern": {"layers.1.*down_proj": 3}}],
+    ids=str,
+)
+def test_the_scales_that_peft_computes_are_those_of_its_configuration(options, tiny_model_dir):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir("qwen2"))
+    lora = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], **options)
+    unchanged.check_scales(get_peft_model(model, lora))

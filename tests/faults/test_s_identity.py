@@ -6,10 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
-from qerl_trl import QeRLGRPOTrainer
-from qerl_trl.checkpoint import MANIFEST_NAME, recorded_run
+from qerl_trl import QeRLGRPOTrainer, from_pretrained
+from qerl_trl.checkpoint import MANIFEST_NAME, recorded_run, seal
+from qerl_trl.publish import export
+from qerl_trl.publish.quantize import quantize_folder
 from qerl_trl.tasks import evaluation
 from tests.cli.test_main import call
 from tests.faults.catalog import fault, told
@@ -123,3 +126,76 @@ def test_eval_in_vllm_of_the_right_base(trained, tmp_path, monkeypatch):
     code, _, err = call("eval", run, *problems, "--engine", "vllm", "--base-format", "bf16")
     assert code == 0, err
     assert len(served) == 1 and served[0][0] == recorded_run(run)["model"] and [*served[0][-1]] == ["chat_template"]
+
+
+# --- an adapter that comes ready on a base, by PEFT's own function -----------------------------------------------------------------
+
+
+def ready(run, base, tiny_tokenizer, folder, named=None, **loading):
+    """A trainer on what PEFT loaded, which took any base without a word. `named`: another name for it in the adapter's configuration."""
+    model = from_pretrained(base, dtype=torch.float32, **loading)
+    adapted = PeftModel.from_pretrained(model, str(run), is_trainable=True)
+    if named is not None:
+        adapted.peft_config["default"].base_model_name_or_path = str(named)
+    args = settings(folder, output_dir=str(folder), max_steps=1, save_strategy="no")
+    return QeRLGRPOTrainer(adapted, spread_reward, args, PROMPTS, processing_class=tiny_tokenizer)
+
+
+def named_base(folder):
+    return json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
+
+
+@fault("S.wrong_base", recovered=True)
+def test_an_adapter_that_comes_ready_on_another_base(trained, other_base, tiny_model_dir, tiny_tokenizer, tmp_path):
+    """adapter_config.json named the one, the card the other."""
+    own = tiny_model_dir("qwen2")
+    with told(
+        ValueError,
+        f"made for {own}",
+        str(other_base),
+        "other weights",
+        "Load its own base",
+        "base_model_name_or_path =",
+    ):
+        ready(trained[1], other_base, tiny_tokenizer, tmp_path / "run")
+    trainer = ready(trained[1], other_base, tiny_tokenizer, tmp_path / "run", named=other_base)  # as the message says
+    trainer.train()
+    trainer.save_model()
+    trainer.save_adapter(tmp_path / "export")
+    assert [named_base(tmp_path / name) for name in ("run", "export")] == [str(other_base)] * 2
+    assert recorded_run(tmp_path / "run")["model"] == str(other_base)
+
+
+@fault("S.wrong_base", recovered=True)
+@pytest.mark.parametrize("there", ["moved", "gone", "quantized", "on the Hub"])
+def test_an_adapter_that_comes_ready_on_the_same_base_elsewhere(
+    there, trained, tiny_model_dir, tiny_tokenizer, tmp_path, caplog
+):
+    """Nothing is said of a copy, or of the NVFP4 base made of it. Where the base that it names is not here, it is taken on trust, which is said."""
+    own = tiny_model_dir("qwen2")
+    moved = Path(shutil.copytree(own, tmp_path / "moved"))
+    named = {
+        "moved": None,
+        "gone": tmp_path / "gone",
+        "quantized": tmp_path / "quantized",
+        "on the Hub": "someone/base",
+    }[there]
+    if there == "quantized":
+        quantize_folder(own, named)
+    trainer = ready(trained[1], moved, tiny_tokenizer, tmp_path / "run", named=named)
+    said = f"made for {named}, as its configuration says, and it lies on {moved}"
+    assert (said in caplog.text and "taken on trust" in caplog.text) == (there in ("gone", "on the Hub"))
+    assert "taken on trust" in caplog.text or there in ("moved", "quantized")
+    trainer.save_model()
+    assert named_base(tmp_path / "run") == str(moved)
+    assert call("merge", tmp_path / "run", tmp_path / "out")[0] == 0
+
+
+def test_a_run_of_an_older_version_is_exported_with_the_base_that_it_was_trained_on(trained, tiny_model_dir, tmp_path):
+    run = Path(shutil.copytree(trained[1], tmp_path / "run"))
+    record = recorded_run(run)
+    config = json.loads((run / "adapter_config.json").read_text())
+    (run / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": "someone/another"}))
+    seal(run, record)
+    export.copy_adapter(run, tmp_path / "adapter")
+    assert named_base(tmp_path / "adapter") == str(tiny_model_dir("qwen2"))

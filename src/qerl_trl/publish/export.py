@@ -35,7 +35,7 @@ from peft import PeftModel
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from .. import checkpoint, forward, redaction, report
+from .. import checkpoint, forward, redaction, report, unchanged
 from ..identity import RunSettings
 from ..names import full_tensor, is_sharded, reshard
 from ..nvfp4 import layouts
@@ -116,7 +116,9 @@ def copy_adapter(run: Path, folder: str | os.PathLike, card: WriteCard | None = 
             for name in (*ADAPTER_FILES, *checkpoint.tokenizer_files(run)):
                 (partial / name).parent.mkdir(exist_ok=True)
                 shutil.copyfile(run / name, partial / name)
-            _name_base(partial, recorded_settings(run), None)
+            # an older version let an adapter that came ready name the base that it was made for
+            trained_on = None if "kind" in checkpoint.recorded_run(run) else recorded_settings(run).get("model")
+            _name_base(partial, recorded_settings(run), trained_on)
     return export
 
 
@@ -124,13 +126,12 @@ def _name_base(folder: Path, settings: RunSettings, base_model: str | None) -> N
     """Let adapter_config.json name `base_model`, or the run's own base at the revision that it was loaded from."""
     config = folder / "adapter_config.json"
     content = json.loads(config.read_text())
-    own = base_model in (None, content.get("base_model_name_or_path"))
-    commit = recorded_revision(settings, content.get("base_model_name_or_path") or "") if own else None
-    if not own:
+    before = content.copy()
+    if base_model is not None and base_model != content.get("base_model_name_or_path"):
         content["base_model_name_or_path"], content["revision"] = base_model, None
-    if commit is not None:
+    if (commit := recorded_revision(settings, content.get("base_model_name_or_path") or "")) is not None:
         content["revision"] = commit
-    if commit is not None or not own:
+    if content != before:
         checkpoint.write_json_atomically(config, content)
 
 
@@ -378,6 +379,7 @@ def _save_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase | None) -> 
 
 
 def _describe(policy: TrainedPolicy, kind: Kind, with_adapter: bool = True) -> Export:
+    unchanged.check_scales(policy.model)
     if kind != "adapter":
         check_base(policy)
     return _record(kind, policy.settings.copy(), _fingerprint(policy, with_adapter))

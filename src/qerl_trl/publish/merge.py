@@ -18,11 +18,9 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from ..base_identity import base_sha256
+from .. import unchanged
 from ..nvfp4.linear import NVFP4Linear
 from .run import TrainedPolicy
-
-_MERGED = "The adapter is merged into the model already. Call unmerge_adapter() first, then export."
 
 
 def _base_layer(layer: nn.Module) -> NVFP4Linear | nn.Linear:
@@ -55,26 +53,16 @@ def check_base(policy: TrainedPolicy) -> None:
     Raises:
         `RuntimeError`: the adapter is merged, or a frozen weight is another one than the run recorded.
     """
-    settings = policy.settings
-    then, onto = settings.get("base_sha256"), settings.get("merged_onto")
-    if any(isinstance(module, BaseTunerLayer) and module.merged for module in policy.model.modules()):
-        raise RuntimeError(_MERGED)
-    if then is None or not isinstance(policy.model, PeftModel) or onto not in (None, settings.get("base_format")):
-        return
-    now = base_sha256(policy.model)
-    if now not in (None, then):
-        raise RuntimeError(
-            f"The frozen base has other weights (fingerprint {str(now)[:12]}) than when the run began ({then[:12]}), so a merge would not be "
-            "the policy that was trained. Merging an adapter and unmerging it again does that, in 16 bits. The adapter is whole: save it "
-            "(save_adapter), and merge from its folder: qerl-trl merge <folder> <destination>."
-        )
+    settings, adapted = policy.settings, isinstance(policy.model, PeftModel)
+    same_form = settings.get("merged_onto") in (None, settings.get("base_format"))
+    unchanged.check_base(policy.model, settings.get("base_sha256") if adapted and same_form else None)
 
 
 @torch.no_grad()
 def merged_layer(layer: LoraLinear) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Weight (N, K) and bias of a LoRA layer with its active adapters merged by PEFT's own code, in float32."""
     if layer.merged:
-        raise RuntimeError(_MERGED)
+        raise RuntimeError(unchanged.MERGED)
     with _dense_base(layer) as dense:
         LoraLinear.merge(layer)
         return dense.weight.data, None if dense.bias is None else dense.bias.data
