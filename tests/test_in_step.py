@@ -13,6 +13,7 @@ from datasets import Dataset
 from transformers import TrainerCallback
 
 from qerl_trl import checkpoint, in_step, report, watch
+from qerl_trl.publish import hub, writer
 from tests.faults.tiny_runs import PROMPTS, TinyRuns, spread_reward, tiny_runs  # noqa: F401
 from tests.ranks import on_ranks
 from tests.tiny_models import make_tiny_model
@@ -215,7 +216,7 @@ def test_one_process_asks_nobody(tiny_runs, tmp_path, monkeypatch):  # noqa: F81
 # --- after the training ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["save_model", "save_adapter", "save_base", "evaluate", "push_to_hub"])
+@pytest.mark.parametrize("method", ["save_model", "save_adapter", "save_base", "evaluate", "push_to_hub", "upload"])
 def test_who_fails_after_the_training_ends_the_others_with_the_cause(method, tiny_runs, tmp_path):  # noqa: F811
     """The first process fails and ends; the second one waits for it in the next thing that all do."""
 
@@ -230,24 +231,25 @@ def test_who_fails_after_the_training_ends_the_others_with_the_cause(method, tin
             "save_base": partial(trainer.save_base, tmp_path / "base"),
             "evaluate": trainer.evaluate,
             "push_to_hub": partial(trainer.push_to_hub, base_model="someone/base"),
+            "upload": partial(trainer.push_to_hub, base_model="someone/base"),
         }
         if rank == 0:
             broken = "prediction_step" if method == "evaluate" else "save_pretrained"
             where = trainer if method == "evaluate" else trainer.accelerator.unwrap_model(trainer.model)
             if method == "save_base":
-                from qerl_trl.publish import writer
-
                 where, broken = writer, "write_shards"
+            if method == "upload":
+                where, broken = hub, "push_folder"
             setattr(where, broken, full)
         try:
             calls[method]()
             trainer.save_adapter(tmp_path / "then")
-        except OSError:
+        except (OSError, hub.HubError):
             os._exit(3)  # as a script that ends by it
         return "saved"
 
     def full(*args, **kwargs):
-        raise OSError("the disk is on fire")
+        raise (hub.HubError if method == "upload" else OSError)("the disk is on fire")
 
     first, second = on_ranks(2, work)
     assert first.code == 3
