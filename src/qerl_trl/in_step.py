@@ -80,10 +80,11 @@ def settled_together(trainer: OnlineTrainer, settle: Callable[[], str | None]) -
         resume = settle()
     except ValueError as error:
         refusal = error
+    settings = identity.run_settings(trainer)
     own = {
         "refused": None if refusal is None else redaction.redact(str(refusal)),
-        "run": _identified(trainer),
-        "values": {name: identity.run_settings(trainer).get(name, {}) for name in identity.SOURCES},
+        "run": _identified(trainer, settings),
+        "values": {name: settings.get(name, {}) for name in identity.SOURCES},
         "from": _where(resume),
         "lock": run_folder.holder(trainer.args.output_dir),
     }
@@ -108,9 +109,9 @@ def settled_together(trainer: OnlineTrainer, settle: Callable[[], str | None]) -
     return resume
 
 
-def _identified(trainer: OnlineTrainer) -> dict[str, Any]:
+def _identified(trainer: OnlineTrainer, recorded: identity.RunSettings) -> dict[str, Any]:
     """What is to be the same in all processes, as JSON."""
-    settings = {name: value for name, value in identity.run_settings(trainer).items() if name not in _OF_A_PROCESS}
+    settings = {name: value for name, value in recorded.items() if name not in _OF_A_PROCESS}
     given = vars(trainer.args)
     in_step = {name: str(given[name]) for name in given if _IN_STEP.fullmatch(name) and given[name] is not None}
     sizes = {

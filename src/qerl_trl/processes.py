@@ -34,9 +34,9 @@ def _keep_buckets(args: TrainingArguments) -> None:
     """DDP looks for weights without a gradient unless the arguments say otherwise, as it does for a PeftModel anyway. Where it does not, it lays
     its buckets out anew after its first step. Of three processes and more the sum of an entry depends on its place there, so a resumed run,
     whose first step is a later one, would not go on bit for bit. Reentrant checkpointing fails with it."""
-    options = args.gradient_checkpointing_kwargs or {}
-    assert isinstance(options, dict), "parsed by the configuration"
-    if args.ddp_find_unused_parameters is None and not options.get("use_reentrant"):
+    options = args.gradient_checkpointing_kwargs
+    reentrant = isinstance(options, dict) and options.get("use_reentrant")
+    if args.ddp_find_unused_parameters is None and not reentrant:
         args.ddp_find_unused_parameters = True
 
 
