@@ -1,7 +1,6 @@
 import asyncio
 import contextlib
 import functools
-import logging
 import math
 
 import numpy as np
@@ -121,30 +120,6 @@ def test_gradients_whose_squares_overflow(value):
     model.weight.grad.fill_(value)
     with pytest.raises(RuntimeError, match=r"norm of the gradient overflows in float32 at step 2: .* in weight"):
         guards.check_gradients(model, 2)
-
-
-@pytest.fixture
-def monitor(caplog):
-    caplog.set_level(logging.WARNING)
-    return guards.SignalMonitor(zero_advantage_patience=3)
-
-
-def test_zero_advantage_warns_after_patience_only(monitor, caplog):
-    for step in range(2):
-        monitor.advantages(1.0, 0.5, step)
-    monitor.advantages(0.9, 0.5, 2)
-    for step in range(2):
-        monitor.advantages(1.0, 0.5, step)
-    assert not caplog.records
-    monitor.advantages(1.0, 0.25, 7)
-    assert "last 3 rollouts (mean reward 0.25 at step 7)" in caplog.text
-
-
-def test_entropy_collapse_warns_once(monitor, caplog):
-    for value in (1.0, 0.5, 0.02, 0.009, 0.008):
-        monitor.entropy(value, 4)
-    assert len(caplog.records) == 1
-    assert "0.009" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ TIMED = {
     "rollout: completions": ("check", "qerl_trl.rollout.generation", "check_completions"),
     PROBE: ("check", "qerl_trl.rollout.generation", "QeRLVLLMGeneration._probe_if_due"),
     "rollout: mismatch": ("check", "qerl_trl.mismatch", "MismatchWatch.rollout"),
-    "rollout: signal": ("check", "qerl_trl.guards", "SignalMonitor.rewards"),
+    "rollout: signal": ("check", "qerl_trl.signal_monitor", "SignalMonitor.rewards"),
     "rewards": ("check", "qerl_trl.guards", "check_reward_tensor"),
     "update: loss": ("check", "qerl_trl.guards", "check_loss"),
     "update: gradients": ("check", "qerl_trl.guards", "check_gradients"),

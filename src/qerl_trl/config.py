@@ -266,11 +266,9 @@ class QeRLArguments(OnlineConfig):
             if "bf16/gpu" not in str(error):  # transformers' "Your setup doesn't support bf16/gpu"
                 raise
             found = preflight.gpu()
-            what = " ".join(problem.what for problem in found) or str(error)
-            remedy = " ".join(problem.remedy for problem in found)
-            raise ValueError(
-                f"{what} This run is for a GPU. {remedy} To train on the CPU all the same: use_cpu=True (--use_cpu true)."
-            ) from error
+            what, remedy = (" ".join(getattr(one, part) for one in found) for part in ("what", "remedy"))
+            text = f"{what or error} This run is for a GPU. {remedy} To train on the CPU all the same: use_cpu=True (--use_cpu true)."
+            raise ValueError(text) from error
         if updates is not None:
             self._cut_rollout(updates)
         redaction.check_places(vars(self))

@@ -61,6 +61,7 @@ from .rollout.contract import checked_rollout_func
 from .sampling import of_the_model_alone
 from .saving import SaveBetweenRollouts, SavingMixin
 from .sharding import ShardingMixin
+from .signal_monitor import SignalMonitor
 from .sources import Sources
 from .timing import PhaseTimer
 from .update.packing import PackingMixin
@@ -141,7 +142,7 @@ class QeRLMixin(SavingMixin, PackingMixin, ShardingMixin):
             warn_of_low_precision(trained)
         warn_of_dropout(trained)
         warn_of_exports(trained)
-        self._monitor = guards.SignalMonitor(args.zero_advantage_patience)
+        self._monitor = SignalMonitor(args.zero_advantage_patience)
         self._mismatch = mismatch.MismatchWatch(args.rollout_mismatch_threshold)
         self._passes = OnePass(self)
         self._reward_errors = Errors()

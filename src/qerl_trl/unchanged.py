@@ -48,8 +48,9 @@ def check_scales(model: nn.Module) -> None:
 
 def _scale(config: LoraConfig, name: str) -> float:
     """As PEFT computes it for a layer of that name."""
-    rank = config.rank_pattern.get(get_pattern_key(list(config.rank_pattern), name), config.r)
-    alpha = config.alpha_pattern.get(get_pattern_key(list(config.alpha_pattern), name), config.lora_alpha)
+    ranks, alphas = config.rank_pattern or {}, config.alpha_pattern or {}
+    rank = ranks.get(get_pattern_key(list(ranks), name), config.r)
+    alpha = alphas.get(get_pattern_key(list(alphas), name), config.lora_alpha)
     return float(alpha / math.sqrt(rank) if config.use_rslora else alpha / rank)
 
 

@@ -18,6 +18,7 @@ from datasets import Dataset
 from peft import LoraConfig
 
 from qerl_trl import QeRLConfig, QeRLGRPOTrainer, errors, guards
+from qerl_trl.signal_monitor import SignalMonitor
 from tests.faults.catalog import fault, told
 from tests.faults.tiny_runs import spread_reward as sound_reward
 from tests.faults.tiny_runs import tiny_runs  # noqa: F401  (a fixture)
@@ -56,7 +57,7 @@ def trainer(tiny_model_dir, tiny_tokenizer, tmp_path_factory):
 def graded_by(trainer, caplog):
     """`graded_by(function)`: the trainer, with that function and one that is at peace with everything."""
     caplog.set_level(logging.WARNING)
-    trainer._monitor = guards.SignalMonitor(trainer.args.zero_advantage_patience)
+    trainer._monitor = SignalMonitor(trainer.args.zero_advantage_patience)
     trainer.model.train()
 
     def give(function):

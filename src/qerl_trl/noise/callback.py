@@ -364,18 +364,16 @@ class AQNCallback(TrainerCallback):
             and state.save_steps % state.logging_steps
         ):
             logger.warning(
-                f"schedule='entropy_target' follows the logged entropy, and save_steps={state.save_steps} is not a multiple "
-                f"of logging_steps={state.logging_steps}: a run resumed from such a checkpoint logs other averages and "
-                "will not repeat this one bit for bit. Make save_steps a multiple of logging_steps."
+                f"schedule='entropy_target' follows the logged entropy, and save_steps={state.save_steps} is not a multiple of logging_steps="
+                f"{state.logging_steps}: a run resumed from such a checkpoint logs other averages. Make save_steps a multiple of logging_steps."
             )
         logger.info(f"Adaptive quantization noise on {len(self.norms)} norms, scope {self.scope}: {self.schedule}")
 
     def on_step_begin(self, args, state, control, model=None, **kwargs):
         if model is not self._model:
             raise RuntimeError(
-                f"AQNCallback is attached to one {type(self._model).__name__} and the trainer now trains another "
-                f"{type(model).__name__}. Use a callback of its own for each trainer, and do not replace the model "
-                "during training."
+                f"AQNCallback is attached to one {type(self._model).__name__} and the trainer now trains another {type(model).__name__}. Use a "
+                "callback of its own for each trainer, and do not replace the model during training."
             )
         self._state = state
         self._in_step = True
@@ -389,9 +387,8 @@ class AQNCallback(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if self.last_draw is None:
             raise RuntimeError(
-                "A training step went by and AQNCallback saw no generation by the policy, so no noise would ever act. It "
-                "belongs in a trainer that samples from its model with transformers generation (GRPOTrainer, RLOOTrainer); "
-                "with another engine use QeRLGRPOTrainer."
+                "A training step went by and AQNCallback saw no generation by the policy, so no noise would ever act. It belongs in a trainer that "
+                "samples from its model with transformers generation (GRPOTrainer, RLOOTrainer); with another engine use QeRLGRPOTrainer."
             )
 
     def on_log(self, args, state, control, logs=None, **kwargs):
@@ -438,15 +435,13 @@ class AQNCallback(TrainerCallback):
             )
         if isinstance(self.schedule, EntropyTargetSchedule) and self.scope == "rollout" and not self.explicit:
             raise ValueError(
-                "schedule='entropy_target' with scope='rollout' steers by the entropy of the policy that samples, which this trainer does not "
-                "log; its own `entropy` is the clean policy's, which the noise does not enter. Use scope='policy', QeRLGRPOTrainer (or "
-                "QeRLRLOOTrainer), or another schedule."
+                "schedule='entropy_target' with scope='rollout' steers by the entropy of the policy that samples, which this trainer does not log; its "
+                "own `entropy` is the clean policy's, without the noise. Use scope='policy', QeRLGRPOTrainer (or QeRLRLOOTrainer), or another schedule."
             )
         if getattr(args, "use_vllm", False) and not self.explicit:
             raise ValueError(
-                "AQNCallback alone reaches only rollouts by transformers, and use_vllm=True generates in another engine: the "
-                "noise would silently do nothing. Use QeRLGRPOTrainer (or QeRLRLOOTrainer) with aqn=True and no AQNCallback of "
-                "your own: it carries the noise into vLLM. Or set use_vllm=False."
+                "AQNCallback alone reaches only rollouts by transformers, and use_vllm=True generates in another engine: the noise would silently do "
+                "nothing. Use QeRLGRPOTrainer (or QeRLRLOOTrainer) with aqn=True, which carries it into vLLM, or use_vllm=False."
             )
         if self.scope == "rollout" and not self.explicit:
             logger.warning_once(
