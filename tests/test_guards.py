@@ -2,6 +2,7 @@ import asyncio
 import contextlib
 import functools
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -132,3 +133,38 @@ def test_what_one_launch_finds_small_is_small_and_all_else_is_looked_at(monkeypa
     monkeypatch.setattr(guards, "largest_magnitude", lambda grads: magnitude)
     with pytest.raises(RuntimeError, match=says) if says else contextlib.nullcontext():
         guards.check_gradients(model, 3)
+
+
+def under_deepspeed(norm, skipped=False, precision="bf16", boundary=True):
+    accelerator = SimpleNamespace(
+        mixed_precision=precision, optimizer_step_was_skipped=skipped, sync_gradients=boundary
+    )
+    return accelerator, SimpleNamespace(get_global_grad_norm=lambda: norm)
+
+
+@pytest.mark.parametrize("norm", [-1, math.nan, math.inf, torch.tensor(math.inf), 1e20])
+def test_a_step_that_deepspeed_took_with_a_bad_gradient_ends_the_run(norm):
+    with pytest.raises(
+        RuntimeError, match=r"at step 4: not finite.*may have been taken.*Resume from the last checkpoint"
+    ):
+        guards.check_step_taken(*under_deepspeed(norm), 4)
+
+
+def test_a_step_that_deepspeed_left_out_ends_the_run():
+    with pytest.raises(RuntimeError, match=r"at step 4.*was not taken"):
+        guards.check_step_taken(*under_deepspeed(1.0, skipped=True), 4)
+
+
+@pytest.mark.parametrize(
+    "sound",
+    [
+        under_deepspeed(0.3),
+        under_deepspeed(torch.tensor(2.0)),
+        under_deepspeed(None),  # before its first step
+        under_deepspeed(-1, boundary=False),  # of the step before
+        under_deepspeed(-1, skipped=True, precision="fp16"),  # it looks for its loss scale
+        (under_deepspeed(0.3)[0], SimpleNamespace()),
+    ],
+)
+def test_a_sound_step_under_deepspeed_goes_on(sound):
+    guards.check_step_taken(*sound, 4)

@@ -330,13 +330,22 @@ def check_gradients(model: nn.Module, step: int, optimizer: Any = None) -> None:
     )
 
 
-def check_step_taken(accelerator: Accelerator, step: int) -> None:
+def check_step_taken(accelerator: Accelerator, engine: Any, step: int) -> None:
     """The same under DeepSpeed, whose backward pass takes the step too and keeps no gradients: one with gradients that are not finite it
-    leaves out, and goes on. In fp16 it does so to find its loss scale."""
-    if accelerator.mixed_precision != "fp16" and accelerator.optimizer_step_was_skipped:
+    leaves out, and goes on. In fp16 it does so to find its loss scale. Where it looks at none (`check_grad_overflow: false`, other releases),
+    the norm that it computes tells, after the step."""
+    if accelerator.mixed_precision == "fp16" or not accelerator.sync_gradients:
+        return
+    unknown = "DeepSpeed does not say of which, nor in which process."
+    if accelerator.optimizer_step_was_skipped:
         raise RuntimeError(
-            f"The gradient of some parameter, or the norm of all, is not finite at step {step}. DeepSpeed does not say of which, nor in which "
-            f"process. {_STEP_NOT_TAKEN}"
+            f"The gradient of some parameter, or the norm of all, is not finite at step {step}. {unknown} {_STEP_NOT_TAKEN}"
+        )
+    norm = getattr(engine, "get_global_grad_norm", lambda: None)()
+    if norm is not None and not 0 <= float(norm) < LARGEST_GRADIENT:  # -1 stands for one that is not finite
+        raise RuntimeError(
+            f"The norm of the gradient is {float(norm):g} at step {step}: not finite, or beyond what Adam can square in float32. {unknown} The "
+            "optimizer step may have been taken, so nothing of it is saved. Resume from the last checkpoint with a lower learning rate."
         )
 
 

@@ -236,7 +236,7 @@ class QeRLMixin(SavingMixin, PackingMixin, ShardingMixin):
             loss = super().training_step(model, inputs, num_items_in_batch)
             guards.check_loss(loss, self.state.global_step)
             if self.is_deepspeed_enabled:
-                guards.check_step_taken(self.accelerator, self.state.global_step)
+                guards.check_step_taken(self.accelerator, model, self.state.global_step)
             elif self.accelerator.sync_gradients and getattr(self.accelerator, "scaler", None) is None:
                 guards.check_gradients(model, self.state.global_step, self.optimizer)
         return loss
