@@ -431,6 +431,7 @@ def test_under_ddp_rank_zero_writes_and_all_learn_the_outcome(tiny_model_dir, tm
     assert got[0][1:3] == got[1][1:3] == (got[0][1], 3)
     assert got[0][3].startswith("ValueError") and "already exists" in got[0][3]
     assert got[1][3].startswith("RuntimeError") and "main process" in got[1][3]
+    assert "already exists" in got[1][3], "it says why"
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     assert logit_distance(logits_of(policy, [IDS]), logits_of(loaded, [IDS]))["max_logit_distance"] < 2e-5
 

@@ -286,8 +286,7 @@ def _on_rank_zero(
     finally:
         broadcast_object_list(written)
     if isinstance(written[0], str):
-        ranks = exported.accelerator.num_processes
-        raise RuntimeError(f"Process 0 of {ranks} failed, and this export with it: {written[0]}")
+        raise RuntimeError(f"Process 0, the main process, failed, and this export with it: {written[0]}")
     return written[0]
 
 
