@@ -9,6 +9,7 @@ import json
 import os
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import random_checkpoint
 import torch
@@ -177,14 +178,13 @@ class _Noise:
         self.norms = tuple(find_noisy_norms(model))
         self.draw = None
         self.sigma_effective = 0.0
+        self.schedule = SimpleNamespace(ever_noisy=True)
 
 
 def generation(
     model: nn.Module, *, max_sequences: int, max_length: int, sleep: bool = False, share: bool = True, **engine
 ):
     """A started `QeRLVLLMGeneration` on `model`, outside of a trainer. `engine`: further arguments of `vllm.LLM`."""
-    from types import SimpleNamespace
-
     from accelerate import Accelerator
 
     from qerl_trl.memory.formulas import model_bytes, shape_of
@@ -203,7 +203,7 @@ def generation(
         vllm_batch_invariant=False,
     )  # fmt: skip
     trainer = SimpleNamespace(
-        args=args, aqn=_Noise(model), state=SimpleNamespace(global_step=0), rescue=lambda: "", train_dataset=None, eval_dataset=None,
+        args=args, aqn=_Noise(model), model=model, state=SimpleNamespace(global_step=0), rescue=lambda: "", train_dataset=None, eval_dataset=None,
         memory_plan=plan_run(shape_of(model.config), work, gpu, model_bytes(model)),
     )  # fmt: skip
     share_of_gpu = engine.pop("gpu_memory_utilization", None if torch.cuda.is_available() else 0.2)

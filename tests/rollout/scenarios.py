@@ -184,14 +184,15 @@ def stub_generation(policy, *, share=True, aqn=True, engine=None, **arguments):
     from qerl_trl.noise.norms import find_noisy_norms
     from qerl_trl.rollout.generation import QeRLVLLMGeneration
 
-    noise = SimpleNamespace(norms=tuple(find_noisy_norms(policy)), draw=None, sigma_effective=0.0) if aqn else None
+    schedule = SimpleNamespace(ever_noisy=True)
+    noise = SimpleNamespace(norms=tuple(find_noisy_norms(policy)), draw=None, sigma_effective=0.0, schedule=schedule)
     args = SimpleNamespace(
         aqn=aqn, share_weights=share, rollout_timeout=None, vllm_batch_invariant=False, vllm_engine_kwargs={"enforce_eager": True, **MEMORY, **(engine or {})},
         base_format="nvfp4", scale_rule="rtn", per_device_train_batch_size=4, gradient_checkpointing=False,
         generation_batch_size=4, bf16=False, fp16=False,
     )  # fmt: skip
     trainer = SimpleNamespace(
-        args=args, aqn=noise, state=SimpleNamespace(global_step=0), rescue=lambda: "resume", train_dataset=[], eval_dataset=None
+        args=args, aqn=noise if aqn else None, model=policy, state=SimpleNamespace(global_step=0), rescue=lambda: "resume", train_dataset=[], eval_dataset=None
     )  # fmt: skip
     settings = {"mode": "colocate", "max_model_length": 256, "max_num_seqs": 8, "max_completion_length": NEW}
     generation = QeRLVLLMGeneration(
