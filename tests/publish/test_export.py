@@ -28,6 +28,7 @@ from qerl_trl.nvfp4.linear import NVFP4Linear
 from qerl_trl.publish import export, merge, staging, writer
 from qerl_trl.publish.distance import logit_distance, logits_of
 from qerl_trl.publish.run import TrainedPolicy, load_policy
+from qerl_trl.sources import Sources
 from tests.tiny_models import make_tiny_tokenizer
 
 IDS = torch.randint(5, 300, (3, 16), generator=torch.Generator().manual_seed(0))
@@ -393,6 +394,7 @@ def _ddp_rank(rank, port, policy, folder, results):
         model=torch.nn.parallel.DistributedDataParallel(policy),
         processing_class=make_tiny_tokenizer(),
         given_optimizers=dict,
+        sources=Sources(),
         args=QeRLConfig(str(Path(folder).with_name("run")), use_cpu=True, bf16=False, report_to="none"),
         state=types.SimpleNamespace(global_step=3),
         reward_func_names=[],
