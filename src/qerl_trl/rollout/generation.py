@@ -214,7 +214,7 @@ class QeRLVLLMGeneration(VLLMGeneration):
         self._put, effective = self.trained.put(self.engine, self._dist.gather_params, self._noisy, draw)
         self._stamp = stamp
         if draw is not None:
-            self._lies(draw, effective)
+            self._note_noise(draw, effective)
 
     def _trained_stamp(self) -> tuple[int, str]:
         """Another one in every step, on every process (a sync is collective where parameters are sharded), and after every change."""
@@ -224,7 +224,7 @@ class QeRLVLLMGeneration(VLLMGeneration):
         """Put the noise of `draw`, by default that of this moment (`trainer.aqn.draw`), on the engine's norms."""
         due = self._due(draw)
         if due is not None:
-            self._lies(due, self.engine.put(None, self._noisy, due))
+            self._note_noise(due, self.engine.put(None, self._noisy, due))
 
     def _due(self, draw: NoiseDraw | None) -> NoiseDraw | None:
         """What `sync_noise` has to put; None where the engine has it already, or something that is as good."""
@@ -240,7 +240,7 @@ class QeRLVLLMGeneration(VLLMGeneration):
         self._noisy = aqn.norms or self._noisy  # it knows none once training has ended
         return draw
 
-    def _lies(self, draw: NoiseDraw, effective: float | None) -> None:
+    def _note_noise(self, draw: NoiseDraw, effective: float | None) -> None:
         """The engine has this noise from now on; `effective` is what it says of it."""
         if effective is not None:
             draw.check(effective)

@@ -7,6 +7,8 @@ from typing import Any
 from datasets import Dataset, DatasetDict, load_dataset
 from datasets.exceptions import DatasetNotFoundError
 
+from .named import in_words
+
 #: what reads a file, by its suffix; of a folder the files of the first kind that it has
 READERS = {".jsonl": "json", ".parquet": "parquet", ".csv": "csv", ".json": "json"}
 #: column names of problems and reference answers, in the order they are looked for
@@ -43,7 +45,7 @@ def read(
         try:
             return load_dataset(source, config)
         except (DatasetNotFoundError, ConnectionError) as error:
-            places = ", ".join(dict.fromkeys(str(folder.resolve()) for folder in folders)) or "the working directory"
+            places = in_words(folders) or "the working directory"
             raise ValueError(
                 f"dataset_name={source!r} is no file or folder in {places}, and from the Hub it cannot be loaded: {error}. Name a folder with "
                 "<split>.jsonl, a .jsonl file, file.py:function, or a dataset of the Hub (user/name) that this machine can reach."

@@ -3,7 +3,7 @@
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,6 +14,11 @@ _HOW = "Name it as file.py:function or package.module:function."
 def found(name: str, folders: list[Path]) -> Path | None:
     """The file or folder `name` as seen from the first of `folders` in which it is; `None` if it is in none."""
     return next((place for folder in folders if (place := folder / name).exists()), None)
+
+
+def in_words(folders: Sequence[Path]) -> str:
+    """Where something was looked for, each place once."""
+    return ", ".join(dict.fromkeys(str(folder.resolve()) for folder in folders))
 
 
 def function_named(name: str, option: str, folders: list[Path] | None = None) -> Callable[..., Any]:
@@ -58,8 +63,7 @@ def _of_module(place: str, folders: list[Path]) -> ModuleType:
 def _of_file(place: str, folders: list[Path]) -> ModuleType:
     file = found(place, folders)
     if file is None:
-        places = dict.fromkeys(str(folder.resolve()) for folder in folders)
-        raise FileNotFoundError(f"there is no {place} in {', '.join(places)}")
+        raise FileNotFoundError(f"there is no {place} in {in_words(folders)}")
     file = file.resolve()
     name = f"_qerl_task_{abs(hash(file))}"  # the same module for each function of a file
     if name in sys.modules:

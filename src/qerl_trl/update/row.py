@@ -150,7 +150,8 @@ def build(chosen: list[Sequence], width: int, device: torch.device, *, share: bo
         fed = sequence.completion if whole else sequence.completion[:-1]
         asked = np.append(sequence.completion, _IGNORED) if whole else sequence.completion
         if share and sequence.key == before:
-            again[starts_q[-1]] = first + last
+            if len(asked):
+                again[starts_q[-1]] = first + last
             segment(np.concatenate([sequence.prompt[last:], fed]), last, asked, np.arange(first, first + last))
         else:
             before, first = sequence.key, starts_q[-1]
@@ -169,7 +170,8 @@ def build(chosen: list[Sequence], width: int, device: torch.device, *, share: bo
 
     label = np.concatenate(labels)
     scored = (label != _IGNORED).nonzero()[0]
-    measured = np.array([again.get(place, place) for place in scored.tolist()], np.int64)
+    measured = scored.copy()
+    measured[np.searchsorted(scored, [*again])] = [*again.values()]
     segments = Segments(
         put(np.array(starts_q, np.int32)),
         put(np.array(starts_k, np.int32)),
