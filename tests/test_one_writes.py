@@ -32,6 +32,7 @@ def as_if_shared(trainer: QeRLGRPOTrainer, first: Path) -> None:
 
     def both(path: str) -> None:
         save(path)
+        (first / path).mkdir(parents=True, exist_ok=True)  # whichever comes first, as Trainer does
         for file in Path(path).glob("rng_state_*"):
             shutil.copy(file, first / path)
 

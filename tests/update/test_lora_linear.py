@@ -312,6 +312,7 @@ def test_switches_of_peft_work_at_any_time(base):
 
 @pytest.mark.parametrize("base", BASES)
 def test_a_second_adapter(base, caplog):
+    caplog.set_level(logging.INFO)
     model = adapted(base=base)
     model.add_adapter("other", register_nvfp4_lora(LoraConfig(r=4, target_modules=["q_proj", "up_proj"])))
     randomize(model, seed=2)
@@ -326,6 +327,11 @@ def test_a_second_adapter(base, caplog):
     assert "14 of 14 LoRA layers keep" in caplog.text and "several active adapters" in caplog.text
 
 
+def test_on_a_gpu_it_is_a_warning(caplog):
+    fuse(adapted("qwen2", "dense", lora_dropout=0.5).to("meta"))  # any device but a CPU
+    assert [(record.levelname, "lora_dropout" in record.message) for record in caplog.records] == [("WARNING", True)]
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -337,7 +343,7 @@ def test_a_second_adapter(base, caplog):
 )
 def test_what_is_not_one_plain_adapter_runs_peft_and_says_so(options, reason, caplog):
     model = adapted("phi3" if "lora_bias" in options else "qwen2", "dense", **options)
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO):
         assert fuse(model) == 0
     layers = sum(isinstance(module, LoraLayer) for module in model.modules())
     assert f"{layers} of {layers} LoRA layers keep PEFT's own" in caplog.text and reason in caplog.text
