@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ RESULT = ROOT / "examples/benchmarks/results/multi_gpu_h200x2.json"
 STEPS = ROOT / "examples/benchmarks/results/step_h200.json"
 ONE_GPU, ONE_GPU_64 = "ours-7b-8x512", "ours-7b-64x512"
 #: aims of which there is no row in RESULT
-NOT_RUN = "sync over TCP (300 ms), tensor parallel engines, ZeRO-2, stock TRL beside each of them, 70B, one GPU with `overlap=1`, any layout with 64 completions per process, starts of two processes beside one"
+NOT_RUN = "sync over TCP (300 ms), tensor parallel engines, ZeRO-2, stock TRL beside each of them, 70B, any layout with 64 completions per process, starts of two processes beside one"
 
 
 def planned_today(row: dict[str, Any]) -> float:
@@ -36,6 +37,20 @@ def one_gpu(rows: dict[str, Any]) -> tuple[dict[str, Any], bool]:
 def step_of(name: str) -> dict[str, Any]:
     """A row of one GPU, measured by step_speed.py."""
     return next(row for row in json.loads(STEPS.read_text())["step"] if row["name"] == name)
+
+
+def overlap_on_one(aim: Callable[..., str]) -> str:
+    """The line of `aim` about a rollout beside an update on the same GPU, and what the two can gain there at most."""
+    one, beside = step_of(ONE_GPU_64), step_of(f"{ONE_GPU_64}-overlap")
+    same = one["commit"] == beside["commit"] and one["device"] == beside["device"]
+    profiles = json.loads(STEPS.read_text())["profiles"]
+    busy = next(row for row in profiles if row["name"] == ONE_GPU_64)["profile"]["phases"]["step"]["kernels_ms"] / 1000
+    step, waited = one["median"]["step"], beside["median"]["rollout"]
+    why = (
+        f"with 64 completions: {step:.2f} s without, {beside['median']['step']:.2f} s with it, of which {waited:.2f} s still wait for the rollout. Kernels run "
+        f"for {busy:.2f} s of a step, most of them on every multiprocessor, so those of an update and of a rollout take turns: {step / busy:.2f} at most"
+    )
+    return aim("one GPU with `overlap=1`: times its steps without", 1.2, step / beside["median"]["step"], why, judged=same)
 
 
 def multi_gpu() -> str:
@@ -61,6 +76,7 @@ def multi_gpu() -> str:
         "|---|---|---:|---|---|",
         aim("data parallel: times the sequences per second of one GPU", 1.9, rows["ours-dp"]["sequences_per_second"] / alone, "the rollouts of two processes are no slower than one's; gradients and checks wait for the slower one", judged=same),
         aim("a server with `overlap=1`: times the sequences per second of one GPU", 1.5, rows["ours-server-overlap"]["sequences_per_second"] / alone, hidden, judged=same),
+        overlap_on_one(aim),
         aim("sync to a server on one host, ms", 50, 1000 * server["sync"], f"{1000 * overlapped['sync']:.0f} with `overlap=1`", most=True),
     ]  # fmt: skip
     taken = ["| | planned, GiB | measured, GiB | planned above |", "|---|---:|---:|---:|"]

@@ -243,7 +243,9 @@ AIMS = {
 
 def aims() -> str:
     """Aims of the training step, what was measured, and what takes the time."""
-    update, steps = json.loads(UPDATE.read_text()), {row["name"]: row for row in json.loads(STEP.read_text())["step"]}
+    update, record = json.loads(UPDATE.read_text()), json.loads(STEP.read_text())
+    steps = {row["name"]: row for row in record["step"]}
+    traces = {row["name"]: row["profile"].get("phases", {}) for row in record["profiles"]}
     checks = next(row for row in json.loads(CHECKS.read_text())["checks"] if row["size"] == "7b")
     rows = ["| | at least | hoped for | measured | reached | what takes the time |", "|---|---:|---:|---:|---|---|"]
     for name, (words, least, hoped) in AIMS.items():
@@ -263,8 +265,8 @@ def aims() -> str:
             why = f"{shares} of the {part['kernels_ms']:.0f} ms of all kernels"
         elif name == "noise":
             found, why = checks["noise_sync_ms"], "not profiled"
-            if "sync_noise" in (traced := steps["ours-7b-8x512"].get("profile", {}).get("phases", {})):
-                why = step_profile.bound(traced["sync_noise"])
+            if "sync_noise" in (phases := traces.get("ours-7b-8x512", {})):
+                why = step_profile.bound(phases["sync_noise"])
         elif name == "7b-ragged":
             found = (
                 steps["stock-7b-ragged"]["median"]["update_and_scoring"]
@@ -274,7 +276,7 @@ def aims() -> str:
         else:
             median = steps[f"ours-{name}"]["median"]
             found = median["step"]
-            phases = steps[f"ours-{name}"].get("profile", {}).get("phases")
+            phases = traces.get(f"ours-{name}")
             parts = step_profile.bound(phases["step"]) if phases else "the parts were not profiled by kernel"
             why = f"rollout {median['rollout'] / found:.0%}, update {median['update_and_scoring'] / found:.0%}; {parts}"
         better = found >= hoped, found >= least
@@ -283,7 +285,7 @@ def aims() -> str:
         reached = "hoped for" if better[0] else "at least" if better[1] else "no"
         rows.append(f"| {words} | {least:g} | {hoped:g} | {found:.3g} | {reached} | {'' if better[0] else why} |")
     files = ", ".join(f"[{path.name}]({path.relative_to(ROOT)})" for path in (UPDATE, STEP, CHECKS))
-    traced = step_profile.table(list(steps.values()))
+    traced = step_profile.table(record["profiles"])
     return (
         "\n".join(rows) + f"\n\nSeconds where nothing else is said. From {files}." + ("\n\n" + traced if traced else "")
     )

@@ -247,11 +247,12 @@ def table(rows: list[dict[str, Any]]) -> str:
         for name, part in [pair for pair in known if pair[1]["wall_ms"] >= SHOWN * known[0][1]["wall_ms"]]:
             numbers = " | ".join(f"{part[key]:.4g}" for key in ("wall_ms", "kernels_ms", "idle_ms"))
             counts = " | ".join(str(part[key]) for key in ("kernels", "launches", "graphs"))
-            lines.append(f"| {row['name']} | {name} | {numbers} | {counts} | {dearest(part)} |")
+            commit = f" ({row['commit'][:7]})" if "commit" in row else ""
+            lines.append(f"| {row['name']}{commit} | {name} | {numbers} | {counts} | {dearest(part)} |")
     if not lines:
         return ""
     head = "| traced step | phase | wall, ms | kernels, ms | GPU idle, ms | kernels | launches | of graphs | dearest kernels, ms |"
     return "\n".join([head, "|---|---|" + "---:|" * 6 + "---|", *lines]) + (
-        "\n\nOne more step of these cases, traced by torch.profiler. Tracing itself takes time: wall and idle are to be read "
+        "\n\nOne more step of these cases, traced by torch.profiler, at the commit in brackets. Tracing itself takes time: wall and idle are to be read "
         "beside the seconds of the timed steps."
     )

@@ -15,7 +15,7 @@ Every phase is wall time between two synchronizations of the GPU: `rollout` (wit
 into the engine), `reward`, `scoring` (what a rollout's log-probabilities and advantages take), and `update`, which is all else of a step.
 `garbage` is what Python's collector took of a step, within its phases, and `passes` how many forward passes over the trained model it made.
 In `overlap` cases the next rollout is sampled during the update: `rollout` is what is left to wait for, and the step is what counts.
-`median` is over the steps from the third on. `update_and_scoring` is what the issue's "update" was measured as.
+`median` is over the steps from the third on. `profiles` in the file are of steps that were traced, with the commit of each. `update_and_scoring` is what the issue's "update" was measured as.
 
 `measured_gib`: the most that the process took of its GPU (NVML, all phases). `planned_gib`: what `qerl-trl plan` says. With `cap` the
 process sees a GPU of that many GiB, and torch's allocator is limited to them (not where the engine sleeps: torch counts a KV cache that is
@@ -413,6 +413,10 @@ def main() -> int:
     def keep(row: dict[str, Any]) -> None:
         print(line(row), flush=True)
         failed.extend([row["name"]] if "failed" in row else [])
+        if "profile" in row:  # stays where it is when the case is timed again without one
+            traced = [old for old in record.get("profiles", []) if old["name"] != row["name"]]
+            part = {"name": row["name"], "profile": row.pop("profile"), "commit": origin["commit"]}
+            record["profiles"] = sorted([*traced, part], key=lambda row: list(ALL).index(row["name"]))
         record["step"] = [old for old in record["step"] if old["name"] != row["name"]] + [row | origin]
         record["step"].sort(key=lambda row: list(ALL).index(row["name"]))
         if options.output is not None:
