@@ -7,6 +7,8 @@ from speed_tables import ROOT, measured_by
 
 KERNELS = ROOT / "kernels/benchmarks/results/h200.json"
 EVERY_SIZE = ROOT / "kernels/benchmarks/results/every_size_h200.json"
+#: layers again, by what ships; a model stands in it whole or not at all
+LAYERS = ROOT / "kernels/benchmarks/results/layers_h200.json"
 FACTORS = ROOT / "kernels/torch-ext/qerl_nvfp4/configs/cost_model.json"
 
 
@@ -56,9 +58,10 @@ WANTED = {"7B": (1.05, 0.9), "32B": (1.05, 0.9), "Llama-3-8B": (1.05, 0.9), "1.5
 
 def every_size() -> str:
     """A decoder layer as in a model at numbers of tokens between the tuned ones, adapter included, and the worst of all multiples of 8."""
-    record = json.loads(EVERY_SIZE.read_text())
-    layers = {(row["model"], row["M"]): row["ratio"] for row in record["layers"]}
+    record, later = json.loads(EVERY_SIZE.read_text()), json.loads(LAYERS.read_text())
+    layers = {(row["model"], row["M"]): row["ratio"] for row in (*record["layers"], *later["layers"])}
     models = list(WANTED)
+    again = {row["model"] for row in later["layers"]}
     rows = [f"| tokens | {' | '.join(models)} |", "|" + "---:|" * (1 + len(models))]
     for tokens in SHOWN:
         rows.append(f"| {tokens} | {' | '.join(f'{layers[model, tokens]:.2f}' for model in models)} |")
@@ -67,15 +70,16 @@ def every_size() -> str:
         for model in models:
             worst, tokens = min((ratio, M) for (name, M), ratio in layers.items() if name == model and low <= M <= high)
             reached = "reached" if worst >= WANTED[model][column] else "missed"
-            cells.append(f"{worst:.2f} at {tokens}, wanted {WANTED[model][column]:g}: {reached}")
+            cells.append(f"{worst:.3f} at {tokens}, wanted {WANTED[model][column]:g}: {reached}")
         rows.append(f"| worst of {low} to {high} | {' | '.join(cells)} |")
     outside = json.loads(FACTORS.read_text())["quality"]["shape_left_out"]
-    source = EVERY_SIZE.relative_to(ROOT)
+    new, source = (path.relative_to(ROOT) for path in (LAYERS, EVERY_SIZE))
     return (
         "\n".join(rows)
         + "\n\nSpeed relative to cuBLAS bf16 without an adapter: a decoder layer without its attention, RMSNorm and SwiGLU between the products as in a model, "
-        f"rank-{record['lora_rank']} adapter inside ours, selected by the cost model that was fitted in this run. What "
-        "ships is fitted to the same rows once more, with more tiles kept, and takes the fastest timed one where the fit misses it: with that layers were not timed. On a matrix that the fit has not seen, the selected kernel is slower than the "
+        f"rank-{record['lora_rank']} adapter inside ours. {' and '.join(model for model in models if model in again)}: by what ships, {later['device']}, commit {later['commit'][:7]}, "
+        f"[{new.name}]({new}). The others: by a cost model that was fitted in the run of commit {record['commit'][:7]}; what ships is fitted to the same rows once more, with more tiles "
+        "kept, and takes the fastest timed one where the fit misses it. On a matrix that the fit has not seen, the selected kernel is slower than the "
         f"fastest of all that were timed by {outside['mean_loss']:.1%} in the mean, by {outside['p90_loss']:.1%} in nine of ten cases, and by {outside['worst_loss']:.0%} at worst ({outside['worst']}). "
         f"{record['device']}, torch {record['torch']}, triton {record['triton']}, commit {record['commit'][:7]}, [{source.name}]({source})."
     )

@@ -50,7 +50,9 @@ def overlap_on_one(aim: Callable[..., str]) -> str:
         f"with 64 completions: {step:.2f} s without, {beside['median']['step']:.2f} s with it, of which {waited:.2f} s still wait for the rollout. Kernels run "
         f"for {busy:.2f} s of a step, most of them on every multiprocessor, so those of an update and of a rollout take turns: {step / busy:.2f} at most"
     )
-    return aim("one GPU with `overlap=1`: times its steps without", 1.2, step / beside["median"]["step"], why, judged=same)
+    return aim(
+        "one GPU with `overlap=1`: times its steps without", 1.2, step / beside["median"]["step"], why, judged=same
+    )
 
 
 def multi_gpu() -> str:

@@ -323,7 +323,7 @@ def main() -> None:
         "torch": torch.__version__,
         "triton": triton.__version__,
         "commit": commit(),
-        "command": " ".join(["every_size.py", *sys.argv[1:]]),
+        "command": " ".join(["every_size.py", *(Path(word).name for word in sys.argv[1:])]),
         "lora_rank": RANK,
         "cost_model": hashlib.sha256(cost.FACTORS.read_bytes()).hexdigest()[:16],
         "variants_left_out": {},

@@ -43,7 +43,7 @@ class SavingMixin(InStepMixin, PublishingMixin):
     #: settings that were allowed to change on the way
     _changed: tuple[str, ...] = ()
     #: random state before the batch that is being made
-    _before_batch: "_RandomState | None" = None
+    _before_batch: "_Moment | None" = None
     #: whether the error in the making of that batch was raised in every process
     _all_failed: bool = False
 
@@ -211,14 +211,14 @@ class SavingMixin(InStepMixin, PublishingMixin):
             super()._push_from_checkpoint(self._unpushed)
 
     @contextmanager
-    def rescued(self, since: "_RandomState | None" = None) -> Iterator[None]:
+    def rescued(self, since: "_Moment | None" = None) -> Iterator[None]:
         """Around the making of a batch, rollout and rewards. It lies between two updates, so if it fails, the step that has ended is saved
         as it was, and the same command goes on from there.
 
         Args:
-            since: the random state before that batch, where it is judged later than it was made.
+            since: the moment before that batch, where it is judged later than it was made.
         """
-        self._before_batch, self._all_failed = since or _random_state(), False
+        self._before_batch, self._all_failed = since or _Moment.now(self.state), False
         try:
             yield
         except Exception as error:
@@ -250,7 +250,7 @@ class SavingMixin(InStepMixin, PublishingMixin):
         wanted = getattr(self.args, "save_strategy", "no") != "no" and step > 0 and self.model.training
         if wanted and (self.accelerator.num_processes == 1 or self._all_failed):
             try:
-                with _random_state_of(self._before_batch):
+                with _as_of(self._before_batch, self.state):
                     self._save_checkpoint(self.model, None)
                 self.accelerator.wait_for_everyone()  # who leaves first would end the one that seals
             except Exception as error:  # a full disk is also a RuntimeError of torch; the Hub has errors of its own
@@ -304,35 +304,39 @@ class SavingMixin(InStepMixin, PublishingMixin):
         return settings
 
 
-class _RandomState(NamedTuple):
+class _Moment(NamedTuple):
+    """What the making of a batch changes: random states, and the count of tokens."""
+
     python: Any
     numpy: Any
     torch: torch.Tensor
     cuda: torch.Tensor | None
+    tokens: int
 
+    @classmethod
+    def now(cls, state: TrainerState) -> "_Moment":
+        cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+        tokens = state.num_input_tokens_seen
+        return cls(random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda, tokens)
 
-def _random_state() -> _RandomState:
-    cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-    return _RandomState(random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda)
-
-
-def _set_random_state(state: _RandomState) -> None:
-    random.setstate(state.python)
-    np.random.set_state(state.numpy)
-    torch.set_rng_state(state.torch)
-    if state.cuda is not None:
-        torch.cuda.set_rng_state(state.cuda)
+    def restore(self, state: TrainerState) -> None:
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+        torch.set_rng_state(self.torch)
+        if self.cuda is not None:
+            torch.cuda.set_rng_state(self.cuda)
+        state.num_input_tokens_seen = self.tokens
 
 
 @contextmanager
-def _random_state_of(moment: _RandomState | None) -> Iterator[None]:
-    """What is saved inside has the random state of that moment."""
-    now = _random_state()
-    _set_random_state(moment or now)
+def _as_of(moment: _Moment | None, state: TrainerState) -> Iterator[None]:
+    """What is saved inside is of that moment."""
+    now = _Moment.now(state)
+    (moment or now).restore(state)
     try:
         yield
     finally:
-        _set_random_state(now)
+        now.restore(state)
 
 
 class SaveBetweenRollouts(TrainerCallback):

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import itertools
+import json
 import logging
 import math
 import os
@@ -488,7 +489,7 @@ calls = []
 def reward(completions, **kwargs):
     calls.append(1)
     return [float("inf")] * len(completions) if len(calls) == 3 else doors.reward(completions)
-doors.trainer(sys.argv[1], reward=reward, max_steps=4).train()
+doors.trainer(sys.argv[1], reward=reward, max_steps=4, logging_steps=1, save_steps=4).train()
 """
 
 
@@ -501,3 +502,7 @@ def test_a_script_says_that_the_step_is_saved(warm_training, tmp_path):
     *_, error, note = done.stderr.strip().splitlines()
     assert done.returncode == 2 and error.startswith("qerl-trl: ") and "inf" in error and "Traceback" not in done.stderr
     assert note.startswith("Step 2 is saved; resume") and (tmp_path / "run/checkpoint-2").is_dir()
+    saved = json.loads((tmp_path / "run/checkpoint-2/trainer_state.json").read_text())
+    assert saved["num_input_tokens_seen"] == saved["log_history"][-1]["num_tokens"], (
+        "the rollout that failed is sampled again"
+    )
