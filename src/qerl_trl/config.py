@@ -89,7 +89,8 @@ class QeRLArguments(OnlineConfig):
             run when they have drifted apart. Takes a second or two. With 0 they are compared at the start only.
         overlap (`int`, *optional*, defaults to `0`):
             With `1` vLLM samples the next rollout while the update of the present one runs: with an adapter that is one rollout old, which
-            TRL's importance sampling corrects. Not with sleep mode, tools, environments, rollout functions and pictures.
+            TRL's importance sampling corrects. For a server on other GPUs: on one GPU the two take turns, and nothing was gained where it was
+            measured. Not with sleep mode, tools, environments, rollout functions and pictures.
         vllm_gpu_memory_utilization (`float`, *optional*):
             As TRL's, but left out by default: the KV cache is then planned (`qerl-trl plan` shows how), from what all sequences need
             down to what is left. `vllm_max_model_length`, left out, is the longest prompt of the data plus `max_completion_length`.
