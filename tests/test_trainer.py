@@ -300,9 +300,29 @@ def test_an_adapter_that_matches_nothing_is_an_error(make_trainer):
         make_trainer(peft_config=LoraConfig(target_modules=["no_such_layer"]))
 
 
-def test_a_second_noise_callback_is_an_error(make_trainer):
-    with pytest.raises(ValueError, match="AQNCallback"):
-        make_trainer(callbacks=[AQNCallback()]).train()
+@pytest.mark.parametrize("aqn", [True, False])
+def test_a_noise_callback_beside_the_trainers_own_is_an_error(make_trainer, aqn):
+    with pytest.raises(ValueError, match=rf"AQNCallback was added .*aqn={aqn}.*Leave it out"):
+        make_trainer(callbacks=[AQNCallback()], aqn=aqn)
+    trainer = make_trainer(aqn=aqn)
+    trainer.add_callback(AQNCallback("constant", sigma_start=0.3, scope="policy"))
+    with pytest.raises(ValueError, match="recorded"):
+        trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("temperature", 0.3), ("loss_type", "grpo"), ("aqn", False), ("aqn_sigma_start", 0.3)]
+)
+def test_arguments_that_were_changed_after_the_trainer_took_them_are_an_error(make_trainer, name, value):
+    """They were recorded, and the old ones acted."""
+    trainer = make_trainer()
+    then = getattr(trainer.args, name)
+    setattr(trainer.args, name, value)
+    with pytest.raises(ValueError, match=f"{name}: {then!r} then, {value!r} now.*Build another trainer"):
+        trainer.train()
+    setattr(trainer.args, name, then)
+    trainer.args.learning_rate = 1e-4  # which training asks for when it begins
+    trainer.train()
 
 
 def test_model_init_kwargs_are_restored(make_trainer):
@@ -497,6 +517,19 @@ def test_saves_wait_for_the_end_of_a_rollout(make_trainer, tmp_path):
     trainer.train()
     steps = sorted(int(p.name.split("-")[1]) for p in (tmp_path / "run").glob("checkpoint-*"))
     assert steps == [3, 6, 7]  # asked for at 2, 4, 6 and the end
+
+
+def test_so_do_those_that_a_callback_asks_for(make_trainer, tmp_path):
+    """It was added after construction, so it was asked after whoever looked at what was asked for."""
+
+    class SaveAtOne(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_save |= state.global_step == 1
+
+    trainer = make_trainer(num_iterations=3, max_steps=4, save_strategy="no")
+    trainer.add_callback(SaveAtOne())
+    trainer.train()
+    assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-3"]
 
 
 @pytest.mark.parametrize("save_strategy", ["steps", "best"])

@@ -1,5 +1,6 @@
 """What a run says of its own end and of going on: the lines for whom a scheduler, a signal or a crash has interrupted."""
 
+import logging
 import os
 import signal
 import threading
@@ -10,6 +11,8 @@ from types import FrameType
 from typing import Any
 
 from . import redaction
+
+logger = logging.getLogger(__name__)
 
 
 def goes_on(output_dir: str, source: str, done: int, wanted: int, epoch: float | None) -> str:
@@ -36,10 +39,28 @@ def last_whole(saved: str | None) -> str:
 
 
 @contextmanager
+def told_of_exits(trainer: Any) -> Iterator[None]:
+    """Around a training: an `exit()` in a tool, an environment, a callback or a handler of a signal, which ends the process without a word, and as a
+    success."""
+    try:
+        yield
+    except SystemExit as error:
+        logger.error(
+            "exit(%s) was called at step %d of %d, so this run ends here, unfinished: by something that it called (a tool, an environment, a rollout "
+            "function, a callback), or by a handler of a signal. %s",
+            "" if error.code is None else error.code,
+            trainer.state.global_step,
+            trainer.state.max_steps,
+            last_whole(trainer._saved),
+        )
+        raise
+
+
+@contextmanager
 def ended_by_signal(trainer: Any) -> Iterator[None]:
     """Around a training: SIGTERM, by which schedulers, containers and `kill` end a process, is told before it acts as ever.
 
-    Where something else handles it (transformers' `enable_jit_checkpoint`, a script's own handler), outside of the main thread, and in all but the
+    Where something else handles it (a script's own handler), outside of the main thread, and in all but the
     main process, nothing is changed. The main process, where it hangs inside a C function, is ended when that returns, or by SIGKILL, which
     schedulers and torchrun send 10 to 30 s later.
     """
@@ -58,7 +79,7 @@ def ended_by_signal(trainer: Any) -> Iterator[None]:
         os.kill(os.getpid(), number)
 
     free = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    if not free or trainer.args.enable_jit_checkpoint or not trainer.accelerator.is_main_process:
+    if not free or not trainer.accelerator.is_main_process:
         yield
         return
     signal.signal(signal.SIGTERM, tell)

@@ -94,7 +94,7 @@ def checked_reward(function: Callable, name: str, timeout: float | None = None) 
             async def named():
                 try:
                     return _computed(await function(*args, **_own_lists(kwargs)))
-                except Exception as error:
+                except (Exception, SystemExit) as error:  # as a completion that a grader runs may say
                     raise _raised(name, error) from error
 
             try:
@@ -112,7 +112,7 @@ def checked_reward(function: Callable, name: str, timeout: float | None = None) 
                     rewards = _computed(function(*args, **_own_lists(kwargs)))
             except RewardTimeout:
                 raise
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 raise _raised(name, error) from error
             return verified(rewards, kwargs)
 
@@ -159,11 +159,13 @@ def _late(names: str, timeout: float | None) -> RewardTimeout:
     )
 
 
-def _raised(name: str, error: Exception) -> RuntimeError:
+def _raised(name: str, error: Exception | SystemExit) -> RuntimeError:
     text = (
-        f"Reward function {name!r} raised {type(error).__name__}: {error}. Repair it, or let it return None for a completion that it "
+        f"Reward function {name!r} raised {type(error).__name__}{f': {error}' if str(error) else ''}. Repair it, or let it return None for a completion that it "
         "cannot grade. No weight was changed by this batch; resume from the last checkpoint (resume_from_checkpoint=True)."
     )
+    if isinstance(error, SystemExit):
+        text += " exit() was called, by code that it ran or by a handler of a signal: run code of a model in a process of its own."
     if "main thread" in str(error):
         text += (
             " Graders that set alarms work in the main thread only: turn their time limits off (reward_timeout stays)."
@@ -297,7 +299,8 @@ def check_loss(loss: torch.Tensor, step: int) -> None:
 
 
 def check_gradients(model: nn.Module, step: int, optimizer: Any = None) -> None:
-    """Raise `RuntimeError` naming the first trainable parameter whose gradient is not finite, or the largest if only their norm is not.
+    """Raise `RuntimeError` naming the first trainable parameter whose gradient is not finite, or the largest if only their norm is not; or where no
+    parameter has any.
 
     One launch or one fused norm, one sync.
 
@@ -307,7 +310,10 @@ def check_gradients(model: nn.Module, step: int, optimizer: Any = None) -> None:
     groups = [{"params": model.parameters()}] if optimizer is None else optimizer.param_groups
     grads = [grad for group in groups for p in group["params"] if (grad := p.grad) is not None]
     if not grads:
-        return
+        raise RuntimeError(
+            f"No trained parameter got a gradient at step {step}, so nothing would be learned: the adapter was switched off (disable_adapter_layers, in a "
+            f"callback?), or requires_grad was taken from it. Switch it on again, and resume from the last checkpoint."
+        )
     magnitude = largest_magnitude(grads)  # of n entries the norm is at most sqrt(n) times that
     if magnitude is not None and magnitude * math.sqrt(sum(grad.numel() for grad in grads)) < LARGEST_GRADIENT:
         return

@@ -54,8 +54,12 @@ _SEEN = 10.0
 class InStepMixin(OnlineTrainer):
     """See the module docstring. To be mixed in before TRL's trainer."""
 
+    #: holds saves back until a rollout has been used (saving.py)
+    _saves: Any
+
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         turn_off_together(self)
+        self._saves.hold()
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     @together

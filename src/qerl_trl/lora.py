@@ -265,11 +265,16 @@ def check_adapter(model: nn.Module) -> None:
     """Refuse an adapter that cannot train, and warn about what would train badly.
 
     Raises:
-        `ValueError`: a PEFT method other than LoRA, no layer carries an adapter, no parameter of it is trainable, or a packed
+        `ValueError`: a PEFT method other than LoRA, biases of the base, no layer carries an adapter, no parameter of it is trainable, or a packed
             tensor was made trainable.
     """
     for config in getattr(model, "peft_config", {}).values():
         check_is_lora(config)
+        if config.bias != "none":
+            raise ValueError(
+                f"LoraConfig(bias={config.bias!r}) trains biases of the base, which an adapter is switched off and merged without, so the base would not "
+                "be the one that it began from. Use bias='none'; lora_bias=True gives the adapter biases of its own."
+            )
     layers = adapted_layers(model)
     if not layers:
         linears = sorted({name.split(".")[-1] for name, m in model.named_modules() if isinstance(m, nn.Linear)})

@@ -63,7 +63,7 @@ def check(args: "TrainingArguments") -> None:
     Raises:
         `RuntimeError`: it cannot work; names the remedy.
     """
-    found = requirements()
+    found = requirements() + checkpoints(args)
     if not args.use_cpu:
         found += gpu()
     if args.world_size > 1 or args.dataloader_num_workers > 0:
@@ -87,6 +87,18 @@ def tell(problems: list[Problem]) -> None:
 
 
 # --- what is looked at ------------------------------------------------------------------------------------------------------------
+
+
+def checkpoints(args: "TrainingArguments") -> list[Problem]:
+    """What would write some that a run cannot go on from."""
+    if not getattr(args, "enable_jit_checkpoint", False):
+        return []
+    what = (
+        "enable_jit_checkpoint=True writes a checkpoint wherever a signal finds the run, in the middle of a rollout too, whose completions no checkpoint "
+        "holds: the run that goes on from it is another one."
+    )
+    remedy = "Leave it out, and set save_steps to what may be lost: a run that is ended by SIGTERM says which checkpoint it goes on from, bit for bit."
+    return [Problem(what, remedy, fatal=True)]
 
 
 def requirements() -> list[Problem]:

@@ -13,12 +13,12 @@ import torch
 from accelerate.utils import is_peft_model
 from peft.utils import CONFIG_NAME as PEFT_CONFIG_NAME
 from torch import nn
-from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import SaveStrategy, TrainOutput, rotate_checkpoints
 
 from . import checkpoint, disk, forward, guards, loading, lora, reference, run_folder, unchanged
-from .ended import ended_by_signal, goes_on
+from .ended import ended_by_signal, goes_on, told_of_exits
 from .identity import RunSettings, run_settings
 from .in_step import InStepMixin, require_random_states, settled_together
 from .processes import load_to_numbered_cpus, together
@@ -51,8 +51,14 @@ class SavingMixin(InStepMixin, PublishingMixin):
     _best: str | None = None
     #: whether this trainer's results are in its folder
     _saved_here: bool = False
+    #: arguments that were taken when the trainer was built
+    _taken: dict[str, Any]
     #: optimizer and scheduler that were there before this trainer made its own
     _given: dict[str, Any] | None = None
+
+    def note_what_was_taken(self) -> None:
+        """Once, when the parent's constructor has run."""
+        self._saves, self._taken = SaveBetweenRollouts(self), unchanged.taken(self)
 
     def given_optimizers(self) -> dict[str, Any]:
         """The optimizer and the scheduler that were given ready, by the trainer's names of them."""
@@ -81,13 +87,14 @@ class SavingMixin(InStepMixin, PublishingMixin):
         ended already comes back as it ended, after no further step.
 
         Raises:
-            `ValueError`: `output_dir` or the checkpoint belongs to a run with other settings; the model is not as it was sealed, computes
+            `ValueError`: `output_dir` or the checkpoint belongs to a run with other settings; `args` was changed since the trainer took it; the model is not as it was sealed, computes
                 something else, or has values that are not finite; or the processes are not parts of the same run.
         """
         loading.finish(model := self.accelerator.unwrap_model(self.model))
         loading.check_identity(model.get_base_model() if is_peft_model(model) else model, self.base_sha256)
         forward.compare_base(model)
         unchanged.check_scales(model)
+        unchanged.check_arguments(self, self._taken)
         if self.args.device.index is not None and self.args.device.type == "cpu":
             load_to_numbered_cpus()
         self._given, trained_before = self.given_optimizers(), self.state.global_step
@@ -108,7 +115,7 @@ class SavingMixin(InStepMixin, PublishingMixin):
             self._changed = (*self._changed, *reference.load(self, resume))
         if self.args.overlap:
             self.vllm_generation.resume_ahead(resume)
-        with ended_by_signal(self):
+        with ended_by_signal(self), told_of_exits(self):
             return super().train(resume, *args, **kwargs)
 
     def set_initial_training_values(self, *args: Any, **kwargs: Any) -> Any:
@@ -339,7 +346,7 @@ def _as_of(moment: _Moment | None, state: TrainerState) -> Iterator[None]:
         now.restore(state)
 
 
-class SaveBetweenRollouts(TrainerCallback):
+class SaveBetweenRollouts:
     """Moves a save to the next step after which a new rollout begins.
 
     Completions in use are not part of a checkpoint, so a run resumed in the middle of them would draw others: only between
@@ -353,7 +360,10 @@ class SaveBetweenRollouts(TrainerCallback):
         self._pending: set[str] = set()
         self._told = False
 
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> TrainerControl:
+    def hold(self) -> None:
+        """After a step, when all callbacks have asked for what they want."""
+        args: Any = self._trainer.args
+        state, control = self._trainer.state, self._trainer.control
         rollout_every = args.steps_per_generation * getattr(args, "num_iterations", 1)
         moved = ["should_save"]
         if args.save_strategy == SaveStrategy.BEST or args.load_best_model_at_end:
@@ -362,7 +372,7 @@ class SaveBetweenRollouts(TrainerCallback):
             for name in self._pending:
                 setattr(control, name, True)
             self._pending.clear()
-            return control
+            return
         for name in moved:
             if getattr(control, name):
                 setattr(control, name, False)
@@ -376,4 +386,3 @@ class SaveBetweenRollouts(TrainerCallback):
                 every := rollout_every // math.gcd(rollout_every, args.gradient_accumulation_steps),
                 every,
             )
-        return control

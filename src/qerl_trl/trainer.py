@@ -59,7 +59,7 @@ from .publishing import close_other_ways, warn_of_exports
 from .rollout.arms import check_environment, check_overlap
 from .rollout.contract import checked_rollout_func
 from .sampling import of_the_model_alone
-from .saving import SaveBetweenRollouts, SavingMixin
+from .saving import SavingMixin
 from .sharding import ShardingMixin
 from .signal_monitor import SignalMonitor
 from .sources import Sources
@@ -149,7 +149,7 @@ class QeRLMixin(SavingMixin, PackingMixin, ShardingMixin):
         self.reward_funcs = guards.checked_rewards(self)
         if getattr(self, "rollout_func", None) is not None:
             self.rollout_func = checked_rollout_func(self.rollout_func)
-        self.add_callback(SaveBetweenRollouts(self))
+        self.note_what_was_taken()
         prepare_trainable_norms(trained)
         if args.aqn:
             self.aqn = AQNCallback.from_args(args)

@@ -281,6 +281,21 @@ def test_raises(graded_by, function):
         rewards(graded_by(function))
 
 
+def exits(completions, **_):
+    exec("import sys; sys.exit()")  # what a grader of code was given by the model
+
+
+async def exits_later(completions, **_):
+    exits(completions)
+
+
+@fault("R5.raises")
+@pytest.mark.parametrize("function", [exits, exits_later])
+def test_an_exit_in_a_reward_is_no_end_of_the_run(graded_by, function):
+    with told(RuntimeError, "'graded' raised SystemExit", "exit() was called", "a process of its own", "resume"):
+        rewards(graded_by(function))
+
+
 @fault("R5.raises")
 def test_an_error_of_a_generator_is_not_taken_for_one_of_its_kind(graded_by):
     with told(RuntimeError, "'graded' raised TypeError", "unsupported operand", "return None", "resume"):

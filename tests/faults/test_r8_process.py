@@ -7,6 +7,7 @@ import os
 import resource
 import shutil
 import signal
+import sys
 import time
 import types
 from pathlib import Path
@@ -51,6 +52,36 @@ def goes_on(tiny_runs, run: Path, whole: Path) -> bool:  # noqa: F811
     tiny_runs.command(run, **STEPS)
     assert contents(run / "checkpoint-1") == saved
     return (run / WEIGHTS).read_bytes() == (whole / WEIGHTS).read_bytes()
+
+
+# --- what a callback does --------------------------------------------------------------------------------------------------------------
+
+
+def test_an_exit_elsewhere_is_told(tiny_runs, tmp_path, caplog):  # noqa: F811
+    """The process ended without a word, and as a success."""
+
+    class Exits(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                sys.exit()
+
+    trainer = tiny_runs.trainer(tmp_path / "run", **STEPS)
+    trainer.add_callback(Exits())
+    with pytest.raises(SystemExit):
+        trainer.train()
+    for word in ("exit() was called at step 2 of 2", "unfinished", str(tmp_path / "run" / "checkpoint-1")):
+        assert word in caplog.text
+
+
+def test_an_adapter_that_is_switched_off_is_not_trained(tiny_runs, tmp_path):  # noqa: F811
+    class LooksAtTheBase(TrainerCallback):
+        def on_step_end(self, args, state, control, model, **kwargs):
+            model.disable_adapter_layers()
+
+    trainer = tiny_runs.trainer(tmp_path / "run", gradient_checkpointing=True, **STEPS)
+    trainer.add_callback(LooksAtTheBase())
+    with told(RuntimeError, "No trained parameter got a gradient at step 1", "switched off", "resume"):
+        trainer.train()
 
 
 # --- memory ------------------------------------------------------------------------------------------------------------------------

@@ -358,11 +358,8 @@ class AQNCallback(TrainerCallback):
         self._check_reach(args)
         self._state = state
         self.attach(model, seed=args.seed)
-        if (
-            self.schedule.name == "entropy_target"
-            and args.save_strategy == "steps"
-            and state.save_steps % state.logging_steps
-        ):
+        between_logs = args.save_strategy == "steps" and state.save_steps % state.logging_steps
+        if self.schedule.name == "entropy_target" and between_logs:
             logger.warning(
                 f"schedule='entropy_target' follows the logged entropy, and save_steps={state.save_steps} is not a multiple of logging_steps="
                 f"{state.logging_steps}: a run resumed from such a checkpoint logs other averages. Make save_steps a multiple of logging_steps."
@@ -428,6 +425,9 @@ class AQNCallback(TrainerCallback):
         callbacks.insert(0, self)
 
     def _check_reach(self, args) -> None:
+        if hasattr(args, "aqn_scope") and not self.explicit:
+            what = f"AQNCallback was added to a trainer that has noise of its own (aqn={args.aqn}): it would act without being corrected or recorded."
+            raise ValueError(f"{what} Leave it out, and set aqn=True and the other aqn_ arguments.")
         if getattr(args, "use_transformers_continuous_batching", False):
             raise ValueError(
                 "AQNCallback cannot be used with use_transformers_continuous_batching=True: its rollouts bypass the model's "
