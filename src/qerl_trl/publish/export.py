@@ -31,19 +31,20 @@ from typing import Any, cast
 
 import torch
 from accelerate.utils import broadcast_object_list
-from peft import PeftModel
+from peft import LoraConfig, PeftModel
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from .. import checkpoint, forward, redaction, report, unchanged
+from .. import base_identity, checkpoint, forward, identity, redaction, report, unchanged
 from ..identity import RunSettings
 from ..names import full_tensor, is_sharded, reshard
 from ..nvfp4 import layouts
 from ..nvfp4.config import NVFP4Config
 from ..nvfp4.headers import require_finite
 from ..nvfp4.linear import has_nvfp4
+from ..sources import sha256
 from . import read_back, staging, writer
-from .merge import check_base, entries_of, nvfp4_layer
+from .merge import check_base, entries_of, nvfp4_layer, recorded_base, saved_buffers, whole_base_sha256
 from .names import public_name
 from .records import Export, Kind, Measured, RequantizedNote
 from .run import (
@@ -378,10 +379,28 @@ def _save_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase | None) -> 
 
 
 def _describe(policy: TrainedPolicy, kind: Kind, with_adapter: bool = True) -> Export:
+    """The record by which an export is known again: what the run recorded, and where it did not, what is in the model as it is."""
     unchanged.check_scales(policy.model)
+    settings, weights, adapter = policy.settings.copy(), _fingerprint(policy, with_adapter), _active_lora(policy.model)
+    if with_adapter and adapter is not None and "lora" not in settings:
+        settings["lora"] = identity.lora_settings(adapter)
+    if policy.tokenizer is not None:
+        settings["tokenizer_sha256"] = identity.tokenizer_sha256(policy.tokenizer)
     if kind != "adapter":
         check_base(policy)
-    return _record(kind, policy.settings.copy(), _fingerprint(policy, with_adapter))
+        recorded, adapted = recorded_base(settings), isinstance(policy.model, PeftModel)
+        if recorded is None or not adapted:
+            base = whole_base_sha256(policy)
+            weights = sha256([weights if adapted else base, saved_buffers(policy)])
+            if recorded is None:
+                settings["base_sha256"] = base
+                settings["base_config"] = base_identity.base_config(policy.transformers_model)
+    return _record(kind, settings, weights)
+
+
+def _active_lora(model: nn.Module) -> LoraConfig | None:
+    found = model.peft_config[model.active_adapter] if isinstance(model, PeftModel) else None
+    return found if isinstance(found, LoraConfig) else None
 
 
 def _record(kind: Kind, settings: RunSettings, weights_sha256: str) -> Export:
@@ -394,6 +413,8 @@ def _record(kind: Kind, settings: RunSettings, weights_sha256: str) -> Export:
 def _fingerprint(policy: TrainedPolicy, with_adapter: bool) -> str:
     """SHA-256 of what training changed (of a small packed sample for a base)."""
     digest = hashlib.sha256()
+    if with_adapter and len(getattr(policy.model, "peft_config", ())) > 1:
+        digest.update(str(policy.model.active_adapters).encode())
     for name, parameter in (policy.gathered or dict(policy.model.named_parameters())).items():
         if _is_trained(name) == with_adapter and (with_adapter or name.endswith(("weight_packed", "weight_scale"))):
             data = parameter.detach() if with_adapter else parameter.detach()[:64]
