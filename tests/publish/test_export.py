@@ -20,7 +20,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, dynamic_module_utils
 
 from qerl_trl import NVFP4Config, QeRLConfig, checkpoint
 from qerl_trl.base_identity import base_sha256
@@ -370,6 +370,49 @@ def test_what_a_run_recorded_of_its_base_is_what_the_export_says(tiny_model_dir,
     policy = make_policy(tiny_model_dir("qwen2"))
     settings = {"base_format": "nvfp4", "base_sha256": base_sha256(policy), "lora": {"r": 4}}
     assert export.save_merged(TrainedPolicy(policy, None, settings), tmp_path / "merged")["settings"] == settings
+
+
+CODE = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+
+
+@pytest.fixture
+def own_code(tiny_model_dir, tmp_path, monkeypatch):
+    """A folder with a model whose code lies beside it."""
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    shutil.copytree(tiny_model_dir("qwen2"), tmp_path / "own")
+    (tmp_path / "own/configuration_own.py").write_text(
+        "from transformers import Qwen2Config\nclass OwnConfig(Qwen2Config):\n    model_type = 'own'\n"
+    )
+    (tmp_path / "own/modeling_own.py").write_text(
+        "from transformers import Qwen2ForCausalLM\nfrom .configuration_own import OwnConfig\n"
+        "class OwnForCausalLM(Qwen2ForCausalLM):\n    config_class = OwnConfig\n"
+    )
+    config = json.loads((tmp_path / "own/config.json").read_text())
+    (tmp_path / "own/config.json").write_text(json.dumps({**config, "model_type": "own", "auto_map": CODE}))
+    return tmp_path / "own"
+
+
+@pytest.mark.parametrize("save", [export.save_merged, export.save_base], ids=["merged", "base"])
+def test_a_model_with_code_of_its_own_is_loaded_where_its_code_is_named(own_code, tmp_path, caplog, save):
+    quantized = {} if save is export.save_merged else {"quantization_config": NVFP4Config()}
+    model = AutoModelForCausalLM.from_pretrained(own_code, trust_remote_code=True, **quantized)
+    save(model, tmp_path / "made")
+    (said,) = [record.getMessage() for record in caplog.records if "code of its own" in record.getMessage()]
+    for word in (
+        "configuration_own.py, modeling_own.py",
+        str(tmp_path / "made"),
+        "user/name--modeling_own.OwnForCausalLM",
+    ):
+        assert word in said
+    with pytest.raises(OSError, match=r"_own\.py"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "made", trust_remote_code=True)
+    caplog.clear()
+    model.config.auto_map = {role: f"{own_code}--{name}" for role, name in CODE.items()}
+    save(model, tmp_path / "made", overwrite=True)
+    assert "code of its own" not in caplog.text and not list((tmp_path / "made").glob("*.py"))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "made", trust_remote_code=True)
+    assert type(loaded).__name__ == "OwnForCausalLM"
 
 
 def test_no_path_of_this_machine_is_published(tiny_model_dir, tiny_tokenizer, tmp_path):

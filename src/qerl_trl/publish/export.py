@@ -45,7 +45,7 @@ from ..nvfp4.linear import has_nvfp4
 from ..sources import sha256
 from . import read_back, staging, writer
 from .merge import check_base, entries_of, nvfp4_layer, recorded_base, saved_buffers, whole_base_sha256
-from .names import public_name
+from .names import is_hub_id, public_name
 from .records import Export, Kind, Measured, RequantizedNote
 from .run import (
     ADAPTER_FILE,
@@ -164,6 +164,7 @@ def save_merged(
             export["measured"] = measured
         if staging.is_complete(folder, export):
             return export
+        _warn_of_code(policy, folder)
         jobs = [cast_job(entry, dtype) for entry in entries_of(policy, with_adapter=True)]
         with _staged(folder, export, overwrite, policy.tokenizer, card) as partial:
             writer.write_shards(partial, jobs, layouts.WRITTEN_BY, max_shard_bytes, progress=progress)
@@ -190,6 +191,7 @@ def save_base(
         export = _describe(policy, "nvfp4_base", with_adapter=False)
         if staging.is_complete(folder, export):
             return export
+        _warn_of_code(policy, folder)
         jobs, dtypes = [], {torch.bfloat16}
         for entry in entries_of(policy, with_adapter=False):
             if nvfp4_layer(entry) is not None:
@@ -235,6 +237,7 @@ def save_merged_nvfp4(
         finished = checkpoint.recorded_run(folder)
         if finished and staging.is_complete(folder, {**export, "survived": finished.get("survived")}):
             return cast(Export, finished)
+        _warn_of_code(policy, folder)
         entries = entries_of(policy, with_adapter=True)
         packed = [entry for entry in entries if nvfp4_layer(entry) is not None]
         jobs = [cast_job(entry, torch.bfloat16) for entry in entries if nvfp4_layer(entry) is None]
@@ -340,6 +343,27 @@ def _require_nvfp4(policy: TrainedPolicy) -> NVFP4Config:
     return quantizer.quantization_config
 
 
+def _warn_of_code(policy: TrainedPolicy, folder: str | os.PathLike) -> None:
+    """Say of a model with code of its own that it will not be loaded from `folder` alone, unless its configuration names where that code is."""
+    config = policy.transformers_model.config
+    missing = {role: name for role, name in (getattr(config, "auto_map", None) or {}).items() if "--" not in str(name)}
+    if not missing:
+        return
+    classes = [name for names in missing.values() for name in (names if isinstance(names, (list, tuple)) else [names])]
+    files = sorted({f"{name.split('.')[0]}.py" for name in classes if name})
+    named = str(getattr(config, "_name_or_path", ""))
+    repo = named if is_hub_id(named) else "user/name"
+    entries = {role: f"{repo}--{name}" for role, name in missing.items() if isinstance(name, str)}
+    logger.warning(
+        "This model is made by code of its own (%s; auto_map in its configuration), which is not exported whole and of which nothing is uploaded: nobody "
+        "can load %s by itself. Name the repository that has the code before the export, model.config.auto_map = %s, and export again; or copy these files "
+        "by hand, into the folder and into the repository on the Hub.",
+        ", ".join(files),
+        folder,
+        entries,
+    )
+
+
 def _save_config(
     folder: Path, policy: TrainedPolicy, dtype: torch.dtype, quantization: dict[str, Any] | None, jobs: list[Job]
 ) -> None:
@@ -351,6 +375,8 @@ def _save_config(
         del config.quantization_config
     config.dtype = dtype
     config.architectures = [type(model).__name__]
+    if "--" in str((getattr(config, "auto_map", None) or {}).get("AutoConfig", "")):
+        config._auto_class = None  # or saving copies the code, and lets auto_map name the copy
     if getattr(config, "tie_word_embeddings", False) and "lm_head.weight" in names:
         config.tie_word_embeddings = False
         more = next(math.prod(spec.shape) for job in jobs for spec in job.specs if spec.name == "lm_head.weight")
@@ -395,7 +421,10 @@ def _describe(policy: TrainedPolicy, kind: Kind, with_adapter: bool = True) -> E
             if recorded is None:
                 settings["base_sha256"] = base
                 settings["base_config"] = base_identity.base_config(policy.transformers_model)
-    return _record(kind, settings, weights)
+    export = _record(kind, settings, weights)
+    if kind != "adapter" and (code := getattr(policy.transformers_model.config, "auto_map", None)):
+        export["auto_map"] = code
+    return export
 
 
 def _active_lora(model: nn.Module) -> LoraConfig | None:

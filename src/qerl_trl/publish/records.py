@@ -46,6 +46,7 @@ class Export(ExportBase, total=False):
 
     weights_sha256: str  # of what training changed; of a model without an adapter, of all
     base_model: str | None  # the base that an adapter was told to name
+    auto_map: dict[str, Any]  # where a model with code of its own has it
     dtype: str  # of a merged model
     measured: Measured
     # of a re-quantized merge
