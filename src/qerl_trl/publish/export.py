@@ -43,9 +43,9 @@ from ..nvfp4.config import NVFP4Config
 from ..nvfp4.headers import require_finite
 from ..nvfp4.linear import has_nvfp4
 from ..sources import sha256
-from . import read_back, staging, writer
+from . import custom_code, read_back, staging, writer
 from .merge import check_base, entries_of, nvfp4_layer, recorded_base, saved_buffers, whole_base_sha256
-from .names import is_hub_id, public_name
+from .names import public_name
 from .records import Export, Kind, Measured, RequantizedNote
 from .run import (
     ADAPTER_FILE,
@@ -164,7 +164,7 @@ def save_merged(
             export["measured"] = measured
         if staging.is_complete(folder, export):
             return export
-        _warn_of_code(policy, folder)
+        custom_code.warn(policy, folder)
         jobs = [cast_job(entry, dtype) for entry in entries_of(policy, with_adapter=True)]
         with _staged(folder, export, overwrite, policy.tokenizer, card) as partial:
             writer.write_shards(partial, jobs, layouts.WRITTEN_BY, max_shard_bytes, progress=progress)
@@ -191,7 +191,7 @@ def save_base(
         export = _describe(policy, "nvfp4_base", with_adapter=False)
         if staging.is_complete(folder, export):
             return export
-        _warn_of_code(policy, folder)
+        custom_code.warn(policy, folder)
         jobs, dtypes = [], {torch.bfloat16}
         for entry in entries_of(policy, with_adapter=False):
             if nvfp4_layer(entry) is not None:
@@ -237,7 +237,7 @@ def save_merged_nvfp4(
         finished = checkpoint.recorded_run(folder)
         if finished and staging.is_complete(folder, {**export, "survived": finished.get("survived")}):
             return cast(Export, finished)
-        _warn_of_code(policy, folder)
+        custom_code.warn(policy, folder)
         entries = entries_of(policy, with_adapter=True)
         packed = [entry for entry in entries if nvfp4_layer(entry) is not None]
         jobs = [cast_job(entry, torch.bfloat16) for entry in entries if nvfp4_layer(entry) is None]
@@ -343,27 +343,6 @@ def _require_nvfp4(policy: TrainedPolicy) -> NVFP4Config:
     return quantizer.quantization_config
 
 
-def _warn_of_code(policy: TrainedPolicy, folder: str | os.PathLike) -> None:
-    """Say of a model with code of its own that it will not be loaded from `folder` alone, unless its configuration names where that code is."""
-    config = policy.transformers_model.config
-    missing = {role: name for role, name in (getattr(config, "auto_map", None) or {}).items() if "--" not in str(name)}
-    if not missing:
-        return
-    classes = [name for names in missing.values() for name in (names if isinstance(names, (list, tuple)) else [names])]
-    files = sorted({f"{name.split('.')[0]}.py" for name in classes if name})
-    named = str(getattr(config, "_name_or_path", ""))
-    repo = named if is_hub_id(named) else "user/name"
-    entries = {role: f"{repo}--{name}" for role, name in missing.items() if isinstance(name, str)}
-    logger.warning(
-        "This model is made by code of its own (%s; auto_map in its configuration), which is not exported whole and of which nothing is uploaded: nobody "
-        "can load %s by itself. Name the repository that has the code before the export, model.config.auto_map = %s, and export again; or copy these files "
-        "by hand, into the folder and into the repository on the Hub.",
-        ", ".join(files),
-        folder,
-        entries,
-    )
-
-
 def _save_config(
     folder: Path, policy: TrainedPolicy, dtype: torch.dtype, quantization: dict[str, Any] | None, jobs: list[Job]
 ) -> None:
@@ -375,8 +354,7 @@ def _save_config(
         del config.quantization_config
     config.dtype = dtype
     config.architectures = [type(model).__name__]
-    if "--" in str((getattr(config, "auto_map", None) or {}).get("AutoConfig", "")):
-        config._auto_class = None  # or saving copies the code, and lets auto_map name the copy
+    custom_code.keep_named(config)
     if getattr(config, "tie_word_embeddings", False) and "lm_head.weight" in names:
         config.tie_word_embeddings = False
         more = next(math.prod(spec.shape) for job in jobs for spec in job.specs if spec.name == "lm_head.weight")
@@ -422,7 +400,7 @@ def _describe(policy: TrainedPolicy, kind: Kind, with_adapter: bool = True) -> E
                 settings["base_sha256"] = base
                 settings["base_config"] = base_identity.base_config(policy.transformers_model)
     export = _record(kind, settings, weights)
-    if kind != "adapter" and (code := getattr(policy.transformers_model.config, "auto_map", None)):
+    if kind != "adapter" and (code := custom_code.auto_map(policy.transformers_model.config)):
         export["auto_map"] = code
     return export
 
