@@ -152,12 +152,7 @@ def run_settings(trainer: OnlineTrainer) -> RunSettings:
     settings["special_tokens"] = _special_tokens(trainer)
     settings["dtype"] = str(compute_dtype(model)).removeprefix("torch.")
     if is_peft_model(model):
-        lora = model.peft_config[model.active_adapter]
-        targets = lora.target_modules  # a string is a regular expression
-        targets = targets if isinstance(targets, str) else sorted(targets)
-        settings["lora"] = {"r": lora.r, "alpha": lora.lora_alpha, "targets": targets}
-        if options := _lora_options(lora):
-            settings["lora"]["options"] = options
+        settings["lora"] = lora_settings(model.peft_config[model.active_adapter])
     rewards, rollouts, sources = list(rewards_of(trainer)), list(rollouts_of(trainer)), trainer.sources
     settings["rewards"] = list(trainer.reward_func_names)
     settings["rewards_sha256"] = sources.digests(rewards)
@@ -211,6 +206,15 @@ def tokenizer_sha256(processing_class: Any) -> str:
     tokenizer = getattr(processing_class, "tokenizer", processing_class)  # of a processor
     template = getattr(processing_class, "chat_template", None) or getattr(tokenizer, "chat_template", None)
     return sha256([template, list(tokenizer(_TEXT)["input_ids"])])
+
+
+def lora_settings(lora: LoraConfig) -> LoraSettings:
+    targets: Any = lora.target_modules  # a string is a regular expression
+    targets = targets if isinstance(targets, str) else sorted(targets or ())
+    found: LoraSettings = {"r": lora.r, "alpha": lora.lora_alpha, "targets": targets}
+    if options := _lora_options(lora):
+        found["options"] = options
+    return found
 
 
 def _lora_options(lora: LoraConfig) -> dict[str, Any]:

@@ -1,8 +1,10 @@
 """Exports against the live policy and against other libraries: PEFT, transformers, compressed-tensors."""
 
+import copy
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,10 +19,12 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, dynamic_module_utils
 
 from qerl_trl import NVFP4Config, QeRLConfig, checkpoint
 from qerl_trl.base_identity import base_sha256
+from qerl_trl.loading import check_identity
 from qerl_trl.lora import prepare_trainable_norms, register_nvfp4_lora
 from qerl_trl.nvfp4 import shards
 from qerl_trl.nvfp4.config import from_pretrained
@@ -278,6 +282,137 @@ def test_existing_folder_is_kept_unless_overwritten(tiny_model_dir, tmp_path):
     export.save_merged(policy, target)  # the same again: nothing to do
     assert (target / "model.safetensors").stat().st_mtime_ns == stamp
     assert [p.name for p in tmp_path.iterdir()] == ["merged"]
+
+
+def _three_times_a_matrix(model):
+    with torch.no_grad():
+        model.get_parameter("model.layers.0.mlp.up_proj.weight").mul_(3)
+
+
+def _another_buffer(model):
+    model.router_bias.add_(1)
+
+
+def _another_theta(model):
+    model.config.rope_parameters["rope_theta"] *= 2
+
+
+@pytest.mark.parametrize("change", [_three_times_a_matrix, _another_buffer, _another_theta])
+def test_a_bare_model_is_not_taken_for_another_one(tiny_model_dir, tmp_path, change):
+    """Of one that no run is known of."""
+    models = [AutoModelForCausalLM.from_pretrained(tiny_model_dir("qwen2")) for _ in range(2)]
+    for model in models:
+        model.register_buffer("router_bias", torch.zeros(3))
+    change(models[1])
+    export.save_merged(models[0], tmp_path / "merged")
+    export.save_merged(models[1], tmp_path / "merged", overwrite=True)
+    export.save_merged(models[1], tmp_path / "fresh")
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "merged" / name).read_bytes() == (tmp_path / "fresh" / name).read_bytes()
+
+
+def _more_alpha(folder):
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps({**config, "lora_alpha": 80}))
+
+
+def _other_base(folder):
+    tensors = load_file(folder.parent / "base/model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"] *= 3
+    save_file(tensors, folder.parent / "base/model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize("change", [_other_base, _more_alpha])
+@pytest.mark.parametrize("save", [export.save_merged, export.save_adapter], ids=["merged", "adapter"])
+def test_a_plain_adapter_is_not_taken_for_another_one(tiny_model_dir, tmp_path, change, save):
+    """Trained by PEFT alone, which records nothing of its base."""
+    shutil.copytree(tiny_model_dir("qwen2"), tmp_path / "base")
+    make_policy(tmp_path / "base", base="bf16").save_pretrained(tmp_path / "adapter")
+    save(load_policy(tmp_path / "adapter", base_format="bf16"), tmp_path / "made")
+    change(tmp_path / "adapter")
+    later = load_policy(tmp_path / "adapter", base_format="bf16")
+    save(later, tmp_path / "made", overwrite=True)
+    save(later, tmp_path / "fresh")
+    for path in (tmp_path / "fresh").iterdir():
+        if path.suffix == ".safetensors" or path.name.endswith("config.json"):
+            assert path.read_bytes() == (tmp_path / "made" / path.name).read_bytes()
+
+
+def test_another_tokenizer_is_another_export(tiny_model_dir, tiny_tokenizer, tmp_path):
+    policy, other = make_policy(tiny_model_dir("qwen2")), copy.deepcopy(tiny_tokenizer)
+    other.chat_template = "{{ messages[0].content }}"
+    for tokenizer in (tiny_tokenizer, other):
+        export.save_merged(policy, tmp_path / "merged", tokenizer, overwrite=True)
+    assert AutoTokenizer.from_pretrained(tmp_path / "merged").chat_template == other.chat_template
+
+
+def test_the_active_one_of_two_adapters_is_another_policy(tiny_model_dir, tmp_path):
+    policy = make_policy(tiny_model_dir("qwen2"))
+    policy.add_adapter("second", policy.peft_config["default"])
+    export.save_merged(policy, tmp_path / "merged")
+    policy.set_adapter("second")
+    export.save_merged(policy, tmp_path / "merged", overwrite=True)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    assert logit_distance(logits_of(policy, [IDS]), logits_of(loaded, [IDS]))["max_logit_distance"] < 0.05
+
+
+def test_a_base_of_another_format_than_the_runs_says_its_own_fingerprint(tiny_model_dir, tmp_path):
+    """An adapter that was trained on a dense base, whose NVFP4 base is exported: it is compared when it is loaded."""
+    policy = make_policy(tiny_model_dir("qwen2"))
+    recorded = {"base_format": "bf16", "merged_onto": "nvfp4", "base_sha256": "0" * 64}
+    made = export.save_base(TrainedPolicy(policy, None, recorded), tmp_path / "base")
+    assert made["settings"]["base_sha256"] == base_sha256(policy)
+    loaded = from_pretrained(tmp_path / "base", dtype=torch.float32)
+    check_identity(loaded, base_sha256(loaded))
+
+
+def test_what_a_run_recorded_of_its_base_is_what_the_export_says(tiny_model_dir, tmp_path):
+    policy = make_policy(tiny_model_dir("qwen2"))
+    settings = {"base_format": "nvfp4", "base_sha256": base_sha256(policy), "lora": {"r": 4}}
+    assert export.save_merged(TrainedPolicy(policy, None, settings), tmp_path / "merged")["settings"] == settings
+
+
+CODE = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+
+
+@pytest.fixture
+def own_code(tiny_model_dir, tmp_path, monkeypatch):
+    """A folder with a model whose code lies beside it."""
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    shutil.copytree(tiny_model_dir("qwen2"), tmp_path / "own")
+    (tmp_path / "own/configuration_own.py").write_text(
+        "from transformers import Qwen2Config\nclass OwnConfig(Qwen2Config):\n    model_type = 'own'\n"
+    )
+    (tmp_path / "own/modeling_own.py").write_text(
+        "from transformers import Qwen2ForCausalLM\nfrom .configuration_own import OwnConfig\n"
+        "class OwnForCausalLM(Qwen2ForCausalLM):\n    config_class = OwnConfig\n"
+    )
+    config = json.loads((tmp_path / "own/config.json").read_text())
+    (tmp_path / "own/config.json").write_text(json.dumps({**config, "model_type": "own", "auto_map": CODE}))
+    return tmp_path / "own"
+
+
+@pytest.mark.parametrize("save", [export.save_merged, export.save_base], ids=["merged", "base"])
+def test_a_model_with_code_of_its_own_is_loaded_where_its_code_is_named(own_code, tmp_path, caplog, save):
+    quantized = {} if save is export.save_merged else {"quantization_config": NVFP4Config()}
+    model = AutoModelForCausalLM.from_pretrained(own_code, trust_remote_code=True, **quantized)
+    save(model, tmp_path / "made")
+    (said,) = [record.getMessage() for record in caplog.records if "code of its own" in record.getMessage()]
+    for word in (
+        "configuration_own.py, modeling_own.py",
+        str(tmp_path / "made"),
+        "user/name--modeling_own.OwnForCausalLM",
+    ):
+        assert word in said
+    with pytest.raises(OSError, match=r"_own\.py"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "made", trust_remote_code=True)
+    caplog.clear()
+    model.config.auto_map = {role: f"{own_code}--{name}" for role, name in CODE.items()}
+    save(model, tmp_path / "made", overwrite=True)
+    assert "code of its own" not in caplog.text and not list((tmp_path / "made").glob("*.py"))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "made", trust_remote_code=True)
+    assert type(loaded).__name__ == "OwnForCausalLM"
 
 
 def test_no_path_of_this_machine_is_published(tiny_model_dir, tiny_tokenizer, tmp_path):

@@ -9,6 +9,7 @@ import huggingface_hub
 import pytest
 import torch
 from huggingface_hub import constants
+from safetensors.torch import load
 from transformers import AutoModelForCausalLM
 
 from qerl_trl import checkpoint
@@ -299,3 +300,17 @@ def test_other_ranks_upload_nothing(server, exported, monkeypatch):
     monkeypatch.setattr(export, "save_base", lambda *a, **k: {"kind": "nvfp4_base"})
     assert hub.push_base(trainer, REPO, facts={"kind": "nvfp4_base", "settings": {}}) is None
     assert server.requests == []
+
+
+def test_a_model_that_was_not_sent_is_not_sent_for_the_next_one(server, tiny_model_dir, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    models = [AutoModelForCausalLM.from_pretrained(tiny_model_dir("qwen2")) for _ in range(2)]
+    with torch.no_grad():
+        models[1].model.layers[0].mlp.up_proj.weight.mul_(3)
+    server.fail = {r"POST /api/models/.*/commit/.*": 401}
+    with pytest.raises(hub.HubError):
+        hub.push_merged(models[0], REPO)
+    server.fail = {}
+    hub.push_merged(models[1], REPO)
+    sent = load(server.repos[REPO]["files"]["model.safetensors"])["model.layers.0.mlp.up_proj.weight"]
+    assert torch.equal(sent, models[1].model.layers[0].mlp.up_proj.weight.bfloat16())

@@ -31,19 +31,20 @@ from typing import Any, cast
 
 import torch
 from accelerate.utils import broadcast_object_list
-from peft import PeftModel
+from peft import LoraConfig, PeftModel
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from .. import checkpoint, forward, redaction, report, unchanged
+from .. import base_identity, checkpoint, forward, identity, redaction, report, unchanged
 from ..identity import RunSettings
 from ..names import full_tensor, is_sharded, reshard
 from ..nvfp4 import layouts
 from ..nvfp4.config import NVFP4Config
 from ..nvfp4.headers import require_finite
 from ..nvfp4.linear import has_nvfp4
-from . import read_back, staging, writer
-from .merge import check_base, entries_of, nvfp4_layer
+from ..sources import sha256
+from . import custom_code, read_back, staging, writer
+from .merge import check_base, entries_of, nvfp4_layer, recorded_base, saved_buffers, whole_base_sha256
 from .names import public_name
 from .records import Export, Kind, Measured, RequantizedNote
 from .run import (
@@ -163,6 +164,7 @@ def save_merged(
             export["measured"] = measured
         if staging.is_complete(folder, export):
             return export
+        custom_code.warn(policy, folder)
         jobs = [cast_job(entry, dtype) for entry in entries_of(policy, with_adapter=True)]
         with _staged(folder, export, overwrite, policy.tokenizer, card) as partial:
             writer.write_shards(partial, jobs, layouts.WRITTEN_BY, max_shard_bytes, progress=progress)
@@ -189,6 +191,7 @@ def save_base(
         export = _describe(policy, "nvfp4_base", with_adapter=False)
         if staging.is_complete(folder, export):
             return export
+        custom_code.warn(policy, folder)
         jobs, dtypes = [], {torch.bfloat16}
         for entry in entries_of(policy, with_adapter=False):
             if nvfp4_layer(entry) is not None:
@@ -234,6 +237,7 @@ def save_merged_nvfp4(
         finished = checkpoint.recorded_run(folder)
         if finished and staging.is_complete(folder, {**export, "survived": finished.get("survived")}):
             return cast(Export, finished)
+        custom_code.warn(policy, folder)
         entries = entries_of(policy, with_adapter=True)
         packed = [entry for entry in entries if nvfp4_layer(entry) is not None]
         jobs = [cast_job(entry, torch.bfloat16) for entry in entries if nvfp4_layer(entry) is None]
@@ -350,6 +354,7 @@ def _save_config(
         del config.quantization_config
     config.dtype = dtype
     config.architectures = [type(model).__name__]
+    custom_code.keep_named(config)
     if getattr(config, "tie_word_embeddings", False) and "lm_head.weight" in names:
         config.tie_word_embeddings = False
         more = next(math.prod(spec.shape) for job in jobs for spec in job.specs if spec.name == "lm_head.weight")
@@ -378,10 +383,31 @@ def _save_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase | None) -> 
 
 
 def _describe(policy: TrainedPolicy, kind: Kind, with_adapter: bool = True) -> Export:
+    """The record by which an export is known again: what the run recorded, and where it did not, what is in the model as it is."""
     unchanged.check_scales(policy.model)
+    settings, weights, adapter = policy.settings.copy(), _fingerprint(policy, with_adapter), _active_lora(policy.model)
+    if with_adapter and adapter is not None and "lora" not in settings:
+        settings["lora"] = identity.lora_settings(adapter)
+    if policy.tokenizer is not None:
+        settings["tokenizer_sha256"] = identity.tokenizer_sha256(policy.tokenizer)
     if kind != "adapter":
         check_base(policy)
-    return _record(kind, policy.settings.copy(), _fingerprint(policy, with_adapter))
+        recorded, adapted = recorded_base(settings), isinstance(policy.model, PeftModel)
+        if recorded is None or not adapted:
+            base = whole_base_sha256(policy)
+            weights = sha256([weights if adapted else base, saved_buffers(policy)])
+            if recorded is None:
+                settings["base_sha256"] = base
+                settings["base_config"] = base_identity.base_config(policy.transformers_model)
+    export = _record(kind, settings, weights)
+    if kind != "adapter" and (code := custom_code.auto_map(policy.transformers_model.config)):
+        export["auto_map"] = code
+    return export
+
+
+def _active_lora(model: nn.Module) -> LoraConfig | None:
+    found = model.peft_config[model.active_adapter] if isinstance(model, PeftModel) else None
+    return found if isinstance(found, LoraConfig) else None
 
 
 def _record(kind: Kind, settings: RunSettings, weights_sha256: str) -> Export:
@@ -394,6 +420,8 @@ def _record(kind: Kind, settings: RunSettings, weights_sha256: str) -> Export:
 def _fingerprint(policy: TrainedPolicy, with_adapter: bool) -> str:
     """SHA-256 of what training changed (of a small packed sample for a base)."""
     digest = hashlib.sha256()
+    if with_adapter and len(getattr(policy.model, "peft_config", ())) > 1:
+        digest.update(str(policy.model.active_adapters).encode())
     for name, parameter in (policy.gathered or dict(policy.model.named_parameters())).items():
         if _is_trained(name) == with_adapter and (with_adapter or name.endswith(("weight_packed", "weight_scale"))):
             data = parameter.detach() if with_adapter else parameter.detach()[:64]

@@ -19,6 +19,8 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from .. import unchanged
+from ..base_identity import FingerprintRow, base_sha256, row_of
+from ..identity import RunSettings
 from ..nvfp4.linear import NVFP4Linear
 from .run import TrainedPolicy
 
@@ -53,9 +55,33 @@ def check_base(policy: TrainedPolicy) -> None:
     Raises:
         `RuntimeError`: the adapter is merged, or a frozen weight is another one than the run recorded.
     """
-    settings, adapted = policy.settings, isinstance(policy.model, PeftModel)
+    adapted = isinstance(policy.model, PeftModel)
+    unchanged.check_base(policy.model, recorded_base(policy.settings) if adapted else None)
+
+
+def recorded_base(settings: RunSettings) -> str | None:
+    """Fingerprint that the run recorded of its base, where the policy stands on that one: in the run's format."""
     same_form = settings.get("merged_onto") in (None, settings.get("base_format"))
-    unchanged.check_base(policy.model, settings.get("base_sha256") if adapted and same_form else None)
+    return settings.get("base_sha256") if same_form else None
+
+
+def whole_base_sha256(policy: TrainedPolicy) -> str:
+    """Fingerprint of the weights as they are now, without the adapter.
+
+    Raises:
+        `RuntimeError`: this process does not have them whole.
+    """
+    model = policy.transformers_model
+    for name, parameter in model.named_parameters():
+        _require_whole(name, parameter)
+    return cast(str, base_sha256(model))
+
+
+def saved_buffers(policy: TrainedPolicy) -> list[FingerprintRow]:
+    """Of what is written beside the parameters, which the fingerprint of a base leaves out."""
+    model = policy.transformers_model
+    names = dict(model.named_buffers(remove_duplicate=False)).keys()
+    return [row_of(name, tensor) for name, tensor in model.state_dict().items() if name in names]
 
 
 @torch.no_grad()
@@ -96,11 +122,7 @@ def entries_of(policy: TrainedPolicy, with_adapter: bool) -> list[Entry]:
     entries: list[Entry] = []
     seen: set[tuple] = set()
     for key, tensor in model.state_dict().items():
-        if tensor.is_meta or tensor.numel() == 0 or hasattr(tensor, "device_mesh") or hasattr(tensor, "ds_id"):
-            raise RuntimeError(
-                f"{key} is sharded or offloaded, this process does not have it whole. Save a checkpoint, and export from its folder: "
-                "qerl-trl merge <checkpoint> <folder>."
-            )
+        _require_whole(key, tensor)
         owner = next((prefix for prefix in _prefixes(key) if prefix in owners), None)
         if owner is None:
             place = (tensor.data_ptr(), tensor.shape, tensor.stride())
@@ -111,6 +133,14 @@ def entries_of(policy: TrainedPolicy, with_adapter: bool) -> list[Entry]:
         entries += _layer_entries(owner, owners[owner], key.removeprefix(f"{owner}."), tensor, with_adapter)
     renamed = _disk_names(model, entries)
     return [entry._replace(name=renamed[entry.name]) for entry in entries]
+
+
+def _require_whole(name: str, tensor: torch.Tensor) -> None:
+    if tensor.is_meta or tensor.numel() == 0 or hasattr(tensor, "device_mesh") or hasattr(tensor, "ds_id"):
+        raise RuntimeError(
+            f"{name} is sharded or offloaded, this process does not have it whole. Save a checkpoint, and export from its folder: "
+            "qerl-trl merge <checkpoint> <folder>."
+        )
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:

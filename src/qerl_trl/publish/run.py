@@ -195,14 +195,14 @@ def compared_base(
     Raises:
         `ValueError`: its weights are others, and that is not `allowed`.
     """
-    then, now = settings.get("base_sha256"), base_identity.base_sha256(model)
+    then = settings.get("base_sha256")
     if then is None:
         logger.warning(
             "The run did not record a fingerprint of its base (it is of an older version, or of another library): %s is taken on trust.",
             base_model,
         )
         return {}
-    if then == now or now is None:
+    if (now := base_identity.base_sha256(model)) in (then, None):
         return {}
     commit = settings.get("base_revision")
     trained_on = f"{settings.get('model', 'a base')}{f' at revision {commit[:12]}' if commit else ''}"
