@@ -391,6 +391,39 @@ def test_a_run_is_not_saved_over_another_ones(finished, tiny_runs, tmp_path):  #
         trainer.save_model(tmp_path / "mine")
 
 
+@fault("S.arms_share_folder")
+@pytest.mark.parametrize("allowed", [False, True], ids=["", "other settings allowed"])
+def test_a_run_does_not_go_on_from_elsewhere_in_another_ones_folder(allowed, finished, tiny_runs, tmp_path):  # noqa: F811
+    """By the name of its own checkpoint: the other run's adapter, manifest and checkpoints were replaced."""
+    other = shutil.copytree(finished, tmp_path / "other")
+    tiny_runs.command(tmp_path / "mine", learning_rate=5e-2)
+    before = contents(tmp_path)
+    trainer = tiny_runs.trainer(other, learning_rate=5e-2, allow_other_settings=allowed)
+    with told(ValueError, str(other), "learning_rate: 0.001 then, 0.05 now", "another output_dir"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "mine/checkpoint-1"))
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("where", ["an empty folder", "a folder of the same run", "its own by a link", "allowed again"])
+def test_a_run_goes_on_from_elsewhere(where, finished, tiny_runs, tmp_path):  # noqa: F811
+    run, into, more = shutil.copytree(finished, tmp_path / "run"), tmp_path / "into", {}
+    if where == "a folder of the same run":
+        shutil.copytree(finished, into)
+    if where == "its own by a link":
+        into.symlink_to(run)
+    if where == "allowed again":
+        more = {"learning_rate": 5e-2, "allow_other_settings": True}
+    for _ in range(2):
+        trainer = tiny_runs.trainer(into, **more)
+        trainer.train(resume_from_checkpoint=str(run / "checkpoint-1"))
+        trainer.save_model()
+    assert trainer.state.global_step == 2 and checkpoint.problems(into) == []
+    assert (into / WEIGHTS).read_bytes() == (
+        finished / WEIGHTS
+    ).read_bytes()  # a schedule goes on as it was, whatever is allowed
+    assert checkpoint.recorded_run(into)["learning_rate"] == more.get("learning_rate", 1e-3)
+
+
 @fault("S.resume_other_data")
 @pytest.mark.parametrize("sealed", [True, False], ids=["export", "without a seal"])
 def test_an_adapter_is_no_checkpoint(sealed, tiny_runs, tmp_path):  # noqa: F811
