@@ -65,6 +65,43 @@ def test_an_adapter_is_not_published_for_another_base_quantized_on_disk(trained,
 
 
 @fault("S.wrong_base")
+def test_an_exported_adapter_is_not_published_for_the_other_base_that_it_names(trained, other_base, server, tmp_path):  # noqa: F811
+    """The name was said to `save_adapter`, and not to the push."""
+    make, run = trained
+    quantize_folder(other_base, tmp_path / "base")
+    hub.push_folder(tmp_path / "base", "someone/quantized")
+    trainer = make(load_policy(run).settings["model"], tmp_path / "run", max_steps=1)
+    trainer.save_adapter(tmp_path / "adapter", base_model="someone/quantized")
+    push = ("push", "adapter", tmp_path / "adapter", REPO)
+    code, _, err = call(*push)
+    assert code == 2 and "someone/quantized holds a base with other weights" in err and "--allow-other-base" in err
+    assert REPO not in server.repos
+    code, _, err = call(*push, "--allow-other-base")
+    assert code == 0 and "It is named all the same, as allowed" in err and WEIGHTS in server.repos[REPO]["files"]
+
+
+@pytest.mark.parametrize("base", ["not there", "refused", "without a manifest", "at a recorded commit"])
+def test_an_exported_adapter_whose_base_says_nothing_is_published(base, trained, server, tmp_path):  # noqa: F811
+    make, run = trained
+    trainer = make(load_policy(run).settings["model"], tmp_path / "run", max_steps=1)
+    trainer.save_adapter(tmp_path / "adapter", base_model="someone/base")
+    if base != "not there":
+        server.put("someone/base")
+    if base == "refused":
+        server.fail["(GET|HEAD) /someone/base/.*"] = 403
+    if base == "at a recorded commit":
+        record = checkpoint.recorded_run(tmp_path / "adapter")
+        record["settings"] |= {"model": "someone/base", "base_revision": "c" * 40}
+        checkpoint.seal(tmp_path / "adapter", record)
+    code, _, err = call("push", "adapter", tmp_path / "adapter", REPO)
+    assert code == 0 and WEIGHTS in server.repos[REPO]["files"]
+    said = {"not there": "someone/base was not found on the Hub", "at a recorded commit": ""}.get(
+        base, "taken on trust"
+    )
+    assert said in err and ("taken on trust" in err) == (said == "taken on trust")
+
+
+@fault("S.wrong_base")
 def test_a_base_on_the_hub_that_does_not_say_what_it_holds(trained, server):  # noqa: F811
     """Nothing there can be compared: that is said. A manifest that was edited is refused."""
     server.put("someone/dense", private=True)
