@@ -155,21 +155,24 @@ def settle(output_dir: str | os.PathLike, resume: str | None, settings: Mapping[
         Differences that `allowed` (`allow_other_settings`) let pass, one line each, with those of earlier times.
 
     Raises:
-        `ValueError`: the folder, or the checkpoint, belongs to a run with other settings.
+        `ValueError`: the folder, or the checkpoint, belongs to a run with other settings. Of a folder that another checkpoint than one of its own
+            is continued in, `allowed` lets nothing pass: its files are those of the other run.
     """
-    source = Path(resume) if resume is not None else _owner(Path(output_dir))
+    source = None if resume is not None and _lies_in(resume, output_dir) else _owner(Path(output_dir))
+    if source is not None:
+        there = identity.differences(checkpoint.recorded_run(source), settings)
+        if there.refused:
+            raise ValueError(
+                f"output_dir={str(output_dir)!r} belongs to a run with other settings, whose files a new run would mix with its own: "
+                f"{'; '.join(there.refused)}. Choose another output_dir, or remove this one if it is not needed any more."
+            )
+    source = Path(resume) if resume is not None else source
     then = checkpoint.recorded_run(source) if source is not None else {}
     found = identity.differences(then, settings)
     changed = list(then.get("changed", []))
-    if found.refused and (resume is None or not allowed):
-        listed = "; ".join(found.refused)
-        if resume is None:
-            raise ValueError(
-                f"output_dir={str(output_dir)!r} belongs to a run with other settings, whose files a new run would mix with its own: {listed}. "
-                "Choose another output_dir, or remove this one if it is not needed any more."
-            )
+    if found.refused and not allowed:
         raise ValueError(
-            f"{resume} belongs to a run with other settings: {listed}. To train with the new ones, choose another output_dir; to go on from it "
+            f"{resume} belongs to a run with other settings: {'; '.join(found.refused)}. To train with the new ones, choose another output_dir; to go on from it "
             "all the same, as another run than was begun, set allow_other_settings=True (--allow_other_settings true)."
         )
     written = [line for line in found.reported if line.startswith(identity.SOURCES)]
@@ -209,6 +212,12 @@ def require_own(folder: str | os.PathLike, settings: Mapping[str, Any], changed:
             f"{folder} holds what a run with other settings has saved, and it would be replaced: {'; '.join(refused)}. Save this one in another "
             "folder: save_model('<folder>'). Give each run an output_dir of its own."
         )
+
+
+def _lies_in(resume: str, output_dir: str | os.PathLike) -> bool:
+    """Whether a checkpoint is one of the folder's own, or the folder itself."""
+    named = Path(resume)
+    return Path(output_dir).resolve() in (named.resolve(), named.resolve().parent, named.parent.resolve())
 
 
 def _owner(output_dir: Path) -> Path | None:

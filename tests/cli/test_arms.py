@@ -95,6 +95,11 @@ def test_runs_that_cannot_be_compared_are_refused(arms, tmp_path):
     results.write_text(json.dumps({**content, "steps": 4}))
     code, _, said = arms("--arms", "nvfp4", "bf16", "--seeds", 1)
     assert code == 2 and "nvfp4-1: 4 steps" in said and "another --output_dir" in said
+    for arm, grader in (("nvfp4", "math"), ("bf16", "exact")):
+        way = {"measured_by": {"grader": grader, "held_sha256": {"x": arm}}, "arm": {"base_format": arm, "aqn": True}}
+        (tmp_path / f"arms/{arm}-1/results.json").write_text(json.dumps({**content, **way}))
+    code, _, said = arms("--arms", "nvfp4", "bf16", "--seeds", 1)
+    assert code == 2 and "grader: 'math', 'exact'" in said and "nvfp4-1 and bf16-1" in said and "held" not in said
     results.write_text(json.dumps({**content, "arm": {"base_format": "bf16", "aqn": True}}))
     code, _, said = arms("--arms", "nvfp4", "--seeds", 1)
     assert code == 2 and "is not of nvfp4 with seed 1" in said and "'bf16'" in said

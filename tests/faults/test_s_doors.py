@@ -65,6 +65,43 @@ def test_an_adapter_is_not_published_for_another_base_quantized_on_disk(trained,
 
 
 @fault("S.wrong_base")
+def test_an_exported_adapter_is_not_published_for_the_other_base_that_it_names(trained, other_base, server, tmp_path):  # noqa: F811
+    """The name was said to `save_adapter`, and not to the push."""
+    make, run = trained
+    quantize_folder(other_base, tmp_path / "base")
+    hub.push_folder(tmp_path / "base", "someone/quantized")
+    trainer = make(load_policy(run).settings["model"], tmp_path / "run", max_steps=1)
+    trainer.save_adapter(tmp_path / "adapter", base_model="someone/quantized")
+    push = ("push", "adapter", tmp_path / "adapter", REPO)
+    code, _, err = call(*push)
+    assert code == 2 and "someone/quantized holds a base with other weights" in err and "--allow-other-base" in err
+    assert REPO not in server.repos
+    code, _, err = call(*push, "--allow-other-base")
+    assert code == 0 and "It is named all the same, as allowed" in err and WEIGHTS in server.repos[REPO]["files"]
+
+
+@pytest.mark.parametrize("base", ["not there", "refused", "without a manifest", "at a recorded commit"])
+def test_an_exported_adapter_whose_base_says_nothing_is_published(base, trained, server, tmp_path):  # noqa: F811
+    make, run = trained
+    trainer = make(load_policy(run).settings["model"], tmp_path / "run", max_steps=1)
+    trainer.save_adapter(tmp_path / "adapter", base_model="someone/base")
+    if base != "not there":
+        server.put("someone/base")
+    if base == "refused":
+        server.fail["(GET|HEAD) /someone/base/.*"] = 403
+    if base == "at a recorded commit":
+        record = checkpoint.recorded_run(tmp_path / "adapter")
+        record["settings"] |= {"model": "someone/base", "base_revision": "c" * 40}
+        checkpoint.seal(tmp_path / "adapter", record)
+    code, _, err = call("push", "adapter", tmp_path / "adapter", REPO)
+    assert code == 0 and WEIGHTS in server.repos[REPO]["files"]
+    said = {"not there": "someone/base was not found on the Hub", "at a recorded commit": ""}.get(
+        base, "taken on trust"
+    )
+    assert said in err and ("taken on trust" in err) == (said == "taken on trust")
+
+
+@fault("S.wrong_base")
 def test_a_base_on_the_hub_that_does_not_say_what_it_holds(trained, server):  # noqa: F811
     """Nothing there can be compared: that is said. A manifest that was edited is refused."""
     server.put("someone/dense", private=True)
@@ -389,6 +426,39 @@ def test_a_run_is_not_saved_over_another_ones(finished, tiny_runs, tmp_path):  #
     assert contents(tmp_path) == before
     for _ in range(2):  # what it has saved itself may be newer each time
         trainer.save_model(tmp_path / "mine")
+
+
+@fault("S.arms_share_folder")
+@pytest.mark.parametrize("allowed", [False, True], ids=["", "other settings allowed"])
+def test_a_run_does_not_go_on_from_elsewhere_in_another_ones_folder(allowed, finished, tiny_runs, tmp_path):  # noqa: F811
+    """By the name of its own checkpoint: the other run's adapter, manifest and checkpoints were replaced."""
+    other = shutil.copytree(finished, tmp_path / "other")
+    tiny_runs.command(tmp_path / "mine", learning_rate=5e-2)
+    before = contents(tmp_path)
+    trainer = tiny_runs.trainer(other, learning_rate=5e-2, allow_other_settings=allowed)
+    with told(ValueError, str(other), "learning_rate: 0.001 then, 0.05 now", "another output_dir"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "mine/checkpoint-1"))
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("where", ["an empty folder", "a folder of the same run", "its own by a link", "allowed again"])
+def test_a_run_goes_on_from_elsewhere(where, finished, tiny_runs, tmp_path):  # noqa: F811
+    run, into, more = shutil.copytree(finished, tmp_path / "run"), tmp_path / "into", {}
+    if where == "a folder of the same run":
+        shutil.copytree(finished, into)
+    if where == "its own by a link":
+        into.symlink_to(run)
+    if where == "allowed again":
+        more = {"learning_rate": 5e-2, "allow_other_settings": True}
+    for _ in range(2):
+        trainer = tiny_runs.trainer(into, **more)
+        trainer.train(resume_from_checkpoint=str(run / "checkpoint-1"))
+        trainer.save_model()
+    assert trainer.state.global_step == 2 and checkpoint.problems(into) == []
+    assert (into / WEIGHTS).read_bytes() == (
+        finished / WEIGHTS
+    ).read_bytes()  # a schedule goes on as it was, whatever is allowed
+    assert checkpoint.recorded_run(into)["learning_rate"] == more.get("learning_rate", 1e-3)
 
 
 @fault("S.resume_other_data")

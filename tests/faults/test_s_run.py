@@ -206,6 +206,45 @@ def test_other_problems_are_refused_before_any_training(example, measured, tmp_p
     assert contents(run) == before
 
 
+@fault("S.other_eval_problems")
+@pytest.mark.parametrize(
+    ("way", "other", "named"),
+    [
+        ({"grader": "own.py:check"}, {}, "grader_sha256: "),
+        ({"grader": "reward", "reward_funcs": "own.py:rate"}, {}, "reward_sha256: "),
+        (
+            {"grader": "reward", "reward_funcs": "own.py:rate"},
+            {"solved_reward": -1},
+            "solved_reward: 1.0 then, -1.0 now",
+        ),
+        ({}, {"max_completion_length": 4, "allow_other_settings": "true"}, "max_completion_length: 8 then, 4 now"),
+    ],
+    ids=["own grader", "reward", "solved_reward", "length"],
+)
+def test_another_way_of_measuring_is_refused_after_training(way, other, named, example, tmp_path, monkeypatch):
+    """The grader was mended between two starts: before by the one, after by the other was a gain of 100 points, and nothing was trained."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    own = tmp_path / "own.py"
+    text = """
+def check(answer, reference):
+    return LOOSE
+
+def rate(completions, **kwargs):
+    return [LOOSE for _ in completions]
+"""
+    own.write_text(text.replace("LOOSE", "0.0"))
+    way = {"output_dir": "run", **way}
+    first, again = example(**way), example(**way)
+    before = contents(tmp_path / "run")
+    if not other:
+        own.write_text(text.replace("LOOSE", "1.0"))
+    with told(ValueError, "before.json", "measured in another way", named, "the same grader", "another output_dir"):
+        example(**way, **other)
+    assert contents(tmp_path / "run") == before
+    assert first["measured_by"] == again["measured_by"] and named.split(":")[0] in first["measured_by"]
+
+
 @fault("S.finished_run_again", recovered=True)
 def test_a_finished_run_is_measured_again_and_the_arm_is_the_one_that_was_trained(example, measured, tmp_path):
     run = shutil.copytree(measured, tmp_path / "run")

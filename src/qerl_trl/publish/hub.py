@@ -164,7 +164,7 @@ def push_folder(
         force: publish into a repository that holds something else; its other files stay.
         facts: for the card, over those that the export recorded.
         further: uploaded in the same commit, without a place in the manifest.
-        allow_other_base: name a `base_model` that holds other weights than the adapter was trained on.
+        allow_other_base: name a base, here or in adapter_config.json, that holds other weights than the adapter was trained on.
 
     Raises:
         `ValueError`: the folder is not a whole export, or names a base model that only this machine has, or another one.
@@ -185,7 +185,8 @@ def push_folder(
     notes: list[str] = []
 
     def look(api: HfApi) -> None:
-        if base_model is not None and base is not None:
+        # where nobody says another one, it is the base that was trained on, at a commit that was recorded
+        if base is not None and (base_model is not None or recorded_revision(record["settings"], base) is None):
             notes.extend(check_base_on_hub(api, base, record["settings"], allow_other_base))
 
     url = _publish(
@@ -303,7 +304,7 @@ def adapter_config(folder: Path, base_model: str | None) -> dict[str, bytes]:
 
 
 def check_base_on_hub(api: HfApi, base_model: str, settings: RunSettings, allowed: bool) -> list[str]:
-    """Compare the base that an adapter is told to name with the one it was trained on, as far as the repository says what it holds.
+    """Compare the base that an adapter names with the one it was trained on, as far as the repository says what it holds.
 
     Returns what the user should know.
 

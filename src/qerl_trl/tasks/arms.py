@@ -8,7 +8,7 @@ import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, NotRequired, TypedDict
 
 from ..publish.records import RESULTS_NAME, Accuracy, Difference, RunResults
 
@@ -39,6 +39,7 @@ class ArmRun(TypedDict):
     difference: Difference
     steps: int
     train_seconds: float | None
+    measured_by: NotRequired[dict[str, Any]]  # not in those of older versions
 
 
 class Mean(TypedDict):
@@ -102,7 +103,7 @@ def read_run(folder: Path, arm: str, seed: int) -> ArmRun:
             f"{folder / RESULTS_NAME} is not of {arm} with seed {seed}: it was trained with {wrong}. Move that folder away, or choose another "
             "--output_dir."
         )
-    return {
+    run: ArmRun = {
         "arm": arm,
         "seed": seed,
         "folder": folder.name,
@@ -112,13 +113,16 @@ def read_run(folder: Path, arm: str, seed: int) -> ArmRun:
         "steps": results["steps"],
         "train_seconds": results["train_seconds"],
     }
+    if "measured_by" in results:
+        run["measured_by"] = results["measured_by"]
+    return run
 
 
 def summary(arms: Sequence[str], seeds: Sequence[int], runs: Iterable[ArmRun]) -> Comparison:
     """The comparison as data: accuracies of each arm, and each arm's differences from the first one, by seed, with mean and standard error.
 
     Raises:
-        `ValueError`: the runs were not measured on equally many problems, or not trained equally long.
+        `ValueError`: the runs were not measured on equally many problems and in one way, or not trained equally long.
     """
     runs = list(runs)
     for name, values in (
@@ -130,6 +134,18 @@ def summary(arms: Sequence[str], seeds: Sequence[int], runs: Iterable[ArmRun]) -
             raise ValueError(
                 f"These runs cannot be compared, they differ in their {name} ({each}). Start the same command again with one set of options, or "
                 "in another --output_dir."
+            )
+    ways = [(run["folder"], _way(run["measured_by"])) for run in runs if "measured_by" in run]
+    for folder, way in ways[1:]:
+        first_folder, first = ways[0]
+        if lines := [
+            f"{name}: {first.get(name)!r}, {way.get(name)!r}"
+            for name in sorted({*first, *way})
+            if first.get(name) != way.get(name)
+        ]:
+            raise ValueError(
+                f"These runs cannot be compared, {first_folder} and {folder} were measured in different ways ({'; '.join(lines)}). Measure all with one "
+                "grader and one set of options: start the same command in another --output_dir."
             )
     accuracy: dict[str, ArmAccuracy] = {}
     for arm in arms:
@@ -157,6 +173,12 @@ def summary(arms: Sequence[str], seeds: Sequence[int], runs: Iterable[ArmRun]) -
         "differences": differences,
         "runs": runs,
     }
+
+
+def _way(measured_by: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: value for name, value in measured_by.items() if name != "held_sha256"
+    }  # another one in every process, perhaps
 
 
 def _paired(reference: Mean, other: Mean) -> dict[int, float]:

@@ -12,8 +12,12 @@ from accelerate.utils import gather_object
 from datasets import Dataset
 from transformers import TrainerCallback
 
+from ..identity import run_settings
 from .evaluation import Accuracy, grade, prompt_texts, solve
 from .task import Task
+
+#: further arguments of a run by which a completion is sampled
+_SAMPLING = ("top_p", "top_k", "min_p", "repetition_penalty", "generation_kwargs", "max_tool_calling_iterations")
 
 
 def held_out_completions(
@@ -76,6 +80,32 @@ def held_out_verdicts(trainer: Any, task: Task, dataset: Dataset, batch_size: in
     if task.graded(dataset):
         return task.verdicts(held_out_completions(trainer, dataset, batch_size=batch_size), dataset)
     return [reward >= task.solved_reward for reward in held_out_rewards(trainer, dataset, batch_size)]
+
+
+def measured_by(trainer: Any, task: Task, dataset: Dataset) -> dict[str, Any]:
+    """All by which [`held_out_verdicts`] comes to its verdicts, as JSON, beside the policy and the problems: verdicts can be compared where it is the same.
+
+    What the grader holds beside how it is written (`held_sha256`) may be another one in every process; see `sources`.
+    """
+    settings = run_settings(trainer)
+    options = settings["options"]
+    found: dict[str, Any] = {
+        name: settings.get(name) for name in ("max_completion_length", "tokenizer_sha256", "special_tokens")
+    }
+    found["chat_template_kwargs"] = options.get("chat_template_kwargs")
+    if task.graded(dataset):
+        return found | task.graded_by()
+    first, *_ = settings["rewards"]
+    sampled = {name: settings.get(name) for name in ("temperature", "rollouts", "rollouts_sha256")}
+    return {
+        **found,
+        **sampled,
+        **{name: options.get(name) for name in _SAMPLING},
+        "reward": first,
+        "reward_sha256": settings["rewards_sha256"].get(first),
+        "solved_reward": task.solved_reward,
+        "held_sha256": settings["held_sha256"].get(first, {}),
+    }
 
 
 class HeldOutAccuracy(TrainerCallback):

@@ -1,8 +1,10 @@
 """What a run measured of itself: the verdicts before training, which wait in its folder for those after it, and `results.json`."""
 
 import json
+import logging
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -12,23 +14,33 @@ from ..publish.records import Arm
 if TYPE_CHECKING:
     from datasets import Dataset
 
+logger = logging.getLogger(__name__)
+
 BEFORE_NAME = "before.json"
 
 
-def write_before(output_dir: str | os.PathLike, verdicts: list[bool], problems: "Dataset") -> None:
-    """Keep which of `problems` were solved before training."""
+def write_before(
+    output_dir: str | os.PathLike, verdicts: list[bool], problems: "Dataset", measured_by: Mapping[str, Any]
+) -> None:
+    """Keep which of `problems` were solved before training, and by what that was measured ([`held_out.measured_by`])."""
     from .. import identity
 
     Path(output_dir).mkdir(parents=True, exist_ok=True)
-    content = {"correct": verdicts, "problems_sha256": identity.dataset_sha256(problems)}
+    content = {
+        "correct": verdicts,
+        "problems_sha256": identity.dataset_sha256(problems),
+        "measured_by": dict(measured_by),
+    }
     write_json_atomically(Path(output_dir, BEFORE_NAME), content)
 
 
-def read_before(output_dir: str | os.PathLike, problems: "Dataset") -> list[bool] | None:
+def read_before(
+    output_dir: str | os.PathLike, problems: "Dataset", measured_by: Mapping[str, Any]
+) -> list[bool] | None:
     """Which of `problems` were solved before the run in `output_dir` began to train; `None` where nobody has measured it.
 
     Raises:
-        `ValueError`: it was measured on other problems, and the trained weights cannot say it any more.
+        `ValueError`: it was measured on other problems or in another way, and the trained weights cannot say it any more.
     """
     from .. import identity
 
@@ -47,7 +59,35 @@ def read_before(output_dir: str | os.PathLike, problems: "Dataset") -> list[bool
             f"compared with it. Go on with the same problems (--eval_problems {then}, the same data and system prompt), or choose another "
             "output_dir."
         )
+    lines = [f"{name}: {_shown(was)} then, {_shown(is_now)} now" for name, was, is_now in _others(content, measured_by)]
+    if lines:
+        raise ValueError(
+            f"The accuracy before training in {file} was measured in another way ({'; '.join(lines)}), so the accuracy after it could not be "
+            "compared with it. Go on with the same grader (or first reward) and the same limits and prompts, or choose another output_dir."
+        )
+    held = content.get("measured_by", {}).get("held_sha256", {})
+    if other := sorted(name for name, digest in measured_by["held_sha256"].items() if held.get(name, digest) != digest):
+        logger.warning(
+            "The accuracy before training in %s was measured with other values in what grades: %s. If they decide what is right, it cannot be "
+            "compared with the accuracy after: choose another output_dir.",
+            file,
+            ", ".join(other),
+        )
     return content["correct"]
+
+
+def _others(content: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Name, value then and value now of what is another one; older versions recorded nothing."""
+    for name, was in content.get("measured_by", {}).items():
+        is_now = json.loads(json.dumps(now.get(name)))
+        unread = name.endswith("_sha256") and name in now and None in (was, is_now)  # typed in a prompt
+        if was != is_now and not unread and name != "held_sha256":
+            yield name, was, is_now
+
+
+def _shown(value: Any) -> str:
+    text = "not set" if value is None else repr(value)
+    return re.sub(r"\b([0-9a-f]{12})[0-9a-f]{52}\b", r"\1", text)
 
 
 def arm_of(settings: Mapping[str, Any]) -> Arm:

@@ -18,7 +18,7 @@ from ..run_folder import step_of
 from ..watch import working
 from .data import first
 from .evaluation import Accuracy, paired_difference
-from .held_out import HeldOutAccuracy, held_out_verdicts
+from .held_out import HeldOutAccuracy, held_out_verdicts, measured_by
 from .plots import plot_curves
 from .results import arm_of, read_before, write_before
 from .task import Task
@@ -73,13 +73,13 @@ def train_and_measure(
 
     output_dir = Path(args.output_dir)
     resume = trainer.to_resume()  # refuses a folder that belongs to another run
-    before = None
+    before, way = None, measured_by(trainer, task, test)
     if resume:
-        before = read_before(output_dir, test)
+        before = read_before(output_dir, test, way)
     if before is None:
         before = held_out()
         if main_process:
-            write_before(output_dir, before, test)
+            write_before(output_dir, before, test, way)
     tell(f"Held-out accuracy before training, {how}: {Accuracy(sum(before), len(before))}")
 
     begun = step_of(resume) if resume else 0  # now: training may remove that checkpoint
@@ -93,14 +93,20 @@ def train_and_measure(
     if main_process:
         trained = trainer.state.global_step > begun
         seconds = [entry["train_runtime"] for entry in trainer.state.log_history if "train_runtime" in entry]
-        results = _report(trainer, task, before, after, how, seconds[-1] if trained else None)
+        results = _report(trainer, task, before, after, how, way, seconds[-1] if trained else None)
     if args.push_to_hub:  # last: whatever the network does, the results are written
         trainer.push_to_hub(dataset_name=task.hub_dataset)
     return results
 
 
 def _report(
-    trainer: Any, task: Task, before: list[bool], after: list[bool], how: str, seconds: float | None
+    trainer: Any,
+    task: Task,
+    before: list[bool],
+    after: list[bool],
+    how: str,
+    way: dict[str, Any],
+    seconds: float | None,
 ) -> RunResults:
     """Write results.json and curves.png of the run that was saved, and say what came out and what to do with it."""
     args, output_dir = trainer.args, Path(trainer.args.output_dir)
@@ -117,6 +123,7 @@ def _report(
         "dataset": task.hub_dataset,
         "split": task.dataset_test_split,
         "decoding": f"{how}, noise off",
+        "measured_by": way,
         "arm": arm_of(settings),
         "settings": settings,
         "base": {"sha256": trainer.base_sha256, "revision": base_revision(trainer.model)},
