@@ -60,9 +60,8 @@ def told_of_exits(trainer: Any) -> Iterator[None]:
 def ended_by_signal(trainer: Any) -> Iterator[None]:
     """Around a training: SIGTERM, by which schedulers, containers and `kill` end a process, is told before it acts as ever.
 
-    Where something else handles it (a script's own handler), outside of the main thread, and in all but the
-    main process, nothing is changed. The main process, where it hangs inside a C function, is ended when that returns, or by SIGKILL, which
-    schedulers and torchrun send 10 to 30 s later.
+    Where something else handles it (a script's own handler), outside of the main thread, and in all but the main process, nothing is changed. The
+    main process, where it hangs inside a C function, is ended when that returns, or by SIGKILL, which schedulers and torchrun send 10 to 30 s later.
     """
     own = os.getpid()
 

@@ -312,7 +312,7 @@ def check_gradients(model: nn.Module, step: int, optimizer: Any = None) -> None:
     if not grads:
         raise RuntimeError(
             f"No trained parameter got a gradient at step {step}, so nothing would be learned: the adapter was switched off (disable_adapter_layers, in a "
-            f"callback?), or requires_grad was taken from it. Switch it on again, and resume from the last checkpoint."
+            "callback?), or requires_grad was taken from it. Switch it on again, and resume from the last checkpoint."
         )
     magnitude = largest_magnitude(grads)  # of n entries the norm is at most sqrt(n) times that
     if magnitude is not None and magnitude * math.sqrt(sum(grad.numel() for grad in grads)) < LARGEST_GRADIENT:

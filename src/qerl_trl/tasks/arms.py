@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
 from ..publish.records import RESULTS_NAME, Accuracy, Difference, RunResults
+from .results import way_of
 
 #: arm -> options of the example; a claim is about two of them
 ARMS: dict[str, dict[str, str]] = {
@@ -135,7 +136,7 @@ def summary(arms: Sequence[str], seeds: Sequence[int], runs: Iterable[ArmRun]) -
                 f"These runs cannot be compared, they differ in their {name} ({each}). Start the same command again with one set of options, or "
                 "in another --output_dir."
             )
-    ways = [(run["folder"], _way(run["measured_by"])) for run in runs if "measured_by" in run]
+    ways = [(run["folder"], way_of(run["measured_by"])) for run in runs if "measured_by" in run]
     for folder, way in ways[1:]:
         first_folder, first = ways[0]
         if lines := [
@@ -173,12 +174,6 @@ def summary(arms: Sequence[str], seeds: Sequence[int], runs: Iterable[ArmRun]) -
         "differences": differences,
         "runs": runs,
     }
-
-
-def _way(measured_by: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: value for name, value in measured_by.items() if name != "held_sha256"
-    }  # another one in every process, perhaps
 
 
 def _paired(reference: Mean, other: Mean) -> dict[int, float]:

@@ -76,12 +76,17 @@ def read_before(
     return content["correct"]
 
 
+def way_of(measured_by: Mapping[str, Any]) -> dict[str, Any]:
+    """What two measurements have to have in common: without what a grader holds, perhaps another one in every process."""
+    return {name: value for name, value in measured_by.items() if name != "held_sha256"}
+
+
 def _others(content: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     """Name, value then and value now of what is another one; older versions recorded nothing."""
-    for name, was in content.get("measured_by", {}).items():
+    for name, was in way_of(content.get("measured_by", {})).items():
         is_now = json.loads(json.dumps(now.get(name)))
         unread = name.endswith("_sha256") and name in now and None in (was, is_now)  # typed in a prompt
-        if was != is_now and not unread and name != "held_sha256":
+        if was != is_now and not unread:
             yield name, was, is_now
 
 
