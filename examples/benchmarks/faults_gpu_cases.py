@@ -280,7 +280,7 @@ FAULTS = {
     "log-probabilities shifted by 1 nat": Fault(("not those its tokens were drawn with",), at_end_of=of_answers(shifted_logps), step=1,
                                                 settings={"max_steps": 6}),
     "completions empty": Fault(("is empty",), at_end_of=of_answers(empty)),
-    "adapter infinite": Fault(("NaN or infinity",), at_end_of=huge_adapter),
+    "adapter infinite": Fault(("trained parameters are not finite", "lower learning_rate"), at_end_of=huge_adapter),
     "reward hangs": Fault(("reward_timeout",), at_end_of=reward_hangs, settings={"reward_timeout": 5.0}, again=True),
     "disk full": Fault(("no room to write",), at_end_of=full_disk, step=2, again=True),
     "one process of two fails": Fault(("raised KeyError", "resume"), at_end_of=rank_dies, processes=2, settings={"use_vllm": False}, again=True),

@@ -7,7 +7,7 @@ from speed_tables import ROOT, measured_by
 
 KERNELS = ROOT / "kernels/benchmarks/results/h200.json"
 EVERY_SIZE = ROOT / "kernels/benchmarks/results/every_size_h200.json"
-#: layers again, by what ships; a model stands in it whole or not at all
+#: layers by what ships; a model stands in it whole or not at all
 LAYERS = ROOT / "kernels/benchmarks/results/layers_h200.json"
 FACTORS = ROOT / "kernels/torch-ext/qerl_nvfp4/configs/cost_model.json"
 
@@ -59,9 +59,8 @@ WANTED = {"7B": (1.05, 0.9), "32B": (1.05, 0.9), "Llama-3-8B": (1.05, 0.9), "1.5
 def every_size() -> str:
     """A decoder layer as in a model at numbers of tokens between the tuned ones, adapter included, and the worst of all multiples of 8."""
     record, later = json.loads(EVERY_SIZE.read_text()), json.loads(LAYERS.read_text())
-    layers = {(row["model"], row["M"]): row["ratio"] for row in (*record["layers"], *later["layers"])}
+    layers = {(row["model"], row["M"]): row["ratio"] for row in later["layers"]}
     models = list(WANTED)
-    again = {row["model"] for row in later["layers"]}
     rows = [f"| tokens | {' | '.join(models)} |", "|" + "---:|" * (1 + len(models))]
     for tokens in SHOWN:
         rows.append(f"| {tokens} | {' | '.join(f'{layers[model, tokens]:.2f}' for model in models)} |")
@@ -77,9 +76,13 @@ def every_size() -> str:
     return (
         "\n".join(rows)
         + "\n\nSpeed relative to cuBLAS bf16 without an adapter: a decoder layer without its attention, RMSNorm and SwiGLU between the products as in a model, "
-        f"rank-{record['lora_rank']} adapter inside ours. {' and '.join(model for model in models if model in again)}: by what ships, {later['device']}, commit {later['commit'][:7]}, "
-        f"[{new.name}]({new}). The others: by a cost model that was fitted in the run of commit {record['commit'][:7]}; what ships is fitted to the same rows once more, with more tiles "
-        "kept, and takes the fastest timed one where the fit misses it. On a matrix that the fit has not seen, the selected kernel is slower than the "
-        f"fastest of all that were timed by {outside['mean_loss']:.1%} in the mean, by {outside['p90_loss']:.1%} in nine of ten cases, and by {outside['worst_loss']:.0%} at worst ({outside['worst']}). "
-        f"{record['device']}, torch {record['torch']}, triton {record['triton']}, commit {record['commit'][:7]}, [{source.name}]({source})."
+        f"rank-{record['lora_rank']} adapter inside ours. By what ships: {'; '.join(map(_run, later['runs']))}; [{new.name}]({new}). Its cost model is fitted to candidates that were timed "
+        f"at commit {record['commit'][:7]} ({record['device']}, torch {record['torch']}, triton {record['triton']}, [{source.name}]({source})), and the fastest timed one is taken where "
+        "the fit misses it. On a matrix that the fit has not seen, the selected kernel is slower than the "
+        f"fastest of all that were timed by {outside['mean_loss']:.1%} in the mean, by {outside['p90_loss']:.1%} in nine of ten cases, and by {outside['worst_loss']:.0%} at worst ({outside['worst']})."
     )
+
+
+def _run(run: dict[str, Any]) -> str:
+    """Which models' layers were timed in a run, and where."""
+    return f"{', '.join(run['models'])} on {run['device']}, torch {run['torch']}, triton {run['triton']}, commit {run['commit'][:7]}"

@@ -22,6 +22,8 @@ START = ROOT / "examples/benchmarks/results/start_time_h200.json"
 STEP = ROOT / "examples/benchmarks/results/step_h200.json"
 CHECKS = ROOT / "examples/benchmarks/results/checks_h200.json"
 CHECKS_AGAIN = ROOT / "examples/benchmarks/results/checks_again_h200.json"
+#: with `--pairs`, and the latest
+CHECKS_PAIRED = ROOT / "examples/benchmarks/results/checks_paired_h200.json"
 NEIGHBOURS = ROOT / "examples/benchmarks/results/neighbours_h200.json"
 
 
@@ -150,7 +152,7 @@ def start() -> str:
 
 def checks() -> str:
     """What is spent on checks, in a step and at start."""
-    records = {path: json.loads(path.read_text()) for path in (CHECKS, CHECKS_AGAIN)}
+    records = {path: json.loads(path.read_text()) for path in (CHECKS, CHECKS_AGAIN, CHECKS_PAIRED)}
     rows = [
         "| model, completions per step | step, s | checks, ms | of the step | checks at start, s | of these settings and environment, s | the others, s | commit |",
         "|---|" + "---:|" * 6 + "---|",
@@ -162,7 +164,7 @@ def checks() -> str:
                 f"| {row['size'].upper()}, {row['completions']} x 512 | {row['step_s']:.2f} | {row['checks_ms_per_step']:.1f} | {row['checks_percent']:.2f} % "
                 f"| {row['checks_at_start_s']:.2f} | {environment:.2f} | {row['checks_at_start_s'] - environment:.2f} | {record['commit']} |"
             )
-    last = records[CHECKS_AGAIN]["checks"][-1]
+    last = records[CHECKS_PAIRED]["checks"][-1]
     dearest = sorted(last["per_step_ms"].items(), key=lambda item: -item[1])
     named = ", ".join(f"{name} {took:.1f}" for name, took in dearest if name not in ("sync: weights", "sync: noise"))
     sources = "; ".join(
@@ -246,7 +248,7 @@ def aims() -> str:
     update, record = json.loads(UPDATE.read_text()), json.loads(STEP.read_text())
     steps = {row["name"]: row for row in record["step"]}
     traces = {row["name"]: row["profile"].get("phases", {}) for row in record["profiles"]}
-    checks = next(row for row in json.loads(CHECKS.read_text())["checks"] if row["size"] == "7b")
+    checks = next(row for row in json.loads(CHECKS_PAIRED.read_text())["checks"] if row["size"] == "7b")
     rows = ["| | at least | hoped for | measured | reached | what takes the time |", "|---|---:|---:|---:|---|---|"]
     for name, (words, least, hoped) in AIMS.items():
         if name in ("checkpointed", "plain"):
@@ -284,7 +286,7 @@ def aims() -> str:
             better = found <= hoped, found <= least
         reached = "hoped for" if better[0] else "at least" if better[1] else "no"
         rows.append(f"| {words} | {least:g} | {hoped:g} | {found:.3g} | {reached} | {'' if better[0] else why} |")
-    files = ", ".join(f"[{path.name}]({path.relative_to(ROOT)})" for path in (UPDATE, STEP, CHECKS))
+    files = ", ".join(f"[{path.name}]({path.relative_to(ROOT)})" for path in (UPDATE, STEP, CHECKS_PAIRED))
     traced = step_profile.table(record["profiles"])
     return (
         "\n".join(rows) + f"\n\nSeconds where nothing else is said. From {files}." + ("\n\n" + traced if traced else "")

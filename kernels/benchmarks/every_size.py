@@ -2,6 +2,7 @@
 
     python kernels/benchmarks/every_size.py --out every_size.json --seconds 220 [--models 7B,32B,...] [--fit]
     python kernels/benchmarks/every_size.py --out layers.json --layers-only       only the third part, by what ships
+    python kernels/benchmarks/every_size.py --out layers.json --join A.json B.json   nothing is timed: layers of several such runs in one file
 
 1. Every variant of the kernels is compiled, and checked on a small product, in processes of their own with a time limit: one that fails,
    hangs or is wrong is named and left out.
@@ -276,9 +277,39 @@ def layer_rows(model: str, sizes, choose, l2: int, deadline: float) -> list[dict
     return rows
 
 
+#: of a run with `--layers-only`, what its layers have in common
+OF_A_RUN = ("device", "multiprocessors", "torch", "triton", "commit", "command", "lora_rank", "cost_model")
+
+
+def joined(records: list[dict]) -> dict:
+    """`runs`, each with its models, and their `layers`; a model that several have is the last one's, and is left out where sizes are missing."""
+    runs, found = [], {}
+    for record in records:
+        heads = record.get("runs") or [{name: record[name] for name in OF_A_RUN}]
+        of_model = {
+            name: list(rows) for name, rows in itertools.groupby(record["layers"], key=lambda row: row["model"])
+        }
+        whole = {name: rows for name, rows in of_model.items() if {row["M"] for row in rows} >= set(LAYER_SIZES)}
+        heads = [{**head, "models": [name for name in head.get("models", whole) if name in whole]} for head in heads]
+        runs = [{**run, "models": [name for name in run["models"] if name not in whole]} for run in runs] + heads
+        found |= whole
+    return {"runs": [run for run in runs if run["models"]], "layers": [row for rows in found.values() for row in rows]}
+
+
+def write(path: str, result: dict) -> None:
+    """A row of `matrices` and `layers` a line; the file is there whole, or as it was."""
+    head, *lists = [json.dumps({k: v for k, v in result.items() if k not in ("matrices", "layers")}, indent=1)[:-2]]
+    for name in ("matrices", "layers"):
+        if name in result:
+            lists.append(f'\n "{name}": [\n' + ",\n".join("  " + json.dumps(row) for row in result[name]) + "\n ]")
+    Path(path + ".tmp").write_text(f"{','.join([head, *lists])}\n}}\n")
+    os.replace(path + ".tmp", path)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default="every_size.json")
+    parser.add_argument("--join", nargs="+", type=Path, help="files of runs with --layers-only, the latest last")
     parser.add_argument("--models", default="7B,1.5B,32B,0.5B,Llama-3-8B")
     parser.add_argument("--sizes", default="", help="numbers of tokens at which all candidates are timed")
     parser.add_argument("--layer-sizes", default="", help="numbers of tokens at which layers are timed")
@@ -293,6 +324,9 @@ def main() -> None:
     )
     parser.add_argument("--dry-run", action="store_true")
     args = parser.parse_args()
+    if args.join:
+        write(args.out, joined([json.loads(path.read_text()) for path in args.join]))
+        return
     if args.layers_only and (args.fit or args.sizes):
         parser.error(
             f"--layers-only times what ships and no candidates, and {'--fit' if args.fit else '--sizes'} is about candidates: leave out one"
@@ -332,13 +366,7 @@ def main() -> None:
     }
 
     def save() -> None:
-        lines = ",\n".join("  " + json.dumps(row) for row in result["matrices"])
-        layers = ",\n".join("  " + json.dumps(row) for row in result["layers"])
-        head = {k: v for k, v in result.items() if k not in ("matrices", "layers")}
-        text = f'{json.dumps(head, indent=1)[:-2]},\n "matrices": [\n{lines}\n ],\n "layers": [\n{layers}\n ]\n}}\n'
-        temporary = Path(args.out + ".tmp")
-        temporary.write_text(text)
-        os.replace(temporary, args.out)
+        write(args.out, result)
 
     matrices = [(m, n, *nk) for m in models for n, nk in tune.layer_shapes(m).items()]
     all_tries = [c for _, _, N, K in matrices for M in sizes for c in cost.candidates(N, K, M, sms)]

@@ -460,6 +460,24 @@ def test_layers_are_timed_alone_by_what_ships(every_size, monkeypatch):
     assert {72, 104, 264, 392} <= set(script.CANDIDATE_SIZES) and set(range(8, 513, 8)) <= set(script.LAYER_SIZES)
 
 
+def test_layers_of_several_runs_are_joined(every_size, monkeypatch):
+    script = every_size.script
+    monkeypatch.setattr(script, "LAYER_SIZES", (8, 16))
+
+    def run(commit: str, **models: tuple[int, ...]) -> dict:
+        head = dict.fromkeys(script.OF_A_RUN, "x") | {"commit": commit}
+        return {
+            **head,
+            "layers": [{"model": m, "M": size, "by": commit} for m, sizes in models.items() for size in sizes],
+        }
+
+    first = script.joined([run("one", a=(8, 16), b=(8, 16), c=(8,)), run("two", b=(8, 16), d=(8, 16))])
+    again = script.joined([first, run("three", a=(8, 16), d=(16,))])
+    assert [(r["commit"], r["models"]) for r in again["runs"]] == [("two", ["b", "d"]), ("three", ["a"])]
+    assert {(row["model"], row["by"]) for row in again["layers"]} == {("a", "three"), ("b", "two"), ("d", "two")}
+    assert len(again["layers"]) == 6
+
+
 @pytest.mark.parametrize("other", [("--fit",), ("--sizes", "24")], ids=lambda other: other[0])
 def test_layers_alone_need_no_candidates(every_size, other, capsys):
     with pytest.raises(SystemExit):
