@@ -32,7 +32,7 @@ def test_one_gpu_of_another_session_decides_nothing(tables, tmp_path, monkeypatc
     monkeypatch.setattr(tables.speed_tables, "measured_by", lambda *_: "there")
     page = tables.multi_gpu()
     assert said(page, "data parallel")[4] == said(page, "a server with")[4] == "open: of two sessions"
-    assert said(page, "sync to a server")[4] == "no" and "another session, machine and commit" in page
+    assert said(page, "sync to a server")[4] == "yes" and "another session, machine and commit" in page
 
     dp = next(row for row in record["multi_gpu"] if row["name"] == "ours-dp")
     record["multi_gpu"] += [dp | {"name": "ours-one", "batch": 8, "median": dp["median"] | {"step": 2.2}}]

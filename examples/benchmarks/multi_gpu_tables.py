@@ -12,6 +12,8 @@ import speed_tables
 ROOT = Path(__file__).resolve().parents[2]
 RESULT = ROOT / "examples/benchmarks/results/multi_gpu_h200x2.json"
 STEPS = ROOT / "examples/benchmarks/results/step_h200.json"
+#: syncs to a server, by server_sync.py, which shared its trainer's GPU
+SERVER = ROOT / "examples/benchmarks/results/server_h200.json"
 ONE_GPU, ONE_GPU_64 = "ours-7b-8x512", "ours-7b-64x512"
 #: aims of which there is no row in RESULT
 NOT_RUN = "sync over TCP (300 ms), tensor parallel engines, ZeRO-2, stock TRL beside each of them, 70B, any layout with 64 completions per process, starts of two processes beside one"
@@ -55,13 +57,24 @@ def overlap_on_one(aim: Callable[..., str]) -> str:
     )
 
 
+def sync_on_one_host(aim: Callable[..., str], formerly: float, then: str) -> str:
+    """The line of `aim` about updates through shared memory, with the noise that goes along."""
+    record = json.loads(SERVER.read_text())
+    sync = record["sync"]
+    why = (
+        f"adapter and noise, commit {record['commit'][:7]}, trainer and server on one {record['device'].partition(',')[0]}; the adapter alone {1000 * sync['shared memory']['median_s']:.0f}. "
+        f"With a GPU for each it took {1000 * formerly:.0f} at commit {then[:7]}, when an update was four requests, and has not been measured since"
+    )
+    return aim("sync to a server on one host, ms", 50, 1000 * sync["with noise"]["median_s"], why, most=True)
+
+
 def multi_gpu() -> str:
     """Sequences per second and the sync beside their aims; what each layout takes of a GPU beside what is planned."""
     # of 8 completions per process; those of other numbers have the number in their name
     rows = {row["name"]: row for row in json.loads(RESULT.read_text())["multi_gpu"] if "-of-" not in row["name"]}
     one, same = one_gpu(rows)
     alone, parts = one["batch"] / one["median"]["step"], one["median"]
-    server, overlapped = rows["ours-server"]["median"], rows["ours-server-overlap"]["median"]
+    server = rows["ours-server"]["median"]
     many = step_of(ONE_GPU_64)["median"]
     hidden = (
         f"a step is no shorter than its rollout: by these parts at most {parts['step']:.2f} s / {server['rollout']:.2f} s = "
@@ -79,7 +92,7 @@ def multi_gpu() -> str:
         aim("data parallel: times the sequences per second of one GPU", 1.9, rows["ours-dp"]["sequences_per_second"] / alone, "the rollouts of two processes are no slower than one's; gradients and checks wait for the slower one", judged=same),
         aim("a server with `overlap=1`: times the sequences per second of one GPU", 1.5, rows["ours-server-overlap"]["sequences_per_second"] / alone, hidden, judged=same),
         overlap_on_one(aim),
-        aim("sync to a server on one host, ms", 50, 1000 * server["sync"], f"{1000 * overlapped['sync']:.0f} with `overlap=1`", most=True),
+        sync_on_one_host(aim, server["sync"], rows["ours-server"]["commit"]),
     ]  # fmt: skip
     taken = ["| | planned, GiB | measured, GiB | planned above |", "|---|---:|---:|---:|"]
     for name, row in rows.items():
