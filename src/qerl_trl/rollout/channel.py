@@ -196,17 +196,17 @@ class Channel:
             `OSError`: a connection broke; all are closed then.
         """
         starts = iter(range(0, len(data), PART))  # the next one is taken in one step of the interpreter
+        errors: list[OSError] = []
 
         def send(lane: _Lane) -> None:
             try:
                 lane.send(data, starts)
-            except OSError:
+            except OSError as error:
+                errors.append(error)
                 self.close()  # so that the others do not go on
-                raise
 
         with ThreadPoolExecutor(max_workers=LANES) as pool:
-            jobs = [pool.submit(send, lane) for lane in self._lanes]
-        errors = [error for job in jobs if (error := job.exception()) is not None]
+            list(pool.map(send, self._lanes))
         if errors:
             raise errors[0]
 

@@ -195,7 +195,7 @@ class ServerEngine(Engine):
             if channel is not None:
                 channel.close()
             logger.warning(
-                "Updates go to %s as requests, which takes several times as long: a connection for them alone cannot be made (%s). The "
+                "Updates go to %s as requests, which takes longer: a connection for them alone cannot be made (%s). The "
                 "port where a server awaits it is any free one, or %s in its environment: let the trainer reach it.",
                 self.url, error, PORT,
             )  # fmt: skip
