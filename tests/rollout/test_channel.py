@@ -182,24 +182,23 @@ def test_a_bit_that_is_changed_ends_it(receiver, at):
 @pytest.mark.parametrize("at", [GREETED + 10, ANNOUNCED + 100, ANNOUNCED + PART, ANNOUNCED + PART + 90], ids=str)
 def test_an_update_that_is_cut_short(receiver, at):
     def cut(number: int, passed: int, data: bytes) -> bytes | None:
-        return data if number != LANES - 1 or passed + len(data) < at else None
+        return data if passed + len(data) < at else None
 
     with relayed(receiver.port, cut) as relay:
         trainer = connected(receiver, relay.port)
         with pytest.raises(OSError):
             trainer.send(memoryview(os.urandom(SIZE)))
-            trainer.send(memoryview(os.urandom(SIZE)))  # a lane need not have had so much in the first one
     until(lambda: not receiver._lanes)
 
 
 def test_nobody_writes_after_the_end(receiver):
     """What lies there is loaded then: not even for a moment."""
+    memory = receiver._memory
     with relayed(receiver.port) as relay:
         connected(receiver, relay.port).send(memoryview(bytes([7]) * SIZE))
         for sock in relay.onward:
             with contextlib.suppress(OSError):  # closed before it has all of it
                 sock.sendall(struct.pack("!QQ32s", 0, PART, bytes(32)) + bytes(32) + bytes(PART))
-        memory = receiver._memory
         until(lambda: not receiver._lanes)
         assert set(memory.data.tolist()) == {7}
 
