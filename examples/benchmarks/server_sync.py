@@ -1,4 +1,4 @@
-"""A rollout server on a GPU of its own: how long a step and its sync take, through shared memory and over TCP.
+"""A rollout server on a GPU of its own: how long a step and its sync take, through shared memory and over the network.
 
     CUDA_VISIBLE_DEVICES=0,1 python examples/benchmarks/server_sync.py --out results/server_h200x2.json       # 7B, two GPUs, about 3 minutes
     CUDA_VISIBLE_DEVICES=0,0 python examples/benchmarks/server_sync.py --out results/server_h200.json         # both on one GPU
@@ -6,8 +6,8 @@
     python examples/benchmarks/server_sync.py --out results/server_cpu.json --shape small --rank 464 --device cpu  # as many bytes as 7B, rank 32
 
 The server is started with the command that the trainer prints (NVFP4 base of random weights, rank-32 adapter). Then a few GRPO steps; then
-syncs of a changed adapter, each timed from the call to the server's answer, `--repeats` times: `shared memory`, as on one host, and `tcp`,
-the way between hosts, here over the loopback interface. `with noise` is what a rollout puts, weights and a draw at once. On one GPU nothing travels
+syncs of a changed adapter, each timed from the call to the server's answer, `--repeats` times: `shared memory`, as on one host; `tcp`, the way
+between hosts, over connections of its own; and `http`, as requests, where these cannot be made. Both over the loopback interface here. `with noise` is what a rollout puts, weights and a draw at once. On one GPU nothing travels
 between two, and trainer and engine take its time from each other while both compute; requests, and copies to the host and back, are the same. Without GPUs trainer and engine have their tensors in host memory, so what is left out is
 the copy from one GPU and to the other over their buses; and what either end computes, sums that detect damage above all, takes a CPU seconds, so
 `transport` is the way alone: writing the shared memory, and sending all parts of an update until the server has them. `noise` is a draw, `contents` what a rollout is checked by. What is known is written
@@ -195,28 +195,34 @@ def main() -> None:
             with contextlib.suppress(RolloutError):  # it is not the update that it says
                 engine.call("qerl_apply", sent.pop(), "forget it")
 
+        def between_hosts() -> None:
+            engine._leave()
+            engine._connect()
+            if engine._channel is None:
+                sys.exit("The server cannot be reached by connections of their own; the log says why.")
+
         sent: list[str] = []
-        results["transport"] = {
-            "shared memory": timed(lambda: engine._shared.data.copy_(engine._flat)),
-            "tcp": timed(send, forget),
-        }
-        write()
+        results["transport"], results["sync"] = {}, {}
+        if engine._shared is not None:
+            results["transport"]["shared memory"] = timed(lambda: engine._shared.data.copy_(engine._flat))
+            results["sync"]["shared memory"] = timed(generation.sync_weights)
+            write()
         draws = iter(range(1000, 2000))
 
         def with_noise() -> None:
             generation.sync_weights(draw=NoiseDraw(1e-2, 1, next(draws), 0))
 
-        results["sync"] = {"shared memory": timed(generation.sync_weights), "with noise": timed(with_noise)}
+        results["sync"]["with noise"] = timed(with_noise)
         write()
         norms = engine._noisy
         results["noise"] = timed(lambda: engine.set_noise(norms, NoiseDraw(1e-2, 1, next(draws), 0)))
         results["contents"] = timed(engine.contents)
         write()
-        if engine._shared is not None:
-            engine._shared.close()
-            engine._shared = None
-        results["sync"]["tcp"] = timed(generation.sync_weights)
-        write()
+        for way, change in (("tcp", between_hosts), ("http", engine._leave)):
+            change()
+            results["transport"][way] = timed(send, forget)
+            results["sync"][way] = timed(generation.sync_weights)
+            write()
         print(
             json.dumps(
                 {k: results[k] for k in ("transport", "sync", "noise", "contents", "bytes", "pinned", "steps")},

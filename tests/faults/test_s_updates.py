@@ -39,7 +39,7 @@ def worker(monkeypatch):
     model.norms = nn.ModuleList(norms.values())
     monkeypatch.setattr(states, "find_norms", lambda *args: norms)
     worker = QeRLWorkerExtension()
-    worker.device = torch.device("cpu")
+    worker.device, worker.rank = torch.device("cpu"), 0
     worker._qerl_rollout_state = states.RolloutState(model)
     worker.__dict__["_qerl_largest_update"] = lambda: 2**20
     assert send(worker, *update()) == {"layers": 2, "norms": 1}

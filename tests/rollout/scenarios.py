@@ -771,9 +771,15 @@ def serve(folder: Path, tensor_parallel: int) -> dict:
             results["sync seconds"] = time.perf_counter() - started
             results["adapter"].append(gap_now())
         results["shared memory"] = g.engine._shared is not None
-        g.engine._shared.close()
-        g.engine._shared = None  # as between two hosts
-        randomize(policy, 7)
+        g.engine._leave()
+        g.engine._connect()  # as between two hosts
+        for seed in (7, 8):
+            randomize(policy, seed)
+            g.sync_weights()
+            results["adapter"].append(gap_now())
+        results["connections"] = g.engine._channel is not None
+        g.engine._leave()  # as behind a firewall
+        randomize(policy, 9)
         g.sync_weights()
         results["adapter"].append(gap_now())
         noise = NormNoise(find_noisy_norms(policy))

@@ -1,6 +1,7 @@
 """Completions that two processes of a trainer get through the main process's connection; test_engine.py has a real server."""
 
 import json
+import logging
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,15 +11,18 @@ import torch
 from accelerate import PartialState
 
 from qerl_trl.noise.hooks import NoiseDraw
-from qerl_trl.rollout import wire
+from qerl_trl.rollout import channel, server, wire
+from qerl_trl.rollout.channel import Channel
 from qerl_trl.rollout.engine import Completion, RankWithoutEngine, RolloutError, Sampling
 from qerl_trl.rollout.layout import UpdateLayout
 from qerl_trl.rollout.server import ServerEngine
 from qerl_trl.rollout.shared_memory import SharedMemory
+from qerl_trl.rollout.signature import SECRET
 from qerl_trl.rollout.wire import CALL, RESET, Update
 from tests.faults.test_s_updates import NORMS, everything, update, worker  # noqa: F401  (a fixture)
 from tests.ranks import on_ranks
 from tests.rollout.asgi import KEY, FakeVLLM, bridged, guarded, http
+from tests.rollout.relay import flipped, relayed
 
 
 class Echo(ServerEngine):
@@ -85,7 +89,7 @@ class OnThisHost(ServerEngine):
     """Without a server: opens shared memory as its worker does."""
 
     def __init__(self):
-        self._shared, self.opened = None, []
+        self._shared, self._channel, self.opened = None, None, []
 
     def call(self, method, *args, part=b""):
         if method != "qerl_open":
@@ -124,14 +128,16 @@ class Connected(ServerEngine):
         from qerl_trl.rollout.client import Client
 
         self.url, self.client, self.spec = url, Client(url, KEY.encode(), 5), SimpleNamespace(dtype="bfloat16")
-        self._ranks, self._noisy, self._sent, self._shared = 1, (), (None, None), None
+        self._ranks, self._noisy, self._sent = 1, (), (None, None)
+        self._shared = self._channel = self._host = None
         self._layout, self._flat = UpdateLayout(()), torch.empty(0, dtype=torch.uint8)
 
 
 @pytest.fixture
-def connected(worker):  # noqa: F811
+def connected(worker, monkeypatch):  # noqa: F811
     """Such an engine that has sent an update, and the paths that it has asked since."""
     pytest.importorskip("vllm")
+    monkeypatch.setenv(SECRET, KEY)
     vllm = OneWorker(worker)
     with http(bridged(guarded(vllm))) as (url, _):
         engine = Connected(url)
@@ -172,12 +178,140 @@ def test_noise_and_reset_are_one_request(connected):
     assert asked == [CALL, RESET] and vllm.asked == [("qerl_noise",), ("reset",), ("reset",)]
 
 
-def test_between_hosts_an_update_takes_one_request_more_per_part(connected):
+@pytest.fixture
+def elsewhere(connected, monkeypatch, caplog):
+    """As `connected`, with the server on another host; it has sent an update there over connections of their own."""
     engine, vllm, asked = connected
-    engine._shared.close()
-    engine._shared = None
-    engine.put(Update(*update(1)), NORMS[:1], NoiseDraw(0.2, 1, 3, 0))
-    assert vllm.asked == [("qerl_receive",), ("qerl_apply",), ("reset",)] and len(asked) == 2
+    caplog.set_level(logging.INFO, logger="qerl_trl")
+
+    class Nothing:
+        @staticmethod
+        def create(size, device):
+            raise OSError("another host")
+
+    monkeypatch.setattr(server, "SharedMemory", Nothing)
+    engine._announce(engine._layout, torch.device("cpu"))
+    assert engine._shared is None and engine._channel is not None and "over connections of their own" in caplog.text
+    engine.put(Update(*update(0)))
+    caplog.clear()
+    asked.clear()
+    vllm.asked.clear()
+    yield engine, vllm, asked
+
+
+def put_and_check(engine, worker, seed: int) -> None:  # noqa: F811
+    """An update lands as it does through shared memory."""
+    new = Update(*update(seed))
+    engine.put(new, NORMS[:1], NoiseDraw(0.2, 1, 3, seed))
+    found = engine.contents()
+    assert found.received == new.fingerprint and not found.damaged
+    layer = worker._qerl_rollout_state.model.qkv_proj
+    assert torch.equal(layer.adapter_a[: new.adapter["q_proj"].a.shape[0]], new.adapter["q_proj"].a.bfloat16())
+
+
+def told(caplog, level: int = logging.WARNING) -> list[str]:
+    """By the trainer's end."""
+    records = [record for record in caplog.records if record.name == server.logger.name]
+    return [record.getMessage() for record in records if record.levelno >= level]
+
+
+def test_between_hosts_an_update_is_one_request_too(elsewhere, worker, caplog):  # noqa: F811
+    engine, vllm, asked = elsewhere
+    put_and_check(engine, worker, 1)
+    assert asked[0] == CALL and vllm.asked[:2] == [("qerl_apply",), ("reset",)]
+    assert told(caplog) == []
+
+
+def test_without_connections_it_is_one_request_more_per_part(elsewhere, worker):  # noqa: F811
+    engine, vllm, _ = elsewhere
+    engine._leave()
+    put_and_check(engine, worker, 1)
+    assert vllm.asked[:3] == [("qerl_receive",), ("qerl_apply",), ("reset",)]
+
+
+def test_connections_that_are_lost_are_made_anew(elsewhere, worker, caplog):  # noqa: F811
+    engine, vllm, _ = elsewhere
+    first = engine._channel
+    worker._qerl_receiver.close()
+    put_and_check(engine, worker, 1)
+    assert [method for (method, *_) in vllm.asked][:3] == ["qerl_listen", "qerl_open", "qerl_apply"]
+    assert engine._channel not in (None, first)
+    (said,) = told(caplog)
+    assert "broke" in said and "made anew" in said
+    put_and_check(engine, worker, 2)
+    assert len(told(caplog)) == 1
+
+
+def through(relay_to, monkeypatch):
+    """Connections from now on pass somebody who changes them."""
+    relays = []
+
+    def connect(host, port, secret, name):
+        relays.append(relay_to(port))
+        return Channel(host, relays[-1].__enter__().port, secret, name)
+
+    monkeypatch.setattr(server, "Channel", connect)
+    return relays
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_an_update_that_is_changed_on_its_way_is_not_applied(elsewhere, worker, monkeypatch, caplog, times):  # noqa: F811
+    """Once: it is sent again. Twice: it goes as requests, and so do those after it."""
+    engine, vllm, _ = elsewhere
+    before = everything(worker)
+    relays = through(lambda port: relayed(port, *[flipped(64 + 80 + 5)] * (len(relays) < times)), monkeypatch)
+    engine._leave()
+    engine._connect()
+    asked = vllm.collective_rpc
+
+    async def watched(method, timeout, args):
+        if method == "qerl_apply":  # nothing before it has changed the engine
+            assert all(torch.equal(left, right) for left, right in zip(before, everything(worker), strict=True))
+        return await asked(method, timeout, args)
+
+    monkeypatch.setattr(vllm, "collective_rpc", watched)
+    put_and_check(engine, worker, 1)
+    monkeypatch.setattr(vllm, "collective_rpc", asked)
+    assert (engine._channel is None) == (times == 2) == (("qerl_receive",) in vllm.asked)
+    assert len(told(caplog)) == times and "go as requests" in [*told(caplog), "go as requests"][1]
+    put_and_check(engine, worker, 2)
+    assert len(told(caplog)) == times
+    for relay in relays:
+        relay.__exit__(None, None, None)
+
+
+def test_where_no_connection_can_be_made_updates_go_as_requests(elsewhere, worker, monkeypatch, caplog):  # noqa: F811
+    """As behind a firewall; said once, with what can be done."""
+    engine, vllm, _ = elsewhere
+    taken = channel.socket.create_server(("127.0.0.1", 0))
+    port = taken.getsockname()[1]
+    taken.close()
+    monkeypatch.setattr(server, "Channel", lambda host, _, *rest: Channel(host, port, *rest))
+    engine._announce(engine._layout, torch.device("cpu"))
+    for seed in (1, 2):
+        put_and_check(engine, worker, seed)
+    (said,) = told(caplog)
+    assert "refused" in said and channel.PORT in said
+    assert vllm.asked.count(("qerl_receive",)) == 2 and vllm.asked.count(("qerl_listen",)) == 1
+
+
+def test_ranks_that_do_not_see_the_same_memory_get_requests(elsewhere, worker, monkeypatch, caplog):  # noqa: F811
+    engine, vllm, _ = elsewhere
+    monkeypatch.setattr(worker, "qerl_open", lambda name: {"error": "ValueError: No memory is shared with this host"})
+    engine._announce(engine._layout, torch.device("cpu"))
+    put_and_check(engine, worker, 1)
+    (said,) = told(caplog)
+    assert "No memory is shared" in said and ("qerl_receive",) in vllm.asked
+
+
+def test_an_encrypted_server_gets_nothing_in_clear(elsewhere, worker, caplog):  # noqa: F811
+    engine, vllm, _ = elsewhere
+    engine._leave()
+    engine.url = "https://" + engine.url.removeprefix("http://")
+    engine._connect()
+    put_and_check(engine, worker, 1)
+    assert engine._channel is None and vllm.asked[0] == ("qerl_receive",)
+    assert "would not be encrypted" in told(caplog, logging.INFO)[0] and told(caplog) == []
 
 
 def test_a_draw_that_is_refused_leaves_the_adapter_as_it_was(connected, worker):  # noqa: F811

@@ -1,10 +1,11 @@
 """The engine on a server: `vllm serve` with our plugin, reached from the trainer's main process.
 
 Adapter and noise go to methods of its workers (vllm/worker.py), through an endpoint of our own that knows the trainer by a shared secret
-(vllm/endpoint.py): the noise as four numbers, the adapter as bytes, which on one host travel through memory that both have in common
-(shared_memory.py). Completions come through TRL's client, whose requests are signed too (client.py). vLLM's NCCL weight transfer is not
-used: on the server it ends in `model.load_weights`, which knows the names of a checkpoint and neither adapter buffers nor noise, and an
-adapter is small (rank 32 on 7B: 160 MB in bf16).
+(vllm/endpoint.py): the noise as four numbers, the adapter as bytes. On one host these travel through memory that both have in common
+(shared_memory.py), between hosts over connections of their own (channel.py), and where neither can be had as parts in requests (transfers.py).
+Completions come through TRL's client, whose requests are signed too (client.py). vLLM's NCCL weight transfer is not used: on the server it ends
+in `model.load_weights`, which knows the names of a checkpoint and neither adapter buffers nor noise, and an adapter is small (rank 32 on 7B:
+160 MB in bf16).
 """
 
 import ipaddress
@@ -20,6 +21,7 @@ from accelerate.utils import broadcast_object_list
 from torch import nn
 
 from ..noise.hooks import NoiseDraw
+from .channel import PORT, Channel
 from .client import Client, odd, understood
 from .engine import Completion, Contents, Engine, RolloutError, Sampling, gather_prompts
 from .handshake import check_form, differences
@@ -62,6 +64,8 @@ class ServerEngine(Engine):
         self._sent: tuple[str | None, str | None] = (None, None)  # mark of the latest update, and its fingerprint
         self._layout, self._flat = UpdateLayout(()), torch.empty(0, dtype=torch.uint8)
         self._shared: SharedMemory | None = None
+        self._channel: Channel | None = None
+        self._host: torch.Tensor | None = None
         if urlparse(self.url).scheme != "https" and not _is_loopback(self.url):
             logger.warning(
                 "%s is neither a loopback address nor https. Requests are signed, but adapter, prompts and completions travel as they "
@@ -145,17 +149,20 @@ class ServerEngine(Engine):
         return answers
 
     def _announce(self, layout: UpdateLayout, device: torch.device) -> None:
-        """Agree on what updates consist of, and on the way they take: shared memory where the server can open it."""
+        """Agree on what updates consist of, and on the way they take: shared memory where the server can open it, else the network."""
         self.call("qerl_layout", layout.text())
         self._layout, self._flat = layout, torch.zeros(layout.nbytes, dtype=torch.uint8, device=device)
-        if self._shared is not None:
-            self._shared.close()
-            self._shared = None
+        self._leave()
+        if not self._share(device):
+            self._connect()
+
+    def _share(self, device: torch.device) -> bool:
+        """Whether the server can open memory of this host."""
         try:
-            shared = SharedMemory.create(layout.nbytes, device)
+            shared = SharedMemory.create(self._layout.nbytes, device)
         except (OSError, ValueError) as error:
             logger.info("Updates go to the server over the network: no memory could be shared (%s).", error)
-            return
+            return False
         try:
             answers = self.call("qerl_open", shared.name)
         except RolloutError as error:
@@ -166,10 +173,66 @@ class ServerEngine(Engine):
             self._shared = shared
         else:
             shared.close()
+        return self._shared is not None
+
+    def _connect(self) -> None:
+        """Open connections for updates, or say why they go as requests."""
+        parts = urlparse(self.url)
+        if parts.scheme == "https":
+            logger.info("Updates go to %s as requests: connections of their own would not be encrypted.", self.url)
+            return
+        host, channel = parts.hostname or "", None
+        address = "" if not _is_loopback(self.url) else "127.0.0.1" if host == "localhost" else host
+        try:
+            listening = self.call("qerl_listen", address)[0]
+            with understood(self.url + CALL, "a port and a name"):
+                port, name = int(listening["port"]), str(listening["name"])
+            channel = Channel(host, port, secret(), name)
+            proofs = [answer.get("proof") for answer in self.call("qerl_open", name)]
+            if None in proofs or len(set(proofs)) != 1:
+                raise odd(self.url + CALL, f"one proof from {len(proofs)} ranks that see the same memory", f"{proofs}")
+        except (OSError, RolloutError) as error:
+            if channel is not None:
+                channel.close()
+            logger.warning(
+                "Updates go to %s as requests, which takes longer: a connection for them alone cannot be made (%s). The "
+                "port where a server awaits it is any free one, or %s in its environment: let the trainer reach it.",
+                self.url, error, PORT,
+            )  # fmt: skip
+            return
+        logger.info("Updates go to %s over connections of their own, port %d.", self.url, port)
+        self._channel = channel
 
     def transfer(self) -> str:
-        """Send the update over the network, a few parts at a time; the name under which the server keeps it until it is applied."""
-        data, transfer = self._flat.cpu().numpy().data, uuid.uuid4().hex
+        """Send the update over the network; the name under which the server keeps it until it is applied."""
+        data = self._on_host()
+        broken = 0
+        while self._channel is not None:
+            try:
+                self._channel.send(data)
+                return "shared"
+            except OSError as error:
+                broken += 1
+                remedy = (
+                    "they are made anew" if broken == 1 else "from now on updates go as requests, which take longer"
+                )
+                logger.warning("The connections for updates to %s broke (%s): %s.", self.url, error, remedy)
+                self._leave()
+            if broken == 1:
+                self._connect()
+        return self._request_parts(data)
+
+    def _on_host(self) -> memoryview:
+        """The update's bytes, copied from the GPU where it is on one."""
+        if self._flat.device.type == "cpu":
+            return self._flat.numpy().data
+        if self._host is None:
+            self._host = torch.empty(self._flat.shape, dtype=torch.uint8, pin_memory=self._flat.device.type == "cuda")
+        return self._host.copy_(self._flat).numpy().data
+
+    def _request_parts(self, data: memoryview) -> str:
+        """Send the update in requests, a few at a time."""
+        transfer = uuid.uuid4().hex
 
         def send(index: int) -> None:
             self.call("qerl_receive", transfer, index, part=data[index * CHUNK : (index + 1) * CHUNK])
@@ -253,10 +316,15 @@ class ServerEngine(Engine):
 
     def close(self) -> None:
         """Close the connections; the server keeps running."""
-        if self._shared is not None:
-            self._shared.close()
-            self._shared = None
+        self._leave()
         self.client.close()
+
+    def _leave(self) -> None:
+        """Shared memory and connections for updates."""
+        for way in (self._shared, self._channel):
+            if way is not None:
+                way.close()
+        self._shared = self._channel = self._host = None
 
 
 def _numbers(draw: NoiseDraw) -> tuple[str, int, int, int]:

@@ -3,7 +3,8 @@
 `EngineSpec.serve_command` (rollout/spec.py) gives the command that starts a server with it; a trainer that finds no such server
 prints it. vLLM mixes this class into its worker, and the endpoint in front of the server (endpoint.py) calls the methods for who knows
 its secret. Arguments are text, numbers and names, and the bytes of an update. Nothing is unpickled, and no path is opened but that of a
-piece of memory which a trainer of the same user on the same host made (shared_memory.py).
+piece of memory which a process of the same user on the same host made (shared_memory.py): the trainer, or the first rank for one that is on
+another host (channel.py).
 """
 
 import functools
@@ -14,8 +15,10 @@ import torch
 from vllm.config import VllmConfig
 
 from ...noise.hooks import NoiseDraw
+from ..channel import PORT, Receiver
 from ..layout import UpdateLayout, as_tensor, mark
 from ..shared_memory import SharedMemory
+from ..signature import secret
 from ..transfers import Transfers
 from .describe import describe
 from .state import RolloutState
@@ -49,6 +52,7 @@ class QeRLWorkerExtension:
     model_runner: Any
     vllm_config: VllmConfig
     device: torch.device
+    rank: int
 
     def _qerl_state(self) -> RolloutState:
         state = self.__dict__.get("_qerl_rollout_state")
@@ -79,13 +83,42 @@ class QeRLWorkerExtension:
                 f"Updates of {layout.nbytes} bytes are announced, and adapter and norms of this engine have at most {most}. Start the "
                 "server for this trainer's adapter, with the command that the trainer prints."
             )
+        self._qerl_hang_up()
         self._qerl_form = layout
         self._qerl_buffer = torch.empty(layout.nbytes, dtype=torch.uint8, device=self.device)
         return {"bytes": layout.nbytes}
 
     @_answers
+    def qerl_listen(self, address: str) -> dict:
+        """Let the trainer connect, and write updates into memory of this rank (channel.py); `qerl_open` opens it here and in the others.
+
+        Refused: the port is taken, or this host has no memory to share. Only the first rank listens; the others answer nothing.
+
+        Args:
+            address: of the loopback interface; "" for all interfaces.
+        """
+        size = self._qerl_layout_now().nbytes
+        self._qerl_hang_up()
+        if self.rank != 0:
+            return {}
+        try:
+            self._qerl_receiver = Receiver(size, address, secret())
+        except OSError as error:
+            raise ValueError(
+                f"No port or no memory for updates: {error}. {PORT} in the server's environment chooses the port, and /dev/shm has to have "
+                f"{size} bytes left (docker run --shm-size)."
+            ) from error
+        return {"port": self._qerl_receiver.port, "name": self._qerl_receiver.name}
+
+    def _qerl_hang_up(self) -> None:
+        """Nobody writes into this rank's memory any more."""
+        receiver = self.__dict__.pop("_qerl_receiver", None)
+        if receiver is not None:
+            receiver.close()
+
+    @_answers
     def qerl_open(self, name: str) -> dict:
-        """Take updates from the trainer's shared memory `name` from now on. Refused: this host has none."""
+        """Take updates from the shared memory `name` from now on: the trainer's, or the first rank's. Refused: this host has none."""
         self._qerl_shared = SharedMemory.open(name, self._qerl_layout_now().nbytes, self.device)
         return {"proof": self._qerl_shared.proof()}
 
