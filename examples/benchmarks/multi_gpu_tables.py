@@ -16,7 +16,7 @@ STEPS = ROOT / "examples/benchmarks/results/step_h200.json"
 SERVER = ROOT / "examples/benchmarks/results/server_h200.json"
 ONE_GPU, ONE_GPU_64 = "ours-7b-8x512", "ours-7b-64x512"
 #: aims of which there is no row in RESULT
-NOT_RUN = "sync over TCP (300 ms), tensor parallel engines, ZeRO-2, stock TRL beside each of them, 70B, any layout with 64 completions per process, starts of two processes beside one"
+NOT_RUN = "sync over TCP (300 ms; measured without a GPU only, see below), tensor parallel engines, ZeRO-2, stock TRL beside each of them, 70B, any layout with 64 completions per process, starts of two processes beside one"
 
 
 def planned_today(row: dict[str, Any]) -> float:
