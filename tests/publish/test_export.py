@@ -20,7 +20,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, dynamic_module_utils
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from qerl_trl import NVFP4Config, QeRLConfig, checkpoint
 from qerl_trl.base_identity import base_sha256
@@ -33,6 +33,7 @@ from qerl_trl.publish import export, merge, staging, writer
 from qerl_trl.publish.distance import logit_distance, logits_of
 from qerl_trl.publish.run import TrainedPolicy, load_policy
 from qerl_trl.sources import Sources
+from tests.publish.conftest import CODE
 from tests.tiny_models import make_tiny_tokenizer
 
 IDS = torch.randint(5, 300, (3, 16), generator=torch.Generator().manual_seed(0))
@@ -370,27 +371,6 @@ def test_what_a_run_recorded_of_its_base_is_what_the_export_says(tiny_model_dir,
     policy = make_policy(tiny_model_dir("qwen2"))
     settings = {"base_format": "nvfp4", "base_sha256": base_sha256(policy), "lora": {"r": 4}}
     assert export.save_merged(TrainedPolicy(policy, None, settings), tmp_path / "merged")["settings"] == settings
-
-
-CODE = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
-
-
-@pytest.fixture
-def own_code(tiny_model_dir, tmp_path, monkeypatch):
-    """A folder with a model whose code lies beside it."""
-    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.setattr(sys, "path", sys.path[:])
-    shutil.copytree(tiny_model_dir("qwen2"), tmp_path / "own")
-    (tmp_path / "own/configuration_own.py").write_text(
-        "from transformers import Qwen2Config\nclass OwnConfig(Qwen2Config):\n    model_type = 'own'\n"
-    )
-    (tmp_path / "own/modeling_own.py").write_text(
-        "from transformers import Qwen2ForCausalLM\nfrom .configuration_own import OwnConfig\n"
-        "class OwnForCausalLM(Qwen2ForCausalLM):\n    config_class = OwnConfig\n"
-    )
-    config = json.loads((tmp_path / "own/config.json").read_text())
-    (tmp_path / "own/config.json").write_text(json.dumps({**config, "model_type": "own", "auto_map": CODE}))
-    return tmp_path / "own"
 
 
 @pytest.mark.parametrize("save", [export.save_merged, export.save_base], ids=["merged", "base"])
