@@ -1,37 +1,13 @@
-"""What several files here take: a stand-in Hub, and a model with code of its own."""
+"""What several files here take: a model with code of its own."""
 
 import json
 import shutil
 import sys
 
-import huggingface_hub
 import pytest
-from huggingface_hub import constants
 from transformers import dynamic_module_utils
 
-from qerl_trl.publish import hub
-from tests.hub_server import TOKEN, StandInHub
-
 CODE = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
-
-
-@pytest.fixture
-def server(monkeypatch, tmp_path):
-    stand_in = StandInHub()
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # large files as LFS, whose protocol the stand-in speaks
-    monkeypatch.setattr(constants, "ENDPOINT", stand_in.endpoint)
-    monkeypatch.setattr(
-        constants, "HUGGINGFACE_CO_URL_TEMPLATE", stand_in.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
-    )
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub-cache"))
-    monkeypatch.setattr(hub, "get_token", lambda: TOKEN)
-    monkeypatch.setattr(hub, "HfApi", lambda token: huggingface_hub.HfApi(endpoint=stand_in.endpoint, token=token))
-    monkeypatch.setattr(hub, "_WAIT_SECONDS", 0.01)
-    huggingface_hub.close_session()
-    yield stand_in
-    huggingface_hub.close_session()
-    stand_in.close()
 
 
 @pytest.fixture

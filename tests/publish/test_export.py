@@ -33,6 +33,7 @@ from qerl_trl.publish import export, merge, staging, writer
 from qerl_trl.publish.distance import logit_distance, logits_of
 from qerl_trl.publish.run import TrainedPolicy, load_policy
 from qerl_trl.sources import Sources
+from qerl_trl.tokenizer_identity import recorded
 from tests.publish.conftest import CODE
 from tests.tiny_models import make_tiny_tokenizer
 
@@ -339,12 +340,17 @@ def test_a_plain_adapter_is_not_taken_for_another_one(tiny_model_dir, tmp_path, 
             assert path.read_bytes() == (tmp_path / "made" / path.name).read_bytes()
 
 
-def test_another_tokenizer_is_another_export(tiny_model_dir, tiny_tokenizer, tmp_path):
+@pytest.mark.parametrize("as_policy", [False, True], ids=["model", "policy"])
+def test_another_tokenizer_is_another_export(tiny_model_dir, tiny_tokenizer, tmp_path, caplog, as_policy):
+    """What is passed beside a policy is what is written, as beside a model or a trainer; and told where the run had another one."""
     policy, other = make_policy(tiny_model_dir("qwen2")), copy.deepcopy(tiny_tokenizer)
     other.chat_template = "{{ messages[0].content }}"
-    for tokenizer in (tiny_tokenizer, other):
-        export.save_merged(policy, tmp_path / "merged", tokenizer, overwrite=True)
+    exported = TrainedPolicy(policy, tiny_tokenizer, recorded(tiny_tokenizer)) if as_policy else policy
+    export.save_merged(exported, tmp_path / "merged", tiny_tokenizer, overwrite=True)
+    assert "tokenizer that is written" not in caplog.text
+    export.save_merged(exported, tmp_path / "merged", other, overwrite=True)
     assert AutoTokenizer.from_pretrained(tmp_path / "merged").chat_template == other.chat_template
+    assert ("tokenizer that is written" in caplog.text) == as_policy
 
 
 def test_the_active_one_of_two_adapters_is_another_policy(tiny_model_dir, tmp_path):

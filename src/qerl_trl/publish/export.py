@@ -35,7 +35,7 @@ from peft import LoraConfig, PeftModel
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from .. import base_identity, checkpoint, forward, identity, redaction, report, unchanged
+from .. import base_identity, checkpoint, forward, identity, redaction, report, tokenizer_identity, unchanged
 from ..identity import RunSettings
 from ..names import full_tensor, is_sharded, reshard
 from ..nvfp4 import layouts
@@ -389,7 +389,7 @@ def _describe(policy: TrainedPolicy, kind: Kind, with_adapter: bool = True) -> E
     if with_adapter and adapter is not None and "lora" not in settings:
         settings["lora"] = identity.lora_settings(adapter)
     if policy.tokenizer is not None:
-        settings["tokenizer_sha256"] = identity.tokenizer_sha256(policy.tokenizer)
+        settings |= _of_tokenizer(policy.tokenizer, policy.settings)
     if kind != "adapter":
         check_base(policy)
         recorded, adapted = recorded_base(settings), isinstance(policy.model, PeftModel)
@@ -403,6 +403,20 @@ def _describe(policy: TrainedPolicy, kind: Kind, with_adapter: bool = True) -> E
     if kind != "adapter" and (code := custom_code.auto_map(policy.transformers_model.config)):
         export["auto_map"] = code
     return export
+
+
+def _of_tokenizer(tokenizer: PreTrainedTokenizerBase, run: RunSettings) -> RunSettings:
+    """What the record says of the tokenizer that is written, told where it is another one than the run's."""
+    found = tokenizer_identity.recorded(tokenizer)
+    then: dict[str, Any] = {name: digest for name, digest in run.items() if name in found}
+    if tokenizer_identity.others(then, found):
+        logger.warning(
+            "The tokenizer that is written (%s) is another one than the run was trained with (vocabulary, merges, added or special tokens, or chat "
+            "template): whoever loads this asks in other tokens than it learned from. If that is not meant, leave tokenizer= out, and keep the "
+            "tokenizer's files in the run's folder.",
+            tokenizer.name_or_path or type(tokenizer).__name__,
+        )
+    return cast(RunSettings, found)
 
 
 def _active_lora(model: nn.Module) -> LoraConfig | None:
