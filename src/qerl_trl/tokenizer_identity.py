@@ -4,12 +4,15 @@ The same after it was saved and loaded, by whatever name; another one where any 
 """
 
 import json
+import logging
 import re
 import weakref
 from collections.abc import Mapping
 from typing import Any
 
 from .sources import sha256
+
+logger = logging.getLogger(__name__)
 
 SAMPLE, WHOLE = "tokenizer_sha256", "tokenizer_whole_sha256"
 #: letters, numbers, blanks, other scripts and marks
@@ -54,10 +57,18 @@ def _of_pictures(processing_class: Any) -> dict[str, Any]:
     return _without_defaults({name: part for name, part in settings.items() if not _NAMES.search(name)})
 
 
-def others(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """By which of the two a tokenizer is another one than then; by what an older version recorded, where it recorded no more."""
-    known = [name for name in (WHOLE, SAMPLE) if name in then and name in now][:1]
-    return [name for name in known if then[name] != now[name]]
+def recorded_of_written(tokenizer: Any, run: Mapping[str, Any]) -> dict[str, str]:
+    """As [`recorded`], of the tokenizer that an export writes; told where it is another one than `run` recorded (an older version in `SAMPLE` alone)."""
+    found = recorded(tokenizer)
+    known = [name for name in (WHOLE, SAMPLE) if name in run][:1]
+    if any(run[name] != found[name] for name in known):
+        logger.warning(
+            "The tokenizer that is written (%s) is another one than the run was trained with (vocabulary, merges, added or special tokens, or chat "
+            "template): whoever loads this asks in other tokens than it learned from. If that is not meant, leave tokenizer= out, and keep the "
+            "tokenizer's files in the run's folder.",
+            tokenizer.name_or_path or type(tokenizer).__name__,
+        )
+    return found
 
 
 def _backend_sha256(tokenizer: Any, named: set[str]) -> str:

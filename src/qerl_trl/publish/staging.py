@@ -10,7 +10,8 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,37 @@ def is_complete(destination: str | os.PathLike, run: Mapping[str, Any]) -> bool:
     if leftover.is_dir():  # killed after the exchange, before the replaced folder was removed
         shutil.rmtree(leftover)
     return True
+
+
+def card_again(destination: str | os.PathLike, run: Mapping[str, Any], card: Callable[[Path], None]) -> None:
+    """Of a folder that is complete, write the card anew where it would say something else now (figures that came since, other data), whole or not at all.
+
+    Args:
+        card: writes its files into the folder that it is given.
+    """
+    destination = Path(destination).absolute()
+    with tempfile.TemporaryDirectory(dir=destination.parent, prefix=f".{destination.name}.card.") as folder:
+        new = Path(folder, f".{destination.name}.partial")
+        new.mkdir()
+        card(new)
+        written = {path.name for path in new.iterdir()}
+        there = {name for name in written if (destination / name).is_file()}
+        if there == written and all((destination / n).read_bytes() == (new / n).read_bytes() for n in written):
+            return
+        with staging(destination, run, overwrite=True) as partial:
+            for name in sorted(checkpoint.sealed_files(destination) - written):
+                (partial / name).parent.mkdir(exist_ok=True)
+                _link(destination / name, partial / name)
+            for name in written:
+                shutil.copyfile(new / name, partial / name)
+
+
+def _link(source: Path, destination: Path) -> None:
+    destination.unlink(missing_ok=True)
+    try:
+        os.link(source, destination)
+    except OSError:  # a file system without links
+        shutil.copyfile(source, destination)
 
 
 @contextmanager
