@@ -11,6 +11,7 @@ import pytest
 
 from qerl_trl import errors
 from qerl_trl.cli import main as cli
+from qerl_trl.shipped import contents
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = "examples/grpo_gsm8k.py"
@@ -124,6 +125,25 @@ def test_a_recipe_that_cannot_be_read(content, message, warm_training, tmp_path)
         assert done.returncode == 2 and f"qerl-trl: {tmp_path}/run.yaml {message}" in done.stderr
         assert "Write one `name: value` on each line" in done.stderr
         assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("content", "where"),
+    [
+        ("seed: 1\nlearning_rate: 1.0e-6\nseed: 2", "seed twice, in lines 1 and 3"),
+        ("options: {a: 1, a: 2}", "a twice, in lines 1 and 1"),
+    ],
+    ids=["apart", "inside"],
+)
+def test_what_a_recipe_says_twice_is_named(content, where, warm_training, tmp_path):
+    """YAML's reader takes the last one."""
+    (tmp_path / "run.yaml").write_text(content)
+    for option in ("--config", "--task"):
+        done = warm_training.run([EXAMPLE, option, str(tmp_path / "run.yaml")], ROOT, dict(os.environ))
+        assert done.returncode == 2 and f"qerl-trl: {tmp_path}/run.yaml says {where}" in done.stderr
+        assert "Traceback" not in done.stderr
+    (tmp_path / "run.yaml").write_text("a: &a {seed: 1}\nb: {<<: *a, seed: 2}")
+    assert contents(tmp_path / "run.yaml")["b"] == {"seed": 2}
 
 
 def test_the_traceback_of_a_task_of_ones_own_stays(warm_training, tmp_path):

@@ -6,6 +6,7 @@ without it, or that disagrees with it, is not a checkpoint. Older checkpoints ar
 sealed, so at every moment there is a whole one to resume from.
 """
 
+import fcntl
 import hashlib
 import json
 import logging
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MANIFEST_NAME = "qerl_manifest.json"
+#: held by the process that trains in a folder (run_folder.py)
+LOCK_NAME = ".qerl_lock"
 #: what decides about a model and must not lie in its folder unsealed
 _DECISIVE = (
     "*.safetensors", "*.safetensors.index.json", "config.json", "pytorch_model*.bin", "generation_config.json", "adapter_config.json",
@@ -228,6 +231,25 @@ def weights_sha256(folder: str | os.PathLike) -> str | None:
         files = sorted(folder.glob("*.safetensors"))
     digests = {path.name: sha256(path) for path in files if path.is_file()}
     return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest() if digests else None
+
+
+def of_a_run(folder: str | os.PathLike) -> list[str]:
+    """What in `folder` only a run has: its checkpoints, its state, and the lock of one that is alive."""
+    folder = Path(folder)
+    found = sorted(path.name for path in folder.glob("checkpoint-*") if path.is_dir())
+    found += ["trainer_state.json"] if (folder / "trainer_state.json").is_file() else []
+    return found + ([LOCK_NAME] if _is_locked(folder / LOCK_NAME) else [])
+
+
+def _is_locked(file: Path) -> bool:
+    try:
+        with open(file) as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # not there, or on a file system without locks
+        return False
+    return False
 
 
 def keeps_optimizer(folder: str | os.PathLike) -> bool:

@@ -9,13 +9,13 @@ import json
 import re
 import weakref
 from collections.abc import Mapping
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple, TypedDict, cast
 
 from accelerate.utils import is_peft_model
 from datasets import Dataset
 from peft import LoraConfig
 
-from . import base_identity, report
+from . import base_identity, report, tokenizer_identity
 from .nvfp4.linear import compute_dtype
 from .sources import plainly, rewards_of, rollouts_of, sha256, source_sha256
 from .upstream import OnlineTrainer
@@ -31,7 +31,7 @@ SOURCES = ("rewards_sha256", "rollouts_sha256", "held_sha256")
 #: what is recorded beside the settings themselves
 _NOT_SETTINGS = {"settings_sha256", "global_step", "merged_onto", "changed", "base_revision"}
 #: not in the records of older versions
-_NEWER = {"base_config", "tokenizer_sha256", "rollouts", "rollouts_sha256", "special_tokens"}
+_NEWER = {"base_config", "tokenizer_sha256", "tokenizer_whole_sha256", "rollouts", "rollouts_sha256", "special_tokens"}
 #: not in the options of records that have no `special_tokens`
 _NEWER_OPTIONS = {"off_policy_mask_threshold", "cache_implementation", "vllm_engine_kwargs"}
 #: how the base is made of what is loaded: it differs with them
@@ -56,8 +56,6 @@ _INCIDENTAL_ENGINE = re.compile(
 )
 #: rows of the training data that its fingerprint reads
 _FINGERPRINT_ROWS = 10_000
-#: letters, numbers, blanks, other scripts and marks
-_TEXT = "The norm's weights: 12 + 34.5 = 46.5?\n\tIf x < 0:  \u00c4\u00df \u4e2d\u6587 \U0001f642 </s><|im_start|>user"
 #: fingerprints that were computed: a run says it with each checkpoint
 _datasets: "weakref.WeakKeyDictionary[Dataset, str]" = weakref.WeakKeyDictionary()
 
@@ -86,7 +84,8 @@ class RunSettings(TypedDict, total=False):
         str  # fingerprint of its weights as they were loaded (`base_identity`); absent where no process had it whole
     )
     base_config: dict[str, Any]  # what its configuration says of its forward (`base_identity`)
-    tokenizer_sha256: str  # of how a text, and a conversation, becomes tokens
+    tokenizer_sha256: str  # of the tokens of one text, and of the chat template
+    tokenizer_whole_sha256: str  # of all of the tokenizer (`tokenizer_identity`)
     special_tokens: dict[str, Any]  # with which a completion ends, and what is behind it
     dtype: str  # compute dtype
     base_format: str
@@ -148,7 +147,7 @@ def run_settings(trainer: OnlineTrainer) -> RunSettings:
     if trainer.base_sha256 is not None:
         settings["base_sha256"] = trainer.base_sha256
     settings["base_config"] = base_identity.base_config(model)
-    settings["tokenizer_sha256"] = tokenizer_sha256(trainer.processing_class)
+    settings |= cast(RunSettings, tokenizer_identity.recorded(trainer.processing_class))
     settings["special_tokens"] = _special_tokens(trainer)
     settings["dtype"] = str(compute_dtype(model)).removeprefix("torch.")
     if is_peft_model(model):
@@ -199,13 +198,6 @@ def _special_tokens(trainer: OnlineTrainer) -> dict[str, Any]:
     tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)  # of a processor
     ends = getattr(trainer, "eos_token_ids", None)
     return {"eos": [tokenizer.eos_token_id] if ends is None else list(ends), "pad": tokenizer.pad_token_id}
-
-
-def tokenizer_sha256(processing_class: Any) -> str:
-    """Of the chat template, and of the tokens of a text with something of everything."""
-    tokenizer = getattr(processing_class, "tokenizer", processing_class)  # of a processor
-    template = getattr(processing_class, "chat_template", None) or getattr(tokenizer, "chat_template", None)
-    return sha256([template, list(tokenizer(_TEXT)["input_ids"])])
 
 
 def lora_settings(lora: LoraConfig) -> LoraSettings:
@@ -293,6 +285,8 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> Differences:
     known = "base_sha256" in both and not any(then.get(name) != now.get(name) for name in _FORM)
     free = _MAY_DIFFER | {"model"} if known else _MAY_DIFFER
     found = Differences([], [])
+    if "tokenizer_whole_sha256" in both:  # it says all that the other one does
+        names -= {"tokenizer_sha256"}
     for name in sorted(names if known else names - {"base_sha256"}):
         lines = found.reported if name in free else found.refused
         lines += _compared(name, then.get(name), json.loads(json.dumps(now.get(name), default=str)))
@@ -311,6 +305,10 @@ def _compared(name: str, then: Any, now: Any) -> list[str]:
         return ["dataset_sha256: the training data are others than then"]
     if name == "tokenizer_sha256":
         return ["tokenizer_sha256: the tokenizer, or its chat template, makes other tokens of a text than then"]
+    if name == "tokenizer_whole_sha256":
+        return [
+            f"{name}: the tokenizer is another one than then (vocabulary, merges, added or special tokens, template)"
+        ]
     if name.startswith(SOURCES):
         known = then is not None and now is not None  # not in records of older versions
         if name.startswith("held_sha256"):

@@ -28,7 +28,7 @@ from . import checkpoint, identity
 
 logger = logging.getLogger(__name__)
 
-LOCK_NAME = ".qerl_lock"
+LOCK_NAME = checkpoint.LOCK_NAME
 #: locks of this process, by folder; they end with it
 _locks: dict[str, int] = {}
 
@@ -158,16 +158,30 @@ def settle(output_dir: str | os.PathLike, resume: str | None, settings: Mapping[
         `ValueError`: the folder, or the checkpoint, belongs to a run with other settings. Of a folder that another checkpoint than one of its own
             is continued in, `allowed` lets nothing pass: its files are those of the other run.
     """
-    source = None if resume is not None and _lies_in(resume, output_dir) else _owner(Path(output_dir))
+    if (kind := _others_export(output_dir, settings if resume is not None else None)) is not None:
+        raise ValueError(
+            f"output_dir={str(output_dir)!r} holds an export ({kind}), which this run would replace when it is saved. Choose another output_dir, or "
+            "move the export elsewhere."
+        )
+    elsewhere = resume is None or not _lies_in(resume, output_dir)
+    source = _owner(Path(output_dir)) if elsewhere else None
+    if elsewhere and source is None and (unknown := _unsealed(Path(output_dir))):
+        logger.warning(
+            "output_dir=%s holds checkpoints of which no %s says whose they are: %s. Another trainer wrote them, or a run that was killed meanwhile. "
+            "This one writes its own in their place, and with save_total_limit removes them: choose another output_dir if they are needed.",
+            output_dir,
+            checkpoint.MANIFEST_NAME,
+            ", ".join(unknown),
+        )
     if source is not None:
-        there = identity.differences(checkpoint.recorded_run(source), settings)
+        there = identity.differences(_recorded(source), settings)
         if there.refused:
             raise ValueError(
                 f"output_dir={str(output_dir)!r} belongs to a run with other settings, whose files a new run would mix with its own: "
                 f"{'; '.join(there.refused)}. Choose another output_dir, or remove this one if it is not needed any more."
             )
     source = Path(resume) if resume is not None else source
-    then = checkpoint.recorded_run(source) if source is not None else {}
+    then = _recorded(source) if source is not None else {}
     found = identity.differences(then, settings)
     changed = list(then.get("changed", []))
     if found.refused and not allowed:
@@ -201,17 +215,48 @@ def require_own(folder: str | os.PathLike, settings: Mapping[str, Any], changed:
     Raises:
         `ValueError`: there is.
     """
+    require_no_export(folder)
     source = _owner(Path(folder))
-    then = checkpoint.recorded_run(source) if source is not None else {}
-    if (kind := then.get("kind")) is not None:
-        raise ValueError(
-            f"{folder} holds an export ({kind}), and it would be replaced. Save this run in another folder: save_model('<folder>')."
-        )
+    then = _recorded(source) if source is not None else {}
     if refused := [line for line in identity.differences(then, settings).refused if line not in changed]:
         raise ValueError(
             f"{folder} holds what a run with other settings has saved, and it would be replaced: {'; '.join(refused)}. Save this one in another "
             "folder: save_model('<folder>'). Give each run an output_dir of its own."
         )
+
+
+def require_no_export(folder: str | os.PathLike, settings: Mapping[str, Any] | None = None) -> None:
+    """Before a run saves what it has come to: no export lies there.
+
+    Args:
+        settings: of the run, whose own adapter may lie there, as a repository that it was pushed to has it beside its checkpoint.
+
+    Raises:
+        `ValueError`: one does.
+    """
+    if (kind := _others_export(folder, settings)) is not None:
+        raise ValueError(
+            f"{folder} holds an export ({kind}), and it would be replaced. Save this run in another folder: save_model('<folder>')."
+        )
+
+
+def _others_export(folder: str | os.PathLike, settings: Mapping[str, Any] | None) -> str | None:
+    """The kind of the export that a folder is, unless it is an adapter of the run with these settings."""
+    kind, then = checkpoint.recorded_run(folder).get("kind"), _recorded(Path(folder))
+    if kind != "adapter" or settings is None or "settings_sha256" not in then:
+        return kind
+    return kind if identity.differences(then, settings).refused else None
+
+
+def _recorded(folder: Path) -> Mapping[str, Any]:
+    """What a folder says of its run, itself or as an export of it."""
+    found = checkpoint.recorded_run(folder)
+    return found.get("settings", {}) if "kind" in found else found
+
+
+def _unsealed(output_dir: Path) -> list[str]:
+    folders = (path for path in output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if (path / TRAINER_STATE_NAME).is_file())
+    return sorted(path.name for path in folders if not (path / checkpoint.MANIFEST_NAME).is_file())
 
 
 def _lies_in(resume: str, output_dir: str | os.PathLike) -> bool:

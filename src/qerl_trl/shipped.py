@@ -3,6 +3,9 @@
 from pathlib import Path
 from typing import Any
 
+#: what YAML calls `<<`
+_MERGE = "tag:yaml.org,2002:merge"
+
 
 def examples_folder() -> Path:
     """Where they are: in the wheel, or in a source checkout."""
@@ -43,12 +46,26 @@ def contents(file: Path) -> dict[str, Any]:
     """Names and values of a recipe or a task.
 
     Raises:
-        `ValueError`: it is no YAML, or a list or a text.
+        `ValueError`: it is no YAML, or a list or a text, or says something twice.
     """
     import yaml
 
+    class Once(yaml.SafeLoader):
+        """YAML has a name once; its own loader takes the last one, without a word."""
+
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            lines: dict[str, int] = {}
+            for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE):
+                line = key.start_mark.line + 1
+                if key.value in lines:
+                    raise ValueError(
+                        f"{file} says {key.value} twice, in lines {lines[key.value]} and {line}, and one of them would count for nothing. Remove one."
+                    )
+                lines[key.value] = line
+            return super().construct_mapping(node, deep)
+
     try:
-        found = yaml.safe_load(file.read_text())
+        found = yaml.load(file.read_text(), Once)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(
             f"{file} is no YAML: {error}. Write one `name: value` on each line; a value with a colon, a brace or a bracket in it stands in quotes."

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
-from qerl_trl import errors, preflight
+from qerl_trl import checkpoint, errors, preflight
 from qerl_trl.cli import doctor, options
 from qerl_trl.cli import main as cli
 from qerl_trl.publish import distance, export, hub
@@ -254,6 +254,44 @@ def test_push(run, server, tmp_path):  # noqa: F811
     assert code == 1 and "may not write" in err
 
 
+def test_the_card_of_what_is_there_already_says_what_is_known_now(run, tmp_path):
+    """The weights are the same, and stay; data that are named now, or figures that came since, were left out."""
+    folder = shutil.copytree(run[0], tmp_path / "run")
+    for form in ("bf16", "nvfp4", "adapter"):
+        assert call("merge", folder, tmp_path / form, "--as", form)[0] == 0
+        weights = max((tmp_path / form).glob("*.safetensors"), key=lambda path: path.stat().st_size)
+        before = weights.stat()
+        for dataset in ("someone/other-data", "someone/other-data"):
+            assert call("merge", folder, tmp_path / form, "--as", form, "--dataset", dataset)[0] == 0
+            assert dataset in (tmp_path / form / "README.md").read_text()
+            assert checkpoint.problems(tmp_path / form) == checkpoint.added(tmp_path / form) == []
+        assert weights.stat().st_mtime_ns == before.st_mtime_ns and weights.stat().st_ino == before.st_ino
+    assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_the_data_are_named_where_an_export_is_pushed(run, server, tmp_path):  # noqa: F811
+    """`--dataset` was taken for a run's folder alone."""
+    assert call("merge", run[0], tmp_path / "merged")[0] == 0
+    code, _, err = call("push", "merged", tmp_path / "merged", REPO, "--dataset", "someone/other-data")
+    assert code == 0, err
+    assert "someone/other-data" in server.text(REPO)["README.md"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("merge", "RUN", "OUT", "--force"), "--force is for --as nvfp4"),
+        (("push", "model", "RUN", "user/name", "--base-model", "user/base"), "leave it out"),
+        (("push", "base", "RUN", "user/name", "--dataset", "user/data"), "leave it out"),
+    ],
+    ids=lambda value: " ".join(value[1:]) if isinstance(value, tuple) else "",
+)
+def test_an_option_that_would_do_nothing_is_refused(words, said, run, tmp_path):
+    paths = {"RUN": run[0], "OUT": tmp_path / "out"}
+    code, _, err = call(*(paths.get(word, word) for word in words))
+    assert code == 2 and said in err and not (tmp_path / "out").exists()
+
+
 def test_push_of_a_plain_checkpoint(tiny_model_dir, server, tmp_path):  # noqa: F811
     """A checkpoint as Trainer writes it, with files that nobody should publish."""
     policy = make_policy(tiny_model_dir("qwen2"))
@@ -388,6 +426,36 @@ def test_eval(run, tmp_path):
     assert code == 0 and "lm_eval run" in out
 
 
+def test_a_measurement_is_neither_lost_nor_replaced_by_less(run, tmp_path):
+    """Hours were: to a folder of the result that was not there, and to a quick look with --limit, which the card showed from then on."""
+    folder = shutil.copytree(run[0], tmp_path / "run")
+    rows = [json.dumps({"question": f"{i}?", "answer": f"#### {i}"}) for i in range(5)]
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
+    ask = ["eval", folder, "--max-new-tokens", 2, "--temperature", 0, "--samples", 1, "--data"]
+    code, _, err = call(*ask, tmp_path / "a.jsonl", "--output", tmp_path / "results/of/today.json")
+    assert code == 2 and "today.json is in a folder that is not there" in err
+    for _ in range(2):  # as much again replaces it
+        assert call(*ask, tmp_path / "a.jsonl")[0] == 0
+    before = (folder / "eval-local.json").read_bytes()
+    for said, words in (
+        (["a.jsonl", "--limit", 2], "by 5 completions, and one by 2 would replace it"),
+        (["b.jsonl"], "b.jsonl would replace it"),
+    ):
+        code, _, err = call(*ask, tmp_path / said[0], *said[1:])
+        assert code == 2 and words in err and "--output" in err
+        assert (folder / "eval-local.json").read_bytes() == before
+    assert call(*ask, tmp_path / "a.jsonl", "--limit", 2, "--output", tmp_path / "quick.json")[0] == 0
+    for option in ("--limit", "--samples", "--batch-size"):
+        assert call(*ask, tmp_path / "a.jsonl", option, 0)[0] == 2
+
+
+def test_the_base_of_no_adapter_is_not_taken_for_one(tiny_model_dir, tmp_path):
+    """The model was measured as if --base-model had not been said."""
+    code, _, err = call("eval", tiny_model_dir("qwen2"), "--data", tmp_path, "--base-model", "someone/base")
+    assert code == 2 and "has none (no adapter_config.json)" in err and "someone/base" in err
+
+
 def test_eval_of_a_quantized_folder(tiny_model_dir, tiny_tokenizer, tmp_path):
     assert call("quantize", tiny_model_dir("qwen2"), tmp_path / "out")[0] == 0
     tiny_tokenizer.save_pretrained(tmp_path / "out")
@@ -491,6 +559,7 @@ def test_merge_asks_as_eval_does(tiny_model_dir, tiny_tokenizer, tmp_path, monke
     for source, target, form in (("run", "again", "adapter"), ("again", "merged", "bf16")):
         code, _, err = call("merge", tmp_path / source, tmp_path / target, "--as", form, *of_the_task)
         assert code == 0, err
+        assert ("--task has no distance to measure" in err) == (form == "adapter")
         assert asked.pop() == [f"In words. {i}? quietly{i}" for i in range(2)]
     kept = AutoTokenizer.from_pretrained(tmp_path / "merged").chat_template
     assert kept == tiny_tokenizer.chat_template != template

@@ -461,6 +461,77 @@ def test_a_run_goes_on_from_elsewhere(where, finished, tiny_runs, tmp_path):  # 
     assert checkpoint.recorded_run(into)["learning_rate"] == more.get("learning_rate", 1e-3)
 
 
+@fault("S.arms_share_folder")
+@pytest.mark.parametrize("start", ["fresh", "from elsewhere"])
+def test_a_run_does_not_begin_in_the_folder_of_an_export(start, finished, tiny_runs, tmp_path):  # noqa: F811
+    """Its settings stand one level lower there than in a run's manifest, so nothing was compared, and the adapter was replaced."""
+    export.save_adapter(tiny_runs.trainer(tmp_path / "run", seed=11), tmp_path / "export")
+    before = contents(tmp_path)
+    trainer = tiny_runs.trainer(tmp_path / "export")
+    resume = None if start == "fresh" else str(finished / "checkpoint-1")
+    with told(ValueError, str(tmp_path / "export"), "holds an export (adapter)", "another output_dir"):
+        trainer.train(resume_from_checkpoint=resume)
+    assert contents(tmp_path) == before
+
+
+def test_a_run_goes_on_in_a_copy_of_the_repository_that_it_was_pushed_to(finished, tiny_runs, tmp_path):  # noqa: F811
+    """With hub_strategy="checkpoint" the adapter is an export there, and the checkpoint a folder in it."""
+    copy_of_it = tmp_path / "repository"
+    export.save_adapter(tiny_runs.trainer(tmp_path / "run"), copy_of_it)
+    shutil.copytree(finished / "checkpoint-1", copy_of_it / "last-checkpoint")
+    trainer = tiny_runs.trainer(copy_of_it)
+    trainer.train(resume_from_checkpoint=str(copy_of_it / "last-checkpoint"))
+    trainer.save_model()
+    assert (copy_of_it / WEIGHTS).read_bytes() == (finished / WEIGHTS).read_bytes()
+
+
+@fault("S.arms_share_folder")
+def test_an_export_that_came_meanwhile_is_not_saved_over(finished, tiny_runs, tmp_path):  # noqa: F811
+    """Moved into the folder while a run that went on was training there."""
+    run = tmp_path / "run"
+    shutil.copytree(finished / "checkpoint-1", run / "checkpoint-1")
+    trainer = tiny_runs.trainer(run)
+    trainer.train(resume_from_checkpoint=str(run / "checkpoint-1"))
+    export.save_adapter(tiny_runs.trainer(tmp_path / "other", seed=11), tmp_path / "export")
+    shutil.copytree(tmp_path / "export", run, dirs_exist_ok=True)
+    before = contents(run)
+    with told(ValueError, str(run), "holds an export (adapter)", "save_model('<folder>')"):
+        trainer.save_model()
+    assert contents(run) == before
+
+
+@fault("S.run_folder_edited")
+@pytest.mark.parametrize("what", ["a run", "a run that has not saved", "a folder of models"])
+def test_an_export_does_not_take_the_place_of_more_than_an_export(what, finished, tiny_runs, tiny_model_dir, tmp_path):  # noqa: F811
+    """`overwrite` removes what was there: a run by its output_dir, with all its checkpoints, or a folder that holds others."""
+    folder, found = tmp_path / "folder", "checkpoint-1, checkpoint-2, trainer_state.json"
+    if what == "a run":
+        shutil.copytree(finished, folder)
+    if what == "a folder of models":
+        folder, found = tmp_path / "models", "mine"
+        shutil.copytree(tiny_model_dir("qwen2"), folder / "mine")
+    trainer = tiny_runs.trainer(tmp_path / ("folder" if what.startswith("a run") else "run"))
+    if what == "a run that has not saved":
+        found = ".qerl_lock"
+    before = contents(tmp_path)
+    with told(ValueError, str(folder), f"holds more than an export ({found}", "a folder for this export alone"):
+        export.save_adapter(trainer, folder, overwrite=True)
+    with told(ValueError, str(folder), f"holds more than an export ({found}"):
+        quantize_folder(tiny_model_dir("qwen2"), folder, overwrite=True)
+    assert contents(tmp_path) == before
+
+
+@fault("S.arms_share_folder", recovered=True)
+def test_checkpoints_of_another_trainer_are_not_replaced_without_a_word(finished, tiny_runs, tmp_path, caplog):  # noqa: F811
+    """TRL's own write no manifest: the same script with three lines changed writes into the same folder."""
+    for step in (1, 900):
+        shutil.copytree(finished / "checkpoint-1", tmp_path / f"run/checkpoint-{step}")
+        (tmp_path / f"run/checkpoint-{step}" / checkpoint.MANIFEST_NAME).unlink()
+    tiny_runs.trainer(tmp_path / "run", max_steps=1).train()
+    for word in (str(tmp_path / "run"), "checkpoint-1, checkpoint-900", "save_total_limit", "another output_dir"):
+        assert word in caplog.text
+
+
 @fault("S.resume_other_data")
 @pytest.mark.parametrize("sealed", [True, False], ids=["export", "without a seal"])
 def test_an_adapter_is_no_checkpoint(sealed, tiny_runs, tmp_path):  # noqa: F811
@@ -602,7 +673,7 @@ def test_a_conversation_in_other_tokens(tiny_runs, tmp_path, monkeypatch):  # no
     tokenizer = copy.deepcopy(tiny_runs.tokenizer)
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %} please:"
     monkeypatch.setattr(tiny_runs, "tokenizer", tokenizer)
-    words = ("tokenizer_sha256: the tokenizer, or its chat template, makes other tokens", "allow_other_settings=True")
+    words = ("tokenizer_whole_sha256: the tokenizer is another one than then", "template", "allow_other_settings=True")
     with told(ValueError, str(tmp_path / "run"), *words):
         tiny_runs.command(tmp_path / "run", max_steps=2)
 

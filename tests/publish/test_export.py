@@ -20,7 +20,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, dynamic_module_utils
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from qerl_trl import NVFP4Config, QeRLConfig, checkpoint
 from qerl_trl.base_identity import base_sha256
@@ -33,6 +33,8 @@ from qerl_trl.publish import export, merge, staging, writer
 from qerl_trl.publish.distance import logit_distance, logits_of
 from qerl_trl.publish.run import TrainedPolicy, load_policy
 from qerl_trl.sources import Sources
+from qerl_trl.tokenizer_identity import recorded
+from tests.publish.conftest import CODE
 from tests.tiny_models import make_tiny_tokenizer
 
 IDS = torch.randint(5, 300, (3, 16), generator=torch.Generator().manual_seed(0))
@@ -338,12 +340,17 @@ def test_a_plain_adapter_is_not_taken_for_another_one(tiny_model_dir, tmp_path, 
             assert path.read_bytes() == (tmp_path / "made" / path.name).read_bytes()
 
 
-def test_another_tokenizer_is_another_export(tiny_model_dir, tiny_tokenizer, tmp_path):
+@pytest.mark.parametrize("as_policy", [False, True], ids=["model", "policy"])
+def test_another_tokenizer_is_another_export(tiny_model_dir, tiny_tokenizer, tmp_path, caplog, as_policy):
+    """What is passed beside a policy is what is written, as beside a model or a trainer; and told where the run had another one."""
     policy, other = make_policy(tiny_model_dir("qwen2")), copy.deepcopy(tiny_tokenizer)
     other.chat_template = "{{ messages[0].content }}"
-    for tokenizer in (tiny_tokenizer, other):
-        export.save_merged(policy, tmp_path / "merged", tokenizer, overwrite=True)
+    exported = TrainedPolicy(policy, tiny_tokenizer, recorded(tiny_tokenizer)) if as_policy else policy
+    export.save_merged(exported, tmp_path / "merged", tiny_tokenizer, overwrite=True)
+    assert "tokenizer that is written" not in caplog.text
+    export.save_merged(exported, tmp_path / "merged", other, overwrite=True)
     assert AutoTokenizer.from_pretrained(tmp_path / "merged").chat_template == other.chat_template
+    assert ("tokenizer that is written" in caplog.text) == as_policy
 
 
 def test_the_active_one_of_two_adapters_is_another_policy(tiny_model_dir, tmp_path):
@@ -370,27 +377,6 @@ def test_what_a_run_recorded_of_its_base_is_what_the_export_says(tiny_model_dir,
     policy = make_policy(tiny_model_dir("qwen2"))
     settings = {"base_format": "nvfp4", "base_sha256": base_sha256(policy), "lora": {"r": 4}}
     assert export.save_merged(TrainedPolicy(policy, None, settings), tmp_path / "merged")["settings"] == settings
-
-
-CODE = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
-
-
-@pytest.fixture
-def own_code(tiny_model_dir, tmp_path, monkeypatch):
-    """A folder with a model whose code lies beside it."""
-    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.setattr(sys, "path", sys.path[:])
-    shutil.copytree(tiny_model_dir("qwen2"), tmp_path / "own")
-    (tmp_path / "own/configuration_own.py").write_text(
-        "from transformers import Qwen2Config\nclass OwnConfig(Qwen2Config):\n    model_type = 'own'\n"
-    )
-    (tmp_path / "own/modeling_own.py").write_text(
-        "from transformers import Qwen2ForCausalLM\nfrom .configuration_own import OwnConfig\n"
-        "class OwnForCausalLM(Qwen2ForCausalLM):\n    config_class = OwnConfig\n"
-    )
-    config = json.loads((tmp_path / "own/config.json").read_text())
-    (tmp_path / "own/config.json").write_text(json.dumps({**config, "model_type": "own", "auto_map": CODE}))
-    return tmp_path / "own"
 
 
 @pytest.mark.parametrize("save", [export.save_merged, export.save_base], ids=["merged", "base"])

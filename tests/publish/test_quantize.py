@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import shutil
 import signal
 import time
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qerl_trl import NVFP4Config, checkpoint
 from qerl_trl.nvfp4 import headers, shards
@@ -18,6 +19,9 @@ from qerl_trl.nvfp4.format import SCALE_RULES
 from qerl_trl.nvfp4.linear import NVFP4Linear
 from qerl_trl.publish import quantize, quantize_jobs, staging, writer
 from qerl_trl.publish.quantize import quantize_folder
+from tests.hub_server import TOKEN
+from tests.publish.conftest import CODE
+from tests.publish.test_hub import server  # noqa: F401  (a fixture)
 
 IDS = torch.randint(5, 300, (2, 12), generator=torch.Generator().manual_seed(0))
 
@@ -217,3 +221,54 @@ def test_other_options_do_not_continue_an_old_run(tiny_model_dir, tmp_path, monk
     quantize_folder(tiny_model_dir("qwen2"), tmp_path / "out", "four_over_six")
     quantize_folder(tiny_model_dir("qwen2"), tmp_path / "fresh", "four_over_six")
     assert (tmp_path / "out/model.safetensors").read_bytes() == (tmp_path / "fresh/model.safetensors").read_bytes()
+
+
+def test_code_that_stays_with_the_source_is_told(own_code, tmp_path, caplog):
+    """As of an export (test_export.py), beforehand: nobody can load what is written by itself."""
+    config = json.loads((own_code / "config.json").read_text())
+    (own_code / "tokenizer_config.json").write_text(
+        json.dumps({"auto_map": {"AutoTokenizer": ["tokens_own.Own", None]}})
+    )
+    quantize_folder(own_code, tmp_path / "made", trust_remote_code=True)
+    said = [record.getMessage() for record in caplog.records if "code of its own" in record.getMessage()]
+    files = "configuration_own.py, modeling_own.py, tokens_own.py"
+    for word in (files, str(tmp_path / "made"), str(own_code), "user/name--modeling_own.OwnForCausalLM"):
+        assert [word in line for line in said] == [True]
+    assert not list((tmp_path / "made").glob("*.py"))
+    caplog.clear()
+    (own_code / "tokenizer_config.json").unlink()
+    named = {role: f"{own_code}--{name}" for role, name in CODE.items()}
+    (own_code / "config.json").write_text(json.dumps({**config, "auto_map": named}))
+    quantize_folder(own_code, tmp_path / "made", trust_remote_code=True, overwrite=True)
+    assert "code of its own" not in caplog.text and not list((tmp_path / "made").glob("*.py"))
+    loaded = from_pretrained(tmp_path / "made", trust_remote_code=True)
+    assert type(loaded).__name__ == "OwnForCausalLM"
+
+
+def test_of_a_model_on_the_hub_the_repository_with_its_code_is_named(own_code, server, tmp_path, monkeypatch, caplog):  # noqa: F811
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    (own_code / "tokenizer_config.json").write_text(
+        json.dumps({"auto_map": {"AutoTokenizer": ["tokens_own.Own", None]}})
+    )
+    server.put("someone/own", **{path.name: path.read_bytes() for path in own_code.iterdir()})
+    quantize_folder("someone/own", tmp_path / "made", trust_remote_code=True)
+    assert "code of its own" not in caplog.text and not list((tmp_path / "made").glob("*.py"))
+    written = json.loads((tmp_path / "made/config.json").read_text())["auto_map"]
+    assert written == {role: f"someone/own--{name}" for role, name in CODE.items()}
+    tokenizer = json.loads((tmp_path / "made/tokenizer_config.json").read_text())["auto_map"]
+    assert tokenizer == {"AutoTokenizer": ["someone/own--tokens_own.Own", None]}
+
+
+def test_another_tokenizer_beside_the_same_weights_is_another_base(tiny_model_dir, tiny_tokenizer, tmp_path):
+    """Weights and configuration are as they were, and a template was mended since."""
+    shutil.copytree(tiny_model_dir("qwen2"), tmp_path / "source")
+    tiny_tokenizer.save_pretrained(tmp_path / "source")
+    quantize_folder(tmp_path / "source", tmp_path / "made")
+    stamp = (tmp_path / "made/model.safetensors").stat().st_mtime_ns
+    quantize_folder(tmp_path / "source", tmp_path / "made")  # is there already
+    assert (tmp_path / "made/model.safetensors").stat().st_mtime_ns == stamp
+    (tmp_path / "source/chat_template.jinja").write_text("{{ messages[0].content }}")
+    with pytest.raises(ValueError, match="already exists"):
+        quantize_folder(tmp_path / "source", tmp_path / "made")
+    quantize_folder(tmp_path / "source", tmp_path / "made", overwrite=True)
+    assert AutoTokenizer.from_pretrained(tmp_path / "made").chat_template == "{{ messages[0].content }}"

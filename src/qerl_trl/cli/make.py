@@ -124,6 +124,11 @@ def merge(
         raise ValueError(
             "--onto-original makes another model than was trained, so it is for --as bf16 only and has to be measured: add --prompts FILE.jsonl or --task."
         )
+    if form in ("adapter", "base") and (prompts is not None or task is not None):
+        said = "--task" if prompts is None else "--prompts"
+        note(f"--as {form} changes no weight of the policy, so {said} has no distance to measure.")
+    if force and form != "nvfp4":
+        raise ValueError(f"--force is for --as nvfp4, and has nothing to force with --as {form}: leave it out.")
     from qerl_trl.publish import cards, export, staging
     from qerl_trl.publish.distance import logit_distance, logits_of, prompt_batches
     from qerl_trl.publish.records import Export, Measured
@@ -229,8 +234,15 @@ def push(
     }
     if what not in kinds:
         raise ValueError(f"{what!r} is none of {', '.join(kinds)}.")
+    if what == "model" and base_model is not None:
+        raise ValueError(
+            "--base-model names the base of an adapter, and a model whose every weight was trained has none: leave it out."
+        )
+    if what == "base" and dataset is not None:
+        raise ValueError("--dataset names training data, and a base was not trained: leave it out.")
     from qerl_trl import checkpoint
     from qerl_trl.publish import cards, export, hub
+    from qerl_trl.publish.records import Facts
     from qerl_trl.publish.run import recorded_settings, require_adapter
 
     kind, made = checkpoint.recorded_run(folder).get("kind"), None
@@ -254,7 +266,10 @@ def push(
     if what == "model":
         url = hub.push_model(folder, repo_id, facts, **options)
     else:
-        url = hub.push_folder(folder, repo_id, base_model=base_model, allow_other_base=allow_other_base, **options)
+        said: Facts | None = {"dataset": dataset} if dataset else None
+        url = hub.push_folder(
+            folder, repo_id, base_model=base_model, allow_other_base=allow_other_base, facts=said, **options
+        )
     if made is not None:  # kept after a failure: the next try goes on from there
         shutil.rmtree(made)
     print_result({"url": url, "repo_id": repo_id, "private": not public}, as_json, [url])

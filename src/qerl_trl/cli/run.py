@@ -74,11 +74,13 @@ def evaluate(
         Path | None,
         typer.Option(help="JSON file for the result. Default: eval-<protocol>.json in a local model's folder."),
     ] = None,
-    limit: Annotated[int | None, typer.Option(help="Only the first problems.")] = None,
-    samples: Annotated[int | None, typer.Option(help="Completions per problem. Default: the protocol's.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first problems.")] = None,
+    samples: Annotated[
+        int | None, typer.Option(min=1, help="Completions per problem. Default: the protocol's.")
+    ] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy. Default: the protocol's (0.6).")] = None,
     top_p: Annotated[float | None, typer.Option(help="Default: the protocol's (0.95).")] = None,
-    max_new_tokens: Annotated[int | None, typer.Option(help="Default: the protocol's (4096).")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Default: the protocol's (4096).")] = None,
     system_prompt: Annotated[
         str | None, typer.Option(help="System message; '' for none. Default: the protocol's.")
     ] = None,
@@ -95,7 +97,7 @@ def evaluate(
         ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
-    batch_size: Annotated[int, typer.Option(help="Problems at a time (transformers).")] = 64,
+    batch_size: Annotated[int, typer.Option(min=1, help="Problems at a time (transformers).")] = 64,
     base_model: BaseModel = None,
     base_format: BaseFormat = None,
     allow_other_base: AllowOtherBase = False,
@@ -135,6 +137,11 @@ def evaluate(
         commands = evaluation.harness_commands(base_model or model, model if adapter else None, base_model)
         print_result(commands, as_json, [f"# {name}\n{command}" for name, command in commands.items()])
         return
+    if base_model is not None and adapter is None:
+        raise ValueError(
+            f"--base-model {base_model} is the base of an adapter, and {model} has none (no adapter_config.json): the model would be measured as it is, "
+            "and the base not at all. Name the run's folder or a checkpoint in it, or leave --base-model out."
+        )
     if engine not in ("transformers", "vllm"):
         raise ValueError(f"--engine {engine} is unknown; choose transformers or vllm.")
     device = device or ("cuda" if engine == "transformers" and torch.cuda.is_available() else "cpu")
@@ -188,6 +195,8 @@ def evaluate(
     if system_prompt is not None:
         chosen = dataclasses.replace(chosen, system_prompt=system_prompt or None)
 
+    output = _output_file(output, Path(model), protocol, chosen.dataset, limit, chosen.samples)
+
     if engine == "vllm":
         base, revision = model, None
         if adapter:
@@ -236,8 +245,6 @@ def evaluate(
     if Path(model).is_dir():  # what a card compares, which shows it for this model only
         result.update(weights_sha256=checkpoint.weights_sha256(model), base_sha256=base_sha256 if adapter else None)
     result.update(base_format="nvfp4" if weights == "nvfp4" else "bf16", weights=weights)
-    if output is None and Path(model).is_dir():
-        output = Path(model) / f"eval-{protocol}.json"
     if output is not None:
         checkpoint.write_json_atomically(output, result)
     low, high = result["interval95"]
@@ -248,6 +255,42 @@ def evaluate(
     if output is not None:
         lines.append(f"written: {output}")
     print_result({key: value for key, value in result.items() if key != "verdicts"}, as_json, lines)
+
+
+def _output_file(
+    output: Path | None, model: Path, protocol: str, dataset: str, limit: int | None, samples: int
+) -> Path | None:
+    """Where the result is written, before anything is measured.
+
+    Raises:
+        `ValueError`: nothing can be written there, or a measurement of the same weights is there that this one would be less than, or that is of other problems.
+    """
+    if output is not None:
+        if output.is_dir() or not output.absolute().parent.is_dir():
+            what = "is a folder" if output.is_dir() else "is in a folder that is not there"
+            raise ValueError(
+                f"--output {output} {what}, so the result could not be written. Name a file in a folder that is there."
+            )
+        return output
+    if not model.is_dir():
+        return None
+    from qerl_trl import checkpoint
+
+    output = model / f"eval-{protocol}.json"
+    try:
+        there = json.loads(output.read_text())
+    except (OSError, ValueError):  # nothing there that could be lost
+        return output
+    rows = there.get("verdicts") or []
+    before, now = sum(map(len, rows)), samples * (len(rows) if limit is None else min(limit, len(rows)))
+    other = there.get("dataset") != dataset
+    if (other or now < before) and there.get("weights_sha256") == checkpoint.weights_sha256(model):
+        by = f"on {there.get('dataset')}" if other else f"by {before} completions"
+        raise ValueError(
+            f"{output} has a measurement of these weights {by}, and one {f'on {dataset}' if other else f'by {now}'} would replace it, in the model's card "
+            "too. Name another file (--output), or move that one away."
+        )
+    return output
 
 
 def _template_kwargs(said: str | None, model: Path) -> dict[str, Any] | None:

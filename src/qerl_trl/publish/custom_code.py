@@ -6,12 +6,14 @@ The code is not exported and not published. An entry "user/name--module.Class" n
 
 import logging
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import PretrainedConfig
 
 from .names import is_hub_id
-from .run import TrainedPolicy
+
+if TYPE_CHECKING:  # it imports PEFT, which `qerl-trl quantize` does without
+    from .run import TrainedPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -26,22 +28,61 @@ def keep_named(config: Any) -> None:
         config._auto_class = None
 
 
-def warn(policy: TrainedPolicy, folder: str | os.PathLike) -> None:
+def copy_none(config: Any) -> None:
+    """Let saving `config` copy no code at all."""
+    config._auto_class = None
+
+
+def left_behind(entries: dict[str, Any]) -> dict[str, Any]:
+    """Those of an auto_map that name a file beside it, and no repository."""
+    return {role: name for role, name in entries.items() if any("--" not in part for part in _parts(name))}
+
+
+def named(entries: dict[str, Any], repo: str) -> dict[str, Any]:
+    """An auto_map whose files are those of the repository `repo`, as transformers has it of a model that was loaded by its Hub id."""
+
+    def of_repo(name: str | None) -> str | None:
+        return name if not name or "--" in name else f"{repo}--{name}"
+
+    return {
+        role: [of_repo(part) for part in name] if isinstance(name, (list, tuple)) else of_repo(name)
+        for role, name in entries.items()
+    }
+
+
+def warn(policy: "TrainedPolicy", folder: str | os.PathLike) -> None:
     """Say of a model with code of its own that it will not be loaded from `folder` alone, unless its configuration names where that code is."""
     config = policy.transformers_model.config
-    missing = {role: name for role, name in auto_map(config).items() if "--" not in str(name)}
-    if not missing:
+    loaded_by = str(getattr(config, "_name_or_path", ""))
+    repo = loaded_by if is_hub_id(loaded_by) else None
+    warn_of(auto_map(config), folder, "before the export, model.config.auto_map", "export again", repo)
+
+
+def warn_of(
+    entries: dict[str, Any], folder: str | os.PathLike, where: str, again: str, repo: str | None = None
+) -> None:
+    """As [`warn`], of an auto_map.
+
+    Args:
+        where: it can be told in which repository the code is.
+        again: what is to be done then.
+        repo: Hub id of that repository, where it is known.
+    """
+    if not (missing := left_behind(entries)):
         return
-    classes = [name for names in missing.values() for name in (names if isinstance(names, (list, tuple)) else [names])]
-    files = sorted({f"{name.split('.')[0]}.py" for name in classes if name})
-    named = str(getattr(config, "_name_or_path", ""))
-    repo = named if is_hub_id(named) else "user/name"
-    entries = {role: f"{repo}--{name}" for role, name in missing.items() if isinstance(name, str)}
+    files = sorted({f"{part.split('.')[0]}.py" for name in missing.values() for part in _parts(name)})
     logger.warning(
         "This model is made by code of its own (%s; auto_map in its configuration), which is not exported whole and of which nothing is uploaded: nobody "
-        "can load %s by itself. Name the repository that has the code before the export, model.config.auto_map = %s, and export again; or copy these files "
-        "by hand, into the folder and into the repository on the Hub.",
+        "can load %s by itself. Name the repository that has the code %s = %s, and %s; or copy these files by hand, into the folder and into the "
+        "repository on the Hub.",
         ", ".join(files),
         folder,
-        entries,
+        where,
+        named(missing, repo or "user/name"),
+        again,
     )
+
+
+def _parts(name: Any) -> list[str]:
+    """The classes of an entry, of a tokenizer two."""
+    return [part for part in (name if isinstance(name, (list, tuple)) else [name]) if part]

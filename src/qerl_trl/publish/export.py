@@ -35,7 +35,7 @@ from peft import LoraConfig, PeftModel
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from .. import base_identity, checkpoint, forward, identity, redaction, report, unchanged
+from .. import base_identity, checkpoint, forward, identity, redaction, report, tokenizer_identity, unchanged
 from ..identity import RunSettings
 from ..names import full_tensor, is_sharded, reshard
 from ..nvfp4 import layouts
@@ -91,7 +91,7 @@ def save_adapter(
             )
         export = _describe(policy, "adapter")
         export["base_model"] = base_model
-        if staging.is_complete(folder, export):
+        if _made_already(folder, export, card):
             return export
         with _staged(folder, export, overwrite, policy.tokenizer, card) as partial:
             policy.model.save_pretrained(str(partial), state_dict=policy.gathered)
@@ -112,7 +112,7 @@ def copy_adapter(run: Path, folder: str | os.PathLike, card: WriteCard | None = 
     require_whole(run)
     digest = hashlib.sha256((run / ADAPTER_FILES[0]).read_bytes()).hexdigest()
     export = _record("adapter", recorded_settings(run), digest)
-    if not staging.is_complete(folder, export):
+    if not _made_already(folder, export, card):
         with _staged(folder, export, True, None, card) as partial:
             for name in (*ADAPTER_FILES, *checkpoint.tokenizer_files(run)):
                 (partial / name).parent.mkdir(exist_ok=True)
@@ -162,7 +162,7 @@ def save_merged(
         export["dtype"] = str(dtype).removeprefix("torch.")
         if measured is not None:
             export["measured"] = measured
-        if staging.is_complete(folder, export):
+        if _made_already(folder, export, card):
             return export
         custom_code.warn(policy, folder)
         jobs = [cast_job(entry, dtype) for entry in entries_of(policy, with_adapter=True)]
@@ -189,7 +189,7 @@ def save_base(
     def write(policy: TrainedPolicy) -> Export:
         quantizer = _require_nvfp4(policy)
         export = _describe(policy, "nvfp4_base", with_adapter=False)
-        if staging.is_complete(folder, export):
+        if _made_already(folder, export, card):
             return export
         custom_code.warn(policy, folder)
         jobs, dtypes = [], {torch.bfloat16}
@@ -235,7 +235,7 @@ def save_merged_nvfp4(
         export = _describe(policy, "nvfp4_merged")
         export["requantized_with"], export["force"] = scale_rule, force
         finished = checkpoint.recorded_run(folder)
-        if finished and staging.is_complete(folder, {**export, "survived": finished.get("survived")}):
+        if finished and _made_already(folder, cast(Export, {**export, "survived": finished.get("survived")}), card):
             return cast(Export, finished)
         custom_code.warn(policy, folder)
         entries = entries_of(policy, with_adapter=True)
@@ -314,6 +314,15 @@ def _loaded_again(policy: TrainedPolicy) -> Iterator[TrainedPolicy]:
         yield load_policy(adapter)._replace(tokenizer=policy.tokenizer)
 
 
+def _made_already(folder: str | os.PathLike, export: Export, card: WriteCard | None) -> bool:
+    """Whether `folder` is this export already; its card then says what is known now."""
+    if not staging.is_complete(folder, export):
+        return False
+    if card is not None:
+        staging.card_again(folder, export, lambda new: card(new, export))
+    return True
+
+
 @contextmanager
 def _staged(
     folder: str | os.PathLike,
@@ -389,7 +398,7 @@ def _describe(policy: TrainedPolicy, kind: Kind, with_adapter: bool = True) -> E
     if with_adapter and adapter is not None and "lora" not in settings:
         settings["lora"] = identity.lora_settings(adapter)
     if policy.tokenizer is not None:
-        settings["tokenizer_sha256"] = identity.tokenizer_sha256(policy.tokenizer)
+        settings |= cast(RunSettings, tokenizer_identity.recorded_of_written(policy.tokenizer, policy.settings))
     if kind != "adapter":
         check_base(policy)
         recorded, adapted = recorded_base(settings), isinstance(policy.model, PeftModel)

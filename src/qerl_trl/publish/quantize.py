@@ -31,8 +31,8 @@ from ..nvfp4.architectures import DECODER
 from ..nvfp4.config import NVFP4Config
 from ..nvfp4.headers import TensorInfo
 from ..nvfp4.linear import PACKED
-from . import read_back, staging, writer
-from .names import public_name
+from . import custom_code, read_back, staging, writer
+from .names import is_hub_id, public_name
 from .quantize_jobs import Budget, Quantize, copy_job, prepare_quantizer, quantize_job
 from .records import EVALUATIONS, FACTS_NAME, Export, QuantizedLayer, QuantizedNote
 
@@ -42,6 +42,7 @@ if TYPE_CHECKING:  # it imports PEFT, which this does without
 REPORT_NAME = "quantization_report.json"
 #: memory for tensors in work, beyond two of the largest
 _SLACK_BYTES = 400_000_000
+_TOKENIZER_CONFIG = "tokenizer_config.json"
 #: what a model repository holds beside weights, and nothing that a reader would execute
 _COPIED_PATTERNS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 _NOT_COPIED = (
@@ -93,7 +94,7 @@ def quantize_folder(
     Raises:
         `ValueError`: no safetensors, names that do not fit the architecture, MoE experts, a NaN in a weight, an existing destination.
     """
-    folder = _local(model)
+    folder = _local(model, trust_remote_code)
     staging.require_apart(folder, destination)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     if getattr(config, "quantization_config", None) is not None:
@@ -113,15 +114,20 @@ def quantize_folder(
         "settings": settings,
         "skip": sorted(modules_to_not_convert or ()),
         "source_sha256": _fingerprint(folder, tensors),
+        "beside_sha256": _beside_sha256(folder),
         "source_bytes": sum(info.end - info.start for info in tensors.values()),
         "max_shard_bytes": max_shard_bytes,
         "exported_with": report.versions(),
     }
-    finished = checkpoint.recorded_run(destination).get("settings", {})
-    known = settings.copy()
-    if "base_sha256" in finished:  # which is found out below
-        known["base_sha256"] = finished["base_sha256"]
-    if not staging.is_complete(destination, {**export, "settings": known}):
+    finished = checkpoint.recorded_run(destination)
+    known: Export = {**export, "settings": settings.copy()}
+    if "base_sha256" in finished.get("settings", {}):  # which is found out below
+        known["settings"]["base_sha256"] = finished["settings"]["base_sha256"]
+    if "beside_sha256" not in finished:  # of an older version
+        del known["beside_sha256"]
+    if not staging.is_complete(destination, known):
+        if trust_remote_code:
+            _say_where_code_is(folder, config, model, destination)
         with staging.staging(destination, export, overwrite) as partial:
             layers, rows = _write(
                 partial,
@@ -145,6 +151,9 @@ def quantize_folder(
             if parameters and parameters <= found.keys():  # what is sealed is completed here, from what was written
                 settings["base_sha256"] = base_identity.sha256_of(found[name] for name in parameters)
             _copy_beside(folder, partial)
+            if trust_remote_code and is_hub_id(str(model)):
+                _name_code(partial, config, str(model))
+            custom_code.copy_none(config)
             config.quantization_config = nvfp4_config.to_dict()
             config.save_pretrained(partial)
             if "base_sha256" in settings and not trust_remote_code:  # the model that will be loaded is known
@@ -154,11 +163,11 @@ def quantize_folder(
     return _summary(Path(destination), tensors)
 
 
-def _local(model: str | os.PathLike) -> Path:
+def _local(model: str | os.PathLike, with_code: bool) -> Path:
     folder = Path(model)
     if folder.is_dir():
         return folder
-    patterns = ["*.safetensors", *_COPIED_PATTERNS]
+    patterns = ["*.safetensors", *_COPIED_PATTERNS, *(["*.py"] if with_code else [])]
     with named_in_errors(model):
         return Path(snapshot_download(str(model), allow_patterns=patterns))
 
@@ -172,9 +181,10 @@ def _check_unchanged(folder: Path, export: Export) -> None:
     """Refuse what was made of files that another process wrote meanwhile: half of it would be of the one model, half of the other.
 
     Raises:
-        `ValueError`: configuration, tensor table, sizes or times of `folder` are no longer those that `export` says.
+        `ValueError`: configuration, tensor table, sizes or times of `folder`, or what lies beside them, are no longer those that `export` says.
     """
-    if _fingerprint(folder, shards.read_folder(folder)) != export["source_sha256"]:
+    now = _fingerprint(folder, shards.read_folder(folder)), _beside_sha256(folder)
+    if now != (export["source_sha256"], export["beside_sha256"]):
         raise ValueError(
             f"{folder} was changed while it was quantized, so what was written is of no one model, and is not kept. Run the same command "
             "again once the folder is complete (is a download or a training still writing there?)."
@@ -280,13 +290,53 @@ def _groups(tensors: dict[str, TensorInfo], converted: dict[str, nn.Linear]) -> 
     return list(groups.values())
 
 
+def _beside(folder: Path) -> list[Path]:
+    """What is copied as it is."""
+    files = {file.name: file for pattern in _COPIED_PATTERNS for file in folder.glob(pattern)}
+    measured = {name for name, file in files.items() if file.match(EVALUATIONS)}  # of the model before it was quantized
+    left = {*_NOT_COPIED, *measured}
+    return [file for name, file in sorted(files.items()) if name not in left and not name.endswith(".index.json")]
+
+
+def _beside_sha256(folder: Path) -> str:
+    shards.check_inside(folder, files := _beside(folder))
+    return hashlib.sha256("".join(f"{file.name} {checkpoint.sha256(file)}\n" for file in files).encode()).hexdigest()
+
+
 def _copy_beside(folder: Path, destination: Path) -> None:
-    for pattern in _COPIED_PATTERNS:
-        for file in folder.glob(pattern):
-            another = file.match(EVALUATIONS)  # measured of the model before it was quantized
-            if file.name not in _NOT_COPIED and not another and not file.name.endswith(".index.json"):
-                shards.check_inside(folder, [file])
-                shutil.copyfile(file, destination / file.name)
+    shards.check_inside(folder, files := _beside(folder))
+    for file in files:
+        shutil.copyfile(file, destination / file.name)
+
+
+# --- a model with code of its own -------------------------------------------------------------------------------------------------
+
+
+def _tokenizer_config(folder: Path) -> dict[str, Any]:
+    file = folder / _TOKENIZER_CONFIG
+    return json.loads(file.read_text()) if file.is_file() else {}
+
+
+def _say_where_code_is(
+    folder: Path, config: PretrainedConfig, model: str | os.PathLike, destination: str | os.PathLike
+) -> None:
+    """Of a folder; of a repository it is written ([`_name_code`])."""
+    if is_hub_id(str(model)):
+        return
+    entries = _tokenizer_config(folder).get("auto_map") or {}
+    entries = {"AutoTokenizer": entries} if isinstance(entries, list) else entries  # of older transformers
+    where = f"in config.json and {_TOKENIZER_CONFIG} of {model}, auto_map"
+    custom_code.warn_of({**custom_code.auto_map(config), **entries}, destination, where, "quantize it again")
+
+
+def _name_code(folder: Path, config: PretrainedConfig, repo: str) -> None:
+    """Let configurations that are written say that their code is in the repository `repo`, from which they came."""
+    if entries := custom_code.auto_map(config):
+        config.auto_map = custom_code.named(entries, repo)
+    content = _tokenizer_config(folder)
+    if isinstance(of_tokenizer := content.get("auto_map"), dict):
+        named = {**content, "auto_map": custom_code.named(of_tokenizer, repo)}
+        checkpoint.write_json_atomically(folder / _TOKENIZER_CONFIG, named)
 
 
 def _summary(folder: Path, tensors: dict[str, TensorInfo]) -> Quantized:

@@ -56,6 +56,7 @@ class Export(ExportBase, total=False):
     # of a folder quantized from a checkpoint
     skip: list[str]
     source_sha256: str
+    beside_sha256: str  # of what is copied as it is: tokenizer, template, ...
     source_bytes: int
     max_shard_bytes: int
 

@@ -49,7 +49,7 @@ def is_trainer(exported: Exportable) -> TypeGuard[OnlineTrainer]:
 
 def trained_policy_of(exported: Exportable, tokenizer: PreTrainedTokenizerBase | None = None) -> TrainedPolicy:
     if isinstance(exported, TrainedPolicy):
-        return exported
+        return exported if tokenizer is None else exported._replace(tokenizer=tokenizer)
     if not is_trainer(exported):
         return TrainedPolicy(cast(PeftModel | PreTrainedModel, exported), tokenizer, {})
     model = exported.accelerator.unwrap_model(exported.model)

@@ -10,7 +10,8 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,37 @@ def is_complete(destination: str | os.PathLike, run: Mapping[str, Any]) -> bool:
     return True
 
 
+def card_again(destination: str | os.PathLike, run: Mapping[str, Any], card: Callable[[Path], None]) -> None:
+    """Of a folder that is complete, write the card anew where it would say something else now (figures that came since, other data), whole or not at all.
+
+    Args:
+        card: writes its files into the folder that it is given.
+    """
+    destination = Path(destination).absolute()
+    with tempfile.TemporaryDirectory(dir=destination.parent, prefix=f".{destination.name}.card.") as folder:
+        new = Path(folder, f".{destination.name}.partial")
+        new.mkdir()
+        card(new)
+        written = {path.name for path in new.iterdir()}
+        there = {name for name in written if (destination / name).is_file()}
+        if there == written and all((destination / n).read_bytes() == (new / n).read_bytes() for n in written):
+            return
+        with staging(destination, run, overwrite=True) as partial:
+            for name in sorted(checkpoint.sealed_files(destination) - written):
+                (partial / name).parent.mkdir(exist_ok=True)
+                _link(destination / name, partial / name)
+            for name in written:
+                shutil.copyfile(new / name, partial / name)
+
+
+def _link(source: Path, destination: Path) -> None:
+    destination.unlink(missing_ok=True)
+    try:
+        os.link(source, destination)
+    except OSError:  # a file system without links
+        shutil.copyfile(source, destination)
+
+
 @contextmanager
 def staging(destination: str | os.PathLike, run: Mapping[str, Any], overwrite: bool = False) -> Iterator[Path]:
     """Yield a folder to fill; when the block ends well, seal it and make it `destination`.
@@ -57,7 +89,7 @@ def staging(destination: str | os.PathLike, run: Mapping[str, Any], overwrite: b
         overwrite: replace an existing destination. Otherwise only an empty folder may be there.
 
     Raises:
-        `ValueError`: the destination exists. `RuntimeError`: another process is writing it.
+        `ValueError`: the destination exists, or is no single export but a run or a folder of models. `RuntimeError`: another process is writing it.
     """
     destination = Path(destination).absolute()
     if not overwrite and (destination.is_file() or (destination.is_dir() and any(destination.iterdir()))):
@@ -65,6 +97,7 @@ def staging(destination: str | os.PathLike, run: Mapping[str, Any], overwrite: b
             f"{destination} already exists and is not empty. Choose another folder, or allow it to be replaced (overwrite=True, "
             "--overwrite): the old content stays until the new one is complete."
         )
+    _require_replaceable(destination)
     partial = destination.with_name(f".{destination.name}.partial")
     partial.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
@@ -91,6 +124,31 @@ def staging(destination: str | os.PathLike, run: Mapping[str, Any], overwrite: b
         _replace(partial, destination)
     finally:
         os.close(descriptor)
+
+
+def _require_replaceable(destination: Path) -> None:
+    """What is replaced is removed whole, so it has to be one export (or files beside each other): no run, and no folder of other models.
+
+    Raises:
+        `ValueError`: says what is in there.
+    """
+    if not destination.is_dir():
+        return
+    sealed = checkpoint.sealed_files(destination)
+    found = [*checkpoint.of_a_run(destination), *(".git" for _ in destination.glob(".git"))]
+    models = (
+        file
+        for name in ("config.json", "adapter_config.json", "*.safetensors")
+        for file in destination.glob(f"*/{name}")
+    )
+    found += sorted(
+        {file.parent.name for file in models if str(file.relative_to(destination)) not in sealed} - {*found}
+    )
+    if found:
+        raise ValueError(
+            f"{destination} holds more than an export ({', '.join(found[:5])}{', ...' if found[5:] else ''}), and all of it would be removed in its "
+            "place. Name a folder for this export alone."
+        )
 
 
 def _empty(folder: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
 from ..publish.records import RESULTS_NAME, Accuracy, Difference, RunResults
-from .results import way_of
+from .results import differing, way_of
 
 #: arm -> options of the example; a claim is about two of them
 ARMS: dict[str, dict[str, str]] = {
@@ -139,11 +139,7 @@ def summary(arms: Sequence[str], seeds: Sequence[int], runs: Iterable[ArmRun]) -
     ways = [(run["folder"], way_of(run["measured_by"])) for run in runs if "measured_by" in run]
     for folder, way in ways[1:]:
         first_folder, first = ways[0]
-        if lines := [
-            f"{name}: {first.get(name)!r}, {way.get(name)!r}"
-            for name in sorted({*first, *way})
-            if first.get(name) != way.get(name)
-        ]:
+        if lines := [f"{name}: {first.get(name)!r}, {way.get(name)!r}" for name in differing(first, way)]:
             raise ValueError(
                 f"These runs cannot be compared, {first_folder} and {folder} were measured in different ways ({'; '.join(lines)}). Measure all with one "
                 "grader and one set of options: start the same command in another --output_dir."

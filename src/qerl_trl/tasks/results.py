@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BEFORE_NAME = "before.json"
+#: not in what older versions recorded of how they measured
+_NEWER = {"tokenizer_whole_sha256"}
 
 
 def write_before(
@@ -74,6 +76,12 @@ def read_before(
             ", ".join(other),
         )
     return content["correct"]
+
+
+def differing(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
+    """Names of what is another one in two such ways; of what one of them is too old to say, nothing is known."""
+    names = sorted({*first, *second} - (_NEWER - (first.keys() & second.keys())))
+    return [name for name in names if first.get(name) != second.get(name)]
 
 
 def way_of(measured_by: Mapping[str, Any]) -> dict[str, Any]:
