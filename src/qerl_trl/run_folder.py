@@ -158,12 +158,14 @@ def settle(output_dir: str | os.PathLike, resume: str | None, settings: Mapping[
         `ValueError`: the folder, or the checkpoint, belongs to a run with other settings. Of a folder that another checkpoint than one of its own
             is continued in, `allowed` lets nothing pass: its files are those of the other run.
     """
-    if (kind := _others_export(output_dir, settings if resume is not None else None)) is not None:
+    elsewhere = resume is None or not _lies_in(resume, output_dir)
+    # beside a checkpoint of its own an adapter of the same run may lie, as it was pushed; what has changed since is told below
+    own = None if resume is None else settings if elsewhere else _recorded(Path(resume))
+    if (kind := _others_export(output_dir, own)) is not None:
         raise ValueError(
             f"output_dir={str(output_dir)!r} holds an export ({kind}), which this run would replace when it is saved. Choose another output_dir, or "
             "move the export elsewhere."
         )
-    elsewhere = resume is None or not _lies_in(resume, output_dir)
     source = _owner(Path(output_dir)) if elsewhere else None
     if elsewhere and source is None and (unknown := _unsealed(Path(output_dir))):
         logger.warning(
@@ -225,27 +227,32 @@ def require_own(folder: str | os.PathLike, settings: Mapping[str, Any], changed:
         )
 
 
-def require_no_export(folder: str | os.PathLike, settings: Mapping[str, Any] | None = None) -> None:
+def require_no_export(
+    folder: str | os.PathLike, settings: Mapping[str, Any] | None = None, changed: Iterable[str] = ()
+) -> None:
     """Before a run saves what it has come to: no export lies there.
 
     Args:
         settings: of the run, whose own adapter may lie there, as a repository that it was pushed to has it beside its checkpoint.
+        changed: what was allowed to be another setting on the way.
 
     Raises:
         `ValueError`: one does.
     """
-    if (kind := _others_export(folder, settings)) is not None:
+    if (kind := _others_export(folder, settings, changed)) is not None:
         raise ValueError(
             f"{folder} holds an export ({kind}), and it would be replaced. Save this run in another folder: save_model('<folder>')."
         )
 
 
-def _others_export(folder: str | os.PathLike, settings: Mapping[str, Any] | None) -> str | None:
-    """The kind of the export that a folder is, unless it is an adapter of the run with these settings."""
+def _others_export(
+    folder: str | os.PathLike, settings: Mapping[str, Any] | None, changed: Iterable[str] = ()
+) -> str | None:
+    """The kind of the export that a folder is, unless it is an adapter of the run with these settings, or with others that were `changed`."""
     kind, then = checkpoint.recorded_run(folder).get("kind"), _recorded(Path(folder))
     if kind != "adapter" or settings is None or "settings_sha256" not in then:
         return kind
-    return kind if identity.differences(then, settings).refused else None
+    return kind if set(identity.differences(then, settings).refused) - {*changed} else None
 
 
 def _recorded(folder: Path) -> Mapping[str, Any]:

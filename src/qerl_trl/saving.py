@@ -286,7 +286,7 @@ class SavingMixin(InStepMixin, PublishingMixin):
         if not (own := self._is_run_folder(folder)) or (self._resumed is None and not self._saved_here):
             run_folder.require_own(folder, self._recorded(), self._changed)
         elif not self._saved_here:
-            run_folder.require_no_export(folder, self._recorded())
+            run_folder.require_no_export(folder, self._recorded(), self._changed)
         with run_folder.sealing(folder, self._recorded(), wanted=self.args.should_save):
             super().save_model(folder, _internal_call=True)
             if self.args.should_save:

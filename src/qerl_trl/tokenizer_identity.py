@@ -65,7 +65,8 @@ def recorded_of_written(tokenizer: Any, run: Mapping[str, Any]) -> dict[str, str
         logger.warning(
             "The tokenizer that is written (%s) is another one than the run was trained with (vocabulary, merges, added or special tokens, or chat "
             "template): whoever loads this asks in other tokens than it learned from. If that is not meant, leave tokenizer= out, and keep the "
-            "tokenizer's files in the run's folder.",
+            "tokenizer's files in the run's folder; or transformers reads the saved files otherwise than the first ones (legacy: true of older Llama and "
+            "Mistral tokenizers): train with the tokenizer as it is after save_pretrained and from_pretrained.",
             tokenizer.name_or_path or type(tokenizer).__name__,
         )
     return found
@@ -117,7 +118,7 @@ def _without_defaults(value: Any) -> Any:
 
 def _of_python(tokenizer: Any, named: set[str]) -> list[Any]:
     """Of a tokenizer without such a file."""
-    vocabulary = {token: index for token, index in tokenizer.get_vocab().items() if token not in named}
+    vocabulary = {str(token): index for token, index in tokenizer.get_vocab().items() if token not in named}
     merges = [" ".join(pair) for pair in getattr(tokenizer, "bpe_ranks", {})]
     pieces = getattr(getattr(tokenizer, "sp_model", None), "serialized_model_proto", bytes)()
     return [type(tokenizer).__name__, vocabulary, merges, pieces.hex()]

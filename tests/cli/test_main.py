@@ -261,11 +261,15 @@ def test_the_card_of_what_is_there_already_says_what_is_known_now(run, tmp_path)
         assert call("merge", folder, tmp_path / form, "--as", form)[0] == 0
         weights = max((tmp_path / form).glob("*.safetensors"), key=lambda path: path.stat().st_size)
         before = weights.stat()
+        for stray in ("eval-local.json", "kept/notes.txt"):  # not of the export: all of it was removed
+            (tmp_path / form / stray).parent.mkdir(exist_ok=True)
+            (tmp_path / form / stray).write_text("{}")
         for dataset in ("someone/other-data", "someone/other-data"):
             assert call("merge", folder, tmp_path / form, "--as", form, "--dataset", dataset)[0] == 0
             assert dataset in (tmp_path / form / "README.md").read_text()
             assert checkpoint.problems(tmp_path / form) == checkpoint.added(tmp_path / form) == []
         assert weights.stat().st_mtime_ns == before.st_mtime_ns and weights.stat().st_ino == before.st_ino
+        assert (tmp_path / form / "eval-local.json").is_file() and (tmp_path / form / "kept" / "notes.txt").is_file()
     assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
@@ -426,7 +430,7 @@ def test_eval(run, tmp_path):
     assert code == 0 and "lm_eval run" in out
 
 
-def test_a_measurement_is_neither_lost_nor_replaced_by_less(run, tmp_path):
+def test_a_measurement_is_neither_lost_nor_replaced_by_less(run, tmp_path, monkeypatch):
     """Hours were: to a folder of the result that was not there, and to a quick look with --limit, which the card showed from then on."""
     folder = shutil.copytree(run[0], tmp_path / "run")
     rows = [json.dumps({"question": f"{i}?", "answer": f"#### {i}"}) for i in range(5)]
@@ -446,6 +450,10 @@ def test_a_measurement_is_neither_lost_nor_replaced_by_less(run, tmp_path):
         assert code == 2 and words in err and "--output" in err
         assert (folder / "eval-local.json").read_bytes() == before
     assert call(*ask, tmp_path / "a.jsonl", "--limit", 2, "--output", tmp_path / "quick.json")[0] == 0
+    monkeypatch.chdir(tmp_path)
+    assert call(*ask, "./a.jsonl")[0] == 0  # the same file by another name
+    (folder / "eval-local.json").write_text("[true]")  # somebody else's
+    assert call(*ask, tmp_path / "a.jsonl")[0] == 0
     for option in ("--limit", "--samples", "--batch-size"):
         assert call(*ask, tmp_path / "a.jsonl", option, 0)[0] == 2
 

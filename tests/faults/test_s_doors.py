@@ -485,6 +485,20 @@ def test_a_run_goes_on_in_a_copy_of_the_repository_that_it_was_pushed_to(finishe
     assert (copy_of_it / WEIGHTS).read_bytes() == (finished / WEIGHTS).read_bytes()
 
 
+def test_what_may_be_another_setting_may_be_one_in_such_a_copy(finished, tiny_runs, tmp_path):  # noqa: F811
+    """It was refused as an export that has to be moved, whatever was allowed, and the setting was not named."""
+    copy_of_it = tmp_path / "repository"
+    export.save_adapter(tiny_runs.trainer(tmp_path / "run"), copy_of_it)
+    shutil.copytree(finished / "checkpoint-1", copy_of_it / "last-checkpoint")
+    resume = str(copy_of_it / "last-checkpoint")
+    with told(ValueError, "learning_rate", "allow_other_settings"):
+        tiny_runs.trainer(copy_of_it, learning_rate=2e-3).train(resume_from_checkpoint=resume)
+    trainer = tiny_runs.trainer(copy_of_it, learning_rate=2e-3, allow_other_settings=True)
+    trainer.train(resume_from_checkpoint=resume)
+    trainer.save_model()
+    assert "learning_rate" in str(checkpoint.recorded_run(copy_of_it)["changed"])
+
+
 @fault("S.arms_share_folder")
 def test_an_export_that_came_meanwhile_is_not_saved_over(finished, tiny_runs, tmp_path):  # noqa: F811
     """Moved into the folder while a run that went on was training there."""

@@ -281,9 +281,13 @@ def _output_file(
         there = json.loads(output.read_text())
     except (OSError, ValueError):  # nothing there that could be lost
         return output
-    rows = there.get("verdicts") or []
+    rows = there.get("verdicts") if isinstance(there, dict) else None
+    if not isinstance(rows, list) or not all(isinstance(row, list) for row in rows):
+        return output  # no measurement of ours
     before, now = sum(map(len, rows)), samples * (len(rows) if limit is None else min(limit, len(rows)))
-    other = there.get("dataset") != dataset
+    other = os.path.realpath(str(there.get("dataset"))) != os.path.realpath(
+        dataset
+    )  # of names of files, and of data sets alike
     if (other or now < before) and there.get("weights_sha256") == checkpoint.weights_sha256(model):
         by = f"on {there.get('dataset')}" if other else f"by {before} completions"
         raise ValueError(

@@ -319,7 +319,7 @@ def _made_already(folder: str | os.PathLike, export: Export, card: WriteCard | N
     if not staging.is_complete(folder, export):
         return False
     if card is not None:
-        staging.card_again(folder, export, lambda new: card(new, export))
+        staging.card_again(folder, lambda new: card(new, export))
     return True
 
 

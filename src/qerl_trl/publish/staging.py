@@ -7,6 +7,7 @@ being replaced) makes it the destination: at every moment that is the old folder
 import ctypes
 import fcntl
 import json
+import logging
 import os
 import shutil
 import sys
@@ -18,6 +19,8 @@ from typing import Any
 
 from .. import checkpoint
 from .writer import NOTES_SUFFIX
+
+logger = logging.getLogger(__name__)
 
 _RECORD_NAME = ".record.json"
 
@@ -48,35 +51,46 @@ def is_complete(destination: str | os.PathLike, run: Mapping[str, Any]) -> bool:
     return True
 
 
-def card_again(destination: str | os.PathLike, run: Mapping[str, Any], card: Callable[[Path], None]) -> None:
-    """Of a folder that is complete, write the card anew where it would say something else now (figures that came since, other data), whole or not at all.
+def card_again(destination: str | os.PathLike, card: Callable[[Path], None]) -> None:
+    """Of a folder that is complete, write the card anew where it would say something else now (figures that came since, other data). Nothing else in
+    there changes, sealed or not, and at every moment it is complete: the card is unsealed, replaced, and sealed again.
 
     Args:
         card: writes its files into the folder that it is given.
     """
     destination = Path(destination).absolute()
-    with tempfile.TemporaryDirectory(dir=destination.parent, prefix=f".{destination.name}.card.") as folder:
+    with tempfile.TemporaryDirectory() as folder:
         new = Path(folder, f".{destination.name}.partial")
         new.mkdir()
         card(new)
-        written = {path.name for path in new.iterdir()}
-        there = {name for name in written if (destination / name).is_file()}
-        if there == written and all((destination / n).read_bytes() == (new / n).read_bytes() for n in written):
-            return
-        with staging(destination, run, overwrite=True) as partial:
-            for name in sorted(checkpoint.sealed_files(destination) - written):
-                (partial / name).parent.mkdir(exist_ok=True)
-                _link(destination / name, partial / name)
-            for name in written:
-                shutil.copyfile(new / name, partial / name)
-
-
-def _link(source: Path, destination: Path) -> None:
-    destination.unlink(missing_ok=True)
+        content = {path.name: path.read_bytes() for path in new.iterdir()}
+    descriptor = os.open(destination, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.link(source, destination)
-    except OSError:  # a file system without links
-        shutil.copyfile(source, destination)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)  # another process that does the same
+        manifest = checkpoint.read_manifest(destination)
+        hashed = {name: file["sha256"] for name, file in manifest["files"].items() if name not in content}
+        if content.keys() <= manifest["files"].keys() and all(
+            _holds(destination / n, data) for n, data in content.items()
+        ):
+            return
+        checkpoint.seal(destination, manifest["run"], hashed, names=hashed)
+        for name, data in content.items():
+            beside = destination / f".{name}.new"
+            beside.write_bytes(data)
+            os.replace(beside, destination / name)
+        checkpoint.seal(destination, manifest["run"], hashed, names=[*hashed, *content])
+    except OSError as error:
+        logger.warning(
+            "The card in %s stays as it was, with what was known then: it cannot be written anew (%s).",
+            destination,
+            error,
+        )
+    finally:
+        os.close(descriptor)
+
+
+def _holds(file: Path, data: bytes) -> bool:
+    return file.is_file() and file.read_bytes() == data
 
 
 @contextmanager

@@ -8,6 +8,7 @@ in `model.load_weights`, which knows the names of a checkpoint and neither adapt
 160 MB in bf16).
 """
 
+import contextlib
 import ipaddress
 import logging
 import uuid
@@ -35,6 +36,11 @@ logger = logging.getLogger(__name__)
 
 #: requests at a time where each prompt has a seed of its own, and parts of an update at a time
 CONCURRENCY, PARTS = 64, 4
+#: of a server whose address is this host's
+_CONTAINED = (
+    " A server in a container listens inside it where the trainer asks by a loopback address: give another address of this host as "
+    "vllm_server_base_url, or start the container with --ipc=host, so that memory is shared."
+)
 
 
 class ServerEngine(Engine):
@@ -196,8 +202,8 @@ class ServerEngine(Engine):
                 channel.close()
             logger.warning(
                 "Updates go to %s as requests, which takes longer: a connection for them alone cannot be made (%s). The "
-                "port where a server awaits it is any free one, or %s in its environment: let the trainer reach it.",
-                self.url, error, PORT,
+                "port where a server awaits it is any free one, or %s in its environment: let the trainer reach it.%s",
+                self.url, error, PORT, _CONTAINED if address else "",
             )  # fmt: skip
             return
         logger.info("Updates go to %s over connections of their own, port %d.", self.url, port)
@@ -227,7 +233,10 @@ class ServerEngine(Engine):
         if self._flat.device.type == "cpu":
             return self._flat.numpy().data
         if self._host is None:
-            self._host = torch.empty(self._flat.shape, dtype=torch.uint8, pin_memory=self._flat.device.type == "cuda")
+            self._host = torch.empty(self._flat.shape, dtype=torch.uint8)
+            if self._flat.device.type == "cuda":
+                with contextlib.suppress(RuntimeError):  # a limit on locked memory: the copy takes longer
+                    self._host = self._host.pin_memory()
         return self._host.copy_(self._flat).numpy().data
 
     def _request_parts(self, data: memoryview) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import socket
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -47,6 +48,15 @@ def test_what_makes_no_sense_is_an_answer(monkeypatch):
     worker._qerl_transfers = Transfers()
     worker.qerl_receive("t", "0", bytes(2**16))
     assert "arrived damaged" in worker.qerl_apply("t", "00")["error"]
+
+
+def test_engines_side_by_side_are_refused():
+    """vLLM passes on what the first one answers: an update that another one refused was taken for applied."""
+    from qerl_trl.rollout.vllm.worker import QeRLWorkerExtension
+
+    worker = QeRLWorkerExtension()
+    worker.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=2))
+    assert "--data-parallel-size 2 makes 2 engines" in worker.qerl_describe()["error"]
 
 
 def test_the_first_rank_listens_and_all_have_what_it_gets(monkeypatch):

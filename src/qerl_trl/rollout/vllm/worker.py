@@ -71,7 +71,13 @@ class QeRLWorkerExtension:
 
     @_answers
     def qerl_describe(self) -> dict:
-        """What this rank holds, for the trainer to compare with (rollout/handshake.py)."""
+        """What this rank holds, for the trainer to compare with (rollout/handshake.py). Refused: engines side by side, of which the first alone would
+        answer, so that nobody would know what the others refused or hold."""
+        if (engines := self.vllm_config.parallel_config.data_parallel_size) > 1:
+            raise ValueError(
+                f"--data-parallel-size {engines} makes {engines} engines, and vLLM passes on the answers of the first one only: an update that "
+                "another one refuses would be lost. Start the server without it."
+            )
         return describe(self._qerl_state(), self.vllm_config)
 
     @_answers
@@ -112,6 +118,7 @@ class QeRLWorkerExtension:
 
     def _qerl_hang_up(self) -> None:
         """Nobody writes into this rank's memory any more."""
+        self.__dict__.pop("_qerl_shared", None)
         receiver = self.__dict__.pop("_qerl_receiver", None)
         if receiver is not None:
             receiver.close()
