@@ -3,6 +3,7 @@
 The same after it was saved and loaded, by whatever name; another one where any text could become other tokens, or any tokens another text.
 """
 
+import hashlib
 import json
 import logging
 import re
@@ -77,7 +78,7 @@ def _backend_sha256(tokenizer: Any, named: set[str]) -> str:
     if backend is None:
         return sha256(_of_python(tokenizer, named))
     content = backend.to_str()
-    state = sha256([content, sorted(named)])
+    state = hashlib.sha256(f"{sorted(named)}{content}".encode()).hexdigest()
     if (known := _backends.get(tokenizer)) is not None and known[0] == state:
         return known[1]
     found = sha256(_of_file(json.loads(content), named))
@@ -88,7 +89,7 @@ def _backend_sha256(tokenizer: Any, named: set[str]) -> str:
 def _of_file(content: dict[str, Any], named: set[str]) -> list[Any]:
     """Of what tokenizer.json holds. How a batch was last padded and cut stands there too, and says nothing of the tokenizer."""
     model = content["model"]
-    large = {name: model.pop(name) for name in ("vocab", "merges") if name in model}
+    large = [_in_order(model.pop("vocab")), model.pop("merges", None)]
     added = [token for token in content["added_tokens"] if not (token["content"] in named and _is_plain(token))]
     steps = [*(content.get(name) for name in _STEPS), _acting(content.get("post_processor"))]
     return [large, _without_defaults(model), _without_defaults(added), _without_defaults(steps)]
@@ -121,4 +122,11 @@ def _of_python(tokenizer: Any, named: set[str]) -> list[Any]:
     vocabulary = {str(token): index for token, index in tokenizer.get_vocab().items() if token not in named}
     merges = [" ".join(pair) for pair in getattr(tokenizer, "bpe_ranks", {})]
     pieces = getattr(getattr(tokenizer, "sp_model", None), "serialized_model_proto", bytes)()
-    return [type(tokenizer).__name__, vocabulary, merges, pieces.hex()]
+    return [type(tokenizer).__name__, _in_order(vocabulary), merges, pieces.hex()]
+
+
+def _in_order(vocabulary: Any) -> Any:
+    """By number: of 150,000 tokens this is written in a tenth of the time that they take by name. Some models have a list already."""
+    if not isinstance(vocabulary, dict):
+        return vocabulary
+    return [sorted(vocabulary, key=vocabulary.__getitem__), sorted(vocabulary.values())]
