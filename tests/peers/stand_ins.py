@@ -88,7 +88,7 @@ def write(home: Path) -> None:
         write_model(snapshot(home, name), name)
     remote = snapshot(home, "tiny-RemoteForCausalLM")
     write_model(remote, "tiny-Qwen2ForCausalLM-2.5")
-    _add_code(remote)
+    add_code(remote, "remote")
 
 
 def write_model(folder: Path, name: str) -> None:
@@ -167,19 +167,20 @@ def _tokenizer(template: str, special: dict[str, int]) -> PreTrainedTokenizerFas
     return fast
 
 
-def _add_code(folder: Path) -> None:
-    """Make of a Qwen 2 a model whose classes come with the folder."""
-    (folder / "configuration_remote.py").write_text(
-        "from transformers import Qwen2Config\n\n\nclass RemoteConfig(Qwen2Config):\n    model_type = 'remote'\n"
+def add_code(folder: Path, name: str) -> None:
+    """Make of a Qwen 2 a model whose classes come with the folder, called by `name`."""
+    classes = name.capitalize()
+    (folder / f"configuration_{name}.py").write_text(
+        f"from transformers import Qwen2Config\n\n\nclass {classes}Config(Qwen2Config):\n    model_type = {name!r}\n"
     )
-    (folder / "modeling_remote.py").write_text(
-        "from transformers import Qwen2ForCausalLM\n\nfrom .configuration_remote import RemoteConfig\n\n\n"
-        "class RemoteForCausalLM(Qwen2ForCausalLM):\n    config_class = RemoteConfig\n"
+    (folder / f"modeling_{name}.py").write_text(
+        f"from transformers import Qwen2ForCausalLM\n\nfrom .configuration_{name} import {classes}Config\n\n\n"
+        f"class {classes}ForCausalLM(Qwen2ForCausalLM):\n    config_class = {classes}Config\n"
     )
     config = json.loads((folder / "config.json").read_text())
-    config["model_type"], config["architectures"] = "remote", ["RemoteForCausalLM"]
+    config["model_type"], config["architectures"] = name, [f"{classes}ForCausalLM"]
     config["auto_map"] = {
-        "AutoConfig": "configuration_remote.RemoteConfig",
-        "AutoModelForCausalLM": "modeling_remote.RemoteForCausalLM",
+        "AutoConfig": f"configuration_{name}.{classes}Config",
+        "AutoModelForCausalLM": f"modeling_{name}.{classes}ForCausalLM",
     }
     (folder / "config.json").write_text(json.dumps(config))
