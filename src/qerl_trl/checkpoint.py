@@ -16,7 +16,7 @@ import re
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, NotRequired, TypedDict
+from typing import TYPE_CHECKING, NotRequired, TypedDict, cast
 
 from . import redaction
 from .folders import leads_to
@@ -213,6 +213,12 @@ def recorded_run(folder: str | os.PathLike) -> Recorded:
         return read_manifest(folder)["run"]
     except (OSError, ValueError):
         return {}
+
+
+def recorded_settings(folder: str | os.PathLike) -> Recorded:
+    """What a folder says of its run, itself or as an export of it."""
+    found = recorded_run(folder)
+    return cast(Recorded, found.get("settings", {})) if "kind" in found else found
 
 
 def sealed_files(folder: str | os.PathLike) -> set[str]:

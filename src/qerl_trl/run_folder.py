@@ -160,7 +160,7 @@ def settle(output_dir: str | os.PathLike, resume: str | None, settings: Mapping[
     """
     elsewhere = resume is None or not _lies_in(resume, output_dir)
     # beside a checkpoint of its own an adapter of the same run may lie, as it was pushed; what has changed since is told below
-    own = None if resume is None else settings if elsewhere else _recorded(Path(resume))
+    own = None if resume is None else settings if elsewhere else checkpoint.recorded_settings(Path(resume))
     if (kind := _others_export(output_dir, own)) is not None:
         raise ValueError(
             f"output_dir={str(output_dir)!r} holds an export ({kind}), which this run would replace when it is saved. Choose another output_dir, or "
@@ -176,14 +176,14 @@ def settle(output_dir: str | os.PathLike, resume: str | None, settings: Mapping[
             ", ".join(unknown),
         )
     if source is not None:
-        there = identity.differences(_recorded(source), settings)
+        there = identity.differences(checkpoint.recorded_settings(source), settings)
         if there.refused:
             raise ValueError(
                 f"output_dir={str(output_dir)!r} belongs to a run with other settings, whose files a new run would mix with its own: "
                 f"{'; '.join(there.refused)}. Choose another output_dir, or remove this one if it is not needed any more."
             )
     source = Path(resume) if resume is not None else source
-    then = _recorded(source) if source is not None else {}
+    then = checkpoint.recorded_settings(source) if source is not None else {}
     found = identity.differences(then, settings)
     changed = list(then.get("changed", []))
     if found.refused and not allowed:
@@ -219,7 +219,7 @@ def require_own(folder: str | os.PathLike, settings: Mapping[str, Any], changed:
     """
     require_no_export(folder)
     source = _owner(Path(folder))
-    then = _recorded(source) if source is not None else {}
+    then = checkpoint.recorded_settings(source) if source is not None else {}
     if refused := [line for line in identity.differences(then, settings).refused if line not in changed]:
         raise ValueError(
             f"{folder} holds what a run with other settings has saved, and it would be replaced: {'; '.join(refused)}. Save this one in another "
@@ -249,16 +249,10 @@ def _others_export(
     folder: str | os.PathLike, settings: Mapping[str, Any] | None, changed: Iterable[str] = ()
 ) -> str | None:
     """The kind of the export that a folder is, unless it is an adapter of the run with these settings, or with others that were `changed`."""
-    kind, then = checkpoint.recorded_run(folder).get("kind"), _recorded(Path(folder))
+    kind, then = checkpoint.recorded_run(folder).get("kind"), checkpoint.recorded_settings(Path(folder))
     if kind != "adapter" or settings is None or "settings_sha256" not in then:
         return kind
     return kind if set(identity.differences(then, settings).refused) - {*changed} else None
-
-
-def _recorded(folder: Path) -> Mapping[str, Any]:
-    """What a folder says of its run, itself or as an export of it."""
-    found = checkpoint.recorded_run(folder)
-    return found.get("settings", {}) if "kind" in found else found
 
 
 def _unsealed(output_dir: Path) -> list[str]:

@@ -261,10 +261,8 @@ def require_whole(folder: Path) -> None:
 
 def recorded_settings(folder: Path) -> RunSettings:
     """What the run in `folder` recorded about itself: the manifest of a checkpoint or export, or of the newest checkpoint inside."""
-    found = checkpoint.recorded_run(folder)
-    if "settings" in found:  # an export
-        return cast(RunSettings, found["settings"])
-    if not found and (newest := checkpoint.last_checkpoint(folder)) is not None:
+    found = checkpoint.recorded_settings(folder)
+    if not checkpoint.recorded_run(folder) and (newest := checkpoint.last_checkpoint(folder)) is not None:
         found = checkpoint.recorded_run(newest)
     return cast(RunSettings, found)
 
