@@ -2,6 +2,7 @@
 
 import copy
 import json
+import threading
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -16,7 +17,8 @@ from transformers import (
     Qwen2Tokenizer,
 )
 
-from qerl_trl.tokenizer_identity import recorded
+from qerl_trl import tokenizer_identity
+from qerl_trl.tokenizer_identity import read_ahead, recorded
 
 TEXTS = ["the norm's weights: 12 + 34.5 = 46.5", "more words, and words again", "one Klingon beside nine others"] * 9
 SPECIAL = ["<pad>", "<eos>", "<unk>"]
@@ -161,3 +163,26 @@ def test_a_processor_is_known_by_its_pictures_too(tmp_path):
     small.save_pretrained(tmp_path)
     assert recorded(AutoProcessor.from_pretrained(tmp_path)) == recorded(small)
     assert changed(large, lambda _: None) != changed(small, lambda _: None)
+
+
+def test_what_is_read_ahead_is_what_is_recorded_of_the_tokenizer_as_it_is_then(monkeypatch):
+    threads, digest = [], tokenizer_identity._of_file
+
+    def noted(content, named):
+        threads.append(threading.current_thread())
+        return digest(content, named)
+
+    monkeypatch.setattr(tokenizer_identity, "_of_file", noted)
+    ahead, others = wrapped(), recorded(wrapped())
+    read_ahead(ahead)
+    assert recorded(ahead) == others
+    assert len(threads) == 2 and threading.main_thread() not in threads, "read once for each, beside what else goes on"
+    read_ahead(ahead)
+    ahead.add_tokens("<later>")
+    assert recorded(ahead) != others
+
+
+@pytest.mark.parametrize("nothing", [None, object()])
+def test_reading_ahead_leaves_alone_what_has_no_file(nothing, tmp_path):
+    read_ahead(nothing)
+    read_ahead(python_only(tmp_path))

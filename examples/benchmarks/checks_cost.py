@@ -10,7 +10,7 @@ the device before and after, and what it spends in another one of them is counte
 what a step without them would save. The first step warms up and is not counted. `checks_at_start_s` is of the constructor and of `train()` up to
 its first step; before that the base is written, sealed and with its fixed prompt as an export has it, and taken for the folder that it was
 loaded from, so that `train()` compares what it compares of any packed base. What is hashed in a thread while a model loads and an engine starts
-stands by itself, in `of_a_folder_s`.
+stands by itself, in `of_a_folder_s`: the base's files, and a tokenizer of the size of Qwen2.5's.
 
 With `--pairs N` as many steps again are taken with all checks and with none, in turns, and nothing else is timed in them: the difference is what a
 step's checks cost, where they overlap with the GPU's work and no wait is added. The probe between steps is left out of these, and added to `percent`
@@ -21,6 +21,7 @@ mismatch of log-probabilities. The head is scaled so that the policy's entropy i
 """
 
 import argparse
+import copy
 import functools
 import importlib
 import json
@@ -46,6 +47,7 @@ PROBE = "rollout: probe, every few steps"
 #: label -> (kind, module, path of the function). "check": issue of this measurement; "work": what is done anyhow, for comparison
 TIMED = {
     "start: settings and environment": ("check", "qerl_trl.preflight", "check"),
+    "start: reading of the tokenizer": ("check", "qerl_trl.trainer", "read_ahead"),
     "start: lock of the run folder": ("check", "qerl_trl.run_folder", "lock_for"),
     "start: disk space": ("check", "qerl_trl.disk", "check"),
     "start: memory plan": ("check", "qerl_trl.trainer", "plan_trainer"),
@@ -55,6 +57,7 @@ TIMED = {
     "train(): every value finite": ("check", "qerl_trl.loading", "finish"),
     "train(): fingerprint of the base": ("check", "qerl_trl.loading", "check_identity"),
     "train(): fixed prompt of the base": ("check", "qerl_trl.forward", "compare_base"),
+    "train(): the tokenizer's content": ("check", "qerl_trl.tokenizer_identity", "recorded"),
     "train(): run folder": ("check", "qerl_trl.saving", "SavingMixin._settled"),
     "start: norms that carry noise": ("work", "qerl_trl.noise.callback", "find_noisy_norms"),
     "start: bits of the engine's weights": ("check", "qerl_trl.rollout.vllm.state", "RolloutState.__init__"),
@@ -168,6 +171,7 @@ def paired(seconds: list[float], probe_ms: float) -> dict[str, Any]:
 def measure(workload: str, device: str, pairs: int) -> dict[str, Any]:
     """Args: workload: a size, and after a colon the completions of a step."""
     import plan_check
+    import random_checkpoint
     import rollout_models
     import torch
     from transformers import TrainerCallback
@@ -190,6 +194,8 @@ def measure(workload: str, device: str, pairs: int) -> dict[str, Any]:
     if tiny:
         small = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 4}
         rollout_models.SHAPES[size] = {**small, "num_key_value_heads": 2, "vocab_size": 1024}
+    tokenizer = random_checkpoint.byte_pairs(1000 if tiny else 151_643)
+    plan_check.tokenizer = lambda: tokenizer
     count, every = 3 if tiny else STEPS, QeRLConfig.__dataclass_fields__["rollout_probe_steps"].default
     sequences = 4 if tiny else sequences
     case = plan_check.Case(size, sequences, 16 if tiny else 256, 8 if tiny else 512, sequences)
@@ -313,7 +319,7 @@ def sealed_base(trainer: Any, folder: Path) -> dict[str, float]:
 
 def folder_checks(trainer: Any) -> dict[str, float]:
     """Seconds of sealing and of verifying a checkpoint, and of the fixed prompt that is recorded in an export."""
-    from qerl_trl import checkpoint, forward
+    from qerl_trl import checkpoint, forward, tokenizer_identity
 
     found = {}
 
@@ -324,6 +330,9 @@ def folder_checks(trainer: Any) -> dict[str, float]:
 
     with tempfile.TemporaryDirectory() as folder:
         timed("save_adapter", lambda: trainer.save_adapter(f"{folder}/adapter"))
+        timed(
+            "tokenizer_in_the_background", lambda: tokenizer_identity.recorded(copy.deepcopy(trainer.processing_class))
+        )
         timed("verify_adapter", lambda: checkpoint.verify(f"{folder}/adapter"))
     model = trainer.accelerator.unwrap_model(trainer.model)
     forward.measure(model)

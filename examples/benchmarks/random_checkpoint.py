@@ -13,10 +13,12 @@ of `STOP_EVERY` tokens on average, some several times as long, as a model that h
 import argparse
 import copy
 import json
+import random
 import re
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -175,6 +177,35 @@ def _random_packed(rows: int, columns: int, device: str) -> list[torch.Tensor]:
     codes = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8, device=device)
     scale = (torch.rand(rows, columns // 16, device=device) * 300 + 100).to(torch.float8_e4m3fn)
     return [codes, scale, torch.tensor([DIVISOR])]
+
+
+def byte_pairs(size: int) -> Any:
+    """A tokenizer of `size` tokens, all but 258 of them merged from others at random. w0 to w399, of which `plan_check` makes prompts, are a token each."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters, digits, draw = sorted(pre_tokenizers.ByteLevel.alphabet()), "0123456789", random.Random(0)
+    vocabulary = {letter: index for index, letter in enumerate(["<eos>", "<pad>", *letters])}
+    merges: list[tuple[str, str]] = []
+
+    def merge(left: str, right: str) -> None:
+        if left + right not in vocabulary:
+            vocabulary[left + right] = len(vocabulary)
+            merges.append((left, right))
+
+    for begun in ["w", *(f"w{digit}" for digit in digits), *(f"w{number}" for number in range(10, 40))]:
+        for digit in digits:
+            merge(begun, digit)
+    known = list(vocabulary)[2:]
+    while len(vocabulary) < size:
+        pair = draw.choice(known[:1000]), draw.choice(known[:1000])
+        known.append("".join(pair))
+        merge(*pair)
+    built = Tokenizer(models.BPE(vocabulary, merges))
+    built.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=built, eos_token="<eos>", pad_token="<pad>", unk_token="<pad>", padding_side="left"
+    )
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import logging
 import re
 import weakref
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from .sources import sha256
@@ -25,7 +26,14 @@ _STEPS = ("normalizer", "pre_tokenizer", "decoder")
 #: written beside what acts, with a say in offsets alone
 _OFFSETS = "trim_offsets"
 #: the last state of each tokenizer's backend, and its digest: a run says it with each checkpoint
-_backends: "weakref.WeakKeyDictionary[Any, tuple[str, str]]" = weakref.WeakKeyDictionary()
+_backends: "weakref.WeakKeyDictionary[Any, tuple[str, Future[str]]]" = weakref.WeakKeyDictionary()
+
+
+def read_ahead(processing_class: Any) -> None:
+    """Compute in a thread what [`recorded`] will ask for, since a large vocabulary takes a while; nothing where there is no such file of it."""
+    tokenizer = _tokenizer_of(processing_class)
+    if getattr(tokenizer, "backend_tokenizer", None) is not None:
+        _of_backend(tokenizer, _named(tokenizer))
 
 
 def recorded(processing_class: Any) -> dict[str, str]:
@@ -34,18 +42,17 @@ def recorded(processing_class: Any) -> dict[str, str]:
     `tokenizer_sha256` is of the chat template and of the tokens of one text, all that records of older versions have;
     `tokenizer_whole_sha256` is of everything.
     """
-    tokenizer = getattr(processing_class, "tokenizer", processing_class)  # of a processor
+    tokenizer = _tokenizer_of(processing_class)
     template = getattr(processing_class, "chat_template", None) or getattr(tokenizer, "chat_template", None)
     sample = [template, list(tokenizer(_TEXT)["input_ids"])]
-    # its own words for them: what is set by hand becomes an added token only when it is saved and loaded
-    named = {role: str(token) for role, token in tokenizer.special_tokens_map.items() if not isinstance(token, list)}
+    named = _named(tokenizer)
     whole = [
         *sample,
         named,
         sorted(set(map(str, tokenizer.all_special_tokens))),
         bool(getattr(tokenizer, "clean_up_tokenization_spaces", False)),
         bool(getattr(tokenizer, "split_special_tokens", False)),
-        _backend_sha256(tokenizer, set(named.values())),
+        _backend_sha256(tokenizer, named),
         _of_pictures(processing_class),
     ]
     return {SAMPLE: sha256(sample), WHOLE: sha256(whole)}
@@ -73,15 +80,30 @@ def recorded_of_written(tokenizer: Any, run: Mapping[str, Any]) -> dict[str, str
     return found
 
 
-def _backend_sha256(tokenizer: Any, named: set[str]) -> str:
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return sha256(_of_python(tokenizer, named))
-    content = backend.to_str()
-    state = hashlib.sha256(f"{sorted(named)}{content}".encode()).hexdigest()
+def _tokenizer_of(processing_class: Any) -> Any:
+    return getattr(processing_class, "tokenizer", processing_class)  # of a processor
+
+
+def _named(tokenizer: Any) -> dict[str, str]:
+    """Its own words for special tokens: what is set by hand becomes an added token only when it is saved and loaded."""
+    return {role: str(token) for role, token in tokenizer.special_tokens_map.items() if not isinstance(token, list)}
+
+
+def _backend_sha256(tokenizer: Any, named: dict[str, str]) -> str:
+    if getattr(tokenizer, "backend_tokenizer", None) is None:
+        return sha256(_of_python(tokenizer, set(named.values())))
+    return _of_backend(tokenizer, named).result()
+
+
+def _of_backend(tokenizer: Any, named: dict[str, str]) -> "Future[str]":
+    """The digest of its backend as it is now. Only what was read of it goes to the thread: two may not use a backend at the same time."""
+    content, special = tokenizer.backend_tokenizer.to_str(), set(named.values())
+    state = hashlib.sha256(f"{sorted(special)}{content}".encode()).hexdigest()
     if (known := _backends.get(tokenizer)) is not None and known[0] == state:
         return known[1]
-    found = sha256(_of_file(json.loads(content), named))
+    with_one = ThreadPoolExecutor(1, "tokenizer")
+    found = with_one.submit(lambda: sha256(_of_file(json.loads(content), special)))
+    with_one.shutdown(wait=False)
     _backends[tokenizer] = state, found
     return found
 

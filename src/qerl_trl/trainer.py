@@ -64,6 +64,7 @@ from .sharding import ShardingMixin
 from .signal_monitor import SignalMonitor
 from .sources import Sources
 from .timing import PhaseTimer
+from .tokenizer_identity import read_ahead
 from .update.packing import PackingMixin
 from .update.passes import OnePass
 from .update.prepare import prepare
@@ -109,8 +110,7 @@ class QeRLMixin(SavingMixin, PackingMixin, ShardingMixin):
         *positional: Any,
         **kwargs: Any,
     ) -> None:
-        # wherever the parent keeps them: its later arguments may come by position too
-        given = by_name(super().__init__, model, reward_funcs, args, *positional, **kwargs)
+        given = by_name(super().__init__, model, reward_funcs, args, *positional, **kwargs)  # some come by position
         if args is None:
             name = model if isinstance(model, str) else getattr(model.config, "_name_or_path", "")
             args = self._config_class(f"{name.split('/')[-1]}-{self._name}")
@@ -170,6 +170,7 @@ class QeRLMixin(SavingMixin, PackingMixin, ShardingMixin):
         def build(*args, **kwargs):
             from .rollout import generation, overlap
 
+            read_ahead(self.processing_class)  # while the engine starts
             kwargs["max_model_length"] = plan_trainer(self).max_model_len  # of this run, not the model's largest
             kind = overlap.OverlappedGeneration if self.args.overlap else generation.QeRLVLLMGeneration
             return kind(*args, trainer=self, **kwargs)
@@ -243,9 +244,8 @@ class QeRLMixin(SavingMixin, PackingMixin, ShardingMixin):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if self.model.training:
-            metrics = self._metrics["train"]
-            if metrics.get("entropy"):
-                self._monitor.entropy(sum(metrics["entropy"]) / len(metrics["entropy"]), self.state.global_step)
+            if entropies := self._metrics["train"].get("entropy"):
+                self._monitor.entropy(sum(entropies) / len(entropies), self.state.global_step)
             if "loss" in logs:  # a training log, not the summary at the end
                 logs |= {f"seconds/{phase}": seconds for phase, seconds in self._timer.take().items()}
                 logs["memory/peak_gib"] = report.peak_memory_gib(self.args.device)

@@ -34,8 +34,10 @@ bit on two layers (vllm/state.py).
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -164,9 +166,8 @@ def probe(
         sync()
         base = engine.generate(prompts, _SAMPLING)
         with _sizes(layers, adapter) as sizes:
-            clean = score(base)
+            clean, rounding, bound = _rounding(model, dtype, score, base)
         base_difference = _mean_difference(clean, _logps(base))
-        rounding, bound = _rounding(model, dtype, clean, lambda: score(base))
         if not base_difference <= bound:
             raise RolloutError(
                 f"vLLM and the trainer disagree without any adapter: their log-probabilities differ by {base_difference:.4f} nats. At "
@@ -261,8 +262,7 @@ def probe_noise(
 
     if known is None:
         base = engine.generate(prompts, _SAMPLING)
-        clean = score(base)
-        rounding, _ = _rounding(model, dtype, clean, lambda: score(base))
+        clean, rounding, _ = _rounding(model, dtype, score, base)
         known = Clean(base, clean, _mean_difference(clean, _logps(base)), rounding)
     base, clean, base_difference, rounding = known.completions, known.scored, known.difference, known.rounding
     tolerance = ADAPTED * max(base_difference, rounding) + FLOOR[dtype]
@@ -283,8 +283,7 @@ def probe_noise(
     noisy = score(completions, draw)
     result = NoiseProbeResult(_mean_difference(noisy, _logps(completions)), effect, sigma)
     if not result.difference <= tolerance:  # under noise a rounding may matter more
-        with under(draw):
-            rounding, _ = _rounding(model, dtype, noisy, lambda: _trainer_logps(model, device, prompts, completions))
+        _, rounding, _ = _rounding(model, dtype, partial(score, draw=draw), completions)
         tolerance = max(tolerance, ADAPTED * rounding + FLOOR[dtype])
     if not result.difference <= tolerance:
         lost = _mean_difference(score(completions), _logps(completions)) <= tolerance
@@ -320,12 +319,12 @@ def probe_again(
         [`RolloutError`]: they have drifted apart.
     """
     prompts = _prompts(model, torch.Generator().manual_seed(0))
+    score = partial(_trainer_logps, model, device, prompts)
     completions = engine.generate(prompts, _SAMPLING)
-    scored = _trainer_logps(model, device, prompts, completions)
-    difference = _mean_difference(scored, _logps(completions))
+    difference = _mean_difference(score(completions), _logps(completions))
     if difference <= rounding_then:
         return difference
-    rounding, bound = _rounding(model, dtype, scored, lambda: _trainer_logps(model, device, prompts, completions))
+    _, rounding, bound = _rounding(model, dtype, score, completions)
     if not difference <= bound:
         raise RolloutError(
             f"vLLM and the trainer have drifted apart: on fixed tokens, without noise, their log-probabilities differ by {difference:.4f} "
@@ -338,12 +337,17 @@ def probe_again(
 
 
 def _rounding(
-    model: nn.Module, dtype: torch.dtype, scored: torch.Tensor, score: Callable[[], torch.Tensor]
-) -> tuple[float, float]:
-    """`rounding` of the module's docstring, for what the trainer `scored`, and the first bound that follows from it."""
-    with _rounded_once_more(model, dtype):
-        rounding = _mean_difference(scored, score())
-    return rounding, CLEAN * rounding + FLOOR[dtype]
+    model: nn.Module,
+    dtype: torch.dtype,
+    score: Callable[[list[Completion]], torch.Tensor],
+    completions: list[Completion],
+) -> tuple[torch.Tensor, float, float]:
+    """What the trainer scores, `rounding` of the module's docstring for it, and the first bound that follows. In one forward, of every sequence twice:
+    at these lengths it takes as long as one of half of them."""
+    with _rounded_once_more(model, dtype, of_half=True):
+        scored, moved = score(completions * 2).chunk(2)
+    rounding = _mean_difference(scored, moved)
+    return scored, rounding, CLEAN * rounding + FLOOR[dtype]
 
 
 def _together(scalars: Sequence[torch.Tensor]) -> list[float]:
@@ -364,8 +368,10 @@ def _prompts(model: nn.Module, generator: torch.Generator) -> list[list[int]]:
 def _trainer_logps(
     model: nn.Module, device: torch.device, prompts: list[list[int]], completions: list[Completion]
 ) -> torch.Tensor:
-    """The trainer's log-probabilities (prompts, new tokens) of the completions."""
-    ids = torch.tensor([p + c.tokens for p, c in zip(prompts, completions, strict=True)], device=device)
+    """The trainer's log-probabilities (completions, new tokens) of as many completions as there are prompts, or of several times as many."""
+    ids = torch.tensor(
+        [p + c.tokens for p, c in zip(itertools.cycle(prompts), completions, strict=False)], device=device
+    )
     try:
         logits = model(input_ids=ids, use_cache=False).logits[:, _PROMPT_TOKENS - 1 : -1].float()
     finally:
@@ -418,16 +424,18 @@ def _sizes(layers: list[LoraLayer], adapter: str) -> Iterator[Callable[[], list[
 
 
 @contextlib.contextmanager
-def _rounded_once_more(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Every linear layer's output inside is moved at random by a standard deviation of half a unit in the last place of `dtype`."""
+def _rounded_once_more(model: nn.Module, dtype: torch.dtype, of_half: bool = False) -> Iterator[None]:
+    """Every linear layer's output inside is moved at random by a standard deviation of half a unit in the last place of `dtype`; that of the second
+    half of the batch alone with `of_half`."""
     half = UNIT[dtype] / 2
     generators: dict[torch.device, torch.Generator] = {}
 
     def move(module: nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
         if output.device not in generators:
             generators[output.device] = torch.Generator(output.device).manual_seed(1)
-        noise = torch.randn(output.shape, generator=generators[output.device], device=output.device)
-        return (output.float() * (1 + half * noise)).to(output.dtype)
+        kept, moved = output.chunk(2) if of_half else (output[:0], output)
+        noise = torch.randn(moved.shape, generator=generators[output.device], device=output.device)
+        return torch.cat([kept, (moved.float() * (1 + half * noise)).to(output.dtype)])
 
     handles = [layer.register_forward_hook(move) for layer in linear_layers(model).values()]
     try:
