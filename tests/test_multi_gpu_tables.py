@@ -37,10 +37,13 @@ def test_one_gpu_of_another_session_decides_nothing(tables, tmp_path, monkeypatc
     dp = next(row for row in record["multi_gpu"] if row["name"] == "ours-dp")
     record["multi_gpu"] += [dp | {"name": "ours-one", "batch": 8, "median": dp["median"] | {"step": 2.2}}]
     record["multi_gpu"] += [dp | {"name": "ours-dp-of-64"}]  # a row of its own, in no comparison with 8
+    stock = {key: value for key, value in dp.items() if key not in ("workload", "planned_gib", "parts_gib")}
+    record["multi_gpu"] += [stock | {"name": "stock-dp"}, {"name": "stock-fsdp2", "failed": ["late"], "commit": "1"}]
     (tmp_path / tables.RESULT.name).write_text(json.dumps(record))
     page = tables.multi_gpu()
     assert said(page, "data parallel")[3:5] == ["1.96", "yes"] and said(page, "a server with")[4] == "no"
     assert "another session" not in page and "of-64" not in page
+    assert "| stock" not in page, "nothing is planned for stock TRL, and what failed says nothing"
 
 
 def test_rows_of_other_numbers_have_names_of_their_own(tables):

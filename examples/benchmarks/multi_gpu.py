@@ -152,6 +152,7 @@ def start_server(mode: Mode, model: str, folder: Path, lora: Any, longest: int, 
         process, url = server_sync.start_server(spec, gpu, log, cpu)
     else:
         command = [sys.executable, "-m", "trl.scripts.vllm_serve", "--model", model, "--max_model_len", str(longest)]
+        command += ["--max-num-seqs", str(server_sync.AT_A_TIME)]  # as ours; TRL hands on to vLLM what it does not know
         process, url = server_sync.start(command, gpu, log)
     (folder / SERVER_RECORD).write_text(json.dumps({"pid": process.pid, "url": url, "folder": str(folder)}))
     threading.Thread(target=await_server, args=(process, url, log), daemon=True).start()

@@ -70,8 +70,9 @@ def sync_on_one_host(aim: Callable[..., str], formerly: float, then: str) -> str
 
 def multi_gpu() -> str:
     """Sequences per second and the sync beside their aims; what each layout takes of a GPU beside what is planned."""
-    # of 8 completions per process; those of other numbers have the number in their name
-    rows = {row["name"]: row for row in json.loads(RESULT.read_text())["multi_gpu"] if "-of-" not in row["name"]}
+    # of 8 completions per process; those of other numbers have the number in their name, and what failed or was skipped has no median
+    found = json.loads(RESULT.read_text())["multi_gpu"]
+    rows = {row["name"]: row for row in found if "-of-" not in row["name"] and "median" in row}
     one, same = one_gpu(rows)
     alone, parts = one["batch"] / one["median"]["step"], one["median"]
     server = rows["ours-server"]["median"]
@@ -96,6 +97,8 @@ def multi_gpu() -> str:
     ]  # fmt: skip
     taken = ["| | planned, GiB | measured, GiB | planned above |", "|---|---:|---:|---:|"]
     for name, row in rows.items():
+        if "workload" not in row:  # stock TRL has no plan
+            continue
         planned, most = planned_today(row), max(row["gib"])
         taken.append(f"| {name} | {planned:.1f} | {most:.1f} | {100 * (planned / most - 1):.1f} % |")
     device = rows["ours-dp"]["device"]

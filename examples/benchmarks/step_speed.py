@@ -321,7 +321,12 @@ def measure(
 
 
 def run_all(
-    names: list[str], device: str, gpus: list[int], keep: Callable[[dict[str, Any]], None], profile: bool = False
+    names: list[str],
+    device: str,
+    gpus: list[int],
+    keep: Callable[[dict[str, Any]], None],
+    profile: bool = False,
+    limit: float = LIMIT,
 ) -> None:
     """Start the cases, one per GPU at a time; `keep` gets each row as it comes."""
     waiting, free, started = list(names), list(gpus), time.monotonic()
@@ -342,7 +347,7 @@ def run_all(
             process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, text=True, env=environment)
             running[name] = process, place / f"{name}.log", now, gpu
         for name, (process, log_file, since, gpu) in list(running.items()):
-            late = now - since > LIMIT or now - started > TOTAL
+            late = now - since > limit or now - started > TOTAL
             if process.poll() is None and late:
                 process.kill()
                 process.wait()
@@ -383,6 +388,7 @@ def main() -> int:
     parser.add_argument("--gpus", type=int, nargs="+", help="Indices of the GPUs to use. Default: all.")
     parser.add_argument("--plan", action="store_true", help="Print the plans of our cases and stop.")
     parser.add_argument("--profile", action="store_true", help="Trace one more step of each case.")
+    parser.add_argument("--limit", type=float, default=LIMIT, help="Seconds for one case.")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--commit", help="Of the code that runs, where there is no git.")
     parser.add_argument("--output", type=Path)
@@ -422,7 +428,7 @@ def main() -> int:
         if options.output is not None:
             options.output.write_text(json.dumps(record, indent=1) + "\n")
 
-    run_all(names, options.device, gpus, keep, options.profile)
+    run_all(names, options.device, gpus, keep, options.profile, options.limit)
     return int(bool(failed))
 
 
