@@ -1,4 +1,4 @@
-"""The table of several GPUs: a ratio of two sessions reaches nothing and misses nothing."""
+"""The table of several GPUs: a ratio of two commits reaches nothing and misses nothing."""
 
 import json
 import sys
@@ -24,26 +24,48 @@ def said(page: str, what: str) -> list[str]:
     ]
 
 
-def test_one_gpu_of_another_session_decides_nothing(tables, tmp_path, monkeypatch):
-    record = json.loads(tables.RESULT.read_text())
-    record["multi_gpu"] = [row for row in record["multi_gpu"] if row["name"] != "ours-one"]
-    (tmp_path / tables.RESULT.name).write_text(json.dumps(record))
-    monkeypatch.setattr(tables, "RESULT", tmp_path / tables.RESULT.name)
-    monkeypatch.setattr(tables.speed_tables, "measured_by", lambda *_: "there")
-    page = tables.multi_gpu()
-    assert said(page, "data parallel")[4] == said(page, "a server with")[4] == "open: of two sessions"
-    assert said(page, "sync to a server")[4] == "yes" and "another session, machine and commit" in page
+@pytest.fixture
+def page_of(tables, tmp_path, monkeypatch):
+    """The page where a row has other values; `None` leaves it out."""
 
-    dp = next(row for row in record["multi_gpu"] if row["name"] == "ours-dp")
-    record["multi_gpu"] += [dp | {"name": "ours-one", "batch": 8, "median": dp["median"] | {"step": 2.2}}]
-    record["multi_gpu"] += [dp | {"name": "ours-dp-of-64"}]  # a row of its own, in no comparison with 8
-    stock = {key: value for key, value in dp.items() if key not in ("workload", "planned_gib", "parts_gib")}
-    record["multi_gpu"] += [stock | {"name": "stock-dp"}, {"name": "stock-fsdp2", "failed": ["late"], "commit": "1"}]
-    (tmp_path / tables.RESULT.name).write_text(json.dumps(record))
-    page = tables.multi_gpu()
-    assert said(page, "data parallel")[3:5] == ["1.96", "yes"] and said(page, "a server with")[4] == "no"
-    assert "another session" not in page and "of-64" not in page
-    assert "| stock" not in page, "nothing is planned for stock TRL, and what failed says nothing"
+    def page(changed: dict) -> str:
+        record = json.loads(Path(RESULT).read_text())
+        rows = {row["name"]: row for row in record["multi_gpu"]}
+        for name, values in changed.items():
+            rows[name] = None if values is None else rows.get(name, rows["ours-dp"]) | values
+        record["multi_gpu"] = [row | {"name": name} for name, row in rows.items() if row is not None]
+        (tmp_path / "rows.json").write_text(json.dumps(record))
+        return tables.multi_gpu()
+
+    RESULT = tables.RESULT
+    monkeypatch.setattr(tables, "RESULT", tmp_path / "rows.json")
+    monkeypatch.setattr(tables.speed_tables, "measured_by", lambda *_: "there")
+    return page
+
+
+def test_one_gpu_of_another_commit_decides_nothing(page_of):
+    page = page_of(
+        {"ours-one": {"commit": "another", "sequences_per_second": 4.0}, "ours-dp": {"sequences_per_second": 7.9}}
+    )
+    assert said(page, "8 completions per process: data")[3:5] == ["1.98", "open: of two commits"]
+    same = {"commit": "one", "device": "two"}
+    page = page_of({"ours-one": same | {"sequences_per_second": 4.0}, "ours-dp": same | {"sequences_per_second": 7.4}})
+    assert said(page, "8 completions per process: data")[3:5] == ["1.85", "no"]
+    page = page_of(
+        {
+            "ours-one-of-64": same | {"sequences_per_second": 10.0},
+            "ours-dp-of-64": same | {"sequences_per_second": 19.5},
+        }
+    )
+    assert said(page, "64 completions per process: data")[3:5] == ["1.95", "yes"], "rows of their own"
+
+
+def test_stock_trl_stands_beside_ours_where_it_ran(page_of):
+    page = page_of({"stock-dp": {"sequences_per_second": 2.0}, "ours-dp": {"sequences_per_second": 8.0}})
+    assert said(page, "data parallel")[-2] == "4.00"
+    page = page_of({"stock-dp": None})
+    assert said(page, "data parallel")[2] == "not run" and said(page, "data parallel")[-2] == ""
+    assert "| stock-one" not in page, "nothing is planned for stock TRL"
 
 
 def test_rows_of_other_numbers_have_names_of_their_own(tables):

@@ -95,8 +95,7 @@ def build(mode: Mode, model: str, folder: Path, case: step_speed.Case, device: s
     from datasets import Dataset
     from peft import LoraConfig
 
-    cpu = device == "cpu"
-    prompt = PROMPT if not cpu else 8
+    cpu, prompt = device == "cpu", PROMPT if device != "cpu" else 8
     use_vllm = not (cpu and mode.who == "stock")  # stock TRL cannot sync into an engine on a CPU
     longest = 4 * prompt + case.new
     lora = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -123,7 +122,8 @@ def build(mode: Mode, model: str, folder: Path, case: step_speed.Case, device: s
 
         if cpu:
             options |= {"vllm_gpu_memory_utilization": 0.05, "vllm_engine_kwargs": {"enforce_eager": True}}
-        return QeRLGRPOTrainer(args=QeRLConfig(aqn_num_stages=2, **options), **common)
+        untrained = dict(step_speed.UNTRAINED if case.size == "70b" else ())
+        return QeRLGRPOTrainer(args=QeRLConfig(aqn_num_stages=2, **options, **untrained), **common)
     from trl import GRPOConfig, GRPOTrainer
 
     if use_vllm and options["vllm_mode"] == "colocate":

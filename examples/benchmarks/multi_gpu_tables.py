@@ -14,9 +14,11 @@ RESULT = ROOT / "examples/benchmarks/results/multi_gpu_h200x2.json"
 STEPS = ROOT / "examples/benchmarks/results/step_h200.json"
 #: syncs to a server, by server_sync.py, which shared its trainer's GPU
 SERVER = ROOT / "examples/benchmarks/results/server_h200.json"
-ONE_GPU, ONE_GPU_64 = "ours-7b-8x512", "ours-7b-64x512"
+ONE_GPU_64 = "ours-7b-64x512"
 #: aims of which there is no row in RESULT
-NOT_RUN = "sync over TCP (300 ms; measured without a GPU only, see below), tensor parallel engines, ZeRO-2, stock TRL beside each of them, 70B, any layout with 64 completions per process, starts of two processes beside one"
+NOT_RUN = "tensor parallel engines, ZeRO-2, 70B on two GPUs, stock TRL's FSDP 2, starts of two processes beside one"
+#: of those, by layout, that have a row of stock TRL beside ours or want one
+LAYOUTS = {"one": "one GPU", "dp": "data parallel", "server": "a server on the second GPU", "fsdp2": "FSDP 2"}
 
 
 def planned_today(row: dict[str, Any]) -> float:
@@ -27,13 +29,6 @@ def planned_today(row: dict[str, Any]) -> float:
     known = {field.name for field in dataclasses.fields(Workload)}
     work = Workload(**{name: value for name, value in row["workload"].items() if name in known})
     return plan_check.plan_of_shape(row["size"], work, Gpu.of_gib(140)).peak / 2**30
-
-
-def one_gpu(rows: dict[str, Any]) -> tuple[dict[str, Any], bool]:
-    """The row of one GPU, and whether it is of the same file, from the same kind of machine, as those it is compared with."""
-    if "median" in rows.get("ours-one", {}) and rows["ours-one"]["device"] == rows["ours-dp"]["device"]:
-        return rows["ours-one"], True
-    return step_of(ONE_GPU), False
 
 
 def step_of(name: str) -> dict[str, Any]:
@@ -57,61 +52,91 @@ def overlap_on_one(aim: Callable[..., str]) -> str:
     )
 
 
-def sync_on_one_host(aim: Callable[..., str], formerly: float, then: str) -> str:
-    """The line of `aim` about updates through shared memory, with the noise that goes along."""
+def syncs(aim: Callable[..., str], rows: dict[str, Any]) -> list[str]:
+    """The lines of `aim` about updates of a server: through shared memory, with the noise that goes along, and over a network."""
     record = json.loads(SERVER.read_text())
-    sync = record["sync"]
-    why = (
-        f"adapter and noise, commit {record['commit'][:7]}, trainer and server on one {record['device'].partition(',')[0]}; the adapter alone {1000 * sync['shared memory']['median_s']:.0f}. "
-        f"With a GPU for each it took {1000 * formerly:.0f} at commit {then[:7]}, when an update was four requests, and has not been measured since"
+    sync, each, on = record["sync"], rows["ours-server-overlap-of-64"], record["device"].partition(",")[0]
+    one_host = (
+        f"adapter and noise, commit {record['commit'][:7]}, trainer and server on one {on}; the adapter alone {1000 * sync['shared memory']['median_s']:.0f}. "
+        f"With a GPU for each {1000 * each['median']['sync']:.0f}, commit {each['commit'][:7]}"
     )
-    return aim("sync to a server on one host, ms", 50, 1000 * sync["with noise"]["median_s"], why, most=True)
+    between = (
+        f"the adapter, over the loopback interface of one machine, trainer and server on one {on}; in requests, where such connections cannot be made, "
+        f"{1000 * sync['http']['median_s']:.0f}"
+    )
+    return [
+        aim("sync to a server on one host, ms", 50, 1000 * sync["with noise"]["median_s"], one_host, most=True),
+        aim("sync to a server over TCP, ms", 300, 1000 * sync["tcp"]["median_s"], between, most=True),
+    ]
+
+
+def beside_stock(rows: dict[str, Any]) -> list[str]:
+    """Ours and stock TRL's twin in each layout."""
+    lines = [
+        "| 7B, 8 completions of 512 tokens per process | stock TRL, bf16 LoRA: step, s | its sync | ours: step, s | sync | sequences per second, ours / stock |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for layout, words in LAYOUTS.items():
+        ours, stock = rows[f"ours-{layout}"], rows.get(f"stock-{layout}")
+        theirs = ["not run", ""] if stock is None else [f"{stock['median'][part]:.2f}" for part in ("step", "sync")]
+        mine = [f"{ours['median'][part]:.2f}" for part in ("step", "sync")]
+        times = "" if stock is None else f"{ours['sequences_per_second'] / stock['sequences_per_second']:.2f}"
+        apart = "" if stock is None or stock["commit"] == ours["commit"] else f" (of commit {ours['commit'][:7]})"
+        lines.append(f"| {words} | {theirs[0]} | {theirs[1]} | {mine[0]}{apart} | {mine[1]} | {times} |")
+    return lines
 
 
 def multi_gpu() -> str:
-    """Sequences per second and the sync beside their aims; what each layout takes of a GPU beside what is planned."""
+    """Sequences per second and the syncs beside their aims; stock TRL's twins; what each layout takes of a GPU beside what is planned."""
     # of 8 completions per process; those of other numbers have the number in their name, and what failed or was skipped has no median
-    found = json.loads(RESULT.read_text())["multi_gpu"]
-    rows = {row["name"]: row for row in found if "-of-" not in row["name"] and "median" in row}
-    one, same = one_gpu(rows)
-    alone, parts = one["batch"] / one["median"]["step"], one["median"]
-    server = rows["ours-server"]["median"]
-    many = step_of(ONE_GPU_64)["median"]
-    hidden = (
-        f"a step is no shorter than its rollout: by these parts at most {parts['step']:.2f} s / {server['rollout']:.2f} s = "
-        f"{parts['step'] / server['rollout']:.2f} can be had with 8 completions; with 64, where one GPU takes {many['step']:.2f} s, "
-        f"{many['rollout']:.2f} s of them the rollout, {many['step'] / many['rollout']:.2f} (not run)"
-    )
+    rows = {row["name"]: row for row in json.loads(RESULT.read_text())["multi_gpu"] if "median" in row}
 
     def aim(what: str, least: float, found: float, why: str, most: bool = False, judged: bool = True) -> str:
         reached = "yes" if (found <= least if most else found >= least) else "no"
-        return f"| {what} | {'at most' if most else 'at least'} {least:g} | {found:.3g} | {reached if judged else 'open: of two sessions'} | {why} |"
+        return f"| {what} | {'at most' if most else 'at least'} {least:g} | {found:.3g} | {reached if judged else 'open: of two commits'} | {why} |"
 
+    def against_one(what: str, least: float, name: str, why: str, of: str = "") -> str:
+        many, one = rows[name + of], rows["ours-one" + of]
+        same = (many["commit"], many["device"]) == (one["commit"], one["device"])
+        times = many["sequences_per_second"] / one["sequences_per_second"]
+        sequences = f"{one['sequences']} completions per process: "
+        return aim(sequences + what, least, times, why, judged=same)
+
+    def hidden(of: str = "") -> str:
+        one, overlapped = rows["ours-one" + of]["median"], rows["ours-server-overlap" + of]["median"]
+        return (
+            f"a step is no shorter than its rollout: by one GPU's parts at most {one['step']:.2f} s / {one['rollout']:.2f} s = {one['step'] / one['rollout']:.2f}. "
+            f"Of its {overlapped['step']:.2f} s, {overlapped['rollout']:.2f} still wait for the rollout, {overlapped['update']:.2f} are the update"
+        )
+
+    twice, slower = (
+        "a server with `overlap=1`: times the sequences per second of one GPU",
+        "gradients and checks wait for the slower of two",
+    )
+    parallel = "data parallel: times the sequences per second of one GPU"
     aims = [
-        "| 7B, 8 completions of 512 tokens per process, two GPUs | aim | measured | reached | |",
+        "| 7B, completions of 512 tokens, two GPUs | aim | measured | reached | |",
         "|---|---|---:|---|---|",
-        aim("data parallel: times the sequences per second of one GPU", 1.9, rows["ours-dp"]["sequences_per_second"] / alone, "the rollouts of two processes are no slower than one's; gradients and checks wait for the slower one", judged=same),
-        aim("a server with `overlap=1`: times the sequences per second of one GPU", 1.5, rows["ours-server-overlap"]["sequences_per_second"] / alone, hidden, judged=same),
+        against_one(parallel, 1.9, "ours-dp", slower),
+        against_one(parallel, 1.9, "ours-dp", slower, "-of-64"),
+        against_one(twice, 1.5, "ours-server-overlap", hidden()),
+        against_one(twice, 1.5, "ours-server-overlap", hidden("-of-64"), "-of-64"),
         overlap_on_one(aim),
-        sync_on_one_host(aim, server["sync"], rows["ours-server"]["commit"]),
-    ]  # fmt: skip
+        *syncs(aim, rows),
+    ]
     taken = ["| | planned, GiB | measured, GiB | planned above |", "|---|---:|---:|---:|"]
     for name, row in rows.items():
         if "workload" not in row:  # stock TRL has no plan
             continue
         planned, most = planned_today(row), max(row["gib"])
         taken.append(f"| {name} | {planned:.1f} | {most:.1f} | {100 * (planned / most - 1):.1f} % |")
-    device = rows["ours-dp"]["device"]
-    session = (
-        "the same file"
-        if same
-        else f"another session, machine and commit ({STEPS.name}, {one['commit'][:7]}), so the two ratios say about how much, and not whether an aim is reached"
-    )
-    commits = [row["commit"] for row in rows.values()]
+    device, commits = rows["ours-dp"]["device"], [row["commit"][:7] for row in rows.values()]
     return (
         "\n".join(aims)
-        + f"\n\nOne GPU: {alone:.2f} sequences per second, of {session}. Not run: {NOT_RUN}.\n\n"
+        + "\n\nOne GPU was measured on the same machine, beside another job on its other GPU.\n\n"
+        + "\n".join(beside_stock(rows))
+        + f"\n\nNot run: {NOT_RUN}.\n\n"
         + "\n".join(taken)
-        + "\n\nOf the fullest GPU, by the plan of this commit; FSDP 2's was 4.4 % too low when it was measured, and was mended after this one row.\n\n"
+        + "\n\nOf the fullest GPU, by the plan of this commit.\n\n"
         + f"{speed_tables.measured_by(RESULT, device, commits)}."
     )
