@@ -2,7 +2,6 @@
 
 import copy
 import json
-import threading
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -17,8 +16,7 @@ from transformers import (
     Qwen2Tokenizer,
 )
 
-from qerl_trl import tokenizer_identity
-from qerl_trl.tokenizer_identity import read_ahead, recorded
+from qerl_trl.tokenizer_identity import recorded
 
 TEXTS = ["the norm's weights: 12 + 34.5 = 46.5", "more words, and words again", "one Klingon beside nine others"] * 9
 SPECIAL = ["<pad>", "<eos>", "<unk>"]
@@ -112,7 +110,7 @@ def test_what_only_a_release_writes_is_no_difference(tmp_path):
 def changed(tokenizer, how):
     tokenizer = copy.deepcopy(tokenizer)
     how(tokenizer)
-    return recorded(tokenizer)["tokenizer_whole_sha256"]
+    return recorded(tokenizer)["tokenizer_content_sha256"]
 
 
 @pytest.mark.parametrize(
@@ -129,7 +127,7 @@ def changed(tokenizer, how):
 )
 def test_what_is_changed_makes_another_one(how):
     tokenizer = wrapped()
-    assert changed(tokenizer, how) != recorded(tokenizer)["tokenizer_whole_sha256"]
+    assert changed(tokenizer, how) != recorded(tokenizer)["tokenizer_content_sha256"]
 
 
 def test_what_no_token_of_the_sample_shows_makes_another_one(tmp_path):
@@ -145,7 +143,7 @@ def test_what_no_token_of_the_sample_shows_makes_another_one(tmp_path):
     then, now = recorded(tokenizer), recorded(other)
     assert other.tokenize("Qzar") != tokenizer.tokenize("Qzar")
     assert then["tokenizer_sha256"] == now["tokenizer_sha256"]
-    assert then["tokenizer_whole_sha256"] != now["tokenizer_whole_sha256"]
+    assert then["tokenizer_content_sha256"] != now["tokenizer_content_sha256"]
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     two = python_only(tmp_path / "a"), python_only(tmp_path / "b", merges=["t h"])
@@ -165,24 +163,25 @@ def test_a_processor_is_known_by_its_pictures_too(tmp_path):
     assert changed(large, lambda _: None) != changed(small, lambda _: None)
 
 
-def test_what_is_read_ahead_is_what_is_recorded_of_the_tokenizer_as_it_is_then(monkeypatch):
-    threads, digest = [], tokenizer_identity._of_file
-
-    def noted(content, named):
-        threads.append(threading.current_thread())
-        return digest(content, named)
-
-    monkeypatch.setattr(tokenizer_identity, "_of_file", noted)
-    ahead, others = wrapped(), recorded(wrapped())
-    read_ahead(ahead)
-    assert recorded(ahead) == others
-    assert len(threads) == 2 and threading.main_thread() not in threads, "read once for each, beside what else goes on"
-    read_ahead(ahead)
-    ahead.add_tokens("<later>")
-    assert recorded(ahead) != others
-
-
-@pytest.mark.parametrize("nothing", [None, object()])
-def test_reading_ahead_leaves_alone_what_has_no_file(nothing, tmp_path):
-    read_ahead(nothing)
-    read_ahead(python_only(tmp_path))
+@pytest.mark.parametrize(
+    "model",
+    [
+        models.BPE({"a": 0, "b": 1, "ab": 2, ',"model":{': 3, '"vocab":': 4}, [("a", "b")], unk_token='"vocab":'),
+        models.WordPiece({"a": 0, "##b": 1, '"vocab":{},"model":{': 2}, unk_token="a"),
+        models.WordLevel({"a": 0, 'b",\\"vocab":': 1}, unk_token="a"),
+        models.Unigram([("a", 0.0), ('"vocab":', -1.5), (',"model":{', -2.0)], unk_id=0),
+    ],
+    ids=lambda model: type(model).__name__,
+)
+def test_every_model_is_divided_where_its_vocabulary_begins(model, monkeypatch):
+    texts, loads = [], json.loads
+    monkeypatch.setattr(json, "loads", lambda text: texts.append(text) or loads(text))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model), pad_token="a")
+    recorded(tokenizer)
+    written = loads(tokenizer.backend_tokenizer.to_str())
+    large = {"vocab", "merges"} | (
+        {"unk_token", "byte_fallback"} if isinstance(model, (models.WordLevel, models.Unigram)) else set()
+    )
+    steps, options = map(loads, texts[-2:])
+    assert steps == {name: value for name, value in written.items() if name != "model"}
+    assert options == {name: value for name, value in written["model"].items() if name not in large}

@@ -10,7 +10,7 @@ the device before and after, and what it spends in another one of them is counte
 what a step without them would save. The first step warms up and is not counted. `checks_at_start_s` is of the constructor and of `train()` up to
 its first step; before that the base is written, sealed and with its fixed prompt as an export has it, and taken for the folder that it was
 loaded from, so that `train()` compares what it compares of any packed base. What is hashed in a thread while a model loads and an engine starts
-stands by itself, in `of_a_folder_s`: the base's files, and a tokenizer of the size of Qwen2.5's.
+stands by itself, in `of_a_folder_s`. The tokenizer has as many tokens as Qwen2.5's.
 
 With `--pairs N` as many steps again are taken with all checks and with none, in turns, and nothing else is timed in them: the difference is what a
 step's checks cost, where they overlap with the GPU's work and no wait is added. The probe between steps is left out of these, and added to `percent`
@@ -21,7 +21,6 @@ mismatch of log-probabilities. The head is scaled so that the policy's entropy i
 """
 
 import argparse
-import copy
 import functools
 import importlib
 import json
@@ -47,7 +46,6 @@ PROBE = "rollout: probe, every few steps"
 #: label -> (kind, module, path of the function). "check": issue of this measurement; "work": what is done anyhow, for comparison
 TIMED = {
     "start: settings and environment": ("check", "qerl_trl.preflight", "check"),
-    "start: reading of the tokenizer": ("check", "qerl_trl.trainer", "read_ahead"),
     "start: lock of the run folder": ("check", "qerl_trl.run_folder", "lock_for"),
     "start: disk space": ("check", "qerl_trl.disk", "check"),
     "start: memory plan": ("check", "qerl_trl.trainer", "plan_trainer"),
@@ -319,7 +317,7 @@ def sealed_base(trainer: Any, folder: Path) -> dict[str, float]:
 
 def folder_checks(trainer: Any) -> dict[str, float]:
     """Seconds of sealing and of verifying a checkpoint, and of the fixed prompt that is recorded in an export."""
-    from qerl_trl import checkpoint, forward, tokenizer_identity
+    from qerl_trl import checkpoint, forward
 
     found = {}
 
@@ -330,9 +328,6 @@ def folder_checks(trainer: Any) -> dict[str, float]:
 
     with tempfile.TemporaryDirectory() as folder:
         timed("save_adapter", lambda: trainer.save_adapter(f"{folder}/adapter"))
-        timed(
-            "tokenizer_in_the_background", lambda: tokenizer_identity.recorded(copy.deepcopy(trainer.processing_class))
-        )
         timed("verify_adapter", lambda: checkpoint.verify(f"{folder}/adapter"))
     model = trainer.accelerator.unwrap_model(trainer.model)
     forward.measure(model)

@@ -29,9 +29,16 @@ _MAY_DIFFER = {"max_steps", "num_train_epochs", "versions", "rewards_sha256", "r
 #: of these, what is recorded as changed when a run goes on with others: a mended function is allowed, and is another one
 SOURCES = ("rewards_sha256", "rollouts_sha256", "held_sha256")
 #: what is recorded beside the settings themselves
-_NOT_SETTINGS = {"settings_sha256", "global_step", "merged_onto", "changed", "base_revision"}
+_NOT_SETTINGS = {"settings_sha256", "global_step", "merged_onto", "changed", "base_revision", tokenizer_identity.FORMER}
 #: not in the records of older versions
-_NEWER = {"base_config", "tokenizer_sha256", "tokenizer_whole_sha256", "rollouts", "rollouts_sha256", "special_tokens"}
+_NEWER = {
+    "base_config",
+    "tokenizer_sha256",
+    "tokenizer_content_sha256",
+    "rollouts",
+    "rollouts_sha256",
+    "special_tokens",
+}
 #: not in the options of records that have no `special_tokens`
 _NEWER_OPTIONS = {"off_policy_mask_threshold", "cache_implementation", "vllm_engine_kwargs"}
 #: how the base is made of what is loaded: it differs with them
@@ -85,7 +92,7 @@ class RunSettings(TypedDict, total=False):
     )
     base_config: dict[str, Any]  # what its configuration says of its forward (`base_identity`)
     tokenizer_sha256: str  # of the tokens of one text, and of the chat template
-    tokenizer_whole_sha256: str  # of all of the tokenizer (`tokenizer_identity`)
+    tokenizer_content_sha256: str  # of all of the tokenizer (`tokenizer_identity`)
     special_tokens: dict[str, Any]  # with which a completion ends, and what is behind it
     dtype: str  # compute dtype
     base_format: str
@@ -285,7 +292,7 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> Differences:
     known = "base_sha256" in both and not any(then.get(name) != now.get(name) for name in _FORM)
     free = _MAY_DIFFER | {"model"} if known else _MAY_DIFFER
     found = Differences([], [])
-    if "tokenizer_whole_sha256" in both:  # it says all that the other one does
+    if "tokenizer_content_sha256" in both:  # it says all that the other one does
         names -= {"tokenizer_sha256"}
     for name in sorted(names if known else names - {"base_sha256"}):
         lines = found.reported if name in free else found.refused
@@ -305,7 +312,7 @@ def _compared(name: str, then: Any, now: Any) -> list[str]:
         return ["dataset_sha256: the training data are others than then"]
     if name == "tokenizer_sha256":
         return ["tokenizer_sha256: the tokenizer, or its chat template, makes other tokens of a text than then"]
-    if name == "tokenizer_whole_sha256":
+    if name == "tokenizer_content_sha256":
         return [
             f"{name}: the tokenizer is another one than then (vocabulary, merges, added or special tokens, template)"
         ]

@@ -35,7 +35,7 @@ _IN_STEP = re.compile(
 )
 _CALLED = {
     "dataset_sha256": "training data",
-    "tokenizer_whole_sha256": "tokenizer or chat template",
+    "tokenizer_content_sha256": "tokenizer or chat template",
     "written": "source of",
     "options": "",
 }

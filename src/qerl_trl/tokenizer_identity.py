@@ -7,16 +7,16 @@ import hashlib
 import json
 import logging
 import re
-import weakref
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from .sources import sha256
 
 logger = logging.getLogger(__name__)
 
-SAMPLE, WHOLE = "tokenizer_sha256", "tokenizer_whole_sha256"
+SAMPLE, WHOLE = "tokenizer_sha256", "tokenizer_content_sha256"
+#: in records of one version, the same by another rule: says nothing now
+FORMER = "tokenizer_whole_sha256"
 #: letters, numbers, blanks, other scripts and marks
 _TEXT = "The norm's weights: 12 + 34.5 = 46.5?\n\tIf x < 0:  \u00c4\u00df \u4e2d\u6587 \U0001f642 </s><|im_start|>user"
 #: what a processor writes of itself, beside what it does
@@ -25,22 +25,16 @@ _NAMES = re.compile(r"^_|_type$|processor_class|^device$")
 _STEPS = ("normalizer", "pre_tokenizer", "decoder")
 #: written beside what acts, with a say in offsets alone
 _OFFSETS = "trim_offsets"
-#: the last state of each tokenizer's backend, and its digest: a run says it with each checkpoint
-_backends: "weakref.WeakKeyDictionary[Any, tuple[str, Future[str]]]" = weakref.WeakKeyDictionary()
-
-
-def read_ahead(processing_class: Any) -> None:
-    """Compute in a thread what [`recorded`] will ask for, since a large vocabulary takes a while; nothing where there is no such file of it."""
-    tokenizer = _tokenizer_of(processing_class)
-    if getattr(tokenizer, "backend_tokenizer", None) is not None:
-        _of_backend(tokenizer, _named(tokenizer))
+#: in what the tokenizers library writes, before the last and largest part, and inside it, before the largest part of that; nothing that it
+#: quotes has a quote without a backslash
+_MODEL, _VOCABULARY = ',"model":{', '"vocab":'
 
 
 def recorded(processing_class: Any) -> dict[str, str]:
     """What a run and an export record of their tokenizer.
 
     `tokenizer_sha256` is of the chat template and of the tokens of one text, all that records of older versions have;
-    `tokenizer_whole_sha256` is of everything.
+    `tokenizer_content_sha256` is of everything.
     """
     tokenizer = _tokenizer_of(processing_class)
     template = getattr(processing_class, "chat_template", None) or getattr(tokenizer, "chat_template", None)
@@ -52,7 +46,7 @@ def recorded(processing_class: Any) -> dict[str, str]:
         sorted(set(map(str, tokenizer.all_special_tokens))),
         bool(getattr(tokenizer, "clean_up_tokenization_spaces", False)),
         bool(getattr(tokenizer, "split_special_tokens", False)),
-        _backend_sha256(tokenizer, named),
+        _content(tokenizer, set(named.values())),
         _of_pictures(processing_class),
     ]
     return {SAMPLE: sha256(sample), WHOLE: sha256(whole)}
@@ -89,32 +83,19 @@ def _named(tokenizer: Any) -> dict[str, str]:
     return {role: str(token) for role, token in tokenizer.special_tokens_map.items() if not isinstance(token, list)}
 
 
-def _backend_sha256(tokenizer: Any, named: dict[str, str]) -> str:
-    if getattr(tokenizer, "backend_tokenizer", None) is None:
-        return sha256(_of_python(tokenizer, set(named.values())))
-    return _of_backend(tokenizer, named).result()
-
-
-def _of_backend(tokenizer: Any, named: dict[str, str]) -> "Future[str]":
-    """The digest of its backend as it is now. Only what was read of it goes to the thread: two may not use a backend at the same time."""
-    content, special = tokenizer.backend_tokenizer.to_str(), set(named.values())
-    state = hashlib.sha256(f"{sorted(special)}{content}".encode()).hexdigest()
-    if (known := _backends.get(tokenizer)) is not None and known[0] == state:
-        return known[1]
-    with_one = ThreadPoolExecutor(1, "tokenizer")
-    found = with_one.submit(lambda: sha256(_of_file(json.loads(content), special)))
-    with_one.shutdown(wait=False)
-    _backends[tokenizer] = state, found
-    return found
-
-
-def _of_file(content: dict[str, Any], named: set[str]) -> list[Any]:
-    """Of what tokenizer.json holds. How a batch was last padded and cut stands there too, and says nothing of the tokenizer."""
-    model = content["model"]
-    large = [_in_order(model.pop("vocab")), model.pop("merges", None)]
-    added = [token for token in content["added_tokens"] if not (token["content"] in named and _is_plain(token))]
-    steps = [*(content.get(name) for name in _STEPS), _acting(content.get("post_processor"))]
-    return [large, _without_defaults(model), _without_defaults(added), _without_defaults(steps)]
+def _content(tokenizer: Any, named: set[str]) -> list[Any]:
+    """Vocabulary and merges by their text as it is written, since of 150,000 tokens it takes most of a second to read it; all else by its meaning."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return _of_python(tokenizer, named)
+    steps, _, model = backend.to_str().rpartition(_MODEL)
+    options, _, large = model.partition(_VOCABULARY)
+    written = json.loads(f"{steps}}}")
+    added = [token for token in written["added_tokens"] if not (token["content"] in named and _is_plain(token))]
+    # how a batch was last padded and cut stands there too, and says nothing of the tokenizer
+    acting = [*(written.get(name) for name in _STEPS), _acting(written.get("post_processor"))]
+    settings = json.loads(f"{{{options.rstrip(',')}}}")
+    return [hashlib.sha256(large.encode()).hexdigest(), *map(_without_defaults, (settings, added, acting))]
 
 
 def _is_plain(token: dict[str, Any]) -> bool:
@@ -141,14 +122,7 @@ def _without_defaults(value: Any) -> Any:
 
 def _of_python(tokenizer: Any, named: set[str]) -> list[Any]:
     """Of a tokenizer without such a file."""
-    vocabulary = {str(token): index for token, index in tokenizer.get_vocab().items() if token not in named}
+    vocabulary = sorted((index, str(token)) for token, index in tokenizer.get_vocab().items() if token not in named)
     merges = [" ".join(pair) for pair in getattr(tokenizer, "bpe_ranks", {})]
     pieces = getattr(getattr(tokenizer, "sp_model", None), "serialized_model_proto", bytes)()
-    return [type(tokenizer).__name__, _in_order(vocabulary), merges, pieces.hex()]
-
-
-def _in_order(vocabulary: Any) -> Any:
-    """By number: of 150,000 tokens this is written in a tenth of the time that they take by name. Some models have a list already."""
-    if not isinstance(vocabulary, dict):
-        return vocabulary
-    return [sorted(vocabulary, key=vocabulary.__getitem__), sorted(vocabulary.values())]
+    return [type(tokenizer).__name__, vocabulary, merges, pieces.hex()]

@@ -64,7 +64,6 @@ from .sharding import ShardingMixin
 from .signal_monitor import SignalMonitor
 from .sources import Sources
 from .timing import PhaseTimer
-from .tokenizer_identity import read_ahead
 from .update.packing import PackingMixin
 from .update.passes import OnePass
 from .update.prepare import prepare
@@ -170,7 +169,6 @@ class QeRLMixin(SavingMixin, PackingMixin, ShardingMixin):
         def build(*args, **kwargs):
             from .rollout import generation, overlap
 
-            read_ahead(self.processing_class)  # while the engine starts
             kwargs["max_model_length"] = plan_trainer(self).max_model_len  # of this run, not the model's largest
             kind = overlap.OverlappedGeneration if self.args.overlap else generation.QeRLVLLMGeneration
             return kind(*args, trainer=self, **kwargs)

@@ -91,7 +91,7 @@ def measured_by(trainer: Any, task: Task, dataset: Dataset) -> dict[str, Any]:
     options = settings["options"]
     found: dict[str, Any] = {
         name: settings.get(name)
-        for name in ("max_completion_length", "tokenizer_sha256", "tokenizer_whole_sha256", "special_tokens")
+        for name in ("max_completion_length", "tokenizer_sha256", "tokenizer_content_sha256", "special_tokens")
     }
     found["chat_template_kwargs"] = options.get("chat_template_kwargs")
     if task.graded(dataset):

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from .. import tokenizer_identity
 from ..checkpoint import write_json_atomically
 from ..publish.records import Arm
 
@@ -18,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 BEFORE_NAME = "before.json"
 #: not in what older versions recorded of how they measured
-_NEWER = {"tokenizer_whole_sha256"}
+_NEWER = {tokenizer_identity.WHOLE, tokenizer_identity.FORMER}
 
 
 def write_before(
@@ -86,7 +87,9 @@ def differing(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
 
 def way_of(measured_by: Mapping[str, Any]) -> dict[str, Any]:
     """What two measurements have to have in common: without what a grader holds, perhaps another one in every process."""
-    return {name: value for name, value in measured_by.items() if name != "held_sha256"}
+    return {
+        name: value for name, value in measured_by.items() if name not in ("held_sha256", tokenizer_identity.FORMER)
+    }
 
 
 def _others(content: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
