@@ -22,7 +22,9 @@ START = ROOT / "examples/benchmarks/results/start_time_h200.json"
 STEP = ROOT / "examples/benchmarks/results/step_h200.json"
 CHECKS = ROOT / "examples/benchmarks/results/checks_h200.json"
 CHECKS_AGAIN = ROOT / "examples/benchmarks/results/checks_again_h200.json"
-#: with `--pairs`, and the latest
+#: on a machine whose other GPU had another job, which took host time
+CHECKS_BESIDE = ROOT / "examples/benchmarks/results/checks_beside_h200.json"
+#: with `--pairs`, alone
 CHECKS_PAIRED = ROOT / "examples/benchmarks/results/checks_paired_h200.json"
 NEIGHBOURS = ROOT / "examples/benchmarks/results/neighbours_h200.json"
 
@@ -152,17 +154,18 @@ def start() -> str:
 
 def checks() -> str:
     """What is spent on checks, in a step and at start."""
-    records = {path: json.loads(path.read_text()) for path in (CHECKS, CHECKS_AGAIN, CHECKS_PAIRED)}
+    records = {path: json.loads(path.read_text()) for path in (CHECKS, CHECKS_AGAIN, CHECKS_BESIDE, CHECKS_PAIRED)}
     rows = [
         "| model, completions per step | step, s | checks, ms | of the step | checks at start, s | of these settings and environment, s | the others, s | commit |",
         "|---|" + "---:|" * 6 + "---|",
     ]
-    for record in records.values():
+    for path, record in records.items():
+        beside = ", another job beside" if path == CHECKS_BESIDE else ""
         for row in record["checks"]:
             environment = row["at_start_s"]["start: settings and environment"]
             rows.append(
-                f"| {row['size'].upper()}, {row['completions']} x 512 | {row['step_s']:.2f} | {row['checks_ms_per_step']:.1f} | {row['checks_percent']:.2f} % "
-                f"| {row['checks_at_start_s']:.2f} | {environment:.2f} | {row['checks_at_start_s'] - environment:.2f} | {record['commit']} |"
+                f"| {row['size'].upper()}, {row['completions']} x 512{beside} | {row['step_s']:.2f} | {row['checks_ms_per_step']:.1f} | {row['checks_percent']:.2f} % "
+                f"| {row['checks_at_start_s']:.2f} | {environment:.2f} | {row['checks_at_start_s'] - environment:.2f} | {record['commit'][:7]} |"
             )
     last = records[CHECKS_PAIRED]["checks"][-1]
     dearest = sorted(last["per_step_ms"].items(), key=lambda item: -item[1])
@@ -172,7 +175,7 @@ def checks() -> str:
         for path, record in records.items()
     )
     turns = "".join(
-        f" Steps of {row['size'].upper()}, {row['completions']} x 512, with and without all checks in turns ({row['paired']['pairs']} pairs, commit {record['commit']}): "
+        f" Steps of {row['size'].upper()}, {row['completions']} x 512, with and without all checks in turns ({row['paired']['pairs']} pairs, commit {record['commit'][:7]}): "
         f"{row['paired']['difference_ms']:.1f} ms (standard error {row['paired']['standard_error_ms']:.1f}), with the probe's share {row['paired']['percent']:.2f} % of a step."
         for record in records.values()
         for row in record["checks"]
