@@ -790,6 +790,7 @@ def serve(folder: Path, tensor_parallel: int) -> dict:
         results["noise ignored"] = gap_now()
         with noise.active():
             results["noisy"] = gap_now()
+        results["arrays"] = arrays_and_own_form(g.vllm_client)
         results["a pickle"] = error_of(lambda: g.engine.call("qerl_layout", "\x80\x04\x95 a pickle"))
         results["short"] = error_of(lambda: send(g.engine, b"abc"))
         results["damaged"] = error_of(lambda: send(g.engine, bytes(g.engine._layout.nbytes)))
@@ -812,6 +813,39 @@ def serve(folder: Path, tensor_parallel: int) -> dict:
     g.vllm_client.session.mount("http://", HTTPAdapter())
     results["dead server"] = error_of(lambda: g.generate(PROMPTS, None, 1))
     return results
+
+
+def arrays_and_own_form(client) -> dict[str, bool]:
+    """Whether completions that come as arrays are those that come in vLLM's own form, and whether they came so."""
+    from unittest import mock
+
+    from qerl_trl.rollout import client as module
+    from qerl_trl.rollout import packed
+
+    came: list[bool] = []
+    content_of = module.content_of
+
+    def completions(version: str, prompts: list, settings: dict, further: dict) -> dict:
+        def watched(response, url):
+            content = content_of(response, url)
+            came.append(packed.FIELD in content)
+            return content
+
+        with mock.patch.object(module, "content_of", watched), mock.patch.object(packed, "VERSION", version):
+            return client.generate(prompts, max_tokens=NEW, generation_kwargs=further, **settings)
+
+    # one prompt alone: what else is in a batch, which depends on when a request arrives, moves the last bits of what vLLM computes
+    one, cases = PROMPTS[:1], {}
+    cases["greedy"] = one, {"temperature": 0.0}, {"ignore_eos": True}
+    cases["seed"] = one, {}, {"seed": 5, "ignore_eos": True}
+    cases["stop"] = one, {"top_p": 0.9}, {"seed": 3, "stop": ["e"], "stop_token_ids": [7]}
+    same = {name: completions(packed.VERSION, *case) == completions("none", *case) for name, case in cases.items()}
+    cases["batch"] = PROMPTS, {"temperature": 0.0}, {"ignore_eos": True}
+    arrays, own = (completions(version, *cases["batch"]) for version in (packed.VERSION, "none"))
+    same["batch"] = arrays["completion_ids"] == own["completion_ids"] and torch.allclose(
+        torch.tensor(arrays["logprobs"]), torch.tensor(own["logprobs"]), atol=1e-4
+    )
+    return same | {"came": came == [True, False] * len(cases)}
 
 
 @scenario

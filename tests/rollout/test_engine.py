@@ -241,6 +241,11 @@ def test_server_noise(server):
         assert effective == pytest.approx(sigma, rel=0.15)
 
 
+def test_completions_are_the_same_as_arrays_and_in_vllms_own_form(server):
+    """Token ids and log-probabilities, to the last bit."""
+    assert all(server["arrays"].values()), server["arrays"]
+
+
 def test_server_refuses_what_is_not_an_adapter(server):
     assert "no layout" in server["a pickle"]
     assert "incomplete (3 of" in server["short"] and "arrived damaged" in server["damaged"]

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -10,9 +11,10 @@ import requests
 from requests.auth import AuthBase
 from trl.generation.vllm_client import VLLMClient
 
-from .engine import RolloutError
+from . import packed
+from .engine import Completion, RolloutError
 from .signature import HEADER, SECRET, sign
-from .wire import CALL, MESSAGE_TIMEOUT, RESET
+from .wire import CALL, COMPLETIONS, MESSAGE_TIMEOUT, RESET
 
 #: what to do about an answer, by its status
 _REMEDIES = {
@@ -138,7 +140,19 @@ class Client(VLLMClient):
         return content_of(self.session.get(url, **kwargs), url)
 
     def _post(self, url: str, **kwargs: Any) -> dict:
-        return content_of(self.session.post(url, **kwargs), url)
+        if url != self.base_url + COMPLETIONS:
+            return content_of(self.session.post(url, **kwargs), url)
+        headers = {packed.HEADER: packed.VERSION}
+        content = content_of(self.session.post(url, headers=headers, **kwargs), url)
+        if packed.FIELD in content:
+            prompts, completions = packed.unpack(content[packed.FIELD])
+            each = len(completions) // max(1, len(prompts))
+            # TRL takes log-probabilities apart token by token, and hands on token ids as they are: they go together, to `generate`
+            content["choices"] = [
+                {"prompt_token_ids": prompts[i // each], "token_ids": completion, "logprobs": None}
+                for i, completion in enumerate(completions)
+            ]
+        return content
 
     def get_server_info(self) -> dict:
         """The part of vLLM's settings that TRL's trainer looks at, without the development mode that serves them."""
@@ -150,9 +164,11 @@ class Client(VLLMClient):
         Raises:
             [`RolloutError`]: the server refused, or its answer makes no sense.
         """
-        url = f"{self.base_url}/v1/completions"
+        url = self.base_url + COMPLETIONS
         with understood(url, "completions with token ids and log-probabilities"):
             output = super().generate(prompts, *args, **kwargs)
+            if isinstance(output["completion_ids"][0], Completion):
+                output = _as_trl(output)
         found, wanted = len(output["completion_ids"]), len(prompts) * kwargs.get("n", 1)
         if found != wanted:
             raise odd(url, f"{wanted} completions", f"{found} completions with token ids and log-probabilities")
@@ -167,6 +183,16 @@ class Client(VLLMClient):
         """Close the connections; the server keeps running."""
         self.control.close()
         self.session.close()
+
+
+def _as_trl(output: dict[str, Any]) -> dict[str, Any]:
+    """What TRL's client would have returned: one log-probability per token, None for NaN."""
+    completions = output["completion_ids"]
+    return output | {
+        "completion_ids": [c.tokens for c in completions],
+        "logprobs": [[[None if math.isnan(logp) else logp] for logp in c.logps] for c in completions],
+        "logprob_token_ids": [[[token] for token in c.tokens] for c in completions],
+    }
 
 
 def content_of(response: requests.Response, url: str) -> dict[str, Any]:

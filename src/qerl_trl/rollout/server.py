@@ -11,6 +11,7 @@ in `model.load_weights`, which knows the names of a checkpoint and neither adapt
 import contextlib
 import ipaddress
 import logging
+import math
 import uuid
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -317,7 +318,8 @@ class ServerEngine(Engine):
         tokens, logps = output["completion_ids"], output["logprobs"]
         with understood(self.client.base_url, "one log-probability for each token"):
             return [
-                Completion(list(ids), [step[0] for step in steps]) for ids, steps in zip(tokens, logps, strict=True)
+                Completion(list(ids), [math.nan if step[0] is None else step[0] for step in steps])
+                for ids, steps in zip(tokens, logps, strict=True)
             ]
 
     def trl_attributes(self) -> dict[str, Any]:

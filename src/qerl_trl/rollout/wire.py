@@ -16,6 +16,8 @@ CHUNK = 16 * 2**20
 MAX_TRANSFER = 16 * 2**30
 #: the server's paths for the trainer alone (vllm/endpoint.py): a method of the worker extension, and the prefix cache
 CALL, RESET = "/qerl/call", "/qerl/reset_prefix_cache"
+#: vLLM's path for completions of token ids
+COMPLETIONS = "/v1/completions"
 #: that extension
 WORKER_EXTENSION = "qerl_trl.rollout.vllm.worker.QeRLWorkerExtension"
 #: bytes of one request to them: a line of JSON, and a part

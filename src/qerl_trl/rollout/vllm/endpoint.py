@@ -1,7 +1,8 @@
 """What a rollout server lets through: an ASGI middleware for `vllm serve --middleware`, in front of everything that vLLM serves.
 
 The trainer's own calls end here (`CALL`, `RESET`): they reach the engine without vLLM's development mode, which is not needed and whose
-paths are closed also where it is on. What is neither ours, nor generation, nor a harmless question is refused. Imports nothing of vLLM.
+paths are closed also where it is on. What is neither ours, nor generation, nor a harmless question is refused. Imports nothing of vLLM before
+the trainer first asks for completions.
 
 | path | who |
 |---|---|
@@ -22,7 +23,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from ..signature import HEADER, SignatureError, Verifier, secret
-from ..wire import CALL, MAX_MESSAGE, MESSAGE_TIMEOUT, RESET
+from ..wire import CALL, COMPLETIONS, MAX_MESSAGE, MESSAGE_TIMEOUT, RESET
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -34,7 +35,7 @@ logger = logging.getLogger("uvicorn.error")  # ours is not shown by vLLM
 STATUS = frozenset(("/health", "/ping", "/version", "/load", "/metrics", "/metrics/", "/v1/models"))
 GENERATION = frozenset(
     (
-        "/v1/completions",
+        COMPLETIONS,
         "/v1/chat/completions",
         "/v1/chat/completions/render",
         "/inference/v1/generate",
@@ -109,6 +110,8 @@ class RolloutEndpoint:
                 await self._stranger(scope, receive, send)
             else:
                 body = await self._signed(scope, receive, MAX_PROMPTS, once=False)
+                if path == COMPLETIONS:
+                    _pack(scope)
                 await self.app(scope, _again(bytes(body), receive), send)
         else:
             raise Refusal(403, f"{method} {path[:200]} is closed on a rollout server of qerl-trl.")
@@ -204,6 +207,13 @@ def _engine(scope: MutableMapping[str, Any]) -> Any:
     if engine is None:
         raise Refusal(503, "This vLLM has no engine where qerl-trl looks for it (app.state.engine_client).")
     return engine
+
+
+def _pack(scope: MutableMapping[str, Any]) -> None:
+    """Let vLLM answer with arrays where it is asked for them, from now on (completions.py)."""
+    from .completions import install
+
+    install(getattr(scope.get("app"), "state", None))
 
 
 def _headers(scope: MutableMapping[str, Any], name: str) -> list[str]:
