@@ -68,12 +68,26 @@ class Engine:
         yield RequestOutput(request_id, "prompt", ids, of_prompt, outputs, finished=True)
 
 
+def _tell_errors(app):
+    """As vLLM does."""
+    try:
+        from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
+    except ModuleNotFoundError:  # of vLLM before 0.28
+        from fastapi.exceptions import HTTPException, RequestValidationError
+        from vllm.entrypoints.openai import api_server as server
+
+        app.exception_handler(HTTPException)(server.http_exception_handler)
+        app.exception_handler(RequestValidationError)(server.validation_exception_handler)
+        app.exception_handler(Exception)(server.exception_handler)
+    else:
+        init_exception_handler(app)
+
+
 def vllm_application(engine):
     """vLLM's route and errors, and its handler with as much of the server around it as completions need."""
     from fastapi import FastAPI
     from vllm.entrypoints.openai.completion.api_router import attach_router
     from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
-    from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 
     handler = OpenAIServingCompletion.__new__(OpenAIServingCompletion)
     models = SimpleNamespace(lora_requests={}, model_name=lambda *_: "model", is_base_model=lambda name: True)
@@ -100,7 +114,7 @@ def vllm_application(engine):
     )
     app = FastAPI()
     attach_router(app)
-    init_exception_handler(app)
+    _tell_errors(app)
     app.state.openai_serving_completion, app.state.args = handler, SimpleNamespace(log_error_stack=False)
     app.get("/health")(lambda: None)
     app.get("/v1/models")(lambda: {"data": [{"id": "model"}]})
