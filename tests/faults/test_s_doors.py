@@ -687,7 +687,11 @@ def test_a_conversation_in_other_tokens(tiny_runs, tmp_path, monkeypatch):  # no
     tokenizer = copy.deepcopy(tiny_runs.tokenizer)
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %} please:"
     monkeypatch.setattr(tiny_runs, "tokenizer", tokenizer)
-    words = ("tokenizer_content_sha256: the tokenizer is another one than then", "template", "allow_other_settings=True")
+    words = (
+        "tokenizer_content_sha256: the tokenizer is another one than then",
+        "template",
+        "allow_other_settings=True",
+    )
     with told(ValueError, str(tmp_path / "run"), *words):
         tiny_runs.command(tmp_path / "run", max_steps=2)
 
