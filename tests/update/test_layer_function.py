@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 from qerl_trl.noise.hooks import NoiseDraw, NormNoise
@@ -58,8 +59,8 @@ def products(model: nn.Module) -> int:
     return sum(event.count for event in trace.key_averages() if event.key in ("aten::mm", "aten::addmm"))
 
 
-def kept_bytes(model: nn.Module) -> int:
-    """What a forward keeps for the backward pass, weights aside."""
+def kept_bytes(model: nn.Module, policy: nn.Module | None = None) -> int:
+    """What a forward keeps for the backward pass, weights aside; of `policy`, where the model is inside one."""
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, int] = {}
 
@@ -70,7 +71,10 @@ def kept_bytes(model: nn.Module) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        hidden = model.get_base_model().get_decoder()(**UNPADDED, use_cache=False).last_hidden_state
+        if policy is None:
+            hidden = model.get_base_model().get_decoder()(**UNPADDED, use_cache=False).last_hidden_state
+        else:
+            hidden = policy(**UNPADDED, use_cache=False).logits
     assert hidden.requires_grad
     return sum(kept.values())
 
@@ -270,3 +274,15 @@ def test_the_plan_says_which_layers_of_a_trainer_recompute(tiny_model_dir, tiny_
 
     assert recomputes(True) == [True, True] and recomputes(False) == [False, False]
     assert [recomputes(None, kept) for kept in (0, 1, 2)] == [[True, True], [True, False], [False, False]]
+
+
+def test_in_data_parallel_a_layer_is_one_graph_too(one_process_group, monkeypatch):  # noqa: F811
+    """torch cuts what is compiled inside of DDP's forward where a bucket of gradients is full, and each part keeps activations of its own."""
+    monkeypatch.setattr(torch.distributed, "_DEFAULT_FIRST_BUCKET_BYTES", 64)
+    kept = []
+    for wrap in (lambda model: model, partial(DistributedDataParallel, bucket_cap_mb=1e-4)):
+        torch._dynamo.reset()
+        model = adapted()
+        recomputing(model, layers=1)
+        kept.append(kept_bytes(model, wrap(model)))
+    assert kept[0] == kept[1]

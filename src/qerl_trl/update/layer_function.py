@@ -59,7 +59,8 @@ class LayerFunction:
             torch.compile(function, backend=backend, fullgraph=True, options=options)
             for function in (forward, recomputing)
         )
-        self._settings = [torch._dynamo.config.patch(recompile_limit=_MOST_GRAPHS)]
+        # inside of DDP's forward torch would cut a layer where a bucket of gradients is full: a longer compilation, and more that is kept
+        self._settings = [torch._dynamo.config.patch(recompile_limit=_MOST_GRAPHS, optimize_ddp=False)]
         if hasattr(torch.compiler.config, "dynamic_sources"):  # else a second graph makes them so
             self._settings.append(cast(Any, torch.compiler.config).patch(dynamic_sources=_CHANGING))
 
