@@ -137,6 +137,6 @@ def multi_gpu() -> str:
         + "\n".join(beside_stock(rows))
         + f"\n\nNot run: {NOT_RUN}.\n\n"
         + "\n".join(taken)
-        + "\n\nOf the fullest GPU, by the plan of this commit.\n\n"
+        + "\n\nOf the fullest GPU, by the plan of this commit. The rows of data parallelism are older than the change that keeps torch from cutting a compiled layer in parts there, each of which keeps activations of its own; they have not been measured since.\n\n"
         + f"{speed_tables.measured_by(RESULT, device, commits)}."
     )
