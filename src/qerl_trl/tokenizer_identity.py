@@ -10,8 +10,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from .sources import sha256
-
 logger = logging.getLogger(__name__)
 
 SAMPLE, WHOLE = "tokenizer_sha256", "tokenizer_content_sha256"
@@ -36,6 +34,8 @@ def recorded(processing_class: Any) -> dict[str, str]:
     `tokenizer_sha256` is of the chat template and of the tokens of one text, all that records of older versions have;
     `tokenizer_content_sha256` is of everything.
     """
+    from .sources import sha256  # it loads torch, which who compares records has no need of
+
     tokenizer = _tokenizer_of(processing_class)
     template = getattr(processing_class, "chat_template", None) or getattr(tokenizer, "chat_template", None)
     sample = [template, list(tokenizer(_TEXT)["input_ids"])]
