@@ -36,10 +36,11 @@ def recorded(processing_class: Any) -> dict[str, str]:
     """
     from .sources import sha256  # it loads torch, which who compares records has no need of
 
-    tokenizer = _tokenizer_of(processing_class)
+    tokenizer = getattr(processing_class, "tokenizer", processing_class)  # of a processor
     template = getattr(processing_class, "chat_template", None) or getattr(tokenizer, "chat_template", None)
     sample = [template, list(tokenizer(_TEXT)["input_ids"])]
-    named = _named(tokenizer)
+    # its own words for them: what is set by hand becomes an added token only when it is saved and loaded
+    named = {role: str(token) for role, token in tokenizer.special_tokens_map.items() if not isinstance(token, list)}
     whole = [
         *sample,
         named,
@@ -72,15 +73,6 @@ def recorded_of_written(tokenizer: Any, run: Mapping[str, Any]) -> dict[str, str
             tokenizer.name_or_path or type(tokenizer).__name__,
         )
     return found
-
-
-def _tokenizer_of(processing_class: Any) -> Any:
-    return getattr(processing_class, "tokenizer", processing_class)  # of a processor
-
-
-def _named(tokenizer: Any) -> dict[str, str]:
-    """Its own words for special tokens: what is set by hand becomes an added token only when it is saved and loaded."""
-    return {role: str(token) for role, token in tokenizer.special_tokens_map.items() if not isinstance(token, list)}
 
 
 def _content(tokenizer: Any, named: set[str]) -> list[Any]:

@@ -109,7 +109,8 @@ class QeRLMixin(SavingMixin, PackingMixin, ShardingMixin):
         *positional: Any,
         **kwargs: Any,
     ) -> None:
-        given = by_name(super().__init__, model, reward_funcs, args, *positional, **kwargs)  # some come by position
+        # wherever the parent keeps them: its later arguments may come by position too
+        given = by_name(super().__init__, model, reward_funcs, args, *positional, **kwargs)
         if args is None:
             name = model if isinstance(model, str) else getattr(model.config, "_name_or_path", "")
             args = self._config_class(f"{name.split('/')[-1]}-{self._name}")

@@ -298,3 +298,12 @@ def test_the_model_is_put_into_evaluation_mode_once_for_all_forwards(policy, mon
     assert len(forwards) >= 3 and forwards == [2 * forwards[-1], *[forwards[-1]] * (len(forwards) - 1)]
     layers = [layer for layer in policy.modules() if isinstance(layer, NVFP4Linear)]
     assert policy.training and {layer.implementation for layer in layers} == {"auto"}
+
+
+def test_an_engine_that_answers_fewer_prompts_is_not_compared(policy):
+    """Completions have to go with their prompts, also where each is scored twice in one forward."""
+    engine = FakeEngine(policy)
+    generate = engine.generate
+    engine.generate = lambda prompts, sampling: generate(prompts, sampling)[: len(prompts) // 2]
+    with pytest.raises(ValueError, match="shorter"):
+        run(engine, policy)

@@ -34,7 +34,6 @@ bit on two layers (vllm/state.py).
 
 import contextlib
 import functools
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -157,9 +156,7 @@ def probe(
     ups = [cast(nn.Linear, layer.lora_B[adapter]).weight for layer in layers]
     saved = [up.detach().clone() for up in ups]
 
-    def score(completions: list[Completion]) -> torch.Tensor:
-        return _trainer_logps(model, device, prompts, completions)
-
+    score = partial(_trainer_logps, model, device, prompts)
     try:
         for up in ups:
             up.zero_()
@@ -256,9 +253,9 @@ def probe_noise(
     """
     prompts = _prompts(model, torch.Generator().manual_seed(0))
 
-    def score(completions: list[Completion], draw: NoiseDraw | None = None) -> torch.Tensor:
+    def score(completions: list[Completion], draw: NoiseDraw | None = None, twice: bool = False) -> torch.Tensor:
         with contextlib.nullcontext() if draw is None else under(draw):
-            return _trainer_logps(model, device, prompts, completions)
+            return _trainer_logps(model, device, prompts, completions, twice)
 
     if known is None:
         base = engine.generate(prompts, _SAMPLING)
@@ -339,13 +336,13 @@ def probe_again(
 def _rounding(
     model: nn.Module,
     dtype: torch.dtype,
-    score: Callable[[list[Completion]], torch.Tensor],
+    score: Callable[..., torch.Tensor],
     completions: list[Completion],
 ) -> tuple[torch.Tensor, float, float]:
     """What the trainer scores, `rounding` of the module's docstring for it, and the first bound that follows. In one forward, of every sequence twice:
     at these lengths it takes as long as one of half of them."""
     with _rounded_once_more(model, dtype, of_half=True):
-        scored, moved = score(completions * 2).chunk(2)
+        scored, moved = score(completions, twice=True).chunk(2)
     rounding = _mean_difference(scored, moved)
     return scored, rounding, CLEAN * rounding + FLOOR[dtype]
 
@@ -366,12 +363,15 @@ def _prompts(model: nn.Module, generator: torch.Generator) -> list[list[int]]:
 
 
 def _trainer_logps(
-    model: nn.Module, device: torch.device, prompts: list[list[int]], completions: list[Completion]
+    model: nn.Module,
+    device: torch.device,
+    prompts: list[list[int]],
+    completions: list[Completion],
+    twice: bool = False,
 ) -> torch.Tensor:
-    """The trainer's log-probabilities (completions, new tokens) of as many completions as there are prompts, or of several times as many."""
-    ids = torch.tensor(
-        [p + c.tokens for p, c in zip(itertools.cycle(prompts), completions, strict=False)], device=device
-    )
+    """The trainer's log-probabilities (prompts, new tokens) of the completions; `twice`: of each once more, after the others."""
+    ids = torch.tensor([p + c.tokens for p, c in zip(prompts, completions, strict=True)], device=device)
+    ids = ids.repeat(2, 1) if twice else ids
     try:
         logits = model(input_ids=ids, use_cache=False).logits[:, _PROMPT_TOKENS - 1 : -1].float()
     finally:
