@@ -15,6 +15,8 @@ STEPS = ROOT / "examples/benchmarks/results/step_h200.json"
 #: syncs to a server, by server_sync.py, which shared its trainer's GPU
 SERVER = ROOT / "examples/benchmarks/results/server_h200.json"
 ONE_GPU_64 = "ours-7b-64x512"
+#: what two rows have in common that may be compared
+ORIGIN = ("commit", "device")
 #: aims of which there is no row in RESULT
 NOT_RUN = "tensor parallel engines, ZeRO-2, 70B on two GPUs, stock TRL's FSDP 2, starts of two processes beside one"
 #: of those, by layout, that have a row of stock TRL beside ours or want one
@@ -31,15 +33,19 @@ def planned_today(row: dict[str, Any]) -> float:
     return plan_check.plan_of_shape(row["size"], work, Gpu.of_gib(140)).peak / 2**30
 
 
-def step_of(name: str) -> dict[str, Any]:
-    """A row of one GPU, measured by step_speed.py."""
-    return next(row for row in json.loads(STEPS.read_text())["step"] if row["name"] == name)
+def step_of(name: str, beside: dict[str, Any] | None = None) -> dict[str, Any]:
+    """A row of one GPU, measured by step_speed.py; the one of the run of `beside`, where there is an older one of that."""
+    record = json.loads(STEPS.read_text())
+    rows = [row for row in [*record["step"], *record["before"]] if row["name"] == name]
+    of_it = [row for row in rows if beside and [row[key] for key in ORIGIN] == [beside[key] for key in ORIGIN]]
+    return (of_it or rows)[0]
 
 
 def overlap_on_one(aim: Callable[..., str]) -> str:
     """The line of `aim` about a rollout beside an update on the same GPU, and what the two can gain there at most."""
-    one, beside = step_of(ONE_GPU_64), step_of(f"{ONE_GPU_64}-overlap")
-    same = one["commit"] == beside["commit"] and one["device"] == beside["device"]
+    beside = step_of(f"{ONE_GPU_64}-overlap")
+    one = step_of(ONE_GPU_64, beside)
+    same = all(one[key] == beside[key] for key in ORIGIN)
     profiles = json.loads(STEPS.read_text())["profiles"]
     busy = next(row for row in profiles if row["name"] == ONE_GPU_64)["profile"]["phases"]["step"]["kernels_ms"] / 1000
     step, waited = one["median"]["step"], beside["median"]["rollout"]
