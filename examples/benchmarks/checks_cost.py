@@ -162,6 +162,7 @@ def paired(seconds: list[float], probe_ms: float) -> dict[str, Any]:
         "without_s": round(step, 4),
         "difference_ms": round(difference, 2),
         "standard_error_ms": round(error, 2),
+        "differences_ms": [round(one, 1) for one in differences],
         "percent": round((difference + probe_ms) / step / 10, 3),
     }
 

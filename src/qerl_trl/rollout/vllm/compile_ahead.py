@@ -16,6 +16,7 @@ from torch import nn
 
 from qerl_nvfp4.precompile import Weight, precompile
 
+from ... import base_identity
 from .. import sums
 
 logger = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ def expect_norm(norm: nn.Module, dtype: torch.dtype) -> None:
 
 
 def compile_expected() -> None:
-    """Compile what the layers and norms created since the last call need, and what sums their weights."""
+    """Compile what the layers and norms created since the last call need, and what sums their weights, here and for the base's fingerprint."""
     weights: dict[tuple[torch.dtype, bool], set[Weight]] = defaultdict(set)
     widths: dict[torch.dtype, set[int]] = defaultdict(set)
     for layer, kind in _layers.items():
@@ -48,7 +49,11 @@ def compile_expected() -> None:
     tell = functools.partial(print, flush=True)
     for dtype, invariant in {*weights, *((dtype, False) for dtype in widths)}:
         norms = () if invariant else widths[dtype]
-        also = functools.partial(sums.launch_each, dtype)
+
+        def also(dtype: torch.dtype = dtype) -> None:
+            sums.launch_each(dtype)
+            base_identity.launch_each(dtype)
+
         found = precompile(
             weights[dtype, invariant], norms=norms, dtype=dtype, tell=tell, batch_invariant=invariant, also=also
         )
