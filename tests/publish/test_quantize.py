@@ -223,6 +223,23 @@ def test_other_options_do_not_continue_an_old_run(tiny_model_dir, tmp_path, monk
     assert (tmp_path / "out/model.safetensors").read_bytes() == (tmp_path / "fresh/model.safetensors").read_bytes()
 
 
+@pytest.mark.parametrize("busy", [True, False], ids=["another process fills it", "left over"])
+def test_a_folder_beside_one_that_is_complete_is_removed_unless_somebody_writes_it(tmp_path, busy):
+    """The same command again, while another one, with `overwrite`, is at work in `.out.partial`; or after one was killed there."""
+    with staging.staging(tmp_path / "out", {"of": "this"}) as folder:
+        (folder / "weights").write_text("w")
+    with staging.staging(tmp_path / "out", {"of": "another"}, overwrite=True) as partial:
+        (partial / "half").write_text("h")
+        if busy:
+            assert staging.is_complete(tmp_path / "out", {"of": "this"})
+        assert (partial / "half").is_file()
+    if not busy:
+        shutil.copytree(tmp_path / "out", tmp_path / ".out.partial")
+        assert staging.is_complete(tmp_path / "out", {"of": "another"})
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert checkpoint.recorded_run(tmp_path / "out") == {"of": "another"}
+
+
 def test_code_that_stays_with_the_source_is_told(own_code, tmp_path, caplog):
     """As of an export (test_export.py), beforehand: nobody can load what is written by itself."""
     config = json.loads((own_code / "config.json").read_text())

@@ -315,6 +315,17 @@ def test_an_option_that_there_is_not(folder):
         parse(folder, "--zebra=1", recipe="reward_func: [own.py:shouted]\n")
 
 
+@pytest.mark.parametrize("base_format", ["nvfp4", "full"])
+@pytest.mark.parametrize("use_peft", ["true", "false"])
+def test_an_adapter_that_is_asked_for_beside_all_weights_is_told(folder, caplog, base_format, use_peft):
+    words = ("--base_format", base_format, "--use_peft", use_peft, "--lora_r", "4")
+    recipe = "task: arithmetic\nmodel_name_or_path: examples/assets/tiny-qwen2\n"
+    adapter = parse(folder, *words, recipe=recipe).trainer_arguments()["peft_config"]
+    assert (adapter is not None) == (base_format == "nvfp4" and use_peft == "true")
+    told = [r.getMessage() for r in caplog.records if "use_peft and lora_* of the recipe" in r.getMessage()]
+    assert len(told) == (base_format == "full" and use_peft == "true")
+
+
 def test_other_data_has_no_configuration_of_the_first(folder):
     script = parse(folder, "--dataset_name", "user/other", recipe="task: gsm8k\n")
     assert (script.task.dataset_name, script.task.dataset_config) == ("user/other", None)

@@ -13,7 +13,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,8 @@ def is_complete(destination: str | os.PathLike, run: Mapping[str, Any]) -> bool:
         return False
     leftover = destination.with_name(f".{destination.name}.partial")
     if leftover.is_dir():  # killed after the exchange, before the replaced folder was removed
-        shutil.rmtree(leftover)
+        with suppress(BlockingIOError), _locked(leftover):  # or another process fills it, to replace this one
+            shutil.rmtree(leftover)
     return True
 
 
@@ -114,10 +115,9 @@ def staging(destination: str | os.PathLike, run: Mapping[str, Any], overwrite: b
     _require_replaceable(destination)
     partial = destination.with_name(f".{destination.name}.partial")
     partial.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
-    try:
+    with ExitStack() as stack:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process, however that ends
+            stack.enter_context(_locked(partial))
         except BlockingIOError as error:
             raise RuntimeError(
                 f"Another process is writing {destination} (it works in {partial}). Wait for it or end it, then run the same command again, which goes on where it stopped; or choose another folder."
@@ -136,6 +136,19 @@ def staging(destination: str | os.PathLike, run: Mapping[str, Any], overwrite: b
                 path.unlink()  # the record, notes of finished shards, temporary files of a killed run
         checkpoint.seal(partial, run, hashed)
         _replace(partial, destination)
+
+
+@contextmanager
+def _locked(partial: Path) -> Iterator[None]:
+    """Inside, no other process writes into the folder.
+
+    Raises:
+        `BlockingIOError`: one does.
+    """
+    descriptor = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process, however that ends
+        yield
     finally:
         os.close(descriptor)
 

@@ -11,6 +11,7 @@ script.train(QeRLGRPOTrainer(**script.trainer_arguments()))
 import dataclasses
 import difflib
 import importlib.util
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -30,6 +31,8 @@ from ..redaction import check_places
 from ..shipped import config_file, contents, examples_folder, task_file
 from .run import train_and_measure
 from .task import PARSED, Task, TaskArguments
+
+logger = logging.getLogger(__name__)
 
 #: what is trained on where nobody says
 DEFAULT_TASK = "gsm8k"
@@ -124,6 +127,13 @@ class Script:
             **given,
         }
         args.reward_weights = args.reward_weights or self.task.weights()
+        adapter = get_peft_config(named)
+        if args.base_format == "full" and adapter is not None:
+            logger.warning(
+                "base_format='full' trains every weight: use_peft and lora_* of the recipe or the command line have no effect. Say so with --use_peft "
+                "false, or choose --base_format bf16 for LoRA on a bf16 base."
+            )
+            adapter = None
         with named_in_errors(model):
             tokenizer = AutoTokenizer.from_pretrained(
                 model, revision=named.model_revision, padding_side="left", trust_remote_code=args.trust_remote_code
@@ -132,7 +142,7 @@ class Script:
             "model": model,
             "args": args,
             "processing_class": self.task.prepared(tokenizer),
-            "peft_config": get_peft_config(named) if args.base_format != "full" else None,
+            "peft_config": adapter,
             **self.task.for_trainer(),
         }
 
