@@ -47,7 +47,8 @@ def is_complete(destination: str | os.PathLike, run: Mapping[str, Any]) -> bool:
         return False
     leftover = destination.with_name(f".{destination.name}.partial")
     if leftover.is_dir():  # killed after the exchange, before the replaced folder was removed
-        with suppress(BlockingIOError), _locked(leftover):  # or another process fills it, to replace this one
+        # or another process fills it, to replace this one, or has just done so
+        with suppress(BlockingIOError, FileNotFoundError), _locked(leftover):
             shutil.rmtree(leftover)
     return True
 

@@ -5,14 +5,24 @@ smallest size with enough effect is taken, since a larger one moves the model to
 """
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from accelerate.utils import gather_object
 
 from .engine import Completion
 
-#: what models of 7B need: it is tried first
+#: what models of 7B mostly need: it is tried first
 LIKELY = 0.2
+
+
+class Compared(NamedTuple):
+    """What the engine sampled under a disturbance of this size, the mean difference of its log-probabilities from the trainer's, and the effect, in nats."""
+
+    completions: list[Completion]
+    difference: float
+    effect: float
+    size: float
 
 
 def compared(
@@ -22,15 +32,17 @@ def compared(
     base: list[Completion],
     clean: torch.Tensor,
     enough: float,
-) -> tuple[list[Completion], float, float, float]:
-    """Engine and trainer under the smallest of `sizes` whose effect is enough (`smallest`): what the engine sampled, how far its log-probabilities
-    are from the trainer's, the effect, the size. One forward says effect and difference of the likely size, which is mostly the one.
+) -> Compared:
+    """Engine and trainer under the smallest of `sizes` whose effect is enough (`smallest`). One forward says effect and difference of the likely size;
+    where another one is taken, the engine samples once more.
 
     Args:
+        sizes: ascending, `LIKELY` among them.
         sample: what the engine samples under a size.
         score: the trainer's log-probabilities, under a size, of lists of completions.
         base, clean: completions that the trainer gives the log-probabilities `clean` without any of it.
     """
+    assert LIKELY in sizes
     completions = sample(LIKELY)
     moved, scored = score(LIKELY, base, completions).chunk(2)
 
@@ -41,7 +53,7 @@ def compared(
     if size != LIKELY:
         completions = sample(size)
         scored = score(size, completions)
-    return completions, mean_difference(scored, logps_of(completions)), effect, size
+    return Compared(completions, mean_difference(scored, logps_of(completions)), effect, size)
 
 
 def smallest(sizes: Sequence[float], effect_of: Callable[[float], float], enough: float) -> tuple[float, float]:

@@ -55,8 +55,9 @@ from .engine import Completion, Engine, RolloutError, Sampling
 
 R = TypeVar("R")
 
-#: a few tokens of several prompts rather than many of a few: what is compared is as much, in fewer steps of the engine
-_PROMPTS, _PROMPT_TOKENS, _NEW_TOKENS = 8, 12, 4
+#: a few tokens of several prompts rather than many of a few: what is compared is as much, in fewer steps of the engine. Keys and values of what is
+#: generated begin vLLM's second block of 16
+_PROMPTS, _PROMPT_TOKENS, _NEW_TOKENS = 8, 16, 4
 _SAMPLING = Sampling(max_tokens=_NEW_TOKENS, ignore_eos=True)
 CLEAN, ADAPTED, CONTRAST, LEAST_CONTRAST = 4.0, 4.0, 10.0, 3.0
 #: a unit in the last place of numbers in [1, 2); for float32 that of TF32, which matrix products and attention on a GPU may use
@@ -179,12 +180,13 @@ def probe(
         tolerance = ADAPTED * max(base_difference, rounding) + FLOOR[dtype]
         sized = sizes()
 
-        adapted: list[float] = []
+        adapted: float | None = None
 
         def adapt(fraction: float) -> None:
-            if adapted[-1:] == [fraction]:
+            nonlocal adapted
+            if fraction == adapted:
                 return
-            adapted.append(fraction)
+            adapted = fraction
             # the same numbers each time, drawn where the model is: 44 million for rank 32 on 7B, half a second and more on the processor
             generator = torch.Generator(device).manual_seed(1)
             for up, layer, size in zip(ups, layers, sized, strict=True):
@@ -200,8 +202,8 @@ def probe(
             adapt(fraction)
             return score(*sampled)
 
-        adapter_on = compared(_FRACTIONS, sample, score_with, base, clean, CONTRAST * tolerance)
-        completions, difference, effect, fraction = adapter_on
+        enough = CONTRAST * tolerance
+        completions, difference, effect, fraction = compared(_FRACTIONS, sample, score_with, base, clean, enough)
         changed = sum(
             x != y for a, b in zip(completions, base, strict=True) for x, y in zip(a.tokens, b.tokens, strict=True)
         ) / (_PROMPTS * _NEW_TOKENS)
@@ -218,7 +220,7 @@ def probe(
                 f"vLLM and the trainer disagree: {result}. At most {tolerance:.4f} is expected, and without adapter they agree, so "
                 "part of the adapter is lost, misplaced or scaled in another way. Train with use_vllm=False, and please report it with the model's name."
             )
-        if effect < LEAST_CONTRAST * tolerance:
+        if not effect >= LEAST_CONTRAST * tolerance:
             raise RolloutError(
                 f"The probe cannot tell a right engine from a wrong one: {result}. An adapter of {fraction:.0%} of each layer's output "
                 "hardly moves this model's log-probabilities. Check that the model's weights are loaded; use_vllm=False skips the check."
@@ -281,8 +283,8 @@ def probe_noise(
     def score_with(sigma: float, *sampled: list[Completion]) -> torch.Tensor:
         return score(*sampled, draw=draw_of(sigma))
 
-    under_noise = compared(_SIGMAS, sample, score_with, base, clean, CONTRAST * tolerance)
-    completions, difference, effect, sigma = under_noise
+    enough = CONTRAST * tolerance
+    completions, difference, effect, sigma = compared(_SIGMAS, sample, score_with, base, clean, enough)
     draw = draw_of(sigma)
     result = NoiseProbeResult(difference, effect, sigma)
     if not result.difference <= tolerance:  # under noise a rounding may matter more
@@ -295,7 +297,7 @@ def probe_noise(
             f"The noise does not act in the engine as in the trainer: {result}, and at most {tolerance:.4f} is expected; {what}. Train without "
             "noise (aqn=False), or with use_vllm=False, and please report it with the model's name."
         )
-    if effect < LEAST_CONTRAST * tolerance:
+    if not effect >= LEAST_CONTRAST * tolerance:
         raise RolloutError(
             f"The probe cannot tell whether noise acts in the engine: {result}. Noise of sigma {sigma:g} on its norms hardly moves this model. "
             "Check that the model's weights are loaded; aqn=False trains without noise."

@@ -1,4 +1,4 @@
-"""The kernels of the engine that is being built, compiled before its weights are used.
+"""The kernels of the engine that is being built, and those of the fingerprint that its trainer takes next, compiled before its weights are used.
 
 vLLM creates every layer before it processes the weights of any, so the first layer whose weights are ready can have the kernels of all
 of them compiled, in parallel: left to the launches, they are compiled one after the other while vLLM profiles, captures its graphs and
