@@ -185,13 +185,6 @@ def _placed_sums(tensors: list[torch.Tensor], kind: torch.dtype | None) -> torch
     return placed_sums(tensors, kind, (_PLACE, _FIRST, _SECOND))
 
 
-def launch_each(dtype: torch.dtype) -> None:
-    """Every launch of [`base_sha256`] for a packed base whose other parameters are of `dtype` once, with tensors on the meta device: to be compiled
-    with the engine's kernels."""
-    for kind, element in ((dtype, dtype), (None, torch.uint8)):
-        _placed_sums([torch.empty(8, dtype=element, device="meta")], kind)
-
-
 def _mixed(words: torch.Tensor) -> torch.Tensor:
     """What a word that was added to its place's number counts as; in place."""
     words = words.mul_(_FIRST)

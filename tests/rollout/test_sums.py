@@ -3,10 +3,7 @@
 import pytest
 import torch
 
-from qerl_trl import base_identity
-from qerl_trl.nvfp4.linear import NVFP4Linear
 from qerl_trl.rollout import sums, wire
-from tests.tiny_models import make_tiny_model
 
 ON = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -122,45 +119,22 @@ def test_of_sharded_tensors_no_launch_here_knows_the_largest(monkeypatch):
     assert sums.largest_magnitude([Sharded(), Sharded()]) is None
 
 
-@pytest.fixture
-def launched(monkeypatch):
-    """Kernels and constants that would be launched on a GPU, of tensors that seem to be there."""
+def test_everything_an_engine_sums_is_launched_ahead(monkeypatch):
+    """What `launch_each` launches is what `all_bits`, words, and `rounded` do, for the dtypes that an engine holds."""
     kernels = pytest.importorskip("qerl_nvfp4.sums")
-    found = set()
+    launched = set()
 
-    def launch(kernel, table, sums, *arguments, **constants):
-        found.add((kernel.__name__, *sorted((k, str(v)) for k, v in constants.items())))
+    def launch(kernel, table, found, *arguments, **constants):
+        launched.add((kernel.__name__, *sorted((k, str(v)) for k, v in constants.items())))
 
     monkeypatch.setattr(kernels, "_launch", launch)
-    return found
-
-
-def as_if_on_a_gpu(monkeypatch):
-    monkeypatch.setattr("qerl_nvfp4.is_available", lambda *device: True)
-    monkeypatch.setattr(sums, "_launches", lambda: True)
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-
-
-def test_everything_an_engine_sums_is_launched_ahead(launched, monkeypatch):
-    """What `launch_each` launches is what `all_bits`, words, and `rounded` do, for the dtypes that an engine holds."""
     sums.launch_each(torch.bfloat16)
     ahead = set(launched)
     launched.clear()
-    as_if_on_a_gpu(monkeypatch)
+    monkeypatch.setattr(sums, "_launches", lambda: True)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     held = [torch.zeros(64, dtype=dtype) for dtype in (torch.uint8, torch.bfloat16, torch.float32)]
     sums.all_bits(held)
     sums.all_bits(held, sums.words)
     sums.rounded([torch.zeros(64)], [2.0], torch.zeros(1, dtype=torch.bfloat16))
     assert launched == ahead
-
-
-def test_everything_a_fingerprint_sums_is_launched_ahead(launched, monkeypatch):
-    """Of a packed base, whose other parameters are of the engine's dtype: `launch_each` and `base_sha256`."""
-    base_identity.launch_each(torch.bfloat16)
-    ahead = set(launched)
-    launched.clear()
-    base = make_tiny_model("qwen2", dtype=torch.bfloat16)
-    base.lm_head = NVFP4Linear.from_linear(base.lm_head)
-    as_if_on_a_gpu(monkeypatch)
-    base_identity.base_sha256(base)
-    assert launched == ahead and len(ahead) == 2

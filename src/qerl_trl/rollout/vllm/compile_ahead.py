@@ -1,4 +1,4 @@
-"""The kernels of the engine that is being built, and those of the fingerprint that its trainer takes next, compiled before its weights are used.
+"""The kernels of the engine that is being built, compiled before its weights are used.
 
 vLLM creates every layer before it processes the weights of any, so the first layer whose weights are ready can have the kernels of all
 of them compiled, in parallel: left to the launches, they are compiled one after the other while vLLM profiles, captures its graphs and
@@ -16,7 +16,6 @@ from torch import nn
 
 from qerl_nvfp4.precompile import Weight, precompile
 
-from ... import base_identity
 from .. import sums
 
 logger = logging.getLogger(__name__)
@@ -37,7 +36,7 @@ def expect_norm(norm: nn.Module, dtype: torch.dtype) -> None:
 
 
 def compile_expected() -> None:
-    """Compile what the layers and norms created since the last call need, and what sums their weights, here and for the base's fingerprint."""
+    """Compile what the layers and norms created since the last call need, and what sums their weights."""
     weights: dict[tuple[torch.dtype, bool], set[Weight]] = defaultdict(set)
     widths: dict[torch.dtype, set[int]] = defaultdict(set)
     for layer, kind in _layers.items():
@@ -49,11 +48,7 @@ def compile_expected() -> None:
     tell = functools.partial(print, flush=True)
     for dtype, invariant in {*weights, *((dtype, False) for dtype in widths)}:
         norms = () if invariant else widths[dtype]
-
-        def also(dtype: torch.dtype = dtype) -> None:
-            sums.launch_each(dtype)
-            base_identity.launch_each(dtype)
-
+        also = functools.partial(sums.launch_each, dtype)
         found = precompile(
             weights[dtype, invariant], norms=norms, dtype=dtype, tell=tell, batch_invariant=invariant, also=also
         )
