@@ -36,6 +36,22 @@ def test_kl_and_entropy_of_known_log_probabilities():
     assert known.nan_logps == 1
 
 
+def test_the_sums_are_those_of_the_ratios_themselves():
+    generator = torch.Generator().manual_seed(0)
+    sampled = -torch.rand(4, 50, generator=generator)
+    trained = sampled + 3 * torch.randn(4, 50, generator=generator)
+    mask = torch.rand(4, 50, generator=generator) < 0.7
+    trained[~mask] = math.nan  # what nobody asks for says nothing
+    d = (trained[mask].double() - sampled[mask].double()).tolist()
+    ratios = [math.exp(one) for one in d]
+    mean = sum(ratios) / len(d)
+    variance = sum((ratio - mean) ** 2 for ratio in ratios) / len(d)
+    known = found(trained, sampled, mask)
+    assert known.mismatch_kl == pytest.approx(sum(math.expm1(one) - one for one in d) / len(d))
+    assert known.logp_gap == pytest.approx(math.log(mean))
+    assert known.logp_gap_error == pytest.approx(math.sqrt(variance / len(d)) / mean)
+
+
 def test_no_finite_log_probability_at_all_is_an_error():
     with pytest.raises(RuntimeError, match=r"3 of the 3 tokens .* resume from the last checkpoint"):
         found([[0.0] * 3], [[math.nan, -math.inf, math.nan]])

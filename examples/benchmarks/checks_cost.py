@@ -61,7 +61,7 @@ TIMED = {
     "start: bits of the engine's weights": ("check", "qerl_trl.rollout.vllm.state", "RolloutState.__init__"),
     "sync: weights": ("work", "qerl_trl.rollout.generation", "QeRLVLLMGeneration.sync_weights"),
     "sync: noise": ("work", "qerl_trl.rollout.generation", "QeRLVLLMGeneration.sync_noise"),
-    "sync: weights changed?": ("check", "qerl_trl.rollout.generation", "QeRLVLLMGeneration._trained_stamp"),
+    "sync: weights changed?": ("check", "qerl_trl.rollout.generation", "QeRLVLLMGeneration._is_put"),
     "sync: fingerprint of the update": ("check", "qerl_trl.rollout.wire", "update_fingerprint"),
     "sync: the same in the engine": ("check", "qerl_trl.rollout.vllm.state", "update_fingerprint"),
     "sync: the update is whole and finite": ("check", "qerl_trl.rollout.vllm.state", "RolloutState._checked"),
@@ -79,7 +79,7 @@ TIMED = {
 
 #: checks of a step that return something, and what a step without them takes for it: labels of TIMED
 WITHOUT: dict[str, Any] = {
-    "sync: weights changed?": lambda generation: (generation.trainer.state.global_step, ""),
+    "sync: weights changed?": lambda generation: generation._stamp[0] == generation.trainer.state.global_step,
     "sync: fingerprint of the update": lambda *args: "",
     "sync: the same in the engine": lambda *args: "",
     "sync: the update is whole and finite": lambda *args: {},

@@ -95,12 +95,15 @@ def of_logps(
         RuntimeError: more than one in a hundred is not finite.
     """
     known = mask & sampled.isfinite()
-    logps = sampled[known].double()
-    d = (trained[known].double() if trained is not None else logps) - logps
-    ratio = d.exp()
-    counts = [logps.new_tensor(len(logps)), (mask.sum() - known.sum()).double()]
-    sums = torch.stack([*counts, logps.sum(), (d.expm1() - d).sum(), ratio.sum(), ratio.square().sum()])
-    total, missing, log_q, divergence, first, second = trainer.accelerator.gather(sums).view(-1, 6).sum(0).tolist()
+    logps = sampled.double().where(known, 0.0)
+    d = (trained.double() - logps).where(known, 0.0) if trained is not None else torch.zeros_like(logps)
+    beyond = d.expm1()  # the ratio less 1, and 0 where nothing is known
+    counts = [known.sum().double(), mask.sum().double()]
+    sums = torch.stack([*counts, logps.sum(), (beyond - d).sum(), beyond.sum(), beyond.square().sum()])
+    total, asked, log_q, divergence, first, second = trainer.accelerator.gather(sums).view(-1, 6).sum(0).tolist()
+    missing = asked - total
+    second += 2 * first + total  # of the ratios themselves
+    first += total
     if missing > _MISSING * (total + missing):
         raise RuntimeError(
             f"The engine returned no finite log-probability for {int(missing)} of the {int(total + missing)} tokens of a rollout (they are NaN, "

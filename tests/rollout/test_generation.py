@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from qerl_trl.noise.hooks import NoiseDraw
+from qerl_trl.rollout import effect
+from qerl_trl.rollout.engine import RolloutError
 from tests.faults.stand_in import StandIn, make_trainer  # noqa: F401  (a fixture)
 
 
@@ -47,6 +49,26 @@ def test_weights_and_noise_of_a_rollout_are_put_at_once(make_trainer):  # noqa: 
     assert put == [(False, 0, False), (True, 1, False), (True, 2, True), (True, 3, True)]
 
 
+def test_what_was_put_is_known_by_one_reading(make_trainer, monkeypatch):  # noqa: F811
+    """Of weights that this process has whole, the fingerprint of what was put is what they are compared with afterwards; a step's other one was
+    read to be found different, which the step's number says."""
+    trainer = make_trainer(engine=Puts)
+    generation, read = trainer.vllm_generation, []
+    stamp = generation.trained.stamp
+    monkeypatch.setattr(generation.trained, "stamp", lambda: read.append(stamp()) or read[-1])
+    trainer.state.global_step += 1
+    with generation._up_to_date():
+        assert read == []
+    assert len(read) == 1 and generation._stamp == (trainer.state.global_step, read[0])
+    assert read[0] == generation._put
+    with (
+        pytest.raises(RolloutError, match="changed while completions were sampled"),
+        generation._up_to_date(),
+        torch.no_grad(),
+    ):
+        generation.trained.parameters()[-1].add_(1.0)
+
+
 def test_no_noise_over_no_noise_is_not_put(make_trainer):  # noqa: F811
     trainer = make_trainer(engine=Puts)
     generation, puts = trainer.vllm_generation, trainer.vllm_generation.engine.puts
@@ -74,14 +96,23 @@ def test_the_noise_is_probed_on_what_the_first_probe_measured_of_the_same_model(
     """A fresh adapter adds nothing, so that the model without it is the model as it is; one that was loaded since is measured."""
     trainer = make_trainer(engine=Counts)
     generation, norms = trainer.vllm_generation, trainer.aqn.norms
-    assert norms and generation.engine.probed == 2 + 1
+
+    def under(size: float) -> int:
+        """How often the engine samples to find it: first under the likely one."""
+        return 1 + (size != effect.LIKELY)
+
+    def since() -> int:
+        count, generation.engine.probed = generation.engine.probed, 0
+        return count
+
     known = generation.noise_result
+    assert norms and since() == 1 + under(generation.probe_result.fraction) + under(known.sigma)
     generation.probe_noise()
-    assert generation.engine.probed == 2 + 1 + 1 and generation.noise_result == known
+    assert since() == under(known.sigma) and generation.noise_result == known
     with torch.no_grad():
         next(p for name, p in trainer.model.named_parameters() if "lora_B" in name).normal_(std=0.3)
     generation.sync_weights()
     generation.probe_noise()
-    assert generation.engine.probed == 2 + 1 + 1 + 2 and generation.noise_result != known
+    assert since() == 1 + under(generation.noise_result.sigma) and generation.noise_result != known
     generation.run_probe()
     assert generation._clean is None  # the model without the adapter is another one

@@ -1,6 +1,7 @@
 """What has to be true of every rollout: what the engine computed with, and what came back."""
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -142,8 +143,11 @@ _ASK = "Look at the engine's log and at rollout_func, if there is one"
 def _all_numbers(logps: Sequence[Any], count: int) -> bool:
     """Whether these are `count` finite numbers, or lists of as many numbers each; seen at once, and else one by one by who asks."""
     try:
+        if count and len(logps) == count and isinstance(logps[0], list) and all(logps):
+            flat = list(itertools.chain.from_iterable(logps))
+            logps = flat if len(flat) == count else logps  # one of each, which numpy reads one by one
         values = np.asarray(logps)
-    except ValueError:  # lists of several lengths
+    except (TypeError, ValueError):  # lists of several lengths, or beside numbers
         return False
     alike = values.dtype.kind in "fi" and values.ndim in (1, 2) and len(values) == count
     return alike and values.size > 0 and bool(np.isfinite(values).all())

@@ -52,7 +52,7 @@ class QeRLVLLMGeneration(VLLMGeneration):
 
     def __init__(self, *args: Any, trainer: Any, **kwargs: Any) -> None:
         self.trainer = trainer
-        self._stamp: tuple[int, str] | None = None  # of the trained weights when they were put
+        self._stamp: tuple[int, str] | None = None  # step and stamp of the trained weights when they were put
         self._put: str | None = None  # their fingerprint
         self._draw: NoiseDraw | None = None
         self._noisy: tuple[str, ...] = ()
@@ -201,24 +201,26 @@ class QeRLVLLMGeneration(VLLMGeneration):
 
     # ------------------------------------------------------------------ sync
 
-    def sync_weights(self, stamp: tuple[int, str] | None = None, draw: NoiseDraw | None = None) -> None:
+    def sync_weights(self, draw: NoiseDraw | None = None) -> None:
         """Put what is trained into the engine and reset its prefix cache. Collective where parameters are sharded.
 
         Args:
-            stamp: of what is trained, where it is known.
             draw: of the noise that is put with it, where it changes.
         """
         self._check_started()
         self.engine.wake()  # what is written is part of what sleeps where vLLM has a copy of the weights
-        stamp = stamp or self._trained_stamp()
+        part = None if self.trained.whole() else self.trained.stamp()
         self._put, effective = self.trained.put(self.engine, self._dist.gather_params, self._noisy, draw)
-        self._stamp = stamp
+        self._stamp = self.trainer.state.global_step, part or self._put
         if draw is not None:
             self._note_noise(draw, effective)
 
-    def _trained_stamp(self) -> tuple[int, str]:
-        """Another one in every step, on every process (a sync is collective where parameters are sharded), and after every change."""
-        return self.trainer.state.global_step, self.trained.stamp()
+    def _is_put(self) -> bool:
+        """Whether what is trained was put as it is now, and in this step: a sync is collective where parameters are sharded, so that every process
+        has to make it."""
+        if self._stamp is None or self._stamp[0] != self.trainer.state.global_step:
+            return False
+        return self._stamp[1] == self.trained.stamp()
 
     def sync_noise(self, draw: NoiseDraw | None = None) -> None:
         """Put the noise of `draw`, by default that of this moment (`trainer.aqn.draw`), on the engine's norms."""
@@ -358,8 +360,8 @@ class QeRLVLLMGeneration(VLLMGeneration):
 
     def _prepare(self, draw: NoiseDraw | None) -> None:
         self.engine.wake()
-        if not self._inside and self._stamp != (stamp := self._trained_stamp()):
-            self.sync_weights(stamp, self._due(draw))
+        if not (self._inside or self._is_put()):
+            self.sync_weights(self._due(draw))
         else:
             self.sync_noise(draw)
 
@@ -375,7 +377,7 @@ class QeRLVLLMGeneration(VLLMGeneration):
             check_contents(contents, self._put, self._draw)
             if noise_must_act:
                 check_noise_acted(contents, self._draw, len(self._noisy))
-        if self._stamp != self._trained_stamp():
+        if not self._is_put():
             raise RolloutError(
                 "The trained weights changed while completions were sampled, so these belong to no one policy. A rollout function, a tool or "
                 "an environment must leave the trainer's model alone."

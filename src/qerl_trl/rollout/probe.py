@@ -50,11 +50,14 @@ from ..names import local_tensor, reshard, set_whole
 from ..noise.hooks import NoiseDraw
 from ..nvfp4.linear import decoded_weights
 from .adapter import active_adapter, linear_layers, rollout_layers
+from .effect import compared, logps_of, mean_difference
 from .engine import Completion, Engine, RolloutError, Sampling
 
 R = TypeVar("R")
 
-_PROMPTS, _PROMPT_TOKENS, _NEW_TOKENS = 4, 12, 8
+#: a few tokens of several prompts rather than many of a few: what is compared is as much, in fewer steps of the engine. Keys and values of what is
+#: generated begin vLLM's second block of 16
+_PROMPTS, _PROMPT_TOKENS, _NEW_TOKENS = 8, 16, 4
 _SAMPLING = Sampling(max_tokens=_NEW_TOKENS, ignore_eos=True)
 CLEAN, ADAPTED, CONTRAST, LEAST_CONTRAST = 4.0, 4.0, 10.0, 3.0
 #: a unit in the last place of numbers in [1, 2); for float32 that of TF32, which matrix products and attention on a GPU may use
@@ -65,8 +68,6 @@ FLOOR = {torch.float32: 2e-3, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 _FRACTIONS = (0.02, 0.05, 0.1, 0.2, 0.4, 0.8)
 #: standard deviations of the noise that is tried on the norms
 _SIGMAS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8)
-#: of either, what models of 7B need: it is tried first
-_LIKELY = 0.2
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,7 @@ def probe(
         base = engine.generate(prompts, _SAMPLING)
         with _sizes(layers, adapter) as sizes:
             clean, rounding, bound = _rounding(model, dtype, score, base)
-        base_difference = _mean_difference(clean, _logps(base))
+        base_difference = mean_difference(clean, logps_of(base))
         if not base_difference <= bound:
             raise RolloutError(
                 f"vLLM and the trainer disagree without any adapter: their log-probabilities differ by {base_difference:.4f} nats. At "
@@ -179,26 +180,30 @@ def probe(
         tolerance = ADAPTED * max(base_difference, rounding) + FLOOR[dtype]
         sized = sizes()
 
-        tried: list[float] = []
+        adapted: float | None = None
 
         def adapt(fraction: float) -> None:
-            tried.append(fraction)
+            nonlocal adapted
+            if fraction == adapted:
+                return
+            adapted = fraction
             # the same numbers each time, drawn where the model is: 44 million for rank 32 on 7B, half a second and more on the processor
             generator = torch.Generator(device).manual_seed(1)
             for up, layer, size in zip(ups, layers, sized, strict=True):
                 strength = fraction * size / (layer.scaling[adapter] * up.shape[1] ** 0.5)
                 set_whole(up, torch.randn(up.shape, generator=generator, device=device).mul_(strength))
 
-        def effect_of(fraction: float) -> float:
+        def sample(fraction: float) -> list[Completion]:
             adapt(fraction)
-            return _mean_difference(clean, score(base))
+            sync()
+            return engine.generate(prompts, _SAMPLING)
 
-        fraction, effect = _smallest(_FRACTIONS, effect_of, CONTRAST * tolerance)
-        if fraction != tried[-1]:
+        def score_with(fraction: float, *sampled: list[Completion]) -> torch.Tensor:
             adapt(fraction)
-        sync()
-        completions = engine.generate(prompts, _SAMPLING)
-        difference = _mean_difference(score(completions), _logps(completions))
+            return score(*sampled)
+
+        enough = CONTRAST * tolerance
+        completions, difference, effect, fraction = compared(_FRACTIONS, sample, score_with, base, clean, enough)
         changed = sum(
             x != y for a, b in zip(completions, base, strict=True) for x, y in zip(a.tokens, b.tokens, strict=True)
         ) / (_PROMPTS * _NEW_TOKENS)
@@ -206,7 +211,7 @@ def probe(
         if not difference <= tolerance:
             for up in ups:
                 up.zero_()
-            if _mean_difference(score(completions), _logps(completions)) <= tolerance:
+            if mean_difference(score(completions), logps_of(completions)) <= tolerance:
                 raise RolloutError(
                     f"The adapter does not reach the engine: {result}, and vLLM's are those of the model without adapter. This is a "
                     "bug or an unsupported architecture: please report it with the model's name. Until then train with use_vllm=False."
@@ -215,7 +220,7 @@ def probe(
                 f"vLLM and the trainer disagree: {result}. At most {tolerance:.4f} is expected, and without adapter they agree, so "
                 "part of the adapter is lost, misplaced or scaled in another way. Train with use_vllm=False, and please report it with the model's name."
             )
-        if effect < LEAST_CONTRAST * tolerance:
+        if not effect >= LEAST_CONTRAST * tolerance:
             raise RolloutError(
                 f"The probe cannot tell a right engine from a wrong one: {result}. An adapter of {fraction:.0%} of each layer's output "
                 "hardly moves this model's log-probabilities. Check that the model's weights are loaded; use_vllm=False skips the check."
@@ -253,43 +258,46 @@ def probe_noise(
     """
     prompts = _prompts(model, torch.Generator().manual_seed(0))
 
-    def score(completions: list[Completion], draw: NoiseDraw | None = None, twice: bool = False) -> torch.Tensor:
+    def score(*sampled: list[Completion], draw: NoiseDraw | None = None) -> torch.Tensor:
         with contextlib.nullcontext() if draw is None else under(draw):
-            return _trainer_logps(model, device, prompts, completions, twice)
+            return _trainer_logps(model, device, prompts, *sampled)
 
     if known is None:
         base = engine.generate(prompts, _SAMPLING)
         clean, rounding, _ = _rounding(model, dtype, score, base)
-        known = Clean(base, clean, _mean_difference(clean, _logps(base)), rounding)
+        known = Clean(base, clean, mean_difference(clean, logps_of(base)), rounding)
     base, clean, base_difference, rounding = known.completions, known.scored, known.difference, known.rounding
     tolerance = ADAPTED * max(base_difference, rounding) + FLOOR[dtype]
 
     def draw_of(sigma: float) -> NoiseDraw:
         return NoiseDraw(sigma, seed=0, step=0, generation=0)
 
-    def effect_of(sigma: float) -> float:
-        return _mean_difference(clean, score(base, draw_of(sigma)))
+    def sample(sigma: float) -> list[Completion]:
+        draw = draw_of(sigma)
+        try:
+            put(draw)
+            return engine.generate(prompts, _SAMPLING)
+        finally:
+            put(draw._replace(sigma=0.0))
 
-    sigma, effect = _smallest(_SIGMAS, effect_of, CONTRAST * tolerance)
+    def score_with(sigma: float, *sampled: list[Completion]) -> torch.Tensor:
+        return score(*sampled, draw=draw_of(sigma))
+
+    enough = CONTRAST * tolerance
+    completions, difference, effect, sigma = compared(_SIGMAS, sample, score_with, base, clean, enough)
     draw = draw_of(sigma)
-    try:
-        put(draw)
-        completions = engine.generate(prompts, _SAMPLING)
-    finally:
-        put(draw._replace(sigma=0.0))
-    noisy = score(completions, draw)
-    result = NoiseProbeResult(_mean_difference(noisy, _logps(completions)), effect, sigma)
+    result = NoiseProbeResult(difference, effect, sigma)
     if not result.difference <= tolerance:  # under noise a rounding may matter more
         _, rounding, _ = _rounding(model, dtype, partial(score, draw=draw), completions)
         tolerance = max(tolerance, ADAPTED * rounding + FLOOR[dtype])
     if not result.difference <= tolerance:
-        lost = _mean_difference(score(completions), _logps(completions)) <= tolerance
+        lost = mean_difference(score(completions), logps_of(completions)) <= tolerance
         what = "vLLM's are those of the model without noise" if lost else "part of it is lost, or acts in another way"
         raise RolloutError(
             f"The noise does not act in the engine as in the trainer: {result}, and at most {tolerance:.4f} is expected; {what}. Train without "
             "noise (aqn=False), or with use_vllm=False, and please report it with the model's name."
         )
-    if effect < LEAST_CONTRAST * tolerance:
+    if not effect >= LEAST_CONTRAST * tolerance:
         raise RolloutError(
             f"The probe cannot tell whether noise acts in the engine: {result}. Noise of sigma {sigma:g} on its norms hardly moves this model. "
             "Check that the model's weights are loaded; aqn=False trains without noise."
@@ -318,7 +326,7 @@ def probe_again(
     prompts = _prompts(model, torch.Generator().manual_seed(0))
     score = partial(_trainer_logps, model, device, prompts)
     completions = engine.generate(prompts, _SAMPLING)
-    difference = _mean_difference(score(completions), _logps(completions))
+    difference = mean_difference(score(completions), logps_of(completions))
     if difference <= rounding_then:
         return difference
     _, rounding, bound = _rounding(model, dtype, score, completions)
@@ -342,8 +350,8 @@ def _rounding(
     """What the trainer scores, `rounding` of the module's docstring for it, and the first bound that follows. In one forward, of every sequence twice:
     at these lengths it takes as long as one of half of them."""
     with _rounded_once_more(model, dtype, of_half=True):
-        scored, moved = score(completions, twice=True).chunk(2)
-    rounding = _mean_difference(scored, moved)
+        scored, moved = score(completions, completions).chunk(2)
+    rounding = mean_difference(scored, moved)
     return scored, rounding, CLEAN * rounding + FLOOR[dtype]
 
 
@@ -363,47 +371,16 @@ def _prompts(model: nn.Module, generator: torch.Generator) -> list[list[int]]:
 
 
 def _trainer_logps(
-    model: nn.Module,
-    device: torch.device,
-    prompts: list[list[int]],
-    completions: list[Completion],
-    twice: bool = False,
+    model: nn.Module, device: torch.device, prompts: list[list[int]], *sampled: list[Completion]
 ) -> torch.Tensor:
-    """The trainer's log-probabilities (prompts, new tokens) of the completions; `twice`: of each once more, after the others."""
-    ids = torch.tensor([p + c.tokens for p, c in zip(prompts, completions, strict=True)], device=device)
-    ids = ids.repeat(2, 1) if twice else ids
+    """The trainer's log-probabilities of completions of these prompts, of one list after the other: (lists x prompts, new tokens)."""
+    rows = [p + c.tokens for completions in sampled for p, c in zip(prompts, completions, strict=True)]
+    ids = torch.tensor(rows, device=device)
     try:
         logits = model(input_ids=ids, use_cache=False).logits[:, _PROMPT_TOKENS - 1 : -1].float()
     finally:
         reshard(model)
     return logits.log_softmax(-1).gather(-1, ids[:, _PROMPT_TOKENS:, None]).squeeze(-1)
-
-
-def _smallest(sizes: Sequence[float], effect_of: Callable[[float], float], enough: float) -> tuple[float, float]:
-    """The smallest of ascending `sizes` whose effect, which grows with it, is enough, or else the largest; and its effect. Looked for from
-    `_LIKELY` on, and a smaller one is tried only where it would be enough if the effect were proportional; so mostly one is tried."""
-    at = sizes.index(_LIKELY)
-    effect = effect_of(sizes[at])
-    step = -1 if effect >= enough else 1
-    while 0 <= at + step < len(sizes):
-        if step < 0 and effect * sizes[at - 1] / sizes[at] < enough:
-            break
-        other = effect_of(sizes[at + step])
-        if step < 0 and other < enough:
-            break
-        at, effect = at + step, other
-        if step > 0 and other >= enough:
-            break
-    return sizes[at], effect
-
-
-def _logps(completions: list[Completion]) -> torch.Tensor:
-    return torch.tensor([completion.logps for completion in completions])
-
-
-def _mean_difference(mine: torch.Tensor, theirs: torch.Tensor) -> float:
-    """The largest of all processes', so that all of them judge alike: a forward of sharded weights needs every one."""
-    return torch.tensor(gather_object([(mine - theirs.to(mine.device)).abs().mean().item()])).max().item()
 
 
 @contextlib.contextmanager

@@ -42,10 +42,18 @@ class Trained(ABC):
             [`RolloutError`]: it holds values that are not finite.
         """
 
+    @abstractmethod
+    def fingerprint(self, parameters: Sequence[torch.Tensor]) -> str:
+        """What `put` gives of `parameters`, whole ones; with nothing made of them, which takes longer than to read them."""
+
+    def whole(self) -> bool:
+        """Whether this process holds all of it; `stamp` is the fingerprint that `put` gives then."""
+        return _whole(self.parameters())
+
     def stamp(self) -> str:
         """Another one after every change of what this process holds, however it was made."""
-        # a parameter as it is needs no other tensor made of it, which takes longer than to read it
-        return changes(p if type(p) is nn.Parameter else local_tensor(p) for p in self.parameters())
+        parameters = self.parameters()
+        return self.fingerprint(parameters) if _whole(parameters) else changes(map(local_tensor, parameters))
 
 
 class TrainedAdapter(Trained):
@@ -91,15 +99,20 @@ class TrainedAdapter(Trained):
     ) -> tuple[str, float | None]:
         parameters = self.parameters()
         with gather(parameters):
-            whole = iter(full_tensors(parameters))
-            adapter = {
-                name: AdapterTensors(next(whole), next(whole), layer.scaling[self.name])
-                for name, (layer, _, _) in self.layers.items()
-            }
-            norms = {name: next(whole) for name in self.norms}
-            update = Update(adapter, norms)
+            update = self._update(full_tensors(parameters))
             effective = engine.put(update, noisy, draw)
             return update.fingerprint, effective
+
+    def fingerprint(self, parameters: Sequence[torch.Tensor]) -> str:
+        return self._update(parameters).fingerprint
+
+    def _update(self, parameters: Sequence[torch.Tensor]) -> Update:
+        following = iter(parameters)
+        adapter = {
+            name: AdapterTensors(next(following), next(following), layer.scaling[self.name])
+            for name, (layer, _, _) in self.layers.items()
+        }
+        return Update(adapter, {name: next(following) for name in self.norms})
 
 
 class TrainedWeights(Trained):
@@ -134,6 +147,9 @@ class TrainedWeights(Trained):
         engine.put_weights(stream())
         return fingerprint(sums), engine.put(None, noisy, draw)
 
+    def fingerprint(self, parameters: Sequence[torch.Tensor]) -> str:
+        return fingerprint((name, parameter) for (name, _, _), parameter in zip(self.places, parameters, strict=True))
+
     def _check_finite(self) -> None:
         parts = [
             (name, part) for name, module, key in self.places if (part := local_tensor(getattr(module, key))).numel()
@@ -144,6 +160,10 @@ class TrainedWeights(Trained):
                 f"The trained weights hold NaN or infinity in {len(bad)} of {len(parts)} tensors ({', '.join(bad[:3])}); the engine keeps "
                 "those before. Training has diverged: lower learning_rate or max_grad_norm, and resume from an earlier checkpoint."
             )
+
+
+def _whole(parameters: Sequence[torch.Tensor]) -> bool:
+    return all(type(parameter) is nn.Parameter for parameter in parameters)
 
 
 def trained_part(model: nn.Module) -> Trained:

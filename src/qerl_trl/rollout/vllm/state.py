@@ -426,7 +426,7 @@ class RolloutState:
 
     def _gather(self) -> torch.Tensor:
         """The noisy norms' weights as they are now, one after the other: (sum of sizes,) float32, a copy."""
-        return torch.cat([weight.detach().float().flatten() for weight in self._weights()])
+        return torch.cat([weight.flatten() for weight in self._weights()]).float()
 
     def _weights(self) -> list[torch.Tensor]:
         return [self.norms[name].weight.data for name in self._names]
