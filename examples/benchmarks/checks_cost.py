@@ -401,6 +401,7 @@ def main() -> None:
     environment = os.environ | {
         "HF_HUB_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_USE_FLASHINFER_SAMPLER": "0", "TOKENIZERS_PARALLELISM": "false", "MASTER_PORT": "0",
+        "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0"),  # of several one process may see one
     }  # fmt: skip
     failed = 0
     for size in args.sizes:
