@@ -1,6 +1,6 @@
 """Faults of a rollout and of a process, injected into real training: GRPO on an NVFP4 base in bf16 with vLLM in the process.
 
-    python examples/benchmarks/faults_gpu.py --output examples/benchmarks/results/faults_h200.json     # 1 or 2 GPUs, under 5 minutes
+    python examples/benchmarks/faults_gpu.py --output examples/benchmarks/results/faults_gpu.json     # 1 or 2 GPUs, under 5 minutes
     python examples/benchmarks/faults_gpu.py healthy "adapter doubled"                                  # some of them
     python examples/benchmarks/faults_gpu.py --device cpu --jobs 1                                      # dry run, what a CPU can show
 

@@ -18,9 +18,16 @@ ONE_GPU_64 = "ours-7b-64x512"
 #: what two rows have in common that may be compared
 ORIGIN = ("commit", "device")
 #: aims of which there is no row in RESULT
-NOT_RUN = "tensor parallel engines, ZeRO-2, 70B on two GPUs, stock TRL's FSDP 2, starts of two processes beside one"
+NOT_RUN = "70B on two GPUs, stock TRL's FSDP 2, starts of two processes beside one"
 #: of those, by layout, that have a row of stock TRL beside ours or want one
-LAYOUTS = {"one": "one GPU", "dp": "data parallel", "server": "a server on the second GPU", "fsdp2": "FSDP 2"}
+LAYOUTS = {
+    "one": "one GPU",
+    "dp": "data parallel",
+    "server": "a server on the second GPU",
+    "fsdp2": "FSDP 2",
+    "tp2": "one engine of two shards",
+    "zero2": "DeepSpeed ZeRO-2",
+}
 
 
 def planned_today(row: dict[str, Any]) -> float:
@@ -30,22 +37,33 @@ def planned_today(row: dict[str, Any]) -> float:
 
     known = {field.name for field in dataclasses.fields(Workload)}
     work = Workload(**{name: value for name, value in row["workload"].items() if name in known})
+    if "zero2" in row["name"]:  # whose row is older than the field
+        work = dataclasses.replace(work, deepspeed=True)
     return plan_check.plan_of_shape(row["size"], work, Gpu.of_gib(140)).peak / 2**30
 
 
+def comparable(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return all(one[key] == other[key] for key in ORIGIN)
+
+
+def row_of(name: str, rows: list[dict[str, Any]], beside: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The first of `rows`, newer ones first, that is called so; one that may be compared with `beside`, where there is one."""
+    named = [row for row in rows if row["name"] == name]
+    of_it = [row for row in named if beside is not None and comparable(row, beside)]
+    return (of_it or named)[0]
+
+
 def step_of(name: str, beside: dict[str, Any] | None = None) -> dict[str, Any]:
-    """A row of one GPU, measured by step_speed.py; the one of the run of `beside`, where there is an older one of that."""
+    """A row of one GPU, measured by step_speed.py."""
     record = json.loads(STEPS.read_text())
-    rows = [row for row in [*record["step"], *record["before"]] if row["name"] == name]
-    of_it = [row for row in rows if beside and [row[key] for key in ORIGIN] == [beside[key] for key in ORIGIN]]
-    return (of_it or rows)[0]
+    return row_of(name, [*record["step"], *record["before"]], beside)
 
 
 def overlap_on_one(aim: Callable[..., str]) -> str:
     """The line of `aim` about a rollout beside an update on the same GPU, and what the two can gain there at most."""
     beside = step_of(f"{ONE_GPU_64}-overlap")
     one = step_of(ONE_GPU_64, beside)
-    same = all(one[key] == beside[key] for key in ORIGIN)
+    same = comparable(one, beside)
     profiles = json.loads(STEPS.read_text())["profiles"]
     busy = next(row for row in profiles if row["name"] == ONE_GPU_64)["profile"]["phases"]["step"]["kernels_ms"] / 1000
     step, waited = one["median"]["step"], beside["median"]["rollout"]
@@ -95,15 +113,18 @@ def beside_stock(rows: dict[str, Any]) -> list[str]:
 def multi_gpu() -> str:
     """Sequences per second and the syncs beside their aims; stock TRL's twins; what each layout takes of a GPU beside what is planned."""
     # of 8 completions per process; those of other numbers have the number in their name, and what failed or was skipped has no median
-    rows = {row["name"]: row for row in json.loads(RESULT.read_text())["multi_gpu"] if "median" in row}
+    record = json.loads(RESULT.read_text())
+    measured = [row for row in record["multi_gpu"] if "median" in row]
+    rows = {row["name"]: row for row in measured}
 
     def aim(what: str, least: float, found: float, why: str, most: bool = False, judged: bool = True) -> str:
         reached = "yes" if (found <= least if most else found >= least) else "no"
         return f"| {what} | {'at most' if most else 'at least'} {least:g} | {found:.3g} | {reached if judged else 'open: of two commits'} | {why} |"
 
     def against_one(what: str, least: float, name: str, why: str, of: str = "") -> str:
-        many, one = rows[name + of], rows["ours-one" + of]
-        same = (many["commit"], many["device"]) == (one["commit"], one["device"])
+        many = rows[name + of]
+        one = row_of("ours-one" + of, [*measured, *record.get("before", [])], many)
+        same = comparable(many, one)
         times = many["sequences_per_second"] / one["sequences_per_second"]
         sequences = f"{one['sequences']} completions per process: "
         return aim(sequences + what, least, times, why, judged=same)
@@ -139,7 +160,7 @@ def multi_gpu() -> str:
     device, commits = rows["ours-dp"]["device"], [row["commit"][:7] for row in rows.values()]
     return (
         "\n".join(aims)
-        + "\n\nOne GPU was measured on the same machine, beside another job on its other GPU.\n\n"
+        + "\n\nOne GPU was measured on the same machine; at b6d886d beside another job on its other GPU.\n\n"
         + "\n".join(beside_stock(rows))
         + f"\n\nNot run: {NOT_RUN}.\n\n"
         + "\n".join(taken)

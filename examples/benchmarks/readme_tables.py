@@ -29,7 +29,7 @@ from tests.faults import catalog, timed  # noqa: E402
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs/source").glob("*.md")), ROOT / "examples/assets/README.md")
 YOUR_TASK = ROOT / "examples/benchmarks/results/your_task_cpu.json"
 DEMO = ROOT / "examples/benchmarks/results/demo.json"
-FAULTS = ROOT / "examples/benchmarks/results/faults_h200.json"
+FAULTS = ROOT / "examples/benchmarks/results/faults_gpu.json"
 #: what started where, by device; a file that is not there yet adds no rows
 ACCEPTANCE = [ROOT / f"examples/benchmarks/results/acceptance_{device}.json" for device in ("h200", "h100")]
 #: what a run's time was noted at -> what had happened by then
@@ -191,6 +191,7 @@ def faults_on_gpu() -> str:
         caught = row["when"] if row["caught"] else "no" if row["fault"] != "healthy" else "nothing, as it should"
         rows.append(f"| {row['fault']} | {caught} | {again[row['recovered']]} |")
     commits = [row.get("commit", record["commit"]) for row in record["faults"]]
+    cards = dict.fromkeys([record["gpu"], *(row.get("gpu", record["gpu"]) for row in record["faults"])])
     measured = {row["fault"] for row in record["faults"]}
     missing = [
         f"{name} ({fault.processes} GPUs)" if fault.processes > record["gpus"] else name
@@ -200,7 +201,7 @@ def faults_on_gpu() -> str:
     not_run = f" Not run there: {', '.join(missing)}." if missing else ""
     return (
         "\n".join(rows)
-        + f"\n\n{speed_tables.measured_by(FAULTS, record['gpu'], commits, vLLM=record['versions']['vllm'])}.{not_run}"
+        + f"\n\n{speed_tables.measured_by(FAULTS, ' and '.join(cards), commits, vLLM=record['versions']['vllm'])}.{not_run}"
     )
 
 

@@ -26,6 +26,8 @@ CHECKS_AGAIN = ROOT / "examples/benchmarks/results/checks_again_h200.json"
 CHECKS_BESIDE = ROOT / "examples/benchmarks/results/checks_beside_h200.json"
 #: with `--pairs`, alone
 CHECKS_PAIRED = ROOT / "examples/benchmarks/results/checks_paired_h200.json"
+#: the same on another card: the first engine on that machine, and the second
+CHECKS_H100 = ROOT / "examples/benchmarks/results/checks_h100.json"
 NEIGHBOURS = ROOT / "examples/benchmarks/results/neighbours_h200.json"
 
 
@@ -154,20 +156,22 @@ def start() -> str:
 
 def checks() -> str:
     """What is spent on checks, in a step and at start."""
-    records = {path: json.loads(path.read_text()) for path in (CHECKS, CHECKS_AGAIN, CHECKS_BESIDE, CHECKS_PAIRED)}
+    paths = (CHECKS, CHECKS_AGAIN, CHECKS_BESIDE, CHECKS_PAIRED, CHECKS_H100)
+    records = {path: json.loads(path.read_text()) for path in paths}
     rows = [
-        "| model, completions per step | step, s | checks, ms | of the step | checks at start, s | of these settings and environment, s | the others, s | commit |",
-        "|---|" + "---:|" * 6 + "---|",
+        "| model, completions per step | GPU | step, s | checks, ms | of the step | checks at start, s | of these settings and environment, s | the others, s | commit |",
+        "|---|---|" + "---:|" * 6 + "---|",
     ]
     for path, record in records.items():
+        card = record["gpu"].split()[1]
         beside = ", another job beside" if path == CHECKS_BESIDE else ""
         for row in record["checks"]:
             environment = row["at_start_s"]["start: settings and environment"]
             rows.append(
-                f"| {row['size'].upper()}, {row['completions']} x 512{beside} | {row['step_s']:.2f} | {row['checks_ms_per_step']:.1f} | {row['checks_percent']:.2f} % "
+                f"| {row['size'].upper()}, {row['completions']} x 512{beside} | {card} | {row['step_s']:.2f} | {row['checks_ms_per_step']:.1f} | {row['checks_percent']:.2f} % "
                 f"| {row['checks_at_start_s']:.2f} | {environment:.2f} | {row['checks_at_start_s'] - environment:.2f} | {record['commit'][:7]} |"
             )
-    last = records[CHECKS_PAIRED]["checks"][-1]
+    last = records[CHECKS_H100]["checks"][-1]
     dearest = sorted(last["per_step_ms"].items(), key=lambda item: -item[1])
     named = ", ".join(f"{name} {took:.1f}" for name, took in dearest if name not in ("sync: weights", "sync: noise"))
     sources = "; ".join(

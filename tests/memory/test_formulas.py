@@ -21,7 +21,7 @@ from qerl_trl.nvfp4.layouts import Selection, divided
 from qerl_trl.update import balance, lora_linear, row
 from qerl_trl.update.compiled import compile_layers
 from tests import architectures
-from tests.shapes import FOURTEEN_B, HALF_B, SEVEN_B, THIRTY_TWO_B, THREE_B
+from tests.shapes import FOURTEEN_B, HALF_B, SEVEN_B, SEVENTY_B, THIRTY_TWO_B, THREE_B
 from tests.tiny_models import make_tiny_config
 
 WORK = Workload(batch=2, prompt_length=16, completion_length=32, completions=4, lora_rank=4, padded=False)
@@ -251,7 +251,7 @@ def test_a_packed_update_measured_on_a_gpu_is_planned():
     ids=lambda row: f"{row['name']}-{row['commit']}",
 )
 def test_no_step_took_more_than_planned(measured):
-    shape = formulas.shape_of({"7b": SEVEN_B, "32b": THIRTY_TWO_B}[measured["size"]])
+    shape = formulas.shape_of({"7b": SEVEN_B, "32b": THIRTY_TWO_B, "70b": SEVENTY_B}[measured["size"]])
     assert plan_run(shape, Workload(**measured["workload"]), None).peak / 2**30 >= measured["measured_gib"]
 
 

@@ -36,6 +36,8 @@ from .workload import Workload
 CONTEXT_BYTES = 1_530_000_000
 #: what NCCL adds to it in each of several processes (multi_gpu_h200x2.json: `ours-dp` against one process)
 NCCL_BYTES = 770_000_000
+#: what DeepSpeed adds to that, outside torch's count (the same file: `ours-zero2` against `ours-dp`)
+DEEPSPEED_BYTES = 2_770_000_000
 #: vLLM beside weights, adapter, KV cache and graphs: input and sampling buffers, attention workspaces
 ENGINE_BYTES = 900_000_000
 #: one captured CUDA graph, per decoder layer

@@ -275,6 +275,7 @@ def _add_up(
         name += ", without flash-linear-attention"
     trained = "trained weights" if work.base_format == "full" else f"adapter, rank {work.lora_rank}"
     context = formulas.CONTEXT_BYTES + (formulas.NCCL_BYTES if work.processes > 1 else 0)  # which may be yet to come
+    context += formulas.DEEPSPEED_BYTES if work.deepspeed else 0
     outside = max(gpu.outside, context) if gpu else context
     rollout = round(slack * transient)
     parts = [
@@ -411,8 +412,9 @@ def plan_trainer(trainer: Any, gpu: Gpu | None = None) -> MemoryPlan:
         work = dataclasses.replace(work, **how.computes(trainer))
         if getattr(trainer, "aux_loss_enabled", False):  # experts' load is counted, of each completion's own prompt too
             work = dataclasses.replace(work, generations=1)
-        if work.gradient_checkpointing is None and trainer.is_deepspeed_enabled:
-            work = dataclasses.replace(work, gradient_checkpointing=True)
+        if trainer.is_deepspeed_enabled:
+            checkpointing = work.gradient_checkpointing is None or work.gradient_checkpointing
+            work = dataclasses.replace(work, deepspeed=True, gradient_checkpointing=checkpointing)
         device = trainer.accelerator.device
         if gpu is None and device.type == "cuda":
             gpu = Gpu.current(device)

@@ -34,7 +34,8 @@ class Workload:
     `generations` completions share each prompt; `compiled`, `fused`: decoder layers and LoRA layers are (`update/compiled.py`,
     `update/lora_linear.py`). `delta_kernels`: gated delta nets are computed by flash-linear-attention. `gradient_checkpointing`: whether decoder layers recompute their activations; None: the last `kept_layers`
     do not, of which a plan makes as many as fit. `dtype_bytes`: of what is not quantized. `kv_limit` (bytes) and `utilization` (of the GPU) replace what
-    would be planned for the KV cache. `sharded`: the processes share the trainer's weights out between them (FSDP 2).
+    would be planned for the KV cache. `sharded`: the processes share the trainer's weights out between them (FSDP 2). `deepspeed`: they run under
+    DeepSpeed (ZeRO-2).
     """
 
     batch: int = 8
@@ -57,6 +58,7 @@ class Workload:
     delta_kernels: bool = False
     processes: int = 1
     sharded: bool = False
+    deepspeed: bool = False
     rollout: str = "transformers"
     share_weights: bool = True
     sleep: bool = False
