@@ -9,6 +9,8 @@ KERNELS = ROOT / "kernels/benchmarks/results/h200.json"
 EVERY_SIZE = ROOT / "kernels/benchmarks/results/every_size_h200.json"
 #: layers by what ships; a model stands in it whole or not at all
 LAYERS = ROOT / "kernels/benchmarks/results/layers_h200.json"
+#: the same on a card on which nothing was fitted
+LAYERS_H100 = ROOT / "kernels/benchmarks/results/layers_h100.json"
 FACTORS = ROOT / "kernels/torch-ext/qerl_nvfp4/configs/cost_model.json"
 
 
@@ -56,10 +58,9 @@ SHOWN = (8, 16, 24, 32, 48, 64, 72, 80, 96, 128, 144, 160, 192, 208, 256, 272, 3
 WANTED = {"7B": (1.05, 0.9), "32B": (1.05, 0.9), "Llama-3-8B": (1.05, 0.9), "1.5B": (0.95, 0.95), "0.5B": (0.95, 0.95)}
 
 
-def every_size() -> str:
-    """A decoder layer as in a model at numbers of tokens between the tuned ones, adapter included, and the worst of all multiples of 8."""
-    record, later = json.loads(EVERY_SIZE.read_text()), json.loads(LAYERS.read_text())
-    layers = {(row["model"], row["M"]): row["ratio"] for row in later["layers"]}
+def layers_of(record: dict[str, Any], wanted: bool = True) -> list[str]:
+    """A table of a decoder layer's ratios, and the worst of all multiples of 8; `wanted`: beside what they should be at least."""
+    layers = {(row["model"], row["M"]): row["ratio"] for row in record["layers"]}
     models = list(WANTED)
     rows = [f"| tokens | {' | '.join(models)} |", "|" + "---:|" * (1 + len(models))]
     for tokens in SHOWN:
@@ -69,8 +70,15 @@ def every_size() -> str:
         for model in models:
             worst, tokens = min((ratio, M) for (name, M), ratio in layers.items() if name == model and low <= M <= high)
             reached = "reached" if worst >= WANTED[model][column] else "missed"
-            cells.append(f"{worst:.3f} at {tokens}, wanted {WANTED[model][column]:g}: {reached}")
+            cells.append(f"{worst:.3f} at {tokens}" + f", wanted {WANTED[model][column]:g}: {reached}" * wanted)
         rows.append(f"| worst of {low} to {high} | {' | '.join(cells)} |")
+    return rows
+
+
+def every_size() -> str:
+    """A decoder layer as in a model at numbers of tokens between the tuned ones, adapter included, and the worst of all multiples of 8."""
+    record, later = json.loads(EVERY_SIZE.read_text()), json.loads(LAYERS.read_text())
+    rows = layers_of(later)
     outside = json.loads(FACTORS.read_text())["quality"]["shape_left_out"]
     new, source = (path.relative_to(ROOT) for path in (LAYERS, EVERY_SIZE))
     return (
@@ -80,6 +88,16 @@ def every_size() -> str:
         f"at commit {record['commit'][:7]} ({record['device']}, torch {record['torch']}, triton {record['triton']}, [{source.name}]({source})), and the fastest timed one is taken where "
         "the fit misses it. On a matrix that the fit has not seen, the selected kernel is slower than the "
         f"fastest of all that were timed by {outside['mean_loss']:.1%} in the mean, by {outside['p90_loss']:.1%} in nine of ten cases, and by {outside['worst_loss']:.0%} at worst ({outside['worst']})."
+    )
+
+
+def every_size_h100() -> str:
+    """The same on an H100. What is wanted is wanted of an H200."""
+    record = json.loads(LAYERS_H100.read_text())
+    link = LAYERS_H100.relative_to(ROOT)
+    return (
+        "\n".join(layers_of(record, wanted=False))
+        + f"\n\n{'; '.join(map(_run, record['runs']))}; [{link.name}]({link})."
     )
 
 

@@ -225,6 +225,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "demo": demo,
     "embedded_arms": embedded,
     "every_size": kernel_tables.every_size,
+    "every_size_h100": kernel_tables.every_size_h100,
     "fault_items": catalog.items_table,
     "faults": catalog.table,
     "faults_on_gpu": faults_on_gpu,
