@@ -5,6 +5,7 @@
     python examples/benchmarks/multi_gpu.py --modes ours-server ours-server-overlap --output multi_gpu_h200x2.json        # in turn, so one server
     python examples/benchmarks/multi_gpu.py --modes ours-fsdp2 ours-fsdp2-tp2 --shape 70b --output multi_gpu_h200x2.json  # rows of their own
     python examples/benchmarks/multi_gpu.py --modes ours-one ours-server-overlap --sequences 64 --output multi_gpu_h200x2.json  # the same
+    python examples/benchmarks/multi_gpu.py --modes ours-one ours-dp --shape 1.5b --cold --output multi_gpu_h200x2.json   # starts, side by side
     python examples/benchmarks/multi_gpu.py --modes ours-one ours-dp --shape tiny --device cpu            # dry run; FSDP and DeepSpeed want GPUs
 
     one      one GPU, engine in the process                   fsdp2    the base shared out by FSDP 2, an engine of its own in each process
@@ -46,6 +47,8 @@ from process_groups import ask_where, end, errors_of, said_in, steps_of
 from random_checkpoint import SHAPES, write_checkpoint
 
 SEQUENCES, NEW, PROMPT, RANK, SHAPE = 8, 512, 256, 32, "7b"
+#: what names the folders in which compiled code is kept
+COMPILED = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT", "CUDA_CACHE_PATH", "XDG_CACHE_HOME")
 #: seconds that all modes may take together, and that one needs at least with everything compiled
 TOTAL, LEAST = 540, 90
 ACCELERATE = Path(__file__).resolve().parents[1] / "accelerate"
@@ -78,9 +81,9 @@ MODES = {f"{who}-{layout}": Mode(who, *rest) for layout, rest in LAYOUTS.items()
 del MODES["stock-server-overlap"]  # TRL's GRPOTrainer samples between updates only; the twin is stock-server
 
 
-def row_name(mode: str, shape: str, sequences: int = SEQUENCES) -> str:
-    """A mode's row is called as the mode; where shape and sequences are not the default it says them."""
-    return mode + f"-{shape}" * (shape != SHAPE) + f"-of-{sequences}" * (sequences != SEQUENCES)
+def row_name(mode: str, shape: str, sequences: int = SEQUENCES, cold: bool = False) -> str:
+    """A mode's row is called as the mode; where shape and sequences are not the default, or nothing was compiled, it says so."""
+    return mode + f"-{shape}" * (shape != SHAPE) + f"-of-{sequences}" * (sequences != SEQUENCES) + "-cold" * cold
 
 
 #: of the rows
@@ -256,7 +259,7 @@ def end_server(record: dict[str, Any]) -> None:
 
 
 def run_mode(
-    name: str, told: dict[str, Any], limit: float, kept: Path | None, server: dict[str, Any] | None
+    name: str, told: dict[str, Any], limit: float, kept: Path | None, server: dict[str, Any] | None, cold: bool = False
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Start the mode's processes, wait for them, and end whatever is left of them, but for the server of a mode that went well.
 
@@ -264,6 +267,7 @@ def run_mode(
         told: the options of its processes.
         kept: folder for the log of a mode that fails.
         server: the record of one that the mode before has left.
+        cold: with no compiled code to begin with.
 
     Returns:
         The mode's row, and the record of its server.
@@ -279,6 +283,7 @@ def run_mode(
         | {name: value for name, value in step_speed.ENVIRONMENT.items() if name != "VLLM_LOGGING_LEVEL"}
         | {"TMPDIR": str(folder), "QERL_SERVER_SECRET": "of this measurement", "PYTHONUNBUFFERED": "1"}
     )
+    environment |= {name: str(folder / name) for name in COMPILED} if cold else {}
     if server is not None:
         environment["QERL_SERVER_URL"] = server["url"]
     if device == "cuda":
@@ -372,24 +377,17 @@ def main() -> int:
         "--limit", type=float, default=300, help="Seconds for one mode; the first start compiles for 150."
     )
     parser.add_argument("--steps", type=int, default=step_speed.STEPS, help="The first two are not counted.")
+    parser.add_argument("--cold", action="store_true", help="Nothing is compiled before a mode; rows are called so.")
     parser.add_argument("--commit", help="Of the code that runs, where there is no git.")
-    parser.add_argument(
-        "--models", type=Path, help="Folder of the checkpoints. Default: in the folder of temporary files."
-    )
+    parser.add_argument("--models", type=Path, help="Folder of checkpoints. Default: in that of temporary files.")
     parser.add_argument("--output", type=Path)
     for hidden in ("--worker", "--model", "--folder"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
         work(
-            options.worker,
-            options.model,
-            Path(options.folder),
-            options.shape,
-            options.device,
-            options.steps,
-            options.sequences,
-        )
+            options.worker, options.model, Path(options.folder), options.shape, options.device, options.steps, options.sequences,
+        )  # fmt: skip
         os._exit(0)  # vLLM's own end can hang
     import torch
 
@@ -400,6 +398,7 @@ def main() -> int:
     record: dict[str, Any] = {"multi_gpu": []}
     if options.output is not None and options.output.exists():
         record = json.loads(options.output.read_text())
+    named = partial(row_name, shape=options.shape, sequences=options.sequences, cold=options.cold)
     models = options.models or Path(tempfile.gettempdir()) / "multi-gpu-models"
     models.mkdir(parents=True, exist_ok=True)
     kept, failed = None if options.output is None else options.output.parent, False
@@ -410,7 +409,7 @@ def main() -> int:
         if "median" in before and "median" not in row:
             return
         record["multi_gpu"] = [old for old in record["multi_gpu"] if old is not before] + [row | origin]
-        record["multi_gpu"].sort(key=lambda row: ORDER.index(row["name"].partition("-of-")[0]))
+        record["multi_gpu"].sort(key=lambda row: ORDER.index(row["name"].removesuffix("-cold").partition("-of-")[0]))
         if options.output is not None:
             partial_file = options.output.with_suffix(".partial")
             partial_file.write_text(json.dumps(record, indent=1) + "\n")
@@ -419,7 +418,7 @@ def main() -> int:
     server: dict[str, Any] | None = None
     try:
         for name, after in itertools.zip_longest(options.modes, options.modes[1:]):
-            left, called = TOTAL - (time.monotonic() - started), row_name(name, options.shape, options.sequences)
+            left, called = TOTAL - (time.monotonic() - started), named(name)
             reason = why_not(name, options.device, torch.cuda.device_count())
             if reason is not None:
                 row: dict[str, Any] = {"name": called, "skipped": reason}
@@ -432,7 +431,7 @@ def main() -> int:
                 told = {"--model": model} | {
                     f"--{of}": getattr(options, of) for of in ("shape", "device", "steps", "sequences")
                 }
-                row, server = run_mode(name, told, limit, kept, server)
+                row, server = run_mode(name, told, limit, kept, server, options.cold)
                 row["name"] = called
             if server is not None and not goes_on(name, after):
                 end_server(server)

@@ -1,6 +1,7 @@
 """A decoder layer's four matrices at every number of tokens that a draining batch passes through, and what every candidate would take.
 
     python kernels/benchmarks/every_size.py --out every_size.json --seconds 220 [--models 7B,32B,...] [--fit]
+    python kernels/benchmarks/every_size.py --out more.json --sizes 272,512 --near 1.25 --layer-sizes 512   only candidates that may be the fastest
     python kernels/benchmarks/every_size.py --out layers.json --layers-only       only the third part, by what ships
     python kernels/benchmarks/every_size.py --out layers.json --join A.json B.json   nothing is timed: layers of several such runs in one file
 
@@ -133,8 +134,27 @@ def runs(config: dict, good: set[str]) -> bool:
 # --- 2: candidates ----------------------------------------------------------------------------------------------------------------
 
 
-def matrix_rows(matrix: tune.Matrix, name: str, sizes, good: set[str], deadline: float) -> list[dict]:
-    """For every size: microseconds of each candidate that is right, and of cuBLAS bf16."""
+def hopeful(configs: list[dict], N: int, K: int, M: int, rows: int, near: float) -> list[dict]:
+    """Those predicted to take at most `near` times the least; a variant without a price has that of its twin, which computes x A^T elsewhere."""
+    if math.isinf(near):
+        return configs
+
+    def price(config: dict) -> float:
+        own = cost.predicted_us(config, N, K, M, multiprocessors(), rows)
+        if math.isfinite(own) or "tasks" not in config:
+            return own
+        return cost.predicted_us(config | {"tasks": not config["tasks"]}, N, K, M, multiprocessors(), rows)
+
+    prices = [price(config) for config in configs]
+    return [
+        config for config, us in zip(configs, prices, strict=True) if us <= near * min(prices) and math.isfinite(us)
+    ]
+
+
+def matrix_rows(
+    matrix: tune.Matrix, name: str, sizes, good: set[str], deadline: float, near: float = math.inf
+) -> list[dict]:
+    """For every size: microseconds of each candidate that is right and `hopeful`, and of cuBLAS bf16."""
     rows, (N, K) = [], (matrix.N, matrix.K)
     device = matrix.gs.device
     dense = [
@@ -147,7 +167,8 @@ def matrix_rows(matrix: tune.Matrix, name: str, sizes, good: set[str], deadline:
             print(f"# time is up before {name} M={M}", flush=True)
             break
         now = shipped(N, K, M, lora_rows)
-        tries = [now, *(c for c in cost.candidates(N, K, M, multiprocessors()) if runs(c, good))]
+        offered = hopeful(cost.candidates(N, K, M, multiprocessors()), N, K, M, lora_rows, near)
+        tries = [now, *(c for c in offered if runs(c, good))]
         if M <= 128 and K % 256:
             tries.append(select.portable_heuristic(N, K, M, multiprocessors(), True))
         tries = list({json.dumps(c, sort_keys=True): c for c in tries}.values())
@@ -312,6 +333,9 @@ def main() -> None:
     parser.add_argument("--join", nargs="+", type=Path, help="files of runs with --layers-only, the latest last")
     parser.add_argument("--models", default="7B,1.5B,32B,0.5B,Llama-3-8B")
     parser.add_argument("--sizes", default="", help="numbers of tokens at which all candidates are timed")
+    parser.add_argument(
+        "--near", type=float, default=math.inf, help="times the least predicted, up to which candidates are timed"
+    )
     parser.add_argument("--layer-sizes", default="", help="numbers of tokens at which layers are timed")
     parser.add_argument("--seconds", type=float, default=220)
     parser.add_argument(
@@ -369,7 +393,12 @@ def main() -> None:
         write(args.out, result)
 
     matrices = [(m, n, *nk) for m in models for n, nk in tune.layer_shapes(m).items()]
-    all_tries = [c for _, _, N, K in matrices for M in sizes for c in cost.candidates(N, K, M, sms)]
+    all_tries = [
+        c
+        for m, _, N, K in matrices
+        for M in sizes
+        for c in hopeful(cost.candidates(N, K, M, sms), N, K, M, rows_of(m, N, K), args.near)
+    ]
     all_tries += [shipped(N, K, M, rows_of(m, N, K)) for m, _, N, K in matrices for M in (*sizes, *layer_sizes)]
     print("#", qerl_nvfp4.describe(), flush=True)
     good, result["variants_left_out"] = usable_variants(all_tries, PROBE_SECONDS)
@@ -385,7 +414,7 @@ def main() -> None:
             print(f"# time is up before {model}.{name}")
             break
         matrix = tune.Matrix(N, K, tune.layer_splits(model).get((N, K)), l2, RANK, device)
-        result["matrices"] += matrix_rows(matrix, f"{model}.{name}", sizes, good, candidates_until)
+        result["matrices"] += matrix_rows(matrix, f"{model}.{name}", sizes, good, candidates_until, args.near)
         save()
         del matrix
         if on_gpu:
