@@ -73,14 +73,14 @@ def humming_layer(N: int, K: int):
 
 
 def cold_us(calls: dict) -> dict[str, float]:
-    """Median microseconds of each call in turns, by events with a cold second-level cache."""
+    """Median microseconds of each call in turns, by events with a cold second-level cache; the GPU waits until all of a call is launched."""
     junk = torch.empty(80_000_000, device="cuda", dtype=torch.int32)
     times = {name: [] for name in calls}
     for _ in range(12):
         for name, call in calls.items():
             junk.zero_()
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            torch.cuda._sleep(200_000)
+            torch.cuda._sleep(4_000_000)  # 2 ms: no call takes as long to launch
             begin.record()
             call()
             end.record()
@@ -251,7 +251,7 @@ def commit() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default="compare.json")
-    parser.add_argument("--models", default="7B,32B")
+    parser.add_argument("--models", default="7B,32B", help="empty: none, to time what --humming does alone")
     parser.add_argument("--ms", default="1,4,8,16,32,64,128,256,512,1024,4096")
     parser.add_argument("--marlin", default="")
     parser.add_argument("--humming", action="store_true")
@@ -261,12 +261,12 @@ def main() -> None:
     args = parser.parse_args()
     begin = time.time()
     torch.backends.cuda.matmul.allow_tf32 = False
-    tokens = [int(m) for m in args.ms.split(",")]
+    tokens, models = [int(m) for m in args.ms.split(",")], [m for m in args.models.split(",") if m]
     properties = torch.cuda.get_device_properties(0)
     print("#", qerl_nvfp4.describe(), flush=True)
     marlin = Marlin(args.marlin) if args.marlin else None
-    shapes = [(f"{m}.{n}", N, K) for m in args.models.split(",") for n, (N, K) in tune.layer_shapes(m).items()]
-    splits = {nk: len(rows) for m in args.models.split(",") for nk, rows in tune.layer_splits(m).items()}
+    shapes = [(f"{m}.{n}", N, K) for m in models for n, (N, K) in tune.layer_shapes(m).items()]
+    splits = {nk: len(rows) for m in models for nk, rows in tune.layer_splits(m).items()}
     jobs = [
         (select.choose(N, K, M, 0, True, rank, splits.get((N, K), 1)), N, K, rank)
         for _, N, K in shapes

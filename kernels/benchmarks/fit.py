@@ -6,7 +6,8 @@ Variants without which nothing gets slower are left out, since each must be comp
 has factors of its own, none of them negative, by least squares of the relative error, and the number of tokens up to which they hold.
 Printed, and kept in the file: how far the chosen candidate is from the fastest one measured, be it left out or not ("loss"), with all shapes
 in the fit and, which is what counts, with the matrix in question left out of it.  For the matrices that were measured the file also holds
-what was fastest ("timed"), where the table or the model would choose something slower by more than `GAIN`.
+what was fastest ("timed"), where the table or the model would choose something slower by more than `GAIN`; of a matrix and a number of tokens that
+several runs timed, by the last one.
 """
 
 import argparse
@@ -28,6 +29,7 @@ TOLERANCE = 0.002  # how much slower than with all variants the best of those th
 
 
 GAIN = 1.01  # what is measured to be slower by more than this is not chosen
+OF_A_RUN = ("device", "multiprocessors", "torch", "triton", "commit", "command")
 AT_LEAST = 4  # samples of a variant, and of its largest numbers of tokens
 
 
@@ -123,13 +125,18 @@ def slower(config: dict, rows: list[dict]) -> float:
     return worst
 
 
+def latest(rows: list[dict]) -> list[dict]:
+    """One row for each matrix, rows of A and number of tokens: the last one."""
+    return list({(r["N"], r["K"], r["rows"], r["M"]): r for r in rows}.values())
+
+
 def faster_than_chosen(rows: list[dict], sms: int, model: dict, table: dict) -> list[dict]:
     """What was timed to be faster by more than `GAIN` than what is chosen without having been timed; `table`: select.load_table's.
 
     Numbers of tokens that are priced as one are answered by one configuration.
     """
     places: dict[tuple[int, int, int, int], list[dict]] = {}
-    for row in rows:
+    for row in latest(rows):
         row = row | {"candidates": kept(row, model)}
         if row["M"] > 16 and row["candidates"] and (size := cost.size_of(row["M"])):
             places.setdefault((row["N"], row["K"], row["rows"], size), []).append(row)
@@ -205,6 +212,15 @@ def kept(row: dict, names: Collection[str]) -> list[dict]:
     return [c for c in row["candidates"] if known(c["config"]) and cost.variant(c["config"], row["M"]) in names]
 
 
+def joined(runs: list[dict]) -> dict:
+    """The first run with the rows of all, of which those of later ones say their commit; `more`: what made these."""
+    whole = runs[0] | {"matrices": list(runs[0]["matrices"]), "more": list(runs[0].get("more", ()))}
+    for run in runs[1:]:
+        whole["more"].append({k: run[k] for k in OF_A_RUN})
+        whole["matrices"] += [{"commit": run["commit"]} | row for row in run["matrices"]]
+    return whole if whole["more"] else runs[0]
+
+
 def write_result(run: dict, model: dict, path: Path) -> None:
     """A run with one row per line, of the candidates only those that the model knows."""
     head = {k: v for k, v in run.items() if k not in ("matrices", "layers", "fit")}
@@ -225,19 +241,19 @@ def main() -> None:
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--write", action="store_true", help="write configs/cost_model.json")
     parser.add_argument(
-        "--result", type=Path, help="write the first run again without the candidates that are left out"
+        "--result", type=Path, help="write the rows of all runs in one file, without the candidates that are left out"
     )
     args = parser.parse_args()
-    runs = [json.loads(path.read_text()) for path in args.files]
-    rows, sms = [row for run in runs for row in run["matrices"]], runs[0]["multiprocessors"]
+    whole = joined([json.loads(path.read_text()) for path in args.files])
+    rows, sms = whole["matrices"], whole["multiprocessors"]
     model, found = fit(rows, sms)
-    table = select.load_table(runs[0]["device"], sms)
+    table = select.load_table(whole["device"], sms)
     for name, value in found.items():
         print(name, value)
     for loss, row, chosen in sorted(losses(rows, sms, model), key=lambda f: -f[0])[:12]:
         print(f"  {loss:6.1%} {row['matrix']} M={row['M']}: {chosen['config']}, best {row['candidates'][0]['config']}")
     if args.write:
-        head = {k: runs[0][k] for k in ("device", "multiprocessors", "torch", "triton", "commit", "command")}
+        head = {k: whole[k] for k in (*OF_A_RUN, "more") if k in whole}
         lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(factors)}" for name, factors in model.items())
         timed = ",\n".join("  " + json.dumps(entry) for entry in faster_than_chosen(rows, sms, model, table))
         text = (
@@ -253,7 +269,7 @@ def main() -> None:
         os.replace(temporary, cost.FACTORS)
         print(f"# wrote {cost.FACTORS}")
     if args.result:
-        write_result(runs[0], model, args.result)
+        write_result(whole, model, args.result)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 
 from compare import floor_us
-from fit import known
+from fit import known, latest
 
 from qerl_nvfp4 import cost
 
@@ -44,10 +44,11 @@ def table(result: dict) -> list[str]:
         f"| model | tokens | floor | bf16 | ours | predicted | {' | '.join(PARTS)} |",
         "|---|" + "---:|" * (5 + len(PARTS)),
     ]
-    models = dict.fromkeys(row["matrix"].rpartition(".")[0] for row in result["matrices"])
+    rows = latest(result["matrices"])
+    models = dict.fromkeys(row["matrix"].rpartition(".")[0] for row in rows)
     for model in models:
         for M in SIZES:
-            four = [r for r in result["matrices"] if r["M"] == M and r["matrix"].startswith(model + ".")]
+            four = [r for r in rows if r["M"] == M and r["matrix"].startswith(model + ".")]
             if len(four) != 4:
                 continue
             found = [parts(row, result["multiprocessors"]) for row in four]
@@ -66,7 +67,7 @@ def text(result: dict) -> str:
     about = (
         "Microseconds of the four products of a layer, adapter of rank 32 in ours, none in bf16; the columns from the seventh on are the fitted model's "
         f"parts of `predicted`, which is of the candidates that it chooses. {result['device']}, torch {result['torch']}, triton {result['triton']}, commit "
-        f"{result['commit'][:7]}."
+        f"{', '.join(run['commit'][:7] for run in (result, *result.get('more', ())))}."
     )
     return "\n".join([*table(result), "", about]) + "\n"
 
