@@ -1,9 +1,11 @@
 """examples/benchmarks/rollout_*.py: the models' shapes, whose turn it is, and what a file of several runs says; engines need a GPU to be measured."""
 
 import argparse
+import contextlib
 import importlib
 import json
 import os
+import socket
 import sys
 import tempfile
 from pathlib import Path
@@ -198,9 +200,10 @@ def test_the_committed_file_says_what_its_cases_say(module):
 
 #: a case's process without an engine: at `stock-lora` it ends while it measures 32 sequences
 STAND_IN = """
-import json, pathlib, sys, time
+import json, os, pathlib, socket, sys, time
 case, batches, folder, lines = sys.argv[1], sys.argv[2].split(","), pathlib.Path(sys.argv[3]), sys.argv[4]
 result = {"case": case, "tokens_per_s": {}, "left_out": {}}
+held = socket.create_server(("127.0.0.1", int(os.environ["MASTER_PORT"])))
 if case.startswith("ours-slots"):
     sys.exit(4)
 for turn in ["build", "warm", *batches, "last"]:
@@ -260,6 +263,26 @@ def test_a_run_measures_in_turns_and_keeps_what_an_engine_did_before_it_failed(m
     assert [record["cases"][name]["stage"] for name in ("ours:3b", "stock-lora:3b")] == [0, 1]
     assert all(found["commit"] == "a" * 40 for found in record["runs"].values())
     assert f"CASE stock-lora:3b FAILED: {why}" in capfd.readouterr().out
+
+
+def test_a_run_beside_others_takes_ports_that_nobody_listens_on(module, monkeypatch, tmp_path):
+    """Two runs on two GPUs of a machine took the same ones, and an engine of one was lost."""
+    with mock.patch.dict(os.environ):
+        speed = module("rollout_speed")
+    ports = module("process_groups").free_ports(8)
+    assert len(set(ports)) == 8
+    with contextlib.ExitStack() as held:
+        for port in ports:
+            held.enter_context(socket.create_server(("127.0.0.1", port)))
+        assert not set(ports) & set(module("process_groups").free_ports(8))
+        monkeypatch.setattr(
+            speed, "command", lambda case, options, lines, folder: [sys.executable, "-c", STAND_IN, case.name, "8", str(folder), str(lines)]
+        )  # fmt: skip
+        options = argparse.Namespace(out=tmp_path / "out.json", commit="a" * 40, timeout=60)
+        cases = [module("rollout_plan").Case(f"{name}:7b", (8,)) for name in ("ours", "stock-merged", "stock-lora")]
+        speed.measure([cases], {case.name: {} for case in cases}, options)
+    record = json.loads((tmp_path / "out.json").read_text())
+    assert list(record["cases"]) == [case.name for case in cases] and not next(iter(record["runs"].values()))["failed"]
 
 
 def test_a_run_in_which_every_engine_fails_leaves_the_file_as_it_was(module, monkeypatch, tmp_path):

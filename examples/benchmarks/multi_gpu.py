@@ -30,7 +30,6 @@ import math
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -43,7 +42,7 @@ from typing import Any, NamedTuple
 import about
 import plan_check
 import step_speed
-from process_groups import ask_where, end, errors_of, said_in, steps_of
+from process_groups import ask_where, end, errors_of, free_ports, said_in, steps_of
 from random_checkpoint import SHAPES, write_checkpoint
 
 SEQUENCES, NEW, PROMPT, RANK, SHAPE = 8, 512, 256, 32, "7b"
@@ -228,10 +227,7 @@ def command_of(name: str, device: str, worker: list[str]) -> list[str]:
         return [sys.executable, *worker]
     if device == "cpu":  # where accelerate launch starts one process, whatever it is told
         return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *worker]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    config = ["--config_file", str(ACCELERATE / f"{mode.config}.yaml"), "--main_process_port", str(port)]
+    config = ["--config_file", str(ACCELERATE / f"{mode.config}.yaml"), "--main_process_port", str(free_ports(1)[0])]
     return [sys.executable, "-m", "accelerate.commands.launch", *config, *worker]
 
 

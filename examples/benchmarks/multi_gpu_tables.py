@@ -18,7 +18,7 @@ ONE_GPU_64 = "ours-7b-64x512"
 #: what two rows have in common that may be compared
 ORIGIN = ("commit", "device")
 #: aims of which there is no row in RESULT
-NOT_RUN = "70B on two GPUs, stock TRL's FSDP 2, starts of two processes beside one"
+NOT_RUN = "70B under FSDP 2 with one engine of both GPUs"
 #: of those, by layout, that have a row of stock TRL beside ours or want one
 LAYOUTS = {
     "one": "one GPU",
@@ -94,6 +94,30 @@ def syncs(aim: Callable[..., str], rows: dict[str, Any]) -> list[str]:
     ]
 
 
+def starts(aim: Callable[..., str], rows: dict[str, Any]) -> str:
+    """The line of `aim` about two processes that have everything to compile, beside one."""
+    one, two = rows["ours-one-1.5b-cold"], rows["ours-dp-1.5b-cold"]
+    first = [row["start"] + row["steps"][0]["step"] for row in (one, two)]
+    why = (
+        f"1.5B, nothing compiled before: {one['start']:.0f} s until a trainer is ready, {two['start']:.0f} s until two are; until the first step is over "
+        f"{first[0]:.0f} and {first[1]:.0f} s"
+    )
+    same = comparable(one, two)
+    return aim(
+        "start of two processes: times that of one", 1.2, two["start"] / one["start"], why, most=True, judged=same
+    )
+
+
+def largest(row: dict[str, Any]) -> str:
+    """What a 70B model takes under FSDP 2."""
+    median = row["median"]
+    return (
+        f"A 70B base (Llama 3's shape, random weights) under FSDP 2 on these two GPUs, an engine in each process, {row['batch']} completions of {row['new']} tokens per process: "
+        f"{median['step']:.1f} s per step, of which the rollout takes {median['rollout']:.1f}, the sync {median['sync']:.2f} and the update {median['update']:.1f}; "
+        f"{max(row['gib']):.1f} GiB on the fuller one; a trainer was ready after {row['start']:.0f} s, its engines and the first step took {row['seconds_in_all'] - row['start'] - sum(r['step'] for r in row['steps'][1:]):.0f} more (commit {row['commit'][:7]})."
+    )
+
+
 def beside_stock(rows: dict[str, Any]) -> list[str]:
     """Ours and stock TRL's twin in each layout."""
     lines = [
@@ -150,6 +174,7 @@ def multi_gpu() -> str:
         against_one(twice, 1.5, "ours-server-overlap", hidden("-of-64"), "-of-64"),
         overlap_on_one(aim),
         *syncs(aim, rows),
+        starts(aim, rows),
     ]
     taken = ["| | planned, GiB | measured, GiB | planned above |", "|---|---:|---:|---:|"]
     for name, row in rows.items():
@@ -162,7 +187,7 @@ def multi_gpu() -> str:
         "\n".join(aims)
         + "\n\nOne GPU was measured on the same machine; at b6d886d beside another job on its other GPU.\n\n"
         + "\n".join(beside_stock(rows))
-        + f"\n\nNot run: {NOT_RUN}.\n\n"
+        + f"\n\n{largest(rows['ours-fsdp2-70b'])}\n\nNot run: {NOT_RUN}.\n\n"
         + "\n".join(taken)
         + "\n\nOf the fullest GPU, by the plan of this commit. The rows of data parallelism are older than the change that keeps torch from cutting a compiled layer in parts there, each of which keeps activations of its own; they have not been measured since.\n\n"
         + f"{speed_tables.measured_by(RESULT, device, commits)}."

@@ -5,6 +5,7 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import time
 from pathlib import Path
 
@@ -55,3 +56,15 @@ def steps_of(log: Path) -> list[dict[str, float]]:
 def errors_of(lines: list[str]) -> list[str]:
     """Those with which an error ends."""
     return [line for line in lines if _ERROR.match(line)]
+
+
+def free_ports(count: int) -> list[int]:
+    """As many ports of this host as nobody listens on, all different; another run of these scripts at the same time gets others."""
+    held = [socket.socket() for _ in range(count)]
+    try:
+        for one in held:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in held]
+    finally:
+        for one in held:
+            one.close()

@@ -224,6 +224,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "checks": speed_tables.checks,
     "demo": demo,
     "embedded_arms": embedded,
+    "humming": kernel_tables.humming,
     "every_size": kernel_tables.every_size,
     "every_size_h100": kernel_tables.every_size_h100,
     "fault_items": catalog.items_table,

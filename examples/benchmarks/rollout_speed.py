@@ -45,12 +45,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 import about
 import rollout_results
+from process_groups import free_ports
 from rollout_models import folder, generation, linear_shapes, model_config, policy, seconds, time_syncs
 from rollout_plan import GIB, NEW, PROMPT, USABLE, Case, case_gib, fitting, kv_cache_bytes, stages_of, turns
 
 ORDER = "engines of a stage side by side, measured in turns, batch by batch, beginning with another one each time"
 RANK = 32
-FIRST_PORT = 29600  # of cases that run side by side
 ENOUGH = 8.0  # seconds after which a batch is not repeated
 PREFILL = 64  # sequences whose prefill alone is timed
 CAPTURE = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
@@ -351,11 +351,12 @@ def measure(stages: list[list[Case]], left: dict[str, dict[str, str]], options: 
             rollout_results.write(options.out, rollout_results.added(before, run_name, run, found))
 
     running = {}
-    for port, case in enumerate((case for stage in stages for case in stage), FIRST_PORT):
+    cases = [case for stage in stages for case in stage]
+    for port, case in zip(free_ports(len(cases)), cases, strict=True):
         environment = dict(os.environ, MASTER_PORT=str(port))  # TRL's search for a free one is a race between them
         running[case.name] = subprocess.Popen(command(case, options, lines, folder), env=environment)
-    for cases in stages:
-        stage = Stage(cases, folder, running, saved, options.timeout)
+    for together in stages:
+        stage = Stage(together, folder, running, saved, options.timeout)
         stage.run()
         failed |= stage.failed
         saved()

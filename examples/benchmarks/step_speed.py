@@ -41,6 +41,7 @@ import about
 import plan_check
 import step_profile
 from plan_check import GIB, Peak, fill_completions, show_a_card_of, tokenizer
+from process_groups import free_ports
 
 from qerl_trl.memory.plan import MemoryPlan
 from qerl_trl.memory.workload import Lengths, workload_of
@@ -341,7 +342,7 @@ def run_all(
             folder = place / name
             folder.mkdir()
             environment = CACHES | os.environ | ENVIRONMENT | {
-                "MASTER_PORT": str(29600 + list(ALL).index(name)), "TMPDIR": str(folder), "CUDA_VISIBLE_DEVICES": str(gpu),
+                "MASTER_PORT": str(free_ports(1)[0]), "TMPDIR": str(folder), "CUDA_VISIBLE_DEVICES": str(gpu),
             }  # fmt: skip
             environment |= step_profile.environment(folder) if profile else {}
             log = (place / f"{name}.log").open("w")

@@ -25,7 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "torch-ext"))
 
 from qerl_nvfp4 import cost, select
 
-TOLERANCE = 0.002  # how much slower than with all variants the best of those that are kept may be
+TOLERANCE = 0.002  # how much slower than with all variants the best of those that are kept may be, in the mean
+AT_ANY_SIZE = 0.003  # the same at any one number of tokens
 
 
 GAIN = 1.01  # what is measured to be slower by more than this is not chosen
@@ -65,8 +66,9 @@ def known(config: dict) -> bool:
     return config["kernel"] in ("wgmma", "wide", "dense") and config.get("tasks", True) in (True, False)
 
 
-def fewest(rows: list[dict], tolerance: float) -> set[str]:
-    """Variants without which the best candidates would be slower by `tolerance`, the mean over rows: others only cost time to compile."""
+def fewest(rows: list[dict], tolerance: float, at_any: float = math.inf) -> set[str]:
+    """Variants without which the best candidates would be slower by `tolerance`, the mean over rows, or by `at_any`, that over those of one number
+    of tokens: others only cost time to compile."""
     timed = [{} for _ in rows]
     for best, row in zip(timed, rows, strict=True):
         for c in row["candidates"]:
@@ -76,13 +78,17 @@ def fewest(rows: list[dict], tolerance: float) -> set[str]:
     kept = set().union(*timed)
 
     def loss(names: set[str]) -> float:
-        return sum(
-            min((us for n, us in t.items() if n in names), default=1e9) / min(t.values()) - 1 for t in timed if t
-        )
+        """In shares of what is allowed; above 1 it is too much."""
+        by_size: dict[int, list[float]] = {}
+        for row, t in zip(rows, timed, strict=True):
+            lost = min((us for n, us in t.items() if n in names), default=1e9) / min(t.values()) - 1 if t else 0.0
+            by_size.setdefault(row["M"], []).append(lost)
+        mean = sum(map(sum, by_size.values())) / len(rows)
+        return max(mean / tolerance, *(statistics.mean(lost) / at_any for lost in by_size.values()))
 
     while True:
         price, name = min((loss(kept - {n}), n) for n in kept)
-        if price > tolerance * len(rows):
+        if price > 1:
             return kept
         kept.remove(name)
 
@@ -193,7 +199,7 @@ def quality(found: list) -> dict:
 def fit(rows: list[dict], sms: int) -> tuple[dict, dict]:
     """The factors, and how good they are."""
     if any("best_us" not in row for row in rows):
-        names = fewest(rows, TOLERANCE)
+        names = fewest(rows, TOLERANCE, AT_ANY_SIZE)
         rows = [row | {"best_us": fastest_us(row), "candidates": kept(row, names)} for row in rows]
     model = factors_of(rows, sms)
     shapes, outside = sorted({(r["N"], r["K"]) for r in rows}), []
