@@ -251,6 +251,7 @@ CALLS = {
     "too many": (lambda e: e._request([[1]], GREEDY, None), {"choices": [CHOICE, CHOICE]}, "1 completions"),
     "busy": (lambda e: e._request([[1]], GREEDY, None), 429, "serve this trainer alone"),
     "too large": (lambda e: e._request([[1]], GREEDY, None), 413, "generation_batch_size"),
+    "fails": (lambda e: e._request([[1]], GREEDY, None), (500, b"no structured outputs here"), "500: no structured outputs here"),
     "gone": (lambda e: e.put_adapter({}, {}), 404, "start it with the command"),
 }  # fmt: skip
 
@@ -260,6 +261,9 @@ CALLS = {
 @pytest.mark.parametrize("case", CALLS)
 def test_garbage_during_the_run_is_told(case, monkeypatch):
     monkeypatch.setenv(SECRET, KEY)
+    monkeypatch.setattr(
+        "urllib3.util.retry.Retry.sleep", lambda *_: None
+    )  # TRL's session asks four times, and waits in between
     action, content, words = CALLS[case]
     healthy = [True]
 
@@ -268,6 +272,8 @@ def test_garbage_during_the_run_is_told(case, monkeypatch):
             return 200, b'{"data": [{"id": "m"}]}'
         if healthy[0]:
             return 200, described()
+        if isinstance(content, tuple):
+            return content
         return (content, b"{}") if isinstance(content, int) else (200, json.dumps(content).encode())
 
     with http(answer) as (url, _):

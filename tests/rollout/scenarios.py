@@ -838,8 +838,11 @@ def arrays_and_own_form(client) -> dict[str, bool]:
     one, cases = PROMPTS[:1], {}
     cases["greedy"] = one, {"temperature": 0.0}, {"ignore_eos": True}
     cases["seed"] = one, {}, {"seed": 5, "ignore_eos": True}
+    cases["structured"] = one, {"temperature": 0.0, "structured_outputs_regex": "(x|y)+"}, {}
     cases["stop"] = one, {"top_p": 0.9}, {"seed": 3, "stop": ["e"], "stop_token_ids": [7]}
-    same = {name: completions(packed.VERSION, *case) == completions("none", *case) for name, case in cases.items()}
+    both = {name: [completions(version, *case) for version in (packed.VERSION, "none")] for name, case in cases.items()}
+    same = {name: arrays == own for name, (arrays, own) in both.items()}
+    same["constrained"] = both["structured"][0]["completion_ids"] != both["greedy"][0]["completion_ids"]
     cases["batch"] = PROMPTS, {"temperature": 0.0}, {"ignore_eos": True}
     arrays, own = (completions(version, *cases["batch"]) for version in (packed.VERSION, "none"))
     same["batch"] = arrays["completion_ids"] == own["completion_ids"] and torch.allclose(

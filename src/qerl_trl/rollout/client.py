@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import requests
+from requests.adapters import HTTPAdapter
 from requests.auth import AuthBase
 from trl.generation.vllm_client import VLLMClient
 
@@ -65,7 +66,11 @@ class Client(VLLMClient):
             super().__init__(base_url=url, connection_timeout=timeout)
         #: answer of `qerl_describe` that the trainer was compared with
         self.description: Mapping[str, Any] = {}
-        # TRL's own session repeats answers of 500 for a minute; our calls have said what is wrong by then
+        # TRL's own session asks again after an answer of 500, 502 or 503, and says in the end that there were too many: the last one says why
+        for scheme in ("http://", "https://"):
+            if isinstance(adapter := self.session.get_adapter(scheme), HTTPAdapter):
+                adapter.max_retries = adapter.max_retries.new(raise_on_status=False)
+        # our calls ask once
         self.control = requests.Session()
         self.session.auth = self.control.auth = Signature(secret, self.base_url)
 
