@@ -76,3 +76,11 @@ def test_rows_of_other_numbers_have_names_of_their_own(tables):
     assert {multi_gpu.row_name(mode, "tiny", 64).partition("-of-")[0] for mode in multi_gpu.MODES} <= set(
         multi_gpu.ORDER
     )
+
+
+def test_a_start_of_two_is_judged_beside_that_of_one(page_of):
+    same = {"commit": "one", "device": "two"}
+    page = page_of({"ours-one-1.5b-cold": same | {"start": 100.0}, "ours-dp-1.5b-cold": same | {"start": 121.0}})
+    assert said(page, "start of two processes")[2:5] == ["at most 1.2", "1.21", "no"]
+    page = page_of({"ours-one-1.5b-cold": {"commit": "another", "start": 100.0}})
+    assert said(page, "start of two processes")[4] == "open: of two commits"
