@@ -114,7 +114,7 @@ def largest(row: dict[str, Any]) -> str:
     return (
         f"A 70B base (Llama 3's shape, random weights) under FSDP 2 on these two GPUs, an engine in each process, {row['batch']} completions of {row['new']} tokens per process: "
         f"{median['step']:.1f} s per step, of which the rollout takes {median['rollout']:.1f}, the sync {median['sync']:.2f} and the update {median['update']:.1f}; "
-        f"{max(row['gib']):.1f} GiB on the fuller one; a trainer was ready after {row['start']:.0f} s, its engines and the first step took {row['seconds_in_all'] - row['start'] - sum(r['step'] for r in row['steps'][1:]):.0f} more (commit {row['commit'][:7]})."
+        f"{max(row['gib']):.1f} GiB on the fuller one; a trainer was ready after {row['start']:.0f} s, imports, engines and the first step took {row['seconds_in_all'] - row['start'] - sum(r['step'] for r in row['steps'][1:]):.0f} more (commit {row['commit'][:7]})."
     )
 
 
