@@ -36,10 +36,12 @@ def test_kl_and_entropy_of_known_log_probabilities():
     assert known.nan_logps == 1
 
 
-def test_the_sums_are_those_of_the_ratios_themselves():
+@pytest.mark.parametrize("gap", [0.0, -10.0, -40.0])
+def test_the_sums_are_those_of_the_ratios_themselves(gap):
+    """Far apart too, where the ratio less 1 is -1 to the last digit: the run has to end there."""
     generator = torch.Generator().manual_seed(0)
     sampled = -torch.rand(4, 50, generator=generator)
-    trained = sampled + 3 * torch.randn(4, 50, generator=generator)
+    trained = sampled + gap + 3 * torch.randn(4, 50, generator=generator)
     mask = torch.rand(4, 50, generator=generator) < 0.7
     trained[~mask] = math.nan  # what nobody asks for says nothing
     d = (trained[mask].double() - sampled[mask].double()).tolist()
@@ -50,6 +52,16 @@ def test_the_sums_are_those_of_the_ratios_themselves():
     assert known.mismatch_kl == pytest.approx(sum(math.expm1(one) - one for one in d) / len(d))
     assert known.logp_gap == pytest.approx(math.log(mean))
     assert known.logp_gap_error == pytest.approx(math.sqrt(variance / len(d)) / mean)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 1), (1, 3), (2, 1)])
+def test_log_probabilities_of_other_tokens_are_refused(shape):
+    """They would be compared each with each."""
+    whole = torch.zeros(2, 3)
+    with pytest.raises(ValueError, match=r"several shapes.*trained \(2, 3\)"):
+        found(whole, torch.zeros(shape), whole.bool())
+    with pytest.raises(ValueError, match=r"several shapes.*sampled \(2, 3\)"):
+        found(torch.zeros(shape), whole)
 
 
 def test_no_finite_log_probability_at_all_is_an_error():

@@ -92,18 +92,24 @@ def of_logps(
     """[`Mismatch`] of log-probabilities (B, T) of sampled tokens, over all processes.
 
     Raises:
+        ValueError: their shapes differ.
         RuntimeError: more than one in a hundred is not finite.
     """
+    shapes = {"sampled": sampled.shape, "mask": mask.shape} | ({} if trained is None else {"trained": trained.shape})
+    if len(set(shapes.values())) > 1:
+        told = ", ".join(f"{name} {tuple(shape)}" for name, shape in shapes.items())
+        raise ValueError(
+            f"Log-probabilities and mask of a rollout have several shapes, so they are not of the same tokens: {told}. One number a token is "
+            "expected, (sequences, tokens); a rollout_func that returns lists of candidates per token has to return the sampled token's alone."
+        )
     known = mask & sampled.isfinite()
     logps = sampled.double().where(known, 0.0)
     d = (trained.double() - logps).where(known, 0.0) if trained is not None else torch.zeros_like(logps)
-    beyond = d.expm1()  # the ratio less 1, and 0 where nothing is known
+    ratio = d.exp().where(known, 0.0)
     counts = [known.sum().double(), mask.sum().double()]
-    sums = torch.stack([*counts, logps.sum(), (beyond - d).sum(), beyond.sum(), beyond.square().sum()])
+    sums = torch.stack([*counts, logps.sum(), (d.expm1() - d).sum(), ratio.sum(), ratio.square().sum()])
     total, asked, log_q, divergence, first, second = trainer.accelerator.gather(sums).view(-1, 6).sum(0).tolist()
     missing = asked - total
-    second += 2 * first + total  # of the ratios themselves
-    first += total
     if missing > _MISSING * (total + missing):
         raise RuntimeError(
             f"The engine returned no finite log-probability for {int(missing)} of the {int(total + missing)} tokens of a rollout (they are NaN, "

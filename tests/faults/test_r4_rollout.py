@@ -1,6 +1,7 @@
 """R4, rollout and sync: faults of an engine under the real trainer. The engine is a stand-in with the trainer's own weights; what only
 vLLM's side can show runs on vLLM's side without an engine (test_s_updates.py)."""
 
+import math
 import threading
 import time
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
+from qerl_trl.rollout.contract import check_completions
 from qerl_trl.rollout.engine import Completion, RolloutError
 from tests.faults.catalog import fault, told
 from tests.faults.stand_in import StandIn, make_trainer  # noqa: F401  (a fixture)
@@ -276,6 +278,46 @@ def test_completions_of_a_rollout_function_that_cannot_be_trained_on(make_traine
 
     with told(RolloutError, "Completion 3 of 4 from rollout_func is empty", "vllm_max_model_length"):
         make_trainer(rollout).train()
+
+
+@fault("R4.completions_or_logps_bad")
+@pytest.mark.parametrize("logps", [[[-1.0], [-2.0]], [[-1.0, -3.0]] * 2], ids=["one", "several"])
+def test_a_rollout_function_that_returns_the_engines_lists(make_trainer, logps):  # noqa: F811
+    """TRL would make a third dimension of them, and the correction one number of all pairs of tokens."""
+
+    def rollout(prompts, trainer):
+        return {"prompt_ids": [[5]] * 4, "completion_ids": [[5, 6]] * 4, "logprobs": [logps] * 4}
+
+    with told(RolloutError, "Completion 0 of 4 from rollout_func has a list", "for each token", "value[0]"):
+        make_trainer(rollout).train()
+
+
+@pytest.mark.parametrize(
+    "logps",
+    [
+        [[[-1.0]], [[-2.0]]],
+        [[-1.0], b"5"],
+        [[-1.0], {-1.5: 0}],
+        [torch.tensor([-1.0, -2.0]), torch.tensor([-1.0, -2.0])],
+        [torch.tensor([-1.0]), torch.tensor([-1.0])],
+        [[-1.0], []],
+        [[-1.0], [math.inf]],
+    ],
+    ids=str,
+)
+def test_what_is_no_log_probability_is_refused(logps):
+    with told(RolloutError, "has the log-probability", "rollout_func"):
+        check_completions([[1, 2]], [logps], 1, 10, "rollout_func")
+
+
+@pytest.mark.parametrize(
+    "logps",
+    [[-1.0, -2.0], [[-1.0], [-2.0]], [[-1.0, -3.0], [-2.0, None]], [[-1.0], [None]], torch.tensor([-1.0, -2.0])],
+    ids=str,
+)
+def test_what_is_a_log_probability_is_taken(logps):
+    """Numbers, TRL's lists of the sampled token's and likelier ones', tokens that the engine could not score."""
+    check_completions([[1, 2]], [logps], 1, 10, "vLLM")
 
 
 class Shifted(StandIn):

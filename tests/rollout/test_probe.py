@@ -283,7 +283,7 @@ def test_the_model_is_put_into_evaluation_mode_once_for_all_forwards(policy, mon
     # says under it. Where another fraction is taken: as many as find it, one of what the engine says
     one = probing._PROMPTS
     assert forwards[:2] == [2 * one, 2 * one] and set(forwards[2:]) <= {one}
-    assert len(forwards) >= (2 if result.fraction == effect.LIKELY else 4)
+    assert len(forwards) in (2, 3) if result.fraction == effect.LIKELY else len(forwards) >= 4
     layers = [layer for layer in policy.modules() if isinstance(layer, NVFP4Linear)]
     assert policy.training and {layer.implementation for layer in layers} == {"auto"}
 

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 MAX_BATCHED_TOKENS = 4096
 #: tokens of a prompt where the data do not tell (streamed data, pictures, environments, a rollout function)
 ASSUMED_PROMPT = 1024
-#: the least that an engine is started for; the probe at its start uses about 30 tokens
+#: the least that an engine is started for; the probe at its start uses 20 tokens (rollout/probe.py)
 SHORTEST_ENGINE = 64
 #: prompts that are tokenized at a time
 _TOKENIZED_AT_ONCE = 1000

@@ -132,6 +132,13 @@ def checked_rollout_func(function: Callable[..., dict[str, Any]]) -> Callable[..
             vocabulary = trainer.accelerator.unwrap_model(trainer.model).config.get_text_config().vocab_size
             tokens, logps = output["completion_ids"], output.get("logprobs")
             check_completions(tokens, logps, len(prompts), vocabulary, "rollout_func")
+            for number, values in enumerate(() if logps is None else logps):
+                if not {list, tuple}.isdisjoint(map(type, values)):
+                    raise RolloutError(
+                        f"Completion {number} of {len(prompts)} from rollout_func has a list of log-probabilities for each token, as vLLM's engine "
+                        "gives them. TRL takes those of a rollout_func as one number a token, the sampled token's: return value[0] of each "
+                        "(what trainer.vllm_generation.complete gives has that form)."
+                    )
         return output
 
     return checked
@@ -141,16 +148,14 @@ _ASK = "Look at the engine's log and at rollout_func, if there is one"
 
 
 def _all_numbers(logps: Sequence[Any], count: int) -> bool:
-    """Whether these are `count` finite numbers, or lists of as many numbers each; seen at once, and else one by one by who asks."""
+    """Whether these are `count` finite numbers, or lists of one each; seen at once, and else one by one by who asks."""
     try:
-        if count and len(logps) == count and isinstance(logps[0], list) and all(logps):
-            flat = list(itertools.chain.from_iterable(logps))
-            logps = flat if len(flat) == count else logps  # one of each, which numpy reads one by one
+        if set(map(type, logps)) == {list} and set(map(len, logps)) == {1}:
+            logps = [*itertools.chain.from_iterable(logps)]  # numpy reads lists of lists one by one
         values = np.asarray(logps)
-    except (TypeError, ValueError):  # lists of several lengths, or beside numbers
+    except (TypeError, ValueError, RuntimeError):  # lists of several lengths, or beside numbers; tensors on a GPU
         return False
-    alike = values.dtype.kind in "fi" and values.ndim in (1, 2) and len(values) == count
-    return alike and values.size > 0 and bool(np.isfinite(values).all())
+    return values.dtype.kind in "fi" and values.shape == (count,) and bool(np.isfinite(values).all())
 
 
 def _is_finite(value: Any) -> bool:

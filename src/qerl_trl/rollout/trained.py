@@ -51,7 +51,8 @@ class Trained(ABC):
         return _whole(self.parameters())
 
     def stamp(self) -> str:
-        """Another one after every change of what this process holds, however it was made."""
+        """Another one after a change of what this process holds, however it was made: an update, a load, a copy into it. By sums of each tensor
+        (sums.py), which elements that only change places within one tensor leave as they are."""
         parameters = self.parameters()
         return self.fingerprint(parameters) if _whole(parameters) else changes(map(local_tensor, parameters))
 

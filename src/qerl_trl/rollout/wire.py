@@ -43,7 +43,7 @@ class AdapterTensors:
 
 
 def changes(tensors: Iterable[torch.Tensor]) -> str:
-    """Another text after a change of any of these tensors."""
+    """Another text after a change of any of these tensors; by sums of each, so not where 8-byte words only change places within one."""
     found = list(tensors)
     return _digest([str(len(found))], all_bits(found, words))
 
