@@ -204,16 +204,12 @@ def _dense_weight(
     packed, block_scale, global_scale, dtype, rows: slice, columns: slice, extra: int = 0
 ) -> torch.Tensor:
     """A piece of the dequantized weight in the shared scratch buffer, with `extra` more columns beside it."""
-    n, k = rows.stop - rows.start, columns.stop - columns.start
-    if (n, k) != (
-        packed.shape[0],
-        2 * packed.shape[1],
-    ):  # each view takes some microseconds, and few tokens wait for the processor
-        packed = packed[rows, columns.start // 2 : columns.stop // 2]
-        block_scale = block_scale[rows, columns.start // 16 : columns.stop // 16]
-        global_scale = global_scale if global_scale.numel() == 1 else global_scale[rows]
+    packed = packed[rows, columns.start // 2 : columns.stop // 2]
+    block_scale = block_scale[rows, columns.start // 16 : columns.stop // 16]
+    gs = global_scale if global_scale.numel() == 1 else global_scale[rows]
+    n, k = packed.shape[0], packed.shape[1] * 2
     out = scratch(packed.device, f"dense {dtype}", n * (k + extra), dtype)[: n * (k + extra)].view(n, k + extra)
-    _dequantize(packed, block_scale, global_scale, dtype, out[:, :k] if extra else out)
+    _dequantize(packed, block_scale, gs, dtype, out[:, :k])
     return out
 
 
@@ -253,7 +249,7 @@ def _add_adapter(x, lora_a, lora_b, splits, out) -> None:
     torch.mm(x, lora_a.to(x.dtype).t(), out=down)
 
     def start() -> None:
-        launcher(portable.lora_up_kernel, math.ceil(N / BN), math.ceil(M / BM))(
+        launcher(portable.lora_up_kernel, triton.cdiv(N, BN), triton.cdiv(M, BM))(
             down,
             lora_b.to(x.dtype).contiguous(),
             out,
@@ -265,7 +261,7 @@ def _add_adapter(x, lora_a, lora_b, splits, out) -> None:
             RANK=rank,
             BM=BM,
             BN=BN,
-            BRANK=max(16, min(64, 1 << (rank - 1).bit_length())),
+            BRANK=max(16, min(64, triton.next_power_of_2(rank))),
             INTERP=portable.INTERPRET,
             num_warps=4,
         )
@@ -544,7 +540,7 @@ def _dequantize(packed, block_scale, global_scale, dtype, out) -> torch.Tensor:
     }
 
     def start() -> None:
-        launcher(portable.dequantize_kernel, math.ceil(K / BK), math.ceil(N / BN))(
+        launcher(portable.dequantize_kernel, triton.cdiv(K, BK), triton.cdiv(N, BN))(
             words,
             scales,
             gs,
@@ -605,7 +601,7 @@ def _quantize(weight, scale_rule: str, global_scale) -> tuple[torch.Tensor, torc
 
         def stream() -> None:
             with torch.cuda.device(weight.device if weight.is_cuda else -1):
-                launcher(elementwise.quantize_rtn_kernel, math.ceil(blocks / BB))(
+                launcher(elementwise.quantize_rtn_kernel, triton.cdiv(blocks, BB))(
                     weight.view(torch.int32),
                     packed.view(torch.int32),
                     scales,
@@ -626,7 +622,7 @@ def _quantize(weight, scale_rule: str, global_scale) -> tuple[torch.Tensor, torc
         for first in range(0, N, BN * _MAX_GRID_Y):
             rows = slice(first, min(first + BN * _MAX_GRID_Y, N))
             with torch.cuda.device(weight.device if weight.is_cuda else -1):
-                launcher(elementwise.quantize_kernel, math.ceil(K / BK), math.ceil((rows.stop - first) / BN))(
+                launcher(elementwise.quantize_kernel, triton.cdiv(K, BK), triton.cdiv(rows.stop - first, BN))(
                     weight[rows],
                     packed[rows],
                     scales[rows],
@@ -679,7 +675,7 @@ def _rms_norm(x, weight, eps: float, residual=None) -> tuple[torch.Tensor, torch
                 r_MK.stride(0),
                 eps,
                 RESIDUAL=residual is not None,
-                BK=1 << (K - 1).bit_length(),
+                BK=triton.next_power_of_2(K),
                 PDL=pdl,
                 INTERP=portable.INTERPRET,
                 num_warps=4 if K <= 2048 else 8,
