@@ -238,7 +238,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "neighbours": speed_tables.neighbours,
     "plan": speed_tables.plan,
     "rollout": speed_tables.rollout,
-    "rollout_turns": speed_tables.rollout_turns,
     "small_examples": small_examples,
     "speed": speed_tables.speed,
     "start": speed_tables.start,

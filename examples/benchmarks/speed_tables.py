@@ -6,13 +6,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import rollout_plan
 import rollout_results
 import step_profile
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "examples/configs"
 ROLLOUT = ROOT / "examples/benchmarks/results/rollout_speed_h200.json"
-ROLLOUT_TURNS = ROOT / "examples/benchmarks/results/rollout_turns_h200.json"
 TRAINING = ROOT / "examples/benchmarks/results/train_step_h200.json"
 PLAN = ROOT / "examples/benchmarks/results/memory_h200.json"
 UPDATE = ROOT / "examples/benchmarks/results/update_speed_h200.json"
@@ -300,23 +300,24 @@ def aims() -> str:
     )
 
 
-def rollout_turns() -> str:
-    """The same where the engines take turns."""
-    return rollout(ROLLOUT_TURNS)
+#: the engines that ours is compared with, by their names in the record
+OTHERS = {"stock-merged": "merged bf16", "stock-lora": "bf16 with vLLM's LoRA slots"}
 
 
 def rollout(path: Path = ROLLOUT) -> str:
-    """vLLM tokens per second of ours, and relative to merged bf16 and to bf16 with vLLM's LoRA slots: a row per model that was measured."""
+    """vLLM tokens per second of ours, and relative to merged bf16 and to bf16 with vLLM's LoRA slots: a row per model that was measured. How
+    long the prompts take alone."""
     record = json.loads(path.read_text())
     speed, ratios = record["tokens_per_s"], record["ratios"]
     models = rollout_results.by_model(name.split(":")[1] for name in speed if name.startswith("ours:"))
     ours = {size: speed[f"ours:{size}"] for size in models}
     tables = [_by_sequences("Ours, tokens per second", ours, ".0f")]
-    for other, words in {"stock-merged": "merged bf16", "stock-lora": "bf16 with vLLM's LoRA slots"}.items():
+    for other, words in OTHERS.items():
         found = {size: ratios.get(f"ours:{size} over {other}:{size}") for size in models}
         tables.append(
             _by_sequences(f"Ours / {words}", {size: row for size, row in found.items() if row is not None}, ".2f")
         )
+    tables.append(_prefills(record["cases"], models))
     left: dict[str, list[str]] = {}
     measured: dict[str, list[str]] = {}
     later = []
@@ -340,6 +341,27 @@ def rollout(path: Path = ROLLOUT) -> str:
     notes += _unsteady(record["cases"])
     what = f"{record['what'][0].upper()}{record['what'][1:]}."
     return "\n\n".join([*filter(None, tables), " ".join([what, *notes, f"[{path.name}]({path.relative_to(ROOT)})."])])
+
+
+def _prefills(cases: dict[str, dict[str, Any]], models: list[str]) -> str:
+    """A row per model: seconds until every sequence has one token."""
+    found = {
+        size: {engine: cases.get(f"{engine}:{size}", {}).get("prefill_s", {}) for engine in ("ours", *OTHERS)}
+        for size in models
+    }
+    counts = {count for row in found.values() for of_engine in row.values() for count in of_engine}
+    if not counts:
+        return ""
+    (count,) = counts  # rollout_speed.PREFILL
+    prompt = rollout_plan.PROMPT
+    table = [
+        f"| Prefill of {count} x {prompt} tokens, s | ours | {' | '.join(OTHERS.values())} |",
+        "|---|---:|---:|---:|",
+    ]
+    for size, row in found.items():
+        cells = [f"{of_engine[count]:.2f}" if of_engine else "" for of_engine in row.values()]
+        table.append(f"| {rollout_results.label(size)} | {' | '.join(cells)} |")
+    return "\n".join(table)
 
 
 #: how much faster the fastest of a case's repeats may be than its slowest before that is said
