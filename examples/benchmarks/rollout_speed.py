@@ -58,10 +58,16 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BUILD, WARM, LAST = "build", "warm", "last"  # turns beside those of the batches
 
 
-def engine_settings(size: str, batches: list[int]) -> dict:
+def engine_settings(size: str, batches: list[int], step_tokens: int) -> dict:
     if DEVICE == "cpu":
-        return {"gpu_memory_utilization": 0.25, "skip_tokenizer_init": True, "enforce_eager": True}
+        return {
+            "gpu_memory_utilization": 0.25,
+            "skip_tokenizer_init": True,
+            "enforce_eager": True,
+            "max_num_batched_tokens": step_tokens,
+        }
     return {
+        "max_num_batched_tokens": step_tokens,
         # room for all sequences at full length, said explicitly: what is free does not matter then
         "kv_cache_memory_bytes": kv_cache_bytes(size, max(batches)),
         "gpu_memory_utilization": 0.02,
@@ -75,10 +81,10 @@ def engine_settings(size: str, batches: list[int]) -> dict:
     }
 
 
-def stock_settings(size: str, batches: list[int]) -> dict:
+def stock_settings(size: str, batches: list[int], step_tokens: int) -> dict:
     return {
         "dtype": "bfloat16", "max_model_len": 2048, "max_num_seqs": max(batches), "seed": 0,
-        "logprobs_mode": "processed_logprobs", "max_num_batched_tokens": 4096, **engine_settings(size, batches),
+        "logprobs_mode": "processed_logprobs", **engine_settings(size, batches, step_tokens),
     }  # fmt: skip
 
 
@@ -111,11 +117,13 @@ def randomize_stock(llm) -> None:
         parameter.data.fill_(1.0) if parameter.ndim == 1 and "norm" in name else parameter.data.normal_(0, 0.02)
 
 
-def build(name: str, size: str, batches: list[int]):
+def build(name: str, size: str, batches: list[int], step_tokens: int):
     """(llm, LoRA request or None)"""
     if name in ("ours", "ours-dense"):
         model = policy(size, RANK, DEVICE, dense=name == "ours-dense")
-        g = generation(model, max_sequences=max(batches), max_length=2048, **engine_settings(size, batches))
+        g = generation(
+            model, max_sequences=max(batches), max_length=2048, **engine_settings(size, batches, step_tokens)
+        )
         build.keep = g
         return g.llm, None
     from vllm import LLM
@@ -129,12 +137,12 @@ def build(name: str, size: str, batches: list[int]):
 
         model = packed_model(size, DEVICE)
         loader.publish(model)
-        settings = stock_settings(size, batches)
+        settings = stock_settings(size, batches, step_tokens)
         llm = LLM(folder(size), load_format="qerl_trainer", quantization="qerl_nvfp4", **settings, **lora)
         loader.publish(None)
     else:
         lora = lora if name == "stock-lora" else {}
-        llm = LLM(folder(size), load_format="dummy", **stock_settings(size, batches), **lora)
+        llm = LLM(folder(size), load_format="dummy", **stock_settings(size, batches, step_tokens), **lora)
         randomize_stock(llm)
     return llm, None if name == "stock-merged" else LoRARequest("a", 1, write_lora(size))
 
@@ -197,7 +205,7 @@ def run_case(case: Case, options: argparse.Namespace) -> None:
     batches, vocabulary = list(case.batches), model_config(case.size)["vocab_size"]
     mine.await_(BUILD)
     started = time.time()
-    llm, request = build(name, case.size, batches)
+    llm, request = build(name, case.size, batches, options.step_tokens)
     result: dict[str, Any] = {
         "case": case.name,
         "load_s": round(time.time() - started, 1),
@@ -318,7 +326,14 @@ def command(case: Case, options: argparse.Namespace, lines: Path, rendezvous: Pa
     """The command line of a case's process."""
     batches, profiled = (",".join(map(str, some)) for some in (case.batches, case.profiled))
     arguments = ["--case", case.name, "--batches", batches, "--profile", profiled, "--repeats", str(options.repeats)]
-    limits = ["--seconds", str(options.seconds), "--rendezvous", str(rendezvous)]
+    limits = [
+        "--seconds",
+        str(options.seconds),
+        "--rendezvous",
+        str(rendezvous),
+        "--step-tokens",
+        str(options.step_tokens),
+    ]
     return [sys.executable, __file__, *arguments, *limits, "--out", str(lines)]
 
 
@@ -378,6 +393,7 @@ def main() -> None:
     parser.add_argument(
         "--seconds", type=float, default=60, help="of measuring a case, after which larger batches are left out"
     )
+    parser.add_argument("--step-tokens", type=int, default=4096, help="that an engine's step may process; TRL's value")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--commit", default="", help="recorded in the result")
     parser.add_argument("--timeout", type=float, default=240, help="seconds that a build, or a turn, may take")
