@@ -297,7 +297,7 @@ def test_a_run_in_which_every_engine_fails_leaves_the_file_as_it_was(module, mon
 
 
 def test_the_table_has_a_row_per_model_that_was_measured(module, monkeypatch, tmp_path):
-    results, tables = module("rollout_results"), module("speed_tables")
+    results, tables = module("rollout_results"), module("rollout_tables")
     monkeypatch.setattr(tables, "ROOT", tmp_path)
     versions = {"torch": "2", "triton": "3", "vllm": "1"}
     known = {
@@ -318,16 +318,25 @@ def test_the_table_has_a_row_per_model_that_was_measured(module, monkeypatch, tm
         record,
         "2",
         known["b"],
-        {"ours:14b": case(at8=[3.0]), "ours:3b": case(at32=[4.0]), "stock-merged:3b": case(at32=[8.0])},
+        {
+            "ours:14b": case(at8=[3.0]),
+            "ours:3b": case(at32=[4.0]) | {"prefill_s": {"64": 0.274}},
+            "stock-merged:3b": case(at32=[8.0]) | {"prefill_s": {"64": 0.16}},
+        },
     )
     path = tmp_path / "results.json"
     results.write(path, record)
-    first, merged, slots, note = tables.rollout(path).split("\n\n")
+    first, merged, slots, prefill, note = tables.rollout(path).split("\n\n")
     assert first.splitlines()[0] == "| Ours, tokens per second, at | 8 | 32 | 512 sequences |"
     assert first.splitlines()[2:] == [
         "| Qwen2.5-3B |  | 4 |  |", "| Qwen2.5-14B | 3 |  |  |", "| Llama-3-8B | 20 |  | 100 |"
     ]  # fmt: skip
     assert merged.splitlines()[2:] == ["| Qwen2.5-3B | 0.50 |"]
+    assert (
+        prefill.splitlines()[0]
+        == "| Prefill of 64 x 256 tokens, s | ours | merged bf16 | bf16 with vLLM's LoRA slots |"
+    )
+    assert prefill.splitlines()[2:] == ["| Qwen2.5-3B | 0.27 | 0.16 |  |"]
     assert slots.splitlines()[2:] == ["| Llama-3-8B | 2.00 |"]
     assert "Llama-3-8B: H200, torch 2, triton 3, vLLM 1, commit a, in turns." in note
     assert "Qwen2.5-14B, Qwen2.5-3B: H100," in note and "Qwen2.5-7B" not in note

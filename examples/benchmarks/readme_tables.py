@@ -23,6 +23,7 @@ import faults_gpu_cases  # noqa: E402
 import kernel_tables  # noqa: E402
 import multi_gpu_tables  # noqa: E402
 import peers_tables  # noqa: E402
+import rollout_tables  # noqa: E402
 import speed_tables  # noqa: E402
 from tests.faults import catalog, timed  # noqa: E402
 
@@ -237,7 +238,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "peers": peers_tables.peers,
     "neighbours": speed_tables.neighbours,
     "plan": speed_tables.plan,
-    "rollout": speed_tables.rollout,
+    "rollout": rollout_tables.rollout,
     "small_examples": small_examples,
     "speed": speed_tables.speed,
     "start": speed_tables.start,

@@ -4,15 +4,12 @@ import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
-import rollout_plan
 import rollout_results
 import step_profile
+from rollout_tables import ROLLOUT, ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "examples/configs"
-ROLLOUT = ROOT / "examples/benchmarks/results/rollout_speed_h200.json"
 TRAINING = ROOT / "examples/benchmarks/results/train_step_h200.json"
 PLAN = ROOT / "examples/benchmarks/results/memory_h200.json"
 UPDATE = ROOT / "examples/benchmarks/results/update_speed_h200.json"
@@ -298,104 +295,6 @@ def aims() -> str:
     return (
         "\n".join(rows) + f"\n\nSeconds where nothing else is said. From {files}." + ("\n\n" + traced if traced else "")
     )
-
-
-#: the engines that ours is compared with, by their names in the record
-OTHERS = {"stock-merged": "merged bf16", "stock-lora": "bf16 with vLLM's LoRA slots"}
-
-
-def rollout(path: Path = ROLLOUT) -> str:
-    """vLLM tokens per second of ours, and relative to merged bf16 and to bf16 with vLLM's LoRA slots: a row per model that was measured. How
-    long the prompts take alone."""
-    record = json.loads(path.read_text())
-    speed, ratios = record["tokens_per_s"], record["ratios"]
-    models = rollout_results.by_model(name.split(":")[1] for name in speed if name.startswith("ours:"))
-    ours = {size: speed[f"ours:{size}"] for size in models}
-    tables = [_by_sequences("Ours, tokens per second", ours, ".0f")]
-    for other, words in OTHERS.items():
-        found = {size: ratios.get(f"ours:{size} over {other}:{size}") for size in models}
-        tables.append(
-            _by_sequences(f"Ours / {words}", {size: row for size, row in found.items() if row is not None}, ".2f")
-        )
-    tables.append(_prefills(record["cases"], models))
-    left: dict[str, list[str]] = {}
-    measured: dict[str, list[str]] = {}
-    later = []
-    for name, case in record["cases"].items():
-        size = name.split(":")[1]
-        for batch, why in case.get("left_out", {}).items():
-            left.setdefault(why, []).append(f"{name} at {batch}")
-        beside = [one for key, one in record["cases"].items() if key.endswith(f":{size}") and one["run"] == case["run"]]
-        if case.get("stage", 0) > min(one.get("stage", 0) for one in beside):
-            later.append(name)
-        run = record["runs"][case["run"]]
-        found = run["versions"]
-        versions = {"torch": found["torch"], "triton": found["triton"], "vLLM": found["vllm"]}
-        packages = [f"{package} {version}" for package, version in versions.items()]
-        where = ", ".join([run["device"], *packages, f"commit {run['commit'][:7]}", run["order"]])
-        which = measured.setdefault(where, [])
-        which += [rollout_results.label(size)] if rollout_results.label(size) not in which else []
-    notes = [f"{', '.join(names)}: {where}." for where, names in measured.items()]
-    notes += [f"Built when other engines of the model had ended: {', '.join(later)}."] if later else []
-    notes += [f"Left out, because {why}: {', '.join(names)}." for why, names in left.items()]
-    notes += _unsteady(record["cases"])
-    what = f"{record['what'][0].upper()}{record['what'][1:]}."
-    return "\n\n".join([*filter(None, tables), " ".join([what, *notes, f"[{path.name}]({path.relative_to(ROOT)})."])])
-
-
-def _prefills(cases: dict[str, dict[str, Any]], models: list[str]) -> str:
-    """A row per model: seconds until every sequence has one token."""
-    found = {
-        size: {engine: cases.get(f"{engine}:{size}", {}).get("prefill_s", {}) for engine in ("ours", *OTHERS)}
-        for size in models
-    }
-    counts = {count for row in found.values() for of_engine in row.values() for count in of_engine}
-    if not counts:
-        return ""
-    (count,) = counts  # rollout_speed.PREFILL
-    prompt = rollout_plan.PROMPT
-    table = [
-        f"| Prefill of {count} x {prompt} tokens, s | ours | {' | '.join(OTHERS.values())} |",
-        "|---|---:|---:|---:|",
-    ]
-    for size, row in found.items():
-        cells = [f"{of_engine[count]:.2f}" if of_engine else "" for of_engine in row.values()]
-        table.append(f"| {rollout_results.label(size)} | {' | '.join(cells)} |")
-    return "\n".join(table)
-
-
-#: how much faster the fastest of a case's repeats may be than its slowest before that is said
-STEADY = 1.1
-
-
-def _unsteady(cases: dict[str, dict[str, Any]]) -> list[str]:
-    """What is to be said of repeats that differ: their values, and the ratio between the fastest of each engine."""
-    notes = []
-    for name, case in cases.items():
-        ours = cases[f"ours:{name.partition(':')[2]}"]["tokens_per_s"]
-        for batch, values in case["tokens_per_s"].items():
-            if max(values) > STEADY * min(values):
-                least = (
-                    ""
-                    if name.startswith("ours:")
-                    else f"; fastest against fastest, ours is {max(ours[batch]) / max(values):.2f} times as fast"
-                )
-                notes.append(
-                    f"The repeats of {name} at {batch} differ: {', '.join(f'{value:.0f}' for value in values)}{least}."
-                )
-    return notes
-
-
-def _by_sequences(title: str, rows: dict[str, dict[str, float]], form: str) -> str:
-    """A row per model, a column per number of sequences; nothing where nothing was measured."""
-    counts = sorted({int(count) for row in rows.values() for count in row})
-    if not counts:
-        return ""
-    table = [f"| {title}, at | {' | '.join(map(str, counts))} sequences |", "|---|" + "---:|" * len(counts)]
-    for size, row in rows.items():
-        cells = [f"{row[str(count)]:{form}}" if str(count) in row else "" for count in counts]
-        table.append(f"| {rollout_results.label(size)} | {' | '.join(cells)} |")
-    return "\n".join(table)
 
 
 def rollout_speeds() -> tuple[dict[str, dict[int, float]], str]:
