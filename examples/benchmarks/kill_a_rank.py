@@ -30,7 +30,7 @@ import about
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = {
-    "max_steps": 24, "save_steps": 1, "per_device_train_batch_size": 16, "max_completion_length": 24, "eval_problems": 8,
+    "max_steps": 72, "save_steps": 1, "per_device_train_batch_size": 16, "max_completion_length": 24, "eval_problems": 8,
     "aqn_num_stages": 4, "lora_r": 4, "use_cpu": "true",
 }  # fmt: skip
 #: a process has to be gone after this many seconds
@@ -115,6 +115,8 @@ def kill_once(folder: Path, log: Path, launcher: str, moments: random.Random) ->
         wait_until(lambda: newest(folder) >= before + steps or started[0].poll() is not None, 300)
     time.sleep(more)
     pids = ranks(started)
+    if len(pids) < 2 or newest(folder) >= SETTINGS["max_steps"]:
+        sys.exit(f"The run was over before it was killed ({newest(folder)} steps): give SETTINGS more steps.")
     rank = moments.randrange(2)
     os.kill(pids[rank], signal.SIGKILL)
     killed = time.monotonic()
