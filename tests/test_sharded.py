@@ -150,7 +150,7 @@ def test_the_base_is_shared_out(both):
 
 
 def test_it_trains_what_whole_models_train(both):
-    """With noise in rollout and update, packed rows, our LoRA layers; weights loaded in one process only."""
+    """With noise in rollout and update, packed rows, our LoRA layers. The base is loaded in every process."""
     (first, second), _ = both
     close(first["sharded"], second["sharded"], rtol=0, atol=0)
     close(first["sharded"], first["plain"], rtol=1e-4, atol=1e-6)
