@@ -54,6 +54,16 @@ def test_the_sums_are_those_of_the_ratios_themselves(gap):
     assert known.logp_gap_error == pytest.approx(math.sqrt(variance / len(d)) / mean)
 
 
+@pytest.mark.parametrize("trained", [-800.0, -math.inf])
+def test_policies_of_which_no_ratio_is_above_zero_end_the_run(trained):
+    watch = mismatch.MismatchWatch(0.1)
+    apart = found([[trained] * 3], [[-1.0] * 3])
+    assert apart.logp_gap == -math.inf and apart.mismatch_kl > 100
+    with pytest.raises(RuntimeError):
+        for step in range(watch.PERSISTENT + 1):
+            watch.judge(apart, step, False)
+
+
 @pytest.mark.parametrize("shape", [(2, 3, 1), (1, 3), (2, 1)])
 def test_log_probabilities_of_other_tokens_are_refused(shape):
     """They would be compared each with each."""

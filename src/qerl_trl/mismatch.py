@@ -118,8 +118,10 @@ def of_logps(
         )
     total = max(total, 1.0)
     entropy, mean = -log_q / total, first / total
-    if trained is None or not first:
+    if trained is None or missing == asked:
         return Mismatch(None, None, None, entropy, int(missing))
+    if not first:  # not one ratio is above 0: as far apart as can be, or the trainer overflowed
+        return Mismatch(divergence / total, -math.inf, 0.0, entropy, int(missing))
     error = math.sqrt(max(second / total - mean * mean, 0.0) / total) / mean
     return Mismatch(divergence / total, math.log(mean), error, entropy, int(missing))
 
