@@ -104,6 +104,13 @@ def wait_until(condition: Any, seconds: float) -> bool:
     return False
 
 
+def end(started: list[subprocess.Popen]) -> None:
+    """Whatever is left of their sessions."""
+    for process in started:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
 def kill_once(folder: Path, log: Path, launcher: str, moments: random.Random) -> dict[str, Any]:
     began, before = time.monotonic(), newest(folder)
     started = start(folder, log, launcher)
@@ -116,7 +123,10 @@ def kill_once(folder: Path, log: Path, launcher: str, moments: random.Random) ->
     time.sleep(more)
     pids = ranks(started)
     if len(pids) < 2 or newest(folder) >= SETTINGS["max_steps"]:
-        sys.exit(f"The run was over before it was killed ({newest(folder)} steps): give SETTINGS more steps.")
+        end(started)
+        raise RuntimeError(
+            f"The run was over after {newest(folder)} steps, before it was killed; its last words: {log.read_text()[-2000:]}"
+        )
     rank = moments.randrange(2)
     os.kill(pids[rank], signal.SIGKILL)
     killed = time.monotonic()
@@ -127,9 +137,7 @@ def kill_once(folder: Path, log: Path, launcher: str, moments: random.Random) ->
     if gone:
         for process in started:
             process.wait()
-    for process in started:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+    end(started)
     said = log.read_text()
     row["code"] = [process.returncode for process in started]
     row["cause"] = any(int(a or b) == rank for a, b in CAUSE.findall(said))

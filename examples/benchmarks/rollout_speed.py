@@ -49,6 +49,8 @@ from process_groups import free_ports
 from rollout_models import folder, generation, linear_shapes, model_config, policy, seconds, time_syncs
 from rollout_plan import GIB, NEW, PROMPT, USABLE, Case, case_gib, fitting, kv_cache_bytes, stages_of, turns
 
+from qerl_trl.memory.workload import MAX_BATCHED_TOKENS
+
 ORDER = "engines of a stage side by side, measured in turns, batch by batch, beginning with another one each time"
 RANK = 32
 ENOUGH = 8.0  # seconds after which a batch is not repeated
@@ -59,19 +61,13 @@ BUILD, WARM, LAST = "build", "warm", "last"  # turns beside those of the batches
 
 
 def engine_settings(size: str, batches: list[int], step_tokens: int) -> dict:
+    settings = {"max_num_batched_tokens": step_tokens, "skip_tokenizer_init": True}
     if DEVICE == "cpu":
-        return {
-            "gpu_memory_utilization": 0.25,
-            "skip_tokenizer_init": True,
-            "enforce_eager": True,
-            "max_num_batched_tokens": step_tokens,
-        }
-    return {
-        "max_num_batched_tokens": step_tokens,
+        return settings | {"gpu_memory_utilization": 0.25, "enforce_eager": True}
+    return settings | {
         # room for all sequences at full length, said explicitly: what is free does not matter then
         "kv_cache_memory_bytes": kv_cache_bytes(size, max(batches)),
         "gpu_memory_utilization": 0.02,
-        "skip_tokenizer_init": True,
         "enable_prefix_caching": False,
         "compilation_config": {
             "mode": 0,
@@ -326,15 +322,8 @@ def command(case: Case, options: argparse.Namespace, lines: Path, rendezvous: Pa
     """The command line of a case's process."""
     batches, profiled = (",".join(map(str, some)) for some in (case.batches, case.profiled))
     arguments = ["--case", case.name, "--batches", batches, "--profile", profiled, "--repeats", str(options.repeats)]
-    limits = [
-        "--seconds",
-        str(options.seconds),
-        "--rendezvous",
-        str(rendezvous),
-        "--step-tokens",
-        str(options.step_tokens),
-    ]
-    return [sys.executable, __file__, *arguments, *limits, "--out", str(lines)]
+    limits = ["--seconds", str(options.seconds), "--step-tokens", str(options.step_tokens)]
+    return [sys.executable, __file__, *arguments, *limits, "--rendezvous", str(rendezvous), "--out", str(lines)]
 
 
 def measure(stages: list[list[Case]], left: dict[str, dict[str, str]], options: argparse.Namespace) -> None:
@@ -393,7 +382,7 @@ def main() -> None:
     parser.add_argument(
         "--seconds", type=float, default=60, help="of measuring a case, after which larger batches are left out"
     )
-    parser.add_argument("--step-tokens", type=int, default=4096, help="that an engine's step may process; TRL's value")
+    parser.add_argument("--step-tokens", type=int, default=MAX_BATCHED_TOKENS, help="that an engine's step may process")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--commit", default="", help="recorded in the result")
     parser.add_argument("--timeout", type=float, default=240, help="seconds that a build, or a turn, may take")

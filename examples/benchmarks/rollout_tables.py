@@ -53,11 +53,13 @@ def rollout(path: Path = ROLLOUT) -> str:
 
 
 def _prefills(cases: dict[str, dict[str, Any]], models: list[str]) -> str:
-    """A row per model: seconds until every sequence has one token."""
-    found = {
-        size: {engine: cases.get(f"{engine}:{size}", {}).get("prefill_s", {}) for engine in ("ours", *OTHERS)}
-        for size in models
-    }
+    """A row per model: seconds until every sequence has one token, of the engines of one run."""
+
+    def of(engine: str, size: str) -> dict[str, float]:
+        case = cases.get(f"{engine}:{size}", {})
+        return case.get("prefill_s", {}) if case.get("run") == cases[f"ours:{size}"]["run"] else {}
+
+    found = {size: {engine: of(engine, size) for engine in ("ours", *OTHERS)} for size in models}
     found = {size: row for size, row in found.items() if any(row.values())}
     counts = {count for row in found.values() for of_engine in row.values() for count in of_engine}
     if not counts:

@@ -52,7 +52,7 @@ class Trained(ABC):
 
     def stamp(self) -> str:
         """Another one after a change of what this process holds, however it was made: an update, a load, a copy into it. By sums of each tensor
-        (sums.py), which elements that only change places within one tensor leave as they are."""
+        (sums.py), which may stay as they are where values only change places within one tensor."""
         parameters = self.parameters()
         return self.fingerprint(parameters) if _whole(parameters) else changes(map(local_tensor, parameters))
 
