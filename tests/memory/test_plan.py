@@ -14,7 +14,7 @@ from qerl_trl import QeRLConfig, QeRLGRPOTrainer, report
 from qerl_trl.memory.cards import by_card, gpu_of_card, in_words
 from qerl_trl.memory.formulas import engine_kv_bytes, model_bytes, predicted_bytes, shape_of
 from qerl_trl.memory.plan import GIB, Gpu, plan_run, plan_trainer, relief
-from qerl_trl.memory.workload import Workload
+from qerl_trl.memory.workload import LARGER_STEPS, MAX_BATCHED_TOKENS, Workload
 from qerl_trl.report import banner
 from tests.shapes import FOURTEEN_B, SEVEN_B, THIRTY_TWO_B, THREE_B
 
@@ -244,6 +244,30 @@ def test_the_engine_is_told_this_cache_and_less_than_what_is_free():
     assert arguments["gpu_memory_utilization"] == 0.01
     half = plan_run(SHAPE, WORK, Gpu(80 * GIB, GIB, free=40 * GIB)).engine_arguments()
     assert half["gpu_memory_utilization"] == 0.01
+
+
+def test_an_engine_takes_larger_steps_where_its_prompts_fill_them_and_the_card_has_room():
+    roomy, cramped = plan(80), plan(18)
+    assert roomy.work.step_tokens == 16384 and roomy.engine_arguments()["max_num_batched_tokens"] == 16384
+    assert roomy.rollout <= 0.9 * 80 * GIB and roomy.kv_bytes == roomy.kv_wanted
+    assert cramped.fits and cramped.engine_arguments()["max_num_batched_tokens"] == MAX_BATCHED_TOKENS
+    # each of the steps in between is taken by some card, and no card is asked for more KV cache or more memory than without
+    steps = [plan(half / 2) for half in range(36, 50)]
+    assert {made.work.step_tokens for made in steps} == {MAX_BATCHED_TOKENS, *LARGER_STEPS}
+    assert [made.work.step_tokens for made in steps] == sorted(made.work.step_tokens for made in steps)
+    for made in steps:
+        small = plan(made.gpu.total / GIB, batched_tokens=MAX_BATCHED_TOKENS)
+        assert (made.kv_bytes, made.sequences, made.work.kept_layers) == (
+            small.kv_bytes, small.sequences, small.work.kept_layers,
+        )  # fmt: skip
+    assert plan(80, prompt_length=64).work.step_tokens == MAX_BATCHED_TOKENS  # 64 x 64 tokens
+    assert plan(80, prompt_length=65).work.step_tokens == 8192
+
+
+def test_steps_that_were_chosen_by_hand_stay():
+    assert plan(80, batched_tokens=2048).engine_arguments()["max_num_batched_tokens"] == 2048
+    assert plan(80, utilization=0.5).work.step_tokens == MAX_BATCHED_TOKENS  # the engine is told nothing but its share
+    assert plan(80, rollout="server").work.step_tokens == MAX_BATCHED_TOKENS
 
 
 def test_the_table_adds_up_and_is_readable():

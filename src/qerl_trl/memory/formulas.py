@@ -28,7 +28,7 @@ from ..folders import named_in_errors
 from ..nvfp4.layouts import Selection, divided
 from ..update import packing
 from .delta_nets import DeltaNets
-from .workload import Workload
+from .workload import MAX_BATCHED_TOKENS, Workload
 
 # What no formula gives; measured on an H200 (examples/benchmarks/results/memory_h200.json)
 #: CUDA context, cuBLAS workspaces and loaded kernels of a process, outside torch's count (0.7 to 1.0 GiB measured), and 0.5 GiB that no
@@ -419,8 +419,10 @@ def transformers_rollout_bytes(shape: Shape, work: Workload) -> int:
 
 def engine_rollout_bytes(shape: Shape, work: Workload) -> int:
     """What comes and goes in vLLM beside its KV cache: one step with prompts (gate and up, their product, 6 f per token; residual and norms,
-    8 h), gate and up dequantized together, and the sampler's float32 logits."""
-    tokens = min(work.batched_tokens, work.completions * work.prompt_length)
+    8 h; in steps of more than `MAX_BATCHED_TOKENS` 24 h for each more, as measured: rollout_steps_h100.json), gate and up dequantized together,
+    and the sampler's float32 logits."""
+    tokens = min(work.step_tokens, work.completions * work.prompt_length)
     prompts = tokens * (6 * shape.mlp // work.tensor_parallel + 8 * shape.hidden)
+    prompts += max(0, tokens - MAX_BATCHED_TOKENS) * 16 * shape.hidden
     scratch = 4 * shape.mlp * shape.hidden // work.tensor_parallel if work.base_format in ("nvfp4", "nf4") else 0
     return prompts + scratch + SAMPLER_COPIES * 4 * work.completions * shape.vocabulary

@@ -20,7 +20,7 @@ from .. import preflight
 from ..nvfp4.linear import compute_dtype
 from . import formulas
 from .formulas import ModelBytes, Shape, model_bytes, shape_of
-from .workload import Workload, dtype_bytes_of, run_lengths, workload_of
+from .workload import LARGER_STEPS, Workload, dtype_bytes_of, run_lengths, workload_of
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ GIB = 2**30
 _KV_CACHE = "KV cache"
 #: completions shorter than this are not proposed
 _SHORTEST_COMPLETION = 256
-#: share of the GPU that activations which need not be kept leave free: for what nobody planned (reward models, neighbours, pieces)
+#: share of the GPU that activations which need not be kept, and steps which need not be as large, leave free: for what nobody planned (reward models, neighbours, pieces)
 _LEFT_FREE = 0.1
 
 
@@ -122,7 +122,8 @@ class MemoryPlan:
         and takes nothing by it; the share is small, so that a neighbour on the same GPU that starts at this moment does no harm. And no more
         sequences than there are states for: vLLM refuses to capture CUDA graphs of more than it has blocks for ("Mamba cache blocks")."""
         assert self.gpu is not None, "planned without a GPU"
-        arguments = {"kv_cache_memory_bytes": self.kv_bytes, "gpu_memory_utilization": 0.01}
+        arguments: dict[str, Any] = {"kv_cache_memory_bytes": self.kv_bytes, "gpu_memory_utilization": 0.01}
+        arguments["max_num_batched_tokens"] = self.work.step_tokens
         if self.most_running is not None and self.most_running < self.work.completions:
             arguments["max_num_seqs"] = max(1, self.most_running)
         return arguments
@@ -203,6 +204,8 @@ def plan_run(
     plan = _add_up(shape, work, gpu, model, max_model_len)
     if work.gradient_checkpointing is None and gpu is not None and plan.fits:
         plan = _keeping_activations(shape, plan, gpu, model)
+    if gpu is not None and plan.fits and plan.waves == 1:
+        plan = _in_larger_steps(shape, plan, gpu, model)
     if gpu is None or (plan.fits and plan.waves == 1):
         return plan
     if plan.fits:
@@ -225,17 +228,37 @@ def _least_peak(plan: MemoryPlan) -> int:
 
 def _keeping_activations(shape: Shape, plan: MemoryPlan, gpu: Gpu, model: ModelBytes | None) -> MemoryPlan:
     """With as many layers that need no recomputation as fit beside a KV cache of the same size, with `_LEFT_FREE` of the GPU unused."""
-    counted = model or formulas.predicted_bytes(shape, plan.work)
-    unplanned = 0  # what this process has in its memory already beside the model
-    if gpu.free is not None:
-        unplanned = max(0, gpu.total - gpu.outside - gpu.free - counted.base - counted.trained)
-    limit = gpu.total * (1 - _LEFT_FREE) - unplanned
+    limit = _to_be_used(shape, plan, gpu, model)
     for kept in range(shape.layers, 0, -1):
         work = dataclasses.replace(plan.work, kept_layers=kept)
         other = _add_up(shape, work, gpu, model, plan.max_model_len)
         if other.update <= limit and other.kv_bytes >= plan.kv_bytes:
             return other
     return plan
+
+
+def _in_larger_steps(shape: Shape, plan: MemoryPlan, gpu: Gpu, model: ModelBytes | None) -> MemoryPlan:
+    """With the largest steps of the engine that its prompts fill and that fit beside a KV cache of the same size, with `_LEFT_FREE` of the GPU
+    unused."""
+    work = plan.work
+    if not work.colocated or work.batched_tokens is not None or work.utilization is not None:
+        return plan
+    limit, prompts = _to_be_used(shape, plan, gpu, model), work.completions * work.prompt_length
+    for tokens in LARGER_STEPS:
+        if prompts > tokens // 2:
+            other = _add_up(shape, dataclasses.replace(work, batched_tokens=tokens), gpu, model, plan.max_model_len)
+            if other.rollout <= limit and other.kv_bytes >= plan.kv_bytes:
+                return other
+    return plan
+
+
+def _to_be_used(shape: Shape, plan: MemoryPlan, gpu: Gpu, model: ModelBytes | None) -> float:
+    """Bytes of the GPU that a plan may take for what it could do without."""
+    counted = model or formulas.predicted_bytes(shape, plan.work)
+    unplanned = 0  # what this process has in its memory already beside the model
+    if gpu.free is not None:
+        unplanned = max(0, gpu.total - gpu.outside - gpu.free - counted.base - counted.trained)
+    return gpu.total * (1 - _LEFT_FREE) - unplanned
 
 
 def _in_fewer_waves(shape: Shape, plan: MemoryPlan, model: ModelBytes | None) -> MemoryPlan:
@@ -287,7 +310,7 @@ def _add_up(
         Part("the engine's copy of the weights", 0 if work.sleep else copy, copy),
         Part("the engine's adapter, CUDA graphs and buffers", fixed, fixed),
         Part(name, round(activations), 0),
-        Part("activations of a rollout", 0, rollout),
+        Part("activations of a rollout" + f", steps of {work.step_tokens} tokens" * work.colocated, 0, rollout),
     ]
     if work.overlap:
         both = [max(part.update, part.rollout) for part in parts]

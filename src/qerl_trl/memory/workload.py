@@ -14,8 +14,10 @@ from ..update import balance, row
 
 logger = logging.getLogger(__name__)
 
-#: tokens that one engine step may process; TRL's own value
+#: tokens that one engine step may process, at least: TRL's own value
 MAX_BATCHED_TOKENS = 4096
+#: and where a plan has room: a step decodes the whole base, and launches every kernel, whatever its tokens. The largest is vLLM's own on such GPUs
+LARGER_STEPS = (16384, 8192)
 #: tokens of a prompt where the data do not tell (streamed data, pictures, environments, a rollout function)
 ASSUMED_PROMPT = 1024
 #: the least that an engine is started for; the probe at its start uses 20 tokens (rollout/probe.py)
@@ -33,7 +35,8 @@ class Workload:
     so that attention gets a mask. `overlap`: a colocated engine samples while an update runs. `packed`: the sequences of a backward pass are one row without padding (`update/packing.py`), in which
     `generations` completions share each prompt; `compiled`, `fused`: decoder layers and LoRA layers are (`update/compiled.py`,
     `update/lora_linear.py`). `delta_kernels`: gated delta nets are computed by flash-linear-attention. `gradient_checkpointing`: whether decoder layers recompute their activations; None: the last `kept_layers`
-    do not, of which a plan makes as many as fit. `dtype_bytes`: of what is not quantized. `kv_limit` (bytes) and `utilization` (of the GPU) replace what
+    do not, of which a plan makes as many as fit. `dtype_bytes`: of what is not quantized. `batched_tokens`: that one engine step may process; None: `MAX_BATCHED_TOKENS`, of which a plan
+    makes one of `LARGER_STEPS` if it fits. `kv_limit` (bytes) and `utilization` (of the GPU) replace what
     would be planned for the KV cache. `sharded`: the processes share the trainer's weights out between them (FSDP 2). `deepspeed`: they run under
     DeepSpeed (ZeRO-2).
     """
@@ -65,7 +68,7 @@ class Workload:
     overlap: bool = False
     tensor_parallel: int = 1
     graphs: bool = True
-    batched_tokens: int = MAX_BATCHED_TOKENS
+    batched_tokens: int | None = None
     kv_dtype_bytes: int = 2
     kv_limit: int | None = None
     utilization: float | None = None
@@ -89,6 +92,11 @@ class Workload:
         if not self.packed:
             return self.tokens
         return max(self.tokens, row.padded(self.batch * (self.length - 1)))
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens that one engine step may process."""
+        return self.batched_tokens or MAX_BATCHED_TOKENS
 
     @property
     def colocated(self) -> bool:
@@ -179,7 +187,7 @@ def workload_of(
         overlap=rollout == "colocate" and bool(args.overlap),
         tensor_parallel=tensor_parallel,
         graphs=not engine.get("enforce_eager", False),
-        batched_tokens=engine.get("max_num_batched_tokens", MAX_BATCHED_TOKENS),
+        batched_tokens=engine.get("max_num_batched_tokens"),
         kv_dtype_bytes=1 if str(engine.get("kv_cache_dtype", "auto")).startswith("fp8") else 2,
         kv_limit=engine.get("kv_cache_memory_bytes"),
         utilization=engine.get("gpu_memory_utilization", args.vllm_gpu_memory_utilization),
