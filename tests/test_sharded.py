@@ -92,7 +92,11 @@ def in_process(rank, port, tiny_runs, folder):  # noqa: F811
     parameters_as_torch_2_11()
     again()
     limits.append((10**6, 10**6))
-    trainer = tiny_runs.command(folder / "run", **TRAINING)
+    trainer = tiny_runs.trainer(folder / "run", **TRAINING)
+    packed = [m for m in trainer.model.modules() if isinstance(m, NVFP4Linear)]
+    found["read"] = {bool(m.weight_packed.any()) for m in packed}
+    trainer.train()
+    trainer.save_model()
     packed = [m for m in trainer.model.modules() if isinstance(m, NVFP4Linear)]
     found |= {
         "sharded": trained(trainer),
@@ -149,8 +153,13 @@ def test_the_base_is_shared_out(both):
         assert found["is sharded"] and found["held"] == 0.5
 
 
+def test_one_process_of_a_machine_reads_the_base(both):
+    """With `cpu_ram_efficient_loading`; the other gets it from accelerate."""
+    assert [found["read"] for found in both[0]] == [{True}, {False}]
+
+
 def test_it_trains_what_whole_models_train(both):
-    """With noise in rollout and update, packed rows, our LoRA layers. The base is loaded in every process."""
+    """With noise in rollout and update, packed rows, our LoRA layers."""
     (first, second), _ = both
     close(first["sharded"], second["sharded"], rtol=0, atol=0)
     close(first["sharded"], first["plain"], rtol=1e-4, atol=1e-6)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from .memory.formulas import model_bytes, optimizer_bytes
-from .memory.plan import plan_trainer
+from .memory.of_trainer import plan_trainer
 from .nvfp4.kernels import selected_for_model
 from .nvfp4.linear import NVFP4Linear, describe
 

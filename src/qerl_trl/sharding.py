@@ -27,4 +27,7 @@ class ShardingMixin(OnlineTrainer):
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         with BytesWithoutGradient():
-            return super()._prepare_for_training(*args, **kwargs)
+            prepared = super()._prepare_for_training(*args, **kwargs)
+        for module in self.model.modules():
+            vars(module).pop("unread", None)  # it has the first process's weights now, and should be compiled as there
+        return prepared

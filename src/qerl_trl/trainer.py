@@ -49,7 +49,8 @@ from .config import QeRLArguments, QeRLConfig, QeRLRLOOConfig
 from .garbage import rarely, stepping
 from .lora import check_adapter, prepare_trainable_norms, warn_of_dropout, warn_of_low_precision
 from .memory import shortage
-from .memory.plan import MemoryPlan, plan_trainer
+from .memory.of_trainer import plan_trainer
+from .memory.plan import MemoryPlan
 from .memory.workload import check_rollout
 from .noise.agreement import check_agreement
 from .noise.callback import AQNCallback

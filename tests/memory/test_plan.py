@@ -13,7 +13,8 @@ from peft import LoraConfig
 from qerl_trl import QeRLConfig, QeRLGRPOTrainer, report
 from qerl_trl.memory.cards import by_card, gpu_of_card, in_words
 from qerl_trl.memory.formulas import engine_kv_bytes, model_bytes, predicted_bytes, shape_of
-from qerl_trl.memory.plan import GIB, Gpu, plan_run, plan_trainer, relief
+from qerl_trl.memory.of_trainer import plan_trainer
+from qerl_trl.memory.plan import GIB, Gpu, plan_run, relief
 from qerl_trl.memory.workload import LARGER_STEPS, MAX_BATCHED_TOKENS, Workload
 from qerl_trl.report import banner
 from tests.shapes import FOURTEEN_B, SEVEN_B, THIRTY_TWO_B, THREE_B

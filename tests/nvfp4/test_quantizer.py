@@ -25,6 +25,7 @@ from transformers import (
     MixtralForCausalLM,
 )
 
+from qerl_trl.nvfp4 import quantizer
 from qerl_trl.nvfp4.architectures import DECODER
 from qerl_trl.nvfp4.config import NVFP4Config, from_pretrained, load_config, pretrained_kwargs
 from qerl_trl.nvfp4.format import MIN_BLOCK_SCALE, SCALE_RULES, dequantize, quantize
@@ -593,6 +594,48 @@ def test_loading_does_not_warn_about_our_own_doing(tiny_model_dir):
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         AutoModelForCausalLM.from_pretrained(tiny_model_dir("qwen2"), quantization_config=NVFP4Config())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_process_that_gets_its_weights_from_another_reads_no_quantized_layer(
+    family, tiny_model_dir, packed_model_dir, tmp_path, monkeypatch, caplog
+):
+    """Under FSDP with `cpu_ram_efficient_loading`: what accelerate sends has to meet the same parameters in the same order."""
+    whole = from_pretrained(tiny_model_dir(family))
+    whole.save_pretrained(tmp_path)
+    folders = [tiny_model_dir(family), str(tmp_path)]
+    folders += [packed_model_dir(layout) for layout in LAYOUT_NAMES] if family == "qwen2" else []
+    for folder in folders:
+        caplog.clear()
+        wanted = from_pretrained(folder).state_dict()
+        said = caplog.messages
+        caplog.clear()
+        with monkeypatch.context() as patched:
+            patched.setattr(quantizer, "left_to_the_first", lambda: True)
+            patched.setattr(quantizer, "quantize", None)
+            patched.setattr(quantizer._PackedPlaceholder, "to_nvfp4", None)
+            found = from_pretrained(folder)
+        assert caplog.messages == said and not any(p.requires_grad for _, p in nvfp4_parameters(found))
+        state = found.state_dict()
+        assert [(k, v.shape, v.dtype) for k, v in state.items()] == [(k, v.shape, v.dtype) for k, v in wanted.items()]
+        packed = {name for name, _ in nvfp4_parameters(found)}
+        for name, tensor in state.items():
+            if name not in packed:
+                assert torch.equal(tensor, wanted[name])
+            elif name.endswith("weight_packed"):
+                assert wanted[name].any() and not tensor.any()
+        for model in (found, copy.deepcopy(found)):  # also where nobody sends them: of a second model of a run
+            with pytest.raises(RuntimeError, match="were not read: with fsdp_cpu_ram_efficient_loading only the first"):
+                logits(model)
+        for name, _ in nvfp4_parameters(found):
+            layer, _, part = name.rpartition(".")
+            setattr(found.get_submodule(layer), part, nn.Parameter(wanted[name], requires_grad=False))
+        assert torch.equal(logits(found), logits(from_pretrained(folder)))
+
+
+def nvfp4_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    parts = ("weight_packed", "weight_scale", "weight_global_scale")
+    return [(f"{name}.{part}", getattr(layer, part)) for name, layer in nvfp4_layers(model).items() for part in parts]
 
 
 def test_a_plain_configuration_is_left_alone(tiny_model_dir):

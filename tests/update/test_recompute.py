@@ -9,7 +9,8 @@ import torch
 from qerl_trl import QeRLConfig, identity
 from qerl_trl.memory import micro_batches
 from qerl_trl.memory.formulas import DEEPSPEED_BYTES, model_bytes, shape_of
-from qerl_trl.memory.plan import Gpu, plan_run, plan_trainer
+from qerl_trl.memory.of_trainer import plan_trainer
+from qerl_trl.memory.plan import Gpu, plan_run
 from qerl_trl.update import recompute
 from qerl_trl.update.layers import decoder_layers
 from tests.test_trainer import adapter_of, assert_identical, logged, make_trainer, settings  # noqa: F401  (a fixture)

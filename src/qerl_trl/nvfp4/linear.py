@@ -16,7 +16,6 @@ left alone by all of them.
 import contextlib
 import copy
 import functools
-import weakref
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any, cast
@@ -27,6 +26,7 @@ from torch.nn import functional as F
 
 from .format import BLOCK_SIZE, NVFP4Tensor, dequantize, quantize
 from .layouts import LAYOUTS
+from .storage import move_slice, slice_like, whole_storage
 from .view import DecodedWeight, read
 
 #: the parameters that hold a layer's weight, in the order of `NVFP4Tensor`: named as they are written
@@ -249,6 +249,9 @@ class NVFP4Linear(nn.Linear):
     `copy.deepcopy` and `.to(device)` of the model keep that sharing.
     """
 
+    #: (`weight_packed`,) of a layer that waits for another process's weights (quantizer.py), which FSDP puts in the place of this one
+    unread: tuple[nn.Parameter] | None = None
+
     def __init__(
         self,
         in_features: int,
@@ -326,7 +329,17 @@ class NVFP4Linear(nn.Linear):
 
     @property
     def nvfp4(self) -> NVFP4Tensor:
-        """The three tensors, as views (uint8, uint8, float32)."""
+        """The three tensors, as views (uint8, uint8, float32).
+
+        Raises:
+            `RuntimeError`: this process was to get them from another one, and has not.
+        """
+        if self.unread is not None and self.unread[0] is self.weight_packed:
+            raise RuntimeError(
+                "The weights of this NVFP4 layer were not read: with fsdp_cpu_ram_efficient_loading only the first process of a machine reads them, and "
+                "accelerate hands them on when it prepares the model. Prepare this one (accelerator.prepare) before it computes, or set "
+                "fsdp_cpu_ram_efficient_loading: false in the accelerate configuration, so that every process reads every model."
+            )
         packed, block_scale = (as_bytes(tensor.detach()) for tensor in (self.weight_packed, self.weight_scale))
         return NVFP4Tensor(packed, block_scale, self.global_scale)
 
@@ -374,8 +387,8 @@ class NVFP4Linear(nn.Linear):
             if id(parameter) not in memo and self._is_slice(parameter):
                 key = -parameter.untyped_storage().data_ptr()  # ids are positive: no clash
                 if key not in memo:
-                    memo[key] = _whole_storage(parameter).clone()
-                memo[id(parameter)] = _frozen(_slice_like(memo[key], parameter))
+                    memo[key] = whole_storage(parameter).clone()
+                memo[id(parameter)] = _frozen(slice_like(memo[key], parameter))
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         copied.__setstate__(copy.deepcopy(self.__dict__, memo))
@@ -383,7 +396,7 @@ class NVFP4Linear(nn.Linear):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "NVFP4Linear":
         def move(tensor: torch.Tensor) -> torch.Tensor:
-            return _move_slice(fn, tensor) if self._is_slice(tensor) else fn(tensor)
+            return move_slice(fn, tensor) if self._is_slice(tensor) else fn(tensor)
 
         return super()._apply(move, recurse)
 
@@ -415,30 +428,3 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def _frozen(tensor: torch.Tensor) -> nn.Parameter:
     return nn.Parameter(tensor.detach(), requires_grad=False)
-
-
-def _whole_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """uint8 (bytes,) over the whole storage behind a uint8 tensor."""
-    storage = tensor.untyped_storage()
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
-
-
-def _slice_like(whole: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """The part of `whole` (bytes,) at the place that `tensor` has in its own storage."""
-    start = tensor.storage_offset()
-    return whole[start : start + tensor.numel()].view(tensor.shape)
-
-
-#: fn -> {address of a fused storage: what fn made of it}. `Module.to` hands one and the same closure to every layer, and the entry
-#: disappears with that closure.
-_MOVED: "weakref.WeakKeyDictionary[Callable, dict[int, torch.Tensor]]" = weakref.WeakKeyDictionary()
-
-
-def _move_slice(fn: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
-    moved = _MOVED.setdefault(fn, {})
-    address = tensor.untyped_storage().data_ptr()
-    if address not in moved:
-        moved[address] = fn(_whole_storage(tensor))
-    if moved[address].data_ptr() == address:
-        return tensor.detach()  # fn changed nothing
-    return _slice_like(moved[address], tensor)

@@ -5,17 +5,20 @@ transformers 5.10.4 to 5.23 are overridden.
 """
 
 import os
+import re
 from typing import TYPE_CHECKING, Any
 
+import numpy
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import ConversionOps, revert_weight_conversion
+from transformers.integrations import is_fsdp_enabled
 from transformers.quantizers import register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 
-from ..folders import note_commit
+from ..folders import note_commit, reads_for_its_machine
 from . import headers, layouts, shards
 from .format import NVFP4Tensor, quantize
 from .fp8 import check_fp8, dequantize_fp8
@@ -59,6 +62,31 @@ class _FP8Placeholder(_PackedPlaceholder):
         return linear
 
 
+class _Unread(nn.Module):
+    """Stands in for a linear of which this process reads the bias only ([`left_to_the_first`])."""
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__()
+        self.shape = (linear.in_features, linear.out_features)
+        self.bias = linear.bias
+
+    def to_nvfp4(self, compute_dtype: torch.dtype) -> NVFP4Linear:
+        """A layer of zeros, which take no memory as long as nobody writes to them."""
+        layer = NVFP4Linear(*self.shape, bias=False, device="meta", compute_dtype=compute_dtype)
+        for name, parameter in list(layer.named_parameters()):
+            zeros = torch.from_numpy(numpy.zeros(tuple(parameter.shape), numpy.uint8))  # torch's own would be written
+            setattr(layer, name, nn.Parameter(zeros, requires_grad=False))
+        layer.unread = (layer.weight_packed,)
+        layer.register_parameter("bias", self.bias)
+        return layer
+
+
+def left_to_the_first() -> bool:
+    """Whether accelerate will give this process the weights that another one reads: under FSDP with `cpu_ram_efficient_loading`, all but the
+    first of a machine. transformers leaves theirs empty too, of a model that is not quantized."""
+    return is_fsdp_enabled() and not reads_for_its_machine()
+
+
 class _QuantizeLinear(ConversionOps):
     """A dense checkpoint tensor arrives on its device: quantize it and put an `NVFP4Linear` in the place of its `nn.Linear`."""
 
@@ -99,6 +127,7 @@ class NVFP4HfQuantizer(HfQuantizer):
         self.errors: list[str] = []
         self._converted: dict[str, nn.Linear] = {}
         self._headers: dict[str, headers.TensorInfo] = {}
+        self._unread = False
 
     def is_serializable(self) -> bool:
         return True
@@ -121,6 +150,7 @@ class NVFP4HfQuantizer(HfQuantizer):
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
         return (
             not self.pre_quantized
+            and not self._unread
             and param_name.removesuffix(".weight") in self._converted
             and param_name.endswith(".weight")
         )
@@ -144,6 +174,7 @@ class NVFP4HfQuantizer(HfQuantizer):
     ) -> PreTrainedModel:
         config = self.quantization_config
         self._converted = config.linears_to_quantize(model)
+        self._unread = left_to_the_first()
         files = checkpoint_files or ()
         note_commit(model.config, files=files)
         if os.path.isdir(model.config.name_or_path or ""):
@@ -152,6 +183,7 @@ class NVFP4HfQuantizer(HfQuantizer):
         if not self.pre_quantized:
             if self._headers:
                 headers.check_dense_headers(self._headers, self._converted)
+            self._leave_unread(model)
             return model
         layout = self._layout()
         dense = {name: model.get_submodule(name) for name in config.dense_linears or ()}
@@ -159,7 +191,8 @@ class NVFP4HfQuantizer(HfQuantizer):
         packed = headers.check_headers(
             self._headers, layout, self._converted, dense, model._keys_to_ignore_on_load_unexpected or (), fp8
         )
-        headers.check_values(packed, layout)
+        if not self._unread:
+            headers.check_values(packed, layout)
         eight, problems = check_fp8(self._headers, fp8)
         if problems:
             raise ValueError("\n".join(problems[:8]))
@@ -167,10 +200,19 @@ class NVFP4HfQuantizer(HfQuantizer):
             _replace(model, name, _PackedPlaceholder(module, packed[name]))
         for name, module in fp8.items():
             _replace(model, name, _FP8Placeholder(module, eight[name]))
+        self._leave_unread(model)
         # scales of a quantized KV cache sit on the attention module, not on a linear
         ignored = model._keys_to_ignore_on_load_unexpected or ()
         model._keys_to_ignore_on_load_unexpected = {*ignored, r"\.[qkv]_scale$"}
         return model
+
+    def _leave_unread(self, model: PreTrainedModel) -> None:
+        if self._unread:
+            for name, module in self._converted.items():
+                _replace(model, name, _Unread(module))
+            ignored = model._keys_to_ignore_on_load_unexpected or ()
+            names = (rf"^{re.escape(name)}\.(?!bias$)" for name in self._converted)
+            model._keys_to_ignore_on_load_unexpected = {*ignored, *names}
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         if self.errors:
@@ -183,10 +225,14 @@ class NVFP4HfQuantizer(HfQuantizer):
                     _replace(model, name, module.to_dense(self.quantization_config.torch_dtype))
                 elif isinstance(module, _PackedPlaceholder):
                     _replace(model, name, module.to_nvfp4(layout, self.quantization_config.torch_dtype))
+        for name, module in list(model.named_modules()):
+            if isinstance(module, _Unread):
+                _replace(model, name, module.to_nvfp4(self.quantization_config.torch_dtype))
         headers.check_finite_module(model, self.where)
         self._converted.clear()
         self._headers.clear()
-        fuse_storage(model)
+        if not self._unread:  # or zeros would be written
+            fuse_storage(model)
         return model
 
     def _refuse_missing(self, model: PreTrainedModel) -> None:

@@ -1,7 +1,7 @@
 """When the trainer's model is where it is trained: an engine in the same process is built then, and not before.
 
 Without FSDP and DeepSpeed, transformers moves the model to its device while the trainer is built. With one of them it leaves the model on the CPU
-(one that is not quantized, with `cpu_ram_efficient_loading`, even empty in all processes but the first), and accelerate moves and shards it when training starts. An engine
+(with `cpu_ram_efficient_loading` even empty in all processes but the first of a machine), and accelerate moves and shards it when training starts. An engine
 that is built before that reads tensors that are about to be replaced, and a probe computes on another device than the engine's.
 """
 

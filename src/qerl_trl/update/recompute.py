@@ -13,7 +13,7 @@ import torch
 
 from ..memory import micro_batches
 from ..memory.formulas import model_bytes, shape_of
-from ..memory.plan import plan_again
+from ..memory.of_trainer import plan_again
 from . import balance, how
 from .layers import decoder_layers, decoder_of
 
