@@ -203,7 +203,9 @@ STAND_IN = """
 import json, os, pathlib, socket, sys, time
 case, batches, folder, lines = sys.argv[1], sys.argv[2].split(","), pathlib.Path(sys.argv[3]), sys.argv[4]
 result = {"case": case, "tokens_per_s": {}, "left_out": {}}
-held = socket.create_server(("127.0.0.1", int(os.environ["MASTER_PORT"])))
+port = os.environ["MASTER_PORT"]
+(folder / f"{case}.port").write_text(port)
+held = socket.create_server(("127.0.0.1", int(port)))
 if case.startswith("ours-slots"):
     sys.exit(4)
 for turn in ["build", "warm", *batches, "last"]:
@@ -269,6 +271,9 @@ def test_a_run_beside_others_takes_ports_that_nobody_listens_on(module, monkeypa
     """Two runs on two GPUs of a machine took the same ones, and an engine of one was lost."""
     with mock.patch.dict(os.environ):
         speed = module("rollout_speed")
+    # as the script leaves it: TRL then searches for a port, as that of every other engine does at the same moment
+    monkeypatch.setenv("MASTER_PORT", "0")
+    monkeypatch.setattr(tempfile, "mkdtemp", lambda: str(tmp_path))
     ports = module("process_groups").free_ports(8)
     assert len(set(ports)) == 8
     with contextlib.ExitStack() as held:
@@ -281,6 +286,8 @@ def test_a_run_beside_others_takes_ports_that_nobody_listens_on(module, monkeypa
         options = argparse.Namespace(out=tmp_path / "out.json", commit="a" * 40, timeout=60)
         cases = [module("rollout_plan").Case(f"{name}:7b", (8,)) for name in ("ours", "stock-merged", "stock-lora")]
         speed.measure([cases], {case.name: {} for case in cases}, options)
+    given = {int((tmp_path / f"{case.name}.port").read_text()) for case in cases}
+    assert len(given) == len(cases) and not given & {0, *ports}, "each process has a free one of its own"
     record = json.loads((tmp_path / "out.json").read_text())
     assert list(record["cases"]) == [case.name for case in cases] and not next(iter(record["runs"].values()))["failed"]
 

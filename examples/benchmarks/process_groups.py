@@ -59,7 +59,8 @@ def errors_of(lines: list[str]) -> list[str]:
 
 
 def free_ports(count: int) -> list[int]:
-    """As many ports of this host as nobody listens on, all different; another run of these scripts at the same time gets others."""
+    """As many ports of this host as nobody listens on, all different. They are let go again: until who asked listens on them, another run can be
+    told the same ones, if seldom, since the system hands out any of thousands."""
     held = [socket.socket() for _ in range(count)]
     try:
         for one in held:

@@ -9,12 +9,14 @@ flops / 790 TFLOP/s), both measured on an H200.  No number is reported for a ker
 """
 
 import argparse
+import importlib.metadata
 import json
 import os
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -113,6 +115,16 @@ def against_humming(name: str, N: int, K: int, tokens: list[int]) -> list[dict]:
         }
         rows.append({"shape": name, "M": M} | cold_us(calls))
     return rows
+
+
+def add_humming(result: dict, tokens: list[int], save: Callable[[], None]) -> None:
+    """The matrices of 7B by `against_humming`, saved one by one, and which humming-kernels these are."""
+    result["humming_kernels"] = importlib.metadata.version("humming-kernels")
+    result["humming"] = []
+    for name, (N, K) in tune.layer_shapes("7B").items():
+        result["humming"] += against_humming(f"7B.{name}", N, K, [m for m in tokens if m <= 512])
+        print("humming", *result["humming"][-3:], flush=True)
+        save()
 
 
 def floor_us(N: int, K: int, M: int) -> float:
@@ -314,11 +326,7 @@ def main() -> None:
         result["streams"] = stream_bandwidth(properties.L2_cache_size)
         save()
     if args.humming:
-        result["humming"] = []
-        for name, (N, K) in tune.layer_shapes("7B").items():
-            result["humming"] += against_humming(f"7B.{name}", N, K, [m for m in tokens if m <= 512])
-            print("humming", *result["humming"][-3:], flush=True)
-            save()
+        add_humming(result, tokens, save)
     print(f"# wrote {args.out} after {time.time() - begin:.0f} s")
 
 

@@ -30,7 +30,8 @@ AT_ANY_SIZE = 0.003  # the same at any one number of tokens
 
 
 GAIN = 1.01  # what is measured to be slower by more than this is not chosen
-OF_A_RUN = ("device", "multiprocessors", "torch", "triton", "commit", "command")
+OF_A_GPU = ("device", "multiprocessors")
+OF_A_RUN = (*OF_A_GPU, "torch", "triton", "commit", "command")
 AT_LEAST = 4  # samples of a variant, and of its largest numbers of tokens
 
 
@@ -219,12 +220,24 @@ def kept(row: dict, names: Collection[str]) -> list[dict]:
 
 
 def joined(runs: list[dict]) -> dict:
-    """The first run with the rows of all, of which those of later ones say their commit; `more`: what made these."""
-    whole = runs[0] | {"matrices": list(runs[0]["matrices"]), "more": list(runs[0].get("more", ()))}
+    """The first run with the rows of all, of which those of later ones say their commit; `more`: what made these.
+
+    Raises `ValueError` where they are of several GPUs.
+    """
+    first = runs[0]
+    for head in (head for run in runs for head in (run, *run.get("more", ()))):
+        if any(head[k] != first[k] for k in OF_A_GPU):
+            one, other = (
+                f"{h['commit']} on {h['device']} with {h['multiprocessors']} multiprocessors" for h in (first, head)
+            )
+            raise ValueError(
+                f"Runs of several GPUs have no cost model in common: {one}, {other}. Fit those of one GPU."
+            )
+    whole = first | {"matrices": list(first["matrices"]), "more": list(first.get("more", ()))}
     for run in runs[1:]:
-        whole["more"].append({k: run[k] for k in OF_A_RUN})
+        whole["more"] += [{k: run[k] for k in OF_A_RUN}, *run.get("more", ())]
         whole["matrices"] += [{"commit": run["commit"]} | row for row in run["matrices"]]
-    return whole if whole["more"] else runs[0]
+    return whole if whole["more"] else first
 
 
 def write_result(run: dict, model: dict, path: Path) -> None:

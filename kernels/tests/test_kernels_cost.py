@@ -251,6 +251,45 @@ def test_what_was_timed_last_decides(monkeypatch):
     )
 
 
+def test_a_joined_file_keeps_what_made_its_rows_wherever_it_stands(monkeypatch):
+    monkeypatch.syspath_prepend(RESULT.parents[1])
+    import fit
+
+    def run(commit: str) -> dict:
+        head = {"device": "d", "multiprocessors": 132, "torch": "2", "triton": "3", "command": "c", "commit": commit}
+        return head | {"matrices": [timed_row(commit, 80, {"144": 10.0})]}
+
+    ab, cd = fit.joined([run("a"), run("b")]), fit.joined([run("c"), run("d")])
+    whole = fit.joined([ab, cd, run("e")])
+    assert [whole["commit"], *(more["commit"] for more in whole["more"])] == ["a", "b", "c", "d", "e"]
+    assert [(row["matrix"], row.get("commit", "a")) for row in whole["matrices"]] == [(name, name) for name in "abcde"]
+    assert [more["commit"] for more in ab["more"]] == ["b"] and [more["commit"] for more in cd["more"]] == ["d"]
+
+
+@pytest.mark.parametrize(
+    "other", [{"device": "NVIDIA H100"}, {"multiprocessors": 114}], ids=lambda other: next(iter(other))
+)
+@pytest.mark.parametrize("within", [False, True], ids=["a run", "a joined one"])
+def test_runs_of_several_gpus_are_not_joined(monkeypatch, other, within):
+    """The cost model would be fitted to both, by the number of multiprocessors of one."""
+    monkeypatch.syspath_prepend(RESULT.parents[1])
+    import fit
+
+    head = {
+        "device": "NVIDIA H200",
+        "multiprocessors": 132,
+        "torch": "2",
+        "triton": "3",
+        "command": "c",
+        "commit": "one",
+    }
+    last = head | other | {"commit": "two"}
+    last = (head | {"commit": "three", "more": [last]} if within else last) | {"matrices": []}
+    with pytest.raises(ValueError, match=r"one.*NVIDIA H200.*132.*two.*") as caught:
+        fit.joined([head | {"matrices": []}, last])
+    assert str(next(iter(other.values()))) in str(caught.value)
+
+
 def test_what_cannot_be_the_fastest_is_not_timed(monkeypatch):
     """A variant whose x A^T was never timed beside the product is judged by the one that was."""
     monkeypatch.syspath_prepend(RESULT.parents[1])

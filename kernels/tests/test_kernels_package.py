@@ -507,3 +507,29 @@ def test_the_share_of_the_floor_is_compares_and_says_what_is_missed(monkeypatch)
     *_, line = kernel_tables.floor_share(changed)
     assert "| 50%, wanted 50%: reached | 39%, wanted 50%: missed |" in line
     assert line.replace("50%, wanted 50%: reached", "43%, wanted 50%: missed") in kernel_tables.kernels()
+
+
+def test_a_result_says_which_humming_kernels_were_timed_and_the_table_reads_it(monkeypatch, tmp_path):
+    """The table had the version typed into it, whatever was timed."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    monkeypatch.syspath_prepend(ROOT.parent / "examples" / "benchmarks")
+    import compare
+    import kernel_tables
+
+    row, asked, saved = {"M": 8, "humming_us": 3.0, "ours_us": 2.0, "bf16_us": 4.0}, [], []
+    monkeypatch.setattr(
+        compare, "against_humming", lambda name, N, K, tokens: asked.append(tokens) or [row | {"shape": name}]
+    )
+    monkeypatch.setattr(compare.importlib.metadata, "version", {"humming-kernels": "9.8.7"}.__getitem__)
+    result = {"device": "NVIDIA H200", "torch": "2", "triton": "3", "commit": "a" * 40}
+    compare.add_humming(result, [8, 1024], lambda: saved.append(len(result["humming"])))
+    assert result["humming_kernels"] == "9.8.7" and asked == [[8]] * 4 and saved == [1, 2, 3, 4]
+
+    written = tmp_path / "h200.json"
+    monkeypatch.setattr(kernel_tables, "KERNELS", written)
+    monkeypatch.setattr("speed_tables.ROOT", tmp_path)
+    rows = {"humming": result.pop("humming")}
+    for record in (result | rows, {"humming_run": result} | rows):
+        written.write_text(json.dumps(record))
+        table = kernel_tables.humming()
+        assert "humming-kernels 9.8.7" in table and "| 8 | 1.50 | 1.50 | 1.50 | 1.50 |" in table

@@ -6,6 +6,7 @@ import threading
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from transformers import TrainerCallback
@@ -292,6 +293,59 @@ def test_a_rollout_function_that_returns_the_engines_lists(make_trainer, logps):
         make_trainer(rollout).train()
 
 
+@pytest.mark.parametrize("make", [np.float32, torch.tensor], ids=["numpy", "torch"])
+@pytest.mark.parametrize(
+    ("values", "form"),
+    [([[-1.0], [-2.0]], "values[:, 0]"), ([[-1.0, -2.0]], "values[0]"), ([[-1.0, -3.0], [-2.0, -4.0]], "shape (2,)")],
+    ids=["column", "row", "several per token"],
+)
+def test_a_rollout_function_that_returns_arrays_of_another_shape(make_trainer, make, values, form):  # noqa: F811
+    """All are finite, and were said not to be."""
+
+    def rollout(prompts, trainer):
+        return {"prompt_ids": [[5]] * 4, "completion_ids": [[5, 6]] * 4, "logprobs": [make(values)] * 4}
+
+    shape = str(tuple(make(values).shape))
+    with told(RolloutError, "Completion 0 of 4 from rollout_func has log-probabilities", shape, "one number", form):
+        make_trainer(rollout).train()
+
+
+ARRAYS = {
+    "numpy scalars": lambda values: [np.float32(value) for value in values],
+    "torch scalars": lambda values: [torch.tensor(value) for value in values],
+    "lists of numpy scalars": lambda values: [[np.float32(value)] for value in values],
+    "float16 array": np.float16,
+    "float32 array": np.float32,
+    **{
+        str(dtype): lambda v, d=dtype: torch.tensor(v, dtype=d) for dtype in (torch.float32, torch.bfloat16, torch.half)
+    },
+    "with a graph": lambda values: torch.tensor(values, requires_grad=True),
+}
+
+
+@pytest.mark.parametrize("make", ARRAYS.values(), ids=ARRAYS)
+def test_log_probabilities_of_numpy_and_torch_are_judged_as_numbers_are(make):
+    """One NaN is a token that the engine could not score; NaN alone, and what is infinite, ends the run."""
+    nan = math.nan
+    for sound in ([-1.0, -2.0], [-1.0, nan]):
+        for values in (sound, make(sound)):
+            check_completions([[1, 2]], [values], 1, 10, "rollout_func")
+    for bad, said in (([nan, nan], "nan at token 0, and 2"), ([-1.0, -math.inf], "-inf at token 1, and 1")):
+        for values in (bad, make(bad)):
+            with told(RolloutError, f"has the log-probability {said} of 2 are not finite", "rollout_func"):
+                check_completions([[1, 2]], [values], 1, 10, "rollout_func")
+
+
+def test_a_rollout_function_whose_log_probabilities_are_a_half_tensor_trains(make_trainer):  # noqa: F811
+    def rollout(prompts, trainer):
+        ids = trainer.processing_class(text=prompts)["input_ids"]
+        found = [trainer.vllm_generation.engine._complete(prompt, 4, 1.0) for prompt in ids]
+        logps = [torch.tensor(one.logps, dtype=torch.bfloat16) for one in found]
+        return {"prompt_ids": ids, "completion_ids": [one.tokens for one in found], "logprobs": logps}
+
+    assert train(make_trainer(rollout)).state.global_step == 2
+
+
 @pytest.mark.parametrize(
     "logps",
     [
@@ -306,7 +360,8 @@ def test_a_rollout_function_that_returns_the_engines_lists(make_trainer, logps):
     ids=str,
 )
 def test_what_is_no_log_probability_is_refused(logps):
-    with told(RolloutError, "has the log-probability", "rollout_func"):
+    said = "not finite" if logps[-1] == [math.inf] else "no number"
+    with told(RolloutError, "has the log-probability", said, "rollout_func"):
         check_completions([[1, 2]], [logps], 1, 10, "rollout_func")
 
 

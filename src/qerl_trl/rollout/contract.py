@@ -83,7 +83,8 @@ def check_completions(
     """Whether there is a completion for each of `count` prompts, of tokens of this vocabulary, with log-probabilities.
 
     Args:
-        logps: per token a number, or TRL's list whose first is the sampled token's; `None` where the source gives none.
+        logps: per token a number, or TRL's list whose first is the sampled token's; `None` where the source gives none. Arrays and tensors (T,) do as
+            well, and numpy's and torch's scalars.
         source: who made them, for the message.
 
     Raises:
@@ -109,13 +110,24 @@ def check_completions(
             )
         if logps is None or _all_numbers(logps[number], len(ids)):
             continue
-        values = [value[0] if isinstance(value, list | tuple) and value else value for value in logps[number]]
+        shape = getattr(logps[number], "shape", None)
+        if shape is not None and len(shape) != 1:
+            part = {1: "values[0]", len(ids): "values[:, 0]"}.get(shape[0]) if len(shape) == 2 else None
+            raise RolloutError(
+                f"{where} has log-probabilities of shape {tuple(shape)} for {len(ids)} tokens. {_ONE_NUMBER}: return a list of {len(ids)} "
+                f"numbers, or an array of shape ({len(ids)},){f', {part} of this one' if part else ''}."
+            )
+        values = [_plain(value) for value in _listed(logps[number])]
         if len(values) != len(ids):
             raise RolloutError(f"{where} has {len(ids)} tokens and {len(values)} log-probabilities. {_ASK}.")
         wrong = [(place, value) for place, value in enumerate(values) if not _is_finite(value)]
         # single tokens that the engine could not score are counted and told (mismatch.py); TRL leaves them uncorrected
         if len(wrong) == len(values) or not all(_is_unscored(value) for _, value in wrong):
             place, value = next(pair for pair in wrong if len(wrong) == len(values) or not _is_unscored(pair[1]))
+            if value is not None and not isinstance(value, int | float):
+                raise RolloutError(
+                    f"{where} has the log-probability {value!r} at token {place}, which is no number. {_ASK}."
+                )
             raise RolloutError(
                 f"{where} has the log-probability {value!r} at token {place}, and {len(wrong)} of {len(ids)} are not finite: the engine's "
                 f"logits are not. Weights or adapter may have overflowed (lower learning_rate, train in bf16, not fp16). {_ASK}."
@@ -136,8 +148,7 @@ def checked_rollout_func(function: Callable[..., dict[str, Any]]) -> Callable[..
                 if not {list, tuple}.isdisjoint(map(type, values)):
                     raise RolloutError(
                         f"Completion {number} of {len(prompts)} from rollout_func has a list of log-probabilities for each token, as vLLM's engine "
-                        "gives them. TRL takes those of a rollout_func as one number a token, the sampled token's: return value[0] of each "
-                        "(what trainer.vllm_generation.complete gives has that form)."
+                        f"gives them. {_ONE_NUMBER}: return value[0] of each (what trainer.vllm_generation.complete gives has that form)."
                     )
         return output
 
@@ -145,6 +156,7 @@ def checked_rollout_func(function: Callable[..., dict[str, Any]]) -> Callable[..
 
 
 _ASK = "Look at the engine's log and at rollout_func, if there is one"
+_ONE_NUMBER = "TRL takes those of a rollout_func as one number per token, the sampled token's"
 
 
 def _all_numbers(logps: Sequence[Any], count: int) -> bool:
@@ -156,6 +168,18 @@ def _all_numbers(logps: Sequence[Any], count: int) -> bool:
     except (TypeError, ValueError, RuntimeError):  # lists of several lengths, or beside numbers; tensors on a GPU
         return False
     return values.dtype.kind in "fi" and values.shape == (count,) and bool(np.isfinite(values).all())
+
+
+def _listed(logps: Any) -> Sequence[Any]:
+    """A completion's log-probabilities, an array's or a tensor's as Python's numbers."""
+    return logps.tolist() if hasattr(logps, "tolist") else logps
+
+
+def _plain(value: Any) -> Any:
+    """What a token has, of TRL's list the first; numpy's and torch's scalars as Python's number."""
+    if isinstance(value, list | tuple) and value:
+        value = value[0]
+    return value.item() if getattr(value, "shape", None) == () else value
 
 
 def _is_finite(value: Any) -> bool:
