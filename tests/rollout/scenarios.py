@@ -982,6 +982,16 @@ def tensor_parallel(folder: Path) -> dict:
 @scenario
 def sharded(folder: Path) -> dict:
     """Two processes with an engine each, built once accelerate has sharded the trainer by FSDP 2 (under torchrun)."""
+    return trained_sharded(folder)
+
+
+@scenario
+def sharded_tensor_parallel(folder: Path) -> dict:
+    """The same with one engine of both processes: each holds a half of the trainer's base, and a half of the engine's."""
+    return trained_sharded(folder, vllm_tensor_parallel_size=2)
+
+
+def trained_sharded(folder: Path, **options) -> dict:
     sys.path.insert(0, str(Path(__file__).parents[2]))
     from qerl_trl import QeRLConfig, QeRLGRPOTrainer
     from qerl_trl.names import is_sharded, set_whole
@@ -990,7 +1000,9 @@ def sharded(folder: Path) -> dict:
     path = write_model(folder)
     os.environ |= FSDP
     as_accelerators()
-    trainer, logs = train(folder, QeRLGRPOTrainer, QeRLConfig, path, max_steps=2, per_device_train_batch_size=4)
+    trainer, logs = train(
+        folder, QeRLGRPOTrainer, QeRLConfig, path, max_steps=2, per_device_train_batch_size=4, **options
+    )
     g, policy = trainer.vllm_generation, trainer.model.eval()
     _, down, _ = next(iter(g.trained.layers.values()))
     results = {
@@ -998,6 +1010,7 @@ def sharded(folder: Path) -> dict:
         "noise": vars(g.noise_result),
         "shared": g.shared,
         "is sharded": is_sharded(policy),
+        "engine's part": engine_part(g.llm),
         "sharded adapter": type(down.weight).__name__,
         "first": logs[0]["sampling/sampling_logp_difference/max"],
         "sigma": [(log["aqn/sigma"], log["aqn/sigma_effective"]) for log in logs],
@@ -1012,6 +1025,17 @@ def sharded(folder: Path) -> dict:
         g.sync_noise()
         results["adapter"].append(gap(policy, g.llm))
     return results
+
+
+def engine_part(llm) -> float:
+    """Share of the model's packed bytes that are in this process's engine."""
+    from qerl_trl.rollout.vllm.in_process import engine_model
+
+    model, config = engine_model(llm), llm.llm_engine.vllm_config.model_config.hf_config
+    packed = sum(p.numel() for name, p in model.named_parameters() if name.endswith("weight_packed"))
+    hidden, head = config.hidden_size, config.hidden_size // config.num_attention_heads
+    rows = 2 * hidden + 2 * config.num_key_value_heads * head  # of q, o, k and v
+    return packed / (config.num_hidden_layers * (rows + 3 * config.intermediate_size) * hidden / 2)
 
 
 def sleep(folder: Path, share: bool) -> dict:

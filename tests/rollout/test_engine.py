@@ -305,7 +305,17 @@ def test_what_differs_is_named(handshake, case, named):
     assert any(difference.startswith(named) for difference in handshake[case]), handshake[case]
 
 
+def test_one_engine_of_both_processes_of_a_sharded_trainer(sharded_tensor_parallel):
+    assert sharded_tensor_parallel["engine's part"] == 0.5
+    check_sharded(sharded_tensor_parallel)
+
+
 def test_engine_of_a_sharded_trainer(sharded):
+    assert sharded["engine's part"] == 1
+    check_sharded(sharded)
+
+
+def check_sharded(sharded) -> None:
     assert sharded["is sharded"] and sharded["sharded adapter"] == "DTensor" and not sharded["shared"]
     assert sharded["probe"]["difference"] < EXACT and sharded["first"] < 1e-3
     assert sharded["noise"]["difference"] < EXACT
