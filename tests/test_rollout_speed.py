@@ -327,8 +327,8 @@ def test_the_table_has_a_row_per_model_that_was_measured(module, monkeypatch, tm
         known["b"],
         {
             "ours:14b": case(at8=[3.0]),
-            "ours:3b": case(at32=[4.0]) | {"prefill_s": {"64": 0.274}},
-            "stock-merged:3b": case(at32=[8.0]) | {"prefill_s": {"64": 0.16}},
+            "ours:3b": case(at32=[4.0]) | {"prefill_s": {"64": 0.274}, "step_tokens": 16384},
+            "stock-merged:3b": case(at32=[8.0]) | {"prefill_s": {"64": 0.16}, "step_tokens": 4096},
         },
     )
     path = tmp_path / "results.json"
@@ -348,4 +348,6 @@ def test_the_table_has_a_row_per_model_that_was_measured(module, monkeypatch, tm
     assert "Llama-3-8B: H200, torch 2, triton 3, vLLM 1, commit a, in turns." in note
     assert "Qwen2.5-14B, Qwen2.5-3B: H100," in note and "Qwen2.5-7B" not in note
     assert "Built when other engines of the model had ended: stock-lora:llama-3-8b." in note
+    steps = "A step of ours may process 16384 tokens, of the others 4096, which is TRL's: Qwen2.5-3B."
+    assert steps in note and note.count("A step of ours") == 1
     assert "Left out, because too large: stock-lora:llama-3-8b at 512." in note

@@ -19,7 +19,8 @@ Cases:
     stock-lora    stock vLLM, bf16, rank-32 adapter in vLLM's LoRA slots
     stock-merged  stock vLLM, bf16, no adapter: what TRL runs after it merged and streamed every weight
 Settings as in the baselines: 256-token prompts, 256 new tokens, temperature 1, processed log-probabilities, CUDA graphs of the
-decode step, no torch.compile. On a CPU, `dry` runs through all of it.
+decode step, no torch.compile. A step of `ours` and `ours-dense` processes as many tokens as a plan chooses where there is room, one of the others
+what TRL says. On a CPU, `dry` runs through all of it.
 """
 
 import argparse
@@ -49,7 +50,7 @@ from process_groups import free_ports
 from rollout_models import folder, generation, linear_shapes, model_config, policy, seconds, time_syncs
 from rollout_plan import GIB, NEW, PROMPT, USABLE, Case, case_gib, fitting, kv_cache_bytes, stages_of, turns
 
-from qerl_trl.memory.workload import MAX_BATCHED_TOKENS
+from qerl_trl.memory.workload import LARGER_STEPS, MAX_BATCHED_TOKENS
 
 ORDER = "engines of a stage side by side, measured in turns, batch by batch, beginning with another one each time"
 RANK = 32
@@ -58,6 +59,11 @@ PREFILL = 64  # sequences whose prefill alone is timed
 CAPTURE = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BUILD, WARM, LAST = "build", "warm", "last"  # turns beside those of the batches
+
+
+def step_tokens_of(name: str, ours: int) -> int:
+    """Tokens that a step of an engine may process; TRL's GRPOTrainer has no other value."""
+    return ours if name in ("ours", "ours-dense") else MAX_BATCHED_TOKENS
 
 
 def engine_settings(size: str, batches: list[int], step_tokens: int) -> dict:
@@ -201,10 +207,12 @@ def run_case(case: Case, options: argparse.Namespace) -> None:
     batches, vocabulary = list(case.batches), model_config(case.size)["vocab_size"]
     mine.await_(BUILD)
     started = time.time()
-    llm, request = build(name, case.size, batches, options.step_tokens)
+    step_tokens = step_tokens_of(name, options.step_tokens)
+    llm, request = build(name, case.size, batches, step_tokens)
     result: dict[str, Any] = {
         "case": case.name,
         "load_s": round(time.time() - started, 1),
+        "step_tokens": step_tokens,
         "vllm": vllm.__version__,
         "torch": torch.__version__,
         "gpu": torch.cuda.get_device_name() if DEVICE == "cuda" else DEVICE,
@@ -382,7 +390,7 @@ def main() -> None:
     parser.add_argument(
         "--seconds", type=float, default=60, help="of measuring a case, after which larger batches are left out"
     )
-    parser.add_argument("--step-tokens", type=int, default=MAX_BATCHED_TOKENS, help="that an engine's step may process")
+    parser.add_argument("--step-tokens", type=int, default=LARGER_STEPS[0], help="that a step of ours may process")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--commit", default="", help="recorded in the result")
     parser.add_argument("--timeout", type=float, default=240, help="seconds that a build, or a turn, may take")

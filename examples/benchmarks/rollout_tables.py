@@ -9,6 +9,7 @@ import rollout_results
 
 ROOT = Path(__file__).resolve().parents[2]
 ROLLOUT = ROOT / "examples/benchmarks/results/rollout_speed_h200.json"
+ROLLOUT_H100 = ROOT / "examples/benchmarks/results/rollout_speed_h100.json"
 #: the engines that ours is compared with, by their names in the record
 OTHERS = {"stock-merged": "merged bf16", "stock-lora": "bf16 with vLLM's LoRA slots"}
 
@@ -45,6 +46,7 @@ def rollout(path: Path = ROLLOUT) -> str:
         which = measured.setdefault(where, [])
         which += [rollout_results.label(size)] if rollout_results.label(size) not in which else []
     notes = [f"{', '.join(names)}: {where}." for where, names in measured.items()]
+    notes += _step_tokens(record["cases"])
     notes += [f"Built when other engines of the model had ended: {', '.join(later)}."] if later else []
     notes += [f"Left out, because {why}: {', '.join(names)}." for why, names in left.items()]
     notes += _unsteady(record["cases"])
@@ -74,6 +76,23 @@ def _prefills(cases: dict[str, dict[str, Any]], models: list[str]) -> str:
         cells = [f"{of_engine[count]:.2f}" if of_engine else "" for of_engine in row.values()]
         table.append(f"| {rollout_results.label(size)} | {' | '.join(cells)} |")
     return "\n".join(table)
+
+
+def rollout_h100() -> str:
+    return rollout(ROLLOUT_H100)
+
+
+def _step_tokens(cases: dict[str, dict[str, Any]]) -> list[str]:
+    """What is to be said of the tokens that a step may process, where engines of one model differ in them."""
+    notes: dict[str, list[str]] = {}
+    for name, case in cases.items():
+        engine, _, size = name.partition(":")
+        found = {cases[f"{other}:{size}"].get("step_tokens") for other in OTHERS if f"{other}:{size}" in cases}
+        if engine == "ours" and found and None not in found and found != {case.get("step_tokens")}:
+            others = ", ".join(map(str, sorted(found)))
+            said = f"A step of ours may process {case['step_tokens']} tokens, of the others {others}, which is TRL's"
+            notes.setdefault(said, []).append(rollout_results.label(size))
+    return [f"{said}: {', '.join(sizes)}." for said, sizes in notes.items()]
 
 
 #: how much faster the fastest of a case's repeats may be than its slowest before that is said
