@@ -38,10 +38,6 @@ def kernels() -> str:
     )
 
 
-#: which humming-kernels were timed, of the committed run; compare.py did not record it then, so this is known from no file
-UNRECORDED = "0.1.19"
-
-
 def humming() -> str:
     """Single matrices of 7B by humming-kernels, which vLLM takes on Hopper from 0.32 on, and by ours: how many times as fast ours are."""
     record = json.loads(KERNELS.read_text())
@@ -54,7 +50,7 @@ def humming() -> str:
     versions = {name: run[name] for name in ("torch", "triton")}
     return (
         "\n".join(lines)
-        + f"\n\nHow many times as fast as humming-kernels {run.get('humming_kernels', UNRECORDED)}, by its own heuristic: "
+        + f"\n\nHow many times as fast as humming-kernels {run['humming_kernels']}, by its own heuristic: "
         "without an adapter, which it has not; single launches with a cold cache, "
         f"the time of launching left out. {measured_by(KERNELS, run['device'], [run['commit']], **versions)}."
     )

@@ -189,6 +189,6 @@ def multi_gpu() -> str:
         + "\n".join(beside_stock(rows))
         + f"\n\n{largest(rows['ours-fsdp2-70b'])}\n\nNot run: {NOT_RUN}.\n\n"
         + "\n".join(taken)
-        + "\n\nOf the fullest GPU, by the plan of this commit. The rows of data parallelism are older than the change that keeps torch from cutting a compiled layer in parts there, each of which keeps activations of its own; they have not been measured since.\n\n"
+        + "\n\nOf the fullest GPU, by the plan of this commit. The row of data parallelism with 8 completions is older than the change that keeps torch from cutting a compiled layer in parts there, each of which keeps activations of its own; it has not been measured since.\n\n"
         + f"{speed_tables.measured_by(RESULT, device, commits)}."
     )

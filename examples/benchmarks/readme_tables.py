@@ -239,6 +239,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "neighbours": speed_tables.neighbours,
     "plan": speed_tables.plan,
     "rollout": rollout_tables.rollout,
+    "rollout_4096": rollout_tables.small_steps,
     "small_examples": small_examples,
     "speed": speed_tables.speed,
     "start": speed_tables.start,

@@ -117,6 +117,12 @@ def against_humming(name: str, N: int, K: int, tokens: list[int]) -> list[dict]:
     return rows
 
 
+def with_humming_of(result: dict, run: dict) -> dict:
+    """`result`, what one run has left, with humming-kernels as another one timed them, and where that is of."""
+    of = ("device", "torch", "triton", "commit", "command", "humming_kernels")
+    return result | {"humming": run["humming"], "humming_run": {name: run[name] for name in of}}
+
+
 def add_humming(result: dict, tokens: list[int], save: Callable[[], None]) -> None:
     """The matrices of 7B by `against_humming`, saved one by one, and which humming-kernels these are."""
     result["humming_kernels"] = importlib.metadata.version("humming-kernels")
@@ -270,7 +276,12 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--no-streams", action="store_true")
     parser.add_argument("--seconds", type=float, default=300)
+    parser.add_argument("--join", type=Path, help="nothing is timed: put a run's humming-kernels into --out")
     args = parser.parse_args()
+    if args.join:
+        joined = with_humming_of(json.loads(Path(args.out).read_text()), json.loads(args.join.read_text()))
+        Path(args.out).write_text(json.dumps(joined, indent=1))
+        return
     begin = time.time()
     torch.backends.cuda.matmul.allow_tf32 = False
     tokens, models = [int(m) for m in args.ms.split(",")], [m for m in args.models.split(",") if m]

@@ -42,6 +42,8 @@ def rows() -> list[dict]:
 
     found = []
     for batch in (8, 32, 64):
+        if any(str(batch) not in rollout[case]["tokens_per_s"] for case in ("ours:7b", "stock-merged:7b")):
+            continue
         product, layer = products[batch], layers[batch]
         ours, merged = step("ours:7b", batch), step("stock-merged:7b", batch)
         inside, beside = LAYERS * layer["selected_us"] / 1e3, LAYERS * layer["bf16_us"] / 1e3

@@ -21,7 +21,7 @@ from qerl_trl.nvfp4.layouts import Selection, divided
 from qerl_trl.update import balance, lora_linear, row
 from qerl_trl.update.compiled import compile_layers
 from tests import architectures
-from tests.shapes import FOURTEEN_B, HALF_B, SEVEN_B, SEVENTY_B, THIRTY_TWO_B, THREE_B
+from tests.shapes import FOURTEEN_B, HALF_B, SEVEN_B, SEVENTY_B, THIRTY_TWO_B, THREE_B, qwen2
 from tests.tiny_models import make_tiny_config
 
 WORK = Workload(batch=2, prompt_length=16, completion_length=32, completions=4, lora_rank=4, padded=False)
@@ -198,6 +198,19 @@ def test_the_page_names_the_whole_steps_that_are_planned_higher():
         STEPS[name]["reserved_gib"] - STEPS[name]["allocated_gib"] for name in ("ours-7b-8x512", "ours-7b-64x512")
     ]
     assert "{:.1f} and {:.1f} GiB".format(*beyond) in said
+
+
+@pytest.mark.parametrize("size", ["1.5b", "3b"])
+def test_larger_steps_of_an_engine_take_less_than_planned(size):
+    """What torch had reserved when all was measured, with steps of 16384 tokens and of 4096."""
+    files = ("rollout_speed_h200.json", "rollout_speed_h200_4096.json")
+    large, small = (json.loads((RESULTS / file).read_text())["cases"][f"ours:{size}"] for file in files)
+    assert large["tokens_per_s"].keys() == small["tokens_per_s"].keys() and large["step_tokens"] == 16384
+    shape = formulas.shape_of({"1.5b": qwen2(1536, 8960, 28, 12, 2, 151936), "3b": THREE_B}[size])
+    work = Workload(prompt_length=256, completion_length=256, completions=256, rollout="colocate")
+    planned = formulas.engine_rollout_bytes(shape, dataclasses.replace(work, batched_tokens=16384))
+    planned -= formulas.engine_rollout_bytes(shape, work)
+    assert 1.0 <= planned / 2**30 / (large["reserved_gib"] - small["reserved_gib"]) <= 1.4
 
 
 @pytest.mark.parametrize("mode", ["checkpointed", "plain"])

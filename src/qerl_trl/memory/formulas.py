@@ -419,8 +419,8 @@ def transformers_rollout_bytes(shape: Shape, work: Workload) -> int:
 
 def engine_rollout_bytes(shape: Shape, work: Workload) -> int:
     """What comes and goes in vLLM beside its KV cache: one step with prompts (gate and up, their product, 6 f per token; residual and norms,
-    8 h; in steps of more than `MAX_BATCHED_TOKENS` 24 h for each more, as measured: rollout_steps_h100.json), gate and up dequantized together,
-    and the sampler's float32 logits."""
+    8 h; in steps of more than `MAX_BATCHED_TOKENS` 24 h for each more, which is a quarter above what 1.5B and 3B take), gate and up dequantized
+    together, and the sampler's float32 logits."""
     tokens = min(work.step_tokens, work.completions * work.prompt_length)
     prompts = tokens * (6 * shape.mlp // work.tensor_parallel + 8 * shape.hidden)
     prompts += max(0, tokens - MAX_BATCHED_TOKENS) * 16 * shape.hidden
