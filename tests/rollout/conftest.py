@@ -31,6 +31,7 @@ LAUNCH = {
     "tensor_parallel": TWO_PROCESSES,
     "sharded": TWO_PROCESSES,
     "sharded_tensor_parallel": TWO_PROCESSES,
+    "sharded_server": TWO_PROCESSES,
     "trainers": [],
     "checkpoints": [],
     "live": [],
@@ -75,7 +76,7 @@ TIMEOUT = 3600 if EXHAUSTIVE else int(os.environ.get("QERL_SCENARIO_TIMEOUT", "6
 #: scenarios at a time: one a core of a small CI machine, or what fits a GPU
 SLOTS = 6 if torch.cuda.is_available() else 2
 #: two processes each that spin on one core: nothing may run beside them
-ALONE = ("server", "tensor_parallel", "sharded", "sharded_tensor_parallel", "evaluation_of_two")
+ALONE = ("server", "tensor_parallel", "sharded", "sharded_tensor_parallel", "sharded_server", "evaluation_of_two")
 
 
 def pytest_collection_modifyitems(items):

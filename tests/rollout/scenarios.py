@@ -991,6 +991,58 @@ def sharded_tensor_parallel(folder: Path) -> dict:
     return trained_sharded(folder, vllm_tensor_parallel_size=2)
 
 
+@scenario
+def sharded_server(folder: Path) -> dict:
+    """Two processes that FSDP 2 shards the trainer for, and a real server, which only the first one talks to (under torchrun)."""
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+    from accelerate.utils import broadcast_object_list
+
+    from qerl_trl import QeRLConfig, QeRLGRPOTrainer
+    from qerl_trl.names import is_sharded, set_whole
+    from qerl_trl.rollout.spec import EngineSpec
+    from tests.test_sharded import FSDP, as_accelerators
+
+    path, told, first = write_model(folder), folder / "url", os.environ["RANK"] == "0"
+    server = Server(EngineSpec.of(adapter_on(packed(path)), max_model_len=256), folder) if first else None
+    try:
+        if server is not None:
+            server.wait()
+            told.with_suffix(".partial").write_text(server.url)
+            told.with_suffix(".partial").rename(told)
+        while not told.exists():
+            time.sleep(0.1)
+        os.environ |= FSDP
+        as_accelerators()
+        mode = {"vllm_mode": "server", "vllm_server_base_url": told.read_text(), "max_steps": 2}
+        trainer, logs = train(folder, QeRLGRPOTrainer, QeRLConfig, path, per_device_train_batch_size=4, **mode)
+        g, policy = trainer.vllm_generation, trainer.model.eval()
+        results = {
+            "probe": vars(g.probe_result),
+            "is sharded": is_sharded(policy),
+            "first": logs[0]["sampling/sampling_logp_difference/max"],
+            "sigma": [(log["aqn/sigma"], log["aqn/sigma_effective"]) for log in logs],
+            "adapter": [],
+        }
+        g.sync_noise()  # training has ended, and so has its noise
+        for seed in range(1, 3):
+            generator = torch.Generator().manual_seed(seed)
+            for name, parameter in policy.named_parameters():
+                if "lora_" in name:
+                    set_whole(parameter, torch.randn(parameter.shape, generator=generator) * 0.1)
+            g.sync_weights()
+            said = [None]
+            if first:
+                greedy = {"n": 1, "temperature": 0.0, "max_tokens": NEW, "logprobs": 0}
+                said = [g.vllm_client.generate(PROMPTS, generation_kwargs={"ignore_eos": True}, **greedy)]
+            (output,) = broadcast_object_list(said)
+            logps = torch.tensor([[step[0] for step in sequence] for sequence in output["logprobs"]])
+            results["adapter"].append((transformers_logps(policy, output["completion_ids"]) - logps).abs().max().item())
+        return results
+    finally:
+        if server is not None:
+            server.stop()
+
+
 def trained_sharded(folder: Path, **options) -> dict:
     sys.path.insert(0, str(Path(__file__).parents[2]))
     from qerl_trl import QeRLConfig, QeRLGRPOTrainer

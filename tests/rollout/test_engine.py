@@ -315,6 +315,14 @@ def test_engine_of_a_sharded_trainer(sharded):
     check_sharded(sharded)
 
 
+def test_a_server_of_a_sharded_trainer(sharded_server):
+    assert sharded_server["is sharded"]
+    assert sharded_server["probe"]["difference"] < EXACT and sharded_server["first"] < 1e-3
+    assert max(sharded_server["adapter"]) < EXACT
+    (clean, none), (sigma, effective) = sharded_server["sigma"]
+    assert clean == none == 0 < sigma and effective == pytest.approx(sigma, rel=0.15)
+
+
 def check_sharded(sharded) -> None:
     assert sharded["is sharded"] and sharded["sharded adapter"] == "DTensor" and not sharded["shared"]
     assert sharded["probe"]["difference"] < EXACT and sharded["first"] < 1e-3
