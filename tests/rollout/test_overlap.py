@@ -23,6 +23,7 @@ from qerl_trl.rollout.engine import RolloutError
 from qerl_trl.rollout.overlap import prompts_ahead
 from tests.faults.catalog import told
 from tests.faults.stand_in import StandIn, make_trainer  # noqa: F401  (a fixture)
+from tests.ranks import on_ranks
 
 #: three rollouts of two updates each
 OPTIONS = {
@@ -322,6 +323,50 @@ def test_a_request_ends_with_the_interpreter():
     assert not request.is_alive()
     with pytest.raises(SystemExit):
         request.answer()
+
+
+def test_two_processes_sample_ahead_each_with_its_own_engine_and_resume_exactly(make_trainer, tmp_path):  # noqa: F811
+    def run(folder, resume=None, **options):
+        def work(rank):
+            torch.set_num_threads(1)
+            trainer, steps = make_trainer(engine=Watched, **OPTIONS | {"output_dir": str(folder)} | options), Steps()
+            trainer.add_callback(steps)
+            trainer.train(resume_from_checkpoint=resume)
+            return {
+                "adapters": {step: [t.numpy() for t in found] for step, found in steps.adapters.items()},
+                "put": [[t.numpy() for t in rollout.adapter] for rollout in trainer.vllm_generation.engine.rollouts],
+                "ahead": [rollout.ahead for rollout in trainer.vllm_generation.engine.rollouts],
+                "draws": [rollout.draw for rollout in trainer.vllm_generation.engine.rollouts],
+                "tokens": [rollout.tokens for rollout in trainer.vllm_generation.engine.rollouts],
+                "end": [t.numpy() for t in adapter_of(trainer.model)],
+            }
+
+        outcomes = on_ranks(2, work, 200)
+        for outcome in outcomes:
+            assert isinstance(outcome.answer, dict), outcome
+        return [outcome.answer for outcome in outcomes]
+
+    def same(some, others):
+        return all((one == other).all() for one, other in zip(some, others, strict=True))
+
+    both = run(tmp_path / "whole")
+    first, second = both
+    assert first["ahead"] == second["ahead"] == [True] * 3
+    assert first["draws"] == second["draws"] and first["tokens"] != second["tokens"]
+    assert all(same(first["adapters"][step], second["adapters"][step]) for step in range(6))
+    for found in both:  # each rollout by the adapter of one rollout earlier
+        for put, step in zip(found["put"], (0, 0, 2), strict=True):
+            rounded = [torch.from_numpy(mine).bfloat16() for mine in found["adapters"][step]]
+            halves = [(2 * torch.from_numpy(mine)).bfloat16() / 2 for mine in found["adapters"][step]]
+            put = [torch.from_numpy(tensor) for tensor in put]
+            assert all(
+                torch.equal(one, a.float()) or torch.equal(one, b.float())
+                for one, a, b in zip(put, rounded, halves, strict=True)
+            )
+    shutil.copytree(tmp_path / "whole" / "checkpoint-2", tmp_path / "again" / "checkpoint-2")
+    resumed = run(tmp_path / "again", str(tmp_path / "again" / "checkpoint-2"))
+    assert all(same(found["end"], whole["end"]) for found, whole in zip(resumed, both, strict=True))
+    assert [found["tokens"][-1] for found in resumed] == [found["tokens"][-1] for found in both]
 
 
 @pytest.mark.parametrize("processes", [1, 2])
