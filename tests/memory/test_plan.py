@@ -13,7 +13,7 @@ from peft import LoraConfig
 from qerl_trl import QeRLConfig, QeRLGRPOTrainer, report
 from qerl_trl.memory.cards import by_card, gpu_of_card, in_words
 from qerl_trl.memory.formulas import engine_kv_bytes, model_bytes, predicted_bytes, shape_of
-from qerl_trl.memory.of_trainer import plan_trainer
+from qerl_trl.memory.of_trainer import plan_again, plan_trainer
 from qerl_trl.memory.plan import GIB, Gpu, plan_run, relief
 from qerl_trl.memory.workload import LARGER_STEPS, MAX_BATCHED_TOKENS, Workload
 from qerl_trl.report import banner
@@ -269,6 +269,20 @@ def test_steps_that_were_chosen_by_hand_stay():
     assert plan(80, batched_tokens=2048).engine_arguments()["max_num_batched_tokens"] == 2048
     assert plan(80, utilization=0.5).work.step_tokens == MAX_BATCHED_TOKENS  # the engine is told nothing but its share
     assert plan(80, rollout="server").work.step_tokens == MAX_BATCHED_TOKENS
+
+
+def test_an_engine_that_runs_keeps_its_steps_when_updates_are_planned_again(make_trainer):
+    """It was started where there was no room for larger ones, which what changed in the updates makes."""
+    trainer = make_trainer(["a", "b"])
+    tight = dataclasses.replace(WORK, rollout="colocate", prompt_length=4096, batch=1, packed=True)
+    shape, counted = shape_of(trainer.model.config), model_bytes(trainer.model)
+    least = plan_run(shape, tight, None, counted)
+    made = trainer.memory_plan = plan_run(shape, tight, Gpu(round(least.rollout * 1.02)), counted)
+    assert made.work.step_tokens == MAX_BATCHED_TOKENS and made.fits and made.waves == 1
+    trainer.memory_plan = dataclasses.replace(made, gpu=Gpu.of_gib(80))
+    assert plan_run(shape, tight, Gpu.of_gib(80), counted).work.step_tokens == LARGER_STEPS[0]
+    plan_again(trainer, packed=False)
+    assert trainer.memory_plan.work.step_tokens == MAX_BATCHED_TOKENS and not trainer.memory_plan.work.packed
 
 
 def test_the_table_adds_up_and_is_readable():

@@ -71,10 +71,13 @@ def plan_trainer(trainer: Any, gpu: Gpu | None = None) -> MemoryPlan:
 
 
 def plan_again(trainer: Any, **changed: Any) -> None:
-    """Plan a trainer's updates anew, which turned out to be computed in another way (`packed`, `compiled`); the KV cache stays as it is."""
+    """Plan a trainer's updates anew, which turned out to be computed in another way (`packed`, `compiled`); the engine stays as it is, its KV
+    cache and the tokens of its steps."""
     before: MemoryPlan = trainer.memory_plan
     limit = before.kv_bytes if before.work.colocated and before.gpu is not None else before.work.kv_limit
-    work = dataclasses.replace(before.work, **changed, kept_layers=0, kv_limit=limit)
+    work = dataclasses.replace(
+        before.work, **changed, kept_layers=0, kv_limit=limit, batched_tokens=before.work.step_tokens
+    )
     model = trainer.accelerator.unwrap_model(trainer.model)
     made = plan_run(shape_of(model.config), work, before.gpu, model_bytes(model), before.max_model_len)
     made = dataclasses.replace(made, work=dataclasses.replace(made.work, kv_limit=before.work.kv_limit))
