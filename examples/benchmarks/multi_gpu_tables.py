@@ -154,7 +154,9 @@ def multi_gpu() -> str:
         return aim(sequences + what, least, times, why, judged=same)
 
     def hidden(of: str = "") -> str:
-        one, overlapped = rows["ours-one" + of]["median"], rows["ours-server-overlap" + of]["median"]
+        many = rows["ours-server-overlap" + of]
+        one = row_of("ours-one" + of, [*measured, *record.get("before", [])], many)["median"]
+        overlapped = many["median"]
         return (
             f"a step is no shorter than its rollout: by one GPU's parts at most {one['step']:.2f} s / {one['rollout']:.2f} s = {one['step'] / one['rollout']:.2f}. "
             f"Of its {overlapped['step']:.2f} s, {overlapped['rollout']:.2f} still wait for the rollout, {overlapped['update']:.2f} are the update"
@@ -185,7 +187,7 @@ def multi_gpu() -> str:
     device, commits = rows["ours-dp"]["device"], [row["commit"][:7] for row in rows.values()]
     return (
         "\n".join(aims)
-        + "\n\nOne GPU was measured on the same machine; at b6d886d beside another job on its other GPU.\n\n"
+        + "\n\nWith 8 completions one GPU was measured on the same machine, beside another job on its other GPU; with 64 and data parallel on another machine of the same kind, by the same code.\n\n"
         + "\n".join(beside_stock(rows))
         + f"\n\n{largest(rows['ours-fsdp2-70b'])}\n\nNot run: {NOT_RUN}.\n\n"
         + "\n".join(taken)
