@@ -15,7 +15,9 @@ GIB = 2**30
 USABLE = 0.95
 #: GiB of one process beside weights, keys and values, by estimate: CUDA context, graphs, what a prefill and logits take
 PROCESS_GIB = 5.0
-#: and of one of ours, in whose steps there is more of a prefill
+#: engines of ours, whose steps process as many tokens as a plan chooses
+PLANNED_STEPS = ("ours", "ours-dense")
+#: and of one of these, in whose steps there is more of a prefill
 LARGER_STEPS_GIB = 2.5
 
 
@@ -82,7 +84,7 @@ def weights_bytes(case: str) -> int:
 
 def case_gib(case: Case) -> float:
     """Memory of the process of a case, by estimate."""
-    steps = LARGER_STEPS_GIB if case.name.split(":")[0] in ("ours", "ours-dense") else 0
+    steps = LARGER_STEPS_GIB if case.name.split(":")[0] in PLANNED_STEPS else 0
     return (weights_bytes(case.name) + kv_cache_bytes(case.size, max(case.batches))) / GIB + PROCESS_GIB + steps
 
 

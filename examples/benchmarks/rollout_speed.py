@@ -48,7 +48,19 @@ import about
 import rollout_results
 from process_groups import free_ports
 from rollout_models import folder, generation, linear_shapes, model_config, policy, seconds, time_syncs
-from rollout_plan import GIB, NEW, PROMPT, USABLE, Case, case_gib, fitting, kv_cache_bytes, stages_of, turns
+from rollout_plan import (
+    GIB,
+    NEW,
+    PLANNED_STEPS,
+    PROMPT,
+    USABLE,
+    Case,
+    case_gib,
+    fitting,
+    kv_cache_bytes,
+    stages_of,
+    turns,
+)
 
 from qerl_trl.memory.workload import LARGER_STEPS, MAX_BATCHED_TOKENS
 
@@ -63,7 +75,7 @@ BUILD, WARM, LAST = "build", "warm", "last"  # turns beside those of the batches
 
 def step_tokens_of(name: str, ours: int) -> int:
     """Tokens that a step of an engine may process; TRL's GRPOTrainer has no other value."""
-    return ours if name in ("ours", "ours-dense") else MAX_BATCHED_TOKENS
+    return ours if name in PLANNED_STEPS else MAX_BATCHED_TOKENS
 
 
 def engine_settings(size: str, batches: list[int], step_tokens: int) -> dict:
