@@ -998,7 +998,7 @@ def sharded_server(folder: Path) -> dict:
     from accelerate.utils import broadcast_object_list
 
     from qerl_trl import QeRLConfig, QeRLGRPOTrainer
-    from qerl_trl.names import is_sharded, set_whole
+    from qerl_trl.names import is_sharded
     from qerl_trl.rollout.spec import EngineSpec
     from tests.test_sharded import FSDP, as_accelerators
 
@@ -1025,10 +1025,7 @@ def sharded_server(folder: Path) -> dict:
         }
         g.sync_noise()  # training has ended, and so has its noise
         for seed in range(1, 3):
-            generator = torch.Generator().manual_seed(seed)
-            for name, parameter in policy.named_parameters():
-                if "lora_" in name:
-                    set_whole(parameter, torch.randn(parameter.shape, generator=generator) * 0.1)
+            random_adapter(policy, seed)
             g.sync_weights()
             said = [None]
             if first:
@@ -1046,7 +1043,7 @@ def sharded_server(folder: Path) -> dict:
 def trained_sharded(folder: Path, **options) -> dict:
     sys.path.insert(0, str(Path(__file__).parents[2]))
     from qerl_trl import QeRLConfig, QeRLGRPOTrainer
-    from qerl_trl.names import is_sharded, set_whole
+    from qerl_trl.names import is_sharded
     from tests.test_sharded import FSDP, as_accelerators
 
     path = write_model(folder)
@@ -1069,14 +1066,21 @@ def trained_sharded(folder: Path, **options) -> dict:
         "adapter": [],
     }
     for seed in range(1, 3):
-        generator = torch.Generator().manual_seed(seed)
-        for name, parameter in policy.named_parameters():
-            if "lora_" in name:
-                set_whole(parameter, torch.randn(parameter.shape, generator=generator) * 0.1)
+        random_adapter(policy, seed)
         g.sync_weights()
         g.sync_noise()
         results["adapter"].append(gap(policy, g.llm))
     return results
+
+
+def random_adapter(policy, seed: int) -> None:
+    """The same in every process, which may hold a part of each parameter only."""
+    from qerl_trl.names import set_whole
+
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in policy.named_parameters():
+        if "lora_" in name:
+            set_whole(parameter, torch.randn(parameter.shape, generator=generator) * 0.1)
 
 
 def engine_part(llm) -> float:

@@ -6,6 +6,7 @@ transformers 5.10.4 to 5.23 are overridden.
 
 import os
 import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy
@@ -183,7 +184,7 @@ class NVFP4HfQuantizer(HfQuantizer):
         if not self.pre_quantized:
             if self._headers:
                 headers.check_dense_headers(self._headers, self._converted)
-            self._leave_unread(model)
+            self._put_stand_ins(model, {})
             return model
         layout = self._layout()
         dense = {name: model.get_submodule(name) for name in config.dense_linears or ()}
@@ -196,20 +197,22 @@ class NVFP4HfQuantizer(HfQuantizer):
         eight, problems = check_fp8(self._headers, fp8)
         if problems:
             raise ValueError("\n".join(problems[:8]))
-        for name, module in self._converted.items():
-            _replace(model, name, _PackedPlaceholder(module, packed[name]))
+        self._put_stand_ins(model, packed)
         for name, module in fp8.items():
             _replace(model, name, _FP8Placeholder(module, eight[name]))
-        self._leave_unread(model)
         # scales of a quantized KV cache sit on the attention module, not on a linear
         ignored = model._keys_to_ignore_on_load_unexpected or ()
         model._keys_to_ignore_on_load_unexpected = {*ignored, r"\.[qkv]_scale$"}
         return model
 
-    def _leave_unread(self, model: PreTrainedModel) -> None:
-        if self._unread:
-            for name, module in self._converted.items():
+    def _put_stand_ins(self, model: PreTrainedModel, packed: Mapping[str, dict[str, headers.TensorInfo]]) -> None:
+        """What the checkpoint's tensors are loaded into, where that is no `nn.Linear`; `packed`: tensors of the layers that are NVFP4 in it."""
+        for name, module in self._converted.items():
+            if self._unread:
                 _replace(model, name, _Unread(module))
+            elif name in packed:
+                _replace(model, name, _PackedPlaceholder(module, packed[name]))
+        if self._unread:
             ignored = model._keys_to_ignore_on_load_unexpected or ()
             names = (rf"^{re.escape(name)}\.(?!bias$)" for name in self._converted)
             model._keys_to_ignore_on_load_unexpected = {*ignored, *names}
