@@ -187,10 +187,10 @@ def multi_gpu() -> str:
     device, commits = rows["ours-dp"]["device"], [row["commit"][:7] for row in rows.values()]
     return (
         "\n".join(aims)
-        + "\n\nWith 8 completions one GPU was measured on the same machine, beside another job on its other GPU; with 64 and data parallel on another machine of the same kind, by the same code.\n\n"
+        + "\n\nWith 8 completions one GPU, data parallelism, FSDP 2, ZeRO-2 and their twins were measured on one machine, one after the other; with 64 data parallelism on another machine than one GPU, of the same kind and by the same code.\n\n"
         + "\n".join(beside_stock(rows))
         + f"\n\n{largest(rows['ours-fsdp2-70b'])}\n\nNot run: {NOT_RUN}.\n\n"
         + "\n".join(taken)
-        + "\n\nOf the fullest GPU, by the plan of this commit. The row of data parallelism with 8 completions is older than the change that keeps torch from cutting a compiled layer in parts there, each of which keeps activations of its own; it has not been measured since.\n\n"
+        + "\n\nOf the fullest GPU, by the plan of this commit.\n\n"
         + f"{speed_tables.measured_by(RESULT, device, commits)}."
     )
