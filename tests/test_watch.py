@@ -85,5 +85,51 @@ def test_who_catches_the_error_goes_on():
     assert (survivor.answer, survivor.code) == ("done", 0)
 
 
+@pytest.mark.parametrize("leaving", [0, 2])
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_whoever_waits_for_a_process_that_came_to_its_end_is_told(leaving, when):
+    """Exit code 0, or sys.exit(1): no launcher ends the others for the first, and neither leaves an error behind."""
+
+    def work(rank):
+        started(rank, 3)
+        with working():  # all build a trainer
+            pass
+        if rank == leaving:
+            time.sleep(2 if when == "meanwhile" else 0)
+            watch.current().close()  # as at the end of the interpreter
+            return "left"
+        time.sleep(0 if when == "meanwhile" else 2)
+        with working():  # and train
+            hang()
+
+    begin = time.monotonic()
+    outcomes = on_ranks(3, work)
+    assert time.monotonic() - begin < 20
+    for rank, outcome in enumerate(outcomes):
+        if rank == leaving:
+            assert (outcome.answer, outcome.code) == ("left", 0)
+        else:
+            assert outcome.code == 1
+            assert f"Process {leaving} of 3" in outcome.stderr and "came to its end without an error" in outcome.stderr
+
+
+def test_whoever_has_done_its_part_may_leave():
+    """While another one is still in the same work, and before what that one does alone."""
+
+    def work(rank):
+        started(rank, 2)
+        with working():
+            if rank == 0:
+                time.sleep(1.5)
+        if rank == 1:
+            watch.current().close()
+            return "left"
+        with working("save_adapter"):
+            time.sleep(1.5)  # longer than the grace
+        return "done"
+
+    assert [(outcome.answer, outcome.code) for outcome in on_ranks(2, work)] == [("done", 0), ("left", 0)]
+
+
 def test_one_process_has_none():
     assert watch.start(0, 1) is None and watch.current() is None

@@ -9,7 +9,8 @@ minutes, gloo for thirty, and neither tells the cause. Here every process holds 
 
 Nothing is sent while all is well, so a process that computes for an hour, with Python's lock held, is not taken for dead. Who hears of an
 end prints the cause and gives its own work `GRACE` seconds to notice; after that the process ends, with exit code 1. Work is what lies in
-`with working():`; whoever catches the error of a training and goes on is left alone.
+`with working():`; whoever catches the error of a training and goes on is left alone. So is a process that comes to its end by itself, unless it
+has not begun what the others are in: where only the main process trains, the others are not waited for.
 """
 
 import atexit
@@ -48,6 +49,9 @@ _AGAIN = 0.05
 #: seconds for a connection to be made
 _CONNECT = 20.0
 
+#: the work that is never one process's alone
+_OF_ALL = "run"
+
 _watch: "Watch | None" = None
 _started = False
 #: how deep this process is in `working`
@@ -58,12 +62,14 @@ class Ended(NamedTuple):
     """What is known of the first process that did not come to its end.
 
     said: its error; None: it ended without a word. work: number of the work that it failed in; infinite where it is gone. of: that work's name.
+    missing: it came to its end by itself, before that work.
     """
 
     rank: int
     said: str | None
     work: float = math.inf
     of: str = ""
+    missing: bool = False
 
     def before(self, work: float, of: str) -> bool:
         """Whether it is of another work than this one, or of an earlier one of the name: all that wait for it have left that by now."""
@@ -71,7 +77,7 @@ class Ended(NamedTuple):
 
 
 @contextlib.contextmanager
-def working(name: str = "run") -> Iterator[None]:
+def working(name: str = _OF_ALL) -> Iterator[None]:
     """Around what all processes do together, also as a decorator. An error that leaves it ends those that are in the same work. May be nested.
 
     Args:
@@ -107,7 +113,7 @@ class Watch:
         self.ended: Ended | None = None
         self._heard = threading.Event()
         self._connections = connections
-        self._done: set[int] = set()
+        self._done: dict[int, int] = {}  # how many works of all were begun by a process that came to its end
         self._begun: Counter[str] = Counter()  # works that were begun, by their names
         self._work = ""  # the latest of them
         self._inside = False
@@ -117,7 +123,7 @@ class Watch:
 
     # --- what this process does
 
-    def enter(self, name: str = "run") -> None:
+    def enter(self, name: str = _OF_ALL) -> None:
         """It begins a work."""
         with self._lock:
             self._begun[name] += 1
@@ -125,7 +131,16 @@ class Watch:
             if self.ended is not None and self.ended.of == name and self._is_past(self.ended):
                 self.ended = None
                 self._heard.clear()
+            self._miss()
             self._end_if_due()
+
+    def _miss(self) -> None:
+        """Look for a process that came to its end and has not begun this work, which is one of all."""
+        work = self._begun[_OF_ALL]
+        missing = [rank for rank, begun in self._done.items() if begun < work]
+        if missing and self._inside and self._work == _OF_ALL and self.ended is None:
+            self.ended = Ended(missing[0], None, work, _OF_ALL, missing=True)
+            self._heard.set()
 
     def _is_past(self, ended: Ended) -> bool:
         return ended.before(self._begun[self._work], self._work)
@@ -148,7 +163,7 @@ class Watch:
         if error is not None and self.ended is None:
             self._announce(error)
         else:
-            self._send({"done": self.rank}, self._connections)
+            self._send({"done": self.rank, "begun": self._begun[_OF_ALL]}, self._connections)
 
     def _announce(self, error: BaseException) -> None:
         text = redaction.redact(f"{type(error).__name__}: {error}")[:_EXCERPT]
@@ -168,6 +183,11 @@ class Watch:
 
     def describe(self, ended: Ended) -> str:
         who = f"Process {ended.rank} of {len(self.hosts)} ({self.hosts[ended.rank]})"
+        if ended.missing:
+            return (
+                f"{who} came to its end without an error and has no part in this, in which every process has one. Build the trainer and call "
+                "trainer.train() in every process, not only where is_main_process is true, and look for a sys.exit() or a return before it."
+            )
         if ended.said is not None:
             return f"{who} failed: {ended.said}"
         return (
@@ -197,12 +217,15 @@ class Watch:
                             self._take({"failed": rank, "said": None})
 
     def _take(self, message: dict[str, Any]) -> None:
-        if "done" in message:
-            self._done.add(message["done"])
-            return
-        rank = message["failed"]
+        rank = message["done"] if "done" in message else message["failed"]
         if self.rank == 0:
             self._send(message, [other for other in self._connections if other != rank])
+        if "done" in message:
+            with self._lock:
+                self._done[rank] = message["begun"]
+                self._miss()
+                self._end_if_due()
+            return
         with self._lock:
             before, work, of = self.ended, message.get("work", math.inf), message.get("of", "")
             if before is None or before.before(work, of):

@@ -52,8 +52,25 @@ def in_process(generation: "QeRLVLLMGeneration") -> Engine:
         "seed": accelerator.process_index // tp,
     }
     chosen = getattr(args, "vllm_engine_kwargs", None) or {}
-    arguments = placement | memory_arguments(generation) | chosen
+    arguments = placement | agreed(memory_arguments(generation), generation.tp_group) | chosen
     return InProcessEngine(generation.model, generation.spec, generation.shared, sleeps, generation.tp_group, arguments)
+
+
+def agreed(arguments: dict[str, Any], group: "torch.distributed.ProcessGroup | None") -> dict[str, Any]:
+    """What all processes of one engine are told: of each number the smallest. Each has a scheduler of its own, which has to decide alike, and each
+    planned for its own GPU, where another program may have taken memory. Collective in `group`; None: an engine of one process."""
+    if group is None:
+        return arguments
+    told: list[dict[str, Any]] = [{} for _ in range(torch.distributed.get_world_size(group=group))]
+    torch.distributed.all_gather_object(told, arguments, group=group)
+    least: dict[str, Any] = {}
+    for name, value in (item for each in told for item in each.items()):
+        least[name] = min(value, least.get(name, value))
+    if least != arguments:
+        logger.info(
+            "Processes of this engine have different room on their GPUs; all of them take the smallest: %s.", least
+        )
+    return least
 
 
 def memory_arguments(generation: "QeRLVLLMGeneration") -> dict[str, Any]:
