@@ -19,7 +19,13 @@ def test_every_grpo_field_keeps_its_default_but_the_documented_ones():
         if name in GRPOConfig.__dataclass_fields__ and vars(ours)[name] != value
     }
     changed -= {"logging_dir", "run_name", "accelerator_config"}
-    documented = {"learning_rate", "vllm_importance_sampling_mode", "vllm_gpu_memory_utilization", "hub_private_repo"}
+    documented = {
+        "learning_rate",
+        "vllm_importance_sampling_mode",
+        "vllm_gpu_memory_utilization",
+        "hub_private_repo",
+        "ddp_timeout",
+    }
     assert changed == documented
 
 
@@ -169,3 +175,20 @@ def test_a_rollout_that_cannot_be_shared_says_by_how_many_it_can(tmp_path, monke
     for number in numbers[1].split(", ") if numbers else ():
         monkeypatch.setattr(QeRLConfig, "world_size", int(number))
         QeRLConfig(str(tmp_path), **given)
+
+
+@pytest.mark.parametrize(
+    ("options", "seconds"),
+    [
+        ({}, 4200),
+        ({"rollout_timeout": 60, "reward_timeout": 7200}, 7800),
+        ({"rollout_timeout": 60, "reward_timeout": 60}, 1800),
+        ({"rollout_timeout": 0, "reward_timeout": None}, 1800),
+        ({"ddp_timeout": 900}, 900),
+    ],
+)
+def test_collectives_wait_longer_than_what_a_process_may_do_alone(tmp_path, options, seconds):
+    """Else NCCL ends a run whose rollout is within its limit, and names neither."""
+    assert (
+        QeRLConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to=[], **options).ddp_timeout == seconds
+    )

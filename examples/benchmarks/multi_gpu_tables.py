@@ -8,6 +8,7 @@ from typing import Any
 
 import plan_check
 import speed_tables
+import step_speed
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULT = ROOT / "examples/benchmarks/results/multi_gpu_h200x2.json"
@@ -79,10 +80,12 @@ def overlap_on_one(aim: Callable[..., str]) -> str:
 def syncs(aim: Callable[..., str], rows: dict[str, Any]) -> list[str]:
     """The lines of `aim` about updates of a server: through shared memory, with the noise that goes along, and over a network."""
     record = json.loads(SERVER.read_text())
-    sync, each, on = record["sync"], rows["ours-server-overlap-of-64"], record["device"].partition(",")[0]
+    sync, on = record["sync"], record["device"].partition(",")[0]
+    each = [row for row in rows.values() if row["name"].startswith("ours-server")]
+    apart = ", ".join(f"{1000 * row['median']['sync']:.0f} ({row['name']}, {row['commit'][:7]})" for row in each)
     one_host = (
         f"adapter and noise, commit {record['commit'][:7]}, trainer and server on one {on}; the adapter alone {1000 * sync['shared memory']['median_s']:.0f}. "
-        f"With a GPU for each {1000 * each['median']['sync']:.0f}, commit {each['commit'][:7]}"
+        f"As the trainer counts it, with a GPU for each: {apart}"
     )
     between = (
         f"the adapter, over the loopback interface of one machine, trainer and server on one {on}; in requests, where such connections cannot be made, "
@@ -113,7 +116,7 @@ def largest(row: dict[str, Any]) -> str:
     median = row["median"]
     return (
         f"A 70B base (Llama 3's shape, random weights) under FSDP 2 on these two GPUs, an engine in each process, {row['batch']} completions of {row['new']} tokens per process: "
-        f"{median['step']:.1f} s per step, of which the rollout takes {median['rollout']:.1f}, the sync {median['sync']:.2f} and the update {median['update']:.1f}; "
+        f"{median['step']:.1f} s per step ({len(row['steps']) - step_speed.WARM} was counted), of which the rollout takes {median['rollout']:.1f}, the sync {median['sync']:.2f} and the update {median['update']:.1f}; "
         f"{max(row['gib']):.1f} GiB on the fuller one; a trainer was ready after {row['start']:.0f} s, imports, engines and the first step took {row['seconds_in_all'] - row['start'] - sum(r['step'] for r in row['steps'][1:]):.0f} more (commit {row['commit'][:7]})."
     )
 
@@ -143,7 +146,7 @@ def multi_gpu() -> str:
 
     def aim(what: str, least: float, found: float, why: str, most: bool = False, judged: bool = True) -> str:
         reached = "yes" if (found <= least if most else found >= least) else "no"
-        return f"| {what} | {'at most' if most else 'at least'} {least:g} | {found:.3g} | {reached if judged else 'open: of two commits'} | {why} |"
+        return f"| {what} | {'at most' if most else 'at least'} {least:g} | {found:.3g} | {reached}{'' if judged else ', of two commits'} | {why} |"
 
     def against_one(what: str, least: float, name: str, why: str, of: str = "") -> str:
         many = rows[name + of]
@@ -184,13 +187,20 @@ def multi_gpu() -> str:
             continue
         planned, most = planned_today(row), max(row["gib"])
         taken.append(f"| {name} | {planned:.1f} | {most:.1f} | {100 * (planned / most - 1):.1f} % |")
+    servers = [f"{row['server_gib']:.0f} GiB ({name})" for name, row in rows.items() if "server_gib" in row]
+    former = [
+        f"{row['name']} {row['median']['step']:.2f} ({row['commit'][:7]})"
+        for row in record.get("before", [])
+        if "median" in row and row["name"] in {f"{who}-{layout}" for who in ("ours", "stock") for layout in LAYOUTS}
+    ]
     device, commits = rows["ours-dp"]["device"], [row["commit"][:7] for row in rows.values()]
     return (
         "\n".join(aims)
         + "\n\nWith 8 completions one GPU, data parallelism, FSDP 2, ZeRO-2 and their twins were measured on one machine, one after the other; with 64 data parallelism on another machine than one GPU, of the same kind and by the same code.\n\n"
         + "\n".join(beside_stock(rows))
+        + f"\n\nThe same on other machines before, seconds per step: {', '.join(former)}. What of a difference is the machine's and what the code's was not looked into."
         + f"\n\n{largest(rows['ours-fsdp2-70b'])}\n\nNot run: {NOT_RUN}.\n\n"
         + "\n".join(taken)
-        + "\n\nOf the fullest GPU, by the plan of this commit.\n\n"
+        + f"\n\nOf the trainers' fullest GPU, by the plan of this commit. A server takes of its own GPU what vLLM takes by itself: {', '.join(servers)}.\n\n"
         + f"{speed_tables.measured_by(RESULT, device, commits)}."
     )

@@ -1,8 +1,8 @@
 """`QeRLConfig`: TRL's `GRPOConfig` plus the fields that a 4-bit base and adaptive quantization noise need.
 
-Every field of `GRPOConfig` keeps its name and meaning. Four defaults differ, because the paper's setting (arXiv 2510.11696,
+Every field of `GRPOConfig` keeps its name and meaning. Five defaults differ, because the paper's setting (arXiv 2510.11696,
 Table 4), safety or a smaller footprint asks for it: `learning_rate`, `vllm_importance_sampling_mode`,
-`vllm_gpu_memory_utilization` and `hub_private_repo`; each says so below.
+`vllm_gpu_memory_utilization`, `hub_private_repo` and `ddp_timeout` (`processes.patience`); each says so.
 """
 
 import copy
@@ -16,6 +16,7 @@ from . import preflight, redaction
 from .noise.callback import SCOPES
 from .noise.schedules import SCHEDULES, make_schedule
 from .nvfp4.format import SCALE_RULES
+from .processes import patience
 from .rollout.arms import check_options
 from .upstream import OnlineConfig
 
@@ -259,6 +260,7 @@ class QeRLArguments(OnlineConfig):
             )
         if updates is not None and self.generation_batch_size is None:
             self._cut_batches(updates)
+        self.ddp_timeout = patience(self.ddp_timeout, self.rollout_timeout, self.reward_timeout)
         try:
             super().__post_init__()
         except ValueError as error:
@@ -336,10 +338,8 @@ class QeRLArguments(OnlineConfig):
                 f"log_completions_hub_repo={completions!r} would upload completions every two minutes, unchecked and whether or not that "
                 "repository is public. Leave it out: log_completions=True keeps them in output_dir, from where you can publish what you have read."
             )
-        if self.aqn_seed is None:
-            self.aqn_seed = self.seed
-        if self.hub_private_repo is None:
-            self.hub_private_repo = True
+        self.aqn_seed = self.seed if self.aqn_seed is None else self.aqn_seed
+        self.hub_private_repo = True if self.hub_private_repo is None else self.hub_private_repo
 
     def _cut_batches(self, updates: int) -> None:
         """A rollout of `updates_per_rollout` steps, where nothing says how many completions it has."""

@@ -1,6 +1,7 @@
 """A run of several processes, one of which has ended: the others say so, instead of showing what their connection made of it."""
 
 import functools
+import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,8 +20,19 @@ _LOST = re.compile(
 )
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
+#: seconds that a collective waits beyond the longest of what a process may do alone meanwhile
+_LATER = 600
 #: seconds until it is known which process ended, once a connection to one is gone
 _KNOWN = 5.0
+
+
+def patience(timeout: int, *limits: float | None) -> int:
+    """`ddp_timeout`, in seconds. Processes that wait for one whose rollout or reward may take an hour must not give up after half of it, with an
+    error of NCCL's that names neither; so transformers' default grows with the `limits` of these. Another value is the user's."""
+    known = [limit for limit in limits if isinstance(limit, int | float) and math.isfinite(limit)]
+    if timeout != TrainingArguments.ddp_timeout or not known:
+        return timeout
+    return max(timeout, math.ceil(max(known)) + _LATER)
 
 
 def start_watch(args: TrainingArguments) -> None:

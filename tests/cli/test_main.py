@@ -369,6 +369,10 @@ def test_plan(tiny_model_dir):
     assert whole[copy] == 0 < sharded[copy] < whole["frozen base, nvfp4"]
     assert "2 GPUs, which share the base: 64 completions" in call("plan", folder, "--gpus", 2, "--fsdp")[1]
     assert "say how many with --gpus" in call("plan", folder, "--fsdp")[2]
+    zero2 = json.loads(call("plan", folder, "--gpus", 2, "--zero2", "--json")[1])["work"]
+    assert zero2["deepspeed"] and zero2["gradient_checkpointing"] and not zero2["sharded"]
+    assert "say how many with --gpus" in call("plan", folder, "--zero2")[2]
+    assert "two ways of sharing" in call("plan", folder, "--gpus", 2, "--zero2", "--fsdp")[2]
     assert (
         "needs a multiple of them in --gpus 3"
         in call("plan", folder, "--gpus", 3, "--tensor-parallel", 2, "--completions", 12)[2]

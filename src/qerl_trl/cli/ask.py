@@ -50,6 +50,9 @@ def plan(
     fsdp: Annotated[
         bool, typer.Option(help="The GPUs share the base out between them (FSDP 2); an engine has weights of its own.")
     ] = False,
+    zero2: Annotated[
+        bool, typer.Option(help="The GPUs share the optimizer out between them (DeepSpeed ZeRO-2).")
+    ] = False,
     tensor_parallel: Annotated[
         int | None, typer.Option(min=1, help="GPUs of one engine.", show_default="1, or as the configuration says")
     ] = None,
@@ -122,8 +125,11 @@ def plan(
             sleep=sleep,
             **on_a_gpu(base_format),
         )
-    if fsdp and gpus == 1:
-        raise ValueError("--fsdp shares the base out between several GPUs: say how many with --gpus.")
+    if fsdp and zero2:
+        raise ValueError("--fsdp and --zero2 are two ways of sharing: accelerate takes one of them.")
+    if (fsdp or zero2) and gpus == 1:
+        shared = "--fsdp shares the base" if fsdp else "--zero2 shares the optimizer"
+        raise ValueError(f"{shared} out between several GPUs: say how many with --gpus.")
     if tensor_parallel is not None:
         work = work.with_engines_of(tensor_parallel)
     if gpus % work.tensor_parallel:
@@ -132,6 +138,8 @@ def plan(
         )
     if fsdp:
         work = work.under_fsdp()
+    if zero2:
+        work = work.under_zero2()
     if model is None:
         raise ValueError("There is nothing to plan: name a model, or a configuration with --config.")
     shape = shape_of(model)

@@ -53,8 +53,7 @@ def plan_trainer(trainer: Any, gpu: Gpu | None = None) -> MemoryPlan:
         if getattr(trainer, "aux_loss_enabled", False):  # experts' load is counted, of each completion's own prompt too
             work = dataclasses.replace(work, generations=1)
         if trainer.is_deepspeed_enabled:
-            checkpointing = work.gradient_checkpointing is None or work.gradient_checkpointing
-            work = dataclasses.replace(work, deepspeed=True, gradient_checkpointing=checkpointing)
+            work = work.under_zero2()
         device = trainer.accelerator.device
         if gpu is None and device.type == "cuda":
             gpu = Gpu.current(device)

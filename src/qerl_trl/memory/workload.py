@@ -116,8 +116,15 @@ class Workload:
     def under_fsdp(self) -> "Workload":
         """The same with the trainer's weights shared out, and an engine's of its own. Processes gather the weights of each layer together, and each
         plans for itself, so all layers recompute unless it is said how many."""
-        checkpointing = True if self.gradient_checkpointing is None else self.gradient_checkpointing
-        return dataclasses.replace(self, share_weights=False, sharded=True, gradient_checkpointing=checkpointing)
+        return dataclasses.replace(self, share_weights=False, sharded=True, gradient_checkpointing=self._said_or_all)
+
+    def under_zero2(self) -> "Workload":
+        """The same with the optimizer shared out by DeepSpeed, under which all layers recompute too unless it is said how many."""
+        return dataclasses.replace(self, deepspeed=True, gradient_checkpointing=self._said_or_all)
+
+    @property
+    def _said_or_all(self) -> bool:
+        return self.gradient_checkpointing is None or self.gradient_checkpointing
 
 
 @dataclasses.dataclass(frozen=True)
