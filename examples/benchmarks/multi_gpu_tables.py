@@ -18,6 +18,8 @@ SERVER = ROOT / "examples/benchmarks/results/server_h200.json"
 ONE_GPU_64 = "ours-7b-64x512"
 #: what two rows have in common that may be compared
 ORIGIN = ("commit", "device")
+#: how many times one GPU's sequences per second a server on a second one should give, with overlap
+TWICE = 1.5
 #: aims of which there is no row in RESULT
 NOT_RUN = "70B under FSDP 2 with one engine of both GPUs"
 #: of those, by layout, that have a row of stock TRL beside ours or want one
@@ -146,7 +148,7 @@ def multi_gpu() -> str:
 
     def aim(what: str, least: float, found: float, why: str, most: bool = False, judged: bool = True) -> str:
         reached = "yes" if (found <= least if most else found >= least) else "no"
-        return f"| {what} | {'at most' if most else 'at least'} {least:g} | {found:.3g} | {reached}{'' if judged else ', of two commits'} | {why} |"
+        return f"| {what} | {'at most' if most else 'at least'} {least:g} | {found:.3g} | {reached if judged else 'open: of two commits'} | {why} |"
 
     def against_one(what: str, least: float, name: str, why: str, of: str = "") -> str:
         many = rows[name + of]
@@ -159,9 +161,10 @@ def multi_gpu() -> str:
     def hidden(of: str = "") -> str:
         many = rows["ours-server-overlap" + of]
         one = row_of("ours-one" + of, [*measured, *record.get("before", [])], many)["median"]
-        overlapped = many["median"]
+        overlapped, most = many["median"], one["step"] / one["rollout"]
+        beyond = ", so the aim is out of reach" if most < TWICE else ""
         return (
-            f"a step is no shorter than its rollout: by one GPU's parts at most {one['step']:.2f} s / {one['rollout']:.2f} s = {one['step'] / one['rollout']:.2f}. "
+            f"a step is no shorter than its rollout: by one GPU's parts at most {one['step']:.2f} s / {one['rollout']:.2f} s = {most:.2f}{beyond}. "
             f"Of its {overlapped['step']:.2f} s, {overlapped['rollout']:.2f} still wait for the rollout, {overlapped['update']:.2f} are the update"
         )
 
@@ -175,8 +178,8 @@ def multi_gpu() -> str:
         "|---|---|---:|---|---|",
         against_one(parallel, 1.9, "ours-dp", slower),
         against_one(parallel, 1.9, "ours-dp", slower, "-of-64"),
-        against_one(twice, 1.5, "ours-server-overlap", hidden()),
-        against_one(twice, 1.5, "ours-server-overlap", hidden("-of-64"), "-of-64"),
+        against_one(twice, TWICE, "ours-server-overlap", hidden()),
+        against_one(twice, TWICE, "ours-server-overlap", hidden("-of-64"), "-of-64"),
         overlap_on_one(aim),
         *syncs(aim, rows),
         starts(aim, rows),
