@@ -6,6 +6,7 @@ A step is what is left of `rollout_speed_h200.json` (tokens per second of 7B in 
 for 64 sequences and is taken in proportion.  Beside it stand 28 times a decoder layer without attention (`batch_invariant_h200.json`: as in a
 model, with norms and SwiGLU), 28 times the four products one after the other (`h200.json`), and what both read at the least: the packed layers
 and the head, which stays in bfloat16.  The rest of a step is attention, sampling with its log-probabilities, and whatever the GPU waits for.
+Beside the table stands how far the repeats of a rollout are apart, in milliseconds per step: no difference of less says anything.
 """
 
 import argparse
@@ -26,6 +27,19 @@ LAYERS, HIDDEN, VOCABULARY, NEW = (
 BANDWIDTH = 4.59e6  # bytes per microsecond that an H200 reads, as in compare.py
 
 
+def step_ms(one: dict, batch: int, tokens_per_s: float) -> float:
+    """Milliseconds of a step of a rollout at such a speed, by its prefill's share."""
+    prefill = one["prefill_s"]["64"] * batch / 64
+    return (batch * NEW / tokens_per_s - prefill) / NEW * 1e3
+
+
+def apart(case: str, batch: int) -> float:
+    """Milliseconds per step between the fastest and the slowest repeat."""
+    one = json.loads(ROLLOUT.read_text())["cases"][case]
+    speeds = one["tokens_per_s"][str(batch)]
+    return step_ms(one, batch, min(speeds)) - step_ms(one, batch, max(speeds))
+
+
 def rows() -> list[dict]:
     """Milliseconds of a step, per number of sequences that all three files know."""
     rollout = json.loads(ROLLOUT.read_text())["cases"]
@@ -35,10 +49,8 @@ def rows() -> list[dict]:
     head = 2 * VOCABULARY * HIDDEN / BANDWIDTH / 1e3
 
     def step(case: str, batch: int) -> float:
-        one = rollout[case]
-        speeds = one["tokens_per_s"][str(batch)]
-        prefill = one["prefill_s"]["64"] * batch / 64
-        return (batch * NEW / (sum(speeds) / len(speeds)) - prefill) / NEW * 1e3
+        speeds = rollout[case]["tokens_per_s"][str(batch)]
+        return step_ms(rollout[case], batch, sum(speeds) / len(speeds))
 
     found = []
     for batch in (8, 32, 64):
@@ -84,16 +96,28 @@ def text() -> str:
     hidden = len(above) * min(above.values()) * LAYERS / 1e3
     gaps = ", ".join(f"{name} {us:.1f}" for name, us in above.items())
     few = found[0]
+    spread = {case: apart(f"{case}:7b", few["sequences"]) for case in ("ours", "stock-merged")}
+    repeats = "; ".join(
+        f"{apart('ours:7b', row['sequences']):.2f} (ours) and {apart('stock-merged:7b', row['sequences']):.2f} (bf16) at {row['sequences']} sequences"
+        for row in found
+    )
+    between, largest = abs(round(few["rest"], 2) - round(few["bf16 rest"], 2)), max(spread.values())
+    outside = ", ".join(
+        f"{row['rest'] / (row['step'] - row['floor']):.0%} at {row['sequences']} sequences" for row in found
+    )
     lines += [
         "",
-        "Milliseconds per step of 7B on an H200, adapter of rank 32 in ours, none in bf16. The files are of different runs: tenths count, hundredths do "
-        "not. At 8 sequences:",
+        "Milliseconds per step of 7B on an H200, adapter of rank 32 in ours, none in bf16; a step is of the mean of the repeats. These are apart by "
+        f"{repeats}, and the files are of different runs and commits: a difference of less says nothing. Of the distance between step and floor, "
+        f"the rest, which is outside of the layers, is {outside}. At {few['sequences']} sequences:",
         "",
-        f"* {few['rest']:.2f} ms are attention, sampling with log-probabilities, and waiting. bf16 has the same {few['bf16 rest']:.2f}: no product is in it.",
+        f"* {few['rest']:.2f} ms are attention, sampling with log-probabilities, and waiting; for bf16 {few['bf16 rest']:.2f}. No product is in it, and the "
+        f"{between:.2f} between them are {'less' if between < largest else 'more'} than repeats are apart.",
         f"* {few['layers']:.2f} ms are the layers. Their products alone take {few['products']:.2f}, of which the adapter {adapter:.2f}; norms and SwiGLU "
         f"{few['glue']:.2f} (two and three kernels in the benchmark, two and one in the engine); "
-        f"{few['layers'] - few['products'] - few['glue']:.2f} is lost because a product overlaps less with its neighbours.",
-        f"* Above their floor the products are, in microseconds: {gaps}. The smallest of these is what a product costs that has almost no bytes to read: "
+        f"{few['layers'] - few['products'] - few['glue']:.2f} is left over between two files of different commits; a product may overlap less with such "
+        "neighbours.",
+        f"* Without an adapter, above their floor the products are, in microseconds: {gaps}. The smallest of these is what a product costs that has almost no bytes to read: "
         f"if one kernel for the layer hid that much of each, {hidden:.2f} ms ({hidden / few['step']:.0%} of the step) were gone, less what its barriers over "
         "all multiprocessors take.",
     ]

@@ -4,7 +4,8 @@
 
 For the four matrices of a decoder layer with an adapter of rank 32: what nothing could be faster than (compare.floor_us), cuBLAS bf16, ours as timed, and
 what the model says of the chosen ones, by term (cost.terms).  Factors come from least squares, so a part is as good as the model is: `predicted` stands
-beside what was timed.  No GPU is needed.
+beside what was timed, and where the units' part is below what the matrix units need at their peak, that is said.  Below that, what a step to the next
+tile of tokens costs, of whole layers (layers_h200.json).  No GPU is needed.
 """
 
 import argparse
@@ -16,12 +17,15 @@ from fit import known, latest
 
 from qerl_nvfp4 import cost
 
+LAYERS = Path(__file__).resolve().parent / "results" / "layers_h200.json"
 PAGE = Path(__file__).resolve().parents[1] / "HOW_IT_WORKS.md"
 BEGIN, END = "<!-- where: written by benchmarks/where.py -->\n", "<!-- end of where -->\n"
 SIZES = (64, 128, 192, 256, 384, 512)
+UNITS = "units of 256 columns (decode, matrix units)"
+COMPUTE = 256  # from so many tokens on, the floor of all of these matrices is the matrix units' time
 PARTS = {  # column -> terms
     "launches": ("launch",),
-    "units of 256 columns (decode, matrix units)": ("units", "GFLOP", "rounds"),
+    UNITS: ("units", "GFLOP", "rounds"),
     "ends of tiles, cut tiles": ("tiles", "split", "shares"),
     "weights, x, y beside": ("MB of weights", "MB of x", "MB of y", "weights"),
     "x A^T": ("MFLOP of x A^T",),
@@ -39,11 +43,9 @@ def parts(row: dict, sms: int) -> tuple[float, dict[str, float]]:
     }
 
 
-def table(result: dict) -> list[str]:
-    lines = [
-        f"| model | tokens | floor | bf16 | ours | predicted | {' | '.join(PARTS)} |",
-        "|---|" + "---:|" * (5 + len(PARTS)),
-    ]
+def sums(result: dict) -> list[tuple[str, int, dict[str, float]]]:
+    """(model, tokens, microseconds by column) of the four products."""
+    lines = []
     rows = latest(result["matrices"])
     models = dict.fromkeys(row["matrix"].rpartition(".")[0] for row in rows)
     for model in models:
@@ -52,15 +54,54 @@ def table(result: dict) -> list[str]:
             if len(four) != 4:
                 continue
             found = [parts(row, result["multiprocessors"]) for row in four]
-            sums = [
-                sum(floor_us(row["N"], row["K"], M) for row in four),
-                sum(row["bf16_us"] for row in four),
-                sum(us for us, _ in found),
-                sum(sum(each.values()) for _, each in found),
-                *(sum(each[part] for _, each in found) for part in PARTS),
-            ]
-            lines.append(f"| {model} | {M} | " + " | ".join(f"{us:.0f}" for us in sums) + " |")
+            columns = {
+                "floor": sum(floor_us(row["N"], row["K"], M) for row in four),
+                "bf16": sum(row["bf16_us"] for row in four),
+                "ours": sum(us for us, _ in found),
+                "predicted": sum(sum(each.values()) for _, each in found),
+            }
+            lines.append((model, M, columns | {part: sum(each[part] for _, each in found) for part in PARTS}))
     return lines
+
+
+def table(found: list[tuple[str, int, dict[str, float]]]) -> list[str]:
+    lines = [f"| model | tokens | {' | '.join(found[0][2])} |", "|---|" + "---:|" * (5 + len(PARTS))]
+    for model, M, columns in found:
+        lines.append(f"| {model} | {M} | " + " | ".join(f"{us:.0f}" for us in columns.values()) + " |")
+    return lines
+
+
+def too_short(found: list[tuple[str, int, dict[str, float]]]) -> str:
+    """Where the fitted units take less than the matrix units can."""
+    many = [(model, M, row[UNITS], row["floor"]) for model, M, row in found if M >= COMPUTE]
+    short = [f"{units:.0f} of {floor:.0f} for {model} at {M}" for model, M, units, floor in many if units < floor]
+    if not short:
+        return ""
+    return (
+        f"From {COMPUTE} tokens on the floor is what the matrix units need at their peak, and nothing can be below it. In {len(short)} of {len(many)} rows "
+        f"the units' column is: {', '.join(short)} (microseconds). Part of their time stands in other columns there: least squares do not tell terms "
+        "apart that grow together, and a column is not to be trusted to a tenth of the sum."
+    )
+
+
+def steps(layers: list[dict], found: list[tuple[str, int, dict[str, float]]], model: str = "7B") -> str:
+    """What the widths of tiles do to a layer's time, and what finer ones could win at the most."""
+    us = {row["M"]: row["ours_us"] for row in layers if row["model"] == model}
+    narrow, wide = sorted({BM for BM, *_ in cost.WGMMA}), sorted({BM for BM, _ in cost.WIDE})
+    finer = next(row for name, M, row in found if (name, M) == (model, 64))
+
+    def at(*tokens: int) -> str:
+        return ", ".join(f"{us[M]:.0f} at {M}" for M in tokens)
+
+    edges = "; ".join(f"{us[M]:.0f} to {us[M + 8]:.0f} from {M} to {M + 8} tokens" for M in (64, 256, 384))
+    return (
+        f"**Tiles of tokens.** `wgmma` has tiles of {', '.join(map(str, narrow))} tokens, `wide` of {', '.join(map(str, wide[:-1]))} and {wide[-1]}: between "
+        f"{narrow[0]} and {wide[0]} there are only powers of two. So 24 tokens cost what 32 do, and 40 and 48 nearly what 64 do: a layer of {model} takes "
+        f"{at(24, 32)}, then {at(40, 48, 56, 64)} us. It jumps where the next tile begins: {edges}. Finer tiles between 16 and 64 tokens were not built. At "
+        f"40 tokens one could win at the most what is between 32 and 40 now, {us[40] - us[32]:.0f} of {us[40]:.0f} us, since no tile of 40 would be faster "
+        f"than that of 32, and only in the units of the table: at 64 tokens they are {finer[UNITS]:.0f} of {finer['ours']:.0f} us, of which decoding does "
+        "not become less with the tile."
+    )
 
 
 def text(result: dict) -> str:
@@ -69,7 +110,11 @@ def text(result: dict) -> str:
         f"parts of `predicted`, which is of the candidates that it chooses. {result['device']}, torch {result['torch']}, triton {result['triton']}, commit "
         f"{', '.join(run['commit'][:7] for run in (result, *result.get('more', ())))}."
     )
-    return "\n".join([*table(result), "", about]) + "\n"
+    layers = json.loads(LAYERS.read_text())
+    runs = ", ".join(dict.fromkeys(run["commit"][:7] for run in layers["runs"]))
+    found = sums(result)
+    below = f"{steps(layers['layers'], found)} Layers of `results/{LAYERS.name}`, commit {runs}."
+    return "\n\n".join(filter(None, ["\n".join(table(found)), about, too_short(found), below])) + "\n"
 
 
 def written(page: str, result: dict) -> str:

@@ -335,6 +335,17 @@ def test_the_page_says_where_the_products_time_goes(monkeypatch):
     assert where.written(page, result) == page, "run kernels/benchmarks/where.py --page kernels/HOW_IT_WORKS.md"
 
 
+def test_the_page_says_what_fp8_activations_could_win(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import w4a8
+
+    result, page = json.loads(w4a8.RESULT.read_text()), w4a8.PAGE.read_text()
+    assert w4a8.written(page, result) == page, "run kernels/benchmarks/w4a8.py --page kernels/HOW_IT_WORKS.md"
+    for row in w4a8.rows(result):
+        assert row["floor"] < row["ours"] < row["with adapter"]
+        assert abs(row["floor"] / 2 + row["other"] + row["adapter"] - row["halved"]) < 1e-9
+
+
 def test_the_cost_model_is_that_of_the_committed_measurement(monkeypatch):
     """Its factors, and what is said of how far its choices are from the fastest."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
