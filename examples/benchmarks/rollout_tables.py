@@ -52,7 +52,31 @@ def rollout(path: Path = ROLLOUT) -> str:
     notes += [f"Left out, because {why}: {', '.join(names)}." for why, names in left.items()]
     notes += _unsteady(record["cases"])
     what = f"{record['what'][0].upper()}{record['what'][1:]}."
+    if path == ROLLOUT:
+        tables.append(not_measured(record, models))
     return "\n\n".join([*filter(None, tables), " ".join([what, *notes, f"[{path.name}]({path.relative_to(ROOT)})."])])
+
+
+#: sequences at which every model would be measured
+SEQUENCES = (8, 32, 64, 128, 256, 512)
+
+
+def not_measured(record: dict[str, Any], models: list[str]) -> str:
+    """Which numbers of sequences and which engines the tables have not, by model."""
+    sequences: dict[int, list[str]] = {}
+    for size in models:
+        for count in SEQUENCES:
+            if str(count) not in record["tokens_per_s"][f"ours:{size}"]:
+                sequences.setdefault(count, []).append(rollout_results.label(size))
+    said = [f"{count} sequences of {_names(names, models)}" for count, names in sorted(sequences.items())]
+    for other, words in OTHERS.items():
+        without = [rollout_results.label(size) for size in models if f"{other}:{size}" not in record["cases"]]
+        said += [f"{words} for {_names(without, models)}"] if without else []
+    return f"Not measured, because the time on the GPU went elsewhere: {'; '.join(said)}." if said else ""
+
+
+def _names(names: list[str], models: list[str]) -> str:
+    return "any model" if len(names) == len(models) else ", ".join(names)
 
 
 def _prefills(cases: dict[str, dict[str, Any]], models: list[str]) -> str:
