@@ -18,24 +18,29 @@ FACTORS = ROOT / "kernels/torch-ext/qerl_nvfp4/configs/cost_model.json"
 
 
 def kernels() -> str:
-    """One decoder layer: ratios of cuBLAS bf16's time to Marlin's and to ours."""
+    """The four products of a decoder layer: microseconds, and ratios of cuBLAS bf16's time to ours and to Marlin's."""
     record = json.loads(KERNELS.read_text())
-    rows = [
-        "| tokens | 7B: Marlin | 7B: ours | ours + LoRA | 32B: Marlin | 32B: ours | ours + LoRA |",
-        "|---:|---:|---:|---:|---:|---:|---:|",
-    ]
     sums = {(entry["model"], entry["M"]): entry for entry in record["sums"]}
+    #: columns, in microseconds; the adapter first, which is what a rollout runs
+    columns = {"ours + LoRA": "ours_lora_us", "ours": "ours_us", "bf16": "bf16_us", "Marlin": "marlin_us"}
+    models = ("7B", "32B")
+    heads = [f"{model}: {column}" if column == "ours + LoRA" else column for model in models for column in columns]
+    times = [f"| us, at tokens | {' | '.join(heads)} |", "|---:|" + "---:|" * len(heads)]
+    heads = [column for column in heads if column != "bf16"]
+    ratios = [f"| times bf16's speed, at tokens | {' | '.join(heads)} |", "|---:|" + "---:|" * len(heads)]
     for tokens in sorted({tokens for _, tokens in sums}):
-        cells = []
-        for model in ("7B", "32B"):
-            entry = sums[model, tokens]
-            ratios = (entry["marlin_ratio"], entry["ratio"], entry["bf16_us"] / entry["ours_lora_us"])
-            cells += [f"{ratio:.2f}" for ratio in ratios]
-        rows.append(f"| {tokens} | {' | '.join(cells)} |")
+        entries = [sums[model, tokens] for model in models]
+        cells = [f"{entry[key]:.0f}" for entry in entries for key in columns.values()]
+        times.append(f"| {tokens} | {' | '.join(cells)} |")
+        cells = [
+            f"{entry['bf16_us'] / entry[key]:.2f}" for entry in entries for key in columns.values() if key != "bf16_us"
+        ]
+        ratios.append(f"| {tokens} | {' | '.join(cells)} |")
+    rows = [*times, "", *ratios]
     versions = {name: record[name] for name in ("torch", "triton")}
     return (
         "\n".join([*rows, "", *floor_share(sums)])
-        + "\n\nSpeed relative to cuBLAS bf16 (above 1 is faster), summed over the four matrices of a Qwen2.5 decoder layer; "
+        + "\n\nSummed over the four matrices of a Qwen2.5 decoder layer; bf16 is cuBLAS's, and a ratio above 1 is faster than it; "
         f"rank-{record['lora_rank']} adapter inside the kernel, against bf16 without one. The floor is what memory and matrix units need at the least. "
         f"{measured_by(KERNELS, record['device'], [record['commit']], **versions)}.{others_in_sums(record)}"
         f"\n\n{above_the_floor(record)}"
