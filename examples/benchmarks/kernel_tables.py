@@ -152,11 +152,11 @@ SHOWN = (8, 16, 24, 32, 48, 64, 72, 80, 96, 128, 144, 160, 192, 208, 256, 272, 3
 #: of the cards on which layers were timed, and of the adapter in them
 SMS, LORA_RANK = 132, 32
 #: of each model's layer, the worst ratio wanted from 24 to 128 tokens, and from 136 to 512
+WANTED = {"7B": (1.05, 0.9), "32B": (1.05, 0.9), "Llama-3-8B": (1.05, 0.9), "1.5B": (0.95, 0.95), "0.5B": (0.95, 0.95)}
 #: and, at any number of tokens, of every layer
 NEVER_BELOW = 0.95
 #: how much slower than the fastest the selected kernel may be on a matrix that the fit has not seen: at most, and aimed at
 OUTSIDE_WANTED = (0.08, 0.05)
-WANTED = {"7B": (1.05, 0.9), "32B": (1.05, 0.9), "Llama-3-8B": (1.05, 0.9), "1.5B": (0.95, 0.95), "0.5B": (0.95, 0.95)}
 
 
 def layers_of(record: dict[str, Any], wanted: bool = True) -> list[str]:

@@ -13,6 +13,8 @@ import argparse
 import json
 from pathlib import Path
 
+from pages import placed
+
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
 ROLLOUT = HERE.parents[1] / "examples" / "benchmarks" / "results" / "rollout_speed_h200.json"
@@ -33,9 +35,8 @@ def step_ms(one: dict, batch: int, tokens_per_s: float) -> float:
     return (batch * NEW / tokens_per_s - prefill) / NEW * 1e3
 
 
-def apart(case: str, batch: int) -> float:
-    """Milliseconds per step between the fastest and the slowest repeat."""
-    one = json.loads(ROLLOUT.read_text())["cases"][case]
+def apart(one: dict, batch: int) -> float:
+    """Milliseconds per step between the fastest and the slowest repeat of a rollout."""
     speeds = one["tokens_per_s"][str(batch)]
     return step_ms(one, batch, min(speeds)) - step_ms(one, batch, max(speeds))
 
@@ -96,12 +97,15 @@ def text() -> str:
     hidden = len(above) * min(above.values()) * LAYERS / 1e3
     gaps = ", ".join(f"{name} {us:.1f}" for name, us in above.items())
     few = found[0]
-    spread = {case: apart(f"{case}:7b", few["sequences"]) for case in ("ours", "stock-merged")}
-    repeats = "; ".join(
-        f"{apart('ours:7b', row['sequences']):.2f} (ours) and {apart('stock-merged:7b', row['sequences']):.2f} (bf16) at {row['sequences']} sequences"
+    cases = json.loads(ROLLOUT.read_text())["cases"]
+    spreads = {
+        row["sequences"]: [apart(cases[case], row["sequences"]) for case in ("ours:7b", "stock-merged:7b")]
         for row in found
+    }
+    repeats = "; ".join(
+        f"{one:.2f} (ours) and {other:.2f} (bf16) at {n} sequences" for n, (one, other) in spreads.items()
     )
-    between, largest = abs(round(few["rest"], 2) - round(few["bf16 rest"], 2)), max(spread.values())
+    between, largest = abs(round(few["rest"], 2) - round(few["bf16 rest"], 2)), max(spreads[few["sequences"]])
     outside = ", ".join(
         f"{row['rest'] / (row['step'] - row['floor']):.0%} at {row['sequences']} sequences" for row in found
     )
@@ -126,11 +130,7 @@ def text() -> str:
 
 def written(page: str) -> str:
     """The page with the table in its place."""
-    head, _, rest = page.partition(BEGIN)
-    _, end, tail = rest.partition(END)
-    if not end:
-        raise ValueError(f"the page has no {BEGIN.strip()} and {END.strip()}")
-    return head + BEGIN + text() + END + tail
+    return placed(page, BEGIN, END, text())
 
 
 def main() -> None:

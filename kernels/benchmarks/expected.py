@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 import torch
+from pages import placed
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "torch-ext"))
 
@@ -84,11 +85,7 @@ def text(model: str) -> str:
 
 def written(page: str, model: str) -> str:
     """The page with these tables in their place."""
-    head, _, rest = page.partition(BEGIN)
-    _, end, tail = rest.partition(END)
-    if not end:
-        raise ValueError(f"the page has no {BEGIN.strip()} and {END.strip()}")
-    return head + BEGIN + text(model) + END + tail
+    return placed(page, BEGIN, END, text(model))
 
 
 # --- on a GPU -------------------------------------------------------------------------------------------------------------------------

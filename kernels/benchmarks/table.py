@@ -8,6 +8,8 @@ import json
 import sys
 from pathlib import Path
 
+from pages import placed
+
 
 def cell(value, pattern: str = "{:.1f}") -> str:
     return "" if value is None else pattern.format(value)
@@ -94,11 +96,7 @@ def invariant_table(result: dict) -> list[str]:
 
 def written(page: str, result: dict) -> str:
     """The page with the table of the batch-invariant mode in its place."""
-    head, _, rest = page.partition(BEGIN)
-    _, end, tail = rest.partition(END)
-    if not end:
-        raise ValueError(f"the page has no {BEGIN.strip()} and {END.strip()}")
-    return head + BEGIN + "\n".join(invariant_table(result)) + "\n" + END + tail
+    return placed(page, BEGIN, END, "\n".join(invariant_table(result)) + "\n")
 
 
 def main() -> None:

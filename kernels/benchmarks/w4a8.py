@@ -10,6 +10,8 @@ import argparse
 import json
 from pathlib import Path
 
+from pages import placed
+
 HERE = Path(__file__).resolve().parent
 RESULT = HERE / "results" / "h200.json"
 PAGE = HERE.parent / "HOW_IT_WORKS.md"
@@ -76,11 +78,7 @@ def text(result: dict) -> str:
 
 def written(page: str, result: dict) -> str:
     """The page with the table in its place."""
-    head, _, rest = page.partition(BEGIN)
-    _, end, tail = rest.partition(END)
-    if not end:
-        raise ValueError(f"the page has no {BEGIN.strip()} and {END.strip()}")
-    return head + BEGIN + text(result) + END + tail
+    return placed(page, BEGIN, END, text(result))
 
 
 def main() -> None:

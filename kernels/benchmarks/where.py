@@ -14,6 +14,7 @@ from pathlib import Path
 
 from compare import floor_us
 from fit import known, latest
+from pages import placed
 
 from qerl_nvfp4 import cost
 
@@ -119,11 +120,7 @@ def text(result: dict) -> str:
 
 def written(page: str, result: dict) -> str:
     """The page with the table in its place."""
-    head, _, rest = page.partition(BEGIN)
-    _, end, tail = rest.partition(END)
-    if not end:
-        raise ValueError(f"the page has no {BEGIN.strip()} and {END.strip()}")
-    return head + BEGIN + text(result) + END + tail
+    return placed(page, BEGIN, END, text(result))
 
 
 def main() -> None:
