@@ -153,7 +153,7 @@ SHOWN = (8, 16, 24, 32, 48, 64, 72, 80, 96, 128, 144, 160, 192, 208, 256, 272, 3
 SMS, LORA_RANK = 132, 32
 #: of each model's layer, the worst ratio wanted from 24 to 128 tokens, and from 136 to 512
 WANTED = {"7B": (1.05, 0.9), "32B": (1.05, 0.9), "Llama-3-8B": (1.05, 0.9), "1.5B": (0.95, 0.95), "0.5B": (0.95, 0.95)}
-#: and, at any number of tokens, of every layer
+#: below what ratio no layer should be, whatever the number of tokens
 NEVER_BELOW = 0.95
 #: how much slower than the fastest the selected kernel may be on a matrix that the fit has not seen: at most, and aimed at
 OUTSIDE_WANTED = (0.08, 0.05)
