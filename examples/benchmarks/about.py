@@ -1,5 +1,6 @@
-"""What a file of results says of the run that made it: the command, the commit of the code, the device and versions."""
+"""What a file of results says of the run that made it: the command, the commit of the code, the device, whose it is, and versions."""
 
+import hashlib
 import os
 import shlex
 import subprocess
@@ -26,8 +27,18 @@ def commit(said: str | None = None) -> str | None:
     )
 
 
+def machine(device: str) -> str | None:
+    """Eight hex digits, the same for all runs that see the same GPUs; None without any."""
+    import torch
+
+    if torch.device(device).type != "cuda":
+        return None
+    gpus = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
+    return hashlib.sha256(" ".join(sorted(gpus)).encode()).hexdigest()[:8]
+
+
 def head(device: str, said: str | None = None, times: int = 1) -> dict[str, Any]:
-    """The first fields of a record: `command`, `commit` (`said`: as there), `device` (so many of them) and `versions`."""
+    """The first fields of a record: `command`, `commit` (`said`: as there), `device` (so many of them), `machine` and `versions`."""
     import torch
 
     from qerl_trl.report import device_name, versions
@@ -37,5 +48,6 @@ def head(device: str, said: str | None = None, times: int = 1) -> dict[str, Any]
         "command": command(),
         "commit": commit(said),
         "device": device_name(torch.device(device)) + several,
+        "machine": machine(device),
         "versions": versions(),
     }
