@@ -28,13 +28,17 @@ def commit(said: str | None = None) -> str | None:
 
 
 def machine(device: str) -> str | None:
-    """Eight hex digits, the same for all runs that see the same GPUs; None without any."""
-    import torch
-
-    if torch.device(device).type != "cuda":
+    """Eight hex digits, the same for all runs on one machine, whichever of its GPUs they see; None without any."""
+    if device.partition(":")[0] != "cuda":
         return None
-    gpus = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
-    return hashlib.sha256(" ".join(sorted(gpus)).encode()).hexdigest()[:8]
+    import pynvml
+
+    pynvml.nvmlInit()
+    gpus = [
+        pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(index))
+        for index in range(pynvml.nvmlDeviceGetCount())
+    ]
+    return hashlib.sha256(" ".join(sorted(map(str, gpus))).encode()).hexdigest()[:8]
 
 
 def head(device: str, said: str | None = None, times: int = 1) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""GRPO steps on two GPUs in every layout, ours and stock TRL's twin: seconds per phase, sync, sequences per second, memory of each GPU.
+"""GRPO steps on several GPUs in every layout, ours and stock TRL's twin: seconds per phase, sync, sequences per second, memory of each GPU.
 
     python examples/benchmarks/multi_gpu.py --output multi_gpu_h200x2.json                              # what fits into 9 minutes
     python examples/benchmarks/multi_gpu.py --modes ours-fsdp2 stock-fsdp2 --output multi_gpu_h200x2.json # rows of other modes stay in the file
@@ -12,12 +12,13 @@
     dp       a process and an engine on each                  tp2      as dp, with one engine of two shards
     server   the trainer on one GPU, a server on the other    zero2    as dp, under DeepSpeed ZeRO-2, where deepspeed is installed
     server-overlap  as server, sampling during the update     fsdp2-tp2  as fsdp2, with one engine of two shards
+    dp4      as dp, on four                                   fsdp2-4  as fsdp2, over four
 
 Processes are started by `accelerate launch` with the configurations of examples/accelerate. `ours-*` is a `QeRLGRPOTrainer` with its defaults on
 an NVFP4 base, `stock-*` a `trl.GRPOTrainer` with its defaults on the same shape in bf16; random weights, the same rank-32 LoRA on all linear layers,
 8 completions (--sequences) of 512 tokens per process and step. What is measured, and how, is step_speed.py's. A mode is a process group of its own with a
 limit of time; one that fails, is late, or is ended with this script leaves a row that says so, with the steps that it took, and its log beside
-the output. One that this machine cannot run is skipped, with the reason. The checkpoints are kept between calls (`--models`). Where two modes of
+the output. One that this machine cannot run is skipped, with the reason. On a machine with four GPUs CUDA_VISIBLE_DEVICES=0,1 and 2,3 may each have a run. The checkpoints are kept between calls (`--models`). Where two modes of
 one party that follow each other want a server, the second one finds the first one's (`server_ready` is 0).
 """
 
@@ -75,6 +76,8 @@ LAYOUTS: dict[str, tuple[int, str | None, dict[str, Any]]] = {
     "tp2": (2, "data_parallel_2", {"vllm_tensor_parallel_size": 2}),
     "fsdp2-tp2": (2, "fsdp2_2", {"vllm_tensor_parallel_size": 2}),
     "zero2": (2, "zero2_2", {}),
+    "dp4": (4, "data_parallel_4", {}),
+    "fsdp2-4": (4, "fsdp2_4", {}),
 }
 MODES = {f"{who}-{layout}": Mode(who, *rest) for layout, rest in LAYOUTS.items() for who in ("ours", "stock")}
 del MODES["stock-server-overlap"]  # TRL's GRPOTrainer samples between updates only; the twin is stock-server
@@ -226,7 +229,14 @@ def command_of(name: str, device: str, worker: list[str]) -> list[str]:
     if mode.config is None:
         return [sys.executable, *worker]
     if device == "cpu":  # where accelerate launch starts one process, whatever it is told
-        return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *worker]
+        return [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc_per_node={mode.processes}",
+            *worker,
+        ]
     config = ["--config_file", str(ACCELERATE / f"{mode.config}.yaml"), "--main_process_port", str(free_ports(1)[0])]
     return [sys.executable, "-m", "accelerate.commands.launch", *config, *worker]
 
@@ -286,7 +296,7 @@ def run_mode(
         environment |= {"CUDA_VISIBLE_DEVICES": ",".join(gpus[: mode.processes]), "QERL_SERVER_GPU": gpus[-1]}
     else:
         environment |= {"ACCELERATE_USE_CPU": "true", "TORCHDYNAMO_DISABLE": "1"}
-        environment |= {"VLLM_CPU_OMP_THREADS_BIND": "0|1" if mode.processes == 2 else "auto"}
+        environment |= {"VLLM_CPU_OMP_THREADS_BIND": "|".join("01" * (mode.processes // 2)) or "auto"}
     log, started, late = folder / "log", time.monotonic(), False
     files = [folder / f"{rank}.json" for rank in range(mode.processes)]
     with log.open("w") as file:
@@ -390,7 +400,7 @@ def main() -> int:
     # the processes of the mode that runs are ended too
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))
     started = time.monotonic()
-    origin = about.head(options.device, options.commit, times=2 if options.device == "cuda" else 1)
+    origin = about.head(options.device, options.commit, times=torch.cuda.device_count() or 1)
     record: dict[str, Any] = {"multi_gpu": []}
     if options.output is not None and options.output.exists():
         record = json.loads(options.output.read_text())

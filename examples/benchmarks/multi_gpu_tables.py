@@ -16,8 +16,6 @@ STEPS = ROOT / "examples/benchmarks/results/step_h200.json"
 #: syncs to a server, by server_sync.py, which shared its trainer's GPU
 SERVER = ROOT / "examples/benchmarks/results/server_h200.json"
 ONE_GPU_64 = "ours-7b-64x512"
-#: what two rows have in common that may be compared
-ORIGIN = ("commit", "device")
 #: how many times one GPU's sequences per second a server on a second one should give, with overlap
 TWICE = 1.5
 #: aims of which there is no row in RESULT
@@ -46,7 +44,9 @@ def planned_today(row: dict[str, Any]) -> float:
 
 
 def comparable(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return all(one[key] == other[key] for key in ORIGIN)
+    """Of one commit and one kind of GPU, however many of them."""
+    of = [(row["commit"], row["device"].partition(" x ")[0]) for row in (one, other)]
+    return of[0] == of[1]
 
 
 def row_of(name: str, rows: list[dict[str, Any]], beside: dict[str, Any] | None = None) -> dict[str, Any]:
