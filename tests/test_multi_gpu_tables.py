@@ -18,6 +18,9 @@ def tables(monkeypatch):
     sys.modules.pop("multi_gpu_tables")
 
 
+RESULT = Path(__file__).parents[1] / "examples/benchmarks/results/multi_gpu_h200x2.json"
+
+
 def said(page: str, what: str) -> list[str]:
     return [
         cell.strip() for cell in next(line for line in page.splitlines() if line.startswith(f"| {what}")).split("|")
@@ -28,16 +31,16 @@ def said(page: str, what: str) -> list[str]:
 def page_of(tables, tmp_path, monkeypatch):
     """The page where a row has other values; `None` leaves it out."""
 
-    def page(changed: dict) -> str:
-        record = json.loads(Path(RESULT).read_text())
+    def page(changed: dict, before: tuple[dict, ...] = ()) -> str:
+        record = json.loads(RESULT.read_text())
         rows = {row["name"]: row for row in record["multi_gpu"]}
         for name, values in changed.items():
             rows[name] = None if values is None else rows.get(name, rows["ours-dp"]) | values
         record["multi_gpu"] = [row | {"name": name} for name, row in rows.items() if row is not None]
+        record["before"] = list(before)
         (tmp_path / "rows.json").write_text(json.dumps(record))
         return tables.multi_gpu()
 
-    RESULT = tables.RESULT
     monkeypatch.setattr(tables, "RESULT", tmp_path / "rows.json")
     monkeypatch.setattr(tables.speed_tables, "measured_by", lambda *_: "there")
     return page
@@ -66,6 +69,23 @@ def test_stock_trl_stands_beside_ours_where_it_ran(page_of):
     page = page_of({"stock-dp": None})
     assert said(page, "data parallel")[2] == "not run" and said(page, "data parallel")[-2] == ""
     assert "| stock-one" not in page, "nothing is planned for stock TRL"
+
+
+def test_rows_of_one_commit_stand_beside_each_other(page_of):
+    """Where the newest of ours has no twin, an older pair is shown; and which rows are of one machine is said."""
+    named = {"name": "ours-one", "commit": "former", "device": "two x 2", "sequences_per_second": 3.0}
+    former = json.loads(RESULT.read_text())["multi_gpu"][0] | named
+    newer = {"commit": "newer", "machine": "12ab"}
+    page = page_of(
+        {
+            "ours-one": newer,
+            "ours-tp2": newer,
+            "stock-one": {"commit": "former", "device": "two x 4", "sequences_per_second": 2.0},
+        },
+        (former,),
+    )
+    assert said(page, "one GPU |")[-2] == "1.50" and "(of commit" not in said(page, "one GPU |")[4]
+    assert "On one machine, one after the other: ours-one (newer), ours-tp2 (newer)." in page
 
 
 def test_rows_of_other_numbers_have_names_of_their_own(tables):

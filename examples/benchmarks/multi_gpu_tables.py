@@ -16,6 +16,8 @@ STEPS = ROOT / "examples/benchmarks/results/step_h200.json"
 #: syncs to a server, by server_sync.py, which shared its trainer's GPU
 SERVER = ROOT / "examples/benchmarks/results/server_h200.json"
 ONE_GPU_64 = "ours-7b-64x512"
+#: commits whose rows are older than the field `machine`, and all of one
+ONE_MACHINE = ("faa1759",)
 #: how many times one GPU's sequences per second a server on a second one should give, with overlap
 TWICE = 1.5
 #: aims of which there is no row in RESULT
@@ -123,14 +125,38 @@ def largest(row: dict[str, Any]) -> str:
     )
 
 
-def beside_stock(rows: dict[str, Any]) -> list[str]:
-    """Ours and stock TRL's twin in each layout."""
+def machine_of(row: dict[str, Any]) -> str | None:
+    """Whose GPUs a row is of, or None where nobody knows."""
+    commit = row["commit"][:7]
+    return row.get("machine") or (commit if commit in ONE_MACHINE else None)
+
+
+def same_machines(rows: list[dict[str, Any]]) -> str:
+    """Which rows are of one machine, and of which that is not known."""
+    of: dict[str | None, list[str]] = {}
+    for row in rows:
+        of.setdefault(machine_of(row), []).append(f"{row['name']} ({row['commit'][:7]})")
+    unknown = of.pop(None, [])
+    said = [f"On one machine, one after the other: {', '.join(names)}." for names in of.values()]
+    said += [f"Not known to be of any of these: {', '.join(unknown)}."] if unknown else []
+    return " ".join(said)
+
+
+def beside_stock(measured: list[dict[str, Any]]) -> list[str]:
+    """Ours and stock TRL's twin in each layout, of one commit where there are such rows.
+
+    Args:
+        measured: newer ones first.
+    """
     lines = [
         "| 7B, 8 completions of 512 tokens per process | stock TRL, bf16 LoRA: step, s | its sync | ours: step, s | sync | sequences per second, ours / stock |",
         "|---|---:|---:|---:|---:|---:|",
     ]
     for layout, words in LAYOUTS.items():
-        ours, stock = rows[f"ours-{layout}"], rows.get(f"stock-{layout}")
+        ours, stock = row_of(f"ours-{layout}", measured), None
+        if any(row["name"] == f"stock-{layout}" for row in measured):
+            stock = row_of(f"stock-{layout}", measured, ours)
+            ours = row_of(f"ours-{layout}", measured, stock)
         theirs = ["not run", ""] if stock is None else [f"{stock['median'][part]:.2f}" for part in ("step", "sync")]
         mine = [f"{ours['median'][part]:.2f}" for part in ("step", "sync")]
         times = "" if stock is None else f"{ours['sequences_per_second'] / stock['sequences_per_second']:.2f}"
@@ -196,11 +222,12 @@ def multi_gpu() -> str:
         for row in record.get("before", [])
         if "median" in row and row["name"] in {f"{who}-{layout}" for who in ("ours", "stock") for layout in LAYOUTS}
     ]
+    former_rows = [row for row in record.get("before", []) if "median" in row]
     device, commits = rows["ours-dp"]["device"], [row["commit"][:7] for row in rows.values()]
     return (
         "\n".join(aims)
-        + "\n\nWith 8 completions one GPU, data parallelism, FSDP 2, ZeRO-2 and their twins were measured on one machine, one after the other; with 64 data parallelism on another machine than one GPU, of the same kind and by the same code.\n\n"
-        + "\n".join(beside_stock(rows))
+        + f"\n\n{same_machines(measured)}\n\n"
+        + "\n".join(beside_stock([*measured, *former_rows]))
         + f"\n\nThe same on other machines before, seconds per step: {', '.join(former)}. What of a difference is the machine's and what the code's was not looked into."
         + f"\n\n{largest(rows['ours-fsdp2-70b'])}\n\nNot run: {NOT_RUN}.\n\n"
         + "\n".join(taken)

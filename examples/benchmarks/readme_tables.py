@@ -240,6 +240,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "plan": speed_tables.plan,
     "rollout": rollout_tables.rollout,
     "rollout_4096": rollout_tables.small_steps,
+    "rollout_before": rollout_tables.before,
     "rollout_why": kernel_tables.rollout_why,
     "small_examples": small_examples,
     "speed": speed_tables.speed,

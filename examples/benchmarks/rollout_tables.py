@@ -11,6 +11,8 @@ ROOT = Path(__file__).resolve().parents[2]
 ROLLOUT = ROOT / "examples/benchmarks/results/rollout_speed_h200.json"
 #: runs whose engines of ours took steps of 4096 tokens too
 SMALL_STEPS = ROOT / "examples/benchmarks/results/rollout_speed_h200_4096.json"
+#: former runs with the larger steps
+BEFORE = ROOT / "examples/benchmarks/results/rollout_speed_h200_before.json"
 #: the engines that ours is compared with, by their names in the record
 OTHERS = {"stock-merged": "merged bf16", "stock-lora": "bf16 with vLLM's LoRA slots"}
 
@@ -105,6 +107,23 @@ def _prefills(cases: dict[str, dict[str, Any]], models: list[str]) -> str:
 
 def small_steps() -> str:
     return rollout(SMALL_STEPS)
+
+
+def before() -> str:
+    """What models of which there is a newer run were then, in a sentence for each."""
+    record = json.loads(BEFORE.read_text())
+    said = []
+    for name, ratios in record["ratios"].items():
+        ours, _, other = name.partition(" over ")
+        size, engine = ours.split(":")[1], other.split(":")[0]
+        commit = record["runs"][record["cases"][ours]["run"]]["commit"][:7]
+        found = ", ".join(f"{ratio:.2f} at {count}" for count, ratio in ratios.items())
+        tokens = ", ".join(f"{record['tokens_per_s'][ours][count]:.0f}" for count in ratios)
+        said.append(
+            f"{rollout_results.label(size)} was {found} sequences times {OTHERS[engine]} (ours {tokens} tokens per second, {commit})"
+        )
+    where = f"[{BEFORE.name}]({BEFORE.relative_to(ROOT)})"
+    return f"Before, on other machines of the same kind: {'; '.join(said)}; {where}."
 
 
 def _step_tokens(cases: dict[str, dict[str, Any]]) -> list[str]:
