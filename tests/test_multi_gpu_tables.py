@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 BENCHMARKS = Path(__file__).parents[1] / "examples/benchmarks"
+RESULT = BENCHMARKS / "results/multi_gpu_h200x2.json"
 
 
 @pytest.fixture
@@ -16,9 +17,6 @@ def tables(monkeypatch):
 
     yield multi_gpu_tables
     sys.modules.pop("multi_gpu_tables")
-
-
-RESULT = Path(__file__).parents[1] / "examples/benchmarks/results/multi_gpu_h200x2.json"
 
 
 def said(page: str, what: str) -> list[str]:

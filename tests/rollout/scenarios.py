@@ -782,6 +782,14 @@ def serve(folder: Path, tensor_parallel: int) -> dict:
         randomize(policy, 9)
         g.sync_weights()
         results["adapter"].append(gap_now())
+        calls = dict(g._calls)
+
+        def drawn() -> list[list[int]]:
+            return g.generate(PROMPTS, None, 1)[1]
+
+        first, other = drawn(), drawn()
+        g._calls = calls  # as in a run that goes on from here, on a server that has sampled more meanwhile
+        results["draws"] = {"again": drawn() == first, "another": other != first}
         noise = NormNoise(find_noisy_norms(policy))
         draw = NoiseDraw(5e-2, 1, 2, 3)
         noise.set(draw)

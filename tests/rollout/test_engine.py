@@ -244,6 +244,7 @@ def test_server_noise(server):
 def test_completions_are_the_same_as_arrays_and_in_vllms_own_form(server):
     """Token ids and log-probabilities, to the last bit."""
     assert all(server["arrays"].values()), server["arrays"]
+    assert all(server["draws"].values()), "a run that goes on draws what it would have drawn"
 
 
 def test_server_refuses_what_is_not_an_adapter(server):

@@ -195,10 +195,14 @@ class Served(Watched):
         info = {"model_config": {"logprobs_mode": "processed_logprobs"}}
         return {"vllm_client": SimpleNamespace(generate=self.answer, get_server_info=lambda: info)}
 
-    def answer(self, prompts, n, temperature, top_p, max_tokens, **others):
-        parameters = SimpleNamespace(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=None)
+    def answer(self, prompts, n, temperature, top_p, max_tokens, generation_kwargs, **others):
+        """Completion i of a prompt is drawn with its seed + i, as vLLM does."""
+        sampled = SimpleNamespace(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=None)
+        seeds = generation_kwargs["seed"].of(len(prompts))
         rows = [{"prompt_token_ids": prompt} for prompt in prompts for _ in range(n)]
-        self._llm_generate(rows, parameters)
+        self._llm_generate(
+            rows, [SimpleNamespace(**vars(sampled) | {"seed": seed + i}) for seed in seeds for i in range(n)]
+        )
         latest = self.rollouts[-1]
         logps = [[[value] for value in row] for row in latest.logps]
         return {"prompt_ids": prompts, "completion_ids": latest.tokens, "logprobs": logps}
@@ -215,6 +219,27 @@ def test_on_a_server_it_is_the_same(make_trainer):  # noqa: F811
         down, mine = rollout.adapter[0], steps.adapters[step][0]
         assert torch.equal(down, mine.bfloat16().float())
     assert [rollout.draw.step for rollout in rollouts[1:]] == [1, 2]
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_on_a_server_a_run_goes_on_exactly(make_trainer, tmp_path, overlap):  # noqa: F811
+    """Its own generator is in no checkpoint: of the run that goes on it is another one's. Rollouts of a step, and evaluations, draw other numbers."""
+    # two rollouts per step without overlap, which has none of these
+    several = {"overlap": 1} if overlap else {"overlap": 0, "gradient_accumulation_steps": 2, "steps_per_generation": 1}
+    options = OPTIONS | {"vllm_mode": "server", "num_iterations": 1, "max_steps": 4, "rollout_probe_steps": 0} | several
+    trainer = make_trainer(engine=Served, **options)
+    trainer.train()
+    rollouts = trainer.vllm_generation.engine.rollouts
+    seeds = [parameters.seed for rollout in rollouts for parameters in rollout.call[1]]
+    assert len(rollouts) == (4 if overlap else 8) and len(set(seeds)) == len(seeds)
+    folder = tmp_path / "again"
+    shutil.copytree(tmp_path / "run" / "checkpoint-2", folder / "checkpoint-2")
+    again = make_trainer(engine=Served, **options | {"output_dir": str(folder), "save_steps": 100})
+    again.vllm_generation.engine.generator.manual_seed(99)
+    again.train(resume_from_checkpoint=again.to_resume())
+    assert logged(again) == logged(trainer)
+    for mine, theirs in zip(adapter_of(again.model), adapter_of(trainer.model), strict=True):
+        assert torch.equal(mine, theirs)
 
 
 def test_a_rollout_is_sampled_while_the_one_before_is_scored(make_trainer):  # noqa: F811

@@ -3,6 +3,7 @@
 import json
 import logging
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,10 +11,12 @@ import pytest
 import torch
 from accelerate import PartialState
 
+from qerl_trl.deadline import deadline
 from qerl_trl.noise.hooks import NoiseDraw
 from qerl_trl.rollout import channel, server, wire
 from qerl_trl.rollout.channel import Channel
-from qerl_trl.rollout.engine import Completion, RankWithoutEngine, RolloutError, Sampling
+from qerl_trl.rollout.client import CONCURRENCY, Client
+from qerl_trl.rollout.engine import Completion, RankWithoutEngine, RolloutError, Sampling, Seeds
 from qerl_trl.rollout.layout import UpdateLayout
 from qerl_trl.rollout.server import ServerEngine
 from qerl_trl.rollout.shared_memory import SharedMemory
@@ -58,31 +61,76 @@ def test_each_process_gets_its_own_completions():
     assert second.startswith("RolloutError: The main process got no completions")
 
 
-class Requests(ServerEngine):
-    """Without a server: keeps what was asked for."""
+class Requests(Client):
+    """Without a server: keeps which prompts were asked for with which seed; `answers` makes the completions of a prompt."""
 
-    def __init__(self):
-        self.asked: list[tuple[int, int | None]] = []
+    def __init__(self, answers=lambda prompt, n: [prompt] * n):
+        self.base_url, self.model, self.asked, self.answers = "http://here", "model", [], answers
 
-    def _request(self, prompts, sampling, seed):
-        self.asked.append((len(prompts), seed))
-        return [Completion(prompt, [0.0]) for prompt in prompts]
+    def _completions(self, url, json):
+        self.asked.append((json["prompt"], json.get("seed")))
+        found = [(prompt, tokens) for prompt in json["prompt"] for tokens in self.answers(prompt, json["n"])]
+        return {"choices": [choice(*one) for one in found]}
+
+
+def choice(prompt, tokens):
+    """In vLLM's own form."""
+    names = [f"token_id:{token}" for token in tokens]
+    logprobs = {
+        "tokens": names,
+        "token_logprobs": [-0.5] * len(names),
+        "top_logprobs": [{name: -0.5} for name in names],
+    }
+    return {"prompt_token_ids": prompt, "token_ids": tokens, "logprobs": logprobs}
 
 
 @pytest.mark.parametrize(
     ("sampling", "asked"),
     [
-        (Sampling(4), [(3, None)]),
-        (Sampling(4, temperature=1.0), [(3, None)]),
-        (Sampling(4, temperature=1.0, seed=7), [(1, 7), (1, 8), (1, 9)]),
+        (Sampling(4), [([[1], [1], [2]], None)]),
+        (Sampling(4, temperature=1.0), [([[1], [1], [2]], None)]),
+        (Sampling(4, temperature=1.0, seed=7), [([[1]], 7), ([[1]], 8), ([[2]], 9)]),
     ],
     ids=["greedy", "sampled", "seeded"],
 )
 def test_each_prompt_has_a_seed_of_its_own(sampling, asked):
-    engine = Requests()
-    prompts = [[1], [1], [2]]
+    engine, prompts = ServerEngine.__new__(ServerEngine), [[1], [1], [2]]
+    engine.client = Requests()
     assert [completion.tokens for completion in engine.generate(prompts, sampling)] == prompts
-    assert sorted(engine.asked, key=json.dumps) == asked
+    assert sorted(engine.client.asked, key=json.dumps) == asked
+
+
+def test_prompts_with_seeds_of_their_own_come_in_their_order():
+    """Each is a request; a run's seeds are a function of what it is, and a user's own seed is for all."""
+    client = Requests(lambda prompt, n: [[*prompt, i] for i in range(n)])
+    prompts, seeds = [[i] for i in range(3 * CONCURRENCY)], Seeds((3, 5))
+    output = client.generate(prompts, n=2, generation_kwargs={"seed": seeds, "ignore_eos": True})
+    assert output["prompt_ids"] == prompts
+    assert output["completion_ids"] == [[*prompt, i] for prompt in prompts for i in range(2)]
+    assert {p[0][0]: seed for p, seed in client.asked} == dict(enumerate(seeds.of(len(prompts))))
+    assert len({seed for _, seed in client.asked}) == len(prompts) and Seeds((3, 6)).of(1) != seeds.of(1)
+    client.asked.clear()
+    client.generate(prompts, generation_kwargs={"seed": 3})
+    assert client.asked == [(prompts, 3)]
+
+
+def test_a_request_that_hangs_or_fails_is_not_waited_for():
+    hangs, failed = threading.Event(), []
+
+    def answers(prompt, n):
+        if prompt == [1]:
+            raise RolloutError("refused")
+        if prompt == [0]:
+            failed.append(hangs.wait(60))
+        return [prompt] * n
+
+    client, began = Requests(answers), time.monotonic()
+    with pytest.raises(RolloutError, match="refused"):
+        client.generate([[0], [1]], generation_kwargs={"seed": [1, 2]})
+    with pytest.raises(RolloutError, match="late"), deadline(0.2, lambda: RolloutError("late")):
+        client.generate([[0], [2]], generation_kwargs={"seed": [1, 2]})
+    assert time.monotonic() - began < 30 and not failed
+    hangs.set()
 
 
 class OnThisHost(ServerEngine):

@@ -3,8 +3,11 @@
 import contextlib
 import json
 import math
+import queue
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import requests
@@ -13,7 +16,7 @@ from requests.auth import AuthBase
 from trl.generation.vllm_client import VLLMClient
 
 from . import packed
-from .engine import Completion, RolloutError
+from .engine import Completion, RolloutError, Seeds
 from .signature import HEADER, SECRET, sign
 from .wire import CALL, COMPLETIONS, MESSAGE_TIMEOUT, RESET
 
@@ -31,6 +34,8 @@ _REMEDIES = {
     503: "The server is not ready: see its log",
 }
 _SHOWN = 300
+#: requests at a time where each prompt has a seed of its own
+CONCURRENCY = 64
 
 
 class Signature(AuthBase):
@@ -147,6 +152,15 @@ class Client(VLLMClient):
     def _post(self, url: str, **kwargs: Any) -> dict:
         if url != self.base_url + COMPLETIONS:
             return content_of(self.session.post(url, **kwargs), url)
+        asked = kwargs.get("json") or {}
+        if not isinstance(asked.get("seed"), list):
+            return self._completions(url, **kwargs)
+        # a request has one seed for all of its prompts
+        each = [asked | {"prompt": [p], "seed": seed} for p, seed in zip(asked["prompt"], asked["seed"], strict=True)]
+        contents = at_once(lambda part: self._completions(url, **kwargs | {"json": part}), each)
+        return contents[0] | {"choices": [choice for content in contents for choice in content["choices"]]}
+
+    def _completions(self, url: str, **kwargs: Any) -> dict:
         headers = {packed.HEADER: packed.VERSION}
         content = content_of(self.session.post(url, headers=headers, **kwargs), url)
         if packed.FIELD in content:
@@ -164,11 +178,16 @@ class Client(VLLMClient):
         return {"model_config": {"logprobs_mode": self.description["logprobs_mode"]}}
 
     def generate(self, prompts: list, *args: Any, **kwargs: Any) -> dict:
-        """As TRL's.
+        """As TRL's. A `seed` in `generation_kwargs` may be a list, one for each prompt, or [`Seeds`]; completion number i of a prompt is drawn with
+        its seed + i, as vLLM has it. With pictures, which TRL sends in requests without one, [`Seeds`] are left out.
 
         Raises:
             [`RolloutError`]: the server refused, or its answer makes no sense.
         """
+        further = dict(kwargs.get("generation_kwargs") or {})
+        if isinstance(seeds := further.get("seed"), Seeds):
+            further |= {"seed": seeds.of(len(prompts)) if kwargs.get("features") is None else None}
+            kwargs["generation_kwargs"] = {key: value for key, value in further.items() if value is not None}
         url = self.base_url + COMPLETIONS
         with understood(url, "completions with token ids and log-probabilities"):
             output = super().generate(prompts, *args, **kwargs)
@@ -188,6 +207,40 @@ class Client(VLLMClient):
         """Close the connections; the server keeps running."""
         self.control.close()
         self.session.close()
+
+
+def at_once(call: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
+    """`call` of each item, of several at a time in threads of which neither a limit of time nor the interpreter's end waits for one that hangs.
+
+    Raises:
+        the first error of a call; what has not begun then never does.
+    """
+    left, answers = deque(range(len(items))), dict[int, Any]()
+    done = queue.SimpleQueue[tuple[int, Any, BaseException | None]]()
+
+    def work() -> None:
+        with contextlib.suppress(IndexError):
+            while True:
+                index = left.popleft()
+                try:
+                    done.put((index, call(items[index]), None))
+                except BaseException as error:
+                    done.put((index, None, error))
+
+    for _ in range(min(CONCURRENCY, len(items))):
+        threading.Thread(target=work, daemon=True).start()
+    try:
+        while len(answers) < len(items):
+            try:
+                index, answer, error = done.get(timeout=1.0)  # a limit of time (deadline.py) acts between two turns
+            except queue.Empty:
+                continue
+            if error is not None:
+                raise error
+            answers[index] = answer
+    finally:
+        left.clear()
+    return [answers[index] for index in range(len(items))]
 
 
 def _as_trl(output: dict[str, Any]) -> dict[str, Any]:

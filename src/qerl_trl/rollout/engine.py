@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
@@ -37,6 +38,17 @@ class Sampling:
     top_k: int = 0
     seed: int | None = None
     ignore_eos: bool = False
+
+
+@dataclass(frozen=True)
+class Seeds:
+    """The seeds of a call's completions, as a function of `entropy`: which run, step and call it is."""
+
+    entropy: tuple[int, ...]
+
+    def of(self, count: int) -> list[int]:
+        """`count` of them, each in [0, 2^63)."""
+        return [int(seed) for seed in np.random.SeedSequence(self.entropy).generate_state(count, np.uint64) >> 1]
 
 
 class Completion(NamedTuple):

@@ -30,7 +30,7 @@ from ..nvfp4.linear import compute_dtype
 from . import adapter, pictures
 from .colocated import in_process, memory_arguments
 from .contract import check_completions, check_contents, check_noise_acted
-from .engine import Completion, Engine, RankWithoutEngine, RolloutError, Sampling
+from .engine import Completion, Engine, RankWithoutEngine, RolloutError, Sampling, Seeds
 from .placement import StartsEngine, placed_in_training
 from .probe import probe, probe_again, probe_noise
 from .spec import EngineSpec, at_a_time
@@ -58,6 +58,7 @@ class QeRLVLLMGeneration(VLLMGeneration):
         self._noisy: tuple[str, ...] = ()
         self.noisy_norms: int | None = None  # sum of their bits in the latest rollout, where this process has an engine
         self._inside = False
+        self._calls: dict[tuple[int, bool], int] = {}  # of `generate`, in this step
         self._probed = 0  # the step of the latest probe
         self.shared = False
         self.waits = False  # for accelerate to place the model
@@ -270,16 +271,32 @@ class QeRLVLLMGeneration(VLLMGeneration):
             yield
 
     def generate(self, prompts, images, num_generations, profiler=None) -> tuple:
-        """As the parent's, with the adapter and the noise of this very moment.
+        """As the parent's, with the adapter and the noise of this very moment, and on a server with seeds that are a function of the run's and
+        of the step, so that a run that goes on draws what it would have drawn.
 
         Raises:
             [`RolloutError`]: the engine failed, or took longer than `rollout_timeout`.
         """
-        with self._up_to_date(), self._engine_errors():
+        training, step = self.trainer.model.training, self.trainer.state.global_step
+        number = self._calls.get((step, training), 0)
+        self._calls = {key: n for key, n in self._calls.items() if key[0] == step} | {(step, training): number + 1}
+        with self._up_to_date(), self._engine_errors(), self._seeded_server(step, int(training), number):
             generated = super().generate(prompts, images, num_generations, profiler)
             check_completions(generated[1], generated[2], len(prompts), self._vocabulary, "vLLM")
         self.sampled_logps = generated[2] and [[token[0] for token in sequence] for sequence in generated[2]]
         return generated
+
+    @contextlib.contextmanager
+    def _seeded_server(self, *which: int) -> Iterator[None]:
+        """Inside, TRL's `generate` asks a server with a seed for each prompt (client.py), unless the user gave one: a server's own generator is in no
+        checkpoint."""
+        own = self.generation_kwargs
+        if self.mode == "server" and own.get("seed") is None:
+            self.generation_kwargs = own | {"seed": Seeds((self.trainer.args.seed, *which))}
+        try:
+            yield
+        finally:
+            self.generation_kwargs = own
 
     def generate_greedily(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
         """Greedy completions (token ids) of this process's prompts (token ids): adapter as it is at this moment, noise off.

@@ -17,9 +17,8 @@
   request is waited for and forgotten.
 - **Noise** is that of the step in which a rollout is used, as it would be without overlap.
 - **Random numbers.** In this process each completion has a seed of its own, from (seed, step, process, place): two threads draw from no
-  common generator, and a rollout is a function of its adapter, its noise and its step.
-- **Resume.** A checkpoint waits for the pending rollout and stores it, so the same trajectory goes on. A server draws from a generator of its own: there
-  the stored rollout is the same, and those after it are others.
+  common generator, and a rollout is a function of its adapter, its noise and its step. On a server it has one from (seed, step, place).
+- **Resume.** A checkpoint waits for the pending rollout and stores it, so the same trajectory goes on.
 - **Streams.** The engine computes on a CUDA stream of its own, from its start to its end, the trainer on another one of the same priority: our
   kernels for few tokens wait for programs of the same launch, and a stream of higher priority could keep these from ever being started.
 """
@@ -35,7 +34,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate.data_loader import BatchSamplerShard
 from torch.utils.data import BatchSampler
@@ -44,7 +42,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 from ..noise.hooks import NoiseDraw
 from .beside import OwnGenerator, Request, short_turns
 from .contract import check_completions, check_contents, check_noise_acted
-from .engine import RolloutError
+from .engine import RolloutError, Seeds
 from .generation import NO_NOISE, QeRLVLLMGeneration
 
 logger = logging.getLogger(__name__)
@@ -173,7 +171,7 @@ class OverlappedGeneration(QeRLVLLMGeneration):
                 kwargs["sampling_params"] = self._seeded(kwargs["sampling_params"], len(args[0]), step)
             rollout.request = Request(lambda: generate(*args, **kwargs), self._in_order())
 
-        with self._saying_what_is_saved(), self._engine_errors():
+        with self._saying_what_is_saved(), self._engine_errors(), self._seeded_server(step):
             self._ask_trl(prompts, lambda engine: _Asks(functools.partial(start, engine.generate), nothing))
         self._next = rollout
 
@@ -181,10 +179,10 @@ class OverlappedGeneration(QeRLVLLMGeneration):
         """vLLM's `SamplingParams` for each of `count` completions."""
         if parameters.seed is not None:  # the user's
             return [parameters] * count
-        source = np.random.SeedSequence([self.trainer.args.seed, step, self.accelerator.process_index])
+        seeds = Seeds((self.trainer.args.seed, step, self.accelerator.process_index))
         each = [copy.copy(parameters) for _ in range(count)]
-        for one, seed in zip(each, source.generate_state(count, np.uint64) >> 1, strict=True):
-            one.seed = int(seed)
+        for one, seed in zip(each, seeds.of(count), strict=True):
+            one.seed = seed
         return each
 
     def _in_order(self) -> contextlib.AbstractContextManager[None]:

@@ -35,8 +35,8 @@ from .wire import CALL, CHUNK, AdapterTensors, Update
 
 logger = logging.getLogger(__name__)
 
-#: requests at a time where each prompt has a seed of its own, and parts of an update at a time
-CONCURRENCY, PARTS = 64, 4
+#: parts of an update at a time
+PARTS = 4
 #: of a server whose address is this host's
 _CONTAINED = (
     " A server in a container listens inside it where the trainer asks by a loopback address: give another address of this host as "
@@ -296,15 +296,9 @@ class ServerEngine(Engine):
         return payload[0][: counts[0]]
 
     def _complete(self, prompts: list[list[int]], sampling: Sampling) -> list[Completion]:
-        if sampling.seed is None or sampling.temperature == 0:
-            return self._request(prompts, sampling, None)
-        # a request has one seed for all of its prompts
-        with ThreadPoolExecutor(max_workers=CONCURRENCY) as pool:
-            jobs = [pool.submit(self._request, [p], sampling, sampling.seed + i) for i, p in enumerate(prompts)]
-            return [job.result()[0] for job in jobs]
-
-    def _request(self, prompts: list[list[int]], sampling: Sampling, seed: int | None) -> list[Completion]:
-        further = {"ignore_eos": sampling.ignore_eos} | ({} if seed is None else {"seed": seed})
+        further: dict[str, Any] = {"ignore_eos": sampling.ignore_eos}
+        if sampling.seed is not None and sampling.temperature > 0:
+            further["seed"] = [sampling.seed + i for i in range(len(prompts))]
         output = self.client.generate(
             prompts,
             n=1,
