@@ -113,8 +113,8 @@ class SavingMixin(InStepMixin, PublishingMixin):
             self._resumed = TrainerState.load_from_json(os.path.join(resume, TRAINER_STATE_NAME))
             self._recorded_then = cast(RunSettings, checkpoint.recorded_run(resume))
             self._changed = (*self._changed, *reference.load(self, resume))
-        if self.args.overlap:
-            self.vllm_generation.resume_ahead(resume)
+        if self.args.use_vllm:
+            self.vllm_generation.begin(resume)
         with ended_by_signal(self), told_of_exits(self):
             return super().train(resume, *args, **kwargs)
 

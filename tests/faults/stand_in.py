@@ -166,6 +166,7 @@ def make_trainer(tiny_model_dir, tiny_tokenizer, tmp_path, monkeypatch):
             spread_reward,
             QeRLConfig(**{**defaults, **options}),
             PROMPTS,
+            eval_dataset=PROMPTS if "eval_strategy" in options else None,
             processing_class=tiny_tokenizer,
             peft_config=peft_config,
             rollout_func=rollout_func,

@@ -35,7 +35,7 @@ _REMEDIES = {
 }
 _SHOWN = 300
 #: requests at a time where each prompt has a seed of its own
-CONCURRENCY = 64
+CONCURRENCY = 256
 
 
 class Signature(AuthBase):
@@ -74,7 +74,8 @@ class Client(VLLMClient):
         # TRL's own session asks again after an answer of 500, 502 or 503, and says in the end that there were too many: the last one says why
         for scheme in ("http://", "https://"):
             if isinstance(adapter := self.session.get_adapter(scheme), HTTPAdapter):
-                adapter.max_retries = adapter.max_retries.new(raise_on_status=False)
+                retries = adapter.max_retries.new(raise_on_status=False)
+                self.session.mount(scheme, HTTPAdapter(max_retries=retries, pool_maxsize=CONCURRENCY))
         # our calls ask once
         self.control = requests.Session()
         self.session.auth = self.control.auth = Signature(secret, self.base_url)
@@ -137,7 +138,8 @@ class Client(VLLMClient):
         if not content[field]:
             raise RolloutError(
                 f"The server at {self.base_url} refused to reset its prefix cache (requests are still running), so the next rollout would "
-                "mix the new adapter with attention states of the old one. Let nobody else use this server."
+                "mix the new adapter with attention states of the old one. Let nobody else use this server; after a rollout that this process gave up, "
+                "wait until the server has ended it."
             )
 
     def _control(self, path: str, body: bytes) -> dict[str, Any]:
@@ -158,7 +160,7 @@ class Client(VLLMClient):
         # a request has one seed for all of its prompts
         each = [asked | {"prompt": [p], "seed": seed} for p, seed in zip(asked["prompt"], asked["seed"], strict=True)]
         contents = at_once(lambda part: self._completions(url, **kwargs | {"json": part}), each)
-        return contents[0] | {"choices": [choice for content in contents for choice in content["choices"]]}
+        return {"choices": [choice for content in contents for choice in content["choices"]]}
 
     def _completions(self, url: str, **kwargs: Any) -> dict:
         headers = {packed.HEADER: packed.VERSION}
@@ -227,9 +229,9 @@ def at_once(call: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
                 except BaseException as error:
                     done.put((index, None, error))
 
-    for _ in range(min(CONCURRENCY, len(items))):
-        threading.Thread(target=work, daemon=True).start()
     try:
+        for _ in range(min(CONCURRENCY, len(items))):
+            threading.Thread(target=work, daemon=True).start()
         while len(answers) < len(items):
             try:
                 index, answer, error = done.get(timeout=1.0)  # a limit of time (deadline.py) acts between two turns

@@ -109,6 +109,10 @@ class QeRLVLLMGeneration(VLLMGeneration):
         if self.trainer.aqn is not None:
             self.probe_noise()
 
+    def begin(self, checkpoint: str | None) -> None:
+        """At the start of a training, from a checkpoint or not: calls of `generate` are counted from this step on, as in a new process."""
+        self._calls = {}
+
     def run_probe(self) -> None:
         """Check that the engine computes what the trainer computes (probe.py). Every process calls it.
 
@@ -288,10 +292,15 @@ class QeRLVLLMGeneration(VLLMGeneration):
 
     @contextlib.contextmanager
     def _seeded_server(self, *which: int) -> Iterator[None]:
-        """Inside, TRL's `generate` asks a server with a seed for each prompt (client.py), unless the user gave one: a server's own generator is in no
-        checkpoint."""
-        own = self.generation_kwargs
-        if self.mode == "server" and own.get("seed") is None:
+        """Inside, TRL's `generate` asks a server with a seed for each prompt (client.py), unless the user gave one, be it None: a server's own generator is
+        in no checkpoint.
+
+        Args:
+            which: step, 1 in training and 0 else, and which call of these it is.
+        """
+        # of another thread that is inside, these are not the user's
+        own = {key: value for key, value in self.generation_kwargs.items() if not isinstance(value, Seeds)}
+        if self.mode == "server" and "seed" not in own:
             self.generation_kwargs = own | {"seed": Seeds((self.trainer.args.seed, *which))}
         try:
             yield

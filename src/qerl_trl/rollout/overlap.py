@@ -171,7 +171,7 @@ class OverlappedGeneration(QeRLVLLMGeneration):
                 kwargs["sampling_params"] = self._seeded(kwargs["sampling_params"], len(args[0]), step)
             rollout.request = Request(lambda: generate(*args, **kwargs), self._in_order())
 
-        with self._saying_what_is_saved(), self._engine_errors(), self._seeded_server(step):
+        with self._saying_what_is_saved(), self._engine_errors(), self._seeded_server(step, 1, 0):
             self._ask_trl(prompts, lambda engine: _Asks(functools.partial(start, engine.generate), nothing))
         self._next = rollout
 
@@ -319,8 +319,12 @@ class OverlappedGeneration(QeRLVLLMGeneration):
             content = asdict(_Rollout(step, *kept))
             (Path(folder) / self._file()).write_text(json.dumps(content, default=list))
 
+    def begin(self, checkpoint: str | None) -> None:
+        super().begin(checkpoint)
+        self.resume_ahead(checkpoint)
+
     def resume_ahead(self, folder: str | Path | None) -> None:
-        """At the start of a training: forget what was asked for, and take up what this checkpoint holds."""
+        """Forget what was asked for, and take up what this checkpoint holds."""
         self.forget_ahead()
         self._used = self._prompts = None
         file = None if folder is None else Path(folder) / self._file()

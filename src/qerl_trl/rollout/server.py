@@ -296,6 +296,8 @@ class ServerEngine(Engine):
         return payload[0][: counts[0]]
 
     def _complete(self, prompts: list[list[int]], sampling: Sampling) -> list[Completion]:
+        if not prompts:
+            return []
         further: dict[str, Any] = {"ignore_eos": sampling.ignore_eos}
         if sampling.seed is not None and sampling.temperature > 0:
             further["seed"] = [sampling.seed + i for i in range(len(prompts))]
