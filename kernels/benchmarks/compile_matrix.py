@@ -162,6 +162,8 @@ def cases(sm: int, quick: bool):
     done, turns = set(), collections.defaultdict(list)
     for dtype in (torch.bfloat16, torch.float16):
         tokens = (1, 16, 32, 64, 128, 2048) if quick or sm != 90 else (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+        for_wide = () if sm != 90 else (96, 208, 448) if quick else (72, 96, 112, 144, 160, 176, 192, 208, 320, 448)
+        tokens += for_wide  # of some tiles each, which other cards do not have
         if dtype == torch.float16:
             tokens = (16,) if quick else (16, 64)
         for N, K, shards in matrices:
@@ -172,6 +174,8 @@ def cases(sm: int, quick: bool):
                 (M, select.choose(N, K, M, 0, bf16, rank, len(shards)), [rank]) for M in tokens for rank in (0, 32, 256)
             )
             for M, config, ranks in (*chosen, *((M, config, [0, 32, 256]) for M, config in invariant)):
+                if M in for_wide and config["kernel"] != "wide":
+                    continue
                 if quick:
                     variant = ops._variant(config, 0, dtype)
                     ranks = [rank_in_turn(variant, turns[config["kernel"]], sm)]
@@ -205,6 +209,8 @@ def compile_all(architectures: list[int], quick: bool) -> list[dict]:
             for name, kernel in compiled:
                 row = {"sm": sm, "kernel": name} | what | resources(kernel.asm["cubin"])
                 row |= {"shared": kernel.metadata.shared, "shared_limit": CARDS[sm][2]}
+                if name == "skinny_kernel":
+                    row["converts"] = "cvt.rn.bf16x2.e2m1x2" in kernel.asm["ptx"]
                 if row not in rows:
                     rows.append(row)
             print(f"sm_{sm} {what} {time.time() - begin:.1f} s", flush=True)

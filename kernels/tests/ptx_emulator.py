@@ -162,6 +162,13 @@ def run(asm: str, outputs: int, inputs: list[Bits], memory=None) -> list[Bits]:
     return [registers[f"${i}"] for i in range(outputs)]
 
 
+def _e2m1(codes: Bits) -> Bits:
+    """Codes of four bits, as the format specification says -> bfloat16."""
+    exponent, mantissa = (codes >> np.uint64(1)) & np.uint64(3), (codes & np.uint64(1)).astype(float)
+    value = np.where(exponent == 0, mantissa / 2, (1 + mantissa / 2) * 2.0 ** (exponent.astype(float) - 1))
+    return bfloat16_bits(value).astype(np.uint64) | (codes >> np.uint64(3)) << np.uint64(15)
+
+
 def _names(operand: str) -> list[str]:
     return [name.strip() for name in operand.strip("{}").split(",")]
 
@@ -181,10 +188,10 @@ def _execute(opcode: str, operands: list[str], on, value, put, memory) -> None:
     target, *sources = operands
     if name == "mov":
         if target.startswith("{"):
-            lo, hi = _names(target)
-            bits = value(sources[0])
-            put(lo, bits & np.uint64(0xFFFF))
-            put(hi, (bits >> np.uint64(16)) & np.uint64(0xFFFF))
+            names, bits = _names(target), value(sources[0])
+            width = 32 // len(names)
+            for i, part in enumerate(names):
+                put(part, (bits >> np.uint64(width * i)) & np.uint64(2**width - 1))
         elif sources[0].startswith("{"):
             lo, hi = (value(n) & np.uint64(0xFFFF) for n in _names(sources[0]))
             put(target, lo | hi << np.uint64(16))
@@ -206,6 +213,9 @@ def _execute(opcode: str, operands: list[str], on, value, put, memory) -> None:
         put(target, halves(compute, *v))
     elif name == "cvt" and kinds == ["u32", "u16"]:
         put(target, v[0] & np.uint64(0xFFFF))
+    elif name == "cvt" and kinds == ["rn", "bf16x2", "e2m1x2"]:
+        lo, hi = (_e2m1((v[0] >> np.uint64(shift)) & np.uint64(15)) for shift in (0, 4))
+        put(target, lo | hi << np.uint64(16))
     elif name == "cvt" and kinds == ["rn", "bf16x2", "f32"]:
         hi, lo = (bfloat16_bits(floats(x).astype(np.float64)).astype(np.uint64) for x in v)
         put(target, lo | hi << np.uint64(16))

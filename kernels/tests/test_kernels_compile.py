@@ -45,6 +45,15 @@ def test_every_selected_kernel_compiles_and_fits_the_card(triton):
 
 
 @per_triton
+def test_blackwell_converts_where_the_assembler_can(triton):
+    """And no other card does."""
+    version, rows = compiled(triton)
+    can = tuple(map(int, version.split(".")[:2])) >= (3, 8)
+    converting = {(row["sm"], row["converts"]) for row in rows if row["kernel"] == "skinny_kernel"}
+    assert converting == {(sm, can and sm >= 100) for sm in compile_matrix.CARDS}
+
+
+@per_triton
 def test_no_kernel_takes_more_shared_memory_than_was_computed(triton):
     from qerl_nvfp4 import select
 

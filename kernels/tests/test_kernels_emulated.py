@@ -114,11 +114,12 @@ def pair(bits) -> tuple[np.ndarray, np.ndarray]:
 
 def test_every_scale_byte_is_decoded():
     bytes_ = np.arange(127, dtype=np.uint64)
-    expected = scale_values(bytes_) * 2.0**118
     other = bytes_[::-1]
-    lo, hi = ptx.run(literal("hopper", "decode_scales"), 2, [bytes_ | other << np.uint64(8)])
-    assert (ptx.bfloat16_value(lo.astype(np.uint16)) == expected).all()
-    assert (ptx.bfloat16_value(hi.astype(np.uint16)) == expected[::-1]).all()
+    for function, factor in (("scales_to_convert", 2.0**-8), ("decode_scales", 2.0**118)):
+        expected = scale_values(bytes_) * factor
+        lo, hi = ptx.run(literal("hopper", function), 2, [bytes_ | other << np.uint64(8)])
+        assert (ptx.bfloat16_value(lo.astype(np.uint16)) == expected).all()
+        assert (ptx.bfloat16_value(hi.astype(np.uint16)) == expected[::-1]).all()
     word = bytes_ | other << np.uint64(8) | bytes_ << np.uint64(16) | other << np.uint64(24)
     for bits in ptx.run(literal("portable", "decode_scale"), 2, [word]):
         lo, hi = pair(bits)
@@ -126,17 +127,20 @@ def test_every_scale_byte_is_decoded():
 
 
 def test_every_pair_of_codes_times_every_scale_is_exact():
-    """Sign, magnitude and place of all eight codes of a word, for all values of a byte and all scales."""
+    """Sign, magnitude and place of all eight codes of a word, for all values of a byte and all scales; by the bits, and by Blackwell's conversion."""
     byte, scale = (a.reshape(-1).astype(np.uint64) for a in np.meshgrid(np.arange(256), np.arange(127)))
     word = sum((byte + np.uint64(37 * i) & np.uint64(255)) << np.uint64(8 * i) for i in range(4))
-    bits = ptx.bfloat16_bits(scale_values(scale) * 2.0**118).astype(np.uint64)
-    asm = source["hopper"]["DECODE_WORD"]
-    found = ptx.run(asm, 4, [word, bits])
-    for i, p in enumerate(found):
-        for part, n in zip(pair(p), (i, i + 4), strict=True):
-            code = (word >> np.uint64(4 * n)) & np.uint64(15)
-            value = CODES[code & np.uint64(7)] * np.where(code & np.uint64(8), -1.0, 1.0)
-            assert (part == value * scale_values(scale) * 2.0**-8).all()
+    for name, factor, places in (
+        ("DECODE_WORD", 2.0**118, lambda i: (i, i + 4)),
+        ("CONVERT_WORD", 2.0**-8, lambda i: (2 * i, 2 * i + 1)),
+    ):
+        bits = ptx.bfloat16_bits(scale_values(scale) * factor).astype(np.uint64)
+        found = ptx.run(source["hopper"][name], 4, [word, bits])
+        for i, p in enumerate(found):
+            for part, n in zip(pair(p), places(i), strict=True):
+                code = (word >> np.uint64(4 * n)) & np.uint64(15)
+                value = CODES[code & np.uint64(7)] * np.where(code & np.uint64(8), -1.0, 1.0)
+                assert (part == value * scale_values(scale) * 2.0**-8).all()
 
 
 def test_quantize_to_rtn_is_bit_equal():
@@ -183,6 +187,28 @@ SKINNY = {"kernel": "skinny", "BM": 8, "WK": 2, "WN": 1, "R": 2, "grid": 5}
 def test_skinny(emulated, config, M, N, K, rank, splits):
     run(emulated, config, M, N, K, rank, splits, per_row=rank == 0, times=3)
     assert set(emulated["launches"]) == {"skinny_kernel"}
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
+@pytest.mark.parametrize("rank", [0, 36])
+def test_skinny_by_the_conversion_of_codes(emulated, monkeypatch, rank, late):
+    """As on Blackwell, where pairs are neighbours."""
+    monkeypatch.setattr(launch, "converts_fp4", lambda capability: True)
+    config = SKINNY | {"BM": 16, "late": late}
+    run(emulated, config, 11, 96, 768, rank, (64, 32) if rank else None, times=2)
+    assert set(emulated["launches"]) == {"skinny_kernel"}
+
+
+def test_who_converts(monkeypatch):
+    """A GPU that has the instruction, and an assembler that knows it."""
+    for version, capability, converts in (
+        ("3.8.0", (10, 0), True),
+        ("3.10.1", (12, 0), True),
+        ("3.7.1", (10, 0), False),
+        ("3.9.0", (9, 0), False),
+    ):
+        monkeypatch.setattr(launch.triton, "__version__", version)
+        assert launch.converts_fp4.__wrapped__(capability) is converts
 
 
 def wgmma(BM, P, S, permute, grid, **more) -> dict:

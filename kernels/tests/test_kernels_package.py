@@ -395,8 +395,24 @@ def test_the_page_names_what_uses_stack():
     named |= {("wgmma_kernel", 90, *v) for v in (("3.6", 16), ("3.7", 16), ("3.8", 32), ("3.9", 48))}
     named |= {("skinny_kernel", 90, version, 8) for version in ("3.6", "3.9")}
     named |= {("gemm_kernel", 89, version, 8) for version in ("3.7", "3.8", "3.9")} | {("gemm_kernel", 100, "3.6", 16)}
+    named |= {("wide_kernel", 90, version, 8) for version in ("3.6", "3.7", "3.8", "3.9")}
+    named |= {("wide_kernel", 90, *v) for v in (("3.6", 16), ("3.7", 16), ("3.8", 24), ("3.9", 56))}
     assert stacks == named, "say it in HOW_IT_WORKS.md, under What holds it"
-    assert not [row for rows in tritons.values() for row in rows if row["kernel"] == "wide_kernel"]
+
+
+def test_the_page_says_what_blackwell_s_conversion_spares(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import fp4_conversion
+
+    from qerl_nvfp4 import launch
+    from qerl_nvfp4.measured import source_digest
+
+    record, page = json.loads(fp4_conversion.RESULT.read_text()), (ROOT / "HOW_IT_WORKS.md").read_text()
+    assert record["kernels"] == source_digest(), "run benchmarks/fp4_conversion.py again"
+    assert fp4_conversion.written(page) == page, "run benchmarks/fp4_conversion.py --page"
+    for row in record["rows"]:
+        monkeypatch.setattr(launch.triton, "__version__", row["triton"])
+        assert launch.converts_fp4.__wrapped__((10, 0)) is bool(row["conversion"]), "who converts is who can"
 
 
 def test_layouts_that_a_kernel_cannot_read_are_recognised():

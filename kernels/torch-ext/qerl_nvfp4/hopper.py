@@ -32,6 +32,51 @@ def decode_word(q, s):
     )
 
 
+# Blackwell's own conversion of a byte, two neighbouring codes (benchmarks/fp4_conversion.py counts what it spares)
+CONVERT_WORD = gl.constexpr("""{
+    .reg .b8 b0, b1, b2, b3; .reg .b32 s2, nz; mov.b32 nz, 0x80008000;
+    mov.b32 s2, {$5, $5};
+    mov.b32 {b0, b1, b2, b3}, $4;
+    cvt.rn.bf16x2.e2m1x2 $0, b0; fma.rn.bf16x2 $0, $0, s2, nz;
+    cvt.rn.bf16x2.e2m1x2 $1, b1; fma.rn.bf16x2 $1, $1, s2, nz;
+    cvt.rn.bf16x2.e2m1x2 $2, b2; fma.rn.bf16x2 $2, $2, s2, nz;
+    cvt.rn.bf16x2.e2m1x2 $3, b3; fma.rn.bf16x2 $3, $3, s2, nz;
+}""")
+
+
+@gluon.jit
+def convert_word(q, s):
+    """int32 words of 8 codes, bfloat16 scale * 2^-8 -> 4 int32, the bfloat16 pairs (n_2i, n_{2i+1}) * scale * 2^-8. sm_100 and newer."""
+    return gl.inline_asm_elementwise(
+        asm=CONVERT_WORD,
+        constraints="=&r,=&r,=&r,=&r,r,h",
+        args=[q, s],
+        dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def scales_to_convert(s):
+    """int16 = two e4m3 bytes (not negative) -> two bfloat16, scale * 2^-8; subnormal and zero scales included."""
+    return gl.inline_asm_elementwise(
+        asm="""{
+        .reg .b32 u, c0, c1, nz, w; mov.b32 nz, 0x80008000;
+        mov.b32 c0, 0x7b807b80;
+        mov.b32 c1, 0x3b803b80;
+        cvt.u32.u16 w, $2;
+        prmt.b32 u, w, 0, 0x4140; shl.b32 u, u, 4; fma.rn.bf16x2 u, u, c0, nz; fma.rn.bf16x2 u, u, c1, nz;
+        mov.b32 {$0, $1}, u;
+        }""",
+        constraints="=h,=h,h",
+        args=[s],
+        dtype=(gl.bfloat16, gl.bfloat16),
+        is_pure=True,
+        pack=1,
+    )
+
+
 @gluon.jit
 def decode_scales(s):
     """int16 = two e4m3 bytes (not negative) -> two bfloat16, scale * 2^118; subnormal and zero scales included."""
@@ -61,9 +106,12 @@ def halves(p):
 
 
 @gluon.jit
-def spread_scales(s, q):
+def spread_scales(s, q, CONVERT: gl.constexpr):
     """int16 [..., 4 lanes] scale pairs -> bfloat16 [..., 4 lanes, 2 groups, 2 words], one scale per word of 8 codes."""
-    s0, s1 = decode_scales(s)
+    if CONVERT:
+        s0, s1 = scales_to_convert(s)
+    else:
+        s0, s1 = decode_scales(s)
     sc = gl.join(s0, s1)
     return gl.convert_layout(gl.join(sc, sc), q.type.layout, assert_trivial=True)
 
@@ -241,18 +289,22 @@ def load_x(ptr, WK: gl.constexpr, BM: gl.constexpr):
 
 
 @gluon.jit
-def pair_up(x, WK: gl.constexpr, BM: gl.constexpr):
-    """load_x's words -> bfloat16 [WK, 128, BM], columns in the order of the decoded weights: i and i + 4 are a pair."""
-    lo, hi = gl.split(x.reshape([WK, BM, 4, 4, 2, 2]).permute([0, 1, 2, 3, 5, 4]))
-    even, odd = gl.inline_asm_elementwise(
-        asm="prmt.b32 $0, $2, $3, 0x5410; prmt.b32 $1, $2, $3, 0x7632;",
-        constraints="=&r,=r,r,r",
-        args=[lo, hi],
-        dtype=(gl.int32, gl.int32),
-        is_pure=True,
-        pack=1,
-    )
-    return halves(gl.join(even, odd)).permute([0, 1, 3, 2, 4, 5, 6]).reshape([WK, BM, 128]).permute([0, 2, 1])
+def pair_up(x, WK: gl.constexpr, BM: gl.constexpr, CONVERT: gl.constexpr):
+    """load_x's words -> bfloat16 [WK, 128, BM], columns in the order of the decoded weights: i and i + 4 are a pair, or neighbours."""
+    if CONVERT:
+        pairs = x.reshape([WK, BM, 4, 4, 2, 2])
+    else:
+        lo, hi = gl.split(x.reshape([WK, BM, 4, 4, 2, 2]).permute([0, 1, 2, 3, 5, 4]))
+        even, odd = gl.inline_asm_elementwise(
+            asm="prmt.b32 $0, $2, $3, 0x5410; prmt.b32 $1, $2, $3, 0x7632;",
+            constraints="=&r,=r,r,r",
+            args=[lo, hi],
+            dtype=(gl.int32, gl.int32),
+            is_pure=True,
+            pack=1,
+        )
+        pairs = gl.join(even, odd)
+    return halves(pairs).permute([0, 1, 3, 2, 4, 5, 6]).reshape([WK, BM, 128]).permute([0, 2, 1])
 
 
 @gluon.jit
@@ -449,11 +501,14 @@ def skinny_kernel(
     SLICE: gl.constexpr,
     LATE: gl.constexpr,
     PDL: gl.constexpr,
+    CONVERT: gl.constexpr,
 ):
     """y[m, n] for M <= BM; N a multiple of 16 R WN, K of 128 WK.  w_ptr int32 (N, K/8), s_ptr int16 (N, K/32); steps = K / (128 WK).
 
     A warp's rows are R groups of 16, decoded and multiplied one after the other.  x of the next unit is always loaded before this one is
     decoded: it comes from the second-level cache.  So are the words; or LATE, each group's after its own, in the same registers.
+
+    With CONVERT (Blackwell) its conversion instruction decodes, which makes pairs of neighbouring codes; x then keeps its order.
 
     The row strides are compile-time constants, so that the rows of a thread are immediate offsets of one address.
 
@@ -531,7 +586,7 @@ def skinny_kernel(
         for _g in gl.static_range(R):
             acc = acc + (gl.zeros([WK, GROUP, BM], gl.float32, MMA),)  # noqa: RUF005
         for u in range(seg0, seg1):
-            x = gl.convert_layout(pair_up(x_next, WK, BM), BL, assert_trivial=True)
+            x = gl.convert_layout(pair_up(x_next, WK, BM, CONVERT), BL, assert_trivial=True)
             if u + 1 < seg1:
                 wo += WK * 16
                 so += WK * 4
@@ -550,7 +605,10 @@ def skinny_kernel(
                     s_next = s_next + (load_scales((s_lane + so) + (s_reg + g * GROUP * ssn)),)  # noqa: RUF005
             for g in gl.static_range(R):
                 codes = q[g].reshape([WK, GROUP, 4, 2, 2])
-                p0, p1, p2, p3 = decode_word(codes, spread_scales(s[g], codes))
+                if CONVERT:
+                    p0, p1, p2, p3 = convert_word(codes, spread_scales(s[g], codes, CONVERT))
+                else:
+                    p0, p1, p2, p3 = decode_word(codes, spread_scales(s[g], codes, CONVERT))
                 P = halves(gl.join(gl.join(p0, p1), gl.join(p2, p3)))
                 P = P.reshape([WK, GROUP, 4, 4, 2, 2, 2]).permute([0, 1, 3, 2, 5, 4, 6]).reshape([WK, GROUP, 128])
                 sums = sums + (mma_v2(gl.convert_layout(P, AL, assert_trivial=True), x, acc[g]),)  # noqa: RUF005

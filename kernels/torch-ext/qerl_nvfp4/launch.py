@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
+import triton
 from triton.runtime import driver
 
 from . import bounds, cost, portable, reference
@@ -204,6 +205,17 @@ def adapter_work(config: dict, units: int, tasks: int, sms: int) -> tuple[int, i
     return grid, min(3, math.ceil(units / grid))
 
 
+@functools.cache
+def converts_fp4(capability: tuple[int, int]) -> bool:
+    """Whether a GPU has an instruction from e2m1 to bfloat16, and Triton's assembler knows it: ptxas of CUDA 13.2 and newer, which Triton 3.8 brings."""
+    return capability >= (10, 0) and triton_version() >= (3, 8)
+
+
+def triton_version() -> tuple[int, int]:
+    major, minor = triton.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
 def launch_skinny(config, x, packed, block_scale, global_scale, bias, lora_a, lora: Lora | None, out, pdl) -> None:
     from . import hopper
 
@@ -264,6 +276,7 @@ def launch_skinny(config, x, packed, block_scale, global_scale, bias, lora_a, lo
         SLICE=slice_k,
         LATE=config.get("late", False),
         PDL=pdl,
+        CONVERT=converts_fp4(capability),
         num_warps=WK * WN,
         maxnreg=registers,
         **({"launch_pdl": True} if pdl else {}),
