@@ -74,7 +74,16 @@ class Steps(TrainerCallback):
 
 def logged(trainer):
     """What the run logged, but for times and memory."""
-    incidental = ("seconds/", "step_time", "train_", "memory/", "eval_runtime", "eval_samples_per", "eval_steps_per", "eval_step_time")
+    incidental = (
+        "seconds/",
+        "step_time",
+        "train_",
+        "memory/",
+        "eval_runtime",
+        "eval_samples_per",
+        "eval_steps_per",
+        "eval_step_time",
+    )
     return [{k: v for k, v in log.items() if not k.startswith(incidental)} for log in trainer.state.log_history]
 
 
