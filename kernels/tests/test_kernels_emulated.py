@@ -5,6 +5,9 @@
 
 import ast
 import inspect
+import itertools
+import os
+import random
 from pathlib import Path
 
 import gluon_emulator
@@ -234,6 +237,76 @@ def test_wgmma(emulated, config, M, N, K, rank, splits):
     run(emulated, config, M, N, K, rank, splits, per_row=rank == 0)
     beside = set() if config.get("permute") else {"permute_kernel"}
     assert set(emulated["launches"]) == {f"{config['kernel']}_kernel"} | beside
+
+
+def skinny_case(rng: random.Random) -> tuple[dict, int, int, int, int, int]:
+    """Configuration, tokens, rows, columns, rows of a tile, and what the rank is a multiple of."""
+    WK, R = rng.choice((1, 2, 4)), rng.choice((1, 2, 4))
+    BM, grid = rng.choice((8, 16)), rng.randint(1, 12)
+    config = SKINNY | {"BM": BM, "WK": WK, "R": R, "late": rng.random() < 0.5, "grid": grid}
+    return config, rng.randint(1, BM), 16 * R * rng.randint(1, 8), 128 * WK * rng.randint(1, 5), 16 * R, 4
+
+
+def wgmma_case(rng: random.Random) -> tuple[dict, int, int, int, int, int]:
+    BM, P, S, permute = rng.choice(((16, 2, 3, True), (16, 3, 3, True), (32, 2, 2, False), (16, 2, 2, False)))
+    config = wgmma(BM, P, S, permute, rng.randint(1, 6), tasks=rng.random() < 0.7)
+    return config, rng.randint(1, 2 * BM), 16 * rng.randint(4, 20), 32 * rng.randint(8, 40), 64, 8
+
+
+def wide_case(rng: random.Random) -> tuple[dict, int, int, int, int, int]:
+    """With steps enough for every stage of its rings: the emulator takes a barrier that nobody waits for to be one that nobody could."""
+    BM = rng.choice((16, 48, 80))
+    config = {
+        "kernel": "wide",
+        "BM": BM,
+        "P": 2,
+        "S": 2,
+        "X": 3,
+        "grid": rng.randint(1, 3),
+        "tasks": rng.random() < 0.5,
+    }
+    return config, rng.randint(1, 2 * BM), 16 * rng.randint(12, 20), 32 * rng.randint(24, 40), 64, 8
+
+
+def mma_case(rng: random.Random) -> tuple[dict, int, int, int, int, int]:
+    BM, R = rng.choice(((32, 1), (32, 2), (64, 1)))
+    steps = rng.randint(1, 6)
+    config = {"kernel": "mma", "BM": BM, "R": R, "NS": rng.randint(2, 3), "SK": rng.randint(1, min(3, steps))}
+    return config, rng.randint(1, 2 * BM), rng.randint(65, 260), 128 * steps, 64, 1
+
+
+@pytest.mark.parametrize(
+    "case,converts",
+    [(skinny_case, False), (skinny_case, True), (wgmma_case, False), (wide_case, False), (mma_case, False)],
+    ids=["skinny", "conversion", "wgmma", "wide", "mma"],
+)
+def test_random_shapes_shards_and_ranks(emulated, monkeypatch, case, converts):
+    """On a GPU there are 500 of each family, of one rank (gpu_mixed.py)."""
+    monkeypatch.setattr(launch, "converts_fp4", lambda capability: converts)
+    seed = torch.seed() % 2**31
+    rng = random.Random(seed)
+    for number in range(int(os.environ.get("QERL_CASES", "3"))):
+        config, M, N, K, step, multiple = case(rng)
+        rank = multiple * rng.randint(1, 72 // multiple) if rng.random() < 0.8 else 0
+        edges = sorted(rng.sample(range(step, N, step), min(rng.randrange(3), len(range(step, N, step)))))
+        splits = tuple(b - a for a, b in itertools.pairwise((0, *edges, N)))
+        emulated["resident"] = 10**6 if config["kernel"] == "skinny" else rng.choice((2, 10**6))
+        what = f"seed {seed}, case {number}: M={M} N={N} K={K} rank={rank} splits={splits} {config}"
+        try:
+            run(
+                emulated,
+                config,
+                M,
+                N,
+                K,
+                rank,
+                splits if rank else None,
+                rng.random() < 0.5,
+                rng.random() < 0.3,
+                times=2,
+            )
+        except Exception as error:
+            raise AssertionError(what) from error
 
 
 @pytest.mark.parametrize("BM,P,M", [(208, 2, 200), (224, 2, 230), (256, 2, 250), (144, 2, 280), (192, 3, 300)])
