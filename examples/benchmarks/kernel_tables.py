@@ -195,7 +195,7 @@ def other_now(record: dict[str, Any]) -> str:
     if not changed:
         return ""
     return (
-        f" The model was fitted again since, to more timings: at {len(changed)} of the {len(timed)} numbers of tokens above 16 ({min(changed)} to {max(changed)}) some matrix "
+        f" The model was fitted again since: at {len(changed)} of the {len(timed)} numbers of tokens above 16 ({min(changed)} to {max(changed)}) some matrix "
         "has another kernel now, and these layers have not been timed with it."
     )
 

@@ -3,7 +3,9 @@
     python kernels/benchmarks/fit.py every_size.json [more.json ...] [--write] [--result results/every_size_h200.json]
 
 Variants without which nothing gets slower are left out, since each must be compiled; of a result, where that was done, none.  Every other one
-has factors of its own, none of them negative, by least squares of the relative error, and the number of tokens up to which they hold.
+has factors of its own, none of them negative, by least squares of the relative error, and the number of tokens up to which they hold. Candidates far
+from the fastest count less (`NEAR`): how slow they are decides nothing. A variant was timed on few matrices; where these do not say what a term costs, its
+factors stay near those of its kernel with all its tiles (`FAMILY`), in which a term costs in proportion to a tile's rows, tokens, or both.
 Printed, and kept in the file: how far the chosen candidate is from the fastest one measured, be it left out or not ("loss"), with all shapes
 in the fit and, which is what counts, with the matrix in question left out of it.  For the matrices that were measured the file also holds
 what was fastest ("timed"), where the table or the model would choose something slower by more than `GAIN`; of a matrix and a number of tokens that
@@ -18,6 +20,7 @@ import statistics
 import sys
 from collections.abc import Collection
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -32,16 +35,40 @@ AT_ANY_SIZE = 0.003  # the same at any one number of tokens
 GAIN = 1.01  # what is measured to be slower by more than this is not chosen
 OF_A_GPU = ("device", "multiprocessors")
 OF_A_RUN = (*OF_A_GPU, "torch", "triton", "commit", "command")
+NEAR = 0.3  # a candidate that is slower than the fastest by this counts half
+FAMILY = 3.0  # weight of a family's factors beside a variant's own samples
+# by what of a tile (64 P rows, BM tokens) a term may cost within a family; others by nothing
+BY_TILE = {
+    "units": ("rows x tokens", "rows", "tokens", "nothing"),
+    "units of tokens that are not": ("rows x tokens", "tokens"),
+    "tiles": ("rows x tokens", "nothing"),
+    "pieces": ("rows x tokens", "nothing"),
+    "split": ("rows x tokens", "nothing"),
+    "shares": ("rows x tokens", "nothing"),
+}
 AT_LEAST = 4  # samples of a variant, and of its largest numbers of tokens
 
 
-def not_negative(samples: list[tuple[dict[str, float], float]]) -> dict[str, float]:
-    """Factors >= 0 that minimize the sum of (predicted / us - 1)^2: Lawson and Hanson's active sets."""
-    names = list(samples[0][0])
-    A = torch.tensor([[values[n] / us for n in names] for values, us in samples], dtype=torch.float64)
+class Sample(NamedTuple):
+    """A candidate that was timed: what it pays for, microseconds, tokens, how much it counts."""
+
+    values: dict[str, float]
+    us: float
+    tokens: int
+    weight: float = 1.0
+
+
+def not_negative(samples: list[Sample], near: dict[str, float] | None = None) -> dict[str, float]:
+    """Factors >= 0 that minimize the sum of (weight (predicted / us - 1))^2, and of how far they are from `near`: Lawson and Hanson's active sets."""
+    names = list(samples[0].values)
+    A = torch.tensor([[s.values[n] / s.us * s.weight for n in names] for s in samples], dtype=torch.float64)
     scale = A.norm(dim=0).clamp(min=1e-30)
     A = A / scale
-    gram, target = A.T @ A + 1e-9 * torch.eye(len(names), dtype=torch.float64), A.sum(0)
+    gram = A.T @ A + 1e-9 * torch.eye(len(names), dtype=torch.float64)
+    target = A.T @ torch.tensor([s.weight for s in samples], dtype=torch.float64)
+    if near is not None:
+        gram += FAMILY * torch.eye(len(names), dtype=torch.float64)
+        target += FAMILY * torch.tensor([near.get(n, 0.0) for n in names], dtype=torch.float64) * scale
     x, used = torch.zeros_like(target), torch.zeros(len(names), dtype=torch.bool)
     for _ in range(3 * len(names)):
         gradient = (target - gram @ x).masked_fill(used, -math.inf)
@@ -94,26 +121,58 @@ def fewest(rows: list[dict], tolerance: float, at_any: float = math.inf) -> set[
         kept.remove(name)
 
 
-def samples_of(rows: list[dict], sms: int) -> dict[str, list[tuple[dict[str, float], float, int]]]:
-    """variant -> [(terms, us, tokens)]."""
-    found: dict[str, list] = {}
+def samples_of(rows: list[dict], sms: int) -> tuple[dict[str, list[Sample]], dict[str, dict]]:
+    """variant -> samples, and a configuration of each."""
+    found: dict[str, list[Sample]] = {}
+    configs = {}
     for row in rows:
+        fastest = fastest_us(row)
         for timed in row["candidates"]:
-            config = timed["config"]
+            config = complete(timed["config"], row["M"])
             if known(config):
                 values = cost.terms(config, row["N"], row["K"], row["M"], sms, row["rows"])
-                found.setdefault(cost.variant(config, row["M"]), []).append((values, timed["us"], row["M"]))
-    return found
+                counts = 1 / (1 + ((timed["us"] / fastest - 1) / NEAR) ** 2)
+                name = cost.variant(config, row["M"])
+                found.setdefault(name, []).append(Sample(values, timed["us"], row["M"], counts))
+                configs[name] = config
+    return found, configs
+
+
+def family(config: dict) -> tuple:
+    """Variants that differ in nothing but their tiles."""
+    return config["kernel"], config.get("permute"), config.get("tasks")
+
+
+def by_tile(values: dict[str, float], config: dict) -> dict[tuple[str, str], float]:
+    """The terms of a family: each by what of a tile it may cost."""
+    if config["kernel"] not in ("wgmma", "wide"):
+        return {(name, "nothing"): value for name, value in values.items()}
+    rows, tokens = config["P"], config["BM"] / 64
+    of = {"rows x tokens": rows * tokens, "rows": rows, "tokens": tokens, "nothing": 1.0}
+    return {
+        (name, what): value * of[what] for name, value in values.items() for what in BY_TILE.get(name, ("nothing",))
+    }
 
 
 def factors_of(rows: list[dict], sms: int) -> dict[str, dict[str, float]]:
     """Of every variant with enough samples; they hold up to the number of tokens that as many samples have."""
+    variants, configs = samples_of(rows, sms)
+    families: dict[tuple, list[Sample]] = {}
+    for name, samples in sorted(variants.items()):
+        config = configs[name]
+        of_all = families.setdefault(family(config), [])
+        of_all += [s._replace(values=by_tile(s.values, config)) for s in samples]
+    shared = {of: not_negative(samples) for of, samples in families.items()}
     found = {}
-    for name, samples in sorted(samples_of(rows, sms).items()):
+    for name, samples in sorted(variants.items()):
         if len(samples) >= AT_LEAST:
-            tokens = sorted(M for _, _, M in samples)[-AT_LEAST]
-            found[name] = not_negative([(values, us) for values, us, _ in samples])
-            found[name][cost.TOKENS] = cost.size_of(tokens)
+            own = shared[family(configs[name])]
+            near = {
+                term: sum(own.get(part, 0.0) * value for part, value in by_tile({term: 1.0}, configs[name]).items())
+                for term in samples[0].values
+            }
+            found[name] = not_negative(samples, near)
+            found[name][cost.TOKENS] = cost.size_of(sorted(s.tokens for s in samples)[-AT_LEAST])
     return found
 
 

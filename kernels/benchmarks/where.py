@@ -26,10 +26,10 @@ UNITS = "units of 256 columns (decode, matrix units)"
 COMPUTE = 256  # from so many tokens on, the floor of all of these matrices is the matrix units' time
 PARTS = {  # column -> terms
     "launches": ("launch",),
-    UNITS: ("units", "GFLOP", "rounds"),
-    "ends of tiles, cut tiles": ("tiles", "split", "shares"),
+    UNITS: ("units", "units of tokens that are not", "GFLOP", "rounds"),
+    "ends of tiles, cut tiles": ("tiles", "pieces", "split", "shares"),
     "weights, x, y beside": ("MB of weights", "MB of x", "MB of y", "weights"),
-    "x A^T": ("MFLOP of x A^T",),
+    "x A^T": ("MFLOP of x A^T", "rounds of x A^T"),
 }
 
 

@@ -11,6 +11,7 @@ Not emulated: layouts (the compiler refuses wrong ones, test_kernels_sm90.py) an
 import ast
 import builtins
 import ctypes
+import importlib
 import inspect
 import random
 import threading
@@ -719,6 +720,10 @@ FAKES = {
 }
 
 
+#: files without a kernel
+PLAIN = ("cost",)
+
+
 class Source:
     """The functions of the kernels' files, with this language in the place of Triton's."""
 
@@ -734,6 +739,8 @@ class Source:
                     known = alias.asname or alias.name
                     if known in FAKES:
                         scope[known] = FAKES[known]
+                    elif isinstance(node, ast.ImportFrom) and node.level and node.module in PLAIN:
+                        scope[known] = getattr(importlib.import_module(f"qerl_nvfp4.{node.module}"), alias.name)
                     elif isinstance(node, ast.ImportFrom) and node.level:
                         scope[known] = self[node.module][alias.name]
                     else:

@@ -306,3 +306,32 @@ def test_what_cannot_be_the_fastest_is_not_timed(monkeypatch):
         own[math.isfinite(us)] += 1
         assert math.isinf(us) or us <= 1.15 * cost.predicted_us(cost.cheapest(N, K, M, SMS, rows), N, K, M, SMS, rows)
     assert own[True] and own[False]
+
+
+def test_what_a_product_pays_for():
+    """Tokens that a tile has and the product has not; rounds of tasks, fewer where programs do nothing else; pieces of tiles."""
+    wide = {"kernel": "wide", "BM": 192, "P": 2, "S": 3, "X": 5, "tasks": True, "grid": 132}
+    paid = cost.terms(wide, 7168, 5120, 352, 132, 96)
+    assert paid["units of tokens that are not"] == pytest.approx(56 * 20 * (2 - 352 / 192) / 132)
+    assert cost.adapter_tasks(5120, 352, 132, 96) == (132, 1) and paid["rounds of x A^T"] == 5.12
+    assert cost.terms(wide, 7168, 5120, 384, 132, 96)["rounds of x A^T"] == 2 * 5.12, "144 tasks, 132 programs"
+    assert cost.terms(wide | {"grid": 112}, 7168, 5120, 384, 132, 96)["rounds of x A^T"] == 2 * 5.12
+    assert cost.terms(wide | {"tasks": False}, 7168, 5120, 384, 132, 96)["rounds of x A^T"] == 0
+    assert cost.terms(wide | {"grid": 112}, 7168, 5120, 384, 132, 32)["pieces"] == 1, "a tile each, and all whole"
+    assert cost.terms(wide, 17920, 1536, 384, 132, 64)["pieces"] == 1 + 2, (
+        "280 tiles: one whole, and 6.7 units of tiles of 6"
+    )
+
+
+def test_a_factor_that_the_samples_do_not_tell_is_its_family_s(monkeypatch):
+    monkeypatch.syspath_prepend(RESULT.parents[1])
+    import fit
+
+    alike = [fit.Sample({"launch": 1.0, "units": n, "tiles": 2 * n}, 5 + 7 * n, 64) for n in (1.0, 3.0, 10.0)]
+    for near in ({"launch": 5.0, "units": 1.0, "tiles": 3.0}, {"launch": 5.0, "units": 5.0, "tiles": 1.0}):
+        assert fit.not_negative(alike, near) == pytest.approx(near, rel=1e-3), "both explain these samples"
+    assert fit.not_negative(alike)["launch"] == pytest.approx(5, rel=1e-3)
+    outlier = fit.Sample({"launch": 1.0, "units": 5.0, "tiles": 10.0}, 400.0, 64, weight=0.05)
+    assert fit.not_negative([*alike, outlier])["launch"] == pytest.approx(5, rel=0.2), "what counts little moves little"
+    parts = fit.by_tile({"launch": 1.0, "units": 2.0}, {"kernel": "wide", "BM": 128, "P": 3})
+    assert parts["launch", "nothing"] == 1 and parts["units", "rows x tokens"] == 12 and parts["units", "tokens"] == 4

@@ -56,6 +56,8 @@ WIDE = (  # BM, P; stages follow from shared memory
 WIDE_ALLOWED = os.environ.get("QERL_NVFP4_WIDE", "1") != "0"
 WITHOUT_ADAPTER = 64  # rows of A that a product without an adapter is priced with: only products with one were timed
 UNIT = 256  # columns that a tile's programs go along K at a time
+TASK = 16  # tokens, and rows of A, in a task of x A^T beside the product
+STEP = 256  # columns of a step of a task: 128 a warp
 TOKENS = "tokens"  # among a variant's factors: up to how many it was measured
 WASTE = 1.35  # a tile is worth a try if it rounds the number of tokens up by no more than this
 
@@ -99,6 +101,12 @@ def fits(N: int, K: int) -> bool:
 def units_along(K: int) -> int:
     """Units of a tile; of the last one, the copy engine fills what lies beyond K with zeros."""
     return math.ceil(K / UNIT)
+
+
+def adapter_tasks(K: int, M: int, sms: int, rows: int) -> tuple[int, int]:
+    """Blocks of x A^T beside a product, and slices of K, each of which is a task in each block; `rows` of the stacked A's."""
+    blocks = math.ceil(M / TASK) * math.ceil(rows / TASK)
+    return blocks, max(1, min(math.ceil(K / STEP), sms // blocks))
 
 
 def layouts(N: int, K: int, M: int) -> list[dict]:
@@ -146,19 +154,29 @@ def terms(config: dict, N: int, K: int, M: int, sms: int, rows: int) -> dict[str
     """What a product pays for; `rows` of the stacked A's."""
     if config["kernel"] in ("wgmma", "wide"):
         BM, P, steps = config["BM"], config["P"], units_along(K)
-        tiles = math.ceil(N / (64 * P)) * math.ceil(M / BM)
+        along, across = math.ceil(N / (64 * P)), math.ceil(M / BM)
+        tiles = along * across
         grid = min(config["grid"], tiles * steps)
         whole = tiles // grid - (1 if tiles % grid and tiles > grid else 0)
+        rest = math.ceil((tiles - whole * grid) * steps / grid)  # units of the tiles that are cut
+        rounds = 0.0
+        if config.get("tasks", M <= 128):
+            blocks, slices = adapter_tasks(K, M, sms, rows)
+            programs = grid + max(0, min(sms - grid, blocks * slices))  # with those that do nothing else
+            rounds = math.ceil(blocks * slices / programs) * K / slices * 1e-3
         return {
             "launch": 1.0,
-            "units": whole * steps + math.ceil((tiles - whole * grid) * steps / grid),  # 256 columns of a tile
+            "units": whole * steps + rest,  # 256 columns of a tile
+            "units of tokens that are not": along * steps * (across - M / BM) / grid,
             "tiles": math.ceil(tiles / grid),
+            "pieces": whole + (math.ceil((rest - 1) / steps) + 1 if tiles % grid else 0),  # of tiles, in a program
             "split": float(tiles % grid != 0),
             "shares": max(0, math.ceil(grid / tiles) - 1),  # of a tile, which one program adds up
             "MB of weights": N * K * 0.5625e-6,
             "MB of x": M * K * 2e-6,
             "MB of y": M * N * 2e-6,
             "MFLOP of x A^T": M * K * rows * 1e-6,
+            "rounds of x A^T": rounds,  # thousands of columns, one task after the other
         }
     rounds = math.ceil(math.ceil(M / 128) * math.ceil(N / 256) / sms)
     return {

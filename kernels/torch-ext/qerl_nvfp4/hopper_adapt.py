@@ -12,10 +12,9 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_wait
 
+from .cost import STEP, TASK
 from .gluon_names import async_load, barrier
 
-TASK = 16  # tokens, and rows of A, in a task
-STEP = 256  # columns of a step of a task: 128 a warp
 T = gl.constexpr(TASK)
 C = gl.constexpr(STEP)
 SUMS_SHARED = gl.constexpr(gl.SwizzledSharedLayout(4, 2, 4, order=[1, 0]))  # [2 warps * T tokens, T rows of A] float32

@@ -286,8 +286,8 @@ def launch_skinny(config, x, packed, block_scale, global_scale, bias, lora_a, lo
 def launch_wgmma(config, x, packed, block_scale, global_scale, bias, lora_a, lora: Lora | None, out, pdl) -> None:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    from . import hopper_adapt, hopper_wide
     from . import hopper_wgmma as hopper
+    from . import hopper_wide
 
     (M, K), N, wide = x.shape, packed.shape[0], config["kernel"] == "wide"
     if lora is not None and config["BM"] == 128 and not wide:
@@ -314,10 +314,10 @@ def launch_wgmma(config, x, packed, block_scale, global_scale, bias, lora_a, lor
     grid, helpers, slices, slice_sums, counts = min(config["grid"], tiles * steps), 0, 1, gs, counters
     tasks = lora is not None and config.get("tasks", M <= 128)
     if lora is not None:  # the same scratch memory for every M, so that a graph of fewer tokens finds it there
-        blocks = math.ceil(M / hopper_adapt.TASK) * math.ceil(rows / hopper_adapt.TASK)
-        slices = config.get("slices") or max(1, min(math.ceil(K / hopper_adapt.STEP), sms // blocks))
+        blocks, slices = cost.adapter_tasks(K, M, sms, rows)
+        slices = config.get("slices") or slices
         sums = max(sms, blocks * slices)
-        slice_sums = scratch(x.device, "lora slices", sums * hopper_adapt.TASK**2, torch.float32)
+        slice_sums = scratch(x.device, "lora slices", sums * cost.TASK**2, torch.float32)
         counts = scratch(x.device, "lora counts", max(1 << 12, blocks), torch.int32, fill=0)
         if tasks:
             helpers = max(0, min(sms - grid, blocks * slices))  # multiprocessors that the tiles leave idle
