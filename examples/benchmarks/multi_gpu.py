@@ -229,14 +229,8 @@ def command_of(name: str, device: str, worker: list[str]) -> list[str]:
     if mode.config is None:
         return [sys.executable, *worker]
     if device == "cpu":  # where accelerate launch starts one process, whatever it is told
-        return [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            f"--nproc_per_node={mode.processes}",
-            *worker,
-        ]
+        run = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={mode.processes}"]
+        return [sys.executable, *run, *worker]
     config = ["--config_file", str(ACCELERATE / f"{mode.config}.yaml"), "--main_process_port", str(free_ports(1)[0])]
     return [sys.executable, "-m", "accelerate.commands.launch", *config, *worker]
 

@@ -158,6 +158,7 @@ def test_skinny(BM, WK, WN, R, late, rank, programs, limit):
         "SLICE": 512,
         "LATE": late,
         "PDL": True,
+        "CONVERT": False,
     }
     pointers = {"xa_ptr": "*i32", "ws_ptr": "*i32"}
     registers = min(255, 65536 // (programs * WK * WN * 32) // 8 * 8)
