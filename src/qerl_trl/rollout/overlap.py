@@ -320,17 +320,16 @@ class OverlappedGeneration(QeRLVLLMGeneration):
             (Path(folder) / self._file()).write_text(json.dumps(content, default=list))
 
     def begin(self, checkpoint: str | None) -> None:
+        """Also: forget what was asked for, and take up what this checkpoint holds."""
         super().begin(checkpoint)
-        self.resume_ahead(checkpoint)
-
-    def resume_ahead(self, folder: str | Path | None) -> None:
-        """Forget what was asked for, and take up what this checkpoint holds."""
         self.forget_ahead()
         self._used = self._prompts = None
-        file = None if folder is None else Path(folder) / self._file()
+        file = None if checkpoint is None else Path(checkpoint) / self._file()
         if file is None or not file.is_file():
             if file is not None and any(file.parent.glob(_FILE.format("*", "*"))):
-                logger.warning("The rollout in %s belongs to another number of processes, and is sampled anew.", folder)
+                logger.warning(
+                    "The rollout in %s belongs to another number of processes, and is sampled anew.", checkpoint
+                )
             return
         found = json.loads(file.read_text())
         found |= {
