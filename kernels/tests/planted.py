@@ -51,8 +51,8 @@ WAIT = 'while gl.atomic_add(cnt_ptr, 0, sem="acquire") < p1 - pid:'
 DEFECTS = (
     Defect("the sign of two codes is lost", "portable", "and.b32 t, t, 0x81C081C0; fma.rn.bf16x2 $2", "and.b32 t, t, 0x01C001C0; fma.rn.bf16x2 $2"),
     Defect("half of a word's codes come from the wrong bits", "portable", "shr.u32 u, $4, 8;", "shr.u32 u, $4, 4;"),
-    Defect("scales are halved (skinny, wgmma)", "hopper", "mov.b32 c1, 0x7a807a80;", "mov.b32 c1, 0x7a007a00;"),
-    Defect("scales are halved (conversion)", "hopper", "mov.b32 c1, 0x3b803b80;", "mov.b32 c1, 0x3b003b00;"),
+    Defect("scales are halved (skinny, wgmma)", "hopper", 'gl.constexpr("0x7a807a80")', 'gl.constexpr("0x7a007a00")'),
+    Defect("scales are halved (conversion)", "hopper", 'gl.constexpr("0x3b803b80")', 'gl.constexpr("0x3b003b00")'),
     Defect("x is put in another order (conversion)", "hopper", "pairs = x.reshape([WK, BM, 4, 4, 2, 2])", "pairs = x.reshape([WK, BM, 4, 4, 2, 2]).permute([0, 1, 2, 3, 5, 4])"),
     Defect("scales are halved (portable)", "portable", "mov.b32 c1, 0x7a807a80;", "mov.b32 c1, 0x7a007a00;"),
     Defect("two scales change places", "hopper", "mov.b32 {$0, $1}, t;", "mov.b32 {$1, $0}, t;"),

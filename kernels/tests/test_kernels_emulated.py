@@ -118,9 +118,10 @@ def pair(bits) -> tuple[np.ndarray, np.ndarray]:
 def test_every_scale_byte_is_decoded():
     bytes_ = np.arange(127, dtype=np.uint64)
     other = bytes_[::-1]
-    for function, factor in (("scales_to_convert", 2.0**-8), ("decode_scales", 2.0**118)):
+    hopper = source["hopper"]
+    for name, factor in (("FOR_VALUES", 2.0**-8), ("FOR_BITS", 2.0**118)):
         expected = scale_values(bytes_) * factor
-        lo, hi = ptx.run(literal("hopper", function), 2, [bytes_ | other << np.uint64(8)])
+        lo, hi = ptx.run(hopper["scales_asm"](hopper[name]), 2, [bytes_ | other << np.uint64(8)])
         assert (ptx.bfloat16_value(lo.astype(np.uint16)) == expected).all()
         assert (ptx.bfloat16_value(hi.astype(np.uint16)) == expected[::-1]).all()
     word = bytes_ | other << np.uint64(8) | bytes_ << np.uint64(16) | other << np.uint64(24)

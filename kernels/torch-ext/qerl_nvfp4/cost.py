@@ -109,6 +109,11 @@ def adapter_tasks(K: int, M: int, sms: int, rows: int) -> tuple[int, int]:
     return blocks, max(1, min(math.ceil(K / STEP), sms // blocks))
 
 
+def helping(grid: int, tasks: int, sms: int) -> int:
+    """Programs that do nothing but tasks of x A^T, on multiprocessors that the tiles leave idle."""
+    return max(0, min(sms - grid, tasks))
+
+
 def layouts(N: int, K: int, M: int) -> list[dict]:
     """Configurations without the number of programs, for more than 16 tokens."""
     if not fits(N, K):
@@ -162,7 +167,7 @@ def terms(config: dict, N: int, K: int, M: int, sms: int, rows: int) -> dict[str
         rounds = 0.0
         if config.get("tasks", M <= 128):
             blocks, slices = adapter_tasks(K, M, sms, rows)
-            programs = grid + max(0, min(sms - grid, blocks * slices))  # with those that do nothing else
+            programs = grid + helping(grid, blocks * slices, sms)
             rounds = math.ceil(blocks * slices / programs) * K / slices * 1e-3
         return {
             "launch": 1.0,

@@ -18,20 +18,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from .gluon_names import barrier
 from .portable import DECODE_WORD
 
-
-@gluon.jit
-def decode_word(q, s):
-    """int32 words of 8 codes, bfloat16 scale * 2^118 -> 4 int32, the bfloat16 pairs (n_i, n_{i+4}) * scale * 2^-8."""
-    return gl.inline_asm_elementwise(
-        asm=DECODE_WORD,
-        constraints="=&r,=&r,=&r,=&r,r,h",
-        args=[q, s],
-        dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
-        is_pure=True,
-        pack=1,
-    )
-
-
 # Blackwell's own conversion of a byte, two neighbouring codes (benchmarks/fp4_conversion.py counts what it spares)
 CONVERT_WORD = gl.constexpr("""{
     .reg .b8 b0, b1, b2, b3; .reg .b32 s2, nz; mov.b32 nz, 0x80008000;
@@ -42,13 +28,16 @@ CONVERT_WORD = gl.constexpr("""{
     cvt.rn.bf16x2.e2m1x2 $2, b2; fma.rn.bf16x2 $2, $2, s2, nz;
     cvt.rn.bf16x2.e2m1x2 $3, b3; fma.rn.bf16x2 $3, $3, s2, nz;
 }""")
+# what a scale is multiplied by for either, as two bfloat16: 2^118 for the bits of a code, 2^-8 for its value
+FOR_BITS, FOR_VALUES = gl.constexpr("0x7a807a80"), gl.constexpr("0x3b803b80")
 
 
 @gluon.jit
-def convert_word(q, s):
-    """int32 words of 8 codes, bfloat16 scale * 2^-8 -> 4 int32, the bfloat16 pairs (n_2i, n_{2i+1}) * scale * 2^-8. sm_100 and newer."""
+def decode_word(q, s, ASM: gl.constexpr = DECODE_WORD):
+    """int32 words of 8 codes, bfloat16 scale * 2^118 (* 2^-8 for CONVERT_WORD) -> 4 int32, the bfloat16 pairs (n_i, n_{i+4}), or of
+    neighbours (n_2i, n_{2i+1}), * scale * 2^-8."""
     return gl.inline_asm_elementwise(
-        asm=CONVERT_WORD,
+        asm=ASM,
         constraints="=&r,=&r,=&r,=&r,r,h",
         args=[q, s],
         dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
@@ -57,38 +46,23 @@ def convert_word(q, s):
     )
 
 
-@gluon.jit
-def scales_to_convert(s):
-    """int16 = two e4m3 bytes (not negative) -> two bfloat16, scale * 2^-8; subnormal and zero scales included."""
-    return gl.inline_asm_elementwise(
-        asm="""{
-        .reg .b32 u, c0, c1, nz, w; mov.b32 nz, 0x80008000;
-        mov.b32 c0, 0x7b807b80;
-        mov.b32 c1, 0x3b803b80;
-        cvt.u32.u16 w, $2;
-        prmt.b32 u, w, 0, 0x4140; shl.b32 u, u, 4; fma.rn.bf16x2 u, u, c0, nz; fma.rn.bf16x2 u, u, c1, nz;
-        mov.b32 {$0, $1}, u;
-        }""",
-        constraints="=h,=h,h",
-        args=[s],
-        dtype=(gl.bfloat16, gl.bfloat16),
-        is_pure=True,
-        pack=1,
-    )
-
-
-@gluon.jit
-def decode_scales(s):
-    """int16 = two e4m3 bytes (not negative) -> two bfloat16, scale * 2^118; subnormal and zero scales included."""
-    return gl.inline_asm_elementwise(
-        asm="""{
+@gluon.constexpr_function
+def scales_asm(factor):
+    return """{
         .reg .b32 t, c0, c1, nz, w; mov.b32 nz, 0x80008000;
         mov.b32 c0, 0x7b807b80;
-        mov.b32 c1, 0x7a807a80;
+        mov.b32 c1, FACTOR;
         cvt.u32.u16 w, $2;
         prmt.b32 t, w, 0, 0x4140; shl.b32 t, t, 4; fma.rn.bf16x2 t, t, c0, nz; fma.rn.bf16x2 t, t, c1, nz;
         mov.b32 {$0, $1}, t;
-        }""",
+        }""".replace("FACTOR", factor)
+
+
+@gluon.jit
+def decode_scales(s, FACTOR: gl.constexpr = FOR_BITS):
+    """int16 = two e4m3 bytes (not negative) -> two bfloat16, scale * FACTOR; subnormal and zero scales included."""
+    return gl.inline_asm_elementwise(
+        asm=scales_asm(FACTOR),
         constraints="=h,=h,h",
         args=[s],
         dtype=(gl.bfloat16, gl.bfloat16),
@@ -106,12 +80,9 @@ def halves(p):
 
 
 @gluon.jit
-def spread_scales(s, q, CONVERT: gl.constexpr):
+def spread_scales(s, q, FACTOR: gl.constexpr):
     """int16 [..., 4 lanes] scale pairs -> bfloat16 [..., 4 lanes, 2 groups, 2 words], one scale per word of 8 codes."""
-    if CONVERT:
-        s0, s1 = scales_to_convert(s)
-    else:
-        s0, s1 = decode_scales(s)
+    s0, s1 = decode_scales(s, FACTOR)
     sc = gl.join(s0, s1)
     return gl.convert_layout(gl.join(sc, sc), q.type.layout, assert_trivial=True)
 
@@ -518,6 +489,8 @@ def skinny_kernel(
     Whose turn it is stands in ticket_ptr[0] until every program has read it.  Tasks come first and wait for nobody: nobody waits forever.
     """
     NW: gl.constexpr = WK * WN
+    ASM: gl.constexpr = CONVERT_WORD if CONVERT else DECODE_WORD
+    FACTOR: gl.constexpr = FOR_VALUES if CONVERT else FOR_BITS
     ROWS: gl.constexpr = 16 * R * WN
     GROUP: gl.constexpr = 16 * WN
     WL: gl.constexpr = skinny_w_layout(WK, WN)
@@ -605,10 +578,7 @@ def skinny_kernel(
                     s_next = s_next + (load_scales((s_lane + so) + (s_reg + g * GROUP * ssn)),)  # noqa: RUF005
             for g in gl.static_range(R):
                 codes = q[g].reshape([WK, GROUP, 4, 2, 2])
-                if CONVERT:
-                    p0, p1, p2, p3 = convert_word(codes, spread_scales(s[g], codes, CONVERT))
-                else:
-                    p0, p1, p2, p3 = decode_word(codes, spread_scales(s[g], codes, CONVERT))
+                p0, p1, p2, p3 = decode_word(codes, spread_scales(s[g], codes, FACTOR), ASM)
                 P = halves(gl.join(gl.join(p0, p1), gl.join(p2, p3)))
                 P = P.reshape([WK, GROUP, 4, 4, 2, 2, 2]).permute([0, 1, 3, 2, 5, 4, 6]).reshape([WK, GROUP, 128])
                 sums = sums + (mma_v2(gl.convert_layout(P, AL, assert_trivial=True), x, acc[g]),)  # noqa: RUF005

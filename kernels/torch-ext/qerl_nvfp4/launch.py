@@ -320,7 +320,7 @@ def launch_wgmma(config, x, packed, block_scale, global_scale, bias, lora_a, lor
         slice_sums = scratch(x.device, "lora slices", sums * cost.TASK**2, torch.float32)
         counts = scratch(x.device, "lora counts", max(1 << 12, blocks), torch.int32, fill=0)
         if tasks:
-            helpers = max(0, min(sms - grid, blocks * slices))  # multiprocessors that the tiles leave idle
+            helpers = cost.helping(grid, blocks * slices, sms)
         else:
             torch.mm(natural, lora_a.t(), out=down[:M])
     whole = tiles // grid - (1 if tiles % grid and tiles > grid else 0)  # tiles of its own that a program computes
