@@ -82,8 +82,23 @@ def test_rows_of_one_commit_stand_beside_each_other(page_of):
         },
         (former,),
     )
-    assert said(page, "one GPU |")[-2] == "1.50" and "(of commit" not in said(page, "one GPU |")[4]
-    assert "On one machine, one after the other: ours-one (newer), ours-tp2 (newer)." in page
+    line = said(page, "one GPU |")
+    assert line[-2] == "1.50" and line[4].endswith("at newer)") and "(of commit" not in line[4]
+    beside = "ours-one (newer, beside stock-one on the other GPU)"
+    assert f"On one machine, one after the other: {beside}, ours-tp2 (newer)." in page
+
+
+def test_an_aim_is_judged_by_the_newest_two_of_one_commit(page_of):
+    many, one = "ours-server-overlap-of-64", "ours-one-of-64"
+    by_name = {row["name"]: row for row in json.loads(RESULT.read_text())["multi_gpu"]}
+    former = [
+        by_name[name] | {"commit": commit, "device": "two x 2", "sequences_per_second": rate}
+        for commit, rates in (("older", (21.0, 10.0)), ("oldest", (30.0, 10.0)))
+        for name, rate in zip((many, one), rates, strict=True)
+    ]
+    page = page_of({many: {"commit": "newer"}, one: {"commit": "other"}}, tuple(former))
+    line = said(page, "64 completions per process: a server")
+    assert line[3:5] == ["2.1", "yes"] and line[5].endswith("(older)")
 
 
 def test_rows_of_other_numbers_have_names_of_their_own(tables):

@@ -58,6 +58,14 @@ def row_of(name: str, rows: list[dict[str, Any]], beside: dict[str, Any] | None 
     return (of_it or named)[0]
 
 
+def pair_of(one: str, other: str, rows: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The newest rows of two names that may be compared; where there are none, the newest of each. `rows`: newer ones first."""
+    for row in rows:
+        if row["name"] == one and comparable(beside := row_of(other, rows, row), row):
+            return row, beside
+    return row_of(one, rows), row_of(other, rows)
+
+
 def step_of(name: str, beside: dict[str, Any] | None = None) -> dict[str, Any]:
     """A row of one GPU, measured by step_speed.py."""
     record = json.loads(STEPS.read_text())
@@ -135,7 +143,8 @@ def same_machines(rows: list[dict[str, Any]]) -> str:
     """Which rows are of one machine, and of which that is not known."""
     of: dict[str | None, list[str]] = {}
     for row in rows:
-        of.setdefault(machine_of(row), []).append(f"{row['name']} ({row['commit'][:7]})")
+        beside = f", beside {row['beside']} on the other GPU" if "beside" in row else ""
+        of.setdefault(machine_of(row), []).append(f"{row['name']} ({row['commit'][:7]}{beside})")
     unknown = of.pop(None, [])
     said = [f"On one machine, one after the other: {', '.join(names)}." for names in of.values()]
     said += [f"Not known to be of any of these: {', '.join(unknown)}."] if unknown else []
@@ -153,14 +162,15 @@ def beside_stock(measured: list[dict[str, Any]]) -> list[str]:
         "|---|---:|---:|---:|---:|---:|",
     ]
     for layout, words in LAYOUTS.items():
-        ours, stock = row_of(f"ours-{layout}", measured), None
+        ours = newest = row_of(f"ours-{layout}", measured)
+        stock = None
         if any(row["name"] == f"stock-{layout}" for row in measured):
-            stock = row_of(f"stock-{layout}", measured, ours)
-            ours = row_of(f"ours-{layout}", measured, stock)
+            ours, stock = pair_of(f"ours-{layout}", f"stock-{layout}", measured)
         theirs = ["not run", ""] if stock is None else [f"{stock['median'][part]:.2f}" for part in ("step", "sync")]
         mine = [f"{ours['median'][part]:.2f}" for part in ("step", "sync")]
         times = "" if stock is None else f"{ours['sequences_per_second'] / stock['sequences_per_second']:.2f}"
         apart = "" if stock is None or stock["commit"] == ours["commit"] else f" (of commit {ours['commit'][:7]})"
+        apart += f" ({newest['median']['step']:.2f} at {newest['commit'][:7]})" if newest is not ours else ""
         lines.append(f"| {words} | {theirs[0]} | {theirs[1]} | {mine[0]}{apart} | {mine[1]} | {times} |")
     return lines
 
@@ -171,23 +181,22 @@ def multi_gpu() -> str:
     record = json.loads(RESULT.read_text())
     measured = [row for row in record["multi_gpu"] if "median" in row]
     rows = {row["name"]: row for row in measured}
+    all_rows = [*measured, *(row for row in record.get("before", []) if "median" in row)]
 
     def aim(what: str, least: float, found: float, why: str, most: bool = False, judged: bool = True) -> str:
         reached = "yes" if (found <= least if most else found >= least) else "no"
         return f"| {what} | {'at most' if most else 'at least'} {least:g} | {found:.3g} | {reached if judged else 'open: of two commits'} | {why} |"
 
     def against_one(what: str, least: float, name: str, why: str, of: str = "") -> str:
-        many = rows[name + of]
-        one = row_of("ours-one" + of, [*measured, *record.get("before", [])], many)
+        many, one = pair_of(name + of, "ours-one" + of, all_rows)
         same = comparable(many, one)
         times = many["sequences_per_second"] / one["sequences_per_second"]
         sequences = f"{one['sequences']} completions per process: "
-        return aim(sequences + what, least, times, why, judged=same)
+        return aim(sequences + what, least, times, f"{why} ({many['commit'][:7]})" if same else why, judged=same)
 
     def hidden(of: str = "") -> str:
-        many = rows["ours-server-overlap" + of]
-        one = row_of("ours-one" + of, [*measured, *record.get("before", [])], many)["median"]
-        overlapped, most = many["median"], one["step"] / one["rollout"]
+        overlapped, one = (row["median"] for row in pair_of("ours-server-overlap" + of, "ours-one" + of, all_rows))
+        most = one["step"] / one["rollout"]
         beyond = ", so the aim is out of reach" if most < TWICE else ""
         return (
             f"a step is no shorter than its rollout: by one GPU's parts at most {one['step']:.2f} s / {one['rollout']:.2f} s = {most:.2f}{beyond}. "
@@ -222,12 +231,11 @@ def multi_gpu() -> str:
         for row in record.get("before", [])
         if "median" in row and row["name"] in {f"{who}-{layout}" for who in ("ours", "stock") for layout in LAYOUTS}
     ]
-    former_rows = [row for row in record.get("before", []) if "median" in row]
     device, commits = rows["ours-dp"]["device"], [row["commit"][:7] for row in rows.values()]
     return (
         "\n".join(aims)
         + f"\n\n{same_machines(measured)}\n\n"
-        + "\n".join(beside_stock([*measured, *former_rows]))
+        + "\n".join(beside_stock(all_rows))
         + f"\n\nThe same on other machines before, seconds per step: {', '.join(former)}. What of a difference is the machine's and what the code's was not looked into."
         + f"\n\n{largest(rows['ours-fsdp2-70b'])}\n\nNot run: {NOT_RUN}.\n\n"
         + "\n".join(taken)
