@@ -153,7 +153,7 @@ def cases(sm: int, quick: bool):
     """(what, call): everything that is compiled for an architecture."""
     import torch
 
-    from qerl_nvfp4 import ops, select, tune
+    from qerl_nvfp4 import cost, ops, select, tune
 
     pretend(sm)
     shapes, splits = tune.layer_shapes("7B"), tune.layer_splits("7B")
@@ -170,10 +170,16 @@ def cases(sm: int, quick: bool):
             bf16 = dtype == torch.bfloat16 and ops.use_gluon(0)
             about = CARDS[sm][1], sm == 90, bf16, CARDS[sm][2]
             invariant = ((M, config) for M in tokens for config in select.batch_invariant(N, K, min(M, 1024), *about))
-            chosen = (
+            chosen = [
                 (M, select.choose(N, K, M, 0, bf16, rank, len(shards)), [rank]) for M in tokens for rank in (0, 32, 256)
+            ]
+            # `qerl-trl tune` tries them beside what is chosen
+            natural = (
+                (M, config | {"natural": True}, [rank])
+                for M, config, (rank,) in chosen
+                if cost.can_be_natural(select.with_adapter(config) if rank else config)
             )
-            for M, config, ranks in (*chosen, *((M, config, [0, 32, 256]) for M, config in invariant)):
+            for M, config, ranks in (*chosen, *natural, *((M, config, [0, 32, 256]) for M, config in invariant)):
                 if M in for_wide and config["kernel"] != "wide":
                     continue
                 if quick:

@@ -135,15 +135,19 @@ def runs(config: dict, good: set[str]) -> bool:
 
 
 def hopeful(configs: list[dict], N: int, K: int, M: int, rows: int, near: float) -> list[dict]:
-    """Those predicted to take at most `near` times the least; a variant without a price has that of its twin, which computes x A^T elsewhere."""
+    """Those predicted to take at most `near` times the least; a variant without a price has that of its twin, which computes x A^T elsewhere
+    or has x put in order."""
     if math.isinf(near):
         return configs
 
     def price(config: dict) -> float:
-        own = cost.predicted_us(config, N, K, M, multiprocessors(), rows)
-        if math.isfinite(own) or "tasks" not in config:
-            return own
-        return cost.predicted_us(config | {"tasks": not config["tasks"]}, N, K, M, multiprocessors(), rows)
+        place = N, K, M, multiprocessors(), rows
+        twins = [config | {"tasks": not config["tasks"]}] if "tasks" in config else []
+        if config.get("natural"):
+            ordered = {name: value for name, value in config.items() if name != "natural"}
+            twins += [ordered, *(ordered | {"tasks": twin["tasks"]} for twin in twins)]
+        prices = (cost.predicted_us(each, *place) for each in (config, *twins))
+        return next((us for us in prices if math.isfinite(us)), math.inf)
 
     prices = [price(config) for config in configs]
     return [

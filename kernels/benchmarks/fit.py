@@ -140,7 +140,7 @@ def samples_of(rows: list[dict], sms: int) -> tuple[dict[str, list[Sample]], dic
 
 def family(config: dict) -> tuple:
     """Variants that differ in nothing but their tiles."""
-    return config["kernel"], config.get("permute"), config.get("tasks")
+    return config["kernel"], config.get("permute"), config.get("natural", False), config.get("tasks")
 
 
 def by_tile(values: dict[str, float], config: dict) -> dict[tuple[str, str], float]:

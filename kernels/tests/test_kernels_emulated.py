@@ -147,6 +147,25 @@ def test_every_pair_of_codes_times_every_scale_is_exact():
                 assert (part == value * scale_values(scale) * 2.0**-8).all()
 
 
+def test_every_pair_of_codes_in_place_times_every_scale_is_exact():
+    """The two codes of a byte, for each of a word's four and all scales; nothing of the word's other bytes gets in."""
+    byte, scale = (a.reshape(-1).astype(np.uint64) for a in np.meshgrid(np.arange(256), np.arange(127)))
+    words = [
+        sum((byte * np.uint64(i + 3) + np.uint64(37 * n + i) & np.uint64(255)) << np.uint64(8 * n) for n in range(4))
+        for i in range(4)
+    ]
+    scales = [scale, (scale + np.uint64(5)) % np.uint64(127)]
+    bits = [ptx.bfloat16_bits(scale_values(s) * 2.0**118).astype(np.uint64) for s in scales]
+    for lane in range(4):
+        selector = np.full_like(byte, 0x4440 + lane)
+        found = ptx.run(source["hopper_wgmma"]["DECODE_BYTES"], 4, [*words, selector, *bits])
+        for i, p in enumerate(found):
+            for part, n in zip(pair(p), (2 * lane, 2 * lane + 1), strict=True):
+                code = (words[i] >> np.uint64(4 * n)) & np.uint64(15)
+                value = CODES[code & np.uint64(7)] * np.where(code & np.uint64(8), -1.0, 1.0)
+                assert (part == value * scale_values(scales[i // 2]) * 2.0**-8).all()
+
+
 def test_quantize_to_rtn_is_bit_equal():
     """Weights of every size, ties of the grid, and divisors that are powers of two and others."""
     from qerl_nvfp4 import elementwise
@@ -229,14 +248,28 @@ def wgmma(BM, P, S, permute, grid, **more) -> dict:
         (wgmma(16, 2, 3, True, 3, tasks=False), 20, 192, 512, 40, None),
         ({"kernel": "wide", "BM": 48, "P": 2, "S": 2, "X": 3, "grid": 2}, 53, 128, 768, 32, (64, 64)),
         ({"kernel": "wide", "BM": 48, "P": 2, "S": 2, "X": 3, "grid": 2}, 53, 192, 768, 0, None),
+        (wgmma(32, 2, 2, False, 3, natural=True), 37, 192, 1024, 32, (64, 128)),
+        (wgmma(16, 2, 3, False, 3, natural=True), 21, 192, 768, 0, None),
+        ({"kernel": "wide", "BM": 48, "P": 2, "S": 2, "X": 3, "grid": 2, "natural": True}, 53, 192, 768, 32, None),
     ],
-    ids=["split", "adapter", "halves", "whole", "cublas", "wide", "wide-two-tiles"],
+    ids=[
+        "split",
+        "adapter",
+        "halves",
+        "whole",
+        "cublas",
+        "wide",
+        "wide-two-tiles",
+        "natural-halves",
+        "natural",
+        "natural-wide",
+    ],
 )
 def test_wgmma(emulated, config, M, N, K, rank, splits):
     """Fewer programs resident than there are: nobody may wait for one that has not started."""
     emulated["resident"] = 2
     run(emulated, config, M, N, K, rank, splits, per_row=rank == 0)
-    beside = set() if config.get("permute") else {"permute_kernel"}
+    beside = set() if config.get("permute") or config.get("natural") else {"permute_kernel"}
     assert set(emulated["launches"]) == {f"{config['kernel']}_kernel"} | beside
 
 
@@ -251,6 +284,8 @@ def skinny_case(rng: random.Random) -> tuple[dict, int, int, int, int, int]:
 def wgmma_case(rng: random.Random) -> tuple[dict, int, int, int, int, int]:
     BM, P, S, permute = rng.choice(((16, 2, 3, True), (16, 3, 3, True), (32, 2, 2, False), (16, 2, 2, False)))
     config = wgmma(BM, P, S, permute, rng.randint(1, 6), tasks=rng.random() < 0.7)
+    if not permute:
+        config["natural"] = rng.random() < 0.5
     return config, rng.randint(1, 2 * BM), 16 * rng.randint(4, 20), 32 * rng.randint(8, 40), 64, 8
 
 
@@ -265,6 +300,7 @@ def wide_case(rng: random.Random) -> tuple[dict, int, int, int, int, int]:
         "X": 3,
         "grid": rng.randint(1, 3),
         "tasks": rng.random() < 0.5,
+        "natural": rng.random() < 0.5,
     }
     return config, rng.randint(1, 2 * BM), 16 * rng.randint(12, 20), 32 * rng.randint(24, 40), 64, 8
 
@@ -331,8 +367,10 @@ def test_x_a_beside_many_tokens(emulated, BM, P, M):
         (wgmma(32, 3, 3, True, 1, tasks=False), 21, 0),
         ({"kernel": "wide", "BM": 48, "P": 2, "S": 2, "X": 3, "grid": 3}, 53, 32),
         ({"kernel": "wide", "BM": 16, "P": 2, "S": 3, "X": 5, "grid": 2, "tasks": False}, 17, 16),
+        (wgmma(32, 2, 2, False, 2, natural=True), 21, 16),
+        ({"kernel": "wide", "BM": 48, "P": 2, "S": 2, "X": 3, "grid": 3, "natural": True}, 53, 0),
     ],
-    ids=["permute", "halves", "halves-cublas", "whole", "wide", "wide-cublas"],
+    ids=["permute", "halves", "halves-cublas", "whole", "wide", "wide-cublas", "natural", "natural-wide"],
 )
 def test_wgmma_where_the_last_step_is_a_part_of_one(emulated, config, M, rank, K, stride):
     """K no multiple of 256, nor of 128: the copy engine reads nothing of what lies behind a row, be it NaN."""
@@ -386,8 +424,8 @@ MMA = {"kernel": "mma", "BM": 32, "R": 2, "NS": 3, "SK": 2}
 
 @pytest.mark.parametrize(
     "config,K",
-    [(SKINNY, 512), (wgmma(16, 2, 3, True, 3), 512), (wgmma(16, 2, 3, True, 3), 544), (wgmma(16, 2, 2, False, 2), 480), (MMA, 512)],
-    ids=["skinny", "wgmma", "wgmma-544", "wgmma-480", "mma"],
+    [(SKINNY, 512), (wgmma(16, 2, 3, True, 3), 512), (wgmma(16, 2, 3, True, 3), 544), (wgmma(16, 2, 2, False, 2), 480), (wgmma(16, 2, 2, False, 2, natural=True), 480), (MMA, 512)],
+    ids=["skinny", "wgmma", "wgmma-544", "wgmma-480", "natural-480", "mma"],
 )  # fmt: skip
 def test_nan_in_one_token_touches_no_other(emulated, config, K):
     """An engine's batch is padded with rows of anything."""

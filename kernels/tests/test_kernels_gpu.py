@@ -83,6 +83,7 @@ WGMMA = [
     for BM, P, S, permute in cost.WGMMA
     for grid in (5, 132)
 ]
+WGMMA += [config | {"natural": True} for config in WGMMA if cost.can_be_natural(config)]
 
 
 @hopper_only
@@ -596,6 +597,7 @@ WIDE = [
     for S, X in (cost.wide_stages(BM, P),)
     for grid in (5, 132)
 ]
+WIDE += [config | {"natural": True} for config in WIDE if cost.can_be_natural(config)]
 
 
 @hopper_only

@@ -71,6 +71,8 @@ def wgmma(rng: random.Random) -> tuple[dict, int, int, int, int]:
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     config = {"kernel": "wgmma", "BM": BM, "P": P, "S": S, "permute": permute, "grid": rng.randint(1, sms)}
     config["tasks"] = rng.random() < 0.8
+    if cost.can_be_natural(config):
+        config["natural"] = rng.random() < 0.5
     return config, rng.randint(1, 3 * BM), 16 * rng.randint(5, 100), columns(rng), 64
 
 
@@ -86,6 +88,8 @@ def wide(rng: random.Random) -> tuple[dict, int, int, int, int]:
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     config = {"kernel": "wide", "BM": BM, "P": P, "S": S, "X": X, "grid": rng.randint(1, sms)}
     config["tasks"] = rng.random() < 0.5
+    if cost.can_be_natural(config):
+        config["natural"] = rng.random() < 0.5
     M = rng.randint(1, min(3 * BM, 256) if config["tasks"] else 3 * BM)
     return config, M, 16 * rng.randint(5, 100), columns(rng), 64
 

@@ -457,6 +457,18 @@ def test_candidates_are_near_the_cheapest(gpu):
     assert prices == sorted(prices, key=lambda p: p[0])
 
 
+def test_what_is_selected_is_tried_with_x_as_it_is(gpu):
+    """Which no model has a price for; tiles that it would make wait are left as they are."""
+    gpu(*CARDS["H200"])
+    for M, tried in ((512, True), (64, False)):
+        found = refine.near(Weight(37888, 3584, (18944, 18944), 32), M, 0)
+        assert cost.can_be_natural(found[0]) is tried and not found[0].get("natural")
+        assert (found[0] | {"natural": True} in found) is tried
+        assert all(select.can_run(c, 37888, 3584, M, 132, 227 * 1024) for c in found)
+    small = {"kernel": "wgmma", "BM": 64, "P": 2, "S": 4, "permute": True, "grid": 132, "natural": True}
+    assert not select.can_run(small, 37888, 3584, 64, 132, 227 * 1024)
+
+
 # --- all of it ------------------------------------------------------------------------------------------------------------------------
 
 

@@ -124,7 +124,7 @@ SKINNY = [
     (16, 4, 1, 4, True, 0, 2, 2.95),
     (16, 4, 1, 4, True, 32, 2, 2.95),
 ]
-# BM, P, S, permute, rank; local memory accesses outside the loop
+# BM, P, S, permute (or natural), rank; local memory accesses outside the loop
 WGMMA = [
     (16, 3, 4, True, 32, 8),
     (32, 2, 5, True, 32, 2),
@@ -137,6 +137,8 @@ WGMMA = [
     (128, 2, 2, False, 224, 8),
     (128, 3, 2, False, 32, 12),
     (128, 4, 2, False, 0, 12),
+    (128, 2, 2, "natural", 32, 8),
+    (128, 3, 2, "natural", 32, 12),
 ]
 
 
@@ -186,6 +188,7 @@ def test_skinny(BM, WK, WN, R, late, rank, programs, limit):
 def test_wgmma(BM, P, S, permute, rank, spills):
     from qerl_nvfp4 import hopper_wgmma as hopper
 
+    permute, natural = permute is True, permute == "natural"
     average, registers, ring_registers = hopper.registers(BM, P, permute, rank > 0)
     constants = {
         "BM": BM,
@@ -196,6 +199,7 @@ def test_wgmma(BM, P, S, permute, rank, spills):
         "TASKS": rank > 0,
         "PDL": True,
         "PERMUTE": permute,
+        "NATURAL": natural,
         "REGS": registers,
         "RING_REGS": ring_registers,
     }
@@ -213,7 +217,7 @@ def test_wgmma(BM, P, S, permute, rank, spills):
     made = compiled.asm["ptx"].count("mbarrier.init.shared")
     assert made == ring * (3 if permute else 2) + (2 if rank else 0), "a barrier that nobody waits for lies in a buffer"
     code = disassemble(compiled.asm["cubin"])
-    check(code, "HGMMA", 128, 3.5, spills, count=16)
+    check(code, "HGMMA", 128, 5.0 if natural else 3.5, spills, count=16)
     waits = [rest for _, op, rest in code if op == "WARPGROUP.DEPBAR.LE"]
     # a group waits eight times in its loop, once after it and once a piece of the adapter (ptxas copies one or two), else wgmma is serialized
     assert len(waits) <= P * (9 + (rank + 31) // 32) + 2
@@ -240,7 +244,7 @@ def test_a_tile_of_two_widths_decodes_a_weight_once():
     assert sum(op.startswith("UTMASTG") for op in everything) == P * BM // 16
 
 
-def wide(BM: int, P: int, rank: int):
+def wide(BM: int, P: int, rank: int, natural: bool = False):
     """hopper_wide.wide_kernel with x A^T beside the product, compiled."""
     from qerl_nvfp4 import cost, hopper_wide
     from qerl_nvfp4 import hopper_wgmma as hopper
@@ -248,7 +252,7 @@ def wide(BM: int, P: int, rank: int):
     S, X = cost.wide_stages(BM, P)
     average, registers, ring_registers = hopper.registers(BM, P, False, True)
     constants = {"BM": BM, "P": P, "S": S, "X": X, "BIAS": True, "RANK": rank, "TASKS": True, "PDL": True}
-    constants |= {"REGS": registers, "RING_REGS": ring_registers}
+    constants |= {"NATURAL": natural, "REGS": registers, "RING_REGS": ring_registers}
     boxes = hopper_wide.boxes_of(BM)
     descriptors = {f"x{i}_d": f"tensordesc<bf16[{b}, 64],{hopper.X_SHARED!r}>" for i, b in enumerate(boxes)}
     descriptors |= {f"xa{i}_d": f"tensordesc<bf16[{b}, 32],{hopper.L_SHARED!r}>" for i, b in enumerate(boxes)}
@@ -270,6 +274,21 @@ def test_x_a_beside_the_widest_tiles_leaves_the_loop_in_registers(BM, spills):
 
     code = disassemble(wide(BM, 2, 32).asm["cubin"])
     check(code, "HGMMA", 128, 6.0, spills, count=16 * len(hopper_wide.parts_of(BM)))
+
+
+@pytest.mark.skipif(not INSIDE, reason="run by test_in_a_fresh_process")
+@pytest.mark.parametrize("BM,P,limit", [(128, 3, 5.5), (144, 2, 6.1), (208, 2, 6.8), (256, 2, 4.9)])
+def test_bytes_in_place_of_x_in_order(BM, P, limit):
+    """What a tile of 128 tokens and more hides: for each weight 1.5 instructions more, each word's row in a load of 16 bytes."""
+    from qerl_nvfp4 import hopper_wide
+
+    count = 16 * len(hopper_wide.parts_of(BM))
+    code = disassemble(wide(BM, P, 32, natural=True).asm["cubin"])
+    check(code, "HGMMA", 128, limit, 16, count=count)
+    body = hot_loop(code, "HGMMA", count)
+    assert sum(op.startswith("LDS") and "128" in op for op in body) == 16
+    busy = len(body) / (16 * BM // 2)  # what a group's warp issues, of the cycles that its matrix instructions take
+    assert busy < 0.7, f"{busy:.2f}: the matrix units would wait"
 
 
 @pytest.mark.skipif(not INSIDE, reason="run by test_in_a_fresh_process")

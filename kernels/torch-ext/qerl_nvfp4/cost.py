@@ -52,6 +52,9 @@ WIDE = (  # BM, P; stages follow from shared memory
     (224, 2),
     (256, 2),
 )
+# Tiles of so many tokens are also worth a try with x in its natural order, whose decoding takes half as many instructions more: by machine
+# code and the matrix units' time, smaller ones would have to wait for it
+NATURAL = 128
 # Whether hopper_wide.py may be chosen: QERL_NVFP4_WIDE=0 to do without
 WIDE_ALLOWED = os.environ.get("QERL_NVFP4_WIDE", "1") != "0"
 WITHOUT_ADAPTER = 64  # rows of A that a product without an adapter is priced with: only products with one were timed
@@ -127,7 +130,13 @@ def layouts(N: int, K: int, M: int) -> list[dict]:
         if math.ceil(M / BM) * BM <= WASTE * M:
             S, X = wide_stages(BM, P)
             found.append({"kernel": "wide", "BM": BM, "P": P, "S": S, "X": X})
-    return found
+    return found + [config | {"natural": True} for config in found if can_be_natural(config)]
+
+
+def can_be_natural(config: dict) -> bool:
+    """Whether a configuration of `wgmma` or `wide` may leave x as it is, instead of putting it in order in a launch of its own."""
+    tile = config["kernel"] in ("wgmma", "wide") and config["BM"] >= NATURAL and config["P"] < 4
+    return tile and not config.get("permute", False)
 
 
 def candidates(N: int, K: int, M: int, sms: int) -> list[dict]:
@@ -150,7 +159,7 @@ def variant(config: dict, M: int = 0) -> str:
     """The name under which factors are kept: what is compiled, and where x A^T is computed."""
     if config["kernel"] in ("wgmma", "wide"):
         config = {"tasks": M <= 128} | config  # what launch.py makes of a configuration that does not say
-        names = ("BM", "P", "S", "X", "permute", "tasks")
+        names = ("BM", "P", "S", "X", "permute", "natural", "tasks")
         return " ".join([config["kernel"], *(f"{n}={config[n]:d}" for n in names if n in config)])
     return config["kernel"]
 

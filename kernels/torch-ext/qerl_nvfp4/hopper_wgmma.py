@@ -3,7 +3,8 @@
 A program computes tiles of 64 P rows (weights) by BM columns (tokens).  P groups of four warps own 64 rows each: they decode words from
 shared memory into the *register* operand of `wgmma`; while one group decodes, the matrix units work for the others.  One warp keeps a
 ring of S stages full: the bulk copy engine brings words, scales and x, and takes y away.  x must be in the k order in which words are decoded: either it
-comes so (portable.permute_kernel), or (PERMUTE) four more warps put it in order in shared memory, which saves a launch.
+comes so (portable.permute_kernel), or (PERMUTE) four more warps put it in order in shared memory, which saves a launch, or (NATURAL) bytes are decoded
+in x's own order, which takes more instructions and neither.
 
 An adapter has shared memory of its own for B and x A^T, filled when a tile's last unit has been asked for (hopper_adapt.py).
 
@@ -39,6 +40,26 @@ WORDS = gl.constexpr(
 )
 SCALES = gl.constexpr(
     gl.DistributedLinearLayout([[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4])
+)
+
+
+# all of four words, or of four pairs of scales, of a row in each of the lanes that share it
+SHARED_BY_LANES = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [8, 0]], [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4]
+    )
+)
+# One byte (a lane's own, chosen by $8) of each of four words, two codes of neighbouring columns.  A code's bits are put where a bfloat16
+# has them by two multiplications that leave both copies of a byte side by side, the lower code's in the lower half.
+DECODE_BYTES = gl.constexpr(
+    "{ .reg .b32 c, u, s2, nz; mov.b32 nz, 0x80008000; mov.b32 s2, {$9, $9};"
+    + "".join(
+        ("mov.b32 s2, {$10, $10};" if i == 2 else "")
+        + f"prmt.b32 c, ${4 + i}, 0, $8; mul.lo.u32 u, c, 0x00040040; mul.lo.u32 c, c, 0x01001000;"
+        f"and.b32 u, u, 0x01C001C0; and.b32 c, c, 0x80008000; or.b32 u, u, c; fma.rn.bf16x2 ${i}, u, s2, nz;"
+        for i in range(4)
+    )
+    + "}"
 )
 
 
@@ -242,15 +263,60 @@ def permute(ring, work, BM: gl.constexpr, S: gl.constexpr):
 
 
 @gluon.jit
-def decode(q, s, AL: gl.constexpr):
-    """[64 rows, 4 lanes] words and a scale each -> the left operand, 32 columns."""
-    # a warp waits for its wgmma to be taken on: ptxas must not gather the decodes before the first of them
+def taken_on():
+    """A warp waits for its wgmma to be taken on: ptxas must not gather the decodes before the first of them."""
     gl.inline_asm_elementwise(
         "bar.warp.sync 0xffffffff; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
-    p0, p1, p2, p3 = decode_word(q, gl.convert_layout(s, q.type.layout, assert_trivial=True))
+
+
+@gluon.jit
+def left_operand(p0, p1, p2, p3, AL: gl.constexpr):
+    """[64 rows, 4 lanes] pairs, those of 8 columns of the operand in each."""
     A = halves(gl.join(gl.join(p0, p1), gl.join(p2, p3)))
     return gl.convert_layout(A.permute([0, 3, 2, 1, 4]).reshape([R, 32]), AL, assert_trivial=True)
+
+
+@gluon.jit
+def decode(q, s, AL: gl.constexpr):
+    """[64 rows, 4 lanes] words and a scale each -> the left operand, 32 columns."""
+    taken_on()
+    p0, p1, p2, p3 = decode_word(q, gl.convert_layout(s, q.type.layout, assert_trivial=True))
+    return left_operand(p0, p1, p2, p3, AL)
+
+
+@gluon.jit
+def of_a_row(v):
+    """[64 rows, 4] of SHARED_BY_LANES -> four [64 rows, 1]."""
+    even, odd = gl.split(v.reshape([R, 2, 2]))
+    v0, v2 = gl.split(even)
+    v1, v3 = gl.split(odd)
+    L: gl.constexpr = gl.SliceLayout(1, SCALES)
+    v0 = gl.convert_layout(v0, L, assert_trivial=True)[:, None]
+    v1 = gl.convert_layout(v1, L, assert_trivial=True)[:, None]
+    v2 = gl.convert_layout(v2, L, assert_trivial=True)[:, None]
+    v3 = gl.convert_layout(v3, L, assert_trivial=True)[:, None]
+    return v0, v1, v2, v3
+
+
+@gluon.jit
+def decode_natural(words, s0, s1, AL: gl.constexpr):
+    """Four words of each row and the scales of two and two -> the left operand, 32 columns in the order in which they lie in memory.
+
+    A lane takes one byte of each word, two neighbouring columns of 8, as the operand has them.
+    """
+    taken_on()
+    q0, q1, q2, q3 = of_a_row(words.load(SHARED_BY_LANES))
+    byte = gl.arange(0, 4, layout=gl.SliceLayout(0, SCALES))[None, :] + 0x4440  # zeros above it
+    p0, p1, p2, p3 = gl.inline_asm_elementwise(
+        asm=DECODE_BYTES,
+        constraints="=&r,=&r,=&r,=&r,r,r,r,r,r,h,h",
+        args=[q0, q1, q2, q3, byte, s0, s1],
+        dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
+        is_pure=True,
+        pack=1,
+    )
+    return left_operand(p0, p1, p2, p3, AL)
 
 
 @gluon.jit
@@ -303,9 +369,35 @@ def write(y, y_d, y_sh, m0, n0, part: gl.constexpr, turn: gl.constexpr, BM: gl.c
 def words_of(w_sh, st, h: gl.constexpr, part: gl.constexpr, P: gl.constexpr, B: gl.constexpr):
     """Half h of a group's unit."""
     if B == 2:
-        return w_sh.index((st * 2 + h) * P + part).load(WORDS)
+        return w_sh.index((st * 2 + h) * P + part)
     else:  # Triton 3.9 compiles what follows a return, whatever the condition
-        return w_sh.index(st * P + part).slice(h * 16, 16, 1).load(WORDS)
+        return w_sh.index(st * P + part).slice(h * 16, 16, 1)
+
+
+@gluon.jit
+def read(w_sh, s_sh, st, h: gl.constexpr, part: gl.constexpr, P: gl.constexpr, B: gl.constexpr, NATURAL: gl.constexpr):
+    """What `piece_of` takes of half a unit: words, which are loaded piece by piece if x is in its NATURAL order, and a row's eight scales or
+    the two of a lane's words, decoded."""
+    scales = s_sh.index(st * P + part).slice(h * 4, 4, 1)
+    if NATURAL:
+        s0, s1, s2, s3 = of_a_row(scales.load(SHARED_BY_LANES))
+        scales = (decode_scales(s0), decode_scales(s1), decode_scales(s2), decode_scales(s3))
+        return words_of(w_sh, st, h, part, P, B), scales
+    else:
+        s0, s1 = decode_scales(scales.load(SCALES))
+        even, odd = gl.split(words_of(w_sh, st, h, part, P, B).load(WORDS).reshape([R, 4, 2, 2]))
+        q0, q2 = gl.split(even)
+        q1, q3 = gl.split(odd)
+        return (q0, q1, q2, q3), (s0, s1)
+
+
+@gluon.jit
+def piece_of(words, scales, i: gl.constexpr, AL: gl.constexpr, NATURAL: gl.constexpr):
+    """The left operand of the i-th 32 of 128 columns."""
+    if NATURAL:
+        return decode_natural(words.slice(4 * i, 4, 1), scales[i][0], scales[i][1], AL)
+    else:
+        return decode(words[i], scales[i // 2], AL)
 
 
 @gluon.jit
@@ -321,6 +413,7 @@ def consume(
     S: gl.constexpr,
     BIAS: gl.constexpr,
     RANK: gl.constexpr,
+    NATURAL: gl.constexpr,
 ):
     """Four warps: rows part * 64 .. of every tile."""
     B: gl.constexpr = barriers_of(S)
@@ -340,23 +433,17 @@ def consume(
             for h in gl.static_range(2):
                 if h < B:
                     mbarrier.wait(full.index(st * B + h), phase)
-                sa0, sa1 = decode_scales(s_sh.index(st * P + part).slice(h * 4, 4, 1).load(SCALES))
-                even, odd = gl.split(words_of(w_sh, st, h, part, P, B).reshape([R, 4, 2, 2]))
-                q0, q2 = gl.split(even)
-                q1, q3 = gl.split(odd)
+                words, scales = read(w_sh, s_sh, st, h, part, P, B, NATURAL)
                 x = x_sh.index(st * 2 + h).permute([1, 0])
-                acc = warpgroup_mma(decode(q0, sa0, AL), x.slice(0, 32, 0), acc, is_async=True)
-                acc = warpgroup_mma_wait(1, deps=[acc])
-                if h == 0:  # the last wgmma of the unit before is done
-                    mbarrier.arrive(empty.index(gl.where(st == 0, S - 1, st - 1) * B + B - 1), pred=u > s0)
-                elif B == 2:
-                    mbarrier.arrive(empty.index(st * B))
-                acc = warpgroup_mma(decode(q1, sa0, AL), x.slice(32, 32, 0), acc, is_async=True)
-                acc = warpgroup_mma_wait(1, deps=[acc])
-                acc = warpgroup_mma(decode(q2, sa1, AL), x.slice(64, 32, 0), acc, is_async=True)
-                acc = warpgroup_mma_wait(1, deps=[acc])
-                acc = warpgroup_mma(decode(q3, sa1, AL), x.slice(96, 32, 0), acc, is_async=True)
-                acc = warpgroup_mma_wait(1, deps=[acc])
+                for i in gl.static_range(4):
+                    a = piece_of(words, scales, i, AL, NATURAL)
+                    acc = warpgroup_mma(a, x.slice(32 * i, 32, 0), acc, is_async=True)
+                    acc = warpgroup_mma_wait(1, deps=[acc])
+                    if i == 0:
+                        if h == 0:  # the last wgmma of the unit before is done
+                            mbarrier.arrive(empty.index(gl.where(st == 0, S - 1, st - 1) * B + B - 1), pred=u > s0)
+                        elif B == 2:
+                            mbarrier.arrive(empty.index(st * B))
             st += 1
             if st == S:
                 st = 0
@@ -423,6 +510,7 @@ def wgmma_kernel(
     TASKS: gl.constexpr,
     PDL: gl.constexpr,
     PERMUTE: gl.constexpr,
+    NATURAL: gl.constexpr,
     REGS: gl.constexpr,
     RING_REGS: gl.constexpr,
 ):
@@ -487,8 +575,8 @@ def wgmma_kernel(
     if P == 2 and PERMUTE:
         gl.warp_specialize(
             [
-                (consume, (ring, work, out, lora, shards, 0, P, BM, S, BIAS, RANK)),
-                (consume, (ring, work, out, lora, shards, 1, P, BM, S, BIAS, RANK)),
+                (consume, (ring, work, out, lora, shards, 0, P, BM, S, BIAS, RANK, NATURAL)),
+                (consume, (ring, work, out, lora, shards, 1, P, BM, S, BIAS, RANK, NATURAL)),
                 (permute, (ring, work, BM, S)),
                 (produce, (maps, ring, work, lora, shards, P, BM, S, RANK, TASKS, PDL, PERMUTE)),
                 (idle, ()),
@@ -500,8 +588,8 @@ def wgmma_kernel(
     elif P == 2:
         gl.warp_specialize(
             [
-                (consume, (ring, work, out, lora, shards, 0, P, BM, S, BIAS, RANK)),
-                (consume, (ring, work, out, lora, shards, 1, P, BM, S, BIAS, RANK)),
+                (consume, (ring, work, out, lora, shards, 0, P, BM, S, BIAS, RANK, NATURAL)),
+                (consume, (ring, work, out, lora, shards, 1, P, BM, S, BIAS, RANK, NATURAL)),
                 (produce, (maps, ring, work, lora, shards, P, BM, S, RANK, TASKS, PDL, PERMUTE)),
                 (idle, ()),
                 (spare, (adapter, sums_sh, KS, BM, ROUND, TASKS, PDL)),
@@ -512,10 +600,10 @@ def wgmma_kernel(
     elif P == 4:
         gl.warp_specialize(
             [
-                (consume, (ring, work, out, lora, shards, 0, P, BM, S, BIAS, RANK)),
-                (consume, (ring, work, out, lora, shards, 1, P, BM, S, BIAS, RANK)),
-                (consume, (ring, work, out, lora, shards, 2, P, BM, S, BIAS, RANK)),
-                (consume, (ring, work, out, lora, shards, 3, P, BM, S, BIAS, RANK)),
+                (consume, (ring, work, out, lora, shards, 0, P, BM, S, BIAS, RANK, NATURAL)),
+                (consume, (ring, work, out, lora, shards, 1, P, BM, S, BIAS, RANK, NATURAL)),
+                (consume, (ring, work, out, lora, shards, 2, P, BM, S, BIAS, RANK, NATURAL)),
+                (consume, (ring, work, out, lora, shards, 3, P, BM, S, BIAS, RANK, NATURAL)),
                 (produce, (maps, ring, work, lora, shards, P, BM, S, RANK, TASKS, PDL, PERMUTE)),
                 (idle, ()),
                 (spare, (adapter, sums_sh, KS, BM, ROUND, TASKS, PDL)),
@@ -526,9 +614,9 @@ def wgmma_kernel(
     elif PERMUTE:
         gl.warp_specialize(
             [
-                (consume, (ring, work, out, lora, shards, 0, P, BM, S, BIAS, RANK)),
-                (consume, (ring, work, out, lora, shards, 1, P, BM, S, BIAS, RANK)),
-                (consume, (ring, work, out, lora, shards, 2, P, BM, S, BIAS, RANK)),
+                (consume, (ring, work, out, lora, shards, 0, P, BM, S, BIAS, RANK, NATURAL)),
+                (consume, (ring, work, out, lora, shards, 1, P, BM, S, BIAS, RANK, NATURAL)),
+                (consume, (ring, work, out, lora, shards, 2, P, BM, S, BIAS, RANK, NATURAL)),
                 (permute, (ring, work, BM, S)),
                 (produce, (maps, ring, work, lora, shards, P, BM, S, RANK, TASKS, PDL, PERMUTE)),
                 (idle, ()),
@@ -540,9 +628,9 @@ def wgmma_kernel(
     else:
         gl.warp_specialize(
             [
-                (consume, (ring, work, out, lora, shards, 0, P, BM, S, BIAS, RANK)),
-                (consume, (ring, work, out, lora, shards, 1, P, BM, S, BIAS, RANK)),
-                (consume, (ring, work, out, lora, shards, 2, P, BM, S, BIAS, RANK)),
+                (consume, (ring, work, out, lora, shards, 0, P, BM, S, BIAS, RANK, NATURAL)),
+                (consume, (ring, work, out, lora, shards, 1, P, BM, S, BIAS, RANK, NATURAL)),
+                (consume, (ring, work, out, lora, shards, 2, P, BM, S, BIAS, RANK, NATURAL)),
                 (produce, (maps, ring, work, lora, shards, P, BM, S, RANK, TASKS, PDL, PERMUTE)),
                 (idle, ()),
                 (spare, (adapter, sums_sh, KS, BM, ROUND, TASKS, PDL)),

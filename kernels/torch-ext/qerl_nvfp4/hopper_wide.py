@@ -6,7 +6,7 @@ accumulator, a buffer of x and a `wgmma` of its own, all from the same registers
 the decode once.
 
 Words and x come in two rings.  A stage of words is a unit, 256 columns, with its scales; a stage of x only 64 columns, so that 256
-tokens fit beside it.  x must be in the order in which words are decoded (portable.permute_kernel).
+tokens fit beside it.  x must be in the order in which words are decoded (portable.permute_kernel), or bytes are decoded in its own (NATURAL).
 
     loading warp                                P groups of 4 warps
     wait words_free[st] <-------------------+
@@ -29,16 +29,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .gluon_names import async_load, barrier
-from .hopper import decode_scales, finish, opaque_zero
+from .hopper import finish, opaque_zero
 from .hopper_adapt import SUMS_SHARED, T, fence_proxies, lower_flags, read_flag, shard_of, task_rows
 from .hopper_wgmma import (
-    SCALES,
-    WORDS,
     R,
-    decode,
     idle,
     load_weights,
     partial_layout,
+    piece_of,
+    read,
     segment,
     spare,
     tiles_of,
@@ -302,6 +301,7 @@ def consume(
     X: gl.constexpr,
     BIAS: gl.constexpr,
     RANK: gl.constexpr,
+    NATURAL: gl.constexpr,
 ):
     """Four warps: rows part * 64 .. of every tile."""
     w_sh, s_sh, x_sh, words_full, words_free, x_full, x_free = ring
@@ -321,25 +321,15 @@ def consume(
         for u in range(s0, s1):
             mbarrier.wait(words_full.index(st), phase)
             for h in gl.static_range(2):
-                sa0, sa1 = decode_scales(s_sh.index(st * P + part).slice(h * 4, 4, 1).load(SCALES))
-                words = w_sh.index(st * P + part).slice(h * 16, 16, 1).load(WORDS)
-                even, odd = gl.split(words.reshape([R, 4, 2, 2]))
-                q0, q2 = gl.split(even)
-                q1, q3 = gl.split(odd)
+                words, scales = read(w_sh, s_sh, st, h, part, P, 1, NATURAL)
                 for c in gl.static_range(2):
                     mbarrier.wait(x_full.index(xs), x_phase)
-                    if c == 0:
-                        accs = multiply(accs, decode(q0, sa0, LAST), x_sh, xs, 0, BM)
-                    else:
-                        accs = multiply(accs, decode(q2, sa1, LAST), x_sh, xs, 0, BM)
+                    accs = multiply(accs, piece_of(words, scales, 2 * c, LAST, NATURAL), x_sh, xs, 0, BM)
                     # every wgmma of the columns before is done
                     mbarrier.arrive(x_free.index(gl.where(xs == 0, X - 1, xs - 1)), pred=(u > s0) | (h + c > 0))
                     if h + c == 0:
                         mbarrier.arrive(words_free.index(gl.where(st == 0, S - 1, st - 1)), pred=u > s0)
-                    if c == 0:
-                        accs = multiply(accs, decode(q1, sa0, LAST), x_sh, xs, 1, BM)
-                    else:
-                        accs = multiply(accs, decode(q3, sa1, LAST), x_sh, xs, 1, BM)
+                    accs = multiply(accs, piece_of(words, scales, 2 * c + 1, LAST, NATURAL), x_sh, xs, 1, BM)
                     xs += 1
                     if xs == X:
                         xs = 0
@@ -435,6 +425,7 @@ def wide_kernel(
     RANK: gl.constexpr,
     TASKS: gl.constexpr,
     PDL: gl.constexpr,
+    NATURAL: gl.constexpr,
     REGS: gl.constexpr,
     RING_REGS: gl.constexpr,
 ):
@@ -493,8 +484,8 @@ def wide_kernel(
     if P == 2:
         gl.warp_specialize(
             [
-                (consume, (ring, work, out, lora, shards, 0, P, BM, S, X, BIAS, RANK)),
-                (consume, (ring, work, out, lora, shards, 1, P, BM, S, X, BIAS, RANK)),
+                (consume, (ring, work, out, lora, shards, 0, P, BM, S, X, BIAS, RANK, NATURAL)),
+                (consume, (ring, work, out, lora, shards, 1, P, BM, S, X, BIAS, RANK, NATURAL)),
                 (produce, (maps, ring, work, lora, shards, P, BM, S, X, RANK, TASKS, PDL)),
                 (idle, ()),
                 (spare, (adapter, sums_sh, KS, BM, ROUND, TASKS, PDL)),
@@ -505,9 +496,9 @@ def wide_kernel(
     else:
         gl.warp_specialize(
             [
-                (consume, (ring, work, out, lora, shards, 0, P, BM, S, X, BIAS, RANK)),
-                (consume, (ring, work, out, lora, shards, 1, P, BM, S, X, BIAS, RANK)),
-                (consume, (ring, work, out, lora, shards, 2, P, BM, S, X, BIAS, RANK)),
+                (consume, (ring, work, out, lora, shards, 0, P, BM, S, X, BIAS, RANK, NATURAL)),
+                (consume, (ring, work, out, lora, shards, 1, P, BM, S, X, BIAS, RANK, NATURAL)),
+                (consume, (ring, work, out, lora, shards, 2, P, BM, S, X, BIAS, RANK, NATURAL)),
                 (produce, (maps, ring, work, lora, shards, P, BM, S, X, RANK, TASKS, PDL)),
                 (idle, ()),
                 (spare, (adapter, sums_sh, KS, BM, ROUND, TASKS, PDL)),

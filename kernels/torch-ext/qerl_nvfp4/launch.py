@@ -296,15 +296,16 @@ def launch_wgmma(config, x, packed, block_scale, global_scale, bias, lora_a, lor
     mt, steps = math.ceil(M / BM), cost.units_along(K)
     if x.stride(0) % 8 or x.data_ptr() % 16:  # the copy engine wants rows of 16-byte pieces
         x = scratch(x.device, "aligned x", M * K, x.dtype)[: M * K].view(M, K).copy_(x)
-    permute, natural, sms = config.get("permute", False), x, device_properties(x.device.index)[1]
+    given, sms = x, device_properties(x.device.index)[1]
+    permute, natural = config.get("permute", False), config.get("natural", False)
     rank, rows, up, down = 0, 0, x, x
     if lora is not None:
         rank, rows, up = lora.rank, lora.rows, lora.b
         down = scratch(x.device, "lora down", mt * BM * rows, x.dtype)[: mt * BM * rows].view(mt * BM, rows)
-    if not permute:
+    if not permute and not natural:  # the kernel wants x in the order of its weights
         columns = math.ceil(K / 128) * 128
         x = scratch(x.device, "permuted", M * columns, x.dtype)[: M * columns].view(M, columns)
-        permute_columns(natural, x, pdl)
+        permute_columns(given, x, pdl)
     y = out
     if out.stride(0) % 8 or out.data_ptr() % 16:
         y = scratch(x.device, "aligned y", M * N, out.dtype)[: M * N].view(M, N)
@@ -322,7 +323,7 @@ def launch_wgmma(config, x, packed, block_scale, global_scale, bias, lora_a, lor
         if tasks:
             helpers = cost.helping(grid, blocks * slices, sms)
         else:
-            torch.mm(natural, lora_a.t(), out=down[:M])
+            torch.mm(given, lora_a.t(), out=down[:M])
     whole = tiles // grid - (1 if tiles % grid and tiles > grid else 0)  # tiles of its own that a program computes
     words, scales = packed.view(torch.int32), scale_bytes(block_scale).view(torch.int16)
     average, registers, ring_registers = hopper.registers(BM, P, permute, tasks)
@@ -347,8 +348,8 @@ def launch_wgmma(config, x, packed, block_scale, global_scale, bias, lora_a, lor
         b_d=TensorDescriptor(up, list(up.shape), [up.stride(0), 1], [64, 32], hopper.L_SHARED),
         **down_maps,
         y_d=TensorDescriptor(y, [M, N], [y.stride(0), 1], [16, 64], hopper.X_SHARED),
-        x_ptr=natural,
-        a_ptr=natural if lora is None else lora_a,
+        x_ptr=given,
+        a_ptr=given if lora is None else lora_a,
         slice_ptr=slice_sums,
         xa_ptr=down,
         flag_ptr=scratch(x.device, "lora flags", max(64, mt), torch.int32, fill=0),
@@ -362,7 +363,7 @@ def launch_wgmma(config, x, packed, block_scale, global_scale, bias, lora_a, lor
         M=M,
         N=N,
         K=K,
-        sxm=natural.stride(0),
+        sxm=given.stride(0),
         sgs=sgs,
         R8=rows // 8,
         H=helpers,
@@ -380,6 +381,7 @@ def launch_wgmma(config, x, packed, block_scale, global_scale, bias, lora_a, lor
         RANK=rank,
         TASKS=tasks,
         PDL=pdl,
+        NATURAL=natural,
         REGS=registers,
         RING_REGS=ring_registers,
         num_warps=4,

@@ -1,7 +1,7 @@
 """Measure, on this GPU, what may be fastest for the matrices of one model, and keep it in the user's cache (measured.py).
 
 For each matrix and number of tokens a few candidates are compared: what is selected without any measurement, and what the cost model
-(cost.py) prices within `MARGIN` of the cheapest; on GPUs and shapes for which it has no prices, neighbours of the heuristic's choice.  All
+(cost.py) prices within `MARGIN` of the cheapest, and what is selected with x left in its natural order, which has no price yet; on GPUs and shapes for which it has no prices, neighbours of the heuristic's choice.  All
 of them are compiled in parallel first.  Each is compared with the reference before it is timed, and the fastest once more, whole, after
 that; one that is wrong or fails is named and never chosen.  What is selected without a measurement stays where nothing is faster by `GAIN`.
 """
@@ -62,6 +62,9 @@ def near(weight: Weight, M: int, device: int | None = None) -> list[dict]:
     if card is not None and M > 16:
         prices = bounds.priced(card, N, K, M, select.shared_memory_limit(device))
     found = [config for us, config in prices if us <= MARGIN * prices[0][0]][: MOST - 1]
+    if capability[0] == 9 and cost.can_be_natural(now):
+        twin = {key: value for key, value in now.items() if key != "natural"}
+        found = [twin if now.get("natural") else twin | {"natural": True}, *found][: MOST - 1]
     if M <= 16:
         found = skinny_near(N, K, M, sms)
     if not found:

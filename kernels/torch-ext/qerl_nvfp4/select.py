@@ -172,6 +172,8 @@ def can_run(config: dict, N: int, K: int, M: int, sms: int, shared_memory: int) 
     if kernel in ("wgmma", "wide"):
         if not 0 < get("grid", 0) <= sms or not wgmma_fits(N, K):
             return False
+        if get("natural", False) and not cost.can_be_natural(config):
+            return False
         if kernel == "wgmma":
             return (get("BM"), get("P"), get("S"), get("permute")) in cost.WGMMA
         tile = get("BM"), get("P")

@@ -268,7 +268,10 @@ def tune_shape(
 
 
 def short(config: dict) -> str:
-    return config["kernel"][0] + "_".join(str(v) for k, v in config.items() if k != "kernel")
+    named = (
+        "natural" if k == "natural" else str(v) for k, v in config.items() if k != "kernel" and (k != "natural" or v)
+    )
+    return config["kernel"][0] + "_".join(named)
 
 
 def write(path: Path, device: str, sms: int, entries: list[dict]) -> None:
