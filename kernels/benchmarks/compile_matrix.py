@@ -163,6 +163,7 @@ def cases(sm: int, quick: bool):
     for dtype in (torch.bfloat16, torch.float16):
         tokens = (1, 16, 32, 64, 128, 2048) if quick or sm != 90 else (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
         for_wide = () if sm != 90 else (96, 208, 448) if quick else (72, 96, 112, 144, 160, 176, 192, 208, 320, 448)
+        for_tiles = () if sm != 90 else (208, 272, 288)  # which nothing chooses yet
         tokens += for_wide  # of some tiles each, which other cards do not have
         if dtype == torch.float16:
             tokens = (16,) if quick else (16, 64)
@@ -179,7 +180,14 @@ def cases(sm: int, quick: bool):
                 for M, config, (rank,) in chosen
                 if cost.can_be_natural(select.with_adapter(config) if rank else config)
             )
-            for M, config, ranks in (*chosen, *natural, *((M, config, [0, 32, 256]) for M, config in invariant)):
+            untimed = [
+                (config["BM"], config | {"grid": CARDS[sm][1], "tasks": False}, [32])
+                for M in for_tiles * bf16
+                for config in cost.layouts(N, K, M)
+                if config["kernel"] == "wide" and not cost.can_be_beside(config)
+            ]
+            invariant = [(M, config, [0, 32, 256]) for M, config in invariant]
+            for M, config, ranks in (*chosen, *natural, *untimed, *invariant):
                 if M in for_wide and config["kernel"] != "wide":
                     continue
                 if quick:

@@ -357,8 +357,9 @@ def test_x_a_of_many_tokens(emulated, BM, P, M):
     S, X = cost.wide_stages(BM, P)
     config = {"kernel": "wide", "BM": BM, "P": P, "S": S, "X": X, "grid": 3}
     config["tasks"] = cost.can_be_beside(config)
+    config["natural"] = P == 3 or BM > 256
     run(emulated, config, M, 320, 1280, 32, (128, 128, 64), times=1)
-    assert set(emulated["launches"]) == {"wide_kernel", "permute_kernel"}
+    assert set(emulated["launches"]) == {"wide_kernel"} | ({"permute_kernel"} if not config["natural"] else set())
 
 
 @pytest.mark.parametrize("K,stride", [(288, 8), (896, 8), (960, 0), (1152, 0)])
