@@ -157,6 +157,12 @@ def same_machines(rows: list[dict[str, Any]]) -> str:
     return " ".join(said)
 
 
+def stock_pairs(measured: list[dict[str, Any]]) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    """Of each layout that stock TRL was measured in, ours and its twin. `measured`: newer ones first."""
+    names = {row["name"] for row in measured}
+    return {of: pair_of(f"ours-{of}", f"stock-{of}", measured) for of in LAYOUTS if f"stock-{of}" in names}
+
+
 def beside_stock(measured: list[dict[str, Any]]) -> list[str]:
     """Ours and stock TRL's twin in each layout, of one commit where there are such rows.
 
@@ -167,11 +173,10 @@ def beside_stock(measured: list[dict[str, Any]]) -> list[str]:
         "| 7B, 8 completions of 512 tokens per process | stock TRL, bf16 LoRA: step, s | its sync | ours: step, s | sync | sequences per second, ours / stock |",
         "|---|---:|---:|---:|---:|---:|",
     ]
+    pairs = stock_pairs(measured)
     for layout, words in LAYOUTS.items():
-        ours = newest = row_of(f"ours-{layout}", measured)
-        stock = None
-        if any(row["name"] == f"stock-{layout}" for row in measured):
-            ours, stock = pair_of(f"ours-{layout}", f"stock-{layout}", measured)
+        newest = row_of(f"ours-{layout}", measured)
+        ours, stock = pairs.get(layout, (newest, None))
         theirs = ["not run", ""] if stock is None else [f"{stock['median'][part]:.2f}" for part in ("step", "sync")]
         mine = [f"{ours['median'][part]:.2f}" for part in ("step", "sync")]
         times = "" if stock is None else f"{ours['sequences_per_second'] / stock['sequences_per_second']:.2f}"
@@ -243,8 +248,7 @@ def multi_gpu() -> str:
         planned, most = planned_today(row), max(row["gib"])
         taken.append(f"| {name} | {planned:.1f} | {most:.1f} | {100 * (planned / most - 1):.1f} % |")
     servers = [f"{row['server_gib']:.0f} GiB ({name})" for name, row in rows.items() if "server_gib" in row]
-    names = {row["name"] for row in all_rows}
-    shown = [row for of in LAYOUTS if f"stock-{of}" in names for row in pair_of(f"ours-{of}", f"stock-{of}", all_rows)]
+    shown = [row for pair in stock_pairs(all_rows).values() for row in pair]
     former = [
         f"{row['name']} {row['median']['step']:.2f} ({row['commit'][:7]})"
         for row in record.get("before", [])
