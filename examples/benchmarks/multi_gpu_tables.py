@@ -143,7 +143,7 @@ def same_machines(rows: list[dict[str, Any]]) -> str:
     """Which rows are of one machine, and of which that is not known."""
     of: dict[str | None, list[str]] = {}
     for row in rows:
-        beside = f", beside {row['beside']} on the other GPU" if "beside" in row else ""
+        beside = f", beside {row['beside']}" if "beside" in row else ""
         of.setdefault(machine_of(row), []).append(f"{row['name']} ({row['commit'][:7]}{beside})")
     unknown = of.pop(None, [])
     said = [
@@ -155,6 +155,19 @@ def same_machines(rows: list[dict[str, Any]]) -> str:
     said += [f"Each on another machine: {', '.join(alone)}."] if alone else []
     said += [f"Not known to be of any of these: {', '.join(unknown)}."] if unknown else []
     return " ".join(said)
+
+
+def with_others(rows: list[dict[str, Any]]) -> str:
+    """What steps took while other runs had the machine's other GPUs."""
+    groups: dict[str, list[str]] = {}
+    for row in rows:
+        groups.setdefault(row["beside"], []).append(f"{row['name']} {row['median']['step']:.2f}")
+    said = "; ".join(f"{', '.join(names)} (beside {beside})" for beside, names in groups.items())
+    commits = ", ".join(dict.fromkeys(row["commit"][:7] for row in rows))
+    return (
+        f"On a machine with four of these GPUs, while others ran on the other two ({commits}), seconds per step: {said}. They share the "
+        "machine's processors, so these are not compared with the rows above."
+    )
 
 
 def stock_pairs(measured: list[dict[str, Any]]) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
@@ -256,14 +269,13 @@ def multi_gpu() -> str:
         and row["name"] in {f"{who}-{layout}" for who in ("ours", "stock") for layout in LAYOUTS}
         and not any(row is other for other in shown)
     ]
-    device, commits = (
-        rows["ours-dp"]["device"],
-        list(dict.fromkeys([*(row["commit"][:7] for row in rows.values()), *used])),
-    )
+    device = rows["ours-dp"]["device"]
+    commits = list(dict.fromkeys([*(row["commit"][:7] for row in [*measured, *record["beside_others"]]), *used]))
     return (
         "\n".join(aims)
         + f"\n\n{same_machines(measured)}\n\n"
         + "\n".join(beside_stock(all_rows))
+        + f"\n\n{with_others(record['beside_others'])}"
         + f"\n\nThe same on other machines before, seconds per step: {', '.join(former)}. What of a difference is the machine's and what the code's was not looked into."
         + f"\n\n{largest(rows['ours-fsdp2-70b'])}\n\nNot run: {NOT_RUN}.\n\n"
         + "\n".join(taken)
