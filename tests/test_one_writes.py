@@ -21,7 +21,8 @@ from tests.test_many_ranks import SETTINGS
 from tests.test_sharded import FSDP, as_accelerators
 
 RUN = SETTINGS | {
-    "output_dir": "run", "max_steps": 2, "save_strategy": "steps", "save_steps": 2, "eval_problems": 3,
+    "output_dir": "run", "max_steps": 2, "save_strategy": "steps", "save_steps": 2, "eval_problems": 3, "eval_batch_size": 1,
+    "max_completion_length": 24,
     "push_to_hub": True, "hub_model_id": REPO, "hub_base_model": "someone/base", "hub_strategy": "end",
 }  # fmt: skip
 
@@ -53,7 +54,7 @@ def measured(rank: int, folder: Path, sharded: bool) -> dict:
     trainer = QeRLGRPOTrainer(**arguments)
     if rank > 0:
         as_if_shared(trainer, folder / "0")
-    results = train_and_measure(trainer, script.task, script.eval_problems)
+    results = train_and_measure(trainer, script.task, script.eval_problems, script.eval_batch_size)
     trainer.save_adapter("adapter")
     trainer.create_model_card()
     return {"steps": trainer.state.global_step, "results": sorted(results)}

@@ -35,6 +35,7 @@ FSDP = {
     "FSDP_VERSION": "2",
     "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
     "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
     "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
 }
 TRAINING = {
@@ -108,6 +109,9 @@ def in_process(rank, port, tiny_runs, folder):  # noqa: F811
         "passes": trainer._packing.budget._groups,
         "logs": trainer.state.log_history,
         "logits": logits(trainer.model),
+        "generated": trainer.model.eval().generate(
+            input_ids=TOKENS, max_new_tokens=2 + 4 * rank, min_new_tokens=2 + 4 * rank
+        ),
     }
     for kind in ("adapter", "merged", "base"):
         getattr(trainer, f"save_{kind}")(folder / kind, **({"dtype": torch.float32} if kind == "merged" else {}))
@@ -161,6 +165,11 @@ def test_an_optimizer_that_cannot_step_what_is_shared_out_is_replaced(both):
         assert found["optimizer"] == "adamw_torch_fused"
 
 
+def test_a_process_that_has_generated_all_waits_for_the_others(both):
+    """Weights are gathered in every forward, so each has to make as many."""
+    assert [found["generated"].shape[1] - TOKENS.shape[1] for found in both[0]] == [2, 6]
+
+
 def test_one_process_of_a_machine_reads_the_base(both):
     """With `cpu_ram_efficient_loading`; the other gets it from accelerate."""
     assert [found["read"] for found in both[0]] == [{True}, {False}]
@@ -197,7 +206,7 @@ def test_it_resumes_bit_for_bit(both):
 
 
 def settings(**options) -> QeRLConfig:
-    return QeRLConfig(output_dir="out", use_cpu=True, bf16=False, report_to=[], **options)
+    return QeRLConfig(output_dir="unused", use_cpu=True, bf16=False, report_to=[], **options)
 
 
 def test_an_optimizer_that_fsdp_would_stop_is_refused_or_replaced(monkeypatch, caplog):
