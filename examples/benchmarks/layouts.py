@@ -112,6 +112,8 @@ def serve(model: str, folder: str) -> None:
 
 
 def started(layout: str, model: Path, run: Path, url: str, log: Path) -> subprocess.Popen:
+    for path in leftovers():
+        path.unlink(missing_ok=True)
     processes = LAYOUTS[layout][0]
     torchrun = ["-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--master_port", str(free_ports(1)[0])]
     words = [__file__, "--worker", layout, "--model", str(model), "--folder", str(run), "--address", url]
@@ -137,7 +139,7 @@ def ended(process: subprocess.Popen, until: Path | None = None) -> int | None:
 
 
 def leftovers() -> set[Path]:
-    """Of vLLM's CPU engine, whose processes share memory under names that are always the same."""
+    """Of vLLM's CPU engine, whose processes share memory under names that are always the same, so that the next ones stop."""
     return set(Path("/dev/shm").glob("*-cpushm_*"))
 
 
@@ -150,6 +152,7 @@ def measured(layout: str, model: Path, folder: Path, url: str) -> dict[str, Any]
     several = f" x {processes}" if processes > 1 else ""
     row: dict[str, Any] = {
         "layout": layout,
+        "commit": about.commit(),
         "processes": processes,
         "options": LAYOUTS[layout][3],
         "passed": code == 0
@@ -161,8 +164,6 @@ def measured(layout: str, model: Path, folder: Path, url: str) -> dict[str, Any]
     if row["passed"] and layout in KILLED:
         again = folder / f"{layout}-again"
         ended(started(layout, model, again, url, log), until=again / f"checkpoint-{2 * SAVED}")
-        for path in leftovers():
-            path.unlink(missing_ok=True)
         code = ended(started(layout, model, again, url, log))
         went_on = any("goes on at step" in line for line in said_in(log))
         digests = {hashlib.sha256((each / "adapter_model.safetensors").read_bytes()).hexdigest() for each in (run, again)}  # fmt: skip
@@ -188,11 +189,13 @@ def main() -> int:
     from tests.test_recipes import write_tiny_model
 
     record = {"what": __doc__.splitlines()[0], **about.head("cpu"), "recipe": RECIPE, "rows": []}
+    if options.output.is_file():  # what is in there stays until it has run again, each with its commit
+        record["rows"] = json.loads(options.output.read_text())["rows"]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = Path(write_tiny_model(RECIPE, folder / "model", hidden_size=128, head_dim=32))
         for layout in options.only:
-            before, url, server, place = leftovers(), "", None, folder / f"{layout}-server"
+            url, server, place = "", None, folder / f"{layout}-server"
             if LAYOUTS[layout][2]:
                 place.mkdir()
                 command = [sys.executable, __file__, "--serve", str(place), "--model", str(model)]
@@ -205,10 +208,9 @@ def main() -> int:
             finally:
                 if server is not None:
                     end(server.pid)
-            for path in leftovers() - before:
-                path.unlink(missing_ok=True)
             shutil.rmtree(folder / layout, ignore_errors=True)
-            record["rows"].append(row)
+            others = [other for other in record["rows"] if other["layout"] != layout]
+            record["rows"] = sorted([*others, row], key=lambda row: list(LAYOUTS).index(row["layout"]))
             print(row, flush=True)
             options.output.write_text(json.dumps(record, indent=1) + "\n")
     return int(not all(row["passed"] for row in record["rows"]))
