@@ -25,7 +25,7 @@ from qerl_trl.names import full_tensor, is_sharded
 from qerl_trl.nvfp4.config import NVFP4Config
 from qerl_trl.nvfp4.linear import NVFP4Linear
 from qerl_trl.publish.run import load_policy
-from qerl_trl.sharding import settle_optimizer
+from qerl_trl.rollout.placement import settle_optimizer
 from qerl_trl.update.budget import TokenBudget
 from tests.faults.tiny_runs import tiny_runs  # noqa: F401
 
