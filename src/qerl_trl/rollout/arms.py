@@ -139,6 +139,24 @@ def _without_overlap(args: "QeRLConfig | QeRLRLOOConfig") -> str | None:
     return None
 
 
+def check_given(args: "QeRLConfig | QeRLRLOOConfig", given: Mapping[str, Any]) -> None:
+    """Refuse what the processes of a run cannot do with what a trainer was given: called before the model is loaded.
+
+    Args:
+        given: the trainer's arguments, by name.
+
+    Raises:
+        `ValueError`: by name.
+    """
+    check_overlap(args, given)
+    for name in ("rollout_func", "tools", "environment_factory"):
+        if given.get(name) and not args.use_vllm and fsdp_version(args) is not None:
+            raise ValueError(
+                f"{name} with use_vllm=False cannot work under FSDP: each forward gathers weights from all processes, and these take different "
+                "numbers of turns. Use use_vllm=True, or plain data parallelism."
+            )
+
+
 def check_overlap(args: "QeRLConfig | QeRLRLOOConfig", given: Mapping[str, Any]) -> None:
     """Refuse what `overlap=1` cannot do with what a trainer was given: called before the model is loaded.
 
