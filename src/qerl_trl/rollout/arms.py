@@ -139,6 +139,10 @@ def _without_overlap(args: "QeRLConfig | QeRLRLOOConfig") -> str | None:
     return None
 
 
+#: what a trainer may be given that takes as many turns with the engine as it likes
+_TURNS = ("rollout_func", "tools", "environment_factory")
+
+
 def check_given(args: "QeRLConfig | QeRLRLOOConfig", given: Mapping[str, Any]) -> None:
     """Refuse what the processes of a run cannot do with what a trainer was given: called before the model is loaded.
 
@@ -149,7 +153,7 @@ def check_given(args: "QeRLConfig | QeRLRLOOConfig", given: Mapping[str, Any]) -
         `ValueError`: by name.
     """
     check_overlap(args, given)
-    for name in ("rollout_func", "tools", "environment_factory"):
+    for name in _TURNS:
         if given.get(name) and not args.use_vllm and fsdp_version(args) is not None:
             raise ValueError(
                 f"{name} with use_vllm=False cannot work under FSDP: each forward gathers weights from all processes, and these take different "
@@ -168,7 +172,7 @@ def check_overlap(args: "QeRLConfig | QeRLRLOOConfig", given: Mapping[str, Any])
     """
     if not args.overlap:
         return
-    for name in ("rollout_func", "tools", "environment_factory"):
+    for name in _TURNS:
         if given.get(name):
             raise ValueError(
                 f"overlap=1 cannot work with {name}: what it does while completions are sampled is not known ahead, and it would run beside "
