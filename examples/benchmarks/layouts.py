@@ -202,6 +202,10 @@ def main() -> int:
                 server = subprocess.Popen(command, env=os.environ | ENVIRONMENT, cwd=ROOT, start_new_session=True)
                 while not (place / "url").exists() and server.poll() is None:
                     time.sleep(0.2)
+                if server.returncode is not None:
+                    raise RuntimeError(
+                        f"{layout}: its server ended with {server.returncode} before it listened; what it said stands above"
+                    )
                 url = (place / "url").read_text()
             try:
                 row = measured(layout, model, folder, url)
