@@ -77,7 +77,7 @@ def test_rows_of_one_commit_stand_beside_each_other(page_of):
     newer = {"commit": "newer", "machine": "12ab"}
     page = page_of(
         {
-            "ours-one": newer,
+            "ours-one": newer | {"beside": "stock-one on the other GPU"},
             "ours-tp2": newer,
             "stock-one": {"commit": "former", "device": "two x 4", "sequences_per_second": 2.0},
         },

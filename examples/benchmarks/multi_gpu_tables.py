@@ -17,7 +17,7 @@ STEPS = ROOT / "examples/benchmarks/results/step_h200.json"
 LAYOUTS_CPU = ROOT / "examples/benchmarks/results/layouts_cpu.json"
 #: syncs to a server, by server_sync.py, which shared its trainer's GPU
 SERVER = ROOT / "examples/benchmarks/results/server_h200.json"
-ONE_GPU_64 = "ours-7b-64x512"
+ONE_GPU_64, ONE_GPU_70B = "ours-7b-64x512", "ours-70b-8x512"
 #: commits whose rows are older than the field `machine`, and all of one
 ONE_MACHINE = ("faa1759",)
 #: how many times one GPU's sequences per second a server on a second one should give, with overlap
@@ -126,12 +126,16 @@ def starts(aim: Callable[..., str], rows: dict[str, Any]) -> str:
 
 
 def largest(row: dict[str, Any]) -> str:
-    """What a 70B model takes under FSDP 2."""
+    """What a 70B model takes under FSDP 2, and on one GPU with everything shared."""
     median = row["median"]
+    alone = step_of(ONE_GPU_70B, row)
+    one = alone["median"]
     return (
         f"A 70B base (Llama 3's shape, random weights) under FSDP 2 on these two GPUs, an engine in each process, {row['batch']} completions of {row['new']} tokens per process: "
         f"{median['step']:.1f} s per step ({len(row['steps']) - step_speed.WARM} was counted), of which the rollout takes {median['rollout']:.1f}, the sync {median['sync']:.2f} and the update {median['update']:.1f}; "
-        f"{max(row['gib']):.1f} GiB on the fuller one; a trainer was ready after {row['start']:.0f} s, imports, engines and the first step took {row['seconds_in_all'] - row['start'] - sum(r['step'] for r in row['steps'][1:]):.0f} more (commit {row['commit'][:7]})."
+        f"{max(row['gib']):.1f} GiB on the fuller one; a trainer was ready after {row['start']:.0f} s, imports, engines and the first step took {row['seconds_in_all'] - row['start'] - sum(r['step'] for r in row['steps'][1:]):.0f} more (commit {row['commit'][:7]}). "
+        f"On one of them, everything shared, {alone['batch']} completions: {one['step']:.1f} s per step, of which the rollout takes {one['rollout']:.1f} and the update {one['update']:.1f}; "
+        f"{alone['measured_gib']:.1f} GiB (commit {alone['commit'][:7]}, beside {alone['beside']})."
     )
 
 
