@@ -249,16 +249,16 @@ class Layers:
         self.norm = torch.full((self.hidden,), 0.01, device=device)  # so that a random layer's values stay small
         self.shapes, self.device = shapes, device
 
-    def run(self, x, product) -> torch.Tensor:
-        """`product(name, x)`, of the four matrices."""
-        n, h = qerl_nvfp4.rms_norm(x, self.norm, 1e-6, x)
+    def run(self, x, product, following: dict[str, torch.Tensor | None]) -> torch.Tensor:
+        """`product(name, x)`, of the four matrices; `following`: what the norm before a product is told of."""
+        n, h = qerl_nvfp4.rms_norm(x, self.norm, 1e-6, x, following.get("qkv"))
         y = product("o", product("qkv", n)[:, : self.q])
-        n, h = qerl_nvfp4.rms_norm(y, self.norm, 1e-6, h)
+        n, h = qerl_nvfp4.rms_norm(y, self.norm, 1e-6, h, following.get("gate_up"))
         gate, up = product("gate_up", n).split(self.inner, dim=-1)
         return product("down", F.silu(gate) * up) + h
 
-    def call(self, M: int, chosen: dict[str, dict] | None):
-        """call(i): layer i by these configurations; None: by cuBLAS bf16; {}: without products."""
+    def call(self, M: int, chosen: dict[str, dict] | None, fetch: bool = False):
+        """call(i): layer i by these configurations; None: by cuBLAS bf16; {}: without products. `fetch`: the norms ask for the next matrix."""
         x = torch.randn(M, self.hidden, device=self.device, dtype=torch.bfloat16)
         outs = {n: torch.empty(M, N, device=self.device, dtype=torch.bfloat16) for n, (N, _) in self.shapes.items()}
 
@@ -272,7 +272,11 @@ class Layers:
                 ops.product(chosen[name], x, *packed, self.gs, None, *adapter, splits, out)
             return out
 
-        return lambda i: self.run(x, functools.partial(product, i))
+        def layer(i: int) -> torch.Tensor:
+            following = {name: packed for name, (packed, _) in self.packed[i].items()} if fetch else {}
+            return self.run(x, functools.partial(product, i), following)
+
+        return layer
 
 
 def layer_rows(model: str, sizes, choose, l2: int, deadline: float) -> list[dict]:
@@ -284,8 +288,8 @@ def layer_rows(model: str, sizes, choose, l2: int, deadline: float) -> list[dict
             print(f"# time is up before layers of {model} M={M}", flush=True)
             break
         chosen = {n: choose(N, K, M, rows_of(model, N, K)) for n, (N, K) in layers.shapes.items()}
-        calls = [layers.call(M, chosen), layers.call(M, None), layers.call(M, {})]
-        ours, bf16, glue = times_us(calls, layers.copies, 3, 4)
+        calls = [layers.call(M, chosen), layers.call(M, None), layers.call(M, {}), layers.call(M, chosen, True)]
+        ours, bf16, glue, fetched = times_us(calls, layers.copies, 3, 4)
         rows.append(
             {
                 "model": model,
@@ -293,6 +297,7 @@ def layer_rows(model: str, sizes, choose, l2: int, deadline: float) -> list[dict
                 "ours_us": round(ours, 2),
                 "bf16_us": round(bf16, 2),
                 "glue_us": round(glue, 2),
+                "fetched_us": round(fetched, 2),
                 "ratio": round(bf16 / ours, 3),
                 "products": round((bf16 - glue) / (ours - glue), 3) if ours > glue else None,
                 "chosen": {n: tune.short(c) for n, c in chosen.items()},

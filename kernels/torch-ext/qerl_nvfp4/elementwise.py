@@ -230,7 +230,19 @@ def quantize_rtn_kernel(x_ptr, w_ptr, s_ptr, gs_ptr, blocks, blocks_per_row, PER
 
 
 @triton.jit
-def rms_norm_kernel(
+def fetch_lines(f_ptr, first, each, LINES: tl.constexpr):
+    """`each` lines of 128 bytes from the `first` on come into the second-level cache; nobody waits for them."""
+    i = tl.arange(0, LINES)
+    for line in range(0, each, LINES):
+        at = f_ptr + (first + tl.minimum(line + i, each - 1)) * 128
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def norm_row(
+    row,
     x_ptr,
     r_ptr,
     w_ptr,
@@ -245,8 +257,6 @@ def rms_norm_kernel(
     PDL: tl.constexpr,
     INTERP: tl.constexpr,
 ):
-    """y = h / sqrt(mean(h^2) + eps) * w with h = x [+ residual], rounded to x's type and stored; w float32; one program per row."""
-    row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BK)
     mask = k < K
     # before the wait: only our kernels let the next one begin early, and none of them writes a weight
@@ -263,3 +273,42 @@ def rms_norm_kernel(
         h = widen(h, INTERP)
     scale = tl.rsqrt(tl.sum(h * h, axis=0) / K + eps)
     tl.store(y_ptr + row * K + k, narrow(h * scale * w, y_ptr.dtype.element_ty, INTERP), mask=mask)
+
+
+@triton.jit
+def rms_norm_kernel(
+    x_ptr,
+    r_ptr,
+    w_ptr,
+    y_ptr,
+    h_ptr,
+    f_ptr,
+    K,
+    sx,
+    sr,
+    eps,
+    lines,
+    wanted,
+    RESIDUAL: tl.constexpr,
+    BK: tl.constexpr,
+    FETCH: tl.constexpr,
+    PDL: tl.constexpr,
+    INTERP: tl.constexpr,
+):
+    """y = h / sqrt(mean(h^2) + eps) * w with h = x [+ residual], rounded to x's type and stored; w float32; one program per row.
+
+    The last FETCH programs ask for `wanted` of the `lines` of 128 bytes at f_ptr instead, the first ones of each FETCH-th of them, and wait for nobody:
+    they begin where the kernel before this one ends first.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    if FETCH > 0:
+        part = row - (tl.num_programs(0) - FETCH)
+        if part >= 0:
+            if PDL:
+                gdc_launch_dependents()
+            if not INTERP:
+                fetch_lines(f_ptr, part * lines // FETCH, wanted // FETCH, 256)
+        else:
+            norm_row(row, x_ptr, r_ptr, w_ptr, y_ptr, h_ptr, K, sx, sr, eps, RESIDUAL, BK, PDL, INTERP)
+    else:
+        norm_row(row, x_ptr, r_ptr, w_ptr, y_ptr, h_ptr, K, sx, sr, eps, RESIDUAL, BK, PDL, INTERP)

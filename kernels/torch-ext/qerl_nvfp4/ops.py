@@ -645,7 +645,11 @@ def _quantize(weight, scale_rule: str, global_scale) -> tuple[torch.Tensor, torc
     return packed, scales
 
 
-def _rms_norm(x, weight, eps: float, residual=None) -> tuple[torch.Tensor, torch.Tensor]:
+FETCHED = 16 << 20  # bytes of what is read next that a norm asks for: about what the memory brings while nobody else reads
+FETCH_UP_TO = 64  # tokens; with more a product is not bound by memory
+
+
+def _rms_norm(x, weight, eps: float, residual=None, following=None) -> tuple[torch.Tensor, torch.Tensor]:
     _refuse_grad("rms_norm", x, weight, residual)
     K = x.shape[-1]
     if weight.shape != (K,) or (residual is not None and residual.shape != x.shape):
@@ -661,21 +665,28 @@ def _rms_norm(x, weight, eps: float, residual=None) -> tuple[torch.Tensor, torch
     h = torch.empty_like(y) if residual is not None else x.new_empty(0)
     r_MK = x_MK if residual is None else _unit_stride(residual.reshape(-1, K))
     pdl = _on_gpu(x) and device_properties(x.device.index)[2][0] >= 9
+    lines, fetch = 0, 0
+    if following is not None and following.is_contiguous() and x_MK.shape[0] <= FETCH_UP_TO and pdl:
+        lines, fetch = following.nbytes // 128, device_properties(x.device.index)[1]
 
     def start() -> None:
         with torch.cuda.device(x.device if x.is_cuda else -1):
-            launcher(elementwise.rms_norm_kernel, x_MK.shape[0])(
+            launcher(elementwise.rms_norm_kernel, x_MK.shape[0] + fetch)(
                 x_MK,
                 r_MK,
                 weight,
                 y,
                 h if residual is not None else y,
+                following.view(torch.uint8) if fetch else y,
                 K,
                 x_MK.stride(0),
                 r_MK.stride(0),
                 eps,
+                lines,
+                min(lines, FETCHED // 128),
                 RESIDUAL=residual is not None,
                 BK=triton.next_power_of_2(K),
+                FETCH=fetch,
                 PDL=pdl,
                 INTERP=portable.INTERPRET,
                 num_warps=4 if K <= 2048 else 8,
@@ -714,7 +725,7 @@ def _fake_linear_backward(dy, packed, block_scale, global_scale):
     return dy.new_empty(*dy.shape[:-1], packed.shape[1] * 2)
 
 
-def _fake_rms_norm(x, weight, eps, residual=None):
+def _fake_rms_norm(x, weight, eps, residual=None, following=None):
     _refuse_grad("rms_norm", x, weight, residual)
     return x.new_empty(x.shape), x.new_empty(0 if residual is None else x.shape)
 
@@ -754,7 +765,7 @@ _register(
     ),
 )
 _register(
-    "rms_norm(Tensor x, Tensor weight, float eps, Tensor? residual=None) -> (Tensor, Tensor)",
+    "rms_norm(Tensor x, Tensor weight, float eps, Tensor? residual=None, Tensor? following=None) -> (Tensor, Tensor)",
     _rms_norm,
     _fake_rms_norm,
 )
