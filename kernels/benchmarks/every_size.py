@@ -134,22 +134,30 @@ def runs(config: dict, good: set[str]) -> bool:
 # --- 2: candidates ----------------------------------------------------------------------------------------------------------------
 
 
+def guessed_us(config: dict, N: int, K: int, M: int, rows: int) -> float:
+    """The price of a variant, or one by the factors of the tile that is nearest in size, of the same kernel."""
+    place = N, K, M, multiprocessors(), rows
+    us = cost.predicted_us(config, *place)
+    if math.isfinite(us) or config["kernel"] not in COMPILED:
+        return us
+    size, found = config["BM"] * config["P"], []
+    for name, own in cost.factors().items():
+        kernel, *fields = name.split()
+        of = {key: int(value) for key, value in (field.split("=") for field in fields)}
+        if kernel == config["kernel"] and of.get("permute", 0) == config.get("permute", 0):
+            ratio = size / (of["BM"] * of["P"])
+            guess = {
+                term: factor * (ratio if term == "units" else 1) for term, factor in own.items() if term != cost.TOKENS
+            }
+            found.append((abs(math.log(ratio)), of["tasks"] != config.get("tasks"), name, guess))
+    return cost.predicted_us(config, *place, {cost.variant(config, M): min(found)[-1]}) if found else math.inf
+
+
 def hopeful(configs: list[dict], N: int, K: int, M: int, rows: int, near: float) -> list[dict]:
-    """Those predicted to take at most `near` times the least; a variant without a price has that of its twin, which computes x A^T elsewhere
-    or has x put in order."""
+    """Those predicted to take at most `near` times the least; a variant that was not timed by a guess."""
     if math.isinf(near):
         return configs
-
-    def price(config: dict) -> float:
-        place = N, K, M, multiprocessors(), rows
-        twins = [config | {"tasks": not config["tasks"]}] if "tasks" in config else []
-        if config.get("natural"):
-            ordered = {name: value for name, value in config.items() if name != "natural"}
-            twins += [ordered, *(ordered | {"tasks": twin["tasks"]} for twin in twins)]
-        prices = (cost.predicted_us(each, *place) for each in (config, *twins))
-        return next((us for us in prices if math.isfinite(us)), math.inf)
-
-    prices = [price(config) for config in configs]
+    prices = [guessed_us(config, N, K, M, rows) for config in configs]
     return [
         config for config, us in zip(configs, prices, strict=True) if us <= near * min(prices) and math.isfinite(us)
     ]

@@ -179,7 +179,7 @@ def factors_of(rows: list[dict], sms: int) -> dict[str, dict[str, float]]:
 def complete(config: dict, M: int) -> dict:
     """A configuration as it is launched with an adapter."""
     config = {name: value for name, value in select.with_adapter(config).items() if name != "lora"}
-    return {"tasks": M <= 128} | config if config["kernel"] in ("wgmma", "wide") else config
+    return config | {"tasks": cost.beside(config, M)} if config["kernel"] in ("wgmma", "wide") else config
 
 
 def slower(config: dict, rows: list[dict]) -> float:

@@ -23,6 +23,7 @@ PAGE = Path(__file__).resolve().parents[1] / "HOW_IT_WORKS.md"
 BEGIN, END = "<!-- where: written by benchmarks/where.py -->\n", "<!-- end of where -->\n"
 SIZES = (64, 128, 192, 256, 384, 512)
 UNITS = "units of 256 columns (decode, matrix units)"
+UNTIMED = ((176, 3), (208, 3), (272, 2), (288, 2))  # tiles of `wide` that are newer than the measurement
 COMPUTE = 256  # from so many tokens on, the floor of all of these matrices is the matrix units' time
 PARTS = {  # column -> terms
     "launches": ("launch",),
@@ -88,7 +89,9 @@ def too_short(found: list[tuple[str, int, dict[str, float]]]) -> str:
 def steps(layers: list[dict], found: list[tuple[str, int, dict[str, float]]], model: str = "7B") -> str:
     """What the widths of tiles do to a layer's time, and what finer ones could win at the most."""
     us = {row["M"]: row["ours_us"] for row in layers if row["model"] == model}
-    narrow, wide = sorted({BM for BM, *_ in cost.WGMMA}), sorted({BM for BM, _ in cost.WIDE})
+    narrow, wide = sorted({BM for BM, *_ in cost.WGMMA}), sorted({BM for BM, _ in set(cost.WIDE) - set(UNTIMED)})
+    others = ", ".join(f"{BM} tokens by {64 * P} rows" for BM, P in UNTIMED)
+    untimed = f" Compiled and tested without a GPU, but not timed, so chosen by nobody: `wide` with tiles of {others}."
     finer = next(row for name, M, row in found if (name, M) == (model, 64))
 
     def at(*tokens: int) -> str:
@@ -101,7 +104,7 @@ def steps(layers: list[dict], found: list[tuple[str, int, dict[str, float]]], mo
         f"{at(24, 32)}, then {at(40, 48, 56, 64)} us. It jumps where the next tile begins: {edges}. Finer tiles between 16 and 64 tokens were not built. At "
         f"40 tokens one could win at the most what is between 32 and 40 now, {us[40] - us[32]:.0f} of {us[40]:.0f} us, since no tile of 40 would be faster "
         f"than that of 32, and only in the units of the table: at 64 tokens they are {finer[UNITS]:.0f} of {finer['ours']:.0f} us, of which decoding does "
-        "not become less with the tile."
+        f"not become less with the tile.{untimed}"
     )
 
 

@@ -92,7 +92,7 @@ DEFECTS = (
     Defect("x is read before the kernel before has ended (wgmma)", "hopper_wgmma", "    if PDL:\n        gdc_wait()\n    st = 0", "    st = 0"),
     Defect("x is read before the kernel before has ended (skinny)", "hopper", "    if PDL:\n        gdc_wait()\n    if RANK", "    if RANK"),
     Defect("x is read before the kernel before has ended (permute_kernel)", "portable", "        gdc_launch_dependents()\n        gdc_wait()\n    m_M = tl.program_id(0) * BM", "        gdc_launch_dependents()\n    m_M = tl.program_id(0) * BM"),
-    Defect("two arguments of a launch change places", "launch", "        M=M,\n        N=N,\n        K=K,\n        sxm=natural.stride(0),", "        M=N,\n        N=M,\n        K=K,\n        sxm=natural.stride(0),"),
+    Defect("two arguments of a launch change places", "launch", "        M=M,\n        N=N,\n        K=K,\n        sxm=given.stride(0),", "        M=N,\n        N=M,\n        K=K,\n        sxm=given.stride(0),"),
     Defect("more programs than are resident", "launch", "sms * min(16, 48 // (WK * WN))", "sms * 64"),
     Defect("scratch memory too small for x A^T", "launch", "\"lora down\", mt * BM * rows, x.dtype)[: mt * BM * rows]", "\"lora down\", M * rows, x.dtype)[: mt * BM * rows]"),
     Defect("a barrier that nobody waits for", "hopper_wgmma", "raw = full\n    if PERMUTE:\n", "raw = full\n    if True:\n"),

@@ -306,6 +306,10 @@ def test_what_cannot_be_the_fastest_is_not_timed(monkeypatch):
         own[math.isfinite(us)] += 1
         assert math.isinf(us) or us <= 1.15 * cost.predicted_us(cost.cheapest(N, K, M, SMS, rows), N, K, M, SMS, rows)
     assert own[True] and own[False]
+    tiles = {(config.get("BM"), config.get("P"), config.get("natural", False)) for config in found}
+    assert (256, 2, False) in tiles and (256, 2, True) in tiles, "by the tile that is nearest in size"
+    found = every_size.hopeful(cost.candidates(N, K, 264, SMS), N, K, 264, rows, 1.15)
+    assert {config.get("BM") for config in found} >= {144, 272}
 
 
 def test_what_a_product_pays_for():

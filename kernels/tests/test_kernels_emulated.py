@@ -346,13 +346,17 @@ def test_random_shapes_shards_and_ranks(emulated, monkeypatch, case, converts):
             raise AssertionError(what) from error
 
 
-@pytest.mark.parametrize("BM,P,M", [(208, 2, 200), (224, 2, 230), (256, 2, 250), (144, 2, 280), (192, 3, 300)])
-def test_x_a_beside_many_tokens(emulated, BM, P, M):
-    """The widest tiles, and more than 256 tokens, of which each tile waits for a flag of its own."""
+@pytest.mark.parametrize(
+    "BM,P,M",
+    [(208, 2, 200), (224, 2, 230), (256, 2, 250), (144, 2, 280), (192, 3, 300), (176, 3, 170), (208, 3, 400), (272, 2, 264), (288, 2, 280)],
+)  # fmt: skip
+def test_x_a_of_many_tokens(emulated, BM, P, M):
+    """The widest tiles, and more than 256 tokens, of which each tile waits for a flag of its own where x A^T is computed beside."""
     from qerl_nvfp4 import cost
 
     S, X = cost.wide_stages(BM, P)
-    config = {"kernel": "wide", "BM": BM, "P": P, "S": S, "X": X, "grid": 3, "tasks": True}
+    config = {"kernel": "wide", "BM": BM, "P": P, "S": S, "X": X, "grid": 3}
+    config["tasks"] = cost.can_be_beside(config)
     run(emulated, config, M, 320, 1280, 32, (128, 128, 64), times=1)
     assert set(emulated["launches"]) == {"wide_kernel", "permute_kernel"}
 

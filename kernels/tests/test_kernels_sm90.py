@@ -244,14 +244,14 @@ def test_a_tile_of_two_widths_decodes_a_weight_once():
     assert sum(op.startswith("UTMASTG") for op in everything) == P * BM // 16
 
 
-def wide(BM: int, P: int, rank: int, natural: bool = False):
-    """hopper_wide.wide_kernel with x A^T beside the product, compiled."""
+def wide(BM: int, P: int, rank: int, natural: bool = False, tasks: bool = True):
+    """hopper_wide.wide_kernel, with x A^T beside the product or before it, compiled."""
     from qerl_nvfp4 import cost, hopper_wide
     from qerl_nvfp4 import hopper_wgmma as hopper
 
     S, X = cost.wide_stages(BM, P)
-    average, registers, ring_registers = hopper.registers(BM, P, False, True)
-    constants = {"BM": BM, "P": P, "S": S, "X": X, "BIAS": True, "RANK": rank, "TASKS": True, "PDL": True}
+    average, registers, ring_registers = hopper.registers(BM, P, False, tasks)
+    constants = {"BM": BM, "P": P, "S": S, "X": X, "BIAS": True, "RANK": rank, "TASKS": tasks, "PDL": True}
     constants |= {"NATURAL": natural, "REGS": registers, "RING_REGS": ring_registers}
     boxes = hopper_wide.boxes_of(BM)
     descriptors = {f"x{i}_d": f"tensordesc<bf16[{b}, 64],{hopper.X_SHARED!r}>" for i, b in enumerate(boxes)}
@@ -277,7 +277,23 @@ def test_x_a_beside_the_widest_tiles_leaves_the_loop_in_registers(BM, spills):
 
 
 @pytest.mark.skipif(not INSIDE, reason="run by test_in_a_fresh_process")
-@pytest.mark.parametrize("BM,P,limit", [(128, 3, 5.5), (144, 2, 6.1), (208, 2, 6.8), (256, 2, 4.9)])
+@pytest.mark.parametrize(
+    "BM,P,natural", [(176, 3, True), (208, 3, True), (272, 2, True), (288, 2, True), (288, 2, False)]
+)
+def test_sums_that_fill_the_registers(BM, P, natural):
+    """Where x A^T comes before: nothing of the loop in local memory, and wgmma runs on during the next decode."""
+    from qerl_nvfp4 import cost, hopper_wide
+
+    assert (BM, P) in cost.WIDE and (((BM, P) in cost.BEFORE) == (BM > 192))
+    code = disassemble(wide(BM, P, 32, natural, tasks=False).asm["cubin"])
+    parts = len(hopper_wide.parts_of(BM))
+    check(code, "HGMMA", 128, 6.8 if natural else 5.3, 24, count=16 * parts)
+    waits = [rest for _, op, rest in code if op == "WARPGROUP.DEPBAR.LE"]
+    assert len(waits) <= P * 10 + 2 and sum(f"0x{parts}" in rest for rest in waits) == 8 * P
+
+
+@pytest.mark.skipif(not INSIDE, reason="run by test_in_a_fresh_process")
+@pytest.mark.parametrize("BM,P,limit", [(128, 3, 5.5), (208, 2, 6.8)])
 def test_bytes_in_place_of_x_in_order(BM, P, limit):
     """What a tile of 128 tokens and more hides: for each weight 1.5 instructions more, each word's row in a load of 16 bytes."""
     from qerl_nvfp4 import hopper_wide

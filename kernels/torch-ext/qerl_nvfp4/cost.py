@@ -46,12 +46,18 @@ WIDE = (  # BM, P; stages follow from shared memory
     (160, 2),
     (160, 3),
     (176, 2),
+    (176, 3),
     (192, 2),
     (192, 3),
     (208, 2),
+    (208, 3),
     (224, 2),
     (256, 2),
+    (272, 2),
+    (288, 2),
 )
+# of these, tiles whose sums leave the warps that would compute x A^T beside them no registers: it is computed before
+BEFORE = ((208, 3), (272, 2), (288, 2))
 # Tiles of so many tokens are also worth a try with x in its natural order, whose decoding takes half as many instructions more: by machine
 # code and the matrix units' time, smaller ones would have to wait for it
 NATURAL = 128
@@ -133,6 +139,16 @@ def layouts(N: int, K: int, M: int) -> list[dict]:
     return found + [config | {"natural": True} for config in found if can_be_natural(config)]
 
 
+def can_be_beside(config: dict) -> bool:
+    """Whether x A^T may be computed beside the product of a configuration of `wgmma` or `wide`."""
+    return config["kernel"] != "wide" or (config["BM"], config["P"]) not in BEFORE
+
+
+def beside(config: dict, M: int) -> bool:
+    """Whether it is, with M tokens."""
+    return config.get("tasks", M <= 128 and can_be_beside(config))
+
+
 def can_be_natural(config: dict) -> bool:
     """Whether a configuration of `wgmma` or `wide` may leave x as it is, instead of putting it in order in a launch of its own."""
     tile = config["kernel"] in ("wgmma", "wide") and config["BM"] >= NATURAL and config["P"] < 4
@@ -148,7 +164,7 @@ def candidates(N: int, K: int, M: int, sms: int) -> list[dict]:
         tiles = math.ceil(N / (64 * config["P"])) * math.ceil(M / config["BM"])
         # x A^T beside the product, or before it
         before = M > 64 and (config["kernel"] == "wide" or config["BM"] == 128)
-        tasks = [t for t in (True, False) if (M <= 512 or N * K < 2**25 if t else before)]
+        tasks = [t for t in (True, False) if (can_be_beside(config) and (M <= 512 or N * K < 2**25) if t else before)]
         found += [config | {"tasks": t, "grid": g} for t in tasks for g in grids(tiles, units_along(K), sms)]
     if M >= 64 or not found:
         found.append({"kernel": "dense", "pieces": 1})
@@ -158,7 +174,7 @@ def candidates(N: int, K: int, M: int, sms: int) -> list[dict]:
 def variant(config: dict, M: int = 0) -> str:
     """The name under which factors are kept: what is compiled, and where x A^T is computed."""
     if config["kernel"] in ("wgmma", "wide"):
-        config = {"tasks": M <= 128} | config  # what launch.py makes of a configuration that does not say
+        config = config | {"tasks": beside(config, M)}
         names = ("BM", "P", "S", "X", "permute", "natural", "tasks")
         return " ".join([config["kernel"], *(f"{n}={config[n]:d}" for n in names if n in config)])
     return config["kernel"]
@@ -174,7 +190,7 @@ def terms(config: dict, N: int, K: int, M: int, sms: int, rows: int) -> dict[str
         whole = tiles // grid - (1 if tiles % grid and tiles > grid else 0)
         rest = math.ceil((tiles - whole * grid) * steps / grid)  # units of the tiles that are cut
         rounds = 0.0
-        if config.get("tasks", M <= 128):
+        if beside(config, M):
             blocks, slices = adapter_tasks(K, M, sms, rows)
             programs = grid + helping(grid, blocks * slices, sms)
             rounds = math.ceil(blocks * slices / programs) * K / slices * 1e-3

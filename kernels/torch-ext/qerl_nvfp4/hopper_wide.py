@@ -1,4 +1,4 @@
-"""The Hopper kernel for any multiple of 16 tokens per tile, up to 256: one decoded weight, several widths of `wgmma`.
+"""The Hopper kernel for any multiple of 16 tokens per tile, up to 288: one decoded weight, several widths of `wgmma`.
 
 As in hopper_wgmma.py, P groups of four warps decode 64 rows each into the register operand.  Triton's tensors have powers of two as
 shapes, a `wgmma` takes any multiple of 8 tokens: so a tile of BM tokens is a sum of powers of two, 160 = 128 + 32, each part with an

@@ -313,7 +313,7 @@ def launch_wgmma(config, x, packed, block_scale, global_scale, bias, lora_a, lor
     gs, sgs = scale_args(global_scale)
     counters = scratch(x.device, "counters", max(1 << 16, tiles * P), torch.int32, fill=0)
     grid, helpers, slices, slice_sums, counts = min(config["grid"], tiles * steps), 0, 1, gs, counters
-    tasks = lora is not None and config.get("tasks", M <= 128)
+    tasks = lora is not None and cost.beside(config, M)
     if lora is not None:  # the same scratch memory for every M, so that a graph of fewer tokens finds it there
         blocks, slices = cost.adapter_tasks(K, M, sms, rows)
         slices = config.get("slices") or slices

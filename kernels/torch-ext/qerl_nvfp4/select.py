@@ -10,7 +10,8 @@ Ampere, Ada and GeForce Blackwell arithmetic (bounds.py), a heuristic for what i
         "lora": {..., "cost"}                                  what differs, and K steps that a piece of x A^T counts as
     {"kernel": "wgmma", "BM", "P", "S", "permute", "grid"}     hopper_wgmma.wgmma_kernel, tiles of 64 P rows
         "lora": {"tasks", ...}                                 with an adapter: whether x A^T is computed beside it or by cuBLAS before
-    {"kernel": "wide", "BM", "P", "S", "X", "grid"}            hopper_wide.wide_kernel, BM any multiple of 16 up to 256; "tasks" as above
+        "natural"                                              x is left in its order
+    {"kernel": "wide", "BM", "P", "S", "X", "grid"}            hopper_wide.wide_kernel, BM any multiple of 16 up to 288; "tasks", "natural" as above
     {"kernel": "mma", "BM", "R", "NS", "SK"}               ampere.mma_kernel, tiles of 64 R rows, more than 16 tokens, sm_80 and newer
     {"kernel": "portable", "BM", "BN", "BK", "SK", "NW", "NS", "MMA"}    portable.gemm_kernel
     {"kernel": "dense", "pieces"}                              dequantize into a scratch buffer, then cuBLAS
@@ -173,6 +174,8 @@ def can_run(config: dict, N: int, K: int, M: int, sms: int, shared_memory: int) 
         if not 0 < get("grid", 0) <= sms or not wgmma_fits(N, K):
             return False
         if get("natural", False) and not cost.can_be_natural(config):
+            return False
+        if get("tasks", False) and not cost.can_be_beside(config):
             return False
         if kernel == "wgmma":
             return (get("BM"), get("P"), get("S"), get("permute")) in cost.WGMMA
