@@ -257,8 +257,8 @@ class Layers:
         self.norm = torch.full((self.hidden,), 0.01, device=device)  # so that a random layer's values stay small
         self.shapes, self.device = shapes, device
 
-    def run(self, x, product, following: dict[str, torch.Tensor | None]) -> torch.Tensor:
-        """`product(name, x)`, of the four matrices; `following`: what the norm before a product is told of."""
+    def run(self, x, product, following: dict[str, torch.Tensor]) -> torch.Tensor:
+        """`product(name, x)`, of the four matrices; `following`: what norms and products are told of the matrices, by name."""
         n, h = qerl_nvfp4.rms_norm(x, self.norm, 1e-6, x, following.get("qkv"))
         y = product("o", product("qkv", n)[:, : self.q])
         n, h = qerl_nvfp4.rms_norm(y, self.norm, 1e-6, h, following.get("gate_up"))
@@ -270,6 +270,8 @@ class Layers:
         x = torch.randn(M, self.hidden, device=self.device, dtype=torch.bfloat16)
         outs = {n: torch.empty(M, N, device=self.device, dtype=torch.bfloat16) for n, (N, _) in self.shapes.items()}
 
+        after = {"qkv": "o", "gate_up": "down"}  # with no norm between them
+
         def product(i: int, name: str, x: torch.Tensor) -> torch.Tensor:
             out = outs[name]
             if chosen is None:
@@ -277,7 +279,8 @@ class Layers:
             elif chosen:
                 splits = self.splits.get(self.shapes[name])
                 packed, adapter = self.packed[i][name], self.adapters[i][name]
-                ops.product(chosen[name], x, *packed, self.gs, None, *adapter, splits, out)
+                following = self.packed[i][after[name]][0] if fetch and name in after else None
+                ops.product(chosen[name], x, *packed, self.gs, None, *adapter, splits, out, following)
             return out
 
         def layer(i: int) -> torch.Tensor:

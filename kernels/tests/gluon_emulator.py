@@ -270,6 +270,7 @@ class Machine:
         self.copies: list = []  # bulk copies on their way
         self.kept: list = []  # shared memory: its addresses are names
         self.made, self.awaited = set(), set()  # groups of barriers, by the order in which a program makes them
+        self.lines: set[tuple[int, int]] = set()  # what was asked for ahead: storage and line
         self.memory, tensors = [], [a for a in arguments.values() if isinstance(a, torch.Tensor)]
         tensors += [a.base for a in arguments.values() if hasattr(a, "base")]
         for t in tensors:
@@ -381,6 +382,14 @@ class Machine:
     def load(self, address, size: int):
         data, at = self.view(address, size)
         return data[at]
+
+    def prefetch(self, address) -> None:
+        """Of what is asked for ahead, only that it is there is looked at, and which lines of 128 bytes they are."""
+        for start, length, _ in self.memory:
+            inside = (address >= start) & (address < start + length)
+            self.lines |= {(start, line) for line in ((address[inside] - start) // 128).tolist()}
+            address = address[~inside]
+        assert not len(address), "an address outside of every tensor of the launch"
 
     def update(self, address, compute):
         """One after the other, as atomics do."""

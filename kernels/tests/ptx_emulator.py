@@ -176,6 +176,8 @@ def _names(operand: str) -> list[str]:
 def _execute(opcode: str, operands: list[str], on, value, put, memory) -> None:
     name, *kinds = opcode.split(".")
     low = np.uint64(0xFFFFFFFF)
+    if name == "prefetch" and memory is not None:
+        memory.prefetch(value(operands[0].strip("[]")))
     if name in ("createpolicy", "prefetch", "fence", "bar", "griddepcontrol"):
         if name == "createpolicy":
             put(operands[0], np.zeros(int(on.sum()), np.uint64))

@@ -58,6 +58,7 @@ def emulated(monkeypatch):
                 later = [t for t in (arguments["x_ptr"], *launch._scratch.values()) if t.is_contiguous()]
             gluon_emulator.machine.launch(fn, grid, arguments, state["seed"], state["resident"], later)
             state["launches"].append(name)
+            state["programs"] = grid[0]
             state["seed"] += 1
 
         return start
@@ -417,6 +418,29 @@ def test_an_adapter_of_rank_0_is_none(emulated, config, M):
     launch.launch(config, x, packed, in_aligned_rows(scale), gs, None, None, None, None, outs[1])
     assert torch.equal(*outs) and relative_error(outs[0], reference.linear(x.double(), packed, scale, gs)) < 4e-3
     assert not leftovers()
+
+
+@pytest.mark.parametrize(
+    "config,M", [(SKINNY, 7), (wgmma(16, 2, 3, True, 4), 13), (wgmma(32, 2, 2, False, 2), 64)], ids=["skinny", "permute", "halves"]
+)  # fmt: skip
+@pytest.mark.parametrize("rows", [8, 3000])
+def test_what_is_read_next_is_asked_for(emulated, monkeypatch, config, M, rows):
+    """The same result; of a small tensor all but the last few lines, of a large one so many, at the beginning of each program's share."""
+    N, K, rank = 192, 768, 16
+    packed, scale, gs = random_weight(N, K)
+    x, a, b = torch.randn(M, K).bfloat16(), torch.randn(rank, K).bfloat16(), torch.randn(N, rank).bfloat16()
+    following = torch.zeros(rows, 1024, dtype=torch.uint8)
+    monkeypatch.setattr(launch, "FETCHED", 1 << 20)
+    outs = []
+    for each in (None, following):
+        outs.append(torch.empty(M, N, dtype=torch.bfloat16))
+        launch.launch(config, x, packed, in_aligned_rows(scale), gs, None, a, b, None, outs[-1], following=each)
+        lines = {line for start, line in gluon_emulator.machine.lines if start == following.data_ptr()}
+        asked, whole = min(following.nbytes, launch.FETCHED) // 128, following.nbytes // 128
+        assert each is not None or not lines
+    programs = emulated["programs"]
+    assert len(lines) == asked // programs * programs and max(lines) < whole
+    assert min(lines) == 0 and max(lines) >= whole - whole // programs - 1 and torch.equal(*outs)
 
 
 def test_rows_of_x_that_the_copy_engine_cannot_read(emulated):

@@ -37,6 +37,7 @@ def linear(
     lora_b: torch.Tensor | None = None,
     lora_splits: tuple[int, ...] | None = None,
     batch_invariant: bool = False,
+    following: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """y = x W^T [+ bias] [+ (x A^T) B^T], (..., K) -> (..., N); the kernel is picked by the number of tokens.
 
@@ -52,6 +53,8 @@ def linear(
             two more products. Rank 0 is no adapter.
         batch_invariant: compute a row of y by the same sums in the same order however many rows there are, so that its bits do not depend
             on who stands beside it. Slower; kernels and rank are then fewer, and what cannot be had so is an error.
+        following: what the next product reads, its packed weight: up to 64 tokens its first 16 MiB come into the second-level cache while this
+            kernel ends. A hint: it changes no result.
 
     Deterministic, safe in CUDA graphs and transparent to torch.compile.  No autograd: inputs that require a gradient are refused unless
     gradients are off.  Scratch buffers are one set per stream of a device, and one for all its CUDA graphs, made and grown by the first
@@ -62,7 +65,7 @@ def linear(
         `ValueError`: shapes disagree, block scales are of another type, or no kernel is batch-invariant for these. `RuntimeError`: a gradient
         would be lost.
     """
-    return _ops.ops.linear(x, packed, block_scale, global_scale, bias, lora_a, lora_b, lora_splits, batch_invariant)
+    return _ops.ops.linear(x, packed, block_scale, global_scale, bias, lora_a, lora_b, lora_splits, batch_invariant, following)
 
 
 def linear_backward(

@@ -234,7 +234,7 @@ def fetch_lines(f_ptr, first, each, LINES: tl.constexpr):
     """`each` lines of 128 bytes from the `first` on come into the second-level cache; nobody waits for them."""
     i = tl.arange(0, LINES)
     for line in range(0, each, LINES):
-        at = f_ptr + (first + tl.minimum(line + i, each - 1)) * 128
+        at = f_ptr + (first + tl.minimum(line + i, each - 1)) * 32
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
         )

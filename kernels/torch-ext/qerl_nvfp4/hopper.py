@@ -191,6 +191,24 @@ def gather_pieces(
     return y
 
 
+@gluon.jit
+def fetch_next(next_ptr, lines, wanted, program, G, WARPS: gl.constexpr):
+    """The first ones of a G-th of the `lines` of 128 bytes at next_ptr, what the next product reads, come into the second-level cache while this kernel
+    ends and nobody else reads: `wanted` by all programs together."""
+    i = gl.arange(0, WARPS * 32, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
+    each = wanted // G
+    first = program.to(gl.int64) * lines // G
+    for line in range(0, each, WARPS * 32):
+        gl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+            "=r,l",
+            [(next_ptr + (first + gl.minimum(line + i, each - 1)) * 32).to(gl.int64)],
+            dtype=gl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
 # --- up to 16 tokens --------------------------------------------------------------------------------------------------------------
 
 
@@ -434,7 +452,7 @@ def skinny_lora_down(
         gl.store(cnt_ptr + rt, 0)
 
 
-@gluon.jit(do_not_specialize=["M", "U", "steps", "sgs", "RS", "e1", "e2", "tiles", "tasks", "cost"])
+@gluon.jit(do_not_specialize=["M", "U", "steps", "sgs", "RS", "e1", "e2", "tiles", "tasks", "cost", "lines", "wanted"])
 def skinny_kernel(
     x_ptr,
     w_ptr,
@@ -449,6 +467,7 @@ def skinny_kernel(
     y_ptr,
     ws_ptr,
     cnt_ptr,
+    next_ptr,
     M,
     sxm,
     sym,
@@ -460,6 +479,8 @@ def skinny_kernel(
     steps,
     tasks,
     cost,
+    lines,
+    wanted,
     swn: gl.constexpr,
     ssn: gl.constexpr,
     BM: gl.constexpr,
@@ -473,6 +494,7 @@ def skinny_kernel(
     LATE: gl.constexpr,
     PDL: gl.constexpr,
     CONVERT: gl.constexpr,
+    FETCH: gl.constexpr,
 ):
     """y[m, n] for M <= BM; N a multiple of 16 R WN, K of 128 WK.  w_ptr int32 (N, K/8), s_ptr int16 (N, K/32); steps = K / (128 WK).
 
@@ -552,6 +574,9 @@ def skinny_kernel(
                 task, buffer, x_ptr, a_ptr, xa_ptr, slice_ptr, cnt_ptr + tiles, M, sxm, RS, tasks, K, BM, NW, SLICE
             )
         ticket = draw_ticket(u0 == u1, ticket_ptr, NW)
+    if FETCH:  # noqa: SIM102
+        if u0 == u1:  # tasks of x A^T only
+            fetch_next(next_ptr, lines, wanted, pid, G, NW)
     x_next = load_x(x_lane + xo, WK, BM)
     while seg0 < u1:
         seg1 = gl.minimum((tile + 1) * steps, u1)
@@ -588,6 +613,9 @@ def skinny_kernel(
             acc = sums
             q = q_next
             s = s_next
+        if FETCH:  # noqa: SIM102
+            if seg1 == u1:
+                fetch_next(next_ptr, lines, wanted, pid, G, NW)
         z = opaque_zero()
         row0 = tile * ROWS + z
         rows = row0 + n_y

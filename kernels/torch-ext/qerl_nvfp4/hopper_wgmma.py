@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .gluon_names import async_load, async_store, barrier
-from .hopper import decode_scales, decode_word, finish, halves, opaque_zero
+from .hopper import decode_scales, decode_word, fetch_next, finish, halves, opaque_zero
 from .hopper_adapt import SUMS_SHARED, T, adapt, load_adapter, lower_flags, multiply_adapter
 
 X_SHARED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -189,8 +189,11 @@ def produce(
     TASKS: gl.constexpr,
     PDL: gl.constexpr,
     PERMUTE: gl.constexpr,
+    FETCH: gl.constexpr,
+    following,
 ):
     """One warp that asks for everything."""
+    next_ptr, lines, wanted = following
     x_d, w_d, s_d, b_d, xa_d = maps
     B: gl.constexpr = barriers_of(S)
     w_sh, s_sh, x_sh, raw, full, empty = ring
@@ -231,6 +234,8 @@ def produce(
         if RANK > 0:  # noqa: SIM102
             if s0 == 0:
                 waited, turn = load_adapter(b_d, xa_d, lora, shards, n0, m_tile, waited, turn, P, BM, RANK, TASKS)
+    if FETCH:
+        fetch_next(next_ptr, lines, wanted, gl.program_id(0), gl.num_programs(0), 1)
     if TASKS:  # noqa: SIM102
         if units_of(work) > 0:
             lower_flags(shards, G)
@@ -468,7 +473,7 @@ def consume(
     finish()
 
 
-@gluon.jit(do_not_specialize=["M", "U", "steps", "sgs", "mt", "D", "e1", "e2", "R8", "H", "KS"])
+@gluon.jit(do_not_specialize=["M", "U", "steps", "sgs", "mt", "D", "e1", "e2", "R8", "H", "KS", "lines", "wanted"])
 def wgmma_kernel(
     x_d,
     w_d,
@@ -488,6 +493,7 @@ def wgmma_kernel(
     bias_ptr,
     ws_ptr,
     cnt_ptr,
+    next_ptr,
     M,
     N,
     K,
@@ -502,6 +508,8 @@ def wgmma_kernel(
     U,
     mt,
     D,
+    lines,
+    wanted,
     BM: gl.constexpr,
     P: gl.constexpr,
     S: gl.constexpr,
@@ -511,6 +519,7 @@ def wgmma_kernel(
     PDL: gl.constexpr,
     PERMUTE: gl.constexpr,
     NATURAL: gl.constexpr,
+    FETCH: gl.constexpr,
     REGS: gl.constexpr,
     RING_REGS: gl.constexpr,
 ):
@@ -571,6 +580,7 @@ def wgmma_kernel(
     RS = R8 * 8
     shards = (e1, e2, flag_ptr, done_ptr, M, RS, mt)
     adapter = (x_ptr, a_ptr, slice_ptr, xa_ptr, flag_ptr, taken_ptr, count_ptr, M, K, sxm, RS)
+    following = (next_ptr, lines, wanted)
     ROUND: gl.constexpr = 1 + (RING_REGS > 128)
     if P == 2 and PERMUTE:
         gl.warp_specialize(
@@ -578,7 +588,7 @@ def wgmma_kernel(
                 (consume, (ring, work, out, lora, shards, 0, P, BM, S, BIAS, RANK, NATURAL)),
                 (consume, (ring, work, out, lora, shards, 1, P, BM, S, BIAS, RANK, NATURAL)),
                 (permute, (ring, work, BM, S)),
-                (produce, (maps, ring, work, lora, shards, P, BM, S, RANK, TASKS, PDL, PERMUTE)),
+                (produce, (maps, ring, work, lora, shards, P, BM, S, RANK, TASKS, PDL, PERMUTE, FETCH, following)),
                 (idle, ()),
                 (spare, (adapter, sums_sh, KS, BM, ROUND, TASKS, PDL)),
             ],
@@ -590,7 +600,7 @@ def wgmma_kernel(
             [
                 (consume, (ring, work, out, lora, shards, 0, P, BM, S, BIAS, RANK, NATURAL)),
                 (consume, (ring, work, out, lora, shards, 1, P, BM, S, BIAS, RANK, NATURAL)),
-                (produce, (maps, ring, work, lora, shards, P, BM, S, RANK, TASKS, PDL, PERMUTE)),
+                (produce, (maps, ring, work, lora, shards, P, BM, S, RANK, TASKS, PDL, PERMUTE, FETCH, following)),
                 (idle, ()),
                 (spare, (adapter, sums_sh, KS, BM, ROUND, TASKS, PDL)),
             ],
@@ -604,7 +614,7 @@ def wgmma_kernel(
                 (consume, (ring, work, out, lora, shards, 1, P, BM, S, BIAS, RANK, NATURAL)),
                 (consume, (ring, work, out, lora, shards, 2, P, BM, S, BIAS, RANK, NATURAL)),
                 (consume, (ring, work, out, lora, shards, 3, P, BM, S, BIAS, RANK, NATURAL)),
-                (produce, (maps, ring, work, lora, shards, P, BM, S, RANK, TASKS, PDL, PERMUTE)),
+                (produce, (maps, ring, work, lora, shards, P, BM, S, RANK, TASKS, PDL, PERMUTE, FETCH, following)),
                 (idle, ()),
                 (spare, (adapter, sums_sh, KS, BM, ROUND, TASKS, PDL)),
             ],
@@ -618,7 +628,7 @@ def wgmma_kernel(
                 (consume, (ring, work, out, lora, shards, 1, P, BM, S, BIAS, RANK, NATURAL)),
                 (consume, (ring, work, out, lora, shards, 2, P, BM, S, BIAS, RANK, NATURAL)),
                 (permute, (ring, work, BM, S)),
-                (produce, (maps, ring, work, lora, shards, P, BM, S, RANK, TASKS, PDL, PERMUTE)),
+                (produce, (maps, ring, work, lora, shards, P, BM, S, RANK, TASKS, PDL, PERMUTE, FETCH, following)),
                 (idle, ()),
                 (spare, (adapter, sums_sh, KS, BM, ROUND, TASKS, PDL)),
             ],
@@ -631,7 +641,7 @@ def wgmma_kernel(
                 (consume, (ring, work, out, lora, shards, 0, P, BM, S, BIAS, RANK, NATURAL)),
                 (consume, (ring, work, out, lora, shards, 1, P, BM, S, BIAS, RANK, NATURAL)),
                 (consume, (ring, work, out, lora, shards, 2, P, BM, S, BIAS, RANK, NATURAL)),
-                (produce, (maps, ring, work, lora, shards, P, BM, S, RANK, TASKS, PDL, PERMUTE)),
+                (produce, (maps, ring, work, lora, shards, P, BM, S, RANK, TASKS, PDL, PERMUTE, FETCH, following)),
                 (idle, ()),
                 (spare, (adapter, sums_sh, KS, BM, ROUND, TASKS, PDL)),
             ],

@@ -178,16 +178,29 @@ def fused_adapter(config: dict, x, lora_a, lora_b, splits) -> Lora | None:
     return lora_plan(x, lora_a, lora_b, splits, tile_rows(config))
 
 
+FETCHED = 16 << 20  # bytes of what is read next that a kernel asks for as it ends: about what the memory brings while nobody else reads
+FETCH_UP_TO = 64  # tokens; with more a product is not bound by memory
+
+
+def fetch_args(following, M: int, x) -> dict:
+    """What a kernel is told of a tensor that the next product reads."""
+    fetch = following is not None and M <= FETCH_UP_TO and following.is_contiguous()
+    lines = following.nbytes // 128 if fetch else 0
+    words = following.view(torch.int32) if fetch else x
+    return {"next_ptr": words, "lines": lines, "wanted": min(lines, FETCHED // 128), "FETCH": fetch}
+
+
 def launch(
-    config: dict, x, packed, block_scale, global_scale, bias, lora_a, lora_b, splits, out, pdl: bool = True
+    config: dict, x, packed, block_scale, global_scale, bias, lora_a, lora_b, splits, out, pdl: bool = True, following=None
 ) -> None:
-    """out (M, N) = x (M, K) W^T [+ bias] [+ LoRA] with one of the fused kernels."""
+    """out (M, N) = x (M, K) W^T [+ bias] [+ LoRA] with one of the fused kernels; `following`: what the next product reads, if anything."""
     if lora_b is not None and not lora_b.shape[1]:  # of rank 0: there is nothing to add
         lora_a = lora_b = None
     lora = fused_adapter(config, x, lora_a, lora_b, splits)
     launches = {"skinny": launch_skinny, "wgmma": launch_wgmma, "wide": launch_wgmma, "mma": launch_mma}
     kernel = launches.get(config["kernel"], launch_portable)
-    kernel(config, x, packed, block_scale, global_scale, bias, lora_a, lora, out, pdl)
+    more = {"following": following} if kernel in (launch_skinny, launch_wgmma) else {}
+    kernel(config, x, packed, block_scale, global_scale, bias, lora_a, lora, out, pdl, **more)
     if lora_a is not None and lora is None:
         out += reference.lora(x, lora_a, lora_b, splits)
 
@@ -216,7 +229,9 @@ def triton_version() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def launch_skinny(config, x, packed, block_scale, global_scale, bias, lora_a, lora: Lora | None, out, pdl) -> None:
+def launch_skinny(
+    config, x, packed, block_scale, global_scale, bias, lora_a, lora: Lora | None, out, pdl, following=None
+) -> None:
     from . import hopper
 
     (M, K), N = x.shape, packed.shape[0]
@@ -277,13 +292,16 @@ def launch_skinny(config, x, packed, block_scale, global_scale, bias, lora_a, lo
         LATE=config.get("late", False),
         PDL=pdl,
         CONVERT=converts_fp4(capability),
+        **fetch_args(following, M, words),
         num_warps=WK * WN,
         maxnreg=registers,
         **({"launch_pdl": True} if pdl else {}),
     )
 
 
-def launch_wgmma(config, x, packed, block_scale, global_scale, bias, lora_a, lora: Lora | None, out, pdl) -> None:
+def launch_wgmma(
+    config, x, packed, block_scale, global_scale, bias, lora_a, lora: Lora | None, out, pdl, following=None
+) -> None:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     from . import hopper_wgmma as hopper
@@ -386,7 +404,7 @@ def launch_wgmma(config, x, packed, block_scale, global_scale, bias, lora_a, lor
         RING_REGS=ring_registers,
         num_warps=4,
         maxnreg=average,
-        **({"X": config["X"]} if wide else {"PERMUTE": permute}),
+        **({"X": config["X"]} if wide else {"PERMUTE": permute} | fetch_args(following, M, words)),
         **({"launch_pdl": True} if pdl else {}),
     )
     if y is not out:

@@ -26,7 +26,7 @@ except ImportError:
 
 if HAS_TRITON:
     from . import elementwise, fallback, portable
-    from .launch import compiles, fused_adapter, launch, launcher, scale_args, scale_bytes, scratch
+    from .launch import compiles, fetch_args, fused_adapter, launch, launcher, scale_args, scale_bytes, scratch
 
 
 def missing_from_gluon() -> str | None:
@@ -282,7 +282,9 @@ def _block_diagonal(lora_b, splits, rows: slice, out) -> None:
         start += width
 
 
-def product(config, x, packed, block_scale, global_scale, bias, lora_a, lora_b, splits, out) -> None:
+def product(
+    config, x, packed, block_scale, global_scale, bias, lora_a, lora_b, splits, out, following=None
+) -> None:
     """out (M, N) = x (M, K) W^T [+ bias] [+ LoRA] by the kernel of a configuration, or, if the memory layout does not suit it, by the next
     slower one that it suits.
 
@@ -291,7 +293,7 @@ def product(config, x, packed, block_scale, global_scale, bias, lora_a, lora_b, 
     if lora_a is not None:
         config = with_adapter(config)
     config = _suited(config, x, packed, block_scale)
-    _start(config, x, packed, block_scale, global_scale, bias, lora_a, lora_b, splits, out)
+    _start(config, x, packed, block_scale, global_scale, bias, lora_a, lora_b, splits, out, following=following)
 
 
 def _suited(config: dict, x, packed, block_scale) -> dict:
@@ -302,14 +304,16 @@ def _suited(config: dict, x, packed, block_scale) -> dict:
     return config
 
 
-def _start(config: dict, *arguments) -> None:
+def _start(config: dict, *arguments, following=None) -> None:
     if config["kernel"] == "dense":
         linear_dense(*arguments, config["pieces"])
     else:
-        launch(config, *arguments)
+        launch(config, *arguments, following=following)
 
 
-def product_by_any(config, x, packed, block_scale, global_scale, bias, lora_a, lora_b, splits, out) -> None:
+def product_by_any(
+    config, x, packed, block_scale, global_scale, bias, lora_a, lora_b, splits, out, following=None
+) -> None:
     """The same, by a slower kernel where this one does not compile: Gluon's -> portable -> dense, each said once."""
     if lora_a is not None:
         config = with_adapter(config)
@@ -318,7 +322,7 @@ def product_by_any(config, x, packed, block_scale, global_scale, bias, lora_a, l
     (M, K), N, rank = x.shape, packed.shape[0], 0 if lora_b is None else lora_b.shape[1]
     while config["kernel"] != "dense":
         done = fallback.attempt(
-            lambda c=config: _start(c, *arguments),
+            lambda c=config: _start(c, *arguments, following=following),
             lambda c=config: _variant(c, rank, x.dtype),
             _DENSE if config["kernel"] == "portable" or M > 128 else "The portable kernel",
             x.device.index,
@@ -462,6 +466,7 @@ def _linear(
     lora_b=None,
     lora_splits=None,
     batch_invariant=False,
+    following=None,
 ) -> torch.Tensor:
     check(x, packed, block_scale, global_scale, bias, lora_a, lora_b, lora_splits)
     _refuse_grad("linear", x, bias, lora_a, lora_b)
@@ -488,7 +493,8 @@ def _linear(
         rank, shards = (0, 1) if lora_b is None else (lora_b.shape[1], len(lora_splits or (N,)))
         config = choose(N, K, M, index, bf16, rank, shards)
         with torch.cuda.device(x.device):
-            product_by_any(config, x_MK, packed, block_scale, global_scale, bias, lora_a, lora_b, lora_splits, out)
+            arguments = (x_MK, packed, block_scale, global_scale, bias, lora_a, lora_b, lora_splits, out)
+            product_by_any(config, *arguments, following)
     return out.view(*x.shape[:-1], N)
 
 
@@ -645,10 +651,6 @@ def _quantize(weight, scale_rule: str, global_scale) -> tuple[torch.Tensor, torc
     return packed, scales
 
 
-FETCHED = 16 << 20  # bytes of what is read next that a norm asks for: about what the memory brings while nobody else reads
-FETCH_UP_TO = 64  # tokens; with more a product is not bound by memory
-
-
 def _rms_norm(x, weight, eps: float, residual=None, following=None) -> tuple[torch.Tensor, torch.Tensor]:
     _refuse_grad("rms_norm", x, weight, residual)
     K = x.shape[-1]
@@ -665,9 +667,8 @@ def _rms_norm(x, weight, eps: float, residual=None, following=None) -> tuple[tor
     h = torch.empty_like(y) if residual is not None else x.new_empty(0)
     r_MK = x_MK if residual is None else _unit_stride(residual.reshape(-1, K))
     pdl = _on_gpu(x) and device_properties(x.device.index)[2][0] >= 9
-    lines, fetch = 0, 0
-    if following is not None and following.is_contiguous() and x_MK.shape[0] <= FETCH_UP_TO and pdl:
-        lines, fetch = following.nbytes // 128, device_properties(x.device.index)[1]
+    asked = fetch_args(following if pdl else None, x_MK.shape[0], y)
+    fetch = device_properties(x.device.index)[1] if asked.pop("FETCH") else 0
 
     def start() -> None:
         with torch.cuda.device(x.device if x.is_cuda else -1):
@@ -677,13 +678,13 @@ def _rms_norm(x, weight, eps: float, residual=None, following=None) -> tuple[tor
                 weight,
                 y,
                 h if residual is not None else y,
-                following.view(torch.uint8) if fetch else y,
+                asked["next_ptr"],
                 K,
                 x_MK.stride(0),
                 r_MK.stride(0),
                 eps,
-                lines,
-                min(lines, FETCHED // 128),
+                asked["lines"],
+                asked["wanted"],
                 RESIDUAL=residual is not None,
                 BK=triton.next_power_of_2(K),
                 FETCH=fetch,
@@ -715,6 +716,7 @@ def _fake_linear(
     lora_b=None,
     lora_splits=None,
     batch_invariant=False,
+    following=None,
 ):
     _refuse_grad("linear", x, bias, lora_a, lora_b)  # torch.compile would never ask the implementation
     return x.new_empty(*x.shape[:-1], packed.shape[0])
@@ -740,7 +742,7 @@ def _register(schema: str, implementation, fake) -> None:
 
 _register(
     "linear(Tensor x, Tensor packed, Tensor block_scale, Tensor global_scale, Tensor? bias=None, Tensor? lora_a=None, "
-    "Tensor? lora_b=None, int[]? lora_splits=None, bool batch_invariant=False) -> Tensor",
+    "Tensor? lora_b=None, int[]? lora_splits=None, bool batch_invariant=False, Tensor? following=None) -> Tensor",
     _linear,
     _fake_linear,
 )
