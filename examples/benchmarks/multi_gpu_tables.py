@@ -146,7 +146,13 @@ def same_machines(rows: list[dict[str, Any]]) -> str:
         beside = f", beside {row['beside']} on the other GPU" if "beside" in row else ""
         of.setdefault(machine_of(row), []).append(f"{row['name']} ({row['commit'][:7]}{beside})")
     unknown = of.pop(None, [])
-    said = [f"On one machine, one after the other: {', '.join(names)}." for names in of.values()]
+    said = [
+        f"On one machine, one after the other unless it says beside: {', '.join(names)}."
+        for names in of.values()
+        if len(names) > 1
+    ]
+    alone = [name for names in of.values() if len(names) == 1 for name in names]
+    said += [f"Each on another machine: {', '.join(alone)}."] if alone else []
     said += [f"Not known to be of any of these: {', '.join(unknown)}."] if unknown else []
     return " ".join(said)
 
@@ -170,7 +176,11 @@ def beside_stock(measured: list[dict[str, Any]]) -> list[str]:
         mine = [f"{ours['median'][part]:.2f}" for part in ("step", "sync")]
         times = "" if stock is None else f"{ours['sequences_per_second'] / stock['sequences_per_second']:.2f}"
         apart = "" if stock is None or stock["commit"] == ours["commit"] else f" (of commit {ours['commit'][:7]})"
-        apart += f" ({newest['median']['step']:.2f} at {newest['commit'][:7]})" if newest is not ours else ""
+        apart += (
+            f" (both of {ours['commit'][:7]}; {newest['median']['step']:.2f} at {newest['commit'][:7]})"
+            if newest is not ours
+            else ""
+        )
         lines.append(f"| {words} | {theirs[0]} | {theirs[1]} | {mine[0]}{apart} | {mine[1]} | {times} |")
     return lines
 
@@ -181,6 +191,7 @@ def multi_gpu() -> str:
     record = json.loads(RESULT.read_text())
     measured = [row for row in record["multi_gpu"] if "median" in row]
     rows = {row["name"]: row for row in measured}
+    used: list[str] = []
     all_rows = [*measured, *(row for row in record.get("before", []) if "median" in row)]
 
     def aim(what: str, least: float, found: float, why: str, most: bool = False, judged: bool = True) -> str:
@@ -192,7 +203,13 @@ def multi_gpu() -> str:
         same = comparable(many, one)
         times = many["sequences_per_second"] / one["sequences_per_second"]
         sequences = f"{one['sequences']} completions per process: "
-        return aim(sequences + what, least, times, f"{why} ({many['commit'][:7]})" if same else why, judged=same)
+        return aim(sequences + what, least, times, why + judged_by(many, newest=rows[name + of]) * same, judged=same)
+
+    def judged_by(many: dict[str, Any], newest: dict[str, Any]) -> str:
+        """Which commit, and what a newer row says that has none to be judged beside."""
+        used.append(many["commit"][:7])
+        later = f"; {newest['sequences_per_second']:.1f} sequences per second at {newest['commit'][:7]}, {many['sequences_per_second']:.1f} here"
+        return f" ({many['commit'][:7]}{later * (newest is not many)})"
 
     def hidden(of: str = "") -> str:
         overlapped, one = (row["median"] for row in pair_of("ours-server-overlap" + of, "ours-one" + of, all_rows))
@@ -226,12 +243,19 @@ def multi_gpu() -> str:
         planned, most = planned_today(row), max(row["gib"])
         taken.append(f"| {name} | {planned:.1f} | {most:.1f} | {100 * (planned / most - 1):.1f} % |")
     servers = [f"{row['server_gib']:.0f} GiB ({name})" for name, row in rows.items() if "server_gib" in row]
+    names = {row["name"] for row in all_rows}
+    shown = [row for of in LAYOUTS if f"stock-{of}" in names for row in pair_of(f"ours-{of}", f"stock-{of}", all_rows)]
     former = [
         f"{row['name']} {row['median']['step']:.2f} ({row['commit'][:7]})"
         for row in record.get("before", [])
-        if "median" in row and row["name"] in {f"{who}-{layout}" for who in ("ours", "stock") for layout in LAYOUTS}
+        if "median" in row
+        and row["name"] in {f"{who}-{layout}" for who in ("ours", "stock") for layout in LAYOUTS}
+        and not any(row is other for other in shown)
     ]
-    device, commits = rows["ours-dp"]["device"], [row["commit"][:7] for row in rows.values()]
+    device, commits = (
+        rows["ours-dp"]["device"],
+        list(dict.fromkeys([*(row["commit"][:7] for row in rows.values()), *used])),
+    )
     return (
         "\n".join(aims)
         + f"\n\n{same_machines(measured)}\n\n"

@@ -3,6 +3,7 @@
     python compile_matrix.py --out results/compile.json --tritons DIR:DIR:...      one folder per version, made by
         pip install --no-deps --target DIR triton==3.9.0
     python compile_matrix.py --out compile.json                                   the installed Triton
+    python compile_matrix.py --out results/compile.json --page ../HOW_IT_WORKS.md nothing is compiled: what uses stack, into the page
 
 The launches are the real ones (ops.product, on tensors without memory); only Triton's driver is replaced by one that names the GPU and
 never launches.  A row tells a kernel's registers per thread, bytes of stack per thread (0: nothing is spilled), bytes of shared memory per
@@ -23,8 +24,12 @@ import tempfile
 import time
 from pathlib import Path
 
+from pages import placed
+
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "torch-ext"))
+
+BEGIN, END = "<!-- stack: written by benchmarks/compile_matrix.py -->\n", "<!-- end of stack -->\n"
 
 # sm -> a card of this architecture, its multiprocessors, bytes of shared memory that a block may have
 CARDS = {
@@ -163,6 +168,7 @@ def cases(sm: int, quick: bool):
     for dtype in (torch.bfloat16, torch.float16):
         tokens = (1, 16, 32, 64, 128, 2048) if quick or sm != 90 else (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
         for_wide = () if sm != 90 else (96, 208, 448) if quick else (72, 96, 112, 144, 160, 176, 192, 208, 320, 448)
+        for_tiles = () if sm != 90 else (208, 272, 288)  # which nothing chooses yet
         tokens += for_wide  # of some tiles each, which other cards do not have
         if dtype == torch.float16:
             tokens = (16,) if quick else (16, 64)
@@ -179,7 +185,14 @@ def cases(sm: int, quick: bool):
                 for M, config, (rank,) in chosen
                 if cost.can_be_natural(select.with_adapter(config) if rank else config)
             )
-            for M, config, ranks in (*chosen, *natural, *((M, config, [0, 32, 256]) for M, config in invariant)):
+            untimed = [
+                (config["BM"], config | {"grid": CARDS[sm][1], "tasks": False}, [32])
+                for M in for_tiles * bf16
+                for config in cost.layouts(N, K, M)
+                if config["kernel"] == "wide" and not cost.can_be_beside(config)
+            ]
+            invariant = [(M, config, [0, 32, 256]) for M, config in invariant]
+            for M, config, ranks in (*chosen, *natural, *untimed, *invariant):
                 if M in for_wide and config["kernel"] != "wide":
                     continue
                 if quick:
@@ -246,6 +259,31 @@ def table(result: dict) -> list[str]:
     return lines
 
 
+def stacks(result: dict) -> str:
+    """Whatever uses stack, as a table; only the rows that say something."""
+    versions = sorted(result["tritons"])
+    found: dict[tuple, dict[str, int]] = collections.defaultdict(dict)
+    for version in versions:
+        for row in result["tritons"][version]:
+            if row.get("stack"):
+                config, about = row["config"], []
+                about += (
+                    [f"{config['BM']} tokens by {64 * config['P']} rows"]
+                    if "P" in config
+                    else [f"{config['BM']} tokens"]
+                )
+                about += ["x in its natural order"] if config.get("natural") else []
+                about += ["batch-invariant"] if "slices" in config else []
+                about += [f"rank {row['rank']}" if row["rank"] else "no adapter", row["dtype"]]
+                kind = row["kernel"].removesuffix("_kernel").replace("gemm", "portable"), row["sm"], ", ".join(about)
+                found[kind][version] = max(row["stack"], found[kind].get(version, 0))
+    short = [".".join(version.split(".")[:2]) for version in versions]
+    lines = [f"| kernel | sm | of | {' | '.join(short)} |", "|---|---|---|" + "---:|" * len(short)]
+    for (kernel, sm, of), by in sorted(found.items()):
+        lines.append(f"| `{kernel}` | {sm} | {of} | {' | '.join(str(by.get(v, 0)) for v in versions)} |")
+    return "\n".join(lines) + "\n"
+
+
 def in_a_process_of_its_own(triton: str, arguments: list[str], log=None) -> tuple[str, list[dict]]:
     """The rows of one Triton; "": the installed one."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
@@ -268,8 +306,12 @@ def main() -> None:
     parser.add_argument("--tritons", default="", help="folders with a Triton each, separated like PATH")
     parser.add_argument("--architectures", default=",".join(map(str, CARDS)))
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--page", type=Path, help="into which only what uses stack is written, from --out")
     parser.add_argument("--inside", action="store_true", help="with the Triton of this process")
     args = parser.parse_args()
+    if args.page:
+        args.page.write_text(placed(args.page.read_text(), BEGIN, END, stacks(json.loads(args.out.read_text()))))
+        return
     architectures = [int(sm) for sm in args.architectures.split(",")]
     if args.inside:
         import triton

@@ -154,13 +154,17 @@ def guessed_us(config: dict, N: int, K: int, M: int, rows: int) -> float:
 
 
 def hopeful(configs: list[dict], N: int, K: int, M: int, rows: int, near: float) -> list[dict]:
-    """Those predicted to take at most `near` times the least; a variant that was not timed by a guess."""
+    """Those predicted to take at most `near` times the least; those that were not timed by a guess, and beside the least of the guesses, so that no
+    guess keeps out what has a price."""
     if math.isinf(near):
         return configs
-    prices = [guessed_us(config, N, K, M, rows) for config in configs]
-    return [
-        config for config, us in zip(configs, prices, strict=True) if us <= near * min(prices) and math.isfinite(us)
-    ]
+    found: dict[bool, list[tuple[float, dict]]] = {True: [], False: []}
+    for config in configs:
+        priced = math.isfinite(cost.predicted_us(config, N, K, M, multiprocessors(), rows))
+        found[priced].append((guessed_us(config, N, K, M, rows), config))
+    least = {priced: min((us for us, _ in those), default=math.inf) for priced, those in found.items()}
+    least[False] = max((us for us in least.values() if math.isfinite(us)), default=math.inf)
+    return [c for priced, those in found.items() for us, c in those if us <= near * least[priced] and math.isfinite(us)]
 
 
 def matrix_rows(

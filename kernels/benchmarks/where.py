@@ -90,8 +90,13 @@ def steps(layers: list[dict], found: list[tuple[str, int, dict[str, float]]], mo
     """What the widths of tiles do to a layer's time, and what finer ones could win at the most."""
     us = {row["M"]: row["ours_us"] for row in layers if row["model"] == model}
     narrow, wide = sorted({BM for BM, *_ in cost.WGMMA}), sorted({BM for BM, _ in set(cost.WIDE) - set(UNTIMED)})
-    others = ", ".join(f"{BM} tokens by {64 * P} rows" for BM, P in UNTIMED)
-    untimed = f" Compiled and tested without a GPU, but not timed, so chosen by nobody: `wide` with tiles of {others}."
+    prices = " ".join(cost.factors())
+    others = [f"{BM} tokens by {64 * P} rows" for BM, P in UNTIMED if f"wide BM={BM} P={P} " not in prices]
+    untimed = (
+        f" Compiled and tested without a GPU, but not timed, so without a price: `wide` with tiles of {', '.join(others)}."
+        if others
+        else ""
+    )
     finer = next(row for name, M, row in found if (name, M) == (model, 64))
 
     def at(*tokens: int) -> str:

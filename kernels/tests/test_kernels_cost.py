@@ -312,6 +312,17 @@ def test_what_cannot_be_the_fastest_is_not_timed(monkeypatch):
     assert {config.get("BM") for config in found} >= {144, 272}
 
 
+def test_no_guess_keeps_out_what_has_a_price(monkeypatch):
+    monkeypatch.syspath_prepend(RESULT.parents[1])
+    import every_size
+
+    for N, K, rows in ((55296, 5120, 64), (37888, 3584, 64), (2048, 1536, 96), (3584, 18944, 32)):
+        for M in (32, 72, 128, 264, 392, 512, 768):
+            found = every_size.hopeful(cost.candidates(N, K, M, SMS), N, K, M, rows, 1.1)
+            assert cost.cheapest(N, K, M, SMS, rows) in found, (N, K, M)
+            assert any(math.isinf(cost.predicted_us(c, N, K, M, SMS, rows)) for c in found) or M < 128
+
+
 def test_what_a_product_pays_for():
     """Tokens that a tile has and the product has not; rounds of tasks, fewer where programs do nothing else; pieces of tiles."""
     wide = {"kernel": "wide", "BM": 192, "P": 2, "S": 3, "X": 5, "tasks": True, "grid": 132}

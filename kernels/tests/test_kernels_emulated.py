@@ -291,7 +291,7 @@ def wgmma_case(rng: random.Random) -> tuple[dict, int, int, int, int, int]:
 
 
 def wide_case(rng: random.Random) -> tuple[dict, int, int, int, int, int]:
-    """With steps enough for every stage of its rings: the emulator takes a barrier that nobody waits for to be one that nobody could."""
+    """With more units for each program than a ring of words has stages: the emulator takes a barrier that nobody waits for to be one that nobody could."""
     BM = rng.choice((16, 48, 80))
     config = {
         "kernel": "wide",
@@ -299,7 +299,7 @@ def wide_case(rng: random.Random) -> tuple[dict, int, int, int, int, int]:
         "P": 2,
         "S": 2,
         "X": 3,
-        "grid": rng.randint(1, 3),
+        "grid": rng.randint(1, 2),
         "tasks": rng.random() < 0.5,
         "natural": rng.random() < 0.5,
     }
@@ -358,8 +358,9 @@ def test_x_a_of_many_tokens(emulated, BM, P, M):
     S, X = cost.wide_stages(BM, P)
     config = {"kernel": "wide", "BM": BM, "P": P, "S": S, "X": X, "grid": 3}
     config["tasks"] = cost.can_be_beside(config)
+    config["natural"] = P == 3 or BM > 256
     run(emulated, config, M, 320, 1280, 32, (128, 128, 64), times=1)
-    assert set(emulated["launches"]) == {"wide_kernel", "permute_kernel"}
+    assert set(emulated["launches"]) == {"wide_kernel"} | ({"permute_kernel"} if not config["natural"] else set())
 
 
 @pytest.mark.parametrize("K,stride", [(288, 8), (896, 8), (960, 0), (1152, 0)])

@@ -610,6 +610,6 @@ def test_wide(config):
     run(before | {"grid": 7}, 3 * config["BM"] + 1, 1280, 512)  # whole tiles for every program, and split ones
     run(before, config["BM"] + 1, 1152, 896, rank=32, splits=(896, 128, 128))  # the last step is a part of one
     run(before | {"grid": 7}, 3 * config["BM"] + 1, 640, 480)
-    if config["BM"] <= 192 and cost.can_be_beside(config):  # larger ones leave no registers
+    if cost.can_be_beside(config):
         run(config, config["BM"] + 17, 1024, 1024, rank=32, splits=(576, 256, 192), launches=20)
         run(config, config["BM"] - 3, 768, 768, rank=72, pdl=False)

@@ -254,6 +254,10 @@ HANGS = {
     "K too short": {"kernel": "skinny", "BM": 8, "WK": 8, "WN": 1, "R": 2, "grid": 132},
     "shared memory": {"kernel": "portable", "BM": 64, "BN": 128, "BK": 128, "SK": 1, "NW": 4, "NS": 9, "MMA": 2},
     "nothing": {},
+    "no tile, x as it is": {"kernel": "wgmma", "grid": 5, "natural": True},
+    "no tile, x A^T beside": {"kernel": "wide", "grid": 5, "tasks": True},
+    "a small tile, x as it is": CONFIG | {"natural": True},
+    "no registers for x A^T": {"kernel": "wide", "BM": 272, "P": 2, "S": 2, "X": 4, "grid": 2, "tasks": True},
 }
 
 

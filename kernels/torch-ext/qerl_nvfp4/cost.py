@@ -59,7 +59,7 @@ WIDE = (  # BM, P; stages follow from shared memory
 # of these, tiles whose sums leave the warps that would compute x A^T beside them no registers: it is computed before
 BEFORE = ((208, 3), (272, 2), (288, 2))
 # Tiles of so many tokens are also worth a try with x in its natural order, whose decoding takes half as many instructions more: by machine
-# code and the matrix units' time, smaller ones would have to wait for it
+# code they fill at most 0.7 of the cycles of the matrix units there, and more than 0.9 with 112 tokens and fewer
 NATURAL = 128
 # Whether hopper_wide.py may be chosen: QERL_NVFP4_WIDE=0 to do without
 WIDE_ALLOWED = os.environ.get("QERL_NVFP4_WIDE", "1") != "0"
@@ -174,6 +174,7 @@ def candidates(N: int, K: int, M: int, sms: int) -> list[dict]:
 def variant(config: dict, M: int = 0) -> str:
     """The name under which factors are kept: what is compiled, and where x A^T is computed."""
     if config["kernel"] in ("wgmma", "wide"):
+        config = {name: value for name, value in config.items() if name != "natural" or value}
         config = config | {"tasks": beside(config, M)}
         names = ("BM", "P", "S", "X", "permute", "natural", "tasks")
         return " ".join([config["kernel"], *(f"{n}={config[n]:d}" for n in names if n in config)])

@@ -5,12 +5,12 @@ shapes, a `wgmma` takes any multiple of 8 tokens: so a tile of BM tokens is a su
 accumulator, a buffer of x and a `wgmma` of its own, all from the same registers of decoded weights.  More tokens per decoded weight cost
 the decode once.
 
-Words and x come in two rings.  A stage of words is a unit, 256 columns, with its scales; a stage of x only 64 columns, so that 256
+Words and x come in two rings.  A stage of words is a unit, 256 columns, with its scales; a stage of x only 64 columns, so that 288
 tokens fit beside it.  x must be in the order in which words are decoded (portable.permute_kernel), or bytes are decoded in its own (NATURAL).
 
     loading warp                                P groups of 4 warps
     wait words_free[st] <-------------------+
-    copy words, scales ~~> words_full[st] ----> | wait words_full[st]; 2 times: words into registers
+    copy words, scales ~~> words_full[st] ----> | wait words_full[st]; 2 times: words into registers (NATURAL: 32 columns at a time)
     wait x_free[xs] <-----------------------+   |   2 times: wait x_full[xs]; 2 times: decode 32 columns, wgmma of every part
     copy x of each part ~~> x_full[xs] -------> |     arrive x_free[the one before], after the first wgmma of the next 64 columns
                                                 |   arrive words_free[the one before], after the first wgmma of the next unit
@@ -429,7 +429,7 @@ def wide_kernel(
     REGS: gl.constexpr,
     RING_REGS: gl.constexpr,
 ):
-    """y[m, n] as hopper_wgmma.wgmma_kernel computes it; x0_d, x1_d, x2_d and xa0_d, ... are x (in order) and x A^T in boxes of a part's tokens
+    """y[m, n] as hopper_wgmma.wgmma_kernel computes it; x0_d, x1_d, x2_d and xa0_d, ... are x (in order, or NATURAL) and x A^T in boxes of a part's tokens
     by 64 and by 32 columns (of parts that a tile does not have: any).
     """
     gl.static_assert(P == 2 or P == 3, "two or three groups")

@@ -1,8 +1,8 @@
 """Measure, on this GPU, what may be fastest for the matrices of one model, and keep it in the user's cache (measured.py).
 
-For each matrix and number of tokens a few candidates are compared: what is selected without any measurement, and what the cost model
-(cost.py) prices within `MARGIN` of the cheapest, and what is selected with x left in its natural order, which has no price yet; on GPUs and shapes for which it has no prices, neighbours of the heuristic's choice.  All
-of them are compiled in parallel first.  Each is compared with the reference before it is timed, and the fastest once more, whole, after
+For each matrix and number of tokens a few candidates are compared: what is selected without any measurement, the same with x left in its
+natural order, and what the cost model (cost.py) prices within `MARGIN` of the cheapest; on GPUs and shapes for which the model has no
+prices, neighbours of the heuristic's choice.  All of them are compiled in parallel first.  Each is compared with the reference before it is timed, and the fastest once more, whole, after
 that; one that is wrong or fails is named and never chosen.  What is selected without a measurement stays where nothing is faster by `GAIN`.
 """
 

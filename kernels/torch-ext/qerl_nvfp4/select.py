@@ -173,14 +173,13 @@ def can_run(config: dict, N: int, K: int, M: int, sms: int, shared_memory: int) 
     if kernel in ("wgmma", "wide"):
         if not 0 < get("grid", 0) <= sms or not wgmma_fits(N, K):
             return False
-        if get("natural", False) and not cost.can_be_natural(config):
-            return False
-        if get("tasks", False) and not cost.can_be_beside(config):
-            return False
-        if kernel == "wgmma":
-            return (get("BM"), get("P"), get("S"), get("permute")) in cost.WGMMA
         tile = get("BM"), get("P")
-        return tile in cost.WIDE and (get("S"), get("X")) == cost.wide_stages(*tile)
+        if kernel == "wgmma":
+            known = (*tile, get("S"), get("permute")) in cost.WGMMA
+        else:
+            known = tile in cost.WIDE and (get("S"), get("X")) == cost.wide_stages(*tile)
+        natural = not get("natural", False) or (known and cost.can_be_natural(config))
+        return known and natural and (not get("tasks", False) or cost.can_be_beside(config))
     if kernel == "mma":
         tile, NS, SK = (get("BM"), get("R")), get("NS", 0), get("SK", 0)
         fits = K % 128 == 0 and 2 <= NS <= bounds.stages(get("BM"), shared_memory) if tile in bounds.ISSUED else False
