@@ -6,6 +6,7 @@
     python acceptance.py --out a.json --only "qwen3-8b nvfp4" "gemma3-12b nvfp4" --delete    # recipes newer than the paper, by their names
     python acceptance.py --out a.json --only "tiny-gemma3-12b nvfp4" --extra --use_cpu true ...  # the same command on a CPU
     python acceptance.py --out a.json --sizes 3b --commands quantize eval train merge-adapter   # no other run; two minutes and a half
+    python acceptance.py --out a.json --only "7b nvfp4" --layouts data_parallel_2 fsdp2_2       # over several GPUs, one run after another
 
 Each run is `accelerate launch examples/grpo_gsm8k.py --config examples/configs/<file>` with the file unedited; on the command line stand
 only what this machine cannot have (model and dataset: random weights in the same shape, the embedded example's problems; room for
@@ -13,7 +14,8 @@ checkpoints of a fully trained model), the number of steps, an output folder and
 weights stop as `random_checkpoint.py` says. A run passes when its process ends with 0 and results.json holds the steps asked for.
 
 `card_gib`: the run sees a GPU of that size (torch's allocator is capped, `mem_get_info` answers accordingly); so several runs share one
-large GPU, and seconds are those of runs side by side. `peak_gib`: the process's memory by NVML, CUDA context and graphs included.
+large GPU, and seconds are those of runs side by side. In a layout, which is one of examples/accelerate as it is shipped, a run has the GPUs that
+it asks for alone and whole. `peak_gib`: the process's memory by NVML, CUDA context and graphs included.
 Commands of the CLI (COMMANDS) run for the first size, side by side, on the folder that `train` among them writes; `push`, `arms` and `tune` are
 tested elsewhere.
 """
@@ -32,6 +34,8 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+import yaml
 
 from qerl_trl.tasks.arms import ARMS as OPTIONS
 
@@ -95,6 +99,8 @@ for _size in ("3b", "7b", "14b", "32b", *NEWER):
     CARDS[_size] |= dict.fromkeys(("nvfp4", "nvfp4 without noise"), named_gib(_size))
 #: written in bf16, as their users download them, the others as NVFP4: the disk holds only so much, and both ways of loading are to be seen
 DENSE = ("3b", "7b", "14b", "qwen3-4b", "qwen3.5-9b")
+#: where accelerate's configurations are
+LAYOUTS = "examples/accelerate"
 #: bytes of disk that runs need beside the models: adapters, checkpoints, what compilers keep
 DISK_LEFT = 5_000_000_000
 #: weights drawn at random rarely stop: each held-out problem is a completion of full length
@@ -124,8 +130,12 @@ def environment(card: float, gpu: int, peak_file: Path, site: Path) -> dict[str,
     return found
 
 
-def run_name(size: str, arm: str) -> str:
-    return f"{size}-{arm.replace(' ', '-')}"
+def run_name(size: str, arm: str, layout: str | None = None) -> str:
+    return "-".join([size, *arm.split(), *([layout] if layout else [])])
+
+
+def processes_of(layout: str) -> int:
+    return int(yaml.safe_load((ROOT / LAYOUTS / f"{layout}.yaml").read_text())["num_processes"])
 
 
 def watched(
@@ -156,11 +166,14 @@ def watched(
     return code, lines
 
 
-def run(size: str, arm: str, steps: int, gpu: int, work: Path, timeout: float, extra: list[str]) -> dict:
+def run(
+    size: str, arm: str, steps: int, gpu: int, work: Path, timeout: float, extra: list[str], layout: str | None = None
+) -> dict:
     """One run, watched until it ends; what it printed, how long each part took, and how it ended."""
-    card, name = CARDS[size][arm], run_name(size, arm)
+    card, name = 0 if layout else CARDS[size][arm], run_name(size, arm, layout)
     config, output = config_of(size), work / "runs" / name
-    command = ["accelerate", "launch", "examples/grpo_gsm8k.py", "--config", config]
+    processes = ["--config_file", f"{LAYOUTS}/{layout}.yaml"] if layout else []
+    command = ["accelerate", "launch", *processes, "examples/grpo_gsm8k.py", "--config", config]
     local = [
         "--model_name_or_path",
         str(work / size),
@@ -189,14 +202,17 @@ def run(size: str, arm: str, steps: int, gpu: int, work: Path, timeout: float, e
     (work / f"{name}.log").write_text("\n".join(lines))
     results = json.loads((output / "results.json").read_text()) if (output / "results.json").is_file() else {}
     logs = [entry for entry in results.get("log_history", []) if "loss" in entry]
+    on_all = f" x {processes_of(layout)}" if layout else ""  # a launcher that starts one process does not say so
     found = {
         "size": size,
         "arm": arm,
         "config": config,
+        **({"layout": layout} if layout else {}),
         "command": " ".join(command).replace(str(work), "LOCAL"),
         "card_gib": card or None,
-        "passed": code == 0 and results.get("steps") == steps,
+        "passed": code == 0 and results.get("steps") == steps and results["device"].endswith(on_all),
         "exit_code": code,
+        "device": results.get("device"),
         "steps": results.get("steps"),
         "seconds": round(time.perf_counter() - started, 1),
         **marks,
@@ -298,6 +314,8 @@ def main() -> None:
         choices=COMMANDS,
         help="Of the README; no run then, unless --only. Default: all, none with --only.",
     )
+    layouts = sorted(file.stem for file in (ROOT / LAYOUTS).glob("*.yaml"))
+    parser.add_argument("--layouts", nargs="+", choices=layouts, help="Each run in each of these, and in no other way.")
     parser.add_argument("--side-by-side", type=int, default=4, help="Runs on one GPU at a time, at the most.")
     parser.add_argument(
         "--delete", action="store_true", help="Delete a model when its last run has ended, and wait for disk."
@@ -367,7 +385,9 @@ def main() -> None:
             options.out.write_text(json.dumps(results, indent=1))
         shown = ("passed", "seconds", "ready_s", "evaluated_s", "trained_s", "peak_gib", "card_gib")
         print(
-            entry.get("command") if where == "command_line" else f"{entry['size']} {entry['arm']}",
+            entry.get("command")
+            if where == "command_line"
+            else run_name(entry["size"], entry["arm"], entry.get("layout")),
             {k: entry.get(k) for k in shown},
             flush=True,
         )
@@ -385,6 +405,14 @@ def main() -> None:
             free[gpu][0] += CARDS[size][arm]
             free[gpu][1] += 1
             lock.notify_all()
+
+    def in_layouts(size: str, arm: str) -> None:
+        ready(size).wait()
+        for layout in options.layouts:
+            if time.perf_counter() - begun > options.limit:
+                break
+            keep(run(size, arm, 3, 0, work, options.timeout, options.extra, layout), "runs")
+            shutil.rmtree(work / "runs" / run_name(size, arm, layout), ignore_errors=True)
 
     def call_commands(size: str, gpu: int, room: float) -> None:
         ready(size).wait()
@@ -407,7 +435,9 @@ def main() -> None:
         free[gpu][1] -= 2
         threads.append(threading.Thread(target=call_commands, args=(sizes[0], gpu, room)))
         threads[-1].start()
-    while waiting:
+    while options.layouts and waiting and time.perf_counter() - begun < options.limit:
+        in_layouts(*waiting.pop(0))
+    while waiting and not options.layouts:
         with lock:
             found = None
             for size, arm in sorted(waiting, key=lambda w: -CARDS[w[0]][w[1]]):

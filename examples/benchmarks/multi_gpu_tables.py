@@ -143,7 +143,7 @@ def same_machines(rows: list[dict[str, Any]]) -> str:
     """Which rows are of one machine, and of which that is not known."""
     of: dict[str | None, list[str]] = {}
     for row in rows:
-        beside = f", beside {row['beside']} on the other GPU" if "beside" in row else ""
+        beside = f", beside {row['beside']}" if "beside" in row else ""
         of.setdefault(machine_of(row), []).append(f"{row['name']} ({row['commit'][:7]}{beside})")
     unknown = of.pop(None, [])
     said = [
@@ -157,6 +157,25 @@ def same_machines(rows: list[dict[str, Any]]) -> str:
     return " ".join(said)
 
 
+def with_others(rows: list[dict[str, Any]]) -> str:
+    """What steps took while other runs had the machine's other GPUs."""
+    groups: dict[str, list[str]] = {}
+    for row in rows:
+        groups.setdefault(row["beside"], []).append(f"{row['name']} {row['median']['step']:.2f}")
+    said = "; ".join(f"{', '.join(names)} (beside {beside})" for beside, names in groups.items())
+    commits = ", ".join(dict.fromkeys(row["commit"][:7] for row in rows))
+    return (
+        f"On a machine with four of these GPUs, while others ran on the other two ({commits}), seconds per step: {said}. They share the "
+        "machine's processors, so these are not compared with the rows above."
+    )
+
+
+def stock_pairs(measured: list[dict[str, Any]]) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    """Of each layout that stock TRL was measured in, ours and its twin. `measured`: newer ones first."""
+    names = {row["name"] for row in measured}
+    return {of: pair_of(f"ours-{of}", f"stock-{of}", measured) for of in LAYOUTS if f"stock-{of}" in names}
+
+
 def beside_stock(measured: list[dict[str, Any]]) -> list[str]:
     """Ours and stock TRL's twin in each layout, of one commit where there are such rows.
 
@@ -167,11 +186,10 @@ def beside_stock(measured: list[dict[str, Any]]) -> list[str]:
         "| 7B, 8 completions of 512 tokens per process | stock TRL, bf16 LoRA: step, s | its sync | ours: step, s | sync | sequences per second, ours / stock |",
         "|---|---:|---:|---:|---:|---:|",
     ]
+    pairs = stock_pairs(measured)
     for layout, words in LAYOUTS.items():
-        ours = newest = row_of(f"ours-{layout}", measured)
-        stock = None
-        if any(row["name"] == f"stock-{layout}" for row in measured):
-            ours, stock = pair_of(f"ours-{layout}", f"stock-{layout}", measured)
+        newest = row_of(f"ours-{layout}", measured)
+        ours, stock = pairs.get(layout, (newest, None))
         theirs = ["not run", ""] if stock is None else [f"{stock['median'][part]:.2f}" for part in ("step", "sync")]
         mine = [f"{ours['median'][part]:.2f}" for part in ("step", "sync")]
         times = "" if stock is None else f"{ours['sequences_per_second'] / stock['sequences_per_second']:.2f}"
@@ -243,8 +261,7 @@ def multi_gpu() -> str:
         planned, most = planned_today(row), max(row["gib"])
         taken.append(f"| {name} | {planned:.1f} | {most:.1f} | {100 * (planned / most - 1):.1f} % |")
     servers = [f"{row['server_gib']:.0f} GiB ({name})" for name, row in rows.items() if "server_gib" in row]
-    names = {row["name"] for row in all_rows}
-    shown = [row for of in LAYOUTS if f"stock-{of}" in names for row in pair_of(f"ours-{of}", f"stock-{of}", all_rows)]
+    shown = [row for pair in stock_pairs(all_rows).values() for row in pair]
     former = [
         f"{row['name']} {row['median']['step']:.2f} ({row['commit'][:7]})"
         for row in record.get("before", [])
@@ -252,14 +269,13 @@ def multi_gpu() -> str:
         and row["name"] in {f"{who}-{layout}" for who in ("ours", "stock") for layout in LAYOUTS}
         and not any(row is other for other in shown)
     ]
-    device, commits = (
-        rows["ours-dp"]["device"],
-        list(dict.fromkeys([*(row["commit"][:7] for row in rows.values()), *used])),
-    )
+    device = rows["ours-dp"]["device"]
+    commits = list(dict.fromkeys([*(row["commit"][:7] for row in [*measured, *record["beside_others"]]), *used]))
     return (
         "\n".join(aims)
         + f"\n\n{same_machines(measured)}\n\n"
         + "\n".join(beside_stock(all_rows))
+        + f"\n\n{with_others(record['beside_others'])}"
         + f"\n\nThe same on other machines before, seconds per step: {', '.join(former)}. What of a difference is the machine's and what the code's was not looked into."
         + f"\n\n{largest(rows['ours-fsdp2-70b'])}\n\nNot run: {NOT_RUN}.\n\n"
         + "\n".join(taken)

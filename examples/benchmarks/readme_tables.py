@@ -90,9 +90,8 @@ def acceptance() -> str:
         for run in sorted(record["runs"], key=lambda run: _family_and_size(run["config"])):
             figures = " | ".join(str(run.get(name) or "-") for name in ("card_gib", "peak_gib", "ready_s", "seconds"))
             ended = f"{run['steps']} steps" if run["passed"] else _failed(run)
-            rows.append(
-                f"| {Path(run['config']).stem} | {run['arm']} | {record['device'].split()[1].rstrip(',')} | {figures} | {ended} |"
-            )
+            gpu = record["device"].split()[1].rstrip(",") + (f", `{run['layout']}`" if "layout" in run else "")
+            rows.append(f"| {Path(run['config']).stem} | {run['arm']} | {gpu} | {figures} | {ended} |")
         commits = [run["commit"] for run in record["runs"]]
         notes.append(
             speed_tables.measured_by(

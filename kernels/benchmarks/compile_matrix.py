@@ -168,7 +168,7 @@ def cases(sm: int, quick: bool):
     for dtype in (torch.bfloat16, torch.float16):
         tokens = (1, 16, 32, 64, 128, 2048) if quick or sm != 90 else (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
         for_wide = () if sm != 90 else (96, 208, 448) if quick else (72, 96, 112, 144, 160, 176, 192, 208, 320, 448)
-        for_tiles = () if sm != 90 else (208, 272, 288)  # which nothing chooses yet
+        for_tiles = [BM for BM, _ in cost.BEFORE] if sm == 90 else []  # nothing chooses these yet
         tokens += for_wide  # of some tiles each, which other cards do not have
         if dtype == torch.float16:
             tokens = (16,) if quick else (16, 64)

@@ -135,11 +135,8 @@ def runs(config: dict, good: set[str]) -> bool:
 
 
 def guessed_us(config: dict, N: int, K: int, M: int, rows: int) -> float:
-    """The price of a variant, or one by the factors of the tile that is nearest in size, of the same kernel."""
+    """A price of a variant that was not timed, by the factors of the tile of the same kernel that is nearest in size."""
     place = N, K, M, multiprocessors(), rows
-    us = cost.predicted_us(config, *place)
-    if math.isfinite(us) or config["kernel"] not in COMPILED:
-        return us
     size, found = config["BM"] * config["P"], []
     for name, own in cost.factors().items():
         kernel, *fields = name.split()
@@ -160,8 +157,9 @@ def hopeful(configs: list[dict], N: int, K: int, M: int, rows: int, near: float)
         return configs
     found: dict[bool, list[tuple[float, dict]]] = {True: [], False: []}
     for config in configs:
-        priced = math.isfinite(cost.predicted_us(config, N, K, M, multiprocessors(), rows))
-        found[priced].append((guessed_us(config, N, K, M, rows), config))
+        us = cost.predicted_us(config, N, K, M, multiprocessors(), rows)
+        priced = math.isfinite(us) or config["kernel"] not in COMPILED
+        found[priced].append((us if priced else guessed_us(config, N, K, M, rows), config))
     least = {priced: min((us for us, _ in those), default=math.inf) for priced, those in found.items()}
     least[False] = max((us for us in least.values() if math.isfinite(us)), default=math.inf)
     return [c for priced, those in found.items() for us, c in those if us <= near * least[priced] and math.isfinite(us)]

@@ -89,9 +89,10 @@ def too_short(found: list[tuple[str, int, dict[str, float]]]) -> str:
 def steps(layers: list[dict], found: list[tuple[str, int, dict[str, float]]], model: str = "7B") -> str:
     """What the widths of tiles do to a layer's time, and what finer ones could win at the most."""
     us = {row["M"]: row["ours_us"] for row in layers if row["model"] == model}
-    narrow, wide = sorted({BM for BM, *_ in cost.WGMMA}), sorted({BM for BM, _ in set(cost.WIDE) - set(UNTIMED)})
     prices = " ".join(cost.factors())
-    others = [f"{BM} tokens by {64 * P} rows" for BM, P in UNTIMED if f"wide BM={BM} P={P} " not in prices]
+    new = [(BM, P) for BM, P in UNTIMED if f"wide BM={BM} P={P} " not in prices]
+    narrow, wide = sorted({BM for BM, *_ in cost.WGMMA}), sorted({BM for BM, _ in set(cost.WIDE) - set(new)})
+    others = [f"{BM} tokens by {64 * P} rows" for BM, P in new]
     untimed = (
         f" Compiled and tested without a GPU, but not timed, so without a price: `wide` with tiles of {', '.join(others)}."
         if others
