@@ -7,7 +7,7 @@ itself does once its engine stands. A script gains most that imports this packag
 
 Then a rollout makes two objects per token in vLLM and two more in TRL, which live until it is scored: enough for a search of everything that came
 after the engine, compiled code above all, in each, while the GPU has nothing to do (`garbage` in `examples/benchmarks/step_speed.py`). So that
-is set aside too, after the first step.
+is set aside too, after the first step, and while completions are sampled only young objects are looked at.
 
 The standard library only: `qerl_trl/__init__.py` imports this.
 """

@@ -25,6 +25,7 @@ from accelerate.utils import gather_object
 from trl.generation.vllm_generation import VLLMGeneration
 
 from ..deadline import deadline
+from ..garbage import rarely
 from ..noise.hooks import NoiseDraw
 from ..nvfp4.linear import compute_dtype
 from . import adapter, pictures
@@ -274,6 +275,7 @@ class QeRLVLLMGeneration(VLLMGeneration):
                 self._probe_if_due()
             yield
 
+    @rarely()
     def generate(self, prompts, images, num_generations, profiler=None) -> tuple:
         """As the parent's, with the adapter and the noise of this very moment, and on a server with seeds that are a function of the run's and
         of the step, so that a run that goes on draws what it would have drawn.

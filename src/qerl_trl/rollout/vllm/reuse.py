@@ -12,6 +12,7 @@ from typing import Any
 from vllm import LLM
 from vllm.outputs import RequestOutput
 
+from ...garbage import rarely
 from ..engine import RolloutError
 
 
@@ -85,6 +86,7 @@ class WatchedLLM(LLM):
         self.reuse = PrefixReuse()
         super().__init__(*args, **kwargs)
 
+    @rarely()
     def generate(self, *args: Any, **kwargs: Any) -> list[RequestOutput]:
         outputs = super().generate(*args, **kwargs)
         self.reuse.check(outputs)
