@@ -371,6 +371,13 @@ def live(folder: Path) -> dict:
         "embeddings": (inner.embed_tokens.weight, vllm_model.model.embed_tokens.weight),
         "head": (policy.get_base_model().lm_head.weight, vllm_model.lm_head.weight),
     }  # fmt: skip
+    names = {module: name for name, module in vllm_model.named_modules() if hasattr(module, "qerl_next")}
+    first, *_ = names
+    results["runs after"], layer = [], first
+    while layer.qerl_next is not None:
+        results["runs after"].append(names[layer])
+        (layer,) = layer.qerl_next
+    results["runs after"].append(names[layer])
     results["same storage"] = {name: a.data_ptr() == b.data_ptr() for name, (a, b) in pairs.items()}
     results["adapter"] = []
     addresses = [slot.layer.adapter_a.data_ptr() for slot in g.engine.state.slots.values()]

@@ -93,6 +93,14 @@ def test_kernels_of_all_layers_are_compiled_at_once_before_they_run(live):
     assert live["dtypes compiled ahead"] == ["torch.float32"]
 
 
+def test_each_layer_knows_which_one_runs_after_it(live):
+    """Whose weights its kernel asks for when it ends."""
+    order = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+    layers = len(live["runs after"]) // len(order)
+    assert layers > 1
+    assert live["runs after"] == [f"model.layers.{layer}.{name}" for layer in range(layers) for name in order]
+
+
 def test_probe_agrees_and_leaves_no_trace(live):
     assert live["probe"]["difference"] < EXACT and live["probe"]["base_difference"] < EXACT
     assert live["probe"]["changed"] > 0

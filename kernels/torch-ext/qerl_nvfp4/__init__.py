@@ -65,7 +65,9 @@ def linear(
         `ValueError`: shapes disagree, block scales are of another type, or no kernel is batch-invariant for these. `RuntimeError`: a gradient
         would be lost.
     """
-    return _ops.ops.linear(x, packed, block_scale, global_scale, bias, lora_a, lora_b, lora_splits, batch_invariant, following)
+    return _ops.ops.linear(
+        x, packed, block_scale, global_scale, bias, lora_a, lora_b, lora_splits, batch_invariant, following
+    )
 
 
 def linear_backward(

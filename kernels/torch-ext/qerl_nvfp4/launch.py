@@ -178,7 +178,9 @@ def fused_adapter(config: dict, x, lora_a, lora_b, splits) -> Lora | None:
     return lora_plan(x, lora_a, lora_b, splits, tile_rows(config))
 
 
-FETCHED = 16 << 20  # bytes of what is read next that a kernel asks for as it ends: about what the memory brings while nobody else reads
+FETCHED = (
+    16 << 20
+)  # bytes of what is read next that a kernel asks for as it ends: about what the memory brings while nobody else reads
 FETCH_UP_TO = 64  # tokens; with more a product is not bound by memory
 
 
@@ -191,7 +193,18 @@ def fetch_args(following, M: int, x) -> dict:
 
 
 def launch(
-    config: dict, x, packed, block_scale, global_scale, bias, lora_a, lora_b, splits, out, pdl: bool = True, following=None
+    config: dict,
+    x,
+    packed,
+    block_scale,
+    global_scale,
+    bias,
+    lora_a,
+    lora_b,
+    splits,
+    out,
+    pdl: bool = True,
+    following=None,
 ) -> None:
     """out (M, N) = x (M, K) W^T [+ bias] [+ LoRA] with one of the fused kernels; `following`: what the next product reads, if anything."""
     if lora_b is not None and not lora_b.shape[1]:  # of rank 0: there is nothing to add

@@ -282,9 +282,7 @@ def _block_diagonal(lora_b, splits, rows: slice, out) -> None:
         start += width
 
 
-def product(
-    config, x, packed, block_scale, global_scale, bias, lora_a, lora_b, splits, out, following=None
-) -> None:
+def product(config, x, packed, block_scale, global_scale, bias, lora_a, lora_b, splits, out, following=None) -> None:
     """out (M, N) = x (M, K) W^T [+ bias] [+ LoRA] by the kernel of a configuration, or, if the memory layout does not suit it, by the next
     slower one that it suits.
 

@@ -168,6 +168,8 @@ def _launch_all(
     def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
+    from .launch import FETCH_UP_TO
+
     bf16 = dtype == torch.bfloat16 and ops.use_gluon(device)
     for each in dict.fromkeys(weights):
         N, K, splits, rank, bias, aligned = each
@@ -180,7 +182,10 @@ def _launch_all(
             if batch_invariant:
                 ops.product_in_any_batch(*arguments)
             else:
-                ops.product(choose(N, K, M, device, bf16, rank, len(splits)), *arguments)
+                config = choose(N, K, M, device, bf16, rank, len(splits))
+                ops.product(config, *arguments)
+                if M <= FETCH_UP_TO:  # the last layer has none behind it, the others have
+                    ops.product(config, *arguments, following=weight[0])
     for K in norms:
         x, norm = empty(1, K), empty(K, dtype=torch.float32)
         ops._rms_norm(x, norm, 1e-6)

@@ -381,7 +381,7 @@ def test_the_batch_invariant_mode_is_vllms_own(engine_config, monkeypatch):
         calls = []
         monkeypatch.setattr(qerl_nvfp4, "linear", lambda *arguments: calls.append(arguments))
         weight = dict.fromkeys(("weight_packed", "weight_scale", "weight_global_scale", "adapter_a", "adapter_b"))
-        packed.apply(SimpleNamespace(**weight, qerl_splits=[64]), torch.zeros(1, 64))
+        packed.apply(SimpleNamespace(**weight, qerl_splits=[64], qerl_next=None), torch.zeros(1, 64))
         names = list(inspect.signature(real_linear).parameters)
         assert dict(zip(names, calls[0], strict=True))["batch_invariant"] is True
         with pytest.raises(ValueError, match=r"\['model.layers.1.self_attn.o_proj'\] are not NVFP4"):

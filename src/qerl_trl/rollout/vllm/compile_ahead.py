@@ -6,6 +6,7 @@ answers the first prompts. This holds in the trainer's process and in a server, 
 """
 
 import functools
+import itertools
 import logging
 from collections import defaultdict
 from typing import Any
@@ -36,9 +37,14 @@ def expect_norm(norm: nn.Module, dtype: torch.dtype) -> None:
 
 
 def compile_expected() -> None:
-    """Compile what the layers and norms created since the last call need, and what sums their weights."""
+    """Compile what the layers and norms created since the last call need, and what sums their weights; tell each layer which one runs after it."""
     weights: dict[tuple[torch.dtype, bool], set[Weight]] = defaultdict(set)
     widths: dict[torch.dtype, set[int]] = defaultdict(set)
+    layers: list[Any] = list(_layers)
+    for layer, following in itertools.pairwise(
+        layers
+    ):  # models create their layers in the order in which they run; if not, time is lost, and no more
+        layer.qerl_next = (following,)
     for layer, kind in _layers.items():
         weights[kind].add(_weight(layer))
     for norm, dtype in _norms.items():

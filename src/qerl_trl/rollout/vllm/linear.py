@@ -176,6 +176,7 @@ class _PackedMethod(AdaptedMethod):
                 "smaller tensor-parallel size, or keep the layer dense (ignore)."
             )
         super()._common(layer, k, widths, dtype)
+        layer.qerl_next = None  # (the packed layer that runs after this one,), a tuple so that it is no submodule
         expect_layer(layer, dtype, self.batch_invariant)
 
     def apply(self, layer: Layer, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -189,6 +190,7 @@ class _PackedMethod(AdaptedMethod):
             layer.adapter_b,
             layer.qerl_splits,
             self.batch_invariant,
+            None if layer.qerl_next is None else layer.qerl_next[0].weight_packed,
         )
 
     @staticmethod
