@@ -21,7 +21,8 @@ from tests.test_many_ranks import SETTINGS
 from tests.test_sharded import FSDP, as_accelerators
 
 RUN = SETTINGS | {
-    "output_dir": "run", "max_steps": 2, "save_strategy": "steps", "save_steps": 2, "eval_problems": 3,
+    "output_dir": "run", "max_steps": 2, "save_strategy": "steps", "save_steps": 2, "eval_problems": 3, "eval_batch_size": 1,
+    "max_completion_length": 24,
     "push_to_hub": True, "hub_model_id": REPO, "hub_base_model": "someone/base", "hub_strategy": "end",
 }  # fmt: skip
 
@@ -53,7 +54,7 @@ def measured(rank: int, folder: Path, sharded: bool) -> dict:
     trainer = QeRLGRPOTrainer(**arguments)
     if rank > 0:
         as_if_shared(trainer, folder / "0")
-    results = train_and_measure(trainer, script.task, script.eval_problems)
+    results = train_and_measure(trainer, script.task, script.eval_problems, script.eval_batch_size)
     trainer.save_adapter("adapter")
     trainer.create_model_card()
     return {"steps": trainer.state.global_step, "results": sorted(results)}
@@ -81,3 +82,8 @@ def test_only_the_first_process_writes(sharded, server, tmp_path):  # noqa: F811
     assert [bool(outcome.answer["results"]) for outcome in outcomes] == [True, False]
     assert json.loads((folders[0] / "run/results.json").read_text())["steps"] == RUN["max_steps"]
     assert len(server.repos[REPO]["commits"]) == 1
+    if sharded:  # the trained adapter cannot say any more what was solved before
+        (folders[0] / "run/before.json").unlink()
+        shutil.copytree(folders[0] / "run", folders[1] / "run", dirs_exist_ok=True)
+        for outcome in on_ranks(2, lambda rank: measured(rank, tmp_path, sharded), timeout=400):
+            assert "has no before.json" in str(outcome.answer)

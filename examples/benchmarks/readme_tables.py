@@ -232,6 +232,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "faults_on_gpu": faults_on_gpu,
     "faults_timed": timed.line,
     "kernels": kernel_tables.kernels,
+    "layouts": multi_gpu_tables.layouts,
     "multi_gpu": multi_gpu_tables.multi_gpu,
     "notebooks": peers_tables.notebooks,
     "peers": peers_tables.peers,

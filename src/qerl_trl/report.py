@@ -53,6 +53,11 @@ def device_name(device: torch.device) -> str:
     return f"{platform.machine()} CPU, {threads} thread{'' if threads == 1 else 's'}"
 
 
+def hardware(args: Any) -> str:
+    """What a run trains on: the device of this process, and how many such there are."""
+    return device_name(args.device) + (f" x {args.world_size}" if args.world_size > 1 else "")
+
+
 def peak_memory_gib(device: torch.device) -> float:
     """Most memory this process has held, in GiB: GPU memory allocated through torch, or resident memory on a CPU."""
     if device.type == "cuda":
@@ -93,7 +98,7 @@ def banner(trainer) -> str:
         )
     rows = {
         "versions": ", ".join(f"{name} {version}" for name, version in package_versions.items()),
-        "device": device_name(args.device) + (f" x {args.world_size}" if args.world_size > 1 else ""),
+        "device": hardware(args),
         "base": f"{base_description(model, args.base_format)}, {_size(sizes.base)}",
         "trained": f"{sizes.trained_parameters:,} parameters, {_size(sizes.trained)}",
         "optimizer": f"{plan.work.optimizer}, {_size(optimizer_bytes(plan.work.optimizer, sizes))}, lr {args.learning_rate:g}",

@@ -61,7 +61,7 @@ from .rollout.arms import check_environment, check_overlap
 from .rollout.contract import checked_rollout_func
 from .sampling import of_the_model_alone
 from .saving import SavingMixin
-from .sharding import ShardingMixin
+from .sharding import ShardingMixin, settle_optimizer
 from .signal_monitor import SignalMonitor
 from .sources import Sources
 from .timing import PhaseTimer
@@ -125,6 +125,7 @@ class QeRLMixin(SavingMixin, PackingMixin, ShardingMixin):
         redaction.mask_others()
         preflight.check(args)
         check_environment(args)
+        settle_optimizer(args)
         check_overlap(args, given)
         run_folder.lock_for(args)
         given["args"], given["peft_config"] = args, adapter_config(model, args, given.get("peft_config"))

@@ -368,6 +368,7 @@ def test_plan(tiny_model_dir):
     assert 2 * sharded[adapter] == whole[adapter]
     assert whole[copy] == 0 < sharded[copy] < whole["frozen base, nvfp4"]
     assert "2 GPUs, which share the base: 64 completions" in call("plan", folder, "--gpus", 2, "--fsdp")[1]
+    assert "optimizer, adamw_torch_fused" in call("plan", "--config", "qwen2.5-7b", folder, "--gpus", 2, "--fsdp")[1]
     assert "say how many with --gpus" in call("plan", folder, "--fsdp")[2]
     zero2 = json.loads(call("plan", folder, "--gpus", 2, "--zero2", "--json")[1])["work"]
     assert zero2["deepspeed"] and zero2["gradient_checkpointing"] and not zero2["sharded"]

@@ -206,6 +206,13 @@ def test_out_of_memory_proposes_to_recompute_what_is_kept():
     )
 
 
+def test_what_fsdp_cannot_step_is_not_proposed():
+    least = dataclasses.replace(WORK, batch=1, sleep=True, gradient_checkpointing=True)
+    for work, proposed in ((least, "optim: adamw_8bit"), (least.under_fsdp(), "max_completion_length: 512")):
+        made = plan_run(SHAPE, work, Gpu.of_gib(80))
+        assert relief(made, SHAPE, predicted_bytes(SHAPE, made.work), "update", 2**20) == (proposed,)
+
+
 def test_gradients_are_there_in_a_rollout_only_in_the_middle_of_an_update():
     def gradients(**changes):
         return next(part.rollout for part in plan(None, **changes).parts if part.name == "gradients")

@@ -4,6 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 from datasets import Dataset
+from transformers import trainer_optimizer
+from transformers.training_args import OptimizerNames
 
 from qerl_trl import QeRLConfig, QeRLRLOOConfig
 from qerl_trl.memory import workload
@@ -155,3 +157,15 @@ def test_a_file_is_read_without_the_gpu_it_is_for(tmp_path):
         batch=2, prompt_length=100, completion_length=64, completions=32, accumulation=4, lora_rank=8, compiled=True
     )
     assert work == dataclasses.replace(expected, rollout="colocate", attention="flash", gradient_checkpointing=None)
+
+
+def test_under_fsdp_no_optimizer_of_bitsandbytes_is_left():
+    for optimizer in OptimizerNames:
+        work = Workload(optimizer=optimizer.value)
+        if optimizer not in trainer_optimizer._BITSANDBYTES_OPTIMIZERS:
+            assert work.under_fsdp().optimizer == optimizer.value
+        elif "adamw" in optimizer.value:
+            assert work.under_fsdp().optimizer == "adamw_torch_fused"
+        else:
+            with pytest.raises(ValueError, match="cannot step parameters that FSDP shares out"):
+                work.under_fsdp()

@@ -4,6 +4,8 @@ python arm_scenarios.py NAME FOLDER
 """
 
 import json
+import os
+import time
 from pathlib import Path
 
 import scenarios
@@ -309,6 +311,37 @@ def recipe(folder: Path) -> dict:
         "greedy": tokens,
         "greedy in transformers": scenarios.transformers_greedy(expected),
     }
+
+
+@scenario
+def recipe_sharded(folder: Path) -> dict:
+    """A shipped recipe in two processes that FSDP 2 shares the trainer out between, an engine in each (under torchrun)."""
+    import runpy
+    import sys
+
+    sys.path.insert(0, str(ROOT))
+    from tests.test_recipes import EXAMPLES, INSTEAD, words, write_tiny_model
+    from tests.test_sharded import FSDP, as_accelerators
+
+    rank, run, model = int(os.environ["RANK"]), folder / "run", folder / "model"
+    if rank == 0:
+        write_tiny_model("qwen2.5-3b", folder / "begun", hidden_size=128, head_dim=32)
+        (folder / "begun").rename(model)
+    while not model.exists():
+        time.sleep(0.1)
+    os.environ |= FSDP
+    as_accelerators()
+    instead = {name: value for name, value in INSTEAD.items() if name != "optim"} | {
+        "model_name_or_path": str(model),
+        "output_dir": str(run),
+        "vllm_engine_kwargs": json.dumps({"enforce_eager": True, **MEMORY}),
+        "use_vllm": "true",
+        "use_cpu": str(DEVICE == "cpu").lower(),
+        "eval_problems": "3",
+    }
+    main = runpy.run_path(str(EXAMPLES / "grpo_gsm8k.py"))["main"]
+    main(["--config", "qwen2.5-3b", *words(instead)])
+    return json.loads((run / "results.json").read_text()) if rank == 0 else {}
 
 
 if __name__ == "__main__":

@@ -47,10 +47,12 @@ LAUNCH = {
     "evaluation_of_two": TWO_PROCESSES,
     "architectures": [],
     "recipe": [],
+    "recipe_sharded": TWO_PROCESSES,
 }
 #: where a scenario is, if not in scenarios.py
 SCRIPTS = dict.fromkeys(
-    ("arms", "compiled_arms", "graphs_of_arms", "evaluation", "evaluation_of_two", "recipe"), "arm_scenarios.py"
+    ("arms", "compiled_arms", "graphs_of_arms", "evaluation", "evaluation_of_two", "recipe", "recipe_sharded"),
+    "arm_scenarios.py",
 ) | {"architectures": "engine_architectures.py"}
 #: what a scenario imports sooner or later
 ENGINE = (
@@ -76,7 +78,9 @@ TIMEOUT = 3600 if EXHAUSTIVE else int(os.environ.get("QERL_SCENARIO_TIMEOUT", "6
 #: scenarios at a time: one a core of a small CI machine, or what fits a GPU
 SLOTS = 6 if torch.cuda.is_available() else 2
 #: two processes each that spin on one core: nothing may run beside them
-ALONE = ("server", "tensor_parallel", "sharded", "sharded_tensor_parallel", "sharded_server", "evaluation_of_two")
+ALONE = (
+    "server", "tensor_parallel", "sharded", "sharded_tensor_parallel", "sharded_server", "evaluation_of_two", "recipe_sharded",
+)  # fmt: skip
 
 
 def pytest_collection_modifyitems(items):

@@ -354,7 +354,8 @@ def _alternatives(work: Workload) -> Iterator[tuple[tuple[str, ...], Workload]]:
     ]
     recomputed = work.gradient_checkpointing is True or (work.gradient_checkpointing is None and not work.kept_layers)
     checkpointing = [] if recomputed else [{"gradient_checkpointing": True, "kept_layers": 0}]
-    optimizers = [] if "8bit" in work.optimizer or "4bit" in work.optimizer else [{"optimizer": "adamw_8bit"}]
+    small = work.sharded or "8bit" in work.optimizer or "4bit" in work.optimizer
+    optimizers = [] if small else [{"optimizer": "adamw_8bit"}]
     halves = itertools.takewhile(
         lambda n: n >= _SHORTEST_COMPLETION, (work.completion_length >> i for i in itertools.count(1))
     )

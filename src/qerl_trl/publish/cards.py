@@ -106,7 +106,7 @@ def facts_of(exported: "Exportable", dataset: str | None = None) -> Facts:
     facts = facts_of_run(args.output_dir or ".", settings, dataset)
     facts["versions"] = report.versions()
     facts["log"] = figures.log_summary(exported.state.log_history)
-    facts["hardware"] = report.device_name(args.device) + (f" x {args.world_size}" if args.world_size > 1 else "")
+    facts["hardware"] = report.hardware(args)
     return facts
 
 

@@ -9,10 +9,10 @@
 Noise on the norms works in all of them.
 """
 
-import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from ..sharding import fsdp_version
 from .adapter import check_sharding
 from .pictures import columns_of
 from .vllm.imported import import_vllm
@@ -180,13 +180,7 @@ def check_environment(args: "QeRLConfig | QeRLRLOOConfig") -> None:
         )
     if not args.use_vllm:
         return
-    fsdp_version = (getattr(args, "fsdp_plugin_args", None) or {}).get("fsdp_version")
-    if fsdp_version is None and os.environ.get("ACCELERATE_USE_FSDP", "").lower() in (
-        "1",
-        "true",
-    ):  # accelerate launch with an FSDP configuration
-        fsdp_version = int(os.environ.get("FSDP_VERSION", "1"))
-    check_sharding(zero_stage, fsdp_version)
+    check_sharding(zero_stage, fsdp_version(args))
     check_vllm_is_there()  # TRL's client of a server needs it too
     if args.vllm_mode == "colocate":
         check_vllm_version()

@@ -33,19 +33,22 @@ def held_out_completions(
     accelerator, tokenizer = trainer.accelerator, trainer.processing_class
     limit = max_new_tokens or trainer.args.max_completion_length
     template = trainer.args.chat_template_kwargs or {}
-    with accelerator.split_between_processes(list(range(len(dataset)))) as rows:  # contiguous, in rank order
-        mine = dataset.select(rows)
+    # contiguous, in rank order; each process gets as many, where there are no more its last one again, because sharded weights are gathered together
+    share = len(dataset) // accelerator.num_processes
+    share += accelerator.process_index < len(dataset) % accelerator.num_processes
+    with accelerator.split_between_processes(list(range(len(dataset))), apply_padding=True) as rows:
         if trainer.args.use_vllm:
+            mine = dataset.select(rows[:share])
             texts = prompt_texts(tokenizer, mine["prompt"], template)
             prompts = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
             tokens = trainer.vllm_generation.generate_greedily(prompts, limit)
             completions = tokenizer.batch_decode(tokens, skip_special_tokens=True)
         else:
             policy = accelerator.unwrap_model(trainer.model)
-            progress = accelerator.is_main_process
+            progress, mine = accelerator.is_main_process, dataset.select(rows)
             completions = solve(
                 policy, tokenizer, mine, limit, batch_size, progress=progress, chat_template_kwargs=template
-            )
+            )[:share]
     return gather_object(completions)
 
 

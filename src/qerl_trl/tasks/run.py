@@ -2,10 +2,11 @@
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from transformers import ProgressCallback
+from transformers import ProgressCallback, TrainerCallback
 
 from .. import checkpoint
 from ..base_identity import base_revision
@@ -13,14 +14,15 @@ from ..publish.hub import HubError
 from ..publish.records import RESULTS_NAME, RunResults
 from ..publish.run import recorded_settings
 from ..redaction import redacted_words
-from ..report import announce, device_name, versions
+from ..report import announce, hardware, versions
+from ..rollout.placement import placed_in_training
 from ..run_folder import step_of
 from ..watch import working
 from .data import first
 from .evaluation import Accuracy, paired_difference
 from .held_out import HeldOutAccuracy, held_out_verdicts, measured_by
 from .plots import plot_curves
-from .results import arm_of, read_before, write_before
+from .results import BEFORE_NAME, arm_of, read_before, write_before
 from .task import Task
 
 
@@ -40,6 +42,17 @@ class CompactProgress(ProgressCallback):
             if shown and not sys.stderr.isatty():  # a log: the bar is one long line there
                 figures = ", ".join(f"{name} {value}" for name, value in shown.items())
                 self.training_bar.write(f"step {state.global_step} of {state.max_steps}: {figures}", file=sys.stderr)
+
+
+class _AsTrainingBegins(TrainerCallback):
+    """Calls a function before the first step, when the model is where it is trained and has an engine: under FSDP and DeepSpeed not sooner
+    (rollout/placement.py)."""
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self.function = function
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.function()
 
 
 @working()
@@ -73,14 +86,25 @@ def train_and_measure(
 
     output_dir = Path(args.output_dir)
     resume = trainer.to_resume()  # refuses a folder that belongs to another run
-    before, way = None, measured_by(trainer, task, test)
-    if resume:
-        before = read_before(output_dir, test, way)
-    if before is None:
-        before = held_out()
-        if main_process:
-            write_before(output_dir, before, test, way)
-    tell(f"Held-out accuracy before training, {how}: {Accuracy(sum(before), len(before))}")
+    way = measured_by(trainer, task, test)
+    before = (read_before(output_dir, test, way) if resume else None) or []
+
+    def measure_before() -> None:
+        if not before:
+            before.extend(held_out())
+            if main_process:
+                write_before(output_dir, before, test, way)
+        tell(f"Held-out accuracy before training, {how}: {Accuracy(sum(before), len(before))}")
+
+    if before or not placed_in_training(trainer.accelerator):
+        measure_before()
+    elif resume:
+        raise ValueError(
+            f"{output_dir} has no {BEFORE_NAME}, the accuracy before training. Under FSDP and DeepSpeed it can only be measured as training begins, and this "
+            "run goes on from a trained adapter. Put the file back, go on without either of them, or begin anew in another output_dir."
+        )
+    else:
+        trainer.add_callback(_AsTrainingBegins(measure_before))
 
     begun = step_of(resume) if resume else 0  # now: training may remove that checkpoint
     try:
@@ -127,7 +151,7 @@ def _report(
         "arm": arm_of(settings),
         "settings": settings,
         "base": {"sha256": trainer.base_sha256, "revision": base_revision(trainer.model)},
-        "device": device_name(args.device),
+        "device": hardware(args),
         "versions": versions(),
         "command": " ".join(["accelerate launch", *redacted_words(sys.argv)]),
         "log_history": trainer.state.log_history,
