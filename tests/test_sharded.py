@@ -25,7 +25,8 @@ from qerl_trl.names import full_tensor, is_sharded
 from qerl_trl.nvfp4.config import NVFP4Config
 from qerl_trl.nvfp4.linear import NVFP4Linear
 from qerl_trl.publish.run import load_policy
-from qerl_trl.sharding import settle_optimizer
+from qerl_trl.rollout.arms import check_given
+from qerl_trl.rollout.placement import settle_optimizer
 from qerl_trl.update.budget import TokenBudget
 from tests.faults.tiny_runs import tiny_runs  # noqa: F401
 
@@ -223,3 +224,14 @@ def test_an_optimizer_that_fsdp_would_stop_is_refused_or_replaced(monkeypatch, c
     args = settings(optim="adamw_8bit")
     settle_optimizer(args)
     assert args.optim.value == "adamw_8bit"
+
+
+@pytest.mark.parametrize("name", ["rollout_func", "tools", "environment_factory"])
+def test_turns_without_an_engine_are_refused_under_fsdp(monkeypatch, name):
+    """Processes take different numbers of them, and each forward gathers weights from all."""
+    args = settings(use_vllm=False)
+    check_given(args, {name: [print]})
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ValueError, match=f"{name} with use_vllm=False cannot work under FSDP"):
+        check_given(args, {name: [print]})
+    check_given(settings(use_vllm=True), {name: [print]})

@@ -36,6 +36,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import yaml
+from acceptance_commands import AFTER_TRAIN, COMMANDS, name_of, words_of
 
 from qerl_trl.tasks.arms import ARMS as OPTIONS
 
@@ -232,41 +233,13 @@ def run(
     return found
 
 
-#: commands of the CLI that are run; those that read the folder of a finished run
-COMMANDS = ("doctor", "plan", "train", "plot", "merge", "merge-adapter", "quantize", "eval")
-AFTER_TRAIN = ("plot", "merge", "merge-adapter")
-
-
-def name_of(command: str) -> str:
-    """Which of COMMANDS a line of a result is."""
-    verb = command.split()[1]
-    return "merge-adapter" if verb == "merge" and "--as adapter" in command else verb
-
-
-def words_of(name: str, work: Path, size: str, extra: list[str]) -> list[str]:
-    """What follows `qerl-trl`."""
-    finished, device = str(work / "train"), "cuda" if size != "tiny" else "cpu"
-    local = ["--model_name_or_path", str(work / size), "--dataset_name", str(work / "problems")]
-    short = ["--protocol", "local", "--data", str(work / "problems"), "--limit", "8", "--max-new-tokens", "32"]
-    return {
-        "doctor": ["doctor"],
-        "plan": ["plan", str(work / size), "--card", "RTX 4090"],
-        "train": ["train", "--config", Path(config_of(size)).stem, *local, "--max_steps", "1", "--output_dir", finished, *extra],
-        "plot": ["plot", finished],
-        "merge": ["merge", finished, str(work / "merged"), "--dtype", "float32"],
-        "merge-adapter": ["merge", finished, str(work / "adapter"), "--as", "adapter"],
-        "quantize": ["quantize", str(work / size), str(work / "quantized"), "--device", device],
-        "eval": ["eval", str(work / size), *short, "--device", device],
-    }[name]  # fmt: skip
-
-
 def command_line(
     chosen: list[str], size: str, gpu: int, work: Path, timeout: float, extra: list[str], keep: Callable[[dict], None]
 ) -> None:
     """Commands of the CLI side by side, what reads a finished run after `train`, which is run for it if nobody chose it."""
 
     def call(name: str) -> None:
-        started, words = time.perf_counter(), words_of(name, work, size, extra)
+        started, words = time.perf_counter(), words_of(name, work, size, config_of(size), extra)
         env = environment(CARDS[size]["nvfp4"], gpu, work / f"{name}.peak", work / "site")
         code, lines = watched([sys.executable, "-m", "qerl_trl.cli.main", *words], env, timeout)
         passed = code == 0

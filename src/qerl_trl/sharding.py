@@ -5,45 +5,12 @@ In torch 2.11 `fully_shard` makes every parameter first with a gradient, then as
 base stops there. A torch function mode answers that one question while accelerate prepares the model; torch 2.13 never asks it.
 """
 
-import logging
-import os
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from .memory.workload import optimizer_under_fsdp
 from .upstream import OnlineTrainer
-
-logger = logging.getLogger(__name__)
-
-
-def fsdp_version(args: Any) -> int | None:
-    """Of the FSDP that a run will use, by its arguments or by what `accelerate launch` left in the environment; None: none."""
-    said = (getattr(args, "fsdp_plugin_args", None) or {}).get("fsdp_version")
-    if said is None and os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true"):
-        return int(os.environ.get("FSDP_VERSION", "1"))
-    return said
-
-
-def settle_optimizer(args: Any) -> None:
-    """Under FSDP, an optimizer that can step what it shares out ([`optimizer_under_fsdp`]) in place of one that would stop at the first step.
-
-    Raises:
-        `ValueError`: there is none that computes the same.
-    """
-    if fsdp_version(args) is None:
-        return
-    wanted = str(getattr(args.optim, "value", args.optim))
-    used = optimizer_under_fsdp(wanted)
-    if used != wanted:
-        logger.warning(
-            "optim=%r is bitsandbytes', which cannot step parameters that FSDP shares out between processes. This run uses %r: the same AdamW, with a "
-            "state in float32 that is shared out too, 8 bytes per trained parameter for all processes together.",
-            wanted,
-            used,
-        )
-        args.optim = type(args.optim)(used)
 
 
 class BytesWithoutGradient(TorchFunctionMode):

@@ -57,11 +57,11 @@ from .noise.callback import AQNCallback
 from .nvfp4.linear import has_nvfp4
 from .processes import Errors, naming_the_lost_one, start_watch
 from .publishing import close_other_ways, warn_of_exports
-from .rollout.arms import check_environment, check_overlap
+from .rollout.arms import check_environment, check_given
 from .rollout.contract import checked_rollout_func
 from .sampling import of_the_model_alone
 from .saving import SavingMixin
-from .sharding import ShardingMixin, settle_optimizer
+from .sharding import ShardingMixin
 from .signal_monitor import SignalMonitor
 from .sources import Sources
 from .timing import PhaseTimer
@@ -125,8 +125,7 @@ class QeRLMixin(SavingMixin, PackingMixin, ShardingMixin):
         redaction.mask_others()
         preflight.check(args)
         check_environment(args)
-        settle_optimizer(args)
-        check_overlap(args, given)
+        check_given(args, given)
         run_folder.lock_for(args)
         given["args"], given["peft_config"] = args, adapter_config(model, args, given.get("peft_config"))
         given["reward_funcs"] = with_reward_models(given.get("reward_funcs"), args)

@@ -12,9 +12,9 @@ Noise on the norms works in all of them.
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ..sharding import fsdp_version
 from .adapter import check_sharding
 from .pictures import columns_of
+from .placement import fsdp_version, settle_optimizer
 from .vllm.imported import import_vllm
 from .vllm.plugin import check_vllm_is_there, check_vllm_version
 
@@ -139,6 +139,24 @@ def _without_overlap(args: "QeRLConfig | QeRLRLOOConfig") -> str | None:
     return None
 
 
+def check_given(args: "QeRLConfig | QeRLRLOOConfig", given: Mapping[str, Any]) -> None:
+    """Refuse what the processes of a run cannot do with what a trainer was given: called before the model is loaded.
+
+    Args:
+        given: the trainer's arguments, by name.
+
+    Raises:
+        `ValueError`: by name.
+    """
+    check_overlap(args, given)
+    for name in ("rollout_func", "tools", "environment_factory"):
+        if given.get(name) and not args.use_vllm and fsdp_version(args) is not None:
+            raise ValueError(
+                f"{name} with use_vllm=False cannot work under FSDP: each forward gathers weights from all processes, and these take different "
+                "numbers of turns. Use use_vllm=True, or plain data parallelism."
+            )
+
+
 def check_overlap(args: "QeRLConfig | QeRLRLOOConfig", given: Mapping[str, Any]) -> None:
     """Refuse what `overlap=1` cannot do with what a trainer was given: called before the model is loaded.
 
@@ -166,11 +184,11 @@ def check_overlap(args: "QeRLConfig | QeRLRLOOConfig", given: Mapping[str, Any])
 
 
 def check_environment(args: "QeRLConfig | QeRLRLOOConfig") -> None:
-    """Refuse a process in which the engine could not start: called before the model is loaded.
+    """Refuse a process in which the engine could not start, and replace an optimizer that could not step: called before the model is loaded.
 
     Raises:
         `ImportError`: vLLM is missing, broken, or a version that was never tested.
-        `ValueError`: a way of sharding that the weights or the engine cannot follow.
+        `ValueError`: a way of sharding that the weights, the engine or the optimizer cannot follow.
     """
     zero_stage = getattr(getattr(args, "deepspeed_plugin", None), "zero_stage", 0)
     if zero_stage == 3 and args.base_format in ("nvfp4", "nf4"):
@@ -178,6 +196,7 @@ def check_environment(args: "QeRLConfig | QeRLRLOOConfig") -> None:
             f"base_format={args.base_format!r} does not train under DeepSpeed ZeRO-3, which partitions weights while they load, before they are "
             "quantized. Use FSDP 2 (fsdp_version: 2), which shards the packed weights, ZeRO-2, or plain data parallelism."
         )
+    settle_optimizer(args)
     if not args.use_vllm:
         return
     check_sharding(zero_stage, fsdp_version(args))

@@ -3,16 +3,24 @@
 Without FSDP and DeepSpeed, transformers moves the model to its device while the trainer is built. With one of them it leaves the model on the CPU
 (with `cpu_ram_efficient_loading` even empty in all processes but the first of a machine), and accelerate moves and shards it when training starts. An engine
 that is built before that reads tensors that are about to be replaced, and a probe computes on another device than the engine's.
+
+And which optimizer steps parameters of which a process then has a part.
 """
 
-from typing import TYPE_CHECKING
+import logging
+import os
+from typing import TYPE_CHECKING, Any
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from transformers import TrainerCallback
 
+from ..memory.optimizers import optimizer_under_fsdp
+
 if TYPE_CHECKING:
     from .generation import QeRLVLLMGeneration
+
+logger = logging.getLogger(__name__)
 
 
 def placed_in_training(accelerator: Accelerator) -> bool:
@@ -28,3 +36,31 @@ class StartsEngine(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._generation.start()
+
+
+def fsdp_version(args: Any) -> int | None:
+    """Of the FSDP that a run will use, by its arguments or by what `accelerate launch` left in the environment; None: none."""
+    said = (getattr(args, "fsdp_plugin_args", None) or {}).get("fsdp_version")
+    if said is None and os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true"):
+        return int(os.environ.get("FSDP_VERSION", "1"))
+    return said
+
+
+def settle_optimizer(args: Any) -> None:
+    """Under FSDP, an optimizer that can step what it shares out ([`optimizer_under_fsdp`]) in place of one that would stop at the first step.
+
+    Raises:
+        `ValueError`: there is none that computes the same.
+    """
+    if fsdp_version(args) is None:
+        return
+    wanted = str(getattr(args.optim, "value", args.optim))
+    used = optimizer_under_fsdp(wanted)
+    if used != wanted:
+        logger.warning(
+            "optim=%r is bitsandbytes', which cannot step parameters that FSDP shares out between processes. This run uses %r: the same AdamW, with a "
+            "state in float32 that is shared out too, 8 bytes per trained parameter for all processes together.",
+            wanted,
+            used,
+        )
+        args.optim = type(args.optim)(used)
