@@ -1,12 +1,13 @@
 """Where a decode step of a whole rollout goes, by measurements that are committed: no GPU is needed.
 
-    python kernels/benchmarks/decode.py [--page kernels/HOW_IT_WORKS.md]      prints the table, or writes it into the page
+    python kernels/benchmarks/decode.py [--page kernels/HOW_IT_WORKS.md]      prints the tables, or writes them into the page
 
 A step is what is left of `rollout_speed_h200.json` (tokens per second of 7B in vLLM, ours and bf16 merged) without the prefill, which was timed
 for 64 sequences and is taken in proportion.  Beside it stand 28 times a decoder layer without attention (`batch_invariant_h200.json`: as in a
 model, with norms and SwiGLU), 28 times the four products one after the other (`h200.json`), and what both read at the least: the packed layers
 and the head, which stays in bfloat16.  The rest of a step is attention, sampling with its log-probabilities, and whatever the GPU waits for.
-Beside the table stands how far the repeats of a rollout are apart, in milliseconds per step: no difference of less says anything.
+Layers whose kernels ask for the bytes of the next one (`prefetch_h200.json`) have a table of their own.
+Beside the first table stands how far the repeats of a rollout are apart, in milliseconds per step: no difference of less says anything.
 """
 
 import argparse
@@ -20,6 +21,7 @@ RESULTS = HERE / "results"
 ROLLOUT = HERE.parents[1] / "examples" / "benchmarks" / "results" / "rollout_speed_h200.json"
 PAGE = HERE.parent / "HOW_IT_WORKS.md"
 BEGIN, END = "<!-- decode: written by benchmarks/decode.py -->\n", "<!-- end of decode -->\n"
+PREFETCH = "<!-- prefetch: written by benchmarks/decode.py -->\n", "<!-- end of prefetch -->\n"
 LAYERS, HIDDEN, VOCABULARY, NEW = (
     28,
     3584,
@@ -128,9 +130,30 @@ def text() -> str:
     return "\n".join(lines) + "\n"
 
 
+def prefetched() -> str:
+    """Layers with the next matrix's first bytes asked for, beside those without."""
+    record = json.loads((RESULTS / "prefetch_h200.json").read_text())
+    lines = [
+        "| model | tokens | layer, us | products ask for the next matrix | norms too |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    lines += [
+        f"| {row['model']} | {row['M']} | {row['ours_us']:.1f} | {row['by_products_us']:.1f} | {row['by_norms_and_products_us']:.1f} |"
+        for row in record["layers"]
+    ]
+    ratios = [row["ours_us"] / row["by_products_us"] for row in record["layers"]]
+    faster = sum(ratio > 1 for ratio in ratios)
+    return (
+        "\n".join(lines)
+        + f"\n\nFaster in {faster} of {len(ratios)}, at best by {100 * (max(ratios) - 1):.1f} %, at worst slower by {100 * (1 / min(ratios) - 1):.1f} %. "
+        f"{record['device']}, torch {record['torch']}, triton {record['triton']}, one run; the code is that of commit {record['commit'][:7]}, "
+        "[prefetch_h200.json](benchmarks/results/prefetch_h200.json).\n"
+    )
+
+
 def written(page: str) -> str:
-    """The page with the table in its place."""
-    return placed(page, BEGIN, END, text())
+    """The page with both tables in their places."""
+    return placed(placed(page, BEGIN, END, text()), *PREFETCH, prefetched())
 
 
 def main() -> None:
@@ -140,7 +163,7 @@ def main() -> None:
     if args.page:
         args.page.write_text(written(args.page.read_text()))
     else:
-        print(text(), end="")
+        print(text(), prefetched(), sep="\n", end="")
 
 
 if __name__ == "__main__":
