@@ -186,26 +186,54 @@ def test_what_all_refuse_is_said_as_by_one(tiny_runs, tmp_path):  # noqa: F811
 
 
 class Asks(TrainerCallback):
-    def __init__(self, rank: int, name: str) -> None:
-        self.rank, self.name = rank, name
+    """In one process, at one event after the second step."""
 
+    def __init__(self, rank: int, name: str, event: str) -> None:
+        def ask(args, state, control, **kwargs):
+            if rank == 1 and state.global_step == 2:
+                setattr(control, name, True)
+
+        setattr(self, event, ask)
+
+
+class Evaluates(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
-        if self.rank == 1 and state.global_step == 2:
-            setattr(control, self.name, True)
+        control.should_evaluate = state.global_step % 2 == 0
 
 
-@pytest.mark.parametrize("name", ["should_training_stop", "should_save"])
-def test_what_one_process_asks_for_all_do(name, tiny_runs, tmp_path):  # noqa: F811
+@pytest.mark.parametrize(
+    ("event", "name"),
+    [
+        ("on_step_end", "should_training_stop"),
+        ("on_step_end", "should_save"),
+        ("on_log", "should_training_stop"),
+        ("on_log", "should_save"),
+        ("on_log", "should_evaluate"),
+        ("on_evaluate", "should_save"),
+        ("on_evaluate", "should_training_stop"),
+        ("on_save", "should_training_stop"),
+    ],
+)
+def test_what_one_process_asks_for_all_do(event, name, tiny_runs, tmp_path):  # noqa: F811
+    """Whichever callback asks: those of logs, evaluations and saves are called after the step's."""
+
     def work(rank):
-        trainer = built(tiny_runs, tmp_path / "run", max_steps=4)
-        trainer.add_callback(Asks(rank, name))
+        save_every = {"on_save": {"save_strategy": "steps", "save_steps": 1}}
+        trainer = built(tiny_runs, tmp_path / "run", max_steps=4, logging_steps=1, **save_every.get(event, {}))
+        trainer.eval_dataset = PROMPTS.select(range(4))
+        if event == "on_evaluate":
+            trainer.add_callback(Evaluates())
+        trainer.add_callback(Asks(rank, name, event))
         trainer.train()
-        return trainer.state.global_step
+        return trainer.state.global_step, sum("eval_loss" in log for log in trainer.state.log_history)
 
     first, second = on_ranks(2, work)
-    assert first.answer == second.answer == (2 if name == "should_training_stop" else 4), first
+    steps = 2 if name == "should_training_stop" else 4
+    evaluated = {"should_evaluate": 1}.get(name, steps // 2 if event == "on_evaluate" else 0)
+    assert first.answer == second.answer == (steps, evaluated), first
     assert "Process 1 asked for" in first.stderr and "at step 2" in first.stderr
-    assert (checkpoint.last_checkpoint(tmp_path / "run") is None) == (name == "should_training_stop")
+    saved = name == "should_save" or event == "on_save"
+    assert (checkpoint.last_checkpoint(tmp_path / "run") is not None) == saved
 
 
 def test_one_process_asks_nobody(tiny_runs, tmp_path, monkeypatch):  # noqa: F811

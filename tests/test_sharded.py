@@ -14,12 +14,14 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from qerl_trl import QeRLConfig, QeRLGRPOTrainer
+from qerl_trl.checkpoint import problems
 from qerl_trl.loading import from_pretrained
 from qerl_trl.names import full_tensor, is_sharded
 from qerl_trl.nvfp4.config import NVFP4Config
@@ -37,7 +39,7 @@ FSDP = {
     "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
     "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
     "FSDP_RESHARD_AFTER_FORWARD": "true",
-    "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
+    "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",  # what `accelerate config` proposes
 }
 TRAINING = {
     "padding_free": True,
@@ -201,6 +203,16 @@ def test_one_process_computes_the_same_from_what_was_saved(both):
         torch.testing.assert_close(logits(base), logits(policy.model), rtol=1e-4, atol=1e-4)
 
 
+def test_checkpoints_have_the_adapter_whatever_the_configuration_says(both):
+    """Of shards transformers writes none, there and at the end."""
+    found, folder = both
+    for place in ("run/checkpoint-1", "run/checkpoint-2", "run"):
+        assert (folder / place / "adapter_model.safetensors").is_file() and not list((folder / place).glob("*_0"))
+        assert not problems(folder / place)
+    written = load_file(folder / "run/adapter_model.safetensors")
+    close(written, {n.replace(".default", ""): t for n, t in found[0]["sharded"].items()}, rtol=0, atol=0)
+
+
 def test_it_resumes_bit_for_bit(both):
     for found in both[0]:
         close(found["resumed"], found["sharded"], rtol=0, atol=0)
@@ -235,3 +247,31 @@ def test_turns_without_an_engine_are_refused_under_fsdp(monkeypatch, name):
     with pytest.raises(ValueError, match=f"{name} with use_vllm=False cannot work under FSDP"):
         check_given(args, {name: [print]})
     check_given(settings(use_vllm=True), {name: [print]})
+
+
+@pytest.mark.parametrize("name", ["rollout_func", "tools", "environment_factory"])
+def test_turns_without_an_engine_are_refused_under_zero_3(name):
+    args = settings(use_vllm=False, base_format="bf16")
+    args.deepspeed_plugin = SimpleNamespace(zero_stage=3)
+    with pytest.raises(ValueError, match=f"{name} with use_vllm=False cannot work under DeepSpeed ZeRO-3"):
+        check_given(args, {name: [print]})
+    args.deepspeed_plugin = SimpleNamespace(zero_stage=2)
+    check_given(args, {name: [print]})
+
+
+def test_an_optimizer_of_bitsandbytes_that_is_handed_over_is_refused_under_fsdp(monkeypatch):
+    class AdamW8bit(torch.optim.AdamW):
+        __module__ = "bitsandbytes.optim.adamw"
+
+    handed = [
+        {"optimizers": (AdamW8bit([nn.Parameter(torch.ones(1))]), None)},
+        {"optimizer_cls_and_kwargs": (AdamW8bit, {})},
+    ]
+    for given in handed:
+        check_given(settings(), given)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    for given in handed:
+        with pytest.raises(ValueError, match=r"AdamW8bit is bitsandbytes'.*adamw_torch_fused"):
+            check_given(settings(), given)
+    check_given(settings(), {"optimizers": (torch.optim.AdamW([nn.Parameter(torch.ones(1))]), None)})
+    check_given(settings(), {"optimizers": (None, None), "optimizer_cls_and_kwargs": None})

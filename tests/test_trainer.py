@@ -532,6 +532,32 @@ def test_so_do_those_that_a_callback_asks_for(make_trainer, tmp_path):
     assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-3"]
 
 
+@pytest.mark.parametrize("event", ["on_step_end", "on_log"])
+def test_the_end_of_a_training_waits_with_the_checkpoint_that_was_asked_for(make_trainer, tmp_path, caplog, event):
+    """As a job that is told to leave asks: save, then stop. The save would be lost."""
+
+    def leave(args, state, control, **kwargs):
+        if state.global_step == 1:
+            control.should_save = control.should_training_stop = True
+
+    trainer = make_trainer(num_iterations=3, max_steps=9, save_strategy="no", logging_steps=1)
+    trainer.add_callback(type("Leaves", (TrainerCallback,), {event: staticmethod(leave)})())
+    trainer.train()
+    assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-3"]
+    assert trainer.state.global_step == 3 and "It ends with that checkpoint" in caplog.text
+
+
+def test_an_end_without_a_checkpoint_waits_for_nothing(make_trainer):
+    class Stops(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_training_stop = True
+
+    trainer = make_trainer(num_iterations=3, max_steps=9, save_strategy="no")
+    trainer.add_callback(Stops())
+    trainer.train()
+    assert trainer.state.global_step == 1
+
+
 @pytest.mark.parametrize("save_strategy", ["steps", "best"])
 def test_the_best_checkpoint_is_one_that_was_evaluated_between_rollouts(make_trainer, tmp_path, save_strategy):
     trainer = make_trainer(

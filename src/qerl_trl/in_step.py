@@ -57,16 +57,34 @@ class InStepMixin(OnlineTrainer):
 
     #: holds saves back until a rollout has been used (saving.py)
     _saves: Any
+    #: whether a step has ended and is being logged, evaluated and saved, whose callbacks may ask for more
+    _after_step = False
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        turn_off_together(self)
-        self._saves.hold()
-        super()._maybe_log_save_evaluate(*args, **kwargs)
+        self._after_step = True
+        try:
+            self._agree()
+            super()._maybe_log_save_evaluate(*args, **kwargs)
+            self._agree()  # `on_save`
+        finally:
+            self._after_step = False
+
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        """As `Trainer.log`; what a callback of one process asks for there after a step, all do."""
+        super().log(*args, **kwargs)
+        self._agree()
 
     @together
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """As `Trainer.evaluate`, in all processes."""
-        return super().evaluate(*args, **kwargs)
+        metrics = super().evaluate(*args, **kwargs)
+        self._agree()
+        return metrics
+
+    def _agree(self) -> None:
+        if self._after_step:
+            turn_off_together(self)
+            self._saves.hold()
 
 
 # --- when training begins -----------------------------------------------------------------------------------------------------------

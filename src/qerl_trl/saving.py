@@ -354,7 +354,8 @@ class SaveBetweenRollouts:
     Completions in use are not part of a checkpoint, so a run resumed in the middle of them would draw others: only between
     rollouts does it continue the same trajectory. Matters with `num_iterations > 1` or `steps_per_generation` above the
     gradient accumulation. Where evaluations decide about checkpoints (`save_strategy="best"`, `load_best_model_at_end`), they
-    move along: the weights that were evaluated are the weights that are saved.
+    move along: the weights that were evaluated are the weights that are saved. An end of the training that is asked for while
+    a save waits, waits with it: otherwise what was to be saved would be lost.
     """
 
     def __init__(self, trainer: OnlineTrainer) -> None:
@@ -376,9 +377,14 @@ class SaveBetweenRollouts:
             self._pending.clear()
             return
         for name in moved:
-            if getattr(control, name):
-                setattr(control, name, False)
-                self._pending.add(name)
+            self._wait_with(name)
+        if "should_save" in self._pending and control.should_training_stop:
+            self._wait_with("should_training_stop")
+            logger.warning(
+                "The training was to end at step %d, where a checkpoint waits for the rollout to be used. It ends with that checkpoint, after the next "
+                "step that ends a rollout.",
+                state.global_step,
+            )
         if "should_save" in self._pending and not self._told:
             self._told = True
             logger.warning(
@@ -388,3 +394,9 @@ class SaveBetweenRollouts:
                 every := rollout_every // math.gcd(rollout_every, args.gradient_accumulation_steps),
                 every,
             )
+
+    def _wait_with(self, name: str) -> None:
+        control = self._trainer.control
+        if getattr(control, name):
+            setattr(control, name, False)
+            self._pending.add(name)

@@ -3,14 +3,23 @@
 In torch 2.11 `fully_shard` makes every parameter first with a gradient, then asks whether the original had one: `nn.Parameter(...)`, then
 `.requires_grad_(False)`. Bytes cannot have one for that moment either ("only Tensors of floating point dtype can require gradients"), so a packed
 base stops there. A torch function mode answers that one question while accelerate prepares the model; torch 2.13 never asks it.
+
+And checkpoints are of whole tensors: of shards, which is what `accelerate config` proposes for FSDP 2, transformers writes no adapter.
 """
 
+import logging
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch.overrides import TorchFunctionMode
 
 from .upstream import OnlineTrainer
+
+logger = logging.getLogger(__name__)
+
+#: accelerate's name for whole tensors in a checkpoint
+FULL = "FULL_STATE_DICT"
 
 
 class BytesWithoutGradient(TorchFunctionMode):
@@ -26,8 +35,25 @@ class ShardingMixin(OnlineTrainer):
     """See the module docstring. To be mixed in before TRL's trainer."""
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        save_whole_tensors(self.accelerator)
         with BytesWithoutGradient():
             prepared = super()._prepare_for_training(*args, **kwargs)
         for module in self.model.modules():
             vars(module).pop("unread", None)  # it has the first process's weights now, and should be compiled as there
         return prepared
+
+
+def save_whole_tensors(accelerator: Accelerator) -> None:
+    """Under FSDP, checkpoints whose adapter others can read, whatever accelerate's configuration says."""
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if plugin is None or (now := getattr(plugin.state_dict_type, "name", plugin.state_dict_type)) == FULL:
+        return
+    logger.warning(
+        "fsdp_state_dict_type is %s, with which checkpoints and output_dir would have no adapter_model.safetensors. This run uses %s; write "
+        "`fsdp_state_dict_type: %s` into accelerate's configuration.",
+        now,
+        FULL,
+        FULL,
+    )
+    plugin.state_dict_config = plugin.optim_state_dict_config = None  # of shards; it makes those that fit
+    plugin.set_state_dict_type(FULL)

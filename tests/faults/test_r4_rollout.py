@@ -55,6 +55,22 @@ def test_a_sound_engine_trains_and_is_probed_again(make_trainer):  # noqa: F811
     assert contents.received == trainer.vllm_generation._put and contents.sampled.sigma > 0 and not contents.damaged
 
 
+def test_it_is_probed_again_where_no_multiple_begins_a_rollout(make_trainer):  # noqa: F811
+    """At 760ddd1 only at common multiples: of 2 updates per rollout and 3 steps, every 6."""
+    trainer = make_trainer(rollout_probe_steps=3, num_iterations=2, max_steps=10)
+    generation, at = trainer.vllm_generation, []
+    probed = generation._probe_if_due
+
+    def noted():
+        before = generation._probed
+        probed()
+        at.extend([generation._probed] * (generation._probed != before))
+
+    generation._probe_if_due = noted
+    train(trainer)
+    assert at == [4, 6]
+
+
 # -------------------------------------------------------------------------------------------------------------- weights
 
 

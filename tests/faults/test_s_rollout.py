@@ -6,7 +6,7 @@ import pytest
 from peft import LoraConfig
 
 from qerl_trl.nvfp4.linear import NVFP4Linear
-from qerl_trl.rollout.engine import RolloutError
+from qerl_trl.rollout.engine import RolloutError, Sampling
 from tests.faults.catalog import fault, told
 from tests.faults.stand_in import make_trainer  # noqa: F401  (a fixture)
 from tests.rollout import test_probe as probes
@@ -46,6 +46,33 @@ def test_a_rollout_function_that_samples_from_the_engine_meets_the_noise(make_tr
     rollouts = " ".join(engine.calls).split("sleep")[2:-1]  # the first two slept after the probes
     assert len(rollouts) == 2
     assert all(calls.count("put_adapter") == (step > 0) for step, calls in enumerate(rollouts)), rollouts
+
+
+@pytest.mark.parametrize("then", [None, "greedily"])
+def test_complete_in_a_rollout_function_meets_the_noise(make_trainer, then):  # noqa: F811
+    """At 760ddd1 it always sampled without, and the run ended with the advice to do just that; so it did when clean completions came last."""
+    draws = []
+
+    def rollout(prompts, trainer):
+        generation = trainer.vllm_generation
+
+        def sample(ids):
+            (completion,) = generation.complete([ids], Sampling(4, 1.0))
+            draws.append(generation.engine.contents().sampled)
+            return completion.tokens, completion.logps
+
+        found = answer(prompts, trainer, sample)
+        if then == "greedily":
+            generation.generate_greedily([[5, 6, 7]], 2)
+        return found
+
+    trainer = make_trainer(rollout)
+    trainer.train()
+    assert [draw.sigma > 0 for draw in draws[:: len(draws) // 2]] == [False, True]
+    trainer.model.eval()
+    generation = trainer.vllm_generation
+    generation.complete([[5, 6, 7]], Sampling(2, 1.0))
+    assert generation.engine.contents().sampled.sigma == 0, "outside of a rollout of training there is none"
 
 
 @fault("S.noise_never_acts")

@@ -9,6 +9,7 @@ import torch
 from packaging.requirements import Requirement
 
 from qerl_trl import QeRLConfig, QeRLGRPOTrainer
+from qerl_trl.rollout.arms import check_given
 from qerl_trl.rollout.vllm import plugin
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -160,3 +161,15 @@ def test_cuda_graphs_read_what_is_there_now(graphs_of_arms, arm):
     assert case["dtype"] == "bfloat16"
     assert case["first rollout"] < 0.1
     assert case["probe"]["difference"] < 0.1 < case["moved"]
+
+
+@pytest.mark.parametrize("name", ["tools", "environment_factory"])
+@pytest.mark.parametrize("option", [{"vllm_mode": "server"}, {"vllm_tensor_parallel_size": 2}], ids=str)
+def test_turns_of_several_processes_with_one_engine_are_refused(name, option, monkeypatch):
+    """TRL's loop asks for as many rows as are not done yet in a process, and deals the answers out as if all had asked for as many."""
+    args = QeRLConfig(output_dir="unused", use_cpu=True, bf16=False, report_to=[], use_vllm=True, **option)
+    check_given(args, {name: [print]})
+    monkeypatch.setattr(type(args), "world_size", 2)
+    with pytest.raises(ValueError, match=f"{name} with {next(iter(option))}=.* in 2 processes.*vllm_mode='colocate'"):
+        check_given(args, {name: [print]})
+    check_given(args, {"rollout_func": print})

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from .adapter import check_sharding
 from .pictures import columns_of
-from .placement import fsdp_version, settle_optimizer
+from .placement import check_optimizer_given, fsdp_version, settle_optimizer
 from .vllm.imported import import_vllm
 from .vllm.plugin import check_vllm_is_there, check_vllm_version
 
@@ -141,6 +141,8 @@ def _without_overlap(args: "QeRLConfig | QeRLRLOOConfig") -> str | None:
 
 #: what a trainer may be given that takes as many turns with the engine as it likes
 _TURNS = ("rollout_func", "tools", "environment_factory")
+#: of those, what goes on in TRL's own loop, with the rows of a process that are not done
+_LOOPS = ("tools", "environment_factory")
 
 
 def check_given(args: "QeRLConfig | QeRLRLOOConfig", given: Mapping[str, Any]) -> None:
@@ -153,12 +155,33 @@ def check_given(args: "QeRLConfig | QeRLRLOOConfig", given: Mapping[str, Any]) -
         `ValueError`: by name.
     """
     check_overlap(args, given)
+    check_optimizer_given(args, given)
+    sharded = "FSDP" if fsdp_version(args) is not None else "DeepSpeed ZeRO-3" if _zero_stage(args) == 3 else None
+    several = args.world_size > 1 and args.use_vllm and _asked_together(args)
     for name in _TURNS:
-        if given.get(name) and not args.use_vllm and fsdp_version(args) is not None:
+        if given.get(name) and not args.use_vllm and sharded:
             raise ValueError(
-                f"{name} with use_vllm=False cannot work under FSDP: each forward gathers weights from all processes, and these take different "
-                "numbers of turns. Use use_vllm=True, or plain data parallelism."
+                f"{name} with use_vllm=False cannot work under {sharded}: each forward gathers weights from all processes, and these take different "
+                "numbers of turns. Use use_vllm=True with vllm_mode='colocate', or plain data parallelism."
             )
+        if given.get(name) and several and name in _LOOPS:
+            raise ValueError(
+                f"{name} with {several} cannot work in {args.world_size} processes: TRL asks the engine for all of them at once, and each goes on with "
+                "as many rows and turns as its own completions need, so that completions would be dealt to other prompts. Use "
+                "vllm_mode='colocate' with vllm_tensor_parallel_size=1, an engine in each process."
+            )
+
+
+def _asked_together(args: "QeRLConfig | QeRLRLOOConfig") -> str | None:
+    """The option by which one engine answers several processes in one call."""
+    if args.vllm_mode == "server":
+        return "vllm_mode='server'"
+    size = args.vllm_tensor_parallel_size
+    return f"vllm_tensor_parallel_size={size}" if size > 1 else None
+
+
+def _zero_stage(args: "QeRLConfig | QeRLRLOOConfig") -> int:
+    return getattr(getattr(args, "deepspeed_plugin", None), "zero_stage", 0)
 
 
 def check_overlap(args: "QeRLConfig | QeRLRLOOConfig", given: Mapping[str, Any]) -> None:
@@ -194,7 +217,7 @@ def check_environment(args: "QeRLConfig | QeRLRLOOConfig") -> None:
         `ImportError`: vLLM is missing, broken, or a version that was never tested.
         `ValueError`: a way of sharding that the weights, the engine or the optimizer cannot follow.
     """
-    zero_stage = getattr(getattr(args, "deepspeed_plugin", None), "zero_stage", 0)
+    zero_stage = _zero_stage(args)
     if zero_stage == 3 and args.base_format in ("nvfp4", "nf4"):
         raise ValueError(
             f"base_format={args.base_format!r} does not train under DeepSpeed ZeRO-3, which partitions weights while they load, before they are "

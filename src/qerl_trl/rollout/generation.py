@@ -28,7 +28,7 @@ from ..deadline import deadline
 from ..garbage import rarely
 from ..noise.hooks import NoiseDraw
 from ..nvfp4.linear import compute_dtype
-from . import adapter, pictures
+from . import adapter, pictures, requests
 from .colocated import in_process, memory_arguments
 from .contract import check_completions, check_contents, check_noise_acted
 from .engine import Completion, Engine, RankWithoutEngine, RolloutError, Sampling, Seeds
@@ -56,6 +56,7 @@ class QeRLVLLMGeneration(VLLMGeneration):
         self._stamp: tuple[int, str] | None = None  # step and stamp of the trained weights when they were put
         self._put: str | None = None  # their fingerprint
         self._draw: NoiseDraw | None = None
+        self._acted: NoiseDraw | None = None  # a draw under which something was sampled before another one was put
         self._noisy: tuple[str, ...] = ()
         self.noisy_norms: int | None = None  # sum of their bits in the latest rollout, where this process has an engine
         self._inside = False
@@ -67,7 +68,7 @@ class QeRLVLLMGeneration(VLLMGeneration):
         self.sampled_logps: list[list[float | None]] | None = None
         given = {**kwargs, "logprobs": kwargs.get("logprobs") or 0}
         if kwargs.get("mode") == "colocate":
-            given["generation_kwargs"] = _without_text(kwargs.get("generation_kwargs") or {})
+            given["generation_kwargs"] = requests.without_text(kwargs.get("generation_kwargs") or {})
         super().__init__(*args, **given)
 
     # ------------------------------------------------------------------ start
@@ -153,7 +154,8 @@ class QeRLVLLMGeneration(VLLMGeneration):
     def _probe_if_due(self) -> None:
         """The check of the start again, with the adapter as it is (probe.py), every `rollout_probe_steps` steps of training."""
         step, every = self.trainer.state.global_step, self.trainer.args.rollout_probe_steps
-        if not every or not step or step % every or step == self._probed or not self.trainer.model.training:
+        # the first rollout of every so many steps: a rollout lasts for several, so that not each multiple begins one
+        if not every or step // every == self._probed // every or not self.trainer.model.training:
             return
         draw = self._draw
         self.sync_noise(NO_NOISE)
@@ -287,6 +289,7 @@ class QeRLVLLMGeneration(VLLMGeneration):
         number = self._calls.get((step, training), 0)
         self._calls = {key: n for key, n in self._calls.items() if key[0] == step} | {(step, training): number + 1}
         with self._up_to_date(), self._engine_errors(), self._seeded_server(step, int(training), number):
+            requests.check_shares(self, len(prompts))
             generated = super().generate(prompts, images, num_generations, profiler)
             check_completions(generated[1], generated[2], len(prompts), self._vocabulary, "vLLM")
         self.sampled_logps = generated[2] and [[token[0] for token in sequence] for sequence in generated[2]]
@@ -317,21 +320,21 @@ class QeRLVLLMGeneration(VLLMGeneration):
         Raises:
             [`RolloutError`]: the engine failed, or took longer than `rollout_timeout`.
         """
-        return [completion.tokens for completion in self.complete(prompts, Sampling(max_tokens))]
+        return [completion.tokens for completion in self._complete(prompts, Sampling(max_tokens), NO_NOISE)]
 
     def complete(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Completion]:
-        """As `generate_greedily`, drawn as `sampling` says, with log-probabilities."""
-        longest, limit = max(map(len, prompts), default=0), self.max_model_length
-        if limit is not None and longest + sampling.max_tokens > limit:
-            text = (
-                f"The longest prompt has {longest} tokens; with {sampling.max_tokens} new ones that is beyond the engine's {limit}. Give "
-                "the trainer these prompts as eval_dataset, so that the engine is built for them, or raise vllm_max_model_length."
-            )
-            if longest >= limit:
-                raise ValueError(text)
-            logger.warning("%s Completions that get there are cut off.", text)
+        """As `generate_greedily`, drawn as `sampling` says, with log-probabilities; inside a rollout of training, under its noise.
+
+        Every process calls it, each with as many prompts as it has.
+        """
+        return self._complete(prompts, sampling, None if self._inside and self.trainer.model.training else NO_NOISE)
+
+    def _complete(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, draw: NoiseDraw | None
+    ) -> list[Completion]:
+        requests.check_lengths(prompts, sampling.max_tokens, self.max_model_length)
         rollout = self.trainer.args.generation_batch_size // self.accelerator.num_processes
-        with self._up_to_date(NO_NOISE, max(1, math.ceil(len(prompts) / rollout))), self._engine_errors():
+        with self._up_to_date(draw, max(1, math.ceil(len(prompts) / rollout))), self._engine_errors():
             completions = self.engine.generate(prompts, sampling)
             tokens, logps = [c.tokens for c in completions], [c.logps for c in completions]
             check_completions(tokens, logps, len(prompts), self._vocabulary, "vLLM")
@@ -354,6 +357,8 @@ class QeRLVLLMGeneration(VLLMGeneration):
         if self._inside:
             before = self._draw
             with self._engine_errors():
+                if draw not in (None, before) and (contents := self.engine.contents()) is not None:
+                    self._acted = contents.sampled  # which what is sampled here hides from `_check`
                 self._prepare(draw)
             yield
             with self._engine_errors():
@@ -403,7 +408,7 @@ class QeRLVLLMGeneration(VLLMGeneration):
         self.noisy_norms = None if contents is None else contents.norms
         if contents is not None:
             check_contents(contents, self._put, self._draw)
-            if noise_must_act:
+            if noise_must_act and self._acted != self._draw:
                 check_noise_acted(contents, self._draw, len(self._noisy))
         if not self._is_put():
             raise RolloutError(
@@ -442,9 +447,3 @@ class QeRLVLLMGeneration(VLLMGeneration):
         """Stop the engine and give its memory back. Safe to call twice."""
         self.engine.close()
         vars(self).update(self.engine.trl_attributes())
-
-
-def _without_text(chosen: dict[str, Any]) -> dict[str, Any]:
-    """vLLM's sampling arguments with which it does not make text of its tokens: TRL reads the tokens, and for many sequences the text takes as long as a
-    step of the GPU. With `stop` vLLM looks for words in it."""
-    return chosen if chosen.get("stop") else {"detokenize": False, **chosen}

@@ -9,6 +9,7 @@ And which optimizer steps parameters of which a process then has a part.
 
 import logging
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from accelerate import Accelerator
@@ -64,3 +65,21 @@ def settle_optimizer(args: Any) -> None:
             used,
         )
         args.optim = type(args.optim)(used)
+
+
+def check_optimizer_given(args: Any, given: Mapping[str, Any]) -> None:
+    """Under FSDP, refuse an optimizer of bitsandbytes that was handed to the trainer, as [`settle_optimizer`] does one that was named.
+
+    Raises:
+        `ValueError`: by name.
+    """
+    if fsdp_version(args) is None:
+        return
+    handed = [*(given.get("optimizers") or ()), *(given.get("optimizer_cls_and_kwargs") or ())[:1]]
+    for each in handed:
+        kind = each if isinstance(each, type) else type(each)
+        if kind.__module__.partition(".")[0] == "bitsandbytes":
+            raise ValueError(
+                f"{kind.__name__} is bitsandbytes', which cannot step parameters that FSDP shares out between processes. Hand over one of torch.optim, "
+                "or none and name it: optim='adamw_torch_fused'."
+            )

@@ -1,0 +1,57 @@
+"""What is asked of an engine: looked at before it is asked."""
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from accelerate.utils import gather_object
+
+from .engine import RolloutError
+
+if TYPE_CHECKING:
+    from .generation import QeRLVLLMGeneration
+
+logger = logging.getLogger(__name__)
+
+
+def without_text(chosen: dict[str, Any]) -> dict[str, Any]:
+    """vLLM's sampling arguments with which it does not make text of its tokens: TRL reads the tokens, and for many sequences the text takes as long as a
+    step of the GPU. With `stop` vLLM looks for words in it."""
+    return chosen if chosen.get("stop") else {"detokenize": False, **chosen}
+
+
+def check_lengths(prompts: Sequence[Sequence[int]], max_tokens: int, limit: int | None) -> None:
+    """Whether prompts and their completions fit an engine of `limit` tokens; a warning where only the completions may not.
+
+    Raises:
+        `ValueError`: a prompt does not.
+    """
+    longest = max(map(len, prompts), default=0)
+    if limit is None or longest + max_tokens <= limit:
+        return
+    text = (
+        f"The longest prompt has {longest} tokens; with {max_tokens} new ones that is beyond the engine's {limit}. Give "
+        "the trainer these prompts as eval_dataset, so that the engine is built for them, or raise vllm_max_model_length."
+    )
+    if longest >= limit:
+        raise ValueError(text)
+    logger.warning("%s Completions that get there are cut off.", text)
+
+
+def check_shares(generation: "QeRLVLLMGeneration", count: int) -> None:
+    """Where one engine answers all processes in one call of TRL's `generate`, which deals its completions out by each one's own number of prompts:
+    whether that number is the same in all. Only a rollout function can make it another; collective where there is one.
+
+    Raises:
+        [`RolloutError`]: it is not; in every process.
+    """
+    together = generation.mode == "server" or generation.tensor_parallel_size > 1
+    several = together and generation.accelerator.num_processes > 1
+    if not several or getattr(generation.trainer, "rollout_func", None) is None:
+        return
+    counts = gather_object([count])
+    if len(set(counts)) > 1:
+        raise RolloutError(
+            f"The processes asked `generate` for different numbers of prompts, {', '.join(map(str, counts))}: TRL would deal the completions of one "
+            "engine out as if all had asked for as many, to other prompts. Ask `complete` instead, which takes any number, or give each process as many."
+        )

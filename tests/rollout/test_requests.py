@@ -1,0 +1,66 @@
+"""What is asked of an engine is looked at before."""
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+from accelerate.state import PartialState
+
+from qerl_trl.rollout import requests
+from qerl_trl.rollout.engine import RolloutError
+from tests.ranks import on_ranks
+
+
+@pytest.mark.parametrize("option", [{"mode": "server"}, {"tensor_parallel_size": 2}], ids=str)
+def test_one_engine_of_several_processes_is_asked_by_all_for_as_many(option):
+    """TRL deals completions out by each process's own number: with 2 and 1 prompts the second would get the first one's second."""
+
+    def work(rank):
+        PartialState(cpu=True)
+        generation = SimpleNamespace(
+            **{"mode": "colocate", "tensor_parallel_size": 1, **option},
+            accelerator=SimpleNamespace(num_processes=2),
+            trainer=SimpleNamespace(rollout_func=print),
+        )
+        requests.check_shares(generation, 2)
+        try:
+            requests.check_shares(generation, 2 - rank)
+        except RolloutError as error:
+            return str(error)
+
+    for outcome in on_ranks(2, work):
+        assert "different numbers of prompts, 2, 1:" in outcome.answer and "`complete`" in outcome.answer
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        {"mode": "colocate"},
+        {"trainer": SimpleNamespace(rollout_func=None)},
+        {"accelerator": SimpleNamespace(num_processes=1)},
+    ],
+    ids=["an engine in each", "TRL's own turns", "one process"],
+)
+def test_where_numbers_cannot_differ_nobody_is_asked(others, monkeypatch):
+    monkeypatch.setattr(requests, "gather_object", None)
+    generation = SimpleNamespace(
+        mode="server",
+        tensor_parallel_size=1,
+        accelerator=SimpleNamespace(num_processes=2),
+        trainer=SimpleNamespace(rollout_func=print),
+    )
+    vars(generation).update(others)
+    requests.check_shares(generation, 3)
+
+
+@pytest.mark.parametrize(
+    ("limit", "said"), [(None, None), (8, None), (7, "cut off"), (5, "longest prompt has 5 tokens")]
+)
+def test_prompts_have_to_fit_the_engine(limit, said, caplog):
+    with caplog.at_level(logging.WARNING):
+        if limit == 5:
+            with pytest.raises(ValueError, match=said):
+                requests.check_lengths([[1] * 5, [1]], 3, limit)
+        else:
+            requests.check_lengths([[1] * 5, [1]], 3, limit)
+            assert (said is None) == (not caplog.records) and (said or "") in caplog.text
