@@ -192,6 +192,8 @@ class Asks(TrainerCallback):
         def ask(args, state, control, **kwargs):
             if rank == 1 and state.global_step == 2:
                 setattr(control, name, True)
+                if event != "on_log":
+                    self.trainer.log({"of_one_process": 1.0})  # the others do not wait for it
 
         setattr(self, event, ask)
 
@@ -223,7 +225,8 @@ def test_what_one_process_asks_for_all_do(event, name, tiny_runs, tmp_path):  # 
         trainer.eval_dataset = PROMPTS.select(range(4))
         if event == "on_evaluate":
             trainer.add_callback(Evaluates())
-        trainer.add_callback(Asks(rank, name, event))
+        trainer.add_callback(asks := Asks(rank, name, event))
+        asks.trainer = trainer
         trainer.train()
         return trainer.state.global_step, sum("eval_loss" in log for log in trainer.state.log_history)
 

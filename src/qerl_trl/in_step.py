@@ -69,10 +69,11 @@ class InStepMixin(OnlineTrainer):
         finally:
             self._after_step = False
 
-    def log(self, *args: Any, **kwargs: Any) -> None:
-        """As `Trainer.log`; what a callback of one process asks for there after a step, all do."""
-        super().log(*args, **kwargs)
-        self._agree()
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """As `Trainer.log`; what a callback of one process asks for when a step is logged, all do."""
+        super().log(logs, start_time)
+        if start_time is not None:  # the trainer's own, of all processes: a callback of one may log for itself
+            self._agree()
 
     @together
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
