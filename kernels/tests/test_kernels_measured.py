@@ -3,6 +3,7 @@
 import json
 import math
 import multiprocessing
+import platform
 import time
 import warnings
 from types import SimpleNamespace
@@ -91,15 +92,19 @@ def test_entries_are_added_to_those_that_are_there(cache):
     assert [p.name for p in cache.iterdir() if p.suffix != ".lock"] == [path.name], "no temporary file is left"
 
 
-def _write_many(first: int) -> None:
+def _write_many(first: int, machine: str) -> None:
+    platform.node = lambda: machine
     for i in range(25):
         measured.write("a Hopper", 132, [entry(8 * (first + i))], everything)
 
 
-def test_processes_that_write_at_once_lose_nothing_and_readers_never_see_half(cache):
+@pytest.mark.parametrize(
+    "machines", [("one", "one", "one"), ("one", "two", "three")], ids=["a machine", "three machines"]
+)
+def test_processes_that_write_at_once_lose_nothing_and_readers_never_see_half(cache, machines):
     key = measured.key_of("a Hopper", 132)  # before the fork: it imports Triton
     fork = multiprocessing.get_context("fork")
-    writers = [fork.Process(target=_write_many, args=(1 + 25 * i,)) for i in range(3)]
+    writers = [fork.Process(target=_write_many, args=(1 + 25 * i, name)) for i, name in enumerate(machines)]
     for writer in writers:
         writer.start()
     seen = 0

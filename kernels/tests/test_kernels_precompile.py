@@ -302,9 +302,32 @@ def test_in_fresh_processes(tmp_path):
         "-rA",
     ]
     # what the second process finds on the disk is for those that compile; the others would only repeat what they said
-    for state, chosen, passed in (("cold", [], 22), ("warm", ["-k", "not no_other_number_of_tokens"], 9)):
+    for state, chosen, passed in (("cold", [], 23), ("warm", ["-k", "not no_other_number_of_tokens"], 10)):
         environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
         environment |= {"QERL_PRECOMPILE_TEST": state, "TRITON_CACHE_DIR": str(tmp_path)}
         result = subprocess.run([*command, *chosen], capture_output=True, text=True, env=environment, timeout=600)
         assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
         assert f"{passed} passed" in result.stdout
+
+
+@inside
+def test_another_thread_launches_while_this_one_only_compiles():
+    """It would have returned what was never written."""
+    import threading
+
+    from qerl_nvfp4 import launch
+
+    class Kernel:
+        def warmup(self, *args, grid):
+            return "only compiled"
+
+        def __getitem__(self, grid):
+            return lambda *args: "launched"
+
+    found = []
+    with launch.only_compile():
+        other = threading.Thread(target=lambda: found.append(launch.launcher(Kernel(), 1)()))
+        other.start()
+        other.join()
+        found.append(launch.launcher(Kernel(), 1)())
+    assert found == ["launched", "only compiled"] and launch.launcher(Kernel(), 1)() == "launched"

@@ -5,6 +5,7 @@ import torch
 from nvfp4_cases import random_weight, relative_error
 
 import qerl_nvfp4
+from qerl_nvfp4 import ops as ops_module
 from qerl_nvfp4 import reference
 from qerl_nvfp4.ops import ops
 
@@ -109,6 +110,61 @@ def test_block_scales_of_another_type_are_refused(dtype):
             call()
     expected = qerl_nvfp4.dequantize(packed, scale, gs)
     assert torch.equal(qerl_nvfp4.dequantize(packed, scale.view(torch.float8_e4m3fn), gs), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_a_global_scale_of_another_type_is_refused(dtype):
+    """No kernel compiles for it, which was taken for a compiler's fault: from then on none was tried for this GPU, and float32 ran in plain PyTorch too."""
+    packed, scale, gs = random_weight(64, 64)
+    for call in (
+        lambda: qerl_nvfp4.linear(torch.randn(2, 64), packed, scale, gs.to(dtype)),
+        lambda: qerl_nvfp4.linear_backward(torch.randn(2, 64), packed, scale, gs.to(dtype)),
+        lambda: qerl_nvfp4.dequantize(packed, scale, gs.to(dtype)),
+        lambda: qerl_nvfp4.quantize(torch.randn(64, 64).bfloat16(), "rtn", gs.to(dtype)),
+    ):
+        with pytest.raises(ValueError, match=rf"global_scale is {dtype}, .*read as float32"):
+            call()
+
+
+@pytest.mark.parametrize("name", ["x", "block_scale", "global_scale", "bias", "lora_a", "lora_b", "dy"])
+def test_a_tensor_of_another_device_is_refused(name):
+    """Its address would have been read on this one."""
+    packed, scale, gs = random_weight(32, 64)
+    given = {
+        "x": torch.randn(2, 64).bfloat16(),
+        "packed": packed,
+        "block_scale": scale,
+        "global_scale": gs,
+        "bias": torch.randn(32),
+        "lora_a": torch.randn(4, 64).bfloat16(),
+        "lora_b": torch.randn(32, 4).bfloat16(),
+        "dy": torch.randn(2, 32).bfloat16(),
+    }
+    given[name] = given[name].to("meta")
+    weight = [given[each] for each in ("packed", "block_scale", "global_scale")]
+    with pytest.raises(ValueError, match=f"{name} is on meta, the packed weight on cpu"):
+        if name == "dy":
+            ops_module.check_backward(given["dy"], *weight)
+        else:
+            ops_module.check(given["x"], *weight, given["bias"], given["lora_a"], given["lora_b"], None)
+
+
+@pytest.mark.parametrize(
+    ("rows", "stride", "copied"),
+    [
+        (3, 64, False),
+        (3, 96, False),
+        (3, 0, True),
+        (3, 16, True),
+        (4, 2**29, True),
+        (4, 2**29 - 8, False),
+    ],
+)
+def test_rows_that_kernels_cannot_reach_are_copied(rows, stride, copied, monkeypatch):
+    """x A^T counts in 32 bits; the copy engine takes no rows that overlap."""
+    x = torch.empty_strided((rows, 64), (stride, 1), dtype=torch.bfloat16, device="meta")
+    given = ops_module._rows_of(x)
+    assert given.shape == x.shape and given.stride(0) == (64 if copied else stride)
 
 
 @pytest.mark.parametrize("shape", [(1, 64), (3,), (32,), (64, 1), (64, 2), (0,)], ids=str)

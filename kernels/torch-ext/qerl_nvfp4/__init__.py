@@ -55,11 +55,12 @@ def linear(
 
     Deterministic, safe in CUDA graphs and transparent to torch.compile.  No autograd: inputs that require a gradient are refused unless
     gradients are off.  Scratch buffers are one set per stream of a device, and one for all its CUDA graphs, made and grown by the first
-    calls: streams may run at the same time, but do not call from two threads on one stream, nor replay graphs on two streams at a time, and
-    call eagerly what a graph will do before it is captured (torch.compile(mode="reduce-overhead") captures by itself).
+    calls: streams may run at the same time, but do not call from two threads on one stream, nor replay graphs on two streams at a time, nor
+    capture one graph from two streams, and call eagerly what a graph will do before it is captured. torch.compile(mode="reduce-overhead") is not for
+    these: it stops where scratch buffers outlive the graphs that it captures by itself.
 
     Raises:
-        `ValueError`: shapes disagree, block scales are of another type, or no kernel is batch-invariant for these. `RuntimeError`: a gradient
+        `ValueError`: shapes or devices disagree, scales are of another type, or no kernel is batch-invariant for these. `RuntimeError`: a gradient
         would be lost.
     """
     return _ops.ops.linear(x, packed, block_scale, global_scale, bias, lora_a, lora_b, lora_splits, batch_invariant)

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import math
+import threading
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -14,23 +15,23 @@ from . import bounds, cost, portable, reference
 from .select import device_properties
 
 # Kernels that run at the same time must not share scratch memory, so every stream has its own, and CUDA graphs, which run on whatever
-# stream they are replayed on, have one set for all of them: the graphs of a device must not be replayed on two streams at a time.
+# stream they are replayed on, have one set for all of them: the graphs of a device must not be replayed on two streams at a time, nor one be
+# captured from two.
 _GRAPHS = -1  # in the place of a stream
 _scratch: dict[tuple[torch.device, int, str], torch.Tensor] = {}
 _captured: list[torch.Tensor] = []  # buffers that a CUDA graph may point to: kept when a larger one takes their place
 _RANK_LIMIT = 256
-_only_compile = False
+_this_thread = threading.local()  # `only_compile`: another thread may launch meanwhile
 
 
 @contextlib.contextmanager
 def only_compile() -> Iterator[None]:
-    """Launches inside compile their kernel, for tensors on the meta device, and do nothing else (precompile.py)."""
-    global _only_compile
-    _only_compile = True
+    """This thread's launches inside compile their kernel, for tensors on the meta device, and do nothing else (precompile.py)."""
+    _this_thread.only_compiles = True
     try:
         yield
     finally:
-        _only_compile = False
+        _this_thread.only_compiles = False
         meta = torch.device("meta")
         _captured[:] = [buffer for buffer in _captured if not buffer.is_meta]
         for key in [key for key in _scratch if key[0] == meta]:
@@ -39,12 +40,16 @@ def only_compile() -> Iterator[None]:
 
 def compiles(tensor: torch.Tensor) -> bool:
     """Whether what is launched for this tensor is only compiled."""
-    return _only_compile and tensor.is_meta
+    return tensor.is_meta and _only_compiles()
+
+
+def _only_compiles() -> bool:
+    return getattr(_this_thread, "only_compiles", False)
 
 
 def launcher(kernel, *grid: int) -> Callable[..., None]:
     """What starts a kernel on a grid: every launch goes through here, so that what is compiled ahead is what will be launched."""
-    return functools.partial(kernel.warmup, grid=grid) if _only_compile else kernel[grid]
+    return functools.partial(kernel.warmup, grid=grid) if _only_compiles() else kernel[grid]
 
 
 def launch_place(device: torch.device) -> int:

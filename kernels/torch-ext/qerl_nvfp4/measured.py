@@ -14,6 +14,7 @@ import functools
 import hashlib
 import json
 import os
+import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -159,7 +160,7 @@ def write(device: str, sms: int, entries: list[dict], runs: Callable[[dict, int,
     path = path_of(key)
     path.parent.mkdir(parents=True, exist_ok=True)
     # whoever waits in vain writes all the same: a reader still finds a whole file, and the other process's entries may be missing in it
-    with one_process_at_a_time(path.parent, path.stem, "", _quietly, LONGEST_S):
+    with one_process_at_a_time(path.parent, path.stem, "", _quietly, LONGEST_S, everywhere=True):
         try:
             old = read(path, key, runs) if path.is_file() else []
         except ValueError:
@@ -168,9 +169,11 @@ def write(device: str, sms: int, entries: list[dict], runs: Callable[[dict, int,
         content = [merged[place] for place in sorted(merged)]
         lines = ",\n".join("  " + json.dumps(entry) for entry in content)
         head = json.dumps({"key": key, "sha256": _sum(content)})
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+        temporary = Path(name)  # another machine's processes have the same numbers
         try:
-            with open(temporary, "w") as file:
+            with open(descriptor, "w") as file:
+                os.fchmod(descriptor, 0o644)  # mkstemp's is nobody else's
                 file.write(f'{head[:-1]}, "entries": [\n{lines}\n]}}\n')
                 file.flush()
                 os.fsync(file.fileno())

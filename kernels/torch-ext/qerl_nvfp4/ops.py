@@ -84,6 +84,13 @@ def _unit_stride(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return tensor if tensor is None or tensor.stride(-1) == 1 else tensor.contiguous()
 
 
+def _rows_of(x: torch.Tensor) -> torch.Tensor:
+    """x (..., K) as (M, K), copied where rows overlap in memory, or are so far apart that the kernels' 32-bit offsets do not reach the last."""
+    x = x.reshape(-1, x.shape[-1])
+    M, K = x.shape
+    return x if M <= 1 or K <= x.stride(0) < 2**31 // M else x.contiguous()
+
+
 def _device_index(device: torch.device | str | int | None) -> int | None:
     if device is None:
         return torch.cuda.current_device()
@@ -417,10 +424,23 @@ def check_weight(packed, block_scale, global_scale) -> None:
             "another type are converted by block_scale.to(torch.float8_e4m3fn), where that loses nothing."
         )
     check_global_scale(global_scale, N)
+    check_devices(packed.device, block_scale=block_scale, global_scale=global_scale)
+
+
+def check_devices(device: torch.device, /, **others: torch.Tensor | None) -> None:
+    """A kernel is given addresses, which mean something else on another device."""
+    for name, other in others.items():
+        if other is not None and other.device != device:
+            raise ValueError(f"{name} is on {other.device}, the packed weight on {device}. Move them to one device.")
 
 
 def check_global_scale(global_scale, N: int) -> None:
-    """One divisor for the whole weight, or one for each of its N rows."""
+    """One divisor for the whole weight, or one for each of its N rows, in the type in which kernels read it."""
+    if global_scale.dtype != torch.float32:
+        raise ValueError(
+            f"global_scale is {global_scale.dtype}, and it is read as float32. Give global_scale.float(); after model.to(dtype) restore what was loaded, "
+            "because a divisor that was rounded is another one."
+        )
     if global_scale.numel() != 1 and global_scale.shape != (N,):
         raise ValueError(
             f"global_scale has {global_scale.numel()} elements, of shape {tuple(global_scale.shape)}; give 1, or one for each of the {N} rows, of "
@@ -435,6 +455,7 @@ def check(x, packed, block_scale, global_scale, bias, lora_a, lora_b, lora_split
             f"x has {x.shape[-1]} columns, the weight {K} (packed {tuple(packed.shape)} holds two codes a byte)"
         )
     check_weight(packed, block_scale, global_scale)
+    check_devices(packed.device, x=x, bias=bias, lora_a=lora_a, lora_b=lora_b)
     if bias is not None and bias.shape != (N,):
         raise ValueError(f"bias has shape {tuple(bias.shape)}; a weight of {N} rows needs {(N,)}")
     if (lora_a is None) != (lora_b is None):
@@ -450,6 +471,13 @@ def check(x, packed, block_scale, global_scale, bias, lora_a, lora_b, lora_split
                 f"lora_a has shape {tuple(lora_a.shape)}; {len(splits)} shards of rank {lora_b.shape[1]} need "
                 f"{(len(splits) * lora_b.shape[1], K)}"
             )
+
+
+def check_backward(dy, packed, block_scale, global_scale) -> None:
+    check_weight(packed, block_scale, global_scale)
+    check_devices(packed.device, dy=dy)
+    if dy.shape[-1] != packed.shape[0]:
+        raise ValueError(f"dy has {dy.shape[-1]} columns, the weight {packed.shape[0]} rows")
 
 
 def _linear(
@@ -476,7 +504,7 @@ def _linear(
             )
         return reference.linear(x, packed, block_scale, global_scale, bias, lora_a, lora_b, lora_splits)
     N, K = packed.shape[0], x.shape[-1]
-    x_MK = x.reshape(-1, K)
+    x_MK = _rows_of(x)
     M = x_MK.shape[0]
     out = torch.empty(M, N, device=x.device, dtype=x.dtype)
     if M and batch_invariant:
@@ -493,9 +521,7 @@ def _linear(
 
 
 def _linear_backward(dy, packed, block_scale, global_scale) -> torch.Tensor:
-    check_weight(packed, block_scale, global_scale)
-    if dy.shape[-1] != packed.shape[0]:
-        raise ValueError(f"dy has {dy.shape[-1]} columns, the weight {packed.shape[0]} rows")
+    check_backward(dy, packed, block_scale, global_scale)
     _refuse_grad("linear_backward", dy)
     if not dy.is_cuda or not _runs_on(dy) or dy.dtype not in (torch.bfloat16, torch.float16):
         return reference.linear_backward(dy, packed, block_scale, global_scale)

@@ -23,7 +23,12 @@ _ASK_AGAIN_S = 0.05
 
 @contextlib.contextmanager
 def one_process_at_a_time(
-    folder: str | os.PathLike, name: str, what: str, tell: Callable[[str], None] = print, longest: float = LONGEST_S
+    folder: str | os.PathLike,
+    name: str,
+    what: str,
+    tell: Callable[[str], None] = print,
+    longest: float = LONGEST_S,
+    everywhere: bool = False,
 ) -> Iterator[None]:
     """Among the processes of this machine that fill the cache in `folder` with the same code.
 
@@ -32,11 +37,12 @@ def one_process_at_a_time(
         name: of the file that is locked, the same for all that compile the same code.
         what: is compiled; the lines that are told begin with "Waiting for another process of this machine to compile".
         longest: seconds to wait at most.
+        everywhere: among those of other machines that see the folder, too; a cache that is only read back is filled by each.
     """
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):  # a folder that cannot be written to: there is no cache to wait for either
             Path(folder).mkdir(parents=True, exist_ok=True)
-            path = Path(folder, f"{name}.{platform.node()}.lock")
+            path = Path(folder, f"{name}.lock" if everywhere else f"{name}.{platform.node()}.lock")
             if fcntl is not None:
                 file = stack.enter_context(path.open("a+"))
                 _wait(file, what, tell, longest)
