@@ -149,7 +149,7 @@ def test_a_prefix_cache_that_is_not_reset(make_trainer):  # noqa: F811
 
     def refuses(engine):
         engine.reset_prefix_cache = lambda: InProcessEngine.reset_prefix_cache(engine)
-        engine._running = SimpleNamespace(reset_prefix_cache=lambda: False)
+        engine._running = SimpleNamespace(reset_prefix_cache=lambda reset_connector: False)
 
     ends_and_goes_on(make_trainer, refuses, "refused to reset its prefix cache", "several threads", "resume")
 

@@ -97,6 +97,16 @@ def test_a_stranger_s_bytes_are_not_read():
 
 
 @fault("S.server_unauthenticated")
+@pytest.mark.parametrize("opened", [{}, {"QERL_SERVER_OPEN_GENERATION": "1"}], ids=["closed", "open"])
+def test_a_body_in_pieces_is_refused_whatever_length_it_says(opened):
+    """h11 reads by Transfer-Encoding, where the limit looks at Content-Length."""
+    vllm, body = FakeVLLM(), b"{}"
+    headers = {"Transfer-Encoding": "chunked"} | ({} if opened else signed("POST", "/v1/completions", body))
+    status, content = ask(guarded(vllm, **opened), "POST", "/v1/completions", body, headers)
+    assert status == 411 and "Transfer-Encoding" in content["error"] and vllm.reached == []
+
+
+@fault("S.server_unauthenticated")
 def test_a_stranger_s_websocket_is_closed():
     vllm, sent = FakeVLLM(), []
 

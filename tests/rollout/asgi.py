@@ -38,7 +38,7 @@ class FakeVLLM:
             raise self.answer
         return [{"bytes": 1}] if self.answer is None else self.answer
 
-    async def reset_prefix_cache(self):
+    async def reset_prefix_cache(self, reset_running_requests=False, reset_connector=False):
         self.asked.append(("reset",))
         return True
 

@@ -425,13 +425,13 @@ def live(folder: Path) -> dict:
     results["growth of 200 syncs, MiB"] = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kb) / 1024
     results["still same storage"] = all(a.data_ptr() == b.data_ptr() for a, b in pairs.values())
 
-    g.llm.reset_prefix_cache = lambda: False
+    g.llm.reset_prefix_cache = lambda **_: False
     results["refused reset"] = error_of(g.sync_weights)
     del g.llm.reset_prefix_cache
     block = g.llm.llm_engine.vllm_config.cache_config.block_size
     long = [[10 + i * j % 40 for j in range(block + 8)] for i in range(1, 5)]
     g.generate(long, None, 1)
-    g.llm.reset_prefix_cache = lambda: True  # and forgets nothing
+    g.llm.reset_prefix_cache = lambda **_: True  # and forgets nothing
     randomize(policy, 31)
     results["stale cache"] = error_of(lambda: g.generate(long, None, 1))
     del g.llm.reset_prefix_cache

@@ -219,6 +219,72 @@ def test_update_noise_and_reset_are_one_request(connected, worker):  # noqa: F81
     assert all(torch.equal(left, right) for left, right in zip(at_once, everything(worker), strict=True))
 
 
+def test_a_new_trainer_finds_no_noise_of_the_one_before(connected, worker, monkeypatch):  # noqa: F811
+    """At f05be0c a second run on a server was refused for "other norms", or told that somebody else wrote into the engine."""
+    from qerl_trl.rollout.vllm import worker as workers
+
+    worker.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=1))
+    monkeypatch.setattr(workers, "describe", lambda state, config: {"norms": len(state.clean_norms())})
+    engine, _, _ = connected
+    noisy = everything(worker)
+    assert engine.contents().draw.sigma > 0
+    Connected(engine.url).call("qerl_describe")
+    assert engine.contents().draw.sigma == 0 and not all(map(torch.equal, noisy, everything(worker)))
+
+
+@pytest.mark.parametrize("name", ["LocalHost", "127.0.0.1"])
+def test_the_host_may_be_written_in_any_way(name, monkeypatch):
+    """requests signs what it sends, where the host is in lower case."""
+    pytest.importorskip("vllm")
+    monkeypatch.setenv(SECRET, KEY)
+    with http(bridged(guarded(FakeVLLM()))) as (url, _):
+        client = Client(url.replace("127.0.0.1", name).replace("localhost", name), KEY.encode(), 5.0)
+        assert client.call("qerl_contents") == [{"bytes": 1}]
+
+
+def test_between_two_calls_no_connection_is_kept(monkeypatch, tmp_path):
+    """A server closes one that nobody used for some seconds, and a call that crosses that ends the run. And a proxy's password is ~/.netrc's."""
+    pytest.importorskip("vllm")
+    seen = []
+
+    def answer(method, path, headers, body):
+        return 200, b'{"results": [{}], "data": [{"id": "model"}]}'
+
+    (tmp_path / "netrc").write_text("machine 127.0.0.1 login somebody password ofaproxy\n")
+    (tmp_path / "netrc").chmod(0o600)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    with http(answer) as (url, _):
+        client = Client(url, KEY.encode(), 5.0)
+        send = client.control.send
+        monkeypatch.setattr(
+            client.control, "send", lambda request, **kw: seen.append(request.headers) or send(request, **kw)
+        )
+        client.call("qerl_contents")
+    assert seen[0]["Connection"] == "close" and seen[0]["Authorization"].startswith("Basic ")
+
+
+def test_a_server_that_goes_silent_is_not_waited_for_for_ever(monkeypatch):
+    pytest.importorskip("vllm")
+    given = {}
+
+    class Session:
+        def get(self, url, **kwargs):
+            given.update(kwargs)
+            return SimpleNamespace(status_code=200, json=lambda: {}, text="{}", headers={}, content=b"{}")
+
+    client = Client.__new__(Client)
+    client.session = Session()
+    client._get("http://127.0.0.1:1/v1/models")
+    assert given == {"timeout": wire.MESSAGE_TIMEOUT}
+
+
+@pytest.mark.parametrize("url", ["http://0.0.0.0:8000", "http://[::]:8000", "http://localhost:1", "http://127.0.0.3:1"])
+def test_this_machines_own_interface(url):
+    """TRL's default address is one of them."""
+    assert server._is_loopback(url)
+    assert not server._is_loopback("http://10.0.0.1:8000") and not server._is_loopback("http://gpu-node1:8000")
+
+
 def test_noise_and_reset_are_one_request(connected):
     engine, vllm, asked = connected
     assert engine.put(None, NORMS[:1], NoiseDraw(0.0, 1, 3, 0)) == 0

@@ -9,10 +9,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 import requests
 from requests.adapters import HTTPAdapter
-from requests.auth import AuthBase
+from requests.auth import AuthBase, HTTPBasicAuth
+from requests.utils import get_netrc_auth
 from trl.generation.vllm_client import VLLMClient
 
 from . import packed
@@ -39,16 +41,19 @@ CONCURRENCY = 256
 
 
 class Signature(AuthBase):
-    """Signs the requests of a session to the server at `url`."""
+    """Signs the requests of a session to the server at `url`; a password for a proxy before it comes from ~/.netrc, as without this one."""
 
     def __init__(self, secret: bytes, url: str) -> None:
-        self._secret, self._url = secret, url
+        self._secret, self._before = secret, urlsplit(url).path.rstrip("/")
 
     def __call__(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
         body = request.body or b""
         data = body.encode() if isinstance(body, str) else bytes(body)
-        target = (request.url or "").removeprefix(self._url)
+        url = urlsplit(request.url or "")  # whose host is in lower case, however the user writes it
+        target = url.path.removeprefix(self._before) + (f"?{url.query}" if url.query else "")
         request.headers[HEADER] = sign(self._secret, request.method or "", target, data)
+        if (found := get_netrc_auth(request.url or "")) is not None:
+            HTTPBasicAuth(*found)(request)
         return request
 
 
@@ -76,8 +81,9 @@ class Client(VLLMClient):
             if isinstance(adapter := self.session.get_adapter(scheme), HTTPAdapter):
                 retries = adapter.max_retries.new(raise_on_status=False)
                 self.session.mount(scheme, HTTPAdapter(max_retries=retries, pool_maxsize=CONCURRENCY))
-        # our calls ask once
+        # our calls ask once, each by a connection of its own: between two of a step the server may have closed one that nobody used
         self.control = requests.Session()
+        self.control.headers["Connection"] = "close"
         self.session.auth = self.control.auth = Signature(secret, self.base_url)
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 1.0) -> None:
@@ -149,7 +155,7 @@ class Client(VLLMClient):
     # ------------------------------------------------------------------ TRL's, checked
 
     def _get(self, url: str, **kwargs: Any) -> dict:
-        return content_of(self.session.get(url, **kwargs), url)
+        return content_of(self.session.get(url, **{"timeout": MESSAGE_TIMEOUT, **kwargs}), url)
 
     def _post(self, url: str, **kwargs: Any) -> dict:
         if url != self.base_url + COMPLETIONS:

@@ -189,7 +189,7 @@ class ServerEngine(Engine):
             logger.info("Updates go to %s as requests: connections of their own would not be encrypted.", self.url)
             return
         host, channel = parts.hostname or "", None
-        address = "" if not _is_loopback(self.url) else "127.0.0.1" if host == "localhost" else host
+        address = "" if not _is_loopback(self.url) else _HERE.get(host, host)
         try:
             listening = self.call("qerl_listen", address)[0]
             with understood(self.url + CALL, "a port and a name"):
@@ -343,9 +343,13 @@ def _draw(key: Sequence[Any] | None) -> NoiseDraw | None:
     return None if key is None else NoiseDraw(*key)
 
 
+#: other ways to write the address of this machine's own interface; 0.0.0.0 is TRL's default
+_HERE = {"localhost": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
+
+
 def _is_loopback(url: str) -> bool:
     host = urlparse(url).hostname or ""
     try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+        return ipaddress.ip_address(_HERE.get(host, host)).is_loopback
+    except ValueError:  # a name
+        return False

@@ -195,7 +195,8 @@ class RolloutEndpoint:
     async def _reset(self, scope: MutableMapping[str, Any]) -> bool:
         engine = _engine(scope)
         try:
-            return await engine.reset_prefix_cache() is not False
+            # with what a connector keeps elsewhere (--kv-offloading-size, LMCache), which is found by tokens alone too
+            return await engine.reset_prefix_cache(reset_connector=True) is not False
         except Exception as error:
             logger.exception("resetting the prefix cache failed")
             raise Refusal(500, f"resetting the prefix cache failed: {type(error).__name__}: {error}") from error
@@ -224,6 +225,8 @@ def _headers(scope: MutableMapping[str, Any], name: str) -> list[str]:
 def _length(scope: MutableMapping[str, Any], limit: int) -> int:
     """How long a body says that it is. Refused: it does not say it, or is too long."""
     given = _headers(scope, "Content-Length")
+    if _headers(scope, "Transfer-Encoding"):
+        raise Refusal(411, "The request comes in pieces (Transfer-Encoding), whatever its Content-Length says.")
     if len(given) != 1 or not re.fullmatch(r"\d{1,15}", given[0], re.ASCII):
         raise Refusal(411, "The request does not say how long it is (Content-Length).")
     if int(given[0]) > limit:

@@ -91,7 +91,7 @@ class InProcessEngine(Engine):
         return self.state.contents()
 
     def reset_prefix_cache(self) -> None:
-        if not self._running.reset_prefix_cache():
+        if not self._running.reset_prefix_cache(reset_connector=True):
             raise RolloutError(
                 "vLLM refused to reset its prefix cache (requests are still running), so the next rollout would mix the new "
                 "adapter with attention states of the old one. Do not call generate() from several threads."

@@ -71,13 +71,14 @@ class QeRLWorkerExtension:
 
     @_answers
     def qerl_describe(self) -> dict:
-        """What this rank holds, for the trainer to compare with (rollout/handshake.py). Refused: engines side by side, of which the first alone would
-        answer, so that nobody would know what the others refused or hold."""
+        """What this rank holds, for a trainer that begins to compare with (rollout/handshake.py), without the noise of a run that was here before.
+        Refused: engines side by side, of which the first alone would answer, so that nobody would know what the others refused or hold."""
         if (engines := self.vllm_config.parallel_config.data_parallel_size) > 1:
             raise ValueError(
                 f"--data-parallel-size {engines} makes {engines} engines, and vLLM passes on the answers of the first one only: an update that "
                 "another one refuses would be lost. Start the server without it."
             )
+        self._qerl_state().clear_noise()  # a run that was killed has not taken it off
         return describe(self._qerl_state(), self.vllm_config)
 
     @_answers
