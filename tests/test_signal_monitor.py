@@ -13,12 +13,12 @@ def monitor(caplog):
 
 def test_zero_advantage_warns_after_patience_only(monitor, caplog):
     for step in range(2):
-        monitor.advantages(1.0, 0.5, step)
-    monitor.advantages(0.9, 0.5, 2)
+        monitor.advantages(False, 0.5, step)
+    monitor.advantages(True, 0.5, 2)
     for step in range(2):
-        monitor.advantages(1.0, 0.5, step)
+        monitor.advantages(False, 0.5, step)
     assert not caplog.records
-    monitor.advantages(1.0, 0.25, 7)
+    monitor.advantages(False, 0.25, 7)
     assert "last 3 rollouts (mean reward 0.25 at step 7)" in caplog.text
 
 

@@ -512,6 +512,33 @@ def test_a_longer_run_goes_on_and_other_settings_only_where_they_are_allowed(mak
         make_trainer(**options, allow_other_settings=True).train()  # a fresh start between another run's checkpoints
 
 
+@pytest.mark.parametrize(
+    "then", [{"eval_strategy": "epoch"}, {"eval_strategy": "no"}, {"eval_strategy": "steps", "eval_steps": 1}], ids=str
+)
+def test_evaluations_are_no_part_of_the_trajectory(make_trainer, tmp_path, then):
+    """The checkpoint of an epoch's last step is written before the epoch's evaluation, whose samples are drawn from the same generator."""
+    options = {"max_steps": 10, "save_strategy": "steps", "save_steps": 8, "eval_dataset": PROMPTS.select(range(4))}
+    whole = make_trainer(**options, eval_strategy="epoch")
+    whole.train()
+    assert next(entry["step"] for entry in whole.state.log_history if "eval_loss" in entry) == 8, "8 steps an epoch"
+    shutil.rmtree(tmp_path / "run" / "checkpoint-10")
+    resumed = make_trainer(**options, **then)
+    resumed.train(resume_from_checkpoint=True)
+    assert_identical(adapter_of(resumed), adapter_of(whole))
+
+
+@pytest.mark.parametrize("scale", ["group", "batch"])
+def test_every_way_to_scale_rewards_warns_of_advantages_that_are_zero(make_trainer, caplog, scale):
+    """With "batch" TRL's own number, of the whole batch's spread, stays 0 where each group's rewards are equal."""
+
+    def by_prompt(completions, prompts, **kwargs):
+        return [float(sum(prompt.encode())) for prompt in prompts]
+
+    trainer = make_trainer(reward=by_prompt, scale_rewards=scale, zero_advantage_patience=2, max_steps=2)
+    trainer.train()
+    assert "in the last 2 rollouts" in caplog.text
+
+
 def test_saves_wait_for_the_end_of_a_rollout(make_trainer, tmp_path):
     trainer = make_trainer(num_iterations=3, max_steps=7, save_strategy="steps", save_steps=2)
     trainer.train()

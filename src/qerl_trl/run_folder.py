@@ -196,7 +196,9 @@ def settle(output_dir: str | os.PathLike, resume: str | None, settings: Mapping[
         logger.warning("Going on from %s with other settings: %s", source, line)
     if resume is not None and "dataset_sha256" not in settings:
         logger.warning(
-            "The training data are streamed, so nothing says whether they are those that %s was trained on: they are taken on trust.",
+            "The training data are streamed, so nothing says whether they are those that %s was trained on: they are taken on trust. And transformers "
+            "finds the place in their first pass alone: a run that had begun a second one goes on with other prompts than it would have had. "
+            "Load them as a Dataset to go on exactly.",
             resume,
         )
     if source is not None and resume is None:

@@ -44,6 +44,10 @@ class SavingMixin(InStepMixin, PublishingMixin):
     _changed: tuple[str, ...] = ()
     #: random state before the batch that is being made
     _before_batch: "_Moment | None" = None
+    #: TRL's count of micro-batches when the latest step had ended
+    _updated_at: int = 0
+    #: a step after which no micro-batch of the next one had begun when a rollout did, and that moment
+    _between: "tuple[int, _Moment] | None" = None
     #: whether the error in the making of that batch was raised in every process
     _all_failed: bool = False
 
@@ -217,15 +221,27 @@ class SavingMixin(InStepMixin, PublishingMixin):
         if self._unpushed is not None:
             super()._push_from_checkpoint(self._unpushed)
 
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        self._updated_at = self._step
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """As `Trainer.evaluate`. The training goes on with the random numbers that it would have had: whether, when and how often is evaluated, and
+        whether a checkpoint was written before or after, is no part of its trajectory."""
+        with _as_of(None, self.state):
+            return super().evaluate(*args, **kwargs)
+
     @contextmanager
     def rescued(self, since: "_Moment | None" = None) -> Iterator[None]:
-        """Around the making of a batch, rollout and rewards. It lies between two updates, so if it fails, the step that has ended is saved
-        as it was, and the same command goes on from there.
+        """Around the making of a batch, rollout and rewards. Where it lies between two updates, or its step began with another rollout, and it fails,
+        the step that has ended is saved as it was, and the same command goes on from there.
 
         Args:
             since: the moment before that batch, where it is judged later than it was made.
         """
         self._before_batch, self._all_failed = since or _Moment.now(self.state), False
+        if since is None and self._step == self._updated_at:
+            self._between = self.state.global_step, self._before_batch
         try:
             yield
         except Exception as error:
@@ -251,13 +267,18 @@ class SavingMixin(InStepMixin, PublishingMixin):
 
     def rescue(self) -> str:
         """Save a checkpoint of the step that has ended, where that is safe; says what to resume from. Where one of several processes fails
-        by itself, the others wait elsewhere, and a save would hang."""
+        by itself, the others wait elsewhere, and a save would hang; where the step of a rollout has begun with the completions of one before the
+        last update (`steps_per_generation` is no multiple of the accumulation), no checkpoint could hold these."""
         step = self.state.global_step
         resume = "resume from the last checkpoint (resume_from_checkpoint=True) once the cause is gone"
         wanted = getattr(self.args, "save_strategy", "no") != "no" and step > 0 and self.model.training
+        moment = self._before_batch
+        if moment is not None:
+            between, moment = self._between or (None, None)
+            wanted = wanted and between == step
         if wanted and (self.accelerator.num_processes == 1 or self._all_failed):
             try:
-                with _as_of(self._before_batch, self.state):
+                with _as_of(moment, self.state):
                     self._save_checkpoint(self.model, None)
                 self.accelerator.wait_for_everyone()  # who leaves first would end the one that seals
             except Exception as error:  # a full disk is also a RuntimeError of torch; the Hub has errors of its own

@@ -28,9 +28,9 @@ class SignalMonitor:
         self._first_entropy: float | None = None
         self._collapse_reported = False
 
-    def advantages(self, fraction_of_groups_without_spread: float, reward: float, step: int) -> None:
-        """Report one rollout: share of groups whose rewards were all equal, and the mean reward."""
-        if fraction_of_groups_without_spread < 1.0:
+    def advantages(self, used: bool, reward: float, step: int) -> None:
+        """Report one rollout: whether any advantage was not zero, and the mean reward."""
+        if used:
             self._rollouts_without_advantage = 0
             return
         self._rollouts_without_advantage += 1

@@ -217,8 +217,8 @@ class QeRLMixin(SavingMixin, PackingMixin, ShardingMixin):
             with behaviour.corrected(self), self._passes.scoring():
                 output = super()._generate_and_score_completions(inputs)
             if self.model.training:
-                equal, mean = (self._metrics["train"][name][-1] for name in ("frac_reward_zero_std", "reward"))
-                self._monitor.advantages(equal, mean, self.state.global_step)
+                used = any(list(self._logs["advantages"])[-len(self._rewards) :])
+                self._monitor.advantages(used, self._metrics["train"]["reward"][-1], self.state.global_step)
                 self._monitor.rewards(self, self._rewards)
             self._passes.scored(output)
         return output

@@ -101,6 +101,12 @@ def test_a_checkpoint_in_the_middle_of_a_rollout_is_not_asked_for(make_trainer):
         make_trainer(enable_jit_checkpoint=True)
 
 
+@pytest.mark.parametrize("name", ["bf16_full_eval", "fp16_full_eval"])
+def test_an_evaluation_does_not_cast_the_adapter_for_good(make_trainer, name):  # noqa: F811
+    with told(RuntimeError, f"{name}=True", "the adapter would be trained and saved", "Leave it out"):
+        make_trainer(**{name: True})
+
+
 @pytest.mark.vllm
 @fault("R3.adapter_kind_with_vllm")
 @pytest.mark.parametrize(

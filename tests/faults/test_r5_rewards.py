@@ -496,6 +496,40 @@ def test_a_reward_that_fails_after_two_steps_costs_nothing(kind, uninterrupted, 
     assert adapter(tmp_path) == uninterrupted
 
 
+#: options, the rollout that fails, whether the step that had ended can be saved
+IN_THE_MIDDLE = {
+    "second rollout of a step": ({"gradient_accumulation_steps": 2, "steps_per_generation": 1}, 4, True),
+    "first rollout of a step": ({"gradient_accumulation_steps": 2, "steps_per_generation": 1}, 3, True),
+    "a step that begins with an older rollout": (
+        {"gradient_accumulation_steps": 2, "steps_per_generation": 3},
+        2,
+        False,
+    ),
+    "the one after it": ({"gradient_accumulation_steps": 2, "steps_per_generation": 3}, 3, True),
+}
+
+
+@fault("R5.raises", recovered=True)
+@pytest.mark.parametrize("case", IN_THE_MIDDLE)
+def test_a_reward_that_fails_in_the_middle_of_a_step_costs_nothing_either(case, tiny_runs, tmp_path):  # noqa: F811
+    """At f05be0c the step before was saved with the random state of the middle, and what went on from there was another run."""
+    rhythm, number, saved = IN_THE_MIDDLE[case]
+    options, calls = _options("raises") | rhythm | {"max_steps": 4, "zero_advantage_patience": 10}, []
+
+    def spread_reward(completions, **kwargs):
+        calls.append(case)
+        return FAILURES["raises"]() if len(calls) == number else sound_reward(completions, **kwargs)
+
+    tiny_runs.command(tmp_path / "whole", **options)
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        tiny_runs.trainer(tmp_path / "broken", reward=spread_reward, **options).train()
+    notes = " ".join(caught.value.__notes__)
+    assert ("is saved; resume" in notes) == saved and ("own state is intact; resume" in notes) != saved
+    again = tiny_runs.command(tmp_path / "broken", **options)
+    assert (again._resumed is not None) == saved
+    assert adapter(tmp_path / "broken") == adapter(tmp_path / "whole")
+
+
 SCRIPT = f"""
 import sys; sys.path.insert(0, {str(ROOT)!r})
 from qerl_trl import errors; errors.tell_in_scripts()

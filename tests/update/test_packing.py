@@ -447,6 +447,18 @@ def test_what_cannot_be_packed_is_refused_by_reason(make, tmp_path, name):
     assert not trainer._packing.on
 
 
+def test_what_autocast_rounds_is_not_taken_for_a_leak(make, tmp_path):
+    """The bound is that of what is computed in, not of how weights are stored."""
+    model = make_tiny_model("llama", dtype=torch.float32, initializer_range=0.1)
+    model.save_pretrained(tmp_path / "m")
+    assert make(model=tmp_path / "m", base_format="full", peft_config=None, bf16=True)._packing.on
+
+
+def test_noise_that_is_drawn_by_a_rows_length_is_padded(make):
+    with pytest.raises(ValueError, match="cannot work here: neftune_noise_alpha draws noise"):
+        make(neftune_noise_alpha=5)
+
+
 def test_another_attention_is_left_alone(make):
     options = {"model_init_kwargs": {"dtype": "float32", "attn_implementation": "eager"}}
     with pytest.raises(ValueError, match="cannot work here: attn_implementation='eager'"):

@@ -116,7 +116,7 @@ class Packing:
 
             every = tuple(range(len(ids)))
             rounding, leak = apart(padded, alone, every), apart(packed, moved, (1, 2))
-            bound = CLEAN * rounding + FLOOR.get(_inner(trainer, model).dtype, 1e-2)
+            bound = CLEAN * rounding + FLOOR.get(_computed_in(trainer, model), 1e-2)
             found = apart(packed, padded, every)
             if not found <= bound:
                 reason = (
@@ -274,6 +274,8 @@ def reason_against(trainer: OnlineTrainer) -> str | None:
     slow = attention.fast_kernel_is_missing(device)
     if slow is not None and not (trainer.args.padding_free and device.type == "cpu"):
         return slow
+    if trainer.args.neftune_noise_alpha:
+        return "neftune_noise_alpha draws noise by the length of a row, which would be that of all sequences"
     if _adds_tokens(trainer.accelerator.unwrap_model(trainer.model)):
         return "the adapter puts virtual tokens before each sequence"
     return next(filter(None, (_why_not(trainer, model) for model in _models(trainer))), None)
@@ -287,6 +289,12 @@ def _models(trainer: OnlineTrainer) -> list[PreTrainedModel]:
 def _inner(trainer: OnlineTrainer, model: nn.Module) -> PreTrainedModel:
     found = trainer.accelerator.unwrap_model(model)
     return cast(PreTrainedModel, found.get_base_model() if is_peft_model(found) else found)
+
+
+def _computed_in(trainer: OnlineTrainer, model: nn.Module) -> torch.dtype:
+    """What products are rounded to: autocast's type, whatever the weights are stored in."""
+    mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    return mixed.get(trainer.accelerator.mixed_precision, _inner(trainer, model).dtype)
 
 
 def _adds_tokens(model: nn.Module) -> bool:
