@@ -71,13 +71,15 @@ def test_a_stranger_can_do_nothing(action):
 
 
 @fault("S.server_unauthenticated")
-def test_what_was_heard_cannot_be_said_again():
+@pytest.mark.parametrize("path", [CALL, "/v1/completions"])
+def test_what_was_heard_cannot_be_said_again(path):
+    """A rollout neither: an engine that is kept busy does not reset its prefix cache."""
     vllm = FakeVLLM()
     served, body = guarded(vllm), call("qerl_noise", "0.0", "1", "2", "3")
-    headers = signed("POST", CALL, body)
-    assert ask(served, "POST", CALL, body, headers)[0] == 200
-    status, content = ask(served, "POST", CALL, body, headers)
-    assert status == 401 and "received before" in content["error"] and len(vllm.asked) == 1
+    headers = signed("POST", path, body)
+    assert ask(served, "POST", path, body, headers)[0] == 200
+    status, content = ask(served, "POST", path, body, headers)
+    assert status == 401 and "received before" in content["error"] and len(vllm.asked + vllm.reached) == 1
 
 
 @fault("S.server_unauthenticated")
@@ -271,9 +273,7 @@ CALLS = {
 @pytest.mark.parametrize("case", CALLS)
 def test_garbage_during_the_run_is_told(case, monkeypatch):
     monkeypatch.setenv(SECRET, KEY)
-    monkeypatch.setattr(
-        "urllib3.util.retry.Retry.sleep", lambda *_: None
-    )  # TRL's session asks four times, and waits in between
+    monkeypatch.setattr("qerl_trl.rollout.client._WAITS", (0.0,) * 5)
     action, content, words = CALLS[case]
     healthy = [True]
 

@@ -263,6 +263,27 @@ def test_between_two_calls_no_connection_is_kept(monkeypatch, tmp_path):
     assert seen[0]["Connection"] == "close" and seen[0]["Authorization"].startswith("Basic ")
 
 
+def test_what_is_asked_again_is_signed_again(monkeypatch):
+    """A signature is good once, and for five minutes: a rollout may take longer before its connection breaks."""
+    pytest.importorskip("vllm")
+    from qerl_trl.rollout import client as module
+
+    monkeypatch.setattr(module, "_WAITS", (0.0,) * 5)
+    signatures, answers = [], [503, None, 200]
+
+    def answer(method, path, headers, body):
+        if path in ("/health", "/v1/models"):
+            return 200, b'{"data": [{"id": "model"}]}'
+        signatures.append(headers["X-Qerl-Signature"])
+        if (status := answers[len(signatures) - 1]) is None:
+            raise OSError("the connection breaks")
+        return status, b"{}"
+
+    with http(answer) as (url, _):
+        assert Client(url, KEY.encode(), 5.0)._get(f"{url}/v1/elsewhere") == {}
+    assert len(set(signatures)) == 3
+
+
 def test_a_server_that_goes_silent_is_not_waited_for_for_ever(monkeypatch):
     pytest.importorskip("vllm")
     given = {}

@@ -36,6 +36,9 @@ _REMEDIES = {
     503: "The server is not ready: see its log",
 }
 _SHOWN = 300
+#: seconds before a request is repeated whose connection broke, or whose answer was one of `_TROUBLE`, that one no more than `_TROUBLED` times
+_WAITS = (0.0, 4.0, 8.0, 16.0, 32.0)
+_TROUBLE, _TROUBLED = (500, 502, 503), 3
 #: requests at a time where each prompt has a seed of its own
 CONCURRENCY = 256
 
@@ -57,6 +60,29 @@ class Signature(AuthBase):
         return request
 
 
+class AskingAgain(HTTPAdapter):
+    """Asks again after what is usually over soon, as TRL's session does; each time with a signature of its own, which is good once and for five
+    minutes. What the last answer says is what the user is told."""
+
+    def __init__(self, signature: Signature) -> None:
+        super().__init__(pool_maxsize=CONCURRENCY)
+        self._signature = signature
+
+    def send(self, request: requests.PreparedRequest, *args: Any, **kwargs: Any) -> requests.Response:
+        for asked, wait in enumerate(_WAITS, 1):
+            try:
+                response = super().send(request, *args, **kwargs)
+            except requests.ConnectionError:
+                pass
+            else:
+                if response.status_code not in _TROUBLE or asked > _TROUBLED:
+                    return response
+                response.close()
+            time.sleep(wait)
+            self._signature(request)
+        return super().send(request, *args, **kwargs)
+
+
 class Client(VLLMClient):
     """TRL's client, whose requests are signed and whose answers are checked.
 
@@ -76,15 +102,13 @@ class Client(VLLMClient):
             super().__init__(base_url=url, connection_timeout=timeout)
         #: answer of `qerl_describe` that the trainer was compared with
         self.description: Mapping[str, Any] = {}
-        # TRL's own session asks again after an answer of 500, 502 or 503, and says in the end that there were too many: the last one says why
+        signature = Signature(secret, self.base_url)
         for scheme in ("http://", "https://"):
-            if isinstance(adapter := self.session.get_adapter(scheme), HTTPAdapter):
-                retries = adapter.max_retries.new(raise_on_status=False)
-                self.session.mount(scheme, HTTPAdapter(max_retries=retries, pool_maxsize=CONCURRENCY))
+            self.session.mount(scheme, AskingAgain(signature))
         # our calls ask once, each by a connection of its own: between two of a step the server may have closed one that nobody used
         self.control = requests.Session()
         self.control.headers["Connection"] = "close"
-        self.session.auth = self.control.auth = Signature(secret, self.base_url)
+        self.session.auth = self.control.auth = signature
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 1.0) -> None:
         """Wait until the server answers; TRL's waits for ever for one that hangs, or is no vLLM.

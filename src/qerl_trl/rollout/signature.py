@@ -70,11 +70,8 @@ class Verifier:
             deque()
         )  # when a number may be forgotten; only requests that were signed
 
-    def check(self, header: str, method: str, target: str, once: bool = True) -> str:
-        """The digest (sha256) that the body must have.
-
-        Args:
-            once: refuse a signature that was used before. Not for what changes nothing: TRL's client repeats a request that failed.
+    def check(self, header: str, method: str, target: str) -> str:
+        """The digest (sha256) that the body must have. A signature passes once.
 
         Raises:
             [`SignatureError`]: says why.
@@ -93,9 +90,8 @@ class Verifier:
             )
         while self._until and self._until[0][0] < now:
             self._used.discard(self._until.popleft()[1])
-        if once:
-            if number in self._used:
-                raise SignatureError("the request was received before")
-            self._used.add(number)
-            self._until.append((now + 2 * WINDOW, number))
+        if number in self._used:
+            raise SignatureError("the request was received before")
+        self._used.add(number)
+        self._until.append((now + 2 * WINDOW, number))
         return digest

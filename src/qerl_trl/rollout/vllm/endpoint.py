@@ -7,7 +7,7 @@ the trainer first asks for completions.
 | path | who |
 |---|---|
 | `/health`, `/v1/models` and the other `STATUS` | everybody |
-| generation | signed (rollout/signature.py); everybody where `QERL_SERVER_OPEN_GENERATION=1` |
+| generation | signed (rollout/signature.py), each signature once; everybody where `QERL_SERVER_OPEN_GENERATION=1` |
 | `CALL`: methods of the worker extension, and then the prefix cache where asked; `RESET`: that alone | signed, each signature once |
 | everything else | nobody |
 """
@@ -109,16 +109,14 @@ class RolloutEndpoint:
             if self._open and not _headers(scope, HEADER):
                 await self._stranger(scope, receive, send)
             else:
-                body = await self._signed(scope, receive, MAX_PROMPTS, once=False)
+                body = await self._signed(scope, receive, MAX_PROMPTS)
                 if path == COMPLETIONS:
                     _pack(scope)
                 await self.app(scope, _again(bytes(body), receive), send)
         else:
             raise Refusal(403, f"{method} {path[:200]} is closed on a rollout server of qerl-trl.")
 
-    async def _signed(
-        self, scope: MutableMapping[str, Any], receive: Receive, limit: int, once: bool = True
-    ) -> bytearray:
+    async def _signed(self, scope: MutableMapping[str, Any], receive: Receive, limit: int) -> bytearray:
         """The body of a signed request; the signature is checked before anything is read.
 
         Raises:
@@ -129,7 +127,7 @@ class RolloutEndpoint:
         target = scope["path"] + (f"?{query}" if query else "")
         given = _headers(scope, HEADER)
         try:
-            digest = self._verifier.check(given[0] if len(given) == 1 else "", scope["method"], target, once)
+            digest = self._verifier.check(given[0] if len(given) == 1 else "", scope["method"], target)
         except SignatureError as error:
             raise Refusal(401, f"Not signed by this server's trainer: {error}.") from error
         body, length = bytearray(_length(scope, limit)), 0
