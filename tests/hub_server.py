@@ -105,11 +105,25 @@ def _handler(hub: StandInHub):
                     return route(self, body, *match.groups())
             return self._answer(404, {"error": f"the stand-in has no {method} {path}"})
 
-        def _repo(self, name):
+        def _repo(self, name, revision=None):
             repo = hub.repos.get(name)
             if repo is None:
                 self._answer(404, {"error": "Repository not found"}, [("X-Error-Code", "RepoNotFound")])
+            elif revision not in (None, "main", *repo.get("branches", ())) and not re.fullmatch(
+                "[0-9a-f]{40}", revision
+            ):
+                repo = self._answer(
+                    404, {"error": f"Invalid rev id: {revision}"}, [("X-Error-Code", "RevisionNotFound")]
+                )
             return repo
+
+        def branch(self, body, name, branch):
+            if (repo := self._repo(name)) is None:
+                return
+            if branch in repo.setdefault("branches", []):
+                return self._answer(409, {"error": "Reference already exists"})
+            repo["branches"].append(branch)
+            self._answer(200)
 
         def create(self, body):
             asked = json.loads(body)
@@ -124,7 +138,7 @@ def _handler(hub: StandInHub):
             return self._answer(200, {"url": f"{hub.endpoint}/{name}", "name": name})
 
         def info(self, body, name, revision=None):
-            if (repo := self._repo(name)) is None:
+            if (repo := self._repo(name, revision)) is None:
                 return
             siblings = [{"rfilename": file} for file in repo["files"]]
             sha = f"{len(repo['commits']):040x}"
@@ -133,7 +147,7 @@ def _handler(hub: StandInHub):
             )
 
         def tree(self, body, name, revision):
-            if (repo := self._repo(name)) is None:
+            if (repo := self._repo(name, revision)) is None:
                 return
             files = [
                 {"type": "file", "path": path, "size": len(data), "oid": "0"} for path, data in repo["files"].items()
@@ -144,7 +158,7 @@ def _handler(hub: StandInHub):
             self._answer(200, {"errors": [], "warnings": []})
 
         def preupload(self, body, name, revision):
-            if (repo := self._repo(name)) is None:
+            if (repo := self._repo(name, revision)) is None:
                 return
             files = []
             for file in json.loads(body)["files"]:
@@ -179,7 +193,7 @@ def _handler(hub: StandInHub):
             return self._answer(200)
 
         def commit(self, body, name, revision):
-            if (repo := self._repo(name)) is None:
+            if (repo := self._repo(name, revision)) is None:
                 return
             if hub.drop_commits > 0:
                 hub.drop_commits -= 1
@@ -200,7 +214,7 @@ def _handler(hub: StandInHub):
             self._answer(200, {"success": True, "commitOid": oid, "commitUrl": f"{hub.endpoint}/{name}/commit/{oid}"})
 
         def resolve(self, body, name, revision, file):
-            if (repo := self._repo(name)) is None:
+            if (repo := self._repo(name, revision)) is None:
                 return
             data = repo["files"].get(file)
             if data is None:
@@ -218,6 +232,7 @@ def _handler(hub: StandInHub):
         (rf"GET /api/models/{name}", Handler.info),
         (rf"GET /api/models/{name}/revision/([\w.-]+)", Handler.info),
         (rf"GET /api/models/{name}/tree/([\w.-]+)", Handler.tree),
+        (rf"POST /api/models/{name}/branch/([\w.-]+)", Handler.branch),
         (rf"POST /api/models/{name}/preupload/([\w.-]+)", Handler.preupload),
         (rf"POST /{name}\.git/info/lfs/objects/batch", Handler.batch),
         (rf"POST /api/models/{name}/commit/([\w.-]+)", Handler.commit),

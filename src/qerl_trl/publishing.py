@@ -106,7 +106,8 @@ class PublishingMixin(OnlineTrainer):
         private = self._is_private(private)
         if isinstance(self.accelerator.unwrap_model(self.model), PeftModel) and self.args.hub_base_model is None:
             hub.require_hub_base(self.model.config._name_or_path)  # now, not when it is trained
-        _, self.hub_model_id = hub.prepare_repository(self._repo_name(), private, token or self.args.hub_token)
+        api, self.hub_model_id = hub.prepare_repository(self._repo_name(), private, token or self.args.hub_token)
+        hub.make_branch(api, self.hub_model_id, self.args.hub_revision)
         self.push_in_progress = while_training.Pushes(self._output_dir())
 
     def _output_dir(self) -> str:

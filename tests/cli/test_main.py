@@ -476,6 +476,12 @@ def test_eval_of_a_quantized_folder(tiny_model_dir, tiny_tokenizer, tmp_path):
     code, _, err = call("eval", tmp_path / "out", "--data", tmp_path, "--max-new-tokens", 2, "--temperature", 0)
     assert code == 0, err
     assert json.loads((tmp_path / "out/eval-local.json").read_text())["base_format"] == "nvfp4"
+    small = ["--max-new-tokens", 2, "--temperature", 0]
+    code, _, err = call("eval", tmp_path / "out", "--data", tmp_path, "--protocol", "gsm8k", *small)
+    named = json.loads((tmp_path / "out/eval-gsm8k.json").read_text())["protocol"]
+    assert code == 0 and named["system_prompt"] and named["dataset"] == str(tmp_path), (
+        "what is asked for is not ignored"
+    )
     code, _, err = call("eval", tmp_path / "out", "--data", tmp_path, "--base-format", "bf16")
     assert code == 2 and "stored as nvfp4" in err and "name the unquantized model" in err
 

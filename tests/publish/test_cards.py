@@ -220,6 +220,23 @@ def test_targets_may_be_one_pattern():
     assert "alpha 4, on `.*(q|v)_proj`" in text
 
 
+@pytest.mark.parametrize(
+    ("lora", "slot"),
+    [
+        ({"r": 16}, 16),
+        ({"r": 12}, 16),
+        ({"r": 8, "options": {"rank_pattern": {"q_proj": 40}}}, 64),
+        ({"r": 8, "options": {"use_dora": True}}, None),
+        ({"r": 8, "options": {"modules_to_save": ["lm_head"]}}, None),
+        ({"r": 1000}, None),
+    ],
+    ids=str,
+)
+def test_vllm_is_started_with_a_rank_that_it_takes(lora, slot):
+    text = cards.render(facts("adapter", settings={**SETTINGS, "lora": {"alpha": 4, "targets": "q_proj", **lora}}))
+    assert (f"--max-lora-rank {slot} " in text) if slot else ("vllm serve" not in text)
+
+
 def test_an_adapter_of_which_nothing_is_known():
     text = cards.render({"kind": "adapter", "settings": {}})
     assert "None" not in text

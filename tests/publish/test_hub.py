@@ -125,6 +125,15 @@ def test_an_update_removes_stale_shards(server, exported, tiny_model_dir, tiny_t
     assert len(server.repos[REPO]["commits"]) == 2
 
 
+def test_a_branch_that_is_not_there_is_made(server, exported):
+    """At ab98d3d the Hub's 404 was shown, and an empty repository was left."""
+    for _ in range(2):
+        url = hub.push_folder(exported / "base", REPO, revision="v1")
+    assert server.repos[REPO]["branches"] == ["v1"] and "model.safetensors" in server.repos[REPO]["files"]
+    assert url.startswith(server.endpoint)
+    assert any(request.startswith("POST") and request.endswith("/commit/v1") for request in server.requests)
+
+
 def test_dropped_connections_are_retried(server, exported):
     server.drop_uploads, server.drop_commits = 2, 1
     hub.push_folder(exported / "base", REPO)

@@ -16,6 +16,9 @@ GOOD = "3 + 4 = 7\n#### 7"
         (GOOD, "7"),
         ("#### 1\n#### 2", "2"),
         (r"so \boxed{\frac{1}{2}} it is", r"\frac{1}{2}"),
+        (r"so \boxed{\frac{\sqrt{3}}{3}} it is", r"\frac{\sqrt{3}}{3}"),
+        (r"first \boxed{2}. Then \boxed{\frac{1}{\sqrt{2}}}", r"\frac{1}{\sqrt{2}}"),
+        (r"\boxed{2}, or \boxed{3", None),  # cut off: what it would have said is not known
         ("the answer is 7", None),
         ("####", None),
         ("#### \n7", None),
@@ -37,6 +40,8 @@ def test_final_answer(text, expected):
         ("x\n#### 77", "7", False),
         ("7", "7", False),
         (r"\boxed{\frac{1}{2}}", "0.5", True),
+        (r"The answer is \boxed{\frac{\sqrt{3}}{3}}.", r"so \boxed{\frac{\sqrt{3}}{3}}", True),
+        (r"The answer is \boxed{\frac{\sqrt{3}}{3}}.", r"\boxed{\frac{\sqrt{3}}{2}}", False),
         ("x\n#### 1/2", "0.5", True),
         ("x\n#### 7 apples", "7", True),
         ("x\n#### none", "7", False),

@@ -61,7 +61,10 @@ def example_command(
 
 def evaluate(
     model: Annotated[str, typer.Argument(help="Run or checkpoint with an adapter, or folder or Hub id of a model.")],
-    protocol: Annotated[str, typer.Option(help="gsm8k, math500, amc23, aime24, aime25, or local.")] = "gsm8k",
+    protocol: Annotated[
+        str | None,
+        typer.Option(help="gsm8k, math500, amc23, aime24, aime25, or local. Default: gsm8k; local with --data."),
+    ] = None,
     task: Annotated[
         str | None,
         typer.Option(help="The held-out problems of this task: its YAML file, or the name of a shipped one."),
@@ -147,7 +150,7 @@ def evaluate(
     device = device or ("cuda" if engine == "transformers" and torch.cuda.is_available() else "cpu")
     measured_task = problems = None
     if task is not None:
-        if data is not None or protocol != "gsm8k":
+        if data is not None or protocol is not None:
             raise ValueError("--task has data and grader of its own: leave --data and --protocol out.")
         measured_task, chosen = Task.read(task_file(task)), evaluation.Protocol("", system_prompt=None, temperature=0.0)
         problems = measured_task.splits()[1]
@@ -161,22 +164,21 @@ def evaluate(
             chosen,
             dataset=measured_task.hub_dataset or measured_task.label,
             config=measured_task.dataset_config,
-            split=measured_task.dataset_test_split,
+            split=measured_task.held_out_split or "",
             system_prompt=measured_task.system_prompt,
             grader=measured_task.grader if isinstance(measured_task.grader, str) else "own",
         )
         protocol = Path(task).stem
         if longest is not None:
             chosen = dataclasses.replace(chosen, max_new_tokens=longest)
-    elif protocol == "local" or data is not None:
+    elif (protocol := protocol or ("gsm8k" if data is None else "local")) == "local" or data is not None:
         if data is None:
             raise ValueError(
                 "--protocol local needs --data: a file (.jsonl, .csv), a folder with test.jsonl, or a Hub id."
             )
         chosen = evaluation.Protocol(data, system_prompt=None, grader="auto")
-        if protocol in evaluation.PROTOCOLS and protocol != "gsm8k":
+        if protocol in evaluation.PROTOCOLS:
             chosen = dataclasses.replace(evaluation.PROTOCOLS[protocol], dataset=data, config=None)
-        protocol = "local" if protocol == "gsm8k" else protocol
     elif protocol in evaluation.PROTOCOLS:
         chosen = evaluation.PROTOCOLS[protocol]
     else:

@@ -15,12 +15,13 @@ import jinja2
 import yaml
 
 from .. import checkpoint, report
+from ..rollout.vllm.offline import slot_of
 from . import figures
 from .names import is_hub_id, public_name
 from .records import FACTS_NAME, Export, Facts, Kind, Quantization
 
 if TYPE_CHECKING:  # they import PEFT, which `qerl-trl quantize` does without
-    from ..identity import RunSettings
+    from ..identity import LoraSettings, RunSettings
     from .run import Exportable
 
 #: kind -> template
@@ -195,9 +196,18 @@ def render(facts: Facts) -> str:
         "trained": facts["kind"] != "nvfp4_base",
         "trainer_class": trainer_class,
         "config_class": config_class,
+        "slot": _slot(facts["settings"].get("lora")),
     }
     text = _templates(template_folder()).get_template(TEMPLATES[facts["kind"]]).render(context)
     return f"---\n{_header(facts, base, title)}---\n\n{text.strip()}\n"
+
+
+def _slot(lora: "LoraSettings | None") -> int | None:
+    """The rank that vLLM is started with for an adapter; `None` where it serves none such, or nobody knows what it is."""
+    options = (lora or {}).get("options", {})
+    if lora is None or options.get("use_dora") or options.get("modules_to_save"):
+        return None
+    return slot_of(max(lora["r"], *options.get("rank_pattern", {}).values(), 0))
 
 
 def _model_index(facts: Facts) -> list[dict[str, Any]]:

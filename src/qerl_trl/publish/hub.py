@@ -100,6 +100,13 @@ def _created(api: HfApi, repo_id: str, private: bool, notify: Callable[[str], No
     return repo_id
 
 
+def make_branch(api: HfApi, repo_id: str, revision: str | None) -> None:
+    """A branch that is committed to has to be there; of what is there already nothing changes."""
+    if revision is not None and not revision.startswith("refs/"):
+        with _explained(repo_id):
+            _retried(lambda: api.create_branch(repo_id, branch=revision, exist_ok=True))
+
+
 @contextmanager
 def _explained(repo_id: str) -> Iterator[None]:
     """Turn what can go wrong on the way to the Hub into a `HubError` that says what to do, without the token."""
@@ -242,6 +249,7 @@ def _publish(
     api = _announced(repo_id, private, token, notify)
     look(api)
     repo_id = _created(api, repo_id, private, notify)
+    make_branch(api, repo_id, revision)
     facts = {**facts, "repo_id": repo_id}
     if base is not None and (packed := stored_packed(api, base)) is not None:
         facts["base_packed"] = packed

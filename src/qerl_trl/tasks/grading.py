@@ -21,7 +21,7 @@ Grader = Callable[[str, Any], bool]
 
 ANSWER_MARK = "####"
 MARKED = re.compile(r"####[ \t]*(\S[^\n]*)")
-_BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}")
+_BOXED = r"\boxed{"
 _PLAIN_NUMBER = re.compile(r"^-?\d+(?:\.\d+)?$")
 #: letters of any script, and what joins them in a phrase
 _WORDS = re.compile(r"^[^\W\d_]{2,}(?:[\s'\u2019-]+[^\W\d_]+)*[.!?]?$")
@@ -29,8 +29,19 @@ _WORDS = re.compile(r"^[^\W\d_]{2,}(?:[\s'\u2019-]+[^\W\d_]+)*[.!?]?$")
 
 def final_answer(text: str) -> str | None:
     """What a solution states as its answer: the rest of the last `####` line, or the last `\\boxed{}`; `None` without."""
-    found = MARKED.findall(text) or _BOXED.findall(text)
-    return found[-1].strip() if found else None
+    found = MARKED.findall(text)
+    return found[-1].strip() if found else _boxed(text)
+
+
+def _boxed(text: str) -> str | None:
+    """What is in the last box, whose braces may hold any others; `None` where there is none, or where it does not end."""
+    _, box, rest = text.rpartition(_BOXED)
+    depth = 1
+    for at, letter in enumerate(rest if box else ""):
+        depth += (letter == "{") - (letter == "}")
+        if depth == 0:
+            return rest[:at].strip()
+    return None
 
 
 def _spaced(answer: str) -> str:

@@ -145,7 +145,7 @@ def _report(
         "seed": args.seed,
         "task": task.label,
         "dataset": task.hub_dataset,
-        "split": task.dataset_test_split,
+        "split": task.held_out_split,
         "decoding": f"{how}, noise off",
         "measured_by": way,
         "arm": arm_of(settings),

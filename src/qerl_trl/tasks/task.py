@@ -167,6 +167,11 @@ class Task:
             return function_named(named, "dataset_name", self.folders)
         return found(named, self.folders) or named
 
+    @property
+    def held_out_split(self) -> str | None:
+        """The split of the data set that is measured; `None` where it is a part of the training split."""
+        return self.dataset_test_split if self.test_split_size is None else None
+
     def splits(self) -> tuple[Dataset, Dataset]:
         """(training, held-out) problems with their prompts.
 

@@ -104,3 +104,38 @@ def test_engines_that_say_nothing():
     reuse = PrefixReuse()
     reuse.check([answer((1, 2, 3), None), object()])
     reuse.check([])
+
+
+def test_completions_of_one_prompt_reuse_each_other():
+    """vLLM says of them what the last one to end has reused, which the first one computed."""
+    reuse, prompt = PrefixReuse(), tuple(range(40))
+    reuse.check([answer(prompt, 32, (7, 8), (7, 9))])
+    reuse.check([answer((*prompt, 7, 8, 1), 40)])
+    with pytest.raises(RolloutError):
+        reuse.check([answer((*range(100, 140), 1), 32)])
+
+
+def test_what_was_given_up_does_not_answer_the_next_call(monkeypatch):
+    """At ab98d3d two new prompts got the completions of two that a limit of time had ended."""
+    from types import SimpleNamespace
+
+    from vllm import LLM
+
+    from qerl_trl.rollout.vllm.reuse import WatchedLLM
+
+    aborted = []
+    llm = WatchedLLM.__new__(WatchedLLM)
+    llm.reuse = PrefixReuse()
+    llm.llm_engine = SimpleNamespace(
+        output_processor=SimpleNamespace(request_states={"3": None, "4": None}),
+        abort_request=lambda ids, internal: aborted.append((ids, internal)),
+    )
+
+    def hangs(self, *args, **kwargs):
+        raise KeyboardInterrupt
+
+    for name in ("generate", "chat"):
+        monkeypatch.setattr(LLM, name, hangs)
+        with pytest.raises(KeyboardInterrupt):
+            getattr(llm, name)([])
+    assert aborted == [(["3", "4"], True)] * 2

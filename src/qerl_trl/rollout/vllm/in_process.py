@@ -96,6 +96,7 @@ class InProcessEngine(Engine):
                 "vLLM refused to reset its prefix cache (requests are still running), so the next rollout would mix the new "
                 "adapter with attention states of the old one. Do not call generate() from several threads."
             )
+        self._running.llm_engine.reset_encoder_cache()  # of pictures, by a tower that may be trained
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Completion]:
         ranks = [[list(prompt) for prompt in prompts]]
@@ -111,6 +112,10 @@ class InProcessEngine(Engine):
             [_parameters(sampling, index) for index in range(len(everyone))],
             use_tqdm=False,
         )
+        if len(outputs) != len(everyone):
+            raise RolloutError(
+                f"vLLM answered {len(everyone)} prompts with {len(outputs)} completions: others are asking this engine too. Ask it from one thread."
+            )
         return [_completion(output) for output in outputs[start : start + len(prompts)]]
 
     def trl_attributes(self) -> dict[str, Any]:

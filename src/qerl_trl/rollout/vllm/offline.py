@@ -8,6 +8,11 @@ from typing import Any
 _SLOT_RANKS = (8, 16, 32, 64, 128, 256, 512)
 
 
+def slot_of(rank: int) -> int | None:
+    """vLLM's `max_lora_rank` for an adapter of this rank; `None`: its slots have no such size."""
+    return next((size for size in _SLOT_RANKS if size >= rank), None)
+
+
 class CheckpointEngine:
     """vLLM on `model`, a folder or Hub id of a bf16 or NVFP4 checkpoint.
 
@@ -31,7 +36,7 @@ class CheckpointEngine:
         if adapter is not None:
             self.request = LoRARequest("adapter", 1, adapter)
             rank = json.loads(Path(adapter, "adapter_config.json").read_text())["r"]
-            slot = next((size for size in _SLOT_RANKS if size >= rank), None)
+            slot = slot_of(rank)
             if slot is None:
                 raise ValueError(
                     f"The adapter in {adapter} has rank {rank}; vLLM's slots end at {_SLOT_RANKS[-1]}. Merge it "

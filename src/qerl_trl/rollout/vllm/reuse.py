@@ -6,7 +6,8 @@ another prompt of the same call, or with what was sampled since.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from vllm import LLM
@@ -41,7 +42,9 @@ class PrefixReuse:
         for output in outputs:
             if isinstance(output, RequestOutput) and output.prompt_token_ids and output.num_cached_tokens is not None:
                 prompt = tuple(output.prompt_token_ids)
-                reused[prompt] = min(reused.get(prompt, len(prompt)), output.num_cached_tokens)
+                # of several completions (n) vLLM says what the one that ended last has reused, which may be of the first one
+                cached = output.num_cached_tokens if len(output.outputs) == 1 else 0
+                reused[prompt] = min(reused.get(prompt, len(prompt)), cached)
                 for completion in output.outputs:
                     owners.setdefault((*prompt, *completion.token_ids), set()).add(prompt)
         if not reused:
@@ -88,6 +91,26 @@ class WatchedLLM(LLM):
 
     @rarely()
     def generate(self, *args: Any, **kwargs: Any) -> list[RequestOutput]:
-        outputs = super().generate(*args, **kwargs)
+        with self._given_up():
+            outputs = super().generate(*args, **kwargs)
         self.reuse.check(outputs)
         return outputs
+
+    @rarely()
+    def chat(self, *args: Any, **kwargs: Any) -> list[RequestOutput]:
+        with self._given_up():
+            outputs = super().chat(*args, **kwargs)
+        self.reuse.check(outputs)
+        return outputs
+
+    @contextmanager
+    def _given_up(self) -> Iterator[None]:
+        """What was asked in the block is forgotten where it ends with an error (a limit of time, Ctrl-C): vLLM would go on with it in the next call,
+        and answer that one with it."""
+        try:
+            yield
+        except BaseException:
+            with suppress(Exception):  # of an engine that may be dead; what it died of is on its way
+                asked = list(self.llm_engine.output_processor.request_states)
+                self.llm_engine.abort_request(asked, internal=True)
+            raise
