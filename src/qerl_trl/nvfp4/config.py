@@ -30,7 +30,14 @@ import torch
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.quantizers import register_quantization_config
 from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -241,14 +248,28 @@ def pretrained_kwargs(
     return {"config": config}
 
 
+def auto_class_of(config: PretrainedConfig, architecture: str | None = None) -> Any:
+    """What a checkpoint is loaded by so that it is the model which TRL trains: the class that its configuration names, with the tower that it may have.
+
+    Args:
+        architecture: name of the class; by default the configuration's first.
+    """
+    named = architecture or next(iter(config.architectures or ()), None)
+    pictures: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
+    remote = "AutoModelForImageTextToText" in (getattr(config, "auto_map", None) or {})
+    with_tower = remote or (pictures is not None and pictures.__name__ == named)
+    return AutoModelForImageTextToText if with_tower else AutoModelForCausalLM
+
+
 def from_pretrained(
     model_id: str | os.PathLike,
     quantization_config: NVFP4Config | None = None,
     *,
-    model_class: Any = AutoModelForCausalLM,
+    model_class: Any = None,
     **kwargs: Any,
 ) -> PreTrainedModel:
-    """Load a model in NVFP4 from a dense, compressed-tensors or ModelOpt checkpoint (folder or Hub repository).
+    """Load a model in NVFP4 from a dense, compressed-tensors or ModelOpt checkpoint (folder or Hub repository), by default as the class that TRL
+    loads it as ([`auto_class_of`]).
 
     `kwargs` go to `model_class.from_pretrained` (`device_map`, `attn_implementation`, `revision`, ...), and to the model's configuration what
     it has (`num_labels`, ...), as in transformers.
@@ -266,6 +287,9 @@ def from_pretrained(
     elif "config" in chosen:  # transformers does it to a configuration that it reads itself
         known = chosen["config"].to_dict().keys() - {"dtype"} | {"num_labels"}
         chosen["config"].update({key: kwargs.pop(key) for key in known & kwargs.keys()})
+    if model_class is None:
+        known = kwargs.get("config") or chosen.get("config") or AutoConfig.from_pretrained(model_id, **hub)
+        model_class = auto_class_of(known)
     return model_class.from_pretrained(model_id, **{**kwargs, **chosen})
 
 

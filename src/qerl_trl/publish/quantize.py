@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from huggingface_hub import snapshot_download
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from .. import base_identity, checkpoint, forward, loading, report
 from ..folders import hub_commit, named_in_errors
 from ..nvfp4 import headers, layouts, shards
 from ..nvfp4.architectures import DECODER
-from ..nvfp4.config import NVFP4Config
+from ..nvfp4.config import NVFP4Config, auto_class_of
 from ..nvfp4.headers import TensorInfo
 from ..nvfp4.linear import PACKED
 from . import custom_code, read_back, staging, writer
@@ -198,7 +198,7 @@ def _matched(
     not known), checked against each other."""
     tensors = shards.read_folder(folder)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        model = auto_class_of(config).from_config(config, trust_remote_code=trust_remote_code)
     converted = nvfp4_config.linears_to_quantize(model)
     headers.check_dense_headers(tensors, converted)
     absent = [name for name in converted if f"{name}.weight" not in tensors]

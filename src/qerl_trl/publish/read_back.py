@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from .. import checkpoint, forward
 from ..nvfp4 import shards
+from ..nvfp4.config import auto_class_of
 from ..nvfp4.headers import TensorInfo
 from ..nvfp4.linear import PACKED, NVFP4Linear
 from .quantize_jobs import read_tensor
@@ -52,7 +53,7 @@ def _skeleton(folder: Path, tensors: dict[str, TensorInfo]) -> PreTrainedModel:
     dtype = config.dtype or torch.bfloat16
     del config.quantization_config
     with init_empty_weights(include_buffers=False):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model: PreTrainedModel = auto_class_of(config).from_config(config, dtype=dtype)
         for name, module in list(model.named_modules()):
             if f"{name}.{PACKED[0]}" in tensors:
                 size, bias = (module.in_features, module.out_features), module.bias is not None

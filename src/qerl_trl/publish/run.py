@@ -7,13 +7,13 @@ from typing import Any, NamedTuple, TypeGuard, cast
 
 import torch
 from peft import PeftConfig, PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import base_identity, checkpoint, forward, identity
 from ..identity import RunSettings
 from ..loading import begin, finish, from_pretrained, load_config
 from ..lora import load_adapter
-from ..nvfp4.config import NVFP4Config
+from ..nvfp4.config import NVFP4Config, auto_class_of
 from ..nvfp4.headers import require_finite
 from ..nvfp4.linear import has_nvfp4
 from ..upstream import OnlineTrainer
@@ -134,7 +134,8 @@ def _load_base(
         model = from_pretrained(base_model, config, dtype=getattr(torch, dtype), **hub)
     else:
         begin(base_model)
-        model = AutoModelForCausalLM.from_pretrained(base_model, dtype=dtype, **hub)
+        kind = auto_class_of(AutoConfig.from_pretrained(base_model, revision=hub["revision"]))
+        model = kind.from_pretrained(base_model, dtype=dtype, **hub)
         finish(model, revision=hub["revision"] or "main")
         forward.compare(model)
     # the unquantized base of a run on NVFP4 is another model, and has no recorded fingerprint
@@ -340,7 +341,7 @@ def load_any(
         options: dict[str, Any] = {"dtype": dtype or "auto"}
         if packed:
             options = {"config": config, "dtype": getattr(torch, dtype or "bfloat16")}
-        loaded = AutoModelForCausalLM.from_pretrained(model, device_map={"": device}, **options).eval()
+        loaded = auto_class_of(config).from_pretrained(model, device_map={"": device}, **options).eval()
     finish(loaded, revision="main")
     forward.compare(loaded)
     settings: RunSettings = {"model": model, "base_format": "nvfp4" if has_nvfp4(loaded) else "bf16"}
