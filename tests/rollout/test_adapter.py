@@ -1,5 +1,7 @@
 """What a rollout needs to know of the model's adapter."""
 
+import re
+
 import pytest
 from peft import LoraConfig, get_peft_model
 from torch import nn
@@ -42,3 +44,20 @@ def test_sharding_that_hides_the_adapter_is_refused(zero_stage, fsdp_version, na
         check_sharding(zero_stage, fsdp_version)
     check_sharding(2, None)
     check_sharding(0, 2)
+
+
+def test_an_adapter_on_a_tower_is_refused_before_an_engine_is_built():
+    """The probe's text runs no tower, and without pictures the engine has none: the start ended with a KeyError, or "no buffers in vLLM"."""
+    from peft import LoraConfig, get_peft_model
+
+    from qerl_trl.rollout.adapter import check_servable
+    from tests.architectures import dense_model
+
+    def adapted(**options):
+        config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", **options)
+        return get_peft_model(dense_model("gemma3"), config)
+
+    with pytest.raises(ValueError, match=r"layers of a tower for pictures, such as .*exclude_modules=") as told:
+        check_servable(adapted())
+    named = re.search(r"exclude_modules='(.*?)'\)", str(told.value)).group(1).replace("\\\\", "\\")
+    check_servable(adapted(exclude_modules=named))

@@ -11,6 +11,8 @@ from torch import nn
 
 from ..lora import adapted_layers
 from ..names import canonical_name
+from ..nvfp4.architectures import in_tower
+from ..nvfp4.layouts import pattern_of
 
 
 def active_adapter(model: nn.Module) -> str:
@@ -60,6 +62,12 @@ def check_servable(model: nn.Module) -> None:
             problems.append(f"modules_to_save with {canonical_name(name)}")
         if isinstance(module, LoraLayer) and adapter in module.lora_embedding_A:
             problems.append(f"an adapter on the embeddings {canonical_name(name)}")
+    layers = [canonical_name(name) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
+    if towers := [name for name in layers if in_tower(name)]:
+        tower = next(part for part in towers[0].split(".") if in_tower(part))
+        problems.append(
+            f"an adapter on {len(towers)} layers of a tower for pictures, such as {towers[0]} (leave them out: exclude_modules={pattern_of([tower])!r})"
+        )
     if problems:
         raise ValueError(
             f"vLLM rollouts cannot carry this adapter: {'; '.join(problems)}. Use plain LoRA (rank, alpha, rsLoRA and linear "
