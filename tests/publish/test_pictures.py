@@ -61,7 +61,7 @@ def test_a_policy_with_a_tower_is_rebuilt_merged_and_quantized(name, tmp_path):
     assert type(merged) is kind and architectures.difference(architectures.logits(merged), expected) < 0.1
 
     if name != "qwen3.5-9b":  # whose checkpoints have other names than their modules, which quantize does not translate
-        with pytest.raises(ValueError, match="names differ from the model's. Load it with from_pretrained"):
+        with pytest.raises(ValueError, match="names differ from the model's"):
             quantize_folder(folder, tmp_path / "packed")
         return
     quantize_folder(folder, tmp_path / "packed")
