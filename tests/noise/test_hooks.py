@@ -1,7 +1,9 @@
 """The noise itself and how it is laid over live norms: exact values, exact restoration, gradients, wrappers."""
 
 import copy
+import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -384,3 +386,13 @@ def test_distributed_data_parallel(one_process_group, noisy):
     found = gradients(parallel)
     for name in expected:
         torch.testing.assert_close(found[f"module.{name}"], expected[name], rtol=1e-5, atol=1e-7, msg=name)
+
+
+def test_norms_are_let_go_with_their_model():
+    """A trainer that was never trained left its norms, and their noise, in a table for good."""
+    model = nn.Sequential(nn.RMSNorm(4), nn.Linear(4, 4))
+    NormNoise({"0": model[0]})
+    norm = weakref.ref(model[0])
+    del model
+    gc.collect()
+    assert norm() is None

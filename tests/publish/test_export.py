@@ -74,6 +74,20 @@ def assert_untouched(model, before):
         assert torch.equal(after[name], value), name
 
 
+@pytest.mark.parametrize("saved", [["lm_head"], ["embed_tokens"], ["lm_head", "embed_tokens"]], ids=str)
+def test_the_base_of_a_trained_head_or_embedding_stays_tied(tiny_tokenizer, tmp_path, saved):
+    """At 5445a84 it was written with two matrices, which nobody took for the run's base any more."""
+    from tests.tiny_models import make_tiny_model
+
+    make_tiny_model("qwen2", tie_word_embeddings=True).save_pretrained(tmp_path / "model")
+    policy = make_policy(tmp_path / "model", target_modules=["q_proj"], modules_to_save=saved)
+    export.save_base(policy, tmp_path / "base", tiny_tokenizer)
+    loaded = from_pretrained(tmp_path / "base")
+    assert loaded.config.tie_word_embeddings and loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    dense = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert torch.equal(loaded.lm_head.weight.float(), dense.lm_head.weight.float().to(loaded.dtype).float())
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_merged_is_the_policy_exactly_in_float32(tiny_model_dir, tiny_tokenizer, tmp_path, variant):
     policy = make_policy(tiny_model_dir("qwen2"), **VARIANTS[variant])

@@ -13,8 +13,9 @@ from torch import nn
 
 from .generator import standard_noises
 
-# norm modules that a NormNoise has hooks on, and which: two of them on one norm would add up
-_noisy_modules: "weakref.WeakKeyDictionary[nn.Module, tuple[NormNoise, str]]" = weakref.WeakKeyDictionary()
+# norm modules that a NormNoise has hooks on, and which: two of them on one norm would add up. It knows its norms, so that the table may hold neither:
+# the norm's hooks do
+_noisy_modules: "weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[NormNoise], str]]" = weakref.WeakKeyDictionary()
 
 #: how far, relatively, the rms that an engine reports may be from sigma: of n values it varies by 1 / sqrt(2 n), of rounded norms by far more
 _AS_ASKED = 0.25
@@ -203,7 +204,7 @@ class NormNoise:
         # exception in the middle of a forward.
         self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
         self._handles.append(module.register_forward_hook(after, prepend=True, always_call=True))
-        _noisy_modules[module] = self, name
+        _noisy_modules[module] = weakref.ref(self), name
 
     def _swap_in(self, name: str, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         parameters = _parameters(module)
@@ -266,7 +267,8 @@ def laid_on(modules: Iterable[nn.Module], rehearse: bool = False) -> Iterator[bo
         False where it cannot be done, and the hooks act as ever: norms that torch's own kernels compute in one dtype, norms with hooks of others,
         or 16-bit norms without autocast, by which the layers that read a norm get one dtype whatever the norm's.
     """
-    noisy = [(module, *_noisy_modules[module]) for module in modules if module in _noisy_modules]
+    found = [(module, *_noisy_modules[module]) for module in modules if module in _noisy_modules]
+    noisy = [(module, noise, name) for module, known, name in found if (noise := known()) is not None]
     acting = [(*row, _weight(row[0])) for row in noisy if rehearse or row[1]._acts_on(row[0])]
     torchs = any(isinstance(module, nn.LayerNorm | nn.RMSNorm) for module, *_ in acting)
     rounded = any(w.dtype not in _EXACT and not torch.is_autocast_enabled(w.device.type) for *_, w in acting)

@@ -124,11 +124,14 @@ def entries_of(policy: TrainedPolicy, with_adapter: bool) -> list[Entry]:
     for key, tensor in model.state_dict().items():
         _require_whole(key, tensor)
         owner = next((prefix for prefix in _prefixes(key) if prefix in owners), None)
+        place = (tensor.data_ptr(), tensor.shape, tensor.stride())
+        # of what was trained beside it (modules_to_save), the base's own is as it was, tied perhaps
+        if owner is None or (isinstance(owners[owner], ModulesToSaveWrapper) and not with_adapter):
+            if place in seen:  # a tied tensor is written once, under its first name
+                continue
+            seen.add(place)
         if owner is None:
-            place = (tensor.data_ptr(), tensor.shape, tensor.stride())
-            if place not in seen:  # a tied tensor is written once, under its first name
-                seen.add(place)
-                entries.append(Entry(key, tuple(tensor.shape), tensor.dtype, partial(_same, tensor)))
+            entries.append(Entry(key, tuple(tensor.shape), tensor.dtype, partial(_same, tensor)))
             continue
         entries += _layer_entries(owner, owners[owner], key.removeprefix(f"{owner}."), tensor, with_adapter)
     renamed = _disk_names(model, entries)
