@@ -41,11 +41,13 @@ def test_bytes_after_the_line_are_the_last_argument():
 
 
 @pytest.mark.parametrize("parts", [1, 7])
-def test_signed_generation_arrives_whole_and_may_be_repeated(parts):
+def test_signed_generation_arrives_whole_and_is_signed_again_where_it_is_repeated(parts):
     vllm, body = FakeVLLM(), bytes(range(256)) * 9
-    served, headers = guarded(vllm), signed("POST", "/v1/completions", body)
-    for _ in range(2):  # as TRL's client repeats what failed
+    served = guarded(vllm)
+    for _ in range(2):  # as our client repeats what failed
+        headers = signed("POST", "/v1/completions", body)
         assert ask(served, "POST", "/v1/completions", body, headers, parts)[0] == 200
+        assert ask(served, "POST", "/v1/completions", body, headers, parts)[0] == 401
     assert vllm.bodies == [body, body]
 
 
