@@ -42,8 +42,8 @@ class SavingMixin(InStepMixin, PublishingMixin):
     _unpushed: str | None = None
     #: settings that were allowed to change on the way
     _changed: tuple[str, ...] = ()
-    #: random state before the batch that is being made
-    _before_batch: "_Moment | None" = None
+    #: whether a batch is being made, or judged
+    _in_batch: bool = False
     #: TRL's count of micro-batches when the latest step had ended
     _updated_at: int = 0
     #: a step after which no micro-batch of the next one had begun when a rollout did, and that moment
@@ -232,16 +232,16 @@ class SavingMixin(InStepMixin, PublishingMixin):
             return super().evaluate(*args, **kwargs)
 
     @contextmanager
-    def rescued(self, since: "_Moment | None" = None) -> Iterator[None]:
+    def rescued(self, made: bool = False) -> Iterator[None]:
         """Around the making of a batch, rollout and rewards. Where it lies between two updates, or its step began with another rollout, and it fails,
         the step that has ended is saved as it was, and the same command goes on from there.
 
         Args:
-            since: the moment before that batch, where it is judged later than it was made.
+            made: whether the batch was made before, and is judged now.
         """
-        self._before_batch, self._all_failed = since or _Moment.now(self.state), False
-        if since is None and self._step == self._updated_at:
-            self._between = self.state.global_step, self._before_batch
+        self._in_batch, self._all_failed = True, False
+        if not made and self._step == self._updated_at:
+            self._between = self.state.global_step, _Moment.now(self.state)
         try:
             yield
         except Exception as error:
@@ -251,7 +251,7 @@ class SavingMixin(InStepMixin, PublishingMixin):
                 self.vllm_generation.forget_ahead()
             raise
         finally:
-            self._before_batch = None
+            self._in_batch = False
 
     @contextmanager
     def failing_together(self) -> Iterator[None]:
@@ -272,8 +272,8 @@ class SavingMixin(InStepMixin, PublishingMixin):
         step = self.state.global_step
         resume = "resume from the last checkpoint (resume_from_checkpoint=True) once the cause is gone"
         wanted = getattr(self.args, "save_strategy", "no") != "no" and step > 0 and self.model.training
-        moment = self._before_batch
-        if moment is not None:
+        moment = None
+        if self._in_batch:
             between, moment = self._between or (None, None)
             wanted = wanted and between == step
         if wanted and (self.accelerator.num_processes == 1 or self._all_failed):

@@ -11,17 +11,22 @@ from qerl_trl.rollout.engine import RolloutError
 from tests.ranks import on_ranks
 
 
-@pytest.mark.parametrize("option", [{"mode": "server"}, {"tensor_parallel_size": 2}], ids=str)
+def asking(mode="server", parallel=1, processes=2, rollout_func=print):
+    args = SimpleNamespace(vllm_mode=mode, vllm_tensor_parallel_size=parallel)
+    trainer, accelerator = (
+        SimpleNamespace(args=args, rollout_func=rollout_func),
+        SimpleNamespace(num_processes=processes),
+    )
+    return SimpleNamespace(trainer=trainer, accelerator=accelerator)
+
+
+@pytest.mark.parametrize("option", [{"mode": "server"}, {"mode": "colocate", "parallel": 2}], ids=str)
 def test_one_engine_of_several_processes_is_asked_by_all_for_as_many(option):
     """TRL deals completions out by each process's own number: with 2 and 1 prompts the second would get the first one's second."""
 
     def work(rank):
         PartialState(cpu=True)
-        generation = SimpleNamespace(
-            **{"mode": "colocate", "tensor_parallel_size": 1, **option},
-            accelerator=SimpleNamespace(num_processes=2),
-            trainer=SimpleNamespace(rollout_func=print),
-        )
+        generation = asking(**option)
         requests.check_shares(generation, 2)
         try:
             requests.check_shares(generation, 2 - rank)
@@ -34,23 +39,12 @@ def test_one_engine_of_several_processes_is_asked_by_all_for_as_many(option):
 
 @pytest.mark.parametrize(
     "others",
-    [
-        {"mode": "colocate"},
-        {"trainer": SimpleNamespace(rollout_func=None)},
-        {"accelerator": SimpleNamespace(num_processes=1)},
-    ],
+    [{"mode": "colocate"}, {"rollout_func": None}, {"processes": 1}],
     ids=["an engine in each", "TRL's own turns", "one process"],
 )
 def test_where_numbers_cannot_differ_nobody_is_asked(others, monkeypatch):
     monkeypatch.setattr(requests, "gather_object", None)
-    generation = SimpleNamespace(
-        mode="server",
-        tensor_parallel_size=1,
-        accelerator=SimpleNamespace(num_processes=2),
-        trainer=SimpleNamespace(rollout_func=print),
-    )
-    vars(generation).update(others)
-    requests.check_shares(generation, 3)
+    requests.check_shares(asking(**others), 3)
 
 
 @pytest.mark.parametrize(

@@ -122,9 +122,8 @@ class Results(TypedDict, total=False):
     after: Accuracy
     difference: Difference
     task: str  # in words
-    split: (
-        str | None
-    )  # of the data set, from which the held-out problems are; null where they are a part of the training split
+    #: of the data set, from which the held-out problems are; null where they are a part of the training split
+    split: str | None
     decoding: str  # how their answers were generated, in words
     steps: int
     seed: int

@@ -157,7 +157,7 @@ def check_given(args: "QeRLConfig | QeRLRLOOConfig", given: Mapping[str, Any]) -
     check_overlap(args, given)
     check_optimizer_given(args, given)
     sharded = "FSDP" if fsdp_version(args) is not None else "DeepSpeed ZeRO-3" if _zero_stage(args) == 3 else None
-    several = args.world_size > 1 and args.use_vllm and _asked_together(args)
+    several = args.world_size > 1 and args.use_vllm and asked_together(args)
     for name in _TURNS:
         if given.get(name) and not args.use_vllm and sharded:
             raise ValueError(
@@ -172,7 +172,7 @@ def check_given(args: "QeRLConfig | QeRLRLOOConfig", given: Mapping[str, Any]) -
             )
 
 
-def _asked_together(args: "QeRLConfig | QeRLRLOOConfig") -> str | None:
+def asked_together(args: "QeRLConfig | QeRLRLOOConfig") -> str | None:
     """The option by which one engine answers several processes in one call."""
     if args.vllm_mode == "server":
         return "vllm_mode='server'"

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate.utils import gather_object
 
+from .arms import asked_together
 from .engine import RolloutError
 
 if TYPE_CHECKING:
@@ -45,8 +46,7 @@ def check_shares(generation: "QeRLVLLMGeneration", count: int) -> None:
     Raises:
         [`RolloutError`]: it is not; in every process.
     """
-    together = generation.mode == "server" or generation.tensor_parallel_size > 1
-    several = together and generation.accelerator.num_processes > 1
+    several = generation.accelerator.num_processes > 1 and asked_together(generation.trainer.args)
     if not several or getattr(generation.trainer, "rollout_func", None) is None:
         return
     counts = gather_object([count])

@@ -71,7 +71,6 @@ class OnePass:
         #: the micro-batch whose loss is being computed, until it has its log-probabilities
         self._batch: dict[str, Any] | None = None
         self._seen: list[dict[str, torch.Tensor]] = []
-        self._before: Any = None
 
     @property
     def holds(self) -> bool:
@@ -91,7 +90,7 @@ class OnePass:
     @contextmanager
     def scoring(self) -> Iterator[None]:
         """Around TRL's `_generate_and_score_completions`."""
-        self._scoring, self._before = True, self._trainer._before_batch
+        self._scoring = True
         try:
             yield
         finally:
@@ -192,7 +191,7 @@ class OnePass:
         self._seen = [{}] * (len(self._seen) + 1)  # measured
         for (name, join), value in zip(_LOGGED.items(), self._logged(rollout).unbind(1), strict=True):
             trainer._metrics["train"][name].append(join(value).item())
-        with trainer.rescued(since=self._before):
+        with trainer.rescued(made=True):
             trainer._mismatch.rollout(trainer, trainer.aqn, rollout)
 
     def _logged(self, rollout: dict[str, torch.Tensor]) -> torch.Tensor:
