@@ -6,8 +6,8 @@ another prompt of the same call, or with what was sampled since.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from vllm import LLM
@@ -91,26 +91,21 @@ class WatchedLLM(LLM):
 
     @rarely()
     def generate(self, *args: Any, **kwargs: Any) -> list[RequestOutput]:
-        with self._given_up():
-            outputs = super().generate(*args, **kwargs)
-        self.reuse.check(outputs)
-        return outputs
+        return self._watched(super().generate, *args, **kwargs)
 
     @rarely()
     def chat(self, *args: Any, **kwargs: Any) -> list[RequestOutput]:
-        with self._given_up():
-            outputs = super().chat(*args, **kwargs)
-        self.reuse.check(outputs)
-        return outputs
+        return self._watched(super().chat, *args, **kwargs)
 
-    @contextmanager
-    def _given_up(self) -> Iterator[None]:
-        """What was asked in the block is forgotten where it ends with an error (a limit of time, Ctrl-C): vLLM would go on with it in the next call,
-        and answer that one with it."""
+    def _watched(self, ask: Callable[..., list[RequestOutput]], *args: Any, **kwargs: Any) -> list[RequestOutput]:
+        """What was asked is forgotten where it ends with an error (a limit of time, Ctrl-C): vLLM would go on with it in the next call, and answer that
+        one with it."""
         try:
-            yield
+            outputs = ask(*args, **kwargs)
         except BaseException:
             with suppress(Exception):  # of an engine that may be dead; what it died of is on its way
                 asked = list(self.llm_engine.output_processor.request_states)
                 self.llm_engine.abort_request(asked, internal=True)
             raise
+        self.reuse.check(outputs)
+        return outputs
