@@ -969,7 +969,11 @@ def server(folder: Path) -> dict:
 @scenario
 def tensor_parallel(folder: Path) -> dict:
     """Two processes, one engine of two shards (under torchrun)."""
+    from accelerate.utils import gather_object
+    from vllm import SamplingParams
+
     from qerl_trl import QeRLConfig, QeRLGRPOTrainer
+    from qerl_trl.rollout.engine import RolloutError
 
     path = write_model(folder)
     trainer, logs = train(folder, QeRLGRPOTrainer, QeRLConfig, path, vllm_tensor_parallel_size=2, max_steps=2)
@@ -984,6 +988,18 @@ def tensor_parallel(folder: Path) -> dict:
     g.sync_noise()
     results["adapter"] = gap(policy, g.llm)
     results["sigma"] = [(log["aqn/sigma"], log["aqn/sigma_effective"]) for log in logs]
+    # as dropout on batches of other lengths, or a reward model, moves the generators of the processes
+    torch.manual_seed(trainer.accelerator.process_index)
+    state = torch.cuda.get_rng_state if DEVICE == "cuda" else torch.get_rng_state
+    before, prompt = state(), {"prompt_token_ids": PROMPTS[0]}
+    (drawn,) = g.llm.generate([prompt], SamplingParams(temperature=1.0, max_tokens=24, ignore_eos=True), use_tqdm=False)
+    results["drawn"] = gather_object([list(drawn.outputs[0].token_ids)])
+    unlike = SamplingParams(temperature=1.0, max_tokens=8, ignore_eos=True, seed=trainer.accelerator.process_index)
+    try:
+        g.llm.generate([prompt], unlike, use_tqdm=False)
+    except RolloutError as error:
+        results["unlike"] = str(error)
+    results["generator was moved"] = gather_object([not torch.equal(before, state())])
     return results
 
 

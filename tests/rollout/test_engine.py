@@ -339,6 +339,16 @@ def test_tensor_parallel_in_the_trainers_processes(tensor_parallel):
     assert tensor_parallel["adapter"] < EXACT
 
 
+def test_the_shards_of_an_engine_draw_the_same_tokens_whatever_moved_their_generators(tensor_parallel):
+    one, other = tensor_parallel["drawn"]
+    assert one == other and len(set(one)) > 1
+    assert tensor_parallel["generator was moved"] == [True, False]  # the second one's own draws are its own again
+
+
+def test_shards_of_an_engine_that_are_asked_unlike_say_so(tensor_parallel):
+    assert "shards of this engine sampled different tokens" in tensor_parallel["unlike"]
+
+
 # ---------------------------------------------------------------------------------------------------------- compiled
 
 

@@ -55,7 +55,9 @@ class InProcessEngine(Engine):
         try:
             own = {"enable_sleep_mode": sleeps, **isolation.arguments(model, spec, arguments or {})}
             with set_aside():
-                self.llm: WatchedLLM | None = WatchedLLM(**{**spec.llm_arguments(), **own, **(arguments or {})})
+                self.llm: WatchedLLM | None = WatchedLLM(
+                    group=group, **{**spec.llm_arguments(), **own, **(arguments or {})}
+                )
         finally:
             loader.publish(None)
         if sleeps and share:

@@ -5,11 +5,13 @@ since the change may: of the requests with one prompt, the first that was schedu
 another prompt of the same call, or with what was sampled since.
 """
 
+import hashlib
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
+import torch
 from vllm import LLM
 from vllm.outputs import RequestOutput
 
@@ -82,11 +84,60 @@ def _common(one: Sequence[int], other: Sequence[int]) -> int:
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
+@contextmanager
+def drawing_alike(group: "torch.distributed.ProcessGroup | None") -> Iterator[None]:
+    """Inside, all processes of `group` draw what its first one draws, and the others go on from where they were afterwards.
+
+    Each shard of an engine samples the whole batch by itself, from the generator of its process, and has to come to the same tokens. What runs
+    between two rollouts moves these generators apart: dropout on batches of other lengths, a reward model that samples. Collective in `group`.
+    """
+    if group is None:
+        yield
+        return
+    on_gpu = torch.cuda.is_available()  # where vLLM then is
+    read, write = (
+        (torch.cuda.get_rng_state, torch.cuda.set_rng_state) if on_gpu else (torch.get_rng_state, torch.set_rng_state)
+    )
+    own = read()
+    states: list[Any] = [None] * torch.distributed.get_world_size(group=group)
+    torch.distributed.all_gather_object(states, own, group=group)
+    first = torch.distributed.get_rank(group=group) == 0
+    write(states[0])
+    try:
+        yield
+    finally:
+        if not first:
+            write(own)
+
+
+def check_alike(group: "torch.distributed.ProcessGroup | None", outputs: Iterable[Any]) -> None:
+    """All shards of an engine came to the same tokens; each keeps the attention states of its own. Collective in `group`.
+
+    Raises:
+        [`RolloutError`]: they did not.
+    """
+    if group is None:
+        return
+    tokens = [list(c.token_ids) for output in outputs if isinstance(output, RequestOutput) for c in output.outputs]
+    sums: list[Any] = [None] * torch.distributed.get_world_size(group=group)
+    torch.distributed.all_gather_object(sums, hashlib.sha256(repr(tokens).encode()).digest(), group=group)
+    if len(set(sums)) > 1:
+        raise RolloutError(
+            f"The {len(sums)} shards of this engine sampled different tokens, so that each went on with another text than the others. What they are asked "
+            "has to be the same on all processes: prompts, sampling parameters (a seed, logits processors), engine options. Without "
+            "vllm_tensor_parallel_size each process has an engine of its own."
+        )
+
+
 class WatchedLLM(LLM):
     """vLLM's `LLM`, whose answers are looked at, whoever asks: TRL, a rollout function, the evaluation."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.reuse = PrefixReuse()
+    def __init__(self, *args: Any, group: "torch.distributed.ProcessGroup | None" = None, **kwargs: Any) -> None:
+        """
+        Args:
+            group: the processes that this engine is one of the shards in, all of which ask it alike; none where it is whole.
+        """
+        self.reuse, self._group = PrefixReuse(), group
         super().__init__(*args, **kwargs)
 
     @rarely()
@@ -101,11 +152,13 @@ class WatchedLLM(LLM):
         """What was asked is forgotten where it ends with an error (a limit of time, Ctrl-C): vLLM would go on with it in the next call, and answer that
         one with it."""
         try:
-            outputs = ask(*args, **kwargs)
+            with drawing_alike(self._group):
+                outputs = ask(*args, **kwargs)
         except BaseException:
             with suppress(Exception):  # of an engine that may be dead; what it died of is on its way
                 asked = list(self.llm_engine.output_processor.request_states)
                 self.llm_engine.abort_request(asked, internal=True)
             raise
+        check_alike(self._group, outputs)
         self.reuse.check(outputs)
         return outputs
