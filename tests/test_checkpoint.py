@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from qerl_trl import checkpoint
+from qerl_trl import checkpoint, run_folder
 
 
 @pytest.fixture
@@ -120,3 +120,75 @@ def test_a_manifest_that_was_edited_is_noticed(whole):
     del manifest["sha256"]  # one of an older version has none
     (whole / checkpoint.MANIFEST_NAME).write_text(json.dumps(manifest))
     assert checkpoint.problems(whole) == []
+
+
+def sealed(run, step, order=None):
+    folder = run / f"checkpoint-{step}"
+    folder.mkdir(parents=True)
+    (folder / "adapter_model.safetensors").write_bytes(b"weights")
+    (folder / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+    if order != "never":
+        checkpoint.seal(folder, {"global_step": step}, order=order)
+    return folder
+
+
+def left(run):
+    return sorted(path.name for path in run.iterdir())
+
+
+def test_newest_is_what_was_sealed_last_whatever_its_step(tmp_path):
+    for step in (4, 6, 8):
+        sealed(tmp_path, step, checkpoint.next_order(tmp_path))
+    checkpoint.discard(tmp_path / "checkpoint-6")  # a run that went back to step 4, and came to step 6 again
+    again = sealed(tmp_path, 6, checkpoint.next_order(tmp_path))
+    assert checkpoint.order_of(again) == 4
+    assert checkpoint.last_checkpoint(tmp_path) == str(again) == run_folder.resumable(tmp_path)
+    assert checkpoint.newer_than(tmp_path / "checkpoint-4") == ["checkpoint-8", "checkpoint-6"]
+    assert checkpoint.newer_than(again) == []
+
+
+def test_older_versions_go_by_the_step_and_are_older(tmp_path):
+    sealed(tmp_path, 4), sealed(tmp_path, 8)
+    assert checkpoint.last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-8")
+    new = sealed(tmp_path, 6, checkpoint.next_order(tmp_path))
+    assert checkpoint.last_checkpoint(tmp_path) == str(new)
+
+
+def test_a_run_that_has_ended_and_went_back_goes_on_from_what_it_came_to_since(tmp_path):
+    sealed(tmp_path, 4, checkpoint.next_order(tmp_path))
+    with run_folder.sealing(tmp_path, {"global_step": 8}):
+        (tmp_path / "adapter_model.safetensors").write_bytes(b"the end")
+        (tmp_path / "trainer_state.json").write_text(json.dumps({"global_step": 8}))
+    assert run_folder.resumable(tmp_path) == str(tmp_path)
+    since = sealed(tmp_path, 6, checkpoint.next_order(tmp_path))
+    assert run_folder.resumable(tmp_path) == str(since)
+
+
+def test_rotation_keeps_what_was_just_sealed_and_removes_what_never_was_first(tmp_path):
+    sealed(tmp_path, 4, 1)
+    sealed(tmp_path, 8, "never")  # killed while it was written
+    new = sealed(tmp_path, 5, 2)
+    checkpoint.rotate(tmp_path, 2, keep=[new])
+    assert left(tmp_path) == ["checkpoint-4", "checkpoint-5"]
+    checkpoint.rotate(tmp_path, 1, keep=[new])
+    assert left(tmp_path) == ["checkpoint-5"]
+
+
+def test_rotation_after_going_back_and_of_the_best_one(tmp_path):
+    for order, step in enumerate((2, 4, 8), 1):
+        sealed(tmp_path, step, order)
+    new = sealed(tmp_path, 6, 4)
+    checkpoint.rotate(tmp_path, 2, keep=[new, tmp_path / "checkpoint-2"])
+    assert left(tmp_path) == ["checkpoint-2", "checkpoint-6"]
+    for limit in (None, 0, 5):
+        checkpoint.rotate(tmp_path, limit, keep=[new])
+    assert left(tmp_path) == ["checkpoint-2", "checkpoint-6"]
+
+
+def test_a_manifests_order_is_part_of_what_it_vouches_for(whole):
+    checkpoint.seal(whole, order=3)
+    content = json.loads((whole / checkpoint.MANIFEST_NAME).read_text())
+    checkpoint.write_json_atomically(whole / checkpoint.MANIFEST_NAME, content | {"order": 9})
+    assert "changed after it was written" in checkpoint.problems(whole)[0]
+    checkpoint.write_json_atomically(whole / checkpoint.MANIFEST_NAME, content | {"order": "9"})
+    assert "order no number" in checkpoint.problems(whole)[0]

@@ -25,7 +25,7 @@ from qerl_trl import (
     garbage,
     last_checkpoint,
 )
-from qerl_trl.checkpoint import MANIFEST_NAME
+from qerl_trl.checkpoint import MANIFEST_NAME, order_of
 from qerl_trl.lora import register_nvfp4_lora
 from qerl_trl.nvfp4.linear import NVFP4Linear
 from qerl_trl.publishing import PublishingMixin
@@ -446,6 +446,29 @@ def test_resume_continues_the_same_trajectory(make_trainer, tmp_path, case):
     assert resumed.state.global_step == 6
     saved = load_file(run / "checkpoint-6" / "adapter_model.safetensors")
     assert len(saved) == len(adapter_of(whole))
+
+
+def test_rotation_keeps_the_new_checkpoint_beside_a_half_written_one_of_a_later_step(make_trainer, tmp_path):
+    run = tmp_path / "run"
+    half = run / "checkpoint-99"
+    half.mkdir(parents=True)
+    (half / "trainer_state.json").write_text("{}")
+    make_trainer(max_steps=4, save_strategy="steps", save_steps=2, save_total_limit=1).train()
+    assert last_checkpoint(run) == str(run / "checkpoint-4")
+    assert not half.exists()
+
+
+def test_who_goes_back_is_told_of_the_newer_checkpoints_and_goes_on_from_the_own_ones(make_trainer, tmp_path, caplog):
+    options, run = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2}, tmp_path / "run"
+    make_trainer(**options).train()
+
+    shutil.rmtree(run / "checkpoint-6")
+    back = make_trainer(**options)
+    back.train(resume_from_checkpoint=str(run / "checkpoint-2"))
+    assert "Newer ones lie beside it: checkpoint-4." in caplog.text
+    shutil.rmtree(run / "checkpoint-6")
+    assert last_checkpoint(run) == str(run / "checkpoint-4")
+    assert order_of(run / "checkpoint-4") > order_of(run / "checkpoint-2") + 1  # the one before had that number
 
 
 def test_resume_of_a_peft_model_with_its_reference(make_trainer, tiny_model_dir, tmp_path):

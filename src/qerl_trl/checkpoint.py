@@ -3,7 +3,8 @@
 `Trainer` writes a checkpoint file by file into its final folder, so a run that is killed meanwhile leaves a folder that
 looks like a checkpoint. Here the last file written is a manifest with the size and SHA-256 of every other file; a folder
 without it, or that disagrees with it, is not a checkpoint. Older checkpoints are rotated out only after the new one is
-sealed, so at every moment there is a whole one to resume from.
+sealed, so at every moment there is a whole one to resume from. Which one is older is when it was sealed, not its step: a run
+that went back to step 4 is newer at step 6 than the step 8 that it had come to before.
 """
 
 import fcntl
@@ -61,10 +62,12 @@ class Recorded(TypedDict, total=False):
 
 
 class Manifest(TypedDict):
-    """`qerl_manifest.json`. `files`: by relative name; `sha256`: of the other two, absent in those of older versions."""
+    """`qerl_manifest.json`. `files`: by relative name; `order`: how many of its run were sealed until then; `sha256`: of the others. The last two are
+    absent in those of older versions, `order` also in those of exports."""
 
     files: dict[str, SealedFile]
     run: Recorded
+    order: NotRequired[int]
     sha256: NotRequired[str]
 
 
@@ -73,6 +76,7 @@ def seal(
     run: Mapping | None = None,
     hashed: dict[str, str] | None = None,
     names: Iterable[str] | None = None,
+    order: int | None = None,
 ) -> None:
     """Write the manifest of `folder`, atomically and last.
 
@@ -81,6 +85,7 @@ def seal(
         run: JSON-serializable description of the run, compared on resume (`identity.differences`).
         hashed: SHA-256 of files (relative names) that were hashed when they were complete; the others are hashed here.
         names: the files that it covers; all of them by default.
+        order: of a checkpoint or a run's folder ([`next_order`]).
     """
     folder, hashed = Path(folder), hashed or {}
     if names is None:
@@ -90,19 +95,20 @@ def seal(
         name: {"bytes": (folder / name).stat().st_size, "sha256": hashed.get(name) or sha256(folder / name)}
         for name in names
     }
-    write_json_atomically(folder / MANIFEST_NAME, manifest(files, run or {}))
+    write_json_atomically(folder / MANIFEST_NAME, manifest(files, run or {}, order))
 
 
-def manifest(files: Mapping[str, SealedFile], run: Mapping) -> Manifest:
+def manifest(files: Mapping[str, SealedFile], run: Mapping, order: int | None = None) -> Manifest:
     """What a manifest says, as [`read_manifest`] returns it."""
+    said = {"files": files, "run": run} | ({} if order is None else {"order": order})
     # as it will be read: a secret in it is masked when it is written
-    content = json.loads(redaction.redact(json.dumps({"files": files, "run": run})))
-    return {"files": content["files"], "run": content["run"], "sha256": _own_sha256(content)}
+    content = json.loads(redaction.redact(json.dumps(said)))
+    return content | {"sha256": _own_sha256(content)}
 
 
 def _own_sha256(content: Mapping) -> str:
     """Of what a manifest says, so that an edited one is noticed."""
-    said = {name: content[name] for name in ("files", "run")}
+    said = {name: content[name] for name in ("files", "run", "order") if name in content}
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
 
@@ -198,8 +204,8 @@ def read_manifest(folder: str | os.PathLike) -> Manifest:
                 raise TypeError(f"no size and hash of {name}")
             if Path(name).is_absolute() or ".." in Path(name).parts:
                 raise ValueError(f"it names {name}, outside of the folder")
-        if not isinstance(run, dict):
-            raise TypeError("its run is no object")
+        if not isinstance(run, dict) or not isinstance(content.get("order", 0), int):
+            raise TypeError("its run is no object, or its order no number")
         if content.get("sha256", digest := _own_sha256(content)) != digest:
             raise ValueError("it was changed after it was written")
     except (ValueError, KeyError, TypeError, AttributeError) as error:  # JSON's and Unicode's errors are ValueErrors
@@ -264,22 +270,87 @@ def keeps_optimizer(folder: str | os.PathLike) -> bool:
 
 
 def last_checkpoint(output_dir: str | os.PathLike) -> str | None:
-    """The newest whole checkpoint in `output_dir`, or `None`. Damaged newer ones are skipped with a warning each."""
+    """The newest whole checkpoint in `output_dir`, or `None`: the one that was sealed last, whatever its step. Damaged newer ones are skipped with a
+    warning each."""
+    sealed = (folder for folder in reversed(_by_age(output_dir)) if _order(folder) is not None)
+    whole = next((folder for folder in sealed if _is_whole(folder)), None)
+    for folder in _by_age(output_dir):  # that a run was killed in, or whose manifest is torn
+        if _order(folder) is None and (whole is None or _step(folder) > _step(whole)):
+            _is_whole(folder)
+    return None if whole is None else str(whole)
+
+
+def _is_whole(folder: Path) -> bool:
+    """Warns where it is not."""
+    wrong = problems(folder)
+    if wrong:
+        logger.warning("Skipping %s: %s. Looking for an older checkpoint.", folder, "; ".join(wrong))
+    return not wrong
+
+
+def _step(folder: Path) -> int:
+    return int("".join(filter(str.isdecimal, folder.name)))
+
+
+def _by_age(output_dir: str | os.PathLike) -> list[Path]:
+    """Folders of checkpoints in `output_dir`, the newest last: those that were never sealed, by their steps; then the others as they were sealed, those
+    of older versions by their steps. Of one step, the one in its place is newer than the one set aside for it."""
     # here, because it imports PEFT, which imports bitsandbytes where it is installed; `qerl-trl quantize` needs neither
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-    output_dir = Path(output_dir)
-    if not output_dir.is_dir():
+    pattern = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-\d+|\.{PREFIX_CHECKPOINT_DIR}-\d+\.replaced")
+    output_dir, found = Path(output_dir), []
+    for folder in output_dir.iterdir() if output_dir.is_dir() else ():
+        if folder.is_dir() and pattern.fullmatch(folder.name):
+            order, in_place = _order(folder), not folder.name.startswith(".")
+            found.append(((-1 if order is None else order, _step(folder), in_place), folder))
+    return [folder for _, folder in sorted(found)]
+
+
+def order_of(folder: str | os.PathLike) -> int:
+    """The number of a sealed folder among all that its run has sealed; 0 where its manifest does not say it, or cannot be read."""
+    return _order(folder) or 0
+
+
+def _order(folder: str | os.PathLike) -> int | None:
+    """None where a folder is not sealed."""
+    try:
+        return read_manifest(folder).get("order", 0)
+    except (OSError, ValueError):
         return None
-    pattern = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)|\.{PREFIX_CHECKPOINT_DIR}-(\d+)\.replaced")
-    found = [(m, p) for p in output_dir.iterdir() if p.is_dir() and (m := pattern.fullmatch(p.name))]
-    # of one step, the one in its place before the one set aside for it
-    for _, folder in sorted(found, key=lambda f: (int(f[0][1] or f[0][2]), f[0][1] is not None), reverse=True):
-        wrong = problems(folder)
-        if not wrong:
-            return str(folder)
-        logger.warning("Skipping %s: %s. Looking for an older checkpoint.", folder, "; ".join(wrong))
-    return None
+
+
+def next_order(output_dir: str | os.PathLike) -> int:
+    """Of what is sealed next in a run's folder, be it the folder itself."""
+    return 1 + max(order_of(folder) for folder in (Path(output_dir), *_by_age(output_dir)))
+
+
+def newer_than(folder: str | os.PathLike) -> list[str]:
+    """Names of the whole checkpoints beside one that were sealed after it."""
+    folder = Path(folder).resolve()
+    ages = _by_age(folder.parent)
+    newer = ages[ages.index(folder) + 1 :] if folder in ages else []
+    return [path.name for path in newer if not problems(path)]
+
+
+def rotate(output_dir: str | os.PathLike, limit: int | None, keep: Iterable[str | os.PathLike]) -> None:
+    """Remove the oldest checkpoints, those first that were never sealed, until there are `limit` (`save_total_limit`; None or 0: any number).
+
+    Args:
+        keep: checkpoints that stay, whatever their age: the one just sealed, the best one.
+    """
+    if not limit or limit < 0:
+        return
+    kept = {Path(folder).resolve() for folder in keep}
+    folders = [folder for folder in _by_age(output_dir) if not folder.name.startswith(".")]
+    removable = [folder for folder in folders if folder.resolve() not in kept]
+    for folder in removable[: max(0, len(folders) - limit)]:
+        try:
+            discard(folder)
+        except OSError as error:
+            logger.warning(
+                "%s is one more than save_total_limit=%d, and could not be removed: %s.", folder, limit, error
+            )
 
 
 def verify(folder: str | os.PathLike) -> None:

@@ -98,7 +98,7 @@ os.register_at_fork(after_in_child=_forget_locks)
 
 
 def resumable(output_dir: str | os.PathLike) -> str | None:
-    """What a run in `output_dir` goes on from: its newest whole checkpoint, or the folder itself where the run got further than that
+    """What a run in `output_dir` goes on from: its newest whole checkpoint, or the folder itself where the run got further after that
     (it has ended, and keeps no checkpoints); `None` for a fresh start."""
     newest = checkpoint.last_checkpoint(output_dir)
     folder = Path(output_dir)
@@ -106,6 +106,7 @@ def resumable(output_dir: str | os.PathLike) -> str | None:
     if (
         (folder / TRAINER_STATE_NAME).is_file()
         and ended > (-1 if newest is None else step_of(newest))
+        and checkpoint.order_of(folder) >= (0 if newest is None else checkpoint.order_of(newest))
         and not checkpoint.problems(folder)
     ):
         return str(folder)
@@ -190,6 +191,12 @@ def settle(output_dir: str | os.PathLike, resume: str | None, settings: Mapping[
         raise ValueError(
             f"{resume} belongs to a run with other settings: {'; '.join(found.refused)}. To train with the new ones, choose another output_dir; to go on from it "
             "all the same, as another run than was begun, set allow_other_settings=True (--allow_other_settings true)."
+        )
+    if resume is not None and not elsewhere and (newer := checkpoint.newer_than(resume)):
+        logger.warning(
+            "Going back to %s. Newer ones lie beside it: %s. Until this run has saved one of its own, resume_from_checkpoint=True means the newest of them.",
+            resume,
+            ", ".join(newer),
         )
     written = [line for line in found.reported if line.startswith(identity.SOURCES)]
     for line in found.reported + found.refused:
@@ -284,7 +291,11 @@ def _owner(output_dir: Path) -> Path | None:
             f"output_dir={str(output_dir)!r} holds what a run has saved, and {checkpoint.MANIFEST_NAME} there does not say which run ({wrong}): a "
             "new one would overwrite it. Choose another output_dir, or remove this one if it is not needed any more."
         )
-    return max(readable, key=lambda folder: (folder / checkpoint.MANIFEST_NAME).stat().st_mtime_ns, default=None)
+    return max(readable, key=_age, default=None)
+
+
+def _age(folder: Path) -> tuple[int, int]:
+    return checkpoint.order_of(folder), (folder / checkpoint.MANIFEST_NAME).stat().st_mtime_ns
 
 
 # --- the seal ---------------------------------------------------------------------------------------------------------------------
@@ -301,12 +312,13 @@ def sealing(folder: str | os.PathLike, settings: Mapping[str, Any], wanted: bool
         yield
         return
     folder = Path(folder)
+    order = checkpoint.next_order(folder)
     (folder / checkpoint.MANIFEST_NAME).unlink(missing_ok=True)
     before = _stamps(folder)
     yield
     written = [name for name, stamp in _stamps(folder).items() if before.get(name) != stamp]
     if any(name.endswith((".safetensors", ".bin")) for name in written):
-        checkpoint.seal(folder, settings, names=written)
+        checkpoint.seal(folder, settings, names=written, order=order)
     else:
         logger.warning(
             "No weights were written to %s (a sharded state is kept in checkpoints only), so it is not sealed.", folder

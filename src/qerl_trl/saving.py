@@ -15,7 +15,7 @@ from peft.utils import CONFIG_NAME as PEFT_CONFIG_NAME
 from torch import nn
 from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
-from transformers.trainer_utils import SaveStrategy, TrainOutput, rotate_checkpoints
+from transformers.trainer_utils import SaveStrategy, TrainOutput
 
 from . import checkpoint, disk, forward, guards, loading, lora, reference, run_folder, unchanged
 from .ended import ended_by_signal, goes_on, told_of_exits
@@ -212,11 +212,10 @@ class SavingMixin(InStepMixin, PublishingMixin):
             require_random_states(self, folder)
             # again: the limit was cleared when it was written
             torch.save(self.args, os.path.join(folder, TRAINING_ARGS_NAME))
-            checkpoint.seal(folder, self._recorded())
+            checkpoint.seal(folder, self._recorded(), order=checkpoint.next_order(run_dir))
             checkpoint.replaced(folder)
-            rotate_checkpoints(
-                output_dir=run_dir, save_total_limit=limit, best_model_checkpoint=self.state.best_model_checkpoint
-            )
+            best = self.state.best_model_checkpoint
+            checkpoint.rotate(run_dir, limit, keep=[folder] if best is None else [folder, best])
         self._saved = folder
         if self._unpushed is not None:
             super()._push_from_checkpoint(self._unpushed)

@@ -190,7 +190,7 @@ def test_a_killed_run_ends_as_if_it_had_not_been(moment, tiny_runs, ended, tmp_p
 
         if moment == "in a save":  # of the second checkpoint, before its seal
             seals, seal = [], checkpoint.seal
-            checkpoint.seal = lambda *args: kill() if seals else seals.append(seal(*args))
+            checkpoint.seal = lambda *args, **named: kill() if seals else seals.append(seal(*args, **named))
         tiny_runs.trainer(run, reward=interrupting(2, by=kill) if moment == "in a rollout" else interrupting(0)).train()
 
     process = multiprocessing.get_context("fork").Process(target=killed)
