@@ -14,13 +14,14 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType
+from peft import LoraConfig
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from qerl_trl import QeRLConfig, QeRLGRPOTrainer
+from qerl_trl import QeRLConfig, QeRLGRPOTrainer, reference
 from qerl_trl.checkpoint import problems
 from qerl_trl.loading import from_pretrained
 from qerl_trl.names import full_tensor, is_sharded
@@ -30,7 +31,9 @@ from qerl_trl.publish.run import load_policy
 from qerl_trl.rollout.arms import check_given
 from qerl_trl.rollout.placement import settle_optimizer
 from qerl_trl.update.budget import TokenBudget
-from tests.faults.tiny_runs import tiny_runs  # noqa: F401
+from tests.faults.tiny_runs import PROMPTS, spread_reward, tiny_runs  # noqa: F401
+from tests.ranks import on_ranks
+from tests.tiny_models import make_tiny_config
 
 TOKENS = torch.arange(40).reshape(2, 20) + 5
 FSDP = {
@@ -219,7 +222,8 @@ def test_it_resumes_bit_for_bit(both):
 
 
 def settings(**options) -> QeRLConfig:
-    return QeRLConfig(output_dir="unused", use_cpu=True, bf16=False, report_to=[], **options)
+    options = {"output_dir": "unused", **options}
+    return QeRLConfig(use_cpu=True, bf16=False, report_to=[], **options)
 
 
 def test_an_optimizer_that_fsdp_would_stop_is_refused_or_replaced(monkeypatch, caplog):
@@ -275,3 +279,68 @@ def test_an_optimizer_of_bitsandbytes_that_is_handed_over_is_refused_under_fsdp(
             check_given(settings(), given)
     check_given(settings(), {"optimizers": (torch.optim.AdamW([nn.Parameter(torch.ones(1))]), None)})
     check_given(settings(), {"optimizers": (None, None), "optimizer_cls_and_kwargs": None})
+
+
+def sharded_run(tiny_runs, folder, reward=spread_reward, **options):  # noqa: F811
+    """What each of two processes logged under FSDP 2 with `cpu_ram_efficient_loading`, or what ended it."""
+
+    def work(rank):
+        torch.set_num_threads(1)  # a pool of the parent's is none of its children
+        os.environ |= FSDP | {"FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}
+        as_accelerators()
+        args = settings(
+            output_dir=str(folder), per_device_train_batch_size=4, num_generations=4, max_completion_length=4, max_steps=1, disable_tqdm=True,
+            logging_steps=1, gradient_checkpointing=False, aqn=False, model_init_kwargs={"dtype": "float32"}, padding_free=True, **options,
+        )  # fmt: skip
+        lora = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+        trainer = QeRLGRPOTrainer(
+            tiny_runs.model, reward() if callable(reward) and reward is not spread_reward else reward, args, PROMPTS,
+            processing_class=tiny_runs.tokenizer, peft_config=None if args.base_format == "full" else lora,
+        )  # fmt: skip
+        trainer.train()
+        return next(log for log in trainer.state.log_history if "loss" in log)
+
+    return [outcome.answer for outcome in on_ranks(2, work)]
+
+
+def test_a_reference_model_is_whole_in_every_process(tiny_runs, tmp_path):  # noqa: F811
+    """All but the first process of a machine had zeros of it, and the penalty was one for leaving half of a model."""
+    for log in sharded_run(tiny_runs, tmp_path, base_format="full", beta=0.5):
+        assert log["kl"] < 1e-6
+
+
+@pytest.fixture(scope="module")
+def reward_model(tmp_path_factory, tiny_runs):  # noqa: F811
+    folder = tmp_path_factory.mktemp("reward")
+    config = make_tiny_config("qwen2")
+    config.num_labels, config.pad_token_id = 1, 0
+    torch.manual_seed(5)
+    AutoModelForSequenceClassification.from_config(config).float().save_pretrained(folder)
+    tiny_runs.tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("base_format", ["nvfp4", "bf16"])
+def test_a_reward_model_that_is_named_is_whole_in_every_process(base_format, reward_model, tiny_runs, tmp_path):  # noqa: F811
+    first, second = sharded_run(tiny_runs, tmp_path, reward_model, base_format=base_format)
+    assert "reward" in first, first
+    assert first["reward"] == second["reward"] != 0
+
+
+def test_a_reward_model_that_came_as_zeros_is_said_to(reward_model, tiny_runs, tmp_path):  # noqa: F811
+    def load():
+        return AutoModelForSequenceClassification.from_pretrained(reward_model, num_labels=1)
+
+    for said in sharded_run(tiny_runs, tmp_path, load):
+        assert "name the model instead of passing it" in said and "FSDP_CPU_RAM_EFFICIENT_LOADING=false" in said
+
+
+def test_what_no_run_can_go_on_from_is_said_before_it_is_saved(monkeypatch, caplog):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    settle_optimizer(settings(optim="sgd", save_strategy="no"))
+    assert not caplog.text
+    settle_optimizer(settings(optim="sgd"))
+    assert "no run can go on from its checkpoints" in caplog.text
+    moving = SimpleNamespace(ref_model=nn.Linear(1, 1), args=settings(sync_ref_model=True), is_fsdp_enabled=True)
+    reference.warn_if_not_saved(moving)
+    assert "the reference model, and under FSDP or DeepSpeed it is in no checkpoint" in caplog.text

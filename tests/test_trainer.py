@@ -666,9 +666,9 @@ def test_old_checkpoints_go_only_after_the_new_one_is_sealed(make_trainer, tmp_p
 
     run, seal, present = tmp_path / "run", checkpoint.seal, []
 
-    def watching(folder, settings):
+    def watching(folder, settings, **order):
         present.append(sorted(p.name for p in run.glob("checkpoint-*")))
-        seal(folder, settings)
+        seal(folder, settings, **order)
 
     monkeypatch.setattr(checkpoint, "seal", watching)
     make_trainer(max_steps=3, save_strategy="steps", save_steps=1, save_total_limit=1).train()
@@ -758,3 +758,77 @@ def test_rewards_without_spread_are_reported(make_trainer, caplog):
     with caplog.at_level(logging.WARNING):
         make_trainer(reward=flat, max_steps=3, zero_advantage_patience=2).train()
     assert "last 2 rollouts" in caplog.text
+
+
+@pytest.mark.parametrize("reward", [0.1, 0.3, -0.7])
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_equal_rewards_are_no_signal_whatever_their_mean_is_rounded_to(make_trainer, caplog, reward, scale):
+    def equal(completions, **kwargs):
+        return [reward] * len(completions)
+
+    make_trainer(
+        reward=equal,
+        scale_rewards=scale,
+        zero_advantage_patience=2,
+        max_steps=2,
+        num_generations=8,
+        per_device_train_batch_size=8,
+    ).train()
+    assert "in the last 2 rollouts" in caplog.text
+
+
+def test_an_evaluation_does_not_make_a_rollout_in_the_middle_of_a_step_one_at_its_beginning(make_trainer, tmp_path):
+    calls = []
+
+    def fails(completions, **kwargs):
+        calls.append(trainer.model.training)
+        if sum(calls) == 2 and calls[-1]:
+            raise ValueError("the reward server is gone")
+        return [float(len(c)) + i for i, c in enumerate(completions)]
+
+    trainer = make_trainer(
+        reward=fails, gradient_accumulation_steps=2, steps_per_generation=3, max_steps=4, save_strategy="steps", save_steps=10,
+        eval_strategy="steps", eval_steps=1, eval_dataset=PROMPTS.select(range(2)), per_device_eval_batch_size=8,
+    )  # fmt: skip
+    with pytest.raises(RuntimeError, match="the reward server is gone") as caught:
+        trainer.train()
+    assert False in calls and trainer.state.global_step == 1
+    assert "own state is intact" in " ".join(caught.value.__notes__)
+
+
+def test_what_waited_when_a_training_ended_does_not_end_the_next_one(make_trainer):
+    trainer = make_trainer(num_iterations=3, max_steps=6, save_strategy="steps", save_steps=100)
+    trainer._saves._pending |= {"should_save", "should_training_stop"}  # of a training that an error ended
+    trainer.train()
+    assert trainer.state.global_step == 6
+
+
+def test_a_stop_that_no_step_can_bring_nearer_is_given_way_to(make_trainer):
+    """A stream that has run out: Trainer asks for the end once per empty epoch, for ever."""
+    trainer = make_trainer(num_iterations=3, max_steps=9, save_strategy="steps", save_steps=100)
+    trainer._step, control = 1, trainer.control
+    control.should_save = True
+    for _ in range(10):
+        control.should_training_stop = True
+        trainer._saves.hold()
+        if control.should_training_stop:
+            break
+    assert control.should_training_stop and control.should_save
+
+
+def test_evaluations_outside_of_a_training_draw_anew(make_trainer):
+    trainer = make_trainer(
+        eval_dataset=PROMPTS.select(range(2)), per_device_eval_batch_size=8, temperature=1.0, max_completion_length=8
+    )
+    drawn = []
+    for _ in range(2):
+        trainer.evaluate()
+        drawn.append(list(trainer._logs["completion"]))
+    assert drawn[0] != drawn[1][-len(drawn[0]) :]
+
+
+def test_a_reference_under_noise_has_no_norms_without_it(make_trainer):
+    lora = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["input_layernorm"], task_type="CAUSAL_LM")
+    with pytest.raises(ValueError, match="aqn_scope='policy' with beta > 0 cannot work with trained norms"):
+        make_trainer(aqn_scope="policy", beta=0.1, peft_config=lora)
+    make_trainer(aqn_scope="policy", beta=0.0, peft_config=lora)

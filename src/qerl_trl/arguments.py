@@ -8,6 +8,8 @@ from accelerate.utils import DistributedType
 from transformers import AutoModelForSequenceClassification
 
 from .config import QeRLConfig, QeRLRLOOConfig
+from .rollout.placement import fsdp_version
+from .sharding import loaded_everywhere
 
 #: of `model_init_kwargs`, what belongs to the policy alone
 _OF_THE_POLICY = ("config", "quantization_config", "revision", "subfolder")
@@ -37,18 +39,21 @@ def with_reward_models(reward_funcs: Any, args: QeRLConfig | QeRLRLOOConfig) -> 
     """
     several = isinstance(reward_funcs, list)
     functions = reward_funcs if several else [reward_funcs]
-    if args.base_format != "nvfp4" or not any(isinstance(function, str) for function in functions):
+    kind = args.distributed_state.distributed_type
+    own = args.base_format == "nvfp4" or fsdp_version(args) is not None
+    if not own or not any(isinstance(function, str) for function in functions):
         return reward_funcs
     given = args.model_init_kwargs or {}
     assert isinstance(given, dict), "TRL's configs parse JSON when they are built"
     options = {key: value for key, value in given.items() if key not in _OF_THE_POLICY}
     options.setdefault("trust_remote_code", args.trust_remote_code)
-    if args.distributed_state.distributed_type in (DistributedType.MULTI_GPU, DistributedType.DEEPSPEED):
+    if kind in (DistributedType.MULTI_GPU, DistributedType.DEEPSPEED):
         options["device_map"] = None
-    loaded = [
-        AutoModelForSequenceClassification.from_pretrained(function, num_labels=1, **options)
-        if isinstance(function, str)
-        else function
-        for function in functions
-    ]
+    with loaded_everywhere():
+        loaded = [
+            AutoModelForSequenceClassification.from_pretrained(function, num_labels=1, **options)
+            if isinstance(function, str)
+            else function
+            for function in functions
+        ]
     return loaded if several else loaded[0]

@@ -16,6 +16,7 @@ from datasets import Dataset
 from peft import LoraConfig
 
 from . import base_identity, report, tokenizer_identity
+from .nvfp4.config import auto_class_of
 from .nvfp4.linear import compute_dtype
 from .sources import plainly, rewards_of, rollouts_of, sha256, source_sha256
 from .upstream import OnlineTrainer
@@ -29,7 +30,9 @@ _MAY_DIFFER = {"max_steps", "num_train_epochs", "versions", "rewards_sha256", "r
 #: of these, what is recorded as changed when a run goes on with others: a mended function is allowed, and is another one
 SOURCES = ("rewards_sha256", "rollouts_sha256", "held_sha256")
 #: what is recorded beside the settings themselves
-_NOT_SETTINGS = {"settings_sha256", "global_step", "merged_onto", "changed", "base_revision", tokenizer_identity.FORMER}
+_NOT_SETTINGS = {
+    "settings_sha256", "global_step", "merged_onto", "changed", "base_revision", "auto_class", tokenizer_identity.FORMER,
+}  # fmt: skip
 #: not in the records of older versions
 _NEWER = {
     "base_config",
@@ -136,6 +139,7 @@ class RunSettings(TypedDict, total=False):
     settings_sha256: str  # of all settings that may not differ when the run goes on
     changed: list[str]  # differences that were allowed on the way (`allow_other_settings`)
     versions: dict[str, str]
+    auto_class: str  # of transformers, which loads the model that is trained
     # added by an export
     global_step: int
     merged_onto: str  # format of the base that the exported model was built on
@@ -174,7 +178,14 @@ def run_settings(trainer: OnlineTrainer) -> RunSettings:
     free = {*_MAY_DIFFER, *_NOT_SETTINGS, *({"model"} if "base_sha256" in settings else ())}
     settings["settings_sha256"] = sha256({k: v for k, v in settings.items() if k not in free})
     settings["versions"] = report.versions()
+    settings["auto_class"] = loaded_by(model)
     return settings
+
+
+def loaded_by(model: Any) -> str:
+    """Name of transformers' class that loads a model, which may have an adapter."""
+    own = model.get_base_model() if is_peft_model(model) else model
+    return auto_class_of(own.config, type(own).__name__).__name__
 
 
 def _given_as_objects(trainer: OnlineTrainer) -> dict[str, Any]:

@@ -39,6 +39,10 @@ _CALLED = {
     "written": "source of",
     "options": "",
 }
+_ZEROS = (
+    "With fsdp_cpu_ram_efficient_loading, from_pretrained reads the weights of a reward model in the first process of a machine alone: name the model instead "
+    "of passing it (reward_funcs='org/model'), or load it with FSDP_CPU_RAM_EFFICIENT_LOADING=false in the environment. "
+)
 _SAME_FOLDER = "output_dir has to be on a file system that all machines of the run see"
 #: names of what a callback may ask for
 _TURNS = {
@@ -124,8 +128,10 @@ def settled_together(trainer: OnlineTrainer, settle: Callable[[], str | None]) -
     if (starts := alike.apart([record["from"] for record in every])) is not None:
         differ.insert(0, f"the state that they go on from: {starts}. {_SAME_FOLDER}, with the same checkpoints")
     if differ:
+        zeros = any(line.startswith("source of") for line in differ) and trainer.is_fsdp_enabled
         raise ValueError(
-            f"The {len(every)} processes of this run are not parts of the same one, so nothing was trained. What differs: {'; '.join(differ)}. Start "
+            f"The {len(every)} processes of this run are not parts of the same one, so nothing was trained. What differs: {'; '.join(differ)}. "
+            f"{_ZEROS if zeros else ''}Start "
             "all of them with the same script, arguments, data, model and package versions. None needs a seed of its own: each draws other numbers "
             "from the same one."
         ) from refusal

@@ -22,6 +22,16 @@ def _is_sharded(trainer: OnlineTrainer) -> bool:
     return trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
 
 
+def warn_if_not_saved(trainer: OnlineTrainer) -> None:
+    """At the start of a training whose checkpoints will not have it."""
+    args = trainer.args
+    if moves(trainer) and _is_sharded(trainer) and args.save_strategy != "no" and not args.save_only_model:
+        logger.warning(
+            "sync_ref_model=True moves the reference model, and under FSDP or DeepSpeed it is in no checkpoint: this run cannot go on on the same trajectory "
+            "once it is stopped. Train it in one piece, or on whole models (data parallel)."
+        )
+
+
 def save(trainer: OnlineTrainer, folder: str | os.PathLike) -> None:
     """Write it into an unsealed checkpoint; not where it is sharded."""
     if not moves(trainer) or not trainer.args.should_save or _is_sharded(trainer):

@@ -5,7 +5,7 @@ import math
 import os
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -113,10 +113,12 @@ class SavingMixin(InStepMixin, PublishingMixin):
             )
             self._changed = (*self._changed, line)
         self._resumed, self._saved, self._best = None, resume, None
+        self._saves.begin()
         if resume is not None:
             self._resumed = TrainerState.load_from_json(os.path.join(resume, TRAINER_STATE_NAME))
             self._recorded_then = cast(RunSettings, checkpoint.recorded_run(resume))
             self._changed = (*self._changed, *reference.load(self, resume))
+        reference.warn_if_not_saved(self)
         if self.args.use_vllm:
             self.vllm_generation.begin(resume)
         with ended_by_signal(self), told_of_exits(self):
@@ -226,8 +228,8 @@ class SavingMixin(InStepMixin, PublishingMixin):
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """As `Trainer.evaluate`. The training goes on with the random numbers that it would have had: whether, when and how often is evaluated, and
-        whether a checkpoint was written before or after, is no part of its trajectory."""
-        with _as_of(None, self.state):
+        whether a checkpoint was written before or after, is no part of its trajectory. Outside of a training each call draws other completions."""
+        with _as_of(None, self.state) if self.is_in_train else nullcontext():
             return super().evaluate(*args, **kwargs)
 
     @contextmanager
@@ -239,7 +241,7 @@ class SavingMixin(InStepMixin, PublishingMixin):
             made: whether the batch was made before, and is judged now.
         """
         self._in_batch, self._all_failed = True, False
-        if not made and self._step == self._updated_at:
+        if not made and self.model.training and self._step == self._updated_at:
             self._between = self.state.global_step, _Moment.now(self.state)
         try:
             yield
@@ -380,8 +382,13 @@ class SaveBetweenRollouts:
 
     def __init__(self, trainer: OnlineTrainer) -> None:
         self._trainer = trainer
-        self._pending: set[str] = set()
         self._told = False
+        self.begin()
+
+    def begin(self) -> None:
+        """At the start of a training, for which nothing waits that was asked for in one before."""
+        self._pending: set[str] = set()
+        self._stopped = -1, 0  # batches made when an end was asked for, and how many times it was since
 
     def hold(self) -> None:
         """After a step, when all callbacks have asked for what they want."""
@@ -392,13 +399,16 @@ class SaveBetweenRollouts:
         if args.save_strategy == SaveStrategy.BEST or args.load_best_model_at_end:
             moved.append("should_evaluate")
         if self._trainer._step % rollout_every == 0 or state.global_step >= state.max_steps:
-            for name in self._pending:
-                setattr(control, name, True)
-            self._pending.clear()
+            self._give_back()
             return
         for name in moved:
             self._wait_with(name)
         if "should_save" in self._pending and control.should_training_stop:
+            batches, times = self._stopped
+            self._stopped = self._trainer._step, times + 1 if batches == self._trainer._step else 1
+            if self._stopped[1] > 3:  # a stream that has run out: no step will end this rollout
+                self._give_back()
+                return
             self._wait_with("should_training_stop")
             logger.warning(
                 "The training was to end at step %d, where a checkpoint waits for the rollout to be used. It ends with that checkpoint, after the next "
@@ -414,6 +424,11 @@ class SaveBetweenRollouts:
                 every := rollout_every // math.gcd(rollout_every, args.gradient_accumulation_steps),
                 every,
             )
+
+    def _give_back(self) -> None:
+        for name in self._pending:
+            setattr(self._trainer.control, name, True)
+        self._pending.clear()
 
     def _wait_with(self, name: str) -> None:
         control = self._trainer.control

@@ -4,10 +4,13 @@ In torch 2.11 `fully_shard` makes every parameter first with a gradient, then as
 `.requires_grad_(False)`. Bytes cannot have one for that moment either ("only Tensors of floating point dtype can require gradients"), so a packed
 base stops there. A torch function mode answers that one question while accelerate prepares the model; torch 2.13 never asks it.
 
-And checkpoints are of whole tensors: of shards, which is what `accelerate config` proposes for FSDP 2, transformers writes no adapter.
+A reference and a reward model are nobody's to fill in: [`loaded_everywhere`]. And checkpoints are of whole tensors: of shards, which is what `accelerate config` proposes for FSDP 2, transformers writes no adapter.
 """
 
 import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,6 +32,21 @@ class BytesWithoutGradient(TorchFunctionMode):
         if func is torch.Tensor.requires_grad_ and not (args[0].is_floating_point() or args[0].is_complex()):
             return args[0]
         return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def loaded_everywhere(wanted: bool = True) -> Iterator[None]:
+    """In the block `from_pretrained` reads weights in every process, also with `fsdp_cpu_ram_efficient_loading`. With that, all but the first of a machine
+    get zeros, which accelerate replaces in the policy when it shards it, and in no other model."""
+    name, before = "FSDP_CPU_RAM_EFFICIENT_LOADING", os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING")
+    if not wanted or before is None:
+        yield
+        return
+    os.environ[name] = "false"
+    try:
+        yield
+    finally:
+        os.environ[name] = before
 
 
 class ShardingMixin(OnlineTrainer):

@@ -4,6 +4,7 @@ import logging
 import math
 
 import torch
+from trl import RLOOTrainer
 
 from .upstream import OnlineTrainer
 
@@ -29,7 +30,7 @@ class SignalMonitor:
         self._collapse_reported = False
 
     def advantages(self, used: bool, reward: float, step: int) -> None:
-        """Report one rollout: whether any advantage was not zero, and the mean reward."""
+        """Report one rollout: whether it was [`used`], and the mean reward."""
         if used:
             self._rollouts_without_advantage = 0
             return
@@ -67,8 +68,7 @@ class SignalMonitor:
                 logger.warning(text)
             return
         self._rollouts_without_reward = 0
-        advantages = list(trainer._logs["advantages"])[-len(rewards) :]
-        cause = None if any(advantages) else _why_no_advantage(rewards, trainer.reward_weights, trainer.num_generations)
+        cause = None if _any_advantage(trainer, rewards) else _why_no_advantage(trainer, rewards)
         self._rollouts_without_use = 0 if cause is None else self._rollouts_without_use + 1
         if (
             cause is not None
@@ -91,25 +91,46 @@ class SignalMonitor:
             )
 
 
-def _why_no_advantage(rewards: torch.Tensor, weights: torch.Tensor, generations: int) -> str | None:
+def used(trainer: OnlineTrainer, rewards: torch.Tensor) -> bool:
+    """Whether the rollout just scored has an advantage that is no rounding: of eight rewards of 0.1 the mean is another number in float32, and what is
+    left of each is divided by nearly nothing. With RLOO's penalty equal rewards are told apart by it.
+
+    Args:
+        rewards: (completions of all processes, functions), NaN where a function does not apply.
+    """
+    penalized = isinstance(trainer, RLOOTrainer) and bool(trainer.beta)
+    total, generations = _total(trainer, rewards), trainer.num_generations
+    told_apart = penalized or _spread(total, generations) or _spread(rewards, generations)
+    return told_apart and _any_advantage(trainer, rewards)
+
+
+def _any_advantage(trainer: OnlineTrainer, rewards: torch.Tensor) -> bool:
+    return any(list(trainer._logs["advantages"])[-len(rewards) :])
+
+
+def _total(trainer: OnlineTrainer, rewards: torch.Tensor) -> torch.Tensor:
+    """(completions, 1), NaN where no function applies."""
+    weighted = (rewards * trainer.reward_weights.to(rewards.device)).nansum(dim=1, keepdim=True)
+    return weighted.masked_fill(torch.isnan(rewards).all(1, keepdim=True), math.nan)
+
+
+def _spread(values: torch.Tensor, generations: int) -> bool:
+    """Whether values of a group differ, in any column of (completions, columns)."""
+    groups = values.view(-1, generations, values.shape[1])
+    low = groups.nan_to_num(nan=math.inf, posinf=math.inf).amin(dim=1)
+    high = groups.nan_to_num(nan=-math.inf, neginf=-math.inf).amax(dim=1)
+    return bool((high > low).any())
+
+
+def _why_no_advantage(trainer: OnlineTrainer, rewards: torch.Tensor) -> str | None:
     """`None` where every group's rewards are equal, which is no fault of the arithmetic."""
-
-    def spread(values: torch.Tensor) -> bool:  # (completions, columns)
-        groups = values.view(-1, generations, values.shape[1])
-        low = groups.nan_to_num(nan=math.inf, posinf=math.inf).amin(dim=1)
-        high = groups.nan_to_num(nan=-math.inf, neginf=-math.inf).amax(dim=1)
-        return bool((high > low).any())
-
-    weights = weights.to(rewards.device)
-    total = (
-        (rewards * weights).nansum(dim=1, keepdim=True).masked_fill(torch.isnan(rewards).all(1, keepdim=True), math.nan)
-    )
-    if spread(total):
+    total = _total(trainer, rewards)
+    if _spread(total, trainer.num_generations):
         low, high = (f(total[~torch.isnan(total)]).item() for f in (torch.amin, torch.amax))
         return (
             f"they lie between {low:.9g} and {high:.9g}, and their statistics lose the difference in float32. Subtract what they have in "
             "common, and scale the rewards to about 1."
         )
-    if spread(rewards):
-        return f"reward_weights={weights.tolist()} cancel them. Choose weights of which the sum still tells completions apart."
+    if _spread(rewards, trainer.num_generations):
+        return f"reward_weights={trainer.reward_weights.tolist()} cancel them. Choose weights of which the sum still tells completions apart."
     return None

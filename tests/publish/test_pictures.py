@@ -55,6 +55,7 @@ def test_a_policy_with_a_tower_is_rebuilt_merged_and_quantized(name, tmp_path):
     assert torch.equal(architectures.logits(rebuilt.model), expected)
     auto = "AutoModelForImageTextToText"
     assert f"base = {auto}.from_pretrained" in (tmp_path / "adapter/README.md").read_text()
+    assert f"base = {auto}.from_pretrained" in cards.render(cards.facts_of_run(tmp_path / "adapter", rebuilt.settings))
 
     export.save_merged(rebuilt, tmp_path / "merged")
     merged = load_any(str(tmp_path / "merged")).model
@@ -64,6 +65,7 @@ def test_a_policy_with_a_tower_is_rebuilt_merged_and_quantized(name, tmp_path):
         with pytest.raises(ValueError, match="names differ from the model's"):
             quantize_folder(folder, tmp_path / "packed")
         return
-    quantize_folder(folder, tmp_path / "packed")
+    quantize_folder(folder, tmp_path / "packed", card=lambda f, e: cards.write(f, cards.facts_of_quantization(f, e), e))
+    assert f"model = {auto}.from_pretrained" in (tmp_path / "packed/README.md").read_text()
     packed = from_pretrained(tmp_path / "packed")
     assert type(packed) is kind and any(isinstance(module, NVFP4Linear) for module in packed.modules())

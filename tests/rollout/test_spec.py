@@ -218,3 +218,22 @@ def test_the_batch_invariant_mode_is_asked_for(folder, monkeypatch):
 def test_a_model_without_a_checkpoint_is_refused():
     with pytest.raises(ValueError, match="this Qwen2ForCausalLM does not say which it came from"):
         EngineSpec.of(get_peft_model(make_tiny_model("qwen2"), LoraConfig(target_modules=["q_proj"])))
+
+
+@pytest.mark.parametrize(
+    ("url", "host", "port", "where"),
+    [
+        ("http://127.0.0.1:8123", "127.0.0.1", "8123", "is started by"),
+        ("http://0.0.0.0:8000", "127.0.0.1", "8000", "is started by"),
+        ("http://gpu-2:9000", "0.0.0.0", "9000", "is started on gpu-2 by"),
+        ("https://inference.example", "0.0.0.0", None, "is started on inference.example by"),
+    ],
+)
+def test_the_command_starts_a_server_where_it_is_looked_for(url, host, port, where, folder):
+    from qerl_trl.rollout.server import ServerEngine
+
+    engine = ServerEngine.__new__(ServerEngine)
+    engine.url, engine.spec = url, EngineSpec.of(policy(folder), max_model_len=64)
+    said, _, command = engine._advice().partition("\n")
+    _, options = parsed(command)
+    assert said.endswith(where) and (options["--host"], options.get("--port")) == (host, port)

@@ -14,7 +14,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from transformers import Gemma2PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Gemma2PreTrainedModel
 from trl import GRPOTrainer
 
 from qerl_trl import QeRLConfig, QeRLGRPOTrainer, QeRLRLOOConfig, QeRLRLOOTrainer
@@ -559,3 +559,36 @@ def test_compiled_layers_compute_the_row(make, base_format):
     results = [both(one, weighted_logps(one, ragged()))[1] for one in (eager, compiled)]
     result, gradient = error(results[1], (results[0][0].float().cpu(), results[0][1]))
     assert result < 0.02 and gradient < 0.05
+
+
+MOE = {
+    "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 320,
+    "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0, "num_experts_per_tok": 1, "sliding_window": 32,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["phimoe", "qwen2_moe"])
+def test_a_window_that_only_the_mask_has_is_known_however_long_it_is(kind, make, tmp_path):
+    """Packed, these layers attended to everything: the trial's sequences are shorter than any window."""
+    own = (
+        {"num_local_experts": 2}
+        if kind == "phimoe"
+        else {"num_experts": 2, "use_sliding_window": True, "max_window_layers": 2}
+    )
+    config = CONFIG_MAPPING[kind](**MOE, **own)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path / "model")
+    lora = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    with pytest.raises(ValueError, match="sliding window from the attention mask alone"):
+        make(model=tmp_path / "model", peft_config=lora)
+    assert not make(model=tmp_path / "model", peft_config=lora, padding_free=None)._packing.on
+
+
+@pytest.mark.parametrize("kind", ["biogpt", "opt", "gpt_bigcode", "persimmon"])
+def test_dropped_attention_weights_are_found_under_any_name(kind):
+    """BioGPT's update ended in the middle of the first step."""
+    small = {"num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 320}
+    dropped = dict.fromkeys(("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "dropout"), 0.25)
+    config = CONFIG_MAPPING[kind](**small, **dropped)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert "attention_dropout=0.25" in packing.why_not(model)

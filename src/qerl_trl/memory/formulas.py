@@ -110,6 +110,10 @@ class Shape:
         return self.layers - (self.delta_nets.layers if self.delta_nets else 0)
 
 
+#: names of the width of an MLP; without one it is 4 times the hidden one
+_MLP = ("intermediate_size", "ffn_dim", "n_inner")
+
+
 def shape_of(model: str | os.PathLike | PretrainedConfig, **kwargs: Any) -> Shape:
     """Read a model's shape from its configuration (folder, Hub id or config object). No weights are read."""
     config = model
@@ -132,7 +136,7 @@ def shape_of(model: str | os.PathLike | PretrainedConfig, **kwargs: Any) -> Shap
     norms = [p.numel() for name, p in built.named_parameters() if p.ndim == 1 and name.endswith("norm.weight")]
     return Shape(
         hidden=text.hidden_size,
-        mlp=text.intermediate_size,
+        mlp=next(filter(None, (getattr(text, name, None) for name in _MLP)), 4 * text.hidden_size),
         layers=text.num_hidden_layers,
         vocabulary=text.vocab_size,
         heads=text.num_attention_heads,

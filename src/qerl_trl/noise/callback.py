@@ -78,6 +78,7 @@ class AQNCallback(TrainerCallback):
     Attributes:
         explicit: True when a trainer brackets its rollouts with `generation()`; recognition by forward calls is then off. Such a
             trainer sets it beforehand (`from_args` does), which makes `use_vllm` acceptable.
+        penalized: True where the policy is held to a reference (beta > 0).
         engine: True when vLLM generates; `generation()` then leaves the transformers model clean.
         draw: the `NoiseDraw` of the generation in progress; None outside of one, which means clean.
         last_draw: that of the latest generation in training, also when it has ended; None before the first.
@@ -114,6 +115,7 @@ class AQNCallback(TrainerCallback):
         self.seed = seed
         self.explicit = False
         self.engine = False
+        self.penalized = False
         self.draw: NoiseDraw | None = None
         self._seed = 0
         self._given_norms = norms
@@ -147,6 +149,7 @@ class AQNCallback(TrainerCallback):
         )
         callback.explicit = True
         callback.engine = args.use_vllm
+        callback.penalized = args.beta != 0
         return callback
 
     def attach(self, model: nn.Module, seed: int = 0) -> None:
@@ -165,6 +168,8 @@ class AQNCallback(TrainerCallback):
         if norms is None:
             known = self._noise if policy is self._sampling_model else None
             norms = known.norms if known is not None else find_noisy_norms(model)
+        if self.scope == "policy":
+            self._check_reference(unwrap(model), norms)
         self.detach()  # hooks go on again in any case: those of ZeRO-3, which gather a weight, must come before ours
         self._noise = NormNoise(norms)
         self._model, self._sampling_model = model, policy
@@ -173,6 +178,17 @@ class AQNCallback(TrainerCallback):
             policy.register_forward_pre_hook(self._hook(self._before_forward), with_kwargs=True),
             policy.register_forward_hook(self._hook(self._after_forward), always_call=True),
         ]
+
+    def _check_reference(self, model: nn.Module, norms: Mapping[str, nn.Module]) -> None:
+        """A reference that is the policy without its adapter computes with the norms beside the trained ones, which carry no noise."""
+        trained = {module for name, module in model.named_modules() if ".modules_to_save." in name}
+        noisy = [name for name, module in norms.items() if module in trained]
+        if noisy and self.penalized:
+            raise ValueError(
+                f"aqn_scope='policy' with beta > 0 cannot work with trained norms (modules_to_save: {noisy[0]} and {len(noisy) - 1} more): the reference policy "
+                "would be evaluated without their noise, and the KL penalty would train against it. Use aqn_scope='rollout', leave the norms out of "
+                "modules_to_save, or set beta=0."
+            )
 
     def detach(self) -> None:
         """Take every hook off the model. Called at the end of training."""
@@ -357,6 +373,7 @@ class AQNCallback(TrainerCallback):
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         self._check_reach(args)
         self._state = state
+        self.penalized = bool(getattr(args, "beta", 0))
         self.attach(model, seed=args.seed)
         between_logs = args.save_strategy == "steps" and state.save_steps % state.logging_steps
         if self.schedule.name == "entropy_target" and between_logs:

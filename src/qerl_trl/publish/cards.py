@@ -98,20 +98,19 @@ def facts_of_quantization(folder: Path, export: Export) -> Facts:
 
 def facts_of(exported: "Exportable", dataset: str | None = None) -> Facts:
     """Facts of a live trainer (its settings and log), or of a rebuilt policy."""
-    from ..nvfp4.config import auto_class_of
+    from ..identity import loaded_by
     from .run import is_trainer, trained_policy_of
 
     policy = trained_policy_of(exported)
-    settings, model = policy.settings, policy.transformers_model
-    auto_class = auto_class_of(model.config, type(model).__name__).__name__
+    settings = policy.settings.copy()
+    settings.setdefault("auto_class", loaded_by(policy.transformers_model))
     if not is_trainer(exported):
-        return {"kind": "adapter", "settings": settings.copy(), "dataset": dataset, "auto_class": auto_class}
+        return {"kind": "adapter", "settings": settings, "dataset": dataset}
     args = exported.args
     facts = facts_of_run(args.output_dir or ".", settings, dataset)
     facts["versions"] = report.versions()
     facts["log"] = figures.log_summary(exported.state.log_history)
     facts["hardware"] = report.hardware(args)
-    facts["auto_class"] = auto_class
     return facts
 
 
@@ -200,7 +199,7 @@ def render(facts: Facts) -> str:
         "trained": facts["kind"] != "nvfp4_base",
         "trainer_class": trainer_class,
         "config_class": config_class,
-        "auto_class": facts.get("auto_class") or "AutoModelForCausalLM",
+        "auto_class": facts["settings"].get("auto_class") or "AutoModelForCausalLM",
         "slot": _slot(facts["settings"].get("lora")),
     }
     text = _templates(template_folder()).get_template(TEMPLATES[facts["kind"]]).render(context)

@@ -107,6 +107,7 @@ def quantize_folder(
     tensors, converted, parameters = _matched(folder, config, nvfp4_config, trust_remote_code)
     quantize = prepare_quantizer(device, scale_rule)
     settings: RunSettings = {"model": public_name(str(model)), "scale_rule": scale_rule, "base_format": "nvfp4"}
+    settings["auto_class"] = auto_class_of(config).__name__
     if (revision := hub_commit(folder)) is not None:
         settings["base_revision"] = revision
     export: Export = {

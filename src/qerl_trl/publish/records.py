@@ -186,7 +186,6 @@ class Facts(TypedDict, total=False):
     versions: dict[str, str] | None
     exported_with: dict[str, str]
     hardware: str
-    auto_class: str  # of transformers, which loads the model that was trained
     survived: Survived
     measured: Measured
     quantization: Quantization

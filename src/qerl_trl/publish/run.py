@@ -113,7 +113,12 @@ def load_policy(
     tokenizer = AutoTokenizer.from_pretrained(
         adapter if has_tokenizer else base_model, revision=None if has_tokenizer else revision
     )
-    settings |= {"model": base_model, "merged_onto": base_format, "dtype": dtype}
+    settings |= {
+        "model": base_model,
+        "merged_onto": base_format,
+        "dtype": dtype,
+        "auto_class": identity.loaded_by(model),
+    }
     settings.pop("base_revision", None)  # of the base that the run named
     if (commit := base_identity.base_revision(model)) is not None:
         settings["base_revision"] = commit

@@ -36,6 +36,7 @@ from typing import Any
 
 import torch
 from accelerate.data_loader import BatchSamplerShard
+from accelerate.utils import gather_object
 from torch.utils.data import BatchSampler
 from trl.generation.vllm_generation import VLLMGeneration
 
@@ -261,7 +262,9 @@ class OverlappedGeneration(QeRLVLLMGeneration):
             return super().generate(prompts, images, num_generations, profiler)
         aqn, step = self.trainer.aqn, self.trainer.state.global_step
         draw = (aqn and aqn.draw) or NO_NOISE
-        if self._next is not None and self._next.stored and not self._fits(self._next, prompts, step, draw):
+        stored = self._next if self._next is not None and self._next.stored else None
+        # all processes sample anew, or none
+        if stored is not None and not all(gather_object([self._fits(stored, prompts, step, draw)])):
             logger.warning(
                 "The rollout in the checkpoint has other prompts or noise than this run at step %d, and is sampled anew.",
                 step,

@@ -65,6 +65,11 @@ def settle_optimizer(args: Any) -> None:
             used,
         )
         args.optim = type(args.optim)(used)
+    if used == "sgd" and args.save_strategy != "no" and not args.save_only_model:
+        logger.warning(
+            "optim='sgd' under FSDP: no run can go on from its checkpoints, because torch does not load an optimizer without a state (\"Expected device to be "
+            "set\"). Use an optimizer that has one (optim='adamw_torch_fused'), or train in one piece."
+        )
 
 
 def check_optimizer_given(args: Any, given: Mapping[str, Any]) -> None:

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from accelerate.utils import gather_object
+import torch
 
 from .arms import asked_together
 from .engine import RolloutError
@@ -49,7 +49,9 @@ def check_shares(generation: "QeRLVLLMGeneration", count: int) -> None:
     several = generation.accelerator.num_processes > 1 and asked_together(generation.trainer.args)
     if not several or getattr(generation.trainer, "rollout_func", None) is None:
         return
-    counts = gather_object([count])
+    group = generation.tp_group if generation.mode == "colocate" else None  # of this engine alone
+    counts: list[Any] = [None] * torch.distributed.get_world_size(group=group)
+    torch.distributed.all_gather_object(counts, count, group=group)
     if len(set(counts)) > 1:
         raise RolloutError(
             f"The processes asked `generate` for different numbers of prompts, {', '.join(map(str, counts))}: TRL would deal the completions of one "

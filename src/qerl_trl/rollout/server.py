@@ -60,7 +60,7 @@ class ServerEngine(Engine):
     """
 
     def __init__(self, url: str, spec: EngineSpec, model: nn.Module, timeout: float) -> None:
-        self.spec = spec
+        self.spec, self.url = spec, url
         try:
             self.client = Client(url, secret(), timeout)
         except (OSError, RuntimeError) as error:
@@ -82,7 +82,10 @@ class ServerEngine(Engine):
         self.check(model)
 
     def _advice(self) -> str:
-        return f"With the trainer's {SECRET} in its environment, the server is started by\n{self.spec.serve_command()}"
+        asked = urlparse(self.url)
+        command = self.spec.serve_command(*(("127.0.0.1",) if _is_loopback(self.url) else ("0.0.0.0",)), asked.port)
+        where = "" if _is_loopback(self.url) else f" on {asked.hostname}"
+        return f"With the trainer's {SECRET} in its environment, the server is started{where} by\n{command}"
 
     def check(self, model: nn.Module) -> None:
         """Compare what the server runs with the trainer's model.

@@ -164,8 +164,8 @@ class EngineSpec:
             **(DELTA_NET | {"enable_prefix_caching": False} if self.delta_net else {}),
         }
 
-    def serve_command(self) -> str:
-        """The command that starts a server for this model, as one shell line. Host, port and placement may be added.
+    def serve_command(self, host: str = "127.0.0.1", port: int | None = None) -> str:
+        """The command that starts a server for this model, as one shell line. Placement may be added.
 
         The trainer's secret (rollout/signature.py) has to be in its environment.
         """
@@ -173,7 +173,8 @@ class EngineSpec:
         options: dict[str, Any] = {
             "revision": self.revision,
             "tokenizer-revision": self.revision,
-            "host": "127.0.0.1",
+            "host": host,
+            "port": port,
             "dtype": self.dtype,
             "quantization": METHOD,
             "additional-config": json.dumps(self.options()),

@@ -41,6 +41,7 @@ _TAKES_WINDOW, _TAKES_SCALE, _TAKES_GROUPS = (name in _TAKES for name in ("windo
 _LARGEST_HEAD = 256
 
 _in_packed_call: ContextVar[bool] = ContextVar("in_packed_call", default=False)
+_in_trial: ContextVar[bool] = ContextVar("in_trial", default=False)
 
 
 class CannotPack(Exception):
@@ -71,6 +72,21 @@ def packed_call() -> Iterator[None]:
         _in_packed_call.reset(token)
 
 
+@contextmanager
+def trial() -> Iterator[None]:
+    """In the block a packed call's mask with a window is [`_Window`], so that a layer that has its window from the mask alone, and would attend
+    to everything when packed, is known, however long the window is."""
+    token = _in_trial.set(True)
+    try:
+        yield
+    finally:
+        _in_trial.reset(token)
+
+
+class _Window(torch.Tensor):
+    """In place of a mask in a trial: the number of keys that a query sees."""
+
+
 def register() -> None:
     """Make [`NAME`] known to transformers. It changes nothing for a model that does not ask for it."""
     AttentionInterface.register(NAME, attention)
@@ -78,7 +94,10 @@ def register() -> None:
 
 
 def _mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
-    return None if _in_packed_call.get() else sdpa_mask(*args, **kwargs)
+    if not _in_packed_call.get():
+        return sdpa_mask(*args, **kwargs)
+    window = kwargs.get("local_size") if _in_trial.get() else None
+    return None if window is None else torch.tensor(window).as_subclass(_Window)
 
 
 def attention(
@@ -112,7 +131,10 @@ def attention(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
     assert cu_seq_lens_k is not None and max_length_q is not None and max_length_k is not None
-    if attention_mask is not None:
+    if isinstance(attention_mask, _Window):
+        if kwargs.get("sliding_window") != int(attention_mask):
+            raise CannotPack("its layers have their sliding window from the attention mask alone")
+    elif attention_mask is not None:
         raise CannotPack("it makes attention masks of its own")
     if dropout:
         raise CannotPack("it drops attention weights (attention_dropout)")

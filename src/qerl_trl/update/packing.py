@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 #: one length: where positions are not relative, left padding moves TRL's own numbers
 _PROMPT_TOKENS, _TRIED = 14, ((0, 11), (1, 7), (0, 5))
 
+_ATTENTION_DROPOUT = ("attention_dropout", "attn_dropout", "dropout")
+
 
 class Packing:
     """How one trainer's models are packed: on or off, and why."""
@@ -91,7 +93,7 @@ class Packing:
         trainer = self.trainer
         ids, mask, width = _trial(trainer, self._models[0])
         reason = None
-        with evaluation_mode(model), decoded_weights(model):
+        with evaluation_mode(model), decoded_weights(model), attention.trial():
             try:
                 packed = self._packed(model, ids, mask, width)[0]
                 padded = _padded(trainer, model, ids, mask, width)
@@ -347,13 +349,19 @@ def why_not(model: PreTrainedModel) -> str | None:
     kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if kinds:
         return f"{name} has layers of another kind ({', '.join(sorted(kinds))})"
-    found = [getattr(module, "attention_dropout", None) for module in model.modules()]
+    found = [getattr(module, name, None) for module in model.modules() for name in _dropouts(module)]
+    found.append(getattr(text, "attention_dropout", None))  # a layer may read it there
     dropped = max((value for value in found if isinstance(value, float)), default=0.0)
     if dropped:
         return f"attention_dropout={dropped:g} drops attention weights in training"
     if getattr(text, "attention_chunk_size", None):
         return f"{name} attends in chunks"
     return None
+
+
+def _dropouts(module: nn.Module) -> tuple[str, ...]:
+    """Names under which an attention layer keeps the share of its weights that it drops, as a number: what else it drops is a layer."""
+    return _ATTENTION_DROPOUT if "attention" in type(module).__name__.lower() else _ATTENTION_DROPOUT[:1]
 
 
 def _set_attention(model: PreTrainedModel, name: str) -> None:

@@ -125,7 +125,9 @@ def test_what_was_given_up_does_not_answer_the_next_call(monkeypatch):
 
     aborted = []
     llm = WatchedLLM.__new__(WatchedLLM)
-    llm.reuse = PrefixReuse()
+    llm.reuse, llm._group = PrefixReuse(), None
+    llm.reset_prefix_cache = lambda reset_connector: aborted.append(reset_connector) or True
+    llm.reuse.check([answer((1, 2, 3), 0)])
     llm.llm_engine = SimpleNamespace(
         output_processor=SimpleNamespace(request_states={"3": None, "4": None}),
         abort_request=lambda ids, internal: aborted.append((ids, internal)),
@@ -138,4 +140,5 @@ def test_what_was_given_up_does_not_answer_the_next_call(monkeypatch):
         monkeypatch.setattr(LLM, name, hangs)
         with pytest.raises(KeyboardInterrupt):
             getattr(llm, name)([])
-    assert aborted == [(["3", "4"], True)] * 2
+    assert aborted == [(["3", "4"], True), True] * 2
+    assert not llm.reuse._computed  # as the cache

@@ -48,6 +48,9 @@ def test_what_makes_no_sense_is_an_answer(monkeypatch):
     worker._qerl_transfers = Transfers()
     worker.qerl_receive("t", "0", bytes(2**16))
     assert "arrived damaged" in worker.qerl_apply("t", "00")["error"]
+    worker.qerl_receive("t", "0", b"abc")  # of a trainer that was killed while it sent
+    worker.qerl_layout(json.dumps([["norm", "x", "float32", [4]]]))
+    assert worker.qerl_receive("of the next one", "0", b"abc") == {"bytes": 3}
 
 
 def test_engines_side_by_side_are_refused():

@@ -158,6 +158,9 @@ class WatchedLLM(LLM):
             with suppress(Exception):  # of an engine that may be dead; what it died of is on its way
                 asked = list(self.llm_engine.output_processor.request_states)
                 self.llm_engine.abort_request(asked, internal=True)
+                # what they have computed is in the prefix cache, and was not looked at
+                self.reset_prefix_cache(reset_connector=True)
+                self.reuse.changed()
             raise
         check_alike(self._group, outputs)
         self.reuse.check(outputs)

@@ -91,6 +91,7 @@ class QeRLWorkerExtension:
                 "server for this trainer's adapter, with the command that the trainer prints."
             )
         self._qerl_hang_up()
+        self.__dict__.pop("_qerl_transfers", None)  # of a trainer that was killed while it sent
         self._qerl_form = layout
         self._qerl_buffer = torch.empty(layout.nbytes, dtype=torch.uint8, device=self.device)
         return {"bytes": layout.nbytes}
