@@ -3,6 +3,7 @@ import json
 import pytest
 
 from qerl_trl import checkpoint, run_folder
+from qerl_trl.publish import outgoing
 
 
 @pytest.fixture
@@ -192,3 +193,33 @@ def test_a_manifests_order_is_part_of_what_it_vouches_for(whole):
     assert "changed after it was written" in checkpoint.problems(whole)[0]
     checkpoint.write_json_atomically(whole / checkpoint.MANIFEST_NAME, content | {"order": "9"})
     assert "order no number" in checkpoint.problems(whole)[0]
+
+
+def test_who_goes_on_elsewhere_counts_on(tmp_path):
+    """Copied back, what came later is newer."""
+    for step in (50, 100, 150):
+        sealed(tmp_path / "a", step, checkpoint.next_order(tmp_path / "a"))
+    since = checkpoint.order_of(tmp_path / "a/checkpoint-150")
+    for step in (200, 300):
+        sealed(tmp_path / "b", step, checkpoint.next_order(tmp_path / "b", since))
+    for step in (200, 300):
+        (tmp_path / f"b/checkpoint-{step}").rename(tmp_path / f"a/checkpoint-{step}")
+    assert checkpoint.last_checkpoint(tmp_path / "a") == str(tmp_path / "a/checkpoint-300")
+    assert checkpoint.newer_than(tmp_path / "a/checkpoint-150") == ["checkpoint-200", "checkpoint-300"]
+
+
+def test_what_is_pushed_keeps_its_number(tmp_path):
+    folder = sealed(tmp_path, 4, 7)
+    sent = outgoing.checkpoint_files(folder, "last-checkpoint", {})
+    (tmp_path / "again").mkdir()
+    (tmp_path / "again" / checkpoint.MANIFEST_NAME).write_bytes(sent[f"last-checkpoint/{checkpoint.MANIFEST_NAME}"])
+    assert checkpoint.order_of(tmp_path / "again") == 7
+
+
+def test_a_run_that_went_back_and_ended_without_a_checkpoint_is_what_it_ended_with(tmp_path):
+    sealed(tmp_path, 4, checkpoint.next_order(tmp_path))
+    sealed(tmp_path, 8, checkpoint.next_order(tmp_path))
+    with run_folder.sealing(tmp_path, {"global_step": 6}):
+        (tmp_path / "adapter_model.safetensors").write_bytes(b"the end")
+        (tmp_path / "trainer_state.json").write_text(json.dumps({"global_step": 6}))
+    assert run_folder.resumable(tmp_path) == str(tmp_path)

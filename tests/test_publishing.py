@@ -2,6 +2,7 @@
 
 import json
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -147,3 +148,18 @@ def test_what_cannot_be_merged_is_said_before_anything_is_trained(name, told, tm
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     publishing.warn_of_exports(get_peft_model(model, LoraConfig(target_modules=["q_proj"])))
     assert ("in another form in memory than on disk" in caplog.text) == told
+
+
+@pytest.mark.parametrize(
+    ("deepspeed", "overlap", "strategy", "said"),
+    [
+        (True, 0, "checkpoint", "its optimizer state stays here"),
+        (False, 1, "all_checkpoints", "sampled ahead stay here"),
+        (False, 0, "checkpoint", None),
+        (True, 1, "end", None),
+    ],
+)
+def test_what_a_pushed_checkpoint_lacks_is_said_before(deepspeed, overlap, strategy, said, caplog):
+    args = SimpleNamespace(hub_strategy=strategy, overlap=overlap, output_dir="here")
+    publishing.PublishingMixin._warn_of_checkpoints(SimpleNamespace(args=args, is_deepspeed_enabled=deepspeed))
+    assert said in caplog.text if said else not caplog.records

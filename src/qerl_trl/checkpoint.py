@@ -320,9 +320,9 @@ def _order(folder: str | os.PathLike) -> int | None:
         return None
 
 
-def next_order(output_dir: str | os.PathLike) -> int:
-    """Of what is sealed next in a run's folder, be it the folder itself."""
-    return 1 + max(order_of(folder) for folder in (Path(output_dir), *_by_age(output_dir)))
+def next_order(output_dir: str | os.PathLike, since: int = 0) -> int:
+    """Of what is sealed next in a run's folder, be it the folder itself. `since`: that of what the run goes on from, which may lie elsewhere."""
+    return 1 + max(since, *(order_of(folder) for folder in (Path(output_dir), *_by_age(output_dir))))
 
 
 def newer_than(folder: str | os.PathLike) -> list[str]:

@@ -110,6 +110,11 @@ def check_is_lora(config: PeftConfig) -> LoraConfig:
             f"peft_config is a {type(config).__name__}. Rollout, export and noise here are built for LoRA on linear layers; "
             "prompt-learning and other methods would train something that the rollout never sees. Pass a LoraConfig."
         )
+    if config.layer_replication:
+        raise ValueError(
+            f"LoraConfig(layer_replication={config.layer_replication}) makes another model of the base, with more layers: the engine of the rollouts and "
+            "every export have the base as it is stored. Leave it out, or make a checkpoint of the enlarged model first."
+        )
     for where, rank in (("r", config.r), *(config.rank_pattern or {}).items()):
         if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
             raise ValueError(

@@ -95,6 +95,25 @@ class PublishingMixin(OnlineTrainer):
 
         cards.write(folder, cards.facts_of(self), export)
 
+    def _warn_of_checkpoints(self) -> None:
+        """Of what a resumed run would read, some is not sent with a checkpoint."""
+        strategy = HubStrategy(self.args.hub_strategy)
+        if strategy not in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
+            return
+        if self.is_deepspeed_enabled:
+            logger.warning(
+                "hub_strategy=%r under DeepSpeed: its optimizer state stays here, so no run can go on from what is pushed, only from the checkpoints in %s.",
+                strategy.value,
+                self.args.output_dir,
+            )
+        elif self.args.overlap:
+            logger.warning(
+                "hub_strategy=%r with overlap=1: the completions that were sampled ahead stay here. A run that goes on from what is pushed samples them anew, "
+                "on another trajectory than one that goes on from %s.",
+                strategy.value,
+                self.args.output_dir,
+            )
+
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
         if not self.is_world_process_zero():
             return
@@ -103,6 +122,7 @@ class PublishingMixin(OnlineTrainer):
         redaction.check_places(
             {"processing_class": self.processing_class}
         )  # also one that was not given, but found with the model
+        self._warn_of_checkpoints()
         private = self._is_private(private)
         if isinstance(self.accelerator.unwrap_model(self.model), PeftModel) and self.args.hub_base_model is None:
             hub.require_hub_base(self.model.config._name_or_path)  # now, not when it is trained

@@ -98,19 +98,24 @@ os.register_at_fork(after_in_child=_forget_locks)
 
 
 def resumable(output_dir: str | os.PathLike) -> str | None:
-    """What a run in `output_dir` goes on from: its newest whole checkpoint, or the folder itself where the run got further after that
+    """What a run in `output_dir` goes on from: its newest whole checkpoint, or the folder itself where the run came to another step after that
     (it has ended, and keeps no checkpoints); `None` for a fresh start."""
     newest = checkpoint.last_checkpoint(output_dir)
     folder = Path(output_dir)
     ended = checkpoint.recorded_run(folder).get("global_step", -1)
-    if (
-        (folder / TRAINER_STATE_NAME).is_file()
-        and ended > (-1 if newest is None else step_of(newest))
-        and checkpoint.order_of(folder) >= (0 if newest is None else checkpoint.order_of(newest))
-        and not checkpoint.problems(folder)
-    ):
-        return str(folder)
-    return newest
+    if ended < 0 or not (folder / TRAINER_STATE_NAME).is_file() or not _is_after(folder, ended, newest):
+        return newest
+    return newest if checkpoint.problems(folder) else str(folder)
+
+
+def _is_after(folder: Path, ended: int, newest: str | None) -> bool:
+    """Whether what lies in a run's folder itself, of step `ended`, was reached after its newest checkpoint."""
+    if newest is None:
+        return True
+    order, before = checkpoint.order_of(folder), checkpoint.order_of(newest)
+    if order and before:
+        return order > before and ended != step_of(newest)
+    return ended > step_of(newest) and order >= before  # of an older version
 
 
 def to_resume(resume_from_checkpoint: str | bool | None, output_dir: str | os.PathLike) -> str | None:
@@ -302,17 +307,20 @@ def _age(folder: Path) -> tuple[int, int]:
 
 
 @contextmanager
-def sealing(folder: str | os.PathLike, settings: Mapping[str, Any], wanted: bool = True) -> Iterator[None]:
+def sealing(
+    folder: str | os.PathLike, settings: Mapping[str, Any], wanted: bool = True, since: int = 0
+) -> Iterator[None]:
     """Seal the files that the block writes into `folder` (of folders inside it, a tokenizer's templates only). Until it has ended there is no seal.
 
     Args:
         wanted: whether this process is the one that writes.
+        since: as [`checkpoint.next_order`].
     """
     if not wanted:
         yield
         return
     folder = Path(folder)
-    order = checkpoint.next_order(folder)
+    order = checkpoint.next_order(folder, since)
     (folder / checkpoint.MANIFEST_NAME).unlink(missing_ok=True)
     before = _stamps(folder)
     yield

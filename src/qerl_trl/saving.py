@@ -57,6 +57,8 @@ class SavingMixin(InStepMixin, PublishingMixin):
     _saved_here: bool = False
     #: arguments that were taken when the trainer was built
     _taken: dict[str, Any]
+    #: of what the run goes on from ([`checkpoint.order_of`])
+    _order: int = 0
     #: optimizer and scheduler that were there before this trainer made its own
     _given: dict[str, Any] | None = None
 
@@ -114,6 +116,7 @@ class SavingMixin(InStepMixin, PublishingMixin):
             self._changed = (*self._changed, line)
         self._resumed, self._saved, self._best = None, resume, None
         self._saves.begin()
+        self._order = 0 if resume is None else checkpoint.order_of(resume)
         if resume is not None:
             self._resumed = TrainerState.load_from_json(os.path.join(resume, TRAINER_STATE_NAME))
             self._recorded_then = cast(RunSettings, checkpoint.recorded_run(resume))
@@ -214,7 +217,7 @@ class SavingMixin(InStepMixin, PublishingMixin):
             require_random_states(self, folder)
             # again: the limit was cleared when it was written
             torch.save(self.args, os.path.join(folder, TRAINING_ARGS_NAME))
-            checkpoint.seal(folder, self._recorded(), order=checkpoint.next_order(run_dir))
+            checkpoint.seal(folder, self._recorded(), order=checkpoint.next_order(run_dir, self._order))
             checkpoint.replaced(folder)
             best = self.state.best_model_checkpoint
             checkpoint.rotate(run_dir, limit, keep=[folder] if best is None else [folder, best])
@@ -309,7 +312,7 @@ class SavingMixin(InStepMixin, PublishingMixin):
             run_folder.require_own(folder, self._recorded(), self._changed)
         elif not self._saved_here:
             run_folder.require_no_export(folder, self._recorded(), self._changed)
-        with run_folder.sealing(folder, self._recorded(), wanted=self.args.should_save):
+        with run_folder.sealing(folder, self._recorded(), wanted=self.args.should_save, since=self._order):
             super().save_model(folder, _internal_call=True)
             if self.args.should_save:
                 self.state.save_to_json(os.path.join(folder, TRAINER_STATE_NAME))

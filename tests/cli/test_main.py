@@ -621,3 +621,12 @@ def test_train_runs_the_example(monkeypatch):
 
 def test_hub_errors_are_runtime_errors():
     assert issubclass(hub.HubError, RuntimeError)  # so that main() turns them into exit code 1
+
+
+def test_an_evaluation_that_could_not_be_kept_is_refused_before_it_is_made(tmp_path, monkeypatch):
+    from qerl_trl.cli import run
+
+    monkeypatch.setattr(run.os, "access", lambda folder, mode: False)
+    for output in (None, tmp_path / "there.json"):
+        with pytest.raises(ValueError, match="this user may not write there"):
+            run._output_file(output, tmp_path, "pass@1", "data.jsonl", None, 1)

@@ -20,7 +20,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, dynamic_module_utils
 
 from qerl_trl import NVFP4Config, QeRLConfig, checkpoint
 from qerl_trl.base_identity import base_sha256
@@ -31,7 +31,7 @@ from qerl_trl.nvfp4.config import from_pretrained
 from qerl_trl.nvfp4.linear import NVFP4Linear
 from qerl_trl.publish import export, merge, staging, writer
 from qerl_trl.publish.distance import logit_distance, logits_of
-from qerl_trl.publish.run import TrainedPolicy, load_policy
+from qerl_trl.publish.run import TrainedPolicy, load_any, load_policy
 from qerl_trl.sources import Sources
 from qerl_trl.tokenizer_identity import recorded
 from tests.publish.conftest import CODE
@@ -597,3 +597,63 @@ def test_tokenizer_that_reads_back_differently_is_refused(tiny_model_dir, tiny_t
     monkeypatch.setattr(export.AutoTokenizer, "from_pretrained", other)
     export.save_merged(policy, tmp_path / "merged", tiny_tokenizer)
     assert AutoConfig.from_pretrained(tmp_path / "merged").model_type == "qwen2"
+
+
+def test_memory_that_nobody_ties_again_is_not_left_out(tiny_model_dir, tmp_path):
+    """As PEFT's layer_replication leaves it: what was written had layers without weights."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir("qwen2"))
+    layers = model.model.layers
+    layers[1].input_layernorm.weight = layers[0].input_layernorm.weight
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.input_layernorm\.weight is in the same memory"):
+        export.save_merged(model, tmp_path / "merged")
+
+
+@pytest.mark.parametrize("lora", [{"layer_replication": [(0, 2), (1, 2)]}], ids=str)
+def test_an_adapter_that_makes_layers_of_its_own_is_refused(tiny_model_dir, lora):
+    with pytest.raises(ValueError, match="makes another model of the base, with more layers"):
+        register_nvfp4_lora(LoraConfig(r=4, target_modules=["q_proj"], **lora))
+
+
+def test_a_bias_that_no_layer_can_take_is_said_when_it_is_planned(tiny_model_dir):
+    policy = make_policy(tiny_model_dir("qwen2"), target_modules=["o_proj"], lora_bias=True)
+    with pytest.raises(ValueError, match=r"has a bias \(lora_bias=True\), and the layer has none"):
+        merge.entries_of(TrainedPolicy(policy, None, {}), with_adapter=True)
+    assert merge.entries_of(TrainedPolicy(policy, None, {}), with_adapter=False)
+
+
+@pytest.mark.parametrize("save", [export.save_merged, export.save_base], ids=["merged", "base"])
+def test_a_generation_config_that_contradicts_itself_is_handed_on(tiny_model_dir, tmp_path, caplog, save):
+    folder = shutil.copytree(tiny_model_dir("qwen2"), tmp_path / "base")
+    (folder / checkpoint.MANIFEST_NAME).unlink(missing_ok=True)
+    (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.9, "top_p": 0.6, "do_sample": False}))
+    save(make_policy(folder), tmp_path / "made")
+    written = json.loads((tmp_path / "made/generation_config.json").read_text())
+    assert (written["temperature"], written["top_p"]) == (0.9, 0.6) and "contradicts itself" in caplog.text
+
+
+@pytest.mark.parametrize("base_format", ["bf16", "nvfp4"])
+def test_a_run_on_a_base_with_code_of_its_own_is_rebuilt_with_leave(own_code, tiny_tokenizer, tmp_path, base_format):
+    tiny_tokenizer.save_pretrained(own_code)
+    base = AutoModelForCausalLM.from_pretrained(own_code, trust_remote_code=True)
+    get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        load_policy(tmp_path / "adapter", str(own_code), base_format)
+    policy = load_policy(tmp_path / "adapter", str(own_code), base_format, trust_remote_code=True)
+    assert type(policy.transformers_model).__name__ == "OwnForCausalLM"
+    assert type(load_any(str(own_code), trust_remote_code=True).model).__name__ == "OwnForCausalLM"
+
+
+def test_a_tokenizer_with_code_of_its_own_is_read_back_by_it(tiny_model_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    folder = tmp_path / "tokenizer"
+    make_tiny_tokenizer().save_pretrained(folder)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config |= {"auto_map": {"AutoTokenizer": [None, "tok.OwnTokenizer"]}, "tokenizer_class": "OwnTokenizer"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "tok.py").write_text(
+        "from transformers import PreTrainedTokenizerFast\nclass OwnTokenizer(PreTrainedTokenizerFast):\n    pass\n"
+    )
+    own = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    export.save_adapter(make_policy(tiny_model_dir("qwen2")), tmp_path / "made", tokenizer=own, base_model="user/name")
+    assert (tmp_path / "made/tokenizer_config.json").is_file()

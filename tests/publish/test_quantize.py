@@ -289,3 +289,16 @@ def test_another_tokenizer_beside_the_same_weights_is_another_base(tiny_model_di
         quantize_folder(tmp_path / "source", tmp_path / "made")
     quantize_folder(tmp_path / "source", tmp_path / "made", overwrite=True)
     assert AutoTokenizer.from_pretrained(tmp_path / "made").chat_template == "{{ messages[0].content }}"
+
+
+def test_what_a_run_left_beside_its_model_is_not_copied(tiny_model_dir, tmp_path):
+    """A base that looks like a run is not replaced by a later command."""
+    source = shutil.copytree(tiny_model_dir("qwen2"), tmp_path / "checkpoint-500")
+    for name in ("trainer_state.json", "all_results.json", "before.json"):
+        (source / name).write_text("{}")
+    quantize_folder(source, tmp_path / "base")
+    assert not checkpoint.of_a_run(tmp_path / "base")
+    assert not {"trainer_state.json", "all_results.json", "before.json"} & {
+        p.name for p in (tmp_path / "base").iterdir()
+    }
+    quantize_folder(source, tmp_path / "base", "four_over_six", overwrite=True)

@@ -173,3 +173,26 @@ def test_turns_of_several_processes_with_one_engine_are_refused(name, option, mo
     with pytest.raises(ValueError, match=f"{name} with {next(iter(option))}=.* in 2 processes.*vllm_mode='colocate'"):
         check_given(args, {name: [print]})
     check_given(args, {"rollout_func": print})
+
+
+@pytest.mark.parametrize(
+    ("engine", "said"),
+    [
+        ({"tensor_parallel_size": 2}, "set vllm_tensor_parallel_size"),
+        ({"load_format": "auto"}, "load_format='auto'.*leave it out"),
+        ({"speculative_config": {"method": "draft_model", "model": "x"}}, "a draft has weights of its own"),
+        ({"cpu_offload_gb": 8}, "share_weights=False"),
+    ],
+    ids=str,
+)
+def test_an_engine_stays_this_trainers(engine, said):
+    with pytest.raises(ValueError, match=said):
+        config(vllm_engine_kwargs=engine)
+    config(vllm_engine_kwargs=engine, vllm_mode="server")  # which has none
+
+
+def test_an_engine_may_be_told_anything_else():
+    config(
+        vllm_engine_kwargs={"speculative_config": {"method": "ngram"}, "enforce_eager": True, "kv_cache_dtype": "fp8"}
+    )
+    config(vllm_engine_kwargs={"cpu_offload_gb": 8}, share_weights=False)

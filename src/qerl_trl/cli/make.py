@@ -18,6 +18,7 @@ from .options import (
     Device,
     Dtype,
     Overwrite,
+    TrustRemoteCode,
     note,
     print_result,
     progress_bar,
@@ -35,9 +36,7 @@ def quantize(
     workers: Annotated[int | None, typer.Option(help="Layers worked on at a time. Default: by the machine.")] = None,
     max_shard_gb: Annotated[float, typer.Option(help="Size of a shard, in GB.")] = 2.0,
     overwrite: Overwrite = False,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run model code from the repository.")
-    ] = False,
+    trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
 ) -> None:
     """Quantize a model to NVFP4, readable by transformers and vLLM. Killed? The same command continues."""
@@ -114,6 +113,7 @@ def merge(
     dataset: DatasetName = None,
     dtype: Dtype = None,
     device: Device = "cpu",
+    trust_remote_code: TrustRemoteCode = False,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
@@ -140,7 +140,8 @@ def merge(
     staging.require_apart(run, destination)
     if base_model is not None:
         staging.require_apart(base_model, destination)
-    policy = load_policy(run, base_model, base_format, dtype, device, allow_other_base)
+    code = {"trust_remote_code": trust_remote_code}
+    policy = load_policy(run, base_model, base_format, dtype, device, allow_other_base, **code)
     measured: Measured | None = None
     measured_task = None if task is None else Task.read(task_file(task))
     problems = None if measured_task is None else measured_task.splits()[1].to_list()
@@ -158,7 +159,7 @@ def merge(
                 )
             settings = policy.settings
             del policy
-            policy = load_policy(run, base_model, "bf16", dtype, device, allow_other_base, base_compared=True)
+            policy = load_policy(run, base_model, "bf16", dtype, device, allow_other_base, base_compared=True, **code)
             policy.settings["base_format"] = settings.get("base_format", "nvfp4")
             measured = logit_distance(trained, logits_of(policy.model, batches))
     facts = cards.facts_of_run(run, policy.settings, dataset)

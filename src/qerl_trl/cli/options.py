@@ -21,6 +21,7 @@ AllowOtherBase = Annotated[
     bool,
     typer.Option("--allow-other-base", help="Take a base with other weights than the run's. The record says so."),
 ]
+TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run model code from the repository.")]
 Dtype = Annotated[
     str | None, typer.Option(help="Compute dtype of the policy. Default: what the run recorded, else bfloat16.")
 ]

@@ -17,6 +17,7 @@ from .options import (
     BaseModel,
     Dtype,
     NumProcesses,
+    TrustRemoteCode,
     print_result,
 )
 
@@ -109,6 +110,7 @@ def evaluate(
         str | None,
         typer.Option(help="cpu, cuda or cuda:<i>. Default: cuda where there is one (--engine vllm has its own)."),
     ] = None,
+    trust_remote_code: TrustRemoteCode = False,
     harness: Annotated[
         bool, typer.Option("--harness", help="Only print the commands for lm-eval and lighteval.")
     ] = False,
@@ -204,30 +206,35 @@ def evaluate(
         if adapter:
             require_whole(adapter)
             base = base_model or _base_of(adapter)
-            revision = check_served_base(adapter, base, device, allow_other_base)
+            revision = check_served_base(adapter, base, device, allow_other_base, trust_remote_code)
             wanted = base_format or recorded_settings(adapter).get("base_format")
             if wanted is not None:  # vLLM serves it as it is stored
-                require_format(base, wanted, revision)
+                require_format(base, wanted, revision, trust_remote_code)
         elif base_format is not None:
-            require_format(base, base_format)
+            require_format(base, base_format, None, trust_remote_code)
         loading.begin(base)
         loading.finish()
         base_sha256 = None if allow_other_base else recorded_settings(adapter or Path(model)).get("base_sha256")
         options: dict[str, Any] = {"revision": revision} if revision else {}
-        weights = stored_as(base, revision)
+        options |= {"trust_remote_code": True} if trust_remote_code else {}
+        weights = stored_as(base, revision, trust_remote_code)
         if dtype or weights == "float32":  # which vLLM would round to 16 bits by itself
             options["dtype"] = dtype or weights
             weights = weights if weights == "nvfp4" else options["dtype"]
         own = adapter if adapter and (adapter / "tokenizer_config.json").is_file() else None
         if own or measured_task is not None:  # vLLM takes the base's template, which the run may not have had
-            tokenizer = AutoTokenizer.from_pretrained(own or base, revision=None if own else revision)
+            tokenizer = AutoTokenizer.from_pretrained(
+                own or base, revision=None if own else revision, trust_remote_code=trust_remote_code
+            )
             options["chat_template"] = (measured_task or Task()).prepared(tokenizer).chat_template
         generate = evaluation.vllm_engine(base, chosen, str(adapter) if adapter else None, seed, **options)
     else:
         if adapter:
-            policy = load_policy(adapter, base_model, base_format, dtype, device, allow_other_base)
+            policy = load_policy(
+                adapter, base_model, base_format, dtype, device, allow_other_base, trust_remote_code=trust_remote_code
+            )
         else:
-            policy = load_any(model, device, dtype, base_format)
+            policy = load_any(model, device, dtype, base_format, trust_remote_code)
         assert policy.tokenizer is not None  # both bring one
         base_sha256 = policy.settings.get("base_sha256")
         if measured_task is not None:
@@ -259,6 +266,13 @@ def evaluate(
     print_result({key: value for key, value in result.items() if key != "verdicts"}, as_json, lines)
 
 
+def _require_writable(output: Path) -> None:
+    if not os.access(output.absolute().parent, os.W_OK):
+        raise ValueError(
+            f"The result is to be written to {output}, and this user may not write there. Name a file elsewhere: --output FILE.json."
+        )
+
+
 def _output_file(
     output: Path | None, model: Path, protocol: str, dataset: str, limit: int | None, samples: int
 ) -> Path | None:
@@ -273,12 +287,14 @@ def _output_file(
             raise ValueError(
                 f"--output {output} {what}, so the result could not be written. Name a file in a folder that is there."
             )
+        _require_writable(output)
         return output
     if not model.is_dir():
         return None
     from qerl_trl import checkpoint
 
     output = model / f"eval-{protocol}.json"
+    _require_writable(output)
     try:
         there = json.loads(output.read_text())
     except (OSError, ValueError):  # nothing there that could be lost

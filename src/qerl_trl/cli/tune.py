@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .options import AsJson, note, print_result
+from .options import AsJson, TrustRemoteCode, note, print_result
 
 
 def tune(
@@ -22,9 +22,7 @@ def tune(
     seconds: Annotated[
         float, typer.Option(min=1.0, help="Stop after this long. What is not measured by then stays as it is shipped.")
     ] = 90.0,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run model code from the repository.")
-    ] = False,
+    trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
 ) -> None:
     """Measure on this GPU which kernels are fastest for a model, and keep it for later runs. QERL_NVFP4_TUNED=0 ignores what is kept."""

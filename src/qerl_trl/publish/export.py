@@ -33,7 +33,7 @@ import torch
 from accelerate.utils import broadcast_object_list
 from peft import LoraConfig, PeftModel
 from torch import nn
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from .. import base_identity, checkpoint, forward, identity, redaction, report, tokenizer_identity, unchanged
 from ..identity import RunSettings
@@ -375,7 +375,19 @@ def _save_config(
         )
     config.save_pretrained(folder)
     if model.generation_config is not None:
-        model.generation_config.save_pretrained(folder)
+        _save_generation_config(folder, model.generation_config)
+
+
+def _save_generation_config(folder: Path, config: GenerationConfig) -> None:
+    """As transformers does; what it refuses to write, and read from the base, as it is there."""
+    try:
+        config.save_pretrained(folder)
+    except ValueError as error:
+        logger.warning(
+            "The base's generation_config.json contradicts itself, and is handed on as it is: %s",
+            str(error).splitlines()[0],
+        )
+        checkpoint.write_json_atomically(folder / "generation_config.json", config.to_diff_dict())
 
 
 def _save_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase | None) -> None:
@@ -383,7 +395,8 @@ def _save_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase | None) -> 
         return
     tokenizer.save_pretrained(folder)
     # AutoTokenizer chooses a class by the model's type and can silently read custom tokenizers wrong
-    again = AutoTokenizer.from_pretrained(folder)
+    own = "auto_map" in tokenizer.init_kwargs  # code of its own, which stays where it is
+    again = (type(tokenizer) if own else AutoTokenizer).from_pretrained(folder)
     if again(_PROBE)["input_ids"] != tokenizer(_PROBE)["input_ids"]:
         raise RuntimeError(
             f"The saved tokenizer reads back as {type(again).__name__} and encodes differently from the {type(tokenizer).__name__} in use: "

@@ -11,6 +11,7 @@ from typing import NamedTuple, cast
 import torch
 from peft import PeftModel
 from peft.tuners.lora.layer import Linear as LoraLinear
+from peft.tuners.lora.variants import ALoraLinearVariant
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
 from peft.utils.other import AuxiliaryTrainingWrapper
@@ -116,11 +117,15 @@ def entries_of(policy: TrainedPolicy, with_adapter: bool) -> list[Entry]:
                     f"{name} carries a {type(module).__name__}, which cannot be merged here: only LoRA on linear layers and whole trained "
                     "modules (modules_to_save) can. Save the adapter instead."
                 )
+            if isinstance(module, LoraLinear) and with_adapter:
+                _require_mergeable(name, module)
             owners[name] = module
         elif isinstance(module, NVFP4Linear) and name.rpartition(".")[0] not in owners:
             owners[name] = module
     entries: list[Entry] = []
     seen: set[tuple] = set()
+    again = getattr(model, "all_tied_weights_keys", None) or {}
+    tied = {*again, *again.values()}
     for key, tensor in model.state_dict().items():
         _require_whole(key, tensor)
         owner = next((prefix for prefix in _prefixes(key) if prefix in owners), None)
@@ -128,6 +133,11 @@ def entries_of(policy: TrainedPolicy, with_adapter: bool) -> list[Entry]:
         # of what was trained beside it (modules_to_save), the base's own is as it was, tied perhaps
         if owner is None or (isinstance(owners[owner], ModulesToSaveWrapper) and not with_adapter):
             if place in seen:  # a tied tensor is written once, under its first name
+                if key.replace(".original_module.", ".") not in tied:
+                    raise ValueError(
+                        f"{key} is in the same memory as another tensor, and transformers does not tie it again when it loads: it would be missing. "
+                        "Give it memory of its own (clone it), or publish the adapter."
+                    )
                 continue
             seen.add(place)
         if owner is None:
@@ -136,6 +146,20 @@ def entries_of(policy: TrainedPolicy, with_adapter: bool) -> list[Entry]:
         entries += _layer_entries(owner, owners[owner], key.removeprefix(f"{owner}."), tensor, with_adapter)
     renamed = _disk_names(model, entries)
     return [entry._replace(name=renamed[entry.name]) for entry in entries]
+
+
+def _require_mergeable(name: str, lora: LoraLinear) -> None:
+    for adapter in lora.active_adapters:
+        if adapter not in lora.lora_B:
+            continue
+        if lora.lora_bias.get(adapter) and getattr(lora.get_base_layer(), "bias", None) is None:
+            raise ValueError(
+                f"The adapter of {name} has a bias (lora_bias=True), and the layer has none to merge it into. Save the adapter instead."
+            )
+        if isinstance(lora.lora_variant.get(adapter), ALoraLinearVariant):
+            raise ValueError(
+                f"{name} carries an activated LoRA (aLoRA), which acts from its words on only. Save the adapter instead."
+            )
 
 
 def _require_whole(name: str, tensor: torch.Tensor) -> None:

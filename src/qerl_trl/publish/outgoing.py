@@ -67,7 +67,9 @@ def manifest_of(content: Mapping[str, Path | bytes], sealed: checkpoint.Manifest
     for name, data in content.items():
         if isinstance(data, bytes) and name != checkpoint.MANIFEST_NAME:
             files[name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    return (json.dumps(checkpoint.manifest(files, sealed["run"]), indent=2, sort_keys=True) + "\n").encode()
+    return (
+        json.dumps(checkpoint.manifest(files, sealed["run"], sealed.get("order")), indent=2, sort_keys=True) + "\n"
+    ).encode()
 
 
 def check_words(repo_id: str, revision: str | None, message: str) -> None:

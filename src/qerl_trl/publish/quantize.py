@@ -47,6 +47,7 @@ _TOKENIZER_CONFIG = "tokenizer_config.json"
 _COPIED_PATTERNS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 _NOT_COPIED = (
     "config.json", shards.INDEX_NAME, checkpoint.MANIFEST_NAME, REPORT_NAME, "hf_quant_config.json", forward.FORWARD_NAME, FACTS_NAME,
+    "trainer_state.json", "adapter_config.json", "all_results.json", "train_results.json", "eval_results.json", "results.json", "before.json",  # of a run
 )  # fmt: skip
 
 

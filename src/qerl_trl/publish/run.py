@@ -66,6 +66,7 @@ def load_policy(
     device: str = "cpu",
     allow_other_base: bool = False,
     base_compared: bool = False,
+    trust_remote_code: bool = False,
 ) -> TrainedPolicy:
     """Build the policy of a checkpoint or adapter folder: its base in the format it was trained on, and the adapter.
 
@@ -79,6 +80,7 @@ def load_policy(
         allow_other_base: take a base with other weights than the run's, which the record then says.
         base_compared: `base_model` was compared with the run's base before. Matters for another `base_format` than the run's, whose
             comparison loads it in that one first.
+        trust_remote_code: run the base's own code.
 
     Raises:
         `ValueError`: no adapter there, a damaged one or base, nothing says what base it was trained on, the base has other weights, or is
@@ -102,16 +104,18 @@ def load_policy(
         )
     dtype = dtype or settings.get("dtype") or "bfloat16"
     if base_format == "bf16":
-        require_format(base_model, "bf16", recorded_revision(settings, base_model))
+        require_format(base_model, "bf16", recorded_revision(settings, base_model), trust_remote_code)
     if recorded in ("nvfp4", "bf16") and base_format != recorded and not base_compared:
-        _compare_in_recorded_format(settings, base_model, recorded, device, allow_other_base)
-    model = _load_base(settings, base_model, base_format, dtype, device, allow_other_base)
+        _compare_in_recorded_format(settings, base_model, recorded, device, allow_other_base, trust_remote_code)
+    model = _load_base(settings, base_model, base_format, dtype, device, allow_other_base, trust_remote_code)
     revision = recorded_revision(settings, base_model)
     adapted = load_adapter(model, str(adapter), allow_other_base=True).eval()  # compared above
     adapted.to(torch.device(device))
     has_tokenizer = (adapter / "tokenizer_config.json").is_file()
     tokenizer = AutoTokenizer.from_pretrained(
-        adapter if has_tokenizer else base_model, revision=None if has_tokenizer else revision
+        adapter if has_tokenizer else base_model,
+        revision=None if has_tokenizer else revision,
+        trust_remote_code=trust_remote_code,
     )
     settings |= {
         "model": base_model,
@@ -126,10 +130,11 @@ def load_policy(
 
 
 def _load_base(
-    settings: RunSettings, base_model: str, base_format: str, dtype: str, device: str, allowed: bool
+    settings: RunSettings, base_model: str, base_format: str, dtype: str, device: str, allowed: bool, code: bool
 ) -> PreTrainedModel:
-    """The base at the run's revision, compared; `settings` learns of another one that is `allowed`."""
-    hub = {"device_map": {"": device}, "revision": recorded_revision(settings, base_model)}
+    """The base at the run's revision, compared; `settings` learns of another one that is `allowed`. `code`: whether its own may run."""
+    found: dict[str, Any] = {"revision": recorded_revision(settings, base_model), "trust_remote_code": code}
+    hub = {"device_map": {"": device}, **found}
     if base_format == "nvfp4":
         config = NVFP4Config(
             scale_rule=settings.get("scale_rule", "rtn"),
@@ -139,7 +144,7 @@ def _load_base(
         model = from_pretrained(base_model, config, dtype=getattr(torch, dtype), **hub)
     else:
         begin(base_model)
-        kind = auto_class_of(AutoConfig.from_pretrained(base_model, revision=hub["revision"]))
+        kind = auto_class_of(AutoConfig.from_pretrained(base_model, **found))
         model = kind.from_pretrained(base_model, dtype=dtype, **hub)
         finish(model, revision=hub["revision"] or "main")
         forward.compare(model)
@@ -151,20 +156,24 @@ def _load_base(
 
 
 def _compare_in_recorded_format(
-    settings: RunSettings, base_model: str, recorded: str, device: str, allowed: bool
+    settings: RunSettings, base_model: str, recorded: str, device: str, allowed: bool, code: bool
 ) -> None:
     """Compare a base that will be used in another format than the run's: loaded for a moment in that one, where it can be."""
-    if recorded == "bf16" and format_of(base_model, recorded_revision(settings, base_model)) == "nvfp4":
+    if recorded == "bf16" and format_of(base_model, recorded_revision(settings, base_model), code) == "nvfp4":
         logger.warning(
             "The adapter was trained on an unquantized base, whose weights are not in %s: that this was made of them is taken on trust.",
             base_model,
         )
         return
-    _load_base(settings, base_model, recorded, settings.get("dtype") or "bfloat16", device, allowed)
+    _load_base(settings, base_model, recorded, settings.get("dtype") or "bfloat16", device, allowed, code)
 
 
 def check_served_base(
-    adapter: Path, base_model: str, device: str = "cpu", allow_other_base: bool = False
+    adapter: Path,
+    base_model: str,
+    device: str = "cpu",
+    allow_other_base: bool = False,
+    trust_remote_code: bool = False,
 ) -> str | None:
     """Compare the base that an engine will load by itself: loaded here for a moment, in the format that the run trained on.
 
@@ -178,7 +187,7 @@ def check_served_base(
     base_format = settings.get("base_format")
     if base_format in ("nvfp4", "bf16"):
         dtype = settings.get("dtype") or "bfloat16"
-        _load_base(settings, base_model, base_format, dtype, device, allow_other_base)
+        _load_base(settings, base_model, base_format, dtype, device, allow_other_base, trust_remote_code)
     else:
         logger.warning(
             "Nothing in %s says on which base it was trained, in a format that can be compared: %s is taken on trust.",
@@ -278,28 +287,28 @@ def recorded_template_kwargs(settings: RunSettings) -> dict[str, Any] | None:
     return settings.get("options", {}).get("chat_template_kwargs")
 
 
-def format_of(model: str, revision: str | None = None) -> str:
+def format_of(model: str, revision: str | None = None, trust_remote_code: bool = False) -> str:
     """In what format the weights of a model without an adapter are stored: "nvfp4" or "bf16" (dense)."""
-    return "nvfp4" if stored_as(model, revision) == "nvfp4" else "bf16"
+    return "nvfp4" if stored_as(model, revision, trust_remote_code) == "nvfp4" else "bf16"
 
 
-def stored_as(model: str, revision: str | None = None) -> str:
+def stored_as(model: str, revision: str | None = None, trust_remote_code: bool = False) -> str:
     """As [`format_of`], a dense model by its dtype: "nvfp4", "bfloat16", "float16" or "float32"; "dense" where its configuration has none."""
     hub: dict[str, Any] = {} if revision is None else {"revision": revision}
-    config = load_config(model, **hub)
+    config = load_config(model, trust_remote_code=trust_remote_code, **hub)
     if getattr(config, "quantization_config", None) is not None:
         return "nvfp4"
     dtype = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
     return "dense" if dtype is None else str(dtype).removeprefix("torch.")
 
 
-def require_format(model: str, base_format: str, revision: str | None = None) -> None:
+def require_format(model: str, base_format: str, revision: str | None = None, trust_remote_code: bool = False) -> None:
     """Refuse a model that is not stored as `base_format`.
 
     Raises:
         `ValueError`: says how to get one that is.
     """
-    stored = format_of(model, revision)
+    stored = format_of(model, revision, trust_remote_code)
     if stored == base_format:
         return
     remedy = {
@@ -321,33 +330,38 @@ def require_adapter(folder: Path) -> None:
 
 
 def load_any(
-    model: str, device: str = "cpu", dtype: str | None = None, base_format: str | None = None
+    model: str,
+    device: str = "cpu",
+    dtype: str | None = None,
+    base_format: str | None = None,
+    trust_remote_code: bool = False,
 ) -> TrainedPolicy:
     """A model without an adapter, with its tokenizer.
 
     Args:
         dtype: compute dtype; default: as stored.
         base_format: "nvfp4" quantizes a dense model while it loads; default: as stored.
+        trust_remote_code: run the model's own code.
 
     Raises:
         `ValueError`: it cannot be had in this format.
     """
-    quantizes = base_format == "nvfp4" and format_of(model) == "bf16"
+    quantizes = base_format == "nvfp4" and format_of(model, None, trust_remote_code) == "bf16"
     if base_format is not None and not quantizes:
-        require_format(model, base_format)
-    wanted = NVFP4Config(compute_dtype=dtype) if dtype else None
+        require_format(model, base_format, None, trust_remote_code)
+    wanted, code = NVFP4Config(compute_dtype=dtype) if dtype else None, {"trust_remote_code": trust_remote_code}
     if quantizes:
         loaded = from_pretrained(
-            model, wanted, dtype=getattr(torch, dtype or "bfloat16"), device_map={"": device}
+            model, wanted, dtype=getattr(torch, dtype or "bfloat16"), device_map={"": device}, **code
         ).eval()
     else:
-        config = load_config(model, wanted)
+        config = load_config(model, wanted, **code)
         packed = getattr(config, "quantization_config", None) is not None
         options: dict[str, Any] = {"dtype": dtype or "auto"}
         if packed:
             options = {"config": config, "dtype": getattr(torch, dtype or "bfloat16")}
-        loaded = auto_class_of(config).from_pretrained(model, device_map={"": device}, **options).eval()
+        loaded = auto_class_of(config).from_pretrained(model, device_map={"": device}, **code, **options).eval()
     finish(loaded, revision="main")
     forward.compare(loaded)
     settings: RunSettings = {"model": model, "base_format": "nvfp4" if has_nvfp4(loaded) else "bf16"}
-    return TrainedPolicy(loaded, AutoTokenizer.from_pretrained(model), settings)
+    return TrainedPolicy(loaded, AutoTokenizer.from_pretrained(model, **code), settings)

@@ -100,11 +100,49 @@ def check_options(args: "QeRLConfig | QeRLRLOOConfig") -> None:
             "vllm_mode='colocate' or use_vllm=False, or train LoRA on a base that a server can load (base_format='nvfp4' or "
             "'bf16')."
         )
+    check_engine(args)
     if args.base_format == "nf4" and args.vllm_tensor_parallel_size > 1:
         raise ValueError(
             f"base_format='nf4' with vllm_tensor_parallel_size={args.vllm_tensor_parallel_size} cannot work: bitsandbytes "
             "weights cannot be split over GPUs. Use vllm_tensor_parallel_size=1 (each process then has an engine), or "
             "base_format='nvfp4'."
+        )
+
+
+#: of `vllm_engine_kwargs`, what this package tells an engine itself, and what to set instead
+_OURS = {
+    "model": "model", "revision": "model_init_kwargs", "tensor_parallel_size": "vllm_tensor_parallel_size", "pipeline_parallel_size": None,
+    "data_parallel_size": None, "distributed_executor_backend": None, "load_format": None, "quantization": "base_format", "additional_config": None,
+    "logprobs_mode": None, "enable_sleep_mode": "vllm_enable_sleep_mode",
+}  # fmt: skip
+#: methods of speculation that have no weights
+_WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
+
+
+def check_engine(args: "QeRLConfig | QeRLRLOOConfig") -> None:
+    """Refuse arguments of a colocated engine with which it would not be this trainer's.
+
+    Raises:
+        `ValueError`: by name.
+    """
+    chosen = args.vllm_engine_kwargs
+    if args.vllm_mode != "colocate" or not isinstance(chosen, dict):
+        return
+    for name in _OURS.keys() & chosen.keys():
+        instead = f"set {_OURS[name]}" if _OURS[name] else "leave it out"
+        raise ValueError(
+            f"vllm_engine_kwargs has {name}={chosen[name]!r}, which the trainer tells its engine itself, so that it computes what is trained: {instead}."
+        )
+    speculation = chosen.get("speculative_config") or {}
+    if speculation and speculation.get("method") not in _WITHOUT_WEIGHTS:
+        raise ValueError(
+            f"vllm_engine_kwargs has speculative_config={speculation!r}: a draft has weights of its own, and vLLM would load the trainer's into it. Leave it "
+            f"out, or use a method without weights ({', '.join(_WITHOUT_WEIGHTS)})."
+        )
+    if chosen.get("cpu_offload_gb") and args.share_weights and args.base_format != "full":
+        raise ValueError(
+            f"vllm_engine_kwargs has cpu_offload_gb={chosen['cpu_offload_gb']!r}, and the engine reads the trainer's own weights, which stay on the GPU. Leave "
+            "it out, or give the engine a copy: share_weights=False."
         )
 
 

@@ -71,3 +71,23 @@ def test_padded_rows_are_summed_as_one_piece_of_memory():
     others = torch.arange(64).view(8, 8)
     for tensor in (others, others[:4, :4], others[2:, :4], others.t(), others[0]):
         assert _whole_rows(tensor) is tensor, "contiguous, transposed, or of a larger storage"
+
+
+def test_a_replicated_layer_is_whole_on_every_rank():
+    """vLLM's class says the tensor-parallel size of the world, and half of an adapter was expected."""
+    from vllm.model_executor.layers.linear import ReplicatedLinear
+
+    from qerl_trl.rollout.vllm.linear import DenseMethod
+    from qerl_trl.rollout.vllm.state import _Slot
+    from qerl_trl.rollout.wire import AdapterTensors
+
+    layer = ReplicatedLinear.__new__(ReplicatedLinear)
+    torch.nn.Module.__init__(layer)
+    layer.tp_size, layer.tp_rank = 2, 1
+    method = layer.quant_method = DenseMethod(["decoder.project_in"], 8)
+    method._common(layer, 512, [1024], torch.float32)
+    slot = _Slot(layer, 0)
+    assert slot.refuses("decoder.project_in", AdapterTensors(torch.zeros(8, 512), torch.zeros(1024, 8), 1.0)) is None
+    assert (slot.rows, slot.columns) == (None, None)
+    assert method.full_sizes(layer, 0) == (1024, 512)
+    assert method.shard_slices(layer, 0) == (slice(0, 1024), slice(0, 512))

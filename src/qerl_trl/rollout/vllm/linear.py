@@ -20,6 +20,7 @@ from vllm.distributed import get_tp_group
 from vllm.model_executor.layers.linear import (
     LinearMethodBase,
     QKVParallelLinear,
+    ReplicatedLinear,
     RowParallelLinear,
     register_weight_loader_v2_supported_method,
 )
@@ -114,7 +115,7 @@ class AdaptedMethod(LinearMethodBase):
         if len(self.names) == len(widths):
             splits = list(widths)
         else:  # layers of the checkpoint are fused themselves (Phi-3, Qwen3.5), so the adapter and the tensor scale of each are one
-            ranks = getattr(layer, "tp_size", 1)
+            ranks, _ = parts_of(layer)
             splits = [sum(widths)] if len(self.names) == 1 else list(self.rows or ())
             if sum(splits) != sum(widths):
                 raise ValueError(
@@ -137,7 +138,7 @@ class AdaptedMethod(LinearMethodBase):
 
     def full_sizes(self, layer: Layer, shard: int) -> tuple[int, int]:
         """Rows of B and columns of A of the unsharded shard."""
-        width, k, ranks = layer.qerl_splits[shard], layer.input_size_per_partition, getattr(layer, "tp_size", 1)
+        width, k, (ranks, _) = layer.qerl_splits[shard], layer.input_size_per_partition, parts_of(layer)
         if isinstance(layer, RowParallelLinear):
             return width, k * ranks
         if ranks > 1 and isinstance(layer, QKVParallelLinear) and shard > 0:
@@ -146,15 +147,22 @@ class AdaptedMethod(LinearMethodBase):
 
     def shard_slices(self, layer: Layer, shard: int) -> tuple[slice, slice]:
         """What this tensor-parallel rank holds of the unsharded shard: (rows of B, columns of A)."""
-        width, rank = layer.qerl_splits[shard], getattr(layer, "tp_rank", 0)
+        width, (ranks, rank) = layer.qerl_splits[shard], parts_of(layer)
         if isinstance(layer, RowParallelLinear):
             k = layer.input_size_per_partition
             return slice(0, width), slice(rank * k, (rank + 1) * k)
-        if getattr(layer, "tp_size", 1) == 1:
+        if ranks == 1:
             rank = 0
         elif isinstance(layer, QKVParallelLinear) and shard > 0:
             rank //= layer.num_kv_head_replicas
         return slice(rank * width, (rank + 1) * width), slice(0, layer.input_size_per_partition)
+
+
+def parts_of(layer: Layer) -> tuple[int, int]:
+    """(tensor-parallel ranks that a layer is divided among, which of them this is). A replicated one says it is divided, too."""
+    if isinstance(layer, ReplicatedLinear):
+        return 1, 0
+    return getattr(layer, "tp_size", 1), getattr(layer, "tp_rank", 0)
 
 
 def _expect_scales(layer: Layer, names: tuple[str, ...], shards: int, weight_loader: Callable | None) -> None:

@@ -20,7 +20,7 @@ from ...noise.hooks import NoiseDraw
 from ..engine import Contents, RolloutError
 from ..sums import all_bits, bits, rounded, words
 from ..wire import AdapterTensors, fingerprint, not_finite, update_fingerprint
-from .linear import AdaptedMethod, Layer
+from .linear import AdaptedMethod, Layer, parts_of
 from .norm import find_norms
 from .renaming import Renaming
 
@@ -43,7 +43,7 @@ class _Slot:
         start = sum(layer.qerl_splits[:shard])
         self.a_RK = layer.adapter_a[shard * self.rank : (shard + 1) * self.rank]
         self.b_NR = layer.adapter_b[start : start + layer.qerl_splits[shard]]
-        sharded = getattr(layer, "tp_size", 1) > 1
+        sharded = parts_of(layer)[0] > 1
         self.rows: slice | None
         self.columns: slice | None
         self.rows, self.columns = layer.quant_method.shard_slices(layer, shard) if sharded else (None, None)
