@@ -14,6 +14,7 @@ import copy
 import logging
 import math
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,29 @@ class NVFP4LoraLinear(LoraLinear):
 def default_lora_config() -> LoraConfig:
     """The adapter used when the user passes none: rank 32 as in the paper, alpha = 2 r, on every linear layer of the decoder."""
     return LoraConfig(r=32, lora_alpha=64, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+def settle_model_config(model_config: Any, said: Collection[str], base_format: str) -> None:
+    """Of TRL's `ModelConfig`, what nobody said, at this package's defaults: bf16, and an adapter wherever something of one was said. TRL's own are
+    float32, and `lora_*` without a word where `use_peft` is not said.
+
+    Args:
+        said: names that a recipe or a command line gives.
+    """
+    if base_format == "full":
+        return
+    if "dtype" not in said:
+        model_config.dtype = "bfloat16"
+    if "use_peft" in said or not any(name.startswith(("lora_", "use_rslora", "use_dora")) for name in said):
+        return
+    own = default_lora_config()
+    model_config.use_peft = True
+    defaults = {"lora_r": own.r, "lora_dropout": own.lora_dropout, "lora_target_modules": own.target_modules}
+    for name, value in defaults.items():
+        if name not in said:
+            setattr(model_config, name, value)
+    if "lora_alpha" not in said:
+        model_config.lora_alpha = 2 * model_config.lora_r
 
 
 def keep_to_the_decoder(config: LoraConfig, model_config: PretrainedConfig) -> LoraConfig:

@@ -630,3 +630,15 @@ def test_an_evaluation_that_could_not_be_kept_is_refused_before_it_is_made(tmp_p
     for output in (None, tmp_path / "there.json"):
         with pytest.raises(ValueError, match="this user may not write there"):
             run._output_file(output, tmp_path, "pass@1", "data.jsonl", None, 1)
+
+
+def test_a_plan_refuses_what_a_run_refuses(tiny_model_dir, tmp_path):
+    (tmp_path / "run.yaml").write_text("output_dir: x\nmax_completion_lenght: 16000\n")
+    code, _, err = call("plan", tiny_model_dir("qwen2"), "--config", tmp_path / "run.yaml")
+    assert code == 2 and "max_completion_lenght" in err and "There is --max_completion_length" in err
+    config = json.loads((tiny_model_dir("qwen2") / "config.json").read_text())
+    (tmp_path / "awq").mkdir()
+    stored = {"quant_method": "awq", "bits": 4, "group_size": 128}
+    (tmp_path / "awq/config.json").write_text(json.dumps(config | {"quantization_config": stored}))
+    code, _, err = call("plan", tmp_path / "awq")
+    assert code == 2 and "quant_method='awq' is not an NVFP4 checkpoint" in err

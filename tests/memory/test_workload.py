@@ -154,8 +154,8 @@ def test_a_file_is_read_without_the_gpu_it_is_for(tmp_path):
     model, work = workload_of_file(path, 100)
     assert model == "some/model"
     expected = Workload(
-        batch=2, prompt_length=100, completion_length=64, completions=32, accumulation=4, lora_rank=8, compiled=True
-    )
+        batch=2, prompt_length=100, completion_length=64, completions=32, accumulation=4, lora_rank=8, compiled=True, fused=True
+    )  # fmt: skip
     assert work == dataclasses.replace(expected, rollout="colocate", attention="flash", gradient_checkpointing=None)
 
 
@@ -169,3 +169,11 @@ def test_under_fsdp_no_optimizer_of_bitsandbytes_is_left():
         else:
             with pytest.raises(ValueError, match="cannot step parameters that FSDP shares out"):
                 work.under_fsdp()
+
+
+def test_a_file_is_planned_with_the_adapter_and_the_type_that_a_run_takes(tmp_path):
+    path = tmp_path / "run.yaml"
+    for text, rank, bytes_ in (("", 32, 2), ("lora_r: 128\n", 128, 2), ("use_peft: true\ndtype: float32\n", 16, 4)):
+        path.write_text(f"model_name_or_path: some/model\noutput_dir: x\n{text}")
+        work = workload_of_file(path, 100)[1]
+        assert (work.lora_rank, work.dtype_bytes) == (rank, bytes_)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 from datasets import Dataset
-from trl import ModelConfig
+from trl import ModelConfig, get_peft_config
 from trl.rewards import think_format_reward
 
 from qerl_trl import QeRLConfig, shipped
@@ -378,3 +378,33 @@ def test_every_shipped_task_is_whole(file):
     asked, held = ({json.dumps(row) for row in arguments[name]} for name in ("train_dataset", "eval_dataset"))
     assert not asked & held
     assert arguments["reward_funcs"] or "environment_factory" in arguments
+
+
+def test_what_nobody_said_of_the_model_is_as_in_three_lines(folder):
+    """TRL's ModelConfig says float32, and keeps lora_* to itself unless use_peft is said."""
+    plain = parse(folder).model_args
+    assert plain.dtype == "bfloat16" and get_peft_config(plain) is None  # the trainer's own
+    small = parse(folder, "--lora-r", "4", recipe="lora_target_modules: [q_proj]\n").model_args
+    config = get_peft_config(small)
+    assert (config.r, config.lora_alpha, config.lora_dropout) == (4, 8, 0.0) and config.target_modules == "q_proj"
+    said = parse(folder, "--dtype=float32", recipe="use_peft: true\nlora_r: 4\n").model_args
+    assert said.dtype == "float32" and (get_peft_config(said).lora_alpha, get_peft_config(said).lora_dropout) == (
+        32,
+        0.05,
+    )  # TRL's
+    full = parse(folder, recipe="base_format: full\n").model_args
+    assert full.dtype == "float32" and not full.use_peft
+
+
+@pytest.mark.parametrize("number", ["0", "-1"])
+def test_no_problem_is_no_measurement(folder, number):
+    with pytest.raises(ValueError, match="on at least one held-out problem"):
+        parse(folder, "--eval_problems", number)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_reference_that_is_no_number_is_found_before_a_rollout_is(folder, whole):
+    rows = Dataset.from_dict({"question": ["a", "b"], "answer": ["12", "50%"]})
+    task = Task(name="mine", grader="numeric", answer_format="whole" if whole else "marked")
+    with pytest.raises(ValueError, match=r"Problem 1 \(from 0\): The reference '50%' is no number"):
+        task._check_references(rows)

@@ -87,6 +87,9 @@ def plan(
     from qerl_trl.memory.formulas import shape_of
     from qerl_trl.memory.plan import Gpu, plan_run
     from qerl_trl.memory.workload import Workload, dtype_bytes_of, on_a_gpu, workload_of_file
+    from qerl_trl.nvfp4.config import load_config
+    from qerl_trl.shipped import contents
+    from qerl_trl.tasks.script import check_recipe
 
     if gpu_gib is not None and card is not None:
         raise ValueError(
@@ -104,6 +107,7 @@ def plan(
     if config is not None:
         said = [name for name in _OF_A_FILE if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"]
         instead = {_OF_A_FILE[name]: context.params[name] for name in said}
+        check_recipe(contents(Path(config_file(config))))
         named, work = workload_of_file(config_file(config), prompt_length, gpus, instead)
         model = model or named
     else:
@@ -143,6 +147,8 @@ def plan(
     if model is None:
         raise ValueError("There is nothing to plan: name a model, or a configuration with --config.")
     shape = shape_of(model)
+    if work.base_format == "nvfp4":
+        load_config(model)  # what a run refuses as a base
     made = plan_run(shape, work, one_gpu)
     cards, advice = by_card(shape, work), micro_batches.advice(shape, made)
     content = {

@@ -155,12 +155,15 @@ def evaluate(
         if data is not None or protocol is not None:
             raise ValueError("--task has data and grader of its own: leave --data and --protocol out.")
         measured_task, chosen = Task.read(task_file(task)), evaluation.Protocol("", system_prompt=None, temperature=0.0)
+        if grader is not None:
+            measured_task.grader = grader
         problems = measured_task.splits()[1]
         if not measured_task.graded(problems):
             raise ValueError(
                 f"--task {task} is played with tools or an environment, or has no reference answers: only its training loop can measure it. Start "
                 "the command that trained the run again: a finished run is measured again."
             )
+        measured_task.graded_by()  # a name that leads nowhere is said before a model is loaded
         longest = recorded_settings(Path(model)).get("max_completion_length") if Path(model).is_dir() else None
         chosen = dataclasses.replace(
             chosen,
@@ -244,8 +247,6 @@ def evaluate(
         )
         generate = evaluation.transformers_engine(policy.model, policy.tokenizer, chosen, batch_size, seed)
     if measured_task is not None:
-        if grader is not None:
-            measured_task.grader = grader
         result = evaluation.evaluate(chosen, generate, limit, seed, problems, measured_task.verdicts)
         result["task"] = measured_task.label
     else:

@@ -235,6 +235,7 @@ def workload_of_file(
     from trl import ModelConfig
 
     from ..config import QeRLConfig
+    from ..lora import default_lora_config, settle_model_config
     from ..shipped import contents
 
     class Config(QeRLConfig):
@@ -248,14 +249,16 @@ def workload_of_file(
 
     # whether this machine has the GPU that the run is for does not matter here
     args, model = build(Config, use_cpu=True, bf16=False, fp16=False), build(ModelConfig)
+    settle_model_config(model, values, args.base_format)
+    rank = model.lora_r if model.use_peft else default_lora_config().r
     lengths = Lengths(prompt_length, args.max_completion_length)
     dtype = (args.model_init_kwargs or {}).get("dtype", model.dtype)
     attention = model.attn_implementation or "sdpa"
     work = workload_of(
         args,
         lengths,
-        lora_rank=model.lora_r,
-        lora_dropout=model.lora_dropout,
+        lora_rank=rank,
+        lora_dropout=model.lora_dropout if model.use_peft else default_lora_config().lora_dropout,
         dtype_bytes=dtype_bytes_of(dtype, args.base_format),
         attention=attention,
     )

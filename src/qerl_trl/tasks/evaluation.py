@@ -297,6 +297,9 @@ def solve(
     generation_config = copy.deepcopy(generation_config) or GenerationConfig(
         do_sample=False, max_new_tokens=max_new_tokens
     )
+    if tokenizer.pad_token is None:  # as TRL's trainer does; not in a tokenizer that is written later
+        tokenizer = copy.copy(tokenizer)
+        tokenizer.pad_token = tokenizer.eos_token
     generation_config.pad_token_id = tokenizer.pad_token_id
     generation_config.eos_token_id = generation_config.eos_token_id or (
         model.generation_config.eos_token_id or tokenizer.eos_token_id

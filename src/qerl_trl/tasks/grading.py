@@ -1,6 +1,7 @@
 """Whether a completion states the right answer. A grader compares the answer that a text states with the reference.
 
-    auto      numbers by value; words letter by letter, ignoring case; everything else as mathematics (the default)
+    auto      numbers by value; words, codes (R2D2) and dates letter by letter, ignoring case; everything else as mathematics, in which
+              units count for nothing (the default)
     exact     letter by letter, but for spaces around and repeated inside
     numeric   by value: 1,200 and 1200.0 are equal; what is no number is wrong
     math      math-verify: 1/2, 0.5 and \\frac{1}{2} are equal. Not for words: to it `tenalp` is a product like `planet`
@@ -22,15 +23,24 @@ Grader = Callable[[str, Any], bool]
 ANSWER_MARK = "####"
 MARKED = re.compile(r"####[ \t]*(\S[^\n]*)")
 _BOXED = r"\boxed{"
-_PLAIN_NUMBER = re.compile(r"^-?\d+(?:\.\d+)?$")
+#: a comma stands before each three digits, or nowhere: else it parts the members of a list
+_PLAIN_NUMBER = re.compile(r"^-?(?:\d+|\d{1,3}(?:,\d{3})+)(?:\.\d+)?$")
+#: what is a name for all its digits, or a date, an address, a version: the same letter by letter
+_CODE = re.compile(r"^[^\W\d_]+\d\w*(?:\s+[^\W\d_]+\d\w*)*$|^\d+(?:[-/:.]\d+){2,}$")
+#: what makes bold or upright type of a whole answer
+_DRESS = re.compile(r"^(?:\*\*(.+)\*\*|\\(?:text|textbf|mathrm|mathbf|textit)\{([^{}]*)\})$")
 #: letters of any script, and what joins them in a phrase
 _WORDS = re.compile(r"^[^\W\d_]{2,}(?:[\s'\u2019-]+[^\W\d_]+)*[.!?]?$")
 
 
 def final_answer(text: str) -> str | None:
-    """What a solution states as its answer: the rest of the last `####` line, or the last `\\boxed{}`; `None` without."""
-    found = MARKED.findall(text)
-    return found[-1].strip() if found else _boxed(text)
+    """What a solution states as its answer: the rest of the last `####` line, or the last `\\boxed{}`, whichever stands later (`####` is a heading
+    in Markdown, too); `None` without."""
+    *_, last = (None, *MARKED.finditer(text))
+    boxed = _boxed(text)
+    if boxed is not None and (last is None or text.rfind(_BOXED) > last.start()):
+        return boxed
+    return None if last is None else last[1].strip()
 
 
 def _boxed(text: str) -> str | None:
@@ -49,8 +59,13 @@ def _spaced(answer: str) -> str:
 
 
 def _number(answer: str) -> float | None:
-    plain = answer.replace(",", "").replace("$", "").strip().rstrip(".")
-    return float(plain) if _PLAIN_NUMBER.match(plain) else None
+    plain = answer.replace("$", "").strip().rstrip(".")
+    return float(plain.replace(",", "")) if _PLAIN_NUMBER.match(plain) else None
+
+
+def _undressed(answer: str) -> str:
+    found = _DRESS.match(answer.strip())
+    return (found[1] or found[2] or "").strip() if found else answer
 
 
 def exact(answer: str, reference: str) -> bool:
@@ -75,7 +90,8 @@ def math(answer: str, reference: str) -> bool:
 
 
 def auto(answer: str, reference: str) -> bool:
-    if _WORDS.match(reference.strip()):
+    answer, reference = _undressed(answer), _undressed(reference)
+    if _WORDS.match(reference.strip()) or _CODE.match(reference.strip()):
         return _spaced(answer).casefold().rstrip(".!?") == _spaced(reference).casefold().rstrip(".!?")
     return math(answer, reference)
 

@@ -14,7 +14,7 @@ import importlib.util
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -26,6 +26,7 @@ from trl import ModelConfig, TrlParser, get_peft_config
 from ..config import QeRLConfig
 from ..errors import tell_in_scripts
 from ..folders import named_in_errors
+from ..lora import settle_model_config
 from ..publish.records import RunResults
 from ..redaction import check_places
 from ..shipped import config_file, contents, examples_folder, task_file
@@ -103,6 +104,12 @@ class Script:
         if said.task is not None or task is None:
             named = said.task or (None if fields["dataset_name"] else DEFAULT_TASK)
             task = Task.read(task_file(named), _folders()) if named else Task(folders=_folders())
+        if said.eval_problems is not None and said.eval_problems < 1:
+            raise ValueError(
+                f"--eval_problems {said.eval_problems}: the accuracy before and after is measured on at least one held-out problem. Leave it out for all."
+            )
+        named = {word.removeprefix("--").partition("=")[0].replace("-", "_") for word in words if word.startswith("--")}
+        settle_model_config(model_args, {*recipe, *named}, args.base_format)
         return cls(task.with_said(fields), args, model_args, said.eval_problems, said.eval_batch_size)
 
     def trainer_arguments(self) -> dict[str, Any]:
@@ -149,6 +156,16 @@ class Script:
     def train(self, trainer: Any) -> RunResults:
         """See [`run.train_and_measure`]."""
         return train_and_measure(trainer, self.task, self.eval_problems, self.eval_batch_size)
+
+
+def check_recipe(values: Iterable[str]) -> None:
+    """
+    Raises:
+        `ValueError`: a recipe has a field that is no option of a run.
+    """
+    kinds: list[Any] = [TaskArguments, QeRLConfig, ModelConfig]
+    known = {field.name for kind in kinds for field in dataclasses.fields(kind)}
+    _check_known([f"--{name}" for name in values if name not in known], kinds)
 
 
 def _check_known(rest: Sequence[str], kinds: Sequence[Any]) -> None:

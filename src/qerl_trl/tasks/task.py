@@ -24,7 +24,7 @@ from trl import rewards as trl_rewards
 from ..shipped import contents
 from ..sources import held_by, source_sha256
 from . import data as problems
-from .grading import BY_REWARD, GRADERS, Grader, comparable, grader_of, is_correct
+from .grading import ANSWER_MARK, BY_REWARD, GRADERS, Grader, comparable, grader_of, is_correct
 from .named import found, function_named
 from .rewards import correctness, format_reward
 
@@ -194,6 +194,11 @@ class Task:
         if self.grader not in GRADERS or not self.graded(part):
             return
         for row, gold in enumerate(part["answer"]):
+            if self.grader == "numeric" and comparable(gold):
+                try:
+                    is_correct(f"{ANSWER_MARK} 0", gold, "numeric", self.answer_format == "whole")
+                except ValueError as error:
+                    raise ValueError(f"Problem {row} (from 0): {error}") from error
             if not comparable(gold):
                 raise ValueError(
                     f"The reference answer of problem {row} (from 0) is {gold!r}, and grader={self.grader!r} compares with texts and numbers. Name "
