@@ -20,6 +20,7 @@ from .lora import check_is_lora, default_lora_config, keep_to_the_decoder, regis
 from .nvfp4.config import NVFP4Config, stored_quantization
 from .nvfp4.linear import has_nvfp4
 from .ready import name_base
+from .sharding import loaded_everywhere
 
 logger = logging.getLogger(__name__)
 
@@ -36,9 +37,11 @@ def model_init(
     """
     if args.base_format == "nf4" and args.device.type == "cpu":
         _check_bitsandbytes_on_cpu()
+    with_reference = args.base_format == "full" and args.beta != 0  # TRL loads the model once more
     if not isinstance(model, str):
         _check_instance(model, args.base_format)
-        yield quantization_config
+        with loaded_everywhere(with_reference):
+            yield quantization_config
         return
     begin(model)
     given = args.model_init_kwargs
@@ -69,7 +72,8 @@ def model_init(
         init.update(loading)
     args.model_init_kwargs = init
     try:
-        yield quantization_config
+        with loaded_everywhere(with_reference):
+            yield quantization_config
     finally:
         args.model_init_kwargs = given
 

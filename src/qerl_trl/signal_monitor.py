@@ -29,6 +29,11 @@ class SignalMonitor:
         self._first_entropy: float | None = None
         self._collapse_reported = False
 
+    def scored(self, trainer: OnlineTrainer, rewards: torch.Tensor) -> None:
+        """Report the rollout that was just scored: [`advantages`] and [`rewards`]."""
+        self.advantages(used(trainer, rewards), trainer._metrics["train"]["reward"][-1], trainer.state.global_step)
+        self.rewards(trainer, rewards)
+
     def advantages(self, used: bool, reward: float, step: int) -> None:
         """Report one rollout: whether it was [`used`], and the mean reward."""
         if used:

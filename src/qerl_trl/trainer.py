@@ -61,8 +61,8 @@ from .rollout.arms import check_environment, check_given
 from .rollout.contract import checked_rollout_func
 from .sampling import of_the_model_alone
 from .saving import SavingMixin
-from .sharding import ShardingMixin, loaded_everywhere
-from .signal_monitor import SignalMonitor, used
+from .sharding import ShardingMixin
+from .signal_monitor import SignalMonitor
 from .sources import Sources
 from .timing import PhaseTimer
 from .update.packing import PackingMixin
@@ -130,14 +130,7 @@ class QeRLMixin(SavingMixin, PackingMixin, ShardingMixin):
         given["args"], given["peft_config"] = args, adapter_config(model, args, given.get("peft_config"))
         given["reward_funcs"] = with_reward_models(given.get("reward_funcs"), args)
         initial = model_init(model, args, given.pop("quantization_config", None))
-        reference_too = loaded_everywhere(args.base_format == "full" and args.beta != 0)
-        with (
-            rarely(),
-            initial as quantization_config,
-            reference_too,
-            self._own_vllm_generation(),
-            shortage.naming(self),
-        ):
+        with rarely(), initial as quantization_config, self._own_vllm_generation(), shortage.naming(self):
             super().__init__(**given, quantization_config=quantization_config)
         plan_trainer(self)
         disk.check(self)
@@ -224,10 +217,7 @@ class QeRLMixin(SavingMixin, PackingMixin, ShardingMixin):
             with behaviour.corrected(self), self._passes.scoring():
                 output = super()._generate_and_score_completions(inputs)
             if self.model.training:
-                self._monitor.advantages(
-                    used(self, self._rewards), self._metrics["train"]["reward"][-1], self.state.global_step
-                )
-                self._monitor.rewards(self, self._rewards)
+                self._monitor.scored(self, self._rewards)
             self._passes.scored(output)
         return output
 

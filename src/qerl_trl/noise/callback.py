@@ -33,7 +33,7 @@ from transformers.utils import logging
 
 from ..names import unwrap
 from .hooks import NoiseDraw, NormNoise
-from .norms import find_noisy_norms
+from .norms import check_reference, find_noisy_norms
 from .schedules import SCHEDULES, EntropyTargetSchedule, NoiseSchedule, make_schedule
 
 logger = logging.get_logger(__name__)
@@ -110,12 +110,8 @@ class AQNCallback(TrainerCallback):
             raise ValueError(f"scope={scope!r} is not one of {', '.join(map(repr, SCOPES))}.")
         if isinstance(schedule, EntropyTargetSchedule) and scope == "policy":
             schedule = dataclasses.replace(schedule, metric="entropy")  # the trainer's own policy is the noisy one
-        self.schedule = schedule
-        self.scope = scope
-        self.seed = seed
-        self.explicit = False
-        self.engine = False
-        self.penalized = False
+        self.schedule, self.scope, self.seed = schedule, scope, seed
+        self.explicit = self.engine = self.penalized = False
         self.draw: NoiseDraw | None = None
         self._seed = 0
         self._given_norms = norms
@@ -147,9 +143,7 @@ class AQNCallback(TrainerCallback):
             scope=args.aqn_scope,
             seed=args.aqn_seed,
         )
-        callback.explicit = True
-        callback.engine = args.use_vllm
-        callback.penalized = args.beta != 0
+        callback.explicit, callback.engine, callback.penalized = True, args.use_vllm, args.beta != 0
         return callback
 
     def attach(self, model: nn.Module, seed: int = 0) -> None:
@@ -168,8 +162,8 @@ class AQNCallback(TrainerCallback):
         if norms is None:
             known = self._noise if policy is self._sampling_model else None
             norms = known.norms if known is not None else find_noisy_norms(model)
-        if self.scope == "policy":
-            self._check_reference(unwrap(model), norms)
+        if self.scope == "policy" and self.penalized:
+            check_reference(model, norms)
         self.detach()  # hooks go on again in any case: those of ZeRO-3, which gather a weight, must come before ours
         self._noise = NormNoise(norms)
         self._model, self._sampling_model = model, policy
@@ -178,17 +172,6 @@ class AQNCallback(TrainerCallback):
             policy.register_forward_pre_hook(self._hook(self._before_forward), with_kwargs=True),
             policy.register_forward_hook(self._hook(self._after_forward), always_call=True),
         ]
-
-    def _check_reference(self, model: nn.Module, norms: Mapping[str, nn.Module]) -> None:
-        """A reference that is the policy without its adapter computes with the norms beside the trained ones, which carry no noise."""
-        trained = {module for name, module in model.named_modules() if ".modules_to_save." in name}
-        noisy = [name for name, module in norms.items() if module in trained]
-        if noisy and self.penalized:
-            raise ValueError(
-                f"aqn_scope='policy' with beta > 0 cannot work with trained norms (modules_to_save: {noisy[0]} and {len(noisy) - 1} more): the reference policy "
-                "would be evaluated without their noise, and the KL penalty would train against it. Use aqn_scope='rollout', leave the norms out of "
-                "modules_to_save, or set beta=0."
-            )
 
     def detach(self) -> None:
         """Take every hook off the model. Called at the end of training."""

@@ -61,6 +61,22 @@ def find_noisy_norms(model: nn.Module, inputs: Mapping[str, Any] | None = None) 
     return found
 
 
+def check_reference(model: nn.Module, norms: Mapping[str, nn.Module]) -> None:
+    """Of a policy that is held to itself without its adapter, both under the noise of `norms`.
+
+    Raises:
+        ValueError: norms are trained themselves, so that the reference computes with those beside them, which carry no noise.
+    """
+    trained = {module for name, module in unwrap(model).named_modules() if ".modules_to_save." in name}
+    noisy = [name for name, module in norms.items() if module in trained]
+    if noisy:
+        raise ValueError(
+            f"aqn_scope='policy' with beta > 0 cannot work with trained norms (modules_to_save: {noisy[0]} and {len(noisy) - 1} more): the reference policy "
+            "would be evaluated without their noise, and the KL penalty would train against it. Use aqn_scope='rollout', leave the norms out of "
+            "modules_to_save, or set beta=0."
+        )
+
+
 def _hidden_size(model: nn.Module) -> int | None:
     config = getattr(model, "config", None)
     if config is None or not hasattr(config, "get_text_config"):

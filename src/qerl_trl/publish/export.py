@@ -33,7 +33,7 @@ import torch
 from accelerate.utils import broadcast_object_list
 from peft import LoraConfig, PeftModel
 from torch import nn
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from .. import base_identity, checkpoint, forward, identity, redaction, report, tokenizer_identity, unchanged
 from ..identity import RunSettings
@@ -43,7 +43,7 @@ from ..nvfp4.config import NVFP4Config
 from ..nvfp4.headers import require_finite
 from ..nvfp4.linear import has_nvfp4
 from ..sources import sha256
-from . import custom_code, read_back, staging, writer
+from . import beside, custom_code, read_back, staging, writer
 from .merge import check_base, entries_of, nvfp4_layer, recorded_base, saved_buffers, whole_base_sha256
 from .names import public_name
 from .records import Export, Kind, Measured, RequantizedNote
@@ -68,7 +68,6 @@ WriteCard = Callable[[Path, Export], None]
 #: an NVFP4 merge that keeps less than this share of the adapter's change is refused
 MIN_KEPT_FRACTION = 0.25
 ADAPTER_FILES = (ADAPTER_FILE, "adapter_config.json")
-_PROBE = "Tom has 12 apples and gives 7 away.\n#### 5 <|im_start|>user\n\\frac{1}{2} = 0.5"
 
 
 def save_adapter(
@@ -334,7 +333,7 @@ def _staged(
     """An unfinished folder to fill. What every export ends with comes here: tokenizer, card, and the seal that makes it `folder`."""
     with staging.staging(folder, export, overwrite) as partial:
         yield partial
-        _save_tokenizer(partial, tokenizer)
+        beside.save_tokenizer(partial, tokenizer)
         if card is not None:
             card(partial, export)
 
@@ -375,33 +374,7 @@ def _save_config(
         )
     config.save_pretrained(folder)
     if model.generation_config is not None:
-        _save_generation_config(folder, model.generation_config)
-
-
-def _save_generation_config(folder: Path, config: GenerationConfig) -> None:
-    """As transformers does; what it refuses to write, and read from the base, as it is there."""
-    try:
-        config.save_pretrained(folder)
-    except ValueError as error:
-        logger.warning(
-            "The base's generation_config.json contradicts itself, and is handed on as it is: %s",
-            str(error).splitlines()[0],
-        )
-        checkpoint.write_json_atomically(folder / "generation_config.json", config.to_diff_dict())
-
-
-def _save_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase | None) -> None:
-    if tokenizer is None:
-        return
-    tokenizer.save_pretrained(folder)
-    # AutoTokenizer chooses a class by the model's type and can silently read custom tokenizers wrong
-    own = "auto_map" in tokenizer.init_kwargs  # code of its own, which stays where it is
-    again = (type(tokenizer) if own else AutoTokenizer).from_pretrained(folder)
-    if again(_PROBE)["input_ids"] != tokenizer(_PROBE)["input_ids"]:
-        raise RuntimeError(
-            f"The saved tokenizer reads back as {type(again).__name__} and encodes differently from the {type(tokenizer).__name__} in use: "
-            "models published with it would see other tokens. Set tokenizer_class in tokenizer_config.json so that AutoTokenizer agrees."
-        )
+        beside.save_generation_config(folder, model.generation_config)
 
 
 def _describe(policy: TrainedPolicy, kind: Kind, with_adapter: bool = True) -> Export:
