@@ -143,7 +143,7 @@ class AQNCallback(TrainerCallback):
             scope=args.aqn_scope,
             seed=args.aqn_seed,
         )
-        callback.explicit, callback.engine, callback.penalized = True, args.use_vllm, args.beta != 0
+        callback.explicit, callback.engine, callback.penalized = True, args.use_vllm, bool(getattr(args, "beta", 0))
         return callback
 
     def attach(self, model: nn.Module, seed: int = 0) -> None:
