@@ -4,7 +4,6 @@ import logging
 import math
 
 import torch
-from trl import RLOOTrainer
 
 from .upstream import OnlineTrainer
 
@@ -103,7 +102,7 @@ def used(trainer: OnlineTrainer, rewards: torch.Tensor) -> bool:
     Args:
         rewards: (completions of all processes, functions), NaN where a function does not apply.
     """
-    penalized = isinstance(trainer, RLOOTrainer) and bool(trainer.beta)
+    penalized = trainer._name == "QeRL-RLOO" and bool(trainer.args.beta)
     total, generations = _total(trainer, rewards), trainer.num_generations
     told_apart = penalized or _spread(total, generations) or _spread(rewards, generations)
     return told_apart and _any_advantage(trainer, rewards)

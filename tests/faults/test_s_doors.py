@@ -356,7 +356,8 @@ def test_a_checkpoint_that_never_had_an_optimizer_is_not_gone_on_from(finished, 
     run = shutil.copytree(finished, tmp_path / "run")
     for name in ("optimizer.pt", "scheduler.pt"):
         (run / "checkpoint-2" / name).unlink()
-    checkpoint.seal(run / "checkpoint-2", checkpoint.recorded_run(run / "checkpoint-2"))
+    sealed = checkpoint.read_manifest(run / "checkpoint-2")
+    checkpoint.seal(run / "checkpoint-2", sealed["run"], order=sealed["order"])
     trainer = tiny_runs.trainer(run, max_steps=3)
     with told(ValueError, "checkpoint-2 keeps no optimizer state", "another output_dir", "allow_other_settings=True"):
         trainer.train(resume_from_checkpoint=trainer.to_resume())

@@ -235,10 +235,12 @@ def test_the_compiler_sees_the_operators_of_the_kernels_package(implementation, 
 
 
 @pytest.mark.parametrize(
-    ("tokens", "called"), [(1, "linear"), (128, "linear"), (129, "dequantize"), (1024, "dequantize")]
+    ("tokens", "called"),
+    [(1, "linear"), (128, "linear"), (129, "dequantize"), (1024, "dequantize"), (1536, "dequantize"), (1537, "linear")],
 )
 def test_training_micro_batches_compile_no_kernel_of_their_own(monkeypatch, tokens, called):
-    """A first step of a micro-batch of 129 to 1024 tokens took minutes: one kernel per shape and range of lengths was compiled."""
+    """A first step of a micro-batch of 129 to 1024 tokens took minutes: one kernel per shape and range of lengths was compiled. Above 1536 the
+    kernels' own choice is to decode, too."""
     calls = []
     package = SimpleNamespace(
         select=qerl_nvfp4.select,

@@ -139,7 +139,7 @@ def _forward(
     kernels = _pick(x.device, x.dtype, implementation)
     tokens = x.numel() // x.shape[-1]
     # beyond the last length that the kernels choose for, their own choice is the same, in a buffer that is kept
-    many = implementation == "auto" and kernels is not None and _MOST_TOKENS < tokens <= kernels.cost.SIZES[-1]
+    many = implementation == "auto" and kernels is not None and _MOST_TOKENS < tokens <= kernels.select.cost.SIZES[-1]
     if kernels is not None and (many or implementation == "decode"):
         return F.linear(x, kernels.dequantize(packed, block_scale, global_scale, x.dtype), bias)
     if kernels is not None:
