@@ -77,6 +77,7 @@ def test_while_completions_are_sampled_only_young_objects_are_looked_at(monkeypa
     reuse = pytest.importorskip("qerl_trl.rollout.vllm.reuse")
     seen = []
     monkeypatch.setattr(reuse.LLM, "generate", lambda self: seen.append(gc.get_threshold()) or [])
+    monkeypatch.setattr(reuse.WatchedLLM, "_group", None, raising=False)
     llm = reuse.WatchedLLM.__new__(reuse.WatchedLLM)
     llm.reuse = reuse.PrefixReuse()
     llm.generate()
