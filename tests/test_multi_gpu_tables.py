@@ -120,3 +120,12 @@ def test_a_start_of_two_is_judged_beside_that_of_one(page_of):
     assert said(page, "start of two processes")[2:5] == ["at most 1.2", "1.21", "no"]
     page = page_of({"ours-one-1.5b-cold": {"commit": "another", "start": 100.0}})
     assert said(page, "start of two processes")[4] == "open: of two commits"
+
+
+def test_a_twin_of_another_machine_is_told(page_of):
+    """A ratio of two machines stood there as one of ours and stock TRL's."""
+    one = {"commit": "one", "device": "two", "machine": "first"}
+    mark = "(on another machine than stock TRL)"
+    for machine in ("first", "second"):
+        page = page_of({"ours-one": one, "stock-one": one | {"machine": machine}})
+        assert (mark in said(page, "one GPU |")[4]) is (machine == "second")

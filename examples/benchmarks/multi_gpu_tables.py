@@ -205,6 +205,8 @@ def beside_stock(measured: list[dict[str, Any]]) -> list[str]:
             if newest is not ours
             else ""
         )
+        if stock is not None and stock.get("machine") != ours.get("machine"):
+            apart = f" (on another machine than stock TRL){apart}"
         lines.append(f"| {words} | {theirs[0]} | {theirs[1]} | {mine[0]}{apart} | {mine[1]} | {times} |")
     return lines
 
