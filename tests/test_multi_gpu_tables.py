@@ -129,3 +129,12 @@ def test_a_twin_of_another_machine_is_told(page_of):
     for machine in ("first", "second"):
         page = page_of({"ours-one": one, "stock-one": one | {"machine": machine}})
         assert (mark in said(page, "one GPU |")[4]) is (machine == "second")
+
+
+def test_what_ran_beside_another_run_is_told_wherever_its_time_stands(page_of, tables):
+    """The page of whole steps and the line about overlap had such times without a word."""
+    rows = [row for row in json.loads(tables.STEPS.read_text())["step"] if "beside" in row]
+    whole = (BENCHMARKS.parents[1] / "docs/source/benchmarks.md").read_text()
+    assert rows and all(f"{row['name'].partition('-')[2]}, beside {row['beside']}" in whole for row in rows)
+    overlapped = next(row for row in rows if row["name"] == f"{tables.ONE_GPU_64}-overlap")
+    assert f"beside {overlapped['beside']})" in said(page_of({}), "one GPU with `overlap=1`")[5]

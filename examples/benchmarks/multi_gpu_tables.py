@@ -84,7 +84,7 @@ def overlap_on_one(aim: Callable[..., str]) -> str:
     step, waited = one["median"]["step"], beside["median"]["rollout"]
     why = (
         f"with 64 completions: {step:.2f} s without, {beside['median']['step']:.2f} s with it, of which {waited:.2f} s still wait for the rollout. Kernels run "
-        f"for {busy:.2f} s of a step, most of them on every multiprocessor, so those of an update and of a rollout take turns: {step / busy:.2f} at most"
+        f"for {busy:.2f} s of a step, most of them on every multiprocessor, so those of an update and of a rollout take turns: {step / busy:.2f} at most ({beside['commit'][:7]}{speed_tables.with_another(beside)})"
     )
     return aim(
         "one GPU with `overlap=1`: times its steps without", 1.2, step / beside["median"]["step"], why, judged=same
@@ -135,7 +135,7 @@ def largest(row: dict[str, Any]) -> str:
         f"{median['step']:.1f} s per step ({len(row['steps']) - step_speed.WARM} was counted), of which the rollout takes {median['rollout']:.1f}, the sync {median['sync']:.2f} and the update {median['update']:.1f}; "
         f"{max(row['gib']):.1f} GiB on the fuller one; a trainer was ready after {row['start']:.0f} s, imports, engines and the first step took {row['seconds_in_all'] - row['start'] - sum(r['step'] for r in row['steps'][1:]):.0f} more (commit {row['commit'][:7]}). "
         f"On one of them, everything shared, {alone['batch']} completions: {one['step']:.1f} s per step, of which the rollout takes {one['rollout']:.1f} and the update {one['update']:.1f}; "
-        f"{alone['measured_gib']:.1f} GiB (commit {alone['commit'][:7]}, beside {alone['beside']})."
+        f"{alone['measured_gib']:.1f} GiB (commit {alone['commit'][:7]}{speed_tables.with_another(alone)})."
     )
 
 
@@ -149,8 +149,9 @@ def same_machines(rows: list[dict[str, Any]]) -> str:
     """Which rows are of one machine, and of which that is not known."""
     of: dict[str | None, list[str]] = {}
     for row in rows:
-        beside = f", beside {row['beside']}" if "beside" in row else ""
-        of.setdefault(machine_of(row), []).append(f"{row['name']} ({row['commit'][:7]}{beside})")
+        of.setdefault(machine_of(row), []).append(
+            f"{row['name']} ({row['commit'][:7]}{speed_tables.with_another(row)})"
+        )
     unknown = of.pop(None, [])
     said = [
         f"On one machine, one after the other unless it says beside: {', '.join(names)}."
@@ -205,7 +206,7 @@ def beside_stock(measured: list[dict[str, Any]]) -> list[str]:
             if newest is not ours
             else ""
         )
-        if stock is not None and stock.get("machine") != ours.get("machine"):
+        if stock is not None and machine_of(stock) != machine_of(ours):
             apart = f" (on another machine than stock TRL){apart}"
         lines.append(f"| {words} | {theirs[0]} | {theirs[1]} | {mine[0]}{apart} | {mine[1]} | {times} |")
     return lines

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import rollout_results
 import step_profile
@@ -33,6 +34,11 @@ def measured_by(path: Path, device: str, commits: Iterable[str], **versions: str
     packages = [f"{name} {version}" for name, version in versions.items()]
     short = ", ".join(dict.fromkeys(commit[:7] for commit in commits))
     return ", ".join([device, *packages, f"commit {short}", f"[{path.name}]({path.relative_to(ROOT)})"])
+
+
+def with_another(row: dict[str, Any]) -> str:
+    """What ran on the machine's other GPU meanwhile, which takes host time; nothing where it was alone."""
+    return f", beside {row['beside']}" if "beside" in row else ""
 
 
 def training() -> str:
@@ -227,6 +233,8 @@ def step() -> str:
     versions = {"torch": first["versions"]["torch"], "vLLM": first["versions"]["vllm"]}
     compiled = any(row["name"].endswith("-compile") for row in measured)
     whole = " `compile`: with its own torch_compile=True, the whole model." if compiled else ""
+    shared = "; ".join(row["name"].partition("-")[2] + with_another(row) for row in measured if "beside" in row)
+    whole += f" Not alone on their machine: {shared}." if shared else ""
     return (
         "\n".join(rows)
         + f"\n\nOurs on the NVFP4 base, stock TRL with bf16 LoRA, each with its defaults. `ragged`: completions of lognormal lengths (mean 250, up to 1024), filled in after a short "
