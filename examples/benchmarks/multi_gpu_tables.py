@@ -15,15 +15,18 @@ RESULT = ROOT / "examples/benchmarks/results/multi_gpu_h200x2.json"
 STEPS = ROOT / "examples/benchmarks/results/step_h200.json"
 #: every layout through the shipped script, by layouts.py
 LAYOUTS_CPU = ROOT / "examples/benchmarks/results/layouts_cpu.json"
+#: one of two processes killed again and again, by kill_a_rank.py
+KILLS = ROOT / "examples/benchmarks/results/kill_a_rank_cpu.json"
 #: syncs to a server, by server_sync.py, which shared its trainer's GPU
 SERVER = ROOT / "examples/benchmarks/results/server_h200.json"
+SERVER_CPU = SERVER.with_name("server_cpu.json")
 ONE_GPU_64, ONE_GPU_70B = "ours-7b-64x512", "ours-70b-8x512"
 #: commits whose rows are older than the field `machine`, and all of one
 ONE_MACHINE = ("faa1759",)
 #: how many times one GPU's sequences per second a server on a second one should give, with overlap
 TWICE = 1.5
 #: aims of which there is no row in RESULT
-NOT_RUN = "70B under FSDP 2 with one engine of both GPUs"
+NOT_RUN = "70B under FSDP 2 with one engine of both GPUs, FSDP 2 over four GPUs (a run of 7B was ended by its limit of time in its first step), eight GPUs"
 #: of those, by layout, that have a row of stock TRL beside ours or want one
 LAYOUTS = {
     "one": "one GPU",
@@ -117,11 +120,22 @@ def starts(aim: Callable[..., str], rows: dict[str, Any]) -> str:
     first = [row["start"] + row["steps"][0]["step"] for row in (one, two)]
     why = (
         f"1.5B, nothing compiled before: {one['start']:.0f} s until a trainer is ready, {two['start']:.0f} s until two are; until the first step is over "
-        f"{first[0]:.0f} and {first[1]:.0f} s"
+        f"{first[0]:.0f} and {first[1]:.0f} s ({two['commit'][:7]}{speed_tables.with_another(two)})"
     )
     same = comparable(one, two)
     return aim(
         "start of two processes: times that of one", 1.2, two["start"] / one["start"], why, most=True, judged=same
+    )
+
+
+def four(row: dict[str, Any], one: dict[str, Any]) -> str:
+    """What data parallelism gives on four GPUs, beside one."""
+    median = row["median"]
+    apart = "" if machine_of(row) == machine_of(one) else ", on another machine"
+    times = row["sequences_per_second"] / one["sequences_per_second"]
+    return (
+        f"Data parallel on four of these GPUs, {row['batch']} completions per process: {median['step']:.2f} s per step (rollout {median['rollout']:.2f}, update {median['update']:.2f}), "
+        f"{row['sequences_per_second']:.1f} sequences per second, {times:.2f} times one GPU's{apart} (commit {row['commit'][:7]})."
     )
 
 
@@ -286,6 +300,7 @@ def multi_gpu() -> str:
         + "\n".join(beside_stock(all_rows))
         + f"\n\n{with_others(record['beside_others'])}"
         + f"\n\nThe same on other machines before, seconds per step: {', '.join(former)}. What of a difference is the machine's and what the code's was not looked into."
+        + f"\n\n{four(rows['ours-dp4'], row_of('ours-one', all_rows, rows['ours-dp4']))}"
         + f"\n\n{largest(rows['ours-fsdp2-70b'])}\n\nNot run: {NOT_RUN}.\n\n"
         + "\n".join(taken)
         + f"\n\nOf the trainers' fullest GPU, by the plan of this commit. A server takes of its own GPU what vLLM takes by itself: {', '.join(servers)}.\n\n"
@@ -313,4 +328,35 @@ def layouts() -> str:
     return (
         "\n".join(lines)
         + f"\n\n`fsdp2`: the processes are taken for GPUs, which accelerate asks of FSDP. {record['device']}, {versions}, commit {commits}, [{source.name}]({source})."
+    )
+
+
+def kills() -> str:
+    """Ten deaths of one process of two, and what the same command made of the run."""
+    record = json.loads(KILLS.read_text())
+    named, count = record["causes_named"], len(record["kills"])
+    twin = (
+        "is that of an undisturbed twin, byte for byte"
+        if record["same_adapter"]
+        else "is **not** that of an undisturbed twin"
+    )
+    source = KILLS.relative_to(ROOT)
+    return (
+        f"`examples/benchmarks/kill_a_rank.py` kills one of two processes of the embedded default {count} times, by SIGKILL at a random moment, and starts the same command\n"
+        f"again; they are started by torchrun or as two plain processes. Both ended, after {record['slowest_end_s']:g} s at the latest, {named} of {count} times with the cause\n"
+        f"named, and the adapter at the end {twin} ({record['device']}, commit {record['commit'][:7]}, [{source.name}]({source}))."
+    )
+
+
+def sync_parts() -> str:
+    """What a sync to a server consists of, through each way."""
+    record, cpu = (json.loads(path.read_text()) for path in (SERVER, SERVER_CPU))
+    sync, ways, host = record["sync"], record["transport"], cpu["transport"]
+    on, ms = record["device"].partition(",")[0].removeprefix("NVIDIA "), 1000
+    return (
+        f"With trainer and server on one {on} ([{SERVER.name}]({SERVER.relative_to(ROOT)}), {record['commit'][:7]}{speed_tables.with_another(record)}; {record['bytes'] / 1e6:.0f} MB) the whole sync through shared\n"
+        f"memory takes {ms * sync['shared memory']['median_s']:.0f} ms, and {ms * sync['with noise']['median_s']:.0f} with new noise; over connections of their own, through the loopback interface, {ms * sync['tcp']['median_s']:.0f} ms, of which {ms * ways['tcp']['median_s']:.0f} until the server has all parts\n"
+        f"({ways['tcp']['all_s'][0]:.2f} s for the first update, whose memory is touched for the first time); in requests {sync['http']['median_s']:.2f} s. Without a GPU, from host memory to host memory on a CPU\n"
+        f"that both ends share ({cpu['bytes'] / 1e6:.0f} MB, [{SERVER_CPU.name}]({SERVER_CPU.relative_to(ROOT)})): {host['shared memory']['median_s']:.2f} s to write the shared memory; until a server has all parts,\n"
+        f"{host['tcp']['median_s']:.2f} s over connections of their own and {host['http']['median_s']:.2f} s in requests."
     )

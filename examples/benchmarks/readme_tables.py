@@ -232,6 +232,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "faults_on_gpu": faults_on_gpu,
     "faults_timed": timed.line,
     "kernels": kernel_tables.kernels,
+    "kills": multi_gpu_tables.kills,
+    "sync_parts": multi_gpu_tables.sync_parts,
     "layouts": multi_gpu_tables.layouts,
     "multi_gpu": multi_gpu_tables.multi_gpu,
     "notebooks": peers_tables.notebooks,
