@@ -138,3 +138,11 @@ def test_what_ran_beside_another_run_is_told_wherever_its_time_stands(page_of, t
     assert rows and all(f"{row['name'].partition('-')[2]}, beside {row['beside']}" in whole for row in rows)
     overlapped = next(row for row in rows if row["name"] == f"{tables.ONE_GPU_64}-overlap")
     assert f"beside {overlapped['beside']})" in said(page_of({}), "one GPU with `overlap=1`")[5]
+
+
+def test_a_step_that_took_far_longer_is_told_beside_the_median(page_of, tables):
+    steps = [{"step": seconds} for seconds in (9.0, 9.0, 4.0, 12.0, 4.0)]
+    row = {"steps": steps, "median": {"step": 4.0}}
+    assert tables.in_brackets(row) == " (a step of 12.0 s among those counted)"
+    assert tables.in_brackets(row | {"steps": steps[:3], "beside": "x"}) == " (beside x)"
+    assert tables.in_brackets(row | {"steps": steps[:3]}) == ""

@@ -26,7 +26,7 @@ ONE_MACHINE = ("faa1759",)
 #: how many times one GPU's sequences per second a server on a second one should give, with overlap
 TWICE = 1.5
 #: aims of which there is no row in RESULT
-NOT_RUN = "70B under FSDP 2 with one engine of both GPUs, FSDP 2 over four GPUs (a run of 7B was ended by its limit of time in its first step), eight GPUs"
+NOT_RUN = "70B under FSDP 2 with one engine of both GPUs, FSDP 2 over four GPUs (a run of 7B was ended by its limit of time in its first step), ZeRO-2 over four GPUs, eight GPUs"
 #: of those, by layout, that have a row of stock TRL beside ours or want one
 LAYOUTS = {
     "one": "one GPU",
@@ -101,11 +101,11 @@ def syncs(aim: Callable[..., str], rows: dict[str, Any]) -> list[str]:
     each = [row for row in rows.values() if row["name"].startswith("ours-server")]
     apart = ", ".join(f"{1000 * row['median']['sync']:.0f} ({row['name']}, {row['commit'][:7]})" for row in each)
     one_host = (
-        f"adapter and noise, commit {record['commit'][:7]}, trainer and server on one {on}; the adapter alone {1000 * sync['shared memory']['median_s']:.0f}. "
+        f"adapter and noise, commit {record['commit'][:7]}{speed_tables.with_another(record)}, trainer and server on one {on}; the adapter alone {1000 * sync['shared memory']['median_s']:.0f}. "
         f"As the trainer counts it, with a GPU for each: {apart}"
     )
     between = (
-        f"the adapter, over the loopback interface of one machine, trainer and server on one {on}; in requests, where such connections cannot be made, "
+        f"the adapter, over the loopback interface of one machine, trainer and server on one {on}{speed_tables.with_another(record)}; in requests, where such connections cannot be made, "
         f"{1000 * sync['http']['median_s']:.0f}"
     )
     return [
@@ -197,6 +197,15 @@ def stock_pairs(measured: list[dict[str, Any]]) -> dict[str, tuple[dict[str, Any
     return {of: pair_of(f"ours-{of}", f"stock-{of}", measured) for of in LAYOUTS if f"stock-{of}" in names}
 
 
+def in_brackets(row: dict[str, Any]) -> str:
+    """What stands behind a row's seconds in a table: what ran beside it, and a counted step of more than twice the median."""
+    slow = [step["step"] for step in row["steps"][step_speed.WARM :] if step["step"] > 2 * row["median"]["step"]]
+    notes = [speed_tables.with_another(row).removeprefix(", ")]
+    notes += [f"a step of {seconds:.1f} s among those counted" for seconds in slow]
+    said = "; ".join(filter(None, notes))
+    return f" ({said})" if said else ""
+
+
 def beside_stock(measured: list[dict[str, Any]]) -> list[str]:
     """Ours and stock TRL's twin in each layout, of one commit where there are such rows.
 
@@ -212,6 +221,8 @@ def beside_stock(measured: list[dict[str, Any]]) -> list[str]:
         newest = row_of(f"ours-{layout}", measured)
         ours, stock = pairs.get(layout, (newest, None))
         theirs = ["not run", ""] if stock is None else [f"{stock['median'][part]:.2f}" for part in ("step", "sync")]
+        if stock is not None:
+            theirs[0] += in_brackets(stock)
         mine = [f"{ours['median'][part]:.2f}" for part in ("step", "sync")]
         times = "" if stock is None else f"{ours['sequences_per_second'] / stock['sequences_per_second']:.2f}"
         apart = "" if stock is None or stock["commit"] == ours["commit"] else f" (of commit {ours['commit'][:7]})"
@@ -340,11 +351,10 @@ def kills() -> str:
         if record["same_adapter"]
         else "is **not** that of an undisturbed twin"
     )
-    source = KILLS.relative_to(ROOT)
     return (
         f"`examples/benchmarks/kill_a_rank.py` kills one of two processes of the embedded default {count} times, by SIGKILL at a random moment, and starts the same command\n"
         f"again; they are started by torchrun or as two plain processes. Both ended, after {record['slowest_end_s']:g} s at the latest, {named} of {count} times with the cause\n"
-        f"named, and the adapter at the end {twin} ({record['device']}, commit {record['commit'][:7]}, [{source.name}]({source}))."
+        f"named, and the adapter at the end {twin} ({speed_tables.measured_by(KILLS, record['device'], [record['commit']])})."
     )
 
 

@@ -37,7 +37,7 @@ def measured_by(path: Path, device: str, commits: Iterable[str], **versions: str
 
 
 def with_another(row: dict[str, Any]) -> str:
-    """What ran on the machine's other GPU meanwhile, which takes host time; nothing where it was alone."""
+    """What ran on the machine's other GPUs meanwhile, which takes host time; nothing where it was alone."""
     return f", beside {row['beside']}" if "beside" in row else ""
 
 
