@@ -373,6 +373,10 @@ def _as_of(moment: _Moment | None, state: TrainerState) -> Iterator[None]:
         now.restore(state)
 
 
+#: more often than this nobody can ask for an end between two steps: a callback may in each event of a step and of an epoch
+_EVENTS = 12
+
+
 class SaveBetweenRollouts:
     """Moves a save to the next step after which a new rollout begins.
 
@@ -409,15 +413,16 @@ class SaveBetweenRollouts:
         if "should_save" in self._pending and control.should_training_stop:
             batches, times = self._stopped
             self._stopped = self._trainer._step, times + 1 if batches == self._trainer._step else 1
-            if self._stopped[1] > 3:  # a stream that has run out: no step will end this rollout
+            if self._stopped[1] > _EVENTS:  # a stream that has run out: no step will end this rollout
                 self._give_back()
                 return
             self._wait_with("should_training_stop")
-            logger.warning(
-                "The training was to end at step %d, where a checkpoint waits for the rollout to be used. It ends with that checkpoint, after the next "
-                "step that ends a rollout.",
-                state.global_step,
-            )
+            if batches != self._trainer._step:
+                logger.warning(
+                    "The training was to end at step %d, where a checkpoint waits for the rollout to be used. It ends with that checkpoint, after the next "
+                    "step that ends a rollout.",
+                    state.global_step,
+                )
         if "should_save" in self._pending and not self._told:
             self._told = True
             logger.warning(

@@ -636,6 +636,8 @@ def test_a_plan_refuses_what_a_run_refuses(tiny_model_dir, tmp_path):
     (tmp_path / "run.yaml").write_text("output_dir: x\nmax_completion_lenght: 16000\n")
     code, _, err = call("plan", tiny_model_dir("qwen2"), "--config", tmp_path / "run.yaml")
     assert code == 2 and "max_completion_lenght" in err and "There is --max_completion_length" in err
+    (tmp_path / "run.yaml").write_text("output_dir: x\nenv: {WANDB_MODE: offline}\nbase_format: bf16\n")
+    assert call("plan", tiny_model_dir("qwen2"), "--config", tmp_path / "run.yaml")[0] == 0  # TRL's own
     config = json.loads((tiny_model_dir("qwen2") / "config.json").read_text())
     (tmp_path / "awq").mkdir()
     stored = {"quant_method": "awq", "bits": 4, "group_size": 128}

@@ -657,3 +657,14 @@ def test_a_tokenizer_with_code_of_its_own_is_read_back_by_it(tiny_model_dir, tmp
     own = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
     export.save_adapter(make_policy(tiny_model_dir("qwen2")), tmp_path / "made", tokenizer=own, base_model="user/name")
     assert (tmp_path / "made/tokenizer_config.json").is_file()
+
+
+@pytest.mark.parametrize("saved", [["embed_tokens"], ["lm_head", "embed_tokens"]], ids=str)
+def test_a_trained_copy_that_peft_ties_is_no_part_of_a_base(tmp_path, saved):
+    from tests.tiny_models import make_tiny_model
+
+    make_tiny_model("qwen2", tie_word_embeddings=True).save_pretrained(tmp_path / "model")
+    policy = make_policy(tmp_path / "model", target_modules=["q_proj"], modules_to_save=saved, ensure_weight_tying=True)
+    export.save_base(policy, tmp_path / "base")
+    loaded = from_pretrained(tmp_path / "base")
+    assert loaded.config.tie_word_embeddings and loaded.lm_head.weight is loaded.model.embed_tokens.weight

@@ -581,6 +581,9 @@ def test_a_window_that_only_the_mask_has_is_known_however_long_it_is(kind, make,
     with pytest.raises(ValueError, match="sliding window from the attention mask alone"):
         make(model=tmp_path / "model", peft_config=lora)
     assert not make(model=tmp_path / "model", peft_config=lora, padding_free=None)._packing.on
+    config.sliding_window = 4096  # never acts in this run
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path / "wide")
+    assert make(model=tmp_path / "wide", peft_config=lora)._packing.on
 
 
 @pytest.mark.parametrize("kind", ["biogpt", "opt", "gpt_bigcode", "persimmon"])

@@ -133,7 +133,8 @@ def entries_of(policy: TrainedPolicy, with_adapter: bool) -> list[Entry]:
         # of what was trained beside it (modules_to_save), the base's own is as it was, tied perhaps
         if owner is None or (isinstance(owners[owner], ModulesToSaveWrapper) and not with_adapter):
             if place in seen:  # a tied tensor is written once, under its first name
-                if key.replace(".original_module.", ".") not in tied:
+                # a trained copy that PEFT ties (ensure_weight_tying) is no part of a base
+                if ".modules_to_save." not in key and key.replace(".original_module.", ".") not in tied:
                     raise ValueError(
                         f"{key} is in the same memory as another tensor, and transformers does not tie it again when it loads: it would be missing. "
                         "Give it memory of its own (clone it), or publish the adapter."

@@ -116,7 +116,7 @@ _OURS = {
     "logprobs_mode": None, "enable_sleep_mode": "vllm_enable_sleep_mode",
 }  # fmt: skip
 #: methods of speculation that have no weights
-_WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
+_WITHOUT_WEIGHTS = ("ngram", "[ngram]", "ngram_gpu", "suffix")
 
 
 def check_engine(args: "QeRLConfig | QeRLRLOOConfig") -> None:
@@ -133,8 +133,12 @@ def check_engine(args: "QeRLConfig | QeRLRLOOConfig") -> None:
         raise ValueError(
             f"vllm_engine_kwargs has {name}={chosen[name]!r}, which the trainer tells its engine itself, so that it computes what is trained: {instead}."
         )
-    speculation = chosen.get("speculative_config") or {}
-    if speculation and speculation.get("method") not in _WITHOUT_WEIGHTS:
+    speculation = chosen.get("speculative_config")
+    if speculation is not None and not isinstance(speculation, dict):
+        raise ValueError(
+            f"vllm_engine_kwargs has speculative_config={speculation!r}, which is no mapping: say {{'method': 'ngram', ...}}."
+        )
+    if speculation and (speculation.get("method") or speculation.get("model")) not in _WITHOUT_WEIGHTS:
         raise ValueError(
             f"vllm_engine_kwargs has speculative_config={speculation!r}: a draft has weights of its own, and vLLM would load the trainer's into it. Leave it "
             f"out, or use a method without weights ({', '.join(_WITHOUT_WEIGHTS)})."

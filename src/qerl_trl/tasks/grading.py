@@ -29,6 +29,9 @@ _PLAIN_NUMBER = re.compile(r"^-?(?:\d+|\d{1,3}(?:,\d{3})+)(?:\.\d+)?$")
 _CODE = re.compile(r"^[^\W\d_]+\d\w*(?:\s+[^\W\d_]+\d\w*)*$|^\d+(?:[-/:.]\d+){2,}$")
 #: what makes bold or upright type of a whole answer
 _DRESS = re.compile(r"^(?:\*\*(.+)\*\*|\\(?:text|textbf|mathrm|mathbf|textit)\{([^{}]*)\})$")
+#: what encloses mathematics, and the spaces of its own that it has
+_ENCLOSED = re.compile(r"^(?:\$+(.+?)\$+|\\\((.+)\\\)|\\\[(.+)\\\])$")
+_SPACES = re.compile(r"\\[!,:; ]|\s*([-/:.])\s*")
 #: letters of any script, and what joins them in a phrase
 _WORDS = re.compile(r"^[^\W\d_]{2,}(?:[\s'\u2019-]+[^\W\d_]+)*[.!?]?$")
 
@@ -68,6 +71,13 @@ def _undressed(answer: str) -> str:
     return (found[1] or found[2] or "").strip() if found else answer
 
 
+def _bare(answer: str) -> str:
+    """Without what encloses mathematics, and spaces around what joins digits."""
+    found = _ENCLOSED.match(answer.strip())
+    inner = next(filter(None, found.groups())) if found else answer
+    return _spaced(_SPACES.sub(lambda space: space[1] or "", inner))
+
+
 def exact(answer: str, reference: str) -> bool:
     return _spaced(answer) == _spaced(reference)
 
@@ -91,7 +101,9 @@ def math(answer: str, reference: str) -> bool:
 
 def auto(answer: str, reference: str) -> bool:
     answer, reference = _undressed(answer), _undressed(reference)
-    if _WORDS.match(reference.strip()) or _CODE.match(reference.strip()):
+    if _CODE.match(_bare(reference)):
+        return _bare(answer).casefold() == _bare(reference).casefold()
+    if _WORDS.match(reference.strip()):
         return _spaced(answer).casefold().rstrip(".!?") == _spaced(reference).casefold().rstrip(".!?")
     return math(answer, reference)
 

@@ -164,7 +164,9 @@ def check_recipe(values: Iterable[str]) -> None:
         `ValueError`: a recipe has a field that is no option of a run.
     """
     kinds: list[Any] = [TaskArguments, QeRLConfig, ModelConfig]
-    known = {field.name for kind in kinds for field in dataclasses.fields(kind)}
+    known = {"env"} | {
+        field.name for kind in kinds for field in dataclasses.fields(kind)
+    }  # which TRL's parser takes away
     _check_known([f"--{name}" for name in values if name not in known], kinds)
 
 

@@ -16,6 +16,7 @@ Shapes: T tokens of a row, K keys, S segments, H query heads, G key and value he
 """
 
 import inspect
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -41,7 +42,8 @@ _TAKES_WINDOW, _TAKES_SCALE, _TAKES_GROUPS = (name in _TAKES for name in ("windo
 _LARGEST_HEAD = 256
 
 _in_packed_call: ContextVar[bool] = ContextVar("in_packed_call", default=False)
-_in_trial: ContextVar[bool] = ContextVar("in_trial", default=False)
+#: tokens of the longest sequence there will be, in a trial
+_in_trial: ContextVar[float | None] = ContextVar("in_trial", default=None)
 
 
 class CannotPack(Exception):
@@ -73,10 +75,14 @@ def packed_call() -> Iterator[None]:
 
 
 @contextmanager
-def trial() -> Iterator[None]:
+def trial(longest: int | None = None) -> Iterator[None]:
     """In the block a packed call's mask with a window is [`_Window`], so that a layer that has its window from the mask alone, and would attend
-    to everything when packed, is known, however long the window is."""
-    token = _in_trial.set(True)
+    to everything when packed, is known, also where the trial's own sequences are shorter than the window.
+
+    Args:
+        longest: tokens of the longest sequence that will be packed, beyond which no window acts; not known by default.
+    """
+    token = _in_trial.set(math.inf if longest is None else longest)
     try:
         yield
     finally:
@@ -96,8 +102,8 @@ def register() -> None:
 def _mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
     if not _in_packed_call.get():
         return sdpa_mask(*args, **kwargs)
-    window = kwargs.get("local_size") if _in_trial.get() else None
-    return None if window is None else torch.tensor(window).as_subclass(_Window)
+    window, longest = kwargs.get("local_size"), _in_trial.get()
+    return None if window is None or longest is None or window >= longest else torch.tensor(window).as_subclass(_Window)
 
 
 def attention(

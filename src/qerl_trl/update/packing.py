@@ -93,7 +93,11 @@ class Packing:
         trainer = self.trainer
         ids, mask, width = _trial(trainer, self._models[0])
         reason = None
-        with evaluation_mode(model), decoded_weights(model), attention.trial():
+        with (
+            evaluation_mode(model),
+            decoded_weights(model),
+            attention.trial(getattr(trainer, "longest_sequence", None)),
+        ):
             try:
                 packed = self._packed(model, ids, mask, width)[0]
                 padded = _padded(trainer, model, ids, mask, width)
