@@ -67,6 +67,10 @@ def test_clustered_interval_is_wider_than_pretending_independence():
     width = clustered["interval95"][1] - clustered["interval95"][0]
     assert width > 2 * (pooled.interval[1] - pooled.interval[0])
     assert sampled_accuracy([[True], [False]])["correct"] == 1
+    none = sampled_accuracy([[False, False]] * 20)["interval95"]
+    assert (
+        none == list(Accuracy(0, 20).interval) and none[1] > 0.1
+    )  # twenty failures do not prove that nothing is solved
 
 
 def test_paired_difference():

@@ -408,3 +408,8 @@ def test_a_reference_that_is_no_number_is_found_before_a_rollout_is(folder, whol
     task = Task(name="mine", grader="numeric", answer_format="whole" if whole else "marked")
     with pytest.raises(ValueError, match=r"Problem 1 \(from 0\): The reference '50%' is no number"):
         task._check_references(rows)
+
+
+@pytest.mark.parametrize("one", ["correctness_reward", think_format_reward], ids=["name", "function"])
+def test_one_reward_needs_no_list(one):
+    assert Task(reward_funcs=one).reward_funcs == [one]

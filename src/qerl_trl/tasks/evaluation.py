@@ -92,8 +92,11 @@ def sampled_accuracy(correct: list[list[bool]]) -> records.Accuracy:
     if samples == 1:
         return Accuracy(sum(row[0] for row in correct), n).as_dict()
     mean = sum(shares) / n
-    half = _Z95 * math.sqrt(sum((share - mean) ** 2 for share in shares) / max(n - 1, 1) / n)
+    variance = sum((share - mean) ** 2 for share in shares) / max(n - 1, 1)
+    half = _Z95 * math.sqrt(variance / n)
     interval = [max(0.0, mean - half), min(1.0, mean + half)]
+    if variance == 0:  # problems that all went alike say no more than as many of one completion each
+        interval = list(Accuracy(round(mean * n), n).interval)
     return {"correct": sum(map(sum, correct)), "total": n, "accuracy": mean, "interval95": interval}
 
 

@@ -106,6 +106,8 @@ class Task:
     folders: list[Path] = field(default_factory=lambda: [Path()], repr=False)
 
     def __post_init__(self) -> None:
+        if isinstance(self.reward_funcs, str) or callable(self.reward_funcs):  # one, as TRL takes it
+            self.reward_funcs = [self.reward_funcs]
         if self.answer_format not in ("marked", "whole"):
             raise ValueError(
                 f"answer_format={self.answer_format!r} is neither 'marked' nor 'whole'. Pass 'marked' where an answer stands after a mark in the text, 'whole' where it is the text."
