@@ -300,6 +300,17 @@ def test_a_script_without_any_argument(folder):
     assert script.task.dataset_name == "user/mine" and script.args.max_steps == 3
 
 
+def test_the_task_of_a_script_is_trained_whatever_the_recipe_trains(folder, caplog):
+    """As docs/source/your_task.md has it in Python, with a shipped recipe: that one's data and rewards were trained, without a word."""
+    own = Task(name="mine", dataset_name="user/mine", reward_funcs=["correctness_reward"], grader="exact")
+    script = Script.parse(own, config="letters", argv=["--output_dir", str(folder / "run")])
+    assert script.task.dataset_name == "user/mine" and script.task.reward_funcs == ["correctness_reward"]
+    assert "is not trained" not in caplog.text
+    script = parse(folder, recipe="task: letters\ndataset_name: user/other\n", task=own)
+    assert script.task.dataset_name == "user/mine" and "The recipe's task letters is not trained" in caplog.text
+    assert parse(folder, "--task", "letters", task=own).task.dataset_name != "user/mine"
+
+
 def test_both_spellings_of_an_option(folder):
     """The parser takes --dataset-name too; of a --task's fields that were said so, nothing was heard, nor of --report-to."""
     read(folder, dataset_name="own.py:rows", grader="exact")

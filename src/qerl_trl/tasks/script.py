@@ -73,7 +73,7 @@ class Script:
             config: recipe (a file, or the name of a shipped one) where no `--config` is given; by default by machine, which is said.
             argv: words of the command line, by default those of this process.
 
-        What a recipe says of its data and rewards holds for its own task only: a `--task` on the command line replaces all of it.
+        What a recipe says of its data and rewards holds for its own task only: a `task`, or a `--task` on the command line, replaces all of it.
 
         An error that nobody catches ends the process with its message alone if that says all ([`errors`]).
 
@@ -99,18 +99,25 @@ class Script:
             args.trackio_space_id, args.trackio_static_space_id = None, False
         check_places(vars(said) | vars(model_args))
         fields = {name: getattr(said, name) for name in PARSED}
-        if _value(words, "task") is not None or (task is not None and said.task is None):
+        own = task if _value(words, "task") is None else None
+        if own is not None or _value(words, "task") is not None:
             fields = {name: value for name, value in fields.items() if _value(words, name) is not None}
-        if said.task is not None or task is None:
-            named = said.task or (None if fields["dataset_name"] else DEFAULT_TASK)
-            task = Task.read(task_file(named), _folders()) if named else Task(folders=_folders())
+        by_user = list(sys.argv[1:] if argv is None else argv)
+        if own is not None and said.task is not None and _value(by_user, "config") is not None:
+            logger.warning(
+                "The recipe's task %s is not trained: this script has a task of its own. Name one on the command line (--task) to replace it.",
+                said.task,
+            )
+        if own is None:
+            file = said.task or (None if fields["dataset_name"] else DEFAULT_TASK)
+            own = Task.read(task_file(file), _folders()) if file else Task(folders=_folders())
         if said.eval_problems is not None and said.eval_problems < 1:
             raise ValueError(
                 f"--eval_problems {said.eval_problems}: the accuracy before and after is measured on at least one held-out problem. Leave it out for all."
             )
         named = {word.removeprefix("--").partition("=")[0].replace("-", "_") for word in words if word.startswith("--")}
         settle_model_config(model_args, {*recipe, *named}, args.base_format)
-        return cls(task.with_said(fields), args, model_args, said.eval_problems, said.eval_batch_size)
+        return cls(own.with_said(fields), args, model_args, said.eval_problems, said.eval_batch_size)
 
     def trainer_arguments(self) -> dict[str, Any]:
         """Arguments of [`QeRLGRPOTrainer`]: the task's, the recipe's, the adapter's, and the tokenizer with the task's chat template."""
