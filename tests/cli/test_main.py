@@ -644,3 +644,21 @@ def test_a_plan_refuses_what_a_run_refuses(tiny_model_dir, tmp_path):
     (tmp_path / "awq/config.json").write_text(json.dumps(config | {"quantization_config": stored}))
     code, _, err = call("plan", tmp_path / "awq")
     assert code == 2 and "quant_method='awq' is not an NVFP4 checkpoint" in err
+
+
+def test_a_merge_has_the_type_that_was_asked_for(tiny_model_dir, tmp_path):
+    policy = make_policy(tiny_model_dir("qwen2"))
+    export.save_adapter(policy, tmp_path / "run", base_model=str(tiny_model_dir("qwen2")))
+    for words, wanted in (((), "bfloat16"), (("--dtype", "float32"), "float32")):
+        code, _, err = call("merge", tmp_path / "run", tmp_path / wanted, "--base-format", "nvfp4", *words)
+        assert code == 0, err
+        assert json.loads((tmp_path / wanted / "config.json").read_text())["dtype"] == wanted
+
+
+def test_a_run_that_did_not_save_its_end_is_told_its_newest_checkpoint(tmp_path):
+    folder = tmp_path / "run" / "checkpoint-3"
+    folder.mkdir(parents=True)
+    (folder / "trainer_state.json").write_text("{}")
+    checkpoint.seal(folder)
+    code, _, err = call("merge", tmp_path / "run", tmp_path / "out")
+    assert code != 0 and f"name the newest, {folder}" in err

@@ -185,8 +185,11 @@ def merge(
                 notify=note,
             )
         else:
+            import torch
+
+            weights = torch.bfloat16 if dtype is None else getattr(torch, dtype)
             done = export.save_merged(
-                policy, destination, measured=measured, overwrite=overwrite, card=card, progress=progress
+                policy, destination, None, weights, overwrite, measured=measured, card=card, progress=progress
             )
     content: dict[str, Any] = {
         "destination": str(destination),

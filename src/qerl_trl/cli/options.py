@@ -23,7 +23,10 @@ AllowOtherBase = Annotated[
 ]
 TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run model code from the repository.")]
 Dtype = Annotated[
-    str | None, typer.Option(help="Compute dtype of the policy. Default: what the run recorded, else bfloat16.")
+    str | None,
+    typer.Option(
+        help="Compute dtype of the policy, and of the weights that a merge writes. Default: what the run recorded, else bfloat16; of a merge bfloat16."
+    ),
 ]
 Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:<i>.")]
 NumProcesses = Annotated[

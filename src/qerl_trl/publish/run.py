@@ -326,7 +326,13 @@ def require_adapter(folder: Path) -> None:
         `ValueError`: there is no adapter in `folder`.
     """
     if not (folder / "adapter_config.json").is_file():
-        raise ValueError(f"{folder} has no adapter_config.json. Name a checkpoint folder or the run's output folder.")
+        newest = checkpoint.last_checkpoint(folder)
+        remedy = (
+            "Name a checkpoint folder or the run's output folder"
+            if newest is None
+            else f"It holds checkpoints of a run that did not save its end (trainer.save_model()): name the newest, {newest}"
+        )
+        raise ValueError(f"{folder} has no adapter_config.json. {remedy}.")
 
 
 def load_any(
