@@ -311,3 +311,10 @@ def test_both_harnesses_ran_on_what_this_package_writes():
 
 def test_module_has_no_noise():
     assert "noise" not in vars(evaluation)
+
+
+def test_a_difference_of_few_problems_is_not_certain():
+    value, low, high = paired_difference([False] * 20, [False] * 20)
+    assert value == 0 and low == pytest.approx(-high) and 0.05 < high < 0.12
+    value, low, high = paired_difference([False] * 20, [True] * 20)
+    assert value == 1 and 0.7 < low < high <= 1

@@ -68,7 +68,8 @@ class Accuracy:
 
 
 def paired_difference(before: Iterable[bool], after: Iterable[bool]) -> tuple[float, float, float]:
-    """Mean change in accuracy on the same problems with its 95 % interval (normal approximation of paired differences).
+    """Mean change in accuracy on the same problems with its 95 % interval (normal approximation of paired differences; where all changed alike, or none
+    did, that of Agresti and Min, Statistics in Medicine 2005, with half a problem more of each kind).
 
     Returns:
         `(difference, low, high)`, as fractions.
@@ -77,6 +78,10 @@ def paired_difference(before: Iterable[bool], after: Iterable[bool]) -> tuple[fl
     n = len(differences)
     mean = sum(differences) / n
     variance = sum((d - mean) ** 2 for d in differences) / max(n - 1, 1)
+    if variance == 0:
+        more, centre = n + 2, sum(differences) / (n + 2)
+        half = _Z95 * math.sqrt((abs(sum(differences)) + 1) / more - centre**2) / math.sqrt(more)
+        return mean, max(-1.0, centre - half), min(1.0, centre + half)
     half = _Z95 * math.sqrt(variance / n)
     return mean, mean - half, mean + half
 
