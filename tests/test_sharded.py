@@ -281,7 +281,7 @@ def test_an_optimizer_of_bitsandbytes_that_is_handed_over_is_refused_under_fsdp(
     check_given(settings(), {"optimizers": (None, None), "optimizer_cls_and_kwargs": None})
 
 
-def sharded_run(tiny_runs, folder, reward=spread_reward, **options):  # noqa: F811
+def sharded_run(tiny_runs, folder, make_reward=lambda: spread_reward, **options):  # noqa: F811
     """What each of two processes logged under FSDP 2 with `cpu_ram_efficient_loading`, or what ended it."""
 
     def work(rank):
@@ -294,7 +294,7 @@ def sharded_run(tiny_runs, folder, reward=spread_reward, **options):  # noqa: F8
         )  # fmt: skip
         lora = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
         trainer = QeRLGRPOTrainer(
-            tiny_runs.model, reward() if callable(reward) and reward is not spread_reward else reward, args, PROMPTS,
+            tiny_runs.model, make_reward(), args, PROMPTS,
             processing_class=tiny_runs.tokenizer, peft_config=None if args.base_format == "full" else lora,
         )  # fmt: skip
         trainer.train()
@@ -322,7 +322,7 @@ def reward_model(tmp_path_factory, tiny_runs):  # noqa: F811
 
 @pytest.mark.parametrize("base_format", ["nvfp4", "bf16"])
 def test_a_reward_model_that_is_named_is_whole_in_every_process(base_format, reward_model, tiny_runs, tmp_path):  # noqa: F811
-    first, second = sharded_run(tiny_runs, tmp_path, reward_model, base_format=base_format)
+    first, second = sharded_run(tiny_runs, tmp_path, lambda: reward_model, base_format=base_format)
     assert "reward" in first, first
     assert first["reward"] == second["reward"] != 0
 

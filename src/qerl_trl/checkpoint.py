@@ -23,6 +23,8 @@ from . import redaction
 from .folders import leads_to
 
 if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
     from .identity import RunSettings
     from .publish.records import Survived
 
@@ -264,6 +266,11 @@ def _is_locked(file: Path) -> bool:
     return False
 
 
+def can_go_on(args: "TrainingArguments") -> bool:
+    """Whether a run with these arguments writes checkpoints that it can go on from."""
+    return args.save_strategy != "no" and not args.save_only_model
+
+
 def keeps_optimizer(folder: str | os.PathLike) -> bool:
     """Whether the state of an optimizer lies in a checkpoint, as `Trainer` writes it, alone, with FSDP or with DeepSpeed."""
     return any(any(Path(folder).glob(form)) for form in _OPTIMIZERS)
@@ -272,10 +279,10 @@ def keeps_optimizer(folder: str | os.PathLike) -> bool:
 def last_checkpoint(output_dir: str | os.PathLike) -> str | None:
     """The newest whole checkpoint in `output_dir`, or `None`: the one that was sealed last, whatever its step. Damaged newer ones are skipped with a
     warning each."""
-    sealed = (folder for folder in reversed(_by_age(output_dir)) if _order(folder) is not None)
-    whole = next((folder for folder in sealed if _is_whole(folder)), None)
-    for folder in _by_age(output_dir):  # that a run was killed in, or whose manifest is torn
-        if _order(folder) is None and (whole is None or _step(folder) > _step(whole)):
+    found = _by_age(output_dir)
+    whole = next((folder for folder in reversed(found) if found[folder] is not None and _is_whole(folder)), None)
+    for folder, order in found.items():  # that a run was killed in, or whose manifest is torn
+        if order is None and (whole is None or _step(folder) > _step(whole)):
             _is_whole(folder)
     return None if whole is None else str(whole)
 
@@ -292,19 +299,23 @@ def _step(folder: Path) -> int:
     return int("".join(filter(str.isdecimal, folder.name)))
 
 
-def _by_age(output_dir: str | os.PathLike) -> list[Path]:
-    """Folders of checkpoints in `output_dir`, the newest last: those that were never sealed, by their steps; then the others as they were sealed, those
+def _by_age(output_dir: str | os.PathLike) -> dict[Path, int | None]:
+    """Folders of checkpoints in `output_dir` with their numbers, the newest last: those that were never sealed, by their steps; then the others as they were sealed, those
     of older versions by their steps. Of one step, the one in its place is newer than the one set aside for it."""
     # here, because it imports PEFT, which imports bitsandbytes where it is installed; `qerl-trl quantize` needs neither
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
     pattern = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-\d+|\.{PREFIX_CHECKPOINT_DIR}-\d+\.replaced")
-    output_dir, found = Path(output_dir), []
+    output_dir, found = Path(output_dir), {}
     for folder in output_dir.iterdir() if output_dir.is_dir() else ():
         if folder.is_dir() and pattern.fullmatch(folder.name):
-            order, in_place = _order(folder), not folder.name.startswith(".")
-            found.append(((-1 if order is None else order, _step(folder), in_place), folder))
-    return [folder for _, folder in sorted(found)]
+            found[folder] = _order(folder)
+
+    def age(folder: Path) -> tuple[int, int, bool]:
+        order = found[folder]
+        return -1 if order is None else order, _step(folder), not folder.name.startswith(".")
+
+    return {folder: found[folder] for folder in sorted(found, key=age)}
 
 
 def order_of(folder: str | os.PathLike) -> int:
@@ -322,13 +333,13 @@ def _order(folder: str | os.PathLike) -> int | None:
 
 def next_order(output_dir: str | os.PathLike, since: int = 0) -> int:
     """Of what is sealed next in a run's folder, be it the folder itself. `since`: that of what the run goes on from, which may lie elsewhere."""
-    return 1 + max(since, *(order_of(folder) for folder in (Path(output_dir), *_by_age(output_dir))))
+    return 1 + max(since, order_of(output_dir), *(order or 0 for order in _by_age(output_dir).values()))
 
 
 def newer_than(folder: str | os.PathLike) -> list[str]:
     """Names of the whole checkpoints beside one that were sealed after it."""
     folder = Path(folder).resolve()
-    ages = _by_age(folder.parent)
+    ages = list(_by_age(folder.parent))
     newer = ages[ages.index(folder) + 1 :] if folder in ages else []
     return [path.name for path in newer if not problems(path)]
 

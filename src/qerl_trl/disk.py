@@ -41,7 +41,7 @@ def check(trainer: OnlineTrainer) -> None:
 
 def _checkpoint_bytes(trainer: OnlineTrainer) -> int:
     args, sizes = trainer.args, model_bytes(trainer.accelerator.unwrap_model(trainer.model))
-    without_optimizer = args.save_only_model or args.save_strategy == "no"
+    without_optimizer = not checkpoint.can_go_on(args)
     return sizes.trained + (0 if without_optimizer else optimizer_bytes(str(args.optim), sizes))
 
 

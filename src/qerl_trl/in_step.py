@@ -179,8 +179,7 @@ def _warn(trainer: OnlineTrainer, every: list[dict[str, Any]]) -> None:
         )
     held = every[0]["lock"]
     elsewhere = [rank for rank, record in enumerate(every) if record["lock"] != held]
-    args = trainer.args
-    resumable = args.save_strategy != "no" and not args.save_only_model and not args.save_on_each_node
+    resumable = checkpoint.can_go_on(trainer.args) and not trainer.args.save_on_each_node
     if held and elsewhere and resumable:
         logger.warning(
             "output_dir=%s of process %s is another folder than that of process 0: checkpoints there would not have the random state of each process, "

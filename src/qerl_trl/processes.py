@@ -63,6 +63,13 @@ def load_to_numbered_cpus() -> None:
     torch.serialization.register_package(100, lambda storage: None, load)  # asked after torch's own
 
 
+def gathered(value: _T, group: "torch.distributed.ProcessGroup | None" = None) -> list[_T]:
+    """What each process of `group` gives, in the order of their ranks there; None: all processes of the run. Collective."""
+    every: list[Any] = [None] * torch.distributed.get_world_size(group=group)
+    torch.distributed.all_gather_object(every, value, group=group)
+    return every
+
+
 def together(method: Callable[_P, _T]) -> Callable[_P, _T]:
     """A method of a trainer that every process calls: an error that leaves it ends those that are in it too, and who has lost another process
     there says which, and why."""

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
+from . import checkpoint
 from .upstream import OnlineTrainer
 
 logger = logging.getLogger(__name__)
@@ -24,8 +25,7 @@ def _is_sharded(trainer: OnlineTrainer) -> bool:
 
 def warn_if_not_saved(trainer: OnlineTrainer) -> None:
     """At the start of a training whose checkpoints will not have it."""
-    args = trainer.args
-    if moves(trainer) and _is_sharded(trainer) and args.save_strategy != "no" and not args.save_only_model:
+    if moves(trainer) and _is_sharded(trainer) and checkpoint.can_go_on(trainer.args):
         logger.warning(
             "sync_ref_model=True moves the reference model, and under FSDP or DeepSpeed it is in no checkpoint: this run cannot go on on the same trajectory "
             "once it is stopped. Train it in one piece, or on whole models (data parallel)."

@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -232,7 +232,9 @@ def workload_of_file(
     Raises:
         `ValueError`: its batch cannot be shared by as many.
     """
-    from trl import ModelConfig
+    from peft import LoraConfig
+    from transformers import HfArgumentParser
+    from trl import ModelConfig, get_peft_config
 
     from ..config import QeRLConfig
     from ..lora import default_lora_config, settle_model_config
@@ -245,20 +247,22 @@ def workload_of_file(
 
     def build(kind: Any, **changed: Any) -> Any:
         names = {field.name for field in dataclasses.fields(kind) if field.init}
-        return kind(**{name: value for name, value in values.items() if name in names} | changed)
+        parser = HfArgumentParser(kind)  # which reads "64" as a number where the field is one, as when the file is run
+        parser.set_defaults(**{name: value for name, value in values.items() if name in names} | changed)
+        return parser.parse_args_into_dataclasses(args=[])[0]
 
     # whether this machine has the GPU that the run is for does not matter here
     args, model = build(Config, use_cpu=True, bf16=False, fp16=False), build(ModelConfig)
     settle_model_config(model, values, args.base_format)
-    rank = model.lora_r if model.use_peft else default_lora_config().r
+    adapter = cast(LoraConfig, get_peft_config(model) or default_lora_config())
     lengths = Lengths(prompt_length, args.max_completion_length)
     dtype = (args.model_init_kwargs or {}).get("dtype", model.dtype)
     attention = model.attn_implementation or "sdpa"
     work = workload_of(
         args,
         lengths,
-        lora_rank=rank,
-        lora_dropout=model.lora_dropout if model.use_peft else default_lora_config().lora_dropout,
+        lora_rank=adapter.r,
+        lora_dropout=adapter.lora_dropout,
         dtype_bytes=dtype_bytes_of(dtype, args.base_format),
         attention=attention,
     )

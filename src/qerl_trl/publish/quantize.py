@@ -34,7 +34,7 @@ from ..nvfp4.linear import PACKED
 from . import custom_code, read_back, staging, writer
 from .names import is_hub_id, public_name
 from .quantize_jobs import Budget, Quantize, copy_job, prepare_quantizer, quantize_job
-from .records import EVALUATIONS, FACTS_NAME, Export, QuantizedLayer, QuantizedNote
+from .records import BEFORE_NAME, EVALUATIONS, FACTS_NAME, RESULTS_NAME, Export, QuantizedLayer, QuantizedNote
 
 if TYPE_CHECKING:  # it imports PEFT, which this does without
     from ..identity import RunSettings
@@ -47,7 +47,7 @@ _TOKENIZER_CONFIG = "tokenizer_config.json"
 _COPIED_PATTERNS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 _NOT_COPIED = (
     "config.json", shards.INDEX_NAME, checkpoint.MANIFEST_NAME, REPORT_NAME, "hf_quant_config.json", forward.FORWARD_NAME, FACTS_NAME,
-    "trainer_state.json", "adapter_config.json", "all_results.json", "train_results.json", "eval_results.json", "results.json", "before.json",  # of a run
+    "trainer_state.json", "adapter_config.json", "all_results.json", "train_results.json", "eval_results.json", RESULTS_NAME, BEFORE_NAME,  # of a run
 )  # fmt: skip
 
 

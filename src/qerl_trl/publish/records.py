@@ -13,6 +13,8 @@ if TYPE_CHECKING:  # torch, which comparing runs does without, and PEFT, which `
 FACTS_NAME = "qerl_card.json"
 #: the file in a run's folder that says what it measured of itself
 RESULTS_NAME = "results.json"
+#: and what it measured before its training
+BEFORE_NAME = "before.json"
 #: the files in a model's folder that say how `qerl-trl eval` measured this model
 EVALUATIONS = "eval-*.json"
 Kind = Literal["adapter", "merged", "merged_other_base", "nvfp4_base", "nvfp4_merged"]

@@ -9,6 +9,7 @@ from trl.trainer.utils import ensure_master_addr_port
 
 from ..memory.plan import MemoryPlan
 from ..names import is_sharded
+from ..processes import gathered
 from .engine import Engine
 from .trained import TrainedAdapter
 
@@ -61,10 +62,8 @@ def agreed(arguments: dict[str, Any], group: "torch.distributed.ProcessGroup | N
     planned for its own GPU, where another program may have taken memory. Collective in `group`; None: an engine of one process."""
     if group is None:
         return arguments
-    told: list[dict[str, Any]] = [{} for _ in range(torch.distributed.get_world_size(group=group))]
-    torch.distributed.all_gather_object(told, arguments, group=group)
     least: dict[str, Any] = {}
-    for name, value in (item for each in told for item in each.items()):
+    for name, value in (item for each in gathered(arguments, group) for item in each.items()):
         least[name] = min(value, least.get(name, value))
     if least != arguments:
         logger.info(

@@ -16,6 +16,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from transformers import TrainerCallback
 
+from .. import checkpoint
 from ..memory.optimizers import optimizer_under_fsdp
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def settle_optimizer(args: Any) -> None:
             used,
         )
         args.optim = type(args.optim)(used)
-    if used == "sgd" and args.save_strategy != "no" and not args.save_only_model:
+    if used == "sgd" and checkpoint.can_go_on(args):
         logger.warning(
             "optim='sgd' under FSDP: no run can go on from its checkpoints, because torch does not load an optimizer without a state (\"Expected device to be "
             "set\"). Use an optimizer that has one (optim='adamw_torch_fused'), or train in one piece."

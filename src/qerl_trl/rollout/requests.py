@@ -4,8 +4,7 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-
+from ..processes import gathered
 from .arms import asked_together
 from .engine import RolloutError
 
@@ -50,8 +49,7 @@ def check_shares(generation: "QeRLVLLMGeneration", count: int) -> None:
     if not several or getattr(generation.trainer, "rollout_func", None) is None:
         return
     group = generation.tp_group if generation.mode == "colocate" else None  # of this engine alone
-    counts: list[Any] = [None] * torch.distributed.get_world_size(group=group)
-    torch.distributed.all_gather_object(counts, count, group=group)
+    counts = gathered(count, group)
     if len(set(counts)) > 1:
         raise RolloutError(
             f"The processes asked `generate` for different numbers of prompts, {', '.join(map(str, counts))}: TRL would deal the completions of one "

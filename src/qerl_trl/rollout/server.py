@@ -83,8 +83,8 @@ class ServerEngine(Engine):
 
     def _advice(self) -> str:
         asked = urlparse(self.url)
-        command = self.spec.serve_command(*(("127.0.0.1",) if _is_loopback(self.url) else ("0.0.0.0",)), asked.port)
-        where = "" if _is_loopback(self.url) else f" on {asked.hostname}"
+        host, where = ("127.0.0.1", "") if _is_loopback(self.url) else ("0.0.0.0", f" on {asked.hostname}")
+        command = self.spec.serve_command(host, asked.port)
         return f"With the trainer's {SECRET} in its environment, the server is started{where} by\n{command}"
 
     def check(self, model: nn.Module) -> None:

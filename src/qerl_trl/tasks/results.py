@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 from .. import tokenizer_identity
 from ..checkpoint import write_json_atomically
-from ..publish.records import Arm
+from ..publish.records import BEFORE_NAME, Arm
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
 logger = logging.getLogger(__name__)
 
-BEFORE_NAME = "before.json"
 #: not in what older versions recorded of how they measured
 _NEWER = {tokenizer_identity.WHOLE, tokenizer_identity.FORMER}
 

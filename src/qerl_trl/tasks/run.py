@@ -11,7 +11,7 @@ from transformers import ProgressCallback, TrainerCallback
 from .. import checkpoint
 from ..base_identity import base_revision
 from ..publish.hub import HubError
-from ..publish.records import RESULTS_NAME, RunResults
+from ..publish.records import BEFORE_NAME, RESULTS_NAME, RunResults
 from ..publish.run import recorded_settings
 from ..redaction import redacted_words
 from ..report import announce, hardware, versions
@@ -22,7 +22,7 @@ from .data import first
 from .evaluation import Accuracy, paired_difference
 from .held_out import HeldOutAccuracy, held_out_verdicts, measured_by
 from .plots import plot_curves
-from .results import BEFORE_NAME, arm_of, read_before, write_before
+from .results import arm_of, read_before, write_before
 from .task import Task
 
 

@@ -35,6 +35,8 @@ from .task import PARSED, Task, TaskArguments
 
 logger = logging.getLogger(__name__)
 
+#: whose fields are the options of a run, in the recipe and on the command line
+KINDS: list[Any] = [TaskArguments, QeRLConfig, ModelConfig]
 #: what is trained on where nobody says
 DEFAULT_TASK = "gsm8k"
 _OPTIONS = "Options are the fields of QeRLConfig, of TRL's ModelConfig and of a task."
@@ -90,11 +92,10 @@ class Script:
             if "log_completions" not in recipe and _value(words, "log_completions") is None:
                 # to be read in the dashboard, not in the terminal
                 words += ["--log_completions", "true", "--num_completions_to_print", "0"]
-        kinds: list[Any] = [TaskArguments, QeRLConfig, ModelConfig]
-        said, args, model_args, *unknown = _Parser(kinds, allow_abbrev=False).parse_args_and_config(
+        said, args, model_args, *unknown = _Parser(KINDS, allow_abbrev=False).parse_args_and_config(
             words, return_remaining_strings=True, separate_remaining_strings=True
         )
-        _check_known([*unknown[0], *unknown[1]], kinds)
+        _check_known([*unknown[0], *unknown[1]])
         if tracked:  # nobody asked for a Space: what nobody asked for stays on this machine
             args.trackio_space_id, args.trackio_static_space_id = None, False
         check_places(vars(said) | vars(model_args))
@@ -170,18 +171,19 @@ def check_recipe(values: Iterable[str]) -> None:
     Raises:
         `ValueError`: a recipe has a field that is no option of a run.
     """
-    kinds: list[Any] = [TaskArguments, QeRLConfig, ModelConfig]
-    known = {"env"} | {
-        field.name for kind in kinds for field in dataclasses.fields(kind)
-    }  # which TRL's parser takes away
-    _check_known([f"--{name}" for name in values if name not in known], kinds)
+    known = {"env", *_names()}  # TRL's parser takes `env` away
+    _check_known([f"--{name}" for name in values if name not in known])
 
 
-def _check_known(rest: Sequence[str], kinds: Sequence[Any]) -> None:
+def _names() -> list[str]:
+    return [field.name for kind in KINDS for field in dataclasses.fields(kind)]
+
+
+def _check_known(rest: Sequence[str]) -> None:
     """Of a recipe or a command line, what nothing took."""
     if not rest:
         return
-    known = [f"--{field.name}" for kind in kinds for field in dataclasses.fields(kind)]
+    known = [f"--{name}" for name in _names()]
     said = [word for word in rest if word.startswith("--")] or list(rest)
     near = [name for word in said for name in difflib.get_close_matches(word.partition("=")[0], known, 3, 0.7)]
     hint = f" There is {', '.join(dict.fromkeys(near))}." if near else ""

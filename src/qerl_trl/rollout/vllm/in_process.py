@@ -14,6 +14,7 @@ from ...garbage import set_aside
 from ...names import canonical_name
 from ...noise.hooks import NoiseDraw
 from ...nvfp4.fused import fuse_storage
+from ...processes import gathered
 from ..engine import Completion, Contents, Engine, RolloutError, Sampling
 from ..spec import EngineSpec
 from ..wire import BATCH_INVARIANT, AdapterTensors
@@ -101,12 +102,10 @@ class InProcessEngine(Engine):
         self._running.llm_engine.reset_encoder_cache()  # of pictures, by a tower that may be trained
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Completion]:
-        ranks = [[list(prompt) for prompt in prompts]]
-        own = 0
+        asked, own = [list(prompt) for prompt in prompts], 0
+        ranks = [asked]
         if self.group is not None:
-            own = torch.distributed.get_rank(group=self.group)
-            ranks = [[] for _ in range(torch.distributed.get_world_size(group=self.group))]
-            torch.distributed.all_gather_object(ranks, [list(prompt) for prompt in prompts], group=self.group)
+            own, ranks = torch.distributed.get_rank(group=self.group), gathered(asked, self.group)
         start = sum(map(len, ranks[:own]))
         everyone = [prompt for rank in ranks for prompt in rank]
         outputs = self._running.generate(

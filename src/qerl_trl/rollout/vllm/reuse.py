@@ -16,6 +16,7 @@ from vllm import LLM
 from vllm.outputs import RequestOutput
 
 from ...garbage import rarely
+from ...processes import gathered
 from ..engine import RolloutError
 
 
@@ -99,10 +100,8 @@ def drawing_alike(group: "torch.distributed.ProcessGroup | None") -> Iterator[No
         (torch.cuda.get_rng_state, torch.cuda.set_rng_state) if on_gpu else (torch.get_rng_state, torch.set_rng_state)
     )
     own = read()
-    states: list[Any] = [None] * torch.distributed.get_world_size(group=group)
-    torch.distributed.all_gather_object(states, own, group=group)
     first = torch.distributed.get_rank(group=group) == 0
-    write(states[0])
+    write(gathered(own, group)[0])
     try:
         yield
     finally:
@@ -119,8 +118,7 @@ def check_alike(group: "torch.distributed.ProcessGroup | None", outputs: Iterabl
     if group is None:
         return
     tokens = [list(c.token_ids) for output in outputs if isinstance(output, RequestOutput) for c in output.outputs]
-    sums: list[Any] = [None] * torch.distributed.get_world_size(group=group)
-    torch.distributed.all_gather_object(sums, hashlib.sha256(repr(tokens).encode()).digest(), group=group)
+    sums = gathered(hashlib.sha256(repr(tokens).encode()).digest(), group)
     if len(set(sums)) > 1:
         raise RolloutError(
             f"The {len(sums)} shards of this engine sampled different tokens, so that each went on with another text than the others. What they are asked "
