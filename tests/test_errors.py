@@ -30,11 +30,12 @@ CASES = {
     "a library fails while training": ([RUN, LIBRARY], "raise ValueError('x')", None),
     "a disk is full while training": ([RUN, OURS], "open('absent')", None),
     "a reward": ([RUN, USERS], "raise ValueError('x')", None),
+    "Ctrl-C": ([RUN, LIBRARY], "raise KeyboardInterrupt", 130),
     "a library in a reward": ([OURS, USERS, LIBRARY], "raise ValueError('x')", None),
 }
 
 
-def raised(folder: Path, modules: list[str], statement: str) -> Exception:
+def raised(folder: Path, modules: list[str], statement: str) -> BaseException:
     """What comes of a statement in the last of `modules`, each of which calls the next."""
     call = None
     for name in reversed(modules):
@@ -48,7 +49,7 @@ def raised(folder: Path, modules: list[str], statement: str) -> Exception:
             errors.linecache.cache[str(library / file.name)] = (1, None, file.read_text().splitlines(True), "")
             exec(compile(file.read_text(), library / file.name, "exec"), inside)
         call = inside["call"]
-    with pytest.raises(Exception) as caught:
+    with pytest.raises(BaseException) as caught:
         call()
     return caught.value
 

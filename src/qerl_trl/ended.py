@@ -40,10 +40,14 @@ def last_whole(saved: str | None) -> str:
 
 @contextmanager
 def told_of_exits(trainer: Any) -> Iterator[None]:
-    """Around a training: an `exit()` in a tool, an environment, a callback or a handler of a signal, which ends the process without a word, and as a
-    success."""
+    """Around a training: Ctrl-C, whose error says nothing; and an `exit()` in a tool, an environment, a callback or a handler of a signal, which ends
+    the process without a word, and as a success."""
     try:
         yield
+    except KeyboardInterrupt as error:
+        state = trainer.state
+        error.add_note(f"It was at step {state.global_step} of {state.max_steps}. {last_whole(trainer._saved)}")
+        raise
     except SystemExit as error:
         logger.error(
             "exit(%s) was called at step %d of %d, so this run ends here, unfinished: by something that it called (a tool, an environment, a rollout "

@@ -17,17 +17,22 @@ from . import redaction
 
 #: what we raise on purpose
 MEANT = (ValueError, RuntimeError, OSError, ImportError)
+#: as a shell counts it: 128, and the number of the signal
+INTERRUPTED = 130
 _OURS = ("qerl_trl", "qerl_nvfp4")
 #: once this module runs, the request has been read and the trainer is built
 _RUN = "qerl_trl.tasks.run"
 
 
 def exit_code(error: BaseException) -> int | None:
-    """The code to end with after an error whose message is all one needs: 2 for the user's input, 1 for a state. `None`: show its traceback.
+    """The code to end with after an error whose message is all one needs: 2 for the user's input, 1 for a state, 130 for Ctrl-C. `None`: show its
+    traceback.
 
     A message is what we raise with a `raise` statement, and what libraries say of what was asked for: until training has begun, their `ValueError`,
     `ImportError` and `OSError`. Whatever has passed through a file of the user's own (a reward, a task) keeps its traceback, which has the line.
     """
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED
     if not isinstance(error, MEANT):
         return None
     steps = list(traceback.walk_tb(error.__traceback__))
@@ -51,7 +56,8 @@ def tell(message: object, file: TextIO | None = None) -> None:
     say what was saved and how to go on."""
     several = os.environ.get("WORLD_SIZE", "1") != "1" and "RANK" in os.environ
     rank = f", rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}" if several else ""
-    said = "\n".join([str(message), *getattr(message, "__notes__", ())])
+    text = "Interrupted." if isinstance(message, KeyboardInterrupt) else str(message)
+    said = "\n".join([text, *getattr(message, "__notes__", ())])
     print(f"qerl-trl{rank}: {redaction.redact(said)}", file=file or sys.stderr, flush=True)
 
 

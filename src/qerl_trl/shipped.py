@@ -1,5 +1,6 @@
 """The files that come with the package: example scripts, recipes, tasks, the embedded models. And how a recipe or a task is read."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,11 @@ def config_file(name: str) -> Path:
     return _named(name, "configs", "--config")
 
 
-def task_file(name: str) -> Path:
-    """A task: a YAML file, or the shipped one of that name."""
-    return _named(name, "tasks", "--task")
+def task_file(name: str, recipe: Path | None = None) -> Path:
+    """A task: a YAML file, or the shipped one of that name; one that a recipe names may lie beside it."""
+    return _named(
+        name, "tasks", "--task" if recipe is None else f"{recipe}: task:", [] if recipe is None else [recipe.parent]
+    )
 
 
 def accelerate_file(name: str) -> Path:
@@ -31,10 +34,16 @@ def accelerate_file(name: str) -> Path:
     return _named(name, "accelerate", "--accelerate_config")
 
 
-def _named(name: str, kind: str, option: str) -> Path:
+def _named(name: str, kind: str, option: str, beside: Sequence[Path] = ()) -> Path:
     examples = examples_folder()
     folder = examples / kind
-    places = (Path(name), examples.parent / name, folder / name, folder / f"{name}.yaml")
+    places = (
+        Path(name),
+        *(place / name for place in beside),
+        examples.parent / name,
+        folder / name,
+        folder / f"{name}.yaml",
+    )
     found = next((path for path in places if path.is_file()), None)
     if found is None:
         shipped = ", ".join(sorted(path.stem for path in folder.glob("*.yaml")))

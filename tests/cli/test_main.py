@@ -653,6 +653,10 @@ def test_a_merge_has_the_type_that_was_asked_for(tiny_model_dir, tmp_path):
         code, _, err = call("merge", tmp_path / "run", tmp_path / wanted, "--base-format", "nvfp4", *words)
         assert code == 0, err
         assert json.loads((tmp_path / wanted / "config.json").read_text())["dtype"] == wanted
+    for said in ("there already", "written"):  # what was there was said to be written
+        words = () if said == "there already" else ("--overwrite", "--dtype", "float16")
+        code, out, err = call("merge", tmp_path / "run", tmp_path / "bfloat16", "--base-format", "nvfp4", *words)
+        assert code == 0 and f"{said}: " in out, err
 
 
 def test_a_run_that_did_not_save_its_end_is_told_its_newest_checkpoint(tmp_path):
@@ -660,5 +664,6 @@ def test_a_run_that_did_not_save_its_end_is_told_its_newest_checkpoint(tmp_path)
     folder.mkdir(parents=True)
     (folder / "trainer_state.json").write_text("{}")
     checkpoint.seal(folder)
-    code, _, err = call("merge", tmp_path / "run", tmp_path / "out")
-    assert code != 0 and f"name the newest, {folder}" in err
+    for words in (("merge", tmp_path / "run", tmp_path / "out"), ("eval", tmp_path / "run")):
+        code, _, err = call(*words)
+        assert code != 0 and f"name the newest, {folder}" in err

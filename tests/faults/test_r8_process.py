@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from qerl_trl import checkpoint
+from qerl_trl import checkpoint, errors
 from qerl_trl.memory import shortage
 from qerl_trl.memory.formulas import predicted_bytes, shape_of
 from qerl_trl.memory.plan import Gpu, plan_run, relief
@@ -71,6 +71,30 @@ def test_an_exit_elsewhere_is_told(tiny_runs, tmp_path, caplog):  # noqa: F811
         trainer.train()
     for word in ("exit() was called at step 2 of 2", "unfinished", str(tmp_path / "run" / "checkpoint-1")):
         assert word in caplog.text
+
+
+def test_ctrl_c_says_how_to_go_on(tiny_runs, tmp_path, capsys):  # noqa: F811
+    """It ended in a traceback of the bar's or torch's, which says neither that a checkpoint is there nor that the same command takes it."""
+
+    class Interrupts(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                raise KeyboardInterrupt
+
+    trainer = tiny_runs.trainer(tmp_path / "run", **STEPS)
+    trainer.add_callback(Interrupts())
+    with pytest.raises(KeyboardInterrupt) as ended:
+        trainer.train()
+    errors.tell(ended.value)
+    said = capsys.readouterr().err
+    for word in (
+        "qerl-trl: Interrupted.",
+        "at step 2 of 2",
+        str(tmp_path / "run" / "checkpoint-1"),
+        "the same command goes on",
+    ):
+        assert word in said
+    assert errors.exit_code(ended.value) == 130
 
 
 def test_an_adapter_that_is_switched_off_is_not_trained(tiny_runs, tmp_path):  # noqa: F811

@@ -173,7 +173,12 @@ def test_under_fsdp_no_optimizer_of_bitsandbytes_is_left():
 
 def test_a_file_is_planned_with_the_adapter_and_the_type_that_a_run_takes(tmp_path):
     path = tmp_path / "run.yaml"
-    for text, rank, bytes_ in (("", 32, 2), ("lora_r: 128\n", 128, 2), ('lora_r: "64"\n', 64, 2), ("use_peft: true\ndtype: float32\n", 16, 4)):
+    for text, rank, bytes_ in (
+        ("", 32, 2),
+        ("lora_r: 128\n", 128, 2),
+        ('lora_r: "64"\n', 64, 2),
+        ("use_peft: true\ndtype: float32\n", 16, 4),
+    ):
         path.write_text(f"model_name_or_path: some/model\noutput_dir: x\n{text}")
         work = workload_of_file(path, 100)[1]
         assert (work.lora_rank, work.dtype_bytes) == (rank, bytes_)

@@ -278,7 +278,14 @@ def test_evaluations_of_a_run_reach_the_card(tmp_path):
     text = cards.render(found)
     result = header(text)["model-index"][0]["results"][0]
     assert (result["dataset"]["type"], result["metrics"][0]["value"]) == ("HuggingFaceH4/MATH-500", 25.0)
-    assert "25.0 %" in text and "temperature 0.6" in text
+    assert "25.0 %" in text and "temperature 0.6, top-p 0.95" in text
+    evaluation["protocol"]["temperature"] = 0.0
+    (tmp_path / "eval-math500.json").write_text(json.dumps(evaluation))
+    text = cards.render(cards.facts_of_run(tmp_path, SETTINGS))
+    assert "| greedy, up to 4096 tokens" in text and "top-p" not in text
+    assert header(text)["model-index"][0]["results"][0]["metrics"][0]["name"].startswith(
+        "accuracy (%), 500 problems, greedy,"
+    )
 
 
 def test_templates_travel_in_the_wheel(tmp_path):

@@ -7,11 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 from trl import ModelConfig, get_peft_config
 from trl.rewards import think_format_reward
 
 from qerl_trl import QeRLConfig, shipped
+from qerl_trl.tasks.data import with_prompts
 from qerl_trl.tasks.script import Script, with_config
 from qerl_trl.tasks.task import PARSED, Task
 
@@ -141,6 +142,24 @@ def test_what_is_missing_is_said_and_nothing_else(folder):
     (folder / "train.jsonl").write_text('{"prompt": "1?"}\n{"prompt": null}')
     with pytest.raises(ValueError, match=r"Row 1 of the dataset .* asks nothing"):
         read(folder, dataset_name="train.jsonl", dataset_test_split="train", reward_funcs=[]).splits()
+
+
+@pytest.mark.parametrize("asked", [3, ["one", "two"], [{"content": "one"}]])
+def test_a_prompt_that_is_neither_text_nor_messages(folder, asked):
+    """It ended in a TypeError that named neither row nor column."""
+    rows = [{"question": asked, "answer": "1"}]
+    with pytest.raises(ValueError, match=r"Row 0 .* asks with a (int|list): its 'question' is .*prompt_column"):
+        with_prompts(Dataset.from_list(rows))
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_folder_that_save_to_disk_wrote(folder, whole):
+    rows = Dataset.from_list([{"question": f"{i}?", "answer": str(i)} for i in range(4)])
+    (DatasetDict({"train": rows, "test": rows}) if whole else rows).save_to_disk(folder / "saved")
+    said = {} if whole else {"test_split_size": 2}
+    train, test = read(folder, dataset_name="saved", **said).splits()
+    assert (len(train), len(test)) == ((4, 4) if whole else (2, 2))
+    assert set(train["answer"]) <= set("0123")
 
 
 def test_a_split_is_held_out_where_there_is_none(folder):
@@ -289,6 +308,16 @@ def test_the_command_line_replaces_the_recipe_and_the_file(folder):
     own = Task(name="mine", dataset_name="user/mine")
     assert parse(folder, recipe=recipe, task=own).task.dataset_name == "user/mine"
     assert parse(folder, "--dataset_name", "user/other", task=own).task.dataset_name == "user/other"
+
+
+def test_a_recipes_task_lies_beside_it(folder, monkeypatch, tmp_path):
+    """Only the working directory was looked at, which a recipe knows nothing of, and the error named an option that nobody gave."""
+    read(folder, dataset_name="own.py:rows", grader="exact")
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(elsewhere)
+    assert parse(folder, recipe="task: my_words.yaml\n").task.dataset_name == "own.py:rows"
+    with pytest.raises(ValueError, match=r"\.yaml: task: words.yaml is no file, and not one of the shipped ones"):
+        parse(folder, recipe="task: words.yaml\n")
 
 
 def test_a_script_without_any_argument(folder):

@@ -49,7 +49,7 @@ def main() -> None:
         sys.exit(code)
     except KeyboardInterrupt:
         errors.tell("Interrupted. Destinations hold the old content or the new one; the same command continues.")
-        sys.exit(130)
+        sys.exit(errors.INTERRUPTED)
     finally:
         sys.excepthook = sys.__excepthook__  # typer has put its own there
         redaction.mask_tracebacks()

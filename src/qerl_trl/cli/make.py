@@ -22,6 +22,8 @@ from .options import (
     note,
     print_result,
     progress_bar,
+    told_of,
+    weights_at,
 )
 
 
@@ -43,6 +45,7 @@ def quantize(
     from qerl_trl.publish import cards
     from qerl_trl.publish.quantize import REPORT_NAME, quantize_folder
 
+    before = weights_at(destination)
     with progress_bar("quantizing") as progress:
         done = quantize_folder(
             model,
@@ -73,7 +76,7 @@ def quantize(
         f"{done.weights:,} weights in {len(done.layers)} layers, {done.source_bytes / 1e9:.2f} GB -> {done.written_bytes / 1e9:.2f} GB",
         f"relative squared error {done.nmse:.3g}, worst {worst['nmse']:.3g} in {worst['name']} (all: {REPORT_NAME})",
         f"left dense: {', '.join(done.skipped) or 'nothing'}",
-        f"written: {destination}",
+        f"{told_of(destination, before)}: {destination}",
     ]
     print_result(content, as_json, lines)
 
@@ -167,6 +170,7 @@ def merge(
     def card(folder: Path, record: Export) -> None:
         cards.write(folder, facts, record)
 
+    before = weights_at(destination)
     with progress_bar("writing") as progress:
         if form == "adapter":
             done = export.save_adapter(policy, destination, base_model=base_model, overwrite=overwrite, card=card)
@@ -196,7 +200,7 @@ def merge(
         "kind": done["kind"],
         **({"survived": done["survived"]} if "survived" in done else {}),
     }
-    lines = [f"written: {destination} ({done['kind'].replace('_', ' ')})"]
+    lines = [f"{told_of(destination, before)}: {destination} ({done['kind'].replace('_', ' ')})"]
     if (prompts is not None or problems is not None) and form in ("bf16", "nvfp4"):
         written = load_any(
             str(destination), device, policy.settings["dtype"]

@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -48,6 +49,16 @@ def note(text: str) -> None:
 
 def print_result(content: Mapping[str, Any], as_json: bool, lines: list[str]) -> None:
     print(json.dumps(content, indent=1) if as_json else "\n".join(lines))
+
+
+def weights_at(folder: Path) -> dict[str, int]:
+    """The files of weights in a folder, and when each was written."""
+    return {file.name: file.stat().st_mtime_ns for file in folder.glob("*.safetensors")}
+
+
+def told_of(folder: Path, before: Mapping[str, int]) -> str:
+    """Of a folder that was to be written, and had the files `before`: whether it was, or what was to be in it was there."""
+    return "there already" if before and weights_at(folder) == before else "written"
 
 
 @contextmanager

@@ -68,7 +68,9 @@ def evaluate(
     ] = None,
     task: Annotated[
         str | None,
-        typer.Option(help="The held-out problems of this task: its YAML file, or the name of a shipped one."),
+        typer.Option(
+            help="The held-out problems of this task: its YAML file, or the name of a shipped one. Greedily and as long as the run's completions, unless said."
+        ),
     ] = None,
     data: Annotated[
         str | None, typer.Option(help="Own problems: a file, folder with test.jsonl, or Hub id (question, answer).")
@@ -116,7 +118,7 @@ def evaluate(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Measure accuracy with the paper's protocol (temperature 0.6, top-p 0.95, 4096 tokens), noise off."""
+    """Measure accuracy, noise off: with the paper's protocol (temperature 0.6, top-p 0.95, 4096 tokens), or of a --task as its run does."""
     import dataclasses
 
     import torch
@@ -131,6 +133,7 @@ def evaluate(
         load_policy,
         recorded_settings,
         require_format,
+        require_model,
         require_whole,
         stored_as,
     )
@@ -142,6 +145,8 @@ def evaluate(
         commands = evaluation.harness_commands(base_model or model, model if adapter else None, base_model)
         print_result(commands, as_json, [f"# {name}\n{command}" for name, command in commands.items()])
         return
+    if Path(model).is_dir():
+        require_model(Path(model))
     if base_model is not None and adapter is None:
         raise ValueError(
             f"--base-model {base_model} is the base of an adapter, and {model} has none (no adapter_config.json): the model would be measured as it is, "

@@ -219,13 +219,14 @@ def _model_index(facts: Facts) -> list[dict[str, Any]]:
     found = []
     for each in facts.get("evaluations") or []:
         protocol = each["protocol"]
-        how = f"temperature {protocol['temperature']:g}, {protocol['samples']} completion(s) per problem"
+        decoding = f"temperature {protocol['temperature']:g}" if protocol["temperature"] else "greedy"
+        how = f"{decoding}, {protocol['samples']} completion(s) per problem"
         metric = f"accuracy (%), {each['total']} problems, {how}"
         found.append(_measured(each.get("task"), each["dataset"], protocol.get("split"), each["accuracy"], metric))
     results, dataset = facts.get("results") or {}, facts.get("dataset")
     if dataset and (after := results.get("after")):
-        decoding = f", {results['decoding']}" if results.get("decoding") else ""
-        metric = f"accuracy (%), {after['total']} held-out problems{decoding}"
+        how = f", {results['decoding']}" if results.get("decoding") else ""
+        metric = f"accuracy (%), {after['total']} held-out problems{how}"
         found.append(_measured(results.get("task"), dataset, results.get("split"), after["accuracy"], metric))
     return found
 

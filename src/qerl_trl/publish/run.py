@@ -326,13 +326,25 @@ def require_adapter(folder: Path) -> None:
         `ValueError`: there is no adapter in `folder`.
     """
     if not (folder / "adapter_config.json").is_file():
-        newest = checkpoint.last_checkpoint(folder)
-        remedy = (
-            "Name a checkpoint folder or the run's output folder"
-            if newest is None
-            else f"It holds checkpoints of a run that did not save its end (trainer.save_model()): name the newest, {newest}"
-        )
+        remedy = _newest_instead(folder) or "Name a checkpoint folder or the run's output folder"
         raise ValueError(f"{folder} has no adapter_config.json. {remedy}.")
+
+
+def require_model(folder: Path) -> None:
+    """
+    Raises:
+        `ValueError`: there is neither a model nor an adapter in `folder`.
+    """
+    if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
+        remedy = _newest_instead(folder) or "Name a folder of a model, a checkpoint or a run's output folder"
+        raise ValueError(f"{folder} has neither a config.json nor an adapter_config.json. {remedy}.")
+
+
+def _newest_instead(folder: Path) -> str | None:
+    newest = checkpoint.last_checkpoint(folder)
+    if newest is None:
+        return None
+    return f"It holds checkpoints of a run that did not save its end (trainer.save_model()): name the newest, {newest}"
 
 
 def load_any(

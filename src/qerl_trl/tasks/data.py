@@ -4,13 +4,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, DatasetDict, load_dataset
+from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 from datasets.exceptions import DatasetNotFoundError
 
 from .named import in_words
 
 #: what reads a file, by its suffix; of a folder the files of the first kind that it has
 READERS = {".jsonl": "json", ".parquet": "parquet", ".csv": "csv", ".json": "json"}
+#: of a folder that `save_to_disk` wrote, of all splits or of one
+_SAVED = ("dataset_dict.json", "state.json")
 #: column names of problems and reference answers, in the order they are looked for
 QUESTIONS = ("prompt", "question", "problem")
 ANSWERS = ("answer", "solution")
@@ -21,13 +23,16 @@ def read(
     config: str | None = None,
     folders: Sequence[Path] = (),
 ) -> DatasetDict:
-    """The splits of a Hub dataset, of a folder of `<split>.jsonl`, of a .jsonl file (`train`), or that a function returns. Files may be of any
-    kind in `READERS`.
+    """The splits of a Hub dataset, of a folder of `<split>.jsonl` or as `save_to_disk` writes it, of a .jsonl file (`train`), or that a function
+    returns. Files may be of any kind in `READERS`.
 
     Raises:
         `ValueError`: it is or has no such file; or the name is neither on the Hub nor in `folders`, where it was looked for.
     """
     if isinstance(source, Path):
+        if any((source / name).is_file() for name in _SAVED):
+            saved = load_from_disk(str(source))
+            return saved if isinstance(saved, DatasetDict) else DatasetDict({"train": saved})
         suffix = source.suffix
         if source.is_dir():
             suffix = next((each for each in READERS if any(source.glob(f"*{each}"))), "")
@@ -85,6 +90,11 @@ def with_prompts(
         asked = row[question]
         if not asked:
             raise ValueError(f"Row {number} of the dataset (from 0) asks nothing: its {question!r} is {asked!r}.")
+        if not isinstance(asked, str) and not _are_messages(asked):
+            raise ValueError(
+                f"Row {number} of the dataset (from 0) asks with a {type(asked).__name__}: its {question!r} is {asked!r}. A text is wanted, or messages "
+                "with a role and a content. Name another column (prompt_column), or make it with a formatting_func."
+            )
         messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else list(asked)
         if messages and messages[0]["role"] == "system" and system:
             messages = messages[1:]
@@ -92,6 +102,10 @@ def with_prompts(
 
     gone = [name for name in (question,) if name != "prompt"]
     return data.map(row_of, with_indices=True, remove_columns=gone)
+
+
+def _are_messages(asked: Any) -> bool:
+    return isinstance(asked, list) and all(isinstance(message, Mapping) and "role" in message for message in asked)
 
 
 def split_named(data: DatasetDict, name: str, option: str) -> Dataset:

@@ -111,7 +111,10 @@ class Script:
             )
         if own is None:
             file = said.task or (None if fields["dataset_name"] else DEFAULT_TASK)
-            own = Task.read(task_file(file), _folders()) if file else Task(folders=_folders())
+            recipes = (
+                None if said.task is None or _value(words, "task") is not None else Path(_value(words, "config") or "")
+            )
+            own = Task.read(task_file(file, recipes), _folders()) if file else Task(folders=_folders())
         if said.eval_problems is not None and said.eval_problems < 1:
             raise ValueError(
                 f"--eval_problems {said.eval_problems}: the accuracy before and after is measured on at least one held-out problem. Leave it out for all."
