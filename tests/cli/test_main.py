@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig
 from typer.testing import CliRunner
 
 from qerl_trl import checkpoint, errors, preflight
@@ -644,6 +644,24 @@ def test_a_plan_refuses_what_a_run_refuses(tiny_model_dir, tmp_path):
     (tmp_path / "awq/config.json").write_text(json.dumps(config | {"quantization_config": stored}))
     code, _, err = call("plan", tmp_path / "awq")
     assert code == 2 and "quant_method='awq' is not an NVFP4 checkpoint" in err
+
+
+def test_a_mixture_of_experts_is_planned_as_it_can_be_run(tmp_path):
+    """It was planned, to fit, with an engine that refuses it."""
+    config = MixtralConfig(
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        vocab_size=320,
+    )
+    config.save_pretrained(tmp_path)
+    code, _, err = call("plan", tmp_path)
+    assert code == 2 and "mixture of experts" in err and "--no-vllm" in err
+    assert call("plan", tmp_path, "--no-vllm")[0] == 0
+    assert call("plan", tmp_path, "--base-format", "bf16")[0] == 0
 
 
 def test_a_merge_has_the_type_that_was_asked_for(tiny_model_dir, tmp_path):

@@ -149,6 +149,11 @@ def plan(
     shape = shape_of(model)
     if work.base_format == "nvfp4":
         load_config(model)  # what a run refuses as a base
+        if shape.experts and work.rollout != "transformers":
+            raise ValueError(
+                f"{model} is a mixture of experts, and a run refuses it as it is: its experts are not quantized yet. With them left dense "
+                "(NVFP4Config(modules_to_not_convert=['experts'])) it rolls out without vLLM (use_vllm=False): plan that with --no-vllm."
+            )
     made = plan_run(shape, work, one_gpu)
     cards, advice = by_card(shape, work), micro_batches.advice(shape, made)
     content = {

@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from ..folders import named_in_errors
-from ..nvfp4.layouts import Selection, divided
+from ..nvfp4.layouts import Selection, divided, expert_tensors
 from ..update import packing
 from .delta_nets import DeltaNets
 from .workload import MAX_BATCHED_TOKENS, Workload
@@ -76,7 +76,7 @@ _WEIGHT_BYTES = {"nvfp4": 0.5625, "nf4": 0.516}
 class Shape:
     """The numbers of a model that memory depends on. `linears`: (N, K) of each layer that is quantized and adapted; `norms`: of the hidden
     width, per decoder layer; `head_norms`: whether queries and keys have norms of their own; `packs`: whether its sequences can be computed
-    as one row (`update/packing.py`); `delta_nets`: layers without keys and values."""
+    as one row (`update/packing.py`); `delta_nets`: layers without keys and values; `experts`: whether it has weights that stay dense, of a mixture of experts."""
 
     hidden: int
     mlp: int
@@ -91,6 +91,7 @@ class Shape:
     head_norms: bool = False
     packs: bool = True
     delta_nets: DeltaNets | None = None
+    experts: bool = False
 
     @property
     def parameters(self) -> int:
@@ -145,6 +146,7 @@ def shape_of(model: str | os.PathLike | PretrainedConfig, **kwargs: Any) -> Shap
         norms=max(2, norms.count(text.hidden_size) // text.num_hidden_layers),
         packs=packing.why_not(built) is None,
         delta_nets=DeltaNets.of(config),
+        experts=bool(expert_tensors(built)),
         head_norms=head_dim != text.hidden_size and head_dim in norms,
         linears=tuple((layer.out_features, layer.in_features) for layer in linears.values()),
         dense_parameters=sum(p.numel() for name, p in built.named_parameters() if name not in quantized),

@@ -223,12 +223,13 @@ _EXPERTS_DENSE = (
 )
 
 
+def expert_tensors(model: nn.Module) -> list[str]:
+    """Names of the parameters in which a model has the weights of all experts of a layer."""
+    return [name for name, parameter in model.named_parameters() if parameter.ndim == 3 and "expert" in name]
+
+
 def _refuse_experts(model: nn.Module, selection: Selection) -> None:
-    experts = [
-        name
-        for name, parameter in model.named_parameters()
-        if parameter.ndim == 3 and "expert" in name and not matches_any(name, selection.ignore)
-    ]
+    experts = [name for name in expert_tensors(model) if not matches_any(name, selection.ignore)]
     if not experts:
         return
     what = f"{len(experts)} mixture-of-experts tensors, e.g. {experts[0]!r}, hold most of {type(model).__name__}'s weights and "
