@@ -804,16 +804,33 @@ def test_what_waited_when_a_training_ended_does_not_end_the_next_one(make_traine
 
 
 def test_a_stop_that_no_step_can_bring_nearer_is_given_way_to(make_trainer):
-    """A stream that has run out: Trainer asks for the end once per empty epoch, for ever."""
+    """A stream that has run out: Trainer asks for the end once per empty epoch, for ever. A callback may ask in every event of a step."""
     trainer = make_trainer(num_iterations=3, max_steps=9, save_strategy="steps", save_steps=100)
-    trainer._step, control = 1, trainer.control
-    control.should_save = True
-    for _ in range(10):
-        control.should_training_stop = True
+    trainer._step, control, asked = 1, trainer.control, 0
+    trainer.state.max_steps, control.should_save = 9, True
+    while asked < 100:
+        control.should_training_stop, asked = True, asked + 1
         trainer._saves.hold()
         if control.should_training_stop:
             break
     assert control.should_training_stop and control.should_save
+    assert 10 < asked < 20
+
+
+def test_a_stop_that_is_asked_for_in_every_event_waits_for_the_rollout(make_trainer, tmp_path):
+    """It was taken for a stream that has run out, and left a checkpoint in the middle of a rollout."""
+
+    def ask(self, args, state, control, **kwargs):
+        control.should_training_stop = control.should_training_stop or state.global_step >= 1
+
+    events = [name for name in dir(TrainerCallback) if name.startswith("on_") and "train" not in name]
+    trainer = make_trainer(
+        num_iterations=3, max_steps=9, save_strategy="steps", save_steps=1, eval_strategy="no", logging_steps=1
+    )
+    trainer.add_callback(type("Asks", (TrainerCallback,), dict.fromkeys(events, ask))())
+    trainer.train()
+    assert trainer.state.global_step == 3
+    assert order_of(Path(trainer.args.output_dir) / "checkpoint-3") > 0
 
 
 def test_evaluations_outside_of_a_training_draw_anew(make_trainer):

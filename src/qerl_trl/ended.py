@@ -10,7 +10,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from . import redaction
+from . import checkpoint, redaction
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +35,8 @@ def last_whole(saved: str | None) -> str:
     """What there is to go on from after a run that did not end by itself."""
     if saved is None:
         return "No checkpoint was written yet, so the same command starts over."
+    if not checkpoint.keeps_optimizer(saved):
+        return f"The last whole checkpoint is {saved}. It keeps no optimizer (save_only_model=True), so no run goes on from it; choose another output_dir."
     return f"The last whole checkpoint is {saved}: the same command goes on from it (resume_from_checkpoint=True)."
 
 

@@ -56,9 +56,18 @@ def tell(message: object, file: TextIO | None = None) -> None:
     say what was saved and how to go on."""
     several = os.environ.get("WORLD_SIZE", "1") != "1" and "RANK" in os.environ
     rank = f", rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}" if several else ""
-    text = "Interrupted." if isinstance(message, KeyboardInterrupt) else str(message)
+    text = _interrupted(message) if isinstance(message, KeyboardInterrupt) else str(message)
     said = "\n".join([text, *getattr(message, "__notes__", ())])
     print(f"qerl-trl{rank}: {redaction.redact(said)}", file=file or sys.stderr, flush=True)
+
+
+def _interrupted(error: KeyboardInterrupt) -> str:
+    """With the line of the user's own code that was running, where there was one: what hung may be there."""
+    steps = [step for step in traceback.walk_tb(error.__traceback__) if _is_users(step[0])]
+    if len(steps) < 2:  # the first is the script itself
+        return "Interrupted."
+    frame, line = steps[-1]
+    return f"Interrupted in {frame.f_code.co_filename}, line {line} ({frame.f_code.co_name})."
 
 
 def tell_in_scripts() -> None:

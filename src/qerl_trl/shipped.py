@@ -1,9 +1,9 @@
 """The files that come with the package: example scripts, recipes, tasks, the embedded models. And how a recipe or a task is read."""
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+OPTIONS = "Options are the fields of QeRLConfig, of TRL's ModelConfig and of a task."
 #: what YAML calls `<<`
 _MERGE = "tag:yaml.org,2002:merge"
 
@@ -23,10 +23,19 @@ def config_file(name: str) -> Path:
 
 
 def task_file(name: str, recipe: Path | None = None) -> Path:
-    """A task: a YAML file, or the shipped one of that name; one that a recipe names may lie beside it."""
-    return _named(
-        name, "tasks", "--task" if recipe is None else f"{recipe}: task:", [] if recipe is None else [recipe.parent]
-    )
+    """A task: a YAML file, or the shipped one of that name. Where a recipe names it, a file beside the recipe too.
+
+    Raises:
+        `ValueError`: there is none; or there is one here and another one beside the recipe.
+    """
+    if recipe is None:
+        return _named(name, "tasks", "--task")
+    here, beside = Path(name), recipe.parent / name
+    if here.is_file() and beside.is_file() and not here.samefile(beside):
+        raise ValueError(
+            f"{recipe} says task: {name}, and there are two: {here.resolve()} and {beside.resolve()}. Write the whole path."
+        )
+    return beside if beside.is_file() else _named(name, "tasks", f"{recipe}: task:", f" here or beside {recipe.name}")
 
 
 def accelerate_file(name: str) -> Path:
@@ -34,12 +43,11 @@ def accelerate_file(name: str) -> Path:
     return _named(name, "accelerate", "--accelerate_config")
 
 
-def _named(name: str, kind: str, option: str, beside: Sequence[Path] = ()) -> Path:
+def _named(name: str, kind: str, option: str, where: str = "") -> Path:
     examples = examples_folder()
     folder = examples / kind
     places = (
         Path(name),
-        *(place / name for place in beside),
         examples.parent / name,
         folder / name,
         folder / f"{name}.yaml",
@@ -47,8 +55,19 @@ def _named(name: str, kind: str, option: str, beside: Sequence[Path] = ()) -> Pa
     found = next((path for path in places if path.is_file()), None)
     if found is None:
         shipped = ", ".join(sorted(path.stem for path in folder.glob("*.yaml")))
-        raise ValueError(f"{option} {name} is no file, and not one of the shipped ones: {shipped}.")
+        raise ValueError(f"{option} {name} is no file{where}, and not one of the shipped ones: {shipped}.")
     return found
+
+
+def parser_of(kinds: Any, **options: Any) -> Any:
+    """TRL's parser of these dataclasses, whose error is a `ValueError`, and not the end of the process with two hundred lines of usage before it."""
+    from trl import TrlParser
+
+    class Parser(TrlParser):
+        def error(self, message: str) -> NoReturn:
+            raise ValueError(f"{message}. {OPTIONS}")
+
+    return Parser(kinds, **options)
 
 
 def contents(file: Path) -> dict[str, Any]:

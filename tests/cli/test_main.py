@@ -671,6 +671,9 @@ def test_a_merge_has_the_type_that_was_asked_for(tiny_model_dir, tmp_path):
         code, _, err = call("merge", tmp_path / "run", tmp_path / wanted, "--base-format", "nvfp4", *words)
         assert code == 0, err
         assert json.loads((tmp_path / wanted / "config.json").read_text())["dtype"] == wanted
+    for wrong in ("auto", "bf16", "float64"):
+        code, _, err = call("merge", tmp_path / "run", tmp_path / "no", "--dtype", wrong)
+        assert code == 2 and f"--dtype {wrong} is none of bfloat16, float16, float32" in err
     for said in ("there already", "written"):  # what was there was said to be written
         words = () if said == "there already" else ("--overwrite", "--dtype", "float16")
         code, out, err = call("merge", tmp_path / "run", tmp_path / "bfloat16", "--base-format", "nvfp4", *words)

@@ -88,13 +88,31 @@ def test_ctrl_c_says_how_to_go_on(tiny_runs, tmp_path, capsys):  # noqa: F811
     errors.tell(ended.value)
     said = capsys.readouterr().err
     for word in (
-        "qerl-trl: Interrupted.",
+        "qerl-trl: Interrupted in",
         "at step 2 of 2",
         str(tmp_path / "run" / "checkpoint-1"),
         "the same command goes on",
     ):
         assert word in said
     assert errors.exit_code(ended.value) == 130
+
+
+def test_ctrl_c_promises_nothing_that_is_refused(tiny_runs, tmp_path, capsys):  # noqa: F811
+    class Interrupts(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                raise KeyboardInterrupt
+
+    trainer = tiny_runs.trainer(tmp_path / "run", save_only_model=True, **STEPS)
+    trainer.add_callback(Interrupts())
+    with pytest.raises(KeyboardInterrupt) as ended:
+        trainer.train()
+    errors.tell(ended.value)
+    said = capsys.readouterr().err
+    assert "checkpoint-1. It keeps no optimizer" in said and "goes on from it" not in said.replace(
+        "no run goes on from it", ""
+    )
+    assert f"Interrupted in {__file__}, line" in said  # of the user's own, where something may have hung
 
 
 def test_an_adapter_that_is_switched_off_is_not_trained(tiny_runs, tmp_path):  # noqa: F811

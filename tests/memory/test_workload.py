@@ -171,6 +171,13 @@ def test_under_fsdp_no_optimizer_of_bitsandbytes_is_left():
                 work.under_fsdp()
 
 
+def test_a_value_that_is_none_is_one_line(tmp_path):
+    """It was two hundred lines of usage, and the end of the process."""
+    (tmp_path / "run.yaml").write_text("model_name_or_path: some/model\noutput_dir: x\nmax_completion_length: many\n")
+    with pytest.raises(ValueError, match="max-completion-length: invalid int value: 'many'"):
+        workload_of_file(tmp_path / "run.yaml", 100)
+
+
 def test_a_file_is_planned_with_the_adapter_and_the_type_that_a_run_takes(tmp_path):
     path = tmp_path / "run.yaml"
     for text, rank, bytes_ in (

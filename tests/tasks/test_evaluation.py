@@ -37,6 +37,12 @@ from tests.publish.test_export import make_policy
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def test_problems_that_all_went_alike_by_a_third_have_an_interval():
+    """Shares of a third differ from their mean by a rounding."""
+    low, high = evaluation.sampled_accuracy([[True, False, False]] * 10)["interval95"]
+    assert low < 0.2 and high > 0.5
+
+
 def test_wilson_interval_of_known_cases():
     low, high = Accuracy(5, 10).interval  # R: prop.test(5, 10, correct = FALSE)
     assert (low, high) == (pytest.approx(0.2365931, abs=1e-6), pytest.approx(0.7634069, abs=1e-6))

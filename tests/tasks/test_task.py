@@ -12,6 +12,8 @@ from trl import ModelConfig, get_peft_config
 from trl.rewards import think_format_reward
 
 from qerl_trl import QeRLConfig, shipped
+from qerl_trl.tasks import data as problems
+from qerl_trl.tasks import evaluation
 from qerl_trl.tasks.data import with_prompts
 from qerl_trl.tasks.script import Script, with_config
 from qerl_trl.tasks.task import PARSED, Task
@@ -144,12 +146,31 @@ def test_what_is_missing_is_said_and_nothing_else(folder):
         read(folder, dataset_name="train.jsonl", dataset_test_split="train", reward_funcs=[]).splits()
 
 
-@pytest.mark.parametrize("asked", [3, ["one", "two"], [{"content": "one"}]])
+@pytest.mark.parametrize(
+    "asked", [3, ["one", "two"], [{"content": "one"}], [{"role": "user"}], [{"role": "user", "content": 3}]]
+)
 def test_a_prompt_that_is_neither_text_nor_messages(folder, asked):
     """It ended in a TypeError that named neither row nor column."""
     rows = [{"question": asked, "answer": "1"}]
     with pytest.raises(ValueError, match=r"Row 0 .* asks with a (int|list): its 'question' is .*prompt_column"):
         with_prompts(Dataset.from_list(rows))
+
+
+def test_a_file_of_another_kind_makes_no_saved_folder(tmp_path):
+    """A folder with a `state.json` of something else was taken for one, and not found to be one."""
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text('{"question": "1?", "answer": "1"}\n')
+    (tmp_path / "state.json").write_text("{}")
+    assert sorted(problems.read(tmp_path)) == ["test", "train"]
+
+
+def test_one_split_that_was_saved_is_measured(tmp_path):
+    (tmp_path / "test.jsonl").write_text('{"question": "1?", "answer": "1"}\n')
+    Dataset.from_json(str(tmp_path / "test.jsonl"), split="test").save_to_disk(tmp_path / "saved")
+    assert list(problems.read(tmp_path / "saved")) == ["test"]
+    Dataset.from_list([{"question": "1?", "answer": "1"}]).save_to_disk(tmp_path / "without")
+    for name in ("saved", "without"):
+        assert len(evaluation.load_problems(evaluation.Protocol(str(tmp_path / name)))) == 1
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -316,8 +337,14 @@ def test_a_recipes_task_lies_beside_it(folder, monkeypatch, tmp_path):
     (elsewhere := tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(elsewhere)
     assert parse(folder, recipe="task: my_words.yaml\n").task.dataset_name == "own.py:rows"
-    with pytest.raises(ValueError, match=r"\.yaml: task: words.yaml is no file, and not one of the shipped ones"):
+    with pytest.raises(
+        ValueError,
+        match=r"\.yaml: task: words.yaml is no file here or beside .*\.yaml, and not one of the shipped ones",
+    ):
         parse(folder, recipe="task: words.yaml\n")
+    (elsewhere / "my_words.yaml").write_text("dataset_name: other.jsonl\n")
+    with pytest.raises(ValueError, match=r"there are two: .*elsewhere.*Write the whole path"):
+        parse(folder, recipe="task: my_words.yaml\n")
 
 
 def test_a_script_without_any_argument(folder):
@@ -336,7 +363,10 @@ def test_the_task_of_a_script_is_trained_whatever_the_recipe_trains(folder, capl
     assert script.task.dataset_name == "user/mine" and script.task.reward_funcs == ["correctness_reward"]
     assert "is not trained" not in caplog.text
     script = parse(folder, recipe="task: letters\ndataset_name: user/other\n", task=own)
-    assert script.task.dataset_name == "user/mine" and "The recipe's task letters is not trained" in caplog.text
+    assert (
+        script.task.dataset_name == "user/mine"
+        and "of the recipe task: letters, dataset_name: user/other is left out" in caplog.text
+    )
     assert parse(folder, "--task", "letters", task=own).task.dataset_name != "user/mine"
 
 

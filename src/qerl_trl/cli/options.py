@@ -23,10 +23,27 @@ AllowOtherBase = Annotated[
     typer.Option("--allow-other-base", help="Take a base with other weights than the run's. The record says so."),
 ]
 TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run model code from the repository.")]
+
+
+def _checked_dtype(said: str | None) -> str | None:
+    if said not in (None, "bfloat16", "float16", "float32"):
+        raise ValueError(f"--dtype {said} is none of bfloat16, float16, float32.")
+    return said
+
+
 Dtype = Annotated[
     str | None,
     typer.Option(
-        help="Compute dtype of the policy, and of the weights that a merge writes. Default: what the run recorded, else bfloat16; of a merge bfloat16."
+        callback=_checked_dtype,
+        help="bfloat16, float16 or float32: what the policy computes in. Default: what the run recorded, else bfloat16.",
+    ),
+]
+#: of a merge
+WrittenDtype = Annotated[
+    str | None,
+    typer.Option(
+        callback=_checked_dtype,
+        help="bfloat16, float16 or float32: what the policy computes in, and with --as bf16 also of what is written, by default bfloat16.",
     ),
 ]
 Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:<i>.")]

@@ -233,12 +233,11 @@ def workload_of_file(
         `ValueError`: its batch cannot be shared by as many.
     """
     from peft import LoraConfig
-    from transformers import HfArgumentParser
     from trl import ModelConfig, get_peft_config
 
     from ..config import QeRLConfig
     from ..lora import default_lora_config, settle_model_config
-    from ..shipped import contents
+    from ..shipped import contents, parser_of
 
     class Config(QeRLConfig):
         world_size = processes  # the launcher's, elsewhere
@@ -247,7 +246,7 @@ def workload_of_file(
 
     def build(kind: Any, **changed: Any) -> Any:
         names = {field.name for field in dataclasses.fields(kind) if field.init}
-        parser = HfArgumentParser(kind)  # which reads "64" as a number where the field is one, as when the file is run
+        parser = parser_of(kind)  # as when the file is run: "64" is a number where the field is one
         parser.set_defaults(**{name: value for name, value in values.items() if name in names} | changed)
         return parser.parse_args_into_dataclasses(args=[])[0]
 

@@ -12,7 +12,7 @@ from .named import in_words
 #: what reads a file, by its suffix; of a folder the files of the first kind that it has
 READERS = {".jsonl": "json", ".parquet": "parquet", ".csv": "csv", ".json": "json"}
 #: of a folder that `save_to_disk` wrote, of all splits or of one
-_SAVED = ("dataset_dict.json", "state.json")
+_SAVED = (("dataset_dict.json",), ("state.json", "dataset_info.json"))
 #: column names of problems and reference answers, in the order they are looked for
 QUESTIONS = ("prompt", "question", "problem")
 ANSWERS = ("answer", "solution")
@@ -30,17 +30,17 @@ def read(
         `ValueError`: it is or has no such file; or the name is neither on the Hub nor in `folders`, where it was looked for.
     """
     if isinstance(source, Path):
-        if any((source / name).is_file() for name in _SAVED):
+        if is_saved(source):
             saved = load_from_disk(str(source))
-            return saved if isinstance(saved, DatasetDict) else DatasetDict({"train": saved})
+            return saved if isinstance(saved, DatasetDict) else DatasetDict({str(saved.split or "train"): saved})
         suffix = source.suffix
         if source.is_dir():
             suffix = next((each for each in READERS if any(source.glob(f"*{each}"))), "")
         if suffix not in READERS:
             what = "a folder without" if source.is_dir() else "not"
             raise ValueError(
-                f"dataset_name={str(source)!r} is {what} a file that ends with one of {', '.join(READERS)}. A folder needs one for each split; for "
-                "everything else name file.py:function, which returns {split: rows}."
+                f"dataset_name={str(source)!r} is {what} a file that ends with one of {', '.join(READERS)}. A folder needs one for each split, or is what "
+                "save_to_disk wrote; for everything else name file.py:function, which returns {split: rows}."
             )
         files = (
             {"train": source} if source.is_file() else {file.stem: file for file in sorted(source.glob(f"*{suffix}"))}
@@ -58,6 +58,11 @@ def read(
     splits = source() if callable(source) else source
     made = {name: rows if isinstance(rows, Dataset) else Dataset.from_list(rows) for name, rows in splits.items()}
     return DatasetDict(made)
+
+
+def is_saved(folder: Path) -> bool:
+    """Whether `save_to_disk` wrote a folder."""
+    return any(all((folder / name).is_file() for name in names) for names in _SAVED)
 
 
 def with_prompts(
@@ -105,7 +110,12 @@ def with_prompts(
 
 
 def _are_messages(asked: Any) -> bool:
-    return isinstance(asked, list) and all(isinstance(message, Mapping) and "role" in message for message in asked)
+    return isinstance(asked, list) and all(
+        isinstance(message, Mapping)
+        and isinstance(message.get("role"), str)
+        and (isinstance(message.get("content"), str | list) or bool(message.get("tool_calls")))
+        for message in asked
+    )
 
 
 def split_named(data: DatasetDict, name: str, option: str) -> Dataset:

@@ -28,7 +28,7 @@ from .. import report
 from ..publish import records
 from ..rollout.vllm.offline import CheckpointEngine
 from ..sampling import of_the_model_alone
-from .data import first, read, split_named, with_prompts
+from .data import first, is_saved, read, split_named, with_prompts
 from .grading import Grader, grader_of, is_correct
 
 _Z95 = 1.959963984540054
@@ -100,7 +100,9 @@ def sampled_accuracy(correct: list[list[bool]]) -> records.Accuracy:
     variance = sum((share - mean) ** 2 for share in shares) / max(n - 1, 1)
     half = _Z95 * math.sqrt(variance / n)
     interval = [max(0.0, mean - half), min(1.0, mean + half)]
-    if variance == 0:  # problems that all went alike say no more than as many of one completion each
+    if (
+        len({sum(row) for row in correct}) == 1
+    ):  # problems that all went alike say no more than as many of one completion each
         interval = list(Accuracy(round(mean * n), n).interval)
     return {"correct": sum(map(sum, correct)), "total": n, "accuracy": mean, "interval95": interval}
 
@@ -144,7 +146,9 @@ def load_problems(protocol: Protocol, limit: int | None = None) -> Dataset:
     """
     local = Path(protocol.dataset)
     if local.exists():
-        data = read(local)["train"] if local.is_file() else split_named(read(local), protocol.split, "the split")
+        splits = read(local)
+        whole = len(splits) == 1 and (local.is_file() or is_saved(local))
+        data = next(iter(splits.values())) if whole else split_named(splits, protocol.split, "the split")
     else:
         data = load_dataset(protocol.dataset, protocol.config, split=protocol.split)
     data = with_prompts(first(data, limit), protocol.system_prompt)

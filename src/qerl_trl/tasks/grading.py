@@ -29,9 +29,10 @@ _PLAIN_NUMBER = re.compile(r"^-?(?:\d+|\d{1,3}(?:,\d{3})+)(?:\.\d+)?$")
 _CODE = re.compile(r"^[^\W\d_]+\d\w*(?:\s+[^\W\d_]+\d\w*)*$|^\d+(?:[-/:.]\d+){2,}$")
 #: what makes bold or upright type of a whole answer
 _DRESS = re.compile(r"^(?:\*\*(.+)\*\*|\\(?:text|textbf|mathrm|mathbf|textit)\{([^{}]*)\})$")
-#: what encloses mathematics, and the spaces of its own that it has
+#: what encloses mathematics; the spaces and the colon of its own that it has; and spaces around what joins the parts of a ratio, or of any code
 _ENCLOSED = re.compile(r"^(?:\$+(.+?)\$+|\\\((.+)\\\)|\\\[(.+)\\\])$")
-_SPACES = re.compile(r"\\[!,:; ]|\s*([-/:.])\s*")
+_MATH_SPACES, _MATH_COLON = re.compile(r"\\[!,:; ]"), re.compile(r"\{:\}|\\colon(?![a-z])")
+_OF_A_RATIO, _OF_A_CODE = re.compile(r"\s*(:)\s*"), re.compile(r"\s*([-/:.])\s*")
 #: letters of any script, and what joins them in a phrase
 _WORDS = re.compile(r"^[^\W\d_]{2,}(?:[\s'\u2019-]+[^\W\d_]+)*[.!?]?$")
 
@@ -71,11 +72,16 @@ def _undressed(answer: str) -> str:
     return (found[1] or found[2] or "").strip() if found else answer
 
 
-def _bare(answer: str) -> str:
-    """Without what encloses mathematics, and spaces around what joins digits."""
-    found = _ENCLOSED.match(answer.strip())
-    inner = next(filter(None, found.groups())) if found else answer
-    return _spaced(_SPACES.sub(lambda space: space[1] or "", inner))
+def _bare(answer: str, joints: re.Pattern[str]) -> str:
+    """Without the end of a sentence, what encloses mathematics, and spaces around the `joints` of a code."""
+    found = _ENCLOSED.match(_ended(answer))
+    inner = _undressed(_ended(next(filter(None, found.groups())))) if found else answer
+    inner = _MATH_COLON.sub(":", _MATH_SPACES.sub("", _ended(inner)))
+    return _spaced(joints.sub(lambda space: space[1], inner))
+
+
+def _ended(answer: str) -> str:
+    return answer.strip().rstrip(".!?").rstrip()
 
 
 def exact(answer: str, reference: str) -> bool:
@@ -101,8 +107,8 @@ def math(answer: str, reference: str) -> bool:
 
 def auto(answer: str, reference: str) -> bool:
     answer, reference = _undressed(answer), _undressed(reference)
-    if _CODE.match(_bare(reference)):
-        return _bare(answer).casefold() == _bare(reference).casefold()
+    if _CODE.match(_bare(reference, _OF_A_RATIO)):  # `2 - 3 - 4` is a difference
+        return _bare(answer, _OF_A_CODE).casefold() == _bare(reference, _OF_A_CODE).casefold()
     if _WORDS.match(reference.strip()):
         return _spaced(answer).casefold().rstrip(".!?") == _spaced(reference).casefold().rstrip(".!?")
     return math(answer, reference)

@@ -17,11 +17,11 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from transformers import AutoTokenizer
-from trl import ModelConfig, TrlParser, get_peft_config
+from trl import ModelConfig, get_peft_config
 
 from ..config import QeRLConfig
 from ..errors import tell_in_scripts
@@ -29,7 +29,7 @@ from ..folders import named_in_errors
 from ..lora import settle_model_config
 from ..publish.records import RunResults
 from ..redaction import check_places
-from ..shipped import config_file, contents, examples_folder, task_file
+from ..shipped import OPTIONS, config_file, contents, examples_folder, parser_of, task_file
 from .run import train_and_measure
 from .task import PARSED, Task, TaskArguments
 
@@ -39,14 +39,6 @@ logger = logging.getLogger(__name__)
 KINDS: list[Any] = [TaskArguments, QeRLConfig, ModelConfig]
 #: what is trained on where nobody says
 DEFAULT_TASK = "gsm8k"
-_OPTIONS = "Options are the fields of QeRLConfig, of TRL's ModelConfig and of a task."
-
-
-class _Parser(TrlParser):
-    """Without its usage, which is two hundred lines, before what is wrong."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message}. {_OPTIONS}")
 
 
 @dataclass
@@ -92,7 +84,7 @@ class Script:
             if "log_completions" not in recipe and _value(words, "log_completions") is None:
                 # to be read in the dashboard, not in the terminal
                 words += ["--log_completions", "true", "--num_completions_to_print", "0"]
-        said, args, model_args, *unknown = _Parser(KINDS, allow_abbrev=False).parse_args_and_config(
+        said, args, model_args, *unknown = parser_of(KINDS, allow_abbrev=False).parse_args_and_config(
             words, return_remaining_strings=True, separate_remaining_strings=True
         )
         _check_known([*unknown[0], *unknown[1]])
@@ -104,10 +96,12 @@ class Script:
         if own is not None or _value(words, "task") is not None:
             fields = {name: value for name, value in fields.items() if _value(words, name) is not None}
         by_user = list(sys.argv[1:] if argv is None else argv)
-        if own is not None and said.task is not None and _value(by_user, "config") is not None:
+        left = [name for name in ("task", *PARSED) if name in recipe and _value(words, name) is None]
+        if own is not None and left and _value(by_user, "config") is not None:
             logger.warning(
-                "The recipe's task %s is not trained: this script has a task of its own. Name one on the command line (--task) to replace it.",
-                said.task,
+                "This script has a task of its own, so of the recipe %s is left out. Name a task on the command line (--task), or these one by one, to "
+                "replace the script's.",
+                ", ".join(f"{name}: {recipe[name]}" for name in left),
             )
         if own is None:
             file = said.task or (None if fields["dataset_name"] else DEFAULT_TASK)
@@ -190,7 +184,7 @@ def _check_known(rest: Sequence[str]) -> None:
     said = [word for word in rest if word.startswith("--")] or list(rest)
     near = [name for word in said for name in difflib.get_close_matches(word.partition("=")[0], known, 3, 0.7)]
     hint = f" There is {', '.join(dict.fromkeys(near))}." if near else ""
-    raise ValueError(f"{' '.join(said)}: no option of a run, in the recipe or on the command line.{hint} {_OPTIONS}")
+    raise ValueError(f"{' '.join(said)}: no option of a run, in the recipe or on the command line.{hint} {OPTIONS}")
 
 
 def with_config(words: list[str], config: str | None = None) -> list[str]:
