@@ -3,8 +3,9 @@
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 
-from qerl_trl import NVFP4Config, from_pretrained
+from qerl_trl import NVFP4Config, base_identity, checkpoint, from_pretrained
 from qerl_trl.lora import register_nvfp4_lora
 from qerl_trl.nvfp4.linear import NVFP4Linear
 from qerl_trl.publish import cards, export
@@ -13,6 +14,16 @@ from qerl_trl.publish.run import TrainedPolicy, load_any, load_policy
 from tests import architectures
 from tests.test_recipes import write_tiny_model
 from tests.tiny_models import make_tiny_tokenizer
+
+
+def tensors_of(folder):
+    """Names, types and bytes of all that a folder's files of weights hold."""
+    return {
+        name: (str(tensor.dtype), tensor.view(torch.uint8).numpy().tobytes() if tensor.dim() else tensor.item())
+        for file in folder.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
+
 
 NAMES = ["qwen3.5-9b", "gemma3-12b", "qwen2_5_vl", "mistral3"]
 
@@ -61,11 +72,17 @@ def test_a_policy_with_a_tower_is_rebuilt_merged_and_quantized(name, tmp_path):
     merged = load_any(str(tmp_path / "merged")).model
     assert type(merged) is kind and architectures.difference(architectures.logits(merged), expected) < 0.1
 
-    if name != "qwen3.5-9b":  # whose checkpoints have other names than their modules, which quantize does not translate
-        with pytest.raises(ValueError, match="names differ from the model's"):
-            quantize_folder(folder, tmp_path / "packed")
-        return
     quantize_folder(folder, tmp_path / "packed", card=lambda f, e: cards.write(f, cards.facts_of_quantization(f, e), e))
     assert f"model = {auto}.from_pretrained" in (tmp_path / "packed/README.md").read_text()
     packed = from_pretrained(tmp_path / "packed")
     assert type(packed) is kind and any(isinstance(module, NVFP4Linear) for module in packed.modules())
+    # what is quantized as it is loaded, and what the run writes as its base
+    model = from_pretrained(folder, NVFP4Config())
+    assert torch.equal(architectures.logits(packed), architectures.logits(model))
+    assert (
+        base_identity.base_sha256(packed)
+        == base_identity.base_sha256(model)
+        == checkpoint.recorded_settings(tmp_path / "packed")["base_sha256"]
+    )
+    export.save_base(rebuilt, tmp_path / "of the run")
+    assert tensors_of(tmp_path / "packed") == tensors_of(tmp_path / "of the run")

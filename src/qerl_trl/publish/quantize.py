@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from huggingface_hub import snapshot_download
 from torch import nn
-from transformers import AutoConfig, PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from .. import base_identity, checkpoint, forward, loading, report
 from ..folders import hub_commit, named_in_errors
@@ -105,7 +106,7 @@ def quantize_folder(
         )
     nvfp4_config = NVFP4Config(scale_rule, modules_to_not_convert, compute_dtype=_dtype_name(config))
     loading.begin(folder)
-    tensors, converted, parameters = _matched(folder, config, nvfp4_config, trust_remote_code)
+    tensors, converted, parameters, loaded_as = _matched(folder, config, nvfp4_config, trust_remote_code)
     quantize = prepare_quantizer(device, scale_rule)
     settings: RunSettings = {"model": public_name(str(model)), "scale_rule": scale_rule, "base_format": "nvfp4"}
     settings["auto_class"] = auto_class_of(config).__name__
@@ -149,7 +150,7 @@ def quantize_folder(
             )
             loading.finish()
             _check_unchanged(folder, export)
-            found = {row.name: row for row in rows}
+            found = {row.name: row for row in (_as_loaded(row, loaded_as) for row in rows)}
             if parameters and parameters <= found.keys():  # what is sealed is completed here, from what was written
                 settings["base_sha256"] = base_identity.sha256_of(found[name] for name in parameters)
             _copy_beside(folder, partial)
@@ -195,13 +196,15 @@ def _check_unchanged(folder: Path, export: Export) -> None:
 
 def _matched(
     folder: Path, config: PretrainedConfig, nvfp4_config: NVFP4Config, trust_remote_code: bool
-) -> tuple[dict[str, TensorInfo], dict[str, nn.Linear], set[str]]:
-    """(tensors of the checkpoint, linear layers to quantize, names of the parameters that the loaded model will have, none where that is
-    not known), checked against each other."""
+) -> tuple[dict[str, TensorInfo], dict[str, nn.Linear], set[str], dict[str, str]]:
+    """(tensors of the checkpoint, linear layers to quantize by the checkpoint's names, names of the parameters that the loaded model will have, none
+    where that is not known, what modules of the checkpoint are called then), checked against each other."""
     tensors = shards.read_folder(folder)
     with torch.device("meta"):
         model = auto_class_of(config).from_config(config, trust_remote_code=trust_remote_code)
-    converted = nvfp4_config.linears_to_quantize(model)
+    stored = _stored_names(model, tensors)
+    linears = nvfp4_config.linears_to_quantize(model)
+    converted = {stored.get(name, name): layer for name, layer in linears.items()}
     headers.check_dense_headers(tensors, converted)
     absent = [name for name in converted if f"{name}.weight" not in tensors]
     if absent:
@@ -213,13 +216,33 @@ def _matched(
         info = tensors[f"{name}.weight"]
         if info.shape != tuple(layer.weight.shape):
             raise ValueError(f"{info.file}: {info.name} is {info.shape}, config.json says {tuple(layer.weight.shape)}.")
-    dense = {name for name, _ in model.named_parameters()} - {f"{name}.weight" for name in converted}
-    packed = {f"{name}.{part}" for name in converted for part in PACKED}
+    dense = {name for name, _ in model.named_parameters()} - {f"{name}.weight" for name in linears}
+    packed = {f"{name}.{part}" for name in linears for part in PACKED}
     as_loaded = config.architectures in (
         None,
         [type(model).__name__],
     )  # else its parameters have other names when it is trained
-    return tensors, converted, dense | packed if as_loaded else set()
+    loaded_as = {name: module for module, name in stored.items()}
+    return tensors, converted, dense | packed if as_loaded else set(), loaded_as
+
+
+def _stored_names(model: PreTrainedModel, tensors: Mapping[str, TensorInfo]) -> dict[str, str]:
+    """What a checkpoint calls the modules that transformers calls otherwise once it has loaded them, as Gemma 3's, Qwen2.5-VL's and Mistral 3's."""
+    found: dict[str, str] = {}
+    for name, parameter in model.named_parameters():
+        module, _, own = name.rpartition(".")
+        if name in tensors or module in found:
+            continue
+        reverted = revert_weight_conversion(model, {name: parameter.detach()})
+        there, tensor = next(iter(reverted.items()))
+        if len(reverted) == 1 and tensor.shape == parameter.shape and there in tensors and there.endswith(f".{own}"):
+            found[module] = there.removesuffix(f".{own}")
+    return found
+
+
+def _as_loaded(row: base_identity.FingerprintRow, modules: Mapping[str, str]) -> base_identity.FingerprintRow:
+    module, dot, own = row.name.rpartition(".")
+    return row._replace(name=f"{modules.get(module, module)}{dot}{own}")
 
 
 def _fingerprint(folder: Path, tensors: dict[str, TensorInfo]) -> str:
