@@ -6,13 +6,14 @@ Table 4), safety or a smaller footprint asks for it: `learning_rate`, `vllm_impo
 """
 
 import copy
+import json
 import math
 from dataclasses import dataclass, field
 from typing import Any
 
 from trl import GRPOConfig, RLOOConfig
 
-from . import preflight, redaction
+from . import preflight, ranges, redaction
 from .noise.callback import SCOPES
 from .noise.schedules import SCHEDULES, make_schedule
 from .nvfp4.format import SCALE_RULES
@@ -263,6 +264,8 @@ class QeRLArguments(OnlineConfig):
         self.ddp_timeout = patience(self.ddp_timeout, self.rollout_timeout, self.reward_timeout)
         try:
             super().__post_init__()
+        except json.JSONDecodeError as error:
+            raise ranges.no_mapping(self, error) from error
         except ValueError as error:
             if "divisible by the global batch size" in str(error):  # TRL's, of generation_batch_size
                 raise ValueError(f"{error} {self._sharing()}") from error
@@ -275,6 +278,7 @@ class QeRLArguments(OnlineConfig):
         if updates is not None:
             self._cut_rollout(updates)
         redaction.check_places(vars(self))
+        ranges.check(self)
         _check_choice("base_format", self.base_format, BASE_FORMATS)
         _check_choice("scale_rule", self.scale_rule, SCALE_RULES)
         _check_choice("aqn_schedule", self.aqn_schedule, SCHEDULES)
@@ -299,21 +303,6 @@ class QeRLArguments(OnlineConfig):
                 )
             except ValueError as error:
                 raise ValueError(f"aqn_schedule={self.aqn_schedule!r}, aqn_{error}") from error
-        for name, least, off in (
-            ("rollout_probe_steps", 0, ", or 0 for at the start only"),
-            ("zero_advantage_patience", 1, ""),
-        ):
-            value = getattr(self, name)
-            if type(value) is not int or value < least:
-                raise ValueError(f"{name}={value!r} is not a number of steps. Pass an integer >= 1{off}.")
-        if self.rollout_timeout is not None and not self.rollout_timeout >= 0:
-            raise ValueError(
-                f"rollout_timeout={self.rollout_timeout} is not a time. Pass seconds > 0, or None or 0 for no limit."
-            )
-        if self.rollout_mismatch_threshold is not None and not self.rollout_mismatch_threshold > 0:
-            raise ValueError(
-                f"rollout_mismatch_threshold={self.rollout_mismatch_threshold} is not a KL. Pass nats per token > 0, or None for no limit."
-            )
         mode = getattr(
             self, "vllm_importance_sampling_mode", ""
         )  # TRL looks at it with vLLM only; noise is corrected without, too
@@ -321,10 +310,6 @@ class QeRLArguments(OnlineConfig):
             raise ValueError(
                 f"loss_type='vespo' with vllm_importance_sampling_mode={mode!r} cannot work: it takes a ratio of each token. Pass "
                 "'token_truncate' (the default) or 'token_mask'."
-            )
-        if self.reward_timeout is not None and not self.reward_timeout > 0:
-            raise ValueError(
-                f"reward_timeout={self.reward_timeout} is not a time. Pass seconds > 0, or None for no limit."
             )
         check_options(self)  # type: ignore[arg-type]  # one of the two classes below
         if self.use_transformers_continuous_batching:

@@ -62,11 +62,13 @@ def tell(message: object, file: TextIO | None = None) -> None:
 
 
 def _interrupted(error: KeyboardInterrupt) -> str:
-    """With the line of the user's own code that was running, where there was one: what hung may be there."""
-    steps = [step for step in traceback.walk_tb(error.__traceback__) if _is_users(step[0])]
-    if len(steps) < 2:  # the first is the script itself
+    """With the line of the user's own code that was called from elsewhere (a reward, a tool), where there was one: what hung may be there."""
+    steps = list(traceback.walk_tb(error.__traceback__))
+    called = next((i for i, (frame, _) in enumerate(steps) if not _is_users(frame)), len(steps))
+    inside = [step for step in steps[called:] if _is_users(step[0])]
+    if not inside:
         return "Interrupted."
-    frame, line = steps[-1]
+    frame, line = inside[-1]
     return f"Interrupted in {frame.f_code.co_filename}, line {line} ({frame.f_code.co_name})."
 
 

@@ -92,6 +92,10 @@ def settle_model_config(model_config: Any, said: Collection[str], base_format: s
     """
     if base_format == "full":
         return
+    if model_config.lora_r < 1:
+        raise ValueError(
+            f"lora_r={model_config.lora_r} is no rank of an adapter. Pass an integer >= 1, such as {default_lora_config().r}."
+        )
     if "dtype" not in said:
         model_config.dtype = "bfloat16"
     if "use_peft" in said or not any(name.startswith(("lora_", "use_rslora", "use_dora")) for name in said):

@@ -429,6 +429,16 @@ def test_eval(run, tmp_path):
     result = json.loads((tmp_path / "eval.json").read_text())
     assert result["total"] == 3 and result["adapter"] is True and len(result["verdicts"]) == 3
     assert json.loads(out)["accuracy"] == result["accuracy"]
+    # that nothing was in the form that counts was not said: 0 %, as of a model that knows nothing
+    assert (result["answer_format"], result["without_an_answer"]) == ("marked", 6)
+    code, out, _ = call("eval", folder, *options)
+    assert "6 of 6 completions state no answer after #### or in a box" in out and "--answer-format whole" in out
+    code, out, _ = call("eval", folder, *options, "--answer-format", "whole")
+    assert code == 0 and "state no answer" not in out
+    code, _, err = call("eval", folder, *options, "--answer-format", "boxed")
+    assert code == 2 and "neither marked nor whole" in err
+    code, _, err = call("eval", folder, "--data", tmp_path / "typo.jsonl", "--output", tmp_path / "x.json")
+    assert code == 2 and "typo.jsonl' is no file or folder in" in err and "Name a folder with <split>.jsonl" in err
     code, _, err = call("eval", folder, "--protocol", "quiz")
     assert code == 2 and "gsm8k, math500" in err
     code, out, _ = call("eval", folder, "--harness")
@@ -660,8 +670,30 @@ def test_a_mixture_of_experts_is_planned_as_it_can_be_run(tmp_path):
     config.save_pretrained(tmp_path)
     code, _, err = call("plan", tmp_path)
     assert code == 2 and "mixture of experts" in err and "--no-vllm" in err
-    assert call("plan", tmp_path, "--no-vllm")[0] == 0
-    assert call("plan", tmp_path, "--base-format", "bf16")[0] == 0
+    code, _, err = call("plan", tmp_path, "--no-vllm")
+    assert code == 0 and "modules_to_not_convert=['experts']" in err
+    assert call("plan", tmp_path, "--base-format", "bf16")[0] == 2  # no engine of ours has experts, on any base
+    code, _, err = call("plan", tmp_path, "--base-format", "bf16", "--no-vllm")
+    assert code == 0 and "experts" not in err
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("max_completion_length: -4", "max_completion_length=-4 leaves nothing to train on"),
+        ("per_device_train_batch_size: 0", "per_device_train_batch_size=0 leaves nothing to train on"),
+        ("lora_r: 0", "lora_r=0 is no rank"),
+        ("env: A=1", "env is 'A=1'. Write names and values"),
+        ("task: nowhere", "task: nowhere is no file here or beside run.yaml"),
+        ('vllm_engine_kwargs: {max_num_seqs: "8"}', "max_num_seqs='8', which is no number"),
+        ("vllm_engine_kwargs: foo", "vllm_engine_kwargs='foo' is no mapping"),
+        ("vllm_engine_kwargs: '{foo'", "vllm_engine_kwargs='{foo' is no mapping"),
+    ],
+)
+def test_a_plan_refuses_what_no_run_could_be_made_of(line, message, tiny_model_dir, tmp_path):
+    (tmp_path / "run.yaml").write_text(f"model_name_or_path: {tiny_model_dir('qwen2')}\noutput_dir: x\n{line}\n")
+    code, _, err = call("plan", "--config", tmp_path / "run.yaml")
+    assert code == 2 and message in err
 
 
 def test_a_merge_has_the_type_that_was_asked_for(tiny_model_dir, tmp_path):

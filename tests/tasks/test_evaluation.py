@@ -148,6 +148,13 @@ def test_evaluate_repeats_problems_and_reports(tmp_path):
     assert result["accuracy"] == pytest.approx((1 + 1 / 3) / 2)
     assert result["total"] == 2
     assert json.loads(json.dumps(result))["protocol"]["samples"] == 3
+    assert result["without_an_answer"] == 0
+    said = ["0"] * 4
+    (tmp_path / "test.jsonl").write_text("\n".join(json.dumps({"question": "?", "answer": f"{i}"}) for i in range(4)))
+    whole = evaluate(Protocol(str(tmp_path), grader="exact"), lambda data: said, answer_format="whole")
+    assert whole["verdicts"] == [[True], [False], [False], [False]] and whole["answer_format"] == "whole"
+    marked = evaluate(Protocol(str(tmp_path), grader="exact"), lambda data: said)
+    assert marked["without_an_answer"] == 4 and marked["accuracy"] == 0
 
 
 def test_adapter_that_changes_nothing_is_refused(tiny_model_dir):

@@ -152,7 +152,9 @@ def test_what_is_missing_is_said_and_nothing_else(folder):
 def test_a_prompt_that_is_neither_text_nor_messages(folder, asked):
     """It ended in a TypeError that named neither row nor column."""
     rows = [{"question": asked, "answer": "1"}]
-    with pytest.raises(ValueError, match=r"Row 0 .* asks with a (int|list): its 'question' is .*prompt_column"):
+    with pytest.raises(
+        ValueError, match=r"Row 0 .* asks with no text: its 'question' is .*\((int|list)\).*prompt_column"
+    ):
         with_prompts(Dataset.from_list(rows))
 
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from ..shipped import config_file
-from .options import AsJson, print_result
+from .options import AsJson, note, print_result
 
 #: options of `plan` that a run's file has as well, and by which name
 _OF_A_FILE = {
@@ -88,7 +88,6 @@ def plan(
     from qerl_trl.memory.plan import Gpu, plan_run
     from qerl_trl.memory.workload import Workload, dtype_bytes_of, on_a_gpu, workload_of_file
     from qerl_trl.nvfp4.config import load_config
-    from qerl_trl.shipped import contents
     from qerl_trl.tasks.script import check_recipe
 
     if gpu_gib is not None and card is not None:
@@ -107,7 +106,7 @@ def plan(
     if config is not None:
         said = [name for name in _OF_A_FILE if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"]
         instead = {_OF_A_FILE[name]: context.params[name] for name in said}
-        check_recipe(contents(Path(config_file(config))))
+        check_recipe(config_file(config))
         named, work = workload_of_file(config_file(config), prompt_length, gpus, instead)
         model = model or named
     else:
@@ -149,11 +148,15 @@ def plan(
     shape = shape_of(model)
     if work.base_format == "nvfp4":
         load_config(model)  # what a run refuses as a base
-        if shape.experts and work.rollout != "transformers":
-            raise ValueError(
-                f"{model} is a mixture of experts, and a run refuses it as it is: its experts are not quantized yet. With them left dense "
-                "(NVFP4Config(modules_to_not_convert=['experts'])) it rolls out without vLLM (use_vllm=False): plan that with --no-vllm."
-            )
+    if shape.experts and work.rollout != "transformers":
+        raise ValueError(
+            f"{model} is a mixture of experts, which no engine here rolls out: use_vllm=False, planned with --no-vllm."
+        )
+    if shape.experts and work.base_format == "nvfp4":
+        note(
+            "The experts of this model are not quantized yet, and a run refuses it unless it leaves them dense, which only a script can say: "
+            "NVFP4Config(modules_to_not_convert=['experts']) among the model_init_kwargs. So they are planned."
+        )
     made = plan_run(shape, work, one_gpu)
     cards, advice = by_card(shape, work), micro_batches.advice(shape, made)
     content = {

@@ -130,8 +130,8 @@ def merge(
     if form in ("adapter", "base") and (prompts is not None or task is not None):
         said = "--task" if prompts is None else "--prompts"
         note(f"--as {form} changes no weight of the policy, so {said} has no distance to measure.")
-    if form in ("nvfp4", "base") and dtype is not None:
-        note(f"--as {form} writes its dense weights as they are or in bfloat16: --dtype says only what is computed in.")
+    if form != "bf16" and dtype is not None:
+        note(f"--as {form} writes weights as they are, or in bfloat16: --dtype says only what is computed in.")
     if force and form != "nvfp4":
         raise ValueError(f"--force is for --as nvfp4, and has nothing to force with --as {form}: leave it out.")
     from qerl_trl.publish import cards, export, staging

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..publish.records import RESULTS_NAME
 from ..shipped import accelerate_file, config_file, examples_folder, task_file
 from .options import (
     AccelerateConfig,
@@ -18,6 +19,7 @@ from .options import (
     Dtype,
     NumProcesses,
     TrustRemoteCode,
+    note,
     print_result,
 )
 
@@ -102,6 +104,12 @@ def evaluate(
             help="auto, exact, numeric, math, or file.py:function. Default: the protocol's; auto for local data."
         ),
     ] = None,
+    answer_format: Annotated[
+        str | None,
+        typer.Option(
+            help="Where an answer stands: marked (after #### or in a box) or whole (all that is said). Default: marked, or the task's."
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     batch_size: Annotated[int, typer.Option(min=1, help="Problems at a time (transformers).")] = 64,
     base_model: BaseModel = None,
@@ -152,8 +160,13 @@ def evaluate(
             f"--base-model {base_model} is the base of an adapter, and {model} has none (no adapter_config.json): the model would be measured as it is, "
             "and the base not at all. Name the run's folder or a checkpoint in it, or leave --base-model out."
         )
+    if answer_format not in (None, "marked", "whole"):
+        raise ValueError(f"--answer-format {answer_format} is neither marked nor whole.")
     if engine not in ("transformers", "vllm"):
         raise ValueError(f"--engine {engine} is unknown; choose transformers or vllm.")
+    run_task = _task_of(Path(model))
+    if run_task is not None and (task, data, protocol) == (None, None, None):
+        note(f"The run was measured on its task, {run_task}. This measures gsm8k; --task FILE measures that.")
     device = device or ("cuda" if engine == "transformers" and torch.cuda.is_available() else "cpu")
     measured_task = problems = None
     if task is not None:
@@ -162,6 +175,7 @@ def evaluate(
         measured_task, chosen = Task.read(task_file(task)), evaluation.Protocol("", system_prompt=None, temperature=0.0)
         if grader is not None:
             measured_task.grader = grader
+        measured_task.answer_format = answer_format or measured_task.answer_format
         problems = measured_task.splits()[1]
         if not measured_task.graded(problems):
             raise ValueError(
@@ -208,6 +222,8 @@ def evaluate(
         chosen = dataclasses.replace(chosen, system_prompt=system_prompt or None)
 
     output = _output_file(output, Path(model), protocol, chosen.dataset, limit, chosen.samples)
+    if data is not None:  # what is not there is said before a model is loaded
+        problems = evaluation.load_problems(chosen, limit)
 
     if engine == "vllm":
         base, revision = model, None
@@ -252,10 +268,11 @@ def evaluate(
         )
         generate = evaluation.transformers_engine(policy.model, policy.tokenizer, chosen, batch_size, seed)
     if measured_task is not None:
-        result = evaluation.evaluate(chosen, generate, limit, seed, problems, measured_task.verdicts)
+        stated = measured_task.answer_format
+        result = evaluation.evaluate(chosen, generate, limit, seed, problems, measured_task.verdicts, stated)
         result["task"] = measured_task.label
     else:
-        result = evaluation.evaluate(chosen, generate, limit, seed)
+        result = evaluation.evaluate(chosen, generate, limit, seed, problems, answer_format=answer_format or "marked")
     result.update(model=public_name(model), adapter=adapter is not None, engine=engine, name=protocol)
     if Path(model).is_dir():  # what a card compares, which shows it for this model only
         result.update(weights_sha256=checkpoint.weights_sha256(model), base_sha256=base_sha256 if adapter else None)
@@ -267,9 +284,24 @@ def evaluate(
         f"{protocol}, {weights} weights: {100 * result['accuracy']:.1f} % [{100 * low:.1f}, {100 * high:.1f}] on {result['total']} problems, "
         f"{chosen.samples} completion{'s' if chosen.samples > 1 else ''} each, temperature {chosen.temperature:g}, {result['seconds']:.0f} s"
     ]
+    asked = result["total"] * chosen.samples
+    if 2 * result["without_an_answer"] > asked:
+        lines.append(
+            f"{result['without_an_answer']} of {asked} completions state no answer after #### or in a box, and count as wrong. If an answer is all that is "
+            "said: --answer-format whole, or --task, which says so itself. Others were cut off (--max-new-tokens), or were not told how to answer."
+        )
     if output is not None:
         lines.append(f"written: {output}")
     print_result({key: value for key, value in result.items() if key != "verdicts"}, as_json, lines)
+
+
+def _task_of(model: Path) -> str | None:
+    """What the run that made `model` was measured on, as its results say."""
+    try:
+        results = json.loads((model / RESULTS_NAME).read_text())
+    except (OSError, ValueError):
+        return None
+    return results.get("task") if isinstance(results, dict) else None
 
 
 def _require_writable(output: Path) -> None:

@@ -222,15 +222,16 @@ def compared_base(
     commit = settings.get("base_revision")
     trained_on = f"{settings.get('model', 'a base')}{f' at revision {commit[:12]}' if commit else ''}"
     rounded = settings.get("dtype", dtype)
-    because = (
-        f" It was loaded in {dtype}, the run's was in {rounded}, which may round it otherwise: leave dtype (--dtype) away to see."
-        if dtype != rounded
-        else ""
-    )
+    if not allowed and dtype != rounded:
+        raise ValueError(
+            f"{base_model} was loaded in {dtype}, and the run's base in {rounded}: rounded otherwise, its weights (fingerprint {now[:12]}, the run's "
+            f"{then[:12]}) say nothing of whether it is the one that the adapter was trained on, {trained_on}. Leave dtype (--dtype) away. To take this "
+            "one all the same: allow_other_base=True (--allow-other-base)."
+        )
     if not allowed:
         raise ValueError(
             f"{base_model} has other weights than the base that the adapter was trained on, {trained_on} (fingerprint {now[:12]}, the "
-            f"run's {then[:12]}): the same shapes, but another model.{because} Name the run's own base: base_model=... (--base-model). To take "
+            f"run's {then[:12]}): the same shapes, but another model. Name the run's own base: base_model=... (--base-model). To take "
             "this one all the same: allow_other_base=True (--allow-other-base)."
         )
     line = f"base_sha256: trained on {then[:12]}, built on {now[:12]}"
@@ -327,6 +328,8 @@ def require_adapter(folder: Path) -> None:
     """
     if not (folder / "adapter_config.json").is_file():
         remedy = _newest_instead(folder) or "Name a checkpoint folder or the run's output folder"
+        if (folder / "config.json").is_file():
+            remedy = "It is a model as it stands (merged already?), to be measured (qerl-trl eval) or published (qerl-trl push) as it is"
         raise ValueError(f"{folder} has no adapter_config.json. {remedy}.")
 
 

@@ -47,17 +47,26 @@ def read(
         )
         return load_dataset(READERS[suffix], data_files={split: str(file) for split, file in files.items()})
     if isinstance(source, str):
-        try:
-            return load_dataset(source, config)
-        except (DatasetNotFoundError, ConnectionError) as error:
-            places = in_words(folders) or "the working directory"
-            raise ValueError(
-                f"dataset_name={source!r} is no file or folder in {places}, and from the Hub it cannot be loaded: {error}. Name a folder with "
-                "<split>.jsonl, a .jsonl file, file.py:function, or a dataset of the Hub (user/name) that this machine can reach."
-            ) from error
+        return from_hub(source, config, None, f"dataset_name={source!r}", folders)
     splits = source() if callable(source) else source
     made = {name: rows if isinstance(rows, Dataset) else Dataset.from_list(rows) for name, rows in splits.items()}
     return DatasetDict(made)
+
+
+def from_hub(name: str, config: str | None, split: str | None, said: str, folders: Sequence[Path] = ()) -> Any:
+    """All splits of a dataset of the Hub, or one. `said`: by whom it was named.
+
+    Raises:
+        `ValueError`: it cannot be loaded; nor is it a file or folder in `folders`, where it was looked for.
+    """
+    try:
+        return load_dataset(name, config, split=split)
+    except (DatasetNotFoundError, FileNotFoundError, ConnectionError) as error:
+        places = in_words(folders) or "the working directory"
+        raise ValueError(
+            f"{said} is no file or folder in {places}, and from the Hub it cannot be loaded: {error}. Name a folder with <split>.jsonl, a .jsonl "
+            "file, or a dataset of the Hub (user/name) that this machine can reach; of a task also file.py:function."
+        ) from error
 
 
 def is_saved(folder: Path) -> bool:
@@ -97,7 +106,7 @@ def with_prompts(
             raise ValueError(f"Row {number} of the dataset (from 0) asks nothing: its {question!r} is {asked!r}.")
         if not isinstance(asked, str) and not _are_messages(asked):
             raise ValueError(
-                f"Row {number} of the dataset (from 0) asks with a {type(asked).__name__}: its {question!r} is {asked!r}. A text is wanted, or messages "
+                f"Row {number} of the dataset (from 0) asks with no text: its {question!r} is {asked!r} ({type(asked).__name__}). A text is wanted, or messages "
                 "with a role and a content. Name another column (prompt_column), or make it with a formatting_func."
             )
         messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else list(asked)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from datasets import Dataset, load_dataset
+from datasets import Dataset
 from peft import PeftModel
 from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, set_seed
@@ -28,8 +28,8 @@ from .. import report
 from ..publish import records
 from ..rollout.vllm.offline import CheckpointEngine
 from ..sampling import of_the_model_alone
-from .data import first, is_saved, read, split_named, with_prompts
-from .grading import Grader, grader_of, is_correct
+from .data import first, from_hub, is_saved, read, split_named, with_prompts
+from .grading import Grader, final_answer, grader_of, is_correct
 
 _Z95 = 1.959963984540054
 BOXED_PROMPT = "Solve the problem step by step. Put the final answer in \\boxed{}."
@@ -150,7 +150,7 @@ def load_problems(protocol: Protocol, limit: int | None = None) -> Dataset:
         whole = len(splits) == 1 and (local.is_file() or is_saved(local))
         data = next(iter(splits.values())) if whole else split_named(splits, protocol.split, "the split")
     else:
-        data = load_dataset(protocol.dataset, protocol.config, split=protocol.split)
+        data = from_hub(protocol.dataset, protocol.config, protocol.split, f"{protocol.dataset!r}")
     data = with_prompts(first(data, limit), protocol.system_prompt)
     return data.select_columns(["prompt", "answer"])
 
@@ -162,25 +162,34 @@ def evaluate(
     seed: int = 0,
     problems: Dataset | None = None,
     verdicts_of: Callable[[list[str], Dataset], list[bool]] | None = None,
+    answer_format: str = "marked",
 ) -> dict[str, Any]:
     """Run a protocol. `generate` gives one completion for each row of a dataset whose problems are repeated `samples` times.
 
     Args:
-        problems, verdicts_of: of a task ([`task.Task`]), instead of the protocol's dataset and grader.
+        problems, verdicts_of, answer_format: of a task ([`task.Task`]), instead of the protocol's dataset and grader.
 
     Returns:
         A JSON-able result: accuracy with interval, the protocol, and for each problem the completions' verdicts.
     """
-    verdicts_of = verdicts_of or functools.partial(grade, grader=grader_of(protocol.grader))
+    verdicts_of = verdicts_of or functools.partial(
+        grade, grader=grader_of(protocol.grader), whole=answer_format == "whole"
+    )
     problems = load_problems(protocol, limit) if problems is None else first(problems, limit)
     repeated = problems.select([i for i in range(len(problems)) for _ in range(protocol.samples)])
     started = time.perf_counter()
-    verdicts = verdicts_of(generate(repeated), repeated)
+    completions = generate(repeated)
+    verdicts = verdicts_of(completions, repeated)
+    whole = {
+        "answer_format": answer_format,
+        "without_an_answer": 0 if answer_format == "whole" else sum(not final_answer(text) for text in completions),
+    }
     rows = [verdicts[i : i + protocol.samples] for i in range(0, len(verdicts), protocol.samples)]
     return {
         **sampled_accuracy(rows),
         "dataset": protocol.dataset,
         "protocol": asdict(protocol),
+        **whole,
         "seed": seed,
         "seconds": time.perf_counter() - started,
         "verdicts": rows,
@@ -348,10 +357,10 @@ def solve(
     return answers
 
 
-def grade(completions: list[str], dataset: Dataset, grader: str | Grader = "auto") -> list[bool]:
-    """Whether each completion states the dataset's `answer`, as `grader` compares (grading.py)."""
+def grade(completions: list[str], dataset: Dataset, grader: str | Grader = "auto", whole: bool = False) -> list[bool]:
+    """Whether each completion states the dataset's `answer`, as `grader` compares (grading.py); `whole`: whether it is the answer as a whole."""
     compare = grader_of(grader) if isinstance(grader, str) else grader
-    return [is_correct(text, gold, compare) for text, gold in zip(completions, dataset["answer"], strict=True)]
+    return [is_correct(text, gold, compare, whole) for text, gold in zip(completions, dataset["answer"], strict=True)]
 
 
 # --- other people's harnesses -----------------------------------------------------------------------------------------------------

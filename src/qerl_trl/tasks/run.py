@@ -91,7 +91,13 @@ def train_and_measure(
 
     def measure_before() -> None:
         if not before:
-            before.extend(held_out())
+            try:
+                before.extend(held_out())
+            except KeyboardInterrupt as error:
+                error.add_note(
+                    "The accuracy before training was being measured, and no step was done: the same command starts over."
+                )
+                raise
             if main_process:
                 write_before(output_dir, before, test, way)
         tell(f"Held-out accuracy before training, {how}: {Accuracy(sum(before), len(before))}")

@@ -14,7 +14,7 @@ import importlib.util
 import logging
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -163,11 +163,18 @@ class Script:
         return train_and_measure(trainer, self.task, self.eval_problems, self.eval_batch_size)
 
 
-def check_recipe(values: Iterable[str]) -> None:
+def check_recipe(file: Path) -> None:
     """
     Raises:
-        `ValueError`: a recipe has a field that is no option of a run.
+        `ValueError`: a recipe has a field that is no option of a run, or names a task that there is not.
     """
+    values = contents(file)
+    if not isinstance(values.get("env", {}), dict):
+        raise ValueError(
+            f"{file}: env is {values['env']!r}. Write names and values of the environment, such as env: {{OMP_NUM_THREADS: 1}}."
+        )
+    if values.get("task") is not None:
+        task_file(str(values["task"]), file)
     known = {"env", *_names()}  # TRL's parser takes `env` away
     _check_known([f"--{name}" for name in values if name not in known])
 

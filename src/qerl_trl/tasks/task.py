@@ -48,7 +48,7 @@ class Task:
         dataset_name: Hub id, folder with `<split>.jsonl`, .jsonl file, `file.py:function` or a function of no argument that returns
             `{split: rows}`. Of a row `prompt`, `question` or `problem` is what is asked (a text or messages), `answer` or `solution` the
             reference; every column goes to the rewards.
-        test_split_size: share or number of training problems that are held out, where the data have no test split.
+        test_split_size: share or number of training problems that are held out; a test split of the data is not used then.
         formatting_func: function from a row to one with `prompt` (and `answer`).
         reward_funcs: functions with TRL's signature, or their names; `correctness_reward` and `format_reward` are ours.
         reward_weights: of the rewards, in their order.
