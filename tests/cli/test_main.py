@@ -473,6 +473,14 @@ def test_a_measurement_is_neither_lost_nor_replaced_by_less(run, tmp_path, monke
         assert call(*ask, tmp_path / "a.jsonl", option, 0)[0] == 2
 
 
+@pytest.mark.parametrize(("dataset", "told"), [(None, True), ("openai/gsm8k", False)])
+def test_a_run_that_is_measured_on_another_benchmark_than_its_own_is_told(dataset, told, run, tmp_path):
+    folder = shutil.copytree(run[0], tmp_path / "run")
+    (folder / "results.json").write_text(json.dumps({"task": "words", "dataset": dataset}))
+    _, _, err = call("eval", folder)
+    assert ("measured on its task, words. This measures gsm8k; --task" in err) is told
+
+
 def test_the_base_of_no_adapter_is_not_taken_for_one(tiny_model_dir, tmp_path):
     """The model was measured as if --base-model had not been said."""
     code, _, err = call("eval", tiny_model_dir("qwen2"), "--data", tmp_path, "--base-model", "someone/base")

@@ -296,12 +296,14 @@ def evaluate(
 
 
 def _task_of(model: Path) -> str | None:
-    """What the run that made `model` was measured on, as its results say."""
+    """What the run that made `model` was measured on, as its results say, where that is not GSM8K."""
     try:
         results = json.loads((model / RESULTS_NAME).read_text())
     except (OSError, ValueError):
         return None
-    return results.get("task") if isinstance(results, dict) else None
+    if not isinstance(results, dict) or results.get("dataset") == "openai/gsm8k":
+        return None
+    return results.get("task")
 
 
 def _require_writable(output: Path) -> None:
