@@ -14,8 +14,8 @@ def check(args: Any) -> None:
         `ValueError`: a number leaves nothing to do, or is none.
     """
     for name in ("per_device_train_batch_size", "max_completion_length"):
-        if getattr(args, name, 1) < 1:
-            raise ValueError(f"{name}={getattr(args, name)} leaves nothing to train on. Pass an integer >= 1.")
+        if (value := getattr(args, name, None)) is not None and value < 1:
+            raise ValueError(f"{name}={value} leaves nothing to train on. Pass an integer >= 1.")
     engine = getattr(args, "vllm_engine_kwargs", None) or {}
     if not isinstance(engine, dict):
         raise ValueError(f"vllm_engine_kwargs={engine!r} is no mapping. {_MAPPING}")

@@ -202,8 +202,8 @@ def _matched(
     tensors = shards.read_folder(folder)
     with torch.device("meta"):
         model = auto_class_of(config).from_config(config, trust_remote_code=trust_remote_code)
-    stored = _stored_names(model, tensors)
     linears = nvfp4_config.linears_to_quantize(model)
+    stored = _stored_names(model, tensors)
     converted = {stored.get(name, name): layer for name, layer in linears.items()}
     headers.check_dense_headers(tensors, converted)
     absent = [name for name in converted if f"{name}.weight" not in tensors]
@@ -234,9 +234,9 @@ def _stored_names(model: PreTrainedModel, tensors: Mapping[str, TensorInfo]) -> 
         if name in tensors or module in found:
             continue
         reverted = revert_weight_conversion(model, {name: parameter.detach()})
-        there, tensor = next(iter(reverted.items()))
-        if len(reverted) == 1 and tensor.shape == parameter.shape and there in tensors and there.endswith(f".{own}"):
-            found[module] = there.removesuffix(f".{own}")
+        for there, tensor in reverted.items() if len(reverted) == 1 else ():
+            if tensor.shape == parameter.shape and there in tensors and there.endswith(f".{own}"):
+                found[module] = there.removesuffix(f".{own}")
     return found
 
 
