@@ -208,6 +208,20 @@ def test_a_merge_is_measured_on_the_tasks_held_out_problems(run, tmp_path):
     assert code == 2 and "leave one out" in err
 
 
+def test_a_destination_that_is_taken_is_refused_before_a_base_is_loaded(run, tmp_path, monkeypatch):
+    """It was refused at the end, after the minutes that a large base takes."""
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.txt").write_text("mine")
+    assert call("merge", run[0], tmp_path / "adapter", "--as", "adapter")[0] == 0
+    monkeypatch.setattr("qerl_trl.publish.run.load_policy", lambda *args, **kwargs: 1 / 0)
+    for name, words in (("full", ()), ("adapter", ()), ("adapter", ("--as", "base"))):
+        code, _, err = call("merge", run[0], tmp_path / name, *words)
+        assert code == 2 and f"{name} already exists and is not empty" in err
+    for words in (("--as", "adapter"), ("--overwrite",)):
+        with pytest.raises(ZeroDivisionError):
+            call("merge", run[0], tmp_path / "adapter", *words)
+
+
 def test_merging_onto_the_original_base_is_another_model_and_measured(run, tmp_path):
     folder, _ = run
     code, _, err = call("merge", folder, tmp_path / "other", "--onto-original")

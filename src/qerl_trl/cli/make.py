@@ -26,6 +26,9 @@ from .options import (
     weights_at,
 )
 
+#: what is written, by the form that is asked for
+_KINDS = {"bf16": "merged", "nvfp4": "nvfp4_merged", "base": "nvfp4_base", "adapter": "adapter"}
+
 
 def quantize(
     model: Annotated[str, typer.Argument(help="Folder or Hub id of a bf16 model.")],
@@ -121,8 +124,8 @@ def merge(
     as_json: AsJson = False,
 ) -> None:
     """Turn a run into something to publish: merged model, adapter or base, with a card."""
-    if form not in ("bf16", "nvfp4", "base", "adapter"):
-        raise ValueError(f"--as {form} is unknown; choose bf16, nvfp4, base or adapter.")
+    if form not in _KINDS:
+        raise ValueError(f"--as {form} is unknown; choose {', '.join(_KINDS)}.")
     if onto_original and (form != "bf16" or (prompts is None and task is None)):
         raise ValueError(
             "--onto-original makes another model than was trained, so it is for --as bf16 only and has to be measured: add --prompts FILE.jsonl or --task."
@@ -145,6 +148,7 @@ def merge(
     staging.require_apart(run, destination)
     if base_model is not None:
         staging.require_apart(base_model, destination)
+    staging.require_room(destination, overwrite, "merged_other_base" if onto_original else _KINDS[form])
     code = {"trust_remote_code": trust_remote_code}
     policy = load_policy(run, base_model, base_format, dtype, device, allow_other_base, **code)
     measured: Measured | None = None

@@ -38,6 +38,24 @@ def require_apart(source: str | os.PathLike, destination: str | os.PathLike) -> 
         )
 
 
+def require_room(destination: str | os.PathLike, overwrite: bool, kind: str | None = None) -> None:
+    """
+    Args:
+        kind: of what is to be written. An export of that kind may be it already.
+
+    Raises:
+        `ValueError`: something else is there, and nobody allowed to replace it.
+    """
+    destination = Path(destination).absolute()
+    taken = destination.is_file() or (destination.is_dir() and any(destination.iterdir()))
+    if overwrite or not taken or (kind is not None and checkpoint.recorded_run(destination).get("kind") == kind):
+        return
+    raise ValueError(
+        f"{destination} already exists and is not empty. Choose another folder, or allow it to be replaced (overwrite=True, "
+        "--overwrite): the old content stays until the new one is complete."
+    )
+
+
 def is_complete(destination: str | os.PathLike, run: Mapping[str, Any]) -> bool:
     """Whether `destination` is a sealed folder that `run` describes exactly: the same command already finished."""
     destination = Path(destination).absolute()
@@ -108,11 +126,7 @@ def staging(destination: str | os.PathLike, run: Mapping[str, Any], overwrite: b
         `ValueError`: the destination exists, or is no single export but a run or a folder of models. `RuntimeError`: another process is writing it.
     """
     destination = Path(destination).absolute()
-    if not overwrite and (destination.is_file() or (destination.is_dir() and any(destination.iterdir()))):
-        raise ValueError(
-            f"{destination} already exists and is not empty. Choose another folder, or allow it to be replaced (overwrite=True, "
-            "--overwrite): the old content stays until the new one is complete."
-        )
+    require_room(destination, overwrite)
     _require_replaceable(destination)
     partial = destination.with_name(f".{destination.name}.partial")
     partial.mkdir(parents=True, exist_ok=True)
