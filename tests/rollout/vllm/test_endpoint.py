@@ -99,6 +99,30 @@ def test_generation_can_be_left_open_within_limits(monkeypatch):
     assert vllm.reached == ["POST /v1/completions"] and served._strangers == 0
 
 
+def test_who_never_sends_what_he_announced_gives_his_place_back(monkeypatch):
+    """64 such connections closed open generation to everybody, for as long as they liked."""
+    monkeypatch.setattr(module, "OPEN_BODY_TIMEOUT", 0.05)
+    vllm, sent = FakeVLLM(), []
+    served = guarded(vllm, QERL_SERVER_OPEN_GENERATION="1")
+
+    async def never():
+        await asyncio.sleep(600)
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/completions",
+        "query_string": b"",
+        "headers": [(b"content-length", b"2")],
+    }
+    asyncio.run(served(scope, never, send))
+    assert sent[0]["status"] == 408 and b"did not come whole within 0.05 s" in sent[1]["body"]
+    assert served._strangers == 0 and vllm.reached == []
+
+
 @pytest.mark.parametrize(("key", "starts"), [("", False), ("short", False), ("0123456789abcdef", True)])
 def test_without_a_secret_the_server_does_not_start(key, starts):
     sent = []

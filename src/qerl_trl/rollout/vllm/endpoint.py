@@ -46,8 +46,8 @@ GENERATION = frozenset(
 OPEN = "QERL_SERVER_OPEN_GENERATION"
 #: bytes of a signed request for generation: a rollout's prompts, all at once
 MAX_PROMPTS = 512 * 2**20
-#: bytes of an unsigned one, and how many of them may be open
-MAX_OPEN_PROMPTS, MAX_OPEN_REQUESTS = 16 * 2**20, 64
+#: bytes of an unsigned one, how many of them may be open, and seconds that one may take to arrive
+MAX_OPEN_PROMPTS, MAX_OPEN_REQUESTS, OPEN_BODY_TIMEOUT = 16 * 2**20, 64, 60.0
 _METHOD = re.compile(r"qerl_[a-z_]+", re.ASCII)
 
 
@@ -130,19 +130,7 @@ class RolloutEndpoint:
             digest = self._verifier.check(given[0] if len(given) == 1 else "", scope["method"], target)
         except SignatureError as error:
             raise Refusal(401, f"Not signed by this server's trainer: {error}.") from error
-        body, length = bytearray(_length(scope, limit)), 0
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise Refusal(400, "The connection ended before the request did.")
-            piece = message.get("body", b"")
-            length += len(piece)
-            if length > len(body):
-                raise Refusal(413, f"The request has more than the {len(body)} bytes that it says.")
-            body[length - len(piece) : length] = piece  # what grew piece by piece would be copied again and again
-            if not message.get("more_body", False):
-                break
-        del body[length:]
+        body = await _read(receive, _length(scope, limit))
         large = len(body) > 2**20
         found = (
             await asyncio.to_thread(hashlib.sha256, body) if large else hashlib.sha256(body)
@@ -152,14 +140,18 @@ class RolloutEndpoint:
         return body
 
     async def _stranger(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
-        _length(scope, MAX_OPEN_PROMPTS)
+        length = _length(scope, MAX_OPEN_PROMPTS)
         if self._strangers >= MAX_OPEN_REQUESTS:
             raise Refusal(
                 429, f"{self._strangers} unsigned requests are under way, which is the limit: try again later."
             )
         self._strangers += 1
         try:
-            await self.app(scope, receive, send)
+            try:
+                body = await asyncio.wait_for(_read(receive, length), OPEN_BODY_TIMEOUT)
+            except TimeoutError as error:
+                raise Refusal(408, f"The request did not come whole within {OPEN_BODY_TIMEOUT:g} s.") from error
+            await self.app(scope, _again(bytes(body), receive), send)
         finally:
             self._strangers -= 1
 
@@ -230,6 +222,24 @@ def _length(scope: MutableMapping[str, Any], limit: int) -> int:
     if int(given[0]) > limit:
         raise Refusal(413, f"The request has {given[0]} bytes, more than the {limit} that are allowed.")
     return int(given[0])
+
+
+async def _read(receive: Receive, limit: int) -> bytearray:
+    """The body of a request that says that it has `limit` bytes. Refused: it ends too early, or has more."""
+    body, length = bytearray(limit), 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise Refusal(400, "The connection ended before the request did.")
+        piece = message.get("body", b"")
+        length += len(piece)
+        if length > len(body):
+            raise Refusal(413, f"The request has more than the {len(body)} bytes that it says.")
+        body[length - len(piece) : length] = piece  # what grew piece by piece would be copied again and again
+        if not message.get("more_body", False):
+            break
+    del body[length:]
+    return body
 
 
 def _again(body: bytes, receive: Receive) -> Receive:
