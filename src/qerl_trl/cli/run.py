@@ -222,13 +222,14 @@ def evaluate(
         chosen = dataclasses.replace(chosen, system_prompt=system_prompt or None)
 
     output = _output_file(output, Path(model), protocol, chosen.dataset, limit, chosen.samples)
+    if adapter:
+        require_whole(adapter)
     if data is not None:  # what is not there is said before a model is loaded
         problems = evaluation.load_problems(chosen, limit)
 
     if engine == "vllm":
         base, revision = model, None
         if adapter:
-            require_whole(adapter)
             base = base_model or _base_of(adapter)
             revision = check_served_base(adapter, base, device, allow_other_base, trust_remote_code)
             wanted = base_format or recorded_settings(adapter).get("base_format")
