@@ -360,6 +360,9 @@ def main() -> None:
         action="store_true",
         help="time layers at every multiple of 8, by what ships, and no candidates",
     )
+    parser.add_argument(
+        "--probe-seconds", type=float, default=PROBE_SECONDS, help="a variant that takes longer to compile is left out"
+    )
     parser.add_argument("--dry-run", action="store_true")
     args = parser.parse_args()
     if args.join:
@@ -415,7 +418,7 @@ def main() -> None:
     ]
     all_tries += [shipped(N, K, M, rows_of(m, N, K)) for m, _, N, K in matrices for M in (*sizes, *layer_sizes)]
     print("#", qerl_nvfp4.describe(), flush=True)
-    good, result["variants_left_out"] = usable_variants(all_tries, PROBE_SECONDS)
+    good, result["variants_left_out"] = usable_variants(all_tries, args.probe_seconds)
     print(
         f"# {len(good)} variants work, {time.time() - begin:.0f} s; left out: {result['variants_left_out']}", flush=True
     )

@@ -8,8 +8,8 @@ from the fastest count less (`NEAR`): how slow they are decides nothing. A varia
 factors stay near those of its kernel with all its tiles (`FAMILY`), in which a term costs in proportion to a tile's rows, tokens, or both.
 Printed, and kept in the file: how far the chosen candidate is from the fastest one measured, be it left out or not ("loss"), with all shapes
 in the fit and, which is what counts, with the matrix in question left out of it.  For the matrices that were measured the file also holds
-what was fastest ("timed"), where the table or the model would choose something slower by more than `GAIN`; of a matrix and a number of tokens that
-several runs timed, by the last one.
+what was fastest ("timed"), where the table or the model would choose something slower by more than `GAIN`; of a matrix and numbers of
+tokens that are priced as one, by the last run that timed them.
 """
 
 import argparse
@@ -192,8 +192,12 @@ def slower(config: dict, rows: list[dict]) -> float:
 
 
 def latest(rows: list[dict]) -> list[dict]:
-    """One row for each matrix, rows of A and number of tokens: the last one."""
-    return list({(r["N"], r["K"], r["rows"], r["M"]): r for r in rows}.values())
+    """One row for each matrix, rows of A and number of tokens. Of numbers of tokens that are priced as one, those of the last run: one
+    configuration answers them, and what two runs timed is not to be told apart by a few percent."""
+    size = {r["M"]: cost.size_of(r["M"]) or r["M"] for r in rows}
+    last = {(r["N"], r["K"], r["rows"], size[r["M"]]): r.get("commit") for r in rows}
+    of_each = {(r["N"], r["K"], r["rows"], r["M"]): r for r in rows}
+    return [r for (*matrix, M), r in of_each.items() if r.get("commit") == last[(*matrix, size[M])]]
 
 
 def faster_than_chosen(rows: list[dict], sms: int, model: dict, table: dict) -> list[dict]:

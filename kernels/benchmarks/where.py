@@ -5,7 +5,7 @@
 For the four matrices of a decoder layer with an adapter of rank 32: what nothing could be faster than (compare.floor_us), cuBLAS bf16, ours as timed, and
 what the model says of the chosen ones, by term (cost.terms).  Factors come from least squares, so a part is as good as the model is: `predicted` stands
 beside what was timed, and where the units' part is below what the matrix units need at their peak, that is said.  Below that, what a step to the next
-tile of tokens costs, of whole layers (layers_h200.json).  No GPU is needed.
+tile of tokens costs, of whole layers (layers_h200.json); and what x in its natural order gains.  No GPU is needed.
 """
 
 import argparse
@@ -25,6 +25,8 @@ SIZES = (64, 128, 192, 256, 384, 512)
 UNITS = "units of 256 columns (decode, matrix units)"
 UNTIMED = ((176, 3), (208, 3), (272, 2), (288, 2))  # tiles of `wide` that are newer than the measurement
 COMPUTE = 256  # from so many tokens on, the floor of all of these matrices is the matrix units' time
+NATURAL, NATURAL_END = "<!-- natural: written by benchmarks/where.py -->\n", "<!-- end of natural -->\n"
+NATURAL_SIZES = (128, 256, 272, 320, 384, 448, 512)
 PARTS = {  # column -> terms
     "launches": ("launch",),
     UNITS: ("units", "units of tokens that are not", "GFLOP", "rounds"),
@@ -114,6 +116,34 @@ def steps(layers: list[dict], found: list[tuple[str, int, dict[str, float]]], mo
     )
 
 
+def natural_order(result: dict) -> str:
+    """What x in its natural order gains: four products relative to bf16, the fastest candidates without it and with it, of one run each."""
+    by_commit: dict[tuple, list[dict]] = {}
+    for row in result["matrices"]:
+        if row["M"] in NATURAL_SIZES:
+            by_commit.setdefault((row["matrix"].rpartition(".")[0], row["M"], row.get("commit", "")), []).append(row)
+    found: dict[str, dict[int, str]] = {}
+    commits = []
+    for (model, M, commit), four in by_commit.items():
+        if len(four) == 4 and any(c["config"].get("natural") for row in four for c in row["candidates"]):
+            bf16 = sum(row["bf16_us"] for row in four)
+            best = [
+                sum(min(c["us"] for c in row["candidates"] if also or not c["config"].get("natural")) for row in four)
+                for also in (False, True)
+            ]
+            found.setdefault(model, {})[M] = " -> ".join(f"{bf16 / us:.2f}" for us in best)
+            commits.append(commit[:7])
+    sizes = [M for M in NATURAL_SIZES if any(M in of for of in found.values())]
+    lines = [f"| model | {' | '.join(map(str, sizes))} |", "|---|" + "---:|" * len(sizes)]
+    lines += [f"| {model} | {' | '.join(of.get(M, '') for M in sizes)} |" for model, of in found.items()]
+    tiles = sorted({name.partition(" natural")[0] for name in cost.factors() if "natural=1" in name})
+    return (
+        "\n".join(lines)
+        + f"\n\nA layer's four products relative to cuBLAS bf16 (adapter of rank 32 in ours alone), by number of tokens: the fastest candidates without `natural` -> with it. Priced, and so "
+        f"selected where they are fastest: {', '.join(f'`{name}`' for name in tiles)}; the other tiles with `natural` were not timed, or won nothing. {result['device']}, commit {', '.join(dict.fromkeys(commits))}.\n"
+    )
+
+
 def text(result: dict) -> str:
     about = (
         "Microseconds of the four products of a layer, adapter of rank 32 in ours, none in bf16; the columns from the seventh on are the fitted model's "
@@ -128,8 +158,8 @@ def text(result: dict) -> str:
 
 
 def written(page: str, result: dict) -> str:
-    """The page with the table in its place."""
-    return placed(page, BEGIN, END, text(result))
+    """The page with the tables in their places."""
+    return placed(placed(page, BEGIN, END, text(result)), NATURAL, NATURAL_END, natural_order(result))
 
 
 def main() -> None:

@@ -246,6 +246,10 @@ def test_what_was_timed_last_decides(monkeypatch):
     assert whole["commit"] == "old" and [more["commit"] for more in whole["more"]] == ["new"]
     assert [row.get("commit") for row in whole["matrices"]] == [None, None, "new"]
     assert [(row["M"], row.get("commit")) for row in fit.latest(whole["matrices"])] == [(80, "new"), (96, None)]
+    beside = fit.joined([whole, run | {"commit": "at 72", "matrices": [timed_row("a", 72, {"144": 9.0})]}])
+    assert [(row["M"], row.get("commit")) for row in fit.latest(beside["matrices"])] == [(96, None), (72, "at 72")], (
+        "72 and 80 tokens are answered by one configuration"
+    )
     assert fit.joined([whole, new | {"commit": "newer"}])["more"][-1]["commit"] == "newer" and "more" not in fit.joined(
         [old]
     )
