@@ -206,7 +206,7 @@ def every_size() -> str:
     rows = layers_of(later)
     outside = json.loads(FACTORS.read_text())["quality"]["shape_left_out"]
     new, source = (path.relative_to(ROOT) for path in (LAYERS, EVERY_SIZE))
-    commits = " and ".join(run["commit"][:7] for run in (record, *record.get("more", ())))
+    commits = " and ".join(dict.fromkeys(run["commit"][:7] for run in (record, *record.get("more", ()))))
     return (
         "\n".join(rows)
         + "\n\nSpeed relative to cuBLAS bf16 without an adapter: a decoder layer without its attention, RMSNorm and SwiGLU between the products as in a model, "
