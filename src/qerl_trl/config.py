@@ -254,6 +254,7 @@ class QeRLArguments(OnlineConfig):
         self.gradient_checkpointing = self.recompute_as_needed or wanted
         if hasattr(self, _NEWER_NAME):  # else transformers calls the older one deprecated, which nobody may have passed
             setattr(self, _NEWER_NAME, self.gradient_checkpointing)
+        ranges.check_counts(self)
         updates = self.updates_per_rollout
         if updates is not None and (type(updates) is not int or updates < 1):
             raise ValueError(

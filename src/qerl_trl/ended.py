@@ -41,6 +41,16 @@ def last_whole(saved: str | None) -> str:
 
 
 @contextmanager
+def told_of_interrupts(text: str) -> Iterator[None]:
+    """Around what happens before or after a training: Ctrl-C, whose error says nothing."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        error.add_note(text)
+        raise
+
+
+@contextmanager
 def told_of_exits(trainer: Any) -> Iterator[None]:
     """Around a training: Ctrl-C, whose error says nothing; and an `exit()` in a tool, an environment, a callback or a handler of a signal, which ends
     the process without a word, and as a success."""

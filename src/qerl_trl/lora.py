@@ -92,7 +92,7 @@ def settle_model_config(model_config: Any, said: Collection[str], base_format: s
     """
     if base_format == "full":
         return
-    if model_config.lora_r < 1:
+    if model_config.lora_r is None or model_config.lora_r < 1:
         raise ValueError(
             f"lora_r={model_config.lora_r} is no rank of an adapter. Pass an integer >= 1, such as {default_lora_config().r}."
         )

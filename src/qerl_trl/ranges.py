@@ -1,27 +1,62 @@
 """Numbers of a configuration, and the ranges outside of which no run can be made of them."""
 
 import json
+from pathlib import Path
 from typing import Any
 
-#: of `vllm_engine_kwargs`, what memory is planned with
+#: how many there are of something, with whether None leaves it out; TRL divides by them before anything else
+_COUNTS = {
+    "per_device_train_batch_size": False,
+    "gradient_accumulation_steps": False,
+    "num_generations": False,
+    "num_iterations": False,
+    "max_completion_length": False,
+    "steps_per_generation": True,
+    "generation_batch_size": True,
+}
+#: of `vllm_engine_kwargs`, what memory is planned with, and an example of every option that is names and values
 _OF_AN_ENGINE = ("max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes", "gpu_memory_utilization")
-_MAPPING = "Pass names and values, such as {'max_num_seqs': 64}."
+_MAPPINGS = {
+    "vllm_engine_kwargs": '{"max_num_seqs": 64}',
+    "generation_kwargs": '{"top_k": 20}',
+    "chat_template_kwargs": '{"enable_thinking": false}',
+    "model_init_kwargs": '{"attn_implementation": "sdpa"}',
+    "lr_scheduler_kwargs": '{"num_cycles": 2}',
+    "gradient_checkpointing_kwargs": '{"use_reentrant": false}',
+}
+
+
+def check_counts(args: Any) -> None:
+    """Before TRL computes with them.
+
+    Raises:
+        `ValueError`: a number leaves nothing to do, or is none.
+    """
+    for name, optional in _COUNTS.items():
+        value = getattr(args, name, 1)  # RLOO has not all of them
+        if value is None and optional:
+            continue
+        if isinstance(value, str) or value is None:
+            raise ValueError(f"{name}={value!r} is no number. Pass an integer >= 1, without quotes.")
+        if value < 1:
+            raise ValueError(f"{name}={value} leaves nothing to train on. Pass an integer >= 1.")
 
 
 def check(args: Any) -> None:
     """
     Raises:
-        `ValueError`: a number leaves nothing to do, or is none.
+        `ValueError`: a number leaves nothing to do, or is none; or what should be names and values is not.
     """
-    for name in ("per_device_train_batch_size", "max_completion_length"):
-        if (value := getattr(args, name, None)) is not None and value < 1:
-            raise ValueError(f"{name}={value} leaves nothing to train on. Pass an integer >= 1.")
-    engine = getattr(args, "vllm_engine_kwargs", None) or {}
-    if not isinstance(engine, dict):
-        raise ValueError(f"vllm_engine_kwargs={engine!r} is no mapping. {_MAPPING}")
-    for name, value in engine.items():
-        if name in _OF_AN_ENGINE and not isinstance(value, int | float | None):
+    for name, example in _MAPPINGS.items():
+        if not isinstance(value := getattr(args, name, None) or {}, dict):
+            raise ValueError(f"{name}={value!r} is no mapping. Pass names and values, such as {example}")
+    for name, value in (getattr(args, "vllm_engine_kwargs", None) or {}).items():
+        if name not in _OF_AN_ENGINE or value is None:
+            continue
+        if not isinstance(value, int | float):
             raise ValueError(f"vllm_engine_kwargs has {name}={value!r}, which is no number. Write it without quotes.")
+        if value <= 0:
+            raise ValueError(f"vllm_engine_kwargs has {name}={value}, with which no engine runs. Pass a number > 0.")
     for name, least, off in (
         ("rollout_probe_steps", 0, ", or 0 for at the start only"),
         ("zero_advantage_patience", 1, ""),
@@ -42,6 +77,18 @@ def check(args: Any) -> None:
 
 
 def no_mapping(args: Any, error: json.JSONDecodeError) -> ValueError:
-    """In place of the error of an option that should be a mapping, or one in JSON, which does not name it."""
-    name = next((name for name in args._VALID_DICT_FIELDS if getattr(args, name, None) == error.doc), "an option")
-    return ValueError(f"{name}={error.doc!r} is no mapping ({error}). {_MAPPING}")
+    """In place of the error of an option that should be a mapping in JSON, or a file that holds one, which names neither."""
+    given = {name: value for name in args._VALID_DICT_FIELDS if isinstance(value := getattr(args, name, None), str)}
+    for name, value in given.items():
+        if value == error.doc:
+            example = _MAPPINGS.get(name, '{"name": "value"}')
+            return ValueError(
+                f"{name}={value!r} is no mapping ({error}). Pass names and values in JSON, such as {example}"
+            )
+    files = [
+        f"{name}={value!r}"
+        for name, value in given.items()
+        if Path(value).expanduser().is_file() and Path(value).expanduser().read_text(errors="replace") == error.doc
+    ]
+    which = " or ".join(files or given) or "a configuration"
+    return ValueError(f"{which} names a file that is no JSON ({error}). Mend that file, or leave the option out.")

@@ -704,6 +704,14 @@ def test_a_mixture_of_experts_is_planned_as_it_can_be_run(tmp_path):
     [
         ("max_completion_length: -4", "max_completion_length=-4 leaves nothing to train on"),
         ("per_device_train_batch_size: 0", "per_device_train_batch_size=0 leaves nothing to train on"),
+        ("per_device_train_batch_size: -1", "per_device_train_batch_size=-1 leaves nothing to train on"),
+        ("gradient_accumulation_steps: 0", "gradient_accumulation_steps=0 leaves nothing to train on"),
+        ("num_generations: 0", "num_generations=0 leaves nothing to train on"),
+        ("steps_per_generation: 0", "steps_per_generation=0 leaves nothing to train on"),
+        ("max_completion_length: null", "max_completion_length=None is no number"),
+        ("lora_r: null", "lora_r=None is no rank"),
+        ("vllm_engine_kwargs: {max_num_seqs: 0}", "max_num_seqs=0, with which no engine runs"),
+        ("model_init_kwargs: foo", "model_init_kwargs='foo' is no mapping. Pass names and values, such as {\"attn"),
         ("lora_r: 0", "lora_r=0 is no rank"),
         ("env: A=1", "env is 'A=1'. Write names and values"),
         ("task: nowhere", "task: nowhere is no file here or beside run.yaml"),
@@ -734,6 +742,17 @@ def test_a_merge_has_the_type_that_was_asked_for(tiny_model_dir, tmp_path):
         assert code == 0 and f"{said}: " in out, err
 
 
+@pytest.mark.parametrize(
+    "words",
+    [(), ("--base-format", "bf16"), ("--as", "nvfp4", "--force"), ("--as", "base"), ("--as", "adapter")],
+    ids=["bf16", "bf16 on bf16", "nvfp4", "base", "adapter"],
+)
+def test_the_same_merge_again_finds_it_there(words, run, tmp_path):
+    for said in ("written: ", "there already: "):
+        code, out, err = call("merge", run[0], tmp_path / "out", *words)
+        assert code == 0 and said in out, err
+
+
 def test_a_run_that_did_not_save_its_end_is_told_its_newest_checkpoint(tmp_path):
     folder = tmp_path / "run" / "checkpoint-3"
     folder.mkdir(parents=True)
@@ -742,3 +761,14 @@ def test_a_run_that_did_not_save_its_end_is_told_its_newest_checkpoint(tmp_path)
     for words in (("merge", tmp_path / "run", tmp_path / "out"), ("eval", tmp_path / "run")):
         code, _, err = call(*words)
         assert code != 0 and f"name the newest, {folder}" in err
+
+
+def test_an_engine_s_number_that_is_none_is_the_engine_s_own(tiny_model_dir, tmp_path):
+    said = []
+    for line in ("", "vllm_engine_kwargs: {max_num_seqs: null}\n"):
+        path = tmp_path / "run.yaml"
+        path.write_text(f"model_name_or_path: {tiny_model_dir('qwen2')}\noutput_dir: x\nuse_vllm: true\n{line}")
+        code, out, err = call("plan", "--config", path, "--gpu-gib", "24", "--json")
+        assert code == 0, err
+        said.append(json.loads(out))
+    assert said[0] == said[1]

@@ -343,3 +343,28 @@ def test_a_whole_checkpoint_outlives_the_rescue(rollout, write, said, left, tiny
     assert len(list(run.glob(f"checkpoint-*/{checkpoint.MANIFEST_NAME}"))) == 1
     assert tiny_runs.command(run, **options).state.global_step == 4
     assert checkpoint.problems(run / "checkpoint-4") == []
+
+
+@pytest.mark.parametrize("moment", ["before", "before, resumed", "after"])
+def test_ctrl_c_in_a_measurement_says_what_was_done(moment, example, measured, tmp_path, monkeypatch):
+    """It said that no step was done, of a run that goes on, and after the training nothing."""
+    from qerl_trl.tasks import run as of_a_task
+
+    run = tmp_path / "run" if moment == "before" else shutil.copytree(measured, tmp_path / "run")
+    if moment == "before, resumed":
+        (run / "before.json").unlink()
+
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(of_a_task, "held_out_verdicts", interrupted)
+    with pytest.raises(KeyboardInterrupt) as ended:
+        example(run)
+    said = " ".join(ended.value.__notes__)
+    before, saved = "accuracy before training was being measured. ", f"{run / 'checkpoint-1'}"
+    wanted = {
+        "before": f"{before}No checkpoint was written yet, so the same command starts over.",
+        "before, resumed": f"{before}The last whole checkpoint is {saved}: the same command goes on from it",
+        "after": f"training is over, and saved in {run}.",
+    }
+    assert wanted[moment] in said and sum(text in said for text in wanted.values()) == 1

@@ -171,6 +171,9 @@ def test_one_split_that_was_saved_is_measured(tmp_path):
     Dataset.from_json(str(tmp_path / "test.jsonl"), split="test").save_to_disk(tmp_path / "saved")
     assert list(problems.read(tmp_path / "saved")) == ["test"]
     Dataset.from_list([{"question": "1?", "answer": "1"}]).save_to_disk(tmp_path / "without")
+    for split, named in (("test[:1]", "test"), ("test+test", "train")):
+        Dataset.from_json({"test": str(tmp_path / "test.jsonl")}, split=split).save_to_disk(tmp_path / split)
+        assert list(problems.read(tmp_path / split)) == [named]  # it was called by the whole expression
     for name in ("saved", "without"):
         assert len(evaluation.load_problems(evaluation.Protocol(str(tmp_path / name)))) == 1
 

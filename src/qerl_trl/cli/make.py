@@ -26,9 +26,6 @@ from .options import (
     weights_at,
 )
 
-#: what is written, by the form that is asked for
-_KINDS = {"bf16": "merged", "nvfp4": "nvfp4_merged", "base": "nvfp4_base", "adapter": "adapter"}
-
 
 def quantize(
     model: Annotated[str, typer.Argument(help="Folder or Hub id of a bf16 model.")],
@@ -124,8 +121,10 @@ def merge(
     as_json: AsJson = False,
 ) -> None:
     """Turn a run into something to publish: merged model, adapter or base, with a card."""
-    if form not in _KINDS:
-        raise ValueError(f"--as {form} is unknown; choose {', '.join(_KINDS)}.")
+    from qerl_trl.publish.records import FORMS, Export, Measured
+
+    if form not in FORMS:
+        raise ValueError(f"--as {form} is unknown; choose {', '.join(FORMS)}.")
     if onto_original and (form != "bf16" or (prompts is None and task is None)):
         raise ValueError(
             "--onto-original makes another model than was trained, so it is for --as bf16 only and has to be measured: add --prompts FILE.jsonl or --task."
@@ -139,7 +138,6 @@ def merge(
         raise ValueError(f"--force is for --as nvfp4, and has nothing to force with --as {form}: leave it out.")
     from qerl_trl.publish import cards, export, staging
     from qerl_trl.publish.distance import logit_distance, logits_of, prompt_batches
-    from qerl_trl.publish.records import Export, Measured
     from qerl_trl.publish.run import load_any, load_policy, recorded_template_kwargs
     from qerl_trl.tasks.task import Task
 
@@ -148,7 +146,7 @@ def merge(
     staging.require_apart(run, destination)
     if base_model is not None:
         staging.require_apart(base_model, destination)
-    staging.require_room(destination, overwrite, "merged_other_base" if onto_original else _KINDS[form])
+    staging.require_room(destination, overwrite, FORMS[form])
     code = {"trust_remote_code": trust_remote_code}
     policy = load_policy(run, base_model, base_format, dtype, device, allow_other_base, **code)
     measured: Measured | None = None
@@ -240,10 +238,12 @@ def push(
     as_json: AsJson = False,
 ) -> None:
     """Publish to the Hugging Face Hub: announced first, private by default, all or nothing. Interrupted? Run it again."""
-    kinds = {
-        "adapter": ("adapter",),
-        "merged": ("merged", "merged_other_base", "nvfp4_merged"),
-        "base": ("nvfp4_base",),
+    from qerl_trl.publish.records import FORMS, MERGED_KINDS, Facts
+
+    kinds: dict[str, tuple[str, ...]] = {
+        "adapter": FORMS["adapter"],
+        "merged": MERGED_KINDS,
+        "base": FORMS["base"],
         "model": (),
     }
     if what not in kinds:
@@ -256,7 +256,6 @@ def push(
         raise ValueError("--dataset names training data, and a base was not trained: leave it out.")
     from qerl_trl import checkpoint
     from qerl_trl.publish import cards, export, hub
-    from qerl_trl.publish.records import Facts
     from qerl_trl.publish.run import recorded_settings, require_adapter
 
     kind, made = checkpoint.recorded_run(folder).get("kind"), None

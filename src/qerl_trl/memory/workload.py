@@ -179,6 +179,7 @@ def workload_of(
     fast = on_a_gpu(args.base_format)
     engine = getattr(args, "vllm_engine_kwargs", None) or {}
     engine = json.loads(engine) if isinstance(engine, str) else engine
+    engine = {name: value for name, value in engine.items() if value is not None}  # for vLLM, too, None is its default
     rollout = args.vllm_mode if args.use_vllm else "transformers"
     tensor_parallel = args.vllm_tensor_parallel_size if rollout == "colocate" else 1
     completions = args.per_device_train_batch_size * args.steps_per_generation * tensor_parallel

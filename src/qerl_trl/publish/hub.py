@@ -26,7 +26,7 @@ from . import cards, export, outgoing
 from .answers import HTTPError, explanation, root_of
 from .names import is_hub_id
 from .outgoing import Content, HubError
-from .records import Export, Facts
+from .records import MERGED_KINDS, Export, Facts
 from .run import Exportable, is_trainer, recorded_revision
 
 #: what the Hub itself puts into a new repository
@@ -336,7 +336,7 @@ def check_base_on_hub(api: HfApi, base_model: str, settings: RunSettings, allowe
         pass  # of somebody else, who writes no manifest
     except ValueError as error:
         wrong = f"does not say what it holds: its {error}"
-    if kind in ("merged", "merged_other_base", "nvfp4_merged"):
+    if kind in MERGED_KINDS:
         wrong = "holds a merged model: the adapter would be added to what has one in it already"
     elif then is not None and known not in (None, then):
         wrong = (

@@ -18,6 +18,15 @@ BEFORE_NAME = "before.json"
 #: the files in a model's folder that say how `qerl-trl eval` measured this model
 EVALUATIONS = "eval-*.json"
 Kind = Literal["adapter", "merged", "merged_other_base", "nvfp4_base", "nvfp4_merged"]
+#: what `qerl-trl merge --as` calls what it writes: kinds that come of it
+FORMS: dict[str, tuple[Kind, ...]] = {
+    "bf16": ("merged", "merged_other_base"),
+    "nvfp4": ("nvfp4_merged",),
+    "base": ("nvfp4_base",),
+    "adapter": ("adapter",),
+}
+#: kinds that hold base and adapter in one
+MERGED_KINDS = (*FORMS["bf16"], *FORMS["nvfp4"])
 
 
 class Survived(TypedDict):

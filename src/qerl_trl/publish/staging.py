@@ -12,7 +12,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -38,17 +38,17 @@ def require_apart(source: str | os.PathLike, destination: str | os.PathLike) -> 
         )
 
 
-def require_room(destination: str | os.PathLike, overwrite: bool, kind: str | None = None) -> None:
+def require_room(destination: str | os.PathLike, overwrite: bool, kinds: Collection[str] = ()) -> None:
     """
     Args:
-        kind: of what is to be written. An export of that kind may be it already.
+        kinds: what is to be written is of one of these. An export of such a kind may be it already.
 
     Raises:
         `ValueError`: something else is there, and nobody allowed to replace it.
     """
     destination = Path(destination).absolute()
     taken = destination.is_file() or (destination.is_dir() and any(destination.iterdir()))
-    if overwrite or not taken or (kind is not None and checkpoint.recorded_run(destination).get("kind") == kind):
+    if overwrite or not taken or checkpoint.recorded_run(destination).get("kind") in kinds:
         return
     raise ValueError(
         f"{destination} already exists and is not empty. Choose another folder, or allow it to be replaced (overwrite=True, "

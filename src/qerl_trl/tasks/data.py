@@ -1,5 +1,6 @@
 """Problems as TRL wants them: a conversational `prompt`, and an `answer` where there is one. From the Hub, files, or a function."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,10 @@ def read(
     if isinstance(source, Path):
         if is_saved(source):
             saved = load_from_disk(str(source))
-            return saved if isinstance(saved, DatasetDict) else DatasetDict({str(saved.split or "train"): saved})
+            if isinstance(saved, DatasetDict):
+                return saved
+            named = re.fullmatch(r"(\w+)(\[.*\])?", str(saved.split or ""))  # of a slice, the expression that made it
+            return DatasetDict({named[1] if named else "train": saved})
         suffix = source.suffix
         if source.is_dir():
             suffix = next((each for each in READERS if any(source.glob(f"*{each}"))), "")

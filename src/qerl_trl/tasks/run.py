@@ -10,6 +10,7 @@ from transformers import ProgressCallback, TrainerCallback
 
 from .. import checkpoint
 from ..base_identity import base_revision
+from ..ended import last_whole, told_of_interrupts
 from ..publish.hub import HubError
 from ..publish.records import BEFORE_NAME, RESULTS_NAME, RunResults
 from ..publish.run import recorded_settings
@@ -89,20 +90,18 @@ def train_and_measure(
     way = measured_by(trainer, task, test)
     before = (read_before(output_dir, test, way) if resume else None) or []
 
+    in_training = placed_in_training(trainer.accelerator)
+    goes_on = "" if in_training else f" {last_whole(resume)}"  # which a training says by itself
+
     def measure_before() -> None:
         if not before:
-            try:
+            with told_of_interrupts(f"The accuracy before training was being measured.{goes_on}"):
                 before.extend(held_out())
-            except KeyboardInterrupt as error:
-                error.add_note(
-                    "The accuracy before training was being measured, and no step was done: the same command starts over."
-                )
-                raise
             if main_process:
                 write_before(output_dir, before, test, way)
         tell(f"Held-out accuracy before training, {how}: {Accuracy(sum(before), len(before))}")
 
-    if before or not placed_in_training(trainer.accelerator):
+    if before or not in_training:
         measure_before()
     elif resume:
         raise ValueError(
@@ -118,7 +117,10 @@ def train_and_measure(
     except HubError as error:  # the training itself is whole; it is pushed again below, once the results are written
         tell(error)
     trainer.save_model(push=False)
-    after = held_out()
+    with told_of_interrupts(
+        f"The training is over, and saved in {output_dir}. The accuracy after it was being measured: the same command measures it, and trains no more."
+    ):
+        after = held_out()
     results: RunResults = {}
     if main_process:
         trained = trainer.state.global_step > begun
