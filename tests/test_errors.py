@@ -59,6 +59,19 @@ def test_whose_error_it_is(modules, statement, expected, tmp_path):
     assert errors.exit_code(raised(tmp_path, modules, statement)) == expected
 
 
+def test_a_script_that_waits_for_itself_is_no_place_where_something_hung(tmp_path):
+    """`python -m script` named the script's own last line, as of a reward that hangs."""
+    (tmp_path / "waits.py").write_text(
+        "import os, signal, threading\nfrom qerl_trl import errors\nerrors.tell_in_scripts()\n"
+        "threading.Timer(1, lambda: os.kill(os.getpid(), signal.SIGINT)).start()\nthreading.Event().wait(30)\n"
+    )
+    for words in (["waits.py"], ["-m", "waits"]):
+        done = subprocess.run(
+            [sys.executable, *words], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60
+        )
+        assert done.stderr.strip().splitlines()[-1] == "qerl-trl: Interrupted." and done.returncode == 130
+
+
 def test_a_command_shows_the_traceback_of_a_bug(monkeypatch, tmp_path):
     """`merge` ended with torch's message about two shapes, and nothing said of what."""
     bug = raised(tmp_path, *CASES["torch's own"][:2])

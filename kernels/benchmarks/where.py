@@ -148,7 +148,7 @@ def text(result: dict) -> str:
     about = (
         "Microseconds of the four products of a layer, adapter of rank 32 in ours, none in bf16; the columns from the seventh on are the fitted model's "
         f"parts of `predicted`, which is of the candidates that it chooses. {result['device']}, torch {result['torch']}, triton {result['triton']}, commit "
-        f"{', '.join(run['commit'][:7] for run in (result, *result.get('more', ())))}."
+        f"{', '.join(dict.fromkeys(run['commit'][:7] for run in (result, *result.get('more', ()))))}."
     )
     layers = json.loads(LAYERS.read_text())
     runs = ", ".join(dict.fromkeys(run["commit"][:7] for run in layers["runs"]))

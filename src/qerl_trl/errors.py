@@ -64,6 +64,7 @@ def tell(message: object, file: TextIO | None = None) -> None:
 def _interrupted(error: KeyboardInterrupt) -> str:
     """With the line of the user's own code that was called from elsewhere (a reward, a tool), where there was one: what hung may be there."""
     steps = list(traceback.walk_tb(error.__traceback__))
+    steps = steps[next((i for i, (frame, _) in enumerate(steps) if not _starts(frame)), 0) :]
     called = next((i for i, (frame, _) in enumerate(steps) if not _is_users(frame)), len(steps))
     inside = [step for step in steps[called:] if _is_users(step[0])]
     if not inside:
@@ -95,6 +96,11 @@ def _tell(kind: type[BaseException], error: BaseException, trace: TracebackType 
 
 def _is_ours(frame: FrameType) -> bool:
     return str(frame.f_globals.get("__name__")).partition(".")[0] in _OURS
+
+
+def _starts(frame: FrameType) -> bool:
+    """Whether its code is what runs a module (`python -m`)."""
+    return frame.f_code.co_filename.startswith("<frozen ")
 
 
 def _is_users(frame: FrameType) -> bool:

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig
 from typer.testing import CliRunner
 
-from qerl_trl import checkpoint, errors, preflight
+from qerl_trl import QeRLConfig, checkpoint, errors, preflight
 from qerl_trl.cli import doctor, options
 from qerl_trl.cli import main as cli
 from qerl_trl.publish import distance, export, hub
@@ -450,7 +450,7 @@ def test_eval(run, tmp_path):
     code, out, _ = call("eval", folder, *options, "--answer-format", "whole")
     assert code == 0 and "state no answer" not in out
     code, _, err = call("eval", folder, *options, "--answer-format", "boxed")
-    assert code == 2 and "neither marked nor whole" in err
+    assert code == 2 and "--answer-format='boxed' is neither 'marked' nor 'whole'" in err
     code, _, err = call("eval", folder, "--data", tmp_path / "typo.jsonl", "--output", tmp_path / "x.json")
     assert code == 2 and "typo.jsonl' is no file or folder in" in err and "Name a folder with <split>.jsonl" in err
     code, _, err = call("eval", folder, "--protocol", "quiz")
@@ -474,9 +474,11 @@ def test_a_measurement_is_neither_lost_nor_replaced_by_less(run, tmp_path, monke
     for said, words in (
         (["a.jsonl", "--limit", 2], "by 5 completions, and one by 2 would replace it"),
         (["b.jsonl"], "b.jsonl would replace it"),
+        (["a.jsonl", "--answer-format", "whole"], "with answers read as marked, and one as whole would replace it"),
+        (["c.jsonl"], "c.jsonl' is no file"),  # what is there was in the way of what is not
     ):
         code, _, err = call(*ask, tmp_path / said[0], *said[1:])
-        assert code == 2 and words in err and "--output" in err
+        assert code == 2 and words in err and ("--output" in err or said[0] == "c.jsonl")
         assert (folder / "eval-local.json").read_bytes() == before
     assert call(*ask, tmp_path / "a.jsonl", "--limit", 2, "--output", tmp_path / "quick.json")[0] == 0
     monkeypatch.chdir(tmp_path)
@@ -661,7 +663,7 @@ def test_an_evaluation_that_could_not_be_kept_is_refused_before_it_is_made(tmp_p
     monkeypatch.setattr(run.os, "access", lambda folder, mode: False)
     for output in (None, tmp_path / "there.json"):
         with pytest.raises(ValueError, match="this user may not write there"):
-            run._output_file(output, tmp_path, "pass@1", "data.jsonl", None, 1)
+            run._output_file(output, tmp_path, "pass@1", "data.jsonl", None, 1, "marked")
 
 
 def test_a_plan_refuses_what_a_run_refuses(tiny_model_dir, tmp_path):
@@ -761,6 +763,23 @@ def test_a_run_that_did_not_save_its_end_is_told_its_newest_checkpoint(tmp_path)
     for words in (("merge", tmp_path / "run", tmp_path / "out"), ("eval", tmp_path / "run")):
         code, _, err = call(*words)
         assert code != 0 and f"name the newest, {folder}" in err
+
+
+def test_some_completions_without_an_answer_are_counted(run, tmp_path, monkeypatch):
+    """It was said of more than half only."""
+    problems = tmp_path / "test.jsonl"
+    problems.write_text("\n".join(json.dumps({"question": f"{i}?", "answer": f"#### {i}"}) for i in range(5)))
+    said = ["#### 0", "#### 1", "#### 2", "#### 3", "4"]
+    monkeypatch.setattr(evaluation, "transformers_engine", lambda *arguments: lambda data: said)
+    code, out, err = call("eval", run[0], "--data", problems, "--samples", 1, "--output", tmp_path / "eval.json")
+    assert code == 0 and "1 of 5 completions state no answer" in out and "--answer-format" not in out, err
+
+
+def test_a_broken_file_of_an_option_is_named_and_not_shown(tmp_path):
+    (tmp_path / "f.json").write_text('{"secret": "abc", oops')
+    with pytest.raises(ValueError, match=r"^accelerator_config='.*f.json' names a file that is no JSON") as refused:
+        QeRLConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, accelerator_config=str(tmp_path / "f.json"))
+    assert "abc" not in str(refused.value)
 
 
 def test_an_engine_s_number_that_is_none_is_the_engine_s_own(tiny_model_dir, tmp_path):

@@ -1,5 +1,7 @@
 """Models with a tower: an adapter is of the class that TRL trains, and whoever rebuilds the policy loads that one."""
 
+import json
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -9,7 +11,7 @@ from qerl_trl import NVFP4Config, base_identity, checkpoint, from_pretrained
 from qerl_trl.lora import register_nvfp4_lora
 from qerl_trl.nvfp4.linear import NVFP4Linear
 from qerl_trl.publish import cards, export
-from qerl_trl.publish.quantize import quantize_folder
+from qerl_trl.publish.quantize import REPORT_NAME, quantize_folder
 from qerl_trl.publish.run import TrainedPolicy, load_any, load_policy
 from tests import architectures
 from tests.test_recipes import write_tiny_model
@@ -75,6 +77,10 @@ def test_a_policy_with_a_tower_is_rebuilt_merged_and_quantized(name, tmp_path):
     quantize_folder(folder, tmp_path / "packed", card=lambda f, e: cards.write(f, cards.facts_of_quantization(f, e), e))
     assert f"model = {auto}.from_pretrained" in (tmp_path / "packed/README.md").read_text()
     packed = from_pretrained(tmp_path / "packed")
+    report = json.loads((tmp_path / "packed" / REPORT_NAME).read_text())
+    modules = dict(packed.named_modules())  # as --skip takes them: names of the checkpoint matched nothing there
+    assert report["layers"] and {layer["name"] for layer in report["layers"]} <= set(modules)
+    assert set(report["not_quantized"]) <= set(modules)
     assert type(packed) is kind and any(isinstance(module, NVFP4Linear) for module in packed.modules())
     # what is quantized as it is loaded, and what the run writes as its base
     model = from_pretrained(folder, NVFP4Config())

@@ -146,7 +146,7 @@ def evaluate(
         stored_as,
     )
     from qerl_trl.tasks import evaluation
-    from qerl_trl.tasks.task import Task
+    from qerl_trl.tasks.task import Task, require_answer_format
 
     adapter = Path(model) if (Path(model) / "adapter_config.json").is_file() else None
     if harness:
@@ -160,8 +160,8 @@ def evaluate(
             f"--base-model {base_model} is the base of an adapter, and {model} has none (no adapter_config.json): the model would be measured as it is, "
             "and the base not at all. Name the run's folder or a checkpoint in it, or leave --base-model out."
         )
-    if answer_format not in (None, "marked", "whole"):
-        raise ValueError(f"--answer-format {answer_format} is neither marked nor whole.")
+    if answer_format is not None:
+        require_answer_format(answer_format, "--answer-format")
     if engine not in ("transformers", "vllm"):
         raise ValueError(f"--engine {engine} is unknown; choose transformers or vllm.")
     run_task = _task_of(Path(model))
@@ -221,11 +221,14 @@ def evaluate(
     if system_prompt is not None:
         chosen = dataclasses.replace(chosen, system_prompt=system_prompt or None)
 
-    output = _output_file(output, Path(model), protocol, chosen.dataset, limit, chosen.samples)
+    stated = answer_format or "marked" if measured_task is None else measured_task.answer_format
+    if (
+        data is not None
+    ):  # what is not there is said before a model is loaded, or what is there is said to be in the way
+        problems = evaluation.load_problems(chosen, limit)
+    output = _output_file(output, Path(model), protocol, chosen.dataset, limit, chosen.samples, stated)
     if adapter:
         require_whole(adapter)
-    if data is not None:  # what is not there is said before a model is loaded
-        problems = evaluation.load_problems(chosen, limit)
 
     if engine == "vllm":
         base, revision = model, None
@@ -269,11 +272,10 @@ def evaluate(
         )
         generate = evaluation.transformers_engine(policy.model, policy.tokenizer, chosen, batch_size, seed)
     if measured_task is not None:
-        stated = measured_task.answer_format
         result = evaluation.evaluate(chosen, generate, limit, seed, problems, measured_task.verdicts, stated)
         result["task"] = measured_task.label
     else:
-        result = evaluation.evaluate(chosen, generate, limit, seed, problems, answer_format=answer_format or "marked")
+        result = evaluation.evaluate(chosen, generate, limit, seed, problems, answer_format=stated)
     result.update(model=public_name(model), adapter=adapter is not None, engine=engine, name=protocol)
     if Path(model).is_dir():  # what a card compares, which shows it for this model only
         result.update(weights_sha256=checkpoint.weights_sha256(model), base_sha256=base_sha256 if adapter else None)
@@ -286,10 +288,13 @@ def evaluate(
         f"{chosen.samples} completion{'s' if chosen.samples > 1 else ''} each, temperature {chosen.temperature:g}, {result['seconds']:.0f} s"
     ]
     asked = result["total"] * chosen.samples
-    if 2 * result["without_an_answer"] > asked:
+    if none := result["without_an_answer"]:
+        advice = (
+            " If an answer is all that is said: --answer-format whole, or --task, which says so itself. Others were cut off (--max-new-tokens), or were "
+            "not told how to answer."
+        )
         lines.append(
-            f"{result['without_an_answer']} of {asked} completions state no answer after #### or in a box, and count as wrong. If an answer is all that is "
-            "said: --answer-format whole, or --task, which says so itself. Others were cut off (--max-new-tokens), or were not told how to answer."
+            f"{none} of {asked} completions state no answer after #### or in a box, and count as wrong.{advice * (2 * none > asked)}"
         )
     if output is not None:
         lines.append(f"written: {output}")
@@ -298,11 +303,13 @@ def evaluate(
 
 def _task_of(model: Path) -> str | None:
     """What the run that made `model` was measured on, as its results say, where that is not GSM8K."""
+    from qerl_trl.tasks.evaluation import PROTOCOLS
+
     try:
         results = json.loads((model / RESULTS_NAME).read_text())
     except (OSError, ValueError):
         return None
-    if not isinstance(results, dict) or results.get("dataset") == "openai/gsm8k":
+    if not isinstance(results, dict) or results.get("dataset") == PROTOCOLS["gsm8k"].dataset:
         return None
     return results.get("task")
 
@@ -315,12 +322,12 @@ def _require_writable(output: Path) -> None:
 
 
 def _output_file(
-    output: Path | None, model: Path, protocol: str, dataset: str, limit: int | None, samples: int
+    output: Path | None, model: Path, protocol: str, dataset: str, limit: int | None, samples: int, answer_format: str
 ) -> Path | None:
     """Where the result is written, before anything is measured.
 
     Raises:
-        `ValueError`: nothing can be written there, or a measurement of the same weights is there that this one would be less than, or that is of other problems.
+        `ValueError`: nothing can be written there, or a measurement of the same weights is there that this one would be less than, or that is of other problems or answers.
     """
     if output is not None:
         if output.is_dir() or not output.absolute().parent.is_dir():
@@ -347,11 +354,18 @@ def _output_file(
     other = os.path.realpath(str(there.get("dataset"))) != os.path.realpath(
         dataset
     )  # of names of files, and of data sets alike
-    if (other or now < before) and there.get("weights_sha256") == checkpoint.weights_sha256(model):
-        by = f"on {there.get('dataset')}" if other else f"by {before} completions"
+    read_as = there.get("answer_format", "marked")
+    if other:
+        by, this = f"on {there.get('dataset')}", f"on {dataset}"
+    elif read_as != answer_format:
+        by, this = f"with answers read as {read_as}", f"as {answer_format}"
+    else:
+        by, this = f"by {before} completions", f"by {now}"
+    another = other or read_as != answer_format or now < before
+    if another and there.get("weights_sha256") == checkpoint.weights_sha256(model):
         raise ValueError(
-            f"{output} has a measurement of these weights {by}, and one {f'on {dataset}' if other else f'by {now}'} would replace it, in the model's card "
-            "too. Name another file (--output), or move that one away."
+            f"{output} has a measurement of these weights {by}, and one {this} would replace it, in the model's card too. Name another file (--output), or "
+            "move that one away."
         )
     return output
 

@@ -221,7 +221,8 @@ def _model_index(facts: Facts) -> list[dict[str, Any]]:
         protocol = each["protocol"]
         decoding = f"temperature {protocol['temperature']:g}" if protocol["temperature"] else "greedy"
         how = f"{decoding}, {protocol['samples']} completion(s) per problem"
-        metric = f"accuracy (%), {each['total']} problems, {how}"
+        whole = ", all that is said is the answer" if each.get("answer_format") == "whole" else ""
+        metric = f"accuracy (%), {each['total']} problems, {how}{whole}"
         found.append(_measured(each.get("task"), each["dataset"], protocol.get("split"), each["accuracy"], metric))
     results, dataset = facts.get("results") or {}, facts.get("dataset")
     if dataset and (after := results.get("after")):

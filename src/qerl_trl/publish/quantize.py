@@ -144,6 +144,7 @@ def quantize_folder(
                 progress or (lambda *_: None),
             )
             skipped = nvfp4_config.dense_linears or []
+            layers = [layer | {"name": loaded_as.get(layer["name"], layer["name"])} for layer in layers]  # as in --skip
             checkpoint.write_json_atomically(
                 partial / REPORT_NAME,
                 {"layers": sorted(layers, key=lambda layer: layer["name"]), "not_quantized": skipped},

@@ -39,6 +39,17 @@ def _said(help: str, parsed: Any = str) -> dict[str, Any]:
     return {"help": help, "parsed": parsed}
 
 
+def require_answer_format(said: str, name: str) -> None:
+    """
+    Raises:
+        `ValueError`: what was said as `name` is no way of stating an answer.
+    """
+    if said not in ("marked", "whole"):
+        raise ValueError(
+            f"{name}={said!r} is neither 'marked' nor 'whole'. Pass 'marked' where an answer stands after a mark in the text, 'whole' where it is the text."
+        )
+
+
 @dataclass
 class Task:
     """See the module's docstring. All that names a file is looked for beside the YAML file, then in the working directory.
@@ -108,10 +119,7 @@ class Task:
     def __post_init__(self) -> None:
         if isinstance(self.reward_funcs, str) or callable(self.reward_funcs):  # one, as TRL takes it
             self.reward_funcs = [self.reward_funcs]
-        if self.answer_format not in ("marked", "whole"):
-            raise ValueError(
-                f"answer_format={self.answer_format!r} is neither 'marked' nor 'whole'. Pass 'marked' where an answer stands after a mark in the text, 'whole' where it is the text."
-            )
+        require_answer_format(self.answer_format, "answer_format")
         if self.tools and self.environment_factory:
             raise ValueError(
                 "tools and environment_factory are both given. Make the tools methods of the environment: TRL offers those to the model."
