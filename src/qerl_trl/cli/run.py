@@ -221,14 +221,12 @@ def evaluate(
     if system_prompt is not None:
         chosen = dataclasses.replace(chosen, system_prompt=system_prompt or None)
 
-    stated = answer_format or "marked" if measured_task is None else measured_task.answer_format
-    if (
-        data is not None
-    ):  # what is not there is said before a model is loaded, or what is there is said to be in the way
-        problems = evaluation.load_problems(chosen, limit)
-    output = _output_file(output, Path(model), protocol, chosen.dataset, limit, chosen.samples, stated)
     if adapter:
         require_whole(adapter)
+    stated = answer_format or "marked" if measured_task is None else measured_task.answer_format
+    if data is not None:  # what is not there is said before a model is loaded, and before what is in the way
+        problems = evaluation.load_problems(chosen, limit)
+    output = _output_file(output, Path(model), protocol, chosen.dataset, limit, chosen.samples, stated)
 
     if engine == "vllm":
         base, revision = model, None
