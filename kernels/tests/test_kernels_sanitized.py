@@ -5,8 +5,7 @@ which a process cannot use the GPU any more: each case has a process of its own.
 first: a sanitizer that does not see them would show nothing.
 
 `skinny` is not here: it has no shared memory of its own, and the sanitizer puts not one check into it.
-`wgmma` becomes 11 MB of PTX under it, minutes of ptxas, and is only run with QERL_EXHAUSTIVE=1.
-`wide` is not here either: a case for it has yet to be written and run.
+`wgmma` and `wide` become 11 MB of PTX each under it, minutes of ptxas, and are only run with QERL_EXHAUSTIVE=1.
 """
 
 import os
@@ -23,7 +22,9 @@ FOUND = ("Buffer being accessed has outstanding", "Accessing buffer with pending
 CONFIGS = {
     "mma": {"kernel": "mma", "BM": 32, "R": 1, "NS": 3, "SK": 2},
     "wgmma": {"kernel": "wgmma", "BM": 16, "P": 2, "S": 3, "permute": True, "grid": 4},
+    "wide": {"kernel": "wide", "BM": 16, "P": 2, "S": 3, "X": 5, "grid": 4},
 }
+SLOW = ("wgmma", "wide")  # to compile
 
 
 def why_not() -> str:
@@ -65,13 +66,14 @@ def planted() -> None:
 
 
 def product(config: dict) -> None:
-    """Two launches, with an adapter but for `wgmma`, whose compilation takes long enough without."""
-    from nvfp4_cases import random_weight, relative_error
+    """Two launches, with an adapter but for those whose compilation takes long enough without."""
+    from nvfp4_cases import in_aligned_rows, random_weight, relative_error
 
     from qerl_nvfp4 import launch, reference
 
-    M, N, K, rank = 20, 256, 1024, 0 if config["kernel"] == "wgmma" else 32
+    M, N, K, rank = 20, 256, 1024, 0 if config["kernel"] in SLOW else 32
     packed, scale, gs = random_weight(N, K, 0, "cuda")
+    scale = in_aligned_rows(scale) if config["kernel"] in SLOW else scale
     x = torch.randn(M, K, device="cuda").bfloat16()
     a = b = None
     exact = reference.linear(x.double(), packed, scale, gs)
@@ -133,8 +135,8 @@ def test_the_sanitizer_sees_a_copy_that_was_not_waited_for(tmp_path):
 def test_it_finds_nothing_in_ours(kernel, tmp_path):
     if reason := why_not():
         pytest.skip(reason)
-    if kernel == "wgmma" and os.environ.get("QERL_EXHAUSTIVE") != "1":
+    if kernel in SLOW and os.environ.get("QERL_EXHAUSTIVE") != "1":
         pytest.skip("minutes of ptxas; QERL_EXHAUSTIVE=1 runs it")
-    found = run(kernel, 1500 if kernel == "wgmma" else 300, tmp_path)
+    found = run(kernel, 1500 if kernel in SLOW else 300, tmp_path)
     text = found.stdout + found.stderr
     assert found.returncode == 0 and "1 passed" in text and not any(words in text for words in FOUND), text[-3000:]
