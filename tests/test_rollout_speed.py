@@ -351,3 +351,17 @@ def test_the_table_has_a_row_per_model_that_was_measured(module, monkeypatch, tm
     steps = "A step of ours may process 16384 tokens, of the others 4096, which is TRL's: Qwen2.5-3B."
     assert steps in note and note.count("A step of ours") == 1
     assert "Left out, because too large: stock-lora:llama-3-8b at 512." in note
+
+
+def test_what_was_wanted_of_rollouts_is_read_from_the_record(module, monkeypatch, tmp_path):
+    bounds = module("rollout_bounds")
+    ratios = {"ours:7b over stock-merged:7b": {"8": 1.6, "64": 1.249, "128": 1.05, "256": 0.9}}
+    ratios["ours:32b over stock-lora:32b"] = {"8": 2.4, "64": 1.5996, "128": 1.46}
+    monkeypatch.setattr(bounds, "ROLLOUT", tmp_path / "record.json")
+    bounds.ROLLOUT.write_text(json.dumps({"ratios": ratios}))
+    said = bounds.rollout_wanted()
+    assert (
+        "1.600 at 8 (1.6: reached), 1.249 at 64 (1.25: missed), 1.050 at 128 (1.05: reached), 0.900 at 256 (1: missed)"
+        in said
+    )
+    assert "2.400 at 8 (2.4: reached), 1.600 at 64 (1.6: missed)" in said

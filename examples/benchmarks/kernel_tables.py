@@ -274,7 +274,9 @@ def rollout_why() -> str:
             f"{rollout_results.label(size.lower())} {prefill:.2f} s of the {new:.1f} s that ours takes for {count} sequences ({rest})"
         )
     slots = "; ".join(
-        f"{speed['ours:32b'][n]:.0f} beside {speed['stock-lora:32b'][n]:.0f} tokens/s at {n}" for n in speed["ours:32b"]
+        f"{ours:.0f} beside {speed['stock-lora:32b'][n]:.0f} tokens/s at {n}"
+        for n, ours in speed["ours:32b"].items()
+        if n in speed["stock-lora:32b"]
     )
     return (
         f"The four products of a layer alone, adapter included, are as many times as fast as bf16's without one: {'; '.join(alone)}. What dilutes that in a whole rollout is about "

@@ -118,9 +118,10 @@ def against_humming(name: str, N: int, K: int, tokens: list[int]) -> list[dict]:
 
 
 def with_humming_of(result: dict, run: dict) -> dict:
-    """`result`, what one run has left, with humming-kernels as another one timed them, and where that is of."""
+    """`result`, what one run has left, with humming-kernels as another one timed them (or had of a third), and where that is of."""
     of = ("device", "torch", "triton", "commit", "command", "humming_kernels")
-    return result | {"humming": run["humming"], "humming_run": {name: run[name] for name in of}}
+    timed = run.get("humming_run") or {name: run[name] for name in of}
+    return result | {"humming": run["humming"], "humming_run": timed}
 
 
 def add_humming(result: dict, tokens: list[int], save: Callable[[], None]) -> None:

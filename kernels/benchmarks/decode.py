@@ -2,10 +2,11 @@
 
     python kernels/benchmarks/decode.py [--page kernels/HOW_IT_WORKS.md]      prints the tables, or writes them into the page
 
-A step is what is left of `rollout_speed_h200.json` (tokens per second of 7B in vLLM, ours and bf16 merged) without the prefill, which was timed
-for 64 sequences and is taken in proportion.  Beside it stand 28 times a decoder layer without attention (`batch_invariant_h200.json`: as in a
+A step is what is left of `rollout_speed_h200.json` (tokens per second in vLLM, ours and bf16 merged) without the prefill, which was timed
+for 64 sequences and is taken in proportion.  Beside it stand, for 7B, 28 times a decoder layer without attention (`layers_h200.json`: as in a
 model, with norms and SwiGLU), 28 times the four products one after the other (`h200.json`), and what both read at the least: the packed layers
 and the head, which stays in bfloat16.  The rest of a step is attention, sampling with its log-probabilities, and whatever the GPU waits for.
+The models that both files have stand in a second table, at 64 sequences.
 Layers whose kernels ask for the bytes of the next one (`prefetch_h200.json`) have a table of their own.
 Beside the first table stands how far the repeats of a rollout are apart, in milliseconds per step: no difference of less says anything.
 """
@@ -22,19 +23,23 @@ ROLLOUT = HERE.parents[1] / "examples" / "benchmarks" / "results" / "rollout_spe
 PAGE = HERE.parent / "HOW_IT_WORKS.md"
 BEGIN, END = "<!-- decode: written by benchmarks/decode.py -->\n", "<!-- end of decode -->\n"
 PREFETCH = "<!-- prefetch: written by benchmarks/decode.py -->\n", "<!-- end of prefetch -->\n"
-LAYERS, HIDDEN, VOCABULARY, NEW = (
-    28,
-    3584,
-    152064,
-    256,
-)  # Qwen2.5-7B's shapes, and new tokens of a rollout, as rollout_speed.py has them
+#: by the name in layers_h200.json: that in rollout_speed_h200.json, layers, hidden size, rows of the head
+MODELS = {
+    "1.5B": ("1.5b", 28, 1536, 152064),
+    "7B": ("7b", 28, 3584, 152064),
+    "Llama-3-8B": ("llama-3-8b", 32, 4096, 128256),
+    "32B": ("32b", 64, 5120, 152064),
+}
+NEW = 256  # tokens of a rollout, as rollout_speed.py has them
+LAYERS = MODELS["7B"][1]
+FAR = 0.5  # milliseconds per step
 BANDWIDTH = 4.59e6  # bytes per microsecond that an H200 reads, as in compare.py
 
 
 def step_ms(one: dict, batch: int, tokens_per_s: float) -> float:
     """Milliseconds of a step of a rollout at such a speed, by its prefill's share."""
     prefill = one["prefill_s"]["64"] * batch / 64
-    return (batch * NEW / tokens_per_s - prefill) / NEW * 1e3
+    return (batch * NEW / tokens_per_s - prefill) / (NEW - 1) * 1e3
 
 
 def apart(one: dict, batch: int) -> float:
@@ -43,41 +48,62 @@ def apart(one: dict, batch: int) -> float:
     return step_ms(one, batch, min(speeds)) - step_ms(one, batch, max(speeds))
 
 
-def rows() -> list[dict]:
-    """Milliseconds of a step, per number of sequences that all three files know."""
+def parts(model: str, batch: int) -> dict[str, float] | None:
+    """Milliseconds of a step of a model; None: it was not measured at so many sequences."""
     rollout = json.loads(ROLLOUT.read_text())["cases"]
+    layers = json.loads((RESULTS / "layers_h200.json").read_text())["layers"]
+    size, count, hidden, vocabulary = MODELS[model]
+    layer = {(r["model"], r["M"]): r for r in layers}[model, batch]
+    head = 2 * vocabulary * hidden / BANDWIDTH / 1e3
+    found = {"head": head, "glue": count * layer["glue_us"] / 1e3}
+    for case, step, inside, rest, key in (
+        (f"ours:{size}", "step", "layers", "rest", "ours_us"),
+        (f"stock-merged:{size}", "bf16 step", "bf16 layers", "bf16 rest", "bf16_us"),
+    ):
+        speeds = rollout[case]["tokens_per_s"].get(str(batch))
+        if not speeds:
+            return None
+        found[step] = step_ms(rollout[case], batch, sum(speeds) / len(speeds))
+        found[inside] = count * layer[key] / 1e3
+        found[rest] = found[step] - found[inside] - head
+    return found
+
+
+def rows() -> list[dict]:
+    """Milliseconds of a step of 7B, per number of sequences that all three files know."""
     products = {r["M"]: r for r in json.loads((RESULTS / "h200.json").read_text())["sums"] if r["model"] == "7B"}
-    layers = json.loads((RESULTS / "batch_invariant_h200.json").read_text())["layers"]
-    layers = {r["M"]: r for r in layers if r["model"] == "7B"}
-    head = 2 * VOCABULARY * HIDDEN / BANDWIDTH / 1e3
-
-    def step(case: str, batch: int) -> float:
-        speeds = rollout[case]["tokens_per_s"][str(batch)]
-        return step_ms(rollout[case], batch, sum(speeds) / len(speeds))
-
+    order = ("sequences", "step", "floor", "products", "layers", "glue", "head", "rest", "bf16 step", "bf16 layers", "bf16 rest")  # fmt: skip
     found = []
     for batch in (8, 32, 64):
-        if any(str(batch) not in rollout[case]["tokens_per_s"] for case in ("ours:7b", "stock-merged:7b")):
+        if (row := parts("7B", batch)) is None:
             continue
-        product, layer = products[batch], layers[batch]
-        ours, merged = step("ours:7b", batch), step("stock-merged:7b", batch)
-        inside, beside = LAYERS * layer["selected_us"] / 1e3, LAYERS * layer["bf16_us"] / 1e3
-        found.append(
-            {
-                "sequences": batch,
-                "step": ours,
-                "floor": LAYERS * product["floor_us"] / 1e3 + head,
-                "products": LAYERS * product["ours_lora_us"] / 1e3,
-                "layers": inside,
-                "glue": LAYERS * layer["glue_us"] / 1e3,
-                "head": head,
-                "rest": ours - inside - head,
-                "bf16 step": merged,
-                "bf16 layers": beside,
-                "bf16 rest": merged - beside - head,
-            }
-        )
+        row |= {
+            "sequences": batch,
+            "floor": LAYERS * products[batch]["floor_us"] / 1e3 + row["head"],
+            "products": LAYERS * products[batch]["ours_lora_us"] / 1e3,
+        }
+        found.append({name: row[name] for name in order})
     return found
+
+
+def models(batch: int = 64) -> list[str]:
+    """A table of the models that both files have, and of which of them something outside of the layers is far from bf16's."""
+    columns = ("step", "layers", "head", "rest", "bf16 step", "bf16 layers", "bf16 rest")
+    lines = [
+        f"| {batch} sequences | step | layers without attention | head, at least | rest | bf16 step | bf16 layers | bf16 rest |",
+        "|---|" + "---:|" * len(columns),
+    ]
+    far = []
+    for model in MODELS:
+        if row := parts(model, batch):
+            lines.append(f"| {model} | " + " | ".join(f"{row[name]:.2f}" for name in columns) + " |")
+            if (more := row["rest"] - row["bf16 rest"]) > FAR:
+                far.append(f"{model}'s rest is {more:.1f} ms longer than bf16's")
+    return (
+        [*lines, "", f"{'; '.join(far)}: no product is in that, no such engine was profiled, and why is not known."]
+        if far
+        else lines
+    )
 
 
 def matrices() -> dict[str, dict]:
@@ -111,17 +137,18 @@ def text() -> str:
     outside = ", ".join(
         f"{row['rest'] / (row['step'] - row['floor']):.0%} at {row['sequences']} sequences" for row in found
     )
+    lines += ["", *models()]
     lines += [
         "",
-        "Milliseconds per step of 7B on an H200, adapter of rank 32 in ours, none in bf16; a step is of the mean of the repeats. These are apart by "
-        f"{repeats}, and the files are of different runs and commits: a difference of less says nothing. Of the distance between step and floor, "
+        "Milliseconds per step, first of 7B, on an H200, adapter of rank 32 in ours, none in bf16; a step is of the mean of the repeats. These are apart by "
+        f"{repeats} of 7B, and the files are of different processes: a difference of less says nothing. Of the distance between step and floor, "
         f"the rest, which is outside of the layers, is {outside}. At {few['sequences']} sequences:",
         "",
         f"* {few['rest']:.2f} ms are attention, sampling with log-probabilities, and waiting; for bf16 {few['bf16 rest']:.2f}. No product is in it, and the "
         f"{between:.2f} between them are {'less' if between < largest else 'more'} than repeats are apart.",
         f"* {few['layers']:.2f} ms are the layers. Their products alone take {few['products']:.2f}, of which the adapter {adapter:.2f}; norms and SwiGLU "
         f"{few['glue']:.2f} (two and three kernels in the benchmark, two and one in the engine); "
-        f"{few['layers'] - few['products'] - few['glue']:.2f} is left over between two files of different commits; a product may overlap less with such "
+        f"{few['layers'] - few['products'] - few['glue']:.2f} is left over between two files; a product may overlap less with such "
         "neighbours.",
         f"* Without an adapter, above their floor the products are, in microseconds: {gaps}. The smallest of these is what a product costs that has almost no bytes to read: "
         f"if one kernel for the layer hid that much of each, {hidden:.2f} ms ({hidden / few['step']:.0%} of the step) were gone, less what its barriers over "

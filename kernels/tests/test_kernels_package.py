@@ -322,6 +322,9 @@ def test_the_page_says_where_a_decode_step_goes(monkeypatch):
 
     page = (ROOT / "HOW_IT_WORKS.md").read_text()
     assert decode.written(page) == page, "run kernels/benchmarks/decode.py --page kernels/HOW_IT_WORKS.md"
+    assert "1.5B's rest is" in decode.text()
+    monkeypatch.setattr(decode, "FAR", 9.0)
+    assert "why is not known" not in decode.text()
     for row in decode.rows():
         assert 0 < row["floor"] < row["products"] + row["head"] < row["layers"] + row["head"] < row["step"]
         assert abs(row["layers"] + row["head"] + row["rest"] - row["step"]) < 1e-9
@@ -565,6 +568,9 @@ def test_a_result_says_which_humming_kernels_were_timed_and_the_table_reads_it(m
     written = tmp_path / "h200.json"
     monkeypatch.setattr(kernel_tables, "KERNELS", written)
     monkeypatch.setattr("speed_tables.ROOT", tmp_path)
+    joined = compare.with_humming_of({"commit": "b" * 40}, dict(result, command="compare.py --humming"))
+    again = compare.with_humming_of({"commit": "c" * 40}, joined)  # of a file that had them of another run
+    assert again == joined | {"commit": "c" * 40} and again["humming_run"]["commit"] == "a" * 40
     rows = {"humming": result.pop("humming")}
     for record in (result | rows, {"humming_run": result} | rows):
         written.write_text(json.dumps(record))
