@@ -36,7 +36,7 @@ def last_whole(saved: str | None) -> str:
     if saved is None:
         return "No checkpoint was written yet, so the same command starts over."
     if not checkpoint.keeps_optimizer(saved):
-        return f"The last whole checkpoint is {saved}. It keeps no optimizer (save_only_model=True), so no run goes on from it; choose another output_dir."
+        return f"The last whole checkpoint is {saved}. It keeps no optimizer (save_only_model=True, or a run ended with it), so no run goes on from it; choose another output_dir."
     return f"The last whole checkpoint is {saved}: the same command goes on from it (resume_from_checkpoint=True)."
 
 

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig
 from typer.testing import CliRunner
 
 from qerl_trl import QeRLConfig, checkpoint, errors, preflight
+from qerl_trl.base_identity import base_sha256
 from qerl_trl.cli import doctor, options
 from qerl_trl.cli import main as cli
 from qerl_trl.publish import distance, export, hub
@@ -487,6 +489,23 @@ def test_a_measurement_is_neither_lost_nor_replaced_by_less(run, tmp_path, monke
     assert call(*ask, tmp_path / "a.jsonl")[0] == 0
     for option in ("--limit", "--samples", "--batch-size"):
         assert call(*ask, tmp_path / "a.jsonl", option, 0)[0] == 2
+    found = json.loads((folder / "eval-local.json").read_text())
+    del found["answer_format"]  # an older version's, of a task, which had a format of its own
+    (folder / "eval-local.json").write_text(json.dumps(found | {"task": "words"}))
+    assert call(*ask, tmp_path / "a.jsonl", "--answer-format", "whole")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("answer", "words", "message"),
+    [(None, (), "problem 0 (from 0) is None"), ("abc", ("--grader", "numeric"), "Problem 0 (from 0): ")],
+)
+def test_references_that_cannot_be_compared_with_are_refused_before_anything_is_generated(
+    answer, words, message, run, tmp_path, monkeypatch
+):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"question": "2?", "answer": answer}))
+    monkeypatch.setattr("qerl_trl.tasks.evaluation.evaluate", lambda *a, **k: pytest.fail("it was measured"))
+    code, _, err = call("eval", run[0], "--data", tmp_path / "a.jsonl", *words)
+    assert code == 2 and message in err
 
 
 @pytest.mark.parametrize(("dataset", "told"), [(None, True), ("openai/gsm8k", False)])
@@ -695,7 +714,7 @@ def test_a_mixture_of_experts_is_planned_as_it_can_be_run(tmp_path):
     code, _, err = call("plan", tmp_path)
     assert code == 2 and "mixture of experts" in err and "--no-vllm" in err
     code, _, err = call("plan", tmp_path, "--no-vllm")
-    assert code == 0 and "modules_to_not_convert=['experts']" in err
+    assert code == 0 and "modules_to_not_convert: [experts] in its recipe" in err
     assert call("plan", tmp_path, "--base-format", "bf16")[0] == 2  # no engine of ours has experts, on any base
     code, _, err = call("plan", tmp_path, "--base-format", "bf16", "--no-vllm")
     assert code == 0 and "experts" not in err
@@ -742,6 +761,26 @@ def test_a_merge_has_the_type_that_was_asked_for(tiny_model_dir, tmp_path):
         words = () if said == "there already" else ("--overwrite", "--dtype", "float16")
         code, out, err = call("merge", tmp_path / "run", tmp_path / "bfloat16", "--base-format", "nvfp4", *words)
         assert code == 0 and f"{said}: " in out, err
+
+
+@pytest.mark.parametrize("form", ["bf16", "base"])
+def test_the_type_of_what_is_written_is_not_that_of_what_was_trained(form, tiny_model_dir, tiny_tokenizer, tmp_path):
+    """The base was loaded in it, and refused as another one than the run's; of a base it was written, which was said not to be so."""
+    folder, policy = tmp_path / "run", make_policy(tiny_model_dir("qwen2"), size=0.2)
+    settings = {"base_format": "nvfp4", "dtype": "float32", "model": str(tiny_model_dir("qwen2"))}
+    export.save_adapter(TrainedPolicy(policy, tiny_tokenizer, settings | {"base_sha256": base_sha256(policy)}), folder)
+    plain, typed = tmp_path / "plain", tmp_path / "typed"
+    assert call("merge", folder, plain, "--as", form)[0] == 0
+    code, _, err = call("merge", folder, typed, "--as", form, "--dtype", "float16")
+    assert code == 0, err
+    found, before = (load_file(at / "model.safetensors") for at in (typed, plain))
+    if form == "bf16":
+        assert {tensor.dtype for tensor in found.values()} == {torch.float16}
+    else:
+        assert "--dtype float16 changes nothing" in err
+        assert (
+            all(torch.equal(found[name], tensor) for name, tensor in before.items()) and found.keys() == before.keys()
+        )
 
 
 @pytest.mark.parametrize(

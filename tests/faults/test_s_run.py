@@ -368,3 +368,8 @@ def test_ctrl_c_in_a_measurement_says_what_was_done(moment, example, measured, t
         "after": f"training is over, and saved in {run}.",
     }
     assert wanted[moment] in said and sum(text in said for text in wanted.values()) == 1
+    if moment == "after":
+        assert "the same command measures it" in said
+        with pytest.raises(KeyboardInterrupt) as ended:
+            example(run, resume_from_checkpoint=run / "checkpoint-1")
+        assert "the same command without --resume_from_checkpoint measures it" in " ".join(ended.value.__notes__)

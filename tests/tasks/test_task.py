@@ -347,6 +347,8 @@ def test_a_recipes_task_lies_beside_it(folder, monkeypatch, tmp_path):
         match=r"\.yaml: task: words.yaml is no file here or beside .*\.yaml, and not one of the shipped ones",
     ):
         parse(folder, recipe="task: words.yaml\n")
+    with pytest.raises(ValueError, match=r"task: 5 is no file here or beside"):  # was a TypeError of os.path
+        parse(folder, recipe="task: 5\n")
     (elsewhere / "my_words.yaml").write_text("dataset_name: other.jsonl\n")
     with pytest.raises(ValueError, match=r"there are two: .*elsewhere.*Write the whole path"):
         parse(folder, recipe="task: my_words.yaml\n")
@@ -357,6 +359,8 @@ def test_a_script_without_any_argument(folder):
     text = f"use_cpu: true\nbf16: false\noutput_dir: {folder}/run\nmax_steps: 3\n"
     (folder / "recipe.yaml").write_text(text)
     own = Task(name="mine", dataset_name="user/mine")
+    with pytest.raises(ValueError, match="--task is empty"):  # of a shell's variable that is not set: was a KeyError
+        Script.parse(own, argv=["--task="], config=str(folder / "recipe.yaml"))
     script = Script.parse(own, argv=[], config=str(folder / "recipe.yaml"))
     assert script.task.dataset_name == "user/mine" and script.args.max_steps == 3
 

@@ -154,8 +154,8 @@ def plan(
         )
     if shape.experts and work.base_format == "nvfp4":
         note(
-            "The experts of this model are not quantized yet, and a run refuses it unless it leaves them dense, which only a script can say: "
-            "NVFP4Config(modules_to_not_convert=['experts']) among the model_init_kwargs. So they are planned."
+            "The experts of this model are not quantized yet, and a run refuses it unless it leaves them dense: "
+            "modules_to_not_convert: [experts] in its recipe (--modules_to_not_convert experts). So they are planned."
         )
     made = plan_run(shape, work, one_gpu)
     cards, advice = by_card(shape, work), micro_batches.advice(shape, made)

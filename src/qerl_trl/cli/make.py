@@ -133,7 +133,7 @@ def merge(
         said = "--task" if prompts is None else "--prompts"
         note(f"--as {form} changes no weight of the policy, so {said} has no distance to measure.")
     if form != "bf16" and dtype is not None:
-        note(f"--as {form} writes weights as they are, or in bfloat16: --dtype says only what is computed in.")
+        note(f"--as {form} writes weights as they are, or in bfloat16: --dtype {dtype} changes nothing.")
     if force and form != "nvfp4":
         raise ValueError(f"--force is for --as nvfp4, and has nothing to force with --as {form}: leave it out.")
     from qerl_trl.publish import cards, export, staging
@@ -148,7 +148,7 @@ def merge(
         staging.require_apart(base_model, destination)
     staging.require_room(destination, overwrite, FORMS[form])
     code = {"trust_remote_code": trust_remote_code}
-    policy = load_policy(run, base_model, base_format, dtype, device, allow_other_base, **code)
+    policy = load_policy(run, base_model, base_format, None, device, allow_other_base, **code)  # as it was trained
     measured: Measured | None = None
     measured_task = None if task is None else Task.read(task_file(task))
     problems = None if measured_task is None else measured_task.splits()[1].to_list()
@@ -166,7 +166,7 @@ def merge(
                 )
             settings = policy.settings
             del policy
-            policy = load_policy(run, base_model, "bf16", dtype, device, allow_other_base, base_compared=True, **code)
+            policy = load_policy(run, base_model, "bf16", None, device, allow_other_base, base_compared=True, **code)
             policy.settings["base_format"] = settings.get("base_format", "nvfp4")
             measured = logit_distance(trained, logits_of(policy.model, batches))
     facts = cards.facts_of_run(run, policy.settings, dataset)

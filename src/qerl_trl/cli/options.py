@@ -43,7 +43,7 @@ WrittenDtype = Annotated[
     str | None,
     typer.Option(
         callback=_checked_dtype,
-        help="bfloat16, float16 or float32: what the policy computes in, and with --as bf16 also of what is written, by default bfloat16.",
+        help="bfloat16, float16 or float32: of what --as bf16 writes, by default bfloat16. What is computed in is what the run recorded.",
     ),
 ]
 Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:<i>.")]

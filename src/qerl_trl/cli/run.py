@@ -146,6 +146,7 @@ def evaluate(
         stored_as,
     )
     from qerl_trl.tasks import evaluation
+    from qerl_trl.tasks.grading import GRADERS, require_references
     from qerl_trl.tasks.task import Task, require_answer_format
 
     adapter = Path(model) if (Path(model) / "adapter_config.json").is_file() else None
@@ -226,6 +227,8 @@ def evaluate(
     stated = answer_format or "marked" if measured_task is None else measured_task.answer_format
     if data is not None:  # what is not there is said before a model is loaded, and before what is in the way
         problems = evaluation.load_problems(chosen, limit)
+        if chosen.grader in GRADERS:
+            require_references(problems["answer"], chosen.grader, stated == "whole")
     output = _output_file(output, Path(model), protocol, chosen.dataset, limit, chosen.samples, stated)
 
     if engine == "vllm":
@@ -352,7 +355,8 @@ def _output_file(
     other = os.path.realpath(str(there.get("dataset"))) != os.path.realpath(
         dataset
     )  # of names of files, and of data sets alike
-    read_as = there.get("answer_format", "marked")
+    # an older version's file does not say how its task's answers were read
+    read_as = there.get("answer_format", answer_format if "task" in there else "marked")
     if other:
         by, this = f"on {there.get('dataset')}", f"on {dataset}"
     elif read_as != answer_format:

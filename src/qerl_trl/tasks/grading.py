@@ -12,7 +12,7 @@ is no text as it stands in the data; ours compare numbers as their text. `reward
 
 import importlib.util
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +146,28 @@ def grader_of(name: str, folders: list[Path] | None = None) -> Grader:
 def comparable(gold: Any) -> bool:
     """Whether the graders above can compare with `gold`: a text, or a number. Not with lists, records or nothing."""
     return isinstance(gold, str | int | float)
+
+
+def require_references(golds: Iterable[Any], grader: str, whole: bool = False, instead: str = "") -> None:
+    """Of one of the graders above: whether it can compare with every reference, before anything is generated.
+
+    Args:
+        instead: what else could be done, for the message.
+
+    Raises:
+        `ValueError`: it cannot; by the problem's number.
+    """
+    for row, gold in enumerate(golds):
+        if not comparable(gold):
+            raise ValueError(
+                f"The reference answer of problem {row} (from 0) is {gold!r}, and grader={grader!r} compares with texts and numbers. Name "
+                f"a grader of your own (file.py:function), which gets it as it is{instead}."
+            )
+        if grader == "numeric":
+            try:
+                is_correct(f"{ANSWER_MARK} 0", gold, "numeric", whole)
+            except ValueError as error:
+                raise ValueError(f"Problem {row} (from 0): {error}") from error
 
 
 def is_correct(text: str, gold: Any, grader: str | Grader = "auto", whole: bool = False) -> bool:

@@ -117,8 +117,10 @@ def train_and_measure(
     except HubError as error:  # the training itself is whole; it is pushed again below, once the results are written
         tell(error)
     trainer.save_model(push=False)
+    named = " without --resume_from_checkpoint" if args.resume_from_checkpoint else ""
     with told_of_interrupts(
-        f"The training is over, and saved in {output_dir}. The accuracy after it was being measured: the same command measures it, and trains no more."
+        f"The training is over, and saved in {output_dir}. The accuracy after it was being measured: the same command{named} measures it, and trains no "
+        "more."
     ):
         after = held_out()
     results: RunResults = {}

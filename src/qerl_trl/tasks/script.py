@@ -91,6 +91,8 @@ class Script:
         if tracked:  # nobody asked for a Space: what nobody asked for stays on this machine
             args.trackio_space_id, args.trackio_static_space_id = None, False
         check_places(vars(said) | vars(model_args))
+        if _value(words, "task") == "":
+            raise ValueError("--task is empty: name a task's file or a shipped task, or leave it out.")
         fields = {name: getattr(said, name) for name in PARSED}
         own = task if _value(words, "task") is None else None
         if own is not None or _value(words, "task") is not None:
@@ -108,7 +110,7 @@ class Script:
             recipes = (
                 None if said.task is None or _value(words, "task") is not None else Path(_value(words, "config") or "")
             )
-            own = Task.read(task_file(file, recipes), _folders()) if file else Task(folders=_folders())
+            own = Task.read(task_file(str(file), recipes), _folders()) if file else Task(folders=_folders())
         if said.eval_problems is not None and said.eval_problems < 1:
             raise ValueError(
                 f"--eval_problems {said.eval_problems}: the accuracy before and after is measured on at least one held-out problem. Leave it out for all."
@@ -218,7 +220,7 @@ def _value(words: list[str], option: str) -> str | None:
     """What follows `--option` on the command line; `None` where it is not there."""
     for word, after in zip(words, [*words, ""][1:], strict=True):
         if _is(word, option):
-            return word.partition("=")[2] or after
+            return word.partition("=")[2] if "=" in word else after
     return None
 
 

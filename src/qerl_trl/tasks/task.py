@@ -24,7 +24,7 @@ from trl import rewards as trl_rewards
 from ..shipped import contents
 from ..sources import held_by, source_sha256
 from . import data as problems
-from .grading import ANSWER_MARK, BY_REWARD, GRADERS, Grader, comparable, grader_of, is_correct
+from .grading import BY_REWARD, GRADERS, Grader, grader_of, is_correct, require_references
 from .named import found, function_named
 from .rewards import correctness, format_reward
 
@@ -203,17 +203,12 @@ class Task:
     def _check_references(self, part: Dataset) -> None:
         if self.grader not in GRADERS or not self.graded(part):
             return
-        for row, gold in enumerate(part["answer"]):
-            if self.grader == "numeric" and comparable(gold):
-                try:
-                    is_correct(f"{ANSWER_MARK} 0", gold, "numeric", self.answer_format == "whole")
-                except ValueError as error:
-                    raise ValueError(f"Problem {row} (from 0): {error}") from error
-            if not comparable(gold):
-                raise ValueError(
-                    f"The reference answer of problem {row} (from 0) is {gold!r}, and grader={self.grader!r} compares with texts and numbers. Name "
-                    f"a grader of your own (file.py:function), which gets it as it is, or grader={BY_REWARD!r}: the first reward says what is right."
-                )
+        require_references(
+            part["answer"],
+            self.grader,
+            self.answer_format == "whole",
+            f", or grader={BY_REWARD!r}: the first reward says what is right",
+        )
 
     def _function(self, said: str | Callable, option: str) -> Callable[..., Any]:
         return function_named(said, option, self.folders) if isinstance(said, str) else said
