@@ -354,12 +354,12 @@ def test_the_table_has_a_row_per_model_that_was_measured(module, monkeypatch, tm
 
 
 def test_what_was_wanted_of_rollouts_is_read_from_the_record(module, monkeypatch, tmp_path):
-    bounds = module("rollout_bounds")
+    tables = module("rollout_tables")
     ratios = {"ours:7b over stock-merged:7b": {"8": 1.6, "64": 1.249, "128": 1.05, "256": 0.9}}
     ratios["ours:32b over stock-lora:32b"] = {"8": 2.4, "64": 1.5996, "128": 1.46}
-    monkeypatch.setattr(bounds, "ROLLOUT", tmp_path / "record.json")
-    bounds.ROLLOUT.write_text(json.dumps({"ratios": ratios}))
-    said = bounds.rollout_wanted()
+    monkeypatch.setattr(tables, "ROLLOUT", tmp_path / "record.json")
+    tables.ROLLOUT.write_text(json.dumps({"ratios": ratios}))
+    said = tables.wanted()
     assert (
         "1.600 at 8 (1.6: reached), 1.249 at 64 (1.25: missed), 1.050 at 128 (1.05: reached), 0.900 at 256 (1: missed)"
         in said

@@ -23,7 +23,6 @@ import faults_gpu_cases  # noqa: E402
 import kernel_tables  # noqa: E402
 import multi_gpu_tables  # noqa: E402
 import peers_tables  # noqa: E402
-import rollout_bounds  # noqa: E402
 import rollout_tables  # noqa: E402
 import speed_tables  # noqa: E402
 from tests.faults import catalog, timed  # noqa: E402
@@ -244,7 +243,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "rollout": rollout_tables.rollout,
     "rollout_4096": rollout_tables.small_steps,
     "rollout_before": rollout_tables.before,
-    "rollout_wanted": rollout_bounds.rollout_wanted,
+    "rollout_wanted": rollout_tables.wanted,
     "rollout_why": kernel_tables.rollout_why,
     "small_examples": small_examples,
     "speed": speed_tables.speed,

@@ -171,3 +171,24 @@ def _by_sequences(title: str, rows: dict[str, dict[str, float]], form: str) -> s
         cells = [f"{row[str(count)]:{form}}" if str(count) in row else "" for count in counts]
         table.append(f"| {rollout_results.label(size)} | {' | '.join(cells)} |")
     return "\n".join(table)
+
+
+#: times the speed of another engine, by number of sequences
+WANTED = {
+    ("7b", "stock-merged"): {8: 1.6, 64: 1.25, 128: 1.05, 256: 1.0},
+    ("32b", "stock-lora"): {8: 2.4, 64: 1.6, 128: 1.45},
+}
+
+
+def wanted() -> str:
+    """Of each aim whether it was reached."""
+    ratios = json.loads(ROLLOUT.read_text())["ratios"]
+    said = []
+    for (size, other), aims in WANTED.items():
+        found = ratios[f"ours:{size} over {other}:{size}"]
+        cells = [
+            f"{found[str(count)]:.3f} at {count} ({aim:g}: {'reached' if found[str(count)] >= aim else 'missed'})"
+            for count, aim in aims.items()
+        ]
+        said.append(f"Times {OTHERS[other]}, {rollout_results.label(size)}, wanted in brackets: {', '.join(cells)}.")
+    return " ".join(said)

@@ -46,12 +46,7 @@ def accelerate_file(name: str) -> Path:
 def _named(name: str, kind: str, option: str, where: str = "") -> Path:
     examples = examples_folder()
     folder = examples / kind
-    places = (
-        Path(name),
-        examples.parent / name,
-        folder / name,
-        folder / f"{name}.yaml",
-    )
+    places = (Path(name), examples.parent / name, folder / name, folder / f"{name}.yaml")
     found = next((path for path in places if path.is_file()), None)
     if found is None:
         shipped = ", ".join(sorted(path.stem for path in folder.glob("*.yaml")))

@@ -146,7 +146,7 @@ def evaluate(
         stored_as,
     )
     from qerl_trl.tasks import evaluation
-    from qerl_trl.tasks.grading import GRADERS, require_references
+    from qerl_trl.tasks.grading import require_references
     from qerl_trl.tasks.task import Task, require_answer_format
 
     adapter = Path(model) if (Path(model) / "adapter_config.json").is_file() else None
@@ -227,8 +227,7 @@ def evaluate(
     stated = answer_format or "marked" if measured_task is None else measured_task.answer_format
     if data is not None:  # what is not there is said before a model is loaded, and before what is in the way
         problems = evaluation.load_problems(chosen, limit)
-        if chosen.grader in GRADERS:
-            require_references(problems["answer"], chosen.grader, stated == "whole")
+        require_references(problems["answer"], chosen.grader, stated == "whole")
     output = _output_file(output, Path(model), protocol, chosen.dataset, limit, chosen.samples, stated)
 
     if engine == "vllm":
