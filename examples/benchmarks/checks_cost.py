@@ -348,7 +348,7 @@ def limits(trainer: Any, counted: int) -> dict[str, Any]:
     dtype, found = getattr(torch, generation.spec.dtype), generation.probe_result
     model = trainer.accelerator.unwrap_model(trainer.model)
     first = forward.measure(model)
-    with probe._rounded_once_more(model, dtype):
+    with probe._other_arithmetic(model, dtype):
         rounded = forward.difference(first, forward.measure(model, first["tokens"]))
     # the run itself has none: plan_check's trainer fills completions with random tokens
     threshold = trainer.args.__dataclass_fields__["rollout_mismatch_threshold"].default
@@ -359,14 +359,12 @@ def limits(trainer: Any, counted: int) -> dict[str, Any]:
         }
         for log in [log for log in trainer.state.log_history if "loss" in log][:counted]
     ]
-    adapted = probe.ADAPTED * max(found.base_difference, found.rounding) + probe.FLOOR[dtype]
     return {
         "dtype": generation.spec.dtype,
         "probe: clean difference, nats": [found.base_difference, probe.CLEAN * found.rounding + probe.FLOOR[dtype]],
-        "probe: difference with the probe adapter, nats": [found.difference, adapted],
-        "probe: effect of the probe adapter, at least": [found.effect, probe.LEAST_CONTRAST * adapted],
+        "probe: difference with the probe adapter, nats": [found.difference, probe.SHARE * found.effect],
         "probe: rounding": found.rounding,
-        "probe: fraction": found.fraction,
+        "probe: fraction": found.size,
         "fixed prompt: rounded once more": [rounded, forward.TOLERANCE],
         "mismatch_kl warns above": {"clean": threshold / MismatchWatch.STOP, "noisy": threshold},
         "logp_gap warns above": threshold / MismatchWatch.STOP,

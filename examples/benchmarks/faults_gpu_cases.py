@@ -247,7 +247,7 @@ def huge_adapter(trainer: Any) -> None:
 
 REWARD: dict[str, Any] = {"hook": None}
 
-PROBE = ("part of the adapter is lost, misplaced or scaled", "nats")
+PROBE = ("the adapter ", "nats")
 FAULTS = {
     "healthy": Fault(()),
     "adapter doubled": Fault(PROBE, adapter(scaled(2.0))),
@@ -255,11 +255,11 @@ FAULTS = {
     "half of the layers lost": Fault(PROBE, adapter(without(lambda name: int(name.split(".")[2]) % 2))),
     "all MLPs lost": Fault(PROBE, adapter(without(lambda name: ".mlp." in name))),
     "k and v exchanged": Fault(PROBE, adapter(exchanged)),
-    "adapter ignored": Fault(("adapter does not reach the engine",), adapter(scaled(0.0))),
+    "adapter ignored": Fault(("the adapter is lost",), adapter(scaled(0.0))),
     "adapter on the embeddings unsent": Fault(
         ("embed_tokens", "use_vllm=False"), lora={"target_modules": ["q_proj", "embed_tokens"]}
     ),
-    "unquantized weights served": Fault(("disagree without any adapter",), serve_unquantized),
+    "unquantized weights served": Fault(("clean log-probabilities differ",), serve_unquantized),
     "noise absent": Fault(("noise", "sigma"), noise_is_not_written, settings={"aqn_num_stages": 2}),
     "noise left on": Fault(("noise",), noise_stays, ask_greedily, step=3),
     "prefix cache refuses to be reset": Fault(("prefix cache",), at_end_of=refuse_reset, again=True),

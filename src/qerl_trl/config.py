@@ -86,9 +86,12 @@ class QeRLArguments(OnlineConfig):
         rollout_timeout (`float`, *optional*, defaults to `3600`):
             End the run, with the cause, when one rollout with vLLM takes longer than this, in seconds, tools and environments
             included. 0 for no limit.
+        rollout_probe (`str`, *optional*, defaults to `"refuse"`):
+            At start, compare the log-probabilities of vLLM and the trainer on prompts of the run: without adapter, with a probe adapter, and
+            under noise. `"refuse"` ends the run where they disagree, `"warn"` logs it, `"off"` skips the comparison. An undecided comparison
+            is always a warning.
         rollout_probe_steps (`int`, *optional*, defaults to `100`):
-            Every so many steps, compare the log-probabilities of vLLM and the trainer on fixed tokens again, without noise, and end the
-            run when they have drifted apart. Takes a second or two. With 0 they are compared at the start only.
+            Every so many steps, compare them again without noise. Takes a second or two. With 0 they are compared at the start only.
         overlap (`int`, *optional*, defaults to `0`):
             With `1` vLLM samples the next rollout while the update of the present one runs: with an adapter that is one rollout old, which
             TRL's importance sampling corrects. For a server on other GPUs: on one GPU the two take turns, and nothing was gained where it was
@@ -193,6 +196,12 @@ class QeRLArguments(OnlineConfig):
     rollout_timeout: float | None = field(
         default=3600, metadata={"help": "End the run when one rollout with vLLM takes longer than this, in seconds."}
     )
+    rollout_probe: str = field(
+        default="refuse",
+        metadata={
+            "help": "Compare vLLM and the trainer at start: 'refuse' ends a run where they disagree, 'warn' logs, 'off' skips."
+        },
+    )
     rollout_probe_steps: int = field(
         default=100, metadata={"help": "Compare vLLM and the trainer again every so many steps; 0: at the start only."}
     )
@@ -284,6 +293,8 @@ class QeRLArguments(OnlineConfig):
         _check_choice("scale_rule", self.scale_rule, SCALE_RULES)
         _check_choice("aqn_schedule", self.aqn_schedule, SCHEDULES)
         _check_choice("aqn_scope", self.aqn_scope, SCOPES)
+        self.rollout_probe = self.rollout_probe or "off"  # YAML reads off as false
+        _check_choice("rollout_probe", self.rollout_probe, ("refuse", "warn", "off"))
         for name in ("aqn_sigma_start", "aqn_sigma_end"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):

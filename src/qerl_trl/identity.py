@@ -55,7 +55,7 @@ _INCIDENTAL = re.compile(
     r"|prediction_loss_only|bf16_full_eval|fp16_full_eval|model_init_kwargs|trust_remote_code|use_cpu|local_rank|ddp_.*|fsdp|fsdp_config"
     r"|deepspeed|ds3_.*|parallelism_config|accelerator_config|dataloader_.*|generation_batch_size|pad_to_multiple_of|use_cache|tf32"
     r"|(gradient|activation)_checkpointing.*|padding_free|compile_layers|torch_compile.*|torch_empty_cache_steps|full_determinism|share_weights"
-    r"|vllm_(?!importance|structured|engine_kwargs).*|rollout_probe_steps|rollout_timeout|reward_timeout|rollout_mismatch_threshold|zero_advantage_patience"
+    r"|vllm_(?!importance|structured|engine_kwargs).*|rollout_probe(?:_steps)?|rollout_timeout|reward_timeout|rollout_mismatch_threshold|zero_advantage_patience"
 )
 #: of `vllm_engine_kwargs`, what is memory, placement, graphs and logs; all else (a cache in 8 bits, another dtype) makes another sampler
 _INCIDENTAL_ENGINE = re.compile(

@@ -31,7 +31,7 @@ _OF_A_PROCESS = {"model", "base_revision", "settings_sha256", "tokenizer_sha256"
 _IN_STEP = re.compile(
     r"(eval|save|logging)_(strategy|steps)|logging_first_step|eval_on_start|eval_delay|load_best_model_at_end|metric_for_best_model|save_only_model"
     r"|save_on_each_node|per_device_eval_batch_size|num_generations_eval|generation_batch_size|push_to_hub|hub_strategy|use_vllm|vllm_mode"
-    r"|vllm_tensor_parallel_size|rollout_probe_steps|dataloader_drop_last|ddp_.*"
+    r"|vllm_tensor_parallel_size|rollout_probe(?:_steps)?|dataloader_drop_last|ddp_.*"
 )
 _CALLED = {
     "dataset_sha256": "training data",

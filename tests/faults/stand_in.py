@@ -17,6 +17,21 @@ from qerl_trl.rollout.sums import bits
 from qerl_trl.rollout.wire import update_fingerprint
 
 
+@torch.no_grad()
+def greedy(policy: nn.Module, prompts: list[list[int]], max_tokens: int) -> list[Completion]:
+    """Greedy completions of prompts of one length, token by token with a cache."""
+    tokens, logps, past, ids = [], [], None, torch.tensor(prompts)
+    for _ in range(max_tokens):
+        output = policy(input_ids=ids, past_key_values=past, use_cache=True)
+        past = output.past_key_values
+        best = output.logits[:, -1].float().log_softmax(-1).max(-1)
+        tokens.append(best.indices)
+        logps.append(best.values)
+        ids = best.indices[:, None]
+    rows = zip(torch.stack(tokens, 1).tolist(), torch.stack(logps, 1).tolist(), strict=True)
+    return [Completion(*row) for row in rows]
+
+
 class StandIn(Engine):
     """Generates with a copy of `policy`: norms in float32, the adapter rounded to the model's dtype, one sequence at a time.
 
@@ -96,6 +111,9 @@ class StandIn(Engine):
 
     def generate(self, prompts, sampling):
         self.top_p = sampling.top_p
+        if not sampling.temperature and len({len(prompt) for prompt in prompts}) == 1:
+            self.sampled = self.draw
+            return greedy(self.policy, prompts, sampling.max_tokens)
         return [self._complete(prompt, sampling.max_tokens, sampling.temperature) for prompt in prompts]
 
     def _llm_generate(self, prompts, sampling_params, use_tqdm=False):

@@ -81,7 +81,7 @@ class Ignores(StandIn):
 
 @fault("R4.adapter_ignored")
 def test_an_adapter_that_the_engine_ignores(make_trainer):  # noqa: F811
-    with told(RolloutError, "The adapter does not reach the engine", "report it", "use_vllm=False"):
+    with told(RolloutError, "the adapter is lost", "report", "use_vllm=False", "rollout_probe='warn'"):
         make_trainer(engine=Ignores)
 
 
@@ -139,7 +139,7 @@ def test_an_engine_that_computes_otherwise_after_it_woke_up(make_trainer):  # no
     def drifts(engine):
         engine.policy.get_base_model().model.rotary_emb.inv_freq.mul_(3)
 
-    words = ("have drifted apart", "nats", "Resume from the last checkpoint")
+    words = ("vLLM and the trainer disagree", "nats", "Resume from the last checkpoint")
     ends_and_goes_on(make_trainer, drifts, *words, rollout_probe_steps=1)
 
 
@@ -398,5 +398,5 @@ class Shifted(StandIn):
 
 @fault("R4.logp_gap")
 def test_log_probabilities_that_are_off_by_a_constant(make_trainer):  # noqa: F811
-    with told(RolloutError, "disagree without any adapter", "nats", "other weights"):
+    with told(RolloutError, "clean log-probabilities differ", "nats", "other weights"):
         make_trainer(engine=Shifted)

@@ -148,11 +148,9 @@ def policy(dense):
 @pytest.mark.parametrize("case", IN_BF16)
 def test_a_wrong_adapter_is_found_in_bf16(policy, case):
     """At 843f908 each of them passed: 0.35 nats were allowed."""
-    with told(RolloutError, "part of the adapter is lost, misplaced or scaled", "nats", "report it"):
-        probes.run(probes.FakeEngine(policy, IN_BF16[case]), policy)
+    assert "the adapter" in probes.run(probes.FakeEngine(policy, IN_BF16[case]), policy).fault
 
 
 @fault("S.probe_in_bf16")
 def test_an_unquantized_server_is_found_in_bf16(dense, policy):
-    with told(RolloutError, "disagree without any adapter", "other weights", "nats"):
-        probes.run(probes.FakeEngine(policy, base_fault=unquantized(dense)), policy)
+    assert "other weights" in probes.run(probes.FakeEngine(policy, base_fault=unquantized(dense)), policy).fault

@@ -189,7 +189,7 @@ def stub_generation(policy, *, share=True, aqn=True, engine=None, **arguments):
     args = SimpleNamespace(
         aqn=aqn, share_weights=share, rollout_timeout=None, vllm_batch_invariant=False, vllm_engine_kwargs={"enforce_eager": True, **MEMORY, **(engine or {})},
         base_format="nvfp4", scale_rule="rtn", per_device_train_batch_size=4, gradient_checkpointing=False,
-        generation_batch_size=4, bf16=False, fp16=False,
+        generation_batch_size=4, bf16=False, fp16=False, rollout_probe="refuse",
     )  # fmt: skip
     trainer = SimpleNamespace(
         args=args, aqn=noise if aqn else None, model=policy, state=SimpleNamespace(global_step=0), rescue=lambda: "resume", train_dataset=[], eval_dataset=None

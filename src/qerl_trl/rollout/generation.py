@@ -15,6 +15,7 @@ Every `base_format` goes through here; arms.py says what each can do.
 """
 
 import contextlib
+import itertools
 import logging
 import math
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import gather_object
+from trl.data_utils import maybe_apply_chat_template
 from trl.generation.vllm_generation import VLLMGeneration
 
 from ..deadline import deadline
@@ -33,7 +35,7 @@ from .colocated import in_process, memory_arguments
 from .contract import check_completions, check_contents, check_noise_acted
 from .engine import Completion, Engine, RankWithoutEngine, RolloutError, Sampling, Seeds
 from .placement import StartsEngine, placed_in_training
-from .probe import probe, probe_again, probe_noise
+from .probe import PROMPT_TOKENS, ProbeResult, probe, probe_again, probe_noise, prompts_of
 from .spec import EngineSpec, at_a_time
 from .trained import TrainedWeights, trained_part
 
@@ -119,12 +121,15 @@ class QeRLVLLMGeneration(VLLMGeneration):
         """Check that the engine computes what the trainer computes (probe.py). Every process calls it.
 
         Raises:
-            [`RolloutError`]: it does not.
+            [`RolloutError`]: it does not, and `rollout_probe="refuse"`.
         """
-        device, dtype = self.accelerator.device, getattr(torch, self.spec.dtype)
-        self.probe_result, self._clean = probe(self.engine, self.model, device, dtype, self.sync_weights)
+        self.probe_result, self._clean = None, None
+        if self.trainer.args.rollout_probe == "off":
+            return
+        self._prompts = self._probe_prompts()
+        self.probe_result, self._clean = probe(*self._probed_with(), self.sync_weights)
         self._clean_stamp = self.trained.stamp()
-        logger.info("Rollout probe: %s", self.probe_result)
+        self._judge(self.probe_result, "Rollout probe")
 
     def probe_noise(self) -> None:
         """Check that noise acts in the engine as it does in the trainer (probe.py), and that the engine is clean afterwards. To be called
@@ -133,14 +138,14 @@ class QeRLVLLMGeneration(VLLMGeneration):
         Raises:
             [`RolloutError`]: it does not, or the engine computes one of these norms in a way that cannot carry noise.
         """
-        if self.waits:
-            return  # `start` does it
-        aqn, device, dtype = self.trainer.aqn, self.accelerator.device, getattr(torch, self.spec.dtype)
+        if self.waits or self.probe_result is None:
+            return  # `start` does it, or nobody
+        aqn = self.trainer.aqn
         self.engine.wake()
         same = all(gather_object([self._clean_stamp == self.trained.stamp()]))  # nothing was loaded since
         known = self._clean if same else None
         try:
-            self.noise_result = probe_noise(self.engine, self.model, device, dtype, self.sync_noise, aqn.under, known)
+            self.noise_result = probe_noise(*self._probed_with(), self.sync_noise, aqn.under, known)
         except (ValueError, RuntimeError) as error:
             if isinstance(error, RolloutError):
                 raise
@@ -148,20 +153,50 @@ class QeRLVLLMGeneration(VLLMGeneration):
         contents = self.engine.contents()
         if contents is not None:
             check_contents(contents, self._put, self._draw)
-        logger.info("Noise probe: %s", self.noise_result)
+        self._judge(self.noise_result, "Noise probe")
         self.engine.sleep()
 
+    def _probed_with(self) -> tuple[Any, ...]:
+        """The first arguments of every probe."""
+        return self.engine, self.model, self._prompts, self.accelerator.device, getattr(torch, self.spec.dtype)
+
+    def _probe_prompts(self) -> list[list[int]]:
+        """Prompts of the run's own data, tokenized without its tools and pictures."""
+        trainer, texts = self.trainer, []
+        if not getattr(trainer, "_is_vlm", False):
+            rows = itertools.islice(iter(trainer.train_dataset), 64)
+            texts = [
+                maybe_apply_chat_template({"prompt": row["prompt"]}, self.processing_class)["prompt"] for row in rows
+            ]
+            texts = self.processing_class(texts, add_special_tokens=False)["input_ids"] if texts else []
+        return prompts_of(texts, self._vocabulary, self.max_model_length or PROMPT_TOKENS)
+
+    def _judge(
+        self, result: ProbeResult, name: str, remedy: str = "Use use_vllm=False and report the model's name"
+    ) -> None:
+        """Log a probe's result; warn or raise where it is a fault."""
+        logger.info("%s: %s", name, result)
+        if result.undecided:
+            logger.warning("%s: %s. Training starts unchecked; rollout_probe='off' skips this.", name, result)
+        if result.fault is None:
+            return
+        if self.trainer.args.rollout_probe == "refuse":
+            raise RolloutError(
+                f"{name}: vLLM and the trainer disagree, {result.fault}. {remedy}, or train anyway with rollout_probe='warn'."
+            )
+        logger.warning("%s: vLLM and the trainer disagree, %s.", name, result.fault)
+
     def _probe_if_due(self) -> None:
-        """The check of the start again, with the adapter as it is (probe.py), every `rollout_probe_steps` steps of training."""
+        """The first rule of the probe again, with the adapter as it is, every `rollout_probe_steps` steps of training."""
         step, every = self.trainer.state.global_step, self.trainer.args.rollout_probe_steps
         # the first rollout of every so many steps: a rollout lasts for several, so that not each multiple begins one
-        if not every or step // every == self._probed // every or not self.trainer.model.training:
+        due = every and self.probe_result is not None and step // every != self._probed // every
+        if not due or not self.trainer.model.training:
             return
         draw = self._draw
         self.sync_noise(NO_NOISE)
-        device, dtype = self.accelerator.device, getattr(torch, self.spec.dtype)
-        difference = probe_again(self.engine, self.model, device, dtype, self.probe_result.rounding)
-        logger.info("Rollout probe at step %d: log-probabilities differ by %.4f nats", step, difference)
+        result = probe_again(*self._probed_with(), self.probe_result.rounding)
+        self._judge(result, f"Rollout probe at step {step}", "Resume from the last checkpoint with a new engine")
         self.sync_noise(draw or NO_NOISE)
         self._probed = step
 
