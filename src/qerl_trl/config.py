@@ -19,6 +19,7 @@ from .noise.schedules import SCHEDULES, make_schedule
 from .nvfp4.format import SCALE_RULES
 from .processes import patience
 from .rollout.arms import check_options
+from .rollout.placement import fsdp_version
 from .upstream import OnlineConfig
 
 BASE_FORMATS = ("nvfp4", "bf16", "nf4", "full")
@@ -337,6 +338,12 @@ class QeRLArguments(OnlineConfig):
             )
         self.aqn_seed = self.seed if self.aqn_seed is None else self.aqn_seed
         self.hub_private_repo = True if self.hub_private_repo is None else self.hub_private_repo
+
+    @property
+    def place_model_on_device(self) -> bool | None:
+        # with these transformers leaves the model on the CPU until train() or evaluate(), and an engine starts before
+        cast = self.bf16_full_eval or self.fp16_full_eval
+        return True if cast and fsdp_version(self) is None and self.deepspeed_plugin is None else None
 
     def _cut_batches(self, updates: int) -> None:
         """A rollout of `updates_per_rollout` steps, where nothing says how many completions it has."""

@@ -11,6 +11,7 @@ import os
 import re
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from accelerate.utils import gather_object
 
 from . import alike, checkpoint, identity, redaction, run_folder
+from .evaluation_mode import as_it_was
 from .processes import together
 from .sources import as_written
 from .upstream import OnlineTrainer
@@ -26,7 +28,9 @@ logger = logging.getLogger(__name__)
 
 #: of the settings that a run records, what may differ between processes: names of what is known by its content, what is compared apart, and what
 #: another one says too
-_OF_A_PROCESS = {"model", "base_revision", "settings_sha256", "tokenizer_sha256", *identity.SOURCES}
+_OF_A_PROCESS = {
+    "model", "base_revision", "settings_sha256", "tokenizer_sha256", "dataset_columns", *identity.SOURCES,
+}  # fmt: skip
 #: arguments without a say in the trajectory that decide which collectives come, and with what sizes
 _IN_STEP = re.compile(
     r"(eval|save|logging)_(strategy|steps)|logging_first_step|eval_on_start|eval_delay|load_best_model_at_end|metric_for_best_model|save_only_model"
@@ -85,6 +89,12 @@ class InStepMixin(OnlineTrainer):
         metrics = super().evaluate(*args, **kwargs)
         self._agree()
         return metrics
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """As `Trainer.evaluation_loop`, which casts the model for good where `bf16_full_eval` or `fp16_full_eval` is set."""
+        cast = not self.is_in_train and (self.args.bf16_full_eval or self.args.fp16_full_eval)
+        with as_it_was(self.model) if cast else nullcontext():
+            return super().evaluation_loop(*args, **kwargs)
 
     def _agree(self) -> None:
         if self._after_step:

@@ -63,7 +63,7 @@ def check(args: "TrainingArguments") -> None:
     Raises:
         `RuntimeError`: it cannot work; names the remedy.
     """
-    found = requirements() + checkpoints(args) + evaluations(args)
+    found = requirements()
     if not args.use_cpu:
         found += gpu()
     if args.world_size > 1 or args.dataloader_num_workers > 0:
@@ -87,36 +87,6 @@ def tell(problems: list[Problem]) -> None:
 
 
 # --- what is looked at ------------------------------------------------------------------------------------------------------------
-
-
-def checkpoints(args: "TrainingArguments") -> list[Problem]:
-    """What would write some that a run cannot go on from."""
-    if not getattr(args, "enable_jit_checkpoint", False):
-        return []
-    what = (
-        "enable_jit_checkpoint=True writes a checkpoint wherever a signal finds the run, in the middle of a rollout too, whose completions no checkpoint "
-        "holds: the run that goes on from it is another one."
-    )
-    remedy = "Leave it out, and set save_steps to what may be lost: a run that is ended by SIGTERM says which checkpoint it goes on from, bit for bit."
-    return [Problem(what, remedy, fatal=True)]
-
-
-def evaluations(args: "TrainingArguments") -> list[Problem]:
-    """What would change the weights that are trained."""
-    for name in ("bf16_full_eval", "fp16_full_eval"):
-        if getattr(args, name, False):
-            what = (
-                f"{name}=True casts the whole model to 16 bits when trainer.evaluate() is called outside of the training, for good: the adapter would be "
-                "trained and saved in them, and small updates would be lost."
-            )
-            return [
-                Problem(
-                    what,
-                    "Leave it out: with bf16=True an evaluation computes in 16 bits as the training does.",
-                    fatal=True,
-                )
-            ]
-    return []
 
 
 def requirements() -> list[Problem]:

@@ -50,7 +50,6 @@ class SavingMixin(InStepMixin, PublishingMixin):
     _between: "tuple[int, _Moment] | None" = None
     #: whether the error in the making of that batch was raised in every process
     _all_failed: bool = False
-
     #: name of the checkpoint whose weights were loaded at the end of training
     _best: str | None = None
     #: whether this trainer's results are in its folder
@@ -198,6 +197,12 @@ class SavingMixin(InStepMixin, PublishingMixin):
         saved = self._saved is not None and os.path.abspath(self._saved) == os.path.abspath(folder)
         if saved and (self.accelerator.num_processes > 1 or not checkpoint.problems(folder)):
             return  # after an error in the rollout: the weights are still those of this checkpoint
+        if self.args.enable_jit_checkpoint and self.control.should_training_stop and not self._after_step:
+            # transformers' own on SIGTERM, at any moment of a step: it waits for the end of the rollout, as every save does
+            if not checkpoint.recorded_run(folder):
+                checkpoint.discard(folder)
+            self.control.should_save = True
+            return
         guards.check_weights(model, self.state.global_step)
         unchanged.check(self, in_the_middle=True)
         if self.args.should_save:
