@@ -57,11 +57,11 @@ _begun: dict[tuple, _Hashing] = {}
 
 
 def begin(model: str | os.PathLike) -> None:
-    """Compare the folder `model` with its manifest, its weights in the background. Without one only the places of the weights are looked
-    at, and nothing of a Hub id.
+    """Compare the folder `model` with its manifest, its weights in the background. Without one only its index is looked at,
+    and nothing of a Hub id.
 
     Raises:
-        `ValueError`: weights lie outside of the folder; a file is missing, has another size or, if it is small, another content, or what decides about
+        `ValueError`: an index is none; a file is missing, has another size or, if it is small, another content, or what decides about
             answers lies there unsealed.
     """
     folder = Path(model)

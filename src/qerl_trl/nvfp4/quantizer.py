@@ -4,7 +4,6 @@ A dense checkpoint is quantized one tensor at a time, as each arrives on its dev
 transformers 5.10.4 to 5.23 are overridden.
 """
 
-import os
 import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 
 from ..folders import note_commit, reads_for_its_machine
-from . import headers, layouts, shards
+from . import headers, layouts
 from .format import NVFP4Tensor, quantize
 from .fp8 import check_fp8, dequantize_fp8
 from .fused import fuse_storage
@@ -178,8 +177,6 @@ class NVFP4HfQuantizer(HfQuantizer):
         self._unread = left_to_the_first()
         files = checkpoint_files or ()
         note_commit(model.config, files=files)
-        if os.path.isdir(model.config.name_or_path or ""):
-            shards.check_inside(str(model.config.name_or_path), files)
         self._headers = _in_memory(model, headers.read_headers(files))
         if not self.pre_quantized:
             if self._headers:

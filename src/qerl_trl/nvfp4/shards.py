@@ -1,7 +1,6 @@
-"""Which safetensors files make up a checkpoint folder, and that none of them lies elsewhere.
+"""Which safetensors files make up a checkpoint folder, and, before they are copied or published, that none of them lies elsewhere.
 
-A folder may come from anywhere: an index or a symbolic link in it could name any file that this user may read, and what is read from there
-is trained on, copied or published.
+A folder may come from anywhere: an index or a symbolic link in it could name any file that this user may read.
 """
 
 import json
@@ -18,7 +17,7 @@ def read_folder(folder: Path) -> dict[str, TensorInfo]:
     """The tensors of the checkpoint in `folder`, by name. Reads the index and the files' headers.
 
     Raises:
-        `ValueError`: no safetensors, an index that disagrees with its files, a file outside of the folder, a damaged header.
+        `ValueError`: no safetensors, an index that disagrees with its files, a damaged header.
     """
     files, index, weight_map = _weight_files(folder)
     missing = [file.name for file in files if not file.is_file()]
@@ -31,18 +30,17 @@ def read_folder(folder: Path) -> dict[str, TensorInfo]:
 
 
 def check_weight_files(folder: Path) -> None:
-    """Refuse a folder whose index is none, or whose weights lie elsewhere. Reads the index."""
+    """Refuse a folder whose index is none. Reads the index."""
     _weight_files(folder)
 
 
 def _weight_files(folder: Path) -> tuple[list[Path], Path, dict[str, str]]:
-    """(files, the index, what it says): all in `folder`."""
+    """(files, the index, what it says)."""
     index, whole = folder / INDEX_NAME, folder / "model.safetensors"
     weight_map = _weight_map(index) if index.is_file() and not whole.is_file() else {}  # as transformers chooses
     files = [whole] if whole.is_file() else sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
     if weight_map:
         files = [folder / name for name in sorted(set(weight_map.values()))]
-    check_inside(folder, files)
     return files, index, weight_map
 
 

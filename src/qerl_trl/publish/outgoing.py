@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from .. import checkpoint, redaction
+from ..nvfp4.shards import check_inside
 
 #: repository path -> the file that is sent, or its content
 Content = dict[str, Path | bytes]
@@ -48,6 +49,7 @@ def files_of(folder: Path, names: Iterable[str], below: str = "") -> tuple[Conte
     """Those of the files `names` in `folder` that may be uploaded (into the repository's folder `below`), and the names of the others."""
     names = sorted(names)
     allowed = [name for name in names if may_leave(f"{below}/{name}" if below else name)]
+    check_inside(folder, [folder / name for name in allowed])
     return {name: folder / name for name in allowed}, [name for name in names if name not in allowed]
 
 

@@ -201,6 +201,7 @@ def _matched(
     """(tensors of the checkpoint, linear layers to quantize by the checkpoint's names, names of the parameters that the loaded model will have, none
     where that is not known, what modules of the checkpoint are called then), checked against each other."""
     tensors = shards.read_folder(folder)
+    shards.check_inside(folder, {info.file for info in tensors.values()})
     with torch.device("meta"):
         model = auto_class_of(config).from_config(config, trust_remote_code=trust_remote_code)
     linears = nvfp4_config.linears_to_quantize(model)
