@@ -31,7 +31,7 @@ _MAY_DIFFER = {"max_steps", "num_train_epochs", "versions", "rewards_sha256", "r
 SOURCES = ("rewards_sha256", "rollouts_sha256", "held_sha256")
 #: what is recorded beside the settings themselves
 _NOT_SETTINGS = {
-    "settings_sha256", "global_step", "merged_onto", "changed", "base_revision", "auto_class", tokenizer_identity.FORMER,
+    "settings_sha256", "global_step", "merged_onto", "changed", "base_revision", "auto_class", "dataset_columns", tokenizer_identity.FORMER,
 }  # fmt: skip
 #: not in the records of older versions
 _NEWER = {
@@ -44,6 +44,8 @@ _NEWER = {
 }
 #: not in the options of records that have no `special_tokens`
 _NEWER_OPTIONS = {"off_policy_mask_threshold", "cache_implementation", "vllm_engine_kwargs"}
+#: how a rollout and a step are cut into backward passes: free to differ where neither gets another size
+_CUT = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation")
 #: how the base is made of what is loaded: it differs with them
 _FORM = ("base_format", "scale_rule", "modules_to_not_convert")
 #: arguments without a say in the trajectory: where and when is written, logged, evaluated and pushed, memory and placement, limits of checks.
@@ -67,7 +69,7 @@ _INCIDENTAL_ENGINE = re.compile(
 #: rows of the training data that its fingerprint reads
 _FINGERPRINT_ROWS = 10_000
 #: fingerprints that were computed: a run says it with each checkpoint
-_datasets: "weakref.WeakKeyDictionary[Dataset, str]" = weakref.WeakKeyDictionary()
+_datasets: "weakref.WeakKeyDictionary[Dataset, dict[str, str]]" = weakref.WeakKeyDictionary()
 
 
 def may_differ(name: str) -> bool:
@@ -135,6 +137,7 @@ class RunSettings(TypedDict, total=False):
         str, dict[str, str]
     ]  # of what each one of both held when it was given, and a scheduler, by attribute
     dataset_sha256: str  # of a sample of the training data; absent for streamed data
+    dataset_columns: dict[str, str]  # the same of each column, and of what they have in common
     options: dict[str, Any]  # every further argument that decides the trajectory and is not at its default
     settings_sha256: str  # of all settings that may not differ when the run goes on
     changed: list[str]  # differences that were allowed on the way (`allow_other_settings`)
@@ -170,8 +173,8 @@ def run_settings(trainer: OnlineTrainer) -> RunSettings:
     settings["rollouts_sha256"] = sources.digests(rollouts)
     schedulers = [(name, given) for name, given in trainer.given_optimizers().items() if name == "lr_scheduler"]
     settings["held_sha256"] = sources.held([*rewards, *rollouts, *schedulers])
-    if (sample := dataset_sha256(trainer.train_dataset)) is not None:
-        settings["dataset_sha256"] = sample
+    if (columns := _columns_sha256(trainer.train_dataset)) is not None:
+        settings["dataset_sha256"], settings["dataset_columns"] = sha256(columns), columns
     decisive = {f.name: f for f in dataclasses.fields(trainer.args) if not _INCIDENTAL.fullmatch(f.name)}
     settings["options"] = _not_defaults(trainer.args, {n: f for n, f in decisive.items() if n not in _FIELDS})
     settings["options"] = _of_the_policy(settings["options"]) | _given_as_objects(trainer)
@@ -258,6 +261,11 @@ def dataset_sha256(dataset: Any) -> str | None:
 
     The same data from another folder, cache or machine has the same one. Pictures and sound are not read; streamed data have none.
     """
+    return None if (columns := _columns_sha256(dataset)) is None else sha256(columns)
+
+
+def _columns_sha256(dataset: Any) -> dict[str, str] | None:
+    """The same column by column; under no name, what they have in common."""
     if not isinstance(dataset, Dataset):
         return None
     if (known := _datasets.get(dataset)) is not None:
@@ -265,10 +273,10 @@ def dataset_sha256(dataset: Any) -> str | None:
     plain = [name for name, kind in sorted(dataset.features.items()) if not hasattr(kind, "decode_example")]
     count = min(len(dataset), _FINGERPRINT_ROWS)
     rows = [index * (len(dataset) - 1) // max(count - 1, 1) for index in range(count)]
-    sample = dataset.select_columns(plain).with_format("arrow")[rows].to_pylist() if plain else []
+    sample = dataset.select_columns(plain).with_format("arrow")[rows].to_pydict() if plain else {}
     transform = dataset.format["format_kwargs"].get("transform")
-    written = [] if transform is None else [source_sha256(transform)]
-    found = sha256([sorted(dataset.column_names), len(dataset), sample, *written])
+    written = None if transform is None else source_sha256(transform)
+    found = {name: sha256(sample.get(name)) for name in dataset.column_names} | {"": sha256([len(dataset), written])}
     _datasets[dataset] = found
     return found
 
@@ -303,12 +311,26 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> Differences:
     known = "base_sha256" in both and not any(then.get(name) != now.get(name) for name in _FORM)
     free = _MAY_DIFFER | {"model"} if known else _MAY_DIFFER
     found = Differences([], [])
+    if _sizes(then) == _sizes(now):
+        free = free | {*_CUT}
     if "tokenizer_content_sha256" in both:  # it says all that the other one does
         names -= {"tokenizer_sha256"}
+    columns, had = now.get("dataset_columns") or {}, then.get("dataset_columns") or {}
+    if had and had.items() < columns.items():
+        names -= {"dataset_sha256"}
+        found.reported.append(
+            f"dataset_sha256: the training data have further columns ({', '.join({*columns} - {*had})})"
+        )
     for name in sorted(names if known else names - {"base_sha256"}):
         lines = found.reported if name in free else found.refused
         lines += _compared(name, then.get(name), json.loads(json.dumps(now.get(name), default=str)))
     return found
+
+
+def _sizes(settings: Mapping[str, Any]) -> list[int]:
+    """Completions of a process for a step, and for a rollout."""
+    micro, *counts = (settings.get(name) or 1 for name in _CUT)
+    return [micro * count for count in counts]
 
 
 def _compared(name: str, then: Any, now: Any) -> list[str]:
