@@ -186,7 +186,7 @@ def settle(output_dir: str | os.PathLike, resume: str | None, settings: Mapping[
         if there.refused:
             raise ValueError(
                 f"output_dir={str(output_dir)!r} belongs to a run with other settings, whose files a new run would mix with its own: "
-                f"{'; '.join(there.refused)}. Choose another output_dir, or remove this one if it is not needed any more."
+                f"{'; '.join(there.refused)}. Choose another output_dir, or remove this one (qerl-trl train: --overwrite)."
             )
     source = Path(resume) if resume is not None else source
     then = checkpoint.recorded_settings(source) if source is not None else {}
@@ -219,6 +219,19 @@ def settle(output_dir: str | os.PathLike, resume: str | None, settings: Mapping[
             output_dir,
         )
     return list(dict.fromkeys([*changed, *written, *found.refused])) if resume is not None else []
+
+
+def clear(output_dir: str | os.PathLike, settings: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Remove what a run with other settings has left in its folder: its checkpoints, what it saved, and `names`."""
+    folder = Path(output_dir)
+    source = _owner(folder)
+    if source is None or not identity.differences(checkpoint.recorded_settings(source), settings).refused:
+        return
+    logger.warning("The run with other settings in %s is removed (--overwrite).", folder)
+    for path in (*folder.glob("checkpoint-[0-9]*"), *folder.glob(".checkpoint-[0-9]*.replaced")):
+        checkpoint.discard(path)
+    for name in (checkpoint.MANIFEST_NAME, *checkpoint.sealed_files(folder), *names):
+        (folder / name).unlink(missing_ok=True)
 
 
 def require_own(folder: str | os.PathLike, settings: Mapping[str, Any], changed: Iterable[str] = ()) -> None:

@@ -26,9 +26,11 @@ from trl import ModelConfig, get_peft_config
 from ..config import QeRLConfig
 from ..errors import tell_in_scripts
 from ..folders import named_in_errors
+from ..identity import run_settings
 from ..lora import settle_model_config
-from ..publish.records import RunResults
+from ..publish.records import BEFORE_NAME, RESULTS_NAME, RunResults
 from ..redaction import check_places
+from ..run_folder import clear
 from ..shipped import OPTIONS, config_file, contents, examples_folder, parser_of, task_file
 from .run import train_and_measure
 from .task import PARSED, Task, TaskArguments
@@ -50,6 +52,7 @@ class Script:
         args: how.
         model_args: which model and adapter.
         eval_problems, eval_batch_size: of the measurement before and after.
+        overwrite: replace a run with other settings in `output_dir`; one with the same settings is resumed all the same.
     """
 
     task: Task
@@ -57,6 +60,7 @@ class Script:
     model_args: ModelConfig
     eval_problems: int | None = None
     eval_batch_size: int = 64
+    overwrite: bool = False
 
     @classmethod
     def parse(cls, task: Task | None = None, config: str | None = None, argv: Sequence[str] | None = None) -> "Script":
@@ -117,7 +121,7 @@ class Script:
             )
         named = {word.removeprefix("--").partition("=")[0].replace("-", "_") for word in words if word.startswith("--")}
         settle_model_config(model_args, {*recipe, *named}, args.base_format)
-        return cls(own.with_said(fields), args, model_args, said.eval_problems, said.eval_batch_size)
+        return cls(own.with_said(fields), args, model_args, said.eval_problems, said.eval_batch_size, said.overwrite)
 
     def trainer_arguments(self) -> dict[str, Any]:
         """Arguments of [`QeRLGRPOTrainer`]: the task's, the recipe's, the adapter's, and the tokenizer with the task's chat template."""
@@ -162,6 +166,9 @@ class Script:
 
     def train(self, trainer: Any) -> RunResults:
         """See [`run.train_and_measure`]."""
+        if self.overwrite:
+            with trainer.accelerator.main_process_first():
+                clear(trainer.args.output_dir, run_settings(trainer), (RESULTS_NAME, BEFORE_NAME))
         return train_and_measure(trainer, self.task, self.eval_problems, self.eval_batch_size)
 
 

@@ -344,5 +344,10 @@ TaskArguments = dataclasses.make_dataclass(
             int,
             field(default=64, metadata={"help": "Problems at a time in the evaluation without vLLM."}),
         ),
+        (
+            "overwrite",
+            bool,
+            field(default=False, metadata={"help": "Replace a run with other settings in output_dir."}),
+        ),
     ],
 )
