@@ -164,6 +164,12 @@ def check_is_lora(config: PeftConfig) -> LoraConfig:
     return config
 
 
+def changes_base(model: nn.Module) -> bool:
+    """Whether an adapter changes the weights that it lies on: it starts from a part of them (PiSSA), or trains their biases."""
+    configs = getattr(model, "peft_config", {}).values()
+    return any(config.bias != "none" or config.init_lora_weights not in _PLAIN_INITS for config in configs)
+
+
 def register_nvfp4_lora(config: PeftConfig) -> LoraConfig:
     """Check that `config` can work on a frozen 4-bit base and return a copy that knows the NVFP4 layer.
 
@@ -214,7 +220,7 @@ def load_adapter(
         _check_sealed(str(adapter), folder)
         if not allow_other_base:
             _check_base(model, str(adapter), folder)
-    config = register_nvfp4_lora(PeftConfig.from_pretrained(adapter, **hub))
+    config = (register_nvfp4_lora if has_nvfp4(model) else check_is_lora)(PeftConfig.from_pretrained(adapter, **hub))
     config.inference_mode = not is_trainable
     loaded = PeftModel.from_pretrained(
         model, adapter, adapter_name=adapter_name, is_trainable=is_trainable, config=config, **kwargs
@@ -298,16 +304,11 @@ def check_adapter(model: nn.Module) -> None:
     """Refuse an adapter that cannot train, and warn about what would train badly.
 
     Raises:
-        `ValueError`: a PEFT method other than LoRA, biases of the base, no layer carries an adapter, no parameter of it is trainable, or a packed
+        `ValueError`: a PEFT method other than LoRA, no layer carries an adapter, no parameter of it is trainable, or a packed
             tensor was made trainable.
     """
     for config in getattr(model, "peft_config", {}).values():
         check_is_lora(config)
-        if config.bias != "none":
-            raise ValueError(
-                f"LoraConfig(bias={config.bias!r}) trains biases of the base, which an adapter is switched off and merged without, so the base would not "
-                "be the one that it began from. Use bias='none'; lora_bias=True gives the adapter biases of its own."
-            )
     layers = adapted_layers(model)
     if not layers:
         linears = sorted({name.split(".")[-1] for name, m in model.named_modules() if isinstance(m, nn.Linear)})

@@ -47,7 +47,7 @@ from .arguments import by_name, with_reward_models
 from .base import adapter_config, model_init, source_of
 from .config import QeRLArguments, QeRLConfig, QeRLRLOOConfig
 from .garbage import rarely, stepping
-from .lora import check_adapter, prepare_trainable_norms, warn_of_dropout, warn_of_low_precision
+from .lora import changes_base, check_adapter, prepare_trainable_norms, warn_of_dropout, warn_of_low_precision
 from .memory import shortage
 from .memory.of_trainer import plan_trainer
 from .memory.plan import MemoryPlan
@@ -139,6 +139,7 @@ class QeRLMixin(SavingMixin, PackingMixin, ShardingMixin):
         self.base_sha256 = base_identity.shared_base_sha256(trained, not self.is_fsdp_enabled)  # before training
         if is_peft_model(trained):
             check_adapter(trained)
+            self.base_sha256 = None if changes_base(trained) else self.base_sha256
         else:
             warn_of_low_precision(trained)
         warn_of_dropout(trained)

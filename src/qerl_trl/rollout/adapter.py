@@ -9,7 +9,7 @@ from peft.tuners.lora import LoraLayer
 from peft.utils import ModulesToSaveWrapper
 from torch import nn
 
-from ..lora import adapted_layers
+from ..lora import adapted_layers, changes_base
 from ..names import canonical_name
 from ..nvfp4.architectures import in_tower
 from ..nvfp4.layouts import pattern_of
@@ -54,8 +54,8 @@ def check_servable(model: nn.Module) -> None:
         problems += [
             f"{flag}={getattr(config, flag)!r}" for flag in ("use_dora", "lora_bias") if getattr(config, flag, False)
         ]
-        if config.bias != "none":
-            problems.append(f"bias={config.bias!r}")
+        if changes_base(model):  # a server loads the base as it is stored
+            problems.append(f"bias={config.bias!r} with init_lora_weights={config.init_lora_weights!r}")
         problems += [name for name in ("trainable_token_indices", "target_parameters") if getattr(config, name, None)]
     for name, module in model.named_modules():
         if isinstance(module, ModulesToSaveWrapper) and module.original_module.weight.ndim != 1:
