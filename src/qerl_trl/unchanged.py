@@ -40,6 +40,7 @@ def taken(trainer: Any) -> dict[str, Any]:
         name: value
         for name, value in given.items()
         if type(value) in (bool, int, float, str, type(None))
+        and not name.startswith("log_")
         and (name.startswith(_TAKEN) or (name in own and type(own[name]) is type(value) and own[name] == value))
     }
 

@@ -90,34 +90,19 @@ def test_a_rank_or_alpha_that_trains_nothing_is_refused(make_trainer, base_forma
         make_trainer(base_format=base_format, peft_config=lora(**options()))
 
 
-@pytest.mark.parametrize("bias", ["all", "lora_only"])
-def test_biases_of_the_base_are_not_trained(make_trainer, bias):  # noqa: F811
-    with told(ValueError, f"bias={bias!r}", "bias='none'", "lora_bias=True"):
-        make_trainer(peft_config=lora(bias=bias))
-
-
-def test_a_checkpoint_in_the_middle_of_a_rollout_is_not_asked_for(make_trainer):  # noqa: F811
-    with told(RuntimeError, "enable_jit_checkpoint=True", "in the middle of a rollout", "save_steps"):
-        make_trainer(enable_jit_checkpoint=True)
-
-
-@pytest.mark.parametrize("name", ["bf16_full_eval", "fp16_full_eval"])
-def test_an_evaluation_does_not_cast_the_adapter_for_good(make_trainer, name):  # noqa: F811
-    with told(RuntimeError, f"{name}=True", "the adapter would be trained and saved", "Leave it out"):
-        make_trainer(**{name: True})
-
-
 @pytest.mark.vllm
 @fault("R3.adapter_kind_with_vllm")
 @pytest.mark.parametrize(
     ("options", "word"),
     [
         ({"use_dora": True}, "use_dora"),
+        ({"bias": "all"}, "bias='all'"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa'"),
         ({"target_parameters": ["model.layers.0.mlp.up_proj.weight"]}, "target_parameters"),
     ],
 )
 def test_an_adapter_that_the_engine_does_not_compute_is_refused(make_engine_trainer, options, word):  # noqa: F811
-    base_format = "bf16" if "target_parameters" in options else "nvfp4"
+    base_format = "bf16" if {"target_parameters", "init_lora_weights"} & set(options) else "nvfp4"
     with told(ValueError, word, "plain LoRA", "use_vllm=False"):
         make_engine_trainer(peft_config=lora(**options), base_format=base_format)
 

@@ -219,9 +219,8 @@ def arguments(kind, **generation):
         ("do_sample", False, "lower temperature"),
         ("num_beams", 4, "Leave it out"),
         ("guidance_scale", 2.0, "Leave it out"),
-        ("max_new_tokens", 9, "set max_completion_length"),
+        ("max_new_tokens", 999, "set max_completion_length"),
         ("n", 3, "set num_generations"),
-        ("eos_token_id", 7, "the tokenizer's eos_token"),
     ],
 )
 def test_arguments_of_a_rollout_that_contradict_its_scores(kind, name, value, remedy):

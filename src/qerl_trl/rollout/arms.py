@@ -36,7 +36,7 @@ _OWN = {
 _OTHER_POLICY: dict[str, tuple[Any, ...]] = {
     "do_sample": (True,), "num_beams": (1,), "num_beam_groups": (1,), "use_beam_search": (False,), "penalty_alpha": (0, 0.0), "guidance_scale": (1, 1.0),
     "dola_layers": (), "sequence_bias": (), "watermarking_config": (), "constraints": (), "force_words_ids": (), "forced_bos_token_id": (),
-    "forced_eos_token_id": (), "encoder_repetition_penalty": (1, 1.0), "generation_config": (), "eos_token_id": (),
+    "forced_eos_token_id": (), "encoder_repetition_penalty": (1, 1.0), "generation_config": (),
 }  # fmt: skip
 
 
@@ -55,7 +55,7 @@ def check_generation(args: "QeRLConfig | QeRLRLOOConfig") -> None:
             continue
         if (own := _OWN.get(name)) is not None:
             said = 1 if own == "num_generations" else getattr(args, own)
-            if value == said:
+            if value == said or (own == "max_completion_length" and isinstance(value, int) and 0 < value < said):
                 continue
             what = (
                 f"rollouts would be sampled at {value!r} and scored at temperature={said!r}"
@@ -66,10 +66,8 @@ def check_generation(args: "QeRLConfig | QeRLRLOOConfig") -> None:
                 f"generation_kwargs={{{name!r}: {value!r}}}: {what}. Leave it out, and set {own} (--{own})."
             )
         if name in _OTHER_POLICY and value not in _OTHER_POLICY[name]:
-            remedy = {
-                "do_sample": "Leave it out; for completions that differ less, lower temperature (--temperature)",
-                "eos_token_id": "Leave it out, and set the tokenizer's eos_token (processing_class)",
-            }.get(name, "Leave it out")
+            lower = "; for completions that differ less, lower temperature (--temperature)"
+            remedy = "Leave it out" + lower * (name == "do_sample")
             raise ValueError(
                 f"generation_kwargs={{{name!r}: {value!r}}}: completions would not be drawn from the policy that they are scored with, the softmax of "
                 f"the model's logits at temperature={args.temperature:g} up to {args.max_completion_length} tokens or the tokenizer's end. {remedy}."
