@@ -1,0 +1,310 @@
+"""What stock TRL runs is not refused. Every option is in one of these lists: a group that trains without a word, or refused with a reason that the docs name."""
+
+import dataclasses
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers.trainer_jit_checkpoint import JITCheckpointCallback
+from trl import GRPOConfig
+
+from qerl_trl import QeRLGRPOTrainer, checkpoint
+from qerl_trl.publish.outgoing import files_of
+from qerl_trl.publish.quantize import quantize_folder
+from qerl_trl.publish.run import load_policy
+from qerl_trl.tasks import script
+from tests.test_trainer import PROMPTS, settings, spread_reward
+
+DOCS = Path(__file__).parents[1] / "docs/source"
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4, "num_generations_eval": 2}
+#: options of one trainer each
+GROUPS = {
+    "optimizer": {
+        "lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-5}, "warmup_steps": 0.5, "optim": "adamw_torch",
+        "optim_args": "amsgrad=False", "weight_decay": 0.1, "adam_beta1": 0.8, "adam_beta2": 0.95, "adam_epsilon": 1e-7, "max_grad_norm": 0.5,
+        "average_tokens_across_devices": False, "label_smoothing_factor": 0.1, "neftune_noise_alpha": 1.0, "torch_empty_cache_steps": 1,
+        "data_seed": 5, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4, "disable_dropout": True, "pad_to_multiple_of": 8,
+    },
+    "precision": {
+        "bf16": True, "gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}, "use_cache": False,
+        "model_init_kwargs": {"dtype": "auto", "attn_implementation": "eager", "use_cache": False}, "trust_remote_code": True,
+        "cast_lm_head_to_fp32": True, "bf16_full_eval": True, **EVALUATED,
+    },
+    "saving": {
+        **EVALUATED, "eval_on_start": True, "eval_delay": 1, "eval_accumulation_steps": 1, "eval_do_concat_batches": False,
+        "save_strategy": "steps", "save_steps": 1, "save_total_limit": 1, "save_on_each_node": True, "load_best_model_at_end": True,
+        "metric_for_best_model": "eval_reward", "greater_is_better": True, "restore_callback_states_from_checkpoint": True,
+        "prediction_loss_only": True, "eval_use_gather_object": True, "enable_jit_checkpoint": True,
+    },
+    "logging": {
+        "logging_strategy": "steps", "logging_first_step": True, "log_on_each_node": False, "logging_nan_inf_filter": False,
+        "include_num_input_tokens_seen": "all", "log_level": "error", "log_level_replica": "error", "run_name": "a run", "project": "a project",
+        "trackio_space_id": "a/space", "trackio_bucket_id": None, "trackio_static_space_id": None, "log_completions": True, "log_multimodal": False,
+        "num_completions_to_print": 0, "log_unique_prompts": True, "include_for_metrics": ["loss"], "do_train": True, "do_eval": True,
+        "do_predict": True, "skip_memory_metrics": False, "save_only_model": True, "save_strategy": "epoch",
+    },
+    "data": {
+        "max_steps": -1, "num_train_epochs": 0.25, "shuffle_dataset": False, "train_sampling_strategy": "sequential", "length_column_name": "length",
+        "accelerator_config": {"split_batches": False}, "dataloader_drop_last": True, "dataloader_pin_memory": False, "dataloader_in_order": False,
+        "remove_unused_columns": False, "label_names": ["labels"], "ignore_data_skip": True, "batch_eval_metrics": False, "local_rank": -1,
+        "ddp_find_unused_parameters": False, "ddp_bucket_cap_mb": 10, "ddp_broadcast_buffers": False, "ddp_static_graph": False,
+        "ddp_timeout": 600, "ds3_gather_for_generation": False, "generation_batch_size": 16,
+    },
+    "sampling": {
+        "temperature": 0.9, "top_p": 0.9, "top_k": 50, "min_p": 0.01, "repetition_penalty": 1.1, "cache_implementation": "dynamic",
+        "chat_template_kwargs": {"enable_thinking": False}, "max_tool_calling_iterations": 2, "num_generations": 2,
+        "generation_kwargs": {"eos_token_id": [1, 5], "max_new_tokens": 5, "typical_p": 0.9, "no_repeat_ngram_size": 3, "stop_token_ids": None},
+    },
+    "loss": {
+        "beta": 0.1, "num_iterations": 2, "epsilon": 0.1, "epsilon_high": 0.3, "delta": 2.0, "loss_type": "grpo", "steps_per_generation": 2,
+        "importance_sampling_level": "sequence", "reward_weights": [0.5, -1.0], "multi_objective_aggregation": "normalize_then_sum",
+        "scale_rewards": False, "mask_truncated_completions": True, "use_bias_correction_kl": False, "off_policy_mask_threshold": 0.5,
+        "vllm_importance_sampling_mode": "sequence_truncate", "vllm_importance_sampling_clip_max": 2.0, "vllm_importance_sampling_clip_min": 0.5,
+    },
+    "entropy": {
+        "top_entropy_quantile": 0.5, "entropy_coef": 0.01, "use_adaptive_entropy": True, "entropy_coef_min": 0.0, "entropy_coef_max": 0.5,
+        "entropy_coef_delta": 0.01, "entropy_target": 0.1, "scale_rewards": "batch", "loss_type": "dr_grpo", "fp16_full_eval": True,
+        "vllm_importance_sampling_correction": False,
+    },
+    "vllm, unused": {
+        "use_vllm": False, "vllm_mode": "server", "vllm_model_impl": "transformers", "vllm_enable_sleep_mode": True,
+        "vllm_structured_outputs_regex": "a+", "vllm_server_base_url": "http://localhost:1", "vllm_server_host": "localhost",
+        "vllm_server_port": 1, "vllm_server_timeout": 1.0, "vllm_group_port": 2, "vllm_gpu_memory_utilization": 0.2,
+        "vllm_max_model_length": 64, "vllm_tensor_parallel_size": 1, "loss_type": "cispo", "epsilon_high": 5.0,
+    },
+    "losses": {
+        "loss_type": "sapo", "sapo_temperature_neg": 1.1, "sapo_temperature_pos": 1.2, "vespo_k_pos": 2.0, "vespo_lambda_pos": 2.0, "vespo_k_neg": 2.0,
+        "vespo_lambda_neg": 2.0, "ref_model_mixup_alpha": 0.5, "ref_model_sync_steps": 2, "sync_ref_model": False, "hub_revision": None,
+        "hub_strategy": "end", "hub_always_push": True, "hub_private_repo": False, "hub_model_id": None, "push_to_hub": False, "hub_token": None,
+        "transformers_continuous_batching_config": {"max_batch_tokens": 64},
+    },
+}  # fmt: skip
+#: what no trainer of this file is given, and why
+ELSEWHERE = {
+    "another process, machine or package": {
+        "torch_compile", "torch_compile_backend", "torch_compile_mode", "fsdp", "fsdp_config", "deepspeed", "parallelism_config", "ddp_backend",
+        "dataloader_num_workers", "dataloader_persistent_workers", "dataloader_prefetch_factor", "dataloader_multiprocessing_context",
+        "optim_target_modules", "use_liger_kernel", "liger_kernel_config", "tf32", "fp16", "full_determinism", "debug",
+    },
+    "refused by TRL, of a dense model": {"auto_find_batch_size", "router_aux_loss_coef"},
+    "deprecated": {"use_transformers_paged", "vllm_importance_sampling_cap"},
+    "an argument of train()": {"resume_from_checkpoint"},
+}  # fmt: skip
+#: what every trainer here is given (`settings`)
+BASE = "output_dir use_cpu max_completion_length learning_rate logging_steps report_to disable_tqdm seed".split()
+#: options, what the message says, and what the docs say of it
+REFUSED = [
+    ({"generation_kwargs": {"temperature": 0.5}}, "scored at temperature=1.0", "`temperature`"),
+    ({"generation_kwargs": {"do_sample": False}}, "would not be drawn from the policy", "greedy search"),
+    ({"generation_kwargs": {"num_beams": 2}}, "would not be drawn from the policy", "beams"),
+    ({"generation_kwargs": {"max_new_tokens": 99}}, "set max_completion_length", "`max_new_tokens` above `max_completion_length`"),
+    ({"use_transformers_continuous_batching": True}, "casts the whole model", "`use_transformers_continuous_batching`"),
+    ({"log_completions": True, "log_completions_hub_repo": "a/b"}, "would upload completions", "`log_completions_hub_repo`"),
+]  # fmt: skip
+REFUSED_ADAPTERS = [
+    ("nvfp4", {"init_lora_weights": "pissa"}, "needs its full-precision", "PiSSA"),
+    ("bf16", {"layer_replication": [(0, 2), (1, 2)]}, "layer_replication", "`layer_replication`"),
+    ("bf16", {"target_modules": ["q_proj", "lm_head"]}, "would never be trained", "LoRA on `lm_head`"),
+    ("bf16", {"lora_alpha": 0}, "nothing would be learned", "`lora_alpha=0`"),
+]
+
+
+@pytest.fixture
+def make(tiny_model_dir, tiny_tokenizer, tmp_path):
+    def build(lora=None, model=None, data=PROMPTS, rewards=spread_reward, **options):
+        arm = {"base_format": "bf16", "aqn": False, "max_steps": 1, **options}
+        adapter = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"} | (lora or {})
+        return QeRLGRPOTrainer(
+            str(model or tiny_model_dir("qwen2")), rewards, settings(tmp_path, **arm), data, PROMPTS.select(range(2)),
+            tiny_tokenizer, peft_config=LoraConfig(**adapter),
+        )  # fmt: skip
+
+    return build
+
+
+def length_reward(completions, **kwargs):
+    return [float(len(text)) for text in completions]
+
+
+def trained_of(trainer) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+
+
+@torch.no_grad()
+def logits_of(model) -> torch.Tensor:
+    return model.eval()(torch.arange(5, 25)[None]).logits
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_options_that_stock_runs_train_without_a_word(make, tiny_model_dir, caplog, group):
+    options = GROUPS[group]
+    rewards = [spread_reward, length_reward] if "reward_weights" in options else spread_reward
+    with caplog.at_level(logging.WARNING):
+        trainer = make(model=tiny_model_dir("llama"), rewards=rewards, **options)
+        trainer.train()
+        trainer.save_model()
+    assert trainer.state.global_step == (2 if options.get("max_steps") == -1 else 1)
+    said = [record.getMessage() for record in caplog.records if record.name.startswith("qerl_trl")]
+    assert not said
+
+
+def test_every_option_of_trl_is_in_one_of_the_lists():
+    """An option of a newer TRL is not: it is tried, and put into one of them."""
+    known = {name for options in (*GROUPS.values(), *(row[0] for row in REFUSED)) for name in options}
+    known = known.union(*ELSEWHERE.values(), BASE)
+    assert {field.name for field in dataclasses.fields(GRPOConfig)} - known == set()
+
+
+@pytest.mark.parametrize(("options", "words", "documented"), REFUSED, ids=[repr(row[0]) for row in REFUSED])
+def test_an_option_that_is_refused_says_why_and_so_do_the_docs(tmp_path, options, words, documented):
+    with pytest.raises(ValueError, match=words):
+        settings(tmp_path, **options)
+    assert documented in (DOCS / "index.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("base_format", "lora", "words", "documented"), REFUSED_ADAPTERS, ids=[repr(row[1]) for row in REFUSED_ADAPTERS]
+)
+def test_an_adapter_that_is_refused_says_why_and_so_do_the_docs(make, base_format, lora, words, documented):
+    with pytest.raises(ValueError, match=words):
+        make(lora, base_format=base_format)
+    assert documented in (DOCS / "index.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("base_format", "lora"),
+    [
+        ("bf16", {"bias": "all"}),
+        ("nvfp4", {"bias": "lora_only"}),
+        ("bf16", {"init_lora_weights": "pissa"}),
+        ("bf16", {"use_rslora": True, "use_dora": True, "lora_dropout": 0.1, "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 3}}),
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_an_adapter_that_peft_knows_is_trained_saved_and_merged(make, tmp_path, base_format, lora):
+    trainer = make(lora, base_format=base_format, learning_rate=5e-2, max_steps=2)
+    before, first = trained_of(trainer), logits_of(trainer.model)
+    assert any(name.endswith("bias") for name in before) is ("bias" in lora)
+    trainer.train()
+    assert not [name for name, value in trained_of(trainer).items() if torch.equal(value, before[name])]
+    trainer.save_model()
+    trainer.save_merged(tmp_path / "merged")
+    wanted = logits_of(trainer.model)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="float32")
+    effect = (wanted - first).abs().max().item()
+    for model in (load_policy(tmp_path / "run").model, merged):  # of which the latter is rounded to bf16
+        assert (logits_of(model) - wanted).abs().max().item() < 0.1 * effect
+
+
+# --- evaluations, checkpoints, folders
+
+
+class Dtypes(TrainerCallback):
+    def __init__(self):
+        self.seen = set()
+
+    def on_prediction_step(self, args, state, control, model=None, **kwargs):
+        self.seen |= {p.dtype for p in model.parameters() if p.is_floating_point()}
+
+
+@pytest.mark.parametrize(
+    ("base_format", "name", "dtype"),
+    [("bf16", "bf16_full_eval", torch.bfloat16), ("nvfp4", "fp16_full_eval", torch.float16)],
+)
+def test_an_evaluation_in_16_bits_casts_for_its_own_time(make, base_format, name, dtype):
+    trainer = make(base_format=base_format, per_device_eval_batch_size=4, num_generations_eval=2, **{name: True})
+    before = {key: value.clone() for key, value in trainer.model.state_dict().items()}
+    trainer.add_callback(look := Dtypes())
+    trainer.evaluate()
+    after = trainer.model.state_dict()
+    assert look.seen == {dtype} and all(torch.equal(value, after[key]) for key, value in before.items())
+    assert {value.dtype for value in after.values() if value.is_floating_point()} == {torch.float32}
+
+
+class AsksInTheMiddle(TrainerCallback):
+    """As transformers does three seconds after SIGTERM."""
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 1:
+            self.manager.is_checkpoint_requested = True
+
+
+def test_a_checkpoint_on_sigterm_is_one_that_a_run_goes_on_from(make, tmp_path):
+    """In the middle of a rollout, whose completions no checkpoint holds, transformers' own would not be."""
+    options = {"steps_per_generation": 2, "max_steps": 4, "save_strategy": "steps", "save_steps": 500}
+    whole = make(**options, output_dir=str(tmp_path / "whole"))
+    whole.train()
+    trainer = make(**options, enable_jit_checkpoint=True)
+    jit = next(each for each in trainer.callback_handler.callbacks if isinstance(each, JITCheckpointCallback))
+    ask = AsksInTheMiddle()
+    ask.manager, jit.jit_manager.kill_wait = jit.jit_manager, 0
+    trainer.callback_handler.callbacks.insert(0, ask)
+    trainer.train()
+    assert trainer.state.global_step == 2
+    assert [path.name for path in sorted((tmp_path / "run").glob("checkpoint-*"))] == ["checkpoint-2"]
+    resumed = make(**options)
+    resumed.train(resume_from_checkpoint=True)
+    wanted = trained_of(whole)
+    assert all(torch.equal(value, wanted[name]) for name, value in trained_of(resumed).items())
+
+
+def test_a_run_goes_on_with_the_batch_cut_otherwise_and_a_further_column(make, caplog):
+    options = {"save_strategy": "steps", "save_steps": 1}
+    whole = make(**options, max_steps=2)
+    whole.train()
+    shutil.rmtree(Path(whole.args.output_dir, "checkpoint-2"))
+    smaller = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "steps_per_generation": 2}
+    data = PROMPTS.add_column("number", range(len(PROMPTS)))
+    again = make(data=data, **options, **smaller, max_steps=2)
+    again.train(resume_from_checkpoint=True)
+    assert "further columns (number)" in caplog.text and "per_device_train_batch_size: 8 then, 4 now" in caplog.text
+    rewards = [[entry["reward"] for entry in each.state.log_history if "reward" in entry] for each in (whole, again)]
+    assert rewards[0] == pytest.approx(rewards[1])
+    for data in (PROMPTS.rename_column("prompt", "question").add_column("prompt", ["x"] * len(PROMPTS)), PROMPTS):
+        other = make(data=data, **options, **smaller, max_steps=3)
+        with pytest.raises(ValueError, match="dataset_sha256: the training data are others"):
+            other.train(resume_from_checkpoint=True)
+
+
+def test_logging_may_be_edited_after_the_build(make):
+    trainer = make()
+    for name, value in {"log_completions": True, "log_unique_prompts": True, "log_level": "error"}.items():
+        setattr(trainer.args, name, value)
+    trainer.args.logging_steps = 5
+    trainer.train()
+
+
+@pytest.mark.parametrize("base_format", ["bf16", "nvfp4"])
+def test_a_model_folder_of_links_is_trained_and_not_published(make, tiny_model_dir, tmp_path, base_format):
+    links = tmp_path / "links"
+    links.mkdir()
+    for file in tiny_model_dir("qwen2").iterdir():
+        (links / file.name).symlink_to(file)
+    make(model=links, base_format=base_format).train()
+    with pytest.raises(ValueError, match="leads out of"):
+        quantize_folder(links, tmp_path / "out")
+    with pytest.raises(ValueError, match="leads out of"):
+        files_of(links, ["config.json"])
+
+
+def test_overwrite_replaces_another_run_and_goes_on_with_its_own(make, monkeypatch, tmp_path):
+    run, resumed = tmp_path / "run", []
+
+    def train(trainer, *args):
+        resumed.append(trainer.to_resume())
+        trainer.train(resume_from_checkpoint=resumed[-1])
+        trainer.save_model()
+
+    monkeypatch.setattr(script, "train_and_measure", train)
+    told = script.Script.parse(argv=["--config", "embedded", "--overwrite", "--output_dir", str(run)])
+    for rate in (1e-3, 1e-3, 2e-3):
+        told.train(make(save_strategy="steps", save_steps=1, learning_rate=rate))
+        for name in ("results.json", "mine.txt"):
+            assert (run / name).is_file() is (bool(resumed[1:]) and (name == "mine.txt" or rate == 1e-3))
+            (run / name).write_text("{}")
+    assert resumed == [None, str(run / "checkpoint-1"), None]
+    assert checkpoint.recorded_run(run)["learning_rate"] == 2e-3
