@@ -27,7 +27,6 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -37,6 +36,7 @@ from pathlib import Path
 
 import yaml
 from acceptance_commands import AFTER_TRAIN, COMMANDS, name_of, words_of
+from watched import RUNNING, watched
 
 from qerl_trl.tasks.arms import ARMS as OPTIONS
 
@@ -106,8 +106,6 @@ LAYOUTS = "examples/accelerate"
 DISK_LEFT = 5_000_000_000
 #: weights drawn at random rarely stop: each held-out problem is a completion of full length
 PROBLEMS, HELD_OUT = 512, 8
-#: process groups of runs that have not ended; none outlives this script
-RUNNING: set[int] = set()
 
 
 def problems(folder: Path) -> Path:
@@ -137,34 +135,6 @@ def run_name(size: str, arm: str, layout: str | None = None) -> str:
 
 def processes_of(layout: str) -> int:
     return int(yaml.safe_load((ROOT / LAYOUTS / f"{layout}.yaml").read_text())["num_processes"])
-
-
-def watched(
-    command: list[str], env: dict[str, str], timeout: float, look: Callable[[str], None] = lambda line: None
-) -> tuple[int, list[str]]:
-    """Exit code and lines of a process in a group of its own, which ends after `timeout` seconds; `look` sees each line as it comes."""
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,  # a launcher's child, which is the run, ends with it
-    )
-    RUNNING.add(process.pid)
-    timer = threading.Timer(timeout, os.killpg, (process.pid, signal.SIGKILL))
-    timer.start()
-    lines = []
-    assert process.stdout is not None
-    for line in process.stdout:
-        lines.append(line.rstrip())
-        look(line)
-    code = process.wait()
-    timer.cancel()
-    RUNNING.discard(process.pid)
-    return code, lines
 
 
 def run(

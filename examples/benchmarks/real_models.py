@@ -34,8 +34,8 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path += [str(HERE), str(ROOT)]
 
-from acceptance import RUNNING  # noqa: E402
 from real_models_run import RECIPE, RUNS, SETTINGS, Bench, Run, words  # noqa: E402
+from watched import RUNNING  # noqa: E402
 
 from qerl_trl.tasks.arms import ARMS  # noqa: E402
 
@@ -109,6 +109,7 @@ def main() -> None:
         options.model = [(name, str(Path(folder).resolve()), gguf) for name, folder, gguf in options.model]
         options.task = str(Path(options.task).resolve())
     options.parallel = options.parallel or (1 if options.cpu else len(options.runs))
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "" if options.cpu else "0")
     os.environ.setdefault("QERL_SERVER_SECRET", os.urandom(32).hex())
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # it is compiled by nvcc at its first use
 
@@ -130,6 +131,7 @@ def main() -> None:
             return making.submit(run.make)
 
         started = [training.submit(start, run) for run in runs]
+        print(bench.head["device"], bench.head["commit"], flush=True)
         for run, future in zip(runs, started, strict=True):
             made = None if future.exception() else future.result()
             if error := future.exception() or (made and made.exception()):

@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from acceptance import watched
 from tests.hub_server import TOKEN
+from watched import watched
 
 WORKER = Path(__file__).with_name("real_models_reload.py")
 #: a reload agrees within these with what it is compared with
@@ -33,7 +33,7 @@ class Products:
         """One command; its last line, if it succeeded."""
         started = time.perf_counter()
         code, lines = watched(command, environment, self.bench.options.timeout)
-        says = [self.bench.clean(line) for line in lines[-6 if code == 0 else -25 :]]
+        says = self.bench.last(lines, 6 if code == 0 else 25)
         seconds = round(time.perf_counter() - started, 1)
         self.made[name] = {
             "command": self.bench.clean(shlex.join(shown)),

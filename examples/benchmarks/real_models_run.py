@@ -1,11 +1,11 @@
 """A run of real_models.py: the shipped command in one arm, and its row of the record."""
 
 import argparse
+import functools
 import json
 import os
 import re
 import shlex
-import signal
 import socket
 import subprocess
 import sys
@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import about
-from acceptance import RUNNING, watched
 from real_models_products import Products
 from server_sync import wait
 from tests.hub_server import StandInHub
+from watched import RUNNING, end, watched
 
 from qerl_trl.tasks.arms import ARMS
 
@@ -56,6 +56,8 @@ CURVES = {
 #: warnings that are no log records: Python's and PyTorch's own
 PRINTED = re.compile(r"\w*Warning: |^(\[rank\d+\]:)?\[W\d+ ")
 MARKS = {"ready_s": "  versions", "evaluated_s": "Held-out accuracy before"}
+#: progress
+BAR = re.compile(r"\d+%\|")
 LOG_LINES = 200
 
 
@@ -101,28 +103,36 @@ class Bench:
             self.hub.put(
                 name, **{file.name: file.read_bytes() for file in small}
             )  # its weights are read from the folder
-        self.head = about.head("cpu" if self.cpu else "cuda")
         self.rows = json.loads(options.out.read_text())["runs"] if options.out.is_file() else []
         self.log_file, self.logs = options.out.with_suffix(".log"), {}
         if self.log_file.is_file():
             _, *parts = re.split(r"^===== (.*) =====\n", self.log_file.read_text(), flags=re.MULTILINE)
             self.logs = dict(zip(parts[::2], parts[1::2], strict=True))
 
-    def card_gib(self) -> float:
-        import torch
+    @functools.cached_property
+    def head(self) -> dict[str, Any]:
+        """Imports PyTorch, so it is not asked for before the first runs have started."""
+        return about.head("cpu" if self.cpu else "cuda")
 
-        return (
-            0.0
-            if self.cpu
-            else torch.cuda.get_device_properties(0).total_memory / 2**30 * SHARE / self.options.parallel
-        )
+    def card_gib(self) -> float:
+        """A run's share of the GPU."""
+        if self.cpu:
+            return 0.0
+        import pynvml
+
+        pynvml.nvmlInit()
+        gpu = pynvml.nvmlDeviceGetHandleByIndex(int(os.environ["CUDA_VISIBLE_DEVICES"]))
+        return pynvml.nvmlDeviceGetMemoryInfo(gpu).total / 2**30 * SHARE / self.options.parallel
 
     def clean(self, text: str) -> str:
-        """One line without this machine's folders, and of a progress bar what stood there last."""
-        text = text.rpartition("\r")[2]
+        """Without this machine's folders."""
         for path in sorted(self.names, key=len, reverse=True):
             text = text.replace(path, self.names[path])
         return text
+
+    def last(self, lines: list[str], count: int) -> list[str]:
+        """The last lines, without progress bars."""
+        return [self.clean(line)[:400] for line in lines if not BAR.search(line)][-count:]
 
     def environment(self, **more: str) -> dict[str, str]:
         own = {"PYTHONPATH": self.path, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "MASTER_PORT": str(free_port())}
@@ -132,7 +142,8 @@ class Bench:
         with self.lock:
             name = f"{row['model']} {row['run']}"
             if lines is not None:
-                self.logs[name] = "".join(f"{self.clean(line)[:400]}\n" for line in lines[-LOG_LINES:])
+                self.logs[name] = "".join(f"{line}\n" for line in self.last(lines, LOG_LINES))
+            row |= {"commit": self.head["commit"], "device": self.head["device"]}
             self.rows = [one for one in self.rows if (one["model"], one["run"]) != (row["model"], row["run"])] + [row]
             self.options.out.write_text(json.dumps({**self.head, "runs": self.rows}, indent=1) + "\n")
             self.log_file.write_text("".join(f"===== {name} =====\n{text}" for name, text in self.logs.items()))
@@ -147,13 +158,10 @@ class Run:
         self.place = bench.work / self.name.replace("/", "--") / run
         self.folder = self.place / "run"
         self.place.mkdir(parents=True, exist_ok=True)
-        about_it = {"model": self.name, "run": run, "arm": arm, "placement": self.placement, "gguf_sha256": gguf}
         self.row: dict[str, Any] = {
-            **about_it,
-            "commit": bench.head["commit"],
-            "device": bench.head["device"],
+            "model": self.name, "run": run, "arm": arm, "placement": self.placement, "gguf_sha256": gguf,
             "passed": False,
-        }
+        }  # fmt: skip
 
     def command(self, output: Path, *last: str) -> list[str]:
         """As a user types it; the launcher follows `accelerate launch`."""
@@ -202,8 +210,7 @@ class Run:
             if step := re.search(r"step (\d+) of \d+", line):
                 steps.setdefault(int(step[1]), seconds)
 
-        gpu = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0"), "PEAK_FILE": str(peak)}
-        shown = {"CARD_GIB": f"{card:.1f}", **gpu} if card else {}
+        shown = {"CARD_GIB": f"{card:.1f}", "PEAK_FILE": str(peak)} if card else {}
         code, lines = self.launched(command, look, WARNINGS_FILE=str(kept), **shown)
         records = [json.loads(line) for line in kept.read_text().splitlines()] if kept.is_file() else []
         said = [f"{one['level']} {one['logger']}: {one['text']}" for one in records if one["level"] != "INFO"]
@@ -234,7 +241,7 @@ class Run:
             },
         }
         if not self.row["trained"]:
-            self.row["last_lines"] = [clean(line)[:400] for line in lines[-25:]]
+            self.row["last_lines"] = self.bench.last(lines, 25)
         return lines
 
     def server(self) -> tuple[subprocess.Popen, str]:
@@ -244,7 +251,7 @@ class Run:
         lines = self.launched(self.command(self.place / "asking", *asking))[1]
         printed = next((line for line in lines if line.startswith("vllm serve ")), None)
         if printed is None:
-            raise RuntimeError("\n".join(["The trainer printed no command for a server:", *lines[-25:]]))
+            raise RuntimeError("\n".join(["The trainer printed no command for a server:", *self.bench.last(lines, 25)]))
         # the CPU build's own `vllm serve` looks for a distribution called vllm
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", *shlex.split(printed)[2:]]
         room = {"gpu-memory-utilization": 0.02, "kv-cache-memory-bytes": KV_GIB * 2**30}
@@ -285,15 +292,3 @@ class Run:
             )
             for name in products.wrong():
                 print(f"  {name}", json.dumps(products.made[name], indent=1), flush=True)
-
-
-def end(process: subprocess.Popen) -> None:
-    """Of a process group of its own."""
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGTERM)
-        try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    RUNNING.discard(process.pid)
