@@ -15,6 +15,7 @@ from transformers.trainer_utils import HubStrategy, SaveStrategy, TrainOutput
 
 from . import redaction
 from .processes import together
+from .sampling import save_generation_config
 from .upstream import OnlineTrainer
 
 if TYPE_CHECKING:
@@ -68,6 +69,12 @@ class PublishingMixin(OnlineTrainer):
         def save_model(
             self, output_dir: str | None = None, _internal_call: bool = False, push: bool = True
         ) -> None: ...
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        """With generation_config.json, for an adapter too: it has the end tokens of the run."""
+        super()._save(output_dir, state_dict)
+        model = self.accelerator.unwrap_model(self.model)
+        save_generation_config(output_dir or self.args.output_dir, model, self.processing_class)
 
     @together
     def save_adapter(self, folder: str | os.PathLike, **options: Any) -> "Export":

@@ -59,7 +59,7 @@ from .processes import Errors, naming_the_lost_one, start_watch
 from .publishing import close_other_ways, warn_of_exports
 from .rollout.arms import check_environment, check_given
 from .rollout.contract import checked_rollout_func
-from .sampling import of_the_model_alone
+from .sampling import of_the_model_alone, settle_ends
 from .saving import SavingMixin
 from .sharding import ShardingMixin
 from .signal_monitor import SignalMonitor
@@ -132,6 +132,7 @@ class QeRLMixin(SavingMixin, PackingMixin, ShardingMixin):
         initial = model_init(model, args, given.pop("quantization_config", None))
         with rarely(), initial as quantization_config, self._own_vllm_generation(), shortage.naming(self):
             super().__init__(**given, quantization_config=quantization_config)
+        settle_ends(self)
         plan_trainer(self)
         disk.check(self)
         trained = self.accelerator.unwrap_model(self.model)
@@ -172,6 +173,7 @@ class QeRLMixin(SavingMixin, PackingMixin, ShardingMixin):
         def build(*args, **kwargs):
             from .rollout import generation, overlap
 
+            settle_ends(self)
             kwargs["max_model_length"] = plan_trainer(self).max_model_len  # of this run, not the model's largest
             kind = overlap.OverlappedGeneration if self.args.overlap else generation.QeRLVLLMGeneration
             return kind(*args, trainer=self, **kwargs)

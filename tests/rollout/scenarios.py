@@ -192,7 +192,7 @@ def stub_generation(policy, *, share=True, aqn=True, engine=None, **arguments):
         generation_batch_size=4, bf16=False, fp16=False, rollout_probe="refuse",
     )  # fmt: skip
     trainer = SimpleNamespace(
-        args=args, aqn=noise if aqn else None, model=policy, state=SimpleNamespace(global_step=0), rescue=lambda: "resume", train_dataset=[], eval_dataset=None
+        args=args, eos_token_ids=[], aqn=noise if aqn else None, model=policy, state=SimpleNamespace(global_step=0), rescue=lambda: "resume", train_dataset=[], eval_dataset=None
     )  # fmt: skip
     settings = {"mode": "colocate", "max_model_length": 256, "max_num_seqs": 8, "max_completion_length": NEW}
     generation = QeRLVLLMGeneration(

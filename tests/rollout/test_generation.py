@@ -27,6 +27,36 @@ def test_vllm_makes_text_only_where_it_looks_for_words(make_trainer, chosen, tex
     assert trainer.args.generation_kwargs == chosen, "the user's settings stay as they are"
 
 
+class Ends(Asked):
+    """Keeps those of the greedy ones too."""
+
+    def generate(self, prompts, sampling):
+        self.greedy = sampling
+        return super().generate(prompts, sampling)
+
+
+@pytest.fixture
+def other_end(tiny_tokenizer):
+    """The tokenizer with an end token that the model's files do not name; its id."""
+    before, tiny_tokenizer.eos_token = tiny_tokenizer.eos_token, "Z"
+    yield tiny_tokenizer.eos_token_id
+    tiny_tokenizer.eos_token = before
+
+
+@pytest.mark.parametrize(
+    ("chosen", "added"), [({}, []), ({"stop_token_ids": [7]}, [7]), ({"ignore_eos": True}, None)], ids=str
+)
+def test_vllm_ends_completions_where_the_trainer_does(make_trainer, other_end, chosen, added):  # noqa: F811
+    """vLLM knows the checkpoint's end tokens alone, not those of another tokenizer nor the chat template's."""
+    trainer = make_trainer(engine=Ends, generation_kwargs=chosen, max_steps=1)
+    trainer.train()
+    engine = trainer.vllm_generation.engine
+    assert trainer.eos_token_ids == [other_end, 1, *(added or [])]
+    assert (engine.asked.stop_token_ids or []) == ([] if added is None else trainer.eos_token_ids)
+    trainer.vllm_generation.generate_greedily([[5, 6, 7]], 2)
+    assert list(engine.greedy.stop_token_ids) == trainer.eos_token_ids, "a measurement ignores no end"
+
+
 class Puts(StandIn):
     """Keeps what was put: whether weights, and under which noise."""
 

@@ -6,6 +6,7 @@ import json
 import math
 import random
 import shlex
+import shutil
 import sys
 import types
 from pathlib import Path
@@ -224,6 +225,7 @@ class FakeVLLM(types.ModuleType):
                 return [types.SimpleNamespace(outputs=[output])]
 
             def chat(self, prompts, params, lora_request=None, **template):
+                calls.append(("ends", *(p.stop_token_ids for p in params)))
                 calls.append(("chat", [p.seed for p in params], lora_request, template))
                 return [types.SimpleNamespace(outputs=[types.SimpleNamespace(text="#### 1")]) for _ in prompts]
 
@@ -253,8 +255,23 @@ def test_vllm_gets_the_adapter_and_one_seed_a_completion(fake_vllm, problems, tm
     assert module.calls[0][1]["enable_lora"] is True
     assert module.calls[0][1]["max_lora_rank"] == 16
     template = {"chat_template": "the run's", "chat_template_kwargs": {"enable_thinking": False}}
-    assert module.calls[1] == ("chat", [5, 6, 7, 8], ("adapter", 1, str(tmp_path)), template)
+    assert module.calls[2] == ("chat", [5, 6, 7, 8], ("adapter", 1, str(tmp_path)), template)
     assert not {"chat_template", "language_model_only"} & module.calls[0][1].keys()
+
+
+@pytest.mark.parametrize("of_the_run", [True, False])
+def test_vllm_ends_completions_where_the_run_did(
+    fake_vllm, problems, tmp_path, tiny_model_dir, tiny_tokenizer, of_the_run
+):
+    """The base's own files name 1 alone."""
+    module, base = fake_vllm(), tmp_path / "base"
+    shutil.copytree(tiny_model_dir("qwen2"), base)
+    tiny_tokenizer.save_pretrained(base)
+    (tmp_path / "adapter_config.json").write_text('{"r": 8}')
+    if of_the_run:
+        (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 7]}')
+    vllm_engine(str(base), PROTOCOLS["gsm8k"], str(tmp_path))(problems)
+    assert module.calls[1] == ("ends", *[[1, 7] if of_the_run else [1]] * 4)
 
 
 @pytest.mark.parametrize("asked", [{}, {"language_model_only": False}], ids=["by default", "asked otherwise"])

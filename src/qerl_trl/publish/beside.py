@@ -1,27 +1,10 @@
-"""What a model's folder has beside its weights and configuration: the tokenizer, and how transformers generates."""
+"""What a model's folder has beside its weights and configuration: the tokenizer."""
 
-import logging
 from pathlib import Path
 
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
-
-from .. import checkpoint
-
-logger = logging.getLogger(__name__)
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 _PROBE = "Tom has 12 apples and gives 7 away.\n#### 5 <|im_start|>user\n\\frac{1}{2} = 0.5"
-
-
-def save_generation_config(folder: Path, config: GenerationConfig) -> None:
-    """As transformers does; what it refuses to write, and read from the base, as it is there."""
-    try:
-        config.save_pretrained(folder)
-    except ValueError as error:
-        logger.warning(
-            "The base's generation_config.json contradicts itself, and is handed on as it is: %s",
-            str(error).splitlines()[0],
-        )
-        checkpoint.write_json_atomically(folder / "generation_config.json", config.to_diff_dict())
 
 
 def save_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase | None) -> None:

@@ -42,6 +42,7 @@ from ..nvfp4 import layouts
 from ..nvfp4.config import NVFP4Config
 from ..nvfp4.headers import require_finite
 from ..nvfp4.linear import has_nvfp4
+from ..sampling import save_generation_config
 from ..sources import sha256
 from . import beside, custom_code, read_back, staging, writer
 from .merge import check_base, entries_of, nvfp4_layer, recorded_base, saved_buffers, whole_base_sha256
@@ -95,6 +96,7 @@ def save_adapter(
         with _staged(folder, export, overwrite, policy.tokenizer, card) as partial:
             policy.model.save_pretrained(str(partial), state_dict=policy.gathered)
             require_finite(partial / ADAPTER_FILE)
+            save_generation_config(partial, policy.transformers_model, policy.tokenizer)
             (partial / "README.md").unlink(missing_ok=True)  # PEFT's empty template
             _name_base(partial, policy.settings, base_model)
         return export
@@ -113,7 +115,8 @@ def copy_adapter(run: Path, folder: str | os.PathLike, card: WriteCard | None = 
     export = _record("adapter", recorded_settings(run), digest)
     if not _made_already(folder, export, card):
         with _staged(folder, export, True, None, card) as partial:
-            for name in (*ADAPTER_FILES, *checkpoint.tokenizer_files(run)):
+            ends = (file.name for file in run.glob("generation_config.json"))
+            for name in (*ADAPTER_FILES, *ends, *checkpoint.tokenizer_files(run)):
                 (partial / name).parent.mkdir(exist_ok=True)
                 shutil.copyfile(run / name, partial / name)
             # an older version let an adapter that came ready name the base that it was made for
@@ -373,8 +376,7 @@ def _save_config(
             f"{more:,}",
         )
     config.save_pretrained(folder)
-    if model.generation_config is not None:
-        beside.save_generation_config(folder, model.generation_config)
+    save_generation_config(folder, model, policy.tokenizer)
 
 
 def _describe(policy: TrainedPolicy, kind: Kind, with_adapter: bool = True) -> Export:

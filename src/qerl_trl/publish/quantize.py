@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from huggingface_hub import snapshot_download
 from torch import nn
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.core_model_loading import revert_weight_conversion
 
 from .. import base_identity, checkpoint, forward, loading, report
@@ -32,6 +32,7 @@ from ..nvfp4.architectures import DECODER
 from ..nvfp4.config import NVFP4Config, auto_class_of
 from ..nvfp4.headers import TensorInfo
 from ..nvfp4.linear import PACKED
+from ..sampling import save_generation_config, stored
 from . import custom_code, read_back, staging, writer
 from .names import is_hub_id, public_name
 from .quantize_jobs import Budget, Quantize, copy_job, prepare_quantizer, quantize_job
@@ -155,6 +156,9 @@ def quantize_folder(
             if parameters and parameters <= found.keys():  # what is sealed is completed here, from what was written
                 settings["base_sha256"] = base_identity.sha256_of(found[name] for name in parameters)
             _copy_beside(folder, partial)
+            if (folder / "tokenizer.json").is_file():
+                tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)  # needs no code of the model's own
+                save_generation_config(partial, stored(folder, config), tokenizer)
             if trust_remote_code and is_hub_id(str(model)):
                 _name_code(partial, config, str(model))
             custom_code.copy_none(config)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeGuard, cast
 
 import torch
 from peft import PeftConfig, PeftModel
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import base_identity, checkpoint, forward, identity
 from ..identity import RunSettings
@@ -108,6 +108,8 @@ def load_policy(
     if recorded in ("nvfp4", "bf16") and base_format != recorded and not base_compared:
         _compare_in_recorded_format(settings, base_model, recorded, device, allow_other_base, trust_remote_code)
     model = _load_base(settings, base_model, base_format, dtype, device, allow_other_base, trust_remote_code)
+    if (adapter / "generation_config.json").is_file():  # with the tokens that ended the run's completions
+        model.generation_config.eos_token_id = GenerationConfig.from_pretrained(adapter).eos_token_id
     revision = recorded_revision(settings, base_model)
     adapted = load_adapter(model, str(adapter), allow_other_base=True).eval()  # compared above
     adapted.to(torch.device(device))

@@ -38,6 +38,7 @@ class Sampling:
     top_k: int = 0
     seed: int | None = None
     ignore_eos: bool = False
+    stop_token_ids: Sequence[int] = ()
 
 
 @dataclass(frozen=True)

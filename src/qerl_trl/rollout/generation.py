@@ -19,6 +19,7 @@ import itertools
 import logging
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -68,9 +69,8 @@ class QeRLVLLMGeneration(VLLMGeneration):
         self.waits = False  # for accelerate to place the model
         # of the latest rollout's tokens, also where TRL's trainer drops them
         self.sampled_logps: list[list[float | None]] | None = None
-        given = {**kwargs, "logprobs": kwargs.get("logprobs") or 0}
-        if kwargs.get("mode") == "colocate":
-            given["generation_kwargs"] = requests.without_text(kwargs.get("generation_kwargs") or {})
+        chosen = requests.arguments(trainer, kwargs.get("mode"), kwargs.get("generation_kwargs") or {})
+        given = {**kwargs, "logprobs": kwargs.get("logprobs") or 0, "generation_kwargs": chosen}
         super().__init__(*args, **given)
 
     # ------------------------------------------------------------------ start
@@ -368,6 +368,7 @@ class QeRLVLLMGeneration(VLLMGeneration):
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, draw: NoiseDraw | None
     ) -> list[Completion]:
         requests.check_lengths(prompts, sampling.max_tokens, self.max_model_length)
+        sampling = sampling if sampling.ignore_eos else replace(sampling, stop_token_ids=self.trainer.eos_token_ids)
         rollout = self.trainer.args.generation_batch_size // self.accelerator.num_processes
         with self._up_to_date(draw, max(1, math.ceil(len(prompts) / rollout))), self._engine_errors():
             completions = self.engine.generate(prompts, sampling)

@@ -14,10 +14,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def without_text(chosen: dict[str, Any]) -> dict[str, Any]:
-    """vLLM's sampling arguments with which it does not make text of its tokens: TRL reads the tokens, and for many sequences the text takes as long as a
-    step of the GPU. With `stop` vLLM looks for words in it."""
-    return chosen if chosen.get("stop") else {"detokenize": False, **chosen}
+def arguments(trainer: Any, mode: str | None, chosen: dict[str, Any]) -> dict[str, Any]:
+    """vLLM's sampling arguments: the user's, the trainer's end tokens, and in process no text, which TRL does not read and which
+    takes as long as a step of the GPU. With `stop` vLLM looks for words in it."""
+    ends = {} if chosen.get("ignore_eos") else {"stop_token_ids": trainer.eos_token_ids}
+    text = {} if chosen.get("stop") or mode != "colocate" else {"detokenize": False}
+    return text | {name: value for name, value in chosen.items() if name != "eos_token_id"} | ends
 
 
 def check_lengths(prompts: Sequence[Sequence[int]], max_tokens: int, limit: int | None) -> None:

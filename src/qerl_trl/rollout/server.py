@@ -301,7 +301,7 @@ class ServerEngine(Engine):
     def _complete(self, prompts: list[list[int]], sampling: Sampling) -> list[Completion]:
         if not prompts:
             return []
-        further: dict[str, Any] = {"ignore_eos": sampling.ignore_eos}
+        further: dict[str, Any] = {"ignore_eos": sampling.ignore_eos, "stop_token_ids": list(sampling.stop_token_ids)}
         if sampling.seed is not None and sampling.temperature > 0:
             further["seed"] = [sampling.seed + i for i in range(len(prompts))]
         output = self.client.generate(

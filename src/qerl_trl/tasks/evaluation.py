@@ -27,7 +27,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from .. import report
 from ..publish import records
 from ..rollout.vllm.offline import CheckpointEngine
-from ..sampling import of_the_model_alone
+from ..sampling import end_tokens, of_the_model_alone
 from .data import first, from_hub, is_saved, read, split_named, with_prompts
 from .grading import Grader, final_answer, grader_of, is_correct
 
@@ -322,10 +322,9 @@ def solve(
         tokenizer = copy.copy(tokenizer)
         tokenizer.pad_token = tokenizer.eos_token
     generation_config.pad_token_id = tokenizer.pad_token_id
-    generation_config.eos_token_id = generation_config.eos_token_id or (
-        model.generation_config.eos_token_id or tokenizer.eos_token_id
-    )
-    texts = prompt_texts(tokenizer, dataset["prompt"], chat_template_kwargs or {})
+    template = chat_template_kwargs or {}
+    generation_config.eos_token_id = generation_config.eos_token_id or end_tokens(model, tokenizer, **template)
+    texts = prompt_texts(tokenizer, dataset["prompt"], template)
     order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
     answers: list[str] = [""] * len(texts)
     was_training = model.training

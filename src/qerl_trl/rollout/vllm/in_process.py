@@ -180,6 +180,7 @@ def _parameters(sampling: Sampling, index: int) -> SamplingParams:
         top_k=sampling.top_k,
         seed=None if sampling.seed is None else sampling.seed + index,
         ignore_eos=sampling.ignore_eos,
+        stop_token_ids=list(sampling.stop_token_ids),
         logprobs=0,
         detokenize=False,
     )

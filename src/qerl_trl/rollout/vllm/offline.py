@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ...sampling import end_tokens, stored
+
 #: what vLLM takes as `max_lora_rank`
 _SLOT_RANKS = (8, 16, 32, 64, 128, 256, 512)
 
@@ -17,7 +19,7 @@ class CheckpointEngine:
     """vLLM on `model`, a folder or Hub id of a bf16 or NVFP4 checkpoint.
 
     Args:
-        adapter: folder of a PEFT adapter.
+        adapter: folder of a PEFT adapter. Completions end where those of its run did.
         arguments: further arguments of `vllm.LLM`. The prompts are text: a model that sees pictures is built without its tower, unless
             `language_model_only=False` is among them.
 
@@ -28,7 +30,7 @@ class CheckpointEngine:
     """
 
     def __init__(self, model: str, adapter: str | None = None, seed: int = 0, **arguments: Any) -> None:
-        from transformers import AutoConfig
+        from transformers import AutoConfig, AutoTokenizer
         from vllm import LLM
         from vllm.lora.request import LoRARequest
 
@@ -47,6 +49,10 @@ class CheckpointEngine:
         config = AutoConfig.from_pretrained(model, **named)
         if config.get_text_config(decoder=True) is not config:
             arguments = {"language_model_only": True, **arguments}
+        own = adapter if adapter and Path(adapter, "generation_config.json").is_file() else model
+        self.stored = stored(own, config, named.get("revision"))
+        own = adapter if adapter and Path(adapter, "tokenizer_config.json").is_file() else model
+        self.tokenizer = AutoTokenizer.from_pretrained(own, **named)
         self.llm = LLM(model=model, seed=seed, **arguments)
         if self.request is not None:
             self._check_adapter_applied()
@@ -79,9 +85,9 @@ class CheckpointEngine:
         """
         from vllm import SamplingParams
 
-        sampling = [
-            SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed + index)
-            for index in range(len(prompts))
-        ]
+        how = {"chat_template": template.get("chat_template"), **(template.get("chat_template_kwargs") or {})}
+        ends = end_tokens(self.stored, self.tokenizer, **how)
+        common: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens}
+        sampling = [SamplingParams(**common, stop_token_ids=ends, seed=seed + i) for i in range(len(prompts))]
         outputs = self.llm.chat(prompts, sampling, lora_request=self.request, **template)
         return [output.outputs[0].text for output in outputs]
