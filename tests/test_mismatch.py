@@ -2,6 +2,7 @@
 
 import math
 import types
+from collections import defaultdict
 
 import pytest
 import torch
@@ -136,6 +137,67 @@ def test_what_truncation_may_explain_is_not_told(caplog):
     assert not caplog.records
     watch.judge(gap(0.05), 2, False, bounds)
     assert "from exp(-0.6931) to exp(0), as tokens are left out" in caplog.text
+
+
+#: setting -> log-probabilities (T, 50) that vLLM samples from, of those of the model
+SAMPLERS = {
+    "vllm_structured_outputs_regex": ("[0-9]{4}", lambda q: only(q, torch.arange(50) < 3)),
+    "top_k": (20, lambda q: only(q, q >= q.topk(20).values[:, -1:])),
+    "min_p": (0.01, lambda q: only(q, q >= q.amax(-1, keepdim=True) + math.log(0.01))),
+    "top_p": (0.9, lambda q: only(q, q >= q.quantile(0.5, dim=-1, keepdim=True))),
+    "structured_outputs": ({"choice": ["a", "b"]}, lambda q: only(q, torch.arange(50) < 2)),
+    "allowed_token_ids": ([*range(40)], lambda q: only(q, torch.arange(50) < 40)),
+    "bad_words": (["x"], lambda q: only(q, torch.arange(50) != 7)),
+    "min_tokens": (4, lambda q: only(q, torch.arange(50) != 0)),
+    "logit_bias": ({3: 5.0}, lambda q: (q + 5.0 * (torch.arange(50) == 3)).log_softmax(-1)),
+    "presence_penalty": (1.5, lambda q: (q - 1.5 * (torch.arange(50) < 25)).log_softmax(-1)),
+    "repetition_penalty": (1.3, lambda q: q.where(torch.arange(50) < 25, 1.3 * q).log_softmax(-1)),
+}  # fmt: skip
+ARGUMENTS = {name for name in SAMPLING if name != "generation_kwargs"}
+
+
+def only(logps, kept):
+    return logps.where(kept, -math.inf).log_softmax(-1)
+
+
+def rollouts_of(setting, spread):
+    """Three rollouts of a model whose adapter in the engine is `spread` away, measured and judged as with vLLM."""
+    value, change = SAMPLERS[setting]
+    given = {setting: value} if setting in ARGUMENTS else {"generation_kwargs": {setting: value, "stop": ["."]}}
+    args = types.SimpleNamespace(**SAMPLING | given, overlap=0)
+    trainer = types.SimpleNamespace(
+        args=args, accelerator=TRAINER.accelerator, model=types.SimpleNamespace(training=True), _metrics=defaultdict(lambda: defaultdict(list)),
+        state=types.SimpleNamespace(global_step=1),
+    )  # fmt: skip
+    watch, generator = mismatch.MismatchWatch(0.1), torch.Generator().manual_seed(0)
+    for _ in range(3):
+        p = (2 * torch.randn(4000, 50, generator=generator)).log_softmax(-1)
+        q = change((p + spread * torch.randn(4000, 50, generator=generator)).log_softmax(-1))
+        drawn = torch.multinomial(q.exp(), 1, generator=generator)
+        rollout = {"sampling_per_token_logps": q.gather(-1, drawn), "old_per_token_logps": p.gather(-1, drawn)}
+        watch.rollout(trainer, None, rollout | {"completion_mask": torch.ones(4000, 1)})
+    return trainer._metrics["train"]["rollout/mismatch_kl"]
+
+
+@pytest.mark.parametrize("setting", SAMPLERS)
+def test_a_sampler_that_leaves_out_or_reweighs_tokens_is_no_fault(setting, caplog):
+    """After trl#3924: the KL to the trainer's whole softmax holds what was left out, and a run ended with "stale adapter"."""
+    found = rollouts_of(setting, spread=0.02)
+    assert not caplog.records and min(found) >= 0
+    if setting in ("vllm_structured_outputs_regex", "structured_outputs", "logit_bias"):
+        assert min(found) > 0.1, "what ended a run"
+
+
+@pytest.mark.parametrize("setting", ["top_p", "top_k", "min_p", "allowed_token_ids", "bad_words", "min_tokens"])
+def test_a_stale_adapter_is_found_where_few_tokens_are_left_out(setting):
+    with pytest.raises(RuntimeError, match="KL of at least .* stale adapter"):
+        rollouts_of(setting, spread=1.0)
+
+
+@pytest.mark.parametrize("given", [{"stop": ["."]}, {"stop_token_ids": [7], "ignore_eos": True}, {"top_k": None}])
+def test_what_changes_no_probability_leaves_the_limits_as_they_are(given):
+    args = types.SimpleNamespace(**SAMPLING | {"generation_kwargs": given})
+    assert mismatch.sampler(args) == "all" and mismatch.gap_bounds(args, same=True) == (0.0, 0.0)
 
 
 def test_what_is_too_far_warns_and_what_stays_so_ends_the_run(caplog):

@@ -5,7 +5,8 @@ With p the policy that is trained, q the one that sampled, and r = p / q of a sa
 - the mean of r - 1 - log r estimates KL(q || p): zero for equal policies, and what noise, rounding, a stale adapter or other weights add;
 - the mean of r is 1 whatever p is, noisy or rounded, as long as q is what the tokens were drawn from. Its logarithm, the *gap*, shows
   log-probabilities that are not: shifted, of another temperature, of other tokens. A constant error of 0.3 nats is a KL of 0.04 only.
-  Where tokens are left out (`top_p` and others) it is the mass that p has on those that are not, between bounds ([`gap_bounds`]);
+  Where tokens are left out (`top_p` and others) it is the mass that p has on those that are not, between bounds ([`gap_bounds`]), and r is
+  that mass on every token: only tokens with r > 1 then show a difference, and none do where the sampler reweighs tokens ([`sampler`]);
 - the mean of -log q is the entropy of the policy that sampled.
 
 Shapes: B sequences, T tokens of a completion.
@@ -13,7 +14,7 @@ Shapes: B sequences, T tokens of a completion.
 
 import logging
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import torch
 
@@ -26,10 +27,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+Sampler = Literal["all", "top_p", "some", "reweighed"]
 #: sequences of a rollout on which the mismatch is estimated when there are no log-probabilities of all of it
 _SAMPLE = 8
 #: share of a rollout's tokens that may be without a finite log-probability
 _MISSING = 0.01
+#: of `generation_kwargs`, what changes no probability, and what only leaves tokens out
+_NEUTRAL = {
+    "max_tokens", "max_new_tokens", "stop", "stop_token_ids", "eos_token_id", "ignore_eos", "include_stop_str_in_output", "seed", "n", "temperature",
+    "do_sample", "detokenize", "skip_special_tokens", "spaces_between_special_tokens", "repetition_detection",
+}  # fmt: skip
+_LEAVE_OUT = {"top_k", "top_p", "min_p", "min_tokens", "allowed_token_ids", "bad_words", "structured_outputs"}
 
 
 class Mismatch(NamedTuple):
@@ -37,7 +45,7 @@ class Mismatch(NamedTuple):
 
     `mismatch_kl`: KL(rollout || trainer) in nats per token. `logp_gap`: see the module, with its standard error `logp_gap_error`.
     `entropy`: of the policy that sampled, nats per token. `nan_logps`: tokens of which the engine returned no finite log-probability.
-    `truncated_fraction`: share of importance ratios that TRL cut off.
+    `truncated_fraction`: share of importance ratios that TRL cut off. `kl_above`: the part of `mismatch_kl` on tokens that the trainer finds likelier.
     """
 
     mismatch_kl: float | None
@@ -46,6 +54,7 @@ class Mismatch(NamedTuple):
     entropy: float
     nan_logps: int
     truncated_fraction: float | None = None
+    kl_above: float = 0.0
 
 
 @torch.no_grad()
@@ -107,8 +116,11 @@ def of_logps(
     d = (trained.double() - logps).where(known, 0.0) if trained is not None else torch.zeros_like(logps)
     ratio = d.exp().where(known, 0.0)
     counts = [known.sum().double(), mask.sum().double()]
-    sums = torch.stack([*counts, logps.sum(), (d.expm1() - d).sum(), ratio.sum(), ratio.square().sum()])
-    total, asked, log_q, divergence, first, second = trainer.accelerator.gather(sums).view(-1, 6).sum(0).tolist()
+    apart = d.expm1() - d
+    sums = torch.stack(
+        [*counts, logps.sum(), apart.sum(), apart.where(d > 0, 0.0).sum(), ratio.sum(), ratio.square().sum()]
+    )
+    total, asked, log_q, divergence, above, first, second = trainer.accelerator.gather(sums).view(-1, 7).sum(0).tolist()
     missing = asked - total
     if missing > _MISSING * (total + missing):
         raise RuntimeError(
@@ -123,7 +135,7 @@ def of_logps(
     if not first:  # not one ratio is above 0: as far apart as can be, or the trainer overflowed
         return Mismatch(divergence / total, -math.inf, 0.0, entropy, int(missing))
     error = math.sqrt(max(second / total - mean * mean, 0.0) / total) / mean
-    return Mismatch(divergence / total, math.log(mean), error, entropy, int(missing))
+    return Mismatch(divergence / total, math.log(mean), error, entropy, int(missing), kl_above=above / total)
 
 
 def truncated_fraction(
@@ -176,12 +188,14 @@ class MismatchWatch:
         if found is None:
             return
         for name, value in found._asdict().items():
-            if value is not None and name != "logp_gap_error":
+            if value is not None and name not in ("logp_gap_error", "kl_above"):
                 trainer._metrics["train" if training else "eval"][f"rollout/{name}"].append(value)
         noisy = training and aqn is not None and aqn.scope == "rollout" and aqn.sigma > 0
         stale = training and bool(trainer.args.overlap)
         bounds = gap_bounds(trainer.args, same=not (noisy or stale))
-        self.judge(found, trainer.state.global_step, noisy, bounds, stale)
+        # transformers' rollouts are scored as if no token were left out
+        sampled_from = sampler(trainer.args) if trainer.args.use_vllm else "all"
+        self.judge(found, trainer.state.global_step, noisy, bounds, stale, sampled_from)
 
     def judge(
         self,
@@ -190,6 +204,7 @@ class MismatchWatch:
         noisy: bool,
         bounds: tuple[float, float] = (0.0, 0.0),
         stale: bool = False,
+        sampled_from: Sampler = "all",
     ) -> None:
         """Warn or stop.
 
@@ -197,6 +212,7 @@ class MismatchWatch:
             noisy: the rollout had noise that the trainer has not, so that a KL is to be expected.
             stale: it was sampled with an earlier adapter (`overlap`): the same.
             bounds: of the gap, if the log-probabilities are right.
+            sampled_from: see [`sampler`].
         """
         if found.nan_logps:
             logger.warning(
@@ -221,15 +237,18 @@ class MismatchWatch:
             "The correction is wrong by as much. Usual causes: an engine with another temperature or without --logprobs-mode processed_logprobs, "
             "logits that something processes after they are scored, or a rollout_func that returns other log-probabilities than it sampled with.",
         )
+        if sampled_from == "reweighed":
+            return
         limit = self.threshold if noisy or stale else self.threshold / self.STOP
+        kl, about = (found.mismatch_kl, "about") if sampled_from == "all" else (found.kl_above, "at least")
         expected = (
             "under noise" if noisy else "one rollout apart" if stale else "although both should be the same policy"
         )
         self._limit(
             "kl",
-            found.mismatch_kl,
+            kl,
             limit,
-            f"Rollout and trainer disagree: KL of about {found.mismatch_kl:.4g} nats per token at step {step}, {expected} (limit {limit:.4g}).",
+            f"Rollout and trainer disagree: KL of {about} {kl:.4g} nats per token at step {step}, {expected} (limit {limit:.4g}).",
             "With noise, lower aqn_sigma_start or use aqn_scope='policy'; with overlap=1, lower learning_rate; without, the engine may hold a stale adapter, noise that was left on or "
             "other weights: restart it, or use use_vllm=False.",
         )
@@ -247,6 +266,17 @@ class MismatchWatch:
             logger.warning("%s %s", what, remedy)
 
 
+def sampler(args: Any) -> Sampler:
+    """What a rollout samples from: all tokens, those that `top_p` leaves, those that something else leaves, or reweighed ones (penalties, biases,
+    what is not known)."""
+    given = {name for name, value in (args.generation_kwargs or {}).items() if value is not None} - _NEUTRAL
+    if given - _LEAVE_OUT or args.repetition_penalty not in (None, 1.0):
+        return "reweighed"
+    if given or args.top_k not in (None, 0, -1) or args.min_p or args.vllm_structured_outputs_regex:
+        return "some"
+    return "all" if args.top_p in (None, 1.0) else "top_p"
+
+
 def gap_bounds(args: Any, same: bool) -> tuple[float, float]:
     """Between which the gap lies where the log-probabilities are right.
 
@@ -258,14 +288,8 @@ def gap_bounds(args: Any, same: bool) -> tuple[float, float]:
     Args:
         same: the sampling policy is the trained one, before tokens are left out.
     """
-    others = (
-        args.top_k not in (None, 0, -1)
-        or args.min_p
-        or args.repetition_penalty not in (None, 1.0)
-        or args.generation_kwargs
-        or args.vllm_structured_outputs_regex
-    )
-    least = -math.inf if others else math.log(args.top_p or 1.0)
-    if least == 0:
+    sampled_from = sampler(args)
+    if sampled_from == "all":
         return 0.0, 0.0
+    least = math.log(args.top_p) if sampled_from == "top_p" else -math.inf
     return least if same else -math.inf, 0.0 if args.use_vllm else -least

@@ -7,9 +7,11 @@ vLLM reads its environment at import and an engine never quite leaves a process,
 
 # ruff: noqa: E402  (the environment must be set before torch and vLLM are imported)
 
+import contextlib
 import dataclasses
 import functools
 import json
+import logging
 import os
 import sys
 import time
@@ -616,6 +618,16 @@ def train(folder: Path, trainer_class, config_class, path: str, callbacks=None, 
     return trainer, [log for log in trainer.state.log_history if "loss" in log]
 
 
+@contextlib.contextmanager
+def warnings_of(name: str):
+    """Messages of a logger in the block."""
+    told, handler = [], logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    logging.getLogger(name).addHandler(handler)
+    yield told
+    logging.getLogger(name).removeHandler(handler)
+
+
 def rescue(folder: Path, path: str) -> dict:
     """An engine that dies after two steps: the run must end with the cause and leave a checkpoint that continues."""
     from transformers import TrainerCallback
@@ -670,6 +682,12 @@ def trainers(folder: Path) -> dict:
     results["rescue"] = rescue(folder, path)
     trainer, logs = train(folder, QeRLGRPOTrainer, QeRLConfig, path, aqn=False, max_steps=2)
     results["without noise"] = [log["sampling/sampling_logp_difference/max"] for log in logs]
+    with warnings_of("qerl_trl.mismatch") as told:
+        grammar = {"vllm_structured_outputs_regex": "[0-9]{4}", "top_k": 8}
+        trainer, logs = train(folder, QeRLGRPOTrainer, QeRLConfig, path, aqn=False, max_steps=4, **grammar)
+    results["grammar"] = {
+        "kl": [log["rollout/mismatch_kl"] for log in logs], "told": told, "texts": list(trainer._logs["completion"])
+    }  # fmt: skip
     trainer, logs = train(folder, QeRLRLOOTrainer, QeRLRLOOConfig, path, max_steps=2)
     results["rloo"] = [log["aqn/sigma_effective"] for log in logs]
     results["rloo steps"] = trainer.state.global_step

@@ -4,6 +4,8 @@ What is measured is in scenarios.py. Log-probabilities of two float32 implementa
 an adapter, a noise or a scale that is missing moves them by 0.1 to 10.
 """
 
+import re
+
 import pytest
 import torch
 
@@ -209,6 +211,13 @@ def test_five_grpo_steps(trainers):
 
 def test_without_noise_rollout_and_trainer_agree(trainers):
     assert max(trainers["without noise"]) < 1e-3
+
+
+def test_a_grammar_is_no_stale_adapter(trainers):
+    """After trl#3924 and trl#7269: it ended every run in its third rollout."""
+    found = trainers["grammar"]
+    assert all(re.fullmatch("[0-9]{4}", text) for text in found["texts"])
+    assert len(found["kl"]) == 4 and min(found["kl"]) > 0.1 and not found["told"]
 
 
 def test_a_dying_engine_leaves_a_checkpoint_that_continues(trainers):
