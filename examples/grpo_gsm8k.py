@@ -11,8 +11,8 @@
     qerl-trl arms qwen2.5-7b --arms nvfp4 bf16 --seeds 1 2 3 --output_dir runs/arms    # arms x seeds, and the paired table
 
 Without --config: Qwen2.5-3B-Instruct on openai/gsm8k if there is a GPU, otherwise the embedded default, a tiny model that
-`examples/assets/pretrain.py` trained from scratch, on generated problems in GSM8K's format. Any option of `QeRLConfig`
-and of TRL's `ModelConfig` may follow. Started again with the same output_dir, it resumes from the last whole checkpoint; a finished
+`examples/assets/pretrain.py` trained from scratch, on generated problems in GSM8K's format. Another --model_name_or_path without a GPU
+takes no recipe: the defaults of TRL and of `QeRLConfig`. Any option of `QeRLConfig` and of TRL's `ModelConfig` may follow. Started again with the same output_dir, it resumes from the last whole checkpoint; a finished
 run is measured again and no longer trained.
 """
 

@@ -12,6 +12,7 @@ from trl import ModelConfig, get_peft_config
 from trl.rewards import think_format_reward
 
 from qerl_trl import QeRLConfig, shipped
+from qerl_trl.shipped import parser_of
 from qerl_trl.tasks import data as problems
 from qerl_trl.tasks import evaluation
 from qerl_trl.tasks.data import with_prompts
@@ -385,6 +386,34 @@ def test_both_spellings_of_an_option(folder):
     words = ("--task", str(folder / "my_words.yaml"))
     for said in (("--dataset-name", "user/other"), ("--dataset-name=user/other",)):
         assert parse(folder, *words, *said).task.dataset_name == "user/other"
+
+
+@pytest.mark.parametrize("said", [[], ["--learning_rate", "1e-5"], ["--use_cpu=true", "--max_completion_length", "32"]])
+def test_a_model_without_a_recipe_gets_no_value_of_the_embedded_one(said, capsys, monkeypatch, tmp_path):
+    """Its learning rate, lengths, data and adapter are for the tiny model alone."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    script = Script.parse(argv=["--model_name_or_path", str(tmp_path), "--output_dir", str(tmp_path / "run"), *said])
+    parser = parser_of([QeRLConfig, ModelConfig])
+    words = ["--output_dir", str(tmp_path / "run"), "--use_cpu", "true", "--bf16", "false", *said]
+    args, model_args = parser.parse_args_into_dataclasses(args=words)
+    embedded = shipped.contents(shipped.config_file("embedded"))
+    for name in embedded.keys() - {"task", "model_name_or_path", "report_to", "eval_batch_size", "dtype"}:
+        kind, got = (args, script.args) if hasattr(args, name) else (model_args, script.model_args)
+        assert getattr(got, name) == getattr(kind, name), name
+    assert script.task.dataset_name == "openai/gsm8k" and script.model_args.dtype == "bfloat16"
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "No recipe" in line and f"learning rate {args.learning_rate:g}," in line
+    assert f"at most {args.max_completion_length} tokens" in line and "--config" in line
+
+
+@pytest.mark.parametrize("model", [[], ["--model_name_or_path", "examples/assets/tiny-qwen2"], ["absolute"]])
+def test_the_embedded_model_keeps_its_recipe(model, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    words = (
+        ["--model_name_or_path", str(shipped.examples_folder() / "assets/tiny-qwen2")] if "absolute" in model else model
+    )
+    assert Script.parse(argv=words).args.learning_rate == 5e-4
 
 
 def test_an_option_that_there_is_not(folder):

@@ -82,7 +82,8 @@ class Script:
         words = list(sys.argv[1:] if argv is None else argv)
         words = with_config(words, config)
         tracked = False
-        recipe = contents(Path(_value(words, "config") or ""))
+        file = _value(words, "config")
+        recipe = contents(Path(file)) if file else {}
         if "report_to" not in recipe and _value(words, "report_to") is None and importlib.util.find_spec("trackio"):
             words, tracked = [*words, "--report_to", "trackio"], True
             if "log_completions" not in recipe and _value(words, "log_completions") is None:
@@ -94,6 +95,11 @@ class Script:
         _check_known([*unknown[0], *unknown[1]])
         if tracked:  # nobody asked for a Space: what nobody asked for stays on this machine
             args.trackio_space_id, args.trackio_static_space_id = None, False
+        if file is None and os.environ.get("RANK", "0") == "0":
+            print(
+                f"No recipe: TRL's and this package's defaults on the CPU, learning rate {args.learning_rate:g}, {args.num_generations} completions "
+                f"of at most {args.max_completion_length} tokens a prompt. Choose a recipe with --config."
+            )
         check_places(vars(said) | vars(model_args))
         if _value(words, "task") == "":
             raise ValueError("--task is empty: name a task's file or a shipped task, or leave it out.")
@@ -110,11 +116,9 @@ class Script:
                 ", ".join(f"{name}: {recipe[name]}" for name in left),
             )
         if own is None:
-            file = said.task or (None if fields["dataset_name"] else DEFAULT_TASK)
-            recipes = (
-                None if said.task is None or _value(words, "task") is not None else Path(_value(words, "config") or "")
-            )
-            own = Task.read(task_file(str(file), recipes), _folders()) if file else Task(folders=_folders())
+            named_task = said.task or (None if fields["dataset_name"] else DEFAULT_TASK)
+            recipes = None if said.task is None or _value(words, "task") is not None else Path(file or "")
+            own = Task.read(task_file(str(named_task), recipes), _folders()) if named_task else Task(folders=_folders())
         if said.eval_problems is not None and said.eval_problems < 1:
             raise ValueError(
                 f"--eval_problems {said.eval_problems}: the accuracy before and after is measured on at least one held-out problem. Leave it out for all."
@@ -204,9 +208,14 @@ def _check_known(rest: Sequence[str]) -> None:
 
 
 def with_config(words: list[str], config: str | None = None) -> list[str]:
-    """The command line with a `--config` that is a file: the given one, else `config`, else this machine's, and then it is said which and why."""
+    """The command line with a `--config` that is a file: the given one, else `config`, else this machine's, and then it is said which and why.
+    Without a GPU another model than the embedded one gets no recipe: that one's learning rate and lengths are for it alone."""
     given = _value(words, "config")
     if given is None and config is None:
+        model, embedded = _value(words, "model_name_or_path"), contents(config_file("embedded"))["model_name_or_path"]
+        same = model is None or any((place / model).resolve() == _folders()[1] / embedded for place in _folders())
+        if not same and not torch.cuda.is_available():
+            return ["--use_cpu", "true", "--bf16", "false", *words]
         given, why = "embedded", "no GPU was found, so the default is the embedded tiny model and problems"
         if torch.cuda.is_available():
             given, why = "qwen2.5-3b", "a GPU was found, so the default is Qwen2.5-3B-Instruct on openai/gsm8k"
