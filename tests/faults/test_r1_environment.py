@@ -100,7 +100,7 @@ def test_vllm_missing(monkeypatch, tmp_path, mode):
 
 
 @fault("R1.vllm_version")
-@pytest.mark.parametrize("version", ["0.20.2", "0.99.0"])
+@pytest.mark.parametrize("version", ["0.20.2", "0.25.0"])
 def test_vllm_version(monkeypatch, tmp_path, version):
     monkeypatch.setattr(plugin, "check_vllm_is_there", lambda: None)
     monkeypatch.setattr(plugin, "installed_version", lambda: version)
@@ -235,20 +235,30 @@ def test_triton_missing(gpu_of, monkeypatch, tmp_path, caplog):
     assert "pip install -U triton" in caplog.text
 
 
-@fault("R1.trl_peft_window")
-@pytest.mark.parametrize(("package", "version"), [("trl", "1.15.0"), ("peft", "0.30.0"), ("torch", None)])
-def test_outside_of_the_window(monkeypatch, tmp_path, package, version):
+@fault("R1.trl_peft_window", recovered=True)
+@pytest.mark.parametrize("use_vllm", [True, False])
+@pytest.mark.parametrize("process", [0, 1])
+def test_newer_than_what_was_tested_is_one_line_in_one_process(monkeypatch, tmp_path, caplog, process, use_vllm):
+    newer = {"trl": "1.19.0", "transformers": "6.0.0.dev0", "peft": "0.21.99", "vllm": "0.99.0"}
     real = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: newer.get(name) or real(name))
+    monkeypatch.setattr(preflight, "_vllm_unless_known", list)
+    config = vllm_run(tmp_path) if use_vllm else QeRLConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none")
+    monkeypatch.setattr(type(config), "process_index", process)
+    preflight.check(config)
+    said = [record.getMessage() for record in caplog.records if record.name == preflight.__name__]
+    assert len(said) == (process == 0)
+    for line in said:
+        tested = preflight.NEWEST_TESTED
+        for package in ("trl", "transformers"):
+            assert f"{package} {newer[package]} (tested: up to {tested[package]})" in line
+        assert "peft" not in line and ("vllm 0.99.0" in line) == use_vllm and "try" in line
 
-    def installed(name):
-        if name == package and version is None:
-            raise importlib.metadata.PackageNotFoundError(name)
-        return version if name == package else real(name)
 
-    monkeypatch.setattr(importlib.metadata, "version", installed)
-    said = "torch is missing" if version is None else f"{package} {version} is outside"
-    with told(RuntimeError, said, f"pip install '{package}"):
-        trainer_with(tmp_path)
+def test_nothing_is_said_of_what_was_tested(monkeypatch):
+    versions = {**preflight.NEWEST_TESTED, "vllm": plugin.NEWEST_VLLM}
+    monkeypatch.setattr(importlib.metadata, "version", versions.__getitem__)
+    assert preflight.untested(use_vllm=False) == []
 
 
 # --- beside the list ---------------------------------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ def examine_folders(folders: list[Path]) -> Findings:
 
 def examine() -> Findings:
     """Look at packages, GPU, kernels, vLLM, the Hub's settings and the disk. Contacts nobody."""
-    problems: list[Problem] = [*preflight.requirements(), *preflight.gpu(), *preflight.shared_memory()]
+    problems: list[Problem] = [*preflight.untested(), *preflight.gpu(), *preflight.shared_memory()]
     problems += [
         dataclasses.replace(problem, fatal=False) for problem in preflight.delta_nets()
     ]  # not every model has them

@@ -254,7 +254,7 @@ def check_environment(args: "QeRLConfig | QeRLRLOOConfig") -> None:
     """Refuse a process in which the engine could not start, and replace an optimizer that could not step: called before the model is loaded.
 
     Raises:
-        `ImportError`: vLLM is missing, broken, or a version that was never tested.
+        `ImportError`: vLLM is missing, broken or too old.
         `ValueError`: a way of sharding that the weights, the engine or the optimizer cannot follow.
     """
     zero_stage = _zero_stage(args)

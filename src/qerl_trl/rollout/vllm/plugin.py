@@ -64,13 +64,12 @@ def check_vllm_version() -> None:
     """Called before a model is loaded.
 
     Raises:
-        `ImportError`: vLLM is missing, or a version that was never tested.
+        `ImportError`: vLLM is missing, or older than any that the engine was written for.
     """
     check_vllm_is_there()
     version = installed_version()
-    # without the local part: "0.25.1+cu129" is 0.25.1
-    if not Version(OLDEST_VLLM) <= Version(Version(version).base_version) <= Version(NEWEST_VLLM):
-        raise ImportError(f"vLLM {version} is installed, with which the engine was never run. {_ADVICE}")
+    if Version(version) < Version(OLDEST_VLLM):
+        raise ImportError(f"vLLM {version} is installed, which is too old for the engine. {_ADVICE}")
 
 
 def broken_vllm(reason: BaseException | str) -> ImportError:
