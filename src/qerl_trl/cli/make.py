@@ -3,6 +3,7 @@
 import copy
 import json
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -121,6 +122,8 @@ def merge(
     as_json: AsJson = False,
 ) -> None:
     """Turn a run into something to publish: merged model, adapter or base, with a card."""
+    from peft import PeftModel
+
     from qerl_trl.publish.records import FORMS, Export, Measured
 
     if form not in FORMS:
@@ -159,6 +162,8 @@ def merge(
             measured_task.prepared(tokenizer)
         batches = prompt_batches(prompts or problems or [], tokenizer, recorded_template_kwargs(policy.settings))
         trained = logits_of(policy.model, batches)
+        with policy.model.disable_adapter() if isinstance(policy.model, PeftModel) else nullcontext():
+            base_kl = logit_distance(trained, logits_of(policy.model, batches))["kl_nats_per_token"]
         if onto_original:
             if policy.settings["merged_onto"] != "nvfp4":
                 raise ValueError(
@@ -205,15 +210,20 @@ def merge(
         **({"survived": done["survived"]} if "survived" in done else {}),
     }
     lines = [f"{told_of(destination, before)}: {destination} ({done['kind'].replace('_', ' ')})"]
+    if form == "bf16" and (survived := done.get("survived")):
+        lines.append(
+            f"rounding to {done['dtype']} kept {survived['kept_fraction']:.3f} of the adapter's change of the weights (error "
+            f"{survived['error_ratio']:.2f} of its size)"
+        )
     if (prompts is not None or problems is not None) and form in ("bf16", "nvfp4"):
         written = load_any(
             str(destination), device, policy.settings["dtype"]
         )  # same arithmetic: only the weights differ
         measured = measured or logit_distance(trained, logits_of(written.model, batches))
-        content["measured"] = measured
+        content["measured"], content["base_kl_nats_per_token"] = measured, base_kl
         lines.append(
             f"distance to the trained policy on {measured['tokens']} tokens: mean logit {measured['mean_logit_distance']:.3g}, KL "
-            f"{measured['kl_nats_per_token']:.3g} nats per token, same greedy token {100 * measured['same_greedy_token']:.1f} %"
+            f"{measured['kl_nats_per_token']:.3g} nats per token (of the base without the adapter {base_kl:.3g}), same greedy token {100 * measured['same_greedy_token']:.1f} %"
         )
     print_result(content, as_json, lines)
 

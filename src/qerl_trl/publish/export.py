@@ -59,7 +59,7 @@ from .run import (
     require_whole,
     trained_policy_of,
 )
-from .tensors import cast_job, fused_entries, lossless_dtype, packed_job, requantize_job, survived_of
+from .tensors import cast_job, fused_entries, lossless_dtype, merged_job, packed_job, requantize_job, survived_of
 from .writer import Job
 
 logger = logging.getLogger(__name__)
@@ -149,7 +149,8 @@ def save_merged(
     card: WriteCard | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Export:
-    """(b), (c) The dense model: base and adapter merged in float32, each weight rounded once to `dtype`.
+    """(b), (c) The dense model: base and adapter merged in float32, each weight rounded once to `dtype`. How much of the adapter's change the
+    rounding keeps is in the returned record (`survived`, as in [`save_merged_nvfp4`]).
 
     On an NVFP4 base that is the policy that was trained. `measured`: how far it is from the trained policy, for the
     record and the card.
@@ -164,12 +165,16 @@ def save_merged(
         export["dtype"] = str(dtype).removeprefix("torch.")
         if measured is not None:
             export["measured"] = measured
-        if _made_already(folder, export, card):
-            return export
+        finished = checkpoint.recorded_run(folder)
+        known = {**export, "survived": finished["survived"]} if "survived" in finished else export
+        if _made_already(folder, cast(Export, known), card):
+            return cast(Export, known)
         custom_code.warn(policy, folder)
-        jobs = [cast_job(entry, dtype) for entry in entries_of(policy, with_adapter=True)]
+        jobs = [merged_job(entry, dtype) for entry in entries_of(policy, with_adapter=True)]
         with _staged(folder, export, overwrite, policy.tokenizer, card) as partial:
-            writer.write_shards(partial, jobs, layouts.WRITTEN_BY, max_shard_bytes, progress=progress)
+            notes = writer.write_shards(partial, jobs, layouts.WRITTEN_BY, max_shard_bytes, progress=progress)
+            if changed := [note for note in cast(list[RequantizedNote], notes) if note["change"]]:
+                export["survived"] = survived_of(changed)
             forward.record(partial, policy.model)
             _save_config(partial, policy, dtype, None, jobs)
         return export

@@ -30,14 +30,19 @@ def _base_layer(layer: nn.Module) -> NVFP4Linear | nn.Linear:
     return cast("NVFP4Linear | nn.Linear", layer.get_base_layer() if isinstance(layer, LoraLinear) else layer)
 
 
+def dense_weight(layer: nn.Module) -> torch.Tensor:
+    """A float32 copy of a layer's base weight, without its adapter."""
+    base = _base_layer(layer)
+    return base.dequantize(torch.float32) if isinstance(base, NVFP4Linear) else base.weight.detach().float().clone()
+
+
 @contextmanager
 def _dense_base(layer: LoraLinear) -> Iterator[nn.Linear]:
     """Lend a LoRA layer a dense float32 copy of its base layer; afterwards everything is as it was, bit for bit."""
     base = _base_layer(layer)
     with torch.device("meta"):
         dense = nn.Linear(base.in_features, base.out_features, bias=base.bias is not None)
-    weight = base.dequantize(torch.float32) if isinstance(base, NVFP4Linear) else base.weight.detach().float().clone()
-    dense.weight = nn.Parameter(weight, requires_grad=False)
+    dense.weight = nn.Parameter(dense_weight(layer), requires_grad=False)
     if base.bias is not None:
         dense.bias = nn.Parameter(base.bias.detach().float().clone(), requires_grad=False)
     merged, caches = list(layer.merged_adapters), dict(layer._caches)

@@ -30,7 +30,7 @@ MERGED_KINDS = (*FORMS["bf16"], *FORMS["nvfp4"])
 
 
 class Survived(TypedDict):
-    """How much of the adapter's change re-quantizing kept; see `export.save_merged_nvfp4`."""
+    """How much of the adapter's change the rounding of a merge kept; see `export.save_merged_nvfp4`."""
 
     kept_fraction: float
     error_ratio: float
@@ -60,10 +60,10 @@ class Export(ExportBase, total=False):
     auto_map: dict[str, Any]  # where a model with code of its own has it
     dtype: str  # of a merged model
     measured: Measured
+    survived: Survived  # of a merge that was rounded
     # of a re-quantized merge
     requantized_with: str
     force: bool
-    survived: Survived
     # of a folder quantized from a checkpoint
     skip: list[str]
     source_sha256: str
@@ -90,7 +90,7 @@ class QuantizedNote(TypedDict, total=False):
 
 
 class RequantizedNote(TypedDict, total=False):
-    """What is kept of a fused group that a merge rounds to NVFP4 again: sums over its weights, of which `Survived` is computed."""
+    """What is kept of a layer or a fused group that a merge rounds: sums over its weights, of which `Survived` is computed."""
 
     layers: list[str]
     kept: float

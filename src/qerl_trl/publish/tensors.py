@@ -3,12 +3,13 @@
 from collections.abc import Iterator
 
 import torch
+from peft.tuners.lora.layer import Linear as LoraLinear
 
 from ..nvfp4.architectures import DECODER
 from ..nvfp4.format import dequantize, largest_magnitude, power_of_two_global_scale, quantize
 from ..nvfp4.layouts import TensorSpec, packed_specs
 from ..nvfp4.linear import NVFP4Linear
-from .merge import Entry, nvfp4_layer
+from .merge import Entry, dense_weight, nvfp4_layer
 from .records import RequantizedNote, Survived
 from .writer import Job
 
@@ -16,6 +17,22 @@ from .writer import Job
 def cast_job(entry: Entry, dtype: torch.dtype) -> Job:
     dtype = dtype if entry.dtype.is_floating_point else entry.dtype
     return Job((TensorSpec(entry.name, dtype, entry.shape),), lambda: [entry.value().to(dtype)])
+
+
+def merged_job(entry: Entry, dtype: torch.dtype) -> Job:
+    """As [`cast_job`], with a note of how much of the adapter's change of a layer the rounding to `dtype` keeps."""
+    job = cast_job(entry, dtype)
+    if not isinstance(entry.layer, LoraLinear) or dtype == torch.float32:
+        return job
+    note: RequantizedNote = {"layers": [entry.name]}
+
+    def make() -> list[torch.Tensor]:
+        merged = entry.value()
+        written = merged.to(dtype)
+        _compare(note, written.float(), merged, dense_weight(entry.layer))
+        return [written]
+
+    return job._replace(make=make, note=note)
 
 
 def lossless_dtype(entry: Entry) -> torch.dtype:
@@ -59,20 +76,24 @@ def requantize_job(group: list[Entry], scale_rule: str) -> Job:
         ).amax()  # merged twice rather than kept
         shared = power_of_two_global_scale(amax)
         note["layers"] = [entry.name for entry in group]
-        note["kept"] = note["change"] = note["error"] = 0.0
         for entry in group:
             merged = entry.value()
             packed, block_scale, global_scale = quantize(merged, scale_rule, shared)
-            base = _packed_layer(entry).dequantize(torch.float32)
-            written = dequantize(packed, block_scale, global_scale, torch.float32).sub_(base)
-            wanted = merged.sub_(base)
-            note["kept"] += _dot(written, wanted)
-            note["change"] += _dot(wanted, wanted)
-            note["error"] += _dot(written - wanted, written - wanted)
+            written = dequantize(packed, block_scale, global_scale, torch.float32)
+            _compare(note, written, merged, _packed_layer(entry).dequantize(torch.float32))
             yield from (packed, block_scale.view(torch.float8_e4m3fn), global_scale)
 
     specs = tuple(spec for entry in group for spec in packed_specs(entry.name, *entry.shape))
     return Job(specs, make, note)
+
+
+def _compare(note: RequantizedNote, written: torch.Tensor, merged: torch.Tensor, base: torch.Tensor) -> None:
+    """Add a layer to the sums of `note`. Works in place: all three are copies."""
+    written, wanted = written.sub_(base), merged.sub_(base)
+    note["kept"] = note.get("kept", 0.0) + _dot(written, wanted)
+    note["change"] = note.get("change", 0.0) + _dot(wanted, wanted)
+    written.sub_(wanted)
+    note["error"] = note.get("error", 0.0) + _dot(written, written)
 
 
 def _dot(a: torch.Tensor, b: torch.Tensor) -> float:
