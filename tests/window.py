@@ -33,7 +33,7 @@ WITHOUT_VLLM = (
 )
 #: test -> why it fails there, of those that are known to
 KNOWN: dict[str, str] = {
-    "tests/nvfp4/test_quantizer.py::test_transformers_own_adapters_are_saved_alone": "add_adapter of transformers 5.24 wants PEFT 0.22, which is not out",
+    "tests/nvfp4/test_quantizer.py::test_transformers_own_adapters_are_saved_alone": "add_adapter of transformers 5.24 wants PEFT 0.22",
 }
 
 
