@@ -1,6 +1,8 @@
 """A task as an object: read from YAML, said on a command line, made into a trainer's arguments, graded."""
 
+import csv
 import dataclasses
+import gzip
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +18,7 @@ from qerl_trl.shipped import parser_of
 from qerl_trl.tasks import data as problems
 from qerl_trl.tasks import evaluation
 from qerl_trl.tasks.data import with_prompts
+from qerl_trl.tasks.grading import is_correct
 from qerl_trl.tasks.script import Script, with_config
 from qerl_trl.tasks.task import PARSED, Task
 
@@ -96,7 +99,7 @@ def test_files_of_other_kinds(folder, kind):
         rows = Dataset.from_json(str(folder / f"{split}.jsonl"))
         getattr(rows, f"to_{kind}")(folder / "data" / f"{split}.{kind}")
     train, test = read(folder, dataset_name="data", prompt_column="text", answer_column="label").splits()
-    assert (len(train), len(test), test[2]["answer"]) == (10, 3, 2)
+    assert (len(train), len(test), test[2]["answer"]) == (10, 3, "2" if kind == "csv" else 2)
     one = f"data/train.{kind}"
     assert (
         len(read(folder, dataset_name=one, prompt_column="text", test_split_size=4, reward_funcs=[]).splits()[1]) == 4
@@ -131,6 +134,150 @@ def test_a_number_is_compared_as_its_text(folder):
     task = read(folder, dataset_name=".", prompt_column="text", answer_column="label", grader="exact")
     _, test = task.splits()
     assert task.verdicts(["#### 0", "#### 1", "#### 1"], test) == [True, True, False]
+
+
+def write_file(file, answers):
+    """Texts as each kind of file has them."""
+    rows = [{"question": f"{i}?", "answer": answer} for i, answer in enumerate(answers)]
+    if file.name.endswith((".csv", ".tsv")):
+        with file.open("w", newline="") as out:
+            writer = csv.DictWriter(out, rows[0], delimiter="," if file.suffix == ".csv" else "\t")
+            writer.writeheader()
+            writer.writerows(rows)
+    elif file.suffix == ".parquet":
+        Dataset.from_list(rows).to_parquet(file)
+    else:
+        text = json.dumps(rows, indent=1) if file.suffix == ".json" else "\n".join(map(json.dumps, rows))
+        file.write_bytes(gzip.compress(text.encode()) if file.suffix == ".gz" else b"\xef\xbb\xbf" + text.encode())
+
+
+def paid(task, texts):
+    """By the task's own reward, for each text on the row of the same number; the held-out verdicts say the same."""
+    made = task.for_trainer()
+    (reward,), (_, test) = made["reward_funcs"], task.splits()
+    said = [[{"role": "assistant", "content": text}] for text in texts]
+    rewards = reward(completions=said, prompts=[""] * len(said), answer=test["answer"][:])
+    assert [reward == 1.0 for reward in rewards] == task.verdicts(texts, test)
+    return rewards
+
+
+@pytest.mark.parametrize("kind", ["csv", "tsv", "json", "jsonl", "jsonl.gz", "parquet"])
+@pytest.mark.parametrize(
+    ("answers", "others"),
+    [
+        (["007", "042", "101"], ["7", "42", "0101"]),
+        (["2024-01-02", "2024-01-02 00:00:00", "1/2/24"], ["2024-01-02 00:00:00", "2024-01-02", "2024-01-02"]),
+        (["NA", "null", "nan", "None", "N/A"], ["", "None", "None", "nan", "NA"]),
+        (["1234567890" * 4, "0.1000000000000000055511151231257827"], ["1234567890" * 3 + "1234567891", "0.1"]),
+        (["2.5", "5", "2.50", "1e3"], ["2.50", "5.0", "2.5", "1000.0"]),
+        (["true", "false", "True"], ["True", "False", "true"]),
+        (["a, b", 'say "a"', "two\nlines"], ["a", "say a", "two"]),
+    ],
+    ids=["code", "date", "missing", "digits", "float next to int", "truth", "quoted"],
+)
+def test_text_of_a_file_is_what_is_graded(tmp_path, kind, answers, others):
+    """ "007" of a .csv became 7: the right answer was paid 0, the wrong one 1."""
+    file = tmp_path / f"test.{kind}"
+    write_file(file, answers)
+    task = Task(dataset_name=str(file), dataset_test_split="train", grader="exact", answer_format="whole")
+    assert paid(task, answers) == [1.0] * len(answers) and paid(task, others) == [0.0] * len(answers)
+    assert evaluation.load_problems(evaluation.Protocol(str(file)))["answer"][:] == answers
+
+
+def test_spaces_are_the_file_s(tmp_path):
+    (tmp_path / "train.csv").write_text("question,answer\n1?, a \n2?,\n")
+    (tmp_path / "train.txt").write_text(" a \r\n\n007\u2028\n")
+    assert problems.read(tmp_path / "train.csv")["train"]["answer"][:] == [" a ", ""]
+    assert problems.read(tmp_path / "train.txt")["train"]["text"][:] == [" a ", "007\u2028"]
+
+
+@pytest.mark.parametrize("kind", ["json", "jsonl"])
+@pytest.mark.parametrize(
+    "written",
+    [
+        ["5", "2.5"],
+        ["5", '"x"'],
+        ["2.50", "1.0"],
+        ["1e3", "7"],
+        ["9" * 40, "1"],
+        ["true", '"maybe"'],
+        ["5", "null", "2.5"],
+        ["5", "6"],
+        ["2.5", "3.0"],
+    ],
+    ids=" ".join,
+)
+def test_a_number_of_json_is_graded_as_it_is_written(tmp_path, kind, written):
+    lines = [f'{{"question": "{i}?", "answer": {value}}}' for i, value in enumerate(written)]
+    file = tmp_path / f"test.{kind}"
+    file.write_text(f"[{', '.join(lines)}]" if kind == "json" else "\n".join(lines))
+    answers = evaluation.load_problems(evaluation.Protocol(str(file)))["answer"][:]
+    texts = [value.strip('"') for value in written if value != "null"]
+    graded = [is_correct(text, gold, "exact", True) for text, gold in zip(texts, filter(None, answers), strict=True)]
+    assert graded == [True] * len(texts)
+    others = [f"{text}.0" if text.isdigit() else f"{text}0" for text in texts]
+    assert not any(
+        is_correct(text, gold, "exact", True) for text, gold in zip(others, filter(None, answers), strict=True)
+    )
+    assert isinstance(answers[0], int) == (written == ["5", "6"]) and (None in answers) == ("null" in written)
+
+
+def test_a_truth_value_is_right_in_either_spelling(tmp_path):
+    assert [is_correct(text, True, "exact", True) for text in ("true", "True", "false", "1")] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+
+
+def test_rewards_of_one_s_own_compute_with_the_numbers_of_json(folder):
+    (folder / "train.jsonl").write_text('{"prompt": "1?", "answer": 5}\n{"prompt": "2?", "answer": 2.5}\n')
+    said = {"dataset_name": "train.jsonl", "dataset_test_split": "train", "reward_funcs": ["own.py:shouted"]}
+    assert read(folder, **said).splits()[0]["answer"][:] == [5.0, 2.5]
+    assert read(folder, **said, grader="exact").splits()[0]["answer"][:] == ["5", "2.5"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("train.jsonl", b'{"question": "1?", "answer": 1}\n{"question": "2?",\n', "line 2: not JSON, .*Write one JSON"),
+        ("train.json", b'[{"question": "1?"},\n{"question" 2}]', "line 2: not JSON, .*Write one JSON object per line"),
+        ("train.jsonl", b'{"question": "1?"}\n\n"2?"\n', "line 3: '2[?]' is not an object. Write one JSON"),
+        (
+            "train.csv",
+            b"question,answer\n1?,1\n\n2?,2,3\n",
+            "line 4: 3 cells, but the header has 2. Put a text with ','",
+        ),
+        ("train.tsv", b"question\tanswer\n1?\n", "line 2: 1 cells, but the header has 2. Put a text with"),
+        ("train.csv", b'question,answer\n1?,1\n"2?,2\n3?,3\n', "line 3: unexpected end of data. Double a quote"),
+        (
+            "train.csv",
+            "question,answer\n1?,1\né?,2\n".encode("latin-1"),
+            r"line 3: b'\\xe9' is not UTF-8. Save the file as UTF-8",
+        ),
+        ("train.csv", "question,answer\n1?,1\n".encode("utf-16"), r"line 1: b'\\xff' is not UTF-8. Save the file"),
+        ("train.jsonl.gz", gzip.compress(b'{"question": "1?"}')[:-9], "is no whole gzip file: .*Compress it again"),
+        ("train.jsonl.gz", b"<html>\n", "line 1: not JSON, .*Write one JSON object per line"),
+        ("train.parquet", b"PAR1", "is no whole parquet file with rows .*Write it again"),
+        ("train.parquet", b"", "is no whole parquet file with rows .*Write it again"),
+        ("train.jsonl", b"", "has no rows. Write at least one problem into it"),
+        ("train.csv", b"question,answer\n", "has no rows. Write at least one problem into it"),
+        (
+            "train.csv",
+            b"question;answer\n1?;1\n",
+            "has the columns question;answer, but not one of prompt, .*prompt_column",
+        ),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named_with_its_line(tmp_path, name, content, said):
+    (tmp_path / name).write_bytes(content)
+    task = Task(dataset_name=str(tmp_path / name), dataset_test_split="train")
+    for start in (task.for_trainer, lambda: evaluation.load_problems(evaluation.Protocol(str(tmp_path / name)))):
+        with pytest.raises(ValueError, match=f"{name}.*{said}") as info:
+            start()
+        assert str(info.value).count("\n") < 3 and type(info.value) is ValueError
+        assert info.value.__cause__ is None and (info.value.__suppress_context__ or info.value.__context__ is None)
 
 
 def test_what_is_missing_is_said_and_nothing_else(folder):

@@ -28,7 +28,7 @@ from .. import report
 from ..publish import records
 from ..rollout.vllm.offline import CheckpointEngine
 from ..sampling import end_tokens, of_the_model_alone
-from .data import first, from_hub, is_saved, read, split_named, with_prompts
+from .data import ANSWERS, first, from_hub, is_saved, read, split_named, with_prompts
 from .grading import Grader, final_answer, grader_of, is_correct
 
 _Z95 = 1.959963984540054
@@ -146,12 +146,12 @@ def load_problems(protocol: Protocol, limit: int | None = None) -> Dataset:
     """
     local = Path(protocol.dataset)
     if local.exists():
-        splits = read(local)
+        splits = read(local, as_text=ANSWERS)
         whole = len(splits) == 1 and (local.is_file() or is_saved(local))
         data = next(iter(splits.values())) if whole else split_named(splits, protocol.split, "the split")
     else:
         data = from_hub(protocol.dataset, protocol.config, protocol.split, f"{protocol.dataset!r}")
-    data = with_prompts(first(data, limit), protocol.system_prompt)
+    data = with_prompts(first(data, limit), protocol.system_prompt, named=protocol.dataset)
     return data.select_columns(["prompt", "answer"])
 
 

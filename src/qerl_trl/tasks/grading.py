@@ -13,6 +13,8 @@ is no text as it stands in the data; ours compare numbers as their text. `reward
 import importlib.util
 import re
 from collections.abc import Callable, Iterable
+from datetime import date
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +64,9 @@ def _spaced(answer: str) -> str:
     return " ".join(answer.split())
 
 
-def _number(answer: str) -> float | None:
+def _number(answer: str) -> Decimal | None:
     plain = answer.replace("$", "").strip().rstrip(".")
-    return float(plain.replace(",", "")) if _PLAIN_NUMBER.match(plain) else None
+    return Decimal(plain.replace(",", "")) if _PLAIN_NUMBER.match(plain) else None
 
 
 def _undressed(answer: str) -> str:
@@ -144,8 +146,8 @@ def grader_of(name: str, folders: list[Path] | None = None) -> Grader:
 
 
 def comparable(gold: Any) -> bool:
-    """Whether the graders above can compare with `gold`: a text, or a number. Not with lists, records or nothing."""
-    return isinstance(gold, str | int | float)
+    """Whether the graders above can compare with `gold`: text, a number, a date. Not lists, records or nothing."""
+    return isinstance(gold, str | int | float | Decimal | date)
 
 
 def require_references(golds: Iterable[Any], grader: str | Grader, whole: bool = False, instead: str = "") -> None:
@@ -187,6 +189,8 @@ def is_correct(text: str, gold: Any, grader: str | Grader = "auto", whole: bool 
             raise ValueError(
                 f"The reference {gold!r} is no text and no number, so a grader of one's own has to compare with it."
             )
+        if isinstance(gold, bool):  # `true` in JSON, `True` in Python
+            answer, gold = answer.lower(), str(gold).lower()
         gold = str(gold)
     if isinstance(gold, str):
         gold = gold.strip() if whole else final_answer(gold) or gold

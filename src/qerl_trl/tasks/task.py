@@ -188,13 +188,16 @@ class Task:
         Raises:
             `ValueError`: a split or a column is missing, or the grader cannot compare with a reference.
         """
-        data = problems.read(self._source(), self.dataset_config, self.folders)
+        needed = not self.interactive and (self.reward_funcs is None or "correctness_reward" in self.reward_funcs)
+        by_text = needed or self.grader == "exact"  # rewards of one's own may compute with numbers
+        as_text = ((self.answer_column,) if self.answer_column else problems.ANSWERS) if by_text else ()
+        data = problems.read(self._source(), self.dataset_config, self.folders, as_text)
         parts = problems.held_out(data, self.dataset_train_split, self.dataset_test_split, self.test_split_size)
         if self.formatting_func is not None:
             function = self._function(self.formatting_func, "formatting_func")
             parts = tuple(part.map(function) for part in parts)
-        needed = not self.interactive and (self.reward_funcs is None or "correctness_reward" in self.reward_funcs)
-        columns = (self.system_prompt, self.prompt_column, self.answer_column, needed)
+        named = self.dataset_name if isinstance(self.dataset_name, str) else "The dataset"
+        columns = (self.system_prompt, self.prompt_column, self.answer_column, needed, named)
         train, test = (problems.with_prompts(part, *columns) for part in parts)
         for part in (train, test) if needed else (test,):
             self._check_references(part)
