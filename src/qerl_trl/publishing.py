@@ -6,7 +6,7 @@ It stands outside that wing because every trainer carries it and few runs need i
 import logging
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from accelerate.utils import broadcast_object_list
 from peft import PeftModel
@@ -74,7 +74,7 @@ class PublishingMixin(OnlineTrainer):
         """With generation_config.json, for an adapter too: it has the end tokens of the run."""
         super()._save(output_dir, state_dict)
         model = self.accelerator.unwrap_model(self.model)
-        save_generation_config(output_dir or self.args.output_dir, model, self.processing_class)
+        save_generation_config(output_dir or cast(str, self.args.output_dir), model, self.processing_class)
 
     @together
     def save_adapter(self, folder: str | os.PathLike, **options: Any) -> "Export":

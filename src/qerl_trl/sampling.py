@@ -93,7 +93,8 @@ def _turn_end(processing_class: Any, tokenizer: Any, template: dict[str, Any]) -
 
 def settle_ends(trainer: Any) -> None:
     """Let all that generates for a trainer, and all that is saved of it, end at [`end_tokens`] and those of `generation_kwargs`."""
-    model, args, given = unwrap(trainer.model), trainer.args, trainer.args.generation_kwargs or {}
+    model: Any = unwrap(trainer.model)
+    args, given = trainer.args, trainer.args.generation_kwargs or {}
     ends = end_tokens(model, trainer.processing_class, **(args.chat_template_kwargs or {}))
     ends += [*_listed(given.get("eos_token_id")), *_listed(given.get("stop_token_ids"))]
     trainer.eos_token_ids = model.generation_config.eos_token_id = list(dict.fromkeys(ends))

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
         optimizer: Any
         lr_scheduler: Any
         processing_class: Any
+        eos_token_ids: list[int]  # of GRPO; ours for RLOO (sampling.settle_ends)
         _metrics: dict[str, defaultdict[Any, list[Any]]]
         _logs: dict[str, Any]
 

@@ -1,9 +1,11 @@
 """How each tensor of an export is made when its turn to be written comes: cast, packed as it is, or rounded to NVFP4 again."""
 
 from collections.abc import Iterator
+from typing import cast
 
 import torch
 from peft.tuners.lora.layer import Linear as LoraLinear
+from torch import nn
 
 from ..nvfp4.architectures import DECODER
 from ..nvfp4.format import dequantize, largest_magnitude, power_of_two_global_scale, quantize
@@ -29,7 +31,7 @@ def merged_job(entry: Entry, dtype: torch.dtype) -> Job:
     def make() -> list[torch.Tensor]:
         merged = entry.value()
         written = merged.to(dtype)
-        _compare(note, written.float(), merged, dense_weight(entry.layer))
+        _compare(note, written.float(), merged, dense_weight(cast(nn.Module, entry.layer)))
         return [written]
 
     return job._replace(make=make, note=note)

@@ -126,7 +126,7 @@ class QeRLVLLMGeneration(VLLMGeneration):
         self.probe_result, self._clean = None, None
         if self.trainer.args.rollout_probe == "off":
             return
-        self._prompts = self._probe_prompts()
+        self._probed_prompts = self._probe_prompts()
         self.probe_result, self._clean = probe(*self._probed_with(), self.sync_weights)
         self._clean_stamp = self.trained.stamp()
         self._judge(self.probe_result, "Rollout probe")
@@ -158,18 +158,20 @@ class QeRLVLLMGeneration(VLLMGeneration):
 
     def _probed_with(self) -> tuple[Any, ...]:
         """The first arguments of every probe."""
-        return self.engine, self.model, self._prompts, self.accelerator.device, getattr(torch, self.spec.dtype)
+        return self.engine, self.model, self._probed_prompts, self.accelerator.device, getattr(torch, self.spec.dtype)
 
     def _probe_prompts(self) -> list[list[int]]:
         """Prompts of the run's own data, tokenized without its tools and pictures."""
-        trainer, texts = self.trainer, []
+        trainer = self.trainer
+        texts: list[str] = []
+        tokens: list[list[int]] = []
         if not getattr(trainer, "_is_vlm", False):
             rows = itertools.islice(iter(trainer.train_dataset), 64)
             texts = [
                 maybe_apply_chat_template({"prompt": row["prompt"]}, self.processing_class)["prompt"] for row in rows
             ]
-            texts = self.processing_class(texts, add_special_tokens=False)["input_ids"] if texts else []
-        return prompts_of(texts, self._vocabulary, self.max_model_length or PROMPT_TOKENS)
+            tokens = self.processing_class(texts, add_special_tokens=False)["input_ids"] if texts else []
+        return prompts_of(tokens, self._vocabulary, self.max_model_length or PROMPT_TOKENS)
 
     def _judge(
         self, result: ProbeResult, name: str, remedy: str = "Use use_vllm=False and report the model's name"
@@ -190,8 +192,8 @@ class QeRLVLLMGeneration(VLLMGeneration):
         """The first rule of the probe again, with the adapter as it is, every `rollout_probe_steps` steps of training."""
         step, every = self.trainer.state.global_step, self.trainer.args.rollout_probe_steps
         # the first rollout of every so many steps: a rollout lasts for several, so that not each multiple begins one
-        due = every and self.probe_result is not None and step // every != self._probed // every
-        if not due or not self.trainer.model.training:
+        due = every and step // every != self._probed // every
+        if not due or self.probe_result is None or not self.trainer.model.training:
             return
         draw = self._draw
         self.sync_noise(NO_NOISE)

@@ -269,15 +269,17 @@ def prompts_of(texts: Sequence[Sequence[int]], vocabulary: int, longest: int) ->
 
     Random tokens where the run has no text that fills a block of vLLM's cache.
     """
-    texts = sorted((list(text) for text in texts), key=len, reverse=True)[:PROMPTS]
-    if texts:
-        common = next((i for i, (first, *rest) in enumerate(zip(*texts, strict=False)) if {first} != {first, *rest}), 0)
-        texts = [text[max(0, common - 16) :] for text in texts]
-    length = min(PROMPT_TOKENS, longest - _NEW_TOKENS, *map(len, texts))
-    if length < 16 or len(texts) < PROMPTS:
+    longest_first = sorted((list(text) for text in texts), key=len, reverse=True)[:PROMPTS]
+    if longest_first:
+        common = next(
+            (i for i, (first, *rest) in enumerate(zip(*longest_first, strict=False)) if {first} != {first, *rest}), 0
+        )
+        longest_first = [text[max(0, common - 16) :] for text in longest_first]
+    length = min(PROMPT_TOKENS, longest - _NEW_TOKENS, *map(len, longest_first))
+    if length < 16 or len(longest_first) < PROMPTS:
         length = min(16, longest - _NEW_TOKENS)
         return torch.randint(0, vocabulary, (PROMPTS, length), generator=torch.Generator().manual_seed(0)).tolist()
-    return [text[:length] for text in texts]
+    return [text[:length] for text in longest_first]
 
 
 def mean_difference(mine: torch.Tensor, theirs: torch.Tensor) -> float:
@@ -427,7 +429,7 @@ def _other_arithmetic(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
         return (tensor.float().view(torch.int32) & ~0x1FFF).view(torch.float32)
 
     packed = [module for module in model.modules() if isinstance(module, NVFP4Linear)] if own != torch.float32 else []
-    handles = [layer.register_forward_hook(_float32_product) for layer in packed]  # type: ignore[arg-type]
+    handles = [layer.register_forward_hook(_float32_product) for layer in packed]
     try:
         with torch.compiler.set_stance("force_eager"), _Cast(tf32 if own == torch.float32 else torch.Tensor.float):
             yield
