@@ -57,11 +57,11 @@ R = TypeVar("R")
 
 PROMPTS, PROMPT_TOKENS, _NEW_TOKENS = 8, 64, 16
 _SAMPLING = Sampling(max_tokens=_NEW_TOKENS, ignore_eos=True)
-CLEAN, SHARE, CONTRAST = 4.0, 0.12, 20.0
+CLEAN, SHARE, CONTRAST = 4.0, 0.12, 10.0
 #: nats that are never called a disagreement: small means scatter, and logits are themselves rounded
 FLOOR = {torch.float32: 2e-3, torch.float16: 2e-3, torch.bfloat16: 5e-3}
 #: by how much the probe adapter moves each layer's output, relative to its size
-FRACTIONS = (0.02, 0.05, 0.1, 0.2, 0.4)
+FRACTIONS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.4)
 #: standard deviations of the noise that is tried on the norms
 SIGMAS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4)
 #: elements of a matrix that are cast to float32 at a time
@@ -312,16 +312,20 @@ def _compared(
 ) -> ProbeResult:
     """Engine and trainer under the smallest of ascending `sizes` that moves the trainer enough."""
     result = partial(ProbeResult, known.difference, known.rounding, FLOOR[dtype], kind)
-    effect = 0.0
-    for size in sizes:
-        moved = score(known.completions, size)
-        effect = mean_difference(moved, known.scored)
+    best, size, effect = 0.0, 0.0, 0.0
+    for tried in sizes:
+        moved = score(known.completions, tried)
+        found = mean_difference(moved, known.scored)
         # the second forward only where the effect is enough but for the rounding
-        if effect < max(CONTRAST * known.difference, FLOOR[dtype]):
+        if found < max(CONTRAST * known.difference, FLOOR[dtype]):
+            effect = max(effect, 0.0 if size else found)
             continue
-        if effect >= CONTRAST * mean_difference(moved, score(known.completions, size, exact=True)):
+        rounding = max(known.difference, mean_difference(moved, score(known.completions, tried, exact=True)))
+        if found > best * rounding:
+            best, size, effect = found / max(rounding, 1e-9), tried, found
+        if best >= 2 * CONTRAST:
             break
-    else:
+    if best < CONTRAST:
         return result(effect)
     completions = sample(size)
     with_it, without = score(completions, size), score(completions, 0.0)
@@ -371,16 +375,21 @@ def _last_logits(model: nn.Module, count: int) -> dict[str, int]:
 
 @contextlib.contextmanager
 def _sizes(layers: list[LoraLayer], adapter: str) -> Iterator[Callable[[], list[float]]]:
-    """Hooks; the function given tells, per layer, the rms of its output over the rms of A x, after a forward inside."""
+    """Hooks; the function given tells, per layer, the rms of W x over the rms of A x, of the median token, after a forward inside.
+
+    The median and not the mean: single tokens have activations that are a thousand times those of the others. W x without the bias, which is
+    larger than W x by as much in some models' q and k.
+    """
     measured: dict[nn.Module, torch.Tensor] = {}
 
     def measure(module: nn.Module, args: tuple, output: torch.Tensor) -> None:
-        measured[module] = output.float().square().mean().sqrt()
+        product = output.float() if getattr(module, "bias", None) is None else output.float() - module.bias.float()
+        measured[module] = product.square().mean(-1).sqrt().flatten()
 
     watched = [(layer.base_layer, layer.lora_A[adapter]) for layer in layers]
     handles = [module.register_forward_hook(measure) for pair in watched for module in pair]
     try:
-        yield lambda: _together([measured[base] / measured[down].clamp_min(1e-12) for base, down in watched])
+        yield lambda: _together([(measured[base] / measured[down].clamp_min(1e-12)).median() for base, down in watched])
     finally:
         for handle in handles:
             handle.remove()
