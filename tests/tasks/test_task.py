@@ -243,7 +243,7 @@ def test_rewards_of_one_s_own_compute_with_the_numbers_of_json(folder):
     [
         ("train.jsonl", b'{"question": "1?", "answer": 1}\n{"question": "2?",\n', "line 2: not JSON, .*Write one JSON"),
         ("train.json", b'[{"question": "1?"},\n{"question" 2}]', "line 2: not JSON, .*Write one JSON object per line"),
-        ("train.jsonl", b'{"question": "1?"}\n\n"2?"\n', "line 3: '2[?]' is not an object. Write one JSON"),
+        ("train.jsonl", b'{"question": "1?"}\n\n"2?"\n', "line 3: not JSON, a row is not an object. Write one JSON"),
         (
             "train.csv",
             b"question,answer\n1?,1\n\n2?,2,3\n",
@@ -254,13 +254,13 @@ def test_rewards_of_one_s_own_compute_with_the_numbers_of_json(folder):
         (
             "train.csv",
             "question,answer\n1?,1\né?,2\n".encode("latin-1"),
-            r"line 3: b'\\xe9' is not UTF-8. Save the file as UTF-8",
+            r"line 3: byte 0xe9 is not UTF-8. Save the file as UTF-8",
         ),
-        ("train.csv", "question,answer\n1?,1\n".encode("utf-16"), r"line 1: b'\\xff' is not UTF-8. Save the file"),
-        ("train.jsonl.gz", gzip.compress(b'{"question": "1?"}')[:-9], "is no whole gzip file: .*Compress it again"),
+        ("train.csv", "question,answer\n1?,1\n".encode("utf-16"), r"line 1: byte 0xff is not UTF-8. Save the file"),
+        ("train.jsonl.gz", gzip.compress(b'{"question": "1?"}')[:-9], "is damaged or has no rows: .*Write it again"),
         ("train.jsonl.gz", b"<html>\n", "line 1: not JSON, .*Write one JSON object per line"),
-        ("train.parquet", b"PAR1", "is no whole parquet file with rows .*Write it again"),
-        ("train.parquet", b"", "is no whole parquet file with rows .*Write it again"),
+        ("train.parquet", b"PAR1", "is damaged or has no rows: .*Write it again"),
+        ("train.parquet", b"", "is damaged or has no rows: .*Write it again"),
         ("train.jsonl", b"", "has no rows. Write at least one problem into it"),
         ("train.csv", b"question,answer\n", "has no rows. Write at least one problem into it"),
         (
@@ -659,10 +659,11 @@ def test_no_problem_is_no_measurement(folder, number):
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_reference_that_is_no_number_is_found_before_a_rollout_is(folder, whole):
-    rows = Dataset.from_dict({"question": ["a", "b"], "answer": ["12", "50%"]})
-    task = Task(name="mine", grader="numeric", answer_format="whole" if whole else "marked")
+    rows = [{"question": "a", "answer": "12"}, {"question": "b", "answer": "50%"}]
+    form = "whole" if whole else "marked"
+    task = Task(dataset_name={"train": rows, "test": rows}, grader="numeric", answer_format=form)
     with pytest.raises(ValueError, match=r"Problem 1 \(from 0\): The reference '50%' is no number"):
-        task._check_references(rows)
+        task.splits()
 
 
 @pytest.mark.parametrize("one", ["correctness_reward", think_format_reward], ids=["name", "function"])

@@ -32,13 +32,11 @@ def read(
     as_text: Sequence[str] = (),
 ) -> DatasetDict:
     """The splits of a Hub dataset, of a folder of `<split>.jsonl` or as `save_to_disk` writes it, of a .jsonl file (`train`), or that a function
-    returns. Files may be of any of the `KINDS`; every column of .csv and .tsv is text.
-
-    Args:
-        as_text: columns of JSON in which numbers are the text that the file has, where one type for all would change it.
+    returns. Files may be of any of the `KINDS`. Columns of .csv and .tsv are text, and those of JSON that are named `as_text`
+    where one type for all numbers would change how they are written.
 
     Raises:
-        `ValueError`: there is no such file, or one that cannot be read; or the name is neither on the Hub nor in `folders`.
+        `ValueError`: no such file, or one that cannot be read; or the name is neither on the Hub nor in `folders`.
     """
     if isinstance(source, Path):
         if is_saved(source):
@@ -47,55 +45,48 @@ def read(
                 return saved
             named = re.fullmatch(r"(\w+)(\[.*\])?", str(saved.split or ""))  # of a slice, the expression that made it
             return DatasetDict({named[1] if named else "train": saved})
-        there = [file for file in sorted(source.iterdir()) if file.is_file()] if source.is_dir() else [source]
-        kind = next((kind for kind in KINDS if kind in map(_kind, there)), None)
-        if kind is None:
-            what = "a folder without" if source.is_dir() else "not"
-            raise ValueError(
-                f"dataset_name={str(source)!r} is {what} a file that ends with one of {', '.join(KINDS)}. A folder needs one "
-                "for each split, or is what save_to_disk wrote; for everything else name file.py:function, which returns {split: rows}."
-            )
-        files = {file.name.removesuffix(".gz").removesuffix(kind): file for file in there if _kind(file) == kind}
-        return DatasetDict(
-            {split if source.is_dir() else "train": _of_file(file, kind, as_text) for split, file in files.items()}
+        there = sorted(source.iterdir()) if source.is_dir() else [source]
+        for kind in KINDS:
+            ending = re.compile(rf"(.+){re.escape(kind)}(\.gz)?")
+            files = {name[1]: file for file in there if (name := ending.fullmatch(file.name)) and file.is_file()}
+            if files:
+                made = {split: _of_file(file, kind, as_text) for split, file in files.items()}
+                return DatasetDict(made if source.is_dir() else {"train": made.popitem()[1]})
+        what = "a folder without" if source.is_dir() else "not"
+        raise ValueError(
+            f"dataset_name={str(source)!r} is {what} a file that ends with one of {', '.join(KINDS)}. A folder needs "
+            "one for each split, or is what save_to_disk wrote; else name file.py:function, which returns {split: rows}."
         )
     if isinstance(source, str):
         return from_hub(source, config, None, f"dataset_name={source!r}", folders)
     splits = source() if callable(source) else source
-    return DatasetDict(
-        {name: rows if isinstance(rows, Dataset) else _of_rows(rows, as_text) for name, rows in splits.items()}
-    )
-
-
-def _kind(file: Path) -> str | None:
-    return next((kind for kind in KINDS if file.name.removesuffix(".gz").endswith(kind)), None)
+    made = {name: rows if isinstance(rows, Dataset) else _of_rows(rows, as_text) for name, rows in splits.items()}
+    return DatasetDict(made)
 
 
 def _of_file(file: Path, kind: str, as_text: Sequence[str]) -> Dataset:
-    if kind == ".parquet":
-        try:
-            return Dataset.from_parquet(str(file))
-        except (DatasetGenerationError, ValueError) as error:  # pyarrow's errors are ValueErrors
-            raise ValueError(
-                f"{file} is no whole parquet file with rows ({error.__cause__ or error}). Write it again."
-            ) from None
-    data = file.read_bytes()
     try:
+        if kind == ".parquet":
+            return Dataset.from_parquet(str(file))
+        data = file.read_bytes()
         text = (gzip.decompress(data) if data.startswith(b"\x1f\x8b") else data).decode("utf-8-sig")
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise ValueError(f"{file} is no whole gzip file: {error}. Compress it again, or pass it as it was.") from None
     except UnicodeDecodeError as error:
-        line = error.object.count(b"\n", 0, error.start) + 1
-        byte = error.object[error.start : error.end]
-        raise _unreadable(file, line, f"{byte!r} is not UTF-8", "Save the file as UTF-8") from None
-    written = None
+        line, byte = error.object.count(b"\n", 0, error.start) + 1, error.object[error.start]
+        raise _unreadable(file, line, f"byte {byte:#x} is not UTF-8", "Save the file as UTF-8") from None
+    except (
+        DatasetGenerationError,
+        ValueError,
+        EOFError,
+        gzip.BadGzipFile,
+        zlib.error,
+    ) as error:  # pyarrow's are ValueErrors
+        raise ValueError(f"{file} is damaged or has no rows: {error.__cause__ or error}. Write it again.") from None
     if kind in (".csv", ".tsv"):
-        rows = _csv(file, text, "," if kind == ".csv" else "\t")
+        rows = written = _csv(file, text, "," if kind == ".csv" else "\t")
     elif kind == ".txt":
-        rows = [{"text": line.rstrip("\r")} for line in text.split("\n") if line.strip()]
+        rows = written = [{"text": line.rstrip("\r")} for line in text.split("\n") if line.strip()]
     else:
-        rows = _json(file, text)
-        written = _json(file, text, parse_int=str, parse_float=str, parse_constant=str)
+        rows, written = _json(file, text), _json(file, text, parse_int=str, parse_float=str, parse_constant=str)
     if not rows:
         raise ValueError(f"{file} has no rows. Write at least one problem into it, or name another file.")
     return _of_rows(rows, as_text, written)
@@ -108,15 +99,17 @@ def _unreadable(file: Path, line: int, why: str, remedy: str) -> ValueError:
 def _csv(file: Path, text: str, delimiter: str) -> list[dict[str, Any]]:
     limit = csv.field_size_limit(sys.maxsize)
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
-    rows, line = [], 1
+    rows, line, header = [], 1, None
     try:
-        header = next(filter(None, reader), [])
-        line = reader.line_num + 1
-        for cells in reader:
-            if cells and len(cells) != len(header):
+        for cells in filter(None, reader):
+            if header is None:
+                header = cells
+            elif len(cells) == len(header):
+                rows.append(dict(zip(header, cells, strict=True)))
+            else:
                 why = f"{len(cells)} cells, but the header has {len(header)}"
-                raise _unreadable(file, line, why, f'Put a text with {delimiter!r} or a line break in quotes: "..."')
-            rows += [dict(zip(header, cells, strict=True))] if cells else []
+                remedy = f'Put a text with {delimiter!r} or a line break in quotes: "..."'
+                raise _unreadable(file, reader.line_num, why, remedy)
             line = reader.line_num + 1
     except csv.Error as error:
         raise _unreadable(file, line, str(error), 'Double a quote inside of a quoted text ("")') from None
@@ -127,20 +120,19 @@ def _csv(file: Path, text: str, delimiter: str) -> list[dict[str, Any]]:
 
 def _json(file: Path, text: str, **numbers: Any) -> list[dict[str, Any]]:
     """A list of objects, or one object per line. `numbers`: how `json.loads` parses them."""
-    whole, rows = text.lstrip().startswith("["), []
-    remedy = "Write one JSON object per line, or a list of objects"
+    whole = text.lstrip().startswith("[")
+    rows: list[dict[str, Any]] = []
     for number, line in enumerate([text] if whole else text.split("\n")):
         if not line.strip():
             continue
         try:
             content = json.loads(line, **numbers)
+            if not all(isinstance(row, dict) for row in (content if whole else [content])):
+                raise json.JSONDecodeError("a row is not an object", line, 0)
         except json.JSONDecodeError as error:
-            why = f"not JSON, {error.msg} at column {error.colno}"
-            raise _unreadable(file, number + error.lineno, why, remedy) from None
-        for row in content if whole else [content]:
-            if not isinstance(row, dict):
-                raise _unreadable(file, number + 1, f"{str(row)[:40]!r} is not an object", remedy)
-            rows.append(row)
+            remedy = "Write one JSON object per line, or a list of objects"
+            raise _unreadable(file, number + error.lineno, f"not JSON, {error.msg}", remedy) from None
+        rows += content if whole else [content]
     return rows
 
 
@@ -148,19 +140,19 @@ def _of_rows(
     rows: Sequence[Mapping[str, Any]], as_text: Sequence[str], written: Sequence[Mapping[str, Any]] | None = None
 ) -> Dataset:
     """Columns of one type. `written`: the rows with each number as its text in the file."""
+
+    def text(value: Any) -> str | None:
+        return value if value is None else json.dumps(value) if isinstance(value, bool) else str(value)
+
     columns = {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
     for name, values in columns.items():
         kinds = {type(value) for value in values} - {type(None)}
         too_large = any(type(value) is int and abs(value) >= 2**63 for value in values)
         if kinds <= {str, int, float, bool} and (name in as_text or too_large):
-            texts = [_text(row.get(name)) for row in written or rows]
-            if len(kinds) > 1 or too_large or texts != list(map(_text, values)):
+            texts = [text(row.get(name)) for row in written or rows]
+            if len(kinds) > 1 or too_large or texts != list(map(text, values)):
                 columns[name] = texts
     return Dataset.from_dict(columns, on_mixed_types="use_json")
-
-
-def _text(value: Any) -> str | None:
-    return value if value is None else json.dumps(value) if isinstance(value, bool) else str(value)
 
 
 def from_hub(name: str, config: str | None, split: str | None, said: str, folders: Sequence[Path] = ()) -> Any:

@@ -200,18 +200,10 @@ class Task:
         columns = (self.system_prompt, self.prompt_column, self.answer_column, needed, named)
         train, test = (problems.with_prompts(part, *columns) for part in parts)
         for part in (train, test) if needed else (test,):
-            self._check_references(part)
+            if self.graded(part):
+                instead = f", or grader={BY_REWARD!r}: the first reward says what is right"
+                require_references(part["answer"], self.grader, self.answer_format == "whole", instead)
         return train, test
-
-    def _check_references(self, part: Dataset) -> None:
-        if not self.graded(part):
-            return
-        require_references(
-            part["answer"],
-            self.grader,
-            self.answer_format == "whole",
-            f", or grader={BY_REWARD!r}: the first reward says what is right",
-        )
 
     def _function(self, said: str | Callable, option: str) -> Callable[..., Any]:
         return function_named(said, option, self.folders) if isinstance(said, str) else said
