@@ -11,10 +11,23 @@ from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from qerl_trl import QeRLConfig, QeRLRLOOConfig, QeRLRLOOTrainer, from_pretrained, identity
+from qerl_trl import QeRLConfig, QeRLGRPOTrainer, QeRLRLOOConfig, QeRLRLOOTrainer, from_pretrained, identity
 from qerl_trl.base_identity import base_config
 from qerl_trl.publish.quantize import quantize_folder
-from tests.test_trainer import PROMPTS, make_trainer  # noqa: F401  (a fixture)
+from tests.test_trainer import LORA, PROMPTS, make_trainer, settings, spread_reward  # noqa: F401  (a fixture)
+
+
+@pytest.fixture(scope="module")
+def one_trainer(tiny_model_dir, tiny_tokenizer, tmp_path_factory):
+    args = settings(tmp_path_factory.mktemp("one"))
+    return QeRLGRPOTrainer(
+        str(tiny_model_dir("qwen2")),
+        spread_reward,
+        args=args,
+        train_dataset=PROMPTS,
+        processing_class=tiny_tokenizer,
+        peft_config=LORA,
+    )
 
 
 def test_every_recorded_name_is_an_argument_and_has_a_type():
@@ -70,6 +83,65 @@ def test_what_decides_the_trajectory_refuses(make_trainer, changed, line):  # no
     now = identity.run_settings(make_trainer(**changed))
     assert identity.differences(then, now) == ([line], [])
     assert then["settings_sha256"] != now["settings_sha256"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("epsilon", 0.9),
+        ("epsilon_high", 0.28),
+        ("beta", 0.1),
+        ("num_iterations", 2),
+        ("num_generations", 2),
+        ("max_completion_length", 3),
+        ("temperature", 0.3),
+        ("top_p", 0.5),
+        ("top_k", 5),
+        ("min_p", 0.1),
+        ("repetition_penalty", 1.1),
+        ("generation_kwargs", {"top_k": 3}),
+        ("cache_implementation", "quantized"),
+        ("chat_template_kwargs", {"x": 1}),
+        ("loss_type", "grpo"),
+        ("scale_rewards", "none"),
+        ("reward_weights", [2.0]),
+        ("mask_truncated_completions", True),
+        ("importance_sampling_level", "sequence"),
+        ("vllm_importance_sampling_correction", False),
+        ("vllm_importance_sampling_mode", "token_mask"),
+        ("vllm_importance_sampling_clip_max", 9.0),
+        ("vllm_structured_outputs_regex", "a*"),
+        ("off_policy_mask_threshold", 0.5),
+        ("top_entropy_quantile", 0.5),
+        ("entropy_coef", 0.1),
+        ("router_aux_loss_coef", 0.1),
+        ("max_tool_calling_iterations", 3),
+        ("shuffle_dataset", False),
+        ("disable_dropout", True),
+        ("per_device_train_batch_size", 4),
+        ("aqn", False),
+        ("aqn_sigma_start", 0.3),
+        ("base_format", "bf16"),
+    ],
+)
+def test_what_acts_is_recorded(one_trainer, caplog, name, value):
+    """TRL reads these when the trainer is built; a later edit was recorded all the same."""
+    then, before = identity.run_settings(one_trainer), getattr(one_trainer.args, name)
+    assert before != value
+    setattr(one_trainer.args, name, value)
+    assert identity.run_settings(one_trainer) == then
+    identity.undo_edits(one_trainer)
+    assert getattr(one_trainer.args, name) == before and f"{name}={value!r} ({before!r} acts)" in caplog.text
+    caplog.clear()
+    identity.undo_edits(one_trainer)
+    assert not caplog.text
+
+
+def test_attributes_of_the_trainer_are_recorded(make_trainer):  # noqa: F811
+    trainer = make_trainer()
+    trainer.epsilon_low, trainer.epsilon_high, trainer.beta = 0.1, 0.3, 0.2
+    found = identity.run_settings(trainer)
+    assert (found["options"]["epsilon"], found["options"]["epsilon_high"], found["beta"]) == (0.1, 0.3, 0.2)
 
 
 def test_what_does_not_decide_it_is_no_difference(make_trainer, tmp_path):  # noqa: F811

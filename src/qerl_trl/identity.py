@@ -4,8 +4,10 @@ A checkpoint's manifest and the run's folder keep them, a run that is started ag
 refuse, which only warn), and a card shows them.
 """
 
+import copy
 import dataclasses
 import json
+import logging
 import re
 import weakref
 from collections.abc import Mapping
@@ -20,6 +22,8 @@ from .nvfp4.config import auto_class_of
 from .nvfp4.linear import compute_dtype
 from .sources import plainly, rewards_of, rollouts_of, sha256, source_sha256
 from .upstream import OnlineTrainer
+
+logger = logging.getLogger(__name__)
 
 _FIELDS = """base_format scale_rule aqn aqn_schedule aqn_sigma_start aqn_sigma_end aqn_num_stages aqn_scope aqn_seed
     aqn_entropy_target seed data_seed learning_rate max_steps num_train_epochs per_device_train_batch_size
@@ -65,6 +69,13 @@ _INCIDENTAL_ENGINE = re.compile(
     r"|seq_len_to_capture)|gpu_memory_utilization|kv_cache_memory_bytes|num_gpu_blocks_override|swap_space|cpu_offload_.*|block_size"
     r"|enable_(prefix_caching|chunked_prefill|sleep_mode|log_.*)|async_scheduling|.*parallel_size|distributed_.*|disable_custom_all_reduce"
     r"|disable_log_.*|download_dir|load_format|use_tqdm.*|mm_processor_cache.*|limit_mm_per_prompt|show_hidden_.*|otlp_.*|hf_token"
+)
+#: arguments that act as they were when the trainer was built, and of which it has no attribute with the same value
+AT_BUILD = re.compile(
+    r"aqn.*|base_format|scale_rule|modules_to_not_convert|updates_per_rollout|overlap|fused_lora|vllm_engine_kwargs"
+    r"|rollout_mismatch.*|vllm_structured_.*|generation_kwargs|cache_implementation|transformers_continuous_.*config"
+    r"|reward_weights|router_aux_loss_coef|entropy_coef|max_tool_calling_iterations|per_device_train_batch_size|bf16|fp16"
+    r"|disable_dropout|cast_lm_head_to_fp32|sync_ref_model|.*liger.*|label_names|reward_timeout|zero_advantage_patience"
 )
 #: rows of the training data that its fingerprint reads
 _FINGERPRINT_ROWS = 10_000
@@ -148,11 +159,33 @@ class RunSettings(TypedDict, total=False):
     merged_onto: str  # format of the base that the exported model was built on
 
 
+def acting(trainer: OnlineTrainer) -> Any:
+    """`trainer.args` with the values that act: most are read when the trainer is built, and not again."""
+    args, own = copy.copy(trainer.args), vars(trainer)
+    found = {f.name: own[f.name] for f in dataclasses.fields(args) if f.name in own and not may_differ(f.name)}
+    found["epsilon"] = own["epsilon_low"]
+    for name, default in (("epsilon_high", own["epsilon_low"]), ("chat_template_kwargs", {})):
+        if found[name] == default != getattr(args, name):  # what TRL makes of None
+            found[name] = None
+    vars(args).update(found | trainer.at_build)
+    return args
+
+
+def undo_edits(trainer: OnlineTrainer) -> None:
+    """Set `trainer.args` back to the values that act."""
+    given, acts = vars(trainer.args), vars(acting(trainer))
+    if edited := [f"{name}={value!r} ({acts[name]!r} acts)" for name, value in given.items() if value != acts[name]]:
+        why = "trainer.args has values that do not act: %s. Set arguments before the trainer is built."
+        logger.warning(why, ", ".join(edited))
+        given.update(acts)
+
+
 def run_settings(trainer: OnlineTrainer) -> RunSettings:
     """What must agree for a resumed run to continue the same trajectory, and what a reader of its results wants to know."""
     settings: RunSettings = {"trainer": trainer._name.removeprefix("QeRL-")}
+    args = acting(trainer)
     for name in _FIELDS:
-        if (value := getattr(trainer.args, name, None)) is not None:
+        if (value := getattr(args, name, None)) is not None:
             settings[name] = value  # type: ignore[literal-required]  # the names above are keys of RunSettings
     model = trainer.accelerator.unwrap_model(trainer.model)
     settings["model"] = getattr(model.config, "_name_or_path", "")
@@ -175,9 +208,9 @@ def run_settings(trainer: OnlineTrainer) -> RunSettings:
     settings["held_sha256"] = sources.held([*rewards, *rollouts, *schedulers])
     if (columns := _columns_sha256(trainer.train_dataset)) is not None:
         settings["dataset_sha256"], settings["dataset_columns"] = sha256(columns), columns
-    decisive = {f.name: f for f in dataclasses.fields(trainer.args) if not _INCIDENTAL.fullmatch(f.name)}
-    settings["options"] = _not_defaults(trainer.args, {n: f for n, f in decisive.items() if n not in _FIELDS})
-    settings["options"] = _of_the_policy(settings["options"]) | _given_as_objects(trainer)
+    decisive = {f.name: f for f in dataclasses.fields(args) if not _INCIDENTAL.fullmatch(f.name)}
+    settings["options"] = _not_defaults(args, {n: f for n, f in decisive.items() if n not in _FIELDS})
+    settings["options"] = _of_the_policy(settings["options"]) | _given_as_objects(trainer, args)
     free = {*_MAY_DIFFER, *_NOT_SETTINGS, *({"model"} if "base_sha256" in settings else ())}
     settings["settings_sha256"] = sha256({k: v for k, v in settings.items() if k not in free})
     settings["versions"] = report.versions()
@@ -191,14 +224,13 @@ def loaded_by(model: Any) -> str:
     return auto_class_of(own.config, type(own).__name__).__name__
 
 
-def _given_as_objects(trainer: OnlineTrainer) -> dict[str, Any]:
+def _given_as_objects(trainer: OnlineTrainer, args: Any) -> dict[str, Any]:
     """What decides the trajectory and is no argument: an optimizer or a scheduler that was given ready, and a precision of the environment
     (`accelerate launch --mixed_precision`)."""
     found: dict[str, Any] = {}
     for name, given in trainer.given_optimizers().items():
         own = {key: plainly(value) for key, value in getattr(given, "defaults", {}).items()}
         found[name] = {"class": f"{type(given).__module__}.{type(given).__qualname__}", **own}
-    args = trainer.args
     said = "fp16" if args.fp16 else "bf16" if args.bf16 else "no"
     if (precision := getattr(args, "mixed_precision", said)) != said:
         found["mixed_precision"] = precision

@@ -1,5 +1,6 @@
 """What a run leaves behind, and how it goes on from there: whole checkpoints, the same trajectory, a finished run that stays finished."""
 
+import copy
 import logging
 import math
 import os
@@ -19,7 +20,7 @@ from transformers.trainer_utils import SaveStrategy, TrainOutput
 
 from . import checkpoint, disk, forward, guards, loading, lora, reference, run_folder, unchanged
 from .ended import ended_by_signal, goes_on, told_of_exits
-from .identity import RunSettings, run_settings
+from .identity import AT_BUILD, RunSettings, run_settings, undo_edits
 from .in_step import InStepMixin, require_random_states, settled_together
 from .processes import load_to_numbered_cpus, together
 from .publishing import PublishingMixin
@@ -54,8 +55,6 @@ class SavingMixin(InStepMixin, PublishingMixin):
     _best: str | None = None
     #: whether this trainer's results are in its folder
     _saved_here: bool = False
-    #: arguments that were taken when the trainer was built
-    _taken: dict[str, Any]
     #: of what the run goes on from ([`checkpoint.order_of`])
     _order: int = 0
     #: optimizer and scheduler that were there before this trainer made its own
@@ -63,7 +62,8 @@ class SavingMixin(InStepMixin, PublishingMixin):
 
     def note_what_was_taken(self) -> None:
         """Once, when the parent's constructor has run."""
-        self._saves, self._taken = SaveBetweenRollouts(self), unchanged.taken(self)
+        self._saves, given = SaveBetweenRollouts(self), vars(self.args)
+        self.at_build = {name: copy.copy(value) for name, value in given.items() if AT_BUILD.fullmatch(name)}
 
     def given_optimizers(self) -> dict[str, Any]:
         """The optimizer and the scheduler that were given ready, by the trainer's names of them."""
@@ -92,14 +92,14 @@ class SavingMixin(InStepMixin, PublishingMixin):
         ended already comes back as it ended, after no further step.
 
         Raises:
-            `ValueError`: `output_dir` or the checkpoint belongs to a run with other settings; `args` was changed since the trainer took it; the model is not as it was sealed, computes
-                something else, or has values that are not finite; or the processes are not parts of the same run.
+            `ValueError`: `output_dir` or the checkpoint belongs to a run with other settings; the model is not as it was
+                sealed, computes something else, or has values that are not finite; or the processes are not parts of the same run.
         """
         loading.finish(model := self.accelerator.unwrap_model(self.model))
         loading.check_identity(model.get_base_model() if is_peft_model(model) else model, self.base_sha256)
         forward.compare_base(model)
         unchanged.check_scales(model)
-        unchanged.check_arguments(self, self._taken)
+        undo_edits(self)
         if self.args.device.index is not None and self.args.device.type == "cpu":
             load_to_numbered_cpus()
         self._given, trained_before = self.given_optimizers(), self.state.global_step

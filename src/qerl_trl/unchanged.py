@@ -18,51 +18,8 @@ from .base_identity import base_sha256
 from .names import canonical_name
 
 MERGED = "The adapter is merged into the model already. Call unmerge_adapter() first, then export."
-#: names of arguments that the constructor makes something else of
-_TAKEN = (
-    "aqn",
-    "base_format",
-    "scale_rule",
-    "overlap",
-    "share_weights",
-    "reward_timeout",
-    "zero_advantage_patience",
-    "rollout_mismatch",
-)
 #: of a base on a CPU, which reads some 100 MB/s for it
 _SLOW_BYTES = 1 << 28
-
-
-def taken(trainer: Any) -> dict[str, Any]:
-    """Of a trainer that was built: arguments that it has taken, so that another value of them in `trainer.args` does nothing."""
-    given, own = vars(trainer.args), vars(trainer)
-    return {
-        name: value
-        for name, value in given.items()
-        if type(value) in (bool, int, float, str, type(None))
-        and not name.startswith("log_")
-        and (name.startswith(_TAKEN) or (name in own and type(own[name]) is type(value) and own[name] == value))
-    }
-
-
-def check_arguments(trainer: Any, then: dict[str, Any]) -> None:
-    """
-    Args:
-        then: what [`taken`] gave when the trainer was built.
-
-    Raises:
-        `ValueError`: `trainer.args` has other values now, which would be recorded, while the old ones act.
-    """
-    changed = [
-        f"{name}: {value!r} then, {now!r} now"
-        for name, value in then.items()
-        if (now := getattr(trainer.args, name)) != value
-    ]
-    if changed:
-        raise ValueError(
-            f"trainer.args was changed after the trainer had taken what was there ({'; '.join(changed)}): the old values would act, and the new ones would be "
-            "recorded. Build another trainer from the arguments that are meant."
-        )
 
 
 def check_scales(model: nn.Module) -> None:

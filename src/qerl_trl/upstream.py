@@ -51,6 +51,7 @@ if TYPE_CHECKING:
         )  # prompt and completion in tokens, by `plan_trainer`; None where no prompt was counted
         _reward_errors: Errors  # the same
         sources: "Sources"  # the same
+        at_build: dict[str, Any]  # the same: arguments of which there is no attribute
         optimizer: Any
         lr_scheduler: Any
         processing_class: Any

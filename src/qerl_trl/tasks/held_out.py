@@ -31,13 +31,13 @@ def held_out_completions(
         batch_size: problems at a time in transformers; the engine takes them all and schedules by itself.
     """
     accelerator, tokenizer = trainer.accelerator, trainer.processing_class
-    limit = max_new_tokens or trainer.args.max_completion_length
-    template = trainer.args.chat_template_kwargs or {}
+    limit = max_new_tokens or trainer.max_completion_length
+    template = trainer.chat_template_kwargs
     # contiguous, in rank order; each process gets as many, where there are no more its last one again, because sharded weights are gathered together
     share = len(dataset) // accelerator.num_processes
     share += accelerator.process_index < len(dataset) % accelerator.num_processes
     with accelerator.split_between_processes(list(range(len(dataset))), apply_padding=True) as rows:
-        if trainer.args.use_vllm:
+        if trainer.use_vllm:
             mine = dataset.select(rows[:share])
             texts = prompt_texts(tokenizer, mine["prompt"], template)
             prompts = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]

@@ -83,7 +83,7 @@ def train_and_measure(
     trainer.add_callback(HeldOutAccuracy(trainer, test, measure=held_out))
     main_process = trainer.accelerator.is_main_process
     announce(trainer)
-    how = "greedy" if task.graded(test) else f"sampled at temperature {args.temperature:g}"
+    how = "greedy" if task.graded(test) else f"sampled at temperature {trainer.temperature:g}"
 
     output_dir = Path(args.output_dir)
     resume = trainer.to_resume()  # refuses a folder that belongs to another run
