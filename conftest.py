@@ -18,6 +18,7 @@ LONGEST = (
     "tests/rollout/test_evaluation_in_engine.py",
     "tests/rollout/test_architectures.py",
     "tests/rollout/test_recipe.py",
+    "tests/test_real_model.py",
     "kernels/tests/test_kernels_compile.py",
     "kernels/tests/test_kernels_sm90.py",
     "kernels/tests/test_kernels_interpreter.py",

@@ -25,7 +25,7 @@ MODELS = {
     "qwen2.5-32b": THIRTY_TWO_B,
     **{name: config for name, (config, _) in NEWER.items()},
 }
-ON_A_CPU = {"embedded", "letters", "tool_call", "grid_game"}
+ON_A_CPU = {"embedded", "letters", "tool_call", "grid_game", "smollm2"}
 #: 4 updates per rollout and completions of 4096 tokens; the others 1 and 8192
 SMALL = {"qwen2.5-3b", "qwen2.5-7b", "qwen3-4b", "qwen3-8b", "qwen3.5-9b", "llama3.1-8b"}
 SHAPES = {name: shape_of(config) for name, config in MODELS.items()}

@@ -122,6 +122,26 @@ def test_the_demos_seeds_are_collected_from_their_runs(tmp_path, monkeypatch):
     assert "\t" + demo_seeds.LAUNCH.split(" examples/")[0] in (ROOT / "Makefile").read_text().replace("$(BIN)/", "")
 
 
+@pytest.mark.parametrize(
+    ("bf16", "before", "after", "parts"),
+    [
+        (0.85, 0.475, 0.9, (42.5, 37.5, 5.0)),
+        (0.85, 0.475, 0.8, (32.5, 32.5, 0.0)),
+        (0.4, 0.475, 0.9, (42.5, 0.0, 42.5)),
+    ],
+)
+def test_the_real_demo_says_what_of_its_gain_repairs_the_rounding(bf16, before, after, parts, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "benchmarks"))
+    import demo_real
+
+    names = ("untrained_bf16", "untrained_nvfp4", "trained_nvfp4")
+    record = {name: {"accuracy": value, "total": 40} for name, value in zip(names, (bf16, before, after), strict=True)}
+    said = demo_real.table({**record, "run": {"steps": 20, "task": "products"}})
+    assert tuple(map(float, re.findall(r"\d+\.\d", said.splitlines()[-1]))) == parts
+    settings = yaml.safe_load((ROOT / "examples/configs/smollm2.yaml").read_text())
+    assert settings["output_dir"] == f"runs/{demo_real.RUN.name}"
+
+
 def test_faults_that_run_again_say_of_which_code_they_are(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "examples" / "benchmarks"))
     import faults_gpu

@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 import runpy
 import sys
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -166,3 +168,18 @@ def test_each_game_can_be_won_within_the_turns_of_the_recipe(monkeypatch):
         walk = path(row["treasure"], row["pit"])
         game.reset(**row)
         assert [game.move(direction) for direction in walk][-1] == "You found it." and len(walk) <= turns
+
+
+def test_no_product_is_on_both_sides_in_another_order():
+    rows = of("products", "products")()
+    factors = {split: {tuple(sorted(re.findall(r"\d", row["prompt"])[:2])) for row in rows[split]} for split in rows}
+    assert (len(rows["train"]), len(rows["test"])) == (41, 40) and not factors["train"] & factors["test"]
+    assert all(prod(map(int, re.findall(r"\d", row["prompt"])[:2])) == int(row["answer"]) for row in rows["test"])
+
+
+@pytest.mark.parametrize(
+    ("said", "right"), [("28", True), ("7 * 4 = 28.", True), ("128", False), ("7 * 4 is 27\n28", False), ("", False)]
+)
+def test_a_product_is_the_last_number_of_the_first_line(said, right):
+    assert of("products", "last_number")(said, "28") is right
+    assert of("products", "right")([[{"content": said}]], ["28"]) == [float(right)]

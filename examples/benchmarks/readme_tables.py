@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(ROOT)]
 
 import acceptance as acceptance_runs  # noqa: E402
+import demo_real  # noqa: E402
 import embedded_arms  # noqa: E402
 import examples_learning  # noqa: E402
 import faults_gpu_cases  # noqa: E402
@@ -224,6 +225,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "cards": cards,
     "checks": speed_tables.checks,
     "demo": demo,
+    "demo_real": demo_real.page,
     "embedded_arms": embedded,
     "humming": kernel_tables.humming,
     "every_size": kernel_tables.every_size,

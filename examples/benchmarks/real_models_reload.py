@@ -100,34 +100,31 @@ def by_transformers(reference: dict, folder: str, adapter: str | None = None) ->
 
 
 def by_vllm(reference: dict, folder: str) -> dict:
-    """Of another engine only the log-probabilities of single tokens are known."""
+    """Another engine tells the log-probabilities of likely tokens: of one more token, after each beginning of an answer."""
     from vllm import LLM, SamplingParams
 
     own_share = {"gpu_memory_utilization": 0.02, "kv_cache_memory_bytes": 2**29}  # neighbours are on this GPU
-    llm = LLM(folder, dtype=reference["dtype"], enforce_eager=True, max_model_len=1024, max_num_seqs=8, **own_share)
-    asked = [{"prompt_token_ids": prompt} for prompt in reference["prompts"]]
+    llm = LLM(folder, dtype=reference["dtype"], enforce_eager=True, max_model_len=1024, max_num_seqs=64, **own_share)
+    pairs = list(zip(reference["prompts"], reference["answers"], strict=True))
+    asked = [{"prompt_token_ids": prompt} for prompt, _ in pairs]
     outputs = llm.generate(asked, SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS))
     answers = [list(output.outputs[0].token_ids) for output in outputs]
-    pairs = list(zip(reference["prompts"], reference["answers"], strict=True))
-    whole = [{"prompt_token_ids": prompt + answer} for prompt, answer in pairs]
-    scored_by = llm.generate(whole, SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1))
-    theirs = [output.prompt_logprobs[len(prompt) :] for output, (prompt, _) in zip(scored_by, pairs, strict=True)]
-    found: dict = {}
+    begun = [{"prompt_token_ids": prompt + answer[:at]} for prompt, answer in pairs for at in range(len(answer))]
+    outputs = llm.generate(begun, SamplingParams(temperature=0.0, max_tokens=1, logprobs=5))
+    steps = [output.outputs[0].logprobs[0] for output in outputs]
+    taken = [token for _, answer in pairs for token in answer]
+    found: dict = {"same_answers": sum(a == b for a, (_, b) in zip(answers, pairs, strict=True))}
     for name in ("policy", "nvfp4"):
-        if name not in reference:
-            continue
-        apart, same = [], []
-        for logits, steps, (_, answer) in zip(reference[name], theirs, pairs, strict=True):
-            mine = logits.float().log_softmax(-1)
-            for row, step, token in zip(mine, steps, answer, strict=True):
-                apart.append(abs(row[token].item() - step[token].logprob))
-                same.append(step[row.argmax().item()].rank == 1 if row.argmax().item() in step else False)
+        mine = torch.cat(reference[name]).float().log_softmax(-1)
+        rows = list(zip(mine, steps, taken, strict=True))
+        apart = [abs(row[token].item() - step[token].logprob) for row, step, token in rows if token in step]
+        same = [max(step, key=lambda each: step[each].logprob) == row.argmax().item() for row, step, _ in rows]
         found[f"to_{name}"] = {
             "mean_logp_difference": sum(apart) / len(apart),
             "same_greedy_token": sum(same) / len(same),
             "tokens": len(apart),
         }
-    return found | {"same_answers": sum(a == b for a, b in zip(answers, reference["answers"], strict=True))}
+    return found
 
 
 def main() -> None:

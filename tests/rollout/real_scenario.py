@@ -1,0 +1,67 @@
+"""Two steps of GRPO on a real model in bf16, with the recipe of `make demo-real` and the real vLLM engine, arm by arm.
+
+python real_scenario.py FOLDER BASE_FORMAT NOISE MODEL [BASE_FORMAT NOISE MODEL]...
+"""
+
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+
+import scenarios  # sets vLLM's environment
+
+from qerl_trl import QeRLGRPOTrainer, Script, Task
+
+OPTIONS = {
+    "dtype": "bfloat16", "use_vllm": "true", "vllm_mode": "colocate", "vllm_max_model_length": 128, "max_steps": 2,
+    "aqn_num_stages": 2, "vllm_gpu_memory_utilization": scenarios.MEMORY["gpu_memory_utilization"],
+    "vllm_engine_kwargs": json.dumps({"enforce_eager": True, **scenarios.MEMORY}), "per_device_train_batch_size": 4,
+    "num_generations": 4, "max_completion_length": 8, "temperature": 1.0, "learning_rate": 1e-3, "eval_problems": 4,
+    "disable_tqdm": "true",
+}  # fmt: skip
+TASK = Path(__file__).parents[2] / "examples" / "tasks" / "products.yaml"
+
+
+class Warned(logging.Handler):
+    """What a user reads as warnings, of this package."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
+def varied(completions, **kwargs) -> list[float]:
+    """A reward that differs within every group, so that each step has a gradient."""
+    return [float(sum(completion[-1]["content"].encode()) % 7) for completion in completions]
+
+
+def train(folder: Path, base_format: str, noise: str, model: str) -> dict:
+    given = {
+        **OPTIONS,
+        "base_format": base_format,
+        "aqn": noise,
+        "model_name_or_path": model,
+        "output_dir": str(folder),
+    }
+    words = [str(word) for name, value in given.items() for word in (f"--{name}", value)]
+    task = Task.read(TASK)
+    task.reward_funcs, task.reward_weights = [varied], None
+    script = Script.parse(task, "smollm2", words)
+    warned = Warned()
+    logging.getLogger("qerl_trl").addHandler(warned)
+    trainer = QeRLGRPOTrainer(**script.trainer_arguments())
+    scenarios._ALIVE.append(trainer)
+    script.train(trainer)
+    logging.getLogger("qerl_trl").removeHandler(warned)
+    return {"warned": warned.said, "probe": vars(trainer.vllm_generation.probe_result)}
+
+
+if __name__ == "__main__":
+    folder, *rest = sys.argv[1:]
+    arms = [rest[i : i + 3] for i in range(0, len(rest), 3)]
+    print("RESULTS", json.dumps([train(Path(folder) / f"{arm[0]}-{arm[1]}", *arm) for arm in arms]), flush=True)
+    os._exit(0)  # an engine never quite leaves a process
