@@ -47,6 +47,7 @@ def test_every_new_field_has_a_help_text():
         ("zero_advantage_patience", 0),
         ("zero_advantage_patience", float("nan")),
         ("zero_advantage_patience", 2.5),
+        ("rollout_probe", "maybe"),
         ("rollout_probe_steps", -1),
         ("rollout_probe_steps", float("nan")),
         ("rollout_timeout", -1.0),

@@ -343,12 +343,13 @@ def limits(trainer: Any, counted: int) -> dict[str, Any]:
     from qerl_trl import forward
     from qerl_trl.mismatch import MismatchWatch
     from qerl_trl.rollout import probe
+    from qerl_trl.rollout.rounding import other_arithmetic
 
     generation = trainer.vllm_generation
     dtype, found = getattr(torch, generation.spec.dtype), generation.probe_result
     model = trainer.accelerator.unwrap_model(trainer.model)
     first = forward.measure(model)
-    with probe._other_arithmetic(model, dtype):
+    with other_arithmetic(model, dtype):
         rounded = forward.difference(first, forward.measure(model, first["tokens"]))
     # the run itself has none: plan_check's trainer fills completions with random tokens
     threshold = trainer.args.__dataclass_fields__["rollout_mismatch_threshold"].default

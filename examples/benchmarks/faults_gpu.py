@@ -89,6 +89,7 @@ def build(fault: Fault, model: str, run: str, device: str) -> Any:
         {"gpu_memory_utilization": 0.25} if cpu else {"gpu_memory_utilization": 0.02, "kv_cache_memory_bytes": 2**28}
     )
     settings = {
+        "rollout_probe": "refuse",
         "output_dir": run, "use_cpu": cpu, "bf16": not cpu, "per_device_train_batch_size": 8, "num_generations": 4,
         "max_completion_length": 8 if cpu else 32, "max_steps": STEPS, "learning_rate": 1e-4, "use_vllm": True, "vllm_mode": "colocate",
         "vllm_max_model_length": 256, "vllm_gpu_memory_utilization": memory["gpu_memory_utilization"],

@@ -99,6 +99,7 @@ def build(args: argparse.Namespace, folder: str) -> Any:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
+    import about
     import torch
 
     from qerl_trl.rollout import probe
@@ -129,7 +130,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             [trainer.processing_class.apply_chat_template([{"role": "user", "content": t}], tokenize=False, add_generation_prompt=True)
              for t in sums()], add_special_tokens=False)["input_ids"]  # fmt: skip
         device, dtype = generation.accelerator.device, getattr(torch, generation.spec.dtype)
-        started = time.time() - began
+        told = {
+            "model": args.name or Path(args.model).name, "arm": args.arm, "noise": args.noise, "seed": args.seed,
+            "dtype": generation.spec.dtype, "start_s": round(time.time() - began, 1),
+        } | about.head("cuda" if torch.cuda.is_available() else "cpu")  # fmt: skip
 
         def put(draw: Any) -> None:
             generation.sync_noise(draw)
@@ -159,7 +163,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 change[0] = None
             generation.engine.sleep()
             if args.out:  # a command that is cut off leaves what it has
-                args.out.with_suffix(".part").write_text(json.dumps(records))
+                args.out.write_text(json.dumps(told | {"finished": False, "records": records}) + "\n")
 
         def all_of(updates: int) -> None:
             if args.unquantized:
@@ -179,12 +183,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 trainer.aqn.attach(generation.model)  # it lets go of the norms when training ends
             all_of(trainer.state.global_step)
         log = [{k: v for k, v in row.items() if "mismatch" in k or k == "reward"} for row in trainer.state.log_history]
-        told = {
-            "model": args.name or Path(args.model).name, "arm": args.arm, "noise": args.noise, "seed": args.seed,
-            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU", "dtype": generation.spec.dtype,
-            "start_s": round(started, 1), "seconds": round(time.time() - began, 1), "log": log[-1:],
-        }  # fmt: skip
-    return told | {"records": records}
+        seconds = round(time.time() - began, 1)
+    return told | {"finished": True, "seconds": seconds, "log": log[-1:], "records": records}
 
 
 def table(engines: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -238,10 +238,11 @@ def markdown() -> str:
         )
     models = ", ".join(sorted({engine["model"] for engine in engines}))
     devices = ", ".join(sorted({engine["device"] for engine in engines}))
+    cut = sum(not engine["finished"] for engine in engines)
     return (
         "\n".join(lines)
         + f"\n\nEngines in bf16 of {models} on {devices}, NVFP4 and bf16, before training and after some updates, on other prompts "
-        "each time (`examples/benchmarks/probe_separation.py`). Margin: 2 means half of the limit for a healthy engine, twice the limit for a faulty one."
+        f"each time (`examples/benchmarks/probe_separation.py`); {cut} of {len(engines)} engines were cut off before they had all of their probes. Margin: 2 means half of the limit for a healthy engine, twice the limit for a faulty one."
     )
 
 

@@ -87,10 +87,9 @@ class QeRLArguments(OnlineConfig):
         rollout_timeout (`float`, *optional*, defaults to `3600`):
             End the run, with the cause, when one rollout with vLLM takes longer than this, in seconds, tools and environments
             included. 0 for no limit.
-        rollout_probe (`str`, *optional*, defaults to `"refuse"`):
-            At start, compare the log-probabilities of vLLM and the trainer on prompts of the run: without adapter, with a probe adapter, and
-            under noise. `"refuse"` ends the run where they disagree, `"warn"` logs it, `"off"` skips the comparison. An undecided comparison
-            is always a warning.
+        rollout_probe (`str`, *optional*, defaults to `"warn"`):
+            At start, compare vLLM and the trainer on prompts of the run: without adapter, with a probe adapter, under noise. `"refuse"` ends
+            the run where they disagree, `"warn"` logs it, `"off"` skips the comparison. An undecided one is always a warning.
         rollout_probe_steps (`int`, *optional*, defaults to `100`):
             Every so many steps, compare them again without noise. Takes a second or two. With 0 they are compared at the start only.
         overlap (`int`, *optional*, defaults to `0`):
@@ -198,10 +197,7 @@ class QeRLArguments(OnlineConfig):
         default=3600, metadata={"help": "End the run when one rollout with vLLM takes longer than this, in seconds."}
     )
     rollout_probe: str = field(
-        default="refuse",
-        metadata={
-            "help": "Compare vLLM and the trainer at start: 'refuse' ends a run where they disagree, 'warn' logs, 'off' skips."
-        },
+        default="warn", metadata={"help": "Where vLLM and the trainer disagree at start: 'refuse', 'warn' or 'off'."}
     )
     rollout_probe_steps: int = field(
         default=100, metadata={"help": "Compare vLLM and the trainer again every so many steps; 0: at the start only."}

@@ -1,7 +1,6 @@
 """QeRL as a delta on TRL's trainers: a 4-bit frozen base, LoRA, noisy rollouts, and checks. Nothing of TRL is copied.
 
-[`QeRLMixin`] goes in front of any TRL trainer with TRL 1.16's layout of `_generate(prompts)` and `VLLMGeneration`. What
-differs from the parent, method by method:
+[`QeRLMixin`] goes in front of any TRL trainer with TRL 1.16's `_generate(prompts)` and `VLLMGeneration`. What differs:
 
 | method | why |
 |---|---|

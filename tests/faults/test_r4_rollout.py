@@ -82,7 +82,16 @@ class Ignores(StandIn):
 @fault("R4.adapter_ignored")
 def test_an_adapter_that_the_engine_ignores(make_trainer):  # noqa: F811
     with told(RolloutError, "the adapter is lost", "report", "use_vllm=False", "rollout_probe='warn'"):
-        make_trainer(engine=Ignores)
+        make_trainer(engine=Ignores, rollout_probe="refuse")
+
+
+@pytest.mark.parametrize("mode", ["warn", "off", False])  # YAML reads off as false
+def test_a_disagreement_at_start_ends_no_run_unless_asked(make_trainer, caplog, mode):  # noqa: F811
+    with caplog.at_level("WARNING"):
+        trainer = train(make_trainer(engine=Ignores, rollout_probe=mode, rollout_mismatch_threshold=None))
+    assert trainer.state.global_step == 2
+    assert caplog.text.count("vLLM and the trainer disagree, the adapter is lost") == (mode == "warn")
+    assert (trainer.vllm_generation.probe_result is None) == (mode != "warn")
 
 
 @fault("R4.adapter_stale", recovered=True)
@@ -140,7 +149,7 @@ def test_an_engine_that_computes_otherwise_after_it_woke_up(make_trainer):  # no
         engine.policy.get_base_model().model.rotary_emb.inv_freq.mul_(3)
 
     words = ("vLLM and the trainer disagree", "nats", "Resume from the last checkpoint")
-    ends_and_goes_on(make_trainer, drifts, *words, rollout_probe_steps=1)
+    ends_and_goes_on(make_trainer, drifts, *words, rollout_probe_steps=1, rollout_probe="refuse")
 
 
 @fault("R4.prefix_cache_stale", recovered=True)
@@ -399,4 +408,4 @@ class Shifted(StandIn):
 @fault("R4.logp_gap")
 def test_log_probabilities_that_are_off_by_a_constant(make_trainer):  # noqa: F811
     with told(RolloutError, "clean log-probabilities differ", "nats", "other weights"):
-        make_trainer(engine=Shifted)
+        make_trainer(engine=Shifted, rollout_probe="refuse")

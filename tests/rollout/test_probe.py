@@ -17,6 +17,7 @@ from qerl_trl.nvfp4.linear import NVFP4Linear, compute_dtype
 from qerl_trl.rollout import probe as probing
 from qerl_trl.rollout.adapter import rollout_layers
 from qerl_trl.rollout.engine import Engine
+from qerl_trl.rollout.rounding import other_arithmetic
 from qerl_trl.rollout.wire import AdapterTensors
 from tests.faults.stand_in import greedy
 from tests.tiny_models import make_tiny_model
@@ -217,7 +218,7 @@ def test_the_other_arithmetic_is_float32_of_the_same_model(dense, packed, dtype)
                 if isinstance(module, NVFP4Linear):
                     exact.get_submodule(name).weight.copy_(module.dequantize())
         reference = exact.float()(input_ids=ids).logits
-        with probing._other_arithmetic(model, dtype):
+        with other_arithmetic(model, dtype):
             other = model(input_ids=ids).logits.float()
         again = model(input_ids=ids).logits.float()
     assert torch.equal(plain, again)

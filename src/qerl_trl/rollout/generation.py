@@ -15,7 +15,6 @@ Every `base_format` goes through here; arms.py says what each can do.
 """
 
 import contextlib
-import itertools
 import logging
 import math
 from collections.abc import Iterator, Sequence
@@ -24,7 +23,6 @@ from typing import Any
 
 import torch
 from accelerate.utils import gather_object
-from trl.data_utils import maybe_apply_chat_template
 from trl.generation.vllm_generation import VLLMGeneration
 
 from ..deadline import deadline
@@ -36,7 +34,7 @@ from .colocated import in_process, memory_arguments
 from .contract import check_completions, check_contents, check_noise_acted
 from .engine import Completion, Engine, RankWithoutEngine, RolloutError, Sampling, Seeds
 from .placement import StartsEngine, placed_in_training
-from .probe import PROMPT_TOKENS, ProbeResult, probe, probe_again, probe_noise, prompts_of
+from .probe import PROMPT_TOKENS, ProbeResult, probe, probe_again, probe_noise, report, run_prompts
 from .spec import EngineSpec, at_a_time
 from .trained import TrainedWeights, trained_part
 
@@ -98,10 +96,7 @@ class QeRLVLLMGeneration(VLLMGeneration):
 
     def start(self) -> None:
         """Build and check what waited for the model to be on its device, in the form in which it is trained. Every process calls it, after
-        accelerate has prepared the model; does nothing the second time.
-
-        Raises:
-            [`RolloutError`]: the engine does not compute what the trainer computes.
+        accelerate has prepared the model; does nothing the second time. Raises as `run_probe` does.
         """
         if not self.waits:
             return
@@ -118,34 +113,25 @@ class QeRLVLLMGeneration(VLLMGeneration):
         self._calls = {}
 
     def run_probe(self) -> None:
-        """Check that the engine computes what the trainer computes (probe.py). Every process calls it.
-
-        Raises:
-            [`RolloutError`]: it does not, and `rollout_probe="refuse"`.
-        """
+        """Compare the engine with the trainer (probe.py). Every process calls it. Raises [`RolloutError`] where `rollout_probe="refuse"`."""
         self.probe_result, self._clean = None, None
         if self.trainer.args.rollout_probe == "off":
             return
-        self._probed_prompts = self._probe_prompts()
+        self._probed_prompts = run_prompts(self.trainer, self.processing_class, self.max_model_length or PROMPT_TOKENS)
         self.probe_result, self._clean = probe(*self._probed_with(), self.sync_weights)
         self._clean_stamp = self.trained.stamp()
-        self._judge(self.probe_result, "Rollout probe")
+        self._report(self.probe_result, "Rollout probe")
 
     def probe_noise(self) -> None:
-        """Check that noise acts in the engine as it does in the trainer (probe.py), and that the engine is clean afterwards. To be called
-        once `trainer.aqn` knows the norms, by every process, before the first step.
-
-        Raises:
-            [`RolloutError`]: it does not, or the engine computes one of these norms in a way that cannot carry noise.
-        """
+        """Compare them under noise. Every process calls it, once `trainer.aqn` knows the norms. Raises [`RolloutError`] where
+        `rollout_probe="refuse"`, or where the engine computes one of these norms in a way that cannot carry noise."""
         if self.waits or self.probe_result is None:
             return  # `start` does it, or nobody
-        aqn = self.trainer.aqn
         self.engine.wake()
         same = all(gather_object([self._clean_stamp == self.trained.stamp()]))  # nothing was loaded since
-        known = self._clean if same else None
+        known, under = (self._clean if same else None), self.trainer.aqn.under
         try:
-            self.noise_result = probe_noise(*self._probed_with(), self.sync_noise, aqn.under, known)
+            self.noise_result = probe_noise(*self._probed_with(), self.sync_noise, under, known)
         except (ValueError, RuntimeError) as error:
             if isinstance(error, RolloutError):
                 raise
@@ -153,40 +139,15 @@ class QeRLVLLMGeneration(VLLMGeneration):
         contents = self.engine.contents()
         if contents is not None:
             check_contents(contents, self._put, self._draw)
-        self._judge(self.noise_result, "Noise probe")
+        self._report(self.noise_result, "Noise probe")
         self.engine.sleep()
 
     def _probed_with(self) -> tuple[Any, ...]:
         """The first arguments of every probe."""
         return self.engine, self.model, self._probed_prompts, self.accelerator.device, getattr(torch, self.spec.dtype)
 
-    def _probe_prompts(self) -> list[list[int]]:
-        """Prompts of the run's own data, tokenized without its tools and pictures."""
-        trainer = self.trainer
-        texts: list[str] = []
-        tokens: list[list[int]] = []
-        if not getattr(trainer, "_is_vlm", False):
-            rows = itertools.islice(iter(trainer.train_dataset), 64)
-            texts = [
-                maybe_apply_chat_template({"prompt": row["prompt"]}, self.processing_class)["prompt"] for row in rows
-            ]
-            tokens = self.processing_class(texts, add_special_tokens=False)["input_ids"] if texts else []
-        return prompts_of(tokens, self._vocabulary, self.max_model_length or PROMPT_TOKENS)
-
-    def _judge(
-        self, result: ProbeResult, name: str, remedy: str = "Use use_vllm=False and report the model's name"
-    ) -> None:
-        """Log a probe's result; warn or raise where it is a fault."""
-        logger.info("%s: %s", name, result)
-        if result.undecided:
-            logger.warning("%s: %s. Training starts unchecked; rollout_probe='off' skips this.", name, result)
-        if result.fault is None:
-            return
-        if self.trainer.args.rollout_probe == "refuse":
-            raise RolloutError(
-                f"{name}: vLLM and the trainer disagree, {result.fault}. {remedy}, or train anyway with rollout_probe='warn'."
-            )
-        logger.warning("%s: vLLM and the trainer disagree, %s.", name, result.fault)
+    def _report(self, result: ProbeResult, name: str, remedy: str = "Use use_vllm=False and report the model") -> None:
+        report(result, name, self.trainer.args.rollout_probe, remedy)
 
     def _probe_if_due(self) -> None:
         """The first rule of the probe again, with the adapter as it is, every `rollout_probe_steps` steps of training."""
@@ -198,7 +159,7 @@ class QeRLVLLMGeneration(VLLMGeneration):
         draw = self._draw
         self.sync_noise(NO_NOISE)
         result = probe_again(*self._probed_with(), self.probe_result.rounding)
-        self._judge(result, f"Rollout probe at step {step}", "Resume from the last checkpoint with a new engine")
+        self._report(result, f"Rollout probe at step {step}", "Resume from the last checkpoint with a new engine")
         self.sync_noise(draw or NO_NOISE)
         self._probed = step
 

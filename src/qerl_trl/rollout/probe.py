@@ -4,7 +4,7 @@ The engine completes a few prompts of the run greedily, and the trainer scores t
 log-probabilities, in nats:
 
     clean difference   engine and trainer, adapter off
-    rounding           trainer and trainer, in two honest arithmetics: its own, and float32 (`_other_arithmetic`)
+    rounding           trainer and trainer, in two honest arithmetics: its own, and float32 (rounding.py)
     effect             trainer with and without a probe adapter, on tokens sampled without it
     difference         engine and trainer, both with the probe adapter, on tokens that the engine samples with it
     slope              of the engine's changes over the trainer's, both against the model without the adapter: 1 in a right engine
@@ -32,6 +32,8 @@ The thresholds were measured on pretrained and random models, healthy and with p
 import contextlib
 import functools
 import inspect
+import itertools
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -41,31 +43,29 @@ import torch
 from accelerate.utils import gather_object, is_peft_model
 from peft.tuners.lora import LoraLayer
 from torch import nn
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
+from trl.data_utils import maybe_apply_chat_template
 
 from ..evaluation_mode import evaluation_mode
 from ..names import local_tensor, reshard, set_whole
 from ..noise.hooks import NoiseDraw
-from ..nvfp4.linear import NVFP4Linear, compute_dtype, decode_into, decoded_weights
+from ..nvfp4.linear import decoded_weights
 from .adapter import active_adapter, rollout_layers
-from .engine import Completion, Engine, Sampling
+from .engine import Completion, Engine, RolloutError, Sampling
+from .rounding import other_arithmetic
 
+logger = logging.getLogger(__name__)
 R = TypeVar("R")
 
 PROMPTS, PROMPT_TOKENS, _NEW_TOKENS = 8, 64, 16
 _SAMPLING = Sampling(max_tokens=_NEW_TOKENS, ignore_eos=True)
-CLEAN, SHARE, CONTRAST = 4.0, 0.12, 10.0
+CLEAN, SHARE, CONTRAST = 4.0, 0.15, 10.0
 #: nats that are never called a disagreement: small means scatter, and logits are themselves rounded
 FLOOR = {torch.float32: 2e-3, torch.float16: 2e-3, torch.bfloat16: 5e-3}
 #: by how much the probe adapter moves each layer's output, relative to its size
 FRACTIONS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.4)
 #: standard deviations of the noise that is tried on the norms
 SIGMAS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4)
-#: elements of a matrix that are cast to float32 at a time
-_CHUNK = 2**26
 
 
 @dataclass(frozen=True)
@@ -282,6 +282,32 @@ def prompts_of(texts: Sequence[Sequence[int]], vocabulary: int, longest: int) ->
     return [text[:length] for text in longest_first]
 
 
+def run_prompts(trainer: Any, processing_class: Any, longest: int) -> list[list[int]]:
+    """[`prompts_of`] a trainer's own data, tokenized without tools and pictures."""
+    tokens: list[list[int]] = []
+    if not getattr(trainer, "_is_vlm", False):
+        rows = itertools.islice(iter(trainer.train_dataset), 64)
+        texts = [maybe_apply_chat_template({"prompt": row["prompt"]}, processing_class)["prompt"] for row in rows]
+        tokens = processing_class(texts, add_special_tokens=False)["input_ids"] if texts else []
+    return prompts_of(tokens, trainer.model.config.get_text_config().vocab_size, longest)
+
+
+def report(result: ProbeResult, name: str, mode: str, remedy: str) -> None:
+    """Log a result; warn where it is undecided or a fault.
+
+    Raises:
+        [`RolloutError`]: a fault, and `mode` is "refuse".
+    """
+    logger.info("%s: %s", name, result)
+    if result.undecided:
+        logger.warning("%s: %s. Training starts unchecked; rollout_probe='off' skips this.", name, result)
+    elif result.fault is not None:
+        text = f"{name}: vLLM and the trainer disagree, {result.fault}."
+        if mode == "refuse":
+            raise RolloutError(f"{text} {remedy}, or train anyway with rollout_probe='warn'.")
+        logger.warning("%s %s.", text, remedy)
+
+
 def mean_difference(mine: torch.Tensor, theirs: torch.Tensor) -> float:
     """The largest of all processes', so that all of them judge alike: a forward of sharded weights needs every one."""
     return torch.tensor(gather_object([(mine - theirs.to(mine.device)).abs().mean().item()])).max().item()
@@ -359,7 +385,7 @@ def _score(
     """The trainer's log-probabilities of completions of these prompts: (prompts, new tokens). `exact`: in the other arithmetic."""
     ids = torch.tensor([p + c.tokens for p, c in zip(prompts, completions, strict=True)], device=device)
     try:
-        with _other_arithmetic(model, dtype) if exact else contextlib.nullcontext():
+        with other_arithmetic(model, dtype) if exact else contextlib.nullcontext():
             output = model(input_ids=ids, use_cache=False, **_last_logits(model, _NEW_TOKENS + 1))
         logits = output.logits[:, -_NEW_TOKENS - 1 : -1].float()
     finally:
@@ -383,65 +409,14 @@ def _sizes(layers: list[LoraLayer], adapter: str) -> Iterator[Callable[[], list[
     measured: dict[nn.Module, torch.Tensor] = {}
 
     def measure(module: nn.Module, args: tuple, output: torch.Tensor) -> None:
-        product = output.float() if getattr(module, "bias", None) is None else output.float() - module.bias.float()
+        bias = cast(torch.Tensor | None, getattr(module, "bias", None))
+        product = output.float() if bias is None else output.float() - bias.float()
         measured[module] = product.square().mean(-1).sqrt().flatten()
 
     watched = [(layer.base_layer, layer.lora_A[adapter]) for layer in layers]
     handles = [module.register_forward_hook(measure) for pair in watched for module in pair]
     try:
         yield lambda: _together([(measured[base] / measured[down].clamp_min(1e-12)).median() for base, down in watched])
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-class _Cast(TorchFunctionMode):
-    """Inside, the operands of products and norms and what embeddings give are cast."""
-
-    OPERANDS = (F.linear, F.conv1d, F.layer_norm, F.rms_norm, F.scaled_dot_product_attention, torch.matmul)
-
-    def __init__(self, cast: Callable[[torch.Tensor], torch.Tensor]):
-        super().__init__()
-        self.cast = lambda tensor: cast(tensor) if tensor.is_floating_point() else tensor
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if function is F.embedding:
-            return self.cast(function(*args, **kwargs))
-        if function in self.OPERANDS:
-            bias = args[2] if len(args) > 2 else kwargs.get("bias")
-            if (
-                function is F.linear and args[1].numel() > _CHUNK and bias is None
-            ):  # a head, a part of its rows at a time
-                rows = args[1].split(max(1, _CHUNK // args[1].shape[1]))
-                return torch.cat([F.linear(self.cast(args[0]), self.cast(part)) for part in rows], -1)
-            args, kwargs = tree_map_only(torch.Tensor, self.cast, (args, kwargs))
-        return function(*args, **kwargs)
-
-
-def _float32_product(layer: NVFP4Linear, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
-    weight = torch.empty(layer.out_features, layer.in_features, dtype=layer.compute_dtype, device=output.device)
-    decode_into(weight, *layer.nvfp4)
-    return F.linear(args[0].float(), weight.float(), None if layer.bias is None else layer.bias.float())
-
-
-@contextlib.contextmanager
-def _other_arithmetic(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Inside, the model computes as honestly as outside, and rounds elsewhere: in float32 where it computes in 16 bits; under autocast where
-    only the engine does; with TF32's operands where neither does."""
-    if (own := compute_dtype(model)) == torch.float32 and dtype != own:
-        with torch.autocast(next(model.parameters()).device.type, dtype):
-            yield
-        return
-
-    def tf32(tensor: torch.Tensor) -> torch.Tensor:
-        return (tensor.float().view(torch.int32) & ~0x1FFF).view(torch.float32)
-
-    packed = [module for module in model.modules() if isinstance(module, NVFP4Linear)] if own != torch.float32 else []
-    handles = [layer.register_forward_hook(_float32_product) for layer in packed]
-    try:
-        with torch.compiler.set_stance("force_eager"), _Cast(tf32 if own == torch.float32 else torch.Tensor.float):
-            yield
     finally:
         for handle in handles:
             handle.remove()
