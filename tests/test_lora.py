@@ -12,7 +12,7 @@ from qerl_trl.lora import (
     adapted_layers,
     check_adapter,
     default_lora_config,
-    prepare_trainable_norms,
+    prepare_trainable,
     register_nvfp4_lora,
     warn_of_dropout,
 )
@@ -197,7 +197,7 @@ def test_bf16_adapters_are_warned_about(tiny_model_dir, caplog):
 @pytest.mark.parametrize("family", ["qwen2", "gemma2"])
 def test_trainable_norms_are_float32_and_keep_the_stream_in_bf16(tiny_model_dir, family):
     model = adapted(quantized(tiny_model_dir, family), modules_to_save=["input_layernorm"])
-    assert len(prepare_trainable_norms(model)) == 2
+    assert len(prepare_trainable(model)) == 2
     norms = {name: p for name, p in model.named_parameters() if "modules_to_save" in name}
     assert {p.dtype for p in norms.values()} == {torch.float32}
     out = model(input_ids=IDS, labels=IDS)

@@ -131,7 +131,7 @@ def test_what_is_changed_makes_another_one(how):
 
 
 def test_what_no_token_of_the_sample_shows_makes_another_one(tmp_path):
-    """One merge more, of words that the sample does not have: all that older versions recorded is the same."""
+    """One merge more, of words that the sample does not have."""
     content = json.loads(bytes_of(40).to_str())
     content["model"]["vocab"]["Qz"] = len(content["model"]["vocab"])
     content["model"]["merges"].append(["Q", "z"])
@@ -142,7 +142,6 @@ def test_what_no_token_of_the_sample_shows_makes_another_one(tmp_path):
     other.chat_template = tokenizer.chat_template
     then, now = recorded(tokenizer), recorded(other)
     assert other.tokenize("Qzar") != tokenizer.tokenize("Qzar")
-    assert then["tokenizer_sha256"] == now["tokenizer_sha256"]
     assert then["tokenizer_content_sha256"] != now["tokenizer_content_sha256"]
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()

@@ -1,6 +1,5 @@
 """What a trainer loads for its `base_format`: the arguments for transformers, the adapter, and the check of a model that comes ready."""
 
-import importlib.metadata
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +7,6 @@ from typing import Any, cast
 
 import torch
 from accelerate.utils import is_peft_model
-from packaging.version import Version
 from peft import PeftConfig, PeftModel
 from torch import nn
 from transformers import AutoConfig, BitsAndBytesConfig, PretrainedConfig
@@ -140,38 +138,24 @@ def _check_stored(model: str, base_format: str, hub: dict[str, Any]) -> None:
 
 def _check_instance(model: nn.Module, base_format: str) -> None:
     packed = has_nvfp4(model)
-    if base_format == "nvfp4" and not packed:
+    if base_format != "nf4" and packed != (base_format == "nvfp4"):
         raise ValueError(
-            f"base_format='nvfp4', but the {type(model).__name__} passed has no NVFP4 layer. Pass its name or folder to have it "
-            "quantized while loading, load it with from_pretrained(..., quantization_config=NVFP4Config()), or set "
-            "base_format='bf16' to train it as it is."
-        )
-    if base_format in ("bf16", "full") and packed:
-        raise ValueError(
-            f"base_format={base_format!r}, but the model passed has NVFP4 layers. Set base_format='nvfp4', or load it without "
-            "NVFP4Config."
+            f"base_format={base_format!r}, but the {type(model).__name__} passed has {'' if packed else 'no '}NVFP4 layers. Set "
+            f"base_format={'nvfp4' if packed else 'bf16'!r}, or load it with{'out' if packed else ' quantization_config='}"
+            f"{' NVFP4Config' if packed else 'NVFP4Config()'}."
         )
 
 
 def _check_bitsandbytes_on_cpu() -> None:
-    """Refuse releases that cannot train on this CPU.
-
-    From 0.49 on, where the CPU has AVX512-BF16, the first forward in evaluation mode repacks the weights for good, and forwards of
-    repacked weights have no gradient: an error with biases, silence without.
-    """
+    """Refuse releases (0.49 and newer) that repack the weights for AVX512-BF16 at the first evaluation, after which they have no gradient."""
     try:
-        version = importlib.metadata.version("bitsandbytes")
-    except importlib.metadata.PackageNotFoundError:
+        from bitsandbytes import functional
+    except ImportError:
         return  # transformers says what to install
-    if Version(version) < Version("0.49"):
-        return
-    from bitsandbytes import functional
-
-    if functional.has_avx512bf16():  # type: ignore[attr-defined]  # the release in constraints/cpu.txt is older
+    if getattr(functional, "has_avx512bf16", bool)():
         raise RuntimeError(
-            f"base_format='nf4' on this CPU: bitsandbytes {version} repacks the weights for AVX512-BF16 at the first evaluation or "
-            "rollout, and they have no gradient afterwards. Install an older one (pip install 'bitsandbytes<0.49'), train on a GPU, or "
-            "choose another base_format."
+            "base_format='nf4' on this CPU: bitsandbytes repacks the weights for AVX512-BF16, and they have no gradient afterwards. "
+            "Install an older one (pip install 'bitsandbytes<0.49'), train on a GPU, or choose another base_format."
         )
 
 

@@ -129,10 +129,15 @@ def _as_json(config: PretrainedConfig) -> dict[str, Any]:
     return cast(dict[str, Any], json.loads(json.dumps(config.to_dict(), default=str)))
 
 
+def is_trained(name: str) -> bool:
+    """Whether a parameter of that name is an adapter's."""
+    return any(part.startswith(_ADAPTERS) for part in name.split("."))
+
+
 def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """The base's parameters by canonical name, tied ones once; of bitsandbytes' also the scales beside them."""
     for name, parameter in model.named_parameters():
-        if any(part.startswith(_ADAPTERS) for part in name.split(".")):
+        if is_trained(name):
             continue
         name = canonical_name(name)
         yield name, parameter

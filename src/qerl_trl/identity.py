@@ -35,12 +35,17 @@ _MAY_DIFFER = {"max_steps", "num_train_epochs", "versions", "rewards_sha256", "r
 SOURCES = ("rewards_sha256", "rollouts_sha256", "held_sha256")
 #: what is recorded beside the settings themselves
 _NOT_SETTINGS = {
-    "settings_sha256", "global_step", "merged_onto", "changed", "base_revision", "auto_class", "dataset_columns", tokenizer_identity.FORMER,
-}  # fmt: skip
+    "settings_sha256",
+    "global_step",
+    "merged_onto",
+    "changed",
+    "base_revision",
+    "auto_class",
+    "dataset_columns",
+}
 #: not in the records of older versions
 _NEWER = {
     "base_config",
-    "tokenizer_sha256",
     "tokenizer_content_sha256",
     "rollouts",
     "rollouts_sha256",
@@ -107,7 +112,6 @@ class RunSettings(TypedDict, total=False):
         str  # fingerprint of its weights as they were loaded (`base_identity`); absent where no process had it whole
     )
     base_config: dict[str, Any]  # what its configuration says of its forward (`base_identity`)
-    tokenizer_sha256: str  # of the tokens of one text, and of the chat template
     tokenizer_content_sha256: str  # of all of the tokenizer (`tokenizer_identity`)
     special_tokens: dict[str, Any]  # with which a completion ends, and what is behind it
     dtype: str  # compute dtype
@@ -344,8 +348,6 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> Differences:
     found = Differences([], [])
     if _sizes(then) == _sizes(now):
         free = free | {*_CUT}
-    if "tokenizer_content_sha256" in both:  # it says all that the other one does
-        names -= {"tokenizer_sha256"}
     columns, had = now.get("dataset_columns") or {}, then.get("dataset_columns") or {}
     if had and had.items() < columns.items():
         names -= {"dataset_sha256"}
@@ -374,8 +376,6 @@ def _compared(name: str, then: Any, now: Any) -> list[str]:
         return []
     if name == "dataset_sha256":
         return ["dataset_sha256: the training data are others than then"]
-    if name == "tokenizer_sha256":
-        return ["tokenizer_sha256: the tokenizer, or its chat template, makes other tokens of a text than then"]
     if name == "tokenizer_content_sha256":
         return [
             f"{name}: the tokenizer is another one than then (vocabulary, merges, added or special tokens, template)"

@@ -28,9 +28,7 @@ logger = logging.getLogger(__name__)
 
 #: of the settings that a run records, what may differ between processes: names of what is known by its content, what is compared apart, and what
 #: another one says too
-_OF_A_PROCESS = {
-    "model", "base_revision", "settings_sha256", "tokenizer_sha256", "dataset_columns", *identity.SOURCES,
-}  # fmt: skip
+_OF_A_PROCESS = {"model", "base_revision", "settings_sha256", "dataset_columns", *identity.SOURCES}
 #: arguments without a say in the trajectory that decide which collectives come, and with what sizes
 _IN_STEP = re.compile(
     r"(eval|save|logging)_(strategy|steps)|logging_first_step|eval_on_start|eval_delay|load_best_model_at_end|metric_for_best_model|save_only_model"

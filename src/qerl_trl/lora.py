@@ -16,7 +16,7 @@ import math
 import os
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from huggingface_hub import hf_hub_download
@@ -24,14 +24,20 @@ from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
 from peft import LoraConfig, PeftConfig, PeftModel
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import Linear as LoraLinear
-from peft.utils import SAFETENSORS_WEIGHTS_NAME, ModulesToSaveWrapper, get_peft_model_state_dict
+from peft.utils import (
+    SAFETENSORS_WEIGHTS_NAME,
+    ModulesToSaveWrapper,
+    TrainableTokensWrapper,
+    get_peft_model_state_dict,
+)
 from safetensors import safe_open
 from torch import nn
 from transformers import PretrainedConfig
 
 from . import checkpoint
-from .base_identity import base_sha256
+from .base_identity import base_revision, base_sha256, is_trained
 from .folders import hub_commit
+from .names import canonical_name
 from .nvfp4.architectures import ATTENTION, has_experts, unadapted_by_default
 from .nvfp4.headers import require_finite
 from .nvfp4.layouts import pattern_of
@@ -218,9 +224,11 @@ def load_adapter(
     hub: dict[str, Any] = {key: kwargs[key] for key in ("revision", "token", "cache_dir", "subfolder") if key in kwargs}
     if (folder := _folder_of(str(adapter), hub)) is not None:
         _check_sealed(str(adapter), folder)
+    config = (register_nvfp4_lora if has_nvfp4(model) else check_is_lora)(PeftConfig.from_pretrained(adapter, **hub))
+    if folder is not None:
+        take_embeddings(model, folder)
         if not allow_other_base:
             _check_base(model, str(adapter), folder)
-    config = (register_nvfp4_lora if has_nvfp4(model) else check_is_lora)(PeftConfig.from_pretrained(adapter, **hub))
     config.inference_mode = not is_trainable
     loaded = PeftModel.from_pretrained(
         model, adapter, adapter_name=adapter_name, is_trainable=is_trainable, config=config, **kwargs
@@ -232,6 +240,31 @@ def load_adapter(
         if name and name != trained.base_model_name_or_path:
             trained.base_model_name_or_path, trained.revision = name, None
     return loaded
+
+
+def take_embeddings(model: Any, folder: str | os.PathLike) -> bool:
+    """Give a base the embeddings that an adapter's file has where tokens were added: resized, with its rows. Whether it has any."""
+    if not (file := Path(folder, SAFETENSORS_WEIGHTS_NAME)).is_file():
+        return False
+    trained = PeftConfig.from_pretrained(str(folder)).modules_to_save  # under the base's name, next to the base's own
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    modules = (base.get_input_embeddings(), base.get_output_embeddings())
+    names = {f"{name}.weight" for name, module in base.named_modules() if module in modules}
+    with safe_open(file, framework="pt") as stored:
+        keys = [
+            key for key in sorted(stored.keys()) if not is_trained(key) and (not trained or ".original_module." in key)
+        ]
+        rows = {name: stored.get_tensor(key) for key in keys if (name := canonical_name(key)) in names}
+    now, then = modules[0].weight.shape, next(iter(rows.values())).shape if rows else ()
+    if now[1:] != then[1:]:
+        return False
+    if now != then:
+        base.resize_token_embeddings(then[0], mean_resizing=False)
+    with torch.no_grad():
+        for name, parameter in base.named_parameters(remove_duplicate=False):
+            if not is_trained(name) and canonical_name(name) in rows:
+                parameter.copy_(rows[canonical_name(name)])
+    return True
 
 
 def _folder_of(adapter: str, hub: dict[str, Any]) -> Path | None:
@@ -359,6 +392,31 @@ def warn_of_low_precision(model: nn.Module) -> None:
         )
 
 
+def stored_vocabulary(model: Any) -> int | None:
+    """How many embeddings the checkpoint has that a model was loaded from; `None` where it is not at hand."""
+    try:
+        config = type(model.config).from_pretrained(model.config.name_or_path, revision=base_revision(model))
+    except OSError:
+        return None
+    return cast(int, config.get_text_config().vocab_size)
+
+
+def warn_of_tokens(model: Any, processing_class: Any) -> None:
+    """Warn of tokens that the model has no embedding for, and of embeddings that stock PEFT does not find by itself."""
+    tokens = len(getattr(processing_class, "tokenizer", processing_class))
+    rows, stored = model.config.get_text_config().vocab_size, stored_vocabulary(model)
+    if tokens > rows:
+        what = "a text with one of the others ends in an error"
+    elif stored is not None and rows not in (stored, tokens):
+        what = "AutoPeftModel, which resizes to the tokenizer, cannot load the adapter (qerl_trl.load_adapter can)"
+    else:
+        return
+    logger.warning(
+        "The tokenizer has %d tokens, the model %d embeddings: %s. Call model.resize_token_embeddings(%d) before training.",
+        *(tokens, rows, what, tokens),
+    )
+
+
 def warn_of_dropout(model: nn.Module) -> None:
     """Say by name what of the model drops activations in the update and not in the rollout: the ratio of the two policies is then never 1.
 
@@ -379,8 +437,8 @@ def warn_of_dropout(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def prepare_trainable_norms(model: nn.Module) -> list[str]:
-    """Keep trainable norms (`modules_to_save`) in float32, with outputs in the dtype of their inputs.
+def prepare_trainable(model: nn.Module) -> list[str]:
+    """Keep trainable norms (`modules_to_save`) in float32, with outputs in the dtype of their inputs, and rows of `trainable_token_indices`.
 
     PEFT copies them in the base's bf16, where no small step ever lands. A float32 weight makes the norm's output float32,
     and generation runs outside autocast, so a forward hook casts back.
@@ -390,6 +448,10 @@ def prepare_trainable_norms(model: nn.Module) -> list[str]:
     """
     prepared = []
     for name, wrapper in model.named_modules():
+        if isinstance(wrapper, TrainableTokensWrapper):
+            wrapper.token_adapter.trainable_tokens_delta.to(torch.float32)
+            if getattr(wrapper.original_module, "bias", None) is None:
+                wrapper.register_parameter("bias", None)  # TRL reads a head's bias, and the wrapper has none for it
         if not isinstance(wrapper, ModulesToSaveWrapper):
             continue
         for adapter, module in wrapper.modules_to_save.items():

@@ -19,6 +19,7 @@ from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import SaveStrategy, TrainOutput
 
 from . import checkpoint, disk, forward, guards, loading, lora, reference, run_folder, unchanged
+from .base_identity import base_sha256
 from .ended import ended_by_signal, goes_on, told_of_exits
 from .identity import AT_BUILD, RunSettings, run_settings, undo_edits
 from .in_step import InStepMixin, require_random_states, settled_together
@@ -83,6 +84,9 @@ class SavingMixin(InStepMixin, PublishingMixin):
 
     def _settled(self, resume_from_checkpoint: str | bool | None) -> str | None:
         resume = run_folder.to_resume(resume_from_checkpoint, self._output_dir())
+        model = self.accelerator.unwrap_model(self.model)
+        if resume is not None and not self.is_fsdp_enabled and lora.take_embeddings(model, resume):
+            self.base_sha256 = base_sha256(model)
         allowed = self.args.allow_other_settings
         self._changed = tuple(run_folder.settle(self._output_dir(), resume, run_settings(self), allowed))
         return resume

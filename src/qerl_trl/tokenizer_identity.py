@@ -12,9 +12,7 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-SAMPLE, WHOLE = "tokenizer_sha256", "tokenizer_content_sha256"
-#: in records of one version, the same by another rule: says nothing now
-FORMER = "tokenizer_whole_sha256"
+WHOLE = "tokenizer_content_sha256"
 #: letters, numbers, blanks, other scripts and marks
 _TEXT = "The norm's weights: 12 + 34.5 = 46.5?\n\tIf x < 0:  \u00c4\u00df \u4e2d\u6587 \U0001f642 </s><|im_start|>user"
 #: what a processor writes of itself, beside what it does
@@ -29,20 +27,16 @@ _MODEL, _VOCABULARY = ',"model":{', '"vocab":'
 
 
 def recorded(processing_class: Any) -> dict[str, str]:
-    """What a run and an export record of their tokenizer.
-
-    `tokenizer_sha256` is of the chat template and of the tokens of one text, all that records of older versions have;
-    `tokenizer_content_sha256` is of everything.
-    """
+    """What a run and an export record of their tokenizer."""
     from .sources import sha256  # it loads torch, which who compares records has no need of
 
     tokenizer = getattr(processing_class, "tokenizer", processing_class)  # of a processor
     template = getattr(processing_class, "chat_template", None) or getattr(tokenizer, "chat_template", None)
-    sample = [template, list(tokenizer(_TEXT)["input_ids"])]
     # its own words for them: what is set by hand becomes an added token only when it is saved and loaded
     named = {role: str(token) for role, token in tokenizer.special_tokens_map.items() if not isinstance(token, list)}
     whole = [
-        *sample,
+        template,
+        list(tokenizer(_TEXT)["input_ids"]),
         named,
         sorted(set(map(str, tokenizer.all_special_tokens))),
         bool(getattr(tokenizer, "clean_up_tokenization_spaces", False)),
@@ -50,7 +44,7 @@ def recorded(processing_class: Any) -> dict[str, str]:
         _content(tokenizer, set(named.values())),
         _of_pictures(processing_class),
     ]
-    return {SAMPLE: sha256(sample), WHOLE: sha256(whole)}
+    return {WHOLE: sha256(whole)}
 
 
 def _of_pictures(processing_class: Any) -> dict[str, Any]:
@@ -61,10 +55,9 @@ def _of_pictures(processing_class: Any) -> dict[str, Any]:
 
 
 def recorded_of_written(tokenizer: Any, run: Mapping[str, Any]) -> dict[str, str]:
-    """As [`recorded`], of the tokenizer that an export writes; told where it is another one than `run` recorded (an older version in `SAMPLE` alone)."""
+    """As [`recorded`], of the tokenizer that an export writes; a warning where it is another one than `run` recorded."""
     found = recorded(tokenizer)
-    known = [name for name in (WHOLE, SAMPLE) if name in run][:1]
-    if any(run[name] != found[name] for name in known):
+    if run.get(WHOLE, found[WHOLE]) != found[WHOLE]:
         logger.warning(
             "The tokenizer that is written (%s) is another one than the run was trained with (vocabulary, merges, added or special tokens, or chat "
             "template): whoever loads this asks in other tokens than it learned from. If that is not meant, leave tokenizer= out, and keep the "

@@ -46,7 +46,7 @@ from .arguments import by_name, with_reward_models
 from .base import adapter_config, model_init, source_of
 from .config import QeRLArguments, QeRLConfig, QeRLRLOOConfig
 from .garbage import rarely, stepping
-from .lora import changes_base, check_adapter, prepare_trainable_norms, warn_of_dropout, warn_of_low_precision
+from .lora import changes_base, check_adapter, prepare_trainable, warn_of_dropout, warn_of_low_precision, warn_of_tokens
 from .memory import shortage
 from .memory.of_trainer import plan_trainer
 from .memory.plan import MemoryPlan
@@ -56,6 +56,7 @@ from .noise.callback import AQNCallback
 from .nvfp4.linear import has_nvfp4
 from .processes import Errors, naming_the_lost_one, start_watch
 from .publishing import close_other_ways, warn_of_exports
+from .ready import given_model
 from .rollout.arms import check_environment, check_given
 from .rollout.contract import checked_rollout_func
 from .sampling import of_the_model_alone, settle_ends
@@ -126,6 +127,7 @@ class QeRLMixin(SavingMixin, PackingMixin, ShardingMixin):
         check_environment(args)
         check_given(args, given)
         run_folder.lock_for(args)
+        given["model"] = model = given_model(model)
         given["args"], given["peft_config"] = args, adapter_config(model, args, given.get("peft_config"))
         given["reward_funcs"] = with_reward_models(given.get("reward_funcs"), args)
         initial = model_init(model, args, given.pop("quantization_config", None))
@@ -140,6 +142,7 @@ class QeRLMixin(SavingMixin, PackingMixin, ShardingMixin):
         if is_peft_model(trained):
             check_adapter(trained)
             self.base_sha256 = None if changes_base(trained) else self.base_sha256
+            warn_of_tokens(trained, self.processing_class)
         else:
             warn_of_low_precision(trained)
         warn_of_dropout(trained)
@@ -152,7 +155,7 @@ class QeRLMixin(SavingMixin, PackingMixin, ShardingMixin):
         if getattr(self, "rollout_func", None) is not None:
             self.rollout_func = checked_rollout_func(self.rollout_func)
         self.note_what_was_taken()
-        prepare_trainable_norms(trained)
+        prepare_trainable(trained)
         if args.aqn:
             self.aqn = AQNCallback.from_args(args)
             self.aqn.attach(trained, seed=args.seed)

@@ -10,8 +10,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
 from qerl_trl import QeRLGRPOTrainer, from_pretrained
-from qerl_trl.checkpoint import MANIFEST_NAME, recorded_run, seal
-from qerl_trl.publish import export
+from qerl_trl.checkpoint import MANIFEST_NAME, recorded_run
 from qerl_trl.publish.quantize import quantize_folder
 from qerl_trl.tasks import evaluation
 from tests.cli.test_main import call
@@ -189,13 +188,3 @@ def test_an_adapter_that_comes_ready_on_the_same_base_elsewhere(
     trainer.save_model()
     assert named_base(tmp_path / "run") == str(moved)
     assert call("merge", tmp_path / "run", tmp_path / "out")[0] == 0
-
-
-def test_a_run_of_an_older_version_is_exported_with_the_base_that_it_was_trained_on(trained, tiny_model_dir, tmp_path):
-    run = Path(shutil.copytree(trained[1], tmp_path / "run"))
-    record = recorded_run(run)
-    config = json.loads((run / "adapter_config.json").read_text())
-    (run / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": "someone/another"}))
-    seal(run, record)
-    export.copy_adapter(run, tmp_path / "adapter")
-    assert named_base(tmp_path / "adapter") == str(tiny_model_dir("qwen2"))

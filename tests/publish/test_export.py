@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, dynami
 from qerl_trl import NVFP4Config, QeRLConfig, checkpoint
 from qerl_trl.base_identity import base_sha256
 from qerl_trl.loading import check_identity
-from qerl_trl.lora import prepare_trainable_norms, register_nvfp4_lora
+from qerl_trl.lora import prepare_trainable, register_nvfp4_lora
 from qerl_trl.nvfp4 import shards
 from qerl_trl.nvfp4.config import from_pretrained
 from qerl_trl.nvfp4.linear import NVFP4Linear
@@ -45,6 +45,7 @@ VARIANTS = {
     "rslora": {"use_rslora": True},
     "dora": {"use_dora": True},
     "norms": {"modules_to_save": ["input_layernorm", "post_attention_layernorm"]},
+    "tokens": {"trainable_token_indices": list(range(5, 105))},
 }
 
 
@@ -55,11 +56,11 @@ def make_policy(folder, dtype="float32", size=0.05, base="nvfp4", **lora):
     config = LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **lora})
     torch.manual_seed(0)
     model = get_peft_model(model, register_nvfp4_lora(config))
-    prepare_trainable_norms(model)
+    prepare_trainable(model)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "lora_B" in name or "modules_to_save" in name:
+            if "lora_B" in name or "modules_to_save" in name or "trainable_tokens" in name:
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * size)
     return model.eval()
 

@@ -198,11 +198,9 @@ def merge(
                 notify=note,
             )
         else:
-            import torch
-
-            weights = torch.bfloat16 if dtype is None else getattr(torch, dtype)
+            written_as = dtype or "bfloat16"
             done = export.save_merged(
-                policy, destination, None, weights, overwrite, measured=measured, card=card, progress=progress
+                policy, destination, None, written_as, overwrite, measured=measured, card=card, progress=progress
             )
     content: dict[str, Any] = {
         "destination": str(destination),

@@ -36,6 +36,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from .. import base_identity, checkpoint, forward, identity, redaction, report, tokenizer_identity, unchanged
+from ..base_identity import is_trained
 from ..identity import RunSettings
 from ..names import full_tensor, is_sharded, reshard
 from ..nvfp4 import layouts
@@ -119,9 +120,7 @@ def copy_adapter(run: Path, folder: str | os.PathLike, card: WriteCard | None = 
             for name in (*ADAPTER_FILES, *ends, *checkpoint.tokenizer_files(run)):
                 (partial / name).parent.mkdir(exist_ok=True)
                 shutil.copyfile(run / name, partial / name)
-            # an older version let an adapter that came ready name the base that it was made for
-            trained_on = None if "kind" in checkpoint.recorded_run(run) else recorded_settings(run).get("model")
-            _name_base(partial, recorded_settings(run), trained_on)
+            _name_base(partial, recorded_settings(run), None)
     return export
 
 
@@ -142,7 +141,7 @@ def save_merged(
     exported: Exportable,
     folder: str | os.PathLike,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype | str = torch.bfloat16,
     overwrite: bool = False,
     max_shard_bytes: int = writer.MAX_SHARD_BYTES,
     measured: Measured | None = None,
@@ -155,6 +154,7 @@ def save_merged(
     On an NVFP4 base that is the policy that was trained. `measured`: how far it is from the trained policy, for the
     record and the card.
     """
+    written_as = getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
     def write(policy: TrainedPolicy) -> Export:
         kind: Kind = "merged"
@@ -162,7 +162,7 @@ def save_merged(
         if onto is not None and trained_on is not None and onto != trained_on:
             kind = "merged_other_base"
         export = _describe(policy, kind)
-        export["dtype"] = str(dtype).removeprefix("torch.")
+        export["dtype"] = str(written_as).removeprefix("torch.")
         if measured is not None:
             export["measured"] = measured
         finished = checkpoint.recorded_run(folder)
@@ -170,13 +170,13 @@ def save_merged(
         if _made_already(folder, cast(Export, known), card):
             return cast(Export, known)
         custom_code.warn(policy, folder)
-        jobs = [merged_job(entry, dtype) for entry in entries_of(policy, with_adapter=True)]
+        jobs = [merged_job(entry, written_as) for entry in entries_of(policy, with_adapter=True)]
         with _staged(folder, export, overwrite, policy.tokenizer, card) as partial:
             notes = writer.write_shards(partial, jobs, layouts.WRITTEN_BY, max_shard_bytes, progress=progress)
             if changed := [note for note in cast(list[RequantizedNote], notes) if note["change"]]:
                 export["survived"] = survived_of(changed)
             forward.record(partial, policy.model)
-            _save_config(partial, policy, dtype, None, jobs)
+            _save_config(partial, policy, written_as, None, jobs)
         return export
 
     return _on_rank_zero(exported, tokenizer, write)
@@ -304,7 +304,7 @@ def _on_rank_zero(
 def _gathered_adapter(model: nn.Module) -> dict[str, torch.Tensor]:
     """What `model`'s adapters and trained modules hold, whole, by parameter name, on the CPU. Every process calls it."""
     reshard(model)
-    return {name: full_tensor(parameter).cpu() for name, parameter in model.named_parameters() if _is_trained(name)}
+    return {name: full_tensor(parameter).cpu() for name, parameter in model.named_parameters() if is_trained(name)}
 
 
 @contextmanager
@@ -425,12 +425,8 @@ def _fingerprint(policy: TrainedPolicy, with_adapter: bool) -> str:
     if with_adapter and len(getattr(policy.model, "peft_config", ())) > 1:
         digest.update(str(policy.model.active_adapters).encode())
     for name, parameter in (policy.gathered or dict(policy.model.named_parameters())).items():
-        if _is_trained(name) == with_adapter and (with_adapter or name.endswith(("weight_packed", "weight_scale"))):
+        if is_trained(name) == with_adapter and (with_adapter or name.endswith(("weight_packed", "weight_scale"))):
             data = parameter.detach() if with_adapter else parameter.detach()[:64]
             digest.update(name.encode())
             digest.update(data.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
-
-
-def _is_trained(name: str) -> bool:
-    return "lora_" in name or "modules_to_save" in name

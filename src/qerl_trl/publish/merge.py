@@ -12,8 +12,9 @@ import torch
 from peft import PeftModel
 from peft.tuners.lora.layer import Linear as LoraLinear
 from peft.tuners.lora.variants import ALoraLinearVariant
+from peft.tuners.trainable_tokens import TrainableTokensLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils import ModulesToSaveWrapper
+from peft.utils import ModulesToSaveWrapper, TrainableTokensWrapper
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 from transformers import PreTrainedModel
@@ -117,10 +118,12 @@ def entries_of(policy: TrainedPolicy, with_adapter: bool) -> list[Entry]:
     owners: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
-            if not isinstance(module, (LoraLinear, ModulesToSaveWrapper)):
+            if isinstance(module, TrainableTokensLayer) and name.rpartition(".")[0] in owners:
+                continue
+            if not isinstance(module, (LoraLinear, ModulesToSaveWrapper, TrainableTokensWrapper)):
                 raise ValueError(
-                    f"{name} carries a {type(module).__name__}, which cannot be merged here: only LoRA on linear layers and whole trained "
-                    "modules (modules_to_save) can. Save the adapter instead."
+                    f"{name} carries a {type(module).__name__}, which cannot be merged here: only LoRA on linear layers, trained tokens and whole "
+                    "trained modules (modules_to_save) can. Save the adapter instead."
                 )
             if isinstance(module, LoraLinear) and with_adapter:
                 _require_mergeable(name, module)
@@ -195,6 +198,12 @@ def _layer_entries(
         if rest.startswith(wanted):
             leaf = rest.removeprefix(wanted)
             yield Entry(f"{name}.{leaf}", tuple(tensor.shape), tensor.dtype, partial(_same, tensor))
+        return
+    if isinstance(module, TrainableTokensWrapper):
+        rows, leaf = module.token_adapter, rest.removeprefix("token_adapter.base_layer.")
+        if leaf == "weight" and rows.tied_adapter is None:  # a tied head is written once, as the embedding
+            value = partial(rows.get_merged_weights, module.active_adapters if with_adapter else [])
+            yield Entry(f"{name}.{leaf}", tuple(tensor.shape), tensor.dtype, value)
         return
     lora = module if isinstance(module, LoraLinear) else None
     rest = rest.removeprefix("base_layer.") if lora is not None else rest

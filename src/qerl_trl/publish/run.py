@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrained
 from .. import base_identity, checkpoint, forward, identity
 from ..identity import RunSettings
 from ..loading import begin, finish, from_pretrained, load_config
-from ..lora import load_adapter
+from ..lora import load_adapter, take_embeddings
 from ..nvfp4.config import NVFP4Config, auto_class_of
 from ..nvfp4.headers import require_finite
 from ..nvfp4.linear import has_nvfp4
@@ -106,8 +106,8 @@ def load_policy(
     if base_format == "bf16":
         require_format(base_model, "bf16", recorded_revision(settings, base_model), trust_remote_code)
     if recorded in ("nvfp4", "bf16") and base_format != recorded and not base_compared:
-        _compare_in_recorded_format(settings, base_model, recorded, device, allow_other_base, trust_remote_code)
-    model = _load_base(settings, base_model, base_format, dtype, device, allow_other_base, trust_remote_code)
+        _compare_as_recorded(adapter, settings, base_model, recorded, device, allow_other_base, trust_remote_code)
+    model = _load_base(adapter, settings, base_model, base_format, dtype, device, allow_other_base, trust_remote_code)
     if (adapter / "generation_config.json").is_file():  # with the tokens that ended the run's completions
         model.generation_config.eos_token_id = GenerationConfig.from_pretrained(adapter).eos_token_id
     revision = recorded_revision(settings, base_model)
@@ -132,33 +132,35 @@ def load_policy(
 
 
 def _load_base(
-    settings: RunSettings, base_model: str, base_format: str, dtype: str, device: str, allowed: bool, code: bool
+    adapter: Path, settings: RunSettings, base: str, form: str, dtype: str, device: str, allowed: bool, code: bool
 ) -> PreTrainedModel:
-    """The base at the run's revision, compared; `settings` learns of another one that is `allowed`. `code`: whether its own may run."""
-    found: dict[str, Any] = {"revision": recorded_revision(settings, base_model), "trust_remote_code": code}
+    """The base at the run's revision, with the tokens that `adapter` added, compared; `settings` learns of another one that is `allowed`.
+    `code`: whether its own may run."""
+    found: dict[str, Any] = {"revision": recorded_revision(settings, base), "trust_remote_code": code}
     hub = {"device_map": {"": device}, **found}
-    if base_format == "nvfp4":
+    if form == "nvfp4":
         config = NVFP4Config(
             scale_rule=settings.get("scale_rule", "rtn"),
             modules_to_not_convert=settings.get("modules_to_not_convert"),
             compute_dtype=dtype,
         )
-        model = from_pretrained(base_model, config, dtype=getattr(torch, dtype), **hub)
+        model = from_pretrained(base, config, dtype=getattr(torch, dtype), **hub)
     else:
-        begin(base_model)
-        kind = auto_class_of(AutoConfig.from_pretrained(base_model, **found))
-        model = kind.from_pretrained(base_model, dtype=dtype, **hub)
+        begin(base)
+        kind = auto_class_of(AutoConfig.from_pretrained(base, **found))
+        model = kind.from_pretrained(base, dtype=dtype, **hub)
         finish(model, revision=hub["revision"] or "main")
         forward.compare(model)
+    take_embeddings(model, adapter)
     # the unquantized base of a run on NVFP4 is another model, and has no recorded fingerprint
-    if base_format == settings.get("base_format"):
-        settings |= compared_base(settings, model, base_model, dtype, allowed)
-        settings |= _compared_config(settings, model, base_model, allowed)
+    if form == settings.get("base_format"):
+        settings |= compared_base(settings, model, base, dtype, allowed)
+        settings |= _compared_config(settings, model, base, allowed)
     return model
 
 
-def _compare_in_recorded_format(
-    settings: RunSettings, base_model: str, recorded: str, device: str, allowed: bool, code: bool
+def _compare_as_recorded(
+    adapter: Path, settings: RunSettings, base_model: str, recorded: str, device: str, allowed: bool, code: bool
 ) -> None:
     """Compare a base that will be used in another format than the run's: loaded for a moment in that one, where it can be."""
     if recorded == "bf16" and format_of(base_model, recorded_revision(settings, base_model), code) == "nvfp4":
@@ -167,7 +169,7 @@ def _compare_in_recorded_format(
             base_model,
         )
         return
-    _load_base(settings, base_model, recorded, settings.get("dtype") or "bfloat16", device, allowed, code)
+    _load_base(adapter, settings, base_model, recorded, settings.get("dtype") or "bfloat16", device, allowed, code)
 
 
 def check_served_base(
@@ -185,18 +187,15 @@ def check_served_base(
         `ValueError`: as [`load_policy`].
     """
     settings = recorded_settings(adapter)
-    revision = recorded_revision(settings, base_model)
-    base_format = settings.get("base_format")
-    if base_format in ("nvfp4", "bf16"):
-        dtype = settings.get("dtype") or "bfloat16"
-        _load_base(settings, base_model, base_format, dtype, device, allow_other_base, trust_remote_code)
+    if (recorded := settings.get("base_format")) in ("nvfp4", "bf16"):
+        _compare_as_recorded(adapter, settings, base_model, recorded, device, allow_other_base, trust_remote_code)
     else:
         logger.warning(
             "Nothing in %s says on which base it was trained, in a format that can be compared: %s is taken on trust.",
             adapter,
             base_model,
         )
-    return revision
+    return recorded_revision(settings, base_model)
 
 
 def recorded_revision(settings: RunSettings, base_model: str) -> str | None:
@@ -221,20 +220,13 @@ def compared_base(
         return {}
     if (now := base_identity.base_sha256(model)) in (then, None):
         return {}
-    commit = settings.get("base_revision")
-    trained_on = f"{settings.get('model', 'a base')}{f' at revision {commit[:12]}' if commit else ''}"
-    rounded = settings.get("dtype", dtype)
-    if not allowed and dtype != rounded:
-        raise ValueError(
-            f"{base_model} was loaded in {dtype}, and the run's base in {rounded}: rounded otherwise, its weights (fingerprint {now[:12]}, the run's "
-            f"{then[:12]}) say nothing of whether it is the one that the adapter was trained on, {trained_on}. Leave dtype (--dtype) away. To take this "
-            "one all the same: allow_other_base=True (--allow-other-base)."
-        )
     if not allowed:
+        commit, rounded = settings.get("base_revision"), settings.get("dtype", dtype)
+        trained_on = f"{settings.get('model', 'a base')}{f' at revision {commit[:12]}' if commit else ''}"
         raise ValueError(
-            f"{base_model} has other weights than the base that the adapter was trained on, {trained_on} (fingerprint {now[:12]}, the "
-            f"run's {then[:12]}): the same shapes, but another model. Name the run's own base: base_model=... (--base-model). To take "
-            "this one all the same: allow_other_base=True (--allow-other-base)."
+            f"{base_model} in {dtype} has other weights than the base that the adapter was trained on, {trained_on} in {rounded} (fingerprint "
+            f"{now[:12]}, the run's {then[:12]}). Name the run's own base: base_model=... (--base-model), without dtype (--dtype). To take this one "
+            "all the same: allow_other_base=True (--allow-other-base)."
         )
     line = f"base_sha256: trained on {then[:12]}, built on {now[:12]}"
     logger.warning("Building on another base than the run's, as allowed: %s.", line)

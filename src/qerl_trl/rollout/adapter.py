@@ -9,7 +9,7 @@ from peft.tuners.lora import LoraLayer
 from peft.utils import ModulesToSaveWrapper
 from torch import nn
 
-from ..lora import adapted_layers, changes_base
+from ..lora import adapted_layers, changes_base, stored_vocabulary
 from ..names import canonical_name
 from ..nvfp4.architectures import in_tower
 from ..nvfp4.layouts import pattern_of
@@ -72,6 +72,20 @@ def check_servable(model: nn.Module) -> None:
         raise ValueError(
             f"vLLM rollouts cannot carry this adapter: {'; '.join(problems)}. Use plain LoRA (rank, alpha, rsLoRA and linear "
             "target modules are free; norms may be in modules_to_save), or use_vllm=False."
+        )
+
+
+def check_vocabulary(model: nn.Module) -> None:
+    """Refuse a model whose embeddings were resized: an engine is built from the files that it was loaded from.
+
+    Raises:
+        `ValueError`: says both sizes.
+    """
+    resized, stored = cast(Any, model.config).get_text_config().vocab_size, stored_vocabulary(model)
+    if stored not in (None, resized):
+        raise ValueError(
+            f"The model has {resized} embeddings, and its checkpoint, which vLLM loads, has {stored}. Save the resized model and its "
+            "tokenizer (save_pretrained) and train it from there, or pass use_vllm=False."
         )
 
 

@@ -75,6 +75,7 @@ class QeRLVLLMGeneration(VLLMGeneration):
 
     def _init_vllm(self) -> None:
         adapter.check_sharding(self._dist.zero_stage, self._dist.fsdp_version)
+        adapter.check_vocabulary(self.model)
         self.trained = trained_part(self.model)
         self._vocabulary = self.model.config.get_text_config().vocab_size
         self.waits = placed_in_training(self.accelerator)

@@ -93,8 +93,7 @@ def measured_by(trainer: Any, task: Task, dataset: Dataset) -> dict[str, Any]:
     settings = run_settings(trainer)
     options = settings["options"]
     found: dict[str, Any] = {
-        name: settings.get(name)
-        for name in ("max_completion_length", "tokenizer_sha256", "tokenizer_content_sha256", "special_tokens")
+        name: settings.get(name) for name in ("max_completion_length", "tokenizer_content_sha256", "special_tokens")
     }
     found["chat_template_kwargs"] = options.get("chat_template_kwargs")
     if task.graded(dataset):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 #: not in what older versions recorded of how they measured
-_NEWER = {tokenizer_identity.WHOLE, tokenizer_identity.FORMER}
+_NEWER = {tokenizer_identity.WHOLE}
 
 
 def write_before(
@@ -86,9 +86,7 @@ def differing(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
 
 def way_of(measured_by: Mapping[str, Any]) -> dict[str, Any]:
     """What two measurements have to have in common: without what a grader holds, perhaps another one in every process."""
-    return {
-        name: value for name, value in measured_by.items() if name not in ("held_sha256", tokenizer_identity.FORMER)
-    }
+    return {name: value for name, value in measured_by.items() if name != "held_sha256"}
 
 
 def _others(content: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
