@@ -16,6 +16,7 @@ from tests.architectures import dense_model
 from tests.hub_server import TOKEN
 from tests.publish.test_hub import REPO, no_token_anywhere, server  # noqa: F401  (fixtures)
 from tests.test_trainer import PROMPTS, settings, spread_reward
+from tests.tiny_models import make_tiny_tokenizer
 
 
 def make_trainer(tiny_model_dir, tiny_tokenizer, tmp_path, trainer_class=QeRLGRPOTrainer, **kwargs):
@@ -146,7 +147,7 @@ def test_arguments_do_not_pickle_the_token(tmp_path):
 def test_what_cannot_be_merged_is_said_before_anything_is_trained(name, told, tmp_path, caplog):
     dense_model(name).save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
-    publishing.warn_of_exports(get_peft_model(model, LoraConfig(target_modules=["q_proj"])))
+    publishing.warn_of_exports(get_peft_model(model, LoraConfig(target_modules=["q_proj"])), make_tiny_tokenizer())
     assert ("in another form in memory than on disk" in caplog.text) == told
 
 

@@ -10,7 +10,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from qerl_trl import NVFP4Config, QeRLConfig, QeRLGRPOTrainer, QeRLRLOOConfig, QeRLRLOOTrainer, load_adapter
+from qerl_trl import NVFP4Config, QeRLConfig, QeRLGRPOTrainer, QeRLRLOOConfig, QeRLRLOOTrainer, Script, load_adapter
+from qerl_trl.memory.workload import workload_of_file
 
 PROMPTS = Dataset.from_dict({"prompt": [f"say {word}" for word in ("one", "two", "six", "ten")] * 4})
 IDS = torch.arange(5, 45)[None]
@@ -166,6 +167,19 @@ def test_a_home_folder_is_found(tiny_model_dir, tiny_tokenizer, tmp_path, monkey
     (tmp_path / "models/x").symlink_to(tiny_model_dir("qwen2"))
     trainer = trainer_of("~/models/x", tmp_path / "run", tiny_tokenizer)
     assert trainer.model.config._name_or_path == str(tmp_path / "models/x")
+
+
+@pytest.mark.parametrize("base_format", ["nvfp4", "full"])
+def test_a_home_folder_in_a_recipe_is_found(base_format, tiny_model_dir, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "x").symlink_to(tiny_model_dir("qwen2"))
+    recipe = tmp_path / "run.yaml"
+    recipe.write_text(
+        f"model_name_or_path: ~/x\noutput_dir: ~/run\nbase_format: {base_format}\nreport_to: none\nuse_cpu: true\nbf16: false\n"
+    )
+    assert workload_of_file(recipe, 100)[0] == str(tmp_path / "x")
+    script = Script.parse(argv=["--config", str(recipe), "--task", "letters"])
+    assert script.model_args.model_name_or_path == str(tmp_path / "x")
 
 
 @pytest.mark.parametrize("name", ["{}", "~/adapter"])

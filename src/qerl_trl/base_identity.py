@@ -13,13 +13,18 @@ How these weights are computed with is recorded beside it, as it stands in the m
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
+from peft import PeftConfig, PeftModel
+from peft.utils import SAFETENSORS_WEIGHTS_NAME
+from safetensors import safe_open
 from torch import nn
 from transformers import PretrainedConfig
 
@@ -103,6 +108,40 @@ def shared_base_sha256(model: nn.Module, each: bool = True) -> str | None:
 def base_revision(model: nn.Module) -> str | None:
     """The Hub's commit that the base was loaded from; `None` for a folder."""
     return commit_of(cast(PretrainedConfig, model.config))
+
+
+def stored_vocabulary(model: Any) -> int | None:
+    """How many embeddings the checkpoint has that a model was loaded from; `None` where it is not at hand."""
+    try:
+        config = type(model.config).from_pretrained(model.config.name_or_path, revision=base_revision(model))
+    except OSError:
+        return None
+    return cast(int, config.get_text_config().vocab_size)
+
+
+def take_embeddings(model: Any, folder: str | os.PathLike) -> bool:
+    """Give a base the embeddings that an adapter's file has where tokens were added: resized, with its rows. Whether it has any."""
+    if not (file := Path(folder, SAFETENSORS_WEIGHTS_NAME)).is_file():
+        return False
+    # a trained copy is there under the name of the base's own
+    mark = ".original_module." if PeftConfig.from_pretrained(str(folder)).modules_to_save else ""
+    base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    modules = (base.get_input_embeddings(), base.get_output_embeddings())
+    names = {f"{name}.weight" for name, module in base.named_modules() if module in modules}
+    with safe_open(file, framework="pt") as stored:
+        keys = {canonical_name(key): key for key in stored.keys() if mark in key and not is_trained(key)}  # noqa: SIM118
+        rows = {name: stored.get_tensor(keys[name]) for name in names & keys.keys()}
+    now: tuple[int, ...] = tuple(modules[0].weight.shape)
+    then: tuple[int, ...] = next((tuple(tensor.shape) for tensor in rows.values()), ())
+    if now[1:] != then[1:]:
+        return False
+    if now != then:
+        base.resize_token_embeddings(then[0], mean_resizing=False)
+    with torch.no_grad():
+        for name, parameter in base.named_parameters(remove_duplicate=False):
+            if not is_trained(name) and canonical_name(name) in rows:
+                parameter.copy_(rows[canonical_name(name)])
+    return True
 
 
 def base_config(model: nn.Module) -> dict[str, Any]:

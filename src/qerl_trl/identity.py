@@ -44,13 +44,7 @@ _NOT_SETTINGS = {
     "dataset_columns",
 }
 #: not in the records of older versions
-_NEWER = {
-    "base_config",
-    "tokenizer_content_sha256",
-    "rollouts",
-    "rollouts_sha256",
-    "special_tokens",
-}
+_NEWER = {"base_config", "tokenizer_content_sha256", "rollouts", "rollouts_sha256", "special_tokens"}
 #: not in the options of records that have no `special_tokens`
 _NEWER_OPTIONS = {"off_policy_mask_threshold", "cache_implementation", "vllm_engine_kwargs"}
 #: how a rollout and a step are cut into backward passes: free to differ where neither gets another size

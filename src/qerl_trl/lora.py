@@ -16,7 +16,7 @@ import math
 import os
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from huggingface_hub import hf_hub_download
@@ -24,20 +24,14 @@ from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
 from peft import LoraConfig, PeftConfig, PeftModel
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import Linear as LoraLinear
-from peft.utils import (
-    SAFETENSORS_WEIGHTS_NAME,
-    ModulesToSaveWrapper,
-    TrainableTokensWrapper,
-    get_peft_model_state_dict,
-)
+from peft.utils import SAFETENSORS_WEIGHTS_NAME, ModulesToSaveWrapper, TrainableTokensWrapper, get_peft_model_state_dict
 from safetensors import safe_open
 from torch import nn
 from transformers import PretrainedConfig
 
 from . import checkpoint
-from .base_identity import base_revision, base_sha256, is_trained
+from .base_identity import base_sha256, take_embeddings
 from .folders import hub_commit
-from .names import canonical_name
 from .nvfp4.architectures import ATTENTION, has_experts, unadapted_by_default
 from .nvfp4.headers import require_finite
 from .nvfp4.layouts import pattern_of
@@ -96,6 +90,7 @@ def settle_model_config(model_config: Any, said: Collection[str], base_format: s
     Args:
         said: names that a recipe or a command line gives.
     """
+    model_config.model_name_or_path = os.path.expanduser(model_config.model_name_or_path or "") or None
     if base_format == "full":
         return
     if model_config.lora_r is None or model_config.lora_r < 1:
@@ -242,31 +237,6 @@ def load_adapter(
     return loaded
 
 
-def take_embeddings(model: Any, folder: str | os.PathLike) -> bool:
-    """Give a base the embeddings that an adapter's file has where tokens were added: resized, with its rows. Whether it has any."""
-    if not (file := Path(folder, SAFETENSORS_WEIGHTS_NAME)).is_file():
-        return False
-    trained = PeftConfig.from_pretrained(str(folder)).modules_to_save  # under the base's name, next to the base's own
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
-    modules = (base.get_input_embeddings(), base.get_output_embeddings())
-    names = {f"{name}.weight" for name, module in base.named_modules() if module in modules}
-    with safe_open(file, framework="pt") as stored:
-        keys = [
-            key for key in sorted(stored.keys()) if not is_trained(key) and (not trained or ".original_module." in key)
-        ]
-        rows = {name: stored.get_tensor(key) for key in keys if (name := canonical_name(key)) in names}
-    now, then = modules[0].weight.shape, next(iter(rows.values())).shape if rows else ()
-    if now[1:] != then[1:]:
-        return False
-    if now != then:
-        base.resize_token_embeddings(then[0], mean_resizing=False)
-    with torch.no_grad():
-        for name, parameter in base.named_parameters(remove_duplicate=False):
-            if not is_trained(name) and canonical_name(name) in rows:
-                parameter.copy_(rows[canonical_name(name)])
-    return True
-
-
 def _folder_of(adapter: str, hub: dict[str, Any]) -> Path | None:
     """Where an adapter's files are: its folder, or that of the Hub's cache with those that were asked for; `None` where the Hub has no manifest of it."""
     if os.path.isdir(adapter):
@@ -390,31 +360,6 @@ def warn_of_low_precision(model: nn.Module) -> None:
             trainable[low[0]].dtype,
             low[0],
         )
-
-
-def stored_vocabulary(model: Any) -> int | None:
-    """How many embeddings the checkpoint has that a model was loaded from; `None` where it is not at hand."""
-    try:
-        config = type(model.config).from_pretrained(model.config.name_or_path, revision=base_revision(model))
-    except OSError:
-        return None
-    return cast(int, config.get_text_config().vocab_size)
-
-
-def warn_of_tokens(model: Any, processing_class: Any) -> None:
-    """Warn of tokens that the model has no embedding for, and of embeddings that stock PEFT does not find by itself."""
-    tokens = len(getattr(processing_class, "tokenizer", processing_class))
-    rows, stored = model.config.get_text_config().vocab_size, stored_vocabulary(model)
-    if tokens > rows:
-        what = "a text with one of the others ends in an error"
-    elif stored is not None and rows not in (stored, tokens):
-        what = "AutoPeftModel, which resizes to the tokenizer, cannot load the adapter (qerl_trl.load_adapter can)"
-    else:
-        return
-    logger.warning(
-        "The tokenizer has %d tokens, the model %d embeddings: %s. Call model.resize_token_embeddings(%d) before training.",
-        *(tokens, rows, what, tokens),
-    )
 
 
 def warn_of_dropout(model: nn.Module) -> None:

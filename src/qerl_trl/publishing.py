@@ -13,7 +13,7 @@ from peft import PeftModel
 from torch import nn
 from transformers.trainer_utils import HubStrategy, SaveStrategy, TrainOutput
 
-from . import redaction
+from . import redaction, tokenizer_identity
 from .processes import together
 from .sampling import save_generation_config
 from .upstream import OnlineTrainer
@@ -43,7 +43,7 @@ def _refuse_upload(*args: Any, **kwargs: Any) -> None:
     )
 
 
-def warn_of_exports(model: nn.Module) -> None:
+def warn_of_exports(model: nn.Module, processing_class: Any) -> None:
     """Plan the export of a merged model now, tensor by tensor, without computing or writing any: what this model's form does not allow is said
     before anything is trained, with the reason that the export would give at the end."""
     from .publish.merge import entries_of
@@ -51,6 +51,7 @@ def warn_of_exports(model: nn.Module) -> None:
 
     if not isinstance(model, PeftModel):
         return
+    tokenizer_identity.warn_of_tokens(model, processing_class)
     try:
         entries_of(TrainedPolicy(model, None, {}), with_adapter=True)
     except (ValueError, RuntimeError) as error:

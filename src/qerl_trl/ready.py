@@ -96,8 +96,10 @@ def name_base(model: PeftModel) -> None:
 
 def _are_same(model: PeftModel, named: str, found: str) -> bool | None:
     """Whether the base that an adapter names has the weights of the model that it lies on; `None` where that cannot be told here."""
-    if not os.path.isdir(named) or os.path.realpath(named) == os.path.realpath(found):
-        return os.path.isdir(named) or None
+    if not os.path.isdir(named):
+        return None
+    if os.path.realpath(named) == os.path.realpath(found):
+        return True
     recorded = checkpoint.recorded_run(named)
     then = recorded.get("settings", recorded).get("base_sha256") if recorded.get("kind") == "nvfp4_base" else None
     if then is not None and then == base_sha256(model):  # whatever it was loaded from
@@ -111,10 +113,7 @@ def _have_same_tensors(one: Path, other: Path) -> bool | None:
         tensors = [read_folder(folder) for folder in (one, other)]
         same = set(tensors[0]) == set(tensors[1])
         for name in sorted(set(tensors[0]) & set(tensors[1])):
-            values = []
-            for infos in tensors:
-                with safe_open(infos[name].file, framework="pt") as file:
-                    values.append(file.get_tensor(name))
+            values = [safe_open(infos[name].file, framework="pt").get_tensor(name) for infos in tensors]
             if values[0].dtype != values[1].dtype:
                 same = False
             elif not torch.equal(*values):

@@ -19,7 +19,7 @@ from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import SaveStrategy, TrainOutput
 
 from . import checkpoint, disk, forward, guards, loading, lora, reference, run_folder, unchanged
-from .base_identity import base_sha256
+from .base_identity import base_sha256, take_embeddings
 from .ended import ended_by_signal, goes_on, told_of_exits
 from .identity import AT_BUILD, RunSettings, run_settings, undo_edits
 from .in_step import InStepMixin, require_random_states, settled_together
@@ -73,19 +73,14 @@ class SavingMixin(InStepMixin, PublishingMixin):
         return {name: value for name in ("optimizer", "lr_scheduler") if (value := getattr(self, name)) is not None}
 
     def to_resume(self) -> str | None:
-        """What `train(resume_from_checkpoint=...)` should be given to go on with this run: what the arguments name, else the newest whole
-        checkpoint in `output_dir`; `None` for a fresh start.
-
-        Raises:
-            `ValueError`: `output_dir` or that checkpoint belongs to a run with other settings.
-        """
-        named = self.args.resume_from_checkpoint or run_folder.resumable(self._output_dir())
-        return self._settled(named)
+        """The checkpoint to resume from: what the arguments name, else the newest whole one in `output_dir`; `None` for a fresh start. Raises
+        `ValueError` if it belongs to a run with other settings."""
+        return self._settled(self.args.resume_from_checkpoint or run_folder.resumable(self._output_dir()))
 
     def _settled(self, resume_from_checkpoint: str | bool | None) -> str | None:
         resume = run_folder.to_resume(resume_from_checkpoint, self._output_dir())
         model = self.accelerator.unwrap_model(self.model)
-        if resume is not None and not self.is_fsdp_enabled and lora.take_embeddings(model, resume):
+        if resume is not None and not self.is_fsdp_enabled and take_embeddings(model, resume):
             self.base_sha256 = base_sha256(model)
         allowed = self.args.allow_other_settings
         self._changed = tuple(run_folder.settle(self._output_dir(), resume, run_settings(self), allowed))

@@ -68,6 +68,24 @@ def recorded_of_written(tokenizer: Any, run: Mapping[str, Any]) -> dict[str, str
     return found
 
 
+def warn_of_tokens(model: Any, processing_class: Any) -> None:
+    """Warn of tokens that the model has no embedding for, and of embeddings that stock PEFT does not find by itself."""
+    from .base_identity import stored_vocabulary  # it loads torch, too
+
+    tokens = len(getattr(processing_class, "tokenizer", processing_class))
+    rows, stored = model.config.get_text_config().vocab_size, stored_vocabulary(model)
+    if tokens > rows:
+        what = "a text with one of the others ends in an error"
+    elif stored is not None and rows not in (stored, tokens):
+        what = "AutoPeftModel, which resizes to the tokenizer, cannot load the adapter (qerl_trl.load_adapter can)"
+    else:
+        return
+    logger.warning(
+        "The tokenizer has %d tokens, the model %d embeddings: %s. Call model.resize_token_embeddings(%d) before training.",
+        *(tokens, rows, what, tokens),
+    )
+
+
 def _content(tokenizer: Any, named: set[str]) -> list[Any]:
     """Vocabulary and merges by their text as it is written, since of 150,000 tokens it takes most of a second to read it; all else by its meaning."""
     backend = getattr(tokenizer, "backend_tokenizer", None)

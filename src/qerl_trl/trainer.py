@@ -22,10 +22,8 @@
 | `log` | feeds the signal monitor; adds the peak of memory and the seconds of each phase (`timing.py`) |
 | `push_to_hub`, `create_model_card`, `init_hf_repo`, `_finalize_training` | [`PublishingMixin`]: private, whole or not at all, with our card; no way past it |
 
-What concerns checkpoints is in [`SavingMixin`], new there is `to_resume`; `save_adapter`, `save_merged` and `save_base` are new too.
-
-`VLLMGeneration` has no factory hook, so its module-level name in TRL's trainer module is rebound for the duration of
-`super().__init__` (the only rebind in this package; `tests/test_contracts.py` fails with a clear message if TRL moves it).
+New: `to_resume` ([`SavingMixin`]), `save_adapter`, `save_merged` and `save_base`. `VLLMGeneration` has no factory hook, so its name in TRL's trainer
+module is rebound during `super().__init__` (the only rebind in this package; `tests/test_contracts.py` fails if TRL moves it).
 """
 
 import sys
@@ -46,7 +44,7 @@ from .arguments import by_name, with_reward_models
 from .base import adapter_config, model_init, source_of
 from .config import QeRLArguments, QeRLConfig, QeRLRLOOConfig
 from .garbage import rarely, stepping
-from .lora import changes_base, check_adapter, prepare_trainable, warn_of_dropout, warn_of_low_precision, warn_of_tokens
+from .lora import changes_base, check_adapter, prepare_trainable, warn_of_dropout, warn_of_low_precision
 from .memory import shortage
 from .memory.of_trainer import plan_trainer
 from .memory.plan import MemoryPlan
@@ -142,11 +140,10 @@ class QeRLMixin(SavingMixin, PackingMixin, ShardingMixin):
         if is_peft_model(trained):
             check_adapter(trained)
             self.base_sha256 = None if changes_base(trained) else self.base_sha256
-            warn_of_tokens(trained, self.processing_class)
         else:
             warn_of_low_precision(trained)
         warn_of_dropout(trained)
-        warn_of_exports(trained)
+        warn_of_exports(trained, self.processing_class)
         self._monitor = SignalMonitor(args.zero_advantage_patience)
         self._mismatch = mismatch.MismatchWatch(args.rollout_mismatch_threshold)
         self._passes = OnePass(self)

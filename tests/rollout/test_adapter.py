@@ -5,8 +5,16 @@ import re
 import pytest
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from transformers import AutoModelForCausalLM
 
-from qerl_trl.rollout.adapter import active_adapter, adapter_buffers, check_servable, check_sharding, rollout_layers
+from qerl_trl.rollout.adapter import (
+    active_adapter,
+    adapter_buffers,
+    check_servable,
+    check_sharding,
+    check_vocabulary,
+    rollout_layers,
+)
 from tests.tiny_models import make_tiny_model
 
 
@@ -44,6 +52,24 @@ def test_sharding_that_hides_the_adapter_is_refused(zero_stage, fsdp_version, na
         check_sharding(zero_stage, fsdp_version)
     check_sharding(2, None)
     check_sharding(0, 2)
+
+
+@pytest.mark.parametrize("rows", [304, 321, 358])
+def test_resized_embeddings_that_no_engine_would_have_are_refused(rows, tiny_model_dir):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir("qwen2"))
+    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+    check_vocabulary(adapted)
+    model.resize_token_embeddings(rows)
+    with pytest.raises(ValueError, match=f"{rows} embeddings, and its checkpoint, which vLLM loads, has 320") as said:
+        check_vocabulary(adapted)
+    assert len(str(said.value)) <= 200
+
+
+@pytest.mark.parametrize("name", ["", "/gone/folder", "someone/model", "of a shape/that/no id has"])
+def test_a_checkpoint_that_is_not_at_hand_refuses_nothing(name):
+    model = make_tiny_model("qwen2")
+    model.config.name_or_path = name
+    check_vocabulary(model)
 
 
 def test_an_adapter_on_a_tower_is_refused_before_an_engine_is_built():

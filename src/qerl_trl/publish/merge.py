@@ -200,10 +200,10 @@ def _layer_entries(
             yield Entry(f"{name}.{leaf}", tuple(tensor.shape), tensor.dtype, partial(_same, tensor))
         return
     if isinstance(module, TrainableTokensWrapper):
-        rows, leaf = module.token_adapter, rest.removeprefix("token_adapter.base_layer.")
-        if leaf == "weight" and rows.tied_adapter is None:  # a tied head is written once, as the embedding
+        rows = module.token_adapter
+        if rest == "token_adapter.base_layer.weight" and rows.tied_adapter is None:  # a tied head is the embedding
             value = partial(rows.get_merged_weights, module.active_adapters if with_adapter else [])
-            yield Entry(f"{name}.{leaf}", tuple(tensor.shape), tensor.dtype, value)
+            yield Entry(f"{name}.weight", tuple(tensor.shape), tensor.dtype, value)
         return
     lora = module if isinstance(module, LoraLinear) else None
     rest = rest.removeprefix("base_layer.") if lora is not None else rest

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrained
 from .. import base_identity, checkpoint, forward, identity
 from ..identity import RunSettings
 from ..loading import begin, finish, from_pretrained, load_config
-from ..lora import load_adapter, take_embeddings
+from ..lora import load_adapter
 from ..nvfp4.config import NVFP4Config, auto_class_of
 from ..nvfp4.headers import require_finite
 from ..nvfp4.linear import has_nvfp4
@@ -151,7 +151,7 @@ def _load_base(
         model = kind.from_pretrained(base, dtype=dtype, **hub)
         finish(model, revision=hub["revision"] or "main")
         forward.compare(model)
-    take_embeddings(model, adapter)
+    base_identity.take_embeddings(model, adapter)
     # the unquantized base of a run on NVFP4 is another model, and has no recorded fingerprint
     if form == settings.get("base_format"):
         settings |= compared_base(settings, model, base, dtype, allowed)

@@ -9,7 +9,8 @@ from peft.tuners.lora import LoraLayer
 from peft.utils import ModulesToSaveWrapper
 from torch import nn
 
-from ..lora import adapted_layers, changes_base, stored_vocabulary
+from ..base_identity import stored_vocabulary
+from ..lora import adapted_layers, changes_base
 from ..names import canonical_name
 from ..nvfp4.architectures import in_tower
 from ..nvfp4.layouts import pattern_of

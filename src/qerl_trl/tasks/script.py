@@ -133,7 +133,6 @@ class Script:
         model = named.model_name_or_path
         if model is None:
             raise ValueError("No model is named: --model_name_or_path, or model_name_or_path in the recipe.")
-        model = os.path.expanduser(model)
         folder = next((place for place in (Path(model), examples_folder().parent / model) if place.is_dir()), None)
         if folder is not None:  # from any working directory, also when the run is merged or measured later
             model = str(folder.resolve())
