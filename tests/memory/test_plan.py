@@ -333,11 +333,11 @@ def test_a_trainer_plans_with_its_own_data_and_counts_its_own_model(make_trainer
     assert made.work == Workload(
         batch=4, prompt_length=23, completion_length=6, completions=8, accumulation=2, lora_rank=4, dtype_bytes=4,
         gradient_checkpointing=None, generations=4, fused=True,
-    )  # fmt: skip
+    ).on_a_cpu()  # fmt: skip
     counted = model_bytes(trainer.model)
     sizes = {part.name: part.update for part in made.parts}
     assert sizes["frozen base, nvfp4"] == counted.base and sizes["adapter, rank 4"] == counted.trained
-    assert made.gpu is None and made.max_model_len == 64
+    assert made.gpu == Gpu.of_machine() and made.max_model_len == 64
     assert "planned peak" in banner(trainer) and "4 per prompt" in banner(trainer)
     assert "\n  kernels" not in banner(trainer), "on a CPU there are none"
     monkeypatch.setattr(
@@ -364,6 +364,30 @@ def test_a_run_that_will_not_fit_is_warned_of_and_one_with_an_engine_is_stopped(
     trainer.memory_plan = plan(10)
     with pytest.raises(RuntimeError, match="It fits with vllm_enable_sleep_mode: true"):
         colocated.memory_arguments(engine)
+
+
+def test_a_run_beyond_the_machines_memory_is_refused_on_a_cpu(make_trainer, monkeypatch):
+    machine = Gpu.of_machine(0.5)
+    monkeypatch.setattr(Gpu, "of_machine", lambda: machine)
+    with pytest.raises(
+        RuntimeError, match=r"memory, GiB.*(?s:.*)It does not fit into 0\.5 GiB.*machine with more memory"
+    ):
+        make_trainer(["a", "b"])
+
+
+@pytest.mark.parametrize("space", [None, "3"])
+def test_an_engine_on_a_cpu_takes_the_planned_cache(monkeypatch, space):
+    """vLLM's own is nine tenths of the machine. What its variable says is what it takes, and what is planned."""
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    if space:
+        monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", space)
+    work = dataclasses.replace(WORK, dtype_bytes=4).on_a_cpu()
+    made = plan_run(SHAPE, work, Gpu.of_machine(400))
+    blocks = work.completions * -(-work.length // 128) + 1
+    whole = 2 * 4 * SHAPE.kv_width * SHAPE.layers * blocks * 128
+    assert made.kv_bytes == (3 * GIB if space else whole)
+    assert made.engine_arguments()["kv_cache_memory_bytes"] == made.kv_bytes
+    assert made.engine_arguments()["max_num_batched_tokens"] == MAX_BATCHED_TOKENS
 
 
 def test_a_plan_is_data(make_trainer):

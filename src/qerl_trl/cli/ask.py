@@ -39,7 +39,10 @@ def plan(
     ] = None,
     gpu_gib: Annotated[float | None, typer.Option(help="Memory of one GPU, in GiB.", show_default="80")] = None,
     card: Annotated[
-        str | None, typer.Option(help="A GPU by name instead, such as 'RTX 4090', A10G, L40S or H100.")
+        str | None,
+        typer.Option(
+            help="A GPU by name instead, such as 'RTX 4090', A10G, L40S or H100; cpu: this machine without one."
+        ),
     ] = None,
     gpus: Annotated[
         int,
@@ -96,7 +99,7 @@ def plan(
         )
     if gpu_gib is not None and not 0 < gpu_gib < math.inf:
         raise ValueError(f"--gpu-gib {gpu_gib:g} is no memory of a GPU. Give it in GiB, such as 24.")
-    one_gpu = Gpu.of_gib(gpu_gib or 80.0) if card is None else gpu_of_card(card)
+    one_gpu = Gpu.of_gib(gpu_gib or 80.0) if card in (None, "cpu") else gpu_of_card(card)
     for name, value, known in (
         ("--optimizer", optimizer, [str(name.value) for name in OptimizerNames]),
         ("--base-format", base_format, list(BASE_FORMATS)),
@@ -157,6 +160,9 @@ def plan(
             "The experts of this model are not quantized yet, and a run refuses it unless it leaves them dense: "
             "modules_to_not_convert: [experts] in its recipe (--modules_to_not_convert experts). So they are planned."
         )
+    work = work.on_a_cpu() if card == "cpu" else work
+    if work.cpu and card in (None, "cpu"):
+        one_gpu = Gpu.of_machine(gpu_gib)
     made = plan_run(shape, work, one_gpu)
     cards, advice = by_card(shape, work), micro_batches.advice(shape, made)
     content = {

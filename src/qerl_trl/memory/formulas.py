@@ -50,11 +50,21 @@ KEPT_SLACK = 0.06
 #: float32 copies of the logits that vLLM's sampler makes (logits, log-probabilities, random numbers)
 SAMPLER_COPIES = 3
 
+# The same on a CPU, as resident memory, without the pages of a checkpoint's file that the system can drop (docs/source/memory.md)
+#: Python, torch, transformers, TRL and their libraries in a process that trains
+CPU_PROCESS_BYTES = 760_000_000
+#: what glibc keeps beyond what is allocated, as a share of the memory that comes and goes
+CPU_SLACK = 0.5
+#: float32 copies of a tile that TRL's head makes in plain torch (`_backward_tile`)
+CPU_TILE_COPIES = 8
+#: what vLLM's CPU engine adds, beside its KV cache
+CPU_ENGINE_BYTES = 600_000_000
+
 # What upstream code does
 #: tokens and vocabulary entries of one tile of TRL's output head (trl.kernels.chunked_logprob, TRL 1.16)
 HEAD_TILE = (4096, 32768)
 #: tokens of a block of vLLM's KV cache
-KV_BLOCK = 16
+KV_BLOCK, CPU_KV_BLOCK = 16, 128
 #: float32 numbers that an optimizer keeps per trained parameter, by the family in its name (transformers' `OptimizerNames`)
 _OPTIMIZER_MOMENTS = {
     "ademamix": 3,
@@ -258,7 +268,7 @@ def engine_fixed_bytes(shape: Shape, work: Workload) -> int:
         adapter += aligned_scale_bytes(shape, work.tensor_parallel)
     most = min(2 * work.completions, 512)
     sizes = 3 + min(most, 256) // 8 + max(0, most - 256) // 16 if work.graphs else 0
-    return adapter + sizes * shape.layers * GRAPH_BYTES + ENGINE_BYTES
+    return adapter + sizes * shape.layers * GRAPH_BYTES + (CPU_ENGINE_BYTES if work.cpu else ENGINE_BYTES)
 
 
 # --- an update ----------------------------------------------------------------------------------------------------------------------
@@ -324,6 +334,8 @@ def head_bytes(shape: Shape, work: Workload) -> int:
     tokens, columns = HEAD_TILE
     completion = work.batch * work.completion_length
     tile = 2 * min(tokens, completion) * min(columns, shape.vocabulary)
+    if work.cpu:  # and the tile's part of the weight in float32, twice
+        tile = (work.dtype_bytes + 4 * CPU_TILE_COPIES) * tile // 2 + 8 * shape.hidden * min(columns, shape.vocabulary)
     return tile + 8 * shape.hidden * completion + 4 * shape.hidden * work.tokens
 
 
@@ -408,8 +420,9 @@ def engine_kv_bytes(shape: Shape, work: Workload, sequences: int) -> int:
             width, shape.attending, work.length, work.tensor_parallel, work.kv_dtype_bytes
         )
         return block * (sequences * each + 1)
-    blocks = sequences * -(-work.length // KV_BLOCK) + 1
-    return 2 * work.kv_dtype_bytes * width * shape.layers * blocks * KV_BLOCK
+    block = CPU_KV_BLOCK if work.cpu else KV_BLOCK
+    blocks = sequences * -(-work.length // block) + 1
+    return 2 * work.kv_dtype_bytes * width * shape.layers * blocks * block
 
 
 def transformers_rollout_bytes(shape: Shape, work: Workload) -> int:

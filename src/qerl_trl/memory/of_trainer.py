@@ -26,10 +26,11 @@ def plan_trainer(trainer: Any, gpu: Gpu | None = None) -> MemoryPlan:
     """The plan of a trainer's process, made at its first call and kept as `trainer.memory_plan`.
 
     Args:
-        gpu: in place of the trainer's own, as it is now; a trainer on a CPU has none.
+        gpu: in place of the trainer's own, as it is now; of a trainer on a CPU, the machine's memory.
 
     Raises:
         `ValueError`: prompts that cannot fit; see `run_lengths`.
+        `RuntimeError`: a run on a CPU takes more than the machine's memory.
     """
     from ..update import how  # the compiler takes a second to import
 
@@ -49,12 +50,14 @@ def plan_trainer(trainer: Any, gpu: Gpu | None = None) -> MemoryPlan:
         )
         if trainer.is_fsdp_enabled:  # it will shard what the engine would share
             work = work.under_fsdp()
+        device = trainer.accelerator.device
+        if gpu is None and device.type == "cpu":
+            gpu, work = Gpu.of_machine(), work.on_a_cpu()
         work = dataclasses.replace(work, **how.computes(trainer))
         if getattr(trainer, "aux_loss_enabled", False):  # experts' load is counted, of each completion's own prompt too
             work = dataclasses.replace(work, generations=1)
         if trainer.is_deepspeed_enabled:
             work = work.under_zero2()
-        device = trainer.accelerator.device
         if gpu is None and device.type == "cuda":
             gpu = Gpu.current(device)
         if gpu is not None and gpu.free is not None:
@@ -64,7 +67,9 @@ def plan_trainer(trainer: Any, gpu: Gpu | None = None) -> MemoryPlan:
             preflight.tell(preflight.delta_nets())
         made = plan_run(shape, work, gpu, model_bytes(model), args.vllm_max_model_length or lengths.engine)
         trainer.memory_plan = made
-        if gpu is not None and trainer.accelerator.is_main_process and (work.colocated or not made.fits):
+        if work.cpu:
+            made.check()
+        elif gpu is not None and trainer.accelerator.is_main_process and (work.colocated or not made.fits):
             logger.warning("%s\n%s", made.table(), made.verdict())
     return made
 

@@ -11,6 +11,7 @@ where less than two sequences would fit, and then with the settings that would m
 import dataclasses
 import itertools
 import logging
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -42,6 +43,12 @@ class Gpu:
     @classmethod
     def of_gib(cls, gib: float) -> "Gpu":
         return cls(round(gib * GIB))
+
+    @classmethod
+    def of_machine(cls, gib: float | None = None) -> "Gpu":
+        """In place of a GPU, this machine's memory (or `gib`) for each of its processes that train on the CPU."""
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if gib is None else round(gib * GIB)
+        return cls(total // int(os.environ.get("LOCAL_WORLD_SIZE", "1")), formulas.CPU_PROCESS_BYTES)
 
     @classmethod
     def current(cls, device: torch.device) -> "Gpu":
@@ -145,7 +152,7 @@ class MemoryPlan:
     def table(self) -> str:
         """The parts, in GiB, in an update and in a rollout."""
         width = max(len(part.name) for part in self.parts)
-        rows = [("GPU memory, GiB", "update", "rollout")]
+        rows = [("memory, GiB" if self.work.cpu else "GPU memory, GiB", "update", "rollout")]
         rows += [
             (part.name, _gib(part.update), _gib(part.rollout)) for part in self.parts if part.update or part.rollout
         ]
@@ -168,8 +175,9 @@ class MemoryPlan:
         )
         if proposal:
             return f"{text} It fits with {proposal}."
+        larger = "a machine with more memory" if self.work.cpu else "a larger GPU"
         least = f" The most frugal settings take {self.least / GIB:.1f} GiB." if self.least else ""
-        return f"{text} No setting was found that helps: use a larger GPU, a smaller model, or shorter prompts.{least}"
+        return f"{text} No setting was found that helps: use {larger}, a smaller model, or shorter prompts.{least}"
 
 
 def _waves(count: int | None) -> str:
@@ -280,7 +288,7 @@ def _add_up(
     between = (
         work.batch * work.accumulation > work.completions // work.tensor_parallel
     )  # a rollout in the middle of an update
-    slack = 1 + formulas.ALLOCATOR_SLACK
+    slack = 1 + (formulas.CPU_SLACK if work.cpu else formulas.ALLOCATOR_SLACK)
     optimizer = formulas.optimizer_bytes(work.optimizer, model)
     copy = fixed = transient = 0
     if work.colocated:
@@ -288,19 +296,23 @@ def _add_up(
         transient = formulas.engine_rollout_bytes(shape, work)
     elif work.rollout == "transformers":
         transient = formulas.transformers_rollout_bytes(shape, work)
-    activations = slack * formulas.update_bytes(shape, work) + formulas.KEPT_SLACK * formulas.kept_bytes(shape, work)
+    activations = slack * formulas.update_bytes(shape, work) + (
+        not work.cpu
+    ) * formulas.KEPT_SLACK * formulas.kept_bytes(shape, work)
     name = f"activations of {f'{work.tokens} packed' if work.packed else f'{work.batch} x {work.length}'} tokens"
     if work.kept_layers:
         name += f", {work.kept_layers} of {shape.layers} layers not recomputed"
     if shape.delta_nets is not None and not work.delta_kernels:
         name += ", without flash-linear-attention"
     trained = "trained weights" if work.base_format == "full" else f"adapter, rank {work.lora_rank}"
-    context = formulas.CONTEXT_BYTES + (formulas.NCCL_BYTES if work.processes > 1 else 0)  # which may be yet to come
+    context = (formulas.CPU_PROCESS_BYTES if work.cpu else formulas.CONTEXT_BYTES) + (
+        formulas.NCCL_BYTES if work.processes > 1 else 0
+    )  # which may be yet to come
     context += formulas.DEEPSPEED_BYTES if work.deepspeed else 0
     outside = max(gpu.outside, context) if gpu else context
     rollout = round(slack * transient)
     parts = [
-        Part("CUDA and whatever else is on the GPU", outside, outside),
+        Part("Python and its libraries" if work.cpu else "CUDA and whatever else is on the GPU", outside, outside),
         Part(f"frozen base, {work.base_format}", model.base, model.base),
         Part(trained, model.trained, model.trained),
         Part(f"optimizer, {work.optimizer}", optimizer, optimizer),

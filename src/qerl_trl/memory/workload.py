@@ -39,7 +39,7 @@ class Workload:
     do not, of which a plan makes as many as fit. `dtype_bytes`: of what is not quantized. `batched_tokens`: that one engine step may process; None: `MAX_BATCHED_TOKENS`, of which a plan
     makes one of `LARGER_STEPS` if it fits. `kv_limit` (bytes) and `utilization` (of the GPU) replace what
     would be planned for the KV cache. `sharded`: the processes share the trainer's weights out between them (FSDP 2). `deepspeed`: they run under
-    DeepSpeed (ZeRO-2).
+    DeepSpeed (ZeRO-2). `cpu`: there is no GPU, see `on_a_cpu`.
     """
 
     batch: int = 8
@@ -73,6 +73,7 @@ class Workload:
     kv_dtype_bytes: int = 2
     kv_limit: int | None = None
     utilization: float | None = None
+    cpu: bool = False
 
     @property
     def length(self) -> int:
@@ -132,6 +133,21 @@ class Workload:
     def under_zero2(self) -> "Workload":
         """The same with the optimizer shared out by DeepSpeed, under which all layers recompute too unless it is said how many."""
         return dataclasses.replace(self, deepspeed=True, gradient_checkpointing=self._said_or_all)
+
+    def on_a_cpu(self) -> "Workload":
+        """The same without a GPU, where all layers recompute too, and vLLM keeps keys and values in the model's own type."""
+        space = os.environ.get("VLLM_CPU_KVCACHE_SPACE")  # vLLM's own, in GiB; it replaces what its arguments say
+        return dataclasses.replace(
+            self,
+            cpu=True,
+            packed=False,
+            compiled=False,
+            graphs=False,
+            gradient_checkpointing=self._said_or_all,
+            kv_dtype_bytes=self.dtype_bytes,
+            batched_tokens=self.step_tokens,
+            kv_limit=int(space) * 2**30 if space else self.kv_limit,
+        )
 
     @property
     def _said_or_all(self) -> bool:
@@ -266,7 +282,7 @@ def workload_of_file(
         dtype_bytes=dtype_bytes_of(dtype, args.base_format),
         attention=attention,
     )
-    return model.model_name_or_path, work
+    return model.model_name_or_path, work.on_a_cpu() if values.get("use_cpu") else work
 
 
 # --- lengths ------------------------------------------------------------------------------------------------------------------------

@@ -76,8 +76,6 @@ def memory_arguments(generation: "QeRLVLLMGeneration") -> dict[str, Any]:
     """What `LLM` is told about memory: the user's share of the GPU, or a planned KV cache."""
     if generation.gpu_memory_utilization is not None:
         return {"gpu_memory_utilization": generation.gpu_memory_utilization}
-    if generation.accelerator.device.type != "cuda":
-        return {}
     plan: MemoryPlan = generation.trainer.memory_plan
     plan.check()
     return plan.engine_arguments()
