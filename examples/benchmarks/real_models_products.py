@@ -16,7 +16,7 @@ from watched import watched
 WORKER = Path(__file__).with_name("real_models_reload.py")
 #: a reload agrees within these with what it is compared with
 AGREES = {"kl_nats_per_token": 0.01, "mean_logp_difference": 0.05}
-SAME_GREEDY = 0.95
+SAME_GREEDY = 0.9
 #: refused where next to nothing of the adapter survives the rounding; the same command with --force follows
 AGAIN = "merge nvfp4"
 

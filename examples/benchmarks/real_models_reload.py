@@ -85,9 +85,10 @@ def compared(reference: dict, logits: list[torch.Tensor], answers: list[list[int
 def by_transformers(reference: dict, folder: str, adapter: str | None = None) -> dict:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, CompressedTensorsConfig
 
-    options = {"dtype": getattr(torch, reference["dtype"]), "device_map": {"": DEVICE}}
+    options: dict = {"dtype": getattr(torch, reference["dtype"]), "device_map": {"": DEVICE}}
     if getattr(AutoConfig.from_pretrained(folder), "quantization_config", None) is not None:
-        options["quantization_config"] = CompressedTensorsConfig(dequantize=True)
+        # as the cards say; it is decompressed to the dtype that it is stored in
+        options |= {"quantization_config": CompressedTensorsConfig(dequantize=True), "dtype": "auto"}
     model = AutoModelForCausalLM.from_pretrained(folder, **options).eval()
     if adapter is not None:
         from peft import PeftModel

@@ -194,7 +194,8 @@ class Run:
         self.bench.keep(self.row, lines)
         shown = ("trained", "seconds", "ready_s", "evaluated_s", "first_step_s", "seconds_per_step", "error")
         print(self.name, self.run, {name: self.row[name] for name in shown if name in self.row}, flush=True)
-        print(*self.row.get("last_lines", []), sep="\n", flush=True)
+        if not self.row.get("trained"):
+            print(*self.row.get("last_lines", []), sep="\n", flush=True)
 
     def watch(self, command: list[str], card: float) -> list[str]:
         """The training, seen from outside; the lines that it printed."""
