@@ -102,7 +102,9 @@ def test_healthy_ranges_are_the_limits_of_the_guards():
         assert words in rows["rollout/logp_gap"]
     assert in_a_row in rows["rollout/mismatch_kl"] and in_a_row in rows["rollout/logp_gap"]
     assert f"more than {100 * _MISSING:g} % of" in rows["rollout/nan_logps"]
-    assert f"below {100 * SignalMonitor.COLLAPSE:g} % of its first value" in rows["entropy"]
+    for key, kind in (("entropy", "entropy"), ("completions/clipped_ratio", "clipped")):
+        limit, streak = SignalMonitor.LIMITS[kind]
+        assert f"{100 * limit:g} % " in rows[key] and f"{streak} " in rows[key]
     assert f"`zero_advantage_patience` ({default['zero_advantage_patience']})" in rows["frac_reward_zero_std"]
 
 

@@ -3,6 +3,7 @@ import gc
 import json
 import logging
 import math
+import re
 import shutil
 from pathlib import Path
 
@@ -753,6 +754,68 @@ def test_non_finite_gradient_stops_before_any_weight_changes(make_trainer):
     with pytest.raises(RuntimeError, match=f"gradient of .*{name.split('.')[-3]}"):
         trainer.train()
     assert_identical(adapter_of(trainer), before)
+
+
+TOLD = ("got the same reward in the last 6 rollouts", "have no end within max_completion_length=")
+
+
+@pytest.mark.parametrize("trainer_class", [QeRLGRPOTrainer, QeRLRLOOTrainer], ids=["grpo", "rloo"])
+def test_a_run_that_goes_wrong_says_each_thing_once(make_trainer, caplog, trainer_class):
+    """The random model never ends a completion, and its rewards are equal."""
+
+    def flat(completions, **kwargs):
+        return [1.0] * len(completions)
+
+    make_trainer(trainer_class=trainer_class, reward=flat, max_steps=8).train()
+    for words in TOLD:
+        (message,) = [message for message in caplog.messages if words in message]
+        assert len(message) <= 200
+
+
+def test_a_rollout_that_is_masked_as_a_whole_is_reported(make_trainer, caplog):
+    make_trainer(max_steps=2, mask_truncated_completions=True).train()
+    (message,) = [message for message in caplog.messages if "mask_truncated_completions leaves no loss" in message]
+    assert "at step 0" in message and len(message) <= 200
+
+
+@pytest.mark.parametrize(
+    ("problems", "given", "words"),
+    [
+        (1, {}, "1 training problems are fewer than the 2 prompts of a rollout (generation_batch_size=8 / num_generations=4)"),
+        (3, {"steps_per_generation": 2}, "3 training problems are fewer than the 4 prompts of a rollout"),
+        (None, {"max_steps": 0}, "max_steps=0"),
+        (None, {"max_steps": -1, "num_train_epochs": 0}, "num_train_epochs=0"),
+    ],
+)  # fmt: skip
+def test_a_training_of_no_step_is_refused(make_trainer, tmp_path, problems, given, words):
+    """After YuLan-IR#5 and trl#3477: an untrained adapter was saved as if it were trained."""
+    trainer = make_trainer(**given)
+    trainer.train_dataset = PROMPTS if problems is None else PROMPTS.select(range(problems))
+    with pytest.raises(ValueError, match=re.escape(words)) as caught:
+        trainer.train()
+    assert len(str(caught.value)) <= 200 and not [*(tmp_path / "run").glob("*.safetensors")]
+
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MISTRAL = "{% for m in messages %}{{ '[INST] ' + m['content'] + ' [/INST]' if m['role'] == 'user' else ' ' + m['content'] + eos_token }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "opening"),
+    [(CHATML, None), (CHATML.partition("{% if")[0], "<|im_start|>assistant"), (MISTRAL, None), ("{{ messages[-1]['content'] }}", None)],
+    ids=["chatml", "chatml-without", "mistral", "bare"],
+)  # fmt: skip
+def test_a_template_without_generation_prompt_is_reported_once(make_trainer, caplog, monkeypatch, template, opening):
+    trainer = make_trainer(max_steps=1, reward=lambda completions, **kwargs: [*map(float, range(len(completions)))])
+    monkeypatch.setattr(trainer.processing_class, "chat_template", template)
+    trainer.train_dataset = PROMPTS.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
+    for _ in range(2):
+        trainer.train()
+    told = [message for message in caplog.messages if "ignores add_generation_prompt" in message]
+    assert len(told) == (opening is not None) and all(opening in message and len(message) <= 200 for message in told)
 
 
 def test_rewards_without_spread_are_reported(make_trainer, caplog):

@@ -21,8 +21,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import gather_object
-from peft import PeftConfig, PeftModel
+from accelerate.utils import gather_object, is_peft_model
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from safetensors import safe_open
 from torch import nn
@@ -124,8 +123,10 @@ def take_embeddings(model: Any, folder: str | os.PathLike) -> bool:
     if not (file := Path(folder, SAFETENSORS_WEIGHTS_NAME)).is_file():
         return False
     # a trained copy is there under the name of the base's own
+    from peft import PeftConfig  # what only names a base does without
+
     mark = ".original_module." if PeftConfig.from_pretrained(str(folder)).modules_to_save else ""
-    base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    base: Any = model.get_base_model() if is_peft_model(model) else model
     modules = (base.get_input_embeddings(), base.get_output_embeddings())
     names = {f"{name}.weight" for name, module in base.named_modules() if module in modules}
     with safe_open(file, framework="pt") as stored:

@@ -139,8 +139,8 @@ class QeRLArguments(OnlineConfig):
         > Checks
 
         zero_advantage_patience (`int`, *optional*, defaults to `10`):
-            Warn when every advantage was zero in this many consecutive rollouts: nothing is being learned. Stop when every reward
-            was `None` in as many.
+            Stop when every reward was `None` in this many consecutive rollouts. Warn once when every advantage was
+            zero in as many, or in fewer of at least 12 groups: nothing is being learned.
         reward_timeout (`float`, *optional*, defaults to `1800.0`):
             End the run, naming the function, when a reward function takes longer than this for one batch, in seconds. `None` for
             no limit.
@@ -246,7 +246,7 @@ class QeRLArguments(OnlineConfig):
         metadata={"help": "Hub id of the base that a pushed adapter names, where `model` is a local folder."},
     )
     zero_advantage_patience: int = field(
-        default=10, metadata={"help": "Warn after this many consecutive rollouts without any advantage."}
+        default=10, metadata={"help": "End the run after this many consecutive rollouts without any reward."}
     )
     reward_timeout: float | None = field(
         default=1800.0, metadata={"help": "End the run when a reward function takes longer than this, in seconds."}

@@ -16,7 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
+from datasets import Dataset
 from torch import nn
+from transformers import PreTrainedTokenizerBase
+from transformers.trainer_utils import has_length
 from trl.trainer.utils import is_async_callable
 
 from .deadline import deadline
@@ -41,6 +44,44 @@ _GRACE = 5.0
 
 class RewardTimeout(RuntimeError):
     """A reward function did not return within `reward_timeout`."""
+
+
+def check_steps(args: Any, dataset: Any) -> None:
+    """Raise `ValueError` if a training would take no step: TRL leaves out what is less than a rollout, and saves an untrained adapter."""
+    prompts = args.generation_batch_size // args.num_generations
+    if has_length(dataset) and len(dataset) < prompts:
+        raise ValueError(
+            f"{len(dataset)} training problems are fewer than the {prompts} prompts of a rollout (generation_batch_size={args.generation_batch_size} / "
+            f"num_generations={args.num_generations}), so no step is taken. Add problems, or lower per_device_train_batch_size."
+        )
+    if args.max_steps == 0 or (args.max_steps < 0 and args.num_train_epochs <= 0):
+        raise ValueError(
+            f"max_steps={args.max_steps}, num_train_epochs={args.num_train_epochs:g}: no step is taken. Pass one above 0, or call evaluate() alone."
+        )
+
+
+def warn_of_template(trainer: OnlineTrainer) -> None:
+    """Say that prompts end without what opens an answer in the chat template. Templates in which nothing does (Mistral's) are fine."""
+    tokenizer, dataset = trainer.processing_class, trainer.train_dataset
+    prompt = dataset[0]["prompt"] if isinstance(dataset, Dataset) else None
+    if (
+        not isinstance(tokenizer, PreTrainedTokenizerBase)
+        or not isinstance(prompt, list)
+        or prompt[-1]["role"] != "user"
+    ):
+        return
+    render = functools.partial(
+        tokenizer.apply_chat_template, tokenize=False, **(trainer.args.chat_template_kwargs or {})
+    )
+    asked, answer = render(prompt, add_generation_prompt=True), "Forty-two."
+    whole = render([*prompt, {"role": "assistant", "content": answer}])
+    opening = whole.removeprefix(asked).partition(answer)[0].strip()
+    if asked == render(prompt) and whole.startswith(asked) and opening:
+        logger.warning(
+            "The chat template ignores add_generation_prompt: prompts end without %r, which opens an answer, so the model has to write it. Add it to the "
+            "template (chat_template_path).",
+            opening,
+        )
 
 
 def checked_rewards(trainer: OnlineTrainer) -> list[Callable]:

@@ -2,8 +2,11 @@
 
 import logging
 import math
+from collections import Counter
+from typing import Any, ClassVar
 
 import torch
+from transformers import TrainerState
 
 from .upstream import OnlineTrainer
 
@@ -14,40 +17,56 @@ class SignalMonitor:
     """Watches what a run logs for states in which it goes on but learns nothing. Warns; stops a run only when nothing is graded any more.
 
     Args:
-        zero_advantage_patience: rollouts in a row without any non-zero advantage before a warning.
+        zero_advantage_patience: rollouts in a row without any reward before the run ends.
     """
 
-    #: entropy below this share of its first logged value counts as collapsed
-    COLLAPSE = 0.01
+    #: kind -> limit, and how many rollouts in a row (entropy: steps) are beyond it before a warning. Clipped: share of completions; entropy: share of
+    #: its first value (healthy runs of the embedded model are below for 3 steps); flat: groups of equal rewards in these rollouts together
+    LIMITS: ClassVar = {"clipped": (0.5, 3), "entropy": (0.25, 5), "flat": (12, 3)}
 
     def __init__(self, zero_advantage_patience: int):
         self.zero_advantage_patience = zero_advantage_patience
-        self._rollouts_without_advantage = 0
+        self._streaks: Counter[str] = Counter()
+        self._reported: set[str] = set()
         self._rollouts_without_reward = 0
-        self._rollouts_without_use = 0
-        self._first_entropy: float | None = None
-        self._collapse_reported = False
+
+    def _watch(self, kind: str, beyond: bool, text: str, count: int = 1, needed: int | None = None) -> None:
+        """Warn once a run, when `beyond` was so for long enough. `text` may name the `{streak}`."""
+        self._streaks[kind] = self._streaks[kind] + count if beyond else 0
+        if self._streaks[kind] >= (needed or self.LIMITS[kind][1]) and kind not in self._reported:
+            self._reported.add(kind)
+            logger.warning(text.format(streak=self._streaks[kind]))
 
     def scored(self, trainer: OnlineTrainer, rewards: torch.Tensor) -> None:
-        """Report the rollout that was just scored: [`advantages`] and [`rewards`]."""
-        self.advantages(used(trainer, rewards), trainer._metrics["train"]["reward"][-1], trainer.state.global_step)
+        """Report the rollout that was just scored: [`clipped`], [`advantages`] and [`rewards`]."""
+        metrics, step = trainer._metrics["train"], trainer.state.global_step
+        ratio, length = (metrics[f"completions/{name}"][-1] for name in ("clipped_ratio", "mean_length"))
+        self.clipped(ratio, length, step, trainer.args)
+        groups = len(rewards) // trainer.num_generations
+        self.advantages(used(trainer, rewards), metrics["reward"][-1], step, groups)
         self.rewards(trainer, rewards)
 
-    def advantages(self, used: bool, reward: float, step: int) -> None:
-        """Report one rollout: whether it was [`used`], and the mean reward."""
-        if used:
-            self._rollouts_without_advantage = 0
-            return
-        self._rollouts_without_advantage += 1
-        if self._rollouts_without_advantage % self.zero_advantage_patience == 0:
-            logger.warning(
-                "Every completion of a group got the same reward in the last %d rollouts (mean reward %.4g at step %d), so every "
-                "advantage and the policy gradient were zero. The task is solved, too hard, or the reward does not tell "
-                "completions apart; look at the completions (log_completions=True).",
-                self._rollouts_without_advantage,
-                reward,
-                step,
-            )
+    def clipped(self, ratio: float, length: float, step: int, args: Any) -> None:
+        """Report the share of completions without an end token, and their mean length: of `max_completion_length` if they were cut off there, less
+        if a stop string or a rollout function ended them."""
+        limit, most = self.LIMITS["clipped"][0], args.max_completion_length
+        masked = ratio == 1 and args.mask_truncated_completions
+        cut = ratio > limit and length >= ratio * most and not (args.generation_kwargs or {}).get("ignore_eos")
+        effect = "mask_truncated_completions leaves no loss" if masked else "their answers are missing"
+        text = (
+            f"{ratio:.0%} of the completions at step {step} have no end within max_completion_length={most} (limit {limit:.0%}, {{streak}} in a row): "
+            f"{effect}. Raise it, or ask for shorter answers."
+        )
+        self._watch("clipped", masked or cut, text, needed=1 if masked else None)
+
+    def advantages(self, used: bool, reward: float, step: int, groups: int) -> None:
+        """Report one rollout: whether it was [`used`], the mean reward, and how many groups it has."""
+        most, least = self.LIMITS["flat"]
+        text = (
+            f"Every completion of a group got the same reward in the last {{streak}} rollouts (mean reward {reward:.4g} at step {step}): nothing is "
+            "learned. Look at the completions (log_completions=True), and at the reward."
+        )
+        self._watch("flat", not used, text, needed=min(self.zero_advantage_patience, max(least, -(-most // groups))))
 
     def rewards(self, trainer: OnlineTrainer, rewards: torch.Tensor) -> None:
         """Report what the functions gave for the rollout that was just scored.
@@ -73,26 +92,20 @@ class SignalMonitor:
             return
         self._rollouts_without_reward = 0
         cause = None if _any_advantage(trainer, rewards) else _why_no_advantage(trainer, rewards)
-        self._rollouts_without_use = 0 if cause is None else self._rollouts_without_use + 1
-        if (
-            cause is not None
-            and self._rollouts_without_use % self.zero_advantage_patience == 1 % self.zero_advantage_patience
-        ):
-            logger.warning("Every advantage is zero at step %d although rewards differ: %s", step, cause)
+        text = f"Every advantage is zero at step {step} although rewards differ: {cause}"
+        self._watch("unused", cause is not None, text, needed=1)
 
-    def entropy(self, value: float, step: int) -> None:
-        """Report the policy's entropy, nats per token."""
-        if self._first_entropy is None:
-            self._first_entropy = value
-        elif value < self.COLLAPSE * self._first_entropy and not self._collapse_reported:
-            self._collapse_reported = True
-            logger.warning(
-                "Entropy collapsed to %.3g nats per token at step %d (it began at %.3g): completions of a group are nearly equal "
-                "and exploration is over. Lower the learning rate, raise temperature or noise, or stop here.",
-                value,
-                step,
-                self._first_entropy,
-            )
+    def entropy(self, value: float, state: TrainerState) -> None:
+        """Report the policy's entropy, nats per token: the mean of the steps since the last log, of a training in this `state`."""
+        logged = [entry for entry in state.log_history if "entropy" in entry]
+        if not logged:
+            return
+        limit, first = self.LIMITS["entropy"][0], logged[0]["entropy"]
+        text = (
+            f"Entropy is {value:.3g} nats per token at step {state.global_step}, for {{streak}} steps below {limit:g} of its start ({first:.3g}): "
+            "completions become equal. Unless the task is solved, lower learning_rate or raise temperature."
+        )
+        self._watch("entropy", value < limit * first, text, state.global_step - logged[-1]["step"])
 
 
 def used(trainer: OnlineTrainer, rewards: torch.Tensor) -> bool:

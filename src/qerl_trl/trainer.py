@@ -245,14 +245,14 @@ class QeRLMixin(SavingMixin, PackingMixin, ShardingMixin):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if self.model.training:
             if entropies := self._metrics["train"].get("entropy"):
-                self._monitor.entropy(sum(entropies) / len(entropies), self.state.global_step)
+                self._monitor.entropy(sum(entropies) / len(entropies), self.state)
             if "loss" in logs:  # a training log, not the summary at the end
                 logs |= {f"seconds/{phase}": seconds for phase, seconds in self._timer.take().items()}
                 logs["memory/peak_gib"] = report.peak_memory_gib(self.args.device)
         super().log(logs, start_time)
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        """See [`SavingMixin.train`]."""
+        guards.check_steps(self.args, self.train_dataset)
         report.announce(self)
         try:
             with working(), stepping(self), shortage.naming(self), naming_the_lost_one(self):

@@ -85,15 +85,6 @@ def test_an_adapter_that_the_engine_ignores(make_trainer):  # noqa: F811
         make_trainer(engine=Ignores, rollout_probe="refuse")
 
 
-@pytest.mark.parametrize("mode", ["warn", "off", False])  # YAML reads off as false
-def test_a_disagreement_at_start_ends_no_run_unless_asked(make_trainer, caplog, mode):  # noqa: F811
-    with caplog.at_level("WARNING"):
-        trainer = train(make_trainer(engine=Ignores, rollout_probe=mode, rollout_mismatch_threshold=None))
-    assert trainer.state.global_step == 2
-    assert caplog.text.count("vLLM and the trainer disagree, the adapter is lost") == (mode == "warn")
-    assert (trainer.vllm_generation.probe_result is None) == (mode != "warn")
-
-
 @fault("R4.adapter_stale", recovered=True)
 def test_an_update_that_never_arrives(make_trainer):  # noqa: F811
     def stale(engine):
@@ -409,3 +400,12 @@ class Shifted(StandIn):
 def test_log_probabilities_that_are_off_by_a_constant(make_trainer):  # noqa: F811
     with told(RolloutError, "clean log-probabilities differ", "nats", "other weights"):
         make_trainer(engine=Shifted, rollout_probe="refuse")
+
+
+@pytest.mark.parametrize("mode", ["warn", "off", False])  # YAML reads off as false
+def test_a_disagreement_at_start_ends_no_run_unless_asked(make_trainer, caplog, mode):  # noqa: F811
+    with caplog.at_level("WARNING"):
+        trainer = train(make_trainer(engine=Shifted, rollout_probe=mode, rollout_mismatch_threshold=None))
+    assert trainer.state.global_step == 2
+    assert caplog.text.count("vLLM and the trainer disagree, clean log-probabilities differ") == (mode == "warn")
+    assert (trainer.vllm_generation.probe_result is None) == (mode != "warn")

@@ -86,7 +86,7 @@ def with_adapter(model: nn.Module):
 
 
 #: depth and sharpness: what a rounding does to the log-probabilities differs by a factor of 4
-SHAPES = {"2 sharp layers": (2, 0.2), "5 layers": (5, 0.05)}
+SHAPES = {"4 sharp layers": (4, 0.2), "5 layers": (5, 0.05)}
 
 
 @pytest.fixture(scope="module", params=SHAPES)

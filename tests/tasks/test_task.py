@@ -16,7 +16,7 @@ from trl.rewards import think_format_reward
 from qerl_trl import QeRLConfig, shipped
 from qerl_trl.shipped import parser_of
 from qerl_trl.tasks import data as problems
-from qerl_trl.tasks import evaluation
+from qerl_trl.tasks import evaluation, run
 from qerl_trl.tasks.data import with_prompts
 from qerl_trl.tasks.grading import is_correct
 from qerl_trl.tasks.script import Script, with_config
@@ -482,6 +482,48 @@ def test_the_command_line_replaces_the_recipe_and_the_file(folder):
     own = Task(name="mine", dataset_name="user/mine")
     assert parse(folder, recipe=recipe, task=own).task.dataset_name == "user/mine"
     assert parse(folder, "--dataset_name", "user/other", task=own).task.dataset_name == "user/other"
+
+
+def test_fewer_problems_than_a_rollout_has_prompts_are_refused_before_a_model_is_loaded(folder):
+    """It ended after minutes, with an untrained adapter, a card and results.json (0.0 %)."""
+    rows = [{"prompt": f"Backwards: ABC{i}", "answer": f"{i}CBA"} for i in range(20)]
+    own = Task(dataset_name=lambda: {"train": rows[:5], "test": rows}, grader="exact", answer_format="whole")
+    words = (
+        "--per_device_train_batch_size",
+        "128",
+        "--num_generations",
+        "16",
+        "--model_name_or_path",
+        "examples/assets/tiny-tasks",
+    )
+    with pytest.raises(ValueError, match="5 training problems are fewer than the 8 prompts of a rollout"):
+        parse(folder, *words, task=own).trainer_arguments()
+
+
+@pytest.mark.parametrize(
+    ("grader", "form", "text", "said"),
+    [
+        ("auto", "marked", "so 6\n#### 6", True),
+        ("auto", "marked", r"so \boxed{7}", True),
+        ("auto", "marked", "The answer is 6.", False),
+        ("numeric", "whole", " 7 ", True),
+        ("numeric", "whole", "The answer is 6.", False),
+        ("exact", "whole", "The answer is 6.", True),
+        ("exact", "whole", " ", False),
+    ],
+)
+def test_a_first_rollout_without_an_answer_in_the_graders_form_is_reported(caplog, grader, form, text, said):
+    trainer = SimpleNamespace(
+        state=SimpleNamespace(global_step=1), accelerator=SimpleNamespace(is_main_process=True),
+        _logs={"completion": [[{"role": "assistant", "content": each}] for each in ("no", text, "")]},
+    )  # fmt: skip
+    if form == "whole" and grader == "exact":
+        trainer._logs["completion"] = [text]
+    run._warn_of_form(trainer, Task(grader=grader, answer_format=form))
+    assert len(caplog.messages) == (not said) and all(len(message) <= 200 for message in caplog.messages)
+    trainer.state.global_step = 2
+    run._warn_of_form(trainer, Task(grader=grader, answer_format=form))
+    assert len(caplog.messages) == (not said)
 
 
 def test_a_recipes_task_lies_beside_it(folder, monkeypatch, tmp_path):

@@ -174,6 +174,12 @@ def require_references(golds: Iterable[Any], grader: str | Grader, whole: bool =
                 raise ValueError(f"Problem {row} (from 0): {error}") from error
 
 
+def in_form(text: str, grader: str | Grader = "auto", whole: bool = False) -> bool:
+    """Whether `text` states an answer that the grader can compare, right or wrong."""
+    answer = text.strip() if whole else final_answer(text)
+    return bool(answer) and (grader != "numeric" or _number(answer or "") is not None)
+
+
 def is_correct(text: str, gold: Any, grader: str | Grader = "auto", whole: bool = False) -> bool:
     """Whether the answer that `text` states equals `gold` (an answer, or a worked solution that ends in one).
 

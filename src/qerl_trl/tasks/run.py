@@ -1,6 +1,7 @@
 """A run of a task from its first to its last measurement: accuracy before, training, accuracy after, results, what to do with it."""
 
 import json
+import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -21,10 +22,14 @@ from ..run_folder import step_of
 from ..watch import working
 from .data import first
 from .evaluation import Accuracy, paired_difference
+from .grading import in_form
 from .held_out import HeldOutAccuracy, held_out_verdicts, measured_by
 from .plots import plot_curves
 from .results import arm_of, read_before, write_before
+from .rewards import completion_text
 from .task import Task
+
+logger = logging.getLogger(__name__)
 
 
 class CompactProgress(ProgressCallback):
@@ -45,15 +50,28 @@ class CompactProgress(ProgressCallback):
                 self.training_bar.write(f"step {state.global_step} of {state.max_steps}: {figures}", file=sys.stderr)
 
 
-class _AsTrainingBegins(TrainerCallback):
-    """Calls a function before the first step, when the model is where it is trained and has an engine: under FSDP and DeepSpeed not sooner
+class _Calls(TrainerCallback):
+    """Calls a function at an event: at `on_train_begin` the model is where it is trained and has an engine, under FSDP and DeepSpeed not sooner
     (rollout/placement.py)."""
 
-    def __init__(self, function: Callable[[], None]) -> None:
-        self.function = function
+    def __init__(self, event: str, function: Callable[[], None]) -> None:
+        setattr(self, event, lambda *args, **kwargs: function())
 
-    def on_train_begin(self, args, state, control, **kwargs):
-        self.function()
+
+def _warn_of_form(trainer: Any, task: Task) -> None:
+    """Say after the first step that none of its completions states an answer in the grader's form."""
+    if trainer.state.global_step != 1 or not trainer.accelerator.is_main_process:
+        return
+    texts, whole = [completion_text(each) for each in trainer._logs["completion"]], task.answer_format == "whole"
+    if not any(in_form(text, task.grader, whole) for text in texts):
+        form = "as all of its text" if whole else "after #### or in \\boxed{}"
+        logger.warning(
+            "None of the %d completions of the first rollout states an answer %s, which grader=%r reads: all count as wrong. Ask for it in "
+            "system_prompt, or change answer_format.",
+            len(texts),
+            form,
+            task.grader,
+        )
 
 
 @working()
@@ -81,6 +99,8 @@ def train_and_measure(
         return held_out_verdicts(trainer, task, test, eval_batch_size)
 
     trainer.add_callback(HeldOutAccuracy(trainer, test, measure=held_out))
+    if task.graded(test):
+        trainer.add_callback(_Calls("on_step_end", lambda: _warn_of_form(trainer, task)))
     main_process = trainer.accelerator.is_main_process
     announce(trainer)
     how = "greedy" if task.graded(test) else f"sampled at temperature {trainer.temperature:g}"
@@ -109,7 +129,7 @@ def train_and_measure(
             "run goes on from a trained adapter. Put the file back, go on without either of them, or begin anew in another output_dir."
         )
     else:
-        trainer.add_callback(_AsTrainingBegins(measure_before))
+        trainer.add_callback(_Calls("on_train_begin", measure_before))
 
     begun = step_of(resume) if resume else 0  # now: training may remove that checkpoint
     try:

@@ -26,6 +26,7 @@ from trl import ModelConfig, get_peft_config
 from ..config import QeRLConfig
 from ..errors import tell_in_scripts
 from ..folders import named_in_errors
+from ..guards import check_steps
 from ..identity import run_settings
 from ..lora import settle_model_config
 from ..publish.records import BEFORE_NAME, RESULTS_NAME, RunResults
@@ -149,6 +150,8 @@ class Script:
             **given,
         }
         args.reward_weights = args.reward_weights or self.task.weights()
+        given_to_trainer = self.task.for_trainer()
+        check_steps(args, given_to_trainer["train_dataset"])
         adapter = get_peft_config(named)
         if args.base_format == "full" and adapter is not None:
             logger.warning(
@@ -165,7 +168,7 @@ class Script:
             "args": args,
             "processing_class": self.task.prepared(tokenizer),
             "peft_config": adapter,
-            **self.task.for_trainer(),
+            **given_to_trainer,
         }
 
     def train(self, trainer: Any) -> RunResults:
