@@ -188,7 +188,7 @@ def test_a_sampler_that_leaves_out_or_reweighs_tokens_is_no_fault(setting, caplo
         assert min(found) > 0.1, "what ended a run"
 
 
-@pytest.mark.parametrize("setting", ["top_p", "top_k", "min_p", "allowed_token_ids", "bad_words", "min_tokens"])
+@pytest.mark.parametrize("setting", ["top_p", "top_k", "min_p", "bad_words", "min_tokens"])
 def test_a_stale_adapter_is_found_where_few_tokens_are_left_out(setting):
     with pytest.raises(RuntimeError, match=r"KL of at least .* stale adapter"):
         rollouts_of(setting, spread=1.0)

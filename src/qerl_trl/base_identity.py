@@ -22,7 +22,6 @@ from typing import Any, NamedTuple, cast
 import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object, is_peft_model
-from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from safetensors import safe_open
 from torch import nn
 from transformers import PretrainedConfig
@@ -120,11 +119,12 @@ def stored_vocabulary(model: Any) -> int | None:
 
 def take_embeddings(model: Any, folder: str | os.PathLike) -> bool:
     """Give a base the embeddings that an adapter's file has where tokens were added: resized, with its rows. Whether it has any."""
+    from peft import PeftConfig  # what only names a base does without
+    from peft.utils import SAFETENSORS_WEIGHTS_NAME
+
     if not (file := Path(folder, SAFETENSORS_WEIGHTS_NAME)).is_file():
         return False
     # a trained copy is there under the name of the base's own
-    from peft import PeftConfig  # what only names a base does without
-
     mark = ".original_module." if PeftConfig.from_pretrained(str(folder)).modules_to_save else ""
     base: Any = model.get_base_model() if is_peft_model(model) else model
     modules = (base.get_input_embeddings(), base.get_output_embeddings())

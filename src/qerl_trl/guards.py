@@ -70,9 +70,8 @@ def warn_of_template(trainer: OnlineTrainer) -> None:
         or prompt[-1]["role"] != "user"
     ):
         return
-    render = functools.partial(
-        tokenizer.apply_chat_template, tokenize=False, **(trainer.args.chat_template_kwargs or {})
-    )
+    options: Any = trainer.args.chat_template_kwargs or {}
+    render: Callable[..., Any] = functools.partial(tokenizer.apply_chat_template, tokenize=False, **options)
     asked, answer = render(prompt, add_generation_prompt=True), "Forty-two."
     whole = render([*prompt, {"role": "assistant", "content": answer}])
     opening = whole.removeprefix(asked).partition(answer)[0].strip()

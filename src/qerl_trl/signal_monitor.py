@@ -22,7 +22,7 @@ class SignalMonitor:
 
     #: kind -> limit, and how many rollouts in a row (entropy: steps) are beyond it before a warning. Clipped: share of completions; entropy: share of
     #: its first value (healthy runs of the embedded model are below for 3 steps); flat: groups of equal rewards in these rollouts together
-    LIMITS: ClassVar = {"clipped": (0.5, 3), "entropy": (0.25, 5), "flat": (12, 3)}
+    LIMITS: ClassVar[dict[str, tuple[float, int]]] = {"clipped": (0.5, 3), "entropy": (0.25, 5), "flat": (12, 3)}
 
     def __init__(self, zero_advantage_patience: int):
         self.zero_advantage_patience = zero_advantage_patience
@@ -61,7 +61,7 @@ class SignalMonitor:
 
     def advantages(self, used: bool, reward: float, step: int, groups: int) -> None:
         """Report one rollout: whether it was [`used`], the mean reward, and how many groups it has."""
-        most, least = self.LIMITS["flat"]
+        most, least = int(self.LIMITS["flat"][0]), self.LIMITS["flat"][1]
         text = (
             f"Every completion of a group got the same reward in the last {{streak}} rollouts (mean reward {reward:.4g} at step {step}): nothing is "
             "learned. Look at the completions (log_completions=True), and at the reward."
@@ -105,7 +105,7 @@ class SignalMonitor:
             f"Entropy is {value:.3g} nats per token at step {state.global_step}, for {{streak}} steps below {limit:g} of its start ({first:.3g}): "
             "completions become equal. Unless the task is solved, lower learning_rate or raise temperature."
         )
-        self._watch("entropy", value < limit * first, text, state.global_step - logged[-1]["step"])
+        self._watch("entropy", value < limit * first, text, state.global_step - int(logged[-1]["step"]))
 
 
 def used(trainer: OnlineTrainer, rewards: torch.Tensor) -> bool:

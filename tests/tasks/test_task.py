@@ -669,9 +669,9 @@ def test_every_shipped_task_is_whole(file):
         assert task.rewards()
         return
     arguments = task.for_trainer()
-    # of the grid game these are all that there are: every board of its size once
-    least = 600 if task.name == "treasure on a grid" else 1000
-    assert len(arguments["train_dataset"]) >= least and len(arguments["eval_dataset"]) >= 200
+    # of the grid game and of products these are all that there are: every board of its size, every two digits once
+    least, held_out = {"treasure on a grid": (600, 200), "products of two digits": (41, 40)}.get(task.name, (1000, 200))
+    assert len(arguments["train_dataset"]) >= least and len(arguments["eval_dataset"]) >= held_out
     asked, held = ({json.dumps(row) for row in arguments[name]} for name in ("train_dataset", "eval_dataset"))
     assert not asked & held
     assert arguments["reward_funcs"] or "environment_factory" in arguments
