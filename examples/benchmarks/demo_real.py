@@ -55,6 +55,8 @@ def table(record: dict[str, Any]) -> str:
 
 def page() -> str:
     """What the documentation shows of the record."""
+    if not RESULT.is_file():
+        return "No whole run is recorded yet."
     record, source = json.loads(RESULT.read_text()), RESULT.relative_to(ROOT)
     return (
         f"{table(record)} {record['run']['device']}, {record['cpu_seconds'] / 60:.0f} minutes of one core; one seed; commit "

@@ -88,9 +88,7 @@ def name_base(model: PeftModel) -> None:
                 f"{said}, which has other weights of the same shapes. Load its own base, or name this one: "
                 f"model.peft_config[{model.active_adapter!r}].base_model_name_or_path = {str(found)!r}."
             )
-        logger.warning(
-            "%s: whether their weights are the same is taken on trust. What this run writes names %s.", said, found
-        )
+        logger.warning("%s: that is taken on trust. What this run writes names %s.", said, found)
     config.base_model_name_or_path, config.revision = found, None
 
 

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qerl_trl import NVFP4Config, QeRLConfig, QeRLGRPOTrainer, load_adapter
 from qerl_trl.publish import export
-from qerl_trl.publish.run import load_policy
+from qerl_trl.publish.run import check_served_base, load_policy
 from tests.cli.test_main import call
 from tests.tiny_models import make_tiny_tokenizer
 
@@ -126,6 +126,14 @@ def test_a_run_with_added_tokens_is_resumed_with_its_rows(tiny_model_dir, tmp_pa
     assert torch.equal(rows, first) and not torch.equal(rows, drawn)
 
 
+def test_an_engine_that_loads_lora_only_is_refused_before_it_starts(tiny_model_dir, tmp_path):
+    model, tokenizer = with_tokens(tiny_model_dir("qwen2"), 358, "bf16")
+    trainer = trainer_of(model, tmp_path / "run", tokenizer, base_format="bf16")
+    trainer.save_model()
+    with pytest.raises(ValueError, match=r"embed_tokens|lm_head.* and vLLM loads LoRA only. Measure its merge"):
+        check_served_base(tmp_path / "run", str(tiny_model_dir("qwen2")))
+
+
 def test_another_base_is_refused_for_added_tokens_too(tiny_model_dir, tmp_path):
     model, tokenizer = with_tokens(tiny_model_dir("qwen2"), 358, "bf16")
     trainer = trainer_of(model, tmp_path / "run", tokenizer, base_format="bf16")
@@ -139,9 +147,15 @@ def test_another_base_is_refused_for_added_tokens_too(tiny_model_dir, tmp_path):
     assert code != 0 and "has other weights than the base that the adapter was trained on" in err
 
 
-@pytest.mark.parametrize("base_format", ["bf16", "nvfp4"])
-@pytest.mark.parametrize("family", ["qwen2", "llama"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("family", "base_format", "dtype"),
+    [
+        ("qwen2", "bf16", "float32"),
+        ("qwen2", "nvfp4", "bfloat16"),
+        ("llama", "bf16", "bfloat16"),
+        ("llama", "nvfp4", "float32"),
+    ],
+)
 def test_rows_of_tokens_are_trained_and_merged(family, base_format, dtype, tiny_model_dir, tiny_tokenizer, tmp_path):
     """A tied head has the trained rows too (peft#2864)."""
     lora, run = {"trainable_token_indices": list(range(30, 90))}, tmp_path / "run"

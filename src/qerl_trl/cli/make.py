@@ -198,9 +198,9 @@ def merge(
                 notify=note,
             )
         else:
-            written_as = dtype or "bfloat16"
+            weights = dtype or "bfloat16"
             done = export.save_merged(
-                policy, destination, None, written_as, overwrite, measured=measured, card=card, progress=progress
+                policy, destination, None, weights, overwrite, measured=measured, card=card, progress=progress
             )
     content: dict[str, Any] = {
         "destination": str(destination),

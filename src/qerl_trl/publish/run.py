@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, TypeGuard, cast
 
 import torch
 from peft import PeftConfig, PeftModel
+from safetensors import safe_open
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import base_identity, checkpoint, forward, identity
@@ -184,8 +185,13 @@ def check_served_base(
     Returns the Hub's revision at which to load it, `None` for a folder.
 
     Raises:
-        `ValueError`: as [`load_policy`].
+        `ValueError`: as [`load_policy`], and the adapter is more than LoRA.
     """
+    with safe_open(adapter / ADAPTER_FILE, framework="numpy") as stored:
+        if others := [key for key in stored.keys() if ".lora_" not in key]:  # noqa: SIM118
+            raise ValueError(
+                f"{adapter} has {others[0]}, and vLLM loads LoRA only. Measure its merge (qerl-trl merge)."
+            )
     settings = recorded_settings(adapter)
     if (recorded := settings.get("base_format")) in ("nvfp4", "bf16"):
         _compare_as_recorded(adapter, settings, base_model, recorded, device, allow_other_base, trust_remote_code)

@@ -17,9 +17,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: not in what older versions recorded of how they measured
-_NEWER = {tokenizer_identity.WHOLE}
-
 
 def write_before(
     output_dir: str | os.PathLike, verdicts: list[bool], problems: "Dataset", measured_by: Mapping[str, Any]
@@ -80,7 +77,7 @@ def read_before(
 
 def differing(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
     """Names of what is another one in two such ways; of what one of them is too old to say, nothing is known."""
-    names = sorted({*first, *second} - (_NEWER - (first.keys() & second.keys())))
+    names = sorted({*first, *second} - ({tokenizer_identity.WHOLE} - (first.keys() & second.keys())))
     return [name for name in names if first.get(name) != second.get(name)]
 
 
