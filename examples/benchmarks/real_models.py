@@ -122,6 +122,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, stop)
     bench, begun = Bench(options), time.perf_counter()
     runs = [Run(bench, model, run) for model in options.model for run in options.runs]
+    runs.sort(key=lambda run: run.placement != "server")  # the longest first
     with ThreadPoolExecutor(options.parallel) as making, ThreadPoolExecutor(options.parallel) as training:
 
         def start(run: Run) -> Any:

@@ -85,9 +85,17 @@ class Products:
         }
         hub["HF_HOME"] = str(place / "hub")
 
+        def merge() -> None:
+            self.tool("merge bf16", "merge", folder, place / "merged", *device)
+            if not packed:  # what a merge to NVFP4 of a run on a bf16 base says to do
+                self.tool("quantize merged", "quantize", place / "merged", place / "nvfp4", *device)
+
         def merge_nvfp4() -> None:
             if self.tool(AGAIN, "merge", folder, place / "nvfp4", "--as", "nvfp4", *device):
                 self.tool(f"{AGAIN} --force", "merge", folder, place / "nvfp4", "--as", "nvfp4", "--force", *device)
+
+        def merge_base() -> None:
+            self.tool("merge base", "merge", folder, place / "base", "--as", "base", *device)
 
         def push() -> None:
             if packed:
@@ -100,9 +108,6 @@ class Products:
                 "reference", own, "reference", place / "reference.pt", folder, self.bench.options.task, place / "nvfp4"
             )
 
-        merges = [lambda: self.tool("merge bf16", "merge", folder, place / "merged", *device), merge_nvfp4]
-        if packed:
-            merges.append(lambda: self.tool("merge base", "merge", folder, place / "base", "--as", "base", *device))
         reloads = [
             lambda: self.reload("reload merged", "transformers", place / "merged"),
             lambda: self.reload("reload adapter", "peft", base if packed else self.run.model, repo, **hub),
@@ -110,7 +115,7 @@ class Products:
         ]
         if not cpu:  # stock vLLM has no NVFP4 on a CPU
             reloads.append(lambda: self.reload("reload nvfp4 in vLLM", "vllm", place / "nvfp4", against="to_nvfp4"))
-        self.at_once(*merges)
+        self.at_once(merge, *([merge_nvfp4, merge_base] if packed else []))
         self.at_once(push, reference)
         self.at_once(*reloads)
         return not self.wrong()

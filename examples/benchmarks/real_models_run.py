@@ -35,7 +35,7 @@ RUNS = {
 }
 RECIPE, EMBEDDED = "examples/configs/qwen2.5-3b.yaml", "examples/configs/embedded.yaml"
 SETTINGS = {
-    "max_steps": 20, "num_generations": 8, "generation_batch_size": 256, "updates_per_rollout": 2,
+    "max_steps": 20, "num_generations": 8, "generation_batch_size": 256,
     "per_device_train_batch_size": 16, "max_completion_length": 320, "learning_rate": "3e-5", "eval_problems": 200,
     "seed": 1,
 }  # fmt: skip
