@@ -34,7 +34,7 @@ from .colocated import in_process, memory_arguments
 from .contract import check_completions, check_contents, check_noise_acted
 from .engine import Completion, Engine, RankWithoutEngine, RolloutError, Sampling, Seeds
 from .placement import StartsEngine, placed_in_training
-from .probe import PROMPT_TOKENS, ProbeResult, probe, probe_again, probe_noise, report, run_prompts
+from .probe import ProbeResult, probe, probe_again, probe_noise, report, run_prompts
 from .spec import EngineSpec, at_a_time
 from .trained import TrainedWeights, trained_part
 
@@ -118,7 +118,7 @@ class QeRLVLLMGeneration(VLLMGeneration):
         self.probe_result, self._clean = None, None
         if self.trainer.args.rollout_probe == "off":
             return
-        self._probed_prompts = run_prompts(self.trainer, self.processing_class, self.max_model_length or PROMPT_TOKENS)
+        self._probed_prompts = run_prompts(self.trainer, self.processing_class, self.max_model_length)
         self.probe_result, self._clean = probe(*self._probed_with(), self.sync_weights)
         self._clean_stamp = self.trained.stamp()
         self._report(self.probe_result, "Rollout probe")

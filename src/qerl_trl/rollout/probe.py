@@ -282,8 +282,10 @@ def prompts_of(texts: Sequence[Sequence[int]], vocabulary: int, longest: int) ->
     return [text[:length] for text in longest_first]
 
 
-def run_prompts(trainer: Any, processing_class: Any, longest: int) -> list[list[int]]:
-    """[`prompts_of`] a trainer's own data, tokenized without tools and pictures."""
+def run_prompts(trainer: Any, processing_class: Any, max_model_len: int | None) -> list[list[int]]:
+    """[`prompts_of`] a trainer's own data, tokenized without tools and pictures. Short on a CPU, where each token counts."""
+    longest = (PROMPT_TOKENS if torch.cuda.is_available() else 16) + _NEW_TOKENS
+    longest = min(longest, max_model_len or longest)
     tokens: list[list[int]] = []
     if not getattr(trainer, "_is_vlm", False):
         rows = itertools.islice(iter(trainer.train_dataset), 64)
