@@ -247,7 +247,8 @@ def _of_the_policy(options: dict[str, Any]) -> dict[str, Any]:
 
 def _special_tokens(trainer: OnlineTrainer) -> dict[str, Any]:
     tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)  # of a processor
-    return {"eos": list(trainer.eos_token_ids), "pad": tokenizer.pad_token_id}
+    ends = getattr(trainer, "eos_token_ids", None)
+    return {"eos": [tokenizer.eos_token_id] if ends is None else list(ends), "pad": tokenizer.pad_token_id}
 
 
 def lora_settings(lora: LoraConfig) -> LoraSettings:

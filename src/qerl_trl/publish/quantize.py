@@ -32,7 +32,7 @@ from ..nvfp4.architectures import DECODER
 from ..nvfp4.config import NVFP4Config, auto_class_of
 from ..nvfp4.headers import TensorInfo
 from ..nvfp4.linear import PACKED
-from ..sampling import save_generation_config, stored
+from ..sampling import end_tokens, save_generation_config, stored
 from . import custom_code, read_back, staging, writer
 from .names import is_hub_id, public_name
 from .quantize_jobs import Budget, Quantize, copy_job, prepare_quantizer, quantize_job
@@ -158,7 +158,9 @@ def quantize_folder(
             _copy_beside(folder, partial)
             if (folder / "tokenizer.json").is_file():
                 tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)  # needs no code of the model's own
-                save_generation_config(partial, stored(folder, config), tokenizer)
+                known = stored(folder, config)
+                if set(end_tokens(known, tokenizer)) > set(end_tokens(known, None)):  # else the file stays as it is
+                    save_generation_config(partial, known, tokenizer)
             if trust_remote_code and is_hub_id(str(model)):
                 _name_code(partial, config, str(model))
             custom_code.copy_none(config)
