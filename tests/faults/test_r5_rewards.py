@@ -17,6 +17,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
+from transformers import TrainerState
 
 from qerl_trl import QeRLConfig, QeRLGRPOTrainer, errors, guards
 from qerl_trl.signal_monitor import SignalMonitor
@@ -405,17 +406,18 @@ def test_nan_loss(graded_by, monkeypatch):
 
 
 @fault("R5.entropy_collapse", recovered=True)
-def test_entropy_collapse(graded_by, caplog):
+def test_entropy_collapse(graded_by, caplog, monkeypatch):
     """Of the model itself: its head is turned up until the policy is certain."""
     trainer = graded_by(spread)
+    monkeypatch.setattr(trainer, "state", TrainerState())
     trainer._metrics["train"].clear()
-    for scale in (1.0, 1e4):
+    for trainer.state.global_step, scale in ((1, 1.0), (6, 1e4)):
         handle = trainer.model.get_output_embeddings().register_forward_hook(lambda m, i, out, s=scale: out * s)
         trainer._metrics["train"]["entropy"].append(entropy_of(trainer))
         trainer.log({})
         trainer._metrics["train"].clear()
         handle.remove()
-    assert "Entropy collapsed to" in caplog.text and "Lower the learning rate" in caplog.text
+    assert "for 5 steps below 0.25 of its start" in caplog.text and "lower learning_rate" in caplog.text
 
 
 def entropy_of(trainer):
