@@ -114,15 +114,15 @@ class Bench:
         """Imports PyTorch, so it is not asked for before the first runs have started."""
         return about.head("cpu" if self.cpu else "cuda")
 
-    def card_gib(self) -> float:
-        """A run's share of the GPU."""
+    def card_gib(self, less: float = 0.0) -> float:
+        """A run's share of the GPU, without what others of it take."""
         if self.cpu:
             return 0.0
         import pynvml
 
         pynvml.nvmlInit()
         gpu = pynvml.nvmlDeviceGetHandleByIndex(int(os.environ["CUDA_VISIBLE_DEVICES"]))
-        return pynvml.nvmlDeviceGetMemoryInfo(gpu).total / 2**30 * SHARE / self.options.parallel
+        return pynvml.nvmlDeviceGetMemoryInfo(gpu).total / 2**30 * SHARE / self.options.parallel - less
 
     def clean(self, text: str) -> str:
         """Without this machine's folders."""
@@ -186,7 +186,7 @@ class Run:
                 server, url = self.server()
                 try:
                     through = ["--vllm_mode", "server", "--vllm_server_base_url", url]
-                    lines = self.watch(self.command(self.folder, *through), self.bench.card_gib() - SERVER_GIB)
+                    lines = self.watch(self.command(self.folder, *through), self.bench.card_gib(SERVER_GIB))
                 finally:
                     end(server)
         except (RuntimeError, OSError, ValueError) as error:
