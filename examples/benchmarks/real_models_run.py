@@ -56,6 +56,7 @@ CURVES = {
 #: warnings that are no log records: Python's and PyTorch's own
 PRINTED = re.compile(r"\w*Warning: |^(\[rank\d+\]:)?\[W\d+ ")
 MARKS = {"ready_s": "  versions", "evaluated_s": "Held-out accuracy before"}
+STEP = re.compile(r"^step (\d+) of \d+")
 #: progress
 BAR = re.compile(r"\d+%\|")
 LOG_LINES = 200
@@ -208,7 +209,7 @@ class Run:
             seconds = round(time.perf_counter() - started, 2)
             for mark in (mark for mark, text in MARKS.items() if text in line):
                 marks.setdefault(mark, seconds)
-            if step := re.search(r"step (\d+) of \d+", line):
+            if step := STEP.search(line):
                 steps.setdefault(int(step[1]), seconds)
 
         shown = {"CARD_GIB": f"{card:.1f}", "PEAK_FILE": str(peak)} if card else {}
@@ -243,6 +244,7 @@ class Run:
         }
         if not self.row["trained"]:
             self.row["last_lines"] = self.bench.last(lines, 25)
+            self.row["step_lines"] = [line for line in lines if STEP.search(line)]  # of a run that was cut off
         return lines
 
     def server(self) -> tuple[subprocess.Popen, str]:
