@@ -418,10 +418,8 @@ def test_doctor(monkeypatch):
     assert result["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]  # metadata may omit "+cu130"
     assert code == (1 if any(problem["fatal"] for problem in result["problems"]) else 0)
     real = doctor.importlib.metadata.version
-    monkeypatch.setattr(doctor.importlib.metadata, "version", lambda name: "0.9.0" if name == "trl" else real(name))
-    code, out, _ = call("doctor")
-    assert code == 1
-    assert "trl 0.9.0 is outside" in out and "pip install 'trl" in out
+    monkeypatch.setattr(doctor.importlib.metadata, "version", lambda name: "99.0" if name == "trl" else real(name))
+    assert "Newer than this package was tested with: trl 99.0" in call("doctor")[1]  # a note, no refusal
 
 
 def test_eval(run, tmp_path):
