@@ -1,3 +1,7 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["qerl-trl[math,plot,track] @ git+https://github.com/qerl-trl/qerl-trl"]
+# ///
 """Products of two digits, asked as a chat: the task of `make demo-real`, where a real model learns it on a CPU.
 
 qerl-trl train --config smollm2     # SmolLM2-135M-Instruct, from the Hub

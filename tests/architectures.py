@@ -14,6 +14,7 @@
 
 import copy
 import json
+import statistics
 import sys
 import tempfile
 import warnings
@@ -272,9 +273,10 @@ class Trial:
             raise Refused(str(error)) from error
         stock = self.auto.from_pretrained(self.folder / "merged", dtype=torch.bfloat16).eval()
         assert not getattr(stock, "hf_quantizer", None)
-        far = difference(logits(stock), logits(self.trained))
-        # both round to bf16, elsewhere; a token at the edge between two experts may then go to the other one
-        assert far < (0.1 if self.left_out else 0.05), far
+        # both round to bf16, elsewhere; single tokens at the edge between two experts may then go to the other one
+        pairs = zip(logits(stock)[0], logits(self.trained)[0], strict=True)
+        far = statistics.median(difference(*pair) for pair in pairs)
+        assert far < 0.03, far
 
     def base(self) -> None:
         base = self.trained.unload()

@@ -62,7 +62,7 @@ GROUPS = {
     "loss": {
         "beta": 0.1, "num_iterations": 2, "epsilon": 0.1, "epsilon_high": 0.3, "delta": 2.0, "loss_type": "grpo", "steps_per_generation": 2,
         "importance_sampling_level": "sequence", "reward_weights": [0.5, -1.0], "multi_objective_aggregation": "normalize_then_sum",
-        "scale_rewards": False, "mask_truncated_completions": True, "use_bias_correction_kl": False, "off_policy_mask_threshold": 0.5,
+        "scale_rewards": False, "mask_truncated_completions": True, "generation_kwargs": {"eos_token_id": list(range(40))}, "use_bias_correction_kl": False, "off_policy_mask_threshold": 0.5,
         "vllm_importance_sampling_mode": "sequence_truncate", "vllm_importance_sampling_clip_max": 2.0, "vllm_importance_sampling_clip_min": 0.5,
     },
     "entropy": {

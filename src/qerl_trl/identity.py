@@ -4,7 +4,6 @@ A checkpoint's manifest and the run's folder keep them, a run that is started ag
 refuse, which only warn), and a card shows them.
 """
 
-import copy
 import dataclasses
 import json
 import logging
@@ -20,6 +19,7 @@ from peft import LoraConfig
 from . import base_identity, report, tokenizer_identity
 from .nvfp4.config import auto_class_of
 from .nvfp4.linear import compute_dtype
+from .redaction import cleaned
 from .sources import plainly, rewards_of, rollouts_of, sha256, source_sha256
 from .upstream import OnlineTrainer
 
@@ -159,8 +159,13 @@ class RunSettings(TypedDict, total=False):
 
 def acting(trainer: OnlineTrainer) -> Any:
     """`trainer.args` with the values that act: most are read when the trainer is built, and not again."""
-    args, own = copy.copy(trainer.args), vars(trainer)
-    found = {f.name: own[f.name] for f in dataclasses.fields(args) if f.name in own and not may_differ(f.name)}
+    args, own = object.__new__(type(trainer.args)), vars(trainer)
+    vars(args).update(vars(trainer.args))  # copy.copy leaves tokens out
+    found = {
+        f.name: own[f.name]
+        for f in dataclasses.fields(args)
+        if f.name in own and f.name != "use_vllm" and not may_differ(f.name)
+    }
     found["epsilon"] = own["epsilon_low"]
     for name, default in (("epsilon_high", own["epsilon_low"]), ("chat_template_kwargs", {})):
         if found[name] == default != getattr(args, name):  # what TRL makes of None
@@ -172,9 +177,10 @@ def acting(trainer: OnlineTrainer) -> Any:
 def undo_edits(trainer: OnlineTrainer) -> None:
     """Set `trainer.args` back to the values that act."""
     given, acts = vars(trainer.args), vars(acting(trainer))
-    if edited := [f"{name}={value!r} ({acts[name]!r} acts)" for name, value in given.items() if value != acts[name]]:
+    if edited := {name: (value, acts[name]) for name, value in given.items() if value != acts[name]}:
+        shown = cleaned(edited)
         why = "trainer.args has values that do not act: %s. Set arguments before the trainer is built."
-        logger.warning(why, ", ".join(edited))
+        logger.warning(why, ", ".join(f"{name}={value!r} ({acts!r} acts)" for name, (value, acts) in shown.items()))
         given.update(acts)
 
 

@@ -144,6 +144,8 @@ def test_out_of_memory_in_a_step(where, tiny_runs, whole, tmp_path):  # noqa: F8
     run = tmp_path / "run"
     trainer = tiny_runs.trainer(run, reward=interrupting(2 if where == "the rewards" else 0, by=fail), **STEPS)
     trainer.add_callback(InTheSecondStep())
+    # the machine has more than the model takes
+    trainer.memory_plan = dataclasses.replace(trainer.memory_plan, gpu=None)
     remedy = {
         "an update": ["per_device_train_batch_size: 2 (gradient_accumulation_steps: 2)", "allow_other_settings: true"],
         "a rollout": ["max_completion_length", "use_vllm=True"],

@@ -569,6 +569,10 @@ def _ddp_rank(rank, port, policy, folder, results):
         train_dataset=None,
         base_sha256=base_sha256(policy),
         _name="QeRL-GRPO",
+        epsilon_low=0.2,
+        epsilon_high=0.2,
+        chat_template_kwargs={},
+        at_build={},
     )
     run = export.save_merged(trainer, folder, dtype=torch.float32)
     failed = ""

@@ -60,7 +60,7 @@ def test_what_is_asked_for_is_done(make_trainer, given, computed):  # noqa: F811
 
 def test_a_trainer_plans_how_many(make_trainer):  # noqa: F811
     trainer = make_trainer(gradient_checkpointing=None)
-    assert trainer.memory_plan.work.gradient_checkpointing is None and trainer.memory_plan.work.kept_layers == 0
+    assert trainer.memory_plan.work.gradient_checkpointing and trainer.memory_plan.work.kept_layers == 0  # on a CPU
     for name, kept in ((None, 2), ("is_fsdp_enabled", 0), ("is_deepspeed_enabled", 0)):
         if name:
             setattr(trainer, name, True)
@@ -105,7 +105,8 @@ def test_smaller_batches_are_named(make_trainer, monkeypatch, caplog, loss_type,
     monkeypatch.setattr(micro_batches, "advice", lambda shape, plan, model: asked.append(plan) or "Halve them.")
     trainer = make_trainer(gradient_checkpointing=None, loss_type=loss_type)
     assert not asked  # a plan without a GPU
-    trainer.memory_plan = dataclasses.replace(trainer.memory_plan, gpu=Gpu.of_gib(80))
+    work = dataclasses.replace(trainer.memory_plan.work, cpu=False)
+    trainer.memory_plan = dataclasses.replace(trainer.memory_plan, gpu=Gpu.of_gib(80), work=work)
     with_kept_layers(trainer, kept)
     assert ("Halve them." in caplog.text, asked == [trainer.memory_plan]) == (said, said)
 
@@ -114,7 +115,8 @@ def test_what_turns_out_to_be_computed_otherwise_is_planned_again(make_trainer, 
     """A plan for packed and compiled updates on a GPU in which both layers just fit; they are padded and eager here."""
     trainer = make_trainer(gradient_checkpointing=None, num_generations=4, max_completion_length=24)
     shape, counted = shape_of(trainer.model.config), model_bytes(trainer.model)
-    better = dataclasses.replace(trainer.memory_plan.work, packed=True, compiled=True, kept_layers=2)
+    on_gpu = dataclasses.replace(trainer.memory_plan.work, cpu=False, gradient_checkpointing=None)
+    better = dataclasses.replace(on_gpu, packed=True, compiled=True, kept_layers=2)
     most = plan_run(shape, better, None, counted).update
     trainer.memory_plan = plan_run(
         shape, dataclasses.replace(better, kept_layers=0), Gpu(round(most / 0.9) + 2**12), counted

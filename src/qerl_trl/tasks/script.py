@@ -25,7 +25,7 @@ from trl import ModelConfig, get_peft_config
 
 from ..config import QeRLConfig
 from ..errors import tell_in_scripts
-from ..folders import named_in_errors
+from ..folders import check_name, named_in_errors
 from ..guards import check_steps
 from ..identity import run_settings
 from ..lora import settle_model_config
@@ -141,6 +141,7 @@ class Script:
                 raise ValueError(
                     f"{model} is no folder of a model: it has no config.json. Name one that has, or a Hub id (user/name)."
                 )
+        check_name(model)
         given = args.model_init_kwargs or {}
         assert isinstance(given, dict), "parsed by the configuration"
         args.model_init_kwargs = {

@@ -70,7 +70,12 @@ def prepare(trainer: Any) -> None:
 def _advise(trainer: Any, model: Any) -> None:
     """Say which micro-batches need less recomputation, where the loss is the same with them."""
     plan = trainer.memory_plan
-    if plan.gpu is None or not trainer.accelerator.is_main_process or not balance.order_is_free(trainer):
+    if (
+        plan.gpu is None
+        or plan.work.cpu
+        or not trainer.accelerator.is_main_process
+        or not balance.order_is_free(trainer)
+    ):
         return
     advice = micro_batches.advice(shape_of(model.config), plan, model_bytes(model))
     if advice is not None:
