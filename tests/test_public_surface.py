@@ -1,0 +1,28 @@
+"""The names and settings that users write. What is taken out, is taken out of public_surface.json in the same commit, and said in CHANGELOG.md."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import typer
+from trl import GRPOConfig
+
+import qerl_trl
+from qerl_trl.cli.main import app
+
+FROZEN = json.loads(Path(__file__).with_name("public_surface.json").read_text())
+
+
+def test_options_of_the_commands():
+    commands = typer.main.get_command(app).commands.items()
+    assert {name: sorted(o for p in one.params for o in p.opts) for name, one in commands} == FROZEN["commands"]
+
+
+def test_names():
+    assert sorted(qerl_trl.__all__) == FROZEN["names"]
+
+
+def test_fields_of_the_configuration():
+    stock = {field.name for field in dataclasses.fields(GRPOConfig)}
+    own = {f.name: repr(f.default) for f in dataclasses.fields(qerl_trl.QeRLConfig) if f.name not in stock}
+    assert own == FROZEN["fields"]
