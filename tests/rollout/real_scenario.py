@@ -12,15 +12,18 @@ from pathlib import Path
 import scenarios  # sets vLLM's environment
 
 from qerl_trl import QeRLGRPOTrainer, Script, Task
+from qerl_trl.rollout import probe
 
+# bf16 is slow on a CPU without instructions for it (5 GFLOP/s a core), so everything is short
 OPTIONS = {
-    "dtype": "bfloat16", "use_vllm": "true", "vllm_mode": "colocate", "vllm_max_model_length": 128, "max_steps": 2,
+    "dtype": "bfloat16", "use_vllm": "true", "vllm_mode": "colocate", "vllm_max_model_length": 64, "max_steps": 2,
     "aqn_num_stages": 2, "vllm_gpu_memory_utilization": scenarios.MEMORY["gpu_memory_utilization"],
-    "vllm_engine_kwargs": json.dumps({"enforce_eager": True, **scenarios.MEMORY}), "per_device_train_batch_size": 4,
-    "num_generations": 4, "max_completion_length": 8, "temperature": 1.0, "learning_rate": 1e-3, "eval_problems": 4,
+    "vllm_engine_kwargs": json.dumps({"enforce_eager": True, **scenarios.MEMORY}), "per_device_train_batch_size": 2,
+    "num_generations": 2, "max_completion_length": 4, "temperature": 1.0, "learning_rate": 1e-3, "eval_problems": 1,
     "disable_tqdm": "true",
 }  # fmt: skip
 TASK = Path(__file__).parents[2] / "examples" / "tasks" / "products.yaml"
+PROBED = 4  # prompts of the probe, half of a run's
 
 
 class Warned(logging.Handler):
@@ -32,6 +35,12 @@ class Warned(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.said.append(record.getMessage())
+
+
+def briefly() -> dict[str, list[dict]]:
+    """The products without their instruction and the system prompt of the model's chat template."""
+    rows = [{"answer": str(7 * n), "prompt": [{"role": "system", "content": ""}, {"role": "user", "content": f"{n} * 7"}]} for n in range(2, 10)]
+    return {"train": rows, "test": rows}
 
 
 def varied(completions, **kwargs) -> list[float]:
@@ -49,7 +58,7 @@ def train(folder: Path, base_format: str, noise: str, model: str) -> dict:
     }
     words = [str(word) for name, value in given.items() for word in (f"--{name}", value)]
     task = Task.read(TASK)
-    task.reward_funcs, task.reward_weights = [varied], None
+    task.dataset_name, task.reward_funcs, task.reward_weights = briefly, [varied], None
     script = Script.parse(task, "smollm2", words)
     warned = Warned()
     logging.getLogger("qerl_trl").addHandler(warned)
@@ -61,6 +70,7 @@ def train(folder: Path, base_format: str, noise: str, model: str) -> dict:
 
 
 if __name__ == "__main__":
+    probe.PROMPTS = PROBED
     folder, *rest = sys.argv[1:]
     arms = [rest[i : i + 3] for i in range(0, len(rest), 3)]
     print("RESULTS", json.dumps([train(Path(folder) / f"{arm[0]}-{arm[1]}", *arm) for arm in arms]), flush=True)
