@@ -3,7 +3,6 @@
 The model is a package that `make test` installs (examples/assets/real_model.py).
 """
 
-import contextlib
 import importlib.util
 import json
 import os
@@ -110,15 +109,16 @@ def test_it_starts_and_trains_without_a_warning(arm, runs):
     assert run["warned"] == []
     results = json.loads((run["folder"] / "results.json").read_text())
     steps = [entry for entry in results["log_history"] if "loss" in entry]
-    assert results["steps"] == len(steps) == 2 and results["after"]["total"] == 4
+    assert results["steps"] == len(steps) == 2 and results["after"]["total"] == 1
     assert results["settings"]["dtype"] == "bfloat16" and results["arm"]["base_format"] == arm
     for step in steps:
-        assert 0 < step["rollout/mismatch_kl"] < 0.05 and step["grad_norm"] > 0
+        assert 0 < step["rollout/mismatch_kl"] < 0.05
+    assert any(step["grad_norm"] > 0 for step in steps)
     assert [step["aqn/sigma_effective"] > 0 for step in steps if "aqn/sigma_effective" in step] == [False, True] * (
         arm == "nvfp4"
     )
-    with contextlib.suppress(KeyError):
-        assert run["probe"]["difference"] < run["probe"]["effect"]
+    probe = run["probe"]
+    assert probe["size"] is not None and probe["difference"] < 0.15 * probe["effect"] and 0.8 < probe["slope"] < 1.2
 
 
 def test_it_is_evaluated(runs, tmp_path):

@@ -19,7 +19,7 @@ OPTIONS = {
     "dtype": "bfloat16", "use_vllm": "true", "vllm_mode": "colocate", "vllm_max_model_length": 64, "max_steps": 2,
     "aqn_num_stages": 2, "vllm_gpu_memory_utilization": scenarios.MEMORY["gpu_memory_utilization"],
     "vllm_engine_kwargs": json.dumps({"enforce_eager": True, **scenarios.MEMORY}), "per_device_train_batch_size": 2,
-    "num_generations": 2, "max_completion_length": 4, "temperature": 1.0, "learning_rate": 1e-3, "eval_problems": 1,
+    "num_generations": 2, "max_completion_length": 4, "temperature": 1.5, "learning_rate": 1e-3, "eval_problems": 1,
     "disable_tqdm": "true",
 }  # fmt: skip
 TASK = Path(__file__).parents[2] / "examples" / "tasks" / "products.yaml"
@@ -39,13 +39,15 @@ class Warned(logging.Handler):
 
 def briefly() -> dict[str, list[dict]]:
     """The products without their instruction and the system prompt of the model's chat template."""
-    rows = [{"answer": str(7 * n), "prompt": [{"role": "system", "content": ""}, {"role": "user", "content": f"{n} * 7"}]} for n in range(2, 10)]
+    system = {"role": "system", "content": ""}
+    asked = {n: [system, {"role": "user", "content": f"{n} * 7"}] for n in range(2, 10)}
+    rows = [{"prompt": prompt, "answer": str(7 * n)} for n, prompt in asked.items()]
     return {"train": rows, "test": rows}
 
 
 def varied(completions, **kwargs) -> list[float]:
     """A reward that differs within every group, so that each step has a gradient."""
-    return [float(sum(completion[-1]["content"].encode()) % 7) for completion in completions]
+    return [float(i % 2) for i in range(len(completions))]
 
 
 def train(folder: Path, base_format: str, noise: str, model: str) -> dict:
