@@ -6,8 +6,6 @@ Names are imported on first use: `import qerl_trl` loads neither vLLM nor Triton
 import importlib
 from typing import TYPE_CHECKING
 
-from . import garbage
-
 __version__ = "0.1.0.dev0"
 
 #: public name -> module that defines it
@@ -52,8 +50,7 @@ if TYPE_CHECKING:
 def __getattr__(name: str):
     if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    with garbage.importing():
-        value = getattr(importlib.import_module(f".{_EXPORTS[name]}", __name__), name)
+    value = getattr(importlib.import_module(f".{_EXPORTS[name]}", __name__), name)
     globals()[name] = value
     return value
 

@@ -26,7 +26,7 @@ from safetensors import safe_open
 from torch import nn
 from transformers import PretrainedConfig
 
-from . import alike, redaction
+from . import redaction
 from .folders import commit_of
 from .names import canonical_name
 
@@ -94,11 +94,10 @@ def shared_base_sha256(model: nn.Module, each: bool = True) -> str | None:
     if state.num_processes == 1:
         return found
     every = gather_object([(found, str(getattr(model.config, "_name_or_path", "")))])
-    if each and (said := alike.apart([sha256 for sha256, _ in every])) is not None:
+    if each and len({sha256 for sha256, _ in every}) > 1:
+        loaded = ", ".join(f"{name} ({str(sha256)[:12]})" for sha256, name in every)
         raise ValueError(
-            f"The processes of this run have not loaded the same base: its fingerprint is {said}. Each would sample from, and train on, a model of "
-            f"its own. They were given {alike.apart([name for _, name in every]) or repr(every[0][1])}: bring all machines to the same copy (an older or "
-            "damaged one differs), or put it where all of them see it. Nothing was trained."
+            f"The processes have not loaded the same base: {loaded}. Bring all machines to the same copy, or put it where all of them see it."
         )
     return every[0][0]
 

@@ -92,10 +92,6 @@ class QeRLArguments(OnlineConfig):
             the run where they disagree, `"warn"` logs it, `"off"` skips the comparison. An undecided one is always a warning.
         rollout_probe_steps (`int`, *optional*, defaults to `100`):
             Every so many steps, compare them again without noise. Takes a second or two. With 0 they are compared at the start only.
-        overlap (`int`, *optional*, defaults to `0`):
-            With `1` vLLM samples the next rollout while the update of the present one runs: with an adapter that is one rollout old, which
-            TRL's importance sampling corrects. For a server on other GPUs: on one GPU the two take turns, and nothing was gained where it was
-            measured. Not with sleep mode, tools, environments, rollout functions and pictures.
         vllm_gpu_memory_utilization (`float`, *optional*):
             As TRL's, but left out by default: the KV cache is then planned (`qerl-trl plan` shows how), from what all sequences need
             down to what is left. `vllm_max_model_length`, left out, is the longest prompt of the data plus `max_completion_length`.
@@ -201,10 +197,6 @@ class QeRLArguments(OnlineConfig):
     )
     rollout_probe_steps: int = field(
         default=100, metadata={"help": "Compare vLLM and the trainer again every so many steps; 0: at the start only."}
-    )
-    overlap: int = field(
-        default=0,
-        metadata={"help": "1: vLLM samples the next rollout during the update, with an adapter one rollout old."},
     )
     vllm_gpu_memory_utilization: float | None = field(
         default=None,

@@ -84,14 +84,12 @@ def warn_of_template(trainer: OnlineTrainer) -> None:
 
 
 def checked_rewards(trainer: OnlineTrainer) -> list[Callable]:
-    """The trainer's reward functions, each wrapped by [`checked_reward`]; reward models as they are. With several processes their errors are
-    kept in `trainer._reward_errors`."""
+    """The trainer's reward functions, each wrapped by [`checked_reward`]; reward models as they are."""
 
     def checked(function: Callable, name: str) -> Callable:
         if isinstance(function, nn.Module):
             return function
-        own = checked_reward(function, name, trainer.args.reward_timeout)
-        return trainer._reward_errors.keep(own) if trainer.accelerator.num_processes > 1 else own
+        return checked_reward(function, name, trainer.args.reward_timeout)
 
     return [checked(*pair) for pair in zip(trainer.reward_funcs, trainer.reward_func_names, strict=True)]
 

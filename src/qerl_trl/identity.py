@@ -71,7 +71,7 @@ _INCIDENTAL_ENGINE = re.compile(
 )
 #: arguments that act as they were when the trainer was built, and of which it has no attribute with the same value
 AT_BUILD = re.compile(
-    r"aqn.*|base_format|scale_rule|modules_to_not_convert|updates_per_rollout|overlap|fused_lora|vllm_engine_kwargs"
+    r"aqn.*|base_format|scale_rule|modules_to_not_convert|updates_per_rollout|fused_lora|vllm_engine_kwargs"
     r"|rollout_mismatch.*|vllm_structured_.*|generation_kwargs|cache_implementation|transformers_continuous_.*config"
     r"|reward_weights|router_aux_loss_coef|entropy_coef|max_tool_calling_iterations|per_device_train_batch_size|bf16|fp16"
     r"|disable_dropout|cast_lm_head_to_fp32|sync_ref_model|.*liger.*|label_names|reward_timeout|zero_advantage_patience"

@@ -191,11 +191,10 @@ class MismatchWatch:
             if value is not None and name not in ("logp_gap_error", "kl_above"):
                 trainer._metrics["train" if training else "eval"][f"rollout/{name}"].append(value)
         noisy = training and aqn is not None and aqn.scope == "rollout" and aqn.sigma > 0
-        stale = training and bool(trainer.args.overlap)
-        bounds = gap_bounds(trainer.args, same=not (noisy or stale))
+        bounds = gap_bounds(trainer.args, same=not noisy)
         # transformers' rollouts are scored as if no token were left out
         sampled_from = sampler(trainer.args) if trainer.args.use_vllm else "all"
-        self.judge(found, trainer.state.global_step, noisy, bounds, stale, sampled_from)
+        self.judge(found, trainer.state.global_step, noisy, bounds, sampled_from)
 
     def judge(
         self,
@@ -203,14 +202,12 @@ class MismatchWatch:
         step: int,
         noisy: bool,
         bounds: tuple[float, float] = (0.0, 0.0),
-        stale: bool = False,
         sampled_from: Sampler = "all",
     ) -> None:
         """Warn or stop.
 
         Args:
             noisy: the rollout had noise that the trainer has not, so that a KL is to be expected.
-            stale: it was sampled with an earlier adapter (`overlap`): the same.
             bounds: of the gap, if the log-probabilities are right.
             sampled_from: see [`sampler`].
         """
@@ -239,17 +236,15 @@ class MismatchWatch:
         )
         if sampled_from == "reweighed":
             return
-        limit = self.threshold if noisy or stale else self.threshold / self.STOP
+        limit = self.threshold if noisy else self.threshold / self.STOP
         kl, about = (found.mismatch_kl, "about") if sampled_from == "all" else (found.kl_above, "at least")
-        expected = (
-            "under noise" if noisy else "one rollout apart" if stale else "although both should be the same policy"
-        )
+        expected = "under noise" if noisy else "although both should be the same policy"
         self._limit(
             "kl",
             kl,
             limit,
             f"Rollout and trainer disagree: KL of {about} {kl:.4g} nats per token at step {step}, {expected} (limit {limit:.4g}).",
-            "With noise, lower aqn_sigma_start or use aqn_scope='policy'; with overlap=1, lower learning_rate; without, the engine may hold a stale adapter, noise that was left on or "
+            "With noise, lower aqn_sigma_start or use aqn_scope='policy'; without, the engine may hold a stale adapter, noise that was left on or "
             "other weights: restart it, or use use_vllm=False.",
         )
 

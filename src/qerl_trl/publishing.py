@@ -14,7 +14,6 @@ from torch import nn
 from transformers.trainer_utils import HubStrategy, SaveStrategy, TrainOutput
 
 from . import redaction, tokenizer_identity
-from .processes import together
 from .sampling import save_generation_config
 from .upstream import OnlineTrainer
 
@@ -77,21 +76,18 @@ class PublishingMixin(OnlineTrainer):
         model = self.accelerator.unwrap_model(self.model)
         save_generation_config(output_dir or cast(str, self.args.output_dir), model, self.processing_class)
 
-    @together
     def save_adapter(self, folder: str | os.PathLike, **options: Any) -> "Export":
         """See [`export.save_adapter`]. Call it, and the two below, in all processes; the main one writes."""
         from .publish import export
 
         return export.save_adapter(self, folder, card=self._write_card, **options)
 
-    @together
     def save_merged(self, folder: str | os.PathLike, **options: Any) -> "Export":
         """See [`export.save_merged`]."""
         from .publish import export
 
         return export.save_merged(self, folder, card=self._write_card, **options)
 
-    @together
     def save_base(self, folder: str | os.PathLike, **options: Any) -> "Export":
         """See [`export.save_base`]."""
         from .publish import export
@@ -111,13 +107,6 @@ class PublishingMixin(OnlineTrainer):
         if self.is_deepspeed_enabled:
             logger.warning(
                 "hub_strategy=%r under DeepSpeed: its optimizer state stays here, so no run can go on from what is pushed, only from the checkpoints in %s.",
-                strategy.value,
-                self.args.output_dir,
-            )
-        elif self.args.overlap:
-            logger.warning(
-                "hub_strategy=%r with overlap=1: the completions that were sampled ahead stay here. A run that goes on from what is pushed samples them anew, "
-                "on another trajectory than one that goes on from %s.",
                 strategy.value,
                 self.args.output_dir,
             )
@@ -179,7 +168,6 @@ class PublishingMixin(OnlineTrainer):
             facts["title"] = model_name
         return facts
 
-    @together
     def push_to_hub(
         self,
         commit_message: str | None = "End of training",

@@ -20,10 +20,9 @@ from transformers.trainer_utils import SaveStrategy, TrainOutput
 
 from . import checkpoint, disk, forward, guards, loading, lora, reference, run_folder, unchanged
 from .base_identity import base_sha256, take_embeddings
-from .ended import ended_by_signal, goes_on, told_of_exits
+from .ended import goes_on, told_of_exits
 from .identity import AT_BUILD, RunSettings, run_settings, undo_edits
-from .in_step import InStepMixin, require_random_states, settled_together
-from .processes import load_to_numbered_cpus, together
+from .processes import load_to_numbered_cpus, settled_together, share_requests
 from .publishing import PublishingMixin
 from .rollout.engine import RolloutError
 from .upstream import OnlineTrainer
@@ -31,7 +30,7 @@ from .upstream import OnlineTrainer
 logger = logging.getLogger(__name__)
 
 
-class SavingMixin(InStepMixin, PublishingMixin):
+class SavingMixin(PublishingMixin):
     """Saving and resuming in the parent's place. To be mixed in before TRL's trainer; what differs, and why, stands in trainer.py."""
 
     #: the state that this training goes on from, `None` for a fresh start
@@ -44,6 +43,8 @@ class SavingMixin(InStepMixin, PublishingMixin):
     _unpushed: str | None = None
     #: settings that were allowed to change on the way
     _changed: tuple[str, ...] = ()
+    #: whether a step has ended and is being logged, evaluated and saved
+    _after_step: bool = False
     #: whether a batch is being made, or judged
     _in_batch: bool = False
     #: TRL's count of micro-batches when the latest step had ended
@@ -102,7 +103,9 @@ class SavingMixin(InStepMixin, PublishingMixin):
         if self.args.device.index is not None and self.args.device.type == "cpu":
             load_to_numbered_cpus()
         self._given, trained_before = self.given_optimizers(), self.state.global_step
-        resume = settled_together(self, lambda: self._settled(resume_from_checkpoint))
+        resume = settled_together(
+            self.accelerator, lambda: self._settled(resume_from_checkpoint), lambda: run_settings(self)
+        )
         if resume is None and trained_before:  # the parent counts from 0 again, with the weights as they are
             line = (
                 f"weights: the {trained_before} steps of an earlier train() of the same trainer were in them at step 0"
@@ -122,7 +125,7 @@ class SavingMixin(InStepMixin, PublishingMixin):
         reference.warn_if_not_saved(self)
         if self.args.use_vllm:
             self.vllm_generation.begin(resume)
-        with ended_by_signal(self), told_of_exits(self):
+        with told_of_exits(self):
             return super().train(resume, *args, **kwargs)
 
     def set_initial_training_values(self, *args: Any, **kwargs: Any) -> Any:
@@ -212,13 +215,10 @@ class SavingMixin(InStepMixin, PublishingMixin):
         try:
             super()._save_checkpoint(model, trial)
             reference.save(self, folder)
-            if self.args.overlap:
-                self.vllm_generation.save_ahead(folder)
         finally:
             self.args.save_total_limit = limit
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
-            require_random_states(self, folder)
             # again: the limit was cleared when it was written
             torch.save(self.args, os.path.join(folder, TRAINING_ARGS_NAME))
             checkpoint.seal(folder, self._recorded(), order=checkpoint.next_order(run_dir, self._order))
@@ -230,8 +230,17 @@ class SavingMixin(InStepMixin, PublishingMixin):
             super()._push_from_checkpoint(self._unpushed)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        self._updated_at = self._step
-        super()._maybe_log_save_evaluate(*args, **kwargs)
+        self._updated_at, self._after_step = self._step, True
+        try:
+            self._agree()
+            super()._maybe_log_save_evaluate(*args, **kwargs)
+            self._agree()  # what was asked for when the step was logged, evaluated or saved
+        finally:
+            self._after_step = False
+
+    def _agree(self) -> None:
+        share_requests(self)
+        self._saves.hold()
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """As `Trainer.evaluate`. The training goes on with the random numbers that it would have had: whether, when and how often is evaluated, and
@@ -255,19 +264,14 @@ class SavingMixin(InStepMixin, PublishingMixin):
         except Exception as error:
             if not isinstance(error, RolloutError):  # which says so itself
                 error.add_note(self.rescue())
-            if self.args.overlap:
-                self.vllm_generation.forget_ahead()
             raise
         finally:
             self._in_batch = False
 
     @contextmanager
     def failing_together(self) -> Iterator[None]:
-        """Around what fails in all processes or in none, right after rewards were gathered: an error of one process's reward function is
-        raised in all of them here, so that they can save together."""
+        """Around what fails in all processes or in none: they can save together."""
         try:
-            if self.accelerator.num_processes > 1:
-                self._reward_errors.raise_everywhere()
             yield
         except Exception:
             self._all_failed = True
@@ -297,7 +301,6 @@ class SavingMixin(InStepMixin, PublishingMixin):
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         self._unpushed = checkpoint_folder  # the parent would push it before it is sealed
 
-    @together
     @disk.full_is_named
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False, push: bool = True) -> None:
         """As `Trainer.save_model`, sealed: `qerl-trl merge`, `push` and `eval` read what was written here, or refuse it.

@@ -11,13 +11,10 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch.overrides import TorchFunctionMode
-
-from .upstream import OnlineTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -47,18 +44,6 @@ def loaded_everywhere(wanted: bool = True) -> Iterator[None]:
         yield
     finally:
         os.environ[name] = before
-
-
-class ShardingMixin(OnlineTrainer):
-    """See the module docstring. To be mixed in before TRL's trainer."""
-
-    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
-        save_whole_tensors(self.accelerator)
-        with BytesWithoutGradient():
-            prepared = super()._prepare_for_training(*args, **kwargs)
-        for module in self.model.modules():
-            vars(module).pop("unread", None)  # it has the first process's weights now, and should be compiled as there
-        return prepared
 
 
 def save_whole_tensors(accelerator: Accelerator) -> None:

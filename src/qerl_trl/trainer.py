@@ -7,12 +7,13 @@
 | `__init__` | quantizes the base while it loads, registers LoRA for it, attaches noise and checks, replaces the vLLM glue |
 | `train` | says what was planned and what differs from TRL (`report.py`); resumes from whole checkpoints of the same settings only; leaves a model that computes clean |
 | `set_initial_training_values` | a run that has ended takes no further step |
-| `_maybe_log_save_evaluate`, `evaluate` | [`InStepMixin`]: all processes do what one was asked for, and hear of each other's end |
-| `_prepare_for_training` | FSDP 2 of older torch shards bytes too ([`ShardingMixin`]) |
+| `_maybe_log_save_evaluate` | what a callback of one process asks for, all processes do |
+| `evaluation_loop` | `bf16_full_eval` casts the model for the evaluation only |
+| `_prepare_for_training` | FSDP 2 of older torch shards bytes too (`sharding.py`) |
 | `_get_train_sampler` | a run resumed in a later epoch sees that epoch's order of prompts, not the first one's again |
-| `_generate` | draws the noise of this rollout and keeps the engine up to date (covers tools and rollout functions alike); with `overlap=1` asks for the next one |
+| `_generate` | draws the noise of this rollout and keeps the engine up to date (covers tools and rollout functions alike) |
 | `_generate`, `_compute_loss` | what transformers sampled under noise is importance-corrected as vLLM's rollouts are (`behaviour.py`) |
-| `_calculate_rewards` | refuses infinite rewards |
+| `_calculate_rewards` | refuses infinite rewards; an error of one process is raised in all |
 | `_generate_and_score_completions` | measures and watches the rollout/trainer mismatch (`mismatch.py`); saves the step before where it fails |
 | `_get_per_token_logps_and_entropies`, `_prepare_inputs` | [`PackingMixin`]: no work on padding, equal prompts once |
 | `_compute_loss`, `_get_per_token_logps_and_entropies` | on-policy the update's own log-probabilities are the old ones (`update/passes.py`) |
@@ -26,10 +27,11 @@ New: `to_resume` ([`SavingMixin`]), `save_adapter`, `save_merged` and `save_base
 module is rebound during `super().__init__` (the only rebind in this package; `tests/test_contracts.py` fails if TRL moves it).
 """
 
+import gc
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -43,36 +45,34 @@ from . import base_identity, behaviour, disk, guards, loading, mismatch, preflig
 from .arguments import by_name, with_reward_models
 from .base import adapter_config, model_init, source_of
 from .config import QeRLArguments, QeRLConfig, QeRLRLOOConfig
-from .garbage import rarely, stepping
+from .evaluation_mode import as_it_was
 from .lora import changes_base, check_adapter, prepare_trainable, warn_of_dropout, warn_of_low_precision
 from .memory import shortage
 from .memory.of_trainer import plan_trainer
 from .memory.plan import MemoryPlan
 from .memory.workload import check_rollout
-from .noise.agreement import check_agreement
 from .noise.callback import AQNCallback
 from .nvfp4.linear import has_nvfp4
-from .processes import Errors, naming_the_lost_one, start_watch
+from .processes import keep_buckets, rewards_of_all
 from .publishing import close_other_ways, warn_of_exports
 from .ready import given_model
 from .rollout.arms import check_environment, check_given
 from .rollout.contract import checked_rollout_func
 from .sampling import of_the_model_alone, settle_ends
 from .saving import SavingMixin
-from .sharding import ShardingMixin
+from .sharding import BytesWithoutGradient, save_whole_tensors
 from .signal_monitor import SignalMonitor
 from .sources import Sources
 from .timing import PhaseTimer
 from .update.packing import PackingMixin
 from .update.passes import OnePass
 from .update.prepare import prepare
-from .watch import working
 
 with preflight.naming_vllm():
     from trl import GRPOTrainer, RLOOTrainer
 
 
-class QeRLMixin(SavingMixin, PackingMixin, ShardingMixin):
+class QeRLMixin(SavingMixin, PackingMixin):
     """Adds QeRL to a TRL trainer. Put it before the trainer in the bases and set `_config_class`.
 
     Args:
@@ -94,12 +94,13 @@ class QeRLMixin(SavingMixin, PackingMixin, ShardingMixin):
     memory_plan: MemoryPlan | None = None
     #: where the old log-probabilities come from
     _passes: OnePass
+    #: whether what was there after the first micro-batch is kept from Python's garbage collector
+    _frozen: bool = False
 
     @cached_property
     def _timer(self) -> PhaseTimer:
         return PhaseTimer("rollout", "reward", "update")
 
-    @working()
     def __init__(
         self,
         model: str | PreTrainedModel | PeftModel,
@@ -118,7 +119,7 @@ class QeRLMixin(SavingMixin, PackingMixin, ShardingMixin):
                 f"{type(self).__name__} needs args of type {self._config_class.__name__}, got {type(args).__name__}. It takes "
                 f"the same fields: replace {type(args).__name__}(...) by {self._config_class.__name__}(...)."
             )
-        start_watch(args)
+        keep_buckets(args)
         redaction.check_places({**given, **vars(args)})
         redaction.mask_others()
         preflight.check(args)
@@ -129,7 +130,7 @@ class QeRLMixin(SavingMixin, PackingMixin, ShardingMixin):
         given["args"], given["peft_config"] = args, adapter_config(model, args, given.get("peft_config"))
         given["reward_funcs"] = with_reward_models(given.get("reward_funcs"), args)
         initial = model_init(model, args, given.pop("quantization_config", None))
-        with rarely(), initial as quantization_config, self._own_vllm_generation(), shortage.naming(self):
+        with initial as quantization_config, self._own_vllm_generation(), shortage.naming(self):
             super().__init__(**given, quantization_config=quantization_config)
         settle_ends(self)
         plan_trainer(self)
@@ -147,7 +148,6 @@ class QeRLMixin(SavingMixin, PackingMixin, ShardingMixin):
         self._monitor = SignalMonitor(args.zero_advantage_patience)
         self._mismatch = mismatch.MismatchWatch(args.rollout_mismatch_threshold)
         self._passes = OnePass(self)
-        self._reward_errors = Errors()
         self.reward_funcs = guards.checked_rewards(self)
         if getattr(self, "rollout_func", None) is not None:
             self.rollout_func = checked_rollout_func(self.rollout_func)
@@ -170,12 +170,11 @@ class QeRLMixin(SavingMixin, PackingMixin, ShardingMixin):
         """Let the parent's `__init__` build our `VLLMGeneration`; see the module docstring."""
 
         def build(*args, **kwargs):
-            from .rollout import generation, overlap
+            from .rollout.generation import QeRLVLLMGeneration
 
             settle_ends(self)
             kwargs["max_model_length"] = plan_trainer(self).max_model_len  # of this run, not the model's largest
-            kind = overlap.OverlappedGeneration if self.args.overlap else generation.QeRLVLLMGeneration
-            return kind(*args, trainer=self, **kwargs)
+            return QeRLVLLMGeneration(*args, trainer=self, **kwargs)
 
         with ExitStack() as stack:
             for name in {cls.__module__ for cls in type(self).__mro__ if cls.__module__.startswith("trl.")}:
@@ -199,19 +198,19 @@ class QeRLMixin(SavingMixin, PackingMixin, ShardingMixin):
                 output = behaviour.with_logps(self, self.aqn, output)
         self._passes.generated()
         if training and self.aqn is not None:
-            check_agreement(self.accelerator, self.aqn, self.vllm_generation.noisy_norms if self.aqn.engine else None)
             self._metrics["train"]["aqn/sigma"].append(self.aqn.sigma)
             self._metrics["train"]["aqn/sigma_effective"].append(self.aqn.sigma_effective)
-        if training and self.args.overlap:
-            with self._timer.phase("rollout"):
-                self.vllm_generation.ahead()
         return output
 
-    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        with self._timer.phase("reward", counts=self.model.training), guards.reward_limit(self):
-            self._rewards = super()._calculate_rewards(*args, **kwargs)
-            with self.failing_together():
-                guards.check_reward_tensor(self._rewards, self.reward_func_names, self.reward_weights)
+    def _calculate_rewards(self, inputs: Any, prompts: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        own = partial(super()._calculate_rewards, inputs, prompts, *args, **kwargs)
+        with (
+            self._timer.phase("reward", counts=self.model.training),
+            guards.reward_limit(self),
+            self.failing_together(),
+        ):
+            self._rewards = rewards_of_all(self.accelerator, own, len(prompts), len(self.reward_funcs))
+            guards.check_reward_tensor(self._rewards, self.reward_func_names, self.reward_weights)
         return self._rewards
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -232,6 +231,14 @@ class QeRLMixin(SavingMixin, PackingMixin, ShardingMixin):
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
         return self._passes.logps(super()._get_per_token_logps_and_entropies, *args, **kwargs)
 
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        save_whole_tensors(self.accelerator)
+        with BytesWithoutGradient():
+            prepared = super()._prepare_for_training(*args, **kwargs)
+        for module in self.model.modules():
+            vars(module).pop("unread", None)  # it has the first process's weights now, and should be compiled as there
+        return prepared
+
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         with self._timer.phase("update"):
             loss = super().training_step(model, inputs, num_items_in_batch)
@@ -240,7 +247,16 @@ class QeRLMixin(SavingMixin, PackingMixin, ShardingMixin):
                 guards.check_step_taken(self.accelerator, model, self.state.global_step)
             elif self.accelerator.sync_gradients and getattr(self.accelerator, "scaler", None) is None:
                 guards.check_gradients(model, self.state.global_step, self.optimizer)
+        if not self._frozen and self.args.device.type == "cuda":
+            self._frozen = True
+            gc.collect()
+            gc.freeze()  # else Python's collector goes through all that is compiled by now in each rollout: 0.3 to 1.2 s
         return loss
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        cast = not self.is_in_train and (self.args.bf16_full_eval or self.args.fp16_full_eval)
+        with as_it_was(self.model) if cast else nullcontext():
+            return super().evaluation_loop(*args, **kwargs)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if self.model.training:
@@ -255,9 +271,12 @@ class QeRLMixin(SavingMixin, PackingMixin, ShardingMixin):
         guards.check_steps(self.args, self.train_dataset)
         report.announce(self)
         try:
-            with working(), stepping(self), shortage.naming(self), naming_the_lost_one(self):
+            with shortage.naming(self):
                 return super().train(*args, **kwargs)
         finally:
+            if self._frozen:
+                gc.unfreeze()
+                self._frozen = False
             if self.aqn is not None:
                 self.aqn.detach()  # an exception in the middle of a step leaves a model that computes clean
 

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from .config import QeRLConfig, QeRLRLOOConfig
     from .memory.plan import MemoryPlan
-    from .processes import Errors
     from .sources import Sources
 
     class OnlineTrainer(_BaseTrainer):
@@ -49,7 +48,6 @@ if TYPE_CHECKING:
         longest_sequence: (
             int | None
         )  # prompt and completion in tokens, by `plan_trainer`; None where no prompt was counted
-        _reward_errors: Errors  # the same
         sources: "Sources"  # the same
         at_build: dict[str, Any]  # the same: arguments of which there is no attribute
         optimizer: Any

@@ -322,9 +322,6 @@ def _add_up(
         Part(name, round(activations), 0),
         Part("activations of a rollout" + f", steps of {work.step_tokens} tokens" * work.colocated, 0, rollout),
     ]
-    if work.overlap:
-        both = [max(part.update, part.rollout) for part in parts]
-        parts = [Part(part.name, most, most) for part, most in zip(parts, both, strict=True)]
     if not work.colocated:
         return MemoryPlan(work, tuple(parts), gpu, 0, 0, 0, work.completions, max_model_len)
     wanted = kv = formulas.engine_kv_bytes(shape, work, work.completions)
@@ -358,7 +355,7 @@ def _add_up(
 
 def _alternatives(work: Workload) -> Iterator[tuple[tuple[str, ...], Workload]]:
     """(settings, workload with them), the cheapest first: alone, then one after the other on top of each other."""
-    sleeping = [{"sleep": True}] if work.colocated and not (work.sleep or work.overlap) else []
+    sleeping = [{"sleep": True}] if work.colocated and not work.sleep else []
     batches = [
         {"batch": batch, "accumulation": work.accumulation * (work.batch // batch)}
         for batch in range(work.batch - 1, 0, -1)

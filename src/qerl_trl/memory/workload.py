@@ -33,7 +33,7 @@ class Workload:
 
     `batch`: sequences of one backward pass (`per_device_train_batch_size`), `accumulation`: backward passes per update. `completions`:
     sequences that are generated at a time. `rollout`: "transformers", "colocate" or "server" (vLLM). `padded`: the prompts' lengths differ,
-    so that attention gets a mask. `overlap`: a colocated engine samples while an update runs. `packed`: the sequences of a backward pass are one row without padding (`update/packing.py`), in which
+    so that attention gets a mask. `packed`: the sequences of a backward pass are one row without padding (`update/packing.py`), in which
     `generations` completions share each prompt; `compiled`, `fused`: decoder layers and LoRA layers are (`update/compiled.py`,
     `update/lora_linear.py`). `delta_kernels`: gated delta nets are computed by flash-linear-attention. `gradient_checkpointing`: whether decoder layers recompute their activations; None: the last `kept_layers`
     do not, of which a plan makes as many as fit. `dtype_bytes`: of what is not quantized. `batched_tokens`: that one engine step may process; None: `MAX_BATCHED_TOKENS`, of which a plan
@@ -66,7 +66,6 @@ class Workload:
     rollout: str = "transformers"
     share_weights: bool = True
     sleep: bool = False
-    overlap: bool = False
     tensor_parallel: int = 1
     graphs: bool = True
     batched_tokens: int | None = None
@@ -219,7 +218,6 @@ def workload_of(
         rollout=rollout,
         share_weights=args.share_weights,
         sleep=args.vllm_enable_sleep_mode,
-        overlap=rollout == "colocate" and bool(args.overlap),
         tensor_parallel=tensor_parallel,
         graphs=not engine.get("enforce_eager", False),
         batched_tokens=engine.get("max_num_batched_tokens"),

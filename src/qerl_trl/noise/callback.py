@@ -190,10 +190,6 @@ class AQNCallback(TrainerCallback):
         """Canonical names of the norms that carry the noise; empty while not attached."""
         return tuple(self._noise.norms) if self._noise is not None else ()
 
-    def digest(self) -> str:
-        """Of the values of the latest draw; empty where there are none, or an engine has them."""
-        return self._noise.digest() if self._noise is not None and not self.engine else ""
-
     @property
     def sigma(self) -> float:
         """Standard deviation of the latest draw; 0 before the first."""
@@ -321,18 +317,13 @@ class AQNCallback(TrainerCallback):
     def _training(self) -> bool:
         return self._in_step and self._sampling_model is not None and self._sampling_model.training
 
-    def draw_of(self, step: int, generation: int = 0) -> NoiseDraw:
-        """The draw of a generation in this step of training; the same whenever it is asked for, if the schedule follows no log."""
-        assert self._state is not None, "only in a training step"
-        sigma = self.schedule.sigma(step, self._state.max_steps, self._state.log_history)
-        return NoiseDraw(sigma, self._seed, step, generation)
-
     def _new_draw(self) -> NoiseDraw:
         self._measure()
         assert self._state is not None, "only in a training step"
         step = self._state.global_step
         generation = self.last_draw.generation + 1 if self.last_draw is not None and self.last_draw.step == step else 0
-        self.last_draw = self.draw_of(step, generation)
+        sigma = self.schedule.sigma(step, self._state.max_steps, self._state.log_history)
+        self.last_draw = NoiseDraw(sigma, self._seed, step, generation)
         self._reported, self._measured = None, False
         self._attached().set(self.last_draw)
         self._attached().in_training = self.scope == "policy"

@@ -1,6 +1,5 @@
 """The noise itself: a pure function of its key, laid over the norms of a live model without writing a parameter."""
 
-import hashlib
 import math
 import weakref
 from collections import OrderedDict
@@ -165,14 +164,6 @@ class NormNoise:
         total = sum(value.to(device) for value in self._landed.values())
         count = sum(self._noise[name].numel() for name in self._landed)
         return math.sqrt(float(total) / count)
-
-    def digest(self) -> str:
-        """Of every value of the current draw; empty where none was computed."""
-        values = list(self._noise.values())
-        if not values:
-            return ""
-        flat = torch.cat([value.to(values[0].device) for value in values])
-        return hashlib.blake2b(flat.cpu().numpy().tobytes(), digest_size=8).hexdigest()
 
     def remove(self) -> None:
         """Take the hooks off. The model is then exactly as it was before."""

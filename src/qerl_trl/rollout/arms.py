@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from .adapter import check_sharding
-from .pictures import columns_of
 from .placement import check_optimizer_given, fsdp_version, settle_optimizer
 from .vllm.imported import import_vllm
 from .vllm.plugin import check_vllm_is_there, check_vllm_version
@@ -81,10 +80,6 @@ def check_options(args: "QeRLConfig | QeRLRLOOConfig") -> None:
         `ValueError`: with the option that can.
     """
     check_generation(args)
-    if args.overlap not in (0, 1) or isinstance(args.overlap, bool):
-        raise ValueError(f"overlap={args.overlap!r} is neither 0 nor 1, the number of rollouts that are sampled ahead.")
-    if args.overlap and (why := _without_overlap(args)) is not None:
-        raise ValueError(f"overlap=1 cannot work with {why}.")
     if args.vllm_batch_invariant and not (args.use_vllm and args.base_format == "nvfp4"):
         raise ValueError(
             f"vllm_batch_invariant=True with use_vllm={args.use_vllm} and base_format={args.base_format!r} cannot work: only the NVFP4 products of "
@@ -148,37 +143,6 @@ def check_engine(args: "QeRLConfig | QeRLRLOOConfig") -> None:
         )
 
 
-def _without_overlap(args: "QeRLConfig | QeRLRLOOConfig") -> str | None:
-    """The option that keeps rollouts from being sampled ahead, and what to do about it."""
-    assert args.steps_per_generation is not None, "TRL's config sets it"
-    rollout, update = args.steps_per_generation * getattr(args, "num_iterations", 1), args.gradient_accumulation_steps
-    if not args.use_vllm:
-        return "use_vllm=False: transformers samples with the very model that is updated meanwhile. Pass use_vllm=True, or overlap=0"
-    if args.vllm_mode == "colocate" and args.vllm_enable_sleep_mode:
-        return (
-            "vllm_enable_sleep_mode=True: the engine would sample while it sleeps. Let it stay awake, with a smaller KV cache if memory is "
-            "short (vllm_gpu_memory_utilization)"
-        )
-    if args.vllm_mode == "colocate" and args.vllm_tensor_parallel_size > 1:
-        return (
-            f"vllm_tensor_parallel_size={args.vllm_tensor_parallel_size} in the trainer's process: two threads would talk to the other GPUs "
-            "at the same time. Use vllm_tensor_parallel_size=1, or vllm_mode='server'"
-        )
-    corrected = getattr(args, "vllm_importance_sampling_correction", None)
-    if corrected is None:
-        return "RLOO, which TRL does not correct for rollouts of another policy. Use QeRLGRPOTrainer"
-    if not corrected:
-        return "vllm_importance_sampling_correction=False: completions of an earlier policy need it. Leave it on"
-    if args.aqn and args.aqn_schedule == "entropy_target":
-        return "aqn_schedule='entropy_target', which steers by a rollout that is not there yet. Use another schedule"
-    if rollout % update:
-        return (
-            f"rollouts of {rollout} backward passes (steps_per_generation x num_iterations) and updates of {update} "
-            "(gradient_accumulation_steps): a rollout has to last for whole updates. Leave steps_per_generation out, or set updates_per_rollout"
-        )
-    return None
-
-
 #: what a trainer may be given that takes as many turns with the engine as it likes
 _TURNS = ("rollout_func", "tools", "environment_factory")
 #: of those, what goes on in TRL's own loop, with the rows of a process that are not done
@@ -194,7 +158,6 @@ def check_given(args: "QeRLConfig | QeRLRLOOConfig", given: Mapping[str, Any]) -
     Raises:
         `ValueError`: by name.
     """
-    check_overlap(args, given)
     check_optimizer_given(args, given)
     sharded = "FSDP" if fsdp_version(args) is not None else "DeepSpeed ZeRO-3" if _zero_stage(args) == 3 else None
     several = args.world_size > 1 and args.use_vllm and asked_together(args)
@@ -222,32 +185,6 @@ def asked_together(args: "QeRLConfig | QeRLRLOOConfig") -> str | None:
 
 def _zero_stage(args: "QeRLConfig | QeRLRLOOConfig") -> int:
     return getattr(getattr(args, "deepspeed_plugin", None), "zero_stage", 0)
-
-
-def check_overlap(args: "QeRLConfig | QeRLRLOOConfig", given: Mapping[str, Any]) -> None:
-    """Refuse what `overlap=1` cannot do with what a trainer was given: called before the model is loaded.
-
-    Args:
-        given: the trainer's arguments, by name.
-
-    Raises:
-        `ValueError`: by name.
-    """
-    if not args.overlap:
-        return
-    for name in _TURNS:
-        if given.get(name):
-            raise ValueError(
-                f"overlap=1 cannot work with {name}: what it does while completions are sampled is not known ahead, and it would run beside "
-                "the update. Use overlap=0."
-            )
-    data = given.get("train_dataset")
-    if data is not None and not hasattr(data, "__len__"):
-        raise ValueError(
-            f"overlap=1 cannot look ahead in a {type(data).__name__}: prompts have to have numbers. Load the data as a Dataset, or use overlap=0."
-        )
-    if pictures := columns_of(data):
-        raise ValueError(f"overlap=1 cannot work with pictures (column {pictures[0]!r}) yet. Use overlap=0.")
 
 
 def check_environment(args: "QeRLConfig | QeRLRLOOConfig") -> None:

@@ -26,7 +26,6 @@ from accelerate.utils import gather_object
 from trl.generation.vllm_generation import VLLMGeneration
 
 from ..deadline import deadline
-from ..garbage import rarely
 from ..noise.hooks import NoiseDraw
 from ..nvfp4.linear import compute_dtype
 from . import adapter, pictures, requests
@@ -59,7 +58,6 @@ class QeRLVLLMGeneration(VLLMGeneration):
         self._draw: NoiseDraw | None = None
         self._acted: NoiseDraw | None = None  # a draw under which something was sampled before another one was put
         self._noisy: tuple[str, ...] = ()
-        self.noisy_norms: int | None = None  # sum of their bits in the latest rollout, where this process has an engine
         self._inside = False
         self._calls: dict[tuple[int, bool], int] = {}  # of `generate`, in this step
         self._probed = 0  # the step of the latest probe
@@ -276,7 +274,6 @@ class QeRLVLLMGeneration(VLLMGeneration):
                 self._probe_if_due()
             yield
 
-    @rarely()
     def generate(self, prompts, images, num_generations, profiler=None) -> tuple:
         """As the parent's, with the adapter and the noise of this very moment, and on a server with seeds that are a function of the run's and
         of the step, so that a run that goes on draws what it would have drawn.
@@ -342,7 +339,7 @@ class QeRLVLLMGeneration(VLLMGeneration):
 
     @contextlib.contextmanager
     def _up_to_date(
-        self, draw: NoiseDraw | None = None, rollouts: int = 1, noise_must_act: bool = False, sampled: bool = True
+        self, draw: NoiseDraw | None = None, rollouts: int = 1, noise_must_act: bool = False
     ) -> Iterator[None]:
         """Awake, with the weights of this moment and the noise of `draw` (`trainer.aqn`'s by default); asleep again afterwards.
 
@@ -351,7 +348,6 @@ class QeRLVLLMGeneration(VLLMGeneration):
         Args:
             rollouts: how many rollouts' time it may take.
             noise_must_act: whether something has to be sampled under the noise of this moment, be it 0.
-            sampled: whether a rollout is sampled inside, and what the engine computed with is looked at afterwards.
         """
         self._check_started()
         if self._inside:
@@ -376,8 +372,7 @@ class QeRLVLLMGeneration(VLLMGeneration):
                         self.engine.sleep()
                     raise
                 with self._engine_errors():
-                    if sampled:
-                        self._check(noise_must_act)
+                    self._check(noise_must_act)
                     self.engine.sleep()
         finally:
             self._inside = False
@@ -405,7 +400,6 @@ class QeRLVLLMGeneration(VLLMGeneration):
             [`RolloutError`]: it did not.
         """
         contents = self.engine.contents()
-        self.noisy_norms = None if contents is None else contents.norms
         if contents is not None:
             check_contents(contents, self._put, self._draw)
             if noise_must_act and self._acted != self._draw:

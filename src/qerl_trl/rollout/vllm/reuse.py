@@ -15,7 +15,6 @@ import torch
 from vllm import LLM
 from vllm.outputs import RequestOutput
 
-from ...garbage import rarely
 from ...processes import gathered
 from ..engine import RolloutError
 
@@ -138,11 +137,9 @@ class WatchedLLM(LLM):
         self.reuse, self._group = PrefixReuse(), group
         super().__init__(*args, **kwargs)
 
-    @rarely()
     def generate(self, *args: Any, **kwargs: Any) -> list[RequestOutput]:
         return self._watched(super().generate, *args, **kwargs)
 
-    @rarely()
     def chat(self, *args: Any, **kwargs: Any) -> list[RequestOutput]:
         return self._watched(super().chat, *args, **kwargs)
 
