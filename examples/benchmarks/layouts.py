@@ -32,20 +32,16 @@ RECIPE = "qwen2.5-3b"
 #: layout -> processes, whether FSDP 2 shares the trainer out, whether a server samples, further options
 LAYOUTS: dict[str, tuple[int, bool, bool, dict[str, str]]] = {
     "one": (1, False, False, {}),
-    "one-overlap": (1, False, False, {"overlap": "1"}),
     "dp": (2, False, False, {}),
     "tp2": (2, False, False, {"vllm_tensor_parallel_size": "2"}),
     "fsdp2": (2, True, False, {}),
-    "fsdp2-overlap": (2, True, False, {"overlap": "1"}),
     "fsdp2-tp2": (2, True, False, {"vllm_tensor_parallel_size": "2"}),
     "server": (1, False, True, {}),
-    "server-overlap": (1, False, True, {"overlap": "1"}),
     "server-dp": (2, False, True, {}),
-    "server-dp-overlap": (2, False, True, {"overlap": "1"}),
     "server-fsdp2": (2, True, True, {}),
 }
 #: of those that are killed: the others differ from one of these in nothing that a checkpoint holds
-KILLED = ("one-overlap", "dp", "fsdp2", "fsdp2-tp2")
+KILLED = ("one", "dp", "fsdp2", "fsdp2-tp2")
 STEPS, SAVED, LIMIT = 16, 4, 240.0
 SMALL = {"max_steps": str(STEPS), "save_steps": str(SAVED), "max_completion_length": "16", "eval_problems": "3"}
 #: one KV cache that a CPU can look through in no time

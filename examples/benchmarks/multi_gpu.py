@@ -2,17 +2,17 @@
 
     python examples/benchmarks/multi_gpu.py --output multi_gpu_h200x2.json                              # what fits into 9 minutes
     python examples/benchmarks/multi_gpu.py --modes ours-fsdp2 stock-fsdp2 --output multi_gpu_h200x2.json # rows of other modes stay in the file
-    python examples/benchmarks/multi_gpu.py --modes ours-server ours-server-overlap --output multi_gpu_h200x2.json        # in turn, so one server
+    python examples/benchmarks/multi_gpu.py --modes ours-server stock-server --output multi_gpu_h200x2.json        # in turn, so one server
     python examples/benchmarks/multi_gpu.py --modes ours-fsdp2 ours-fsdp2-tp2 --shape 70b --output multi_gpu_h200x2.json  # rows of their own
-    python examples/benchmarks/multi_gpu.py --modes ours-one ours-server-overlap --sequences 64 --output multi_gpu_h200x2.json  # the same
+    python examples/benchmarks/multi_gpu.py --modes ours-one ours-server --sequences 64 --output multi_gpu_h200x2.json  # the same
     python examples/benchmarks/multi_gpu.py --modes ours-one ours-dp --shape 1.5b --cold --output multi_gpu_h200x2.json   # starts, side by side
     python examples/benchmarks/multi_gpu.py --modes ours-one ours-dp --shape tiny --device cpu            # dry run; FSDP and DeepSpeed want GPUs
 
     one      one GPU, engine in the process                   fsdp2    the base shared out by FSDP 2, an engine of its own in each process
     dp       a process and an engine on each                  tp2      as dp, with one engine of two shards
     server   the trainer on one GPU, a server on the other    zero2    as dp, under DeepSpeed ZeRO-2, where deepspeed is installed
-    server-overlap  as server, sampling during the update     fsdp2-tp2  as fsdp2, with one engine of two shards
     dp4      as dp, on four                                   fsdp2-4  as fsdp2, over four
+                                                              fsdp2-tp2  as fsdp2, with one engine of two shards
 
 Processes are started by `accelerate launch` with the configurations of examples/accelerate. `ours-*` is a `QeRLGRPOTrainer` with its defaults on
 an NVFP4 base, `stock-*` a `trl.GRPOTrainer` with its defaults on the same shape in bf16; random weights, the same rank-32 LoRA on all linear layers,
@@ -70,7 +70,6 @@ class Mode(NamedTuple):
 LAYOUTS: dict[str, tuple[int, str | None, dict[str, Any]]] = {
     "dp": (2, "data_parallel_2", {}),
     "server": (1, None, {"vllm_mode": "server"}),
-    "server-overlap": (1, None, {"vllm_mode": "server", "overlap": 1}),
     "fsdp2": (2, "fsdp2_2", {}),
     "one": (1, None, {}),
     "tp2": (2, "data_parallel_2", {"vllm_tensor_parallel_size": 2}),
@@ -80,7 +79,6 @@ LAYOUTS: dict[str, tuple[int, str | None, dict[str, Any]]] = {
     "fsdp2-4": (4, "fsdp2_4", {}),
 }
 MODES = {f"{who}-{layout}": Mode(who, *rest) for layout, rest in LAYOUTS.items() for who in ("ours", "stock")}
-del MODES["stock-server-overlap"]  # TRL's GRPOTrainer samples between updates only; the twin is stock-server
 
 
 def row_name(mode: str, shape: str, sequences: int = SEQUENCES, cold: bool = False) -> str:

@@ -23,8 +23,6 @@ SERVER_CPU = SERVER.with_name("server_cpu.json")
 ONE_GPU_64, ONE_GPU_70B = "ours-7b-64x512", "ours-70b-8x512"
 #: commits whose rows are older than the field `machine`, and all of one
 ONE_MACHINE = ("faa1759",)
-#: how many times one GPU's sequences per second a server on a second one should give, with overlap
-TWICE = 1.5
 #: aims of which there is no row in RESULT
 NOT_RUN = "70B under FSDP 2 with one engine of both GPUs, FSDP 2 over four GPUs (a run of 7B was ended by its limit of time in its first step), ZeRO-2 over four GPUs, eight GPUs"
 #: of those, by layout, that have a row of stock TRL beside ours or want one
@@ -75,23 +73,6 @@ def step_of(name: str, beside: dict[str, Any] | None = None) -> dict[str, Any]:
     """A row of one GPU, measured by step_speed.py."""
     record = json.loads(STEPS.read_text())
     return row_of(name, [*record["step"], *record["before"]], beside)
-
-
-def overlap_on_one(aim: Callable[..., str]) -> str:
-    """The line of `aim` about a rollout beside an update on the same GPU, and what the two can gain there at most."""
-    beside = step_of(f"{ONE_GPU_64}-overlap")
-    one = step_of(ONE_GPU_64, beside)
-    same = comparable(one, beside)
-    profiles = json.loads(STEPS.read_text())["profiles"]
-    busy = next(row for row in profiles if row["name"] == ONE_GPU_64)["profile"]["phases"]["step"]["kernels_ms"] / 1000
-    step, waited = one["median"]["step"], beside["median"]["rollout"]
-    why = (
-        f"with 64 completions: {step:.2f} s without, {beside['median']['step']:.2f} s with it, of which {waited:.2f} s still wait for the rollout. Kernels run "
-        f"for {busy:.2f} s of a step, most of them on every multiprocessor, so those of an update and of a rollout take turns: {step / busy:.2f} at most ({beside['commit'][:7]}{speed_tables.with_another(beside)})"
-    )
-    return aim(
-        "one GPU with `overlap=1`: times its steps without", 1.2, step / beside["median"]["step"], why, judged=same
-    )
 
 
 def syncs(aim: Callable[..., str], rows: dict[str, Any]) -> list[str]:
@@ -263,28 +244,13 @@ def multi_gpu() -> str:
         later = f"; {newest['sequences_per_second']:.1f} sequences per second at {newest['commit'][:7]}, {many['sequences_per_second']:.1f} here"
         return f" ({many['commit'][:7]}{later * (newest is not many)})"
 
-    def hidden(of: str = "") -> str:
-        overlapped, one = (row["median"] for row in pair_of("ours-server-overlap" + of, "ours-one" + of, all_rows))
-        most = one["step"] / one["rollout"]
-        beyond = ", so the aim is out of reach" if most < TWICE else ""
-        return (
-            f"a step is no shorter than its rollout: by one GPU's parts at most {one['step']:.2f} s / {one['rollout']:.2f} s = {most:.2f}{beyond}. "
-            f"Of its {overlapped['step']:.2f} s, {overlapped['rollout']:.2f} still wait for the rollout, {overlapped['update']:.2f} are the update"
-        )
-
-    twice, slower = (
-        "a server with `overlap=1`: times the sequences per second of one GPU",
-        "gradients and checks wait for the slower of two",
-    )
+    slower = "gradients and checks wait for the slower of two"
     parallel = "data parallel: times the sequences per second of one GPU"
     aims = [
         "| 7B, completions of 512 tokens, two GPUs | aim | measured | reached | |",
         "|---|---|---:|---|---|",
         against_one(parallel, 1.9, "ours-dp", slower),
         against_one(parallel, 1.9, "ours-dp", slower, "-of-64"),
-        against_one(twice, TWICE, "ours-server-overlap", hidden()),
-        against_one(twice, TWICE, "ours-server-overlap", hidden("-of-64"), "-of-64"),
-        overlap_on_one(aim),
         *syncs(aim, rows),
         starts(aim, rows),
     ]

@@ -14,7 +14,6 @@ same ones for both: only the update's seconds mean something then. The adapter h
 Every phase is wall time between two synchronizations of the GPU: `rollout` (without `sync`), `sync` (adapter, norms or merged weights
 into the engine), `reward`, `scoring` (what a rollout's log-probabilities and advantages take), and `update`, which is all else of a step.
 `garbage` is what Python's collector took of a step, within its phases, and `passes` how many forward passes over the trained model it made.
-In `overlap` cases the next rollout is sampled during the update: `rollout` is what is left to wait for, and the step is what counts.
 `median` is over the steps from the third on. `profiles` in the file are of steps that were traced, with the commit of each. `update_and_scoring` is what the issue's "update" was measured as.
 
 `measured_gib`: the most that the process took of its GPU (NVML, all phases). `planned_gib`: what `qerl-trl plan` says. With `cap` the
@@ -104,17 +103,12 @@ FURTHER = {
     # as qwen2.5-7b.yaml has it, where the greatest length is many times that of a completion
     **_both("7b-ragged-8192", "7b", 128, 8192, 4, ragged=True),
     "ours-7b-ragged-padded": Case("ours", "7b", 64, 1024, 8, ragged=True, options=(("padding_free", False),)),
-    # to be compared with the same case without `-overlap`; what the engine took meanwhile is logged as `seconds/rollout_ahead`
-    "ours-7b-64x512-overlap": Case("ours", "7b", 64, 512, 64, options=(("overlap", 1),)),
-    "ours-7b-8x512-overlap": Case("ours", "7b", 8, 512, 8, options=(("overlap", 1),)),
-    "ours-32b-8x512-overlap": Case("ours", "32b", 8, 512, 8, options=(("overlap", 1),)),
     # Llama-3-70B's shape, in one GPU's memory alone: nothing of it is written to a disk
     "ours-70b-8x512": Case("ours", "70b", 8, 512, 8, options=UNTRAINED),
     # the whole model, as transformers' Trainer compiles it
     "stock-7b-8x512-compile": Case("stock", "7b", 8, 512, 8, base_format="bf16", options=(("torch_compile", True),)),
     "stock-tiny-compile": Case("stock", "dry", 8, 12, 4, base_format="bf16", options=(("torch_compile", True),)),
     **_both("tiny", "dry", 8, 12, 4),
-    "ours-tiny-overlap": Case("ours", "dry", 8, 12, 4, options=(("overlap", 1),)),
     "ours-tiny-ragged": Case("ours", "dry", 8, 24, 4, ragged=True),
 }
 ALL = CASES | FURTHER
@@ -295,7 +289,7 @@ def measure(
     counted = rows[min(WARM, len(rows) - 1) :]
     median = {name: round(statistics.median(row[name] for row in counted), 4) for name in rows[0]}
     logs = [log for log in trainer.state.log_history if "loss" in log]
-    names = ("completions/mean_length", "completions/max_length", "rollout/mismatch_kl", "grad_norm", "seconds/rollout_ahead")  # fmt: skip
+    names = ("completions/mean_length", "completions/max_length", "rollout/mismatch_kl", "grad_norm")  # fmt: skip
     row |= {
         "start": round(ready - started, 1),
         "median": median | {"update_and_scoring": round(median["update"] + median["scoring"], 4)},
