@@ -164,7 +164,7 @@ def rollouts_of(setting, spread):
     """Three rollouts of a model whose adapter in the engine is `spread` away, measured and judged as with vLLM."""
     value, change = SAMPLERS[setting]
     given = {setting: value} if setting in ARGUMENTS else {"generation_kwargs": {setting: value, "stop": ["."]}}
-    args = types.SimpleNamespace(**SAMPLING | given, overlap=0)
+    args = types.SimpleNamespace(**SAMPLING | given)
     trainer = types.SimpleNamespace(
         args=args, accelerator=TRAINER.accelerator, model=types.SimpleNamespace(training=True), _metrics=defaultdict(lambda: defaultdict(list)),
         state=types.SimpleNamespace(global_step=1),

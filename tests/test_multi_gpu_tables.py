@@ -90,7 +90,7 @@ def test_rows_of_one_commit_stand_beside_each_other(page_of):
 
 
 def test_an_aim_is_judged_by_the_newest_two_of_one_commit(page_of):
-    many, one = "ours-server-overlap-of-64", "ours-one-of-64"
+    many, one = "ours-dp-of-64", "ours-one-of-64"
     by_name = {row["name"]: row for row in json.loads(RESULT.read_text())["multi_gpu"]}
     former = [
         by_name[name] | {"commit": commit, "device": "two x 2", "sequences_per_second": rate}
@@ -98,7 +98,7 @@ def test_an_aim_is_judged_by_the_newest_two_of_one_commit(page_of):
         for name, rate in zip((many, one), rates, strict=True)
     ]
     page = page_of({many: {"commit": "newer"}, one: {"commit": "other"}}, tuple(former))
-    line = said(page, "64 completions per process: a server")
+    line = said(page, "64 completions per process: data parallel")
     assert line[3:5] == ["2.1", "yes"] and re.search(
         r"\(older; [\d.]+ sequences per second at newer, 21\.0 here\)$", line[5]
     )
@@ -131,13 +131,11 @@ def test_a_twin_of_another_machine_is_told(page_of):
         assert (mark in said(page, "one GPU |")[4]) is (machine == "second")
 
 
-def test_what_ran_beside_another_run_is_told_wherever_its_time_stands(page_of, tables):
-    """The page of whole steps and the line about overlap had such times without a word."""
+def test_what_ran_beside_another_run_is_told(tables):
+    """The page of whole steps had such times without a word."""
     rows = [row for row in json.loads(tables.STEPS.read_text())["step"] if "beside" in row]
     whole = (BENCHMARKS.parents[1] / "docs/source/benchmarks.md").read_text()
     assert rows and all(f"{row['name'].partition('-')[2]}, beside {row['beside']}" in whole for row in rows)
-    overlapped = next(row for row in rows if row["name"] == f"{tables.ONE_GPU_64}-overlap")
-    assert f"beside {overlapped['beside']})" in said(page_of({}), "one GPU with `overlap=1`")[5]
 
 
 def test_a_step_that_took_far_longer_is_told_beside_the_median(page_of, tables):

@@ -20,7 +20,7 @@ KILLS = ROOT / "examples/benchmarks/results/kill_a_rank_cpu.json"
 #: syncs to a server, by server_sync.py, which shared its trainer's GPU
 SERVER = ROOT / "examples/benchmarks/results/server_h200.json"
 SERVER_CPU = SERVER.with_name("server_cpu.json")
-ONE_GPU_64, ONE_GPU_70B = "ours-7b-64x512", "ours-70b-8x512"
+ONE_GPU_70B = "ours-70b-8x512"
 #: commits whose rows are older than the field `machine`, and all of one
 ONE_MACHINE = ("faa1759",)
 #: aims of which there is no row in RESULT

@@ -66,7 +66,7 @@ def told_of_exits(trainer: Any) -> Iterator[None]:
     def tell(number: int, frame: FrameType | None) -> None:
         signal.signal(number, signal.SIG_DFL)
         if os.getpid() == own:  # a forked child has this handler, too
-            os.write(2, f"\n{told('SIGTERM from outside (a time limit, a stopped container, kill)')}\n".encode())
+            os.write(2, f"\n{told('SIGTERM')}\n".encode())
         os.kill(os.getpid(), number)
 
     main = threading.current_thread() is threading.main_thread() and trainer.accelerator.is_main_process

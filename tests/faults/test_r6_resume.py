@@ -132,9 +132,7 @@ def told_to_go_on(text: str, run: Path, newest: str, wanted: int) -> bool:
     words = (
         f"{run} goes on at step {step} of {wanted} (epoch ",
         f"from {newest}",
-        "steps after it were not saved and are done again",
-        "Nothing needs doing",
-        "to begin anew, choose another output_dir",
+        "choose another output_dir",
     )
     return text.count("goes on at step") == 1 and all(word in text for word in words)
 

@@ -21,7 +21,6 @@ from qerl_trl.memory import shortage
 from qerl_trl.memory.formulas import predicted_bytes, shape_of
 from qerl_trl.memory.plan import Gpu, plan_run, relief
 from qerl_trl.memory.workload import Workload
-from qerl_trl.noise import hooks
 from qerl_trl.rollout.engine import RolloutError
 from tests.ranks import on_ranks
 from tests.shapes import SEVEN_B
@@ -69,7 +68,7 @@ def test_an_exit_elsewhere_is_told(tiny_runs, tmp_path, caplog):  # noqa: F811
     trainer.add_callback(Exits())
     with pytest.raises(SystemExit):
         trainer.train()
-    for word in ("exit() was called at step 2 of 2", "unfinished", str(tmp_path / "run" / "checkpoint-1")):
+    for word in ("exit() was called at step 2 of 2", str(tmp_path / "run" / "checkpoint-1")):
         assert word in caplog.text
 
 
@@ -109,7 +108,7 @@ def test_ctrl_c_promises_nothing_that_is_refused(tiny_runs, tmp_path, capsys):  
         trainer.train()
     errors.tell(ended.value)
     said = capsys.readouterr().err
-    assert "checkpoint-1. It keeps no optimizer" in said and "goes on from it" not in said.replace(
+    assert "checkpoint-1, without an optimizer" in said and "goes on from it" not in said.replace(
         "no run goes on from it", ""
     )
     assert f"Interrupted in {__file__}, line" in said  # of the user's own, where something may have hung
@@ -301,7 +300,6 @@ def test_sigterm(tiny_runs, whole, tmp_path, capfd):  # noqa: F811
     said = capfd.readouterr().err
     for word in (
         "SIGTERM at step 1 of 2",
-        "ended from outside (a scheduler's time limit",
         f"The last whole checkpoint is {run / 'checkpoint-1'}: the same command goes on from it",
     ):
         assert said.count(word) == 1
@@ -410,37 +408,6 @@ def test_one_of_two_processes_fails_in_an_update(how, tiny_runs, tmp_path):  # n
         assert "RuntimeError: The loss is nan at step 1" in failed
         assert "is not finite at step 1" in other
     assert checkpoint.last_checkpoint(run) == str(run / "checkpoint-1")
-
-
-@pytest.mark.parametrize("what", ["another draw", "other values of the same key"])
-def test_noise_that_differs_between_processes_ends_the_run(what, tiny_runs, tmp_path):  # noqa: F811
-    """The latter as on a device that computes otherwise: in one number, by a millionth."""
-
-    def work(rank):
-        draw = hooks.standard_noises
-
-        def otherwise(*args):
-            unit = draw(*args)
-            unit[7] *= 1 + 1e-6
-            return unit
-
-        if rank == 1 and what != "another draw":
-            hooks.standard_noises = otherwise
-        trainer = tiny_runs.trainer(tmp_path / "run", **STEPS)
-        if what == "another draw":
-            trainer.aqn.seed = rank  # settings that differ are refused before (tests/test_in_step.py)
-        trainer.train()
-
-    for outcome in on_ranks(2, work):
-        for word in (
-            "noise of this rollout is not the same",
-            "process 0: NoiseDraw(",
-            "process 1: NoiseDraw(",
-            "aqn=False",
-        ):
-            assert word in outcome.answer
-    # without noise there is nothing to differ in
-    assert ("step=0" if what == "another draw" else "step=1") in outcome.answer
 
 
 @fault("R8.out_of_memory_in_step")

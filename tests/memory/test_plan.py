@@ -130,14 +130,6 @@ def test_sleep_takes_the_engines_copy_of_the_weights_out_of_updates_too():
     assert plan(141).peak < copied.peak
 
 
-def test_with_overlap_update_and_rollout_are_there_at_the_same_time():
-    apart, together = plan(141), plan(141, overlap=True)
-    one_after_the_other = sum(max(part.update, part.rollout) for part in apart.parts)
-    assert together.update == together.rollout == one_after_the_other > apart.peak
-    assert plan(16, overlap=True).kv_bytes < plan(16).kv_bytes
-    assert not any("sleep" in change for change in plan(12, overlap=True).changes)
-
-
 def test_other_processes_on_the_gpu_leave_less():
     alone = plan_run(SHAPE, WORK, Gpu.of_gib(24))
     beside = plan_run(SHAPE, WORK, dataclasses.replace(Gpu.of_gib(24), outside=8 * GIB))
