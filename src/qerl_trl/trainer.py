@@ -49,7 +49,6 @@ from .memory import shortage
 from .memory.of_trainer import plan_trainer
 from .memory.plan import MemoryPlan
 from .memory.workload import check_rollout
-from .noise.agreement import check_agreement
 from .noise.callback import AQNCallback
 from .nvfp4.linear import has_nvfp4
 from .processes import Errors, naming_the_lost_one, start_watch
@@ -199,7 +198,6 @@ class QeRLMixin(SavingMixin, PackingMixin, ShardingMixin):
                 output = behaviour.with_logps(self, self.aqn, output)
         self._passes.generated()
         if training and self.aqn is not None:
-            check_agreement(self.accelerator, self.aqn, self.vllm_generation.noisy_norms if self.aqn.engine else None)
             self._metrics["train"]["aqn/sigma"].append(self.aqn.sigma)
             self._metrics["train"]["aqn/sigma_effective"].append(self.aqn.sigma_effective)
         if training and self.args.overlap:

@@ -42,7 +42,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from ..noise.hooks import NoiseDraw
 from .beside import OwnGenerator, Request, short_turns
-from .contract import check_completions, check_contents, check_noise_acted
+from .contract import check_contents
 from .engine import RolloutError, Seeds
 from .generation import NO_NOISE, QeRLVLLMGeneration
 
@@ -230,13 +230,9 @@ class OverlappedGeneration(QeRLVLLMGeneration):
         self._next = None
         with self._saying_what_is_saved(), self._limited(1), self._engine_errors(), self._on_its_stream():
             generated = self._ask_trl(rollout.prompts, lambda engine: _Answers(_started(rollout)))
-            check_completions(generated[1], generated[2], len(rollout.prompts), self._vocabulary, "vLLM")
             contents = self.engine.contents()
             if contents is not None:
-                rollout.norms = contents.norms
                 check_contents(contents, self._put, self._draw)
-                if self.trainer.aqn is not None and self.trainer.aqn.schedule.ever_noisy:
-                    check_noise_acted(contents, self._draw, len(self._noisy))
         rollout.generated, self._next = tuple(generated), rollout
 
     @contextlib.contextmanager
@@ -286,7 +282,7 @@ class OverlappedGeneration(QeRLVLLMGeneration):
             self.trainer._metrics["train"]["seconds/rollout_ahead"].append(rollout.request.seconds)
         if aqn is not None and draw.sigma > 0 and rollout.effective is not None:
             aqn.sigma_effective = rollout.effective
-        self._used, self._next, self.noisy_norms = rollout, None, rollout.norms
+        self._used, self._next = rollout, None
         assert rollout.generated is not None
         self.sampled_logps = rollout.generated[2] and [[t[0] for t in sequence] for sequence in rollout.generated[2]]
         return rollout.generated
