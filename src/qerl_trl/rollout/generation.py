@@ -276,7 +276,6 @@ class QeRLVLLMGeneration(VLLMGeneration):
         number = self._calls.get((step, training), 0)
         self._calls = {key: n for key, n in self._calls.items() if key[0] == step} | {(step, training): number + 1}
         with self._up_to_date(), self._engine_errors(), self._seeded_server(step, int(training), number):
-            requests.check_shares(self, len(prompts))
             generated = super().generate(prompts, images, num_generations, profiler)
         self.sampled_logps = generated[2] and [[token[0] for token in sequence] for sequence in generated[2]]
         return generated
