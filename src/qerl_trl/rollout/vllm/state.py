@@ -48,19 +48,11 @@ class _Slot:
 
     def refuses(self, name: str, tensors: AdapterTensors) -> str | None:
         """Why these tensors cannot be this layer's adapter."""
-        a, b = tensors.a, tensors.b
-        if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1]:
-            return (
-                f"{name} has A of shape {tuple(a.shape)} and B of shape {tuple(b.shape)}, not (rank, K) and (N, rank)"
-            )
-        if a.shape[0] > self.rank:
-            return f"{name} has rank {a.shape[0]}, but the engine reserved {self.rank}. Rebuild it with that rank"
-        if (b.shape[0], a.shape[1]) != (self.full_n, self.full_k):
-            return f"{name} has A of {a.shape[1]} columns and B of {b.shape[0]} rows; the layer is {self.full_n} x {self.full_k}"
-        if not (a.is_floating_point() and b.is_floating_point()):
-            return f"{name} has A in {a.dtype} and B in {b.dtype}, not floating point"
-        if not math.isfinite(tensors.scaling):
-            return f"{name} has the factor alpha/r = {tensors.scaling}"
+        a, b, rank = tensors.a, tensors.b, tensors.a.shape[0]
+        if rank > self.rank:
+            return f"{name} has rank {rank}, but the engine reserved {self.rank}"
+        if (*a.shape, *b.shape) != (rank, self.full_k, self.full_n, rank):
+            return f"{name} has A {tuple(a.shape)} and B {tuple(b.shape)}; the layer is {self.full_n} x {self.full_k}"
         return None
 
     def part(self, tensors: AdapterTensors) -> tuple[torch.Tensor, torch.Tensor]:
@@ -175,18 +167,18 @@ class RolloutState:
         unknown = sorted(set(adapter) - set(self.slots))
         if unknown or not adapter:
             raise ValueError(
-                f"The adapter has {len(adapter)} layers, of which {len(unknown)} have no buffers in vLLM "
-                f"({unknown[:4]}); the engine was built for {len(self.slots)} layers. Give the engine the adapter's own "
-                "target modules."
+                f"The adapter has {len(adapter)} layers, of which {len(unknown)} have no buffers in vLLM ({unknown[:4]}). Give the engine the "
+                "adapter's own target modules."
             )
         unknown = sorted(set(norms) - set(self.norms))
         if unknown:
             raise ValueError(f"The trainer trains norms that vLLM's model does not have: {unknown[:4]}.")
         problems = [problem for name, t in adapter.items() if (problem := self.slots[name].refuses(name, t))]
-        for name, weight in norms.items():
-            own = self.norms[name].weight
-            if weight.shape != own.shape or not weight.is_floating_point():
-                problems.append(f"{name} came as {tuple(weight.shape)} in {weight.dtype}, and is {tuple(own.shape)}")
+        problems += [
+            f"{name} came as {tuple(weight.shape)}, and is {tuple(self.norms[name].weight.shape)}"
+            for name, weight in norms.items()
+            if weight.shape != self.norms[name].weight.shape
+        ]
         if problems:
             raise ValueError(_refusal(problems))
         buffer = next(iter(self.slots.values())).a_RK
@@ -242,9 +234,7 @@ class RolloutState:
         draw = self.draw
         self.clear_noise()
         came: list[tuple[str, torch.Tensor]] = []
-        ends: dict[
-            str, tuple[str, torch.Tensor]
-        ] = {}  # the first and the last linear layer that came, to look at afterwards
+        ends: dict[str, tuple[str, torch.Tensor]] = {}  # the first and the last linear layer that came
 
         def watched() -> Iterator[tuple[str, torch.Tensor]]:
             for name, tensor in weights:
@@ -258,8 +248,8 @@ class RolloutState:
         wrong = self.differing(dict(ends.values()))
         if not loaded or wrong:
             raise RolloutError(
-                f"{len(came)} trained weights were sent to vLLM's {type(self.model).__name__}; it took {len(loaded or ())} of its "
-                f"parameters from them and holds other values in {wrong}. Use use_vllm=False for this architecture."
+                f"{len(came)} trained weights were sent to vLLM's {type(self.model).__name__}, which took {len(loaded or ())} and holds other values "
+                f"in {wrong}. Use use_vllm=False for this architecture."
             )
         if self._names:
             self._clean = self._gather()
@@ -296,9 +286,8 @@ class RolloutState:
         unknown = sorted(set(names) - set(self.norms))
         if unknown or not names:
             raise ValueError(
-                f"Noise should go on {len(names)} norms, but vLLM's model lacks {len(unknown)} of them ({unknown[:4]}); it has "
-                f"{len(self.norms)} norms that can carry noise. LayerNorms do with vllm_mode='colocate' only. Use that where they are meant, "
-                "use_vllm=False, or train without noise (aqn=False)."
+                f"Noise should go on {len(names)} norms, but vLLM's model lacks {len(unknown)} of them ({unknown[:4]}). LayerNorms need "
+                "vllm_mode='colocate'; or use use_vllm=False or aqn=False."
             )
         self.clear_noise()
         self._names = names
