@@ -73,17 +73,6 @@ def test_rarely_looks_at_young_objects_only():
     assert gc.get_threshold() == (700, 10, 10)
 
 
-def test_while_completions_are_sampled_only_young_objects_are_looked_at(monkeypatch):
-    reuse = pytest.importorskip("qerl_trl.rollout.vllm.reuse")
-    seen = []
-    monkeypatch.setattr(reuse.LLM, "generate", lambda self: seen.append(gc.get_threshold()) or [])
-    monkeypatch.setattr(reuse.WatchedLLM, "_group", None, raising=False)
-    llm = reuse.WatchedLLM.__new__(reuse.WatchedLLM)
-    llm.reuse = reuse.PrefixReuse()
-    llm.generate()
-    assert seen == [garbage._RARELY] and gc.get_threshold() == (700, 10, 10)
-
-
 @pytest.mark.parametrize("chosen", [(0, 10, 10), (50_000, 10, 10)], ids=["never", "rarer"])
 def test_who_has_chosen_otherwise_is_left_alone(chosen):
     gc.set_threshold(*chosen)

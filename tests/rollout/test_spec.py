@@ -197,8 +197,8 @@ def test_the_engine_reads_what_it_is_told(folder):
     from qerl_trl.rollout.vllm.quantization import EngineOptions
 
     spec = EngineSpec.of(policy(folder, modules_to_not_convert=["o_proj"]))
-    options = EngineOptions.from_dict(spec.options()["qerl"])
-    assert options.adapter.rank == 20 and options.base == "nvfp4" and set(options.ignore) == {"lm_head", "o_proj"}
+    options = EngineOptions(**spec.options()["qerl"])
+    assert options.adapter["rank"] == 20 and options.base == "nvfp4" and set(options.ignore) == {"lm_head", "o_proj"}
 
 
 def test_the_batch_invariant_mode_is_asked_for(folder, monkeypatch):
