@@ -60,7 +60,7 @@ def warn_of_uncorrected_noise(trainer: OnlineTrainer, aqn: AQNCallback | None) -
     else:
         return
     logger.warning(
-        "%s %s, so that with aqn_scope='rollout' it trains on noisy samples as if the clean policy had drawn them. Use aqn_scope='policy' or aqn=False.",
+        "%s %s, so that with aqn_scope='rollout' it trains on noisy samples as if the clean policy had said it. Use aqn_scope='policy' or aqn=False.",
         type(trainer).__name__,
         why,
     )

@@ -155,7 +155,9 @@ def test_delta_nets_are_computed_with_what_needs_no_compiler(folder, tmp_path):
 
 def spec_of_a_run(model, mode="colocate", batch=8, data=None):
     """What the engine of a trainer is told that has a processor."""
-    args = SimpleNamespace(scale_rule="rtn", generation_batch_size=batch, vllm_batch_invariant=False, bf16=True)
+    args = SimpleNamespace(
+        scale_rule="rtn", generation_batch_size=batch, vllm_batch_invariant=False, model_init_kwargs=None, bf16=True
+    )
     trainer = SimpleNamespace(args=args, train_dataset=data, eval_dataset=None)
     mine = SimpleNamespace(
         model=model, mode=mode, max_model_length=256, max_num_seqs=24, model_impl="auto", trust_remote_code=False,
