@@ -129,7 +129,8 @@ def test_an_engine_that_wakes_up_without_its_weights(make_trainer):  # noqa: F81
 
     def forgets(engine):
         state = engine.state = RolloutState.__new__(RolloutState)
-        state.model, engine.asleep, engine._slept = engine.policy, True, state.sums()
+        state.model = engine.policy
+        engine.asleep, engine._slept = True, state.sums()
         weight = engine.policy.get_base_model().model.embed_tokens.weight
         engine._running = SimpleNamespace(wake_up=lambda: weight.data.zero_())
         engine.wake = lambda: InProcessEngine.wake(engine)

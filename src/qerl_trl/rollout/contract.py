@@ -64,7 +64,7 @@ def checked_rollout_func(function: Callable[..., dict[str, Any]]) -> Callable[..
                 f"rollout_func returned {came} for {len(prompts)} prompts. Return one completion per prompt."
             )
         for number, ids in enumerate(tokens):
-            shape = (len(ids),) if logps is None else np.shape(logps[number])
+            shape = (len(ids),) if logps is None else tuple(np.shape(logps[number]))
             if len(ids) == 0 or shape != (len(ids),):
                 raise RolloutError(
                     f"Completion {number} of {len(tokens)} from rollout_func has {len(ids)} tokens and log-probabilities of shape {shape}. Return at "
