@@ -129,7 +129,6 @@ class Passing(QeRLGRPOTrainer):
         (Passing, {}, None),
         (QeRLGRPOTrainer, {"vllm_importance_sampling_correction": False}, "vllm_importance_sampling_correction=False"),
         (QeRLRLOOTrainer, {}, "has no importance sampling correction"),
-        (QeRLGMPOTrainer, {}, "has a loss that does not read"),
         (QeRLRLOOTrainer, {"aqn_scope": "policy"}, None),
         (QeRLGMPOTrainer, {"aqn": False}, None),
     ],

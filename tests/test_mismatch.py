@@ -65,16 +65,6 @@ def test_policies_of_which_no_ratio_is_above_zero_end_the_run(trained):
             watch.judge(apart, step, False)
 
 
-@pytest.mark.parametrize("shape", [(2, 3, 1), (1, 3), (2, 1)])
-def test_log_probabilities_of_other_tokens_are_refused(shape):
-    """They would be compared each with each."""
-    whole = torch.zeros(2, 3)
-    with pytest.raises(ValueError, match=r"several shapes.*trained \(2, 3\)"):
-        found(whole, torch.zeros(shape), whole.bool())
-    with pytest.raises(ValueError, match=r"several shapes.*sampled \(2, 3\)"):
-        found(torch.zeros(shape), whole)
-
-
 def test_no_finite_log_probability_at_all_is_an_error():
     with pytest.raises(RuntimeError, match=r"3 of the 3 tokens .* resume from the last checkpoint"):
         found([[0.0] * 3], [[math.nan, -math.inf, math.nan]])

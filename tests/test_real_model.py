@@ -118,7 +118,7 @@ def test_it_starts_and_trains_without_a_warning(arm, runs):
         arm == "nvfp4"
     )
     probe = run["probe"]
-    assert probe["size"] is not None and probe["difference"] < 0.15 * probe["effect"] and 0.8 < probe["slope"] < 1.2
+    assert probe["size"] is not None and probe["difference"] < 0.15 * probe["effect"]
 
 
 def test_it_is_evaluated(runs, tmp_path):

@@ -263,24 +263,6 @@ def test_turns_without_an_engine_are_refused_under_zero_3(name):
     check_given(args, {name: [print]})
 
 
-def test_an_optimizer_of_bitsandbytes_that_is_handed_over_is_refused_under_fsdp(monkeypatch):
-    class AdamW8bit(torch.optim.AdamW):
-        __module__ = "bitsandbytes.optim.adamw"
-
-    handed = [
-        {"optimizers": (AdamW8bit([nn.Parameter(torch.ones(1))]), None)},
-        {"optimizer_cls_and_kwargs": (AdamW8bit, {})},
-    ]
-    for given in handed:
-        check_given(settings(), given)
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    for given in handed:
-        with pytest.raises(ValueError, match=r"AdamW8bit is bitsandbytes'.*adamw_torch_fused"):
-            check_given(settings(), given)
-    check_given(settings(), {"optimizers": (torch.optim.AdamW([nn.Parameter(torch.ones(1))]), None)})
-    check_given(settings(), {"optimizers": (None, None), "optimizer_cls_and_kwargs": None})
-
-
 def sharded_run(tiny_runs, folder, make_reward=lambda: spread_reward, **options):  # noqa: F811
     """What each of two processes logged under FSDP 2 with `cpu_ram_efficient_loading`, or what ended it."""
 

@@ -111,11 +111,6 @@ def refuse_reset(trainer: Any) -> None:
     trainer.vllm_generation.llm.reset_prefix_cache = lambda: False
 
 
-def forget_reset(trainer: Any) -> None:
-    """Cached prefixes outlive the weights that they were computed with."""
-    trainer.vllm_generation.engine.reset_prefix_cache = lambda: None
-
-
 def memory_taken_at_start() -> None:
     import torch
 
@@ -182,10 +177,6 @@ def shifted_logps(sequence: Any) -> None:
             entry.logprob -= 1.0
 
 
-def empty(sequence: Any) -> None:
-    sequence.token_ids, sequence.logprobs = [], []
-
-
 def damage(trainer: Any) -> None:
     """One element of one weight of the engine's."""
     from qerl_trl.rollout.vllm.in_process import engine_model
@@ -198,16 +189,14 @@ def wake_wrong(what: Callable[[Any], None]) -> Callable[[Any], None]:
     """The engine sleeps after every rollout; when it next wakes, something is not as it was."""
 
     def inject(trainer: Any) -> None:
-        engine = trainer.vllm_generation.engine
-        wake = engine.wake
+        llm = trainer.vllm_generation.llm
+        wake = llm.wake_up
 
         def wrong() -> None:
-            asleep = engine.asleep
             wake()
-            if asleep:
-                what(trainer)
+            what(trainer)
 
-        engine.wake = wrong
+        llm.wake_up = wrong
 
     return inject
 
@@ -255,7 +244,7 @@ FAULTS = {
     "half of the layers lost": Fault(PROBE, adapter(without(lambda name: int(name.split(".")[2]) % 2))),
     "all MLPs lost": Fault(PROBE, adapter(without(lambda name: ".mlp." in name))),
     "k and v exchanged": Fault(PROBE, adapter(exchanged)),
-    "adapter ignored": Fault(("the adapter is lost",), adapter(scaled(0.0))),
+    "adapter ignored": Fault(("the adapter acts otherwise",), adapter(scaled(0.0))),
     "adapter on the embeddings unsent": Fault(
         ("embed_tokens", "use_vllm=False"), lora={"target_modules": ["q_proj", "embed_tokens"]}
     ),
@@ -263,14 +252,12 @@ FAULTS = {
     "noise absent": Fault(("noise", "sigma"), noise_is_not_written, settings={"aqn_num_stages": 2}),
     "noise left on": Fault(("noise",), noise_stays, ask_greedily, step=3),
     "prefix cache refuses to be reset": Fault(("prefix cache",), at_end_of=refuse_reset, again=True),
-    "prefix cache not reset": Fault(("attention states of other weights", "enable_prefix_caching"), at_end_of=forget_reset, settings={"aqn": False}),
-    "weight of the engine damaged": Fault(("no longer holds what was put into it",), at_end_of=damage, settings={"share_weights": False}),
     "awake with a damaged weight": Fault(
-        ("no longer holds what was put into it", "vllm_enable_sleep_mode=False"), at_end_of=wake_wrong(damage), again=True, gpu=True,
+        ("woke up with other weights", "vllm_enable_sleep_mode=False"), at_end_of=wake_wrong(damage), again=True, gpu=True,
         settings={"share_weights": False, "vllm_enable_sleep_mode": True},
     ),
     "awake with another norm": Fault(
-        ("no longer holds what was put into it",), at_end_of=wake_wrong(other_norm), gpu=True, settings={"vllm_enable_sleep_mode": True}
+        ("woke up with other weights",), at_end_of=wake_wrong(other_norm), gpu=True, settings={"vllm_enable_sleep_mode": True}
     ),
     "out of memory at start": Fault(("Out of memory when the engine started",), memory_taken_at_start, gpu=True),
     "out of memory in a step": Fault(("memory", "step"), at_end_of=take_the_memory, again=True, gpu=True),
@@ -279,7 +266,6 @@ FAULTS = {
     "log-probabilities NaN": Fault(("are not finite",), at_end_of=of_answers(nan_logps), again=True),
     "log-probabilities shifted by 1 nat": Fault(("not those its tokens were drawn with",), at_end_of=of_answers(shifted_logps), step=1,
                                                 settings={"max_steps": 6}),
-    "completions empty": Fault(("is empty",), at_end_of=of_answers(empty)),
     "adapter infinite": Fault(("trained parameters are not finite", "lower learning_rate"), at_end_of=huge_adapter),
     "reward hangs": Fault(("reward_timeout",), at_end_of=reward_hangs, settings={"reward_timeout": 5.0}, again=True),
     "disk full": Fault(("no room to write",), at_end_of=full_disk, step=2, again=True),

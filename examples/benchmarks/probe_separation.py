@@ -142,23 +142,20 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
         def probed(fault: str | None, updates: int, which: int) -> None:
             prompts = probe.prompts_of(texts[8 * which : 8 * which + 24], 1000, 256)
+            both = probe.Probe(generation.engine, generation.model, prompts, device, dtype)
             where = {"fault": fault, "updates": updates, "prompts": which}
             generation.engine.wake()
             if fault != "noise lost":
                 change[0] = change_of(fault) if fault not in (None, "unquantized") else None
                 t = time.time()
-                result, _ = probe.probe(
-                    generation.engine, generation.model, prompts, device, dtype, generation.sync_weights
-                )
+                result, _ = both.adapter(generation.sync_weights)
                 records.append(where | {"kind": "adapter", "seconds": round(time.time() - t, 3)} | vars(result))
                 change[0] = None
                 generation.sync_weights()
             if args.noise and fault in (None, "noise lost"):
                 change[0] = fault
                 t = time.time()
-                result = probe.probe_noise(
-                    generation.engine, generation.model, prompts, device, dtype, put, trainer.aqn.under, None
-                )
+                result = both.noise(put, trainer.aqn.under)
                 records.append(where | {"kind": "noise", "seconds": round(time.time() - t, 3)} | vars(result))
                 change[0] = None
             generation.engine.sleep()

@@ -201,6 +201,7 @@ def generation(
         aqn=True, share_weights=share, rollout_timeout=None, vllm_engine_kwargs=engine, base_format="nvfp4", scale_rule="rtn",
         per_device_train_batch_size=8, gradient_checkpointing=True, generation_batch_size=8, bf16=True, fp16=False,
         vllm_batch_invariant=False,
+        model_init_kwargs=None,
     )  # fmt: skip
     trainer = SimpleNamespace(
         args=args, aqn=_Noise(model), model=model, state=SimpleNamespace(global_step=0), rescue=lambda: "", train_dataset=None, eval_dataset=None,

@@ -178,7 +178,7 @@ def start_ours(clock: Clock, checkpoint: Path, device: str) -> Callable[[int, in
     from qerl_trl.rollout.vllm import compile_ahead, in_process
 
     clock.watch(generation.QeRLVLLMGeneration, "_init_vllm", "engine and probe")
-    clock.watch(in_process, "WatchedLLM", "  LLM(...)")
+    clock.watch(in_process, "SharedLLM", "  LLM(...)")
     clock.watch(compile_ahead, "precompile", "    kernels")
     clock.watch(in_process, "fuse_storage", "  one storage")
     clock.watch(generation.QeRLVLLMGeneration, "run_probe", "  probe")

@@ -5,7 +5,6 @@ vLLM returns the log-probability of each token it samples, and TRL corrects the 
 makes untrue. [`with_logps`] fills the gap, [`corrected`] lets TRL's own correction see it: the same algorithm with both engines.
 """
 
-import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -41,8 +40,7 @@ def with_logps(trainer: OnlineTrainer, aqn: AQNCallback | None, generated: tuple
         return generated
     if generated[_IMAGES] is not None:
         logger.warning_once(
-            "The prompts hold pictures: transformers' rollouts under noise are not importance-corrected then. Use "
-            "aqn_scope='policy', in which nothing needs a correction, or use_vllm=True."
+            "The prompts hold pictures, so transformers' rollouts under noise are not importance-corrected. Use aqn_scope='policy' or use_vllm=True."
         )
         return generated
     with aqn.noisy():
@@ -52,37 +50,20 @@ def with_logps(trainer: OnlineTrainer, aqn: AQNCallback | None, generated: tuple
 
 
 def warn_of_uncorrected_noise(trainer: OnlineTrainer, aqn: AQNCallback | None) -> None:
-    """Says before training that this trainer's loss leaves out the correction for noise in the rollout only."""
+    """Warn before training if nothing corrects this trainer for noise in the rollout only."""
     if aqn is None or aqn.scope != "rollout":
         return
     if not hasattr(trainer, "vllm_importance_sampling_correction"):
         why = "has no importance sampling correction"
     elif not trainer.vllm_importance_sampling_correction:
         why = "has vllm_importance_sampling_correction=False"
-    elif not _loss_reads_ratio(type(trainer)):
-        why = "has a loss that does not read the importance sampling ratio"
     else:
         return
     logger.warning(
-        "%s %s, so that with aqn_scope='rollout' it trains on what was sampled under noise as if the clean policy had said it. Use "
-        "aqn_scope='policy', in which nothing needs a correction, or aqn=False.",
+        "%s %s, so that with aqn_scope='rollout' it trains on noisy samples as if the clean policy had said it. Use aqn_scope='policy' or aqn=False.",
         type(trainer).__name__,
         why,
     )
-
-
-def _loss_reads_ratio(trainer_class: type) -> bool:
-    """Whether the loss of a class, or the parent's that it calls, takes TRL's ratio out of the batch."""
-    for each in trainer_class.__mro__:
-        loss = vars(each).get("_compute_loss")
-        if loss is None:
-            continue
-        code = inspect.unwrap(loss).__code__
-        if "importance_sampling_ratio" in code.co_consts:
-            return True
-        if "super" not in code.co_names:
-            return False
-    return False
 
 
 @contextmanager

@@ -101,16 +101,8 @@ def of_logps(
     """[`Mismatch`] of log-probabilities (B, T) of sampled tokens, over all processes.
 
     Raises:
-        ValueError: their shapes differ.
         RuntimeError: more than one in a hundred is not finite.
     """
-    shapes = {"sampled": sampled.shape, "mask": mask.shape} | ({} if trained is None else {"trained": trained.shape})
-    if len(set(shapes.values())) > 1:
-        told = ", ".join(f"{name} {tuple(shape)}" for name, shape in shapes.items())
-        raise ValueError(
-            f"Log-probabilities and mask of a rollout have several shapes, so they are not of the same tokens: {told}. One number a token is "
-            "expected, (sequences, tokens); a rollout_func that returns lists of candidates per token has to return the sampled token's alone."
-        )
     known = mask & sampled.isfinite()
     logps = sampled.double().where(known, 0.0)
     d = (trained.double() - logps).where(known, 0.0) if trained is not None else torch.zeros_like(logps)
@@ -122,11 +114,10 @@ def of_logps(
     )
     total, asked, log_q, divergence, above, first, second = trainer.accelerator.gather(sums).view(-1, 7).sum(0).tolist()
     missing = asked - total
-    if missing > _MISSING * (total + missing):
+    if missing > _MISSING * asked:
         raise RuntimeError(
-            f"The engine returned no finite log-probability for {int(missing)} of the {int(total + missing)} tokens of a rollout (they are NaN, "
-            "infinite or missing), so the update could not be corrected. No weight was changed. Usual causes: weights that are not finite in the engine, "
-            "or a server without --logprobs-mode processed_logprobs. Restart the engine and resume from the last checkpoint."
+            f"The engine returned no finite log-probability for {int(missing)} of the {int(asked)} tokens of a rollout, so the update could not be "
+            "corrected. Restart the engine and resume from the last checkpoint."
         )
     total = max(total, 1.0)
     entropy, mean = -log_q / total, first / total
@@ -214,7 +205,7 @@ class MismatchWatch:
         if found.nan_logps:
             logger.warning(
                 "The engine returned no finite log-probability for %d tokens at step %d (rollout/nan_logps); they are not corrected. If this "
-                "goes on, the engine's weights or its kernels are at fault: restart it, and compare with use_vllm=False.",
+                "stays so, restart the engine.",
                 found.nan_logps,
                 step,
             )
@@ -230,9 +221,8 @@ class MismatchWatch:
             0.0 if beyond <= self.CERTAIN * found.logp_gap_error else beyond,
             limit,
             f"The rollout's log-probabilities are not those its tokens were drawn with: the mean importance ratio is exp({found.logp_gap:.4g}) at "
-            f"step {step}, and should be {right} (rollout/logp_gap, limit {limit:.4g}, standard error {found.logp_gap_error:.2g}).",
-            "The correction is wrong by as much. Usual causes: an engine with another temperature or without --logprobs-mode processed_logprobs, "
-            "logits that something processes after they are scored, or a rollout_func that returns other log-probabilities than it sampled with.",
+            f"step {step}, and should be {right} (rollout/logp_gap, limit {limit:.4g}).",
+            "Check temperature, --logprobs-mode processed_logprobs and what rollout_func returns.",
         )
         if sampled_from == "reweighed":
             return
@@ -244,8 +234,9 @@ class MismatchWatch:
             kl,
             limit,
             f"Rollout and trainer disagree: KL of {about} {kl:.4g} nats per token at step {step}, {expected} (limit {limit:.4g}).",
-            "With noise, lower aqn_sigma_start or use aqn_scope='policy'; without, the engine may hold a stale adapter, noise that was left on or "
-            "other weights: restart it, or use use_vllm=False.",
+            "Lower aqn_sigma_start, or use aqn_scope='policy'."
+            if noisy
+            else "The engine may hold a stale adapter or noise: restart it, or pass use_vllm=False.",
         )
 
     def _limit(self, kind: str, value: float, limit: float, what: str, remedy: str) -> None:
@@ -253,9 +244,8 @@ class MismatchWatch:
         self._beyond[kind] = self._beyond[kind] + 1 if beyond else 0
         if self._beyond[kind] >= self.PERSISTENT:
             raise RuntimeError(
-                f"{what} It was more than {self.STOP} times that in {self.PERSISTENT} rollouts in a row, and nothing useful is learned so. "
-                f"{remedy} Then resume from the last checkpoint; rollout_mismatch_threshold (now {self.threshold:g}) moves the limits, None "
-                "switches them off."
+                f"{what} It was {self.STOP} times that in {self.PERSISTENT} rollouts in a row. {remedy} Then resume from the last checkpoint, or set "
+                "rollout_mismatch_threshold (None: no limit)."
             )
         if not value <= limit:
             logger.warning("%s %s", what, remedy)

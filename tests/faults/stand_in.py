@@ -94,7 +94,7 @@ class StandIn(Engine):
 
     def contents(self):
         damaged = [name for name, found in self._bits().items() if found != self.bits[name]]
-        return Contents(self.received, damaged, self.draw, self.sampled)
+        return Contents(self.received, damaged, self.draw)
 
     def reset_prefix_cache(self): ...
 

@@ -93,7 +93,7 @@ def test_log_probabilities_that_are_all_nan_end_the_run(make_engine_trainer):  #
     trainer = make_engine_trainer()
     tamper(trainer, lambda logps: [math.nan] * len(logps))
     before = adapter_of(trainer)
-    with told(RuntimeError, "log-probability", "4 of 4 are not finite", "resume from the last checkpoint"):
+    with told(RuntimeError, "no finite log-probability for 16 of the 16 tokens", "resume from the last checkpoint"):
         trainer.train()
     assert_identical(adapter_of(trainer), before)
 
@@ -210,23 +210,22 @@ def arguments(kind, **generation):
     return kind("out", use_cpu=True, bf16=False, generation_kwargs=generation)
 
 
-@fault("S.constant_logp_error")
 @pytest.mark.parametrize("kind", [QeRLConfig, QeRLRLOOConfig])
 @pytest.mark.parametrize(
     ("name", "value", "remedy"),
     [
-        ("temperature", 5.0, "set temperature (--temperature)"),
-        ("do_sample", False, "lower temperature"),
+        ("temperature", 5.0, "Set temperature instead"),
+        ("do_sample", False, "Leave it out"),
         ("num_beams", 4, "Leave it out"),
         ("guidance_scale", 2.0, "Leave it out"),
-        ("max_new_tokens", 999, "set max_completion_length"),
-        ("n", 3, "set num_generations"),
+        ("max_new_tokens", 999, "Set max_completion_length instead"),
+        ("n", 3, "Set num_generations instead"),
     ],
 )
-def test_arguments_of_a_rollout_that_contradict_its_scores(kind, name, value, remedy):
+def test_arguments_of_a_rollout_that_contradict_its_scores(kind, name, value, remedy, caplog):
     """TRL puts them over its own: sampled at a temperature of 5, scored at 1."""
-    with told(ValueError, f"generation_kwargs={{{name!r}: {value!r}}}", remedy):
-        arguments(kind, **{name: value})
+    arguments(kind, **{name: value})
+    assert f"generation_kwargs={{{name!r}: {value!r}}}" in caplog.text and remedy in caplog.text
 
 
 def test_arguments_of_a_rollout_that_trl_has_no_word_for():

@@ -6,7 +6,7 @@ import pytest
 from peft import LoraConfig
 
 from qerl_trl.nvfp4.linear import NVFP4Linear
-from qerl_trl.rollout.engine import RolloutError, Sampling
+from qerl_trl.rollout.engine import Sampling
 from tests.faults.catalog import fault, told
 from tests.faults.stand_in import make_trainer  # noqa: F401  (a fixture)
 from tests.rollout import test_probe as probes
@@ -58,7 +58,7 @@ def test_complete_in_a_rollout_function_meets_the_noise(make_trainer, then):  # 
 
         def sample(ids):
             (completion,) = generation.complete([ids], Sampling(4, 1.0))
-            draws.append(generation.engine.contents().sampled)
+            draws.append(generation.engine.sampled)
             return completion.tokens, completion.logps
 
         found = answer(prompts, trainer, sample)
@@ -72,24 +72,7 @@ def test_complete_in_a_rollout_function_meets_the_noise(make_trainer, then):  # 
     trainer.model.eval()
     generation = trainer.vllm_generation
     generation.complete([[5, 6, 7]], Sampling(2, 1.0))
-    assert generation.engine.contents().sampled.sigma == 0, "outside of a rollout of training there is none"
-
-
-@fault("S.noise_never_acts")
-@pytest.mark.parametrize(("leaves_at", "said"), [(0, "Noise is to come"), (1, "Noise of sigma 0.01")])
-def test_a_rollout_function_that_asks_elsewhere_is_refused_before_the_next_update(make_trainer, leaves_at, said):  # noqa: F811
-    """At 843f908, and for a day longer, not before noise was due: a tenth of the run."""
-
-    def rollout(prompts, trainer):
-        if trainer.state.global_step < leaves_at:
-            engine = trainer.vllm_generation.engine
-            return answer(prompts, trainer, lambda ids: engine._complete(ids, 4, 1.0))
-        return answer(prompts, trainer, lambda ids: ([5, 6, 7, 8], [-1.0] * 4))
-
-    trainer = make_trainer(rollout)
-    with told(RolloutError, said, "nothing was sampled", "rollout_func", "aqn=False"):
-        trainer.train()
-    assert trainer.state.global_step == leaves_at
+    assert generation.engine.sampled.sigma == 0, "outside of a rollout of training there is none"
 
 
 def test_without_noise_completions_may_come_from_anywhere(make_trainer):  # noqa: F811

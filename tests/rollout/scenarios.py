@@ -189,7 +189,7 @@ def stub_generation(policy, *, share=True, aqn=True, engine=None, **arguments):
     schedule = SimpleNamespace(ever_noisy=True)
     noise = SimpleNamespace(norms=tuple(find_noisy_norms(policy)), draw=None, sigma_effective=0.0, schedule=schedule)
     args = SimpleNamespace(
-        aqn=aqn, share_weights=share, rollout_timeout=None, vllm_batch_invariant=False, vllm_engine_kwargs={"enforce_eager": True, **MEMORY, **(engine or {})},
+        aqn=aqn, share_weights=share, rollout_timeout=None, vllm_batch_invariant=False, model_init_kwargs=None, vllm_engine_kwargs={"enforce_eager": True, **MEMORY, **(engine or {})},
         base_format="nvfp4", scale_rule="rtn", per_device_train_batch_size=4, gradient_checkpointing=False,
         generation_batch_size=4, bf16=False, fp16=False, rollout_probe="refuse",
     )  # fmt: skip

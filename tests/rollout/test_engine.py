@@ -183,7 +183,7 @@ def test_what_the_engine_cannot_carry_is_refused(bases, case, named):
 def test_probe_finds_a_wrong_engine(bases):
     assert "other weights or norms" in bases["probe finds other weights"]
     assert "clean log-probabilities differ" in bases["probe finds a stale adapter"]
-    assert "the adapter is lost" in bases["probe finds a lost adapter"]
+    assert "the adapter acts otherwise" in bases["probe finds a lost adapter"]
 
 
 @pytest.mark.parametrize("base", ["nvfp4", "dense"])
@@ -191,7 +191,7 @@ def test_probe_sees_through_the_rounding_of_bf16(bfloat16, base):
     found = ProbeResult(**bfloat16[base])
     assert found.fault is None and found.base_difference < 0.5 * (CLEAN * found.rounding + found.floor)
     assert found.difference < 0.5 * SHARE * found.effect
-    assert "the adapter acts in part" in bfloat16[f"{base} halved"]
+    assert "the adapter acts otherwise" in bfloat16[f"{base} halved"]
 
 
 # ---------------------------------------------------------------------------------------------------------- trainers

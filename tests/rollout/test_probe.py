@@ -104,6 +104,10 @@ def prompts() -> list[list[int]]:
     return probing.prompts_of([], 128, 64)
 
 
+def asked(engine: FakeEngine, model, dtype=None) -> probing.Probe:
+    return probing.Probe(engine, model, prompts(), torch.device("cpu"), dtype or compute_dtype(model))
+
+
 def run(engine: FakeEngine, policy) -> probing.ProbeResult:
     def sync():
         engine.put_adapter(
@@ -116,7 +120,7 @@ def run(engine: FakeEngine, policy) -> probing.ProbeResult:
             {},
         )
 
-    return probing.probe(engine, policy, prompts(), torch.device("cpu"), compute_dtype(policy), sync)[0]
+    return asked(engine, policy).adapter(sync)[0]
 
 
 def test_a_right_engine_passes_with_a_margin(policy):
@@ -126,7 +130,6 @@ def test_a_right_engine_passes_with_a_margin(policy):
     assert result.fault is None and not result.undecided
     assert result.base_difference < 0.5 * (probing.CLEAN * result.rounding + probing.FLOOR[torch.bfloat16])
     assert result.difference < 0.5 * probing.SHARE * result.effect
-    assert result.slope == pytest.approx(1, abs=0.1)
     assert all(torch.equal(before[name], parameter) for name, parameter in policy.named_parameters())
     lost = [name for name, up in engine.policy.named_parameters() if "lora_B" in name and not up.any()]
     assert not lost  # the trainer's own adapter is in the engine again
@@ -143,7 +146,7 @@ def test_without_an_adapter_the_weights_are_compared(dense):
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
 
     def check(engine):
-        return probing.probe(engine, model, prompts(), torch.device("cpu"), torch.bfloat16, lambda: None)
+        return asked(engine, model, torch.bfloat16).adapter(lambda: None)
 
     engine = FakeEngine(dense)
     result, clean = check(engine)
@@ -156,20 +159,20 @@ def test_without_an_adapter_the_weights_are_compared(dense):
 
 
 @pytest.mark.parametrize(
-    ("fault", "words"),
+    "fault",
     [
-        pytest.param(lambda adapter: {}, "is lost", id="lost"),
-        pytest.param(scaled(2.0), "acts too strongly or in the wrong place", id="doubled"),
-        pytest.param(scaled(0.5), "acts in part", id="halved"),
-        pytest.param(without(lambda name: int(name.split(".")[2]) % 2), "", id="half of the layers lost"),
-        pytest.param(without(lambda name: ".mlp." in name), "", id="MLPs lost"),
-        pytest.param(without(lambda name: ".self_attn." in name), "", id="attention lost"),
-        pytest.param(exchanged, "", id="k and v exchanged"),
+        pytest.param(lambda adapter: {}, id="lost"),
+        pytest.param(scaled(2.0), id="doubled"),
+        pytest.param(scaled(0.5), id="halved"),
+        pytest.param(without(lambda name: int(name.split(".")[2]) % 2), id="half of the layers lost"),
+        pytest.param(without(lambda name: ".mlp." in name), id="MLPs lost"),
+        pytest.param(without(lambda name: ".self_attn." in name), id="attention lost"),
+        pytest.param(exchanged, id="k and v exchanged"),
     ],
 )
-def test_a_wrong_adapter_is_found(policy, fault, words):
+def test_a_wrong_adapter_is_found(policy, fault):
     result = run(FakeEngine(policy, fault), policy)
-    assert "the adapter " + words in result.fault and len(result.fault) < 120
+    assert "the adapter acts otherwise" in result.fault and len(result.fault) < 120
 
 
 @pytest.mark.parametrize(
@@ -247,7 +250,7 @@ def run_noise(policy, fault=None) -> probing.ProbeResult:
         noise.clear()
 
     try:
-        return probing.probe_noise(engine, policy, prompts(), torch.device("cpu"), compute_dtype(policy), put, under)
+        return asked(engine, policy).noise(put, under)
     finally:
         noise.remove()
         assert all(torch.equal(theirs[name].weight, clean[name]) for name in clean)
@@ -264,16 +267,16 @@ def test_noise_that_acts_in_the_engine_passes_with_a_margin(policy):
 
 
 @pytest.mark.parametrize(
-    ("fault", "words"),
+    "fault",
     [
-        pytest.param(lambda noise: {}, "is lost", id="lost"),
-        pytest.param(lambda noise: {n: z for n, z in noise.items() if "input" in n}, "", id="half of the norms"),
-        pytest.param(lambda noise: {n: 2 * z for n, z in noise.items()}, "acts too strongly or in the wrong place", id="doubled"),
-        pytest.param(lambda noise: {n: z.roll(1) for n, z in noise.items()}, "", id="of another draw"),
+        pytest.param(lambda noise: {}, id="lost"),
+        pytest.param(lambda noise: {n: z for n, z in noise.items() if "input" in n}, id="half of the norms"),
+        pytest.param(lambda noise: {n: 2 * z for n, z in noise.items()}, id="doubled"),
+        pytest.param(lambda noise: {n: z.roll(1) for n, z in noise.items()}, id="of another draw"),
     ],
-)  # fmt: skip
-def test_noise_that_acts_otherwise_is_found(policy, fault, words):
-    assert "the noise " + words in run_noise(policy, fault).fault
+)
+def test_noise_that_acts_otherwise_is_found(policy, fault):
+    assert "the noise acts otherwise" in run_noise(policy, fault).fault
 
 
 def test_the_model_is_put_into_evaluation_mode_once_for_all_forwards(policy, monkeypatch):

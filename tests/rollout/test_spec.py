@@ -155,7 +155,9 @@ def test_delta_nets_are_computed_with_what_needs_no_compiler(folder, tmp_path):
 
 def spec_of_a_run(model, mode="colocate", batch=8, data=None):
     """What the engine of a trainer is told that has a processor."""
-    args = SimpleNamespace(scale_rule="rtn", generation_batch_size=batch, vllm_batch_invariant=False, bf16=True)
+    args = SimpleNamespace(
+        scale_rule="rtn", generation_batch_size=batch, vllm_batch_invariant=False, model_init_kwargs=None, bf16=True
+    )
     trainer = SimpleNamespace(args=args, train_dataset=data, eval_dataset=None)
     mine = SimpleNamespace(
         model=model, mode=mode, max_model_length=256, max_num_seqs=24, model_impl="auto", trust_remote_code=False,
@@ -197,8 +199,8 @@ def test_the_engine_reads_what_it_is_told(folder):
     from qerl_trl.rollout.vllm.quantization import EngineOptions
 
     spec = EngineSpec.of(policy(folder, modules_to_not_convert=["o_proj"]))
-    options = EngineOptions.from_dict(spec.options()["qerl"])
-    assert options.adapter.rank == 20 and options.base == "nvfp4" and set(options.ignore) == {"lm_head", "o_proj"}
+    options = EngineOptions(**spec.options()["qerl"])
+    assert options.adapter["rank"] == 20 and options.base == "nvfp4" and set(options.ignore) == {"lm_head", "o_proj"}
 
 
 def test_the_batch_invariant_mode_is_asked_for(folder, monkeypatch):

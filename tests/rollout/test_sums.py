@@ -9,9 +9,7 @@ ON = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 @pytest.mark.parametrize("device", ON)
-@pytest.mark.parametrize("together", [40, 2**22])
-def test_sums_of_many_tensors_are_those_of_each(monkeypatch, together, device):
-    monkeypatch.setattr(sums, "_TOGETHER", together)
+def test_sums_of_many_tensors_are_those_of_each(device):
     integers = [torch.randint(0, 255, shape, dtype=torch.uint8) for shape in ((8, 3), (5,), (4, 4))]
     floats = [torch.randn(3, 4) for _ in range(9)] + [torch.randn(50), torch.randn(7).bfloat16(), torch.tensor(3.0)]
     tensors = [*floats, *integers, torch.randn(64, 2).bfloat16()[:, :1], torch.randn(8).double(), torch.zeros(0)]
@@ -21,10 +19,8 @@ def test_sums_of_many_tensors_are_those_of_each(monkeypatch, together, device):
 
 
 @pytest.mark.parametrize("device", ON)
-@pytest.mark.parametrize("together", [10, 2**22])
-def test_a_change_of_any_byte_changes_the_words(monkeypatch, together, device):
+def test_a_change_of_any_byte_changes_the_sum(device):
     """Of tensors of any size, dtype and place in their storage, those with 8 bytes at a time and the others."""
-    monkeypatch.setattr(sums, "_TOGETHER", together)
     tensors = [
         torch.randn(64, 24).bfloat16(),
         torch.randn(33),
@@ -35,16 +31,14 @@ def test_a_change_of_any_byte_changes_the_words(monkeypatch, together, device):
     tensors += [torch.randint(0, 255, shape, dtype=torch.uint8) for shape in ((256, 3), (7,))]
     tensors += [torch.randn(9)[1:], torch.zeros(0), torch.randn(16, 16).to(torch.float8_e4m3fn)]
     tensors = [tensor.to(device) for tensor in tensors]
-    before = sums.all_bits(tensors, sums.words)
-    assert torch.equal(before, torch.stack([sums.words(t) for t in tensors]))
-    assert torch.equal(before, sums.all_bits(tensors, sums.words))
+    before = sums.all_bits(tensors)
     for number, tensor in enumerate(tensors):
         for place in {0, tensor.numel() // 2, tensor.numel() - 1} if tensor.numel() else ():
             changed = tensor.clone(memory_format=torch.preserve_format)
             view = changed.view(torch.uint8) if changed.element_size() == 1 else changed
             view.view(-1)[place] += 1
             others = [*tensors[:number], changed, *tensors[number + 1 :]]
-            differ = sums.all_bits(others, sums.words) != before
+            differ = sums.all_bits(others) != before
             assert differ.nonzero().flatten().tolist() == [number]
     assert wire.changes(tensors) == wire.changes(tensors)
     assert wire.changes(tensors) != wire.changes([-tensors[0], *tensors[1:]])
@@ -120,7 +114,7 @@ def test_of_sharded_tensors_no_launch_here_knows_the_largest(monkeypatch):
 
 
 def test_everything_an_engine_sums_is_launched_ahead(monkeypatch):
-    """What `launch_each` launches is what `all_bits`, words, and `rounded` do, for the dtypes that an engine holds."""
+    """What `launch_each` launches is what `all_bits` and `rounded` do, for the dtypes that an engine holds."""
     kernels = pytest.importorskip("qerl_nvfp4.sums")
     launched = set()
 
@@ -133,8 +127,6 @@ def test_everything_an_engine_sums_is_launched_ahead(monkeypatch):
     launched.clear()
     monkeypatch.setattr(sums, "_launches", lambda: True)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    held = [torch.zeros(64, dtype=dtype) for dtype in (torch.uint8, torch.bfloat16, torch.float32)]
-    sums.all_bits(held)
-    sums.all_bits(held, sums.words)
+    sums.all_bits([torch.zeros(64, dtype=dtype) for dtype in (torch.uint8, torch.bfloat16, torch.float32)])
     sums.rounded([torch.zeros(64)], [2.0], torch.zeros(1, dtype=torch.bfloat16))
     assert launched == ahead

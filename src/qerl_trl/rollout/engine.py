@@ -63,16 +63,13 @@ class Contents(NamedTuple):
     """What an engine computes with.
 
     received: fingerprint (wire.py) of the latest update that it took, None before the first.
-    damaged: names of the weights, norms and adapter buffers that no longer hold what was put there.
+    damaged: names of the adapter buffers that do not hold what was put there.
     draw: the noise in force, None before the first.
-    sampled: the latest draw, that of a stage without noise too, under which it has computed anything.
     """
 
     received: str | None
     damaged: list[str]
     draw: NoiseDraw | None
-    sampled: NoiseDraw | None
-    norms: int | None = None
 
 
 class Engine(ABC):
@@ -134,7 +131,7 @@ class Engine(ABC):
 
     @abstractmethod
     def contents(self) -> Contents | None:
-        """What the engine computes with, looked up where it computes; None where this process has no engine. A matter of milliseconds."""
+        """What the engine computes with, looked up where it computes; None where this process has no engine."""
 
     @abstractmethod
     def trl_attributes(self) -> dict[str, Any]:
@@ -144,7 +141,11 @@ class Engine(ABC):
         """Give memory back that only generation needs. No other method but `wake` and `close` may be called until `wake`."""
 
     def wake(self) -> None:  # noqa: B027
-        """Undo `sleep`. Does nothing when awake."""
+        """Undo `sleep`. Does nothing when awake.
+
+        Raises:
+            [`RolloutError`]: other weights came back than went to sleep.
+        """
 
     @abstractmethod
     def close(self) -> None:

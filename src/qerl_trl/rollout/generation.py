@@ -30,10 +30,10 @@ from ..noise.hooks import NoiseDraw
 from ..nvfp4.linear import compute_dtype
 from . import adapter, pictures, requests
 from .colocated import in_process, memory_arguments
-from .contract import check_completions, check_contents, check_noise_acted
+from .contract import check_contents
 from .engine import Completion, Engine, RankWithoutEngine, RolloutError, Sampling, Seeds
 from .placement import StartsEngine, placed_in_training
-from .probe import ProbeResult, probe, probe_again, probe_noise, report, run_prompts
+from .probe import Probe, ProbeResult, report, run_prompts
 from .spec import EngineSpec, at_a_time
 from .trained import TrainedWeights, trained_part
 
@@ -56,7 +56,6 @@ class QeRLVLLMGeneration(VLLMGeneration):
         self._stamp: tuple[int, str] | None = None  # step and stamp of the trained weights when they were put
         self._put: str | None = None  # their fingerprint
         self._draw: NoiseDraw | None = None
-        self._acted: NoiseDraw | None = None  # a draw under which something was sampled before another one was put
         self._noisy: tuple[str, ...] = ()
         self._inside = False
         self._calls: dict[tuple[int, bool], int] = {}  # of `generate`, in this step
@@ -75,7 +74,6 @@ class QeRLVLLMGeneration(VLLMGeneration):
         adapter.check_sharding(self._dist.zero_stage, self._dist.fsdp_version)
         adapter.check_vocabulary(self.model)
         self.trained = trained_part(self.model)
-        self._vocabulary = self.model.config.get_text_config().vocab_size
         self.waits = placed_in_training(self.accelerator)
         if self.waits and self.mode == "colocate":
             memory_arguments(self)  # what does not fit is said now
@@ -116,8 +114,10 @@ class QeRLVLLMGeneration(VLLMGeneration):
         self.probe_result, self._clean = None, None
         if self.trainer.args.rollout_probe == "off":
             return
-        self._probed_prompts = run_prompts(self.trainer, self.processing_class, self.max_model_length)
-        self.probe_result, self._clean = probe(*self._probed_with(), self.sync_weights)
+        prompts = run_prompts(self.trainer, self.processing_class, self.max_model_length)
+        dtype = getattr(torch, self.spec.dtype)
+        self._probe = Probe(self.engine, self.model, prompts, self.accelerator.device, dtype)
+        self.probe_result, self._clean = self._probe.adapter(self.sync_weights)
         self._clean_stamp = self.trained.stamp()
         self._report(self.probe_result, "Rollout probe")
 
@@ -130,20 +130,14 @@ class QeRLVLLMGeneration(VLLMGeneration):
         same = all(gather_object([self._clean_stamp == self.trained.stamp()]))  # nothing was loaded since
         known, under = (self._clean if same else None), self.trainer.aqn.under
         try:
-            self.noise_result = probe_noise(*self._probed_with(), self.sync_noise, under, known)
+            self.noise_result = self._probe.noise(self.sync_noise, under, known)
         except (ValueError, RuntimeError) as error:
             if isinstance(error, RolloutError):
                 raise
             raise RolloutError(f"Noise cannot be put on the engine's norms: {error}") from error
-        contents = self.engine.contents()
-        if contents is not None:
-            check_contents(contents, self._put, self._draw)
+        self._check()
         self._report(self.noise_result, "Noise probe")
         self.engine.sleep()
-
-    def _probed_with(self) -> tuple[Any, ...]:
-        """The first arguments of every probe."""
-        return self.engine, self.model, self._probed_prompts, self.accelerator.device, getattr(torch, self.spec.dtype)
 
     def _report(self, result: ProbeResult, name: str, remedy: str = "Use use_vllm=False and report the model") -> None:
         report(result, name, self.trainer.args.rollout_probe, remedy)
@@ -157,7 +151,7 @@ class QeRLVLLMGeneration(VLLMGeneration):
             return
         draw = self._draw
         self.sync_noise(NO_NOISE)
-        result = probe_again(*self._probed_with(), self.probe_result.rounding)
+        result = self._probe.again(self.probe_result.rounding)
         self._report(result, f"Rollout probe at step {step}", "Resume from the last checkpoint with a new engine")
         self.sync_noise(draw or NO_NOISE)
         self._probed = step
@@ -175,7 +169,7 @@ class QeRLVLLMGeneration(VLLMGeneration):
             self.model,
             scale_rule=args.scale_rule,
             dtype=self._compute_dtype(),
-            revision=(getattr(args, "model_init_kwargs", None) or {}).get("revision"),
+            revision=(args.model_init_kwargs or {}).get("revision"),
             pictures=pictures.may_come(self.trainer, self.processing_class),
             max_model_len=self.max_model_length,
             max_num_seqs=at_a_time(args, self.mode, self.max_num_seqs),
@@ -240,9 +234,7 @@ class QeRLVLLMGeneration(VLLMGeneration):
             return None
         draw = draw or aqn.draw or NO_NOISE
         clean = draw.sigma == 0 and (self._draw is None or self._draw.sigma == 0)
-        # under which draw a rollout of training was sampled is looked up, sigma 0 or not (check_noise_acted)
-        looked_up = self._draw is not None and aqn.schedule.ever_noisy and self.trainer.model.training
-        if draw == self._draw or (clean and not looked_up):
+        if draw == self._draw or clean:
             return None
         self._noisy = aqn.norms or self._noisy  # it knows none once training has ended
         return draw
@@ -263,12 +255,9 @@ class QeRLVLLMGeneration(VLLMGeneration):
         an environment or `generate`, meets the weights and the noise of this moment. One draw, one limit of time, one sleep afterwards.
 
         Raises:
-            [`RolloutError`]: the engine failed or took longer than `rollout_timeout`, or noise is due, now or
-                later in the run, and nothing was sampled here in training.
+            [`RolloutError`]: the engine failed, or took longer than `rollout_timeout`.
         """
-        aqn = self.trainer.aqn
-        noisy_run = aqn is not None and aqn.schedule.ever_noisy and self.trainer.model.training
-        with self._up_to_date(noise_must_act=noisy_run):
+        with self._up_to_date():
             self.trainer._last_loaded_step = self.trainer.state.global_step  # TRL would put the weights once more
             with self._engine_errors():
                 self._probe_if_due()
@@ -285,9 +274,7 @@ class QeRLVLLMGeneration(VLLMGeneration):
         number = self._calls.get((step, training), 0)
         self._calls = {key: n for key, n in self._calls.items() if key[0] == step} | {(step, training): number + 1}
         with self._up_to_date(), self._engine_errors(), self._seeded_server(step, int(training), number):
-            requests.check_shares(self, len(prompts))
             generated = super().generate(prompts, images, num_generations, profiler)
-            check_completions(generated[1], generated[2], len(prompts), self._vocabulary, "vLLM")
         self.sampled_logps = generated[2] and [[token[0] for token in sequence] for sequence in generated[2]]
         return generated
 
@@ -332,29 +319,22 @@ class QeRLVLLMGeneration(VLLMGeneration):
         sampling = sampling if sampling.ignore_eos else replace(sampling, stop_token_ids=self.trainer.eos_token_ids)
         rollout = self.trainer.args.generation_batch_size // self.accelerator.num_processes
         with self._up_to_date(draw, max(1, math.ceil(len(prompts) / rollout))), self._engine_errors():
-            completions = self.engine.generate(prompts, sampling)
-            tokens, logps = [c.tokens for c in completions], [c.logps for c in completions]
-            check_completions(tokens, logps, len(prompts), self._vocabulary, "vLLM")
-            return completions
+            return self.engine.generate(prompts, sampling)
 
     @contextlib.contextmanager
-    def _up_to_date(
-        self, draw: NoiseDraw | None = None, rollouts: int = 1, noise_must_act: bool = False
-    ) -> Iterator[None]:
+    def _up_to_date(self, draw: NoiseDraw | None = None, rollouts: int = 1, sampled: bool = True) -> Iterator[None]:
         """Awake, with the weights of this moment and the noise of `draw` (`trainer.aqn`'s by default); asleep again afterwards.
 
         Inside another one it ends neither the other's limit nor its wakefulness, and leaves its noise as it was.
 
         Args:
             rollouts: how many rollouts' time it may take.
-            noise_must_act: whether something has to be sampled under the noise of this moment, be it 0.
+            sampled: whether a rollout is sampled inside, and what the engine computed with is looked at afterwards.
         """
         self._check_started()
         if self._inside:
             before = self._draw
             with self._engine_errors():
-                if draw not in (None, before) and (contents := self.engine.contents()) is not None:
-                    self._acted = contents.sampled  # which what is sampled here hides from `_check`
                 self._prepare(draw)
             yield
             with self._engine_errors():
@@ -372,7 +352,8 @@ class QeRLVLLMGeneration(VLLMGeneration):
                         self.engine.sleep()
                     raise
                 with self._engine_errors():
-                    self._check(noise_must_act)
+                    if sampled:
+                        self._check()
                     self.engine.sleep()
         finally:
             self._inside = False
@@ -393,22 +374,15 @@ class QeRLVLLMGeneration(VLLMGeneration):
         else:
             self.sync_noise(draw)
 
-    def _check(self, noise_must_act: bool) -> None:
-        """Whether the engine computed with what the trainer has.
+    def _check(self) -> None:
+        """Whether the engine computes with what the trainer put there last.
 
         Raises:
-            [`RolloutError`]: it did not.
+            [`RolloutError`]: it does not.
         """
         contents = self.engine.contents()
         if contents is not None:
             check_contents(contents, self._put, self._draw)
-            if noise_must_act and self._acted != self._draw:
-                check_noise_acted(contents, self._draw, len(self._noisy))
-        if not self._is_put():
-            raise RolloutError(
-                "The trained weights changed while completions were sampled, so these belong to no one policy. A rollout function, a tool or "
-                "an environment must leave the trainer's model alone."
-            )
 
     def _limited(self, rollouts: int) -> contextlib.AbstractContextManager[None]:
         """`rollout_timeout` for what is inside."""

@@ -9,7 +9,6 @@ And which optimizer steps parameters of which a process then has a part.
 
 import logging
 import os
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from accelerate import Accelerator
@@ -60,32 +59,12 @@ def settle_optimizer(args: Any) -> None:
     used = optimizer_under_fsdp(wanted)
     if used != wanted:
         logger.warning(
-            "optim=%r is bitsandbytes', which cannot step parameters that FSDP shares out between processes. This run uses %r: the same AdamW, with a "
-            "state in float32 that is shared out too, 8 bytes per trained parameter for all processes together.",
+            "optim=%r is bitsandbytes', which cannot step parameters that FSDP shards. This run uses %r: the same AdamW, with a sharded state in float32.",
             wanted,
             used,
         )
         args.optim = type(args.optim)(used)
     if used == "sgd" and checkpoint.can_go_on(args):
         logger.warning(
-            "optim='sgd' under FSDP: no run can go on from its checkpoints, because torch does not load an optimizer without a state (\"Expected device to be "
-            "set\"). Use an optimizer that has one (optim='adamw_torch_fused'), or train in one piece."
+            "optim='sgd' under FSDP cannot resume from its checkpoints: torch does not load an optimizer without a state. Use optim='adamw_torch_fused'."
         )
-
-
-def check_optimizer_given(args: Any, given: Mapping[str, Any]) -> None:
-    """Under FSDP, refuse an optimizer of bitsandbytes that was handed to the trainer, as [`settle_optimizer`] does one that was named.
-
-    Raises:
-        `ValueError`: by name.
-    """
-    if fsdp_version(args) is None:
-        return
-    handed = [*(given.get("optimizers") or ()), *(given.get("optimizer_cls_and_kwargs") or ())[:1]]
-    for each in handed:
-        kind = each if isinstance(each, type) else type(each)
-        if kind.__module__.partition(".")[0] == "bitsandbytes":
-            raise ValueError(
-                f"{kind.__name__} is bitsandbytes', which cannot step parameters that FSDP shares out between processes. Hand over one of torch.optim, "
-                "or none and name it: optim='adamw_torch_fused'."
-            )

@@ -7,7 +7,6 @@ log-probabilities, in nats:
     rounding           trainer and trainer, in two honest arithmetics: its own, and float32 (rounding.py)
     effect             trainer with and without a probe adapter, on tokens sampled without it
     difference         engine and trainer, both with the probe adapter, on tokens that the engine samples with it
-    slope              of the engine's changes over the trainer's, both against the model without the adapter: 1 in a right engine
 
 The rules:
 
@@ -20,24 +19,22 @@ smallest with
     effect >= CONTRAST * max(clean difference, rounding with the adapter)
 
 so that the model is still itself: larger ones make a pretrained model chaotic, and then rounding explains any difference. Only the trainer is
-asked, since a fault enlarges the engine's difference. Without such a fraction the check is undecided, and the run goes on. A lost adapter has a
-slope of 0, a halved one of about 0.5, a doubled one of about 2. The trainer's own adapter is restored bit for bit and synced again.
+asked, since a fault enlarges the engine's difference. Without such a fraction the check is undecided, and the run goes on. The trainer's own adapter is
+restored bit for bit and synced again.
 
-Noise on the norms is checked by the same rules (`probe_noise`), with the smallest sigma that moves the trainer enough. A model that is trained
+Noise on the norms is checked by the same rules (`Probe.noise`), with the smallest sigma that moves the trainer enough. A model that is trained
 without an adapter has the first rule only.
 
 The thresholds were measured on pretrained and random models, healthy and with planted faults: docs/source/rollout.md#the-check-at-start.
 """
 
 import contextlib
-import functools
 import inspect
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeVar, cast
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 from accelerate.utils import gather_object, is_peft_model
@@ -55,7 +52,6 @@ from .engine import Completion, Engine, RolloutError, Sampling
 from .rounding import other_arithmetic
 
 logger = logging.getLogger(__name__)
-R = TypeVar("R")
 
 PROMPTS, PROMPT_TOKENS, _NEW_TOKENS = 8, 64, 16
 _SAMPLING = Sampling(max_tokens=_NEW_TOKENS, ignore_eos=True)
@@ -91,7 +87,6 @@ class ProbeResult:
     effect: float | None = None
     size: float | None = None
     difference: float | None = None
-    slope: float | None = None
 
     @property
     def undecided(self) -> bool:
@@ -106,13 +101,7 @@ class ProbeResult:
             return f"clean log-probabilities differ by {self.base_difference:.3f} nats (at most {bound:.3f}): other weights or norms"
         if self.size is None or self.difference <= SHARE * self.effect:  # type: ignore[operator]  # numbers where size is
             return None
-        slope = cast(float, self.slope)
-        what = (
-            "acts too strongly or in the wrong place" if slope > 1.2 else "acts in part" if slope > 0.08 else "is lost"
-        )
-        return (
-            f"the {self.kind} {what}: {self.difference:.3f} nats apart where it moves the trainer by {self.effect:.3f}"
-        )
+        return f"the {self.kind} acts otherwise: {self.difference:.3f} nats apart where it moves the trainer by {self.effect:.3f}"
 
     def __str__(self) -> str:
         clean = f"log-probabilities differ by {self.base_difference:.4f} nats (rounding {self.rounding:.4f})"
@@ -125,143 +114,174 @@ class ProbeResult:
         )
 
 
-def _scoring(function: Callable[..., R]) -> Callable[..., R]:
-    """The trainer's model, the second argument, is in evaluation mode and decodes its weights inside. Once for all forwards: a walk through the
-    modules of a large model takes as long as half of one."""
-
-    @functools.wraps(function)
-    def scoring(engine: Engine, model: nn.Module, *args: Any) -> R:
-        with torch.no_grad(), evaluation_mode(model), decoded_weights(model):
-            return function(engine, model, *args)
-
-    return scoring
-
-
-@_scoring
-def probe(
-    engine: Engine,
-    model: nn.Module,
-    prompts: list[list[int]],
-    device: torch.device,
-    dtype: torch.dtype,
-    sync: Callable[[], None],
-) -> tuple[ProbeResult, Clean | None]:
-    """Compare a started engine with the trainer. Every process calls it; it is collective in the same places as a rollout.
+@dataclass(frozen=True)
+class Probe:
+    """An engine and the trainer's model, both asked about the same prompts. Every process calls every method; they are collective in the same places
+    as a rollout.
 
     Args:
         prompts: token ids, all of one length ([`prompts_of`]).
         dtype: what the engine computes in.
-        sync: puts what is trained into the engine.
-
-    Returns:
-        The result, and what was measured without the adapter where that is the model as it is: it has none, or B is zero.
     """
-    layers: list[LoraLayer] = []
-    adapter = ""
-    if is_peft_model(model):
-        layers, adapter = list(rollout_layers(model).values()), active_adapter(model)
-    ups = [cast(nn.Linear, layer.lora_B[adapter]).weight for layer in layers]
-    saved = [up.detach().clone() for up in ups]
-    adapted: float | None = None
-    sizes: list[float] = []
 
-    def adapt(fraction: float) -> None:
-        nonlocal adapted
-        if fraction == adapted:
-            return
-        adapted = fraction
-        # the same numbers each time, drawn where the model is: 44 million for rank 32 on 7B, half a second and more on the processor
-        generator = torch.Generator(device).manual_seed(1)
-        for up, layer, size in zip(ups, layers, sizes, strict=True):
-            strength = fraction * size / (layer.scaling[adapter] * up.shape[1] ** 0.5)
-            set_whole(up, torch.randn(up.shape, generator=generator, device=device).mul_(strength))
+    engine: Engine
+    model: nn.Module
+    prompts: list[list[int]]
+    device: torch.device
+    dtype: torch.dtype
 
-    def sample(fraction: float) -> list[Completion]:
-        adapt(fraction)
-        sync()
-        return engine.generate(prompts, _SAMPLING)
+    @contextlib.contextmanager
+    def _scoring(self) -> Iterator[None]:
+        """Evaluation mode and decoded weights, once for all forwards: a walk through a large model's modules takes as long as half of one."""
+        with torch.no_grad(), evaluation_mode(self.model), decoded_weights(self.model):
+            yield
 
-    def score(completions: list[Completion], fraction: float, exact: bool = False) -> torch.Tensor:
-        adapt(fraction)
-        return _score(model, device, dtype, prompts, completions, exact)
+    def adapter(self, sync: Callable[[], None]) -> tuple[ProbeResult, Clean | None]:
+        """Compare a started engine with the trainer.
 
-    try:
-        for up in ups:
-            up.zero_()
-        sync()
-        with _sizes(layers, adapter) as measured:
-            known = _clean(engine, model, prompts, device, dtype)
-            sizes += measured() if layers else []
-        nothing = not saved or not any(_together(torch._foreach_norm([*map(local_tensor, saved)])))
-        as_it_is = known if all(gather_object([nothing])) else None
-        result = ProbeResult(known.difference, known.rounding, FLOOR[dtype])
-        if layers and result.fault is None:
-            result = _compared("adapter", FRACTIONS, known, dtype, sample, score)
-    except BaseException:
-        _copy(ups, saved)
-        with contextlib.suppress(RuntimeError, ValueError, OSError):  # an engine that failed may fail again
+        Args:
+            sync: puts what is trained into the engine.
+
+        Returns:
+            The result, and what was measured without the adapter where that is the model as it is: it has none, or B is zero.
+        """
+        with self._scoring():
+            layers: list[LoraLayer] = []
+            name = ""
+            if is_peft_model(self.model):
+                layers, name = list(rollout_layers(self.model).values()), active_adapter(self.model)
+            ups = [cast(nn.Linear, layer.lora_B[name]).weight for layer in layers]
+            saved = [up.detach().clone() for up in ups]
+            sizes: list[float] = []
+
+            def adapt(fraction: float) -> None:
+                # the same numbers each time, drawn where the model is: 44 million for rank 32 on 7B
+                generator = torch.Generator(self.device).manual_seed(1)
+                for up, layer, size in zip(ups, layers, sizes, strict=True):
+                    strength = fraction * size / (layer.scaling[name] * up.shape[1] ** 0.5)
+                    set_whole(up, torch.randn(up.shape, generator=generator, device=self.device).mul_(strength))
+
+            def sample(fraction: float) -> list[Completion]:
+                adapt(fraction)
+                sync()
+                return self.engine.generate(self.prompts, _SAMPLING)
+
+            try:
+                for up in ups:
+                    up.zero_()
+                sync()
+                with _sizes(layers, name) as measured:
+                    known = self._clean()
+                    sizes += measured() if layers else []
+                nothing = not saved or not any(_together(torch._foreach_norm([*map(local_tensor, saved)])))
+                as_it_is = known if all(gather_object([nothing])) else None
+                result = ProbeResult(known.difference, known.rounding, FLOOR[self.dtype])
+                if layers and result.fault is None:
+                    result = self._compared("adapter", FRACTIONS, known, sample, adapt)
+            except BaseException:
+                _copy(ups, saved)
+                with contextlib.suppress(RuntimeError, ValueError, OSError):  # an engine that failed may fail again
+                    sync()
+                raise
+            _copy(ups, saved)
             sync()
-        raise
-    _copy(ups, saved)
-    sync()
-    return result, as_it_is
+            return result, as_it_is
 
+    def noise(
+        self,
+        put: Callable[[NoiseDraw], None],
+        under: Callable[[NoiseDraw], contextlib.AbstractContextManager[None]],
+        known: Clean | None = None,
+    ) -> ProbeResult:
+        """Whether noise changes what the engine computes as it changes the trainer's model, with the adapter as it is. The engine is clean afterwards.
 
-@_scoring
-def probe_noise(
-    engine: Engine,
-    model: nn.Module,
-    prompts: list[list[int]],
-    device: torch.device,
-    dtype: torch.dtype,
-    put: Callable[[NoiseDraw], None],
-    under: Callable[[NoiseDraw], contextlib.AbstractContextManager[None]],
-    known: Clean | None = None,
-) -> ProbeResult:
-    """Whether noise changes what the engine computes as it changes the trainer's model, with the adapter as it is. The engine is clean afterwards.
+        Args:
+            put: puts the noise of a draw on the engine's norms; sigma 0 takes it away.
+            under: inside, the trainer's model computes with the noise of a draw.
+            known: what was measured of engine and model as they are, on all processes; `None` measures it.
+        """
 
-    Args:
-        put: puts the noise of a draw on the engine's norms; sigma 0 takes it away.
-        under: inside, the trainer's model computes with the noise of a draw.
-        known: what was measured of engine and model as they are, on all processes; `None` measures it.
-    """
+        def draw_of(sigma: float) -> NoiseDraw:
+            return NoiseDraw(sigma, seed=0, step=0, generation=0)
 
-    def draw_of(sigma: float) -> NoiseDraw:
-        return NoiseDraw(sigma, seed=0, step=0, generation=0)
+        def sample(sigma: float) -> list[Completion]:
+            try:
+                put(draw_of(sigma))
+                return self.engine.generate(self.prompts, _SAMPLING)
+            finally:
+                put(draw_of(0.0))
 
-    def sample(sigma: float) -> list[Completion]:
+        with self._scoring():
+            return self._compared("noise", SIGMAS, known or self._clean(), sample, lambda sigma: under(draw_of(sigma)))
+
+    def again(self, then: float | None = None) -> ProbeResult:
+        """The first rule again, with the adapter as it is and noise off: whole models, on the prompts of the start. Changes nothing.
+
+        Args:
+            then: the rounding at start. It is measured again where that of then does not explain the difference.
+        """
+        with self._scoring():
+            known = self._clean(then)
+            if then is not None and not known.difference <= CLEAN * then + FLOOR[self.dtype]:
+                known = self._clean()
+        return ProbeResult(known.difference, known.rounding, FLOOR[self.dtype])
+
+    def _clean(self, rounding: float | None = None) -> Clean:
+        completions = self.engine.generate(self.prompts, _SAMPLING)
+        scored = self._score(completions)
+        if rounding is None:
+            rounding = mean_difference(scored, self._score(completions, exact=True))
+        return Clean(completions, scored, mean_difference(scored, _logps_of(completions)), rounding)
+
+    def _compared(
+        self,
+        kind: str,
+        sizes: Sequence[float],
+        known: Clean,
+        sample: Callable[[float], list[Completion]],
+        change: Callable[[float], contextlib.AbstractContextManager[None] | None],
+    ) -> ProbeResult:
+        """Engine and trainer under the smallest of ascending `sizes` that moves the trainer enough.
+
+        Args:
+            change: changes the trainer's model by a size, for good or as long as what it returns is open.
+        """
+
+        def score(completions: list[Completion], size: float, exact: bool = False) -> torch.Tensor:
+            with change(size) or contextlib.nullcontext():
+                return self._score(completions, exact)
+
+        best, size, effect = 0.0, 0.0, 0.0
+        for tried in sizes:
+            moved = score(known.completions, tried)
+            found = mean_difference(moved, known.scored)
+            # the second forward only where the effect is enough but for the rounding
+            if found < max(CONTRAST * known.difference, FLOOR[self.dtype]):
+                effect = max(effect, 0.0 if size else found)
+                continue
+            rounding = max(known.difference, mean_difference(moved, score(known.completions, tried, exact=True)))
+            if found > best * rounding:
+                best, size, effect = found / max(rounding, 1e-9), tried, found
+            if best >= 2 * CONTRAST:
+                break
+        result = ProbeResult(known.difference, known.rounding, FLOOR[self.dtype], kind, effect)
+        if best < CONTRAST:
+            return result
+        completions = sample(size)
+        difference = mean_difference(score(completions, size), _logps_of(completions))
+        return replace(result, size=size, difference=difference)
+
+    def _score(self, completions: list[Completion], exact: bool = False) -> torch.Tensor:
+        """The trainer's log-probabilities of completions of these prompts: (prompts, new tokens). `exact`: in the other arithmetic."""
+        rows = [p + c.tokens for p, c in zip(self.prompts, completions, strict=True)]
+        ids = torch.tensor(rows, device=self.device)
         try:
-            put(draw_of(sigma))
-            return engine.generate(prompts, _SAMPLING)
+            with other_arithmetic(self.model, self.dtype) if exact else contextlib.nullcontext():
+                output = self.model(input_ids=ids, use_cache=False, **_last_logits(self.model, _NEW_TOKENS + 1))
+            logits = output.logits[:, -_NEW_TOKENS - 1 : -1].float()
         finally:
-            put(draw_of(0.0))
-
-    def score(completions: list[Completion], sigma: float, exact: bool = False) -> torch.Tensor:
-        with under(draw_of(sigma)) if sigma else contextlib.nullcontext():
-            return _score(model, device, dtype, prompts, completions, exact)
-
-    known = known or _clean(engine, model, prompts, device, dtype)
-    return _compared("noise", SIGMAS, known, dtype, sample, score)
-
-
-@_scoring
-def probe_again(
-    engine: Engine,
-    model: nn.Module,
-    prompts: list[list[int]],
-    device: torch.device,
-    dtype: torch.dtype,
-    then: float | None = None,
-) -> ProbeResult:
-    """The first rule again, with the adapter as it is and noise off: whole models, on the prompts of the start. Changes nothing.
-
-    Args:
-        then: the rounding at start. It is measured again where that of then does not explain the difference.
-    """
-    known = _clean(engine, model, prompts, device, dtype, then)
-    if then is not None and not known.difference <= CLEAN * then + FLOOR[dtype]:
-        known = _clean(engine, model, prompts, device, dtype)
-    return ProbeResult(known.difference, known.rounding, FLOOR[dtype])
+            reshard(self.model)
+        return logits.log_softmax(-1).gather(-1, ids[:, -_NEW_TOKENS:, None]).squeeze(-1)
 
 
 def prompts_of(texts: Sequence[Sequence[int]], vocabulary: int, longest: int) -> list[list[int]]:
@@ -315,53 +335,6 @@ def mean_difference(mine: torch.Tensor, theirs: torch.Tensor) -> float:
     return torch.tensor(gather_object([(mine - theirs.to(mine.device)).abs().mean().item()])).max().item()
 
 
-def _clean(
-    engine: Engine,
-    model: nn.Module,
-    prompts: list[list[int]],
-    device: torch.device,
-    dtype: torch.dtype,
-    rounding: float | None = None,
-) -> Clean:
-    completions = engine.generate(prompts, _SAMPLING)
-    scored = _score(model, device, dtype, prompts, completions)
-    if rounding is None:
-        rounding = mean_difference(scored, _score(model, device, dtype, prompts, completions, exact=True))
-    return Clean(completions, scored, mean_difference(scored, _logps_of(completions)), rounding)
-
-
-def _compared(
-    kind: str,
-    sizes: Sequence[float],
-    known: Clean,
-    dtype: torch.dtype,
-    sample: Callable[[float], list[Completion]],
-    score: Callable[..., torch.Tensor],
-) -> ProbeResult:
-    """Engine and trainer under the smallest of ascending `sizes` that moves the trainer enough."""
-    result = partial(ProbeResult, known.difference, known.rounding, FLOOR[dtype], kind)
-    best, size, effect = 0.0, 0.0, 0.0
-    for tried in sizes:
-        moved = score(known.completions, tried)
-        found = mean_difference(moved, known.scored)
-        # the second forward only where the effect is enough but for the rounding
-        if found < max(CONTRAST * known.difference, FLOOR[dtype]):
-            effect = max(effect, 0.0 if size else found)
-            continue
-        rounding = max(known.difference, mean_difference(moved, score(known.completions, tried, exact=True)))
-        if found > best * rounding:
-            best, size, effect = found / max(rounding, 1e-9), tried, found
-        if best >= 2 * CONTRAST:
-            break
-    if best < CONTRAST:
-        return result(effect)
-    completions = sample(size)
-    with_it, without = score(completions, size), score(completions, 0.0)
-    sampled = _logps_of(completions).to(with_it.device)
-    slope = ((sampled - without) * (with_it - without)).sum() / (with_it - without).square().sum()
-    return result(effect, size, mean_difference(with_it, sampled), slope.item())
-
-
 def _together(scalars: Sequence[torch.Tensor]) -> list[float]:
     """Their values, with one wait for the device."""
     return torch.stack([scalar.to(scalars[0].device) for scalar in scalars]).tolist()
@@ -374,25 +347,6 @@ def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
 
 def _logps_of(completions: list[Completion]) -> torch.Tensor:
     return torch.tensor([completion.logps for completion in completions])
-
-
-def _score(
-    model: nn.Module,
-    device: torch.device,
-    dtype: torch.dtype,
-    prompts: list[list[int]],
-    completions: list[Completion],
-    exact: bool = False,
-) -> torch.Tensor:
-    """The trainer's log-probabilities of completions of these prompts: (prompts, new tokens). `exact`: in the other arithmetic."""
-    ids = torch.tensor([p + c.tokens for p, c in zip(prompts, completions, strict=True)], device=device)
-    try:
-        with other_arithmetic(model, dtype) if exact else contextlib.nullcontext():
-            output = model(input_ids=ids, use_cache=False, **_last_logits(model, _NEW_TOKENS + 1))
-        logits = output.logits[:, -_NEW_TOKENS - 1 : -1].float()
-    finally:
-        reshard(model)
-    return logits.log_softmax(-1).gather(-1, ids[:, -_NEW_TOKENS:, None]).squeeze(-1)
 
 
 def _last_logits(model: nn.Module, count: int) -> dict[str, int]:

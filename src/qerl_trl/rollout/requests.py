@@ -2,14 +2,7 @@
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
-
-from ..processes import gathered
-from .arms import asked_together
-from .engine import RolloutError
-
-if TYPE_CHECKING:
-    from .generation import QeRLVLLMGeneration
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
@@ -38,22 +31,3 @@ def check_lengths(prompts: Sequence[Sequence[int]], max_tokens: int, limit: int 
     if longest >= limit:
         raise ValueError(text)
     logger.warning("%s Completions that get there are cut off.", text)
-
-
-def check_shares(generation: "QeRLVLLMGeneration", count: int) -> None:
-    """Where one engine answers all processes in one call of TRL's `generate`, which deals its completions out by each one's own number of prompts:
-    whether that number is the same in all. Only a rollout function can make it another; collective where there is one.
-
-    Raises:
-        [`RolloutError`]: it is not; in every process.
-    """
-    several = generation.accelerator.num_processes > 1 and asked_together(generation.trainer.args)
-    if not several or getattr(generation.trainer, "rollout_func", None) is None:
-        return
-    group = generation.tp_group if generation.mode == "colocate" else None  # of this engine alone
-    counts = gathered(count, group)
-    if len(set(counts)) > 1:
-        raise RolloutError(
-            f"The processes asked `generate` for different numbers of prompts, {', '.join(map(str, counts))}: TRL would deal the completions of one "
-            "engine out as if all had asked for as many, to other prompts. Ask `complete` instead, which takes any number, or give each process as many."
-        )

@@ -273,10 +273,7 @@ class ServerEngine(Engine):
     def contents(self) -> Contents:
         answers = self.call("qerl_contents")
         try:
-            ranks = [
-                Contents(a["received"], list(a["damaged"]), _draw(a["draw"]), _draw(a["sampled"]), a.get("norms"))
-                for a in answers
-            ]
+            ranks = [Contents(a["received"], list(a["damaged"]), _draw(a["draw"])) for a in answers]
         except (KeyError, TypeError) as error:
             raise odd(self.url + CALL, "what each rank holds", f"{answers}") from error
         first, damaged = ranks[0], sorted({name for rank in ranks for name in rank.damaged})

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import torch
 
-from .sums import all_bits, all_finite, words
+from .sums import all_bits, all_finite
 
 #: bytes of one part of an update
 CHUNK = 16 * 2**20
@@ -43,9 +43,9 @@ class AdapterTensors:
 
 
 def changes(tensors: Iterable[torch.Tensor]) -> str:
-    """Another text after a change of any of these tensors; by sums of each, so not where 8-byte words only change places within one."""
+    """Another text after a change of any of these tensors; by sums of each, so not where values only change places within one."""
     found = list(tensors)
-    return _digest([str(len(found))], all_bits(found, words))
+    return _digest([str(len(found))], all_bits(found))
 
 
 def fingerprint(named: Iterable[tuple[str, torch.Tensor]]) -> str:

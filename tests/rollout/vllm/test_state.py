@@ -6,7 +6,6 @@ from torch import nn
 
 from qerl_trl.noise.generator import standard_noise
 from qerl_trl.noise.hooks import NoiseDraw
-from qerl_trl.rollout.sums import bits
 from qerl_trl.rollout.wire import AdapterTensors
 
 RANK, K, WIDTHS = 8, 16, (24, 8, 8)  # q_proj, k_proj and v_proj, fused
@@ -79,18 +78,12 @@ def test_noise_is_the_trainers_and_leaves_no_trace(state):
     clean = {name: norm.weight.clone() for name, norm in state.norms.items()}
     state.remember_clean(NORMS[:2])
     draw = NoiseDraw(0.05, 1, 2, 3)
-    sums = []
-    for other in (draw._replace(seed=2), draw):  # what processes compare of their engines
+    for other in (draw._replace(seed=2), draw):
         state.set_noise(other)
-        sums.append(state.contents().norms)
-    assert sums[0] != sums[1] == bits(torch.cat([state.norms[name].weight for name in NORMS[:2]]))
     for name in NORMS[:2]:
         unit = standard_noise(1, 2, 3, name, clean[name].numel())
         assert torch.equal(state.norms[name].weight, clean[name] + unit * 0.05)
     assert torch.equal(state.norms[NORMS[2]].weight, clean[NORMS[2]])
-    assert state.sigma_effective() == pytest.approx(0.05, rel=0.5) and state.contents().damaged == []
-    state.norms[NORMS[0]].weight[3] += 0.01
-    assert state.contents().damaged == ["the norms that carry noise"]
+    assert state.sigma_effective() == pytest.approx(0.05, rel=0.5)
     state.clear_noise()
     assert all(torch.equal(norm.weight, clean[name]) for name, norm in state.norms.items())
-    assert state.contents().damaged == []

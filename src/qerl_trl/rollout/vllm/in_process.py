@@ -2,7 +2,8 @@
 
 import gc
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -19,9 +20,59 @@ from ..engine import Completion, Contents, Engine, RolloutError, Sampling
 from ..spec import EngineSpec
 from ..wire import BATCH_INVARIANT, AdapterTensors
 from . import isolation, loader
-from .reuse import WatchedLLM
 from .sleep import use_kv_only_sleep
 from .state import RolloutState
+
+
+class SharedLLM(LLM):
+    """vLLM's `LLM` as one of the shards of an engine that several processes ask alike.
+
+    Args:
+        group: these processes; None where this one has a whole engine.
+    """
+
+    def __init__(self, *args: Any, group: "torch.distributed.ProcessGroup | None" = None, **kwargs: Any) -> None:
+        self._group = group
+        super().__init__(*args, **kwargs)
+
+    def generate(self, *args: Any, **kwargs: Any) -> list[RequestOutput]:
+        with self._asking():
+            return super().generate(*args, **kwargs)
+
+    def chat(self, *args: Any, **kwargs: Any) -> list[RequestOutput]:
+        with self._asking():
+            return super().chat(*args, **kwargs)
+
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        """Forget what was asked when it ends with an error (a timeout, Ctrl-C): vLLM would answer the next call with it."""
+        try:
+            with same_generator(self._group):
+                yield
+        except BaseException:
+            with suppress(Exception):  # the engine may be dead; the error that says so is on its way
+                self.llm_engine.abort_request(list(self.llm_engine.output_processor.request_states), internal=True)
+                self.reset_prefix_cache(reset_connector=True)
+            raise
+
+
+@contextmanager
+def same_generator(group: "torch.distributed.ProcessGroup | None") -> Iterator[None]:
+    """Let all processes of `group` draw what the first one draws; the others keep their own generator for afterwards.
+
+    Each shard samples the whole batch, from its process's generator, which dropout and reward models move apart. Collective.
+    """
+    if group is None:
+        yield
+        return
+    device: Any = torch.cuda if torch.cuda.is_available() else torch
+    own = device.get_rng_state()
+    device.set_rng_state(gathered(own, group)[0])
+    try:
+        yield
+    finally:
+        if torch.distributed.get_rank(group=group) != 0:
+            device.set_rng_state(own)
 
 
 class InProcessEngine(Engine):
@@ -47,6 +98,7 @@ class InProcessEngine(Engine):
     ) -> None:
         self.sleeps, self.group = sleeps, group
         self.asleep = False
+        self._slept: torch.Tensor | None = None  # sums of all weights when it went to sleep
         self._noisy: tuple[str, ...] = ()
         if share:
             fuse_storage(model)
@@ -56,7 +108,7 @@ class InProcessEngine(Engine):
         try:
             own = {"enable_sleep_mode": sleeps, **isolation.arguments(model, spec, arguments or {})}
             gc.freeze()  # vLLM collects garbage six times while it builds, 4 s of a start, and ends with the same
-            self.llm: WatchedLLM | None = WatchedLLM(
+            self.llm: SharedLLM | None = SharedLLM(
                 group=group, **{**spec.llm_arguments(), **own, **(arguments or {})}
             )
         except BaseException:
@@ -69,27 +121,23 @@ class InProcessEngine(Engine):
         known = {canonical_name(name) for name, _ in model.named_modules()}
         quantization: Any = self.llm.llm_engine.vllm_config.quant_config  # ours
         self.state = RolloutState(engine_model(self.llm), quantization.renaming, known)
-        self.state.watch(_runner(self.llm))
 
     @property
-    def _running(self) -> WatchedLLM:
+    def _running(self) -> SharedLLM:
         if self.llm is None:
             raise RolloutError("The engine was closed. Build the trainer again to generate in vLLM.")
         return self.llm
 
     def put_adapter(self, adapter: Mapping[str, AdapterTensors], norms: Mapping[str, torch.Tensor]) -> None:
-        self._running.reuse.changed()
         self.state.load_adapter(adapter, norms)
 
     def put_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        self._running.reuse.changed()
         self.state.load_weights(weights)
 
     def set_noise(self, norms: Sequence[str], draw: NoiseDraw) -> float | None:
         if tuple(norms) != self._noisy:
             self.state.remember_clean(norms)
             self._noisy = tuple(norms)
-        self._running.reuse.changed()
         self.state.set_noise(draw)
         return self.state.sigma_effective()
 
@@ -116,10 +164,6 @@ class InProcessEngine(Engine):
             [_parameters(sampling, index) for index in range(len(everyone))],
             use_tqdm=False,
         )
-        if len(outputs) != len(everyone):
-            raise RolloutError(
-                f"vLLM answered {len(everyone)} prompts with {len(outputs)} completions: others are asking this engine too. Ask it from one thread."
-            )
         return [_completion(output) for output in outputs[start : start + len(prompts)]]
 
     def trl_attributes(self) -> dict[str, Any]:
@@ -127,6 +171,7 @@ class InProcessEngine(Engine):
 
     def sleep(self) -> None:
         if self.sleeps and not self.asleep:
+            self._slept = self.state.sums()
             # level 1 brings every byte back at its address: weights, adapter and noisy norms. Level 2 would lose them
             try:
                 self._running.sleep(level=1)
@@ -143,6 +188,16 @@ class InProcessEngine(Engine):
             # everything by name, which our backend narrows to the KV cache; a partial wake stays paused
             self._running.wake_up()
             self.asleep = False
+            wrong = [
+                name
+                for name, same in zip(self.state.weights(), self.state.sums() == self._slept, strict=True)
+                if not same
+            ]
+            if wrong:
+                raise RolloutError(
+                    f"vLLM woke up with other weights than it went to sleep with, in {len(wrong)} tensors ({', '.join(wrong[:4])}). "
+                    "Set vllm_enable_sleep_mode=False and resume from the last checkpoint."
+                )
 
     def close(self) -> None:
         llm, self.llm = self.llm, None
@@ -165,14 +220,9 @@ def switch_batch_invariant() -> None:
         )
 
 
-def _runner(llm: LLM) -> Any:
-    return llm.llm_engine.model_executor.driver_worker.model_runner
-
-
 def engine_model(llm: LLM) -> nn.Module:
     """vLLM's model in this process."""
-    runner = _runner(llm)
-    return runner.get_model() if hasattr(runner, "get_model") else runner.model
+    return llm.llm_engine.model_executor.driver_worker.model_runner.get_model()
 
 
 def _parameters(sampling: Sampling, index: int) -> SamplingParams:

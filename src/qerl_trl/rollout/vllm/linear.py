@@ -35,7 +35,6 @@ from ...nvfp4.fp8 import dequantize_fp8
 from ...nvfp4.layouts import LAYOUTS
 from ..wire import BATCH_INVARIANT, batch_invariant
 from .compile_ahead import compile_expected, expect_layer
-from .operators import register_operator
 
 #: a layer of vLLM (`LinearBase`), with what our methods hang on it: weights of many names, `adapter_a`, `adapter_b`, `qerl_splits`.
 #: Typed as Any because the type checker takes an attribute of a module for a tensor or a module
@@ -43,6 +42,23 @@ Layer = Any
 
 #: adapter buffers are padded with zeros to a multiple of this rank: the tensor cores' smallest inner dimension
 RANK_MULTIPLE = 16
+
+
+_LIBRARY = torch.library.Library("qerl", "FRAGMENT")
+
+
+def register_operator(definition: str, implementation: Callable, fake: Callable) -> None:
+    """Make a function an operator `qerl::name`, which torch.compile keeps whole and CUDA graphs record.
+
+    Args:
+        definition: its schema, `name(arguments) -> result`.
+        fake: has the same arguments and gives empty results of the right shape and dtype, for tracing.
+    """
+    name = definition.partition("(")[0]
+    _LIBRARY.define(definition)
+    for device in ("CPU", "CUDA"):
+        _LIBRARY.impl(name, implementation, device)
+    torch.library.register_fake(f"qerl::{name}", fake, lib=_LIBRARY)
 
 
 def _dense_linear(
@@ -72,7 +88,7 @@ def add_adapter_(
 
 
 register_operator(
-    "qerl::dense_linear(Tensor x, Tensor weight, Tensor? bias, Tensor lora_a, Tensor lora_b, int[] splits) -> Tensor",
+    "dense_linear(Tensor x, Tensor weight, Tensor? bias, Tensor lora_a, Tensor lora_b, int[] splits) -> Tensor",
     _dense_linear,
     lambda x, weight, *rest: x.new_empty((*x.shape[:-1], weight.shape[0])),
 )
@@ -105,11 +121,31 @@ class AdaptedMethod(LinearMethodBase):
         self.rows = rows
         self.batch_invariant = batch_invariant()
 
+    def create_weights(
+        self,
+        layer: Layer,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        weight_loader: Callable | None = None,
+        **extra: Any,
+    ) -> None:
+        """vLLM's hook: the adapter's buffers, and the weights of the method."""
+        self._common(layer, input_size_per_partition, output_partition_sizes, params_dtype)
+        self._create(layer, input_size_per_partition, output_partition_sizes, params_dtype, weight_loader)
+
+    def _create(
+        self, layer: Layer, k: int, widths: list[int], dtype: torch.dtype, weight_loader: Callable | None
+    ) -> None:
+        """Create the weights of a layer of K = `k`, whose shards have `widths` rows on this rank."""
+        raise NotImplementedError
+
     def _common(self, layer: Layer, k: int, widths: list[int], dtype: torch.dtype) -> None:
         if self.batch_invariant and not self.can_be_batch_invariant:
             raise ValueError(
-                f"{BATCH_INVARIANT}=1 is set, and {self.names} are not NVFP4: their products depend on what else is in the batch. Leave that mode "
-                "off, or quantize these layers (modules_to_not_convert, base_format)."
+                f"{BATCH_INVARIANT}=1 is set, and {self.names} are not NVFP4: their products depend on the batch. Leave that mode off, or quantize them."
             )
         layer.logical_widths = list(widths)
         if len(self.names) == len(widths):
@@ -119,13 +155,13 @@ class AdaptedMethod(LinearMethodBase):
             splits = [sum(widths)] if len(self.names) == 1 else list(self.rows or ())
             if sum(splits) != sum(widths):
                 raise ValueError(
-                    f"vLLM holds {self.names} as {len(widths)} shards, and it is not known which of them are whose. Use vllm_mode='colocate' "
-                    "with vllm_tensor_parallel_size=1, where the trainer's layers say it, or use_vllm=False."
+                    f"vLLM holds {self.names} as {len(widths)} shards, and nothing says which rows are whose. Use vllm_mode='colocate' with "
+                    "vllm_tensor_parallel_size=1, or use_vllm=False."
                 )
             if self.rank and ranks > 1:
                 raise ValueError(
-                    f"vLLM holds {self.names} as {len(widths)} shards; an adapter on it cannot be split over {ranks} tensor-parallel ranks. "
-                    "Use vllm_tensor_parallel_size=1 for this architecture."
+                    f"vLLM holds {self.names} as {len(widths)} shards, and their adapter cannot be split over {ranks} ranks. Use "
+                    "vllm_tensor_parallel_size=1."
                 )
         layer.qerl_splits = splits
         layer.input_size_per_partition, layer.output_size_per_partition = k, sum(widths)
@@ -180,8 +216,8 @@ class _PackedMethod(AdaptedMethod):
     def _common(self, layer: Layer, k: int, widths: list[int], dtype: torch.dtype) -> None:
         if k % BLOCK_SIZE:
             raise ValueError(
-                f"{self.names}: {k} input features on one tensor-parallel rank are not a multiple of {BLOCK_SIZE}. Use a "
-                "smaller tensor-parallel size, or keep the layer dense (ignore)."
+                f"{self.names}: {k} input features on one rank are not a multiple of {BLOCK_SIZE}. Use a smaller tensor-parallel size, or keep the "
+                "layer dense (ignore)."
             )
         super()._common(layer, k, widths, dtype)
         expect_layer(layer, dtype, self.batch_invariant)
@@ -224,20 +260,10 @@ class NVFP4Method(_PackedMethod):
 
     layout = LAYOUTS["compressed-tensors"]
 
-    def create_weights(
-        self,
-        layer: Layer,
-        input_size_per_partition: int,
-        output_partition_sizes: list[int],
-        input_size: int,
-        output_size: int,
-        params_dtype: torch.dtype,
-        weight_loader: Callable | None = None,
-        **extra: Any,
+    def _create(
+        self, layer: Layer, k: int, widths: list[int], dtype: torch.dtype, weight_loader: Callable | None
     ) -> None:
-        k, n = input_size_per_partition, sum(output_partition_sizes)
-        self._common(layer, k, output_partition_sizes, params_dtype)
-        device = "meta" if self.deferred else None
+        n, device = sum(widths), "meta" if self.deferred else None
         packed = torch.empty(n, k // 2, dtype=torch.uint8, device=device)
         scale = torch.empty(n, k // BLOCK_SIZE, dtype=torch.float8_e4m3fn, device=device)
         layer.register_parameter(
@@ -248,7 +274,7 @@ class NVFP4Method(_PackedMethod):
             self.layout.block_scale,
             GroupQuantScaleParameter(data=scale, input_dim=1, output_dim=0, weight_loader=weight_loader),
         )
-        _expect_scales(layer, self._per_tensor(), len(output_partition_sizes), weight_loader)
+        _expect_scales(layer, self._per_tensor(), len(widths), weight_loader)
 
     def _per_tensor(self) -> tuple[str, ...]:
         return (self.layout.global_scale,)
@@ -264,8 +290,7 @@ class NVFP4Method(_PackedMethod):
         divisors = self._divisors(layer)[: len(layer.qerl_splits)]
         if not bool(torch.isfinite(divisors).all()) or not bool((divisors > 0).all()):
             raise ValueError(
-                f"The tensor scales of {self.names} are {divisors.tolist()} after loading: the checkpoint lacks them, or holds "
-                "a value that is not a positive number."
+                f"The tensor scales of {self.names} are {divisors.tolist()} after loading. Quantize the checkpoint again."
             )
         packed, scale = (getattr(layer, name).data for name in (self.layout.packed, self.layout.block_scale))
         for name in (self.layout.packed, self.layout.block_scale, *self._per_tensor()):
@@ -289,27 +314,17 @@ class OnlineNVFP4Method(_PackedMethod):
 
     uses_meta_device = True
 
-    def create_weights(
-        self,
-        layer: Layer,
-        input_size_per_partition: int,
-        output_partition_sizes: list[int],
-        input_size: int,
-        output_size: int,
-        params_dtype: torch.dtype,
-        weight_loader: Callable | None = None,
-        **extra: Any,
+    def _create(
+        self, layer: Layer, k: int, widths: list[int], dtype: torch.dtype, weight_loader: Callable | None
     ) -> None:
         from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
 
-        self._common(layer, input_size_per_partition, output_partition_sizes, params_dtype)
-        weight = torch.empty(sum(output_partition_sizes), input_size_per_partition, dtype=params_dtype, device="meta")
+        weight = torch.empty(sum(widths), k, dtype=dtype, device="meta")
 
         def checked_loader(param: Parameter, loaded: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             if not loaded.is_floating_point():
                 raise ValueError(
-                    f"{self.names}: the checkpoint holds {loaded.dtype} weights but no quantization config that names their "
-                    "layout in config.json, so they cannot be told from plain weights."
+                    f"{self.names}: the checkpoint holds {loaded.dtype} weights, and its config.json has no quantization_config that names their layout."
                 )
             assert weight_loader is not None  # LinearBase always gives one
             return weight_loader(param, loaded, *args, **kwargs)
@@ -339,27 +354,12 @@ class OnlineNVFP4Method(_PackedMethod):
 class DenseMethod(AdaptedMethod):
     """An unquantized linear with the same adapter: bf16 + LoRA, and bf16 + noise, in the same engine."""
 
-    def create_weights(
-        self,
-        layer: Layer,
-        input_size_per_partition: int,
-        output_partition_sizes: list[int],
-        input_size: int,
-        output_size: int,
-        params_dtype: torch.dtype,
-        weight_loader: Callable | None = None,
-        **extra: Any,
+    def _create(
+        self, layer: Layer, k: int, widths: list[int], dtype: torch.dtype, weight_loader: Callable | None
     ) -> None:
-        self._common(layer, input_size_per_partition, output_partition_sizes, params_dtype)
-        data = torch.empty(
-            sum(output_partition_sizes),
-            input_size_per_partition,
-            dtype=params_dtype,
-            device="meta" if self.deferred else None,
-        )
+        data = torch.empty(sum(widths), k, dtype=dtype, device="meta" if self.deferred else None)
         weight = ModelWeightParameter(data=data, input_dim=1, output_dim=0, weight_loader=weight_loader)
         layer.register_parameter("weight", weight)
-        set_weight_attrs(weight, extra)
 
     def apply(self, layer: Layer, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         if layer.adapter_a is None:
@@ -373,23 +373,14 @@ class ModelOptFP8Method(DenseMethod):
 
     _PER_TENSOR = ("weight_scale", "input_scale")
 
-    def create_weights(
-        self,
-        layer: Layer,
-        input_size_per_partition: int,
-        output_partition_sizes: list[int],
-        input_size: int,
-        output_size: int,
-        params_dtype: torch.dtype,
-        weight_loader: Callable | None = None,
-        **extra: Any,
+    def _create(
+        self, layer: Layer, k: int, widths: list[int], dtype: torch.dtype, weight_loader: Callable | None
     ) -> None:
-        self.dtype = params_dtype
-        self._common(layer, input_size_per_partition, output_partition_sizes, params_dtype)
-        codes = torch.empty(sum(output_partition_sizes), input_size_per_partition, dtype=torch.float8_e4m3fn)
+        self.dtype = dtype
+        codes = torch.empty(sum(widths), k, dtype=torch.float8_e4m3fn)
         weight = ModelWeightParameter(data=codes, input_dim=1, output_dim=0, weight_loader=weight_loader)
         layer.register_parameter("weight", weight)
-        _expect_scales(layer, self._PER_TENSOR, len(output_partition_sizes), weight_loader)
+        _expect_scales(layer, self._PER_TENSOR, len(widths), weight_loader)
 
     def process_weights_after_loading(self, layer: Layer) -> None:
         if layer.weight.dtype == self.dtype:
@@ -397,7 +388,7 @@ class ModelOptFP8Method(DenseMethod):
         codes, scales = layer.weight.data.split(layer.qerl_splits), layer.weight_scale.data
         if not bool((scales > 0).all()):  # NaN neither
             raise ValueError(
-                f"The scales of {self.names} are {scales.tolist()} after loading: the checkpoint lacks them."
+                f"The scales of {self.names} are {scales.tolist()} after loading. Quantize the checkpoint again."
             )
         parts = [dequantize_fp8(part, scale, self.dtype) for part, scale in zip(codes, scales, strict=False)]
         for name in ("weight", *self._PER_TENSOR):
@@ -410,7 +401,6 @@ class EmbeddingMethod(UnquantizedEmbeddingMethod):
 
     Args:
         deferred (`bool`): the loader will put in the trainer's tensors, so allocate nothing.
-        rows (`list[int]`): output features of each of `names` on one rank, where the trainer's layers are known.
     """
 
     def __init__(self, deferred: bool) -> None:

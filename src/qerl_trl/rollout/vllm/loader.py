@@ -38,11 +38,6 @@ def base_model(model: Any) -> nn.Module:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def base_layer(module: Any) -> nn.Module:
-    """The frozen layer inside PEFT's LoRA layer."""
-    return module.base_layer if hasattr(module, "base_layer") else module
-
-
 @dataclass
 class Published:
     """The trainer's model as the loader sees it: frozen layers by the name that a checkpoint would give them."""
@@ -57,9 +52,8 @@ class Published:
             if "modules_to_save" in parts or any(part.startswith("lora_") for part in parts):
                 continue
             clean = ".".join(p for p in parts if p not in ("base_layer", "original_module"))
-            self.modules[clean] = (
-                base_layer(module) if not hasattr(module, "original_module") else module.original_module
-            )
+            # PEFT's wrappers come before what they wrap, which is stored last under the same name
+            self.modules[clean] = module
 
     def module(self, name: str) -> Any:
         """
@@ -68,14 +62,13 @@ class Published:
         """
         if not name:
             raise ValueError(
-                f"vLLM's {get_current_vllm_config().model_config.architecture} builds a layer without telling it its name: it loads its weights in "
-                f"another way than by its layers' names, so nothing says which layer of the trainer's {type(base_model(self.model)).__name__} it is. "
-                "Use use_vllm=False for this architecture."
+                f"vLLM's {get_current_vllm_config().model_config.architecture} builds a layer without a name, so nothing says which of the trainer's it "
+                "is. Use use_vllm=False for this architecture."
             )
         if name not in self.modules:
             raise ValueError(
-                f"vLLM's model has a layer {name!r} that the trainer's {type(base_model(self.model)).__name__} does not have, so "
-                "its weights cannot be taken from there. Use use_vllm=False for this architecture."
+                f"vLLM's model has a layer {name!r} that the trainer's {type(base_model(self.model)).__name__} does not have. Use use_vllm=False for "
+                "this architecture."
             )
         return self.modules[name]
 
@@ -92,8 +85,7 @@ class Published:
             return "nf4"
         if type(module).__module__.startswith("bitsandbytes"):
             raise ValueError(
-                f"{name} is a {type(module).__name__} of bitsandbytes, which the engine cannot read. Load the model with "
-                "load_in_4bit, or in bf16 or NVFP4, or use_vllm=False."
+                f"{name} is a {type(module).__name__} of bitsandbytes, which the engine cannot read. Use load_in_4bit, bf16 or NVFP4, or use_vllm=False."
             )
         return "dense"
 
@@ -145,9 +137,8 @@ def published_for_current_engine() -> Published | None:
 def _require_published() -> Published:
     if _PUBLISHED is None:
         raise RuntimeError(
-            f"load_format={LOAD_FORMAT!r} takes the weights out of a trainer in the same process, and there is none here. It is "
-            "set by QeRLGRPOTrainer(use_vllm=True); with `vllm serve`, give a checkpoint and leave load_format out. If there is "
-            "a trainer, vLLM was started in another process: set VLLM_ENABLE_V1_MULTIPROCESSING=0."
+            f"load_format={LOAD_FORMAT!r} takes the weights from a trainer in the same process, and there is none here. Set "
+            "VLLM_ENABLE_V1_MULTIPROCESSING=0; with `vllm serve`, leave load_format out."
         )
     return _PUBLISHED
 
@@ -167,8 +158,8 @@ def fused_rows(tensors: list[torch.Tensor], names: list[str]) -> torch.Tensor:
             or tensor.storage_offset() != first.storage_offset() + rows * first.stride(0)
         ):
             raise RuntimeError(
-                f"The trainer's {names} are not consecutive slices of one storage, so vLLM cannot read them as one fused layer. "
-                "Something moved the model after it was loaded (.to(), offloading, sharding); pass share_weights=False."
+                f"The trainer's {names} are not consecutive slices of one storage, so vLLM cannot read them as one layer: something moved the model "
+                "after it was loaded. Pass share_weights=False."
             )
         rows += tensor.shape[0]
     return first.as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
@@ -216,8 +207,8 @@ class TrainerLoader(BaseModelLoader):
         missing = {name for name, _ in model.named_parameters()} - loaded
         if missing:
             raise RuntimeError(
-                f"{len(missing)} parameters of vLLM's model got no value from the trainer, the first being "
-                f"{sorted(missing)[:4]}. This architecture needs share_weights=False or use_vllm=False."
+                f"{len(missing)} parameters of vLLM's model got no value from the trainer ({sorted(missing)[:4]}). Use share_weights=False or "
+                "use_vllm=False for this architecture."
             )
 
     @staticmethod
@@ -245,8 +236,7 @@ class TrainerLoader(BaseModelLoader):
         source = published.module(name).weight
         if source.requires_grad:
             raise ValueError(
-                f"{name} is trained, but vLLM would read the trainer's tensor. Freeze it (LoRA does), or pass "
-                "share_weights=False."
+                f"{name} is trained, but vLLM would read the trainer's tensor. Freeze it (LoRA does), or pass share_weights=False."
             )
         if source.shape == layer.weight.shape and source.dtype == layer.weight.dtype:
             layer.weight = Parameter(source.data, requires_grad=False)

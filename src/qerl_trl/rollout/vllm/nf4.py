@@ -16,8 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 from vllm.model_executor.layers.linear import register_weight_loader_v2_supported_method
 
-from .linear import AdaptedMethod, Layer, add_adapter_
-from .operators import register_operator
+from .linear import AdaptedMethod, Layer, add_adapter_, register_operator
 
 
 def is_nf4(module: nn.Module) -> bool:
@@ -66,7 +65,7 @@ def _nf4_linear(
 
 
 register_operator(
-    "qerl::nf4_linear(Tensor x, Tensor[] weights, int[] blocks, str kind, ScalarType dtype, Tensor? bias, Tensor? lora_a, "
+    "nf4_linear(Tensor x, Tensor[] weights, int[] blocks, str kind, ScalarType dtype, Tensor? bias, Tensor? lora_a, "
     "Tensor? lora_b, int[] splits) -> Tensor",
     _nf4_linear,
     lambda x, weights, blocks, kind, dtype, bias, lora_a, lora_b, splits: x.new_empty((*x.shape[:-1], sum(splits))),
@@ -75,25 +74,12 @@ register_operator(
 
 @register_weight_loader_v2_supported_method
 class NF4Method(AdaptedMethod):
-    """Weights are bitsandbytes' `Params4bit` of the trainer; nothing is allocated before the loader installs them."""
+    """Weights are bitsandbytes' `Params4bit` of the trainer; nothing is allocated before the loader installs them. arms.py refuses tensor parallelism."""
 
-    def create_weights(
-        self,
-        layer: Layer,
-        input_size_per_partition: int,
-        output_partition_sizes: list[int],
-        input_size: int,
-        output_size: int,
-        params_dtype: torch.dtype,
-        weight_loader: Callable | None = None,
-        **extra: Any,
+    def _create(
+        self, layer: Layer, k: int, widths: list[int], dtype: torch.dtype, weight_loader: Callable | None
     ) -> None:
-        if getattr(layer, "tp_size", 1) > 1:
-            raise ValueError(
-                f"{self.names}: bitsandbytes weights cannot be split over {layer.tp_size} tensor-parallel ranks. Use "
-                "vllm_tensor_parallel_size=1, or base_format='nvfp4'."
-            )
-        self._common(layer, input_size_per_partition, output_partition_sizes, params_dtype)
+        """Nothing: the loader installs them."""
 
     @torch.no_grad()
     def set_weights(self, layer: Layer, modules: list[Any], alias: bool) -> None:

@@ -16,8 +16,8 @@ Options travel in vLLM's own `additional_config` (`--additional-config` of `vllm
               "batch_invariant": true}}                               refuse to start without VLLM_BATCH_INVARIANT=1
 """
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,7 +29,6 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.model_loader.utils import get_model_cls
 
 from ...nvfp4.architectures import ROWS, dense_by_default, in_tower
-from ...nvfp4.format import SCALE_RULES
 from ...nvfp4.layouts import METHOD, Selection, check_entries, parse_quantization_config
 from ..signature import secret
 from ..wire import BATCH_INVARIANT, WORKER_EXTENSION, batch_invariant
@@ -46,7 +45,6 @@ from .linear import (
 from .nf4 import NF4Method
 from .renaming import Mapper, Renaming, split_fused, stacked, with_gap
 
-BASES = ("nvfp4", "dense")
 #: layout of a packed checkpoint (None: dense) -> what a packed layer gets
 _METHODS: dict[str | None, Callable[..., AdaptedMethod]] = {
     None: OnlineNVFP4Method,
@@ -62,77 +60,38 @@ _SHARED_METHODS: dict[str, Callable[..., AdaptedMethod]] = {
 
 
 @dataclass(frozen=True)
-class AdapterSpec:
-    """Buffers for one LoRA adapter: `rank` columns in every layer whose name ends with one of `targets`."""
-
-    rank: int
-    targets: tuple[str, ...]
-
-    def __post_init__(self) -> None:
-        if self.rank < 1 or not self.targets:
-            raise ValueError(
-                f"The qerl adapter option has rank={self.rank} and targets={list(self.targets)!r}; give a rank of at least 1 "
-                "and at least one layer name."
-            )
-
-    def matches(self, name: str) -> bool:
-        """Whether the layer `name` (a dotted path) is adapted."""
-        return any(name == target or name.endswith("." + target) for target in self.targets)
-
-
-#: how options come about that this class does not know
-_VERSIONS = "The trainer writes them: let trainer and engine run the same version of qerl-trl, or correct additional_config if you wrote it."
-
-
-@dataclass(frozen=True)
 class EngineOptions:
-    """`additional_config["qerl"]`, validated."""
+    """`additional_config["qerl"]`, as `EngineSpec.options` writes it."""
 
-    adapter: AdapterSpec | None = None
+    adapter: Mapping[str, Any] | None = None
     scale_rule: str = "rtn"
     base: str = "nvfp4"
     ignore: tuple[str, ...] = ()
     batch_invariant: bool = False
     holds: str = ""  # EngineSpec.holds: not read here
 
-    @classmethod
-    def from_dict(cls, options: dict[str, Any]) -> "EngineOptions":
-        """
-        Raises:
-            `ValueError`: an unknown option or value.
-        """
-        known = [each.name for each in fields(cls)]
-        unknown = set(options) - set(known)
-        if unknown:
-            raise ValueError(f"Unknown qerl options {sorted(unknown)}; known are {', '.join(known)}. {_VERSIONS}")
-        rule, base = options.get("scale_rule", "rtn"), options.get("base", "nvfp4")
-        if rule not in SCALE_RULES:
-            raise ValueError(f"qerl option scale_rule={rule!r} is not one of {SCALE_RULES}. {_VERSIONS}")
-        if base not in BASES:
-            raise ValueError(f"qerl option base={base!r} is not one of {BASES}. {_VERSIONS}")
-        adapter = options.get("adapter")
-        return cls(
-            adapter=AdapterSpec(int(adapter["rank"]), tuple(adapter["targets"])) if adapter else None,
-            scale_rule=rule,
-            base=base,
-            ignore=check_entries(options.get("ignore") or (), "qerl option ignore"),
-            batch_invariant=bool(options.get("batch_invariant", False)),
-            holds=str(options.get("holds", "")),
-        )
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ignore", check_entries(self.ignore, "qerl option ignore"))
+
+    def rank_on(self, names: list[str]) -> int:
+        """Rank of the adapter on a layer that fuses `names`; 0 where it is on none of them."""
+        targets = self.adapter["targets"] if self.adapter else ()
+        adapted = any(f".{name}".endswith(f".{target}") for name in names for target in targets)
+        return self.adapter["rank"] if self.adapter and adapted else 0
 
     @classmethod
     def current(cls) -> "EngineOptions":
         """The options of the engine that is being built.
 
         Raises:
-            `ValueError`: an unknown option or value, or one that this process cannot do.
+            `ValueError`: one that this process cannot do.
         """
         config = get_current_vllm_config().additional_config
-        options = cls.from_dict(config.get("qerl", {}) if isinstance(config, dict) else {})
+        options = cls(**(config.get("qerl", {}) if isinstance(config, dict) else {}))
         if options.batch_invariant and not batch_invariant():
             raise ValueError(
-                f"The qerl option batch_invariant asks for vLLM's batch-invariant mode, which is off in this process. Set {BATCH_INVARIANT}=1 in "
-                "its environment before vLLM starts, or leave vllm_batch_invariant off in the trainer."
+                f"The trainer asks for vLLM's batch-invariant mode, which is off in this process. Set {BATCH_INVARIANT}=1 in its environment, or "
+                "leave vllm_batch_invariant out."
             )
         return options
 
@@ -265,7 +224,7 @@ class QeRLQuantizationConfig(QuantizationConfig):
             return (
                 UnquantizedLinearMethod()
             )  # of a class that builds its towers otherwise: copied under the names of the checkpoint
-        rank = options.adapter.rank if options.adapter and any(map(options.adapter.matches, names)) else 0
+        rank = options.rank_on(names)
         if shared is not None:
             formats = [shared.base_format(name) for name in names]
             method = _SHARED_METHODS[formats[0]]

@@ -4,11 +4,10 @@ Everything is an in-place copy into tensors that exist since the engine was buil
 stay valid. Whoever calls these methods must reset the engine's prefix cache afterwards: its keys do not know about weights.
 
 An update is looked at as a whole before the first byte is copied: names, shapes, dtypes, finite values. One that is refused has changed
-nothing. What each tensor then has to hold is remembered as a sum of its bits, taken from what came and not from where it went, so that
-`contents` finds a copy that was lost, was made by half or was undone.
+nothing. What each adapter buffer then has to hold is remembered as a sum of its bits, taken from what came and not from where it went, so that
+`contents` finds a copy that was lost or was made by half.
 """
 
-import functools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
@@ -18,7 +17,7 @@ import torch
 from ...noise.generator import standard_noises
 from ...noise.hooks import NoiseDraw
 from ..engine import Contents, RolloutError
-from ..sums import all_bits, bits, rounded, words
+from ..sums import all_bits, bits, rounded
 from ..wire import AdapterTensors, fingerprint, not_finite, update_fingerprint
 from .linear import AdaptedMethod, Layer, parts_of
 from .norm import find_norms
@@ -26,8 +25,6 @@ from .renaming import Renaming
 
 #: elements of an adapter that are copied together
 _TOGETHER = 2**24
-#: the norms that carry noise, in `Contents.damaged`
-NOISY_NORMS = "the norms that carry noise"
 
 
 class _Slot:
@@ -51,19 +48,11 @@ class _Slot:
 
     def refuses(self, name: str, tensors: AdapterTensors) -> str | None:
         """Why these tensors cannot be this layer's adapter."""
-        a, b = tensors.a, tensors.b
-        if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1]:
-            return (
-                f"{name} has A of shape {tuple(a.shape)} and B of shape {tuple(b.shape)}, not (rank, K) and (N, rank)"
-            )
-        if a.shape[0] > self.rank:
-            return f"{name} has rank {a.shape[0]}, but the engine reserved {self.rank}. Rebuild it with that rank"
-        if (b.shape[0], a.shape[1]) != (self.full_n, self.full_k):
-            return f"{name} has A of {a.shape[1]} columns and B of {b.shape[0]} rows; the layer is {self.full_n} x {self.full_k}"
-        if not (a.is_floating_point() and b.is_floating_point()):
-            return f"{name} has A in {a.dtype} and B in {b.dtype}, not floating point"
-        if not math.isfinite(tensors.scaling):
-            return f"{name} has the factor alpha/r = {tensors.scaling}"
+        a, b, rank = tensors.a, tensors.b, tensors.a.shape[0]
+        if rank > self.rank:
+            return f"{name} has rank {rank}, but the engine reserved {self.rank}"
+        if (*a.shape, *b.shape) != (rank, self.full_k, self.full_n, rank):
+            return f"{name} has A {tuple(a.shape)} and B {tuple(b.shape)}; the layer is {self.full_n} x {self.full_k}"
         return None
 
     def part(self, tensors: AdapterTensors) -> tuple[torch.Tensor, torch.Tensor]:
@@ -79,17 +68,6 @@ class _Slot:
             self.a_RK[rank:].zero_()
             self.b_NR[:, rank:].zero_()
         return self.a_RK[:rank], self.b_NR[:, :rank]
-
-
-def _whole_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """With the padding of its rows (`qerl_nvfp4.align_scale_rows`), where they fill a storage of their own: one piece of memory, which is summed
-    in one reading."""
-    if tensor.is_contiguous() or tensor.ndim != 2 or tensor.stride(1) != 1:
-        return tensor
-    rows, pitch = tensor.shape[0], tensor.stride(0)
-    if tensor.storage_offset() or tensor.untyped_storage().nbytes() != rows * pitch * tensor.element_size():
-        return tensor
-    return tensor.as_strided((rows, pitch), (pitch, 1))
 
 
 class RolloutState:
@@ -121,69 +99,31 @@ class RolloutState:
         self._clean: torch.Tensor | None = None  # all noisy norms' clean weights, one after the other, float32
         self._names: tuple[str, ...] = ()
         self.draw: NoiseDraw | None = None
-        #: the latest draw under which the model computed (`watch`)
-        self.sampled: NoiseDraw | None = None
         self._received: str | None = None
-        #: parameters and buffers that neither an adapter nor noise changes: (name, the dict of its module that has it, its name there)
-        self._fixed = list(self._find_fixed())
-        self._expect_all()
+        #: name of an adapter's buffer -> `bits` that it has to have
+        self._bits = dict.fromkeys((name for name, _ in self._halves), 0)
 
     def original(self, name: str) -> str:
         """The name in transformers of a module of vLLM's model."""
         return self.renaming.original(name, self._known)
 
-    def watch(self, runner: Any) -> None:
-        """Keep `sampled` up to date: look whenever vLLM's model runner computes a step."""
-        execute = runner.execute_model
-
-        @functools.wraps(execute)
-        def watched(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
-            if scheduled.total_num_scheduled_tokens:
-                self.sampled = self.draw
-            return execute(scheduled, *args, **kwargs)
-
-        runner.execute_model = watched
-
     # ------------------------------------------------------------------ what is there
-
-    def _changing(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What an update or a draw writes, by name: adapter buffers and norms, the noisy ones as one."""
-        yield from self._halves
-        for name, norm in self.norms.items():
-            if name not in self._names:
-                yield name, norm.weight
-        if self._names:
-            yield NOISY_NORMS, self._gather()
-
-    def _find_fixed(self) -> Iterator[tuple[str, dict[str, Any], str]]:
-        seen = {id(norm.weight) for norm in self.norms.values()}
-        for prefix, module in self.model.named_modules():
-            own = {} if not isinstance(getattr(module, "quant_method", None), AdaptedMethod) else module._buffers
-            for place in (module._parameters, own):
-                for key, tensor in place.items():
-                    if tensor is not None and id(tensor) not in seen and key not in ("adapter_a", "adapter_b"):
-                        seen.add(id(tensor))
-                        yield f"{prefix}.{key}", place, key
-
-    def _fixed_words(self) -> torch.Tensor:
-        return all_bits([_whole_rows(place[key]) for _, place, key in self._fixed], words)
-
-    @torch.no_grad()
-    def _expect_all(self) -> None:
-        """What is there now is what has to be there."""
-        changing = dict(self._changing())
-        #: name -> `bits` that the tensor has to have
-        self._bits: dict[str, int] = dict(zip(changing, all_bits(list(changing.values())).tolist(), strict=True))
-        self._words = self._fixed_words()
 
     @torch.no_grad()
     def contents(self) -> Contents:
-        """What this rank computes with. Reads every weight once."""
-        changing = dict(self._changing())
-        fixed, found = self._fixed_words() != self._words, all_bits(list(changing.values()))
-        damaged = [name for name, is_now in zip(changing, found.tolist(), strict=True) if is_now != self._bits[name]]
-        damaged += [name for (name, _, _), wrong in zip(self._fixed, fixed.tolist(), strict=True) if wrong]
-        return Contents(self._received, damaged, self.draw, self.sampled, self._bits.get(NOISY_NORMS))
+        """What this rank computes with. Reads the adapter once."""
+        found = all_bits([half for _, half in self._halves]).tolist()
+        damaged = [name for (name, _), now in zip(self._halves, found, strict=True) if now != self._bits[name]]
+        return Contents(self._received, damaged, self.draw)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Every parameter and buffer of vLLM's model, by its name there."""
+        return {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+
+    @torch.no_grad()
+    def sums(self) -> torch.Tensor:
+        """`bits` of each of `weights`, (count,) int64. Reads all of them once."""
+        return all_bits(list(self.weights().values()))
 
     # ------------------------------------------------------------------ adapter
 
@@ -227,18 +167,18 @@ class RolloutState:
         unknown = sorted(set(adapter) - set(self.slots))
         if unknown or not adapter:
             raise ValueError(
-                f"The adapter has {len(adapter)} layers, of which {len(unknown)} have no buffers in vLLM "
-                f"({unknown[:4]}); the engine was built for {len(self.slots)} layers. Give the engine the adapter's own "
-                "target modules."
+                f"The adapter has {len(adapter)} layers, of which {len(unknown)} have no buffers in vLLM ({unknown[:4]}). Give the engine the "
+                "adapter's own target modules."
             )
         unknown = sorted(set(norms) - set(self.norms))
         if unknown:
             raise ValueError(f"The trainer trains norms that vLLM's model does not have: {unknown[:4]}.")
         problems = [problem for name, t in adapter.items() if (problem := self.slots[name].refuses(name, t))]
-        for name, weight in norms.items():
-            own = self.norms[name].weight
-            if weight.shape != own.shape or not weight.is_floating_point():
-                problems.append(f"{name} came as {tuple(weight.shape)} in {weight.dtype}, and is {tuple(own.shape)}")
+        problems += [
+            f"{name} came as {tuple(weight.shape)}, and is {tuple(self.norms[name].weight.shape)}"
+            for name, weight in norms.items()
+            if weight.shape != self.norms[name].weight.shape
+        ]
         if problems:
             raise ValueError(_refusal(problems))
         buffer = next(iter(self.slots.values())).a_RK
@@ -294,9 +234,7 @@ class RolloutState:
         draw = self.draw
         self.clear_noise()
         came: list[tuple[str, torch.Tensor]] = []
-        ends: dict[
-            str, tuple[str, torch.Tensor]
-        ] = {}  # the first and the last linear layer that came, to look at afterwards
+        ends: dict[str, tuple[str, torch.Tensor]] = {}  # the first and the last linear layer that came
 
         def watched() -> Iterator[tuple[str, torch.Tensor]]:
             for name, tensor in weights:
@@ -310,12 +248,11 @@ class RolloutState:
         wrong = self.differing(dict(ends.values()))
         if not loaded or wrong:
             raise RolloutError(
-                f"{len(came)} trained weights were sent to vLLM's {type(self.model).__name__}; it took {len(loaded or ())} of its "
-                f"parameters from them and holds other values in {wrong}. Use use_vllm=False for this architecture."
+                f"{len(came)} trained weights were sent to vLLM's {type(self.model).__name__}, which took {len(loaded or ())} and holds other values "
+                f"in {wrong}. Use use_vllm=False for this architecture."
             )
         if self._names:
             self._clean = self._gather()
-        self._expect_all()
         self._received = fingerprint(came)
         if draw is not None:
             self.set_noise(draw)
@@ -349,23 +286,18 @@ class RolloutState:
         unknown = sorted(set(names) - set(self.norms))
         if unknown or not names:
             raise ValueError(
-                f"Noise should go on {len(names)} norms, but vLLM's model lacks {len(unknown)} of them ({unknown[:4]}); it has "
-                f"{len(self.norms)} norms that can carry noise. LayerNorms do with vllm_mode='colocate' only. Use that where they are meant, "
-                "use_vllm=False, or train without noise (aqn=False)."
+                f"Noise should go on {len(names)} norms, but vLLM's model lacks {len(unknown)} of them ({unknown[:4]}). LayerNorms need "
+                "vllm_mode='colocate'; or use use_vllm=False or aqn=False."
             )
         self.clear_noise()
-        self._bits |= {name: int(bits(self.norms[name].weight)) for name in self._names}  # one by one again
         self._names = names
         self._clean = self._gather()
-        self._bits[NOISY_NORMS] = int(bits(self._clean))
         self.draw = None
 
     def _update_clean(self, weights: Mapping[str, torch.Tensor]) -> None:
         """New clean weights of trained norms. Noise in force stays in force, on top of them."""
         for name, weight in weights.items():
-            own = self.norms[name].weight
-            own.copy_(weight)
-            self._bits[name] = int(bits(weight.to(own)))
+            self.norms[name].weight.copy_(weight)
         if self._clean is not None:
             clean = dict(zip(self._names, self._split(self._clean), strict=True)) | {**weights}
             self._clean = torch.cat([clean[name].to(self._clean).flatten() for name in self._names])
@@ -395,7 +327,6 @@ class RolloutState:
             # the same two roundings as in the trainer (NormNoise): sigma * z, then the sum
             noisy = self._clean + unit * draw.sigma
         _copy(weights, self._split(noisy))
-        self._bits[NOISY_NORMS] = int(bits(noisy))
         self.draw = draw
 
     def check_draw(self, draw: NoiseDraw) -> None:

@@ -59,7 +59,6 @@ class QeRLWorkerExtension:
         if state is None:
             quantization: Any = self.vllm_config.quant_config  # ours
             state = self._qerl_rollout_state = RolloutState(self.model_runner.get_model(), quantization.renaming)
-            state.watch(self.model_runner)
         return state
 
     def _qerl_largest_update(self) -> int:
