@@ -21,14 +21,17 @@ from accelerate.utils import gather_object
 from . import alike, checkpoint, identity, redaction, run_folder
 from .evaluation_mode import as_it_was
 from .processes import together
-from .sources import as_written
 from .upstream import OnlineTrainer
 
 logger = logging.getLogger(__name__)
 
 #: of the settings that a run records, what may differ between processes: names of what is known by its content, what is compared apart, and what
 #: another one says too
-_OF_A_PROCESS = {"model", "base_revision", "settings_sha256", "dataset_columns", *identity.SOURCES}
+_OF_A_PROCESS = {
+    "model",
+    "base_revision",
+    "settings_sha256",
+}
 #: arguments without a say in the trajectory that decide which collectives come, and with what sizes
 _IN_STEP = re.compile(
     r"(eval|save|logging)_(strategy|steps)|logging_first_step|eval_on_start|eval_delay|load_best_model_at_end|metric_for_best_model|save_only_model"
@@ -120,7 +123,6 @@ def settled_together(trainer: OnlineTrainer, settle: Callable[[], str | None]) -
     own = {
         "refused": None if refusal is None else redaction.redact(str(refusal)),
         "run": _identified(trainer, settings),
-        "values": {name: settings.get(name, {}) for name in identity.SOURCES},
         "from": _where(resume),
         "lock": run_folder.holder(trainer.args.output_dir),
     }
@@ -156,7 +158,7 @@ def _identified(trainer: OnlineTrainer, recorded: identity.RunSettings) -> dict[
         "rows of training data": _rows(trainer.train_dataset),
         "rows of evaluation data": _rows(trainer.eval_dataset),
     }
-    return {**settings, **in_step, **sizes, "written": as_written(trainer)}
+    return {**settings, **in_step, **sizes}
 
 
 def _rows(dataset: Any) -> Any:
@@ -179,12 +181,6 @@ def _warn(trainer: OnlineTrainer, every: list[dict[str, Any]]) -> None:
     """In the main process, of what differs and may be meant."""
     if not trainer.accelerator.is_main_process:
         return
-    for line in alike.lines([record["values"] for record in every]):
-        logger.warning(
-            "A function is written alike in all processes, and other values are bound to it: %s. A device or an address of its own is fine; with "
-            "other thresholds or weights the completions of one batch are graded by different measures.",
-            line,
-        )
     held = every[0]["lock"]
     elsewhere = [rank for rank, record in enumerate(every) if record["lock"] != held]
     resumable = checkpoint.can_go_on(trainer.args) and not trainer.args.save_on_each_node

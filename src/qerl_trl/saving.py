@@ -1,6 +1,5 @@
 """What a run leaves behind, and how it goes on from there: whole checkpoints, the same trajectory, a finished run that stays finished."""
 
-import copy
 import logging
 import math
 import os
@@ -21,7 +20,7 @@ from transformers.trainer_utils import SaveStrategy, TrainOutput
 from . import checkpoint, disk, forward, guards, loading, lora, reference, run_folder, unchanged
 from .base_identity import base_sha256, take_embeddings
 from .ended import ended_by_signal, goes_on, told_of_exits
-from .identity import AT_BUILD, RunSettings, run_settings, undo_edits
+from .identity import RunSettings, run_settings
 from .in_step import InStepMixin, require_random_states, settled_together
 from .processes import load_to_numbered_cpus, together
 from .publishing import PublishingMixin
@@ -42,6 +41,8 @@ class SavingMixin(InStepMixin, PublishingMixin):
     _saved: str | None = None
     #: checkpoint that the parent wants to push, not sealed yet
     _unpushed: str | None = None
+    #: settings when the training began, `None` before
+    _settings: RunSettings | None = None
     #: settings that were allowed to change on the way
     _changed: tuple[str, ...] = ()
     #: whether a batch is being made, or judged
@@ -58,19 +59,12 @@ class SavingMixin(InStepMixin, PublishingMixin):
     _saved_here: bool = False
     #: of what the run goes on from ([`checkpoint.order_of`])
     _order: int = 0
-    #: optimizer and scheduler that were there before this trainer made its own
-    _given: dict[str, Any] | None = None
 
     def note_what_was_taken(self) -> None:
         """Once, when the parent's constructor has run."""
-        self._saves, given = SaveBetweenRollouts(self), vars(self.args)
-        self.at_build = {name: copy.copy(value) for name, value in given.items() if AT_BUILD.fullmatch(name)}
-
-    def given_optimizers(self) -> dict[str, Any]:
-        """The optimizer and the scheduler that were given ready, by the trainer's names of them."""
-        if self._given is not None:
-            return self._given
-        return {name: value for name in ("optimizer", "lr_scheduler") if (value := getattr(self, name)) is not None}
+        self._saves = SaveBetweenRollouts(self)
+        given = {name: getattr(self, name) for name in ("optimizer", "lr_scheduler")}
+        self.given_optimizers = {name: type(value).__qualname__ for name, value in given.items() if value is not None}
 
     def to_resume(self) -> str | None:
         """The checkpoint to resume from: what the arguments name, else the newest whole one in `output_dir`; `None` for a fresh start. Raises
@@ -83,7 +77,8 @@ class SavingMixin(InStepMixin, PublishingMixin):
         if resume is not None and not self.is_fsdp_enabled and take_embeddings(model, resume):
             self.base_sha256 = base_sha256(model)
         allowed = self.args.allow_other_settings
-        self._changed = tuple(run_folder.settle(self._output_dir(), resume, run_settings(self), allowed))
+        self._settings = run_settings(self)
+        self._changed = tuple(run_folder.settle(self._output_dir(), resume, self._settings, allowed))
         return resume
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
@@ -98,10 +93,9 @@ class SavingMixin(InStepMixin, PublishingMixin):
         loading.check_identity(model.get_base_model() if is_peft_model(model) else model, self.base_sha256)
         forward.compare_base(model)
         unchanged.check_scales(model)
-        undo_edits(self)
         if self.args.device.index is not None and self.args.device.type == "cpu":
             load_to_numbered_cpus()
-        self._given, trained_before = self.given_optimizers(), self.state.global_step
+        trained_before = self.state.global_step
         resume = settled_together(self, lambda: self._settled(resume_from_checkpoint))
         if resume is None and trained_before:  # the parent counts from 0 again, with the weights as they are
             line = (
@@ -330,7 +324,7 @@ class SavingMixin(InStepMixin, PublishingMixin):
         if self._resumed is not None and self.state.global_step == self._resumed.global_step and self._recorded_then:
             settings, changed = self._recorded_then.copy(), list(self._recorded_then.get("changed", []))
         else:
-            settings, changed = run_settings(self), list(self._changed)
+            settings, changed = (self._settings or run_settings(self)).copy(), list(self._changed)
             settings["global_step"] = self.state.global_step
         if (
             self._best is not None

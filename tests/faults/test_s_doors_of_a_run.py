@@ -15,7 +15,7 @@ import torch
 from datasets import Dataset
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
-from transformers import Qwen2Config, Qwen2ForSequenceClassification, TrainerCallback
+from transformers import TrainerCallback
 
 import qerl_trl
 from qerl_trl import QeRLConfig, QeRLGRPOTrainer, checkpoint, reference
@@ -26,32 +26,6 @@ from tests.faults.test_s_products import flip_a_bit
 from tests.faults.tiny_runs import PROMPTS, WEIGHTS, AfterTheFirstStep, Interrupted, spread_reward, tiny_runs  # noqa: F401
 
 # --- what it samples with ---------------------------------------------------------------------------------------------------------
-
-
-def rollout_of(token: int):
-    def rollout(prompts, trainer):
-        rows = [[token, 7 + number % 3] for number, _ in enumerate(prompts)]
-        return {"prompt_ids": [[5, 6]] * len(rows), "completion_ids": rows, "logprobs": [[-1.0, -1.0]] * len(rows)}
-
-    return rollout
-
-
-@fault("S.resume_other_data")
-def test_another_rollout_function(tiny_runs, tmp_path, caplog):  # noqa: F811
-    """With another number in it: told and recorded, as for a reward. Without one at all it is another run."""
-
-    def go_on(steps, token):
-        function = None if token is None else rollout_of(token)
-        tiny_runs.command(tmp_path / "run", rollout_func=function, aqn=False, max_steps=steps)
-
-    go_on(1, 9)
-    go_on(2, 9)
-    assert "rollouts_sha256" not in caplog.text
-    go_on(3, 11)
-    line = "rollouts_sha256.rollout_func: what completions are made with is written in another way than then, or has other values bound to it"
-    assert line in caplog.text and checkpoint.recorded_run(tmp_path / "run")["changed"] == [line]
-    with told(ValueError, str(tmp_path / "run"), "rollouts: ['rollout_func'] then, [] now", "another output_dir"):
-        go_on(4, None)
 
 
 @fault("S.noise_uncorrected_in_transformers", remedy=None, recovered=True)
@@ -135,44 +109,6 @@ def test_a_masked_number_is_none(tiny_runs, tmp_path):  # noqa: F811
     trainer = tiny_runs.trainer(tmp_path / "run", reward=masked, max_steps=1, save_strategy="no")
     trainer.train()
     assert trainer._rewards.isnan().flatten().tolist() == [False, False, True, True]
-
-
-@fault("S.resume_other_data")
-def test_the_first_of_two_functions_of_one_name(tiny_runs, tmp_path, caplog):  # noqa: F811
-    """Only the last one was known."""
-
-    def scaled(factor):
-        def graded(completions, **kwargs):
-            return [factor * value for value in spread_reward(completions)]
-
-        return graded
-
-    tiny_runs.command(tmp_path / "run", reward=[scaled(1.0), scaled(2.0)], max_steps=1)
-    tiny_runs.command(tmp_path / "run", reward=[scaled(-1.0), scaled(2.0)], max_steps=2)
-    (line,) = checkpoint.recorded_run(tmp_path / "run")["changed"]
-    assert line.startswith("rewards_sha256.graded: ") and line in caplog.text
-
-
-@fault("S.resume_other_data")
-def test_a_reward_model_that_was_trained_on(tiny_runs, tmp_path, caplog):  # noqa: F811
-    """Under the same name, in the same folder."""
-
-    def reward_model(seed):
-        torch.manual_seed(seed)
-        config = Qwen2Config(
-            vocab_size=320, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
-            num_labels=1, pad_token_id=0,
-        )  # fmt: skip
-        Qwen2ForSequenceClassification(config).save_pretrained(tmp_path / "graded")
-        tiny_runs.tokenizer.save_pretrained(tmp_path / "graded")
-        return str(tmp_path / "graded")
-
-    tiny_runs.command(tmp_path / "run", reward=reward_model(0), max_steps=1)
-    tiny_runs.command(tmp_path / "run", reward=reward_model(0), max_steps=2)
-    assert "rewards_sha256" not in caplog.text
-    tiny_runs.command(tmp_path / "run", reward=reward_model(1), max_steps=3)
-    (line,) = checkpoint.recorded_run(tmp_path / "run")["changed"]
-    assert line.startswith("rewards_sha256.graded: ") and line in caplog.text
 
 
 # --- what is trained on -----------------------------------------------------------------------------------------------------------
