@@ -11,23 +11,10 @@ from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from qerl_trl import QeRLConfig, QeRLGRPOTrainer, QeRLRLOOConfig, QeRLRLOOTrainer, from_pretrained, identity
+from qerl_trl import QeRLConfig, QeRLRLOOConfig, QeRLRLOOTrainer, from_pretrained, identity
 from qerl_trl.base_identity import base_config
 from qerl_trl.publish.quantize import quantize_folder
 from tests.test_trainer import LORA, PROMPTS, make_trainer, settings, spread_reward  # noqa: F401  (a fixture)
-
-
-@pytest.fixture(scope="module")
-def one_trainer(tiny_model_dir, tiny_tokenizer, tmp_path_factory):
-    args = settings(tmp_path_factory.mktemp("one"))
-    return QeRLGRPOTrainer(
-        str(tiny_model_dir("qwen2")),
-        spread_reward,
-        args=args,
-        train_dataset=PROMPTS,
-        processing_class=tiny_tokenizer,
-        peft_config=LORA,
-    )
 
 
 def test_every_recorded_name_is_an_argument_and_has_a_type():

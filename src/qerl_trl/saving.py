@@ -92,7 +92,6 @@ class SavingMixin(InStepMixin, PublishingMixin):
         loading.finish(model := self.accelerator.unwrap_model(self.model))
         loading.check_identity(model.get_base_model() if is_peft_model(model) else model, self.base_sha256)
         forward.compare_base(model)
-        unchanged.check_scales(model)
         if self.args.device.index is not None and self.args.device.type == "cpu":
             load_to_numbered_cpus()
         trained_before = self.state.global_step
