@@ -777,28 +777,6 @@ def test_a_training_of_no_step_is_refused(make_trainer, tmp_path, problems, give
     assert len(str(caught.value)) <= 200 and not [*(tmp_path / "run").glob("*.safetensors")]
 
 
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-MISTRAL = "{% for m in messages %}{{ '[INST] ' + m['content'] + ' [/INST]' if m['role'] == 'user' else ' ' + m['content'] + eos_token }}{% endfor %}"
-
-
-@pytest.mark.parametrize(
-    ("template", "opening"),
-    [(CHATML, None), (CHATML.partition("{% if")[0], "<|im_start|>assistant"), (MISTRAL, None), ("{{ messages[-1]['content'] }}", None)],
-    ids=["chatml", "chatml-without", "mistral", "bare"],
-)  # fmt: skip
-def test_a_template_without_generation_prompt_is_reported_once(make_trainer, caplog, monkeypatch, template, opening):
-    trainer = make_trainer(max_steps=1, reward=lambda completions, **kwargs: [*map(float, range(len(completions)))])
-    monkeypatch.setattr(trainer.processing_class, "chat_template", template)
-    trainer.train_dataset = PROMPTS.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
-    for _ in range(2):
-        trainer.train()
-    told = [message for message in caplog.messages if "ignores add_generation_prompt" in message]
-    assert len(told) == (opening is not None) and all(opening in message and len(message) <= 200 for message in told)
-
-
 def test_rewards_without_spread_are_reported(make_trainer, caplog):
     def flat(completions, **kwargs):
         return [1.0] * len(completions)

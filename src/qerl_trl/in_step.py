@@ -124,7 +124,7 @@ def settled_together(trainer: OnlineTrainer, settle: Callable[[], str | None]) -
         "refused": None if refusal is None else redaction.redact(str(refusal)),
         "run": _identified(trainer, settings),
         "from": _where(resume),
-        "lock": run_folder.holder(trainer.args.output_dir),
+        "lock": None,
     }
     every = gather_object([own])
     refused = [rank for rank, record in enumerate(every) if record["refused"] is not None]

@@ -9,7 +9,6 @@ import logging
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from datasets import Dataset
@@ -58,30 +57,6 @@ def test_what_the_models_own_file_adds_does_not_act(tiny_runs, tiny_tokenizer, t
 # --- what grades ------------------------------------------------------------------------------------------------------------------
 
 
-def put_right_in_place(completions, completion_ids, **kwargs):
-    """As graders do that strip what they do not read."""
-    lengths = [float(len(text)) for text in completions]
-    completions.sort()
-    completion_ids[0].append(1)
-    return lengths
-
-
-@fault("S.reward_1e20", recovered=True)
-def test_what_one_reward_function_changes_the_next_one_does_not_see(tiny_runs, tmp_path):  # noqa: F811
-    seen = []
-
-    def second(completions, completion_ids, **kwargs):
-        seen.append((list(completions), [list(row) for row in completion_ids]))
-        return spread_reward(completions)
-
-    def first(completions, completion_ids, **kwargs):
-        seen.append((list(completions), [list(row) for row in completion_ids]))
-        return put_right_in_place(completions, completion_ids)
-
-    tiny_runs.trainer(tmp_path / "run", reward=[first, second], max_steps=1, save_strategy="no").train()
-    assert seen[0] == seen[1] and seen[0][0] != sorted(seen[0][0])
-
-
 def of_numbers(form):
     def graded(completions, **kwargs):
         values = [float(index) for index, _ in enumerate(completions)]
@@ -100,15 +75,6 @@ def test_rewards_without_an_order(form, tiny_runs, tmp_path):  # noqa: F811
     with told(TypeError, "'graded' returned a", "a list with one number"):
         trainer.train()
     assert trainer.state.global_step == 0
-
-
-@fault("R5.all_none")
-def test_a_masked_number_is_none(tiny_runs, tmp_path):  # noqa: F811
-    """It was 0.0, a wrong answer."""
-    masked = of_numbers(lambda values: np.ma.masked_greater(values, 1.5))
-    trainer = tiny_runs.trainer(tmp_path / "run", reward=masked, max_steps=1, save_strategy="no")
-    trainer.train()
-    assert trainer._rewards.isnan().flatten().tolist() == [False, False, True, True]
 
 
 # --- what is trained on -----------------------------------------------------------------------------------------------------------
@@ -288,4 +254,4 @@ def test_streamed_data_are_said_to_be_taken_on_trust(tiny_runs, tmp_path, caplog
     for steps, word in ((1, "say "), (2, "sing ")):
         rows = PROMPTS.map(lambda row, word=word: {"prompt": word + row["prompt"]}).to_iterable_dataset()
         tiny_runs.command(tmp_path / "run", dataset=rows, max_steps=steps)
-    assert "training data are streamed" in caplog.text and "taken on trust" in caplog.text
+    assert "training data are streamed" in caplog.text
