@@ -94,25 +94,14 @@ class SavingMixin(InStepMixin, PublishingMixin):
         forward.compare_base(model)
         if self.args.device.index is not None and self.args.device.type == "cpu":
             load_to_numbered_cpus()
-        trained_before = self.state.global_step
         resume = settled_together(self, lambda: self._settled(resume_from_checkpoint))
-        if resume is None and trained_before:  # the parent counts from 0 again, with the weights as they are
-            line = (
-                f"weights: the {trained_before} steps of an earlier train() of the same trainer were in them at step 0"
-            )
-            logger.warning(
-                "This training does not begin with the model's own weights: %s. Build a new trainer for a fresh start.",
-                line,
-            )
-            self._changed = (*self._changed, line)
         self._resumed, self._saved, self._best = None, resume, None
         self._saves.begin()
         self._order = 0 if resume is None else checkpoint.order_of(resume)
         if resume is not None:
             self._resumed = TrainerState.load_from_json(os.path.join(resume, TRAINER_STATE_NAME))
             self._recorded_then = cast(RunSettings, checkpoint.recorded_run(resume))
-            self._changed = (*self._changed, *reference.load(self, resume))
-        reference.warn_if_not_saved(self)
+            reference.load(self, resume)
         if self.args.use_vllm:
             self.vllm_generation.begin(resume)
         with ended_by_signal(self), told_of_exits(self):
@@ -130,10 +119,8 @@ class SavingMixin(InStepMixin, PublishingMixin):
             # the parent would begin with an empty optimizer and the first learning rate, without a word
             if not self.args.allow_other_settings:
                 raise ValueError(
-                    f"{self._saved} keeps no optimizer state (it is what a run has ended with, or save_only_model=True left it out), so the {done} "
-                    f"steps there cannot go on to {wanted} on the same trajectory. Name a checkpoint that has one, or choose another output_dir, and "
-                    "a save_strategy with the optimizer for runs that are to be made longer. To go on with a new optimizer all the same: "
-                    "allow_other_settings=True (--allow_other_settings true)."
+                    f"{self._saved} keeps no optimizer state (a run's end, or save_only_model=True), so its {done} steps cannot go on to {wanted}. Name a "
+                    "checkpoint that has one, choose another output_dir, or set allow_other_settings=True for a new optimizer."
                 )
             line = f"optimizer: a new one from step {done} on"
             logger.warning("Going on from %s as allowed: %s.", self._saved, line)
@@ -168,16 +155,9 @@ class SavingMixin(InStepMixin, PublishingMixin):
             loaded.load_adapter(resume_from_checkpoint, loaded.active_adapter, is_trainable=True)
 
     def _load_best_model(self) -> None:
-        best = self.state.best_model_checkpoint
-        assert best is not None
+        best = self.state.best_model_checkpoint or ""
         if wrong := checkpoint.problems(best):
-            logger.warning(
-                "load_best_model_at_end: %s is damaged (%s), so the weights stay those of the last step, %d. Load another checkpoint by hand if "
-                "that is not meant.",
-                best,
-                "; ".join(wrong),
-                self.state.global_step,
-            )
+            logger.warning("%s is damaged (%s). The weights stay those of the last step.", best, "; ".join(wrong))
             return
         super()._load_best_model()
         self._best = os.path.basename(best)
