@@ -18,16 +18,14 @@ import pytest
 import torch
 from transformers import PretrainedConfig
 
-from qerl_trl import preflight
 from tests.tiny_models import make_tiny_config, make_tiny_model, make_tiny_tokenizer, write_packed_checkpoint
 from tests.warm import TRAINING, Warm
 
 
 @pytest.fixture(scope="session", autouse=True)
-def vllm_is_known(tmp_path_factory):
-    """No run of a test imports vLLM in another process first, and none writes to the user's cache."""
+def own_cache(tmp_path_factory):
+    """No test writes to the user's cache."""
     os.environ["QERL_NVFP4_CACHE"] = str(tmp_path_factory.mktemp("cache"))
-    preflight.note_vllm()
 
 
 @pytest.fixture(scope="session")

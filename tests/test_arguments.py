@@ -108,8 +108,3 @@ def test_a_reward_model_by_name_beside_an_nvfp4_checkpoint(
     assert trainer.args.model_init_kwargs == {"dtype": "float32"}
     trainer.train()
     assert all("rewards/judge/mean" in entry for entry in trainer.state.log_history[:2])
-
-
-def test_a_head_in_float32_that_trl_cannot_reach_through_an_adapter_is_refused_in_words(make_trainer):  # noqa: F811
-    with pytest.raises(ValueError, match=r"cast_lm_head_to_fp32=True with an adapter.*tied.*Leave it out"):
-        make_trainer(cast_lm_head_to_fp32=True)

@@ -118,9 +118,6 @@ def test_a_manifest_that_was_edited_is_noticed(whole):
     manifest = json.loads((whole / checkpoint.MANIFEST_NAME).read_text())
     (whole / checkpoint.MANIFEST_NAME).write_text(json.dumps({**manifest, "run": {"seed": 2}}))
     assert "changed after it was written" in checkpoint.problems(whole)[0]
-    del manifest["sha256"]  # one of an older version has none
-    (whole / checkpoint.MANIFEST_NAME).write_text(json.dumps(manifest))
-    assert checkpoint.problems(whole) == []
 
 
 def sealed(run, step, order=None):
@@ -144,15 +141,6 @@ def test_newest_is_what_was_sealed_last_whatever_its_step(tmp_path):
     again = sealed(tmp_path, 6, checkpoint.next_order(tmp_path))
     assert checkpoint.order_of(again) == 4
     assert checkpoint.last_checkpoint(tmp_path) == str(again) == run_folder.resumable(tmp_path)
-    assert checkpoint.newer_than(tmp_path / "checkpoint-4") == ["checkpoint-8", "checkpoint-6"]
-    assert checkpoint.newer_than(again) == []
-
-
-def test_older_versions_go_by_the_step_and_are_older(tmp_path):
-    sealed(tmp_path, 4), sealed(tmp_path, 8)
-    assert checkpoint.last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-8")
-    new = sealed(tmp_path, 6, checkpoint.next_order(tmp_path))
-    assert checkpoint.last_checkpoint(tmp_path) == str(new)
 
 
 def test_a_run_that_has_ended_and_went_back_goes_on_from_what_it_came_to_since(tmp_path):
@@ -205,7 +193,6 @@ def test_who_goes_on_elsewhere_counts_on(tmp_path):
     for step in (200, 300):
         (tmp_path / f"b/checkpoint-{step}").rename(tmp_path / f"a/checkpoint-{step}")
     assert checkpoint.last_checkpoint(tmp_path / "a") == str(tmp_path / "a/checkpoint-300")
-    assert checkpoint.newer_than(tmp_path / "a/checkpoint-150") == ["checkpoint-200", "checkpoint-300"]
 
 
 def test_what_is_pushed_keeps_its_number(tmp_path):

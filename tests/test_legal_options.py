@@ -252,22 +252,20 @@ def test_a_checkpoint_on_sigterm_is_one_that_a_run_goes_on_from(make, tmp_path):
     assert all(torch.equal(value, wanted[name]) for name, value in trained_of(resumed).items())
 
 
-def test_a_run_goes_on_with_the_batch_cut_otherwise_and_a_further_column(make, caplog):
+def test_a_run_is_resumed_with_other_micro_batches(make, caplog):
     options = {"save_strategy": "steps", "save_steps": 1}
     whole = make(**options, max_steps=2)
     whole.train()
     shutil.rmtree(Path(whole.args.output_dir, "checkpoint-2"))
     smaller = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "steps_per_generation": 2}
-    data = PROMPTS.add_column("number", range(len(PROMPTS)))
-    again = make(data=data, **options, **smaller, max_steps=2)
+    again = make(**options, **smaller, max_steps=2)
     again.train(resume_from_checkpoint=True)
-    assert "further columns (number)" in caplog.text and "per_device_train_batch_size: 8 then, 4 now" in caplog.text
+    assert "per_device_train_batch_size: 8 then, 4 now" in caplog.text
     rewards = [[entry["reward"] for entry in each.state.log_history if "reward" in entry] for each in (whole, again)]
     assert rewards[0] == pytest.approx(rewards[1])
-    for data in (PROMPTS.rename_column("prompt", "question").add_column("prompt", ["x"] * len(PROMPTS)), PROMPTS):
-        other = make(data=data, **options, **smaller, max_steps=3)
-        with pytest.raises(ValueError, match="dataset_sha256: the training data are others"):
-            other.train(resume_from_checkpoint=True)
+    other = make(data=PROMPTS.add_column("number", range(len(PROMPTS))), **options, **smaller, max_steps=3)
+    with pytest.raises(ValueError, match="dataset_sha256: the training data changed"):
+        other.train(resume_from_checkpoint=True)
 
 
 def test_logging_may_be_edited_after_the_build(make):

@@ -21,7 +21,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from qerl_trl import QeRLConfig, QeRLGRPOTrainer, reference
+from qerl_trl import QeRLConfig, QeRLGRPOTrainer
 from qerl_trl.checkpoint import problems
 from qerl_trl.loading import from_pretrained
 from qerl_trl.names import full_tensor, is_sharded
@@ -309,20 +309,9 @@ def test_a_reward_model_that_is_named_is_whole_in_every_process(base_format, rew
     assert first["reward"] == second["reward"] != 0
 
 
-def test_a_reward_model_that_came_as_zeros_is_said_to(reward_model, tiny_runs, tmp_path):  # noqa: F811
-    def load():
-        return AutoModelForSequenceClassification.from_pretrained(reward_model, num_labels=1)
-
-    for said in sharded_run(tiny_runs, tmp_path, load):
-        assert "name the model instead of passing it" in said and "FSDP_CPU_RAM_EFFICIENT_LOADING=false" in said
-
-
 def test_what_no_run_can_go_on_from_is_said_before_it_is_saved(monkeypatch, caplog):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     settle_optimizer(settings(optim="sgd", save_strategy="no"))
     assert not caplog.text
     settle_optimizer(settings(optim="sgd"))
     assert "no run can go on from its checkpoints" in caplog.text
-    moving = SimpleNamespace(ref_model=nn.Linear(1, 1), args=settings(sync_ref_model=True), is_fsdp_enabled=True)
-    reference.warn_if_not_saved(moving)
-    assert "the reference model, and under FSDP or DeepSpeed it is in no checkpoint" in caplog.text

@@ -23,7 +23,7 @@ from qerl_trl import (
     QeRLRLOOTrainer,
     last_checkpoint,
 )
-from qerl_trl.checkpoint import MANIFEST_NAME, order_of, read_manifest
+from qerl_trl.checkpoint import MANIFEST_NAME, order_of
 from qerl_trl.lora import register_nvfp4_lora
 from qerl_trl.nvfp4.linear import NVFP4Linear
 from qerl_trl.publishing import PublishingMixin
@@ -294,25 +294,6 @@ def test_a_noise_callback_beside_the_trainers_own_is_an_error(make_trainer, aqn)
     trainer.add_callback(AQNCallback("constant", sigma_start=0.3, scope="policy"))
     with pytest.raises(ValueError, match="recorded"):
         trainer.train()
-
-
-def test_arguments_that_are_edited_after_the_build_are_not_recorded(make_trainer, caplog):
-    """They had no effect and stood in the record; before that they ended the run, which stock TRL trains."""
-
-    class Edit(TrainerCallback):
-        def on_step_begin(self, args, state, control, **kwargs):
-            args.epsilon, args.beta, args.generation_kwargs = 0.9, 0.9, {"top_k": 2}
-
-    trainer = make_trainer(callbacks=[Edit()])
-    trainer.args.temperature, trainer.args.aqn, trainer.args.log_completions = 0.3, False, True
-    trainer.args.learning_rate = 1e-4  # which training asks for when it begins
-    trainer.train()
-    trainer.save_model()
-    run = read_manifest(trainer.args.output_dir)["run"]
-    assert [run[name] for name in ("temperature", "aqn", "beta", "learning_rate")] == [1.0, True, 0.0, 1e-4]
-    assert not {"epsilon", "generation_kwargs"} & set(run["options"])
-    (line,) = [record.message for record in caplog.records if "trainer.args" in record.message]
-    assert "temperature=0.3 (1.0 acts)" in line and "aqn=False (True acts)" in line and "log_" not in line
 
 
 def test_model_init_kwargs_are_restored(make_trainer):
@@ -779,28 +760,6 @@ def test_a_training_of_no_step_is_refused(make_trainer, tmp_path, problems, give
     with pytest.raises(ValueError, match=re.escape(words)) as caught:
         trainer.train()
     assert len(str(caught.value)) <= 200 and not [*(tmp_path / "run").glob("*.safetensors")]
-
-
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-MISTRAL = "{% for m in messages %}{{ '[INST] ' + m['content'] + ' [/INST]' if m['role'] == 'user' else ' ' + m['content'] + eos_token }}{% endfor %}"
-
-
-@pytest.mark.parametrize(
-    ("template", "opening"),
-    [(CHATML, None), (CHATML.partition("{% if")[0], "<|im_start|>assistant"), (MISTRAL, None), ("{{ messages[-1]['content'] }}", None)],
-    ids=["chatml", "chatml-without", "mistral", "bare"],
-)  # fmt: skip
-def test_a_template_without_generation_prompt_is_reported_once(make_trainer, caplog, monkeypatch, template, opening):
-    trainer = make_trainer(max_steps=1, reward=lambda completions, **kwargs: [*map(float, range(len(completions)))])
-    monkeypatch.setattr(trainer.processing_class, "chat_template", template)
-    trainer.train_dataset = PROMPTS.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
-    for _ in range(2):
-        trainer.train()
-    told = [message for message in caplog.messages if "ignores add_generation_prompt" in message]
-    assert len(told) == (opening is not None) and all(opening in message and len(message) <= 200 for message in told)
 
 
 def test_rewards_without_spread_are_reported(make_trainer, caplog):

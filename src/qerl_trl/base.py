@@ -111,16 +111,9 @@ def adapter_config(
         peft_config = default_lora_config()
         logger.info("No peft_config: training LoRA with r=%d on all linear layers.", peft_config.r)
     peft_config = check_is_lora(peft_config)
-    casts_head = getattr(args, "cast_lm_head_to_fp32", False)
-    if casts_head or peft_config.target_modules == "all-linear":
+    if peft_config.target_modules == "all-linear":
         found = AutoConfig.from_pretrained(model, **_hub_arguments(args)) if isinstance(model, str) else model.config
-        named = cast(PretrainedConfig, found)
-        if casts_head and named.get_text_config().tie_word_embeddings:
-            raise ValueError(
-                "cast_lm_head_to_fp32=True with an adapter, and this model's output head is tied to its embeddings: TRL looks for these where "
-                "a model without an adapter has them, and ends with an AttributeError. Leave it out."
-            )
-        peft_config = keep_to_the_decoder(peft_config, named)
+        peft_config = keep_to_the_decoder(peft_config, cast(PretrainedConfig, found))
     return register_nvfp4_lora(peft_config) if args.base_format == "nvfp4" else peft_config
 
 
@@ -131,8 +124,8 @@ def _check_stored(model: str, base_format: str, hub: dict[str, Any]) -> None:
         return
     method = stored.get("quant_method") or stored.get("producer", {}).get("name") or "an unknown method"
     raise ValueError(
-        f"base_format={base_format!r} needs unquantized weights, and {where} says that these are quantized ({method}): the arm would not be what "
-        "it is called. Name the unquantized model; an NVFP4 checkpoint trains with base_format='nvfp4', a 4-bit one of bitsandbytes with 'nf4'."
+        f"base_format={base_format!r} needs unquantized weights, and {where} says that these are quantized ({method}). Name the unquantized model, or "
+        "set base_format='nvfp4' for an NVFP4 checkpoint, 'nf4' for one of bitsandbytes."
     )
 
 

@@ -61,8 +61,7 @@ def base_sha256(model: nn.Module, device: torch.device | None = None) -> str | N
     named = list(_tensors(model))
     if any(tensor.is_meta or hasattr(tensor, "full_tensor") or hasattr(tensor, "ds_id") for _, tensor in named):
         return None
-    totals = _checksums([tensor.detach() for _, tensor in named], device)
-    return sha256_of(_row(name, tensor, total) for (name, tensor), total in zip(named, totals, strict=True))
+    return sha256_of(row_of(name, tensor if device is None else tensor.to(device)) for name, tensor in named)
 
 
 def row_of(name: str, tensor: torch.Tensor) -> FingerprintRow:
@@ -84,10 +83,10 @@ def shared_base_sha256(model: nn.Module, each: bool = True) -> str | None:
     """[`base_sha256`], the same in all processes. Collective.
 
     Args:
-        each: whether every process trains on what it has loaded itself. With FSDP all get the main process's weights, which it leaves on the CPU.
+        each: whether every process trains on what it has loaded itself. With FSDP all get the main process's weights.
 
     Raises:
-        `ValueError`: it is not the same; says what each process has.
+        `ValueError`: it is not the same.
     """
     state = PartialState()
     found = base_sha256(model, state.device) if each or state.is_main_process else None
@@ -187,55 +186,6 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 @torch.no_grad()
-def _checksums(tensors: list[torch.Tensor], device: torch.device | None) -> list[int]:
-    """[`_checksum`] of each, computed on `device` or its own. On a GPU for which the kernels are made, all of a kind in one launch: a thousand
-    tensors otherwise take longer to ask for than to read."""
-    import qerl_nvfp4
-
-    groups: dict[torch.dtype | None, list[int]] = {}
-    words: list[int] = []  # tensors of half a word, such as the scale of each packed matrix
-    totals = [0] * len(tensors)
-    for number, tensor in enumerate(tensors):
-        where = device or tensor.device
-        kind = tensor.dtype if tensor.is_floating_point() else None
-        if tensor.device != where or not tensor.is_cuda or not qerl_nvfp4.is_available(where):
-            totals[number] = int(_checksum(tensor.to(where)))
-        elif kind is None and tensor.nbytes == 4:
-            words.append(number)
-        elif _in_one_launch(tensor, kind):
-            groups.setdefault(kind, []).append(number)
-        else:
-            totals[number] = int(_checksum(tensor))
-    sums = [(numbers, _placed_sums([tensors[n] for n in numbers], kind)) for kind, numbers in groups.items()]
-    if words:
-        half = torch.stack([tensors[n].reshape(-1).view(torch.uint8) for n in words])
-        sums.append((words, _mixed(nn.functional.pad(half, (0, 4)).view(torch.int64))[:, 0]))
-    for numbers, found in sums:
-        for number, total in zip(numbers, found.tolist(), strict=True):
-            totals[number] = total
-    return totals
-
-
-def _in_one_launch(tensor: torch.Tensor, kind: torch.dtype | None) -> bool:
-    """Whether `_placed_sums` reads it."""
-    from qerl_nvfp4.sums import EXPONENT, words_of
-
-    return words_of(tensor) is not None if kind is None else kind in EXPONENT and tensor.is_contiguous()
-
-
-def _placed_sums(tensors: list[torch.Tensor], kind: torch.dtype | None) -> torch.Tensor:
-    from qerl_nvfp4.sums import placed_sums
-
-    return placed_sums(tensors, kind, (_PLACE, _FIRST, _SECOND))
-
-
-def _mixed(words: torch.Tensor) -> torch.Tensor:
-    """What a word that was added to its place's number counts as; in place."""
-    words = words.mul_(_FIRST)
-    return words.bitwise_xor_(words >> 31).mul_(_SECOND)
-
-
-@torch.no_grad()
 def _checksum(tensor: torch.Tensor, first: int = 0) -> torch.Tensor:
     """int64 (), on the tensor's device: the sum over its 64-bit words, each mixed with its place. `first`: the place of the first one."""
     flat = tensor.reshape(-1)
@@ -244,8 +194,8 @@ def _checksum(tensor: torch.Tensor, first: int = 0) -> torch.Tensor:
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     for index, part in enumerate(flat.split(_CHUNK * 8 // size)):
         words = _words(part)
-        mixed = words + places[: words.numel()]
-        total += _mixed(mixed.add_(_signed((first + index * _CHUNK) * _PLACE))).sum()
+        mixed = (words + places[: words.numel()]).add_(_signed((first + index * _CHUNK) * _PLACE)).mul_(_FIRST)
+        total += mixed.bitwise_xor_(mixed >> 31).mul_(_SECOND).sum()
     return total
 
 

@@ -1,10 +1,8 @@
 """Checkpoints that are whole or not there: seal, verify, find.
 
-`Trainer` writes a checkpoint file by file into its final folder, so a run that is killed meanwhile leaves a folder that
-looks like a checkpoint. Here the last file written is a manifest with the size and SHA-256 of every other file; a folder
-without it, or that disagrees with it, is not a checkpoint. Older checkpoints are rotated out only after the new one is
-sealed, so at every moment there is a whole one to resume from. Which one is older is when it was sealed, not its step: a run
-that went back to step 4 is newer at step 6 than the step 8 that it had come to before.
+`Trainer` writes a checkpoint file by file into its final folder, so a killed run leaves a folder that looks like a checkpoint. Here the last
+file written is a manifest with the size and SHA-256 of every other file; a folder without it, or that disagrees with it, is not a checkpoint.
+Older checkpoints are removed only after the new one is sealed. The newest one is the one sealed last, whatever its step: a run may go back.
 """
 
 import fcntl
@@ -51,8 +49,8 @@ class SealedFile(TypedDict):
 
 
 class Recorded(TypedDict, total=False):
-    """What a folder was sealed with: an `identity.RunSettings` (a checkpoint, a run) or a `publish.records.Export`. Of both, the keys that
-    are read before it is known which."""
+    """What a folder was sealed with: an `identity.RunSettings` (a checkpoint, a run) or a `publish.records.Export`. The keys of both that are
+    read before it is known which."""
 
     kind: str  # of an export only
     settings: "RunSettings"  # the same
@@ -63,13 +61,12 @@ class Recorded(TypedDict, total=False):
 
 
 class Manifest(TypedDict):
-    """`qerl_manifest.json`. `files`: by relative name; `order`: how many of its run were sealed until then; `sha256`: of the others. The last two are
-    absent in those of older versions, `order` also in those of exports."""
+    """`qerl_manifest.json`. `files`: by relative name; `order`: number of this seal in its run, absent in exports; `sha256`: of the others."""
 
     files: dict[str, SealedFile]
     run: Recorded
     order: NotRequired[int]
-    sha256: NotRequired[str]
+    sha256: str
 
 
 def seal(
@@ -100,21 +97,20 @@ def seal(
 
 
 def manifest(files: Mapping[str, SealedFile], run: Mapping, order: int | None = None) -> Manifest:
-    """What a manifest says, as [`read_manifest`] returns it."""
-    said = {"files": files, "run": run} | ({} if order is None else {"order": order})
-    # as it will be read: a secret in it is masked when it is written
-    content = json.loads(redaction.redact(json.dumps(said)))
+    """The content of a manifest, as [`read_manifest`] returns it."""
+    content = {"files": files, "run": run} | ({} if order is None else {"order": order})
+    content = json.loads(redaction.redact(json.dumps(content)))
     return content | {"sha256": _own_sha256(content)}
 
 
 def _own_sha256(content: Mapping) -> str:
-    """Of what a manifest says, so that an edited one is noticed."""
-    said = {name: content[name] for name in ("files", "run", "order") if name in content}
-    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+    """Of the other entries of a manifest, so that an edited one is noticed."""
+    others = {name: content[name] for name in ("files", "run", "order") if name in content}
+    return hashlib.sha256(json.dumps(others, sort_keys=True).encode()).hexdigest()
 
 
 def discard(folder: str | os.PathLike) -> None:
-    """Remove an older folder of the same name, manifest first, so that a half-removed one is not taken for whole."""
+    """Remove a folder, manifest first, so that a half-removed one is not taken for whole."""
     folder = Path(folder)
     if folder.is_dir():
         (folder / MANIFEST_NAME).unlink(missing_ok=True)
@@ -122,7 +118,7 @@ def discard(folder: str | os.PathLike) -> None:
 
 
 def make_room(folder: str | os.PathLike) -> None:
-    """Clear the place of a new checkpoint. A whole one of the same step stays beside it until [`replaced`] is called."""
+    """Clear the place of a new checkpoint. A whole one of the same step is kept aside until [`replaced`] is called."""
     folder = Path(folder)
     if folder.is_dir() and not problems(folder):
         discard(_aside(folder))
@@ -140,8 +136,12 @@ def _aside(folder: Path) -> Path:
 
 
 def problems(folder: str | os.PathLike, read_up_to: float = math.inf, partial: bool = False) -> list[str]:
-    """What is wrong with a checkpoint, one sentence each; empty if it is whole. Reads every byte of files up to that size once. `partial`: not
-    all of its files are here, as in the Hub's cache, and its card may be edited."""
+    """What is wrong with a checkpoint, one sentence each; empty if it is whole.
+
+    Args:
+        read_up_to: bytes up to which a file is hashed; of larger ones the size is compared.
+        partial: not all of its files are here, as in the Hub's cache, and its card may be edited.
+    """
     folder = Path(folder)
     if not (folder / MANIFEST_NAME).is_file():
         return [f"{MANIFEST_NAME} is missing: the run that wrote it was stopped before it was complete"]
@@ -164,12 +164,7 @@ def problems(folder: str | os.PathLike, read_up_to: float = math.inf, partial: b
 
 
 def added(folder: str | os.PathLike) -> list[str]:
-    """What was put into a sealed folder and decides about its model, one sentence each: it would be loaded, merged or published as if the run had
-    written it. Call it where [`problems`] found none.
-
-    Raises:
-        as [`read_manifest`].
-    """
+    """Files that decide about a model and were added to its sealed folder, one sentence each. Call it where [`problems`] found none."""
     sealed = read_manifest(folder)["files"]
     found = [name for name in _found(folder, _DECISIVE) if name not in sealed]
     if "tokenizer_config.json" in sealed:
@@ -188,8 +183,7 @@ def _found(folder: str | os.PathLike, patterns: Iterable[str]) -> list[str]:
 
 
 def read_manifest(folder: str | os.PathLike) -> Manifest:
-    """The manifest of `folder`: `files` (relative name -> `bytes`, `sha256`), `run`, and a `sha256` of both (not in those of old).
-    No name in it leads out of the folder.
+    """The manifest of `folder`. No name in it leads out of the folder.
 
     Raises:
         `ValueError`: it is not what [`seal`] writes. `OSError`: there is none.
@@ -205,7 +199,7 @@ def read_manifest(folder: str | os.PathLike) -> Manifest:
                 raise ValueError(f"it names {name}, outside of the folder")
         if not isinstance(run, dict) or not isinstance(content.get("order", 0), int):
             raise TypeError("its run is no object, or its order no number")
-        if content.get("sha256", digest := _own_sha256(content)) != digest:
+        if content["sha256"] != _own_sha256(content):
             raise ValueError("it was changed after it was written")
     except (ValueError, KeyError, TypeError, AttributeError) as error:  # JSON's and Unicode's errors are ValueErrors
         raise ValueError(f"{MANIFEST_NAME} is unreadable ({type(error).__name__}: {error})") from error
@@ -274,13 +268,9 @@ def keeps_optimizer(folder: str | os.PathLike) -> bool:
 
 
 def last_checkpoint(output_dir: str | os.PathLike) -> str | None:
-    """The newest whole checkpoint in `output_dir`, or `None`: the one that was sealed last, whatever its step. Damaged newer ones are skipped with a
+    """The newest whole checkpoint in `output_dir`, or `None`: the one sealed last, whatever its step. Damaged newer ones are skipped with a
     warning each."""
-    found = _by_age(output_dir)
-    whole = next((folder for folder in reversed(found) if found[folder] is not None and _is_whole(folder)), None)
-    for folder, order in found.items():  # that a run was killed in, or whose manifest is torn
-        if order is None and (whole is None or _step(folder) > _step(whole)):
-            _is_whole(folder)
+    whole = next((folder for folder in reversed(_by_age(output_dir)) if _is_whole(folder)), None)
     return None if whole is None else str(whole)
 
 
@@ -292,53 +282,34 @@ def _is_whole(folder: Path) -> bool:
     return not wrong
 
 
-def _step(folder: Path) -> int:
-    return int("".join(filter(str.isdecimal, folder.name)))
-
-
-def _by_age(output_dir: str | os.PathLike) -> dict[Path, int | None]:
-    """Folders of checkpoints in `output_dir` with their numbers, the newest last: those that were never sealed, by their steps; then the others as they were sealed, those
-    of older versions by their steps. Of one step, the one in its place is newer than the one set aside for it."""
-    # here, because it imports PEFT, which imports bitsandbytes where it is installed; `qerl-trl quantize` needs neither
+def _by_age(output_dir: str | os.PathLike) -> list[Path]:
+    """Folders of checkpoints in `output_dir`, the newest last: as they were sealed, then those that were not, by their steps."""
+    # imports PEFT, which imports bitsandbytes where it is installed; `qerl-trl quantize` needs neither
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
     pattern = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-\d+|\.{PREFIX_CHECKPOINT_DIR}-\d+\.replaced")
-    output_dir, found = Path(output_dir), {}
-    for folder in output_dir.iterdir() if output_dir.is_dir() else ():
-        if folder.is_dir() and pattern.fullmatch(folder.name):
-            found[folder] = _order(folder)
+    output_dir = Path(output_dir)
+    folders = output_dir.iterdir() if output_dir.is_dir() else ()
+    found = [folder for folder in folders if folder.is_dir() and pattern.fullmatch(folder.name)]
 
-    def age(folder: Path) -> tuple[int, int, bool]:
-        order = found[folder]
-        return -1 if order is None else order, _step(folder), not folder.name.startswith(".")
+    def age(folder: Path) -> tuple[float, int, bool]:
+        step = int("".join(filter(str.isdecimal, folder.name)))
+        return order_of(folder) or math.inf, step, not folder.name.startswith(".")
 
-    return {folder: found[folder] for folder in sorted(found, key=age)}
+    return sorted(found, key=age)
 
 
 def order_of(folder: str | os.PathLike) -> int:
-    """The number of a sealed folder among all that its run has sealed; 0 where its manifest does not say it, or cannot be read."""
-    return _order(folder) or 0
-
-
-def _order(folder: str | os.PathLike) -> int | None:
-    """None where a folder is not sealed."""
+    """The number of a sealed folder among all that its run has sealed; 0 where it is not sealed, or its manifest cannot be read."""
     try:
         return read_manifest(folder).get("order", 0)
     except (OSError, ValueError):
-        return None
+        return 0
 
 
 def next_order(output_dir: str | os.PathLike, since: int = 0) -> int:
-    """Of what is sealed next in a run's folder, be it the folder itself. `since`: that of what the run goes on from, which may lie elsewhere."""
-    return 1 + max(since, order_of(output_dir), *(order or 0 for order in _by_age(output_dir).values()))
-
-
-def newer_than(folder: str | os.PathLike) -> list[str]:
-    """Names of the whole checkpoints beside one that were sealed after it."""
-    folder = Path(folder).resolve()
-    ages = list(_by_age(folder.parent))
-    newer = ages[ages.index(folder) + 1 :] if folder in ages else []
-    return [path.name for path in newer if not problems(path)]
+    """Of what is sealed next in a run's folder. `since`: that of the checkpoint the run was resumed from, which may lie elsewhere."""
+    return 1 + max(since, order_of(output_dir), *map(order_of, _by_age(output_dir)))
 
 
 def rotate(output_dir: str | os.PathLike, limit: int | None, keep: Iterable[str | os.PathLike]) -> None:
@@ -350,7 +321,7 @@ def rotate(output_dir: str | os.PathLike, limit: int | None, keep: Iterable[str 
     if not limit or limit < 0:
         return
     kept = {Path(folder).resolve() for folder in keep}
-    folders = [folder for folder in _by_age(output_dir) if not folder.name.startswith(".")]
+    folders = sorted((each for each in _by_age(output_dir) if not each.name.startswith(".")), key=order_of)
     removable = [folder for folder in folders if folder.resolve() not in kept]
     for folder in removable[: max(0, len(folders) - limit)]:
         try:

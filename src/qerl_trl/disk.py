@@ -1,15 +1,13 @@
-"""Room on the disk for what a run will write, and what is said when there is none left."""
+"""Room on the disk for a checkpoint, and the message where there is none left."""
 
 import errno
 import functools
-import math
 import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from . import checkpoint, preflight
@@ -25,42 +23,22 @@ _FULL_TEXT = re.compile(
 
 
 def check(trainer: OnlineTrainer) -> None:
-    """Whether the checkpoints of this run fit where they will be written.
-
+    """
     Raises:
-        `RuntimeError`: not even one does.
+        `RuntimeError`: not even one checkpoint of this run fits where it will be written.
     """
     args = trainer.args
-    if not args.should_save or args.output_dir is None:
-        return
-    one, count = _checkpoint_bytes(trainer), 1
-    if args.save_strategy != "no":
-        count = _checkpoints_kept(args)
-    preflight.tell(preflight.disk(Path(args.output_dir), one, count))
-
-
-def _checkpoint_bytes(trainer: OnlineTrainer) -> int:
-    args, sizes = trainer.args, model_bytes(trainer.accelerator.unwrap_model(trainer.model))
-    without_optimizer = not checkpoint.can_go_on(args)
-    return sizes.trained + (0 if without_optimizer else optimizer_bytes(str(args.optim), sizes))
-
-
-def _checkpoints_kept(args: TrainingArguments) -> int:
-    """As many as lie in the folder at a time, as far as the arguments say; an old one goes when the new one is whole."""
-    if args.save_total_limit:
-        return args.save_total_limit + 1
-    if args.save_strategy == "epoch":
-        return math.ceil(args.num_train_epochs)
-    if args.save_steps < 1:
-        return math.ceil(1 / args.save_steps)
-    return max(1, math.ceil(args.max_steps / args.save_steps))
+    if args.should_save and args.output_dir is not None:
+        sizes = model_bytes(trainer.accelerator.unwrap_model(trainer.model))
+        optimizer = optimizer_bytes(str(args.optim), sizes) if checkpoint.can_go_on(args) else 0
+        preflight.tell(preflight.disk(Path(args.output_dir), sizes.trained + optimizer))
 
 
 def full_is_named(method: Callable) -> Callable:
-    """A trainer's method that writes: where the disk is full it says so and what to do. A checkpoint that was begun is removed.
+    """A trainer's method that writes. Where the disk is full, a checkpoint that was begun is removed.
 
     Raises:
-        `OSError`: in place of what was raised.
+        `OSError`: the disk is full; names the last whole checkpoint and what to do.
     """
 
     @functools.wraps(method)
@@ -88,16 +66,9 @@ def _explained(trainer: Any, error: Exception) -> OSError:
     begun = folder / f"{PREFIX_CHECKPOINT_DIR}-{step}"
     if begun.is_dir() and not (begun / checkpoint.MANIFEST_NAME).is_file():
         checkpoint.discard(begun)
-    newest = trainer._saved
-    state = (
-        f"The last whole checkpoint is {newest}: the same command goes on from it"
-        if newest
-        else "No checkpoint is whole yet"
-    )
+    resume = f"resume with the same command from {trainer._saved}" if trainer._saved else "start again"
     return OSError(
         errno.ENOSPC,
-        f"There was no room to write step {step} to {folder} ({str(error).strip().splitlines()[0]}). "
-        f"{preflight.size_text(shutil.disk_usage(folder).free)} are free now, a checkpoint of this run takes "
-        f"{preflight.size_text(_checkpoint_bytes(trainer))}. Free space there (or raise the quota), or keep fewer checkpoints: "
-        f"save_total_limit=1, or, for a run that will not be resumed, save_only_model=True. {state}.",
+        f"There was no room to write step {step} to {folder}: {preflight.size_text(shutil.disk_usage(folder).free)} are free. Free space there, "
+        f"or keep fewer checkpoints (save_total_limit=1); then {resume}.",
     )

@@ -1,7 +1,6 @@
-"""Checks with teeth: what would silently stop learning, or damage weights, becomes an error or a warning by name and value.
+"""Checks of rewards, losses and gradients: what would stop learning, or damage weights, is an error before any weight changes.
 
-Errors come before any weight is changed. TRL's own meaning of a reward that is `None` or NaN (this function does not
-apply to this completion) is kept.
+TRL's meaning of a reward that is `None` or NaN (this function does not apply to this completion) is kept.
 """
 
 import asyncio
@@ -9,16 +8,13 @@ import functools
 import logging
 import math
 import numbers
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate import Accelerator
-from datasets import Dataset
 from torch import nn
-from transformers import PreTrainedTokenizerBase
 from transformers.trainer_utils import has_length
 from trl.trainer.utils import is_async_callable
 
@@ -60,29 +56,6 @@ def check_steps(args: Any, dataset: Any) -> None:
         )
 
 
-def warn_of_template(trainer: OnlineTrainer) -> None:
-    """Say that prompts end without what opens an answer in the chat template. Templates in which nothing does (Mistral's) are fine."""
-    tokenizer, dataset = trainer.processing_class, trainer.train_dataset
-    prompt = dataset[0]["prompt"] if isinstance(dataset, Dataset) else None
-    if (
-        not isinstance(tokenizer, PreTrainedTokenizerBase)
-        or not isinstance(prompt, list)
-        or prompt[-1]["role"] != "user"
-    ):
-        return
-    options: Any = trainer.args.chat_template_kwargs or {}
-    render: Callable[..., Any] = functools.partial(tokenizer.apply_chat_template, tokenize=False, **options)
-    asked, answer = render(prompt, add_generation_prompt=True), "Forty-two."
-    whole = render([*prompt, {"role": "assistant", "content": answer}])
-    opening = whole.removeprefix(asked).partition(answer)[0].strip()
-    if asked == render(prompt) and whole.startswith(asked) and opening:
-        logger.warning(
-            "The chat template ignores add_generation_prompt: prompts end without %r, which opens an answer, so the model has to write it. Add it to the "
-            "template (chat_template_path).",
-            opening,
-        )
-
-
 def checked_rewards(trainer: OnlineTrainer) -> list[Callable]:
     """The trainer's reward functions, each wrapped by [`checked_reward`]; reward models as they are."""
 
@@ -103,8 +76,7 @@ def reward_limit(trainer: OnlineTrainer) -> AbstractContextManager[None]:
 
 
 def checked_reward(function: Callable, name: str, timeout: float | None = None) -> Callable:
-    """Wrap a reward function (plain or async): it gets exactly what TRL passes, in lists of its own, because the next one is to grade what was
-    sampled, and what it returns is checked before TRL builds a tensor of it.
+    """Wrap a reward function (plain or async): what it returns is checked before TRL builds a tensor of it.
 
     Args:
         timeout: seconds that one call may take, `None` for no limit.
@@ -114,15 +86,20 @@ def checked_reward(function: Callable, name: str, timeout: float | None = None) 
         `ValueError`: wrong number of rewards, or one that is infinite or too large.
         `RuntimeError`: the function raised, or ([`RewardTimeout`]) did not return in time.
     """
-    warned: set[str] = set()
+    warned: list[int] = []
 
     def verified(rewards: Any, passed: dict[str, Any]) -> list[float | None]:
         per_completion = next((passed[key] for key in ("completions", "prompts") if key in passed), None)
         checked = check_rewards(rewards, name, per_completion)
-        for kind, text in _doubts(checked, name):
-            if kind not in warned:
-                warned.add(kind)
-                logger.warning(text)
+        nan = next((i for i, reward in enumerate(checked) if reward is not None and math.isnan(reward)), None)
+        if nan is not None and not warned:
+            warned.append(nan)
+            logger.warning(
+                "Reward function %r returned NaN for completion %d, which is left out as with None. Return None where the function does not apply, and "
+                "look for a 0/0 where it does.",
+                name,
+                nan,
+            )
         return checked
 
     if is_async_callable(function):
@@ -131,7 +108,7 @@ def checked_reward(function: Callable, name: str, timeout: float | None = None) 
         async def checked(*args, **kwargs):
             async def named():
                 try:
-                    return _computed(await function(*args, **_own_lists(kwargs)))
+                    return _computed(await function(*args, **kwargs))
                 except (Exception, SystemExit) as error:  # as a completion that a grader runs may say
                     raise _raised(name, error) from error
 
@@ -147,7 +124,7 @@ def checked_reward(function: Callable, name: str, timeout: float | None = None) 
         def checked(*args, **kwargs):
             try:
                 with deadline(timeout, lambda: _late(repr(name), timeout)):
-                    rewards = _computed(function(*args, **_own_lists(kwargs)))
+                    rewards = _computed(function(*args, **kwargs))
             except RewardTimeout:
                 raise
             except (Exception, SystemExit) as error:
@@ -157,53 +134,25 @@ def checked_reward(function: Callable, name: str, timeout: float | None = None) 
     return checked
 
 
-def _own_lists(passed: Any) -> Any:
-    """A copy of dictionaries and lists, of numbers only the outermost; everything else is itself."""
-    if type(passed) is dict:
-        return {key: _own_lists(value) for key, value in passed.items()}
-    if type(passed) is not list:
-        return passed
-    return passed.copy() if passed and type(passed[0]) in (int, str) else [_own_lists(value) for value in passed]
-
-
 def _computed(rewards: Any) -> Any:
-    """What a function returned, as a list: a generator or a `map` grades only now, so inside the limits of the call and under its name. What
-    [`check_rewards`] refuses as a whole is itself."""
-    if _why_no_list(rewards) is not None:
-        return rewards
-    try:
-        each = iter(rewards)
-    except TypeError:
-        return rewards
-    return [reward for reward in each]  # noqa: C416  (`list` would not be interrupted)
-
-
-def _why_no_list(rewards: Any) -> str | None:
-    """What makes rewards of something that can be iterated over, and is none for each completion."""
-    if isinstance(rewards, (Mapping, Set)):  # its keys, or its values in whatever order, would be taken for the rewards
-        return "which says of no number to which completion it belongs"
-    if isinstance(rewards, (str, bytes, bytearray, memoryview)):
-        return "of which every character or byte would be taken for a reward"
-    if hasattr(rewards, "columns"):  # of pandas, polars
-        return "of which the names of the columns, or the columns, would be taken for the rewards: return one of its columns"
-    return None
+    """A generator or a `map` grades only now, so inside the limits of the call."""
+    return [reward for reward in rewards] if isinstance(rewards, Iterator) else rewards  # noqa: C416  (`list` would not be interrupted)
 
 
 def _late(names: str, timeout: float | None) -> RewardTimeout:
     return RewardTimeout(
-        f"Reward function {names} did not return within reward_timeout={timeout:g} s. It hangs, or grades slowly: give what it calls "
-        "a time limit of its own, or raise reward_timeout (None for no limit). No weight was changed by this batch; resume from the "
-        "last checkpoint (resume_from_checkpoint=True)."
+        f"Reward function {names} did not return within reward_timeout={timeout:g} s. Give what it calls a time limit, or raise reward_timeout (None for "
+        "no limit), and resume from the last checkpoint."
     )
 
 
 def _raised(name: str, error: Exception | SystemExit) -> RuntimeError:
     text = (
-        f"Reward function {name!r} raised {type(error).__name__}{f': {error}' if str(error) else ''}. Repair it, or let it return None for a completion that it "
-        "cannot grade. No weight was changed by this batch; resume from the last checkpoint (resume_from_checkpoint=True)."
+        f"Reward function {name!r} raised {type(error).__name__}{f': {error}' if str(error) else ''}. Let it return None for a completion that it cannot "
+        "grade, and resume from the last checkpoint (resume_from_checkpoint=True)."
     )
     if isinstance(error, SystemExit):
-        text += " exit() was called, by code that it ran or by a handler of a signal: run code of a model in a process of its own."
+        text += " Something it ran called exit(): run code of a model in a process of its own."
     if "main thread" in str(error):
         text += (
             " Graders that set alarms work in the main thread only: turn their time limits off (reward_timeout stays)."
@@ -211,37 +160,10 @@ def _raised(name: str, error: Exception | SystemExit) -> RuntimeError:
     return RuntimeError(text)
 
 
-def _doubts(rewards: list[float | None], name: str) -> list[tuple[str, str]]:
-    """Kind and text of what is legal, and rarely meant."""
-    found = []
-    numbers_only = np.array([reward for reward in rewards if reward is not None])
-    if np.isnan(numbers_only).any():
-        index = next(i for i, reward in enumerate(rewards) if reward is not None and math.isnan(reward))
-        found.append(
-            (
-                "nan",
-                f"Reward function {name!r} returned NaN for completion {index}. NaN counts as None: the completion is left out of what "
-                "is learned. Return None where the function does not apply, and look for a 0/0 where it does.",
-            )
-        )
-    numbers_only = numbers_only[~np.isnan(numbers_only)]
-    differ = len(numbers_only) and np.ptp(numbers_only) > 1e-12 * np.abs(numbers_only).max()
-    if differ and np.ptp(numbers_only.astype(np.float32)) == 0:
-        found.append(
-            (
-                "digits",
-                f"Reward function {name!r} returned values that differ, all about {numbers_only[0]:.9g}, and are equal in float32, "
-                "in which TRL computes: nothing is learned from them. Subtract what they have in common, or scale the rewards.",
-            )
-        )
-    return found
-
-
 def _refuse_if_large(reward: float, what: str) -> None:
     if abs(reward) > LARGEST_REWARD:
         raise ValueError(
-            f"{what}. Beyond {LARGEST_REWARD:g} the statistics of a group overflow in float32: every advantage becomes zero, or the "
-            "weights infinite. Scale the reward to about 1, clip it, or return None where it is undefined."
+            f"{what}. Beyond {LARGEST_REWARD:g} the statistics of a group overflow in float32. Scale the reward to about 1, or clip it."
         )
 
 
@@ -251,17 +173,18 @@ def check_rewards(rewards, name: str, completions: Sequence | None) -> list[floa
     Args:
         completions: what was graded, `None` where the function was given nothing with one entry per completion.
     """
-    if (why := _why_no_list(rewards)) is not None:
-        raise TypeError(
-            f"Reward function {name!r} returned a {type(rewards).__name__}, {why}. It must return a list with one number (or None) per completion, "
-            "in their order."
+    try:  # the latter are frames of pandas and polars
+        listed = (
+            None if isinstance(rewards, Mapping | Set | str | bytes) or hasattr(rewards, "columns") else list(rewards)
         )
-    try:
-        rewards = list(rewards)
-    except TypeError as error:
+    except TypeError:
+        listed = None
+    if listed is None:
         raise TypeError(
-            f"Reward function {name!r} returned {rewards!r}. It must return a list with one number (or None) per completion."
-        ) from error
+            f"Reward function {name!r} returned {repr(rewards)[:60]} ({type(rewards).__name__}). It must return a list with one number (or None) per "
+            "completion, in their order."
+        )
+    rewards = listed
     if completions is None:
         completions = [""] * len(rewards)
     if len(rewards) != len(completions):
@@ -271,9 +194,7 @@ def check_rewards(rewards, name: str, completions: Sequence | None) -> list[floa
         )
     checked: list[float | None] = []
     for index, reward in enumerate(rewards):
-        if reward is np.ma.masked:
-            reward = None
-        elif not isinstance(reward, numbers.Number) and math.prod(getattr(reward, "shape", (0,))) == 1:
+        if not isinstance(reward, numbers.Number) and math.prod(getattr(reward, "shape", (0,))) == 1:
             reward = reward.item()  # one number as a tensor or array
         if reward is not None and not isinstance(reward, numbers.Real):
             raise TypeError(
@@ -286,13 +207,12 @@ def check_rewards(rewards, name: str, completions: Sequence | None) -> list[floa
         of = f"for completion {index}: {_excerpt(completions[index])}"
         try:
             value = float(reward)
-        except OverflowError:  # of an int or a fraction, which may have more digits than can be shown
-            _refuse_if_large(math.inf, f"Reward function {name!r} returned a number beyond 1e308 {of}")
-            raise
+        except OverflowError:  # of an int or a fraction
+            value = math.inf
         if math.isinf(value):
             raise ValueError(
-                f"Reward function {name!r} returned {reward} {of}. One infinite reward makes every advantage of its group NaN. Clip the reward, "
-                "or return None where it is undefined."
+                f"Reward function {name!r} returned {value} {of}. One infinite reward makes every advantage of its group NaN. Clip the reward, or return "
+                "None where it is undefined."
             )
         _refuse_if_large(value, f"Reward function {name!r} returned {reward} {of}")
         checked.append(value)

@@ -1,19 +1,13 @@
-"""Whether a run can work on this machine, asked before it costs anything: packages, GPU, shared memory, disk.
+"""Whether a run can work on this machine, asked before a model is loaded: packages, GPU, shared memory, disk.
 
-`qerl-trl doctor` prints what is found, [`check`] refuses or warns at the start of training. Facts are read when they are
-asked for; nothing is contacted, and no check takes longer than reading the metadata of the installed packages, but for
-[`vllm_problems`], which imports vLLM in another process, for seconds. `doctor` always asks it; a run does where no import of these
-versions was noted to work.
+`qerl-trl doctor` prints what is found, [`check`] refuses or warns at the start of training. Nothing is contacted.
 """
 
 import dataclasses
-import hashlib
 import importlib.metadata
 import importlib.util
-import json
 import logging
 import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -26,7 +20,6 @@ import torch
 from packaging.version import Version
 from transformers.utils import is_flash_linear_attention_available
 
-from . import checkpoint
 from .nvfp4 import linear
 from .rollout.vllm import plugin
 
@@ -68,13 +61,6 @@ def check(args: "TrainingArguments") -> None:
         found += gpu()
     if args.world_size > 1 or args.dataloader_num_workers > 0:
         found += shared_memory()
-    if (
-        getattr(args, "use_vllm", False)
-        and getattr(args, "vllm_mode", "") == "colocate"
-        and args.local_process_index == 0
-    ):
-        # one that is missing or untested is refused by name when the engine's options are looked at
-        found += [problem for problem in _vllm_unless_known() if problem.fatal]
     tell(found)
 
 
@@ -84,9 +70,6 @@ def tell(problems: list[Problem]) -> None:
         raise RuntimeError(" ".join(map(str, fatal)))
     for problem in problems:
         logger.warning("%s", problem)
-
-
-# --- what is looked at ------------------------------------------------------------------------------------------------------------
 
 
 def untested(use_vllm: bool = True) -> list[Problem]:
@@ -108,70 +91,47 @@ def gpu() -> list[Problem]:
     if not torch.cuda.is_available():
         reason = _why_no_cuda()
         if "too old" in reason:
+            what = f"PyTorch {torch.__version__} needs a newer NVIDIA driver: {reason}"
             return [
-                Problem(
-                    f"PyTorch {torch.__version__} needs a newer NVIDIA driver than this machine has: {reason}",
-                    "Update the driver, or install a PyTorch that is built for an older CUDA.",
-                    fatal=True,
-                )
+                Problem(what, "Update the driver, or install a PyTorch that is built for an older CUDA.", fatal=True)
             ]
-        return [
-            Problem(
-                f"No CUDA GPU: {reason}. On the CPU everything is slow.",
-                "The embedded example is made for that (qerl-trl train --config embedded). If this machine has a GPU, look at nvidia-smi "
-                "and CUDA_VISIBLE_DEVICES, and install a PyTorch for CUDA.",
-            )
-        ]
+        remedy = (
+            "If this machine has a GPU, look at nvidia-smi and CUDA_VISIBLE_DEVICES, and install a PyTorch for CUDA."
+        )
+        return [Problem(f"No CUDA GPU: {reason}. On the CPU everything is slow.", remedy)]
     name, (major, minor) = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
     if major < 8:
-        return [
-            Problem(
-                f"{name} has compute capability {major}.{minor}, without bf16 matrix units.",
-                "Use a GPU of the Ampere generation (8.0) or newer.",
-                fatal=True,
-            )
-        ]
+        what = f"{name} has compute capability {major}.{minor}, without bf16 matrix units."
+        return [Problem(what, "Use a GPU of the Ampere generation (8.0) or newer.", fatal=True)]
     built = torch.cuda.get_arch_list()
     if built and not any(_runs(code, major, minor) for code in built):
-        return [
-            Problem(
-                f"PyTorch {torch.__version__} has no machine code for {name} (compute capability {major}.{minor}), only {', '.join(built)}.",
-                "Install a PyTorch that is built for a CUDA which knows this GPU.",
-                fatal=True,
-            )
-        ]
+        what = f"PyTorch {torch.__version__} has no machine code for {name} (compute capability {major}.{minor}), only {', '.join(built)}."
+        return [Problem(what, "Install a PyTorch that is built for a CUDA which knows this GPU.", fatal=True)]
     device = torch.device("cuda", torch.cuda.current_device())
     if linear.kernels_for(device) is None:
+        what = f"No kernels for 4-bit layers, each product decodes its whole weight: {linear.describe(device)}."
         return [
-            Problem(
-                f"No kernels for 4-bit layers, each product decodes its whole weight: {linear.describe(device)}.",
-                "pip install -U triton (a PyTorch for CUDA brings it); other base formats do not need it.",
-            )
+            Problem(what, "pip install -U triton (a PyTorch for CUDA brings it); other base formats do not need it.")
         ]
     return []
 
 
 def delta_nets() -> list[Problem]:
-    """What transformers computes updates of gated delta nets with on this GPU. Its reference code is plain PyTorch in float32."""
+    """Whether flash-linear-attention computes gated delta nets on this GPU; transformers' reference code is plain PyTorch in float32."""
     if not torch.cuda.is_available():
         return []
     refuses = _triton_that_is_wrong()
-    package = "'flash-linear-attention[tilelang]'" if refuses else "flash-linear-attention"
     if not is_flash_linear_attention_available():
-        return [
-            Problem(
-                "flash-linear-attention is missing: updates of gated delta nets (Qwen3.5, Qwen3-Next) are computed by transformers' reference "
-                "code in float32, which it calls more than ten times slower, and such a layer keeps about three times the activations.",
-                f"pip install {package} (on a GPU, beside the PyTorch and Triton that are there; nothing is compiled).",
-            )
-        ]
+        package = "'flash-linear-attention[tilelang]'" if refuses else "flash-linear-attention"
+        what = (
+            "flash-linear-attention is missing: gated delta nets (Qwen3.5, Qwen3-Next) are computed in float32, more than ten times slower and with "
+            "about three times the activations."
+        )
+        return [Problem(what, f"pip install {package}.")]
     if refuses and importlib.util.find_spec("tilelang") is None:
+        what = f"flash-linear-attention refuses the backward pass of gated delta nets with {refuses} on a Hopper GPU, which computes it wrong."
         return [
-            Problem(
-                f"flash-linear-attention refuses the backward pass of gated delta nets with {refuses}, which computes it wrong on a GPU of the Hopper generation.",
-                "pip install tilelang, which it takes instead, or a Triton of 3.7.1 or newer with the PyTorch that wants it.",
-                fatal=True,
-            )
+            Problem(what, "pip install tilelang, or Triton 3.7.1 or newer with the PyTorch that wants it.", fatal=True)
         ]
     return []
 
@@ -214,13 +174,8 @@ def shared_memory() -> list[Problem]:
         return []
     if total >= _LEAST_SHARED_MEMORY:
         return []
-    return [
-        Problem(
-            f"{_SHARED_MEMORY} has only {total / 2**20:.0f} MiB: several processes of a run exchange data there, and end with a bus error or "
-            "an error of NCCL when it is full.",
-            "Start the container with --shm-size=8g (or --ipc=host).",
-        )
-    ]
+    what = f"{_SHARED_MEMORY} has only {total / 2**20:.0f} MiB, in which several processes exchange data; they end with a bus error when it is full."
+    return [Problem(what, "Start the container with --shm-size=8g (or --ipc=host).")]
 
 
 def free_bytes(folder: Path) -> int:
@@ -230,46 +185,25 @@ def free_bytes(folder: Path) -> int:
 
 
 def room(folder: Path) -> list[Problem]:
-    """Where no run says what it will write: room for a merged 7B model."""
-    free = free_bytes(folder)
-    if free >= _MERGED_7B:
+    """Room for a merged 7B model, where no run says what it will write."""
+    if (free := free_bytes(folder)) >= _MERGED_7B:
         return []
-    return [
-        Problem(
-            f"{folder} has {size_text(free)} free, and a merged 7B model takes {size_text(_MERGED_7B)}.",
-            "Free space, or choose another folder.",
-        )
-    ]
+    what = f"{folder} has {size_text(free)} free, and a merged 7B model takes {size_text(_MERGED_7B)}."
+    return [Problem(what, "Free space, or choose another folder.")]
 
 
-def disk(folder: Path, one: int, count: int = 1) -> list[Problem]:
-    """Room for `count` checkpoints of `one` bytes each in `folder`, which need not be there yet."""
-    free = free_bytes(folder)
-    if free >= one * count:
+def disk(folder: Path, one: int) -> list[Problem]:
+    """Room for one checkpoint of `one` bytes in `folder`, which need not be there yet."""
+    if (free := free_bytes(folder)) >= one:
         return []
-    if free < one:
-        return [
-            Problem(
-                f"output_dir={str(folder)!r} has {size_text(free)} free, and one checkpoint of this run takes {size_text(one)}.",
-                "Free space, or choose an output_dir on another disk; a smaller rank makes checkpoints smaller, and so does save_only_model=True, from which no run can go on.",
-                fatal=True,
-            )
-        ]
-    keep = free // one - 1
-    limit = f"Set save_total_limit={keep}, or choose" if keep >= 1 else "Choose"
-    return [
-        Problem(
-            f"output_dir={str(folder)!r} has {size_text(free)} free, and this run's {count} checkpoints of {size_text(one)} take {size_text(one * count)}.",
-            f"{limit} an output_dir on another disk.",
-        )
-    ]
+    what = (
+        f"output_dir={str(folder)!r} has {size_text(free)} free, and one checkpoint of this run takes {size_text(one)}."
+    )
+    return [Problem(what, "Free space, or choose an output_dir on another disk.", fatal=True)]
 
 
 def size_text(count: int) -> str:
     return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
-
-
-# --- vLLM -------------------------------------------------------------------------------------------------------------------------
 
 
 def vllm_problems() -> list[Problem]:
@@ -278,25 +212,15 @@ def vllm_problems() -> list[Problem]:
         plugin.check_vllm_version()
     except ImportError as error:
         return [Problem(str(error), "Rollouts use transformers until then, several times slower.")]
-    command = [sys.executable, "-m", "qerl_trl.rollout.vllm.imported"]
+    command, environment = (
+        [sys.executable, "-m", "qerl_trl.rollout.vllm.imported"],
+        {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"},
+    )
     try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=_VLLM_IMPORT_SECONDS,
-            env={**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"},
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_VLLM_IMPORT_SECONDS, env=environment)
     except subprocess.TimeoutExpired:
-        return [
-            Problem(
-                f"Importing vLLM takes more than {_VLLM_IMPORT_SECONDS} s.",
-                "Look at the disk that it lies on.",
-                fatal=True,
-            )
-        ]
+        return [Problem(f"Importing vLLM takes more than {_VLLM_IMPORT_SECONDS} s.", "Look at its disk.", fatal=True)]
     if done.returncode == 0:
-        note_vllm()
         return []
     lines = [line for line in done.stderr.splitlines() if line.strip()]
     reason = lines[-1] if done.returncode == 1 and lines else f"the process ended with {done.returncode}"
@@ -304,34 +228,6 @@ def vllm_problems() -> list[Problem]:
     text = reason if reason.startswith("vLLM") else str(plugin.broken_vllm(reason))
     what, _, remedy = text.partition(". ")
     return [Problem(f"{what}.", remedy, fatal=True)]
-
-
-def _vllm_unless_known() -> list[Problem]:
-    """[`vllm_problems`], unless the same versions were imported here before."""
-    note, versions = _vllm_note()
-    with suppress(OSError, ValueError):  # not there, or damaged
-        if json.loads(note.read_text()) == versions:
-            return []
-    return vllm_problems()
-
-
-def note_vllm() -> None:
-    """Runs in this environment need not try the import again."""
-    note, versions = _vllm_note()
-    with suppress(OSError):  # a home that cannot be written to: the next start imports again
-        note.parent.mkdir(parents=True, exist_ok=True)
-        checkpoint.write_json_atomically(note, versions)
-
-
-def _vllm_note() -> tuple[Path, dict[str, str]]:
-    """Where it is noted that these versions work together, one file per environment, and what it then says."""
-    from qerl_nvfp4 import measured
-
-    versions = {"environment": sys.prefix, "python": platform.python_version(), "torch": torch.__version__}
-    with suppress(ImportError):
-        versions["vllm"] = plugin.installed_version()
-    digest = hashlib.sha256(sys.prefix.encode()).hexdigest()[:12]
-    return measured.folder() / f"vllm-imported-{digest}.json", versions
 
 
 @contextmanager

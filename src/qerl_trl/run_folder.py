@@ -34,10 +34,10 @@ _locks: dict[str, int] = {}
 
 
 def lock(output_dir: str | os.PathLike) -> None:
-    """Keep other processes from training into `output_dir` for as long as this one lives. A second call changes nothing.
+    """Keep other processes from training into `output_dir` as long as this one lives. A second call changes nothing.
 
     Raises:
-        `RuntimeError`: another process has it; says which. Where the file system has no locks there is a warning instead.
+        `RuntimeError`: another process has it. Where the file system has no locks there is a warning instead.
     """
     folder = Path(output_dir).resolve()
     if str(folder) in _locks:
@@ -45,29 +45,20 @@ def lock(output_dir: str | os.PathLike) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o644)
-    except OSError as error:
-        logger.warning("%s cannot be locked against a second run (%s).", folder, error)
-        return
-    try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        holder = os.read(descriptor, 1000).decode(errors="replace").strip() or "an unknown process"
+        holder = (folder / LOCK_NAME).read_text(errors="replace").strip() or "an unknown process"
         os.close(descriptor)
         raise RuntimeError(
-            f"Another run is writing to {folder}: {holder}. Two runs in one folder would overwrite each other's checkpoints. Wait until it "
-            "has ended, end it, or choose another output_dir."
+            f"Another run is writing to {folder}: {holder}. Wait for its end, or choose another output_dir."
         ) from error
     except OSError as error:  # a network file system without locks
-        os.close(descriptor)
         logger.warning(
-            "The file system of %s has no locks (%s): nothing stops a second run from writing there. Give each run an output_dir of its own.",
-            folder,
-            error,
+            "%s cannot be locked against a second run (%s). Give each run an output_dir of its own.", folder, error
         )
         return
     os.ftruncate(descriptor, 0)
     os.write(descriptor, f"process {os.getpid()} on {platform.node()} since {time.strftime('%F %T %Z')}\n".encode())
-    os.fsync(descriptor)  # other machines of the run look for it ([`holder`])
     _locks[str(folder)] = descriptor
 
 
@@ -77,16 +68,8 @@ def lock_for(args: TrainingArguments) -> None:
         lock(args.output_dir)
 
 
-def holder(output_dir: str | os.PathLike | None) -> str | None:
-    """What the process that holds the folder wrote of itself there; `None` where nothing is seen of it."""
-    try:
-        return Path(output_dir or ".", LOCK_NAME).read_text(errors="replace") or None
-    except OSError:
-        return None
-
-
 def _forget_locks() -> None:
-    """In a forked child, which would keep them beyond its parent's death."""
+    """In a forked child, which would hold them after its parent's death."""
     while _locks:
         os.close(_locks.popitem()[1])
 
@@ -94,28 +77,16 @@ def _forget_locks() -> None:
 os.register_at_fork(after_in_child=_forget_locks)
 
 
-# --- whose it is ------------------------------------------------------------------------------------------------------------------
-
-
 def resumable(output_dir: str | os.PathLike) -> str | None:
-    """What a run in `output_dir` goes on from: its newest whole checkpoint, or the folder itself where the run came to another step after that
-    (it has ended, and keeps no checkpoints); `None` for a fresh start."""
-    newest = checkpoint.last_checkpoint(output_dir)
-    folder = Path(output_dir)
+    """What a run in `output_dir` is resumed from: its newest whole checkpoint, or the folder itself where the run has saved a later step there;
+    `None` for a fresh start."""
+    newest, folder = checkpoint.last_checkpoint(output_dir), Path(output_dir)
     ended = checkpoint.recorded_run(folder).get("global_step", -1)
-    if ended < 0 or not (folder / TRAINER_STATE_NAME).is_file() or not _is_after(folder, ended, newest):
+    if ended < 0 or not (folder / TRAINER_STATE_NAME).is_file():
+        return newest
+    if newest is not None and (checkpoint.order_of(folder) < checkpoint.order_of(newest) or ended == step_of(newest)):
         return newest
     return newest if checkpoint.problems(folder) else str(folder)
-
-
-def _is_after(folder: Path, ended: int, newest: str | None) -> bool:
-    """Whether what lies in a run's folder itself, of step `ended`, was reached after its newest checkpoint."""
-    if newest is None:
-        return True
-    order, before = checkpoint.order_of(folder), checkpoint.order_of(newest)
-    if order and before:
-        return order > before and ended != step_of(newest)
-    return ended > step_of(newest) and order >= before  # of an older version
 
 
 def to_resume(resume_from_checkpoint: str | bool | None, output_dir: str | os.PathLike) -> str | None:
@@ -125,11 +96,9 @@ def to_resume(resume_from_checkpoint: str | bool | None, output_dir: str | os.Pa
         `ValueError`: there is none in `output_dir`, or the one that was named is damaged, or no checkpoint at all.
     """
     if resume_from_checkpoint is True:
-        newest = resumable(output_dir)
-        if newest is None:
+        if (newest := resumable(output_dir)) is None:
             raise ValueError(
-                f"resume_from_checkpoint=True, but there is no whole checkpoint in {output_dir}. Start without it, or give the path "
-                "of a checkpoint."
+                f"resume_from_checkpoint=True, but there is no whole checkpoint in {output_dir}. Leave it out, or name a checkpoint."
             )
         return newest
     if not resume_from_checkpoint:
@@ -137,14 +106,10 @@ def to_resume(resume_from_checkpoint: str | bool | None, output_dir: str | os.Pa
     checkpoint.verify(resume_from_checkpoint)
     kind = checkpoint.recorded_run(resume_from_checkpoint).get("kind")
     if kind is not None or not Path(resume_from_checkpoint, TRAINER_STATE_NAME).is_file():
-        what = (
-            f"an export ({kind}), which holds no state of a trainer"
-            if kind
-            else f"no checkpoint: it has no {TRAINER_STATE_NAME}"
-        )
+        what = f"an export ({kind})" if kind else f"no checkpoint: it has no {TRAINER_STATE_NAME}"
         raise ValueError(
-            f"resume_from_checkpoint={str(resume_from_checkpoint)!r} is {what}. To go on with a run, name its checkpoint-<step>, or True for the newest "
-            "in output_dir. To begin a new run from an adapter, pass the model with it: qerl_trl.load_adapter(model, folder, is_trainable=True)."
+            f"resume_from_checkpoint={str(resume_from_checkpoint)!r} is {what}. Name a checkpoint-<step>, or True for the newest in output_dir. "
+            "To train its adapter in a new run: model=qerl_trl.load_adapter(model, folder, is_trainable=True)."
         )
     return resume_from_checkpoint
 
@@ -155,70 +120,54 @@ def step_of(folder: str | os.PathLike) -> int:
 
 
 def settle(output_dir: str | os.PathLike, resume: str | None, settings: Mapping[str, Any], allowed: bool) -> list[str]:
-    """Compare `settings` with those of the run that is continued, or of the one whose folder a new run would take.
+    """Compare `settings` with those of the run that is resumed, or of the one whose folder a new run would take.
 
     Returns:
         Differences that `allowed` (`allow_other_settings`) let pass, one line each, with those of earlier times.
 
     Raises:
-        `ValueError`: the folder, or the checkpoint, belongs to a run with other settings. Of a folder that another checkpoint than one of its own
-            is continued in, `allowed` lets nothing pass: its files are those of the other run.
+        `ValueError`: the folder, or the checkpoint, belongs to a run with other settings. Where the checkpoint lies elsewhere, `allowed` lets
+            nothing pass for the folder: its files are those of another run.
     """
     elsewhere = resume is None or not _lies_in(resume, output_dir)
-    # beside a checkpoint of its own an adapter of the same run may lie, as it was pushed; what has changed since is told below
+    # next to its checkpoints a run's adapter may lie, as it was pushed
     own = None if resume is None else settings if elsewhere else checkpoint.recorded_settings(Path(resume))
     if (kind := _others_export(output_dir, own)) is not None:
         raise ValueError(
-            f"output_dir={str(output_dir)!r} holds an export ({kind}), which this run would replace when it is saved. Choose another output_dir, or "
-            "move the export elsewhere."
+            f"output_dir={str(output_dir)!r} holds an export ({kind}), which this run would replace. Choose another output_dir, or move the export."
         )
     source = _owner(Path(output_dir)) if elsewhere else None
-    if elsewhere and source is None and (unknown := _unsealed(Path(output_dir))):
-        logger.warning(
-            "output_dir=%s holds checkpoints of which no %s says whose they are: %s. Another trainer wrote them, or a run that was killed meanwhile. "
-            "This one writes its own in their place, and with save_total_limit removes them: choose another output_dir if they are needed.",
-            output_dir,
-            checkpoint.MANIFEST_NAME,
-            ", ".join(unknown),
-        )
     if source is not None:
         there = identity.differences(checkpoint.recorded_settings(source), settings)
         if there.refused:
             raise ValueError(
-                f"output_dir={str(output_dir)!r} belongs to a run with other settings, whose files a new run would mix with its own: "
-                f"{'; '.join(there.refused)}. Choose another output_dir, or remove this one (qerl-trl train: --overwrite)."
+                f"output_dir={str(output_dir)!r} belongs to a run with other settings: {'; '.join(there.refused)}. Choose another output_dir, or "
+                "remove this one (qerl-trl train: --overwrite)."
             )
     source = Path(resume) if resume is not None else source
     then = checkpoint.recorded_settings(source) if source is not None else {}
     found = identity.differences(then, settings)
-    changed = list(then.get("changed", []))
     if found.refused and not allowed:
         raise ValueError(
-            f"{resume} belongs to a run with other settings: {'; '.join(found.refused)}. To train with the new ones, choose another output_dir; to go on from it "
-            "all the same, as another run than was begun, set allow_other_settings=True (--allow_other_settings true)."
+            f"{resume} belongs to a run with other settings: {'; '.join(found.refused)}. Choose another output_dir for a new run, or set "
+            "allow_other_settings=True to resume with the new settings."
         )
-    if resume is not None and not elsewhere and (newer := checkpoint.newer_than(resume)):
+    for line in found.reported + found.refused:
+        logger.warning("Resuming %s with other settings: %s", source, line)
+    if resume is None:
+        if source is not None:
+            logger.warning(
+                "output_dir=%s holds this run already, and it starts over. Pass resume_from_checkpoint=True to resume it.",
+                output_dir,
+            )
+        return []
+    if "dataset_sha256" not in settings:
         logger.warning(
-            "Going back to %s. Newer ones lie beside it: %s. Until this run has saved one of its own, resume_from_checkpoint=True means the newest of them.",
+            "The training data are streamed, so they cannot be compared with those of %s. Load them as a Dataset to resume exactly.",
             resume,
-            ", ".join(newer),
         )
     written = [line for line in found.reported if line.startswith(identity.SOURCES)]
-    for line in found.reported + found.refused:
-        logger.warning("Going on from %s with other settings: %s", source, line)
-    if resume is not None and "dataset_sha256" not in settings:
-        logger.warning(
-            "The training data are streamed, so nothing says whether they are those that %s was trained on: they are taken on trust. And transformers "
-            "finds the place in their first pass alone: a run that had begun a second one goes on with other prompts than it would have had. "
-            "Load them as a Dataset to go on exactly.",
-            resume,
-        )
-    if source is not None and resume is None:
-        logger.warning(
-            "output_dir=%s holds this run already, and it starts over: pass resume_from_checkpoint=True to go on instead.",
-            output_dir,
-        )
-    return list(dict.fromkeys([*changed, *written, *found.refused])) if resume is not None else []
+    return list(dict.fromkeys([*then.get("changed", []), *written, *found.refused]))
 
 
 def clear(output_dir: str | os.PathLike, settings: Mapping[str, Any], names: Iterable[str]) -> None:
@@ -235,11 +184,10 @@ def clear(output_dir: str | os.PathLike, settings: Mapping[str, Any], names: Ite
 
 
 def require_own(folder: str | os.PathLike, settings: Mapping[str, Any], changed: Iterable[str] = ()) -> None:
-    """Before a run saves what it has come to: nothing of another run lies there, which it would replace. Of its own folder [`settle`] looked at its
-    start, and something may have been saved there meanwhile.
+    """Before a run saves its result: nothing of another run lies in the folder, which it would replace.
 
     Args:
-        changed: what was allowed to be another setting on the way.
+        changed: differences of settings that were allowed.
 
     Raises:
         `ValueError`: there is.
@@ -249,27 +197,24 @@ def require_own(folder: str | os.PathLike, settings: Mapping[str, Any], changed:
     then = checkpoint.recorded_settings(source) if source is not None else {}
     if refused := [line for line in identity.differences(then, settings).refused if line not in changed]:
         raise ValueError(
-            f"{folder} holds what a run with other settings has saved, and it would be replaced: {'; '.join(refused)}. Save this one in another "
-            "folder: save_model('<folder>'). Give each run an output_dir of its own."
+            f"{folder} holds the result of a run with other settings: {'; '.join(refused)}. Save this one in another folder: save_model('<folder>')."
         )
 
 
 def require_no_export(
     folder: str | os.PathLike, settings: Mapping[str, Any] | None = None, changed: Iterable[str] = ()
 ) -> None:
-    """Before a run saves what it has come to: no export lies there.
+    """Before a run saves its result: no export lies in the folder.
 
     Args:
-        settings: of the run, whose own adapter may lie there, as a repository that it was pushed to has it beside its checkpoint.
-        changed: what was allowed to be another setting on the way.
+        settings: of the run, whose own adapter may lie there, as it was pushed.
+        changed: differences of settings that were allowed.
 
     Raises:
         `ValueError`: one does.
     """
     if (kind := _others_export(folder, settings, changed)) is not None:
-        raise ValueError(
-            f"{folder} holds an export ({kind}), and it would be replaced. Save this run in another folder: save_model('<folder>')."
-        )
+        raise ValueError(f"{folder} holds an export ({kind}). Save this run in another folder: save_model('<folder>').")
 
 
 def _others_export(
@@ -280,11 +225,6 @@ def _others_export(
     if kind != "adapter" or settings is None or "settings_sha256" not in then:
         return kind
     return kind if set(identity.differences(then, settings).refused) - {*changed} else None
-
-
-def _unsealed(output_dir: Path) -> list[str]:
-    folders = (path for path in output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if (path / TRAINER_STATE_NAME).is_file())
-    return sorted(path.name for path in folders if not (path / checkpoint.MANIFEST_NAME).is_file())
 
 
 def _lies_in(resume: str, output_dir: str | os.PathLike) -> bool:
@@ -306,17 +246,13 @@ def _owner(output_dir: Path) -> Path | None:
     if own.is_file() and not readable:
         wrong = "; ".join(checkpoint.problems(output_dir)) or "it says nothing of the run"
         raise ValueError(
-            f"output_dir={str(output_dir)!r} holds what a run has saved, and {checkpoint.MANIFEST_NAME} there does not say which run ({wrong}): a "
-            "new one would overwrite it. Choose another output_dir, or remove this one if it is not needed any more."
+            f"output_dir={str(output_dir)!r} holds the result of an unknown run ({wrong}). Choose another output_dir, or remove this one."
         )
     return max(readable, key=_age, default=None)
 
 
 def _age(folder: Path) -> tuple[int, int]:
     return checkpoint.order_of(folder), (folder / checkpoint.MANIFEST_NAME).stat().st_mtime_ns
-
-
-# --- the seal ---------------------------------------------------------------------------------------------------------------------
 
 
 @contextmanager

@@ -1,6 +1,5 @@
 """What a run leaves behind, and how it goes on from there: whole checkpoints, the same trajectory, a finished run that stays finished."""
 
-import copy
 import logging
 import math
 import os
@@ -21,7 +20,7 @@ from transformers.trainer_utils import SaveStrategy, TrainOutput
 from . import checkpoint, disk, forward, guards, loading, lora, reference, run_folder, unchanged
 from .base_identity import base_sha256, take_embeddings
 from .ended import goes_on, told_of_exits
-from .identity import AT_BUILD, RunSettings, run_settings, undo_edits
+from .identity import RunSettings, run_settings
 from .processes import load_to_numbered_cpus, settled_together, share_requests
 from .publishing import PublishingMixin
 from .rollout.engine import RolloutError
@@ -41,6 +40,8 @@ class SavingMixin(PublishingMixin):
     _saved: str | None = None
     #: checkpoint that the parent wants to push, not sealed yet
     _unpushed: str | None = None
+    #: settings when the training began, `None` before
+    _settings: RunSettings | None = None
     #: settings that were allowed to change on the way
     _changed: tuple[str, ...] = ()
     #: whether a step has ended and is being logged, evaluated and saved
@@ -59,19 +60,12 @@ class SavingMixin(PublishingMixin):
     _saved_here: bool = False
     #: of what the run goes on from ([`checkpoint.order_of`])
     _order: int = 0
-    #: optimizer and scheduler that were there before this trainer made its own
-    _given: dict[str, Any] | None = None
 
     def note_what_was_taken(self) -> None:
         """Once, when the parent's constructor has run."""
-        self._saves, given = SaveBetweenRollouts(self), vars(self.args)
-        self.at_build = {name: copy.copy(value) for name, value in given.items() if AT_BUILD.fullmatch(name)}
-
-    def given_optimizers(self) -> dict[str, Any]:
-        """The optimizer and the scheduler that were given ready, by the trainer's names of them."""
-        if self._given is not None:
-            return self._given
-        return {name: value for name in ("optimizer", "lr_scheduler") if (value := getattr(self, name)) is not None}
+        self._saves = SaveBetweenRollouts(self)
+        given = {name: getattr(self, name) for name in ("optimizer", "lr_scheduler")}
+        self.given_optimizers = {name: type(value).__qualname__ for name, value in given.items() if value is not None}
 
     def to_resume(self) -> str | None:
         """The checkpoint to resume from: what the arguments name, else the newest whole one in `output_dir`; `None` for a fresh start. Raises
@@ -84,7 +78,8 @@ class SavingMixin(PublishingMixin):
         if resume is not None and not self.is_fsdp_enabled and take_embeddings(model, resume):
             self.base_sha256 = base_sha256(model)
         allowed = self.args.allow_other_settings
-        self._changed = tuple(run_folder.settle(self._output_dir(), resume, run_settings(self), allowed))
+        self._settings = run_settings(self)
+        self._changed = tuple(run_folder.settle(self._output_dir(), resume, self._settings, allowed))
         return resume
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
@@ -98,22 +93,15 @@ class SavingMixin(PublishingMixin):
         loading.finish(model := self.accelerator.unwrap_model(self.model))
         loading.check_identity(model.get_base_model() if is_peft_model(model) else model, self.base_sha256)
         forward.compare_base(model)
-        unchanged.check_scales(model)
-        undo_edits(self)
         if self.args.device.index is not None and self.args.device.type == "cpu":
             load_to_numbered_cpus()
-        self._given, trained_before = self.given_optimizers(), self.state.global_step
+        trained_before = self.state.global_step
         resume = settled_together(
-            self.accelerator, lambda: self._settled(resume_from_checkpoint), lambda: run_settings(self)
+            self.accelerator, lambda: self._settled(resume_from_checkpoint), lambda: cast(RunSettings, self._settings)
         )
         if resume is None and trained_before:  # the parent counts from 0 again, with the weights as they are
-            line = (
-                f"weights: the {trained_before} steps of an earlier train() of the same trainer were in them at step 0"
-            )
-            logger.warning(
-                "This training does not begin with the model's own weights: %s. Build a new trainer for a fresh start.",
-                line,
-            )
+            line = f"weights: trained for {trained_before} steps by an earlier train() of the same trainer"
+            logger.warning("This training starts from trained weights (%s). Build a new trainer for a fresh start.", line)
             self._changed = (*self._changed, line)
         self._resumed, self._saved, self._best = None, resume, None
         self._saves.begin()
@@ -121,8 +109,7 @@ class SavingMixin(PublishingMixin):
         if resume is not None:
             self._resumed = TrainerState.load_from_json(os.path.join(resume, TRAINER_STATE_NAME))
             self._recorded_then = cast(RunSettings, checkpoint.recorded_run(resume))
-            self._changed = (*self._changed, *reference.load(self, resume))
-        reference.warn_if_not_saved(self)
+            reference.load(self, resume)
         if self.args.use_vllm:
             self.vllm_generation.begin(resume)
         with told_of_exits(self):
@@ -140,10 +127,8 @@ class SavingMixin(PublishingMixin):
             # the parent would begin with an empty optimizer and the first learning rate, without a word
             if not self.args.allow_other_settings:
                 raise ValueError(
-                    f"{self._saved} keeps no optimizer state (it is what a run has ended with, or save_only_model=True left it out), so the {done} "
-                    f"steps there cannot go on to {wanted} on the same trajectory. Name a checkpoint that has one, or choose another output_dir, and "
-                    "a save_strategy with the optimizer for runs that are to be made longer. To go on with a new optimizer all the same: "
-                    "allow_other_settings=True (--allow_other_settings true)."
+                    f"{self._saved} keeps no optimizer state (a run's end, or save_only_model=True), so its {done} steps cannot go on to {wanted}. Name a "
+                    "checkpoint that has one, choose another output_dir, or set allow_other_settings=True for a new optimizer."
                 )
             line = f"optimizer: a new one from step {done} on"
             logger.warning("Going on from %s as allowed: %s.", self._saved, line)
@@ -178,16 +163,9 @@ class SavingMixin(PublishingMixin):
             loaded.load_adapter(resume_from_checkpoint, loaded.active_adapter, is_trainable=True)
 
     def _load_best_model(self) -> None:
-        best = self.state.best_model_checkpoint
-        assert best is not None
+        best = self.state.best_model_checkpoint or ""
         if wrong := checkpoint.problems(best):
-            logger.warning(
-                "load_best_model_at_end: %s is damaged (%s), so the weights stay those of the last step, %d. Load another checkpoint by hand if "
-                "that is not meant.",
-                best,
-                "; ".join(wrong),
-                self.state.global_step,
-            )
+            logger.warning("%s is damaged (%s). The weights stay those of the last step.", best, "; ".join(wrong))
             return
         super()._load_best_model()
         self._best = os.path.basename(best)
@@ -333,7 +311,7 @@ class SavingMixin(PublishingMixin):
         if self._resumed is not None and self.state.global_step == self._resumed.global_step and self._recorded_then:
             settings, changed = self._recorded_then.copy(), list(self._recorded_then.get("changed", []))
         else:
-            settings, changed = run_settings(self), list(self._changed)
+            settings, changed = (self._settings or run_settings(self)).copy(), list(self._changed)
             settings["global_step"] = self.state.global_step
         if (
             self._best is not None

@@ -43,7 +43,7 @@ class SignalMonitor:
         ratio, length = (metrics[f"completions/{name}"][-1] for name in ("clipped_ratio", "mean_length"))
         self.clipped(ratio, length, step, trainer.args)
         groups = len(rewards) // trainer.num_generations
-        self.advantages(used(trainer, rewards), metrics["reward"][-1], step, groups)
+        self.advantages(_differ(trainer, rewards), metrics["reward"][-1], step, groups)
         self.rewards(trainer, rewards)
 
     def clipped(self, ratio: float, length: float, step: int, args: Any) -> None:
@@ -60,7 +60,7 @@ class SignalMonitor:
         self._watch("clipped", masked or cut, text, needed=1 if masked else None)
 
     def advantages(self, used: bool, reward: float, step: int, groups: int) -> None:
-        """Report one rollout: whether it was [`used`], the mean reward, and how many groups it has."""
+        """Report one rollout: whether rewards of a group differ, the mean reward, and how many groups it has."""
         most, least = int(self.LIMITS["flat"][0]), self.LIMITS["flat"][1]
         text = (
             f"Every completion of a group got the same reward in the last {{streak}} rollouts (mean reward {reward:.4g} at step {step}): nothing is "
@@ -81,9 +81,8 @@ class SignalMonitor:
         if bool(torch.isnan(rewards).all()):
             self._rollouts_without_reward += 1
             text = (
-                f"Every reward of the rollout at step {step} is None: no function of {names} applied to any of its {len(rewards)} "
-                "completions, so nothing is learned from it. Return a number where a function applies (0.0 for a wrong answer); None "
-                "is for completions that it does not grade."
+                f"Every reward of the rollout at step {step} is None: no function of {names} applied to any of its {len(rewards)} completions. Return a "
+                "number where a function applies (0.0 for a wrong answer)."
             )
             if self._rollouts_without_reward >= self.zero_advantage_patience:
                 raise RuntimeError(f"{text} It was so in {self._rollouts_without_reward} rollouts in a row.")
@@ -91,9 +90,6 @@ class SignalMonitor:
                 logger.warning(text)
             return
         self._rollouts_without_reward = 0
-        cause = None if _any_advantage(trainer, rewards) else _why_no_advantage(trainer, rewards)
-        text = f"Every advantage is zero at step {step} although rewards differ: {cause}"
-        self._watch("unused", cause is not None, text, needed=1)
 
     def entropy(self, value: float, state: TrainerState) -> None:
         """Report the policy's entropy, nats per token: the mean of the steps since the last log, of a training in this `state`."""
@@ -108,46 +104,15 @@ class SignalMonitor:
         self._watch("entropy", value < limit * first, text, state.global_step - int(logged[-1]["step"]))
 
 
-def used(trainer: OnlineTrainer, rewards: torch.Tensor) -> bool:
-    """Whether the rollout just scored has an advantage that is no rounding: of eight rewards of 0.1 the mean is another number in float32, and what is
-    left of each is divided by nearly nothing. With RLOO's penalty equal rewards are told apart by it.
+def _differ(trainer: OnlineTrainer, rewards: torch.Tensor) -> bool:
+    """Whether rewards of a group differ in the rollout just scored. RLOO's penalty tells equal ones apart.
 
     Args:
         rewards: (completions of all processes, functions), NaN where a function does not apply.
     """
-    penalized = trainer._name == "QeRL-RLOO" and bool(trainer.args.beta)
-    total, generations = _total(trainer, rewards), trainer.num_generations
-    told_apart = penalized or _spread(total, generations) or _spread(rewards, generations)
-    return told_apart and _any_advantage(trainer, rewards)
-
-
-def _any_advantage(trainer: OnlineTrainer, rewards: torch.Tensor) -> bool:
-    return any(list(trainer._logs["advantages"])[-len(rewards) :])
-
-
-def _total(trainer: OnlineTrainer, rewards: torch.Tensor) -> torch.Tensor:
-    """(completions, 1), NaN where no function applies."""
-    weighted = (rewards * trainer.reward_weights.to(rewards.device)).nansum(dim=1, keepdim=True)
-    return weighted.masked_fill(torch.isnan(rewards).all(1, keepdim=True), math.nan)
-
-
-def _spread(values: torch.Tensor, generations: int) -> bool:
-    """Whether values of a group differ, in any column of (completions, columns)."""
-    groups = values.view(-1, generations, values.shape[1])
-    low = groups.nan_to_num(nan=math.inf, posinf=math.inf).amin(dim=1)
-    high = groups.nan_to_num(nan=-math.inf, neginf=-math.inf).amax(dim=1)
+    if trainer._name == "QeRL-RLOO" and trainer.args.beta:
+        return True
+    weighted = (rewards * trainer.reward_weights.to(rewards.device)).nansum(dim=1)
+    groups = weighted.masked_fill(torch.isnan(rewards).all(1), math.nan).view(-1, trainer.num_generations)
+    low, high = groups.nan_to_num(nan=math.inf).amin(dim=1), groups.nan_to_num(nan=-math.inf).amax(dim=1)
     return bool((high > low).any())
-
-
-def _why_no_advantage(trainer: OnlineTrainer, rewards: torch.Tensor) -> str | None:
-    """`None` where every group's rewards are equal, which is no fault of the arithmetic."""
-    total = _total(trainer, rewards)
-    if _spread(total, trainer.num_generations):
-        low, high = (f(total[~torch.isnan(total)]).item() for f in (torch.amin, torch.amax))
-        return (
-            f"they lie between {low:.9g} and {high:.9g}, and their statistics lose the difference in float32. Subtract what they have in "
-            "common, and scale the rewards to about 1."
-        )
-    if _spread(rewards, trainer.num_generations):
-        return f"reward_weights={trainer.reward_weights.tolist()} cancel them. Choose weights of which the sum still tells completions apart."
-    return None

@@ -62,7 +62,7 @@ from .sampling import of_the_model_alone, settle_ends
 from .saving import SavingMixin
 from .sharding import BytesWithoutGradient, save_whole_tensors
 from .signal_monitor import SignalMonitor
-from .sources import Sources
+from .sources import digests, rewards_of, rollouts_of
 from .timing import PhaseTimer
 from .update.packing import PackingMixin
 from .update.passes import OnePass
@@ -121,7 +121,6 @@ class QeRLMixin(SavingMixin, PackingMixin):
             )
         keep_buckets(args)
         redaction.check_places({**given, **vars(args)})
-        redaction.mask_others()
         preflight.check(args)
         check_environment(args)
         check_given(args, given)
@@ -163,7 +162,7 @@ class QeRLMixin(SavingMixin, PackingMixin):
         self.model.add_model_tags(self._tag_names)
         prepare(self)
         close_other_ways(trained, self.processing_class)
-        self.sources = Sources.of(self)
+        self.sources = {"rewards_sha256": digests(rewards_of(self)), "rollouts_sha256": digests(rollouts_of(self))}
 
     @contextmanager
     def _own_vllm_generation(self) -> Iterator[None]:

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from .config import QeRLConfig, QeRLRLOOConfig
     from .memory.plan import MemoryPlan
-    from .sources import Sources
 
     class OnlineTrainer(_BaseTrainer):
         _name: str
@@ -48,8 +47,8 @@ if TYPE_CHECKING:
         longest_sequence: (
             int | None
         )  # prompt and completion in tokens, by `plan_trainer`; None where no prompt was counted
-        sources: "Sources"  # the same
-        at_build: dict[str, Any]  # the same: arguments of which there is no attribute
+        sources: dict[str, dict[str, str]]  # the same: digests of the user's functions
+        given_optimizers: dict[str, str]  # the same: classes of optimizer and scheduler that came ready
         optimizer: Any
         lr_scheduler: Any
         processing_class: Any
@@ -58,7 +57,6 @@ if TYPE_CHECKING:
         _logs: dict[str, Any]
 
         def __init__(self, *positional: Any, **kwargs: Any) -> None: ...
-        def given_optimizers(self) -> dict[str, Any]: ...  # our own, of SavingMixin
         def _generate(self, prompts: list) -> Any: ...
         def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list) -> Any: ...
         def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]: ...

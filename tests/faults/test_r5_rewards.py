@@ -3,10 +3,8 @@
 import asyncio
 import contextlib
 import itertools
-import json
 import logging
 import math
-import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
@@ -19,7 +17,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from transformers import TrainerState
 
-from qerl_trl import QeRLConfig, QeRLGRPOTrainer, errors, guards
+from qerl_trl import QeRLConfig, QeRLGRPOTrainer, guards
 from qerl_trl.signal_monitor import SignalMonitor
 from tests.faults.catalog import fault, told
 from tests.faults.tiny_runs import spread_reward as sound_reward
@@ -131,12 +129,6 @@ def test_large_rewards_that_float32_can_hold_are_learned_from(graded_by):
     assert torch.isfinite(advantages).all() and advantages.abs().amax() > 1e14
 
 
-@fault("R5.huge")
-def test_digits_that_float32_drops(graded_by, caplog):
-    rewards(graded_by(lambda completions, **_: [1e9 + index for index in range(len(completions))]))
-    assert "graded" in caplog.text and "equal in float32" in caplog.text and "Subtract" in caplog.text
-
-
 @fault("R5.wrong_length")
 def test_wrong_length(graded_by):
     with told(ValueError, "graded", "7 rewards for 8 completions", "exactly one per completion"):
@@ -154,7 +146,7 @@ def test_not_a_number(graded_by, value):
 @pytest.mark.parametrize("value", [10**400, -(10**5000), Fraction(10**400)], ids=["int", "unprintable", "fraction"])
 def test_beyond_what_a_float_holds(graded_by, value):
     """Python says of it that it is too large to convert, and not whose it is."""
-    with told(ValueError, "graded", "beyond 1e308", "completion 7", "scale the reward"):
+    with told(ValueError, "graded", "inf", "completion 7", "clip the reward"):
         rewards(graded_by(lambda completions, **_: [0.0] * 7 + [value]))
 
 
@@ -162,13 +154,12 @@ def test_beyond_what_a_float_holds(graded_by, value):
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        (bytes(range(8)), "a bytes, of which every character or byte"),
-        (bytearray(8), "a bytearray, of which"),
-        ("12345678", "a str, of which"),
-        (pandas.DataFrame([[5.0] * 8]), "a DataFrame, of which the names of the columns"),
-        (pandas.DataFrame({"reward": [5.0] * 8}), "a DataFrame, of which the names of the columns"),
+        (bytes(range(8)), "(bytes)"),
+        ("12345678", "(str)"),
+        (pandas.DataFrame([[5.0] * 8]), "(DataFrame)"),
+        (pandas.DataFrame({"reward": [5.0] * 8}), "(DataFrame)"),
     ],
-    ids=["bytes", "bytearray", "text", "one row", "one column"],
+    ids=["bytes", "text", "one row", "one column"],
 )
 def test_what_gives_numbers_that_are_no_rewards(graded_by, value, said):
     with told(TypeError, "graded", said, "return a list"):
@@ -208,13 +199,6 @@ def test_a_weight_that_is_not_finite(weight, graded_by):
     trainer.reward_weights = torch.tensor([1.0, weight])
     with told(ValueError, f"reward_weights=[1.0, {weight}]", "every advantage is zero or NaN", "a finite weight"):
         trainer.train()
-
-
-def test_weights_that_cancel(graded_by, caplog):
-    trainer = graded_by(spread)
-    trainer.reward_weights = torch.tensor([1.0, -1.0])
-    rollout(trainer)
-    assert "advantage is zero at step 0 although rewards differ: reward_weights=[1.0, -1.0] cancel" in caplog.text
 
 
 # --- what a function does --------------------------------------------------------------------------------------------
@@ -293,7 +277,7 @@ async def exits_later(completions, **_):
 @fault("R5.raises")
 @pytest.mark.parametrize("function", [exits, exits_later])
 def test_an_exit_in_a_reward_is_no_end_of_the_run(graded_by, function):
-    with told(RuntimeError, "'graded' raised SystemExit", "exit() was called", "a process of its own", "resume"):
+    with told(RuntimeError, "'graded' raised SystemExit", "called exit()", "a process of its own", "resume"):
         rewards(graded_by(function))
 
 
@@ -480,7 +464,7 @@ def _options(kind):
         pytest.param("all_none", marks=fault("R5.all_none", recovered=True)),
     ],
 )
-def test_a_reward_that_fails_after_two_steps_costs_nothing(kind, uninterrupted, tiny_runs, tmp_path, capsys):  # noqa: F811
+def test_a_reward_that_fails_after_two_steps_costs_nothing(kind, uninterrupted, tiny_runs, tmp_path):  # noqa: F811
     """The step before is saved with its random state; once the function is mended, the same command ends as if nothing had been."""
     calls = []
 
@@ -491,9 +475,8 @@ def test_a_reward_that_fails_after_two_steps_costs_nothing(kind, uninterrupted, 
     broken = tiny_runs.trainer(tmp_path, reward=spread_reward, **_options(kind))
     with pytest.raises((ValueError, RuntimeError, TypeError)) as caught:
         broken.train()
-    errors.tell(caught.value)  # as a script that ends with it does
-    saved = "\nStep 2 is saved; resume from the last checkpoint (resume_from_checkpoint=True) once the cause is gone.\n"
-    assert capsys.readouterr().err.endswith(saved)
+    saved = "Step 2 is saved; resume from the last checkpoint (resume_from_checkpoint=True) once the cause is gone."
+    assert caught.value.__notes__[-1] == saved
     assert tiny_runs.command(tmp_path, **_options(kind))._resumed.global_step == 2
     assert adapter(tmp_path) == uninterrupted
 
@@ -530,30 +513,3 @@ def test_a_reward_that_fails_in_the_middle_of_a_step_costs_nothing_either(case, 
     again = tiny_runs.command(tmp_path / "broken", **options)
     assert (again._resumed is not None) == saved
     assert adapter(tmp_path / "broken") == adapter(tmp_path / "whole")
-
-
-SCRIPT = f"""
-import sys; sys.path.insert(0, {str(ROOT)!r})
-from qerl_trl import errors; errors.tell_in_scripts()
-from tests.faults import doors
-calls = []
-def reward(completions, **kwargs):
-    calls.append(1)
-    return [float("inf")] * len(completions) if len(calls) == 3 else doors.reward(completions)
-doors.trainer(sys.argv[1], reward=reward, max_steps=4, logging_steps=1, save_steps=4).train()
-"""
-
-
-@fault("R5.plus_inf", recovered=True)
-@fault("S.rescue_loses_checkpoint", recovered=True)
-def test_a_script_says_that_the_step_is_saved(warm_training, tmp_path):
-    """The checkpoint was there, and the one line that a script ends with did not say so."""
-    (tmp_path / "script.py").write_text(SCRIPT)
-    done = warm_training.run([str(tmp_path / "script.py"), str(tmp_path / "run")], ROOT, dict(os.environ))
-    *_, error, note = done.stderr.strip().splitlines()
-    assert done.returncode == 2 and error.startswith("qerl-trl: ") and "inf" in error and "Traceback" not in done.stderr
-    assert note.startswith("Step 2 is saved; resume") and (tmp_path / "run/checkpoint-2").is_dir()
-    saved = json.loads((tmp_path / "run/checkpoint-2/trainer_state.json").read_text())
-    assert saved["num_input_tokens_seen"] == saved["log_history"][-1]["num_tokens"], (
-        "the rollout that failed is sampled again"
-    )

@@ -7,11 +7,10 @@ import pytest
 import torch
 from huggingface_hub import constants
 from peft import LoraConfig, get_peft_model
-from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-from qerl_trl import QeRLGRPOTrainer, unchanged
+from qerl_trl import QeRLGRPOTrainer
 from qerl_trl.checkpoint import MANIFEST_NAME, manifest, recorded_run
 from qerl_trl.publish import export
 from qerl_trl.publish.run import TrainedPolicy
@@ -269,8 +268,8 @@ def test_a_base_that_drifts_while_it_is_trained_on_is_not_saved_as_the_runs(tiny
     with told(
         RuntimeError,
         "The frozen base has other weights",
-        "Merging an adapter and unmerging it",
-        "save it (save_adapter)",
+        "merge and unmerge",
+        "save_adapter",
     ) as caught:
         trainer.train()
     assert "resume from the last checkpoint" in caught.value.__notes__[0]
@@ -278,50 +277,3 @@ def test_a_base_that_drifts_while_it_is_trained_on_is_not_saved_as_the_runs(tiny
         trainer.save_model()
     assert sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*")) == ["checkpoint-1"]
     assert tiny_runs.command(tmp_path / "run", **options)._resumed.global_step == 1
-
-
-@fault("R7.merged_twice", recovered=True)
-@pytest.mark.parametrize("when", ["before", "while training", "afterwards"])
-def test_a_scale_that_stands_in_no_file(when, tiny_runs, tmp_path):  # noqa: F811
-    """The saved adapter was another policy than the one that was trained, and merged from its folder another model."""
-    trainer = tiny_runs.trainer(tmp_path / "run", max_steps=1)
-
-    def scale(factor):
-        for module in trainer.model.modules():
-            if isinstance(module, LoraLayer):
-                module.scaling["default"] *= factor
-
-    words = (
-        "scales its adapter 'default' by 20",
-        "says 2 (lora_alpha=8, r=4)",
-        "put the number back: layer.scaling['default'] = 2",
-    )
-    if when == "afterwards":
-        trainer.train()
-    if when == "while training":
-        trainer._calculate_rewards = lambda *args, inner=trainer._calculate_rewards: (scale(10), inner(*args))[1]
-    else:
-        scale(10)
-    calls = [trainer.train] if when != "afterwards" else []
-    for call_it in (
-        *calls,
-        trainer.save_model,
-        lambda: trainer.save_merged(tmp_path / "out"),
-        lambda: trainer.save_adapter(tmp_path / "out"),
-    ):
-        with told(RuntimeError, *words):
-            call_it()
-    assert not (tmp_path / "out").exists() and not (tmp_path / "run" / WEIGHTS).exists()
-    scale(0.1)
-    trainer.save_model()
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"use_rslora": True}, {"rank_pattern": {"q_proj": 2}}, {"alpha_pattern": {"layers.1.*down_proj": 3}}],
-    ids=str,
-)
-def test_the_scales_that_peft_computes_are_those_of_its_configuration(options, tiny_model_dir):
-    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir("qwen2"))
-    lora = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], **options)
-    unchanged.check_scales(get_peft_model(model, lora))

@@ -72,7 +72,7 @@ def test_an_exit_elsewhere_is_told(tiny_runs, tmp_path, caplog):  # noqa: F811
         assert word in caplog.text
 
 
-def test_ctrl_c_says_how_to_go_on(tiny_runs, tmp_path, capsys):  # noqa: F811
+def test_ctrl_c_says_how_to_go_on(tiny_runs, tmp_path):  # noqa: F811
     """It ended in a traceback of the bar's or torch's, which says neither that a checkpoint is there nor that the same command takes it."""
 
     class Interrupts(TrainerCallback):
@@ -84,10 +84,8 @@ def test_ctrl_c_says_how_to_go_on(tiny_runs, tmp_path, capsys):  # noqa: F811
     trainer.add_callback(Interrupts())
     with pytest.raises(KeyboardInterrupt) as ended:
         trainer.train()
-    errors.tell(ended.value)
-    said = capsys.readouterr().err
+    said = "\n".join(ended.value.__notes__)
     for word in (
-        "qerl-trl: Interrupted in",
         "at step 2 of 2",
         str(tmp_path / "run" / "checkpoint-1"),
         "the same command goes on",
@@ -96,7 +94,7 @@ def test_ctrl_c_says_how_to_go_on(tiny_runs, tmp_path, capsys):  # noqa: F811
     assert errors.exit_code(ended.value) == 130
 
 
-def test_ctrl_c_promises_nothing_that_is_refused(tiny_runs, tmp_path, capsys):  # noqa: F811
+def test_ctrl_c_promises_nothing_that_is_refused(tiny_runs, tmp_path):  # noqa: F811
     class Interrupts(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step == 2:
@@ -106,12 +104,10 @@ def test_ctrl_c_promises_nothing_that_is_refused(tiny_runs, tmp_path, capsys):  
     trainer.add_callback(Interrupts())
     with pytest.raises(KeyboardInterrupt) as ended:
         trainer.train()
-    errors.tell(ended.value)
-    said = capsys.readouterr().err
+    said = "\n".join(ended.value.__notes__)
     assert "checkpoint-1, without an optimizer" in said and "goes on from it" not in said.replace(
         "no run goes on from it", ""
     )
-    assert f"Interrupted in {__file__}, line" in said  # of the user's own, where something may have hung
 
 
 def test_an_adapter_that_is_switched_off_is_not_trained(tiny_runs, tmp_path):  # noqa: F811

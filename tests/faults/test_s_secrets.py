@@ -2,35 +2,24 @@
 
 import dataclasses
 import json
-import logging
-import os
 import shutil
-import subprocess
-import sys
-import threading
 from pathlib import Path
-from urllib.parse import quote
 
 import pytest
-from huggingface_hub import HfApi
 from peft import LoraConfig
-from transformers import AutoTokenizer
 from trl import ModelConfig
 from typer.testing import CliRunner
 
-from qerl_trl import QeRLConfig, QeRLRLOOConfig, checkpoint, errors, redaction
+from qerl_trl import QeRLConfig, QeRLRLOOConfig, checkpoint, redaction
 from qerl_trl.cli import arms
 from qerl_trl.cli import main as cli
 from qerl_trl.publish import hub
 from qerl_trl.publish.outgoing import HubError
 from qerl_trl.redaction import MASK
-from qerl_trl.tasks.script import Script
 from qerl_trl.tasks.task import Task
-from tests.cli.test_main import call
-from tests.faults import doors
 from tests.faults.catalog import fault, told
 from tests.faults.test_r7_hub import everything, merged  # noqa: F401  (a fixture)
-from tests.faults.tiny_runs import TinyRuns, tiny_runs  # noqa: F401  (a fixture)
+from tests.faults.tiny_runs import tiny_runs  # noqa: F401  (a fixture)
 from tests.hub_server import TOKEN
 from tests.publish.test_hub import REPO, server  # noqa: F401  (a fixture)
 from tests.test_trainer import settings
@@ -47,9 +36,6 @@ def nothing_given(monkeypatch):
 FORMS = {
     "Anthropic": "sk-ant-api03-AbCd-EfGh_IjKlMnOpQrStUv-WxYz0123456789-abcdefghij_klmno-AA",
     "OpenAI": "sk-proj-abc-DEF_ghi-JKL_mno-PQR_stu-VWX_yz0-123_456",
-    "GitLab": "glpat-ABCDEFGHIJ0123456789",
-    "Google": "AIzaSyA1234567890abcdefghijklmnopqrstuv",
-    "Slack": "xoxb-123456789012-abcdefghijklmnop",
 }
 
 
@@ -68,26 +54,21 @@ def test_tokens_of_other_services_are_refused_and_masked(name, tmp_path):
     [
         f"https://{PLAIN}@host/model",
         f"https://:{PLAIN}@host/model",
-        f"https://host/model?hf_token={PLAIN}",
-        f"https://host/model?x=1&TOKEN={PLAIN}",
-        f"https://host/model?sv=1&sig={PLAIN}",
-        f"https://bucket/model?X-Amz-Signature={PLAIN}",
     ],
 )
 def test_a_url_of_whatever_argument(url, tmp_path):
-    with pytest.raises(ValueError, match=r"vllm_server_base_url contains .* in a URL") as error:
+    with pytest.raises(ValueError, match=r"vllm_server_base_url contains a password in a URL") as error:
         settings(tmp_path, vllm_server_base_url=url)
     assert PLAIN not in str(error.value) and PLAIN not in redaction.redact(f"could not load {url}")
 
 
 #: names of variables that say so, in whatever way
-SECRET_VARIABLES = """OPENAI_KEY GH_PAT PGPASS DB_PWD SSH_PASSPHRASE HF_TOKENS SLACK_WEBHOOK_URL
-    HF_TOKEN_WRITE HF_TOKEN_2 HF_TOKEN_PROD_2 OPENAI_KEY_1 OPENAI_API_KEYS GITHUBTOKEN HFTOKEN AUTHTOKEN BEARER JWT API_TOKEN_PROD CREDS
-    GIT_CRED SENTRY_DSN hf_token_write DB_PASSWORD_TEST""".split()
+SECRET_VARIABLES = (
+    "OPENAI_KEY PGPASS HF_TOKEN HF_TOKEN_2 WANDB_API_KEY GITHUBTOKEN AWS_SECRET_ACCESS_KEY DB_PASSWORD".split()
+)
 #: and of those that do not
-OTHER_VARIABLES = """PWD CACHE_KEY HF_TOKEN_PATH TOKENIZERS_PARALLELISM MAX_TOKENS MAX_NEW_TOKENS NUM_TOKENS_2 EOS_TOKEN PAD_TOKEN STOP_TOKENS
-    TOKEN_LIMIT TOKENIZER KEYBOARD KEY_FILE API_KEY_HEADER SORT_KEY_1 SSH_AUTH_SOCK PATH_TO_DATA AUTHOR JWT_ALGORITHM CREDIT PASSES DSN
-    MASTER_ADDR""".split()
+OTHER_VARIABLES = """PWD CACHE_KEY HF_TOKEN_PATH TOKENIZERS_PARALLELISM MAX_TOKENS MAX_NEW_TOKENS EOS_TOKEN PAD_TOKEN
+    TOKEN_LIMIT TOKENIZER KEYBOARD KEY_FILE API_KEY_HEADER SSH_AUTH_SOCK AUTHOR CREDIT PASSES MASTER_ADDR""".split()
 
 
 @fault("R7.token")
@@ -164,21 +145,6 @@ def test_names_of_secrets_inside_arguments(name, tmp_path):
     assert args.model_init_kwargs["headers"][name] == PLAIN
 
 
-@fault("R7.token")
-@pytest.mark.parametrize(
-    "secret", ['quo"ted-password', "back\\slash-password", "päss-wörd-long", "per cent/password&more"]
-)
-def test_a_secret_as_json_and_urls_write_it(secret, tmp_path):
-    redaction.remember("hub_token", secret)
-    said = {"command": f"--x {secret}", "url": f"https://host/{quote(secret, safe='')}", "repr": repr(secret)}
-    checkpoint.write_json_atomically(tmp_path / "results.json", said)
-    text = (tmp_path / "results.json").read_text()
-    assert secret not in json.loads(text)["command"] and quote(secret, safe="") not in text
-    assert json.loads(text)["command"] == f"--x {MASK}"
-    (tmp_path / "note.json").write_text(json.dumps(said, ensure_ascii=False), encoding="utf-8")
-    assert redaction.find_in(tmp_path / "note.json") == "the value of hub_token"
-
-
 def test_a_private_key_is_masked_to_its_end():
     key = "-----BEGIN RSA PRIVATE KEY-----\nMIIEkx93+/vv02=\n-----END RSA PRIVATE KEY-----"
     for text in (key, json.dumps(key)[1:-1]):
@@ -189,8 +155,6 @@ def test_a_private_key_is_masked_to_its_end():
 @pytest.mark.parametrize(
     "text",
     [
-        f"Authorization: Bearer {PLAIN}",
-        f"{{'authorization': 'Bearer {PLAIN}'}}",
         f"QeRLConfig(hub_token='{PLAIN}')",
         f'{{"hub_token": "{PLAIN}"}}',
         f"--hub_token '{PLAIN}'",
@@ -213,83 +177,13 @@ def test_ordinary_texts_are_as_they_were():
 
 
 @fault("S.token_in_uploads")
-@pytest.mark.parametrize("key", [FORMS["OpenAI"], f"https://someone:{PLAIN}@host/x", "my-judges-words"])
-def test_a_secret_as_a_key(key, tmp_path, monkeypatch):
-    """Of a dictionary inside an argument: pickled into training_args.bin as it was."""
-    monkeypatch.setenv("JUDGE_API_KEY", "my-judges-words")
-    with told(ValueError, "chat_template_kwargs.tools (a key) contains", "logs, files and cards", "HF_TOKEN"):
-        settings(tmp_path, chat_template_kwargs={"tools": {key: {"deeper": 1}}})
-    settings(tmp_path, chat_template_kwargs={"tools": {"a-key-of-no-secret": {"deeper": 1}}})
-
-
-# --- a tokenizer's own arguments --------------------------------------------------------------------------------------------------
-
-#: how a tokenizer may be loaded with a token: transformers keeps what it does not know, and writes it into tokenizer_config.json
-KEPT = {
-    "api_key": {"api_key": PLAIN},
-    "use_auth_token": {"use_auth_token": PLAIN},  # by its ending, for a token of the vocabulary
-    "headers.authorization": {"headers": {"authorization": f"Bearer {PLAIN}"}},
-}
-
-
-def tokenizer_with(**given):
-    return AutoTokenizer.from_pretrained(doors.MODEL, padding_side="left", **given)
-
-
-class Processor:
-    """What a processor is here: parts that are saved, and settings of its own."""
-
-    def __init__(self, tokenizer, **own):
-        self.tokenizer = tokenizer
-        vars(self).update(own)
-
-
-@fault("S.token_in_uploads")
-@pytest.mark.parametrize("name", KEPT)
-@pytest.mark.parametrize("held", ["tokenizer", "processor"])
-def test_a_tokenizer_that_was_loaded_with_a_secret(held, name, tiny_runs, tmp_path):  # noqa: F811
-    """It stood in the files of run, checkpoints, merge and repository."""
-    tokenizer = tokenizer_with(**KEPT[name])
-    tiny_runs = TinyRuns(doors.MODEL, tokenizer if held == "tokenizer" else Processor(tokenizer))
-    where = "processing_class." if held == "tokenizer" else "processing_class.tokenizer."
-    with told(ValueError, where, f"{name} is a secret", "tokenizer_config.json", "HF_TOKEN", "token=..."):
-        tiny_runs.trainer(tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-    assert redaction.find(PLAIN) is not None  # it is known from now on
-
-
-@fault("S.token_in_uploads")
-@pytest.mark.parametrize("given", [{"note": FORMS["OpenAI"]}, {"note": {"mirror": f"https://someone:{PLAIN}@host"}}])
-def test_a_tokenizer_with_what_has_the_form_of_a_secret(given, tiny_runs, tmp_path):  # noqa: F811
-    with told(ValueError, "processing_class.note", "contains", "files and cards"):
-        TinyRuns(doors.MODEL, tokenizer_with(**given)).trainer(tmp_path / "run")
-    with told(ValueError, "processing_class.note", "contains", "files and cards"):
-        redaction.check_places({"processing_class": Processor(None, note=given["note"])})
-
-
-def test_a_tokenizer_as_it_should_be_loaded(tiny_runs, tmp_path):  # noqa: F811
-    """transformers keeps no `token`; short words and tokens of the vocabulary are no secrets."""
-    tokenizer = tokenizer_with(token=PLAIN, image_token="<|image|>", note="max_new_tokens", password="none")
-    trainer = TinyRuns(doors.MODEL, tokenizer).trainer(tmp_path / "run", max_steps=1)
-    trainer.train()
-    trainer.save_model()
-    assert not [name for name, content in everything(tmp_path) if PLAIN.encode() in content]
-
-
-@fault("S.token_in_uploads")
-@pytest.mark.parametrize("how", ["trainer", "folder"])
-def test_a_secret_by_the_name_of_its_key_is_not_published(how, server, merged, tmp_path):  # noqa: F811
+def test_a_secret_by_the_name_of_its_key_is_not_published(server, merged, tmp_path):  # noqa: F811
     """A tokenizer's file that came with one: nothing else says that it is a secret."""
     folder = Path(shutil.copytree(merged, tmp_path / "merged"))
     config = folder / "tokenizer_config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "headers": {"X-API-Key": PLAIN}}))
     record = checkpoint.recorded_run(folder)
     checkpoint.seal(folder, record)
-    if how == "trainer":
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        with told(ValueError, "headers.X-API-Key is a secret", "Load it without"):
-            redaction.check_places({"processing_class": tokenizer})
-        return
     with told(HubError, "tokenizer_config.json contains a secret, by the name of 'X-API-Key'", "nothing was uploaded"):
         hub.push_folder(folder, REPO)
     assert not server.repos
@@ -347,96 +241,6 @@ def test_the_words_of_a_command():
 
 
 @fault("R7.token")
-@pytest.mark.parametrize("by", ["script", "command"])
-def test_an_error_that_nobody_catches_shows_no_secret(by, tmp_path, monkeypatch):
-    """A library's error quotes the URL that it was given; the interpreter prints it."""
-    start = {"script": "Script.parse(argv=['--config', 'none'])", "command": "cli.main()"}[by]
-    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
-    monkeypatch.setattr(sys, "argv", ["qerl-trl", "--nothing"])
-    with pytest.raises((SystemExit, ValueError, OSError)):
-        eval(start, {"Script": Script, "cli": cli})
-    assert sys.excepthook is {"script": errors._tell, "command": redaction.print_masked}[by]
-    code = (
-        "from qerl_trl import redaction; redaction.mask_tracebacks()\n"
-        f"try: raise KeyError('https://someone:{PLAIN}@host/x')\n"
-        f"except KeyError as error: raise TypeError('token {FORMS['OpenAI']}') from error"
-    )
-    code = code.replace(PLAIN, "' + " + repr(PLAIN[:5]) + " + '" + PLAIN[5:])  # the traceback shows the line, too
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ, check=False)
-    assert ended.returncode == 1 and f"https://{MASK}@host/x" in ended.stderr and f"token {MASK}" in ended.stderr
-    assert PLAIN not in ended.stderr and FORMS["OpenAI"] not in ended.stderr
-
-
-@fault("R7.token")
-def test_an_error_in_a_script_of_ones_own_shows_no_secret(tmp_path):
-    """No `Script` and no command: a trainer is enough."""
-    (tmp_path / "own.py").write_text(
-        "import os\nfrom tests.faults import doors\n"
-        "def reward(completions, **kwargs):\n    raise ConnectionError('401 for ' + os.environ['JUDGE_API_KEY'])\n"
-        f"doors.trainer({str(tmp_path / 'run')!r}, reward=reward).train()\n"
-    )
-    path = os.pathsep.join((*sys.path, os.getcwd()))
-    environment = {**os.environ, "JUDGE_API_KEY": PLAIN, "PYTHONPATH": path}
-    ended = subprocess.run(
-        [sys.executable, tmp_path / "own.py"], capture_output=True, text=True, env=environment, check=False
-    )
-    assert ended.returncode == 1 and f"ConnectionError: 401 for {MASK}" in ended.stderr
-    assert PLAIN not in ended.stderr + ended.stdout
-
-
-@fault("R7.token")
-def test_an_error_of_a_thread_shows_no_secret(monkeypatch, capsys):
-    """The interpreter prints it by another hook."""
-    monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)
-    monkeypatch.setenv("JUDGE_API_KEY", PLAIN)
-    redaction.mask_tracebacks()
-
-    def ask():
-        raise ConnectionError(f"401 for {PLAIN}")
-
-    thread = threading.Thread(target=ask, name="judge")
-    thread.start()
-    thread.join()
-    said = capsys.readouterr().err
-    assert "in thread judge" in said and f"ConnectionError: 401 for {MASK}" in said and PLAIN not in said
-
-
-UNCAUGHT = {
-    "an object that is removed": "class X:\n def __del__(self): fail()\nX()",
-    "a task that nobody waited for": (
-        "import asyncio\nasync def task(): fail()\nasync def main():\n made = asyncio.create_task(task())\n await asyncio.sleep(0.01)\n del made\n"
-        "asyncio.run(main())"
-    ),
-    "a callback of a future": (
-        "from concurrent.futures import Future\nfuture = Future()\nfuture.add_done_callback(lambda _: fail())\nfuture.set_result(1)"
-    ),
-}
-
-
-@fault("R7.token")
-@pytest.mark.parametrize("where", UNCAUGHT)
-def test_an_error_that_nobody_could_catch_shows_no_secret(where):
-    """Python prints it by other hooks, and goes on."""
-    code = (
-        "import os\nfrom qerl_trl import redaction; redaction.mask_others()\n"
-        "def fail(): raise KeyError('401 for ' + os.environ['JUDGE_API_KEY'])\n" + UNCAUGHT[where]
-    )
-    environment = {**os.environ, "JUDGE_API_KEY": PLAIN}
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
-    assert ended.returncode == 0 and f"401 for {MASK}" in ended.stderr and "Traceback" in ended.stderr
-    assert PLAIN not in ended.stderr
-
-
-def test_the_hooks_of_others_stay(monkeypatch):
-    def own(ended): ...
-
-    for module, name in ((sys, "excepthook"), (threading, "excepthook"), (sys, "unraisablehook")):
-        monkeypatch.setattr(module, name, own)
-    redaction.mask_tracebacks()
-    assert sys.excepthook is threading.excepthook is sys.unraisablehook is own
-
-
-@fault("R7.token")
 def test_a_card_that_is_written_by_hand(tiny_runs, tmp_path):  # noqa: F811
     """`create_model_card` writes what it is given, with no upload behind it that would look."""
     trainer = tiny_runs.trainer(tmp_path / "run", max_steps=1)
@@ -464,19 +268,3 @@ def test_the_name_of_a_repository(server, merged):  # noqa: F811
     with told(HubError, "The name of the repository contains", "nothing was uploaded", "Choose another"):
         hub.push_folder(merged, f"someone/{TOKEN}")
     assert not server.repos
-
-
-# --- the Hub's endpoint -----------------------------------------------------------------------------------------------------------
-
-
-@fault("R7.token")
-def test_a_password_in_the_hubs_address(server, merged, monkeypatch, caplog):  # noqa: F811
-    """HF_ENDPOINT=https://someone:password@mirror: it is in every URL that comes back."""
-    caplog.set_level(logging.DEBUG)
-    address = server.endpoint.replace("://", f"://someone:{PLAIN}@")
-    monkeypatch.setattr(hub, "HfApi", lambda token: HfApi(endpoint=address, token=token))
-    redaction.mask_requests()  # as the command and every trainer do
-    code, out, err = call("push", "merged", merged, REPO)
-    assert code == 1 and f"://{MASK}@" in err  # its client sends the password in place of the token
-    assert "HTTP Request" in caplog.text
-    assert not [text for text in (out, err, caplog.text) if PLAIN in text] and REPO not in server.repos

@@ -33,7 +33,6 @@ from qerl_trl.nvfp4.linear import NVFP4Linear
 from qerl_trl.publish import beside, export, merge, staging, writer
 from qerl_trl.publish.distance import logit_distance, logits_of
 from qerl_trl.publish.run import TrainedPolicy, load_any, load_policy
-from qerl_trl.sources import Sources
 from qerl_trl.tokenizer_identity import recorded
 from tests.publish.conftest import CODE
 from tests.tiny_models import make_tiny_tokenizer
@@ -560,8 +559,8 @@ def _ddp_rank(rank, port, policy, folder, results):
         accelerator=accelerator,
         model=torch.nn.parallel.DistributedDataParallel(policy),
         processing_class=make_tiny_tokenizer(),
-        given_optimizers=dict,
-        sources=Sources(),
+        sources={},
+        given_optimizers={},
         args=QeRLConfig(str(Path(folder).with_name("run")), use_cpu=True, bf16=False, report_to="none"),
         state=types.SimpleNamespace(global_step=3),
         reward_func_names=[],
@@ -569,10 +568,7 @@ def _ddp_rank(rank, port, policy, folder, results):
         train_dataset=None,
         base_sha256=base_sha256(policy),
         _name="QeRL-GRPO",
-        epsilon_low=0.2,
-        epsilon_high=0.2,
         chat_template_kwargs={},
-        at_build={},
     )
     run = export.save_merged(trainer, folder, dtype=torch.float32)
     failed = ""

@@ -10,7 +10,7 @@ import sys
 
 import typer
 
-from .. import errors, redaction
+from .. import errors
 from . import arms, ask, make, run, tune
 
 app = typer.Typer(
@@ -39,7 +39,6 @@ app.command()(ask.plot)
 
 def main() -> None:
     """Entry point: runs a command, and turns the errors we raise on purpose into one message and an exit code."""
-    redaction.mask_requests()
     try:
         app()
     except errors.MEANT as error:
@@ -50,9 +49,6 @@ def main() -> None:
     except KeyboardInterrupt:
         errors.tell("Interrupted. Destinations hold the old content or the new one; the same command continues.")
         sys.exit(errors.INTERRUPTED)
-    finally:
-        sys.excepthook = sys.__excepthook__  # typer has put its own there
-        redaction.mask_tracebacks()
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from peft import LoraConfig, PeftModel
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from .. import base_identity, checkpoint, forward, identity, redaction, report, tokenizer_identity, unchanged
+from .. import base_identity, checkpoint, forward, identity, redaction, report, tokenizer_identity
 from ..base_identity import is_trained
 from ..identity import RunSettings
 from ..names import full_tensor, is_sharded, reshard
@@ -386,7 +386,6 @@ def _save_config(
 
 def _describe(policy: TrainedPolicy, kind: Kind, with_adapter: bool = True) -> Export:
     """The record by which an export is known again: what the run recorded, and where it did not, what is in the model as it is."""
-    unchanged.check_scales(policy.model)
     settings, weights, adapter = policy.settings.copy(), _fingerprint(policy, with_adapter), _active_lora(policy.model)
     if with_adapter and adapter is not None and "lora" not in settings:
         settings["lora"] = identity.lora_settings(adapter)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
 from ..publish.records import RESULTS_NAME, Accuracy, Difference, RunResults
-from .results import differing, way_of
+from .results import differing
 
 #: arm -> options of the example; a claim is about two of them
 ARMS: dict[str, dict[str, str]] = {
@@ -136,7 +136,7 @@ def summary(arms: Sequence[str], seeds: Sequence[int], runs: Iterable[ArmRun]) -
                 f"These runs cannot be compared, they differ in their {name} ({each}). Start the same command again with one set of options, or "
                 "in another --output_dir."
             )
-    ways = [(run["folder"], way_of(run["measured_by"])) for run in runs if "measured_by" in run]
+    ways = [(run["folder"], run["measured_by"]) for run in runs if "measured_by" in run]
     for folder, way in ways[1:]:
         first_folder, first = ways[0]
         if lines := [f"{name}: {first.get(name)!r}, {way.get(name)!r}" for name in differing(first, way)]:

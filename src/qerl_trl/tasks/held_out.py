@@ -86,15 +86,10 @@ def held_out_verdicts(trainer: Any, task: Task, dataset: Dataset, batch_size: in
 
 
 def measured_by(trainer: Any, task: Task, dataset: Dataset) -> dict[str, Any]:
-    """All by which [`held_out_verdicts`] comes to its verdicts, as JSON, beside the policy and the problems: verdicts can be compared where it is the same.
-
-    What the grader holds beside how it is written (`held_sha256`) may be another one in every process; see `sources`.
-    """
+    """All by which [`held_out_verdicts`] comes to its verdicts, as JSON, beside the policy and the problems: verdicts can be compared where it is the same."""
     settings = run_settings(trainer)
     options = settings["options"]
-    found: dict[str, Any] = {
-        name: settings.get(name) for name in ("max_completion_length", "tokenizer_content_sha256", "special_tokens")
-    }
+    found: dict[str, Any] = {name: settings.get(name) for name in ("max_completion_length", "tokenizer_content_sha256")}
     found["chat_template_kwargs"] = options.get("chat_template_kwargs")
     if task.graded(dataset):
         return found | task.graded_by()
@@ -107,7 +102,6 @@ def measured_by(trainer: Any, task: Task, dataset: Dataset) -> dict[str, Any]:
         "reward": first,
         "reward_sha256": settings["rewards_sha256"].get(first),
         "solved_reward": task.solved_reward,
-        "held_sha256": settings["held_sha256"].get(first, {}),
     }
 
 

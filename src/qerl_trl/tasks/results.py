@@ -1,7 +1,6 @@
 """What a run measured of itself: the verdicts before training, which wait in its folder for those after it, and `results.json`."""
 
 import json
-import logging
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -14,8 +13,6 @@ from ..publish.records import BEFORE_NAME, Arm
 
 if TYPE_CHECKING:
     from datasets import Dataset
-
-logger = logging.getLogger(__name__)
 
 
 def write_before(
@@ -64,14 +61,6 @@ def read_before(
             f"The accuracy before training in {file} was measured in another way ({'; '.join(lines)}), so the accuracy after it could not be "
             "compared with it. Go on with the same grader (or first reward) and the same limits and prompts, or choose another output_dir."
         )
-    held = content.get("measured_by", {}).get("held_sha256", {})
-    if other := sorted(name for name, digest in measured_by["held_sha256"].items() if held.get(name, digest) != digest):
-        logger.warning(
-            "The accuracy before training in %s was measured with other values in what grades: %s. If they decide what is right, it cannot be "
-            "compared with the accuracy after: choose another output_dir.",
-            file,
-            ", ".join(other),
-        )
     return content["correct"]
 
 
@@ -81,14 +70,9 @@ def differing(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
     return [name for name in names if first.get(name) != second.get(name)]
 
 
-def way_of(measured_by: Mapping[str, Any]) -> dict[str, Any]:
-    """What two measurements have to have in common: without what a grader holds, perhaps another one in every process."""
-    return {name: value for name, value in measured_by.items() if name != "held_sha256"}
-
-
 def _others(content: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     """Name, value then and value now of what is another one; older versions recorded nothing."""
-    for name, was in way_of(content.get("measured_by", {})).items():
+    for name, was in content.get("measured_by", {}).items():
         is_now = json.loads(json.dumps(now.get(name)))
         unread = name.endswith("_sha256") and name in now and None in (was, is_now)  # typed in a prompt
         if was != is_now and not unread:

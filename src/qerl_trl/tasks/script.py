@@ -24,7 +24,6 @@ from transformers import AutoTokenizer
 from trl import ModelConfig, get_peft_config
 
 from ..config import QeRLConfig
-from ..errors import tell_in_scripts
 from ..folders import check_name, named_in_errors
 from ..guards import check_steps
 from ..identity import run_settings
@@ -74,12 +73,9 @@ class Script:
 
         What a recipe says of its data and rewards holds for its own task only: a `task`, or a `--task` on the command line, replaces all of it.
 
-        An error that nobody catches ends the process with its message alone if that says all ([`errors`]).
-
         Raises:
             `ValueError`: an option that there is not, with those that are called alike.
         """
-        tell_in_scripts()
         words = list(sys.argv[1:] if argv is None else argv)
         words = with_config(words, config)
         tracked = False

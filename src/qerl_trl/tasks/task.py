@@ -22,7 +22,7 @@ from datasets import Dataset
 from trl import rewards as trl_rewards
 
 from ..shipped import contents
-from ..sources import held_by, source_sha256
+from ..sources import source_sha256
 from . import data as problems
 from .grading import BY_REWARD, GRADERS, Grader, grader_of, is_correct, require_references
 from .named import found, function_named
@@ -294,14 +294,13 @@ class Task:
         return grader_of(self.grader, self.folders) if isinstance(self.grader, str) else self.grader
 
     def graded_by(self) -> dict[str, Any]:
-        """By what [`verdicts`] is decided: the grader, one of one's own with how it is written and what it holds (`sources`), and the answer's format."""
+        """By what [`verdicts`] is decided: the grader, one of one's own with its source, and the answer's format."""
         compare = self._grader()
         known = next((name for name, each in GRADERS.items() if each is compare), None)
         return {
             "grader": known or f"own function {getattr(compare, '__name__', type(compare).__name__)}",
             "grader_sha256": None if known else source_sha256(compare),
             "answer_format": self.answer_format,
-            "held_sha256": {} if known else held_by(compare),
         }
 
     def verdicts(self, completions: list[str], problems: Dataset) -> list[bool]:

@@ -1,0 +1,50 @@
+"""A run leaves the process, and the objects that the user gave it, as it found them."""
+
+import gc
+import logging
+import signal
+import sys
+import threading
+
+from qerl_trl import QeRLGRPOTrainer
+from tests.test_trainer import LORA, PROMPTS, settings, spread_reward
+
+
+def filters():
+    names = [None, *logging.Logger.manager.loggerDict]
+    return {name: found for name in names if (found := list(logging.getLogger(name).filters))}
+
+
+def process():
+    return {
+        "sys.excepthook": sys.excepthook,
+        "threading.excepthook": threading.excepthook,
+        "sys.unraisablehook": sys.unraisablehook,
+        "signal handlers": {number: signal.getsignal(number) for number in signal.valid_signals()},
+        "garbage collector": (gc.get_threshold(), gc.isenabled(), gc.get_freeze_count()),
+        "log filters": filters(),
+    }
+
+
+def own_methods(given):
+    """Functions on the instance itself, in place of its class's methods."""
+    return {name: value for name, value in vars(given).items() if callable(value) and hasattr(type(given), name)}
+
+
+def test_a_run_leaves_everything_as_it_was(tiny_model_dir, tiny_tokenizer, tmp_path):
+    from qerl_trl import from_pretrained
+
+    model, args = (
+        from_pretrained(tiny_model_dir("qwen2")),
+        settings(tmp_path, max_steps=1, save_strategy="steps", save_steps=1),
+    )
+    given = {"model": model, "tokenizer": tiny_tokenizer, "arguments": args}
+    before = process() | {name: own_methods(each) for name, each in given.items()}
+    trainer = QeRLGRPOTrainer(
+        model, spread_reward, args=args, train_dataset=PROMPTS, processing_class=tiny_tokenizer, peft_config=LORA
+    )
+    trainer.train()
+    trainer.save_model(str(tmp_path / "saved"))
+    trainer.evaluate(PROMPTS.select(range(4)))
+    after = process() | {name: own_methods(each) for name, each in given.items()}
+    assert {name: after[name] for name in after if after[name] != before[name]} == {}
