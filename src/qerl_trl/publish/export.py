@@ -35,7 +35,7 @@ from peft import LoraConfig, PeftModel
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from .. import base_identity, checkpoint, forward, identity, redaction, report, tokenizer_identity, unchanged
+from .. import base_identity, checkpoint, identity, redaction, report, tokenizer_identity, unchanged
 from ..base_identity import is_trained
 from ..identity import RunSettings
 from ..names import full_tensor, is_sharded, reshard
@@ -45,7 +45,7 @@ from ..nvfp4.headers import require_finite
 from ..nvfp4.linear import has_nvfp4
 from ..sampling import save_generation_config
 from ..sources import sha256
-from . import beside, custom_code, read_back, staging, writer
+from . import beside, custom_code, staging, writer
 from .merge import check_base, entries_of, nvfp4_layer, recorded_base, saved_buffers, whole_base_sha256
 from .names import public_name
 from .records import Export, Kind, Measured, RequantizedNote
@@ -92,7 +92,7 @@ def save_adapter(
             )
         export = _describe(policy, "adapter")
         export["base_model"] = base_model
-        if _made_already(folder, export, card):
+        if staging.is_complete(folder, export):
             return export
         with _staged(folder, export, overwrite, policy.tokenizer, card) as partial:
             policy.model.save_pretrained(str(partial), state_dict=policy.gathered)
@@ -114,7 +114,7 @@ def copy_adapter(run: Path, folder: str | os.PathLike, card: WriteCard | None = 
     require_whole(run)
     digest = hashlib.sha256((run / ADAPTER_FILES[0]).read_bytes()).hexdigest()
     export = _record("adapter", recorded_settings(run), digest)
-    if not _made_already(folder, export, card):
+    if not staging.is_complete(folder, export):
         with _staged(folder, export, True, None, card) as partial:
             ends = (file.name for file in run.glob("generation_config.json"))
             for name in (*ADAPTER_FILES, *ends, *checkpoint.tokenizer_files(run)):
@@ -167,15 +167,14 @@ def save_merged(
             export["measured"] = measured
         finished = checkpoint.recorded_run(folder)
         known = {**export, "survived": finished["survived"]} if "survived" in finished else export
-        if _made_already(folder, cast(Export, known), card):
+        if staging.is_complete(folder, known):
             return cast(Export, known)
-        custom_code.warn(policy, folder)
+        custom_code.warn(custom_code.auto_map(policy.transformers_model.config), folder)
         jobs = [merged_job(entry, written_as) for entry in entries_of(policy, with_adapter=True)]
         with _staged(folder, export, overwrite, policy.tokenizer, card) as partial:
             notes = writer.write_shards(partial, jobs, layouts.WRITTEN_BY, max_shard_bytes, progress=progress)
             if changed := [note for note in cast(list[RequantizedNote], notes) if note["change"]]:
                 export["survived"] = survived_of(changed)
-            forward.record(partial, policy.model)
             _save_config(partial, policy, written_as, None, jobs)
         return export
 
@@ -196,9 +195,9 @@ def save_base(
     def write(policy: TrainedPolicy) -> Export:
         quantizer = _require_nvfp4(policy)
         export = _describe(policy, "nvfp4_base", with_adapter=False)
-        if _made_already(folder, export, card):
+        if staging.is_complete(folder, export):
             return export
-        custom_code.warn(policy, folder)
+        custom_code.warn(custom_code.auto_map(policy.transformers_model.config), folder)
         jobs, dtypes = [], {torch.bfloat16}
         for entry in entries_of(policy, with_adapter=False):
             if nvfp4_layer(entry) is not None:
@@ -208,7 +207,6 @@ def save_base(
                 jobs.append(cast_job(entry, lossless_dtype(entry)))
         with _staged(folder, export, overwrite, policy.tokenizer, card) as partial:
             writer.write_shards(partial, jobs, layouts.WRITTEN_BY, max_shard_bytes, progress=progress)
-            forward.record(partial, policy.model, with_adapter=False)
             dtype = torch.bfloat16 if dtypes == {torch.bfloat16} else quantizer.torch_dtype
             _save_config(partial, policy, dtype, quantizer.to_dict(), jobs)
         return export
@@ -242,9 +240,9 @@ def save_merged_nvfp4(
         export = _describe(policy, "nvfp4_merged")
         export["requantized_with"], export["force"] = scale_rule, force
         finished = checkpoint.recorded_run(folder)
-        if finished and _made_already(folder, cast(Export, {**export, "survived": finished.get("survived")}), card):
+        if finished and staging.is_complete(folder, {**export, "survived": finished.get("survived")}):
             return cast(Export, finished)
-        custom_code.warn(policy, folder)
+        custom_code.warn(custom_code.auto_map(policy.transformers_model.config), folder)
         entries = entries_of(policy, with_adapter=True)
         packed = [entry for entry in entries if nvfp4_layer(entry) is not None]
         jobs = [cast_job(entry, torch.bfloat16) for entry in entries if nvfp4_layer(entry) is None]
@@ -264,7 +262,6 @@ def save_merged_nvfp4(
                 )
             export["survived"] = survived
             _save_config(partial, policy, torch.bfloat16, quantizer.to_dict(), jobs)
-            read_back.record(partial, policy.transformers_model.device)
         return export
 
     return _on_rank_zero(exported, tokenizer, write)
@@ -321,15 +318,6 @@ def _loaded_again(policy: TrainedPolicy) -> Iterator[TrainedPolicy]:
         yield load_policy(adapter)._replace(tokenizer=policy.tokenizer)
 
 
-def _made_already(folder: str | os.PathLike, export: Export, card: WriteCard | None) -> bool:
-    """Whether `folder` is this export already; its card then says what is known now."""
-    if not staging.is_complete(folder, export):
-        return False
-    if card is not None:
-        staging.card_again(folder, lambda new: card(new, export))
-    return True
-
-
 @contextmanager
 def _staged(
     folder: str | os.PathLike,
@@ -370,7 +358,7 @@ def _save_config(
         del config.quantization_config
     config.dtype = dtype
     config.architectures = [type(model).__name__]
-    custom_code.keep_named(config)
+    custom_code.copy_none(config)
     if getattr(config, "tie_word_embeddings", False) and "lm_head.weight" in names:
         config.tie_word_embeddings = False
         more = next(math.prod(spec.shape) for job in jobs for spec in job.specs if spec.name == "lm_head.weight")

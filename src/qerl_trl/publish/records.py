@@ -1,6 +1,6 @@
 """What is exported, as typed JSON: the record that a manifest keeps of an export, and the facts that its card shows.
 
-Both are dictionaries, because both are read back from files that an older version may have written: a key that is absent was not known.
+Both are read back from files: a key that is absent was not known.
 """
 
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
@@ -67,7 +67,6 @@ class Export(ExportBase, total=False):
     # of a folder quantized from a checkpoint
     skip: list[str]
     source_sha256: str
-    beside_sha256: str  # of what is copied as it is: tokenizer, template, ...
     source_bytes: int
     max_shard_bytes: int
 

@@ -10,7 +10,7 @@ from peft import PeftConfig, PeftModel
 from safetensors import safe_open
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from .. import base_identity, checkpoint, forward, identity
+from .. import base_identity, checkpoint, identity
 from ..identity import RunSettings
 from ..loading import begin, finish, from_pretrained, load_config
 from ..lora import load_adapter
@@ -151,7 +151,6 @@ def _load_base(
         kind = auto_class_of(AutoConfig.from_pretrained(base, **found))
         model = kind.from_pretrained(base, dtype=dtype, **hub)
         finish(model, revision=hub["revision"] or "main")
-        forward.compare(model)
     base_identity.take_embeddings(model, adapter)
     # the unquantized base of a run on NVFP4 is another model, and has no recorded fingerprint
     if form == settings.get("base_format"):
@@ -383,6 +382,5 @@ def load_any(
             options = {"config": config, "dtype": getattr(torch, dtype or "bfloat16")}
         loaded = auto_class_of(config).from_pretrained(model, device_map={"": device}, **code, **options).eval()
     finish(loaded, revision="main")
-    forward.compare(loaded)
     settings: RunSettings = {"model": model, "base_format": "nvfp4" if has_nvfp4(loaded) else "bf16"}
     return TrainedPolicy(loaded, AutoTokenizer.from_pretrained(model, **code), settings)
