@@ -53,7 +53,7 @@ from .noise.agreement import check_agreement
 from .noise.callback import AQNCallback
 from .nvfp4.linear import has_nvfp4
 from .processes import Errors, naming_the_lost_one, start_watch
-from .publishing import close_other_ways, warn_of_exports
+from .publishing import warn_of_exports
 from .ready import given_model
 from .rollout.arms import check_environment, check_given
 from .rollout.contract import checked_rollout_func
@@ -162,7 +162,6 @@ class QeRLMixin(SavingMixin, PackingMixin, ShardingMixin):
         self._tag_names = [*type(self)._tag_names, "qerl", *(["nvfp4"] if has_nvfp4(trained) else [])]
         self.model.add_model_tags(self._tag_names)
         prepare(self)
-        close_other_ways(trained, self.processing_class)
         self.sources = Sources.of(self)
 
     @contextmanager

@@ -171,7 +171,7 @@ def merge(
                 )
             settings = policy.settings
             del policy
-            policy = load_policy(run, base_model, "bf16", None, device, allow_other_base, base_compared=True, **code)
+            policy = load_policy(run, base_model, "bf16", None, device, allow_other_base, **code)
             policy.settings["base_format"] = settings.get("base_format", "nvfp4")
             measured = logit_distance(trained, logits_of(policy.model, batches))
     facts = cards.facts_of_run(run, policy.settings, dataset)
