@@ -17,7 +17,6 @@ base_format="bf16")` builds that one, `distance.logit_distance` measures how far
 """
 
 import copy
-import hashlib
 import json
 import logging
 import math
@@ -44,9 +43,8 @@ from ..nvfp4.config import NVFP4Config
 from ..nvfp4.headers import require_finite
 from ..nvfp4.linear import has_nvfp4
 from ..sampling import save_generation_config
-from ..sources import sha256
 from . import beside, custom_code, staging, writer
-from .merge import check_base, entries_of, nvfp4_layer, recorded_base, saved_buffers, whole_base_sha256
+from .merge import check_base, entries_of, nvfp4_layer, recorded_base
 from .names import public_name
 from .records import Export, Kind, Measured, RequantizedNote
 from .run import (
@@ -92,8 +90,6 @@ def save_adapter(
             )
         export = _describe(policy, "adapter")
         export["base_model"] = base_model
-        if staging.is_complete(folder, export):
-            return export
         with _staged(folder, export, overwrite, policy.tokenizer, card) as partial:
             policy.model.save_pretrained(str(partial), state_dict=policy.gathered)
             require_finite(partial / ADAPTER_FILE)
@@ -112,15 +108,13 @@ def copy_adapter(run: Path, folder: str | os.PathLike, card: WriteCard | None = 
     if missing:
         raise ValueError(f"{run} has no {' and no '.join(missing)}: it is not the folder of a run with an adapter.")
     require_whole(run)
-    digest = hashlib.sha256((run / ADAPTER_FILES[0]).read_bytes()).hexdigest()
-    export = _record("adapter", recorded_settings(run), digest)
-    if not staging.is_complete(folder, export):
-        with _staged(folder, export, True, None, card) as partial:
-            ends = (file.name for file in run.glob("generation_config.json"))
-            for name in (*ADAPTER_FILES, *ends, *checkpoint.tokenizer_files(run)):
-                (partial / name).parent.mkdir(exist_ok=True)
-                shutil.copyfile(run / name, partial / name)
-            _name_base(partial, recorded_settings(run), None)
+    export = _record("adapter", recorded_settings(run))
+    with _staged(folder, export, True, None, card) as partial:
+        ends = (file.name for file in run.glob("generation_config.json"))
+        for name in (*ADAPTER_FILES, *ends, *checkpoint.tokenizer_files(run)):
+            (partial / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(run / name, partial / name)
+        _name_base(partial, recorded_settings(run), None)
     return export
 
 
@@ -165,10 +159,6 @@ def save_merged(
         export["dtype"] = str(written_as).removeprefix("torch.")
         if measured is not None:
             export["measured"] = measured
-        finished = checkpoint.recorded_run(folder)
-        known = {**export, "survived": finished["survived"]} if "survived" in finished else export
-        if staging.is_complete(folder, known):
-            return cast(Export, known)
         custom_code.warn(custom_code.auto_map(policy.transformers_model.config), folder)
         jobs = [merged_job(entry, written_as) for entry in entries_of(policy, with_adapter=True)]
         with _staged(folder, export, overwrite, policy.tokenizer, card) as partial:
@@ -195,8 +185,6 @@ def save_base(
     def write(policy: TrainedPolicy) -> Export:
         quantizer = _require_nvfp4(policy)
         export = _describe(policy, "nvfp4_base", with_adapter=False)
-        if staging.is_complete(folder, export):
-            return export
         custom_code.warn(custom_code.auto_map(policy.transformers_model.config), folder)
         jobs, dtypes = [], {torch.bfloat16}
         for entry in entries_of(policy, with_adapter=False):
@@ -238,10 +226,7 @@ def save_merged_nvfp4(
     def write(policy: TrainedPolicy) -> Export:
         quantizer = _require_nvfp4(policy)
         export = _describe(policy, "nvfp4_merged")
-        export["requantized_with"], export["force"] = scale_rule, force
-        finished = checkpoint.recorded_run(folder)
-        if finished and staging.is_complete(folder, {**export, "survived": finished.get("survived")}):
-            return cast(Export, finished)
+        export["requantized_with"] = scale_rule
         custom_code.warn(custom_code.auto_map(policy.transformers_model.config), folder)
         entries = entries_of(policy, with_adapter=True)
         packed = [entry for entry in entries if nvfp4_layer(entry) is not None]
@@ -373,23 +358,19 @@ def _save_config(
 
 
 def _describe(policy: TrainedPolicy, kind: Kind, with_adapter: bool = True) -> Export:
-    """The record by which an export is known again: what the run recorded, and where it did not, what is in the model as it is."""
+    """The record of an export: what the run recorded, and where it did not, what is in the model as it is."""
     unchanged.check_scales(policy.model)
-    settings, weights, adapter = policy.settings.copy(), _fingerprint(policy, with_adapter), _active_lora(policy.model)
+    settings, adapter = policy.settings.copy(), _active_lora(policy.model)
     if with_adapter and adapter is not None and "lora" not in settings:
         settings["lora"] = identity.lora_settings(adapter)
     if policy.tokenizer is not None:
         settings |= cast(RunSettings, tokenizer_identity.recorded_of_written(policy.tokenizer, policy.settings))
     if kind != "adapter":
         check_base(policy)
-        recorded, adapted = recorded_base(settings), isinstance(policy.model, PeftModel)
-        if recorded is None or not adapted:
-            base = whole_base_sha256(policy)
-            weights = sha256([weights if adapted else base, saved_buffers(policy)])
-            if recorded is None:
-                settings["base_sha256"] = base
-                settings["base_config"] = base_identity.base_config(policy.transformers_model)
-    export = _record(kind, settings, weights)
+        if recorded_base(settings) is None:
+            settings["base_sha256"] = cast(str, base_identity.base_sha256(policy.transformers_model))
+            settings["base_config"] = base_identity.base_config(policy.transformers_model)
+    export = _record(kind, settings)
     if kind != "adapter" and (code := custom_code.auto_map(policy.transformers_model.config)):
         export["auto_map"] = code
     return export
@@ -400,21 +381,7 @@ def _active_lora(model: nn.Module) -> LoraConfig | None:
     return found if isinstance(found, LoraConfig) else None
 
 
-def _record(kind: Kind, settings: RunSettings, weights_sha256: str) -> Export:
+def _record(kind: Kind, settings: RunSettings) -> Export:
     if settings.get("model"):
         settings["model"] = public_name(settings["model"])
-    return {"kind": kind, "settings": settings, "exported_with": report.versions(), "weights_sha256": weights_sha256}
-
-
-@torch.no_grad()
-def _fingerprint(policy: TrainedPolicy, with_adapter: bool) -> str:
-    """SHA-256 of what training changed (of a small packed sample for a base)."""
-    digest = hashlib.sha256()
-    if with_adapter and len(getattr(policy.model, "peft_config", ())) > 1:
-        digest.update(str(policy.model.active_adapters).encode())
-    for name, parameter in (policy.gathered or dict(policy.model.named_parameters())).items():
-        if is_trained(name) == with_adapter and (with_adapter or name.endswith(("weight_packed", "weight_scale"))):
-            data = parameter.detach() if with_adapter else parameter.detach()[:64]
-            digest.update(name.encode())
-            digest.update(data.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+    return {"kind": kind, "settings": settings, "exported_with": report.versions()}

@@ -129,7 +129,7 @@ def quantize_folder(
             config.auto_map = custom_code.named(entries, str(model))
         elif entries:
             custom_code.warn(entries, destination)
-        with staging.staging(destination, export, overwrite) as partial:
+        with staging.staging(destination, export, overwrite, resumable=True) as partial:
             layers, rows = _write(
                 partial,
                 tensors,

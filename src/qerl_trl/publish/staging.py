@@ -7,7 +7,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,17 +31,14 @@ def require_apart(source: str | os.PathLike, destination: str | os.PathLike) -> 
         )
 
 
-def require_room(destination: str | os.PathLike, overwrite: bool, kinds: Collection[str] = ()) -> None:
+def require_room(destination: str | os.PathLike, overwrite: bool) -> None:
     """
-    Args:
-        kinds: what is to be written is of one of these. An export of such a kind may be it already.
-
     Raises:
         `ValueError`: something else is there that may not be replaced; or, with `overwrite`, it is more than one export.
     """
     destination = Path(destination).absolute()
     taken = destination.is_file() or (destination.is_dir() and any(destination.iterdir()))
-    if not taken or (not overwrite and checkpoint.recorded_run(destination).get("kind") in kinds):
+    if not taken:
         return
     if not overwrite:
         raise ValueError(
@@ -63,12 +60,14 @@ def is_complete(destination: str | os.PathLike, run: Mapping[str, Any]) -> bool:
 
 
 @contextmanager
-def staging(destination: str | os.PathLike, run: Mapping[str, Any], overwrite: bool = False) -> Iterator[Path]:
+def staging(
+    destination: str | os.PathLike, run: Mapping[str, Any], overwrite: bool = False, resumable: bool = False
+) -> Iterator[Path]:
     """Yield a folder to fill; when the block ends well, seal it and make it `destination`.
 
     Args:
-        run: JSON description of what is made from what. Becomes the manifest's `run`; an interrupted run with the same description is
-            continued in its folder, with another one it is discarded.
+        run: JSON description of what is made from what. Becomes the manifest's `run`.
+        resumable: an interrupted run with the same description is continued in its folder; else it is discarded.
         overwrite: replace an existing destination. Otherwise only an empty folder may be there.
 
     Raises:
@@ -86,7 +85,7 @@ def staging(destination: str | os.PathLike, run: Mapping[str, Any], overwrite: b
                 f"Another process is writing {destination} (in {partial}). Wait for it or end it, or choose another folder."
             ) from error
         record = json.dumps(_as_json(run))
-        if (partial / _RECORD_NAME).read_text() != record:
+        if not resumable or (partial / _RECORD_NAME).read_text() != record:
             for path in set(partial.iterdir()) - {partial / _RECORD_NAME}:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
             lock.truncate(0)
