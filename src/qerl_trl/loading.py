@@ -19,12 +19,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from . import checkpoint, forward
+from . import checkpoint
 from .folders import beside, hub_commit, note_commit, reads_for_its_machine
 from .nvfp4 import config
 from .nvfp4.headers import check_finite_module
 from .nvfp4.linear import has_nvfp4
-from .nvfp4.shards import check_weight_files
+from .nvfp4.shards import weight_files
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ def begin(model: str | os.PathLike) -> None:
     """
     folder = Path(model)
     if folder.is_dir():
-        check_weight_files(folder)
+        weight_files(folder)
     if not (folder / checkpoint.MANIFEST_NAME).is_file() or not reads_for_its_machine():
         return
     _compare(folder, partial=hub_commit(folder) is not None, closed=True)
@@ -184,5 +184,4 @@ def from_pretrained(model_id: str | os.PathLike, *args: Any, **kwargs: Any) -> P
     model = config.from_pretrained(model_id, *args, **kwargs)
     begin_loaded(model)
     finish()
-    forward.compare(model)
     return model

@@ -18,28 +18,10 @@ from .sampling import save_generation_config
 from .upstream import OnlineTrainer
 
 if TYPE_CHECKING:
+    from .publish.hub import Destination
     from .publish.records import Export, Facts
-    from .publish.while_training import Destination, Pushes
 
 logger = logging.getLogger(__name__)
-
-
-def close_other_ways(model: nn.Module, processing_class: Any) -> None:
-    """Refuse `push_to_hub` of what a trainer holds itself, its model and its tokenizer or processor: that would be public, and past everything
-    that is checked here. Of these objects, not of their classes."""
-    held = [model, model.get_base_model() if isinstance(model, PeftModel) else model]
-    held += [processing_class, getattr(processing_class, "tokenizer", processing_class)]
-    for each in held:
-        for name in ("push_to_hub", "_upload_modified_files"):  # the latter: `save_pretrained(push_to_hub=True)`
-            setattr(each, name, _refuse_upload)
-
-
-def _refuse_upload(*args: Any, **kwargs: Any) -> None:
-    raise RuntimeError(
-        "A model or a tokenizer that a QeRL trainer holds does not upload itself: that would be public unless told otherwise, and unchecked. "
-        "Nothing was uploaded. Use trainer.push_to_hub(), or qerl_trl.publish.hub.push_adapter, push_merged or push_base with the trainer: the "
-        "tokenizer goes with them."
-    )
 
 
 def warn_of_exports(model: nn.Module, processing_class: Any) -> None:
@@ -63,6 +45,9 @@ class PublishingMixin(OnlineTrainer):
     Private unless said otherwise, whole or not at all, with our card, and only the files that `publish.outgoing` lets out. To be mixed in
     before TRL's trainer, none of whose own uploads is left.
     """
+
+    #: why the Hub does not have the newest checkpoint of this training
+    _not_pushed: str | None = None
 
     if TYPE_CHECKING:  # `SavingMixin.save_model`
 
@@ -100,21 +85,21 @@ class PublishingMixin(OnlineTrainer):
         cards.write(folder, cards.facts_of(self), export)
 
     def _warn_of_checkpoints(self) -> None:
-        """Of what a resumed run would read, some is not sent with a checkpoint."""
-        strategy = HubStrategy(self.args.hub_strategy)
-        if strategy not in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
-            return
-        if self.is_deepspeed_enabled:
+        """Under DeepSpeed, of what a resumed run would read, the optimizer's state is not sent with a checkpoint."""
+        if self.is_deepspeed_enabled and self.args.hub_strategy in (
+            HubStrategy.CHECKPOINT,
+            HubStrategy.ALL_CHECKPOINTS,
+        ):
             logger.warning(
-                "hub_strategy=%r under DeepSpeed: its optimizer state stays here, so no run can go on from what is pushed, only from the checkpoints in %s.",
-                strategy.value,
+                "hub_strategy=%r under DeepSpeed does not push the optimizer's state, so a run resumes from %s only.",
+                HubStrategy(self.args.hub_strategy).value,
                 self.args.output_dir,
             )
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
         if not self.is_world_process_zero():
             return
-        from .publish import hub, while_training
+        from .publish import hub
 
         redaction.check_places(
             {"processing_class": self.processing_class}
@@ -123,9 +108,9 @@ class PublishingMixin(OnlineTrainer):
         private = self._is_private(private)
         if isinstance(self.accelerator.unwrap_model(self.model), PeftModel) and self.args.hub_base_model is None:
             hub.require_hub_base(self.model.config._name_or_path)  # now, not when it is trained
-        api, self.hub_model_id = hub.prepare_repository(self._repo_name(), private, token or self.args.hub_token)
-        hub.make_branch(api, self.hub_model_id, self.args.hub_revision)
-        self.push_in_progress = while_training.Pushes(self._output_dir())
+        self.hub_model_id = hub.prepare_repository(
+            self._repo_name(), private, token or self.args.hub_token, self.args.hub_revision
+        )
 
     def _output_dir(self) -> str:
         assert self.args.output_dir is not None  # TrainingArguments replaces None
@@ -187,14 +172,12 @@ class PublishingMixin(OnlineTrainer):
             base_model (`str`, *optional*):
                 Hub id of the base, where the run trained on a local folder. Default: `hub_base_model` of the arguments.
         """
-        from .publish import hub, while_training
+        from .publish import hub
 
         to = self._destination(base_model, token, revision, private)
         if to.adapter and to.base_model is None:
             hub.require_hub_base(self.model.config._name_or_path)
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
-        if getattr(self, "push_in_progress", None) is not None:
-            self._finish_current_push()
         options: dict[str, Any] = {
             "facts": self._facts(**kwargs),
             "private": to.private,
@@ -212,7 +195,7 @@ class PublishingMixin(OnlineTrainer):
                     hub.push_model(self._output_dir(), to.repo_id, **options) if self.is_world_process_zero() else None
                 )
         except hub.HubError as error:
-            raise while_training.unpublished(error, self._output_dir(), to) from None
+            raise to.unpublished(error, self._output_dir()) from None
         if url is not None:
             self.hub_model_id = "/".join(url.split("/commit/")[0].split("/")[-2:])
         return url
@@ -224,7 +207,7 @@ class PublishingMixin(OnlineTrainer):
         revision: str | None = None,
         private: bool | None = None,
     ) -> "Destination":
-        from .publish.while_training import Destination
+        from .publish.hub import Destination
 
         return Destination(
             repo_id=self.hub_model_id or self._repo_name(),
@@ -241,18 +224,24 @@ class PublishingMixin(OnlineTrainer):
         return self.args.push_to_hub and self.args.hub_strategy != HubStrategy.END
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """A push that fails is warned of at once, and raised once training has ended."""
         if not self.is_world_process_zero() or not self._pushes_while_training():
             return
-        pushes = self.push_in_progress
-        if not self.args.hub_always_push and not pushes.is_done():
-            return
+        from .publish import hub
+
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
-        kept = {HubStrategy.CHECKPOINT: "last-checkpoint", HubStrategy.ALL_CHECKPOINTS: Path(checkpoint_folder).name}
+        folder, to = Path(checkpoint_folder), self._destination()
+        kept = {HubStrategy.CHECKPOINT: "last-checkpoint", HubStrategy.ALL_CHECKPOINTS: folder.name}
         by_steps = self.args.save_strategy == SaveStrategy.STEPS
         when = f"step {self.state.global_step}" if by_steps else f"epoch {int(self.state.epoch or 0)}"
-        message = f"Training in progress, {when}"
         keep_as = kept.get(HubStrategy(self.args.hub_strategy))
-        pushes.start(checkpoint_folder, self._destination(), self._facts(), message, keep_as)
+        try:
+            hub.push_checkpoint(folder, to, self._facts(), f"Training in progress, {when}", keep_as)
+        except (hub.HubError, ValueError, OSError) as error:
+            self._not_pushed = redaction.redact(f"{folder.name} was not pushed to {to.repo_id}: {error}")
+            logger.warning("%s", self._not_pushed)
+        else:
+            self._not_pushed = None
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:
         # callbacks of trackers that log the model build a plain Trainer from the arguments there, which would upload the whole folder
@@ -264,17 +253,19 @@ class PublishingMixin(OnlineTrainer):
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """As `Trainer.train`. Raises where the last push while training failed, once everything is saved here."""
+        self._not_pushed = None
         output: TrainOutput = super().train(*args, **kwargs)
         if not self._pushes_while_training():
             return output
-        to = self._destination()
-        pushes: Pushes | None = getattr(self, "push_in_progress", None)  # of the main process
-        failed = [pushes.retry(to.repo_id) if pushes is not None else None]
+        failed = [self._not_pushed]
         if self.accelerator.num_processes > 1:
             broadcast_object_list(failed)
         if failed[0] is not None:
-            from .publish import while_training
+            from .publish.hub import HubError
 
             self.save_model(push=False)
-            raise while_training.ended(failed[0], self._output_dir(), to)
+            folder = self._output_dir()
+            raise HubError(
+                f"The training has ended and is saved in {folder}, but {failed[0]} Publish it with: {self._destination().command(folder)}"
+            )
         return output

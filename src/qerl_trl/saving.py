@@ -17,7 +17,7 @@ from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import SaveStrategy, TrainOutput
 
-from . import checkpoint, disk, forward, guards, loading, lora, reference, run_folder, unchanged
+from . import checkpoint, disk, guards, loading, lora, reference, run_folder, unchanged
 from .base_identity import base_sha256, take_embeddings
 from .ended import goes_on, told_of_exits
 from .identity import RunSettings, run_settings
@@ -88,11 +88,10 @@ class SavingMixin(PublishingMixin):
 
         Raises:
             `ValueError`: `output_dir` or the checkpoint belongs to a run with other settings; the model is not as it was
-                sealed, computes something else, or has values that are not finite; or the processes are not parts of the same run.
+                sealed, or has values that are not finite; or the processes are not parts of the same run.
         """
         loading.finish(model := self.accelerator.unwrap_model(self.model))
         loading.check_identity(model.get_base_model() if is_peft_model(model) else model, self.base_sha256)
-        forward.compare_base(model)
         if self.args.device.index is not None and self.args.device.type == "cpu":
             load_to_numbered_cpus()
         trained_before = self.state.global_step

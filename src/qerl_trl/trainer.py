@@ -54,7 +54,7 @@ from .memory.workload import check_rollout
 from .noise.callback import AQNCallback
 from .nvfp4.linear import has_nvfp4
 from .processes import keep_buckets, rewards_of_all
-from .publishing import close_other_ways, warn_of_exports
+from .publishing import warn_of_exports
 from .ready import given_model
 from .rollout.arms import check_environment, check_given
 from .rollout.contract import checked_rollout_func
@@ -161,7 +161,6 @@ class QeRLMixin(SavingMixin, PackingMixin):
         self._tag_names = [*type(self)._tag_names, "qerl", *(["nvfp4"] if has_nvfp4(trained) else [])]
         self.model.add_model_tags(self._tag_names)
         prepare(self)
-        close_other_ways(trained, self.processing_class)
         self.sources = {"rewards_sha256": digests(rewards_of(self)), "rollouts_sha256": digests(rollouts_of(self))}
 
     @contextmanager

@@ -37,8 +37,8 @@ GROUPS = {
 
 _LIST = """
 R1.no_cuda R1.driver_old R1.gpu_architecture R1.vllm_missing R1.vllm_version R1.vllm_abi R1.triton_missing R1.trl_peft_window
-R2.truncated R2.empty R2.header_bomb R2.overlapping_offsets R2.missing_shard R2.index_names_absent_tensor R2.extra_tensor
-R2.wrong_packed_dtype R2.odd_k R2.scale_shape R2.scale_nan R2.scale_not_positive R2.global_scale_not_finite R2.global_scale_reciprocal
+R2.truncated R2.empty R2.header_bomb R2.overlapping_offsets R2.missing_shard R2.extra_tensor
+R2.wrong_packed_dtype R2.odd_k R2.scale_shape R2.scale_nan R2.global_scale_not_finite R2.global_scale_reciprocal
 R2.w4a4_config R2.pickle_only
 R3.bitsandbytes_base R3.tied_head_target R3.no_lora_match R3.bad_rank R3.adapter_kind_with_vllm R3.embedding_target R3.no_noise_match
 R3.bad_schedule

@@ -219,16 +219,6 @@ def test_an_edited_export_is_not_quantized(tiny_model_dir, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@fault("S.model_folder_edited", recovered=True)
-def test_a_folder_that_changes_while_it_is_quantized(dense, tmp_path):  # noqa: F811
-    """One half of the weights of before, the other of after, under the fingerprint of before."""
-    with told(ValueError, str(dense), "changed while it was quantized", "Run the same command again"):
-        quantize_folder(dense, tmp_path / "out", progress=lambda *_: os.utime(dense / "model.safetensors"))
-    assert not (tmp_path / "out").exists()
-    quantize_folder(dense, tmp_path / "out")
-    assert not checkpoint.problems(tmp_path / "out")
-
-
 def test_what_is_said_of_the_source_is_not_said_of_the_product(tiny_model_dir, tmp_path):
     """A merged model's card and its computed log-probabilities, copied, would be published as the quantized one's."""
     facts = {"kind": "merged", "settings": {"seed": 77}}
@@ -236,8 +226,6 @@ def test_what_is_said_of_the_source_is_not_said_of_the_product(tiny_model_dir, t
     export.save_merged(policy, tmp_path / "merged", card=lambda folder, record: cards.write(folder, facts, record))
     quantize_folder(tmp_path / "merged", tmp_path / "out")
     assert not (tmp_path / "out/qerl_card.json").exists()
-    then, now = (json.loads((tmp_path / name / "qerl_forward.json").read_text()) for name in ("merged", "out"))
-    assert now["packed"] and not then["packed"] and now["logps"] != then["logps"]  # the product's own
 
 
 @fault("S.model_folder_edited")

@@ -429,7 +429,7 @@ def test_a_model_with_code_of_its_own_is_loaded_where_its_code_is_named(own_code
     quantized = {} if save is export.save_merged else {"quantization_config": NVFP4Config()}
     model = AutoModelForCausalLM.from_pretrained(own_code, trust_remote_code=True, **quantized)
     save(model, tmp_path / "made")
-    (said,) = [record.getMessage() for record in caplog.records if "code of its own" in record.getMessage()]
+    (said,) = [record.getMessage() for record in caplog.records if "code of this model" in record.getMessage()]
     for word in (
         "configuration_own.py, modeling_own.py",
         str(tmp_path / "made"),
@@ -441,7 +441,7 @@ def test_a_model_with_code_of_its_own_is_loaded_where_its_code_is_named(own_code
     caplog.clear()
     model.config.auto_map = {role: f"{own_code}--{name}" for role, name in CODE.items()}
     save(model, tmp_path / "made", overwrite=True)
-    assert "code of its own" not in caplog.text and not list((tmp_path / "made").glob("*.py"))
+    assert "code of this model" not in caplog.text and not list((tmp_path / "made").glob("*.py"))
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "made", trust_remote_code=True)
     assert type(loaded).__name__ == "OwnForCausalLM"
 

@@ -191,19 +191,11 @@ def plan(
         raise typer.Exit(1)
 
 
-def doctor(
-    verify: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="Instead: read a model, export, run or checkpoint folder whole, against its manifest. Repeatable."
-        ),
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
+def doctor(as_json: AsJson = False) -> None:
     """Versions, GPU, what will be used, and each problem with its remedy. Exit code 1 if something will not work."""
     from qerl_trl.cli import doctor as diagnosis
 
-    found = diagnosis.examine_folders(verify) if verify else diagnosis.examine()
+    found = diagnosis.examine()
     print_result(found.as_dict(), as_json, found.lines())
     if any(problem.fatal for problem in found.problems):
         raise typer.Exit(1)

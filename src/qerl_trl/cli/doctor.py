@@ -13,7 +13,6 @@ from .. import preflight, report
 from ..nvfp4 import linear
 from ..nvfp4.kernels import measured_by_the_user, selected_for_matrices
 from ..preflight import Problem
-from .verify import verify
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,13 +31,6 @@ class Findings:
         for problem in self.problems:
             rows.append(f"{'PROBLEM' if problem.fatal else 'note':<12}{problem.what}\n{'':<12}-> {problem.remedy}")
         return rows if self.problems else [*rows, "No problem found."]
-
-
-def examine_folders(folders: list[Path]) -> Findings:
-    """Read folders whole, byte for byte against their manifests and value for value."""
-    read = {folder: verify(folder) for folder in folders}
-    facts = {f"folder {number}": found for number, (found, _) in enumerate(read.values(), 1)}
-    return Findings(facts, {}, [problem for _, problems in read.values() for problem in problems])
 
 
 def examine() -> Findings:

@@ -149,7 +149,7 @@ def merge(
     staging.require_apart(run, destination)
     if base_model is not None:
         staging.require_apart(base_model, destination)
-    staging.require_room(destination, overwrite, FORMS[form])
+    staging.require_room(destination, overwrite)
     code = {"trust_remote_code": trust_remote_code}
     policy = load_policy(run, base_model, base_format, None, device, allow_other_base, **code)  # as it was trained
     measured: Measured | None = None
@@ -171,7 +171,7 @@ def merge(
                 )
             settings = policy.settings
             del policy
-            policy = load_policy(run, base_model, "bf16", None, device, allow_other_base, base_compared=True, **code)
+            policy = load_policy(run, base_model, "bf16", None, device, allow_other_base, **code)
             policy.settings["base_format"] = settings.get("base_format", "nvfp4")
             measured = logit_distance(trained, logits_of(policy.model, batches))
     facts = cards.facts_of_run(run, policy.settings, dataset)
@@ -179,7 +179,6 @@ def merge(
     def card(folder: Path, record: Export) -> None:
         cards.write(folder, facts, record)
 
-    before = weights_at(destination)
     with progress_bar("writing") as progress:
         if form == "adapter":
             done = export.save_adapter(policy, destination, base_model=base_model, overwrite=overwrite, card=card)
@@ -207,7 +206,7 @@ def merge(
         "kind": done["kind"],
         **({"survived": done["survived"]} if "survived" in done else {}),
     }
-    lines = [f"{told_of(destination, before)}: {destination} ({done['kind'].replace('_', ' ')})"]
+    lines = [f"written: {destination} ({done['kind'].replace('_', ' ')})"]
     if form == "bf16" and (survived := done.get("survived")):
         lines.append(
             f"rounding to {done['dtype']} kept {survived['kept_fraction']:.3f} of the adapter's change of the weights (error "

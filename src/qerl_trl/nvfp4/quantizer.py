@@ -21,7 +21,7 @@ from transformers.utils import logging
 from ..folders import note_commit, reads_for_its_machine
 from . import headers, layouts
 from .format import NVFP4Tensor, quantize
-from .fp8 import check_fp8, dequantize_fp8
+from .fp8 import dequantize_fp8
 from .fused import fuse_storage
 from .linear import NVFP4Linear, has_nvfp4
 
@@ -189,14 +189,9 @@ class NVFP4HfQuantizer(HfQuantizer):
         packed = headers.check_headers(
             self._headers, layout, self._converted, dense, model._keys_to_ignore_on_load_unexpected or (), fp8
         )
-        if not self._unread:
-            headers.check_values(packed, layout)
-        eight, problems = check_fp8(self._headers, fp8)
-        if problems:
-            raise ValueError("\n".join(problems[:8]))
         self._put_stand_ins(model, packed)
         for name, module in fp8.items():
-            _replace(model, name, _FP8Placeholder(module, eight[name]))
+            _replace(model, name, _FP8Placeholder(module, packed[name]))
         # scales of a quantized KV cache sit on the attention module, not on a linear
         ignored = model._keys_to_ignore_on_load_unexpected or ()
         model._keys_to_ignore_on_load_unexpected = {*ignored, r"\.[qkv]_scale$"}
@@ -224,6 +219,8 @@ class NVFP4HfQuantizer(HfQuantizer):
                 if isinstance(module, _FP8Placeholder):
                     _replace(model, name, module.to_dense(self.quantization_config.torch_dtype))
                 elif isinstance(module, _PackedPlaceholder):
+                    scales = (module.get_parameter(part).detach() for part in layout.tensors[1:])
+                    headers.check_scales(name, *scales, layout, self.where(f"{name}.{layout.packed}"))
                     _replace(model, name, module.to_nvfp4(layout, self.quantization_config.torch_dtype))
         for name, module in list(model.named_modules()):
             if isinstance(module, _Unread):

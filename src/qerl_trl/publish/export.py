@@ -17,7 +17,6 @@ base_format="bf16")` builds that one, `distance.logit_distance` measures how far
 """
 
 import copy
-import hashlib
 import json
 import logging
 import math
@@ -35,7 +34,7 @@ from peft import LoraConfig, PeftModel
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from .. import base_identity, checkpoint, forward, identity, redaction, report, tokenizer_identity
+from .. import base_identity, checkpoint, identity, redaction, report, tokenizer_identity
 from ..base_identity import is_trained
 from ..identity import RunSettings
 from ..names import full_tensor, is_sharded, reshard
@@ -44,9 +43,8 @@ from ..nvfp4.config import NVFP4Config
 from ..nvfp4.headers import require_finite
 from ..nvfp4.linear import has_nvfp4
 from ..sampling import save_generation_config
-from ..sources import sha256
-from . import beside, custom_code, read_back, staging, writer
-from .merge import check_base, entries_of, nvfp4_layer, recorded_base, saved_buffers, whole_base_sha256
+from . import beside, custom_code, staging, writer
+from .merge import check_base, entries_of, nvfp4_layer, recorded_base
 from .names import public_name
 from .records import Export, Kind, Measured, RequantizedNote
 from .run import (
@@ -92,8 +90,6 @@ def save_adapter(
             )
         export = _describe(policy, "adapter")
         export["base_model"] = base_model
-        if _made_already(folder, export, card):
-            return export
         with _staged(folder, export, overwrite, policy.tokenizer, card) as partial:
             policy.model.save_pretrained(str(partial), state_dict=policy.gathered)
             require_finite(partial / ADAPTER_FILE)
@@ -112,15 +108,13 @@ def copy_adapter(run: Path, folder: str | os.PathLike, card: WriteCard | None = 
     if missing:
         raise ValueError(f"{run} has no {' and no '.join(missing)}: it is not the folder of a run with an adapter.")
     require_whole(run)
-    digest = hashlib.sha256((run / ADAPTER_FILES[0]).read_bytes()).hexdigest()
-    export = _record("adapter", recorded_settings(run), digest)
-    if not _made_already(folder, export, card):
-        with _staged(folder, export, True, None, card) as partial:
-            ends = (file.name for file in run.glob("generation_config.json"))
-            for name in (*ADAPTER_FILES, *ends, *checkpoint.tokenizer_files(run)):
-                (partial / name).parent.mkdir(exist_ok=True)
-                shutil.copyfile(run / name, partial / name)
-            _name_base(partial, recorded_settings(run), None)
+    export = _record("adapter", recorded_settings(run))
+    with _staged(folder, export, True, None, card) as partial:
+        ends = (file.name for file in run.glob("generation_config.json"))
+        for name in (*ADAPTER_FILES, *ends, *checkpoint.tokenizer_files(run)):
+            (partial / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(run / name, partial / name)
+        _name_base(partial, recorded_settings(run), None)
     return export
 
 
@@ -165,17 +159,12 @@ def save_merged(
         export["dtype"] = str(written_as).removeprefix("torch.")
         if measured is not None:
             export["measured"] = measured
-        finished = checkpoint.recorded_run(folder)
-        known = {**export, "survived": finished["survived"]} if "survived" in finished else export
-        if _made_already(folder, cast(Export, known), card):
-            return cast(Export, known)
-        custom_code.warn(policy, folder)
+        custom_code.warn(custom_code.auto_map(policy.transformers_model.config), folder)
         jobs = [merged_job(entry, written_as) for entry in entries_of(policy, with_adapter=True)]
         with _staged(folder, export, overwrite, policy.tokenizer, card) as partial:
             notes = writer.write_shards(partial, jobs, layouts.WRITTEN_BY, max_shard_bytes, progress=progress)
             if changed := [note for note in cast(list[RequantizedNote], notes) if note["change"]]:
                 export["survived"] = survived_of(changed)
-            forward.record(partial, policy.model)
             _save_config(partial, policy, written_as, None, jobs)
         return export
 
@@ -196,9 +185,7 @@ def save_base(
     def write(policy: TrainedPolicy) -> Export:
         quantizer = _require_nvfp4(policy)
         export = _describe(policy, "nvfp4_base", with_adapter=False)
-        if _made_already(folder, export, card):
-            return export
-        custom_code.warn(policy, folder)
+        custom_code.warn(custom_code.auto_map(policy.transformers_model.config), folder)
         jobs, dtypes = [], {torch.bfloat16}
         for entry in entries_of(policy, with_adapter=False):
             if nvfp4_layer(entry) is not None:
@@ -208,7 +195,6 @@ def save_base(
                 jobs.append(cast_job(entry, lossless_dtype(entry)))
         with _staged(folder, export, overwrite, policy.tokenizer, card) as partial:
             writer.write_shards(partial, jobs, layouts.WRITTEN_BY, max_shard_bytes, progress=progress)
-            forward.record(partial, policy.model, with_adapter=False)
             dtype = torch.bfloat16 if dtypes == {torch.bfloat16} else quantizer.torch_dtype
             _save_config(partial, policy, dtype, quantizer.to_dict(), jobs)
         return export
@@ -240,11 +226,8 @@ def save_merged_nvfp4(
     def write(policy: TrainedPolicy) -> Export:
         quantizer = _require_nvfp4(policy)
         export = _describe(policy, "nvfp4_merged")
-        export["requantized_with"], export["force"] = scale_rule, force
-        finished = checkpoint.recorded_run(folder)
-        if finished and _made_already(folder, cast(Export, {**export, "survived": finished.get("survived")}), card):
-            return cast(Export, finished)
-        custom_code.warn(policy, folder)
+        export["requantized_with"] = scale_rule
+        custom_code.warn(custom_code.auto_map(policy.transformers_model.config), folder)
         entries = entries_of(policy, with_adapter=True)
         packed = [entry for entry in entries if nvfp4_layer(entry) is not None]
         jobs = [cast_job(entry, torch.bfloat16) for entry in entries if nvfp4_layer(entry) is None]
@@ -264,7 +247,6 @@ def save_merged_nvfp4(
                 )
             export["survived"] = survived
             _save_config(partial, policy, torch.bfloat16, quantizer.to_dict(), jobs)
-            read_back.record(partial, policy.transformers_model.device)
         return export
 
     return _on_rank_zero(exported, tokenizer, write)
@@ -321,15 +303,6 @@ def _loaded_again(policy: TrainedPolicy) -> Iterator[TrainedPolicy]:
         yield load_policy(adapter)._replace(tokenizer=policy.tokenizer)
 
 
-def _made_already(folder: str | os.PathLike, export: Export, card: WriteCard | None) -> bool:
-    """Whether `folder` is this export already; its card then says what is known now."""
-    if not staging.is_complete(folder, export):
-        return False
-    if card is not None:
-        staging.card_again(folder, lambda new: card(new, export))
-    return True
-
-
 @contextmanager
 def _staged(
     folder: str | os.PathLike,
@@ -370,7 +343,7 @@ def _save_config(
         del config.quantization_config
     config.dtype = dtype
     config.architectures = [type(model).__name__]
-    custom_code.keep_named(config)
+    custom_code.copy_none(config)
     if getattr(config, "tie_word_embeddings", False) and "lm_head.weight" in names:
         config.tie_word_embeddings = False
         more = next(math.prod(spec.shape) for job in jobs for spec in job.specs if spec.name == "lm_head.weight")
@@ -385,22 +358,18 @@ def _save_config(
 
 
 def _describe(policy: TrainedPolicy, kind: Kind, with_adapter: bool = True) -> Export:
-    """The record by which an export is known again: what the run recorded, and where it did not, what is in the model as it is."""
-    settings, weights, adapter = policy.settings.copy(), _fingerprint(policy, with_adapter), _active_lora(policy.model)
+    """The record of an export: what the run recorded, and where it did not, what is in the model as it is."""
+    settings, adapter = policy.settings.copy(), _active_lora(policy.model)
     if with_adapter and adapter is not None and "lora" not in settings:
         settings["lora"] = identity.lora_settings(adapter)
     if policy.tokenizer is not None:
         settings |= cast(RunSettings, tokenizer_identity.recorded_of_written(policy.tokenizer, policy.settings))
     if kind != "adapter":
         check_base(policy)
-        recorded, adapted = recorded_base(settings), isinstance(policy.model, PeftModel)
-        if recorded is None or not adapted:
-            base = whole_base_sha256(policy)
-            weights = sha256([weights if adapted else base, saved_buffers(policy)])
-            if recorded is None:
-                settings["base_sha256"] = base
-                settings["base_config"] = base_identity.base_config(policy.transformers_model)
-    export = _record(kind, settings, weights)
+        if recorded_base(settings) is None:
+            settings["base_sha256"] = cast(str, base_identity.base_sha256(policy.transformers_model))
+            settings["base_config"] = base_identity.base_config(policy.transformers_model)
+    export = _record(kind, settings)
     if kind != "adapter" and (code := custom_code.auto_map(policy.transformers_model.config)):
         export["auto_map"] = code
     return export
@@ -411,21 +380,7 @@ def _active_lora(model: nn.Module) -> LoraConfig | None:
     return found if isinstance(found, LoraConfig) else None
 
 
-def _record(kind: Kind, settings: RunSettings, weights_sha256: str) -> Export:
+def _record(kind: Kind, settings: RunSettings) -> Export:
     if settings.get("model"):
         settings["model"] = public_name(settings["model"])
-    return {"kind": kind, "settings": settings, "exported_with": report.versions(), "weights_sha256": weights_sha256}
-
-
-@torch.no_grad()
-def _fingerprint(policy: TrainedPolicy, with_adapter: bool) -> str:
-    """SHA-256 of what training changed (of a small packed sample for a base)."""
-    digest = hashlib.sha256()
-    if with_adapter and len(getattr(policy.model, "peft_config", ())) > 1:
-        digest.update(str(policy.model.active_adapters).encode())
-    for name, parameter in (policy.gathered or dict(policy.model.named_parameters())).items():
-        if is_trained(name) == with_adapter and (with_adapter or name.endswith(("weight_packed", "weight_scale"))):
-            data = parameter.detach() if with_adapter else parameter.detach()[:64]
-            digest.update(name.encode())
-            digest.update(data.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+    return {"kind": kind, "settings": settings, "exported_with": report.versions()}

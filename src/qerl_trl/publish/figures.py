@@ -40,7 +40,7 @@ def of_run(folder: Path, settings: "RunSettings") -> Facts:
     places = [folder, folder.parent] if _CHECKPOINT.fullmatch(folder.resolve().name) else [folder]
     results = next((place / RESULTS_NAME for place in places if (place / RESULTS_NAME).is_file()), None)
     curves = next((place / _CURVES_NAME for place in places if (place / _CURVES_NAME).is_file()), None)
-    content = None if results is None else _read(results)
+    content = None if results is None else _read(results, _check_results)
     if results is not None and content is not None and (other := _of_another_run(content, settings)) is not None:
         _warn(
             f"{results} is of another run than {folder}: {other}. Its figures, and the curves beside it, are left out of the card."
@@ -79,7 +79,7 @@ def _evaluations(folder: Path, settings: "RunSettings") -> list[Evaluation]:
     )  # read only where there is something to compare
     found = []
     for path in sorted(folder.glob(EVALUATIONS)):
-        content = _read(path, accuracies=())
+        content = _read(path, _check_evaluation)
         if content is None:
             continue
         if (why := _of_another_model(content, settings, weights)) is not None:
@@ -107,46 +107,37 @@ def _of_another_model(
 # --- reading ----------------------------------------------------------------------------------------------------------------------
 
 
-def _read(path: Path, accuracies: Iterable[str] = ("before", "after")) -> dict[str, Any] | None:
-    """The content of a file of figures; `None`, with a warning, for one that is damaged. `accuracies`: the keys of what is shown as one, if they
-    are there; an evaluation is one itself."""
+def _read(path: Path, check: Callable[[dict[str, Any]], object]) -> dict[str, Any] | None:
+    """The content of a file of figures; `None`, with a warning, for one that `check` cannot read."""
     try:
         content = json.loads(path.read_bytes())
-        if not isinstance(content, dict):
-            raise TypeError("no JSON object")
-        shown = {name: content[name] for name in accuracies if content.get(name) is not None}
-        if not accuracies:
-            shown = {"the evaluation": content}
-            if not isinstance(content.get("dataset"), str) or not set(_PROTOCOL) <= set(content.get("protocol") or ()):
-                raise TypeError("it does not say what was asked, and how")
-        for name, accuracy in shown.items():
-            _require_numbers(name, accuracy, "accuracy", "total")
-            _require_interval(name, accuracy)
-        if content.get("difference") is not None and accuracies:
-            _require_numbers("difference", content["difference"], "value")
-            _require_interval("difference", content["difference"])
-        history, settings = content.get("log_history") or [], content.get("settings") or {}
-        if not isinstance(settings, dict) or not all(isinstance(entry, dict) for entry in history):
-            raise TypeError("its settings or its log are none")
-    except (ValueError, TypeError, OSError) as error:  # JSON's and Unicode's errors are ValueErrors
+        check(content)
+    except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
         _warn(
-            f"{path} is damaged ({error}): its figures are left out of the card. Start the command that wrote it again."
+            f"{path} is damaged ({type(error).__name__}: {error}): its figures are left out of the card. Run the command that wrote it again."
         )
         return None
     return content
 
 
-def _require_numbers(where: str, content: Any, *names: str) -> None:
-    for name in names:
-        value = content.get(name) if isinstance(content, dict) else None
-        if not isinstance(value, (int, float)):
-            raise TypeError(f"{where} has no {name}")
+def _check_results(content: dict[str, Any]) -> None:
+    for name in ("before", "after"):
+        if content.get(name) is not None:
+            _check_accuracy(content[name])
+    if (difference := content.get("difference")) is not None:
+        [float(number) for number in (difference["value"], *difference["interval95"])]
+    log_summary(content.get("log_history") or [])
+    (content.get("settings") or {}).keys()
 
 
-def _require_interval(where: str, content: dict[str, Any]) -> None:
-    interval = content.get("interval95")
-    if not isinstance(interval, list) or [type(end) in (int, float) for end in interval] != [True, True]:
-        raise TypeError(f"{where} has no interval95")
+def _check_evaluation(content: dict[str, Any]) -> None:
+    _check_accuracy(content)
+    _ = content["dataset"], [content["protocol"][name] for name in _PROTOCOL]
+
+
+def _check_accuracy(measured: dict[str, Any]) -> None:
+    low, high = measured["interval95"]
+    [float(number) for number in (measured["accuracy"], measured["total"], low, high)]
 
 
 @functools.cache

@@ -9,11 +9,14 @@ Only huggingface_hub's public API is used, so its endpoint (`HF_ENDPOINT`), toke
 """
 
 import json
+import logging
 import os
+import shlex
 import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -23,40 +26,105 @@ from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, Reposit
 from .. import checkpoint, redaction
 from ..identity import RunSettings
 from . import cards, export, outgoing
-from .answers import HTTPError, explanation, root_of
 from .names import is_hub_id
 from .outgoing import Content, HubError
 from .records import MERGED_KINDS, Export, Facts
 from .run import Exportable, is_trainer, recorded_revision
 
+logger = logging.getLogger(__name__)
+
+#: what the client's HTTP library raises also where no answer came: httpx's, from huggingface_hub 2 on httpx2's
+_HTTPError: type[Exception] = next(base for base in HfHubHTTPError.__mro__ if base.__name__ == "HTTPError")
+_FAILED = (HfHubHTTPError, _HTTPError, OSError, RuntimeError)
 #: what the Hub itself puts into a new repository
 _HUB_FILES = {".gitattributes", "README.md"}
-_NOTHING_YET = (
-    "{} was there and holds nothing yet: an upload to it was interrupted before its last step, or never begun. Nothing needs doing: this "
-    "one goes on, and large files that have arrived are not sent again."
-)
-#: endpoints and repositories there that this process has made
-_made: set[tuple[str, str]] = set()
-_ATTEMPTS = 5
+_ATTEMPTS, _WAIT_SECONDS = 5, 1.0
+#: for the next bytes of an answer
+_ANSWER_SECONDS = 120.0
 _T = TypeVar("_T")
+
+
+# --- requests ---------------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _explained(repo_id: str) -> Iterator[None]:
+    """Turn what can go wrong on the way to the Hub into a `HubError` that says what to do, without the token."""
+    session = get_session()
+    waits, session.timeout = session.timeout, _ANSWER_SECONDS  # huggingface_hub's own waits for ever
+    try:
+        yield
+    except _FAILED as error:
+        if isinstance(error, HubError):
+            raise
+        # not chained: the requests inside carry the token in their headers
+        raise HubError(redaction.redact(f"{_explanation(error, repo_id)} Nothing was published.")) from None
+    finally:
+        session.timeout = waits
+
+
+def _explanation(error: Exception, repo_id: str) -> str:
+    if isinstance(error, OfflineModeIsEnabled):
+        return "huggingface_hub is in offline mode (HF_HUB_OFFLINE=1). Unset it to publish."
+    root = _root_of(error)
+    status = getattr(getattr(root, "response", None), "status_code", None)
+    if status == 401:
+        return "The Hub refused the token (401). Log in again with `hf auth login`, or set a valid HF_TOKEN."
+    if status == 403:
+        return (
+            f"The token may not write to {repo_id} (403). Use a token with write access, and a namespace that is yours."
+        )
+    if status is not None:
+        return f"The Hub answered {status} for {repo_id}: {root}. Try the same command again later."
+    return f"The connection to the Hub failed ({type(root).__name__}: {root}). Run the same command again: files that arrived are not sent twice."
+
+
+def _root_of(error: BaseException) -> BaseException:
+    """The first HTTP or connection error behind an exception (huggingface_hub wraps failed uploads in a RuntimeError)."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, (HfHubHTTPError, _HTTPError, ConnectionError, TimeoutError)):
+            return cause
+        cause = cause.__cause__
+    return error
+
+
+def _retried(request: Callable[[], _T], attempts: int = _ATTEMPTS) -> _T:
+    """Call again after dropped connections and server errors, 1, 2, 4, ... seconds apart; after a timeout once."""
+    for attempt in range(attempts):
+        try:
+            return request()
+        except _FAILED as error:
+            root = _root_of(error)
+            status = getattr(getattr(root, "response", None), "status_code", None)
+            passing = root is not error or not isinstance(error, RuntimeError)
+            passing = passing and (status is None or status >= 500 or status == 429)
+            last = attempts - 1 if "Timeout" not in type(root).__name__ else 1
+            if not passing or attempt >= last:
+                raise
+            time.sleep(_WAIT_SECONDS * 2**attempt)
+    raise AssertionError
 
 
 # --- the repository ---------------------------------------------------------------------------------------------------------------
 
 
 def prepare_repository(
-    repo_id: str, private: bool = True, token: str | None = None, notify: Callable[[str], None] = print
-) -> tuple[HfApi, str]:
-    """Announce, then create the repository or check that the existing one has the visibility asked for.
+    repo_id: str,
+    private: bool = True,
+    token: str | None = None,
+    revision: str | None = None,
+    notify: Callable[[str], None] = print,
+) -> str:
+    """Announce, then create the repository and its branch, or check that the existing one has the visibility asked for.
 
     Returns:
-        The API client, and the full id (`user/name`).
+        The full id (`user/name`).
 
     Raises:
         `HubError`: no token, a refused token, no network, or an existing public repository where a private one is wanted.
     """
-    api = _announced(repo_id, private, token, notify)
-    return api, _created(api, repo_id, private, notify)
+    return _created(_announced(repo_id, private, token, notify), repo_id, private, revision)
 
 
 def _announced(repo_id: str, private: bool, token: str | None, notify: Callable[[str], None]) -> HfApi:
@@ -74,75 +142,19 @@ def _announced(repo_id: str, private: bool, token: str | None, notify: Callable[
     return api
 
 
-def _created(api: HfApi, repo_id: str, private: bool, notify: Callable[[str], None]) -> str:
+def _created(api: HfApi, repo_id: str, private: bool, revision: str | None) -> str:
     with _explained(repo_id):
-        try:
-            repo_id = _retried(lambda: api.create_repo(repo_id, private=private)).repo_id
-            _made.add((api.endpoint, repo_id))
-        except HfHubHTTPError as error:
-            if error.response.status_code not in (403, 409):  # 403: not to be created, but there perhaps
-                raise
-            repo_id = _retried(lambda: api.create_repo(repo_id, private=private, exist_ok=True)).repo_id
-            if (api.endpoint, repo_id) not in _made and not set(
-                _retried(lambda: api.list_repo_files(repo_id))
-            ) - _HUB_FILES:
-                notify(_NOTHING_YET.format(repo_id))
-        if not private and api.repo_info(repo_id).private:
+        repo_id = _retried(lambda: api.create_repo(repo_id, private=private, exist_ok=True)).repo_id
+        if (is_private := api.repo_info(repo_id).private) != private:
+            asked = "private" if private else "public"
+            remedy = "publish there on purpose: private=False (hub_private_repo=False, --public)"
             raise HubError(
-                f"{repo_id} exists and is private, and a public publication was asked for. Change its visibility in its settings on the "
-                "Hub, or publish privately."
+                f"{repo_id} exists and is {'private' if is_private else 'PUBLIC'}, and a {asked} publication was asked for, so nothing was "
+                f"uploaded. Choose another name, or {remedy if private else 'change its visibility in its settings on the Hub'}."
             )
-        if private and not api.repo_info(repo_id).private:
-            raise HubError(
-                f"{repo_id} exists and is PUBLIC, and a private publication was asked for, so nothing was uploaded. Choose another name, "
-                "or publish there on purpose: private=False (hub_private_repo=False, --public)."
-            )
-    return repo_id
-
-
-def make_branch(api: HfApi, repo_id: str, revision: str | None) -> None:
-    """A branch that is committed to has to be there; of what is there already nothing changes."""
-    if revision is not None and not revision.startswith("refs/"):
-        with _explained(repo_id):
+        if revision is not None and not revision.startswith("refs/"):
             _retried(lambda: api.create_branch(repo_id, branch=revision, exist_ok=True))
-
-
-@contextmanager
-def _explained(repo_id: str) -> Iterator[None]:
-    """Turn what can go wrong on the way to the Hub into a `HubError` that says what to do, without the token."""
-    session = get_session()
-    waits, session.timeout = session.timeout, _ANSWER_SECONDS  # as huggingface_hub makes it, it waits for ever
-    try:
-        yield
-    except (HfHubHTTPError, HTTPError, OfflineModeIsEnabled, OSError, RuntimeError) as error:
-        if isinstance(error, HubError):
-            raise
-        # not chained: the requests inside carry the token in their headers
-        raise HubError(redaction.redact(explanation(error, repo_id))) from None
-    finally:
-        session.timeout = waits
-
-
-def _retried(request: Callable[[], _T], attempts: int = _ATTEMPTS, wait: float | None = None) -> _T:
-    """Call again after dropped connections and server errors, 1, 2, 4, ... seconds apart."""
-    for attempt in range(attempts):
-        try:
-            return request()
-        except (HfHubHTTPError, HTTPError, ConnectionError, TimeoutError, RuntimeError) as error:
-            root = root_of(error)
-            status = getattr(getattr(root, "response", None), "status_code", None)
-            passing = status is None or status >= 500 or status == 429
-            last = attempts - 1 if "Timeout" not in type(root).__name__ else 1  # of long waits two
-            known = (HfHubHTTPError, HTTPError, ConnectionError, TimeoutError)  # the last two: the xet client's
-            if not isinstance(root, known) or not passing or attempt >= last:
-                raise
-            time.sleep((_WAIT_SECONDS if wait is None else wait) * 2**attempt)
-    raise AssertionError
-
-
-_WAIT_SECONDS = 1.0
-#: for the next bytes of an answer
-_ANSWER_SECONDS = 120.0
+    return repo_id
 
 
 # --- a folder ---------------------------------------------------------------------------------------------------------------------
@@ -188,20 +200,16 @@ def push_folder(
     if base_model:
         known["base_model"] = base_model
     message = message or f"{record['kind'].replace('_', ' ')}, written by qerl-trl"
-    manifest = checkpoint.read_manifest(folder)
-    notes: list[str] = []
 
     def look(api: HfApi) -> None:
         # where nobody says another one, it is the base that was trained on, at a commit that was recorded
-        if base is not None and (base_model is not None or recorded_revision(record["settings"], base) is None):
-            notes.extend(check_base_on_hub(api, base, record["settings"], allow_other_base))
+        named = base is not None and (base_model is not None or recorded_revision(record["settings"], base) is None)
+        if named and (said := check_base_on_hub(api, str(base), record["settings"], allow_other_base)):
+            notify(said)
+        if base is not None and (packed := _stored_packed(api, base)) is not None:
+            known["base_packed"] = packed
 
-    url = _publish(
-        files, manifest, known, repo_id, private, token, revision, message, force, further or {}, notify, look, base
-    )
-    for note in notes:
-        notify(note)
-    return url
+    return _publish(folder, files, known, repo_id, private, token, revision, message, force, further, notify, look)
 
 
 def push_model(
@@ -219,17 +227,14 @@ def push_model(
     """As [`push_folder`], for a run of which every weight was trained: the model in the run's folder or in a checkpoint."""
     folder = Path(folder)
     if wrong := checkpoint.problems(folder):
-        raise ValueError(
-            f"{folder} cannot be published: {'; '.join(wrong)}. Name a whole checkpoint, or save the model again."
-        )
-    manifest = checkpoint.read_manifest(folder)
+        raise ValueError(f"{folder} cannot be published: {'; '.join(wrong)}. Name a whole checkpoint.")
     files = _files(folder, notify)
-    return _publish(files, manifest, facts, repo_id, private, token, revision, message, force, further or {}, notify)
+    return _publish(folder, files, facts, repo_id, private, token, revision, message, force, further, notify)
 
 
 def _publish(
+    folder: Path,
     files: Content,
-    manifest: checkpoint.Manifest,
     facts: Facts,
     repo_id: str,
     private: bool,
@@ -237,25 +242,20 @@ def _publish(
     revision: str | None,
     message: str,
     force: bool,
-    further: Content,
+    further: Content | None,
     notify: Callable[[str], None],
     look: Callable[[HfApi], None] = lambda api: None,
-    base: str | None = None,
 ) -> str:
-    """Everything that this package uploads comes through here. `files` and the manifest of their folder; a card is added. `look` may
-    refuse before the repository is made; `base` is the Hub id of an adapter's base, for the card."""
-    outgoing.check({**files, **further})
+    """Everything that this package uploads comes through here; a card is added. `look` may refuse before the repository is made."""
+    outgoing.check({**files, **(further or {})})
     outgoing.check_words(repo_id, revision, message)
-    api = _announced(repo_id, private, token, notify)
+    api, manifest = _announced(repo_id, private, token, notify), checkpoint.read_manifest(folder)
     look(api)
-    repo_id = _created(api, repo_id, private, notify)
-    make_branch(api, repo_id, revision)
+    repo_id = _created(api, repo_id, private, revision)
     facts = {**facts, "repo_id": repo_id}
-    if base is not None and (packed := stored_packed(api, base)) is not None:
-        facts["base_packed"] = packed
     facts.pop("curves", None)
     content: Content = {**files, "README.md": cards.render(facts).encode()}
-    content |= {checkpoint.MANIFEST_NAME: outgoing.manifest_of(content, manifest), **further}
+    content |= {checkpoint.MANIFEST_NAME: outgoing.manifest_of(content, manifest), **(further or {})}
     outgoing.check(content)
     with _explained(repo_id):
         stale = _compare(api, repo_id, revision, content, manifest["run"].get("kind"), force)
@@ -263,13 +263,9 @@ def _publish(
             CommitOperationAdd(name, data if isinstance(data, bytes) else str(data)) for name, data in content.items()
         ]
         _retried(lambda: api.preupload_lfs_files(repo_id, operations, revision=revision, free_memory=False))
+        deletions = [CommitOperationDelete(name) for name in stale]
         commit = _retried(
-            lambda: api.create_commit(
-                repo_id,
-                [*operations, *(CommitOperationDelete(name) for name in stale)],
-                commit_message=message,
-                revision=revision,
-            )
+            lambda: api.create_commit(repo_id, [*operations, *deletions], commit_message=message, revision=revision)
         )
     notify(redaction.redact(f"Published: {commit.commit_url}"))
     return commit.commit_url
@@ -279,95 +275,48 @@ def _files(folder: Path, notify: Callable[[str], None]) -> Content:
     """What of a sealed folder is uploaded; `notify` is told what is not."""
     files, left = outgoing.files_of(folder, checkpoint.read_manifest(folder)["files"])
     if left:
-        notify(
-            f"Not uploaded, because such files are not published: {', '.join(left[:10])}{', ...' if left[10:] else ''}"
-        )
+        more = ", ..." if left[10:] else ""
+        notify(f"Not uploaded, because such files are not published: {', '.join(left[:10])}{more}")
     return files
 
 
 def _whole_export(folder: Path) -> Export:
     found = checkpoint.recorded_run(folder)
     wrong = checkpoint.problems(folder) if (folder / checkpoint.MANIFEST_NAME).is_file() else []
-    if "kind" not in found and not wrong:
+    if wrong:
+        raise ValueError(f"{folder} is damaged: {'; '.join(wrong)}. Export it again.")
+    if "kind" not in found:
         raise ValueError(
             f"{folder} was not written by an export of qerl-trl (its {checkpoint.MANIFEST_NAME} is missing or of a checkpoint). Export it "
             "first: qerl-trl merge, qerl-trl quantize, or push a run's folder with: qerl-trl push adapter <run> <user/name>."
         )
-    if wrong:
-        raise ValueError(f"{folder} is damaged: {'; '.join(wrong)}. Export it again.")
     return cast(Export, found)
 
 
-def adapter_config(folder: Path, base_model: str | None) -> dict[str, bytes]:
-    """adapter_config.json, its base named so that others can load it."""
-    path = folder / "adapter_config.json"
-    config = json.loads(path.read_text())
-    base = base_model or config.get("base_model_name_or_path") or ""
-    require_hub_base(base)
-    if base_model is None:
-        return {}
-    if base != config.get("base_model_name_or_path"):
-        config["revision"] = None  # of the base that it named
-    return {"adapter_config.json": (json.dumps({**config, "base_model_name_or_path": base}, indent=2) + "\n").encode()}
-
-
-def check_base_on_hub(api: HfApi, base_model: str, settings: RunSettings, allowed: bool) -> list[str]:
-    """Compare the base that an adapter names with the one it was trained on, as far as the repository says what it holds.
-
-    Returns what the user should know.
-
-    Raises:
-        `ValueError`: it holds a base with other weights, or a model in which an adapter is merged already; and that is not `allowed`.
-    """
-    revision, then, wrong = recorded_revision(settings, base_model), settings.get("base_sha256"), ""
-    kind: str | None = None
-    known: Any = None
-    try:
-        path = _retried(
-            lambda: api.hf_hub_download(base_model, checkpoint.MANIFEST_NAME, revision=revision), attempts=2
-        )
-        theirs = checkpoint.read_manifest(Path(path).parent)["run"]
-        kind, known = theirs.get("kind"), theirs.get("settings", {}).get("base_sha256")
-    except RepositoryNotFoundError:
-        return [
-            f"{base_model} was not found on the Hub with this token: nobody can load the adapter before it is there."
-        ]
-    except (HfHubHTTPError, HTTPError, OSError, RuntimeError):
-        pass  # of somebody else, who writes no manifest
-    except ValueError as error:
-        wrong = f"does not say what it holds: its {error}"
-    if kind in MERGED_KINDS:
-        wrong = "holds a merged model: the adapter would be added to what has one in it already"
-    elif then is not None and known not in (None, then):
-        wrong = (
-            f"holds a base with other weights (fingerprint {known[:12]}) than the adapter was trained on ({then[:12]})"
-        )
-    if wrong and not allowed:
-        raise ValueError(
-            f"{base_model} {wrong}. Publish the run's own base (qerl-trl merge RUN base --as base, then qerl-trl push base base user/name) and "
-            "name that one. To name this one all the same: allow_other_base=True (--allow-other-base)."
-        )
-    if wrong:
-        return [f"{base_model} {wrong}. It is named all the same, as allowed."]
-    if revision is not None or (then is not None and known == then):
+def _compare(
+    api: HfApi, repo_id: str, revision: str | None, content: Content, kind_now: str | None, force: bool
+) -> list[str]:
+    """Files of an earlier push that have to go. Refuses a repository with another kind of content in it."""
+    present = set(_retried(lambda: api.list_repo_files(repo_id, revision=revision)))
+    if not present - _HUB_FILES:
         return []
-    trained_on = (
-        f"those that the adapter was trained on (fingerprint {then[:12]})"
-        if then
-        else "those that the adapter was trained on"
-    )
-    return [
-        f"Nothing on the Hub says which weights {base_model} holds, so that they are {trained_on} is taken on trust."
-    ]
+    kind = None
+    if checkpoint.MANIFEST_NAME in present:
+        theirs = Path(api.hf_hub_download(repo_id, checkpoint.MANIFEST_NAME, revision=revision)).parent
+        run = checkpoint.recorded_run(theirs)  # empty where it is damaged: other files
+        kind = run.get("kind")
+        if run and kind == kind_now:
+            return sorted((present - set(content)) & set(checkpoint.read_manifest(theirs)["files"]))
+    if not force:
+        found = f"a {kind.replace('_', ' ')}" if kind else "other files"
+        raise HubError(
+            f"{repo_id} already contains {found} ({', '.join(sorted(present - _HUB_FILES)[:4])}, ...), so nothing was uploaded. Choose another "
+            "name, or add to it on purpose: force=True (--force)."
+        )
+    return []
 
 
-def stored_packed(api: HfApi, base: str) -> bool | None:
-    """Whether a model on the Hub is stored in quantized layers, which PEFT cannot adapt as they are; `None` where nobody can say."""
-    try:
-        path = _retried(lambda: api.hf_hub_download(base, "config.json"), attempts=2)
-        return "quantization_config" in json.loads(Path(path).read_text())
-    except (HfHubHTTPError, HTTPError, OSError, RuntimeError, ValueError):
-        return None
+# --- the base of an adapter -------------------------------------------------------------------------------------------------------
 
 
 def require_hub_base(base: str) -> None:
@@ -380,28 +329,60 @@ def require_hub_base(base: str) -> None:
         )
 
 
-def _compare(
-    api: HfApi, repo_id: str, revision: str | None, content: Content, kind_now: str | None, force: bool
-) -> list[str]:
-    """Files of an older version that have to go. Refuses a repository with another kind of content in it."""
-    present = set(_retried(lambda: api.list_repo_files(repo_id, revision=revision)))
-    foreign = present - set(content) - _HUB_FILES
-    if not present - _HUB_FILES:
-        return []
-    kind = None
-    if checkpoint.MANIFEST_NAME in present:
-        theirs = Path(api.hf_hub_download(repo_id, checkpoint.MANIFEST_NAME, revision=revision)).parent
-        run = checkpoint.recorded_run(theirs)  # empty where it is damaged: other files
-        kind = run.get("kind")
-        if run and kind == kind_now:
-            return sorted(foreign & set(checkpoint.read_manifest(theirs)["files"]))
-    if not force:
-        found = f"a {kind.replace('_', ' ')}" if kind else "other files"
-        raise HubError(
-            f"{repo_id} already contains {found} ({', '.join(sorted(present - _HUB_FILES)[:4])}, ...), so nothing was uploaded. Choose another "
-            "name, or add to it on purpose: force=True (--force)."
+def adapter_config(folder: Path, base_model: str | None) -> dict[str, bytes]:
+    """adapter_config.json, its base named so that others can load it."""
+    config = json.loads((folder / "adapter_config.json").read_text())
+    require_hub_base(base_model or config.get("base_model_name_or_path") or "")
+    if base_model is None:
+        return {}
+    if base_model != config.get("base_model_name_or_path"):
+        config["revision"] = None  # of the base that it named
+    return {
+        "adapter_config.json": (json.dumps({**config, "base_model_name_or_path": base_model}, indent=2) + "\n").encode()
+    }
+
+
+def check_base_on_hub(api: HfApi, base_model: str, settings: RunSettings, allowed: bool) -> str | None:
+    """Compare the base that an adapter names with the one it was trained on, as far as the repository says what it holds.
+
+    Returns what the user should know.
+
+    Raises:
+        `ValueError`: it holds a base with other weights, or a model in which an adapter is merged already; and that is not `allowed`.
+    """
+    revision, then, known = recorded_revision(settings, base_model), settings.get("base_sha256"), None
+    wrong = ""
+    try:
+        path = _retried(lambda: api.hf_hub_download(base_model, checkpoint.MANIFEST_NAME, revision=revision), 2)
+        theirs = checkpoint.recorded_run(Path(path).parent)
+        known = theirs.get("settings", {}).get("base_sha256")
+        if theirs.get("kind") in MERGED_KINDS:
+            wrong = "holds a merged model: the adapter would be added to what has one in it already"
+        elif then is not None and known not in (None, then):
+            wrong = f"holds a base with other weights (fingerprint {known[:12]}) than the adapter was trained on ({then[:12]})"
+    except RepositoryNotFoundError:
+        return f"{base_model} was not found on the Hub with this token: nobody can load the adapter before it is there."
+    except _FAILED:
+        pass  # of somebody else, who writes no manifest
+    if wrong and not allowed:
+        raise ValueError(
+            f"{base_model} {wrong}. Publish the run's own base (qerl-trl merge RUN base --as base, then qerl-trl push base base user/name) and "
+            "name that one. To name this one all the same: allow_other_base=True (--allow-other-base)."
         )
-    return []
+    if wrong:
+        return f"{base_model} {wrong}. It is named all the same, as allowed."
+    if revision is not None or (then is not None and known == then):
+        return None
+    return f"Nothing on the Hub says which weights {base_model} holds: that they are those the adapter was trained on is taken on trust."
+
+
+def _stored_packed(api: HfApi, base: str) -> bool | None:
+    """Whether a model on the Hub is stored in quantized layers, which PEFT cannot adapt as they are; `None` where nobody can say."""
+    try:
+        path = _retried(lambda: api.hf_hub_download(base, "config.json"), 2)
+        return "quantization_config" in json.loads(Path(path).read_text())
+    except (*_FAILED, ValueError):
+        return None
 
 
 # --- export and upload in one go --------------------------------------------------------------------------------------------------
@@ -437,3 +418,60 @@ def _export_and_push(
     url = push_folder(folder, repo_id, facts=known, **options)
     shutil.rmtree(folder)
     return url
+
+
+# --- while training ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Destination:
+    """Where a run is published, and as what. `base_model`: Hub id of the base of an adapter that was trained on a local folder."""
+
+    repo_id: str
+    private: bool
+    token: str | None
+    revision: str | None
+    base_model: str | None
+    adapter: bool
+
+    def command(self, folder: str | os.PathLike) -> str:
+        """What publishes the run in `folder` from its files alone."""
+        words = ["qerl-trl", "push", "adapter" if self.adapter else "model", str(folder), self.repo_id]
+        words += [] if self.private else ["--public"]
+        words += ["--base-model", self.base_model] if self.adapter and self.base_model else []
+        words += ["--revision", self.revision] if self.revision else []
+        return shlex.join(words)
+
+    def unpublished(self, error: HubError, folder: str) -> HubError:
+        """The error of a push by the trainer, with what publishes the run without it."""
+        if not Path(folder, checkpoint.MANIFEST_NAME).is_file():
+            return error
+        return HubError(
+            f"{error} What is saved in {folder} is published, without training again, by: {self.command(folder)}"
+        )
+
+
+def push_checkpoint(folder: Path, to: Destination, facts: Facts, message: str, keep_as: str | None) -> str:
+    """Upload a sealed checkpoint: its model as the repository's, with a card, and all that a resumed run reads as the folder `keep_as`."""
+    further: Content = {}
+    if keep_as is not None:
+        changed = adapter_config(folder, to.base_model) if to.adapter else {}
+        further = outgoing.checkpoint_files(folder, keep_as, changed)
+    options: dict[str, Any] = {
+        "facts": facts,
+        "private": to.private,
+        "token": to.token,
+        "revision": to.revision,
+        "message": message,
+        "force": True,  # the repository is this run's
+        "further": further,
+        "notify": lambda text: logger.info("%s", text),
+    }
+    if not to.adapter:
+        return push_model(folder, to.repo_id, **options)
+    exported = folder.with_name(f".push-{folder.name}")
+    try:
+        export.copy_adapter(folder, exported, lambda partial, record: cards.write(partial, facts, record))
+        return push_folder(exported, to.repo_id, base_model=to.base_model, **options)
+    finally:
+        shutil.rmtree(exported, ignore_errors=True)

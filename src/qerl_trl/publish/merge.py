@@ -21,7 +21,6 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from .. import unchanged
-from ..base_identity import FingerprintRow, base_sha256, row_of
 from ..identity import RunSettings
 from ..nvfp4.linear import NVFP4Linear
 from .run import TrainedPolicy
@@ -70,25 +69,6 @@ def recorded_base(settings: RunSettings) -> str | None:
     """Fingerprint that the run recorded of its base, where the policy stands on that one: in the run's format."""
     same_form = settings.get("merged_onto") in (None, settings.get("base_format"))
     return settings.get("base_sha256") if same_form else None
-
-
-def whole_base_sha256(policy: TrainedPolicy) -> str:
-    """Fingerprint of the weights as they are now, without the adapter.
-
-    Raises:
-        `RuntimeError`: this process does not have them whole.
-    """
-    model = policy.transformers_model
-    for name, parameter in model.named_parameters():
-        _require_whole(name, parameter)
-    return cast(str, base_sha256(model))
-
-
-def saved_buffers(policy: TrainedPolicy) -> list[FingerprintRow]:
-    """Of what is written beside the parameters, which the fingerprint of a base leaves out."""
-    model = policy.transformers_model
-    names = dict(model.named_buffers(remove_duplicate=False)).keys()
-    return [row_of(name, tensor) for name, tensor in model.state_dict().items() if name in names]
 
 
 @torch.no_grad()

@@ -15,7 +15,6 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -25,7 +24,7 @@ from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.core_model_loading import revert_weight_conversion
 
-from .. import base_identity, checkpoint, forward, loading, report
+from .. import base_identity, checkpoint, loading, report
 from ..folders import hub_commit, named_in_errors
 from ..nvfp4 import headers, layouts, shards
 from ..nvfp4.architectures import DECODER
@@ -33,9 +32,9 @@ from ..nvfp4.config import NVFP4Config, auto_class_of
 from ..nvfp4.headers import TensorInfo
 from ..nvfp4.linear import PACKED
 from ..sampling import end_tokens, save_generation_config, stored
-from . import custom_code, read_back, staging, writer
+from . import custom_code, staging, writer
 from .names import is_hub_id, public_name
-from .quantize_jobs import Budget, Quantize, copy_job, prepare_quantizer, quantize_job
+from .quantize_jobs import Budget, copy_job, quantize_job, quantizer_for
 from .records import BEFORE_NAME, EVALUATIONS, FACTS_NAME, RESULTS_NAME, Export, QuantizedLayer, QuantizedNote
 
 if TYPE_CHECKING:  # it imports PEFT, which this does without
@@ -44,11 +43,10 @@ if TYPE_CHECKING:  # it imports PEFT, which this does without
 REPORT_NAME = "quantization_report.json"
 #: memory for tensors in work, beyond two of the largest
 _SLACK_BYTES = 400_000_000
-_TOKENIZER_CONFIG = "tokenizer_config.json"
 #: what a model repository holds beside weights, and nothing that a reader would execute
 _COPIED_PATTERNS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 _NOT_COPIED = (
-    "config.json", shards.INDEX_NAME, checkpoint.MANIFEST_NAME, REPORT_NAME, "hf_quant_config.json", forward.FORWARD_NAME, FACTS_NAME,
+    "config.json", shards.INDEX_NAME, checkpoint.MANIFEST_NAME, REPORT_NAME, "hf_quant_config.json", FACTS_NAME,
     "trainer_state.json", "adapter_config.json", "all_results.json", "train_results.json", "eval_results.json", RESULTS_NAME, BEFORE_NAME,  # of a run
 )  # fmt: skip
 
@@ -82,7 +80,7 @@ def quantize_folder(
     card: Callable[[Path, Export], None] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Quantized:
-    """Write `model`'s weights as NVFP4 into the folder `destination`, and what they compute on a fixed prompt (forward.py) beside them.
+    """Write `model`'s weights as NVFP4 into the folder `destination`.
 
     Args:
         model: folder, or Hub id (downloaded into the Hub's cache).
@@ -108,7 +106,6 @@ def quantize_folder(
     nvfp4_config = NVFP4Config(scale_rule, modules_to_not_convert, compute_dtype=_dtype_name(config))
     loading.begin(folder)
     tensors, converted, parameters, loaded_as = _matched(folder, config, nvfp4_config, trust_remote_code)
-    quantize = prepare_quantizer(device, scale_rule)
     settings: RunSettings = {"model": public_name(str(model)), "scale_rule": scale_rule, "base_format": "nvfp4"}
     settings["auto_class"] = auto_class_of(config).__name__
     if (revision := hub_commit(folder)) is not None:
@@ -118,8 +115,7 @@ def quantize_folder(
         "settings": settings,
         "skip": sorted(modules_to_not_convert or ()),
         "source_sha256": _fingerprint(folder, tensors),
-        "beside_sha256": _beside_sha256(folder),
-        "source_bytes": sum(info.end - info.start for info in tensors.values()),
+        "source_bytes": sum(info.nbytes for info in tensors.values()),
         "max_shard_bytes": max_shard_bytes,
         "exported_with": report.versions(),
     }
@@ -127,19 +123,19 @@ def quantize_folder(
     known: Export = {**export, "settings": settings.copy()}
     if "base_sha256" in finished.get("settings", {}):  # which is found out below
         known["settings"]["base_sha256"] = finished["settings"]["base_sha256"]
-    if "beside_sha256" not in finished:  # of an older version
-        del known["beside_sha256"]
     if not staging.is_complete(destination, known):
-        if trust_remote_code:
-            _say_where_code_is(folder, config, model, destination)
-        with staging.staging(destination, export, overwrite) as partial:
+        entries = custom_code.auto_map(config)
+        if is_hub_id(str(model)):
+            config.auto_map = custom_code.named(entries, str(model))
+        elif entries:
+            custom_code.warn(entries, destination)
+        with staging.staging(destination, export, overwrite, resumable=True) as partial:
             layers, rows = _write(
                 partial,
                 tensors,
                 converted,
                 nvfp4_config,
                 device,
-                quantize,
                 workers,
                 max_shard_bytes,
                 progress or (lambda *_: None),
@@ -151,23 +147,18 @@ def quantize_folder(
                 {"layers": sorted(layers, key=lambda layer: layer["name"]), "not_quantized": skipped},
             )
             loading.finish()
-            _check_unchanged(folder, export)
             found = {row.name: row for row in (_as_loaded(row, loaded_as) for row in rows)}
             if parameters and parameters <= found.keys():  # what is sealed is completed here, from what was written
                 settings["base_sha256"] = base_identity.sha256_of(found[name] for name in parameters)
-            _copy_beside(folder, partial)
+            _copy_beside(folder, partial, str(model))
             if (folder / "tokenizer.json").is_file():
                 tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)  # needs no code of the model's own
                 known = stored(folder, config)
                 if set(end_tokens(known, tokenizer)) > set(end_tokens(known, None)):  # else the file stays as it is
                     save_generation_config(partial, known, tokenizer)
-            if trust_remote_code and is_hub_id(str(model)):
-                _name_code(partial, config, str(model))
             custom_code.copy_none(config)
             config.quantization_config = nvfp4_config.to_dict()
             config.save_pretrained(partial)
-            if "base_sha256" in settings and not trust_remote_code:  # the model that will be loaded is known
-                read_back.record(partial, device)
             if card is not None:
                 card(partial, export)
     return _summary(Path(destination), tensors)
@@ -185,20 +176,6 @@ def _local(model: str | os.PathLike, with_code: bool) -> Path:
 def _dtype_name(config: PretrainedConfig) -> str:
     name = str(getattr(config, "dtype", None) or "bfloat16").removeprefix("torch.")
     return name if name in ("bfloat16", "float16") else "bfloat16"
-
-
-def _check_unchanged(folder: Path, export: Export) -> None:
-    """Refuse what was made of files that another process wrote meanwhile: half of it would be of the one model, half of the other.
-
-    Raises:
-        `ValueError`: configuration, tensor table, sizes or times of `folder`, or what lies beside them, are no longer those that `export` says.
-    """
-    now = _fingerprint(folder, shards.read_folder(folder)), _beside_sha256(folder)
-    if now != (export["source_sha256"], export["beside_sha256"]):
-        raise ValueError(
-            f"{folder} was changed while it was quantized, so what was written is of no one model, and is not kept. Run the same command "
-            "again once the folder is complete (is a download or a training still writing there?)."
-        )
 
 
 def _matched(
@@ -254,11 +231,9 @@ def _as_loaded(row: base_identity.FingerprintRow, modules: Mapping[str, str]) ->
 
 
 def _fingerprint(folder: Path, tensors: dict[str, TensorInfo]) -> str:
-    """Identity of a checkpoint: its configuration, tensor table, and its files' sizes and times; weights are not read for it."""
-    digest = hashlib.sha256((folder / "config.json").read_bytes())
-    for name, info in sorted(tensors.items()):
-        digest.update(f"{name} {info.dtype} {info.shape} {info.start}".encode())
-    for file in sorted({info.file for info in tensors.values()}):
+    """Identity of a checkpoint: names, sizes and times of all that is read or copied; weights are not read for it."""
+    digest = hashlib.sha256("".join(f"{name} {info.dtype} {info.shape}" for name, info in tensors.items()).encode())
+    for file in sorted({*(info.file for info in tensors.values()), folder / "config.json", *_beside(folder)}):
         status = file.stat()
         digest.update(f"{file.name} {status.st_size} {status.st_mtime_ns}".encode())
     return digest.hexdigest()
@@ -273,14 +248,13 @@ def _write(
     converted: dict[str, nn.Linear],
     config: NVFP4Config,
     device: str,
-    quantize: "Future[Quantize]",
     workers: int | None,
     max_shard_bytes: int,
     progress: Callable[[int, int], None],
 ) -> tuple[list[QuantizedLayer], list[base_identity.FingerprintRow]]:
     """(errors of the quantized layers, rows of the fingerprint), of everything that was written."""
-    largest = max(info.end - info.start for info in tensors.values())
-    budget = Budget(2 * largest + _SLACK_BYTES)
+    budget = Budget(2 * max(info.nbytes for info in tensors.values()) + _SLACK_BYTES)
+    quantize = quantizer_for(torch.device(device), config.scale_rule)
     jobs = [
         quantize_job(group, config.scale_rule, device, quantize, budget)
         if group[0].name.removesuffix(".weight") in converted
@@ -331,45 +305,15 @@ def _beside(folder: Path) -> list[Path]:
     return [file for name, file in sorted(files.items()) if name not in left and not name.endswith(".index.json")]
 
 
-def _beside_sha256(folder: Path) -> str:
-    shards.check_inside(folder, files := _beside(folder))
-    return hashlib.sha256("".join(f"{file.name} {checkpoint.sha256(file)}\n" for file in files).encode()).hexdigest()
-
-
-def _copy_beside(folder: Path, destination: Path) -> None:
+def _copy_beside(folder: Path, destination: Path, model: str) -> None:
     shards.check_inside(folder, files := _beside(folder))
     for file in files:
         shutil.copyfile(file, destination / file.name)
-
-
-# --- a model with code of its own -------------------------------------------------------------------------------------------------
-
-
-def _tokenizer_config(folder: Path) -> dict[str, Any]:
-    file = folder / _TOKENIZER_CONFIG
-    return json.loads(file.read_text()) if file.is_file() else {}
-
-
-def _say_where_code_is(
-    folder: Path, config: PretrainedConfig, model: str | os.PathLike, destination: str | os.PathLike
-) -> None:
-    """Of a folder; of a repository it is written ([`_name_code`])."""
-    if is_hub_id(str(model)):
-        return
-    entries = _tokenizer_config(folder).get("auto_map") or {}
-    entries = {"AutoTokenizer": entries} if isinstance(entries, list) else entries  # of older transformers
-    where = f"in config.json and {_TOKENIZER_CONFIG} of {model}, auto_map"
-    custom_code.warn_of({**custom_code.auto_map(config), **entries}, destination, where, "quantize it again")
-
-
-def _name_code(folder: Path, config: PretrainedConfig, repo: str) -> None:
-    """Let configurations that are written say that their code is in the repository `repo`, from which they came."""
-    if entries := custom_code.auto_map(config):
-        config.auto_map = custom_code.named(entries, repo)
-    content = _tokenizer_config(folder)
-    if isinstance(of_tokenizer := content.get("auto_map"), dict):
-        named = {**content, "auto_map": custom_code.named(of_tokenizer, repo)}
-        checkpoint.write_json_atomically(folder / _TOKENIZER_CONFIG, named)
+    own = destination / "tokenizer_config.json"
+    content = json.loads(own.read_text()) if own.is_file() else {}
+    if is_hub_id(model) and isinstance(content.get("auto_map"), dict):
+        named = {**content, "auto_map": custom_code.named(content["auto_map"], model)}
+        checkpoint.write_json_atomically(own, named)
 
 
 def _summary(folder: Path, tensors: dict[str, TensorInfo]) -> Quantized:
@@ -377,7 +321,7 @@ def _summary(folder: Path, tensors: dict[str, TensorInfo]) -> Quantized:
     return Quantized(
         layers=content["layers"],
         weights=sum(layer["weights"] for layer in content["layers"]),
-        source_bytes=sum(info.end - info.start for info in tensors.values()),
+        source_bytes=sum(info.nbytes for info in tensors.values()),
         written_bytes=sum(file.stat().st_size for file in folder.glob("*.safetensors")),
         skipped=content["not_quantized"],
     )

@@ -1,6 +1,6 @@
 """What is exported, as typed JSON: the record that a manifest keeps of an export, and the facts that its card shows.
 
-Both are dictionaries, because both are read back from files that an older version may have written: a key that is absent was not known.
+Both are read back from files: a key that is absent was not known.
 """
 
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
@@ -55,7 +55,6 @@ class ExportBase(TypedDict):
 class Export(ExportBase, total=False):
     """What was exported from what, without a path of this machine. The manifest's `run`; equal records are the same export."""
 
-    weights_sha256: str  # of what training changed; of a model without an adapter, of all
     base_model: str | None  # the base that an adapter was told to name
     auto_map: dict[str, Any]  # where a model with code of its own has it
     dtype: str  # of a merged model
@@ -63,11 +62,9 @@ class Export(ExportBase, total=False):
     survived: Survived  # of a merge that was rounded
     # of a re-quantized merge
     requantized_with: str
-    force: bool
     # of a folder quantized from a checkpoint
     skip: list[str]
     source_sha256: str
-    beside_sha256: str  # of what is copied as it is: tokenizer, template, ...
     source_bytes: int
     max_shard_bytes: int
 

@@ -10,7 +10,7 @@ from peft import PeftConfig, PeftModel
 from safetensors import safe_open
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from .. import base_identity, checkpoint, forward, identity
+from .. import base_identity, checkpoint, identity
 from ..identity import RunSettings
 from ..loading import begin, finish, from_pretrained, load_config
 from ..lora import load_adapter
@@ -66,7 +66,6 @@ def load_policy(
     dtype: str | None = None,
     device: str = "cpu",
     allow_other_base: bool = False,
-    base_compared: bool = False,
     trust_remote_code: bool = False,
 ) -> TrainedPolicy:
     """Build the policy of a checkpoint or adapter folder: its base in the format it was trained on, and the adapter.
@@ -79,8 +78,6 @@ def load_policy(
         base_format: "nvfp4" or "bf16"; default: what the run recorded. Another one than the run's makes another model.
         dtype: compute dtype; default: the run's, else bfloat16.
         allow_other_base: take a base with other weights than the run's, which the record then says.
-        base_compared: `base_model` was compared with the run's base before. Matters for another `base_format` than the run's, whose
-            comparison loads it in that one first.
         trust_remote_code: run the base's own code.
 
     Raises:
@@ -106,8 +103,10 @@ def load_policy(
     dtype = dtype or settings.get("dtype") or "bfloat16"
     if base_format == "bf16":
         require_format(base_model, "bf16", recorded_revision(settings, base_model), trust_remote_code)
-    if recorded in ("nvfp4", "bf16") and base_format != recorded and not base_compared:
-        _compare_as_recorded(adapter, settings, base_model, recorded, device, allow_other_base, trust_remote_code)
+    if recorded in ("nvfp4", "bf16") and base_format != recorded:
+        logger.warning(
+            "The adapter was trained on a base in %s, and is built on %s in %s.", recorded, base_model, base_format
+        )
     model = _load_base(adapter, settings, base_model, base_format, dtype, device, allow_other_base, trust_remote_code)
     if (adapter / "generation_config.json").is_file():  # with the tokens that ended the run's completions
         model.generation_config.eos_token_id = GenerationConfig.from_pretrained(adapter).eos_token_id
@@ -151,26 +150,10 @@ def _load_base(
         kind = auto_class_of(AutoConfig.from_pretrained(base, **found))
         model = kind.from_pretrained(base, dtype=dtype, **hub)
         finish(model, revision=hub["revision"] or "main")
-        forward.compare(model)
     base_identity.take_embeddings(model, adapter)
-    # the unquantized base of a run on NVFP4 is another model, and has no recorded fingerprint
-    if form == settings.get("base_format"):
-        settings |= compared_base(settings, model, base, dtype, allowed)
-        settings |= _compared_config(settings, model, base, allowed)
+    if form == settings.get("base_format"):  # of another format no fingerprint was recorded
+        settings |= _compared(settings, model, base, dtype, allowed)
     return model
-
-
-def _compare_as_recorded(
-    adapter: Path, settings: RunSettings, base_model: str, recorded: str, device: str, allowed: bool, code: bool
-) -> None:
-    """Compare a base that will be used in another format than the run's: loaded for a moment in that one, where it can be."""
-    if recorded == "bf16" and format_of(base_model, recorded_revision(settings, base_model), code) == "nvfp4":
-        logger.warning(
-            "The adapter was trained on an unquantized base, whose weights are not in %s: that this was made of them is taken on trust.",
-            base_model,
-        )
-        return
-    _load_base(adapter, settings, base_model, recorded, settings.get("dtype") or "bfloat16", device, allowed, code)
 
 
 def check_served_base(
@@ -193,14 +176,13 @@ def check_served_base(
                 f"{adapter} has {others[0]}, and vLLM loads LoRA only. Measure its merge (qerl-trl merge)."
             )
     settings = recorded_settings(adapter)
-    if (recorded := settings.get("base_format")) in ("nvfp4", "bf16"):
-        _compare_as_recorded(adapter, settings, base_model, recorded, device, allow_other_base, trust_remote_code)
+    recorded, revision = settings.get("base_format"), recorded_revision(settings, base_model)
+    packed = format_of(base_model, revision, trust_remote_code) == "nvfp4"
+    if recorded == "nvfp4" or (recorded == "bf16" and not packed):
+        dtype = settings.get("dtype") or "bfloat16"
+        _load_base(adapter, settings, base_model, recorded, dtype, device, allow_other_base, trust_remote_code)
     else:
-        logger.warning(
-            "Nothing in %s says on which base it was trained, in a format that can be compared: %s is taken on trust.",
-            adapter,
-            base_model,
-        )
+        logger.warning("Nothing in %s says on which base it was trained: %s is taken on trust.", adapter, base_model)
     return recorded_revision(settings, base_model)
 
 
@@ -209,56 +191,40 @@ def recorded_revision(settings: RunSettings, base_model: str) -> str | None:
     return settings.get("base_revision") if base_model == settings.get("model") and is_hub_id(base_model) else None
 
 
-def compared_base(
-    settings: RunSettings, model: PreTrainedModel, base_model: str, dtype: str, allowed: bool
-) -> RunSettings:
-    """Compare a base, just loaded, with the one that the run recorded; what to record of it.
+def _compared(settings: RunSettings, model: PreTrainedModel, base_model: str, dtype: str, allowed: bool) -> RunSettings:
+    """Compare a base, just loaded, with the one that the run recorded: its weights, and how it computes with them. Returns what to record of it.
 
     Raises:
-        `ValueError`: its weights are others, and that is not `allowed`.
+        `ValueError`: it is another one, and that is not `allowed`.
     """
-    then = settings.get("base_sha256")
+    then, now = settings.get("base_sha256"), base_identity.base_sha256(model)
+    config = base_identity.base_config(model)
+    lines = identity.config_differences(settings.get("base_config"), config)
+    found: RunSettings = {"base_config": config} if lines else {}
     if then is None:
-        logger.warning(
-            "The run did not record a fingerprint of its base (it is of an older version, or of another library): %s is taken on trust.",
-            base_model,
-        )
-        return {}
-    if (now := base_identity.base_sha256(model)) in (then, None):
+        logger.warning("The run recorded no fingerprint of its base: %s is taken on trust.", base_model)
+    elif now not in (then, None):
+        lines = [f"base_sha256: trained on {then[:12]}, built on {now[:12]}", *lines]
+        found["base_sha256"] = now
+    if not lines:
         return {}
     if not allowed:
-        commit, rounded = settings.get("base_revision"), settings.get("dtype", dtype)
+        commit = settings.get("base_revision")
         trained_on = f"{settings.get('model', 'a base')}{f' at revision {commit[:12]}' if commit else ''}"
         raise ValueError(
-            f"{base_model} in {dtype} has other weights than the base that the adapter was trained on, {trained_on} in {rounded} (fingerprint "
-            f"{now[:12]}, the run's {then[:12]}). Name the run's own base: base_model=... (--base-model), without dtype (--dtype). To take this one "
-            "all the same: allow_other_base=True (--allow-other-base)."
+            f"{base_model} in {dtype} has {'other weights' if 'base_sha256' in found else 'another configuration'} than the base that the adapter "
+            f"was trained on, {trained_on} in {settings.get('dtype', dtype)} ({'; '.join(lines)}). Name the run's own base: base_model=... "
+            "(--base-model), without dtype (--dtype); or take this one: allow_other_base=True (--allow-other-base)."
         )
-    line = f"base_sha256: trained on {then[:12]}, built on {now[:12]}"
-    logger.warning("Building on another base than the run's, as allowed: %s.", line)
-    found: RunSettings = {"base_sha256": now, "changed": [*settings.get("changed", []), line]}
-    return found
-
-
-def _compared_config(settings: RunSettings, model: PreTrainedModel, base_model: str, allowed: bool) -> RunSettings:
-    """As [`compared_base`], of how the base computes with its weights."""
-    now = base_identity.base_config(model)
-    if not (lines := identity.config_differences(settings.get("base_config"), now)):
-        return {}
-    if not allowed:
-        raise ValueError(
-            f"{base_model} has the weights of the base that the adapter was trained on, and another configuration: {'; '.join(lines)}. Name the "
-            "run's own base, or restore its config.json. To take it as it is: allow_other_base=True (--allow-other-base)."
-        )
-    logger.warning("Building on a base with another configuration than the run's, as allowed: %s.", "; ".join(lines))
-    found: RunSettings = {"base_config": now, "changed": [*settings.get("changed", []), *lines]}
+    logger.warning("Building on another base than the run's, as allowed: %s.", "; ".join(lines))
+    found["changed"] = [*settings.get("changed", []), *lines]
     return found
 
 
 def require_whole(folder: Path) -> None:
     """Refuse the folder of a run or checkpoint that is not as it was sealed, or whose adapter has a value that is not finite.
 
-    Without a manifest (another trainer's, or older than seals) there is a warning, and only the values are looked at.
+    Without a manifest (another trainer's) there is a warning, and only the values are looked at.
     """
     if not (folder / checkpoint.MANIFEST_NAME).is_file():
         logger.warning(
@@ -383,6 +349,5 @@ def load_any(
             options = {"config": config, "dtype": getattr(torch, dtype or "bfloat16")}
         loaded = auto_class_of(config).from_pretrained(model, device_map={"": device}, **code, **options).eval()
     finish(loaded, revision="main")
-    forward.compare(loaded)
     settings: RunSettings = {"model": model, "base_format": "nvfp4" if has_nvfp4(loaded) else "bf16"}
     return TrainedPolicy(loaded, AutoTokenizer.from_pretrained(model, **code), settings)

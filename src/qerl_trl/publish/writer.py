@@ -6,11 +6,8 @@ more than the tensors being worked on is ever in memory. A shard gets its final 
 shards that are missing.
 """
 
-import ctypes
-import functools
 import hashlib
 import io
-import itertools
 import json
 import os
 import threading
@@ -27,13 +24,8 @@ from ..nvfp4.layouts import TensorSpec
 from ..nvfp4.shards import INDEX_NAME
 from .records import Note
 
-#: default size of a shard: small enough that a killed run loses little, and that hashing the last one takes little
+#: default size of a shard: small enough that a killed run loses little
 MAX_SHARD_BYTES = 1_000_000_000
-_HASHED_AT_ONCE = 1 << 20
-#: shards that several workers write side by side: a disk may well be faster than one core hashes
-_SIDE_BY_SIDE = 3
-#: the kernel is told to start writing back at once what is written in pieces of at least this size
-_WRITTEN_BACK_AT_ONCE = 1 << 20
 NOTES_SUFFIX = ".notes.json"
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -115,30 +107,15 @@ def _notes_file(shard: Path) -> Path:
 
 
 def _run(missing: "list[_Shard]", workers: int) -> None:
-    """Do the shards' jobs, `workers` at a time and across shards: some are flushed while the next ones are written."""
+    """Do the shards' jobs, `workers` at a time and across shards."""
+    work = [(shard, job) for shard in missing for job in shard.jobs]
     if workers == 1:
-        for shard in missing:
-            for job in shard.jobs:
-                shard.run(job)
+        for shard, job in work:
+            shard.run(job)
         return
-    missing = sorted(missing, key=lambda shard: max(job.nbytes for job in shard.jobs))
-    batches = [missing[i : i + _SIDE_BY_SIDE] for i in range(0, len(missing), _SIDE_BY_SIDE)]
-    batches.reverse()  # what one thread is long at shall not come last
     with ThreadPoolExecutor(workers) as pool:
-        for _ in pool.map(
-            lambda item: item[0].run(item[1]), (item for batch in batches for item in _interleaved(batch))
-        ):
+        for _ in pool.map(lambda item: item[0].run(item[1]), work):
             pass
-
-
-def _interleaved(shards: "list[_Shard]") -> "list[tuple[_Shard, Job]]":
-    """The shards' jobs in an order in which all of them are complete at about the same time."""
-    places = []
-    for shard in shards:
-        ends = list(itertools.accumulate(job.nbytes for job in shard.jobs))
-        for job, end in zip(shard.jobs, ends, strict=True):
-            places.append(((end - job.nbytes) / max(ends[-1], 1), shard, job))
-    return [(shard, job) for _, shard, job in sorted(places, key=lambda place: place[0])]
 
 
 class _Shard:
@@ -147,8 +124,7 @@ class _Shard:
     def __init__(self, path: Path, jobs: list[Job], metadata: dict[str, str], progress: Callable[[int], None] | None):
         self.path, self.jobs, self.progress = path, jobs, progress
         self._temporary = path.with_name(f".{path.name}.tmp")
-        # in the order of writing, so that hashing can follow it. Readers view the file's bytes as the tensor's dtype: what would leave its
-        # successor at an odd place comes last, wider dtypes first, and every tensor is aligned
+        # readers view the file's bytes as the tensor's dtype: what would leave its successor at an odd place comes last, wider dtypes first
         specs = sorted(
             (spec for job in jobs for spec in job.specs),
             key=lambda spec: -spec.dtype.itemsize if spec.nbytes % 8 else -8,
@@ -169,15 +145,15 @@ class _Shard:
         self._size = len(self._head) + position
         self._lock = threading.Lock()
         self._left = len(jobs)
-        self._opened: tuple[io.FileIO, _Digest] | None = None
+        self._file: io.FileIO | None = None
 
     def run(self, job: Job) -> None:
         """Make the job's tensors and write each to its place; the last job to end publishes the file."""
-        file, digest = self._open()
+        file = self._open()
         made = iter(job.make())
         for spec in job.specs:
-            start = position = self._offsets[spec.name]
-            end = start + spec.nbytes
+            position = self._offsets[spec.name]
+            end = position + spec.nbytes
             while True:
                 tensor = next(made)
                 assert (tensor.dtype, tensor.shape[1:]) == (spec.dtype, spec.shape[1:]), (spec, tensor.shape)
@@ -190,84 +166,29 @@ class _Shard:
                 del tensor
                 if position == end:
                     break
-            digest.add(start, end)
         next(made, None)  # lets a generator finish
-        digest.follow()
         with self._lock:
             self._left -= 1
             last = self._left == 0
         if last:
-            self._publish(file, digest)
+            self._publish(file)
 
-    def _open(self) -> "tuple[io.FileIO, _Digest]":
+    def _open(self) -> io.FileIO:
         with self._lock:
-            if self._opened is None:
-                file = open(self._temporary, "w+b", buffering=0)  # noqa: SIM115  closed by the last job
-                file.write(self._head)
-                file.truncate(self._size)
-                digest = _Digest(file.fileno(), self._size)
-                digest.add(0, len(self._head))
-                self._opened = file, digest
-            return self._opened
+            if self._file is None:
+                self._file = open(self._temporary, "w+b", buffering=0)  # noqa: SIM115  closed by the last job
+                self._file.write(self._head)
+                self._file.truncate(self._size)
+            return self._file
 
-    def _publish(self, file: io.FileIO, digest: "_Digest") -> None:
+    def _publish(self, file: io.FileIO) -> None:
         with file:
             os.fsync(file.fileno())
-            sha256 = digest.hexdigest()
+            file.seek(0)
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         described = {"notes": [job.note for job in self.jobs if job.note], "sha256": sha256}
         checkpoint.write_json_atomically(_notes_file(self.path), described)
         os.replace(self._temporary, self.path)
-
-
-class _Digest:
-    """SHA-256 of a file that several threads write: follows the bytes that are there without a gap, read back from the page cache."""
-
-    def __init__(self, descriptor: int, size: int):
-        self._descriptor, self._size = descriptor, size
-        self._sha256 = hashlib.sha256()
-        self._hashed = self._contiguous = 0
-        self._ends: dict[int, int] = {}
-        self._busy = False
-        self._changed = threading.Condition()
-
-    def add(self, start: int, end: int) -> None:
-        """The bytes from `start` to `end` are written."""
-        with self._changed:
-            if start != end:
-                self._ends[start] = end
-            while self._contiguous in self._ends:
-                self._contiguous = self._ends.pop(self._contiguous)
-
-    def follow(self) -> None:
-        """Hash what there is, unless another thread is at it."""
-        with self._changed:
-            if self._busy:
-                return
-            self._busy = True
-        piece = memoryview(bytearray(_HASHED_AT_ONCE))
-        while True:
-            with self._changed:  # nothing is added between looking for more and leaving
-                size = min(self._contiguous - self._hashed, len(piece))
-                self._busy = size > 0
-                if not size:
-                    self._changed.notify_all()
-                    return
-            try:
-                size = os.preadv(self._descriptor, [piece[:size]], self._hashed)
-                self._sha256.update(piece[:size])
-                self._hashed += size
-            except BaseException:
-                with self._changed:
-                    self._busy = False
-                    self._changed.notify_all()
-                raise
-
-    def hexdigest(self) -> str:
-        """Of the whole file, when every byte was added and followed."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._busy)
-        assert self._hashed == self._size
-        return self._sha256.hexdigest()
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -279,22 +200,6 @@ def _write_at(descriptor: int, offset: int, tensor: torch.Tensor) -> None:
     if not tensor.numel():
         return
     data = bytes_of(tensor.detach().contiguous().cpu())
-    start, size = offset, len(data)
     while data:
         written = os.pwrite(descriptor, data, offset)
         data, offset = data[written:], offset + written
-    if size >= _WRITTEN_BACK_AT_ONCE:
-        _start_writing_back(descriptor, start, size)
-
-
-@functools.cache
-def _sync_file_range() -> Callable | None:
-    return getattr(ctypes.CDLL(None), "sync_file_range", None)
-
-
-def _start_writing_back(descriptor: int, offset: int, size: int) -> None:
-    """Have the disk begin with these bytes now and not at the file's fsync (Linux; elsewhere nothing happens)."""
-    sync_file_range = _sync_file_range()
-    if sync_file_range is not None:
-        start_writing = 2  # SYNC_FILE_RANGE_WRITE
-        sync_file_range(descriptor, ctypes.c_int64(offset), ctypes.c_int64(size), ctypes.c_uint(start_writing))
