@@ -1,8 +1,6 @@
-"""Commands that only look: plan, doctor, plot."""
+"""Commands that only look: plan, doctor."""
 
-import json
 import math
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -207,31 +205,3 @@ def doctor(
     print_result(found.as_dict(), as_json, found.lines())
     if any(problem.fatal for problem in found.problems):
         raise typer.Exit(1)
-
-
-def plot(
-    run: Annotated[Path, typer.Argument(help="Output folder of a run, results.json, or trainer_state.json.")],
-    output: Annotated[Path | None, typer.Option(help="PNG to write. Default: curves.png beside it.")] = None,
-) -> None:
-    """Draw the curves of a run: reward, entropy, noise, mismatch."""
-    from qerl_trl import checkpoint
-    from qerl_trl.tasks.plots import plot_curves
-
-    file = run
-    if run.is_dir():
-        newest = checkpoint.last_checkpoint(run)
-        candidates = [
-            run / "results.json",
-            run / "trainer_state.json",
-            *([Path(newest) / "trainer_state.json"] if newest else []),
-        ]
-        file = next((path for path in candidates if path.is_file()), run)
-    if not file.is_file():
-        raise ValueError(f"{run} holds no results.json, no trainer_state.json and no whole checkpoint.")
-    output = output or (run if run.is_dir() else run.parent) / "curves.png"
-    temporary = output.with_name(f".{output.name}.tmp.png")
-    plot_curves(
-        json.loads(file.read_text())["log_history"], temporary, title=(run if run.is_dir() else run.parent).name
-    )
-    os.replace(temporary, output)
-    print(output)
