@@ -639,22 +639,22 @@ def test_a_mixture_of_experts_is_planned_as_it_can_be_run(tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("max_completion_length: -4", "max_completion_length=-4 leaves nothing to train on"),
-        ("per_device_train_batch_size: 0", "per_device_train_batch_size=0 leaves nothing to train on"),
-        ("per_device_train_batch_size: -1", "per_device_train_batch_size=-1 leaves nothing to train on"),
-        ("gradient_accumulation_steps: 0", "gradient_accumulation_steps=0 leaves nothing to train on"),
-        ("num_generations: 0", "num_generations=0 leaves nothing to train on"),
-        ("steps_per_generation: 0", "steps_per_generation=0 leaves nothing to train on"),
-        ("max_completion_length: null", "max_completion_length=None is no number"),
+        ("max_completion_length: -4", "max_completion_length=-4 is out of range"),
+        ("per_device_train_batch_size: 0", "per_device_train_batch_size=0 is out of range"),
+        ("per_device_train_batch_size: -1", "per_device_train_batch_size=-1 is out of range"),
+        ("gradient_accumulation_steps: 0", "gradient_accumulation_steps=0 is out of range"),
+        ("num_generations: 0", "num_generations=0 is out of range"),
+        ("steps_per_generation: 0", "steps_per_generation=0 is out of range"),
+        ("max_completion_length: null", "max_completion_length=None is out of range"),
         ("lora_r: null", "lora_r=None is no rank"),
-        ("vllm_engine_kwargs: {max_num_seqs: 0}", "max_num_seqs=0, with which no engine runs"),
-        ("model_init_kwargs: foo", "model_init_kwargs='foo' is no mapping. Pass names and values, such as {\"attn"),
+        ("vllm_engine_kwargs: {max_num_seqs: 0}", "max_num_seqs=0 is out of range"),
+        ("model_init_kwargs: foo", "model_init_kwargs='foo' is not a mapping. Pass names and values"),
         ("lora_r: 0", "lora_r=0 is no rank"),
         ("env: A=1", "env is 'A=1'. Write names and values"),
         ("task: nowhere", "task: nowhere is no file here or beside run.yaml"),
-        ('vllm_engine_kwargs: {max_num_seqs: "8"}', "max_num_seqs='8', which is no number"),
-        ("vllm_engine_kwargs: foo", "vllm_engine_kwargs='foo' is no mapping"),
-        ("vllm_engine_kwargs: '{foo'", "vllm_engine_kwargs='{foo' is no mapping"),
+        ('vllm_engine_kwargs: {max_num_seqs: "8"}', "max_num_seqs='8' is out of range"),
+        ("vllm_engine_kwargs: foo", "vllm_engine_kwargs='foo' is not a mapping"),
+        ("vllm_engine_kwargs: '{foo'", "vllm_engine_kwargs is not JSON"),
     ],
 )
 def test_a_plan_refuses_what_no_run_could_be_made_of(line, message, tiny_model_dir, tmp_path):
@@ -732,7 +732,7 @@ def test_some_completions_without_an_answer_are_counted(run, tmp_path, monkeypat
 
 def test_a_broken_file_of_an_option_is_named_and_not_shown(tmp_path):
     (tmp_path / "f.json").write_text('{"secret": "abc", oops')
-    with pytest.raises(ValueError, match=r"^accelerator_config='.*f.json' names a file that is no JSON") as refused:
+    with pytest.raises(ValueError, match="accelerator_config is not JSON") as refused:
         QeRLConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, accelerator_config=str(tmp_path / "f.json"))
     assert "abc" not in str(refused.value)
 
