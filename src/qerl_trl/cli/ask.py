@@ -83,8 +83,7 @@ def plan(
     from transformers.training_args import OptimizerNames
 
     from qerl_trl.config import BASE_FORMATS
-    from qerl_trl.memory import micro_batches
-    from qerl_trl.memory.cards import by_card, gpu_of_card
+    from qerl_trl.memory.cards import gpu_of_card
     from qerl_trl.memory.formulas import shape_of
     from qerl_trl.memory.plan import Gpu, plan_run
     from qerl_trl.memory.workload import Workload, dtype_bytes_of, on_a_gpu, workload_of_file
@@ -162,11 +161,8 @@ def plan(
     if work.cpu and card in (None, "cpu"):
         one_gpu = Gpu.of_machine(gpu_gib)
     made = plan_run(shape, work, one_gpu)
-    cards, advice = by_card(shape, work), micro_batches.advice(shape, made)
     content = {
         **dataclasses.asdict(made),
-        "advice": advice,
-        "cards": {size: other.waves if other.fits else None for size, other in cards.items()},
         "parameters": shape.parameters,
         **{name: getattr(made, name) for name in ("update", "rollout", "peak", "waves", "fits")},
     }
@@ -182,7 +178,6 @@ def plan(
             f"{shape.parameters / 1e9:.2f} G parameters{f', on one {card}' if card else ''}",
             made.table(),
             made.verdict(),
-            *([advice] if advice else []),
         ],
     )
     if not made.fits:
