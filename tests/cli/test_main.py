@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from qerl_trl import QeRLConfig, checkpoint, errors, preflight
 from qerl_trl.base_identity import base_sha256
-from qerl_trl.cli import doctor, options
+from qerl_trl.cli import doctor
 from qerl_trl.cli import main as cli
 from qerl_trl.publish import distance, export, hub
 from qerl_trl.publish.distance import logits_of
@@ -370,7 +370,6 @@ def test_plan(tiny_model_dir):
     assert "4 GPUs, the whole base on each" in call("plan", folder, "--gpus", 4)[1]
     code, _, err = call("plan", folder, "--config", "qwen2.5-7b", "--gpus", 3)
     assert code == 2 and "(128) must be divisible by the global batch size (12)" in err
-    assert "Use 1, 2, 4, 8 GPUs, or set generation_batch_size=144" in err
     assert "--completions 128 cannot be shared by --gpus 3" in call("plan", folder, "--gpus", 3)[2]
     whole, sharded = (
         {
@@ -396,18 +395,6 @@ def test_plan(tiny_model_dir):
     assert call("plan", folder, "--config", "qwen9")[0] == 2
     assert call("plan")[2].startswith("There is nothing to plan")
     assert "--optimizer lion is none of adamw_torch" in call("plan", folder, "--optimizer", "lion")[2]
-
-
-def test_progress_is_lines_in_a_log(monkeypatch, capsys):
-    seconds = iter((0.0, 10.0, 31.0, 40.0, 62.0))  # the start, and four updates
-    monkeypatch.setattr(options.time, "monotonic", lambda: next(seconds))
-    with options.progress_bar("quantizing") as progress:
-        for _ in range(4):
-            progress(1_000_000_000, 8_000_000_000)
-    assert capsys.readouterr().err.splitlines() == [
-        "quantizing: 2.0 of 8.0 GB (25%) after 31 s",
-        "quantizing: 4.0 of 8.0 GB (50%) after 62 s",
-    ]
 
 
 def test_doctor(monkeypatch):
@@ -597,8 +584,8 @@ def test_an_evaluation_that_could_not_be_kept_is_refused_before_it_is_made(tmp_p
 
     monkeypatch.setattr(run.os, "access", lambda folder, mode: False)
     for output in (None, tmp_path / "there.json"):
-        with pytest.raises(ValueError, match="this user may not write there"):
-            run._output_file(output, tmp_path, "pass@1", "data.jsonl", None, 1, "marked")
+        with pytest.raises(ValueError, match="cannot be written"):
+            run._output_file(output, tmp_path, "gsm8k", None)
 
 
 def test_a_plan_refuses_what_a_run_refuses(tiny_model_dir, tmp_path):
