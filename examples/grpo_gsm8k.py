@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["qerl-trl[math,plot,track] @ git+https://github.com/qerl-trl/qerl-trl"]
+# dependencies = ["qerl-trl[math,track] @ git+https://github.com/qerl-trl/qerl-trl"]
 # ///
 """GRPO on GSM8K, or any other task, with a 4-bit base, LoRA and adaptive quantization noise.
 
@@ -24,7 +24,7 @@ from qerl_trl import QeRLGRPOTrainer, Script
 def main(argv: Sequence[str] | None = None) -> None:
     script = Script.parse(argv=argv)  # the task, QeRLConfig and ModelConfig, from --config, --task and further options
     trainer = QeRLGRPOTrainer(**script.trainer_arguments())
-    script.train(trainer)  # held-out accuracy before, training, held-out accuracy after; results.json and curves.png
+    script.train(trainer)  # held-out accuracy before, training, held-out accuracy after; results.json
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["qerl-trl[math,plot,track] @ git+https://github.com/qerl-trl/qerl-trl"]
+# dependencies = ["qerl-trl[math,track] @ git+https://github.com/qerl-trl/qerl-trl"]
 # ///
 """Products of two digits, asked as a chat: the task of `make demo-real`, where a real model learns it on a CPU.
 

@@ -1,5 +1,3 @@
-import re
-
 import pytest
 from trl import GRPOConfig, TrlParser
 
@@ -84,11 +82,6 @@ def test_a_schedule_that_cannot_be_is_refused_before_any_model_is_loaded(options
     make(**options, aqn=False)  # an arm without noise, from the same file
 
 
-def test_continuous_batching_is_refused():
-    with pytest.raises(ValueError, match="use_vllm=True"):
-        make(use_transformers_continuous_batching=True)
-
-
 def test_noise_seed_defaults_to_the_run_seed():
     assert make(seed=7).aqn_seed == 7
     assert make(seed=7, aqn_seed=3).aqn_seed == 3
@@ -139,13 +132,13 @@ def test_a_rollout_is_as_many_steps_as_it_is_said_to_be(tmp_path):
 @pytest.mark.parametrize(
     ("processes", "options", "words"),
     [
-        (16, {"generation_batch_size": 128}, "Set per_device_train_batch_size=2"),
-        (64, {"generation_batch_size": 256}, "Set per_device_train_batch_size=1"),
+        (16, {"generation_batch_size": 128}, "does not divide the 2 backward passes"),
+        (64, {"generation_batch_size": 256}, "does not divide the 1 backward passes"),
         (1, {"generation_batch_size": 128, "gradient_accumulation_steps": 16}, "needs gradient_accumulation_steps=8"),
-        (1, {"generation_batch_size": 128, "updates_per_rollout": 0}, "no number of optimizer steps"),
-        (1, {"updates_per_rollout": 1.5}, "no number of optimizer steps"),
+        (1, {"generation_batch_size": 128, "updates_per_rollout": 0}, "updates_per_rollout=.* is out of range"),
+        (1, {"updates_per_rollout": 1.5}, "updates_per_rollout=.* is out of range"),
         (1, {"steps_per_generation": 3}, "Leave steps_per_generation out"),
-        (64, {"generation_batch_size": 512, "updates_per_rollout": 16}, "Use at most 32 processes"),
+        (64, {"generation_batch_size": 512, "updates_per_rollout": 16}, "does not divide the 2 backward passes"),
     ],
 )
 def test_updates_that_cannot_be_are_refused(tmp_path, monkeypatch, processes, options, words):
@@ -153,29 +146,6 @@ def test_updates_that_cannot_be_are_refused(tmp_path, monkeypatch, processes, op
     given = {"per_device_train_batch_size": 4, "num_generations": 8, "updates_per_rollout": 4} | options
     with pytest.raises(ValueError, match=words):
         QeRLConfig(str(tmp_path), use_cpu=True, bf16=False, **given)
-
-
-@pytest.mark.parametrize(
-    ("processes", "options", "words"),
-    [
-        (3, {}, r"\(12\)\. That is per_device_train_batch_size=4 on 3 GPUs\. Use 1, 2, 4, 8, 16, 32 GPUs, or set generation_batch_size=144\.$"),
-        (3, {"updates_per_rollout": 4}, r"Use 1, 2, 4, 8 GPUs, or set generation_batch_size=144\.$"),
-        (64, {}, r"Use 1, 2, 4, 8, 16, 32 GPUs, or set per_device_train_batch_size=2, or set generation_batch_size=256\.$"),
-        (1, {"per_device_train_batch_size": 256}, r"on 1 GPU\. Set per_device_train_batch_size=128, or set generation_batch_size=256\.$"),
-    ],
-)  # fmt: skip
-def test_a_rollout_that_cannot_be_shared_says_by_how_many_it_can(tmp_path, monkeypatch, processes, options, words):
-    given = {"per_device_train_batch_size": 4, "num_generations": 8, "generation_batch_size": 128} | options
-    given |= {"use_cpu": True, "bf16": False}
-    monkeypatch.setattr(QeRLConfig, "world_size", processes)
-    with pytest.raises(ValueError, match=words) as refusal:
-        QeRLConfig(str(tmp_path), **given)
-    for name, value in re.findall(r"set (\w+)=(\d+)", str(refusal.value), re.IGNORECASE):
-        QeRLConfig(str(tmp_path), **given | {name: int(value)})
-    numbers = re.search(r"Use ([\d, ]+) GPU", str(refusal.value))
-    for number in numbers[1].split(", ") if numbers else ():
-        monkeypatch.setattr(QeRLConfig, "world_size", int(number))
-        QeRLConfig(str(tmp_path), **given)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from accelerate import FullyShardedDataParallelPlugin
 
-from qerl_trl.memory.cards import names_of, smallest_first
+from qerl_trl.memory.cards import CARDS
 from qerl_trl.memory.formulas import ModelBytes, engine_kv_bytes, predicted_bytes, shape_of
 from qerl_trl.memory.plan import GIB, Gpu, MemoryPlan, plan_run
 from qerl_trl.memory.workload import workload_of_file
@@ -41,11 +41,11 @@ def plan(name: str, gpu: Gpu, **changes) -> MemoryPlan:
 
 def header(name: str) -> str:
     """What a configuration says of the cards that it runs on."""
-    plans = {card: plan(name, Gpu(card * 10**9)) for card in smallest_first()}
+    plans = {card: plan(name, Gpu(card * 10**9)) for card in sorted(set(CARDS.values()))}
     smallest = min(card for card, made in plans.items() if made.fits)
     whole = plan(name, Gpu(10**15), gradient_checkpointing=True).peak / GIB
     return (
-        f"# Starts on a card of {smallest} GB ({names_of(smallest)}): 128 completions in {plans[smallest].waves} waves at the most\n"
+        f"# Starts on a card of {smallest} GB ({', '.join(card for card, size in CARDS.items() if size == smallest)}): 128 completions in {plans[smallest].waves} waves at the most\n"
         f"# (in one from {whole:.0f} GiB). Your card: qerl-trl plan --config {name} --card 'RTX 4090', or --gpu-gib N"
     )
 
@@ -75,7 +75,7 @@ def test_a_configuration_starts_or_says_what_to_change(name, gib):
     with pytest.raises(RuntimeError) as info:
         made.check()
     message = str(info.value)
-    assert "It fits with" in message or "The most frugal settings take" in message
+    assert "It fits with" in message or "No setting was found that helps" in message
     assert not re.search(r"\bNone\b", message)
 
 

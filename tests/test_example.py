@@ -72,7 +72,6 @@ def test_says_what_it_does_and_leaves_everything_behind(finished):
     low, high = results["after"]["interval95"]
     assert low <= results["after"]["accuracy"] <= high
     assert results["steps"] == 6
-    assert (output / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert (output / "adapter_config.json").is_file()
     sigma = [entry["aqn/sigma"] for entry in results["log_history"] if "aqn/sigma" in entry]
     assert sigma[0] == 0

@@ -87,7 +87,7 @@ def test_nobody_imports_the_trainer():
         # all else that it loads, vLLM, PEFT, datasets with pandas, TRL itself needs: less than a fifth more than vLLM alone
         (
             "import qerl_trl.trainer",
-            ("qerl_trl.publish", "qerl_trl.tasks", "qerl_trl.cli", "matplotlib", "math_verify", "sklearn", "wandb"),
+            ("qerl_trl.publish", "qerl_trl.tasks", "qerl_trl.cli", "math_verify", "sklearn", "wandb"),
         ),
         ("import qerl_trl.cli.main", ("torch", "transformers", "bitsandbytes")),
         # PEFT imports bitsandbytes wherever it is installed, and some versions fetch a kernel from the Hub at import

@@ -39,8 +39,8 @@ def test_header(path):
     assert header["requires-python"] == PROJECT["requires-python"]
     (requirement,) = map(Requirement, header["dependencies"])
     assert is_ours(requirement)
-    # math and plot are imported by what the script runs, trackio is the logger where it is installed
-    assert requirement.extras == {"math", "plot", "track"} <= PROJECT["optional-dependencies"].keys()
+    # math is imported by what the script runs, trackio is the logger where it is installed
+    assert requirement.extras == {"math", "track"} <= PROJECT["optional-dependencies"].keys()
     siblings = {other.stem for other in path.parent.glob("*.py")}
     assert not set(re.findall(r"^(?:from|import) (\w+)", path.read_text(), re.MULTILINE)) & siblings
 

@@ -1,4 +1,4 @@
-"""What stock TRL runs is not refused. Every option is in one of these lists: a group that trains without a word, or refused with a reason that the docs name."""
+"""What stock TRL runs is not refused. Every option is in one of these lists: a group that trains without a word, or refused or warned of with a reason that the docs name."""
 
 import dataclasses
 import logging
@@ -102,9 +102,16 @@ REFUSED = [
     ({"generation_kwargs": {"do_sample": False}}, "would not be drawn from the policy", "greedy search"),
     ({"generation_kwargs": {"num_beams": 2}}, "would not be drawn from the policy", "beams"),
     ({"generation_kwargs": {"max_new_tokens": 99}}, "set max_completion_length", "`max_new_tokens` above `max_completion_length`"),
-    ({"use_transformers_continuous_batching": True}, "casts the whole model", "`use_transformers_continuous_batching`"),
-    ({"log_completions": True, "log_completions_hub_repo": "a/b"}, "would upload completions", "`log_completions_hub_repo`"),
 ]  # fmt: skip
+#: options that are warned of, and what the warning and the docs say
+WARNED = [
+    (
+        {"use_transformers_continuous_batching": True},
+        "casts the model to bf16",
+        "`use_transformers_continuous_batching`",
+    ),
+    ({"log_completions": True, "log_completions_hub_repo": "a/b"}, "uploads completions", "`log_completions_hub_repo`"),
+]
 REFUSED_ADAPTERS = [
     ("nvfp4", {"init_lora_weights": "pissa"}, "needs its full-precision", "PiSSA"),
     ("bf16", {"layer_replication": [(0, 2), (1, 2)]}, "layer_replication", "`layer_replication`"),
@@ -154,7 +161,7 @@ def test_options_that_stock_runs_train_without_a_word(make, tiny_model_dir, capl
 
 def test_every_option_of_trl_is_in_one_of_the_lists():
     """An option of a newer TRL is not: it is tried, and put into one of them."""
-    known = {name for options in (*GROUPS.values(), *(row[0] for row in REFUSED)) for name in options}
+    known = {name for options in (*GROUPS.values(), *(row[0] for row in (*REFUSED, *WARNED))) for name in options}
     known = known.union(*ELSEWHERE.values(), BASE)
     assert {field.name for field in dataclasses.fields(GRPOConfig)} - known == set()
 
@@ -163,6 +170,13 @@ def test_every_option_of_trl_is_in_one_of_the_lists():
 def test_an_option_that_is_refused_says_why_and_so_do_the_docs(tmp_path, options, words, documented):
     with pytest.raises(ValueError, match=words):
         settings(tmp_path, **options)
+    assert documented in (DOCS / "index.md").read_text()
+
+
+@pytest.mark.parametrize(("options", "words", "documented"), WARNED, ids=[repr(row[0]) for row in WARNED])
+def test_an_option_that_loses_something_is_warned_of_once(tmp_path, caplog, options, words, documented):
+    settings(tmp_path, **options)
+    assert caplog.text.count(words) == 1
     assert documented in (DOCS / "index.md").read_text()
 
 

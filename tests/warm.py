@@ -24,7 +24,7 @@ from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parents[1]
 #: what a training script imports sooner or later
-TRAINING = ("qerl_trl.trainer", "qerl_trl.tasks.script", "qerl_trl.publish.export", "datasets", "matplotlib.pyplot")
+TRAINING = ("qerl_trl.trainer", "qerl_trl.tasks.script", "qerl_trl.publish.export", "datasets")
 #: bytes of a request at most: its arguments and its environment
 MOST = 2**18
 

@@ -80,7 +80,7 @@ def main() -> None:
     untrained = RUN.with_name("products-bf16.json")
     untrained.parent.mkdir(exist_ok=True)
     longest = contents(config_file("smollm2"))["max_completion_length"]
-    task = ("--task", "products", "--dtype", "float32", "--max-new-tokens", str(longest))
+    task = ("--task", "products", "--max-new-tokens", str(longest))
     started("-m", "qerl_trl.cli.main", "eval", model, *task, "--output", str(untrained))
     started("examples/grpo_gsm8k.py", "--config", "smollm2", "--model_name_or_path", model)
     run, bf16 = json.loads((RUN / "results.json").read_text()), json.loads(untrained.read_text())

@@ -1,4 +1,4 @@
-"""Evaluate what this package writes with other people's harnesses, by the commands that `qerl-trl eval --harness` prints.
+"""Evaluate what this package writes with other people's harnesses, by the commands of [`harness_commands`].
 
     python examples/benchmarks/harnesses.py --lm-eval VENV/bin/python --lighteval OTHER/bin/python    # writes results/harnesses_cpu.json
 
@@ -22,7 +22,6 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "src")]
 
-from qerl_trl.tasks.evaluation import harness_commands  # noqa: E402
 
 RESULTS = Path(__file__).resolve().parent / "results" / "harnesses_cpu.json"
 PROBLEMS = ROOT / "examples" / "assets" / "test.jsonl"
@@ -61,6 +60,31 @@ def lm_eval_task(problems: Path) -> dict[str, Any]:
         "generation_kwargs": {"do_sample": False, "until": ["Q:"], "max_gen_toks": 64},
         "filter_list": [{"name": "last-number", "filter": [last_number, {"function": "take_first"}]}],
         "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+    }
+
+
+def harness_commands(model: str, run: str | None = None) -> dict[str, str]:
+    """Command lines that evaluate a model on GSM8K with lm-evaluation-harness and with lighteval: {"lm-eval": ..., "lighteval": ...}.
+
+    Their prompts and answer extraction are their own: numbers are comparable within a harness, not across.
+
+    Args:
+        model: folder or Hub id that transformers loads. Not read if there is a `run`.
+        run: run, checkpoint or adapter. Its merge is what they evaluate, and "first" is the command that writes it: what was trained is the
+            adapter on the base as it is rounded to 4 bits, and a harness would put it on the base as it is stored.
+    """
+    first = {}
+    if run:
+        model = f"{run.rstrip('/')}-merged"
+        first = {"first": shlex.join(["qerl-trl", "merge", run, model])}
+    return first | {
+        "lm-eval": shlex.join(
+            [
+                *["lm_eval", "run", "--model", "hf", "--model_args", f"pretrained={model},dtype=bfloat16"],
+                *["--tasks", "gsm8k_cot", "--apply_chat_template", "--batch_size", "auto", "--output_path", "eval-lm"],
+            ]
+        ),
+        "lighteval": shlex.join(["lighteval", "accelerate", f"model_name={model},dtype=bfloat16", "gsm8k|5"]),
     }
 
 

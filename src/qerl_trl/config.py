@@ -7,13 +7,13 @@ Table 4), safety or a smaller footprint asks for it: `learning_rate`, `vllm_impo
 
 import copy
 import json
-import math
+import logging
 from dataclasses import dataclass, field
 from typing import Any
 
 from trl import GRPOConfig, RLOOConfig
 
-from . import preflight, ranges, redaction
+from . import ranges, redaction
 from .noise.callback import SCOPES
 from .noise.schedules import SCHEDULES, make_schedule
 from .nvfp4.format import SCALE_RULES
@@ -22,9 +22,23 @@ from .rollout.arms import check_options
 from .rollout.placement import fsdp_version
 from .upstream import OnlineConfig
 
+logger = logging.getLogger(__name__)
+
 BASE_FORMATS = ("nvfp4", "bf16", "nf4", "full")
 #: of `gradient_checkpointing` in newer transformers
 _NEWER_NAME = "activation_checkpointing"
+#: the values that a field may have
+_CHOICES = {
+    "base_format": BASE_FORMATS,
+    "scale_rule": SCALE_RULES,
+    "aqn_schedule": SCHEDULES,
+    "aqn_scope": SCOPES,
+    "rollout_probe": ("refuse", "warn", "off"),
+}
+
+
+def _field(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
 
 
 @dataclass(repr=False)  # the generated one would show hub_token
@@ -142,106 +156,73 @@ class QeRLArguments(OnlineConfig):
             no limit.
     """
 
-    base_format: str = field(
-        default="nvfp4",
-        metadata={
-            "help": "Base weights: 'nvfp4', or a control arm: 'bf16', 'nf4' (bitsandbytes), 'full' (no adapter)."
-        },
+    base_format: str = _field(
+        "nvfp4", "Base weights: 'nvfp4', or a control arm: 'bf16', 'nf4' (bitsandbytes), 'full' (no adapter)."
     )
-    scale_rule: str = field(
-        default="rtn",
-        metadata={"help": "Block-scale rule when quantizing at load: 'rtn', 'four_over_six' or 'neighbor_sweep'."},
+    scale_rule: str = _field(
+        "rtn", "Block-scale rule when quantizing at load: 'rtn', 'four_over_six' or 'neighbor_sweep'."
     )
-    modules_to_not_convert: list[str] | None = field(
-        default=None, metadata={"help": "Linear layers that stay in bf16, by exact name or pattern."}
+    modules_to_not_convert: list[str] | None = _field(  # noqa: RUF009
+        None, "Linear layers that stay in bf16, by exact name or pattern."
     )
-    aqn: bool = field(default=True, metadata={"help": "Add scheduled noise to the RMSNorm weights during rollouts."})
-    aqn_schedule: str = field(
-        default="exponential",
-        metadata={
-            "help": "Noise schedule: 'exponential' (paper), 'linear', 'cosine', 'logarithmic', 'constant' or "
-            "'entropy_target'."
-        },
+    aqn: bool = _field(True, "Add scheduled noise to the RMSNorm weights during rollouts.")
+    aqn_schedule: str = _field(
+        "exponential",
+        "Noise schedule: 'exponential' (paper), 'linear', 'cosine', 'logarithmic', 'constant' or 'entropy_target'.",
     )
-    aqn_sigma_start: float = field(default=1e-2, metadata={"help": "Standard deviation in the first noisy stage."})
-    aqn_sigma_end: float = field(default=5e-4, metadata={"help": "Standard deviation in the last stage."})
-    aqn_num_stages: int = field(default=10, metadata={"help": "Number of stages; stage 0 has no noise."})
-    aqn_scope: str = field(
-        default="rollout",
-        metadata={"help": "'rollout' (only sampling is noisy, the paper) or 'policy' (log-probabilities too)."},
+    aqn_sigma_start: float = _field(1e-2, "Standard deviation in the first noisy stage.")
+    aqn_sigma_end: float = _field(5e-4, "Standard deviation in the last stage.")
+    aqn_num_stages: int = _field(10, "Number of stages; stage 0 has no noise.")
+    aqn_scope: str = _field(
+        "rollout", "'rollout' (only sampling is noisy, the paper) or 'policy' (log-probabilities too)."
     )
-    aqn_seed: int | None = field(default=None, metadata={"help": "Seed of the noise. Defaults to `seed`."})
-    aqn_entropy_target: float | None = field(
-        default=None, metadata={"help": "Entropy (nats per token) that aqn_schedule='entropy_target' steers to."}
+    aqn_seed: int | None = _field(None, "Seed of the noise. Defaults to `seed`.")
+    aqn_entropy_target: float | None = _field(
+        None, "Entropy (nats per token) that aqn_schedule='entropy_target' steers to."
     )
-    updates_per_rollout: int | None = field(
-        default=None,
-        metadata={
-            "help": "Optimizer steps that a rollout's completions are cut into, whatever the number of processes."
-        },
+    updates_per_rollout: int | None = _field(
+        None, "Optimizer steps that a rollout's completions are cut into, whatever the number of processes."
     )
-    share_weights: bool = field(
-        default=True, metadata={"help": "Colocated vLLM reads the trainer's weights instead of a second copy."}
+    share_weights: bool = _field(True, "Colocated vLLM reads the trainer's weights instead of a second copy.")
+    rollout_mismatch_threshold: float | None = _field(
+        0.1, "Warn when the rollout/trainer KL per token (nats) exceeds this value; end the run beyond 10 times that."
     )
-    rollout_mismatch_threshold: float | None = field(
-        default=0.1,
-        metadata={
-            "help": "Warn when the rollout/trainer KL per token (nats) exceeds this value; end the run beyond 10 times that."
-        },
+    rollout_timeout: float | None = _field(
+        3600, "End the run when one rollout with vLLM takes longer than this, in seconds."
     )
-    rollout_timeout: float | None = field(
-        default=3600, metadata={"help": "End the run when one rollout with vLLM takes longer than this, in seconds."}
+    rollout_probe: str = _field("warn", "Where vLLM and the trainer disagree at start: 'refuse', 'warn' or 'off'.")
+    rollout_probe_steps: int = _field(
+        100, "Compare vLLM and the trainer again every so many steps; 0: at the start only."
     )
-    rollout_probe: str = field(
-        default="warn", metadata={"help": "Where vLLM and the trainer disagree at start: 'refuse', 'warn' or 'off'."}
+    vllm_gpu_memory_utilization: float | None = _field(
+        None, "Share of the GPU for vLLM; left out, the KV cache is planned from what is free."
     )
-    rollout_probe_steps: int = field(
-        default=100, metadata={"help": "Compare vLLM and the trainer again every so many steps; 0: at the start only."}
+    vllm_engine_kwargs: dict | str | None = _field(  # noqa: RUF009
+        None, "Further arguments of vllm.LLM in colocate mode, as a dict (JSON on the CLI)."
     )
-    vllm_gpu_memory_utilization: float | None = field(
-        default=None,
-        metadata={"help": "Share of the GPU for vLLM; left out, the KV cache is planned from what is free."},
+    vllm_batch_invariant: bool = _field(
+        False, "Rollouts whose log-probabilities do not depend on what else is in the batch; slower."
     )
-    vllm_engine_kwargs: dict | str | None = field(
-        default=None, metadata={"help": "Further arguments of vllm.LLM in colocate mode, as a dict (JSON on the CLI)."}
+    gradient_checkpointing: bool | None = _field(  # type: ignore[assignment]  # None is a further value
+        None,
+        "Recompute activations in the backward pass: true, false, or (left out) in as many layers as memory demands.",
     )
-    vllm_batch_invariant: bool = field(
-        default=False,
-        metadata={"help": "Rollouts whose log-probabilities do not depend on what else is in the batch; slower."},
+    padding_free: bool | None = _field(
+        None, "Compute no padding in the update, and shared prompts once. Default: where the model and the GPU can."
     )
-    gradient_checkpointing: bool | None = field(  # type: ignore[assignment]  # None is a further value
-        default=None,
-        metadata={
-            "help": "Recompute activations in the backward pass: true, false, or (left out) in as many layers as memory demands."
-        },
+    fused_lora: bool = _field(
+        True, "Compute LoRA layers with their own backward, q/k/v and gate/up together; False: as PEFT does."
     )
-    padding_free: bool | None = field(
-        default=None,
-        metadata={
-            "help": "Compute no padding in the update, and shared prompts once. Default: where the model and the GPU can."
-        },
+    compile_layers: bool | None = _field(None, "Compile the trainer's decoder layers. Default: on a CUDA device.")
+    allow_other_settings: bool = _field(
+        False, "Go on from a checkpoint whose run had other settings, instead of refusing."
     )
-    fused_lora: bool = field(
-        default=True,
-        metadata={
-            "help": "Compute LoRA layers with their own backward, q/k/v and gate/up together; False: as PEFT does."
-        },
+    hub_base_model: str | None = _field(
+        None, "Hub id of the base that a pushed adapter names, where `model` is a local folder."
     )
-    compile_layers: bool | None = field(
-        default=None, metadata={"help": "Compile the trainer's decoder layers. Default: on a CUDA device."}
-    )
-    allow_other_settings: bool = field(
-        default=False, metadata={"help": "Go on from a checkpoint whose run had other settings, instead of refusing."}
-    )
-    hub_base_model: str | None = field(
-        default=None,
-        metadata={"help": "Hub id of the base that a pushed adapter names, where `model` is a local folder."},
-    )
-    zero_advantage_patience: int = field(
-        default=10, metadata={"help": "End the run after this many consecutive rollouts without any reward."}
-    )
-    reward_timeout: float | None = field(
-        default=1800.0, metadata={"help": "End the run when a reward function takes longer than this, in seconds."}
+    zero_advantage_patience: int = _field(10, "End the run after this many consecutive rollouts without any reward.")
+    reward_timeout: float | None = _field(
+        1800.0, "End the run when a reward function takes longer than this, in seconds."
     )
 
     def __post_init__(self):
@@ -252,49 +233,32 @@ class QeRLArguments(OnlineConfig):
         self.gradient_checkpointing = self.recompute_as_needed or wanted
         if hasattr(self, _NEWER_NAME):  # else transformers calls the older one deprecated, which nobody may have passed
             setattr(self, _NEWER_NAME, self.gradient_checkpointing)
-        ranges.check_counts(self)
+        ranges.check_counts(self)  # TRL divides by them
         updates = self.updates_per_rollout
-        if updates is not None and (type(updates) is not int or updates < 1):
-            raise ValueError(
-                f"updates_per_rollout={updates!r} is no number of optimizer steps. Pass an integer of at least 1."
-            )
         if updates is not None and self.generation_batch_size is None:
             self._cut_batches(updates)
         self.ddp_timeout = patience(self.ddp_timeout, self.rollout_timeout, self.reward_timeout)
         try:
             super().__post_init__()
         except json.JSONDecodeError as error:
-            raise ranges.no_mapping(self, error) from error
+            given = [name for name in self._VALID_DICT_FIELDS if isinstance(getattr(self, name, None), str)]
+            raise ValueError(f"{' or '.join(given)} is not JSON: {error}. Pass names and values in JSON.") from error
         except ValueError as error:
-            if "divisible by the global batch size" in str(error):  # TRL's, of generation_batch_size
-                raise ValueError(f"{error} {self._sharing()}") from error
             if "bf16/gpu" not in str(error):  # transformers' "Your setup doesn't support bf16/gpu"
                 raise
-            found = preflight.gpu()
-            what, remedy = (" ".join(getattr(one, part) for one in found) for part in ("what", "remedy"))
-            text = f"{what or error} This run is for a GPU. {remedy} To train on the CPU all the same: use_cpu=True (--use_cpu true)."
-            raise ValueError(text) from error
+            raise ValueError(
+                f"{error} PyTorch found no CUDA GPU; `qerl-trl doctor` says why. To train on the CPU: use_cpu=True (--use_cpu true)."
+            ) from error
         if updates is not None:
             self._cut_rollout(updates)
         redaction.check_places(vars(self))
-        ranges.check(self)
-        _check_choice("base_format", self.base_format, BASE_FORMATS)
-        _check_choice("scale_rule", self.scale_rule, SCALE_RULES)
-        _check_choice("aqn_schedule", self.aqn_schedule, SCHEDULES)
-        _check_choice("aqn_scope", self.aqn_scope, SCOPES)
         self.rollout_probe = self.rollout_probe or "off"  # YAML reads off as false
-        _check_choice("rollout_probe", self.rollout_probe, ("refuse", "warn", "off"))
-        for name in ("aqn_sigma_start", "aqn_sigma_end"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{name}={value} is not a standard deviation. Pass a finite number >= 0.")
-        if self.aqn and self.aqn_schedule == "entropy_target" and self.aqn_entropy_target is None:
-            raise ValueError(
-                "aqn_schedule='entropy_target' needs a target. Set aqn_entropy_target, in nats per token; the `entropy` "
-                "that a short run without noise logs is a good first value."
-            )
+        ranges.check(self)
+        for name, choices in _CHOICES.items():
+            if (value := getattr(self, name)) not in choices:
+                raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, choices))}.")
         if self.aqn:
-            try:  # combinations that no schedule can follow: now, not after the model was loaded
+            try:  # combinations that no schedule can follow, before the model is loaded
                 make_schedule(
                     self.aqn_schedule,
                     self.aqn_sigma_start,
@@ -304,9 +268,7 @@ class QeRLArguments(OnlineConfig):
                 )
             except ValueError as error:
                 raise ValueError(f"aqn_schedule={self.aqn_schedule!r}, aqn_{error}") from error
-        mode = getattr(
-            self, "vllm_importance_sampling_mode", ""
-        )  # TRL looks at it with vLLM only; noise is corrected without, too
+        mode = getattr(self, "vllm_importance_sampling_mode", "")  # TRL checks it with vLLM only
         if self.aqn and getattr(self, "loss_type", None) == "vespo" and mode.startswith("sequence"):
             raise ValueError(
                 f"loss_type='vespo' with vllm_importance_sampling_mode={mode!r} cannot work: it takes a ratio of each token. Pass "
@@ -314,15 +276,15 @@ class QeRLArguments(OnlineConfig):
             )
         check_options(self)  # type: ignore[arg-type]  # one of the two classes below
         if self.use_transformers_continuous_batching:
-            raise ValueError(
-                "use_transformers_continuous_batching=True casts the whole model to bf16 before it generates, the fp32 "
-                "adapter included, and small updates are lost from then on. Use use_vllm=True for fast rollouts, or the "
-                "default transformers generation."
+            logger.warning(
+                "use_transformers_continuous_batching=True casts the model to bf16 before it generates, its float32 adapter included: "
+                "small updates are lost. use_vllm=True is the faster rollout."
             )
-        if (completions := getattr(self, "log_completions_hub_repo", None)) is not None:  # RLOO has no such field
-            raise ValueError(
-                f"log_completions_hub_repo={completions!r} would upload completions every two minutes, unchecked and whether or not that "
-                "repository is public. Leave it out: log_completions=True keeps them in output_dir, from where you can publish what you have read."
+        if getattr(self, "log_completions_hub_repo", None) is not None:  # RLOO has no such field
+            logger.warning(
+                "log_completions_hub_repo=%r uploads completions every two minutes, unchecked, and public if that repository is. "
+                "log_completions=True alone keeps them in output_dir.",
+                self.log_completions_hub_repo,
             )
         self.aqn_seed = self.seed if self.aqn_seed is None else self.aqn_seed
         self.hub_private_repo = True if self.hub_private_repo is None else self.hub_private_repo
@@ -343,32 +305,15 @@ class QeRLArguments(OnlineConfig):
             )
         self.steps_per_generation = updates * accumulated
 
-    def _sharing(self) -> str:
-        """How the processes could share a rollout of `generation_batch_size` completions, which they cannot now."""
-        whole, micro, processes = self.generation_batch_size or 0, self.per_device_train_batch_size, self.world_size
-        updates = self.updates_per_rollout or 1
-        numbers = [n for n in range(1, whole + 1) if whole % (n * micro * updates) == 0]
-        smaller = [n for n in range(micro, 0, -1) if whole % (n * processes * updates) == 0]
-        group = math.lcm(micro * processes * updates, self.num_generations)
-        ways = [f"Use {', '.join(map(str, numbers))} GPU{'s' * (numbers != [1])}"] if numbers else []
-        ways += [f"set per_device_train_batch_size={smaller[0]}"] if smaller else []
-        ways += [f"set generation_batch_size={-(-whole // group) * group}"]
-        advice = ", or ".join(ways)
-        return f"That is per_device_train_batch_size={micro} on {processes} GPU{'s' * (processes != 1)}. {advice[0].upper()}{advice[1:]}."
-
     def _cut_rollout(self, updates: int) -> None:
         """`gradient_accumulation_steps` such that a rollout of `generation_batch_size` completions has `updates_per_rollout` steps."""
-        pieces, micro = self.steps_per_generation, self.per_device_train_batch_size
+        pieces = self.steps_per_generation
         assert pieces is not None, "TRL's config sets it"
         if pieces % updates:
-            processes, whole = self.world_size, self.generation_batch_size or 0
-            fits = [n for n in range(micro, 0, -1) if whole % (n * processes * updates) == 0]
-            advice = (
-                f"Set per_device_train_batch_size={fits[0]}" if fits else f"Use at most {whole // updates} processes"
-            )
             raise ValueError(
-                f"updates_per_rollout={updates} cannot be: {whole} completions per rollout in micro-batches of {micro} on {processes} "
-                f"processes are {pieces} backward passes, which {updates} steps cannot share. {advice}, or change generation_batch_size."
+                f"updates_per_rollout={updates} does not divide the {pieces} backward passes of a rollout (generation_batch_size="
+                f"{self.generation_batch_size}, per_device_train_batch_size={self.per_device_train_batch_size}, {self.world_size} processes). "
+                "Change one of them."
             )
         if self.gradient_accumulation_steps not in (1, pieces // updates):
             raise ValueError(
@@ -404,11 +349,6 @@ class QeRLArguments(OnlineConfig):
         return copied
 
 
-def _check_choice(name: str, value: str, choices) -> None:
-    if value not in choices:
-        raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, choices))}.")
-
-
 @dataclass(repr=False)  # the generated one would show hub_token
 class QeRLConfig(QeRLArguments, GRPOConfig):  # type: ignore[misc]  # None is a further value of vllm_gpu_memory_utilization
     r"""
@@ -426,10 +366,9 @@ class QeRLConfig(QeRLArguments, GRPOConfig):  # type: ignore[misc]  # None is a 
 
     _VALID_DICT_FIELDS = GRPOConfig._VALID_DICT_FIELDS + ["vllm_engine_kwargs"]  # noqa: RUF005  (TRL's own form)
 
-    learning_rate: float = field(default=1e-5, metadata={"help": "The initial learning rate for AdamW."})
-    vllm_importance_sampling_mode: str = field(
-        default="token_truncate",
-        metadata={"help": "How TRL corrects for the rollout/trainer mismatch: see `trl.GRPOConfig`."},
+    learning_rate: float = _field(1e-5, "The initial learning rate for AdamW.")
+    vllm_importance_sampling_mode: str = _field(
+        "token_truncate", "How TRL corrects for the rollout/trainer mismatch: see `trl.GRPOConfig`."
     )
 
 
@@ -439,4 +378,4 @@ class QeRLRLOOConfig(QeRLArguments, RLOOConfig):  # type: ignore[misc]  # the sa
 
     _VALID_DICT_FIELDS = RLOOConfig._VALID_DICT_FIELDS + ["vllm_engine_kwargs"]  # noqa: RUF005  (TRL's own form)
 
-    learning_rate: float = field(default=1e-5, metadata={"help": "The initial learning rate for AdamW."})
+    learning_rate: float = _field(1e-5, "The initial learning rate for AdamW.")

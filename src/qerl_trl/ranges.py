@@ -1,94 +1,87 @@
-"""Numbers of a configuration, and the ranges outside of which no run can be made of them."""
+"""The ranges of a configuration's numbers, as a table."""
 
-import json
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-#: how many there are of something, with whether None leaves it out; TRL divides by them before anything else
+
+class Range(NamedTuple):
+    """`least`: the smallest value; with `above` only what is larger. `none`: whether None leaves the number out."""
+
+    least: float
+    whole: bool = True
+    none: bool = False
+    above: bool = False
+
+    def __str__(self) -> str:
+        number = f"{'an integer' if self.whole else 'a number'} {'>' if self.above else '>='} {self.least:g}"
+        return number + ", or None" * self.none
+
+    def holds(self, value: Any) -> bool:
+        if value is None:
+            return self.none
+        if isinstance(value, bool) or not isinstance(value, int if self.whole else int | float):
+            return False
+        return value > self.least if self.above else value >= self.least  # NaN is neither
+
+
+#: of TRL's fields, by which its configuration divides
 _COUNTS = {
-    "per_device_train_batch_size": False,
-    "gradient_accumulation_steps": False,
-    "num_generations": False,
-    "num_iterations": False,
-    "max_completion_length": False,
-    "steps_per_generation": True,
-    "generation_batch_size": True,
+    "per_device_train_batch_size": Range(1),
+    "gradient_accumulation_steps": Range(1),
+    "num_generations": Range(1),
+    "num_iterations": Range(1),
+    "max_completion_length": Range(1),
+    "steps_per_generation": Range(1, none=True),
+    "generation_batch_size": Range(1, none=True),
+    "updates_per_rollout": Range(1, none=True),
 }
-#: of `vllm_engine_kwargs`, what memory is planned with, and an example of every option that is names and values
-_OF_AN_ENGINE = ("max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes", "gpu_memory_utilization")
-_MAPPINGS = {
-    "vllm_engine_kwargs": '{"max_num_seqs": 64}',
-    "generation_kwargs": '{"top_k": 20}',
-    "chat_template_kwargs": '{"enable_thinking": false}',
-    "model_init_kwargs": '{"attn_implementation": "sdpa"}',
-    "lr_scheduler_kwargs": '{"num_cycles": 2}',
-    "gradient_checkpointing_kwargs": '{"use_reentrant": false}',
+_FIELDS = {
+    "aqn_sigma_start": Range(0, whole=False),
+    "aqn_sigma_end": Range(0, whole=False),
+    "rollout_probe_steps": Range(0),
+    "zero_advantage_patience": Range(1),
+    "rollout_timeout": Range(0, whole=False, none=True),
+    "reward_timeout": Range(0, whole=False, none=True, above=True),
+    "rollout_mismatch_threshold": Range(0, whole=False, none=True, above=True),
 }
+#: of `vllm_engine_kwargs`, by which memory is planned
+_OF_AN_ENGINE = {
+    "max_num_seqs": Range(1, none=True),
+    "max_num_batched_tokens": Range(1, none=True),
+    "kv_cache_memory_bytes": Range(1, none=True),
+    "gpu_memory_utilization": Range(0, whole=False, none=True, above=True),
+}
+_MAPPINGS = (
+    "vllm_engine_kwargs",
+    "generation_kwargs",
+    "chat_template_kwargs",
+    "model_init_kwargs",
+    "lr_scheduler_kwargs",
+    "gradient_checkpointing_kwargs",
+)
 
 
 def check_counts(args: Any) -> None:
     """Before TRL computes with them.
 
     Raises:
-        `ValueError`: a number leaves nothing to do, or is none.
+        `ValueError`: a number outside of its range.
     """
-    for name, optional in _COUNTS.items():
-        value = getattr(args, name, 1)  # RLOO has not all of them
-        if value is None and optional:
-            continue
-        if isinstance(value, str) or value is None:
-            raise ValueError(f"{name}={value!r} is no number. Pass an integer >= 1, without quotes.")
-        if value < 1:
-            raise ValueError(f"{name}={value} leaves nothing to train on. Pass an integer >= 1.")
+    _check({name: getattr(args, name) for name in _COUNTS if hasattr(args, name)}, _COUNTS)  # RLOO has not all of them
 
 
 def check(args: Any) -> None:
     """
     Raises:
-        `ValueError`: a number leaves nothing to do, or is none; or what should be names and values is not.
+        `ValueError`: a number outside of its range, or what should be names and values is not.
     """
-    for name, example in _MAPPINGS.items():
+    for name in _MAPPINGS:
         if not isinstance(value := getattr(args, name, None) or {}, dict):
-            raise ValueError(f"{name}={value!r} is no mapping. Pass names and values, such as {example}")
-    for name, value in (getattr(args, "vllm_engine_kwargs", None) or {}).items():
-        if name not in _OF_AN_ENGINE or value is None:
-            continue
-        if not isinstance(value, int | float):
-            raise ValueError(f"vllm_engine_kwargs has {name}={value!r}, which is no number. Write it without quotes.")
-        if value <= 0:
-            raise ValueError(f"vllm_engine_kwargs has {name}={value}, with which no engine runs. Pass a number > 0.")
-    for name, least, off in (
-        ("rollout_probe_steps", 0, ", or 0 for at the start only"),
-        ("zero_advantage_patience", 1, ""),
-    ):
-        value = getattr(args, name)
-        if type(value) is not int or value < least:
-            raise ValueError(f"{name}={value!r} is not a number of steps. Pass an integer >= 1{off}.")
-    if args.rollout_timeout is not None and not args.rollout_timeout >= 0:
-        raise ValueError(
-            f"rollout_timeout={args.rollout_timeout} is not a time. Pass seconds > 0, or None or 0 for no limit."
-        )
-    if args.reward_timeout is not None and not args.reward_timeout > 0:
-        raise ValueError(f"reward_timeout={args.reward_timeout} is not a time. Pass seconds > 0, or None for no limit.")
-    if args.rollout_mismatch_threshold is not None and not args.rollout_mismatch_threshold > 0:
-        raise ValueError(
-            f"rollout_mismatch_threshold={args.rollout_mismatch_threshold} is not a KL. Pass nats per token > 0, or None for no limit."
-        )
+            raise ValueError(f"{name}={value!r} is not a mapping. Pass names and values.")
+    _check(vars(args), _FIELDS)
+    _check(args.vllm_engine_kwargs or {}, _OF_AN_ENGINE, "vllm_engine_kwargs: ")
 
 
-def no_mapping(args: Any, error: json.JSONDecodeError) -> ValueError:
-    """In place of the error of an option that should be a mapping in JSON, or a file that holds one, which names neither."""
-    given = {name: value for name in args._VALID_DICT_FIELDS if isinstance(value := getattr(args, name, None), str)}
-    for name, value in given.items():
-        if value == error.doc:
-            example = _MAPPINGS.get(name, '{"name": "value"}')
-            return ValueError(
-                f"{name}={value!r} is no mapping ({error}). Pass names and values in JSON, such as {example}"
-            )
-    files = [
-        f"{name}={value!r}"
-        for name, value in given.items()
-        if Path(value).expanduser().is_file() and Path(value).expanduser().read_text(errors="replace") == error.doc
-    ]
-    which = " or ".join(files or given) or "a configuration"
-    return ValueError(f"{which} names a file that is no JSON ({error}). Mend that file, or leave the option out.")
+def _check(values: dict[str, Any], table: dict[str, Range], where: str = "") -> None:
+    for name, allowed in table.items():
+        if name in values and not allowed.holds(values[name]):
+            raise ValueError(f"{where}{name}={values[name]!r} is out of range. Pass {allowed}.")

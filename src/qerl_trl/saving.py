@@ -100,7 +100,9 @@ class SavingMixin(PublishingMixin):
         )
         if resume is None and trained_before:  # the parent counts from 0 again, with the weights as they are
             line = f"weights: trained for {trained_before} steps by an earlier train() of the same trainer"
-            logger.warning("This training starts from trained weights (%s). Build a new trainer for a fresh start.", line)
+            logger.warning(
+                "This training starts from trained weights (%s). Build a new trainer for a fresh start.", line
+            )
             self._changed = (*self._changed, line)
         self._resumed, self._saved, self._best = None, resume, None
         self._saves.begin()

@@ -27,7 +27,7 @@ share = lambda n: {"accuracy": n / 100, "total": 100, "correct": n, "interval95"
 results = {
     "before": share(20), "after": share(solved), "difference": {"value": (solved - 20) / 100, "interval95": [0, 1]},
     "steps": int(given.get("--max_steps", 5)), "train_seconds": 1.0, "seed": seed,
-    "arm": {"base_format": given["--base_format"], "aqn": given["--aqn"] == "true"},
+    "arm": {"base_format": given["--base_format"], "aqn": given["--aqn"] == "true"}, "measured_by": {},
 }
 (folder / "results.json").write_text(json.dumps(results))
 """

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -24,7 +23,7 @@ from qerl_trl.tasks import evaluation
 from tests.cli.test_main import call
 from tests.faults.catalog import fault, told
 from tests.faults.test_r7_publish import _commit
-from tests.faults.test_s_identity import other_base, trained  # noqa: F401  (fixtures)
+from tests.faults.test_s_identity import other_base, trained, with_base  # noqa: F401  (fixtures)
 from tests.faults.test_s_products import dense, flip_a_bit  # noqa: F401  (fixtures)
 from tests.faults.tiny_runs import PROMPTS, WEIGHTS, contents, spread_reward, tiny_runs  # noqa: F401  (a fixture)
 from tests.publish.test_export import make_policy
@@ -148,29 +147,19 @@ def test_a_base_whose_weights_are_not_in_the_folder(trained, tiny_model_dir, tmp
 
 @fault("S.wrong_base", recovered=True)
 def test_vllm_does_not_measure_an_adapter_on_a_base_of_another_format(trained, tiny_model_dir, tmp_path, monkeypatch):  # noqa: F811
-    """It serves a folder as it is stored, whatever --base-format said."""
+    """It serves a folder as it is stored."""
     served = []
     monkeypatch.setattr(
         evaluation, "vllm_engine", lambda base, *a, **o: served.append(base) or (lambda d: ["2"] * len(d))
     )
     (tmp_path / "problems.jsonl").write_text('{"question": "1 + 1?", "answer": "#### 2"}\n')
-    command = (
-        "eval",
-        trained[1],
-        "--data",
-        tmp_path / "problems.jsonl",
-        "--output",
-        tmp_path / "eval.json",
-        "--engine",
-        "vllm",
-    )
-    for words in (command, (*command, "--base-format", "nvfp4")):
-        code, _, err = call(*words)
-        assert code == 2 and served == [] and not (tmp_path / "eval.json").exists()
-        for word in ("base_format='nvfp4'", "stored as bf16", "qerl-trl quantize", "--base-format bf16"):
-            assert word in err, word
+    words = ("--data", tmp_path / "problems.jsonl", "--output", tmp_path / "eval.json", "--engine", "vllm")
+    code, _, err = call("eval", trained[1], *words)
+    assert code == 2 and served == [] and not (tmp_path / "eval.json").exists()
+    for word in ("base_format='nvfp4'", "stored as bf16", "qerl-trl quantize", "qerl-trl merge"):
+        assert word in err, word
     quantize_folder(tiny_model_dir("qwen2"), tmp_path / "base")
-    code, _, err = call(*command, "--base-model", tmp_path / "base")
+    code, _, err = call("eval", with_base(trained[1], tmp_path / "run", tmp_path / "base"), *words)
     assert code == 0 and served == [str(tmp_path / "base")], err
     assert json.loads((tmp_path / "eval.json").read_text())["base_format"] == "nvfp4"
 

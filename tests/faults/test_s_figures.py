@@ -171,7 +171,7 @@ def test_a_run_with_figures_of_another_beside_its_own(by, server, tmp_path, capl
     run, problems = tmp_path / "runs/run", tmp_path / "problems.jsonl"
     trainer = doors.trained(run)
     problems.write_text('{"question": "1 + 1?", "answer": "#### 2"}\n')
-    code, _, err = call("eval", run, "--data", problems, "--max-new-tokens", 2, "--device", "cpu")
+    code, _, err = call("eval", run, "--data", problems, "--max-new-tokens", 2)
     assert code == 0, err
     foreign = {**RESULTS, "after": {**RESULTS["after"], "accuracy": 0.987}, "dataset": "someone/else"}
     write(run, foreign)

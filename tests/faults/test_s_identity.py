@@ -10,7 +10,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
 from qerl_trl import QeRLGRPOTrainer, from_pretrained
-from qerl_trl.checkpoint import MANIFEST_NAME, recorded_run
+from qerl_trl.checkpoint import MANIFEST_NAME, recorded_run, seal
 from qerl_trl.tasks import evaluation
 from tests.cli.test_main import call
 from tests.faults.catalog import fault, told
@@ -44,6 +44,15 @@ def other_base(tiny_model_dir, tmp_path_factory):
     weight[[0, 1]] = weight[[1, 0]].clone()
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return folder
+
+
+def with_base(run, copy, base):
+    """A copy of a run whose adapter names another base."""
+    shutil.copytree(run, copy, ignore=shutil.ignore_patterns("checkpoint-*"))
+    named = json.loads((copy / "adapter_config.json").read_text())
+    (copy / "adapter_config.json").write_text(json.dumps({**named, "base_model_name_or_path": str(base)}))
+    seal(copy, recorded_run(run))
+    return copy
 
 
 @fault("S.wrong_base")
@@ -104,26 +113,9 @@ def test_eval(trained, other_base, tmp_path, monkeypatch, engine):
     monkeypatch.setattr(evaluation, "vllm_engine", None)  # refused before one starts
     (tmp_path / "problems.jsonl").write_text('{"question": "1 + 1?", "answer": "#### 2"}\n')
     options = ("--data", tmp_path / "problems.jsonl", "--output", tmp_path / "eval.json", "--engine", engine)
-    code, _, err = call("eval", run, *options, "--base-model", other_base)
-    assert code == 2 and "other weights" in err and "--allow-other-base" in err
+    code, _, err = call("eval", with_base(run, tmp_path / "run", other_base), *options)
+    assert code == 2 and "other weights" in err
     assert not (tmp_path / "eval.json").exists()
-
-
-def test_eval_in_vllm_of_the_right_base(trained, tmp_path, monkeypatch):
-    _, run = trained
-    served = []
-
-    def engine(*arguments, **options):
-        served.append((*arguments, options))
-        return lambda dataset: ["2"] * len(dataset)
-
-    monkeypatch.setattr(evaluation, "vllm_engine", engine)
-    (tmp_path / "problems.jsonl").write_text('{"question": "1 + 1?", "answer": "#### 2"}\n')
-    problems = ("--data", tmp_path / "problems.jsonl", "--output", tmp_path / "eval.json")
-    # the run quantized it while it loaded; here it is served as it is stored, which has to be said
-    code, _, err = call("eval", run, *problems, "--engine", "vllm", "--base-format", "bf16")
-    assert code == 0, err
-    assert len(served) == 1 and served[0][0] == recorded_run(run)["model"] and [*served[0][-1]] == ["chat_template"]
 
 
 # --- an adapter that comes ready on a base, by PEFT's own function -----------------------------------------------------------------

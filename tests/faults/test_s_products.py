@@ -249,10 +249,8 @@ EDITS = {
 READERS = {
     "merge": lambda folder, out: make.merge(folder, out),
     "push": lambda folder, out: make.push("adapter", folder, REPO, base_model="someone/base"),
-    "eval": lambda folder, out: run.evaluate(str(folder), protocol="local", data="none.jsonl", output=out),
-    "eval with vLLM": lambda folder, out: run.evaluate(
-        str(folder), protocol="local", data="none.jsonl", engine="vllm", output=out
-    ),
+    "eval": lambda folder, out: run.evaluate(str(folder), data="none.jsonl", output=out),
+    "eval with vLLM": lambda folder, out: run.evaluate(str(folder), data="none.jsonl", engine="vllm", output=out),
 }
 
 

@@ -1,6 +1,5 @@
 import dataclasses
 import importlib
-import itertools
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +10,7 @@ from datasets import Dataset
 from peft import LoraConfig
 
 from qerl_trl import QeRLConfig, QeRLGRPOTrainer, report
-from qerl_trl.memory.cards import by_card, gpu_of_card, in_words
+from qerl_trl.memory.cards import gpu_of_card
 from qerl_trl.memory.formulas import engine_kv_bytes, model_bytes, predicted_bytes, shape_of
 from qerl_trl.memory.of_trainer import plan_again, plan_trainer
 from qerl_trl.memory.plan import GIB, Gpu, plan_run, relief
@@ -43,8 +42,7 @@ def test_the_cache_shrinks_before_anything_else():
     assert tight.peak <= 16 * GIB < plan(80).peak
     assert tight.waves == -(-64 // tight.sequences) > 1
     assert tight.kv_bytes == engine_kv_bytes(SHAPE, WORK, tight.sequences), "whole sequences"
-    assert tight.changes and tight.changed_waves < tight.waves
-    assert f"It fits into 16.0 GiB. {tight.changes[0]}" in tight.verdict()
+    assert not tight.changes and tight.verdict() == "It fits into 16.0 GiB."
     tight.check()
 
 
@@ -57,26 +55,6 @@ def test_less_than_two_sequences_is_refused_with_a_setting_that_fits():
     assert plan(12, batch=2, accumulation=8).fits
 
 
-@pytest.mark.parametrize("gib", [24, 48, 64, 80, 96, 110])
-@pytest.mark.parametrize("optimizer", ["adamw_torch_fused", "adamw_8bit"])
-def test_the_least_that_is_named_does_not_fit(gib, optimizer):
-    """7B trained in full, float32 weights: 74.5 GiB were named on a card of 80 where no setting helps, the KV cache subtracted from what it was not in."""
-    made = plan(
-        gib, base_format="full", dtype_bytes=4, batch=4, completions=128, completion_length=4096, optimizer=optimizer
-    )
-    if not made.fits and not made.changes:
-        assert made.least is not None and made.least > gib * GIB
-    else:
-        assert made.least is None
-
-
-def test_what_no_setting_can_help_is_said_with_the_least_it_takes():
-    made = plan_run(shape_of(THIRTY_TWO_B), WORK, Gpu.of_gib(16))
-    assert not made.fits and not made.changes
-    assert made.least is not None and 20 * GIB < made.least < 30 * GIB
-    assert f"{made.least / GIB:.1f} GiB" in made.verdict() and "larger GPU" in made.verdict()
-
-
 @pytest.mark.parametrize("gib", CARDS)
 @pytest.mark.parametrize("model", [THREE_B, SEVEN_B, FOURTEEN_B, THIRTY_TWO_B], ids=["3b", "7b", "14b", "32b"])
 def test_proposed_settings_really_fit(model, gib):
@@ -85,7 +63,6 @@ def test_proposed_settings_really_fit(model, gib):
     made = plan_run(shape, dataclasses.replace(WORK, batch=16, completion_length=8192), Gpu.of_gib(gib))
     assert made.peak <= gib * GIB or not made.fits
     if not made.changes:
-        assert made.fits or made.least is not None
         return
     names = {
         "vllm_enable_sleep_mode": "sleep",
@@ -99,9 +76,6 @@ def test_proposed_settings_really_fit(model, gib):
         changed[names[name]] = {"true": True}.get(value, int(value) if value.isdigit() else value)
     again = plan_run(shape, dataclasses.replace(made.work, **changed), Gpu.of_gib(gib))
     assert again.fits
-    if made.fits:
-        assert again.waves == made.changed_waves < made.waves
-        assert "completion_length" not in changed and "optimizer" not in changed
     assert made.work.completions == again.work.completions
 
 
@@ -391,20 +365,6 @@ def test_a_card_by_name():
     assert gpu_of_card("A100").total == 80 * 10**9 and gpu_of_card("A100-40GB").total == 40 * 10**9
     with pytest.raises(ValueError, match=r"--card 'Voodoo 2' is none of .*RTX 4090.*--gpu-gib"):
         gpu_of_card("Voodoo 2")
-
-
-def test_a_plan_in_cards():
-    work = Workload(batch=2, completion_length=4096, completions=128, rollout="colocate")
-    plans = by_card(shape_of(SEVEN_B), work)
-    said = in_words(plans)
-    first = next(size for size, made in plans.items() if made.fits)
-    assert (
-        said.startswith(f"Cards: fits from {first} GB (")
-        and f"128 completions run in {plans[first].waves} waves" in said
-    )
-    assert f"{plans[141].waves} on 141 GB" in said and "on 12 GB" not in said
-    assert all(a.waves >= b.waves for a, b in itertools.pairwise(made for made in plans.values() if made.fits))
-    assert "none" in in_words(by_card(shape_of(THIRTY_TWO_B), dataclasses.replace(work, base_format="full")))
 
 
 def test_the_capped_cases_of_whole_steps_fit_as_they_are(monkeypatch):

@@ -128,17 +128,10 @@ def test_model_without_norms_is_refused():
 def test_model_that_needs_other_inputs():
     config = T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4, decoder_start_token_id=0)
     model = T5ForConditionalGeneration(config)
-    with pytest.raises(RuntimeError, match=r"T5ForConditionalGeneration .*input_ids of shape \(1, 4\).*inputs=\{"):
+    with pytest.raises(RuntimeError, match=r"T5ForConditionalGeneration .*input_ids.*inputs=\{"):
         find_noisy_norms(model)
     ids = torch.ones(1, 4, dtype=torch.long)
     found = find_noisy_norms(model, inputs={"input_ids": ids, "decoder_input_ids": ids})
     assert "encoder.block.0.layer.0.layer_norm" in found
     assert "decoder.final_layer_norm" not in found
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-
-
-def test_unloaded_model_is_refused():
-    with torch.device("meta"):
-        model = make_tiny_model("qwen2")
-    with pytest.raises(ValueError, match="meta device"):
-        find_noisy_norms(model)

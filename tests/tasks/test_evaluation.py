@@ -24,7 +24,6 @@ from qerl_trl.tasks.evaluation import (
     check_adapter_applied,
     evaluate,
     grade,
-    harness_commands,
     load_problems,
     paired_difference,
     sampled_accuracy,
@@ -296,8 +295,17 @@ def test_without_vllm_the_error_says_what_to_do(monkeypatch):
         vllm_engine("base", PROTOCOLS["gsm8k"])
 
 
+def harnesses_script() -> types.ModuleType:
+    path = ROOT / "examples" / "benchmarks" / "harnesses.py"
+    spec = importlib.util.spec_from_file_location("harnesses", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def test_harness_commands_are_well_formed():
     """What was trained is evaluated: a run is merged first, and the harness gets the merge."""
+    harness_commands = harnesses_script().harness_commands
     commands = harness_commands("some/base", "runs/x/")
     assert shlex.split(commands["first"]) == ["qerl-trl", "merge", "runs/x/", "runs/x-merged"]
     assert shlex.split(commands["lm-eval"])[:2] == ["lm_eval", "run"]
@@ -309,17 +317,9 @@ def test_harness_commands_are_well_formed():
 
 def test_lm_eval_understands_its_command():
     cli = pytest.importorskip("lm_eval._cli", reason="lm-eval is not installed")
-    words = shlex.split(harness_commands("some/base", "runs/x")["lm-eval"])
+    words = shlex.split(harnesses_script().harness_commands("some/base", "runs/x")["lm-eval"])
     parsed = cli.HarnessCLI()._parser.parse_args(words[1:])
     assert parsed.tasks and parsed.apply_chat_template
-
-
-def harnesses_script() -> types.ModuleType:
-    path = ROOT / "examples" / "benchmarks" / "harnesses.py"
-    spec = importlib.util.spec_from_file_location("harnesses", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.parametrize("harness", ["lm-eval", "lighteval"])
@@ -333,9 +333,10 @@ def test_a_harness_runs_its_command(harness):
 
 def test_both_harnesses_ran_on_what_this_package_writes():
     """The record is of the commands of now, on a base and on a merge, and the answers were read."""
-    record = json.loads(harnesses_script().RESULTS.read_text())
+    script = harnesses_script()
+    record = json.loads(script.RESULTS.read_text())
     ran = {(each["harness"], each["model"]) for each in record["results"]}
-    assert len(ran) == 4 and {harness for harness, _ in ran} == set(harness_commands("x"))
+    assert len(ran) == 4 and {harness for harness, _ in ran} == set(script.harness_commands("x"))
     assert all(0 < each["accuracy"] < 1 for each in record["results"])
 
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from qerl_trl import QeRLConfig, identity
-from qerl_trl.memory import micro_batches
 from qerl_trl.memory.formulas import DEEPSPEED_BYTES, model_bytes, shape_of
 from qerl_trl.memory.of_trainer import plan_trainer
 from qerl_trl.memory.plan import Gpu, plan_run
@@ -94,21 +93,6 @@ def test_models_that_are_not_on_the_gpu_yet_have_their_room(make_trainer):  # no
         gpu = Gpu(total, plan.gpu.outside, total - plan.gpu.outside - counted)
         kept.append(plan_trainer(trainer, gpu).work.kept_layers)
     assert kept[0] == 2 and kept[1] < 2
-
-
-@pytest.mark.parametrize(
-    ("loss_type", "kept", "said"), [("dapo", 0, True), ("bnpo", 0, False), ("dapo", 2, False)],
-    ids=["some recompute", "a loss that counts its micro-batch", "none recomputes"],
-)  # fmt: skip
-def test_smaller_batches_are_named(make_trainer, monkeypatch, caplog, loss_type, kept, said):  # noqa: F811
-    asked = []
-    monkeypatch.setattr(micro_batches, "advice", lambda shape, plan, model: asked.append(plan) or "Halve them.")
-    trainer = make_trainer(gradient_checkpointing=None, loss_type=loss_type)
-    assert not asked  # a plan without a GPU
-    work = dataclasses.replace(trainer.memory_plan.work, cpu=False)
-    trainer.memory_plan = dataclasses.replace(trainer.memory_plan, gpu=Gpu.of_gib(80), work=work)
-    with_kept_layers(trainer, kept)
-    assert ("Halve them." in caplog.text, asked == [trainer.memory_plan]) == (said, said)
 
 
 def test_what_turns_out_to_be_computed_otherwise_is_planned_again(make_trainer, caplog):  # noqa: F811

@@ -1,9 +1,6 @@
-"""Commands that only look: plan, doctor, plot."""
+"""Commands that only look: plan, doctor."""
 
-import json
 import math
-import os
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -85,8 +82,7 @@ def plan(
     from transformers.training_args import OptimizerNames
 
     from qerl_trl.config import BASE_FORMATS
-    from qerl_trl.memory import micro_batches
-    from qerl_trl.memory.cards import by_card, gpu_of_card
+    from qerl_trl.memory.cards import gpu_of_card
     from qerl_trl.memory.formulas import shape_of
     from qerl_trl.memory.plan import Gpu, plan_run
     from qerl_trl.memory.workload import Workload, dtype_bytes_of, on_a_gpu, workload_of_file
@@ -164,11 +160,8 @@ def plan(
     if work.cpu and card in (None, "cpu"):
         one_gpu = Gpu.of_machine(gpu_gib)
     made = plan_run(shape, work, one_gpu)
-    cards, advice = by_card(shape, work), micro_batches.advice(shape, made)
     content = {
         **dataclasses.asdict(made),
-        "advice": advice,
-        "cards": {size: other.waves if other.fits else None for size, other in cards.items()},
         "parameters": shape.parameters,
         **{name: getattr(made, name) for name in ("update", "rollout", "peak", "waves", "fits")},
     }
@@ -184,7 +177,6 @@ def plan(
             f"{shape.parameters / 1e9:.2f} G parameters{f', on one {card}' if card else ''}",
             made.table(),
             made.verdict(),
-            *([advice] if advice else []),
         ],
     )
     if not made.fits:
@@ -199,31 +191,3 @@ def doctor(as_json: AsJson = False) -> None:
     print_result(found.as_dict(), as_json, found.lines())
     if any(problem.fatal for problem in found.problems):
         raise typer.Exit(1)
-
-
-def plot(
-    run: Annotated[Path, typer.Argument(help="Output folder of a run, results.json, or trainer_state.json.")],
-    output: Annotated[Path | None, typer.Option(help="PNG to write. Default: curves.png beside it.")] = None,
-) -> None:
-    """Draw the curves of a run: reward, entropy, noise, mismatch."""
-    from qerl_trl import checkpoint
-    from qerl_trl.tasks.plots import plot_curves
-
-    file = run
-    if run.is_dir():
-        newest = checkpoint.last_checkpoint(run)
-        candidates = [
-            run / "results.json",
-            run / "trainer_state.json",
-            *([Path(newest) / "trainer_state.json"] if newest else []),
-        ]
-        file = next((path for path in candidates if path.is_file()), run)
-    if not file.is_file():
-        raise ValueError(f"{run} holds no results.json, no trainer_state.json and no whole checkpoint.")
-    output = output or (run if run.is_dir() else run.parent) / "curves.png"
-    temporary = output.with_name(f".{output.name}.tmp.png")
-    plot_curves(
-        json.loads(file.read_text())["log_history"], temporary, title=(run if run.is_dir() else run.parent).name
-    )
-    os.replace(temporary, output)
-    print(output)

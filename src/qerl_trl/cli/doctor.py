@@ -64,12 +64,9 @@ def examine() -> Findings:
     here = Path.cwd()
     facts["disk"] = f"{preflight.size_text(preflight.free_bytes(here))} free in {here}"
     problems += preflight.room(here)
-    for extra, module, use in (
-        ("math", "math_verify", "answers that are not plain numbers"),
-        ("plot", "matplotlib", "curves"),
-    ):
-        if importlib.util.find_spec(module) is None:
-            problems.append(Problem(f"{module} is missing, needed for {use}.", f"pip install 'qerl-trl[{extra}]'"))
+    if importlib.util.find_spec("math_verify") is None:
+        what = "math_verify is missing, needed for answers that are not plain numbers."
+        problems.append(Problem(what, "pip install 'qerl-trl[math]'"))
     return Findings(facts, report.versions(), problems)
 
 

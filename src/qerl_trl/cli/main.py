@@ -34,7 +34,6 @@ app.command(name="eval")(run.evaluate)
 app.command()(ask.plan)
 app.command()(tune.tune)
 app.command()(ask.doctor)
-app.command()(ask.plot)
 
 
 def main() -> None:

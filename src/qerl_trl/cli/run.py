@@ -4,24 +4,19 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..publish.records import RESULTS_NAME
 from ..shipped import accelerate_file, config_file, examples_folder, task_file
-from .options import (
-    AccelerateConfig,
-    AllowOtherBase,
-    AsJson,
-    BaseFormat,
-    BaseModel,
-    Dtype,
-    NumProcesses,
-    TrustRemoteCode,
-    note,
-    print_result,
-)
+from .options import AccelerateConfig, AsJson, NumProcesses, note, print_result
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+    from ..tasks.evaluation import Protocol
+    from ..tasks.task import Task
 
 
 def train(
@@ -64,10 +59,6 @@ def example_command(
 
 def evaluate(
     model: Annotated[str, typer.Argument(help="Run or checkpoint with an adapter, or folder or Hub id of a model.")],
-    protocol: Annotated[
-        str | None,
-        typer.Option(help="gsm8k, math500, amc23, aime24, aime25, or local. Default: gsm8k; local with --data."),
-    ] = None,
     task: Annotated[
         str | None,
         typer.Option(
@@ -75,230 +66,166 @@ def evaluate(
         ),
     ] = None,
     data: Annotated[
-        str | None, typer.Option(help="Own problems: a file, folder with test.jsonl, or Hub id (question, answer).")
+        str | None,
+        typer.Option(
+            help="gsm8k (default), math500, amc23, aime24, aime25; or a file, folder with test.jsonl, or Hub id (question, answer)."
+        ),
     ] = None,
     engine: Annotated[str, typer.Option(help="transformers or vllm.")] = "transformers",
     output: Annotated[
         Path | None,
-        typer.Option(help="JSON file for the result. Default: eval-<protocol>.json in a local model's folder."),
+        typer.Option(
+            help="JSON file for the result. Default: eval-<data>.json in a local model's folder, unless --limit is given."
+        ),
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first problems.")] = None,
-    samples: Annotated[
-        int | None, typer.Option(min=1, help="Completions per problem. Default: the protocol's.")
-    ] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy. Default: the protocol's (0.6).")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Default: the protocol's (0.95).")] = None,
-    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Default: the protocol's (4096).")] = None,
-    system_prompt: Annotated[
-        str | None, typer.Option(help="System message; '' for none. Default: the protocol's.")
-    ] = None,
-    chat_template_kwargs: Annotated[
-        str | None,
-        typer.Option(
-            help="JSON for the chat template, such as '{\"enable_thinking\": false}'. Default: what the run recorded."
-        ),
-    ] = None,
-    grader: Annotated[
-        str | None,
-        typer.Option(
-            help="auto, exact, numeric, math, or file.py:function. Default: the protocol's; auto for local data."
-        ),
-    ] = None,
-    answer_format: Annotated[
-        str | None,
-        typer.Option(
-            help="Where an answer stands: marked (after #### or in a box) or whole (all that is said). Default: marked, or the task's."
-        ),
-    ] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy. Default: 0.6; of a task 0.")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Default: 4096; of a task the run's.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     batch_size: Annotated[int, typer.Option(min=1, help="Problems at a time (transformers).")] = 64,
-    base_model: BaseModel = None,
-    base_format: BaseFormat = None,
-    allow_other_base: AllowOtherBase = False,
-    dtype: Dtype = None,
-    device: Annotated[
-        str | None,
-        typer.Option(help="cpu, cuda or cuda:<i>. Default: cuda where there is one (--engine vllm has its own)."),
-    ] = None,
-    trust_remote_code: TrustRemoteCode = False,
-    harness: Annotated[
-        bool, typer.Option("--harness", help="Only print the commands for lm-eval and lighteval.")
-    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Measure accuracy, noise off: with the paper's protocol (temperature 0.6, top-p 0.95, 4096 tokens), or of a --task as its run does."""
     import dataclasses
 
-    import torch
-    from transformers import AutoTokenizer
-
-    from qerl_trl import checkpoint, loading
-    from qerl_trl.nvfp4.linear import compute_dtype, has_nvfp4
+    from qerl_trl import checkpoint
     from qerl_trl.publish.names import public_name
-    from qerl_trl.publish.run import (
-        check_served_base,
-        load_any,
-        load_policy,
-        recorded_settings,
-        require_format,
-        require_model,
-        require_whole,
-        stored_as,
-    )
+    from qerl_trl.publish.run import recorded_settings, recorded_template_kwargs, require_model, require_whole
     from qerl_trl.tasks import evaluation
     from qerl_trl.tasks.grading import require_references
-    from qerl_trl.tasks.task import Task, require_answer_format
+    from qerl_trl.tasks.task import Task
 
-    adapter = Path(model) if (Path(model) / "adapter_config.json").is_file() else None
-    if harness:
-        commands = evaluation.harness_commands(base_model or model, model if adapter else None, base_model)
-        print_result(commands, as_json, [f"# {name}\n{command}" for name, command in commands.items()])
-        return
-    if Path(model).is_dir():
-        require_model(Path(model))
-    if base_model is not None and adapter is None:
-        raise ValueError(
-            f"--base-model {base_model} is the base of an adapter, and {model} has none (no adapter_config.json): the model would be measured as it is, "
-            "and the base not at all. Name the run's folder or a checkpoint in it, or leave --base-model out."
-        )
-    if answer_format is not None:
-        require_answer_format(answer_format, "--answer-format")
-    if engine not in ("transformers", "vllm"):
-        raise ValueError(f"--engine {engine} is unknown; choose transformers or vllm.")
-    run_task = _task_of(Path(model))
-    if run_task is not None and (task, data, protocol) == (None, None, None):
-        note(f"The run was measured on its task, {run_task}. This measures gsm8k; --task FILE measures that.")
-    device = device or ("cuda" if engine == "transformers" and torch.cuda.is_available() else "cpu")
-    measured_task = problems = None
-    if task is not None:
-        if data is not None or protocol is not None:
-            raise ValueError("--task has data and grader of its own: leave --data and --protocol out.")
-        measured_task, chosen = Task.read(task_file(task)), evaluation.Protocol("", system_prompt=None, temperature=0.0)
-        if grader is not None:
-            measured_task.grader = grader
-        measured_task.answer_format = answer_format or measured_task.answer_format
-        problems = measured_task.splits()[1]
-        if not measured_task.graded(problems):
-            raise ValueError(
-                f"--task {task} is played with tools or an environment, or has no reference answers: only its training loop can measure it. Start "
-                "the command that trained the run again: a finished run is measured again."
-            )
-        measured_task.graded_by()  # a name that leads nowhere is said before a model is loaded
-        longest = recorded_settings(Path(model)).get("max_completion_length") if Path(model).is_dir() else None
-        chosen = dataclasses.replace(
-            chosen,
-            dataset=measured_task.hub_dataset or measured_task.label,
-            config=measured_task.dataset_config,
-            split=measured_task.held_out_split or "",
-            system_prompt=measured_task.system_prompt,
-            grader=measured_task.grader if isinstance(measured_task.grader, str) else "own",
-        )
-        protocol = Path(task).stem
-        if longest is not None:
-            chosen = dataclasses.replace(chosen, max_new_tokens=longest)
-    elif (protocol := protocol or ("gsm8k" if data is None else "local")) == "local" or data is not None:
-        if data is None:
-            raise ValueError(
-                "--protocol local needs --data: a file (.jsonl, .csv), a folder with test.jsonl, or a Hub id."
-            )
-        chosen = evaluation.Protocol(data, system_prompt=None, grader="auto")
-        if protocol in evaluation.PROTOCOLS:
-            chosen = dataclasses.replace(evaluation.PROTOCOLS[protocol], dataset=data, config=None)
-    elif protocol in evaluation.PROTOCOLS:
-        chosen = evaluation.PROTOCOLS[protocol]
-    else:
-        raise ValueError(f"--protocol {protocol} is none of {', '.join(evaluation.PROTOCOLS)}, local.")
-    given: dict[str, Any] = {
-        "chat_template_kwargs": _template_kwargs(chat_template_kwargs, Path(model)),
-        "samples": samples,
-        "temperature": temperature,
-        "top_p": top_p,
-        "max_new_tokens": max_new_tokens,
-        "grader": grader,
-    }
-    chosen = dataclasses.replace(chosen, **{name: value for name, value in given.items() if value is not None})
-    if system_prompt is not None and task is not None:
-        raise ValueError("--system-prompt and --task exclude each other: the task has one. Say it in the task's file.")
-    if system_prompt is not None:
-        chosen = dataclasses.replace(chosen, system_prompt=system_prompt or None)
-
+    folder = Path(model)
+    adapter = folder if (folder / "adapter_config.json").is_file() else None
+    if folder.is_dir():
+        require_model(folder)
     if adapter:
         require_whole(adapter)
-    stated = answer_format or "marked" if measured_task is None else measured_task.answer_format
-    if data is not None:  # what is not there is said before a model is loaded, and before what is in the way
+    if engine not in ("transformers", "vllm"):
+        raise ValueError(f"--engine {engine} is unknown. Choose transformers or vllm.")
+    if task is not None and data is not None:
+        raise ValueError("--task and --data are both given. A task has data of its own: leave one of them out.")
+    settings = recorded_settings(folder) if folder.is_dir() else {}
+    measured = Task.read(task_file(task)) if task is not None else None
+    problems = None
+    if measured is not None:
+        problems = measured.splits()[1]
+        chosen, name = _protocol_of(measured, problems, settings), Path(str(task)).stem
+    else:
+        name = "gsm8k" if data is None else data if data in evaluation.PROTOCOLS else "local"
+        chosen = evaluation.PROTOCOLS.get(name) or evaluation.Protocol(str(data), system_prompt=None, grader="auto")
+        run_task = _task_of(folder)
+        if data is None and run_task is not None:
+            note(f"The run was measured on its task, {run_task}. This measures gsm8k; --task FILE measures that.")
+    given = {
+        "chat_template_kwargs": recorded_template_kwargs(settings),
+        "temperature": temperature,
+        "max_new_tokens": max_new_tokens,
+    }
+    chosen = dataclasses.replace(chosen, **{name: value for name, value in given.items() if value is not None})
+    if data is not None:  # before a model is loaded
         problems = evaluation.load_problems(chosen, limit)
-        require_references(problems["answer"], chosen.grader, stated == "whole")
-    output = _output_file(output, Path(model), protocol, chosen.dataset, limit, chosen.samples, stated)
+        require_references(problems["answer"], chosen.grader)
+    output = _output_file(output, folder, name, limit)
 
     if engine == "vllm":
-        base, revision = model, None
-        if adapter:
-            base = base_model or _base_of(adapter)
-            revision = check_served_base(adapter, base, device, allow_other_base, trust_remote_code)
-            wanted = base_format or recorded_settings(adapter).get("base_format")
-            if wanted is not None:  # vLLM serves it as it is stored
-                require_format(base, wanted, revision, trust_remote_code)
-        elif base_format is not None:
-            require_format(base, base_format, None, trust_remote_code)
-        loading.begin(base)
-        loading.finish()
-        base_sha256 = None if allow_other_base else recorded_settings(adapter or Path(model)).get("base_sha256")
-        options: dict[str, Any] = {"revision": revision} if revision else {}
-        options |= {"trust_remote_code": True} if trust_remote_code else {}
-        weights = stored_as(base, revision, trust_remote_code)
-        if dtype or weights == "float32":  # which vLLM would round to 16 bits by itself
-            options["dtype"] = dtype or weights
-            weights = weights if weights == "nvfp4" else options["dtype"]
-        own = adapter if adapter and (adapter / "tokenizer_config.json").is_file() else None
-        if own or measured_task is not None:  # vLLM takes the base's template, which the run may not have had
-            tokenizer = AutoTokenizer.from_pretrained(
-                own or base, revision=None if own else revision, trust_remote_code=trust_remote_code
-            )
-            options["chat_template"] = (measured_task or Task()).prepared(tokenizer).chat_template
-        generate = evaluation.vllm_engine(base, chosen, str(adapter) if adapter else None, seed, **options)
+        generate, weights = _in_vllm(model, adapter, measured, chosen, seed)
     else:
-        if adapter:
-            policy = load_policy(
-                adapter, base_model, base_format, dtype, device, allow_other_base, trust_remote_code=trust_remote_code
-            )
-        else:
-            policy = load_any(model, device, dtype, base_format, trust_remote_code)
-        assert policy.tokenizer is not None  # both bring one
-        base_sha256 = policy.settings.get("base_sha256")
-        if measured_task is not None:
-            measured_task.prepared(policy.tokenizer)
-        weights = (
-            "nvfp4" if has_nvfp4(policy.transformers_model) else str(compute_dtype(policy.model)).removeprefix("torch.")
-        )
-        generate = evaluation.transformers_engine(policy.model, policy.tokenizer, chosen, batch_size, seed)
-    if measured_task is not None:
-        result = evaluation.evaluate(chosen, generate, limit, seed, problems, measured_task.verdicts, stated)
-        result["task"] = measured_task.label
-    else:
-        result = evaluation.evaluate(chosen, generate, limit, seed, problems, answer_format=stated)
-    result.update(model=public_name(model), adapter=adapter is not None, engine=engine, name=protocol)
-    if Path(model).is_dir():  # what a card compares, which shows it for this model only
-        result.update(weights_sha256=checkpoint.weights_sha256(model), base_sha256=base_sha256 if adapter else None)
+        generate, weights = _in_transformers(model, adapter, measured, chosen, seed, batch_size)
+    answer_format = "marked" if measured is None else measured.answer_format
+    verdicts_of = None if measured is None else measured.verdicts
+    result = evaluation.evaluate(chosen, generate, limit, seed, problems, verdicts_of, answer_format)
+    if measured is not None:
+        result["task"] = measured.label
+    result.update(model=public_name(model), adapter=adapter is not None, engine=engine, name=name)
+    if folder.is_dir():  # a card shows the measurement for these weights only
+        base_sha256 = settings.get("base_sha256") if adapter else None
+        result.update(weights_sha256=checkpoint.weights_sha256(model), base_sha256=base_sha256)
     result.update(base_format="nvfp4" if weights == "nvfp4" else "bf16", weights=weights)
     if output is not None:
         checkpoint.write_json_atomically(output, result)
     low, high = result["interval95"]
     lines = [
-        f"{protocol}, {weights} weights: {100 * result['accuracy']:.1f} % [{100 * low:.1f}, {100 * high:.1f}] on {result['total']} problems, "
+        f"{name}, {weights} weights: {100 * result['accuracy']:.1f} % [{100 * low:.1f}, {100 * high:.1f}] on {result['total']} problems, "
         f"{chosen.samples} completion{'s' if chosen.samples > 1 else ''} each, temperature {chosen.temperature:g}, {result['seconds']:.0f} s"
     ]
-    asked = result["total"] * chosen.samples
     if none := result["without_an_answer"]:
-        advice = (
-            " If an answer is all that is said: --answer-format whole, or --task, which says so itself. Others were cut off (--max-new-tokens), or were "
-            "not told how to answer."
-        )
         lines.append(
-            f"{none} of {asked} completions state no answer after #### or in a box, and count as wrong.{advice * (2 * none > asked)}"
+            f"{none} of {result['total'] * chosen.samples} completions state no answer after #### or in a box, and count as wrong. If the answer is the "
+            "whole text, use a --task with answer_format: whole."
         )
     if output is not None:
         lines.append(f"written: {output}")
     print_result({key: value for key, value in result.items() if key != "verdicts"}, as_json, lines)
+
+
+def _protocol_of(task: "Task", problems: "Dataset", settings: Any) -> "Protocol":
+    """How a task is measured: greedily, as long as the run's completions."""
+    from qerl_trl.tasks.evaluation import Protocol
+
+    if not task.graded(problems):
+        raise ValueError(
+            f"The task {task.label!r} has tools, an environment or no reference answers: only its training loop can measure it. Start the "
+            "command that trained the run again: a finished run is measured again."
+        )
+    task.graded_by()  # a grader that cannot be found is an error before a model is loaded
+    return Protocol(
+        dataset=task.hub_dataset or task.label,
+        config=task.dataset_config,
+        split=task.held_out_split or "",
+        system_prompt=task.system_prompt,
+        temperature=0.0,
+        max_new_tokens=settings.get("max_completion_length") or Protocol.max_new_tokens,
+        grader=task.grader if isinstance(task.grader, str) else "own",
+    )
+
+
+def _in_transformers(
+    model: str, adapter: Path | None, task: "Task | None", chosen: "Protocol", seed: int, batch_size: int
+) -> tuple[Any, str]:
+    """(what generates, the format or dtype of the weights)"""
+    import torch
+
+    from qerl_trl.nvfp4.linear import compute_dtype, has_nvfp4
+    from qerl_trl.publish.run import load_any, load_policy
+    from qerl_trl.tasks.evaluation import transformers_engine
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    policy = load_policy(adapter, device=device) if adapter else load_any(model, device)
+    assert policy.tokenizer is not None  # both bring one
+    if task is not None:
+        task.prepared(policy.tokenizer)
+    packed = has_nvfp4(policy.transformers_model)
+    weights = "nvfp4" if packed else str(compute_dtype(policy.model)).removeprefix("torch.")
+    return transformers_engine(policy.model, policy.tokenizer, chosen, batch_size, seed), weights
+
+
+def _in_vllm(model: str, adapter: Path | None, task: "Task | None", chosen: "Protocol", seed: int) -> tuple[Any, str]:
+    """As [`_in_transformers`]; vLLM loads the base as it is stored, at the revision of the run."""
+    from transformers import AutoTokenizer
+
+    from qerl_trl import loading
+    from qerl_trl.publish.run import check_served_base, recorded_settings, require_format, stored_as
+    from qerl_trl.tasks import evaluation
+    from qerl_trl.tasks.task import Task
+
+    base, revision = model, None
+    if adapter:
+        base = json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"]
+        revision = check_served_base(adapter, base)
+        if (wanted := recorded_settings(adapter).get("base_format")) is not None:
+            require_format(base, wanted, revision)
+    loading.begin(base)
+    loading.finish()
+    options: dict[str, Any] = {"revision": revision} if revision else {}
+    weights = stored_as(base, revision)
+    if weights == "float32":  # which vLLM would round to 16 bits
+        options["dtype"] = weights
+    own = adapter if adapter and (adapter / "tokenizer_config.json").is_file() else None
+    if own or task is not None:  # vLLM takes the base's template, which the run may not have had
+        tokenizer = AutoTokenizer.from_pretrained(own or base, revision=None if own else revision)
+        options["chat_template"] = (task or Task()).prepared(tokenizer).chat_template
+    return evaluation.vllm_engine(base, chosen, str(adapter) if adapter else None, seed, **options), weights
 
 
 def _task_of(model: Path) -> str | None:
@@ -309,83 +236,15 @@ def _task_of(model: Path) -> str | None:
         results = json.loads((model / RESULTS_NAME).read_text())
     except (OSError, ValueError):
         return None
-    if not isinstance(results, dict) or results.get("dataset") == PROTOCOLS["gsm8k"].dataset:
-        return None
-    return results.get("task")
+    return None if results.get("dataset") == PROTOCOLS["gsm8k"].dataset else results.get("task")
 
 
-def _require_writable(output: Path) -> None:
-    if not os.access(output.absolute().parent, os.W_OK):
-        raise ValueError(
-            f"The result is to be written to {output}, and this user may not write there. Name a file elsewhere: --output FILE.json."
-        )
-
-
-def _output_file(
-    output: Path | None, model: Path, protocol: str, dataset: str, limit: int | None, samples: int, answer_format: str
-) -> Path | None:
-    """Where the result is written, before anything is measured.
-
-    Raises:
-        `ValueError`: nothing can be written there, or a measurement of the same weights is there that this one would be less than, or that is of other problems or answers.
-    """
-    if output is not None:
-        if output.is_dir() or not output.absolute().parent.is_dir():
-            what = "is a folder" if output.is_dir() else "is in a folder that is not there"
-            raise ValueError(
-                f"--output {output} {what}, so the result could not be written. Name a file in a folder that is there."
-            )
-        _require_writable(output)
-        return output
-    if not model.is_dir():
-        return None
-    from qerl_trl import checkpoint
-
-    output = model / f"eval-{protocol}.json"
-    _require_writable(output)
-    try:
-        there = json.loads(output.read_text())
-    except (OSError, ValueError):  # nothing there that could be lost
-        return output
-    rows = there.get("verdicts") if isinstance(there, dict) else None
-    if not isinstance(rows, list) or not all(isinstance(row, list) for row in rows):
-        return output  # no measurement of ours
-    before, now = sum(map(len, rows)), samples * (len(rows) if limit is None else min(limit, len(rows)))
-    other = os.path.realpath(str(there.get("dataset"))) != os.path.realpath(
-        dataset
-    )  # of names of files, and of data sets alike
-    # an older version's file does not say how its task's answers were read
-    read_as = there.get("answer_format", answer_format if "task" in there else "marked")
-    if other:
-        by, this = f"on {there.get('dataset')}", f"on {dataset}"
-    elif read_as != answer_format:
-        by, this = f"with answers read as {read_as}", f"as {answer_format}"
-    else:
-        by, this = f"by {before} completions", f"by {now}"
-    another = other or read_as != answer_format or now < before
-    if another and there.get("weights_sha256") == checkpoint.weights_sha256(model):
-        raise ValueError(
-            f"{output} has a measurement of these weights {by}, and one {this} would replace it, in the model's card too. Name another file (--output), or "
-            "move that one away."
-        )
+def _output_file(output: Path | None, model: Path, name: str, limit: int | None) -> Path | None:
+    """Where the result is written, checked before anything is measured. A part (`--limit`) is not written into the model's folder."""
+    if output is None:
+        if not model.is_dir() or limit is not None:
+            return None
+        output = model / f"eval-{name}.json"
+    if output.is_dir() or not os.access(output.absolute().parent, os.W_OK):
+        raise ValueError(f"{output} cannot be written. Name a file in a folder that is there: --output FILE.json.")
     return output
-
-
-def _template_kwargs(said: str | None, model: Path) -> dict[str, Any] | None:
-    """What is said of the chat template, else what the run that made `model` recorded of it."""
-    from qerl_trl.publish.run import recorded_settings, recorded_template_kwargs
-
-    if said is None:
-        return recorded_template_kwargs(recorded_settings(model)) if model.is_dir() else None
-    try:
-        parsed = json.loads(said)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"--chat-template-kwargs {said} is no JSON: {error}.") from error
-    if not isinstance(parsed, dict):
-        raise ValueError(f"--chat-template-kwargs {said} is no JSON object of names and values.")
-    return parsed
-
-
-def _base_of(adapter: Path) -> str:
-    """Folder or Hub id of the model that an adapter was trained on, as its configuration says."""
-    return json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"]

@@ -2,9 +2,7 @@
 
 import re
 
-from .formulas import Shape
-from .plan import Gpu, MemoryPlan, plan_run
-from .workload import Workload
+from .plan import Gpu
 
 #: name -> GB as sold; from Ampere on, which is what the kernels and bf16 need
 CARDS = {
@@ -64,32 +62,6 @@ def gpu_of_card(name: str) -> Gpu:
             f"--card {name!r} is older than Ampere (compute capability 8.0), which bf16 and the kernels need."
         )
     raise ValueError(f"--card {name!r} is none of {', '.join(CARDS | OTHERS)}. Say its memory instead: --gpu-gib.")
-
-
-def names_of(gigabytes: int) -> str:
-    """The cards of that size."""
-    return ", ".join(card for card, size in CARDS.items() if size == gigabytes)
-
-
-def smallest_first() -> list[int]:
-    return sorted(set(CARDS.values()))
-
-
-def by_card(shape: Shape, work: Workload) -> dict[int, MemoryPlan]:
-    """The plan on each size of card, in GB as sold, the smallest first."""
-    return {size: plan_run(shape, work, Gpu(size * 10**9)) for size in smallest_first()}
-
-
-def in_words(plans: dict[int, MemoryPlan]) -> str:
-    """One line: the smallest card that it fits, and in how many waves its completions run there and on larger ones."""
-    fitting = {size: made for size, made in plans.items() if made.fits}
-    if not fitting:
-        return "It fits none of the cards that are known by name."
-    first, *others = fitting
-    waves = {size: made.waves for size, made in fitting.items()}
-    larger = ", ".join(f"{waves[size]} on {size} GB" for size in others)
-    text = f"Cards: fits from {first} GB ({names_of(first)}), where {fitting[first].work.completions} completions run in {waves[first]} waves"
-    return f"{text}; {larger}" if larger and fitting[first].work.colocated else text.partition(", where")[0] + "."
 
 
 def _plain(name: str) -> str:

@@ -69,8 +69,8 @@ def plan_trainer(trainer: Any, gpu: Gpu | None = None) -> MemoryPlan:
         trainer.memory_plan = made
         if work.cpu:
             made.check()
-        elif gpu is not None and trainer.accelerator.is_main_process and (work.colocated or not made.fits):
-            logger.warning("%s\n%s", made.table(), made.verdict())
+        elif gpu is not None and trainer.accelerator.is_main_process:
+            logger.log(logging.INFO if made.fits else logging.WARNING, "%s\n%s", made.table(), made.verdict())
     return made
 
 

@@ -74,8 +74,7 @@ class MemoryPlan:
     """What a run takes of its GPU, in bytes.
 
     `kv_bytes` is what a colocated engine gets, `kv_wanted` what all its sequences need at full length, `kv_least` what it does not start
-    without, `sequences` how many of full length run at a time, `most_running` how many of any length (None: all). `max_model_len`: of the engine; None for the model's own. `changes`: settings that make the run fit, or that let all sequences
-    run at a time; `least` is the peak of the most frugal settings that were tried.
+    without, `sequences` how many of full length run at a time, `most_running` how many of any length (None: all). `max_model_len`: of the engine; None for the model's own. `changes`: settings that make the run fit.
     """
 
     work: Workload
@@ -87,8 +86,6 @@ class MemoryPlan:
     sequences: int
     max_model_len: int | None
     changes: tuple[str, ...] = ()
-    changed_waves: int | None = None
-    least: int | None = None
     most_running: int | None = None
 
     @property
@@ -165,19 +162,15 @@ class MemoryPlan:
         if self.gpu is None:
             return "No GPU was named, so nothing limits this run."
         size = f"{self.gpu.total / GIB:.1f} GiB"
-        proposal = " and ".join(self.changes)
         if self.fits:
-            return f"It fits into {size}." + (
-                f" {proposal} would make it {_waves(self.changed_waves)}." if proposal else ""
-            )
+            return f"It fits into {size}."
         text = f"It does not fit into {size}" + (
             ", not even with a KV cache for two sequences." if self.work.colocated else "."
         )
-        if proposal:
-            return f"{text} It fits with {proposal}."
+        if self.changes:
+            return f"{text} It fits with {' and '.join(self.changes)}."
         larger = "a machine with more memory" if self.work.cpu else "a larger GPU"
-        least = f" The most frugal settings take {self.least / GIB:.1f} GiB." if self.least else ""
-        return f"{text} No setting was found that helps: use {larger}, a smaller model, or shorter prompts.{least}"
+        return f"{text} No setting was found that helps: use {larger}, a smaller model, or shorter prompts."
 
 
 def _waves(count: int | None) -> str:
@@ -212,24 +205,12 @@ def plan_run(
         plan = _keeping_activations(shape, plan, gpu, model)
     if gpu is not None and plan.fits and plan.waves == 1:
         plan = _in_larger_steps(shape, plan, gpu, model)
-    if gpu is None or (plan.fits and plan.waves == 1):
+    if gpu is None or plan.fits:
         return plan
-    if plan.fits:
-        return _in_fewer_waves(shape, plan, model)
-    least = _least_peak(plan)
     for settings, changed in _alternatives(work):
-        other = _add_up(shape, changed, gpu, model, max_model_len)
-        least = min(least, _least_peak(other))
-        if other.fits:
+        if _add_up(shape, changed, gpu, model, max_model_len).fits:
             return dataclasses.replace(plan, changes=settings)
-    return dataclasses.replace(plan, least=least)
-
-
-def _least_peak(plan: MemoryPlan) -> int:
-    """The peak with the smallest KV cache that the engine starts with."""
-    rest = [part for part in plan.parts if part.name != _KV_CACHE]
-    in_update = 0 if plan.work.sleep else plan.kv_least
-    return max(sum(part.update for part in rest) + in_update, sum(part.rollout for part in rest) + plan.kv_least)
+    return plan
 
 
 def _keeping_activations(shape: Shape, plan: MemoryPlan, gpu: Gpu, model: ModelBytes | None) -> MemoryPlan:
@@ -265,17 +246,6 @@ def _to_be_used(shape: Shape, plan: MemoryPlan, gpu: Gpu, model: ModelBytes | No
     if gpu.free is not None:
         unplanned = max(0, gpu.total - gpu.outside - gpu.free - counted.base - counted.trained)
     return gpu.total * (1 - _LEFT_FREE) - unplanned
-
-
-def _in_fewer_waves(shape: Shape, plan: MemoryPlan, model: ModelBytes | None) -> MemoryPlan:
-    """With the cheapest settings that leave the KV cache most, among those that change no result."""
-    best, settings = plan, tuple[str, ...]()
-    for names, changed in _alternatives(plan.work):
-        if (changed.optimizer, changed.completion_length) == (plan.work.optimizer, plan.work.completion_length):
-            other = _add_up(shape, changed, plan.gpu, model, plan.max_model_len)
-            if other.fits and other.waves < best.waves:
-                best, settings = other, names
-    return dataclasses.replace(plan, changes=settings, changed_waves=best.waves) if settings else plan
 
 
 def _add_up(

@@ -1,6 +1,7 @@
-"""Out of memory, as a message that says where, which setting to change, and from what to go on."""
+"""Out of memory, as a message that says where, which setting to change, and from what to resume."""
 
 import re
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,8 +19,6 @@ _SHORT = re.compile(
 )
 _WANTED = re.compile(r"[Tt]ried to allocate ([\d.]+) ([KMG])iB")
 _UNITS = {"K": 2**10, "M": 2**20, "G": GIB}
-#: what a change must free at least, where the message does not say what was wanted
-_LEAST = GIB
 
 
 @contextmanager
@@ -43,25 +42,19 @@ def naming(trainer: Any) -> Iterator[None]:
 def explain(trainer: Any, error: Exception) -> str:
     reason = ". ".join(str(error).strip().split("\n")[0].split(". ")[:2]).rstrip(".")
     if not hasattr(trainer, "_monitor"):  # it is set when the trainer is complete
-        change = _change(trainer, error, "rollout")
-        if trainer.memory_plan is None:
-            return f"Out of memory while the model was loaded: {reason}. {change}"
-        return f"Out of memory when the engine started: {reason}. {change}"
-    inside = _functions(error)
-    part = "rollout" if "_generate" in inside else "update"
-    where = "the rewards" if "_calculate_rewards" in inside else f"{'a' if part == 'rollout' else 'an'} {part}"
-    text = f"Out of memory in {where} at step {trainer.state.global_step}: {reason}."
+        when = "while the model was loaded" if trainer.memory_plan is None else "when the engine started"
+        return f"Out of memory {when}: {reason}. {_change(trainer, error, 'rollout')}"
+    inside = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
+    saved = trainer._saved
+    resume = "No checkpoint was written yet, so the run starts over."
+    if saved is not None:
+        resume = f"The last whole checkpoint is {saved}: resume from it (resume_from_checkpoint=True)."
+    at = f"at step {trainer.state.global_step}: {reason}."
     if "_calculate_rewards" in inside:
-        return f"{text} What reward functions and reward models take is not planned: run them on another GPU. {_resume(trainer)}"
-    return f"{text} {_change(trainer, error, part)} {_resume(trainer)}"
-
-
-def _functions(error: BaseException) -> set[str]:
-    names, trace = set(), error.__traceback__
-    while trace is not None:
-        names.add(trace.tb_frame.f_code.co_name)
-        trace = trace.tb_next
-    return names
+        return f"Out of memory in the rewards {at} What reward functions and reward models take is not planned: run them on another GPU. {resume}"
+    part = "rollout" if "_generate" in inside else "update"
+    where = "a rollout" if part == "rollout" else "an update"
+    return f"Out of memory in {where} {at} {_change(trainer, error, part)} {resume}"
 
 
 def _change(trainer: Any, error: Exception, part: str) -> str:
@@ -70,7 +63,7 @@ def _change(trainer: Any, error: Exception, part: str) -> str:
     if plan is None:
         return "Use base_format='nvfp4', a smaller model or a larger GPU; `qerl-trl plan` says what fits."
     found = _WANTED.search(str(error))
-    wanted = float(found[1]) * _UNITS[found[2]] if found else _LEAST
+    wanted = float(found[1]) * _UNITS[found[2]] if found else GIB
     missing = round(max(wanted, 0.02 * plan.gpu.total if plan.gpu else 0))
     if plan.work.utilization is not None:
         return f"Leave vllm_gpu_memory_utilization={plan.work.utilization:g} out, so that the KV cache is planned from what is free."
@@ -78,29 +71,12 @@ def _change(trainer: Any, error: Exception, part: str) -> str:
         return f"Give the engine less: vllm_engine_kwargs={{'kv_cache_memory_bytes': {plan.kv_bytes - 2 * missing}}} (it had {plan.kv_bytes})."
     model = trainer.accelerator.unwrap_model(trainer.model)
     settings = relief(plan, shape_of(model.config), model_bytes(model), part, missing)
-    planned, less = (
-        f"{_sentence(plan.summary())}.",
-        f"{missing / GIB:.1f} GiB" if missing >= GIB else f"{missing / 2**20:.1f} MiB",
-    )
+    planned = f"P{plan.summary()[1:]}."
+    less = f"{missing / GIB:.1f} GiB" if missing >= GIB else f"{missing / 2**20:.1f} MiB"
     if not settings:
-        engine = (
-            ", use_vllm=True (its KV cache is planned)"
-            if (part, plan.work.rollout) == ("rollout", "transformers")
-            else ""
-        )
+        engine = ", use_vllm=True" if (part, plan.work.rollout) == ("rollout", "transformers") else ""
         return f"{planned} No setting was found that takes {less} less: a shorter max_completion_length{engine}, a smaller model or a larger GPU."
     text = f"{planned} It takes at least {less} less with {' and '.join(settings)}"
     if not all(identity.may_differ(setting.partition(":")[0]) for setting in settings):
-        text += ", and with allow_other_settings: true to go on from a checkpoint"
+        text += ", and with allow_other_settings: true to resume a checkpoint"
     return f"{text}."
-
-
-def _sentence(text: str) -> str:
-    return text[0].upper() + text[1:]
-
-
-def _resume(trainer: Any) -> str:
-    saved = trainer._saved
-    if saved is None:
-        return "No checkpoint was written yet, so the run starts over."
-    return f"The last whole checkpoint is {saved}: resume from it (resume_from_checkpoint=True)."

@@ -86,8 +86,7 @@ class AQNCallback(TrainerCallback):
     Raises:
         ValueError: impossible schedule or scope; a trainer whose rollouts the callback alone cannot reach (vLLM) or whose log it cannot
             steer by; a model without a norm to put noise on; a second AQNCallback.
-        RuntimeError: the model was swapped during training; a rollout or a whole training step went by without noise; the entropy to steer
-            by is not in the log.
+        RuntimeError: a rollout or a whole training step went by without noise; the entropy to steer by is not in the log.
     """
 
     def __init__(
@@ -116,7 +115,6 @@ class AQNCallback(TrainerCallback):
         self._seed = 0
         self._given_norms = norms
         self._noise: NormNoise | None = None
-        self._model: nn.Module | None = None  # as the trainer knows it
         self._sampling_model: nn.Module | None = None  # the module whose generate() samples
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._state: TrainerState | None = None
@@ -166,7 +164,7 @@ class AQNCallback(TrainerCallback):
             check_reference(model, norms)
         self.detach()  # hooks go on again in any case: those of ZeRO-3, which gather a weight, must come before ours
         self._noise = NormNoise(norms)
-        self._model, self._sampling_model = model, policy
+        self._sampling_model = policy
         self._seed = seed if self.seed is None else self.seed
         self._handles = [
             policy.register_forward_pre_hook(self._hook(self._before_forward), with_kwargs=True),
@@ -180,7 +178,7 @@ class AQNCallback(TrainerCallback):
         self._handles = []
         if self._noise is not None:
             self._noise.remove()
-        self._noise = self._model = self._sampling_model = None
+        self._noise = self._sampling_model = None
         self._in_step = self._entered = False
         self.last_draw = self._reported = self.draw = None
         self._measured = True
@@ -349,20 +347,9 @@ class AQNCallback(TrainerCallback):
         self._state = state
         self.penalized = bool(getattr(args, "beta", 0))
         self.attach(model, seed=args.seed)
-        between_logs = args.save_strategy == "steps" and state.save_steps % state.logging_steps
-        if self.schedule.name == "entropy_target" and between_logs:
-            logger.warning(
-                f"schedule='entropy_target' follows the logged entropy, and save_steps={state.save_steps} is not a multiple of logging_steps="
-                f"{state.logging_steps}: a run resumed from such a checkpoint logs other averages. Make save_steps a multiple of logging_steps."
-            )
         logger.info(f"Adaptive quantization noise on {len(self.norms)} norms, scope {self.scope}: {self.schedule}")
 
-    def on_step_begin(self, args, state, control, model=None, **kwargs):
-        if model is not self._model:
-            raise RuntimeError(
-                f"AQNCallback is attached to one {type(self._model).__name__} and the trainer now trains another {type(model).__name__}. Use a "
-                "callback of its own for each trainer, and do not replace the model during training."
-            )
+    def on_step_begin(self, args, state, control, **kwargs):
         self._state = state
         self._in_step = True
         self._attached().in_training = self.scope == "policy" and self.last_draw is not None
@@ -410,8 +397,6 @@ class AQNCallback(TrainerCallback):
         Trainer calls callbacks in a fixed order: its own, those of `report_to`, the user's, the progress bar.
         """
         callbacks = trainer.callback_handler.callbacks
-        if self not in callbacks:
-            raise ValueError("This AQNCallback is not a callback of that trainer. Pass it as callbacks=[...] first.")
         callbacks.remove(self)
         callbacks.insert(0, self)
 

@@ -30,8 +30,6 @@ SHIFTS = (30, 27, 31)
 _BITS = 16
 #: units per standard deviation in the table
 _UNIT = 2**20
-#: blake2b of the table, little-endian int32: another table would silently be another noise
-_TABLE = "1cddc8aa43935f9f"
 
 
 class _Plan(NamedTuple):
@@ -133,11 +131,5 @@ def _table(device: torch.device) -> tuple[torch.Tensor, float]:
     upper = [round(_UNIT * quantile((i + 0.5) / count)) for i in range(count // 2, count)]
     with torch.inference_mode(False):
         table = torch.tensor([-value for value in reversed(upper)] + upper, dtype=torch.int32)
-        found = hashlib.blake2b(table.numpy().astype("<i4").tobytes(), digest_size=8).hexdigest()
-        if found != _TABLE:
-            raise RuntimeError(
-                f"The table of normal quantiles came out as {found} and has to be {_TABLE}: this Python's statistics.NormalDist computes "
-                "something else, so that noise would differ between processes. Report it with sys.version and the platform."
-            )
         scale = torch.tensor((count / (4 * sum(value * value for value in upper))) ** 0.5, dtype=torch.float32)
         return table.to(device), scale.item()

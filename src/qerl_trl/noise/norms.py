@@ -144,10 +144,8 @@ def _trace(model: nn.Module, norms: Mapping[str, nn.Module], inputs: Mapping[str
             model(**inputs)
     except (TypeError, ValueError, RuntimeError, AttributeError, LookupError, NotImplementedError) as error:
         raise RuntimeError(
-            f"Looking for the norms that carry the noise runs one forward of {type(model).__name__} with "
-            f"{', '.join(f'{key} {_describe(value)}' for key, value in inputs.items())}, which failed: "
-            f"{type(error).__name__}: {error}. A model that needs other inputs gets them from you: "
-            "find_noisy_norms(model, inputs={...}), and pass the result as AQNCallback(norms=...)."
+            f"One forward of {type(model).__name__} with {', '.join(inputs)}, to find the norms that carry the noise, failed: {error}. "
+            "Pass AQNCallback(norms=find_noisy_norms(model, inputs={...})) with the inputs that it needs."
         ) from error
     finally:
         for handle in handles:
@@ -187,16 +185,7 @@ def _embeddings(model: nn.Module, method: str) -> nn.Module | None:
 
 def _input_device(model: nn.Module) -> torch.device:
     embedding = _embeddings(model, "get_input_embeddings")
-    parameter = next((embedding if embedding is not None else model).parameters())
-    if parameter.device.type == "meta":
-        raise ValueError(
-            f"{type(model).__name__} has its embedding on the meta device, so no forward can run. Load the weights first."
-        )
-    return parameter.device
-
-
-def _describe(value: Any) -> str:
-    return f"of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+    return next((embedding if embedding is not None else model).parameters()).device
 
 
 @contextmanager

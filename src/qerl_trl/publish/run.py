@@ -279,7 +279,7 @@ def require_format(model: str, base_format: str, revision: str | None = None, tr
     if stored == base_format:
         return
     remedy = {
-        "nvfp4": f"Quantize it first: qerl-trl quantize {model} <folder>. With --engine transformers it is quantized while it loads; --base-format bf16 measures on it as it is stored",
+        "nvfp4": f"Quantize it first (qerl-trl quantize {model} <folder>), or merge the run (qerl-trl merge) and name the merged folder",
         "bf16": "The weights it was made from are not in there: name the unquantized model",
     }
     raise ValueError(

@@ -8,9 +8,9 @@ import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Any
 
-from ..publish.records import RESULTS_NAME, Accuracy, Difference, RunResults
+from ..publish.records import RESULTS_NAME
 from .results import differing
 
 #: arm -> options of the example; a claim is about two of them
@@ -29,54 +29,6 @@ ARMS: dict[str, dict[str, str]] = {
 }
 
 
-class ArmRun(TypedDict):
-    """What a run of one arm with one seed measured, of its results.json."""
-
-    arm: str
-    seed: int
-    folder: str
-    before: Accuracy
-    after: Accuracy
-    difference: Difference
-    steps: int
-    train_seconds: float | None
-    measured_by: NotRequired[dict[str, Any]]  # not in those of older versions
-
-
-class Mean(TypedDict):
-    """Over the seeds (JSON's keys are strings) that have been run."""
-
-    by_seed: dict[str, float]
-    mean: float | None
-    standard_error: float | None
-
-
-class ArmAccuracy(TypedDict):
-    before: Mean
-    after: Mean
-    gain: Mean
-
-
-class ArmDifference(TypedDict):
-    """From the reference arm."""
-
-    after: Mean
-    gain: Mean
-
-
-class Comparison(TypedDict):
-    """arms.json."""
-
-    arms: list[str]
-    seeds: list[int]
-    reference: str
-    problems: int | None
-    steps: int | None
-    accuracy: dict[str, ArmAccuracy]
-    differences: dict[str, ArmDifference]
-    runs: list[ArmRun]
-
-
 def check(arms: Sequence[str], seeds: Sequence[int]) -> None:
     """Refuse arms that are not known, and two runs of the same name."""
     if unknown := [arm for arm in arms if arm not in ARMS]:
@@ -90,13 +42,13 @@ def check(arms: Sequence[str], seeds: Sequence[int]) -> None:
         raise ValueError("Nothing to run: give at least one arm (--arms nvfp4 bf16) and one seed (--seeds 1 2 3).")
 
 
-def read_run(folder: Path, arm: str, seed: int) -> ArmRun:
+def read_run(folder: Path, arm: str, seed: int) -> dict[str, Any]:
     """What the run in `folder` measured, short.
 
     Raises:
         `ValueError`: it is a run of another arm or seed.
     """
-    results: RunResults = json.loads((folder / RESULTS_NAME).read_text())
+    results: dict[str, Any] = json.loads((folder / RESULTS_NAME).read_text())
     wanted = {"base_format": ARMS[arm]["base_format"], "aqn": ARMS[arm]["aqn"] == "true", "seed": seed}
     found = {"seed": results["seed"], "base_format": results["arm"]["base_format"], "aqn": results["arm"]["aqn"]}
     if wrong := {name: found[name] for name in wanted if found[name] != wanted[name]}:
@@ -104,22 +56,11 @@ def read_run(folder: Path, arm: str, seed: int) -> ArmRun:
             f"{folder / RESULTS_NAME} is not of {arm} with seed {seed}: it was trained with {wrong}. Move that folder away, or choose another "
             "--output_dir."
         )
-    run: ArmRun = {
-        "arm": arm,
-        "seed": seed,
-        "folder": folder.name,
-        "before": results["before"],
-        "after": results["after"],
-        "difference": results["difference"],
-        "steps": results["steps"],
-        "train_seconds": results["train_seconds"],
-    }
-    if "measured_by" in results:
-        run["measured_by"] = results["measured_by"]
-    return run
+    measured = ("before", "after", "difference", "steps", "train_seconds", "measured_by")
+    return {"arm": arm, "seed": seed, "folder": folder.name, **{name: results[name] for name in measured}}
 
 
-def summary(arms: Sequence[str], seeds: Sequence[int], runs: Iterable[ArmRun]) -> Comparison:
+def summary(arms: Sequence[str], seeds: Sequence[int], runs: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """The comparison as data: accuracies of each arm, and each arm's differences from the first one, by seed, with mean and standard error.
 
     Raises:
@@ -136,7 +77,7 @@ def summary(arms: Sequence[str], seeds: Sequence[int], runs: Iterable[ArmRun]) -
                 f"These runs cannot be compared, they differ in their {name} ({each}). Start the same command again with one set of options, or "
                 "in another --output_dir."
             )
-    ways = [(run["folder"], run["measured_by"]) for run in runs if "measured_by" in run]
+    ways = [(run["folder"], run["measured_by"]) for run in runs]
     for folder, way in ways[1:]:
         first_folder, first = ways[0]
         if lines := [f"{name}: {first.get(name)!r}, {way.get(name)!r}" for name in differing(first, way)]:
@@ -144,7 +85,7 @@ def summary(arms: Sequence[str], seeds: Sequence[int], runs: Iterable[ArmRun]) -
                 f"These runs cannot be compared, {first_folder} and {folder} were measured in different ways ({'; '.join(lines)}). Measure all with one "
                 "grader and one set of options: start the same command in another --output_dir."
             )
-    accuracy: dict[str, ArmAccuracy] = {}
+    accuracy: dict[str, Any] = {}
     for arm in arms:
         own = {run["seed"]: run for run in runs if run["arm"] == arm}
         accuracy[arm] = {
@@ -153,7 +94,7 @@ def summary(arms: Sequence[str], seeds: Sequence[int], runs: Iterable[ArmRun]) -
             "gain": _mean({seed: run["difference"]["value"] for seed, run in own.items()}, seeds),
         }
     reference, *others = arms
-    differences: dict[str, ArmDifference] = {
+    differences: dict[str, Any] = {
         arm: {
             "after": _mean(_paired(accuracy[reference]["after"], accuracy[arm]["after"]), seeds),
             "gain": _mean(_paired(accuracy[reference]["gain"], accuracy[arm]["gain"]), seeds),
@@ -172,12 +113,12 @@ def summary(arms: Sequence[str], seeds: Sequence[int], runs: Iterable[ArmRun]) -
     }
 
 
-def _paired(reference: Mean, other: Mean) -> dict[int, float]:
+def _paired(reference: Mapping[str, Any], other: Mapping[str, Any]) -> dict[int, float]:
     then = reference["by_seed"]
     return {int(seed): value - then[seed] for seed, value in other["by_seed"].items() if seed in then}
 
 
-def _mean(by_seed: Mapping[int, float], seeds: Sequence[int]) -> Mean:
+def _mean(by_seed: Mapping[int, float], seeds: Sequence[int]) -> dict[str, Any]:
     values = [by_seed[seed] for seed in seeds if seed in by_seed]
     return {
         "by_seed": {str(seed): by_seed[seed] for seed in seeds if seed in by_seed},
@@ -186,7 +127,7 @@ def _mean(by_seed: Mapping[int, float], seeds: Sequence[int]) -> Mean:
     }
 
 
-def table(found: Comparison) -> str:
+def table(found: Mapping[str, Any]) -> str:
     """[`summary`] as Markdown: a row per seed, then mean and standard error."""
     accuracy, differences, reference = found["accuracy"], found["differences"], found["reference"]
     head = ["seed", *found["arms"], *(f"{arm} - {reference}" for arm in differences)]

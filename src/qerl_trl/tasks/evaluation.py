@@ -3,14 +3,11 @@
 `qerl-trl eval` runs the paper's protocol (Section 4: temperature 0.6, top-p 0.95, at most 4096 new tokens) on its benchmarks, with
 transformers or vLLM. An adapter is checked to change the model's output before anything is measured; an answer counts when the protocol's
 grader (grading.py) finds the *whole* stated answer (the last `#### ...` or `\\boxed{...}`) equal to the reference.
-
-The same checkpoints in other people's harnesses: [`harness_commands`].
 """
 
 import copy
 import functools
 import math
-import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -360,34 +357,3 @@ def grade(completions: list[str], dataset: Dataset, grader: str | Grader = "auto
     """Whether each completion states the dataset's `answer`, as `grader` compares (grading.py); `whole`: whether it is the answer as a whole."""
     compare = grader_of(grader) if isinstance(grader, str) else grader
     return [is_correct(text, gold, compare, whole) for text, gold in zip(completions, dataset["answer"], strict=True)]
-
-
-# --- other people's harnesses -----------------------------------------------------------------------------------------------------
-
-
-def harness_commands(model: str, run: str | None = None, base_model: str | None = None) -> dict[str, str]:
-    """Command lines that evaluate a model on GSM8K with lm-evaluation-harness and with lighteval: {"lm-eval": ..., "lighteval": ...}.
-
-    Their prompts and answer extraction are their own: numbers are comparable within a harness, not across. Both were run on an NVFP4 base and
-    on a merged model, `examples/benchmarks/harnesses.py`.
-
-    Args:
-        model: folder or Hub id that transformers loads. Not read if there is a `run`.
-        run: run, checkpoint or adapter. Its merge is what they evaluate, and "first" is the command that writes it: what was trained is the
-            adapter on the base as it is rounded to 4 bits, and a harness would put it on the base as it is stored.
-        base_model: of the run, where it is another than the one that it names.
-    """
-    first = {}
-    if run:
-        model = f"{run.rstrip('/')}-merged"
-        base = ["--base-model", base_model] if base_model else []
-        first = {"first": shlex.join(["qerl-trl", "merge", run, model, *base])}
-    return first | {
-        "lm-eval": shlex.join(
-            [
-                *["lm_eval", "run", "--model", "hf", "--model_args", f"pretrained={model},dtype=bfloat16"],
-                *["--tasks", "gsm8k_cot", "--apply_chat_template", "--batch_size", "auto", "--output_path", "eval-lm"],
-            ]
-        ),
-        "lighteval": shlex.join(["lighteval", "accelerate", f"model_name={model},dtype=bfloat16", "gsm8k|5"]),
-    }

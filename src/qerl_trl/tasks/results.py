@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from .. import tokenizer_identity
 from ..checkpoint import write_json_atomically
 from ..publish.records import BEFORE_NAME, Arm
 
@@ -44,11 +43,9 @@ def read_before(
     if not file.is_file():
         return None
     content = json.loads(file.read_text())
-    if isinstance(content, list):  # of an older version
-        content = {"correct": content}
     then, now = len(content["correct"]), len(problems)
     digest = identity.dataset_sha256(problems)
-    if then != now or content.get("problems_sha256", digest) != digest:
+    if then != now or content["problems_sha256"] != digest:
         which = f"{then} problems then, {now} now" if then != now else f"{now} problems both times, but others"
         raise ValueError(
             f"The accuracy before training in {file} was measured on other held-out problems ({which}), so the accuracy after it could not be "
@@ -65,14 +62,13 @@ def read_before(
 
 
 def differing(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
-    """Names of what is another one in two such ways; of what one of them is too old to say, nothing is known."""
-    names = sorted({*first, *second} - ({tokenizer_identity.WHOLE} - (first.keys() & second.keys())))
-    return [name for name in names if first.get(name) != second.get(name)]
+    """Names of what differs in two such ways."""
+    return [name for name in sorted({*first, *second}) if first.get(name) != second.get(name)]
 
 
 def _others(content: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Name, value then and value now of what is another one; older versions recorded nothing."""
-    for name, was in content.get("measured_by", {}).items():
+    """Name, value then and value now of what differs."""
+    for name, was in content["measured_by"].items():
         is_now = json.loads(json.dumps(now.get(name)))
         unread = name.endswith("_sha256") and name in now and None in (was, is_now)  # typed in a prompt
         if was != is_now and not unread:

@@ -24,7 +24,6 @@ from .data import first
 from .evaluation import Accuracy, paired_difference
 from .grading import in_form
 from .held_out import HeldOutAccuracy, held_out_verdicts, measured_by
-from .plots import plot_curves
 from .results import arm_of, read_before, write_before
 from .rewards import completion_text
 from .task import Task
@@ -162,7 +161,7 @@ def _report(
     way: dict[str, Any],
     seconds: float | None,
 ) -> RunResults:
-    """Write results.json and curves.png of the run that was saved, and say what came out and what to do with it."""
+    """Write results.json of the run that was saved, and say what came out and what to do with it."""
     args, output_dir = trainer.args, Path(trainer.args.output_dir)
     settings = recorded_settings(output_dir)  # of what was trained, which is what the figures are about
     difference, low, high = paired_difference(before, after)
@@ -190,7 +189,6 @@ def _report(
         earlier = json.loads((output_dir / RESULTS_NAME).read_text())
         results["train_seconds"], results["log_history"] = earlier["train_seconds"], earlier["log_history"]
     checkpoint.write_json_atomically(output_dir / RESULTS_NAME, results)
-    plot_curves(trainer.state.log_history, output_dir / "curves.png", title=output_dir.name)
     if args.base_format == "full":
         saved, publish = "model", f"qerl-trl push model {output_dir} <user>/<name>"
     else:
@@ -204,7 +202,7 @@ def _report(
         f"Held-out accuracy, {how}: before {Accuracy(sum(before), len(before))}\n"
         f"                            after {Accuracy(sum(after), len(after))}\n"
         f"                       difference {100 * difference:+.1f} points [{100 * low:+.1f}, {100 * high:+.1f}] (95 %)\n"
-        f"Curves: {output_dir / 'curves.png'}   figures: {output_dir / 'results.json'}\n"
+        f"Results: {output_dir / 'results.json'}\n"
         f"The {saved} is in {output_dir}. Publish it, privately:\n"
         f"    {publish}"
     )

@@ -24,19 +24,15 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-try:  # since PyTorch 2.10
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:
-    varlen_attn = None  # type: ignore[assignment]
-
 NAME = "qerl_varlen"
 #: what this PyTorch's function can be told: windows and a scale came later than it. So did a flag for grouped heads, without which it takes
 #: them as they are
-_TAKES = inspect.signature(varlen_attn).parameters if varlen_attn is not None else {}
+_TAKES = inspect.signature(varlen_attn).parameters
 _TAKES_WINDOW, _TAKES_SCALE, _TAKES_GROUPS = (name in _TAKES for name in ("window_size", "scale", "enable_gqa"))
 #: head sizes that PyTorch's flash attention takes
 _LARGEST_HEAD = 256
@@ -215,8 +211,6 @@ def fast_kernel_is_missing(device: torch.device) -> str | None:
     """Why attention over a packed row would be slow or impossible on this device; `None` where it is fast."""
     if device.type != "cuda":
         return f"there is no fast kernel for it on {device.type}"
-    if varlen_attn is None:
-        return f"PyTorch {torch.__version__} has no torch.nn.attention.varlen (2.10 has)"
     major, minor = torch.cuda.get_device_capability(device)
     if major < 8:
         return f"flash attention needs a GPU of compute capability 8.0 or newer, this one has {major}.{minor}"

@@ -19,14 +19,11 @@ from typing import Any, cast
 import torch
 import torch._dynamo  # not loaded by `import torch`
 import torch._functorch.config
-import torch._inductor.config
 import torch.compiler.config
 from torch import nn
 
 logger = logging.getLogger(__name__)
 
-#: of torch.compile: kernels are not chosen by timing them, which may differ from run to run, and with it the order of a sum
-_DETERMINISTIC: dict[str, Any] = {"deterministic": True}
 #: graphs of one layer class: with and without mask, with and without noise, full and sliding attention, lengths that are multiples of 16 or not
 _MOST_GRAPHS = 24
 #: numbers among a layer's arguments that change from batch to batch (attention.py), as torch.compile names them
@@ -49,8 +46,8 @@ class LayerFunction:
 
     def __init__(self, forward: Callable, backend: str, deterministic: bool) -> None:
         self.eager, self.failed, self.recomputes = forward, False, True
-        known = {name: value for name, value in _DETERMINISTIC.items() if hasattr(torch._inductor.config, name)}
-        options = known if deterministic and backend == "inductor" else None
+        # kernels are not chosen by timing them, which may differ from run to run, and with it the order of a sum
+        options: dict[str, Any] | None = {"deterministic": True} if deterministic and backend == "inductor" else None
 
         def recomputing(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:  # graphs belong to a function's code
             return forward(layer, *args, **kwargs)
@@ -60,9 +57,10 @@ class LayerFunction:
             for function in (forward, recomputing)
         )
         # inside of DDP's forward torch would cut a layer where a bucket of gradients is full: a longer compilation, and more that is kept
-        self._settings = [torch._dynamo.config.patch(recompile_limit=_MOST_GRAPHS, optimize_ddp=False)]
-        if hasattr(torch.compiler.config, "dynamic_sources"):  # else a second graph makes them so
-            self._settings.append(cast(Any, torch.compiler.config).patch(dynamic_sources=_CHANGING))
+        self._settings = [
+            torch._dynamo.config.patch(recompile_limit=_MOST_GRAPHS, optimize_ddp=False),
+            cast(Any, torch.compiler.config).patch(dynamic_sources=_CHANGING),
+        ]
 
     def __call__(self, layer: nn.Module, recompute: bool, *args: Any, **kwargs: Any) -> Any:
         with ExitStack() as stack:

@@ -11,10 +11,8 @@ from typing import Any
 
 import torch
 
-from ..memory import micro_batches
-from ..memory.formulas import model_bytes, shape_of
 from ..memory.of_trainer import plan_again
-from . import balance, how
+from . import how
 from .layers import decoder_layers, decoder_of
 
 logger = logging.getLogger(__name__)
@@ -30,8 +28,6 @@ def prepare(trainer: Any) -> None:
     if trainer.memory_plan is not None:
         _follow(trainer)
         count = trainer.memory_plan.work.kept_layers
-        if count < len(layers):
-            _advise(trainer, model)
     if not count and compiled is None:
         return
     if len(layers) < count:
@@ -65,21 +61,6 @@ def prepare(trainer: Any) -> None:
 
     divide()
     decoder_of(model).register_forward_pre_hook(take_out)
-
-
-def _advise(trainer: Any, model: Any) -> None:
-    """Say which micro-batches need less recomputation, where the loss is the same with them."""
-    plan = trainer.memory_plan
-    if (
-        plan.gpu is None
-        or plan.work.cpu
-        or not trainer.accelerator.is_main_process
-        or not balance.order_is_free(trainer)
-    ):
-        return
-    advice = micro_batches.advice(shape_of(model.config), plan, model_bytes(model))
-    if advice is not None:
-        logger.warning("Not all activations of a micro-batch fit. %s", advice)
 
 
 def _follow(trainer: Any) -> None:

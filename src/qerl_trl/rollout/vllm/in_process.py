@@ -108,9 +108,7 @@ class InProcessEngine(Engine):
         try:
             own = {"enable_sleep_mode": sleeps, **isolation.arguments(model, spec, arguments or {})}
             gc.freeze()  # vLLM collects garbage six times while it builds, 4 s of a start, and ends with the same
-            self.llm: SharedLLM | None = SharedLLM(
-                group=group, **{**spec.llm_arguments(), **own, **(arguments or {})}
-            )
+            self.llm: SharedLLM | None = SharedLLM(group=group, **{**spec.llm_arguments(), **own, **(arguments or {})})
         except BaseException:
             gc.unfreeze()  # or the memory of an engine that failed would stay taken
             raise
