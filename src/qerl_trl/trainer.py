@@ -169,12 +169,11 @@ class QeRLMixin(SavingMixin, PackingMixin, ShardingMixin):
         """Let the parent's `__init__` build our `VLLMGeneration`; see the module docstring."""
 
         def build(*args, **kwargs):
-            from .rollout import generation, overlap
+            from .rollout.generation import QeRLVLLMGeneration
 
             settle_ends(self)
             kwargs["max_model_length"] = plan_trainer(self).max_model_len  # of this run, not the model's largest
-            kind = overlap.OverlappedGeneration if self.args.overlap else generation.QeRLVLLMGeneration
-            return kind(*args, trainer=self, **kwargs)
+            return QeRLVLLMGeneration(*args, trainer=self, **kwargs)
 
         with ExitStack() as stack:
             for name in {cls.__module__ for cls in type(self).__mro__ if cls.__module__.startswith("trl.")}:
@@ -200,9 +199,6 @@ class QeRLMixin(SavingMixin, PackingMixin, ShardingMixin):
         if training and self.aqn is not None:
             self._metrics["train"]["aqn/sigma"].append(self.aqn.sigma)
             self._metrics["train"]["aqn/sigma_effective"].append(self.aqn.sigma_effective)
-        if training and self.args.overlap:
-            with self._timer.phase("rollout"):
-                self.vllm_generation.ahead()
         return output
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -158,7 +158,7 @@ class OverlappedGeneration(QeRLVLLMGeneration):
     def _ask(self, prompts: list[list[int]], step: int, draw: NoiseDraw) -> None:
         aqn = self.trainer.aqn
         effective_now = aqn and aqn.sigma_effective
-        with self._on_its_stream(), super()._up_to_date(draw, sampled=False), self._engine_errors():
+        with self._on_its_stream(), super()._up_to_date(draw), self._engine_errors():
             self._probe_if_due()
         rollout = _Rollout(step, prompts, draw)
         if aqn is not None and draw.sigma > 0:

@@ -1,5 +1,6 @@
 """The engine in this process: vLLM beside the trainer, on the same GPU, by default on the same weights."""
 
+import gc
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -11,7 +12,6 @@ from vllm import LLM, SamplingParams, envs
 from vllm.inputs import TokensPrompt
 from vllm.outputs import RequestOutput
 
-from ...garbage import set_aside
 from ...names import canonical_name
 from ...noise.hooks import NoiseDraw
 from ...nvfp4.fused import fuse_storage
@@ -107,10 +107,11 @@ class InProcessEngine(Engine):
         loader.publish(model, alias=share)
         try:
             own = {"enable_sleep_mode": sleeps, **isolation.arguments(model, spec, arguments or {})}
-            with set_aside():
-                self.llm: SharedLLM | None = SharedLLM(
-                    group=group, **{**spec.llm_arguments(), **own, **(arguments or {})}
-                )
+            gc.freeze()  # vLLM collects garbage six times while it builds, 4 s of a start, and ends with the same
+            self.llm: SharedLLM | None = SharedLLM(group=group, **{**spec.llm_arguments(), **own, **(arguments or {})})
+        except BaseException:
+            gc.unfreeze()  # or the memory of an engine that failed would stay taken
+            raise
         finally:
             loader.publish(None)
         if sleeps and share:
