@@ -98,7 +98,7 @@ class InProcessEngine(Engine):
     ) -> None:
         self.sleeps, self.group = sleeps, group
         self.asleep = False
-        self._slept: torch.Tensor | None = None  # sums of all weights when it went to sleep
+        self._slept: dict[str, int] = {}  # sums of all weights when it went to sleep
         self._noisy: tuple[str, ...] = ()
         if share:
             fuse_storage(model)
@@ -186,11 +186,7 @@ class InProcessEngine(Engine):
             # everything by name, which our backend narrows to the KV cache; a partial wake stays paused
             self._running.wake_up()
             self.asleep = False
-            wrong = [
-                name
-                for name, same in zip(self.state.weights(), self.state.sums() == self._slept, strict=True)
-                if not same
-            ]
+            wrong = [name for name, value in self.state.sums().items() if value != self._slept[name]]
             if wrong:
                 raise RolloutError(
                     f"vLLM woke up with other weights than it went to sleep with, in {len(wrong)} tensors ({', '.join(wrong[:4])}). "
