@@ -98,10 +98,6 @@ ELSEWHERE = {
 BASE = "output_dir use_cpu max_completion_length learning_rate logging_steps report_to disable_tqdm seed".split()
 #: options, what the message says, and what the docs say of it
 REFUSED = [
-    ({"generation_kwargs": {"temperature": 0.5}}, "scored at temperature=1.0", "`temperature`"),
-    ({"generation_kwargs": {"do_sample": False}}, "would not be drawn from the policy", "greedy search"),
-    ({"generation_kwargs": {"num_beams": 2}}, "would not be drawn from the policy", "beams"),
-    ({"generation_kwargs": {"max_new_tokens": 99}}, "set max_completion_length", "`max_new_tokens` above `max_completion_length`"),
     ({"use_transformers_continuous_batching": True}, "casts the whole model", "`use_transformers_continuous_batching`"),
     ({"log_completions": True, "log_completions_hub_repo": "a/b"}, "would upload completions", "`log_completions_hub_repo`"),
 ]  # fmt: skip
