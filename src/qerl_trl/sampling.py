@@ -1,8 +1,7 @@
-"""What is sampled from is the model alone, not what its own generation_config.json adds to it; and which tokens end a completion.
+"""Ignore generation_config.json during rollouts, and which tokens end a completion.
 
-`generate` fills whatever a call leaves open from that file (a repetition penalty, tokens that are suppressed, `min_p`). TRL computes
-log-probabilities without any of it, and gives vLLM every parameter of its own, so rollouts by transformers would come from another policy
-than the one that is trained.
+`generate` fills whatever a call leaves open from that file (a repetition penalty, suppressed tokens, `min_p`). TRL scores without any of it, so
+rollouts by transformers would come from another policy than the one that is trained.
 """
 
 import copy
@@ -33,24 +32,21 @@ _SAID = {"do_sample", "temperature", "top_p", "top_k", "repetition_penalty"}
 
 @contextmanager
 def of_the_model_alone(model: nn.Module) -> Iterator[None]:
-    """In the block `model.generate` takes from the model's generation configuration only what is no part of the policy. Says once what that leaves
-    out."""
+    """Ignore generation_config.json in the block, except for what is no part of the policy. Warns once of what that leaves out."""
     inner = unwrap(model) if isinstance(model, nn.Module) else model
     holder: Any = getattr(inner, "get_base_model", lambda: inner)()  # of PEFT, which need not be imported
     before: GenerationConfig | None = getattr(holder, "generation_config", None)
     if before is None:
         yield
         return
-    plain, left = copy.deepcopy(before), []
-    for name, value in before.to_diff_dict().items():
-        if name not in _KEPT and not name.startswith(("_", "output_", "return_")) and value is not None:
-            setattr(plain, name, None)
-            left += [] if name in _SAID else [f"{name}={value}"]
-    if left:
+    plain, said = copy.deepcopy(before), before.to_diff_dict()
+    left = [n for n in said if n not in _KEPT and not n.startswith(("_", "output_", "return_")) and said[n] is not None]
+    for name in left:
+        setattr(plain, name, None)
+    if unknown := [f"{name}={said[name]}" for name in left if name not in _SAID]:
         logger.warning_once(
-            "The model's generation_config.json sets %s, which would sample from another policy than the one that is trained, and which vLLM's "
-            "rollouts do not know: it does not act here. To have it all the same: generation_kwargs.",
-            ", ".join(left),
+            "The model's generation_config.json sets %s, which training does not score: it is ignored. Set it in generation_kwargs to have it.",
+            ", ".join(unknown),
         )
     holder.generation_config = plain
     try:

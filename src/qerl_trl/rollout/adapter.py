@@ -25,8 +25,7 @@ def active_adapter(model: nn.Module) -> str:
     names = cast(PeftModel, model).active_adapters
     if len(names) != 1:
         raise ValueError(
-            f"The adapters {', '.join(names)} are active at once, and vLLM rollouts carry one. Call set_adapter with the one to "
-            "train, or use_vllm=False."
+            f"The adapters {', '.join(names)} are active at once, and vLLM rollouts carry one. Call set_adapter, or use_vllm=False."
         )
     return names[0]
 
@@ -67,12 +66,12 @@ def check_servable(model: nn.Module) -> None:
     if towers := [name for name in layers if in_tower(name)]:
         tower = next(part for part in towers[0].split(".") if in_tower(part))
         problems.append(
-            f"an adapter on {len(towers)} layers of a tower for pictures, such as {towers[0]} (leave them out: exclude_modules={pattern_of([tower])!r})"
+            f"an adapter on {len(towers)} layers of a tower for pictures (set exclude_modules={pattern_of([tower])!r})"
         )
     if problems:
         raise ValueError(
-            f"vLLM rollouts cannot carry this adapter: {'; '.join(problems)}. Use plain LoRA (rank, alpha, rsLoRA and linear "
-            "target modules are free; norms may be in modules_to_save), or use_vllm=False."
+            f"vLLM rollouts cannot carry this adapter: {'; '.join(problems)}. Use plain LoRA on linear target modules (norms may be in modules_to_save), "
+            "or use_vllm=False."
         )
 
 
@@ -85,8 +84,8 @@ def check_vocabulary(model: nn.Module) -> None:
     resized, stored = cast(Any, model.config).get_text_config().vocab_size, stored_vocabulary(model)
     if stored not in (None, resized):
         raise ValueError(
-            f"The model has {resized} embeddings, and its checkpoint, which vLLM loads, has {stored}. Save the resized model and its "
-            "tokenizer (save_pretrained) and train it from there, or pass use_vllm=False."
+            f"The model has {resized} embeddings, and its checkpoint, which vLLM loads, has {stored}. Train from a folder to which the resized model is "
+            "saved, or pass use_vllm=False."
         )
 
 
@@ -137,11 +136,11 @@ def check_sharding(zero_stage: int, fsdp_version: int | None) -> None:
     """
     if zero_stage == 3:
         raise ValueError(
-            "vLLM rollouts do not work with DeepSpeed ZeRO-3 here: it partitions the weights while they load, and the engine starts from whole "
-            "tensors. Use ZeRO-2, FSDP 2 (fsdp_version: 2), or plain data parallelism."
+            "vLLM rollouts do not work with DeepSpeed ZeRO-3, which partitions weights while they load. Use ZeRO-2, FSDP 2 (fsdp_version: 2) or plain data "
+            "parallelism."
         )
     if fsdp_version == 1:
         raise ValueError(
-            "vLLM rollouts do not work with FSDP version 1, which flattens all weights of a layer into one parameter. "
-            "Set fsdp_version: 2 in the accelerate configuration, or use plain data parallelism."
+            "vLLM rollouts do not work with FSDP version 1, which flattens a layer's weights into one parameter. Set fsdp_version: 2 in the accelerate "
+            "configuration."
         )

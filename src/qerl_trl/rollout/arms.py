@@ -40,6 +40,7 @@ _OTHER_POLICY = {"do_sample": True, "num_beams": 1, "guidance_scale": 1, "penalt
 
 def check_generation(args: "QeRLConfig | QeRLRLOOConfig") -> None:
     """Warn of `generation_kwargs`, which TRL puts over its own arguments, that sample from another policy than the one completions are scored with."""
+    assert not isinstance(args.generation_kwargs, str), "TRL's configs parse JSON when they are built"
     for name, value in (args.generation_kwargs or {}).items():
         own = _OWN.get(name)
         if own is not None:

@@ -41,9 +41,7 @@ def in_process(generation: "QeRLVLLMGeneration") -> Engine:
     generation.shared = wanted and tp == 1 and not is_sharded(generation.model)
     if wanted and not generation.shared:
         logger.warning(
-            "share_weights=True needs one unsharded process per engine; with vllm_tensor_parallel_size=%d%s vLLM gets a copy.",
-            tp,
-            " and sharded parameters" if is_sharded(generation.model) else "",
+            "share_weights=True needs one unsharded process per engine: vLLM gets a copy. Set share_weights=False, or vllm_tensor_parallel_size=1.",
         )
     sleeps, generation.enable_sleep_mode = generation.enable_sleep_mode, False  # the parent would sleep at level 2
     placement = {
@@ -52,24 +50,17 @@ def in_process(generation: "QeRLVLLMGeneration") -> Engine:
         # the same seed in a tensor-parallel group, so that its ranks sample the same tokens
         "seed": accelerator.process_index // tp,
     }
-    chosen = getattr(args, "vllm_engine_kwargs", None) or {}
-    arguments = placement | agreed(memory_arguments(generation), generation.tp_group) | chosen
+    arguments = placement | agreed(memory_arguments(generation), generation.tp_group) | (args.vllm_engine_kwargs or {})
     return InProcessEngine(generation.model, generation.spec, generation.shared, sleeps, generation.tp_group, arguments)
 
 
 def agreed(arguments: dict[str, Any], group: "torch.distributed.ProcessGroup | None") -> dict[str, Any]:
-    """What all processes of one engine are told: of each number the smallest. Each has a scheduler of its own, which has to decide alike, and each
-    planned for its own GPU, where another program may have taken memory. Collective in `group`; None: an engine of one process."""
+    """The smallest of each number over all processes of one engine: each planned for its own GPU, and their schedulers have to decide alike.
+    Collective in `group`; None: an engine of one process."""
     if group is None:
         return arguments
-    least: dict[str, Any] = {}
-    for name, value in (item for each in gathered(arguments, group) for item in each.items()):
-        least[name] = min(value, least.get(name, value))
-    if least != arguments:
-        logger.info(
-            "Processes of this engine have different room on their GPUs; all of them take the smallest: %s.", least
-        )
-    return least
+    every = gathered(arguments, group)
+    return {name: min(each[name] for each in every) for name in arguments}
 
 
 def memory_arguments(generation: "QeRLVLLMGeneration") -> dict[str, Any]:

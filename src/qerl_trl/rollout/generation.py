@@ -159,8 +159,8 @@ class QeRLVLLMGeneration(VLLMGeneration):
     def _check_started(self) -> None:
         if self.waits:
             raise RolloutError(
-                "There is no checked engine yet: under FSDP and DeepSpeed accelerate moves and shards the model when training starts, and the engine is "
-                "built and compared then. Call train() first; eval_on_start=True evaluates before the first step."
+                "There is no engine yet: under FSDP and DeepSpeed it is built when training starts. Call train() first; eval_on_start=True evaluates "
+                "before the first step."
             )
 
     def _build_engine(self) -> Engine:
@@ -286,8 +286,7 @@ class QeRLVLLMGeneration(VLLMGeneration):
         Args:
             which: step, 1 in training and 0 else, and which call of these it is.
         """
-        # of another thread that is inside, these are not the user's
-        own = {key: value for key, value in self.generation_kwargs.items() if not isinstance(value, Seeds)}
+        own = self.generation_kwargs
         if self.mode == "server" and "seed" not in own:
             self.generation_kwargs = own | {"seed": Seeds((self.trainer.args.seed, *which))}
         try:
@@ -322,14 +321,13 @@ class QeRLVLLMGeneration(VLLMGeneration):
             return self.engine.generate(prompts, sampling)
 
     @contextlib.contextmanager
-    def _up_to_date(self, draw: NoiseDraw | None = None, rollouts: int = 1, sampled: bool = True) -> Iterator[None]:
+    def _up_to_date(self, draw: NoiseDraw | None = None, rollouts: int = 1) -> Iterator[None]:
         """Awake, with the weights of this moment and the noise of `draw` (`trainer.aqn`'s by default); asleep again afterwards.
 
-        Inside another one it ends neither the other's limit nor its wakefulness, and leaves its noise as it was.
+        Re-entrant: the inner block keeps the outer time limit, leaves the engine awake, and restores the outer noise.
 
         Args:
             rollouts: how many rollouts' time it may take.
-            sampled: whether a rollout is sampled inside, and what the engine computed with is looked at afterwards.
         """
         self._check_started()
         if self._inside:
@@ -341,31 +339,24 @@ class QeRLVLLMGeneration(VLLMGeneration):
                 self.sync_noise(before or NO_NOISE)
             return
         try:
-            with self._saying_what_is_saved(), self._limited(rollouts):
+            with self._limited(rollouts):
                 with self._engine_errors():
                     self._prepare(draw)
                 self._inside = True
                 try:
                     yield
                 except BaseException:
-                    with contextlib.suppress(Exception):  # of an engine that may be dead; what it died of is on its way
+                    with contextlib.suppress(Exception):  # the engine may be dead; the error that says so is on its way
                         self.engine.sleep()
                     raise
                 with self._engine_errors():
-                    if sampled:
-                        self._check()
+                    self._check()
                     self.engine.sleep()
-        finally:
-            self._inside = False
-
-    @contextlib.contextmanager
-    def _saying_what_is_saved(self) -> Iterator[None]:
-        """An error in the block also says what to resume from. Around any limit: a save may take longer than what is left of it."""
-        try:
-            yield
-        except RolloutError as error:
+        except RolloutError as error:  # outside of the limit: a save may take longer than what is left of it
             error.args = (f"{error} {self.trainer.rescue()}",)
             raise
+        finally:
+            self._inside = False
 
     def _prepare(self, draw: NoiseDraw | None) -> None:
         self.engine.wake()
@@ -390,8 +381,8 @@ class QeRLVLLMGeneration(VLLMGeneration):
 
         def late() -> RolloutError:
             return RolloutError(
-                f"vLLM did not finish a rollout within rollout_timeout={timeout:g} s. The engine hangs, or a tool, an environment or a "
-                "rollout function around it does, or the limit is too short for these lengths: then raise it."
+                f"vLLM did not finish a rollout within rollout_timeout={timeout:g} s. If the engine, a tool or a rollout function hangs, restart; if the "
+                "limit is too short for these lengths, raise it."
             )
 
         return deadline(timeout and timeout * rollouts, late)

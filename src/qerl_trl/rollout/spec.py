@@ -57,10 +57,8 @@ class EngineSpec:
         max_num_seqs: sequences at a time, for which vLLM captures CUDA graphs and keeps buffers; None for its default. A server may have others.
         batch_invariant: whether the engine must compute a sequence to the same bits whatever else is in the batch.
         text_only: whether no pictures can come, so that an engine of a model that sees them builds no tower and keeps no memory for one.
-        delta_net: whether layers carry a state in place of keys and values, as Qwen3.5's. vLLM would compute prompts there with what FlashInfer
-            compiles at the first of them, on a Hopper card, which takes minutes and a CUDA toolkit; it is told to take its own Triton kernels,
-            which are the ones that flash-linear-attention has for the trainer. In process nothing is kept of prompts: newer versions would keep a
-            second state per sequence for it, which is not planned (memory/delta_nets.py), and share prompts of a block, 528 tokens of Qwen3.5-9B.
+        delta_net: whether layers carry a state in place of keys and values, as Qwen3.5's. vLLM takes its Triton kernels there, since FlashInfer
+            compiles its own for minutes; in process without a prefix cache, whose second state per sequence is not planned.
         holds: digest of how each layer of the trainer's model holds its weight, which is how an engine in its process does.
     """
 
@@ -103,8 +101,8 @@ class EngineSpec:
             raise ValueError(f"{type(base).__name__} cannot roll out in vLLM: {row.outside_vllm}. Use use_vllm=False.")
         if not base.name_or_path:
             raise ValueError(
-                f"vLLM reads the configuration and the tokenizer of a checkpoint, and this {type(base).__name__} does not say which it "
-                "came from (its name_or_path is empty). Load it with from_pretrained, or pass use_vllm=False."
+                f"vLLM reads a checkpoint's configuration, and this {type(base).__name__} has no name_or_path. Load it with from_pretrained, or pass "
+                "use_vllm=False."
             )
         config = getattr(getattr(base, "hf_quantizer", None), "quantization_config", None)
         at_load = True  # a model that was quantized by hand came from a dense checkpoint

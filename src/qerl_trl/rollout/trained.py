@@ -85,9 +85,8 @@ class TrainedAdapter(Trained):
         if left:
             layers = sorted({canonical_name(name.partition(".lora_")[0]) for name in left})
             raise ValueError(
-                f"{len(left)} trained tensors would never reach vLLM, whose rollouts would come from another policy than the one that is "
-                f"trained: those of {', '.join(layers[:4])}. vLLM's engine carries LoRA on linear layers and norms in modules_to_save. Take "
-                "the others out of target_modules (embed_tokens, for example), or use use_vllm=False."
+                f"{len(left)} trained tensors would never reach vLLM, which carries LoRA on linear layers and norms in modules_to_save: those of "
+                f"{', '.join(layers[:4])}. Take them out of target_modules, or use use_vllm=False."
             )
 
     def parameters(self) -> list[torch.Tensor]:
@@ -158,8 +157,8 @@ class TrainedWeights(Trained):
         bad = not_finite(parts)
         if bad:
             raise RolloutError(
-                f"The trained weights hold NaN or infinity in {len(bad)} of {len(parts)} tensors ({', '.join(bad[:3])}); the engine keeps "
-                "those before. Training has diverged: lower learning_rate or max_grad_norm, and resume from an earlier checkpoint."
+                f"The trained weights hold NaN or infinity in {len(bad)} of {len(parts)} tensors ({', '.join(bad[:3])}). Lower learning_rate or "
+                "max_grad_norm, and resume from an earlier checkpoint."
             )
 
 

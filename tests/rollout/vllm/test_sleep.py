@@ -61,5 +61,6 @@ def test_a_neighbour_that_takes_memory_is_named():
 
     engine = object.__new__(InProcessEngine)
     engine.sleeps, engine.asleep, engine.llm = True, False, SimpleNamespace(sleep=sleep)
-    with pytest.raises(RolloutError, match=r"Another process on the same GPU.*vllm_enable_sleep_mode=False"):
+    engine.state = SimpleNamespace(sums=dict)
+    with pytest.raises(RolloutError, match=r"could not sleep.*a GPU of its own.*vllm_enable_sleep_mode=False"):
         engine.sleep()

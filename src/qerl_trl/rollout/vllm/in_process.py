@@ -98,7 +98,7 @@ class InProcessEngine(Engine):
     ) -> None:
         self.sleeps, self.group = sleeps, group
         self.asleep = False
-        self._slept: torch.Tensor | None = None  # sums of all weights when it went to sleep
+        self._slept: dict[str, int] = {}  # sums of all weights when it went to sleep
         self._noisy: tuple[str, ...] = ()
         if share:
             fuse_storage(model)
@@ -145,8 +145,8 @@ class InProcessEngine(Engine):
     def reset_prefix_cache(self) -> None:
         if not self._running.reset_prefix_cache(reset_connector=True):
             raise RolloutError(
-                "vLLM refused to reset its prefix cache (requests are still running), so the next rollout would mix the new "
-                "adapter with attention states of the old one. Do not call generate() from several threads."
+                "vLLM refused to reset its prefix cache (requests are still running), so the next rollout would use attention states of the old adapter. Do "
+                "not call generate() from several threads."
             )
         self._running.llm_engine.reset_encoder_cache()  # of pictures, by a tower that may be trained
 
@@ -175,8 +175,7 @@ class InProcessEngine(Engine):
                 self._running.sleep(level=1)
             except AssertionError as error:  # vLLM compares what the GPU has free before and after
                 raise RolloutError(
-                    f"vLLM could not go to sleep: {error} Another process on the same GPU took memory meanwhile. Give every process a GPU of its own, "
-                    "or set vllm_enable_sleep_mode=False."
+                    f"vLLM could not sleep: {error} Give every process a GPU of its own, or set vllm_enable_sleep_mode=False."
                 ) from error
             self.asleep = True
 
@@ -186,11 +185,7 @@ class InProcessEngine(Engine):
             # everything by name, which our backend narrows to the KV cache; a partial wake stays paused
             self._running.wake_up()
             self.asleep = False
-            wrong = [
-                name
-                for name, same in zip(self.state.weights(), self.state.sums() == self._slept, strict=True)
-                if not same
-            ]
+            wrong = [name for name, value in self.state.sums().items() if value != self._slept[name]]
             if wrong:
                 raise RolloutError(
                     f"vLLM woke up with other weights than it went to sleep with, in {len(wrong)} tensors ({', '.join(wrong[:4])}). "
@@ -213,8 +208,7 @@ def switch_batch_invariant() -> None:
     os.environ[BATCH_INVARIANT] = "1"
     if not getattr(envs, BATCH_INVARIANT, False):
         raise RolloutError(
-            f"vllm_batch_invariant=True came too late: vLLM does not take {BATCH_INVARIANT}=1 from this process any more. Set it in the environment "
-            "before Python starts, or leave vllm_batch_invariant out."
+            f"vllm_batch_invariant=True came too late for vLLM. Set {BATCH_INVARIANT}=1 in the environment before Python starts."
         )
 
 

@@ -31,9 +31,8 @@ def arguments(model: nn.Module, spec: EngineSpec, chosen: Mapping[str, Any]) -> 
         return {}
     if chosen.get("hf_overrides"):
         raise ValueError(
-            f"vllm_engine_kwargs has hf_overrides={chosen['hf_overrides']!r}, and vLLM would run {config.architectures} with transformers' "
-            "code, which needs the configuration as it is. Leave hf_overrides out (change the model's config.json instead), or use "
-            "use_vllm=False."
+            f"vllm_engine_kwargs has hf_overrides={chosen['hf_overrides']!r}, but {config.architectures} runs with transformers' code in vLLM. Change the "
+            "model's config.json instead, or use use_vllm=False."
         )
     return {"hf_overrides": isolated}
 

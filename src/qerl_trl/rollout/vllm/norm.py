@@ -102,8 +102,8 @@ def install() -> None:
             continue
         if registered is not None:
             raise RuntimeError(
-                f"Another vLLM plugin has replaced {name} by {registered.__module__}.{registered.__qualname__}, so noise on the "
-                "norms would not work. Disable that plugin (VLLM_PLUGINS lists the ones to load), or this one."
+                f"Another vLLM plugin has replaced {name} by {registered.__module__}.{registered.__qualname__}, so noise would not work. Disable it "
+                "(VLLM_PLUGINS lists the ones to load)."
             )
         parent.register_oot(ours, name=name)
         ours.name = op_name  # the name by which compilation_config.custom_ops switches the stock class

@@ -1,19 +1,8 @@
 """What vLLM finds through the entry point `vllm.general_plugins`: the quantization method `qerl_nvfp4` and the loader
 `qerl_trainer`.
 
-vLLM calls `register` once in every process it starts, ours or not, so it does two registrations and nothing else: an
-engine that does not ask for `quantization="qerl_nvfp4"` runs exactly as without this package. The pieces:
-
-    quantization  which method a layer gets, from a checkpoint's config or from the trainer's modules
-    linear        the methods: packed or dense base, and the adapter inside them
-    norm          RMSNorm with an fp32 weight, so that small noise survives
-    loader        reads the weights out of the trainer's model (one copy), instead of a folder
-    state         what changes between rollouts: adapter buffers and noisy norms
-    nf4           the method for a bitsandbytes base
-    offline       a checkpoint on disk in an unmodified vLLM, for evaluation
-    worker        the same through `vllm serve`
-    endpoint      who may call the worker there
-    sleep         frees the KV cache only
+vLLM calls `register` once in every process it starts, ours or not: an engine that does not ask for `quantization="qerl_nvfp4"` runs exactly as
+without this package.
 """
 
 import importlib.metadata

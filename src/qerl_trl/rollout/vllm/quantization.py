@@ -211,8 +211,7 @@ class QeRLQuantizationConfig(QuantizationConfig):
         if not isinstance(layer, LinearBase):
             if {"RoutedExperts", "FusedMoE"} & {cls.__name__ for cls in type(layer).__mro__}:
                 raise ValueError(
-                    f"{prefix} is a mixture-of-experts layer, which {METHOD} does not support. Roll out a dense model, or use "
-                    "use_vllm=False."
+                    f"{prefix} is a mixture-of-experts layer, which {METHOD} does not support. Use a dense model or use_vllm=False."
                 )
             return None
         _check_secret()
@@ -240,8 +239,7 @@ class QeRLQuantizationConfig(QuantizationConfig):
             where = f"ignore={list(selection.ignore)!r} and targets={list(selection.targets)!r}"
         if len(set(formats)) > 1:
             raise ValueError(
-                f"vLLM fuses {names} into {prefix}, but by {where} they are not of one format: "
-                f"{dict(zip(names, formats, strict=True))}. Quantize all of them or none."
+                f"vLLM fuses {names} into {prefix}, but by {where} they are {formats}. Quantize all of them or none."
             )
         rows = None if shared is None else [getattr(shared.module(name), "out_features", 0) for name in names]
         deferred = shared is not None and shared.alias

@@ -116,14 +116,11 @@ class RolloutState:
         damaged = [name for (name, _), now in zip(self._halves, found, strict=True) if now != self._bits[name]]
         return Contents(self._received, damaged, self.draw)
 
-    def weights(self) -> dict[str, torch.Tensor]:
-        """Every parameter and buffer of vLLM's model, by its name there."""
-        return {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
-
     @torch.no_grad()
-    def sums(self) -> torch.Tensor:
-        """`bits` of each of `weights`, (count,) int64. Reads all of them once."""
-        return all_bits(list(self.weights().values()))
+    def sums(self) -> dict[str, int]:
+        """`bits` of every parameter and buffer of vLLM's model, by its name there. Reads all of them once."""
+        tensors = dict([*self.model.named_parameters(), *self.model.named_buffers()])
+        return dict(zip(tensors, all_bits(list(tensors.values())).tolist(), strict=True))
 
     # ------------------------------------------------------------------ adapter
 
