@@ -6,7 +6,7 @@ import signal
 import sys
 import threading
 
-from qerl_trl import QeRLGRPOTrainer
+from qerl_trl import QeRLGRPOTrainer, from_pretrained
 from tests.test_trainer import LORA, PROMPTS, settings, spread_reward
 
 
@@ -32,8 +32,6 @@ def own_methods(given):
 
 
 def test_a_run_leaves_everything_as_it_was(tiny_model_dir, tiny_tokenizer, tmp_path):
-    from qerl_trl import from_pretrained
-
     model, args = (
         from_pretrained(tiny_model_dir("qwen2")),
         settings(tmp_path, max_steps=1, save_strategy="steps", save_steps=1),
