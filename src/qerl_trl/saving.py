@@ -95,7 +95,6 @@ class SavingMixin(InStepMixin, PublishingMixin):
                 sealed, or has values that are not finite; or the processes are not parts of the same run.
         """
         loading.finish(model := self.accelerator.unwrap_model(self.model))
-        loading.check_identity(model.get_base_model() if is_peft_model(model) else model, self.base_sha256)
         unchanged.check_scales(model)
         undo_edits(self)
         if self.args.device.index is not None and self.args.device.type == "cpu":
