@@ -29,7 +29,7 @@ from qerl_trl.lora import prepare_trainable, register_nvfp4_lora
 from qerl_trl.nvfp4 import shards
 from qerl_trl.nvfp4.config import from_pretrained
 from qerl_trl.nvfp4.linear import NVFP4Linear
-from qerl_trl.publish import beside, export, merge, staging, writer
+from qerl_trl.publish import export, merge, staging, writer
 from qerl_trl.publish.distance import logit_distance, logits_of
 from qerl_trl.publish.run import TrainedPolicy, load_any, load_policy
 from qerl_trl.sources import Sources
@@ -550,11 +550,11 @@ def test_tokenizer_that_reads_back_differently_is_refused(tiny_model_dir, tiny_t
         def __call__(self, text):
             return {"input_ids": [1, 2, 3]}
 
-    monkeypatch.setattr(beside.AutoTokenizer, "from_pretrained", lambda *a, **k: Wrong())
+    monkeypatch.setattr(export.AutoTokenizer, "from_pretrained", lambda *a, **k: Wrong())
     with pytest.raises(RuntimeError, match="encodes differently"):
         export.save_merged(policy, tmp_path / "merged", tiny_tokenizer)
     assert not (tmp_path / "merged").exists()
-    monkeypatch.setattr(beside.AutoTokenizer, "from_pretrained", other)
+    monkeypatch.setattr(export.AutoTokenizer, "from_pretrained", other)
     export.save_merged(policy, tmp_path / "merged", tiny_tokenizer)
     assert AutoConfig.from_pretrained(tmp_path / "merged").model_type == "qwen2"
 
