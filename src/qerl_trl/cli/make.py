@@ -265,7 +265,9 @@ def push(
 
     kind = checkpoint.recorded_run(folder).get("kind")
     options: dict[str, Any] = {"private": not public, "revision": revision, "force": force, "notify": note}
-    of_base = {} if what == "model" else {"base_model": base_model, "allow_other_base": allow_other_base}
+    of_base: dict[str, Any] = (
+        {} if what == "model" else {"base_model": base_model, "allow_other_base": allow_other_base}
+    )
     if kind is None and what in ("adapter", "model"):
         if what == "adapter":
             require_adapter(folder)

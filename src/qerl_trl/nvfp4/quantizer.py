@@ -219,8 +219,8 @@ class NVFP4HfQuantizer(HfQuantizer):
                 if isinstance(module, _FP8Placeholder):
                     _replace(model, name, module.to_dense(self.quantization_config.torch_dtype))
                 elif isinstance(module, _PackedPlaceholder):
-                    scales = (module.get_parameter(part).detach() for part in layout.tensors[1:])
-                    headers.check_scales(name, *scales, layout, self.where(f"{name}.{layout.packed}"))
+                    block_scale, scale = (module.get_parameter(part).detach() for part in layout.tensors[1:])
+                    headers.check_scales(name, block_scale, scale, layout, self.where(f"{name}.{layout.packed}"))
                     _replace(model, name, module.to_nvfp4(layout, self.quantization_config.torch_dtype))
         for name, module in list(model.named_modules()):
             if isinstance(module, _Unread):

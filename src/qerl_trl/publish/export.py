@@ -7,7 +7,7 @@
                         next to nothing did
 
 What is exported is a live trainer (of several processes: rank 0 writes, everybody waits) or a policy that [`run.load_policy`] built from a checkpoint
-or adapter folder. `merge` lists the tensors of the dense model, `tensors` says how each is made, `writer` writes them one by one: the model
+or adapter folder. `merge` lists the tensors of the dense model and says how each is made, `writer` writes them one by one: the model
 itself is not touched. Of a model that FSDP 2 has sharded the adapter is gathered; the base, which nobody has whole and which never changed, is
 loaded again in rank 0, on the CPU, and compared with the run's.
 
@@ -44,7 +44,19 @@ from ..nvfp4.headers import require_finite
 from ..nvfp4.linear import has_nvfp4
 from ..sampling import save_generation_config
 from . import custom_code, staging, writer
-from .merge import check_base, entries_of, nvfp4_layer, recorded_base
+from .merge import (
+    cast_job,
+    check_base,
+    entries_of,
+    fused_entries,
+    lossless_dtype,
+    merged_job,
+    nvfp4_layer,
+    packed_job,
+    recorded_base,
+    requantize_job,
+    survived_of,
+)
 from .names import public_name
 from .records import Export, Kind, Measured, RequantizedNote
 from .run import (
@@ -58,7 +70,6 @@ from .run import (
     require_whole,
     trained_policy_of,
 )
-from .tensors import cast_job, fused_entries, lossless_dtype, merged_job, packed_job, requantize_job, survived_of
 from .writer import Job
 
 logger = logging.getLogger(__name__)

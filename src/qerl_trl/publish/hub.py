@@ -255,7 +255,10 @@ def _publish(
             CommitOperationAdd(name, data if isinstance(data, bytes) else str(data)) for name, data in content.items()
         ]
         _retried(lambda: api.preupload_lfs_files(repo_id, added, revision=revision, free_memory=False))
-        changes = [*added, *map(CommitOperationDelete, stale)]
+        changes: list[CommitOperationAdd | CommitOperationDelete] = [
+            *added,
+            *(CommitOperationDelete(name) for name in stale),
+        ]
         commit = _retried(lambda: api.create_commit(repo_id, changes, commit_message=message, revision=revision))
     notify(redaction.redact(f"Published: {commit.commit_url}"))
     return commit.commit_url
