@@ -53,8 +53,6 @@ TIMED = {
     "start: probe of the engine": ("check", "qerl_trl.rollout.generation", "QeRLVLLMGeneration.run_probe"),
     "start: noise in the engine": ("check", "qerl_trl.rollout.generation", "QeRLVLLMGeneration.probe_noise"),
     "train(): every value finite": ("check", "qerl_trl.loading", "finish"),
-    "train(): fingerprint of the base": ("check", "qerl_trl.loading", "check_identity"),
-    "train(): fixed prompt of the base": ("check", "qerl_trl.forward", "compare_base"),
     "train(): the tokenizer's content": ("check", "qerl_trl.tokenizer_identity", "recorded"),
     "train(): run folder": ("check", "qerl_trl.saving", "SavingMixin._settled"),
     "start: norms that carry noise": ("work", "qerl_trl.noise.callback", "find_noisy_norms"),
@@ -293,14 +291,13 @@ def sealed_base(trainer: Any, folder: Path) -> dict[str, float]:
     model is loaded, and of the hashing meanwhile."""
     from safetensors.torch import save_file
 
-    from qerl_trl import checkpoint, forward, loading
+    from qerl_trl import checkpoint, loading
 
     policy = trainer.accelerator.unwrap_model(trainer.model)
     base = policy.get_base_model()
     shutil.copy(Path(base.config.name_or_path, "config.json"), folder)
     values = {name: value.detach().cpu().clone() for name, value in base.named_parameters() if "lora_" not in name}
     save_file(values, folder / "model.safetensors")
-    forward.record(folder, policy, with_adapter=False)
     checkpoint.seal(folder, {"kind": "nvfp4_base", "settings": {"base_sha256": trainer.base_sha256}})
     base.config.name_or_path = str(folder)
     began = time.perf_counter()
@@ -315,8 +312,8 @@ def sealed_base(trainer: Any, folder: Path) -> dict[str, float]:
 
 
 def folder_checks(trainer: Any) -> dict[str, float]:
-    """Seconds of sealing and of verifying a checkpoint, and of the fixed prompt that is recorded in an export."""
-    from qerl_trl import checkpoint, forward
+    """Seconds of sealing and of verifying a checkpoint."""
+    from qerl_trl import checkpoint
 
     found = {}
 
@@ -328,9 +325,6 @@ def folder_checks(trainer: Any) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         timed("save_adapter", lambda: trainer.save_adapter(f"{folder}/adapter"))
         timed("verify_adapter", lambda: checkpoint.verify(f"{folder}/adapter"))
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    forward.measure(model)
-    timed("fixed_prompt", lambda: forward.measure(model))
     return found
 
 
@@ -338,17 +332,11 @@ def limits(trainer: Any, counted: int) -> dict[str, Any]:
     """What this healthy run measured, beside what it may be, in its first steps: those with all checks."""
     import torch
 
-    from qerl_trl import forward
     from qerl_trl.mismatch import MismatchWatch
     from qerl_trl.rollout import probe
-    from qerl_trl.rollout.rounding import other_arithmetic
 
     generation = trainer.vllm_generation
     dtype, found = getattr(torch, generation.spec.dtype), generation.probe_result
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    first = forward.measure(model)
-    with other_arithmetic(model, dtype):
-        rounded = forward.difference(first, forward.measure(model, first["tokens"]))
     # the run itself has none: plan_check's trainer fills completions with random tokens
     threshold = trainer.args.__dataclass_fields__["rollout_mismatch_threshold"].default
     rollouts = [
@@ -364,7 +352,6 @@ def limits(trainer: Any, counted: int) -> dict[str, Any]:
         "probe: difference with the probe adapter, nats": [found.difference, probe.SHARE * found.effect],
         "probe: rounding": found.rounding,
         "probe: fraction": found.size,
-        "fixed prompt: rounded once more": [rounded, forward.TOLERANCE],
         "mismatch_kl warns above": {"clean": threshold / MismatchWatch.STOP, "noisy": threshold},
         "logp_gap warns above": threshold / MismatchWatch.STOP,
         "rollouts": rollouts,

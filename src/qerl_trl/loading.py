@@ -7,7 +7,6 @@ manifest that was published with it once its files are here ([`begin_loaded`]).
 """
 
 import functools
-import json
 import logging
 import os
 import threading
@@ -15,7 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -23,7 +21,6 @@ from . import checkpoint
 from .folders import beside, hub_commit, note_commit, reads_for_its_machine
 from .nvfp4 import config
 from .nvfp4.headers import check_finite_module
-from .nvfp4.linear import has_nvfp4
 from .nvfp4.shards import weight_files
 
 logger = logging.getLogger(__name__)
@@ -108,28 +105,6 @@ def _compare(folder: Path, partial: bool, closed: bool) -> None:
     _begun[key].start()
 
 
-def check_identity(model: PreTrainedModel, found: str | None) -> None:
-    """Compare the fingerprint `found` of a model, in the class and the dtype in which it is stored, with that of the NVFP4 base which its
-    manifest describes.
-
-    Raises:
-        `ValueError`: it is another one.
-    """
-    manifest, stored = beside(model.config, checkpoint.MANIFEST_NAME), beside(model.config, "config.json")
-    if manifest is None or stored is None or found is None or not has_nvfp4(model):
-        return
-    described, run = json.loads(stored.read_text()), checkpoint.recorded_run(manifest.parent)
-    then = run.get("settings", {}).get("base_sha256") if run.get("kind") == "nvfp4_base" else None
-    exact = model.dtype == torch.float32 or str(model.dtype) == f"torch.{described.get('dtype')}"
-    if then is None or not exact or [type(model).__name__] != described.get("architectures"):
-        return
-    if then != found:
-        raise ValueError(
-            f"{model.config.name_or_path} is not the base that its {checkpoint.MANIFEST_NAME} describes: the weights that were loaded have the "
-            f"fingerprint {found[:12]}, those that were sealed {then[:12]}. Quantize or download it again; without the manifest it is loaded as it is."
-        )
-
-
 def _key(folder: Path) -> tuple:
     stamps = ((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in folder.iterdir() if path.is_file())
     return (str(folder.resolve()), *sorted(stamps))
@@ -139,21 +114,19 @@ def finish(model: nn.Module | None = None, **source: Any) -> None:
     """Wait for what [`begin`] began, and look at every value of `model`, of which `source` says what it says to [`begin_loaded`].
 
     Raises:
-        `ValueError`: a weight file has another content than was sealed, or a tensor is not finite. A folder that is gone, as of a load that failed
-            before, counts only if it is the model's.
+        `ValueError`: a weight file has another content than was sealed, or a tensor is not finite.
     """
-    name = ""
+    name = type(model).__name__
     if model is not None:
         begin_loaded(model, **source)
-        name = getattr(getattr(model, "config", None), "name_or_path", "") or ""
+        name = getattr(getattr(model, "config", None), "name_or_path", "") or name
     for key, hashing in list(_begun.items()):
         hashing.join()
         if hashing.problems:
             del _begun[key]
-            if hashing.folder.is_dir() or hashing.folder == Path(name):
-                raise ValueError(_message(hashing.folder, hashing.problems))
+            raise ValueError(_message(hashing.folder, hashing.problems))
     if model is not None:
-        check_finite_module(model, lambda _: name or type(model).__name__)
+        check_finite_module(model, lambda _: name)
 
 
 def _message(folder: Path, wrong: list[str]) -> str:

@@ -141,20 +141,16 @@ def check_is_lora(config: PeftConfig) -> LoraConfig:
         )
     if config.layer_replication:
         raise ValueError(
-            f"LoraConfig(layer_replication={config.layer_replication}) makes another model of the base, with more layers: the engine of the rollouts and "
-            "every export have the base as it is stored. Leave it out, or make a checkpoint of the enlarged model first."
+            f"LoraConfig(layer_replication={config.layer_replication}) adds layers that neither the rollout's engine nor an export has. Leave it out."
         )
     for where, rank in (("r", config.r), *(config.rank_pattern or {}).items()):
         if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
             raise ValueError(
-                f"The adapter's rank is {where}={rank!r}, which is no size of a matrix. Pass an integer of at least 1; 16 to 64 is usual."
+                f"The adapter's rank is {where}={rank!r}. Pass an integer of at least 1; 16 to 64 is usual."
             )
     for where, alpha in (("lora_alpha", config.lora_alpha), *(config.alpha_pattern or {}).items()):
         if not math.isfinite(alpha) or alpha == 0:
-            raise ValueError(
-                f"The adapter's {where}={alpha!r} scales what it adds to nothing or to no number, so nothing would be learned. Pass a positive "
-                "number; twice the rank is usual."
-            )
+            raise ValueError(f"{where}={alpha!r} would train nothing. Pass a positive number; twice the rank is usual.")
     targets = config.target_modules
     targets = [targets] if isinstance(targets, str) else list(targets or [])
     if any(target.split(".")[-1] == "lm_head" for target in targets):

@@ -91,7 +91,6 @@ class SavingMixin(PublishingMixin):
                 sealed, or has values that are not finite; or the processes are not parts of the same run.
         """
         loading.finish(model := self.accelerator.unwrap_model(self.model))
-        loading.check_identity(model.get_base_model() if is_peft_model(model) else model, self.base_sha256)
         if self.args.device.index is not None and self.args.device.type == "cpu":
             load_to_numbered_cpus()
         trained_before = self.state.global_step

@@ -441,26 +441,6 @@ def test_a_flipped_bit_is_found_before_the_first_step(sealed, tiny_runs, tmp_pat
     assert trainer.state.global_step == 0
 
 
-def test_a_folder_that_is_gone_fails_no_other_load(sealed, tmp_path):
-    """One whose load ended with an error, and which was removed while it was still hashed."""
-    gone = shutil.copytree(sealed, tmp_path / "gone")
-    loading.begin(gone)
-    (hashing,) = (hashing for hashing in loading._begun.values() if hashing.folder == gone)
-    hashing.join()
-    hashing.problems = ["model.safetensors is missing"]  # what it finds of a folder removed meanwhile
-    shutil.rmtree(gone)
-    model = qerl_trl.from_pretrained(shutil.copytree(sealed, tmp_path / "model"))
-    assert hashing not in loading._begun.values(), "and it is not waited for again"
-    loading.begin(again := shutil.copytree(sealed, tmp_path / "again"))
-    (hashing,) = (hashing for hashing in loading._begun.values() if hashing.folder == again)
-    hashing.join()
-    hashing.problems = ["model.safetensors is missing"]
-    shutil.rmtree(again)
-    model.config._name_or_path = str(again)
-    with told(ValueError, str(again), "missing", "download it again"):
-        loading.finish(model)
-
-
 def test_a_whole_model_folder_is_read_once(sealed, tmp_path, monkeypatch):
     folder = shutil.copytree(sealed, tmp_path / "model")
     read = []
@@ -472,19 +452,6 @@ def test_a_whole_model_folder_is_read_once(sealed, tmp_path, monkeypatch):
     (folder / checkpoint.MANIFEST_NAME).unlink()
     edit_json("config.json", rms_norm_eps=1e-3)(folder)
     qerl_trl.from_pretrained(folder)
-
-
-@fault("S.model_folder_edited")
-@pytest.mark.parametrize(("edit", "named"), FOLDER_EDITS.values(), ids=FOLDER_EDITS)
-def test_an_edited_folder_is_found_on_request(edit, named, sealed, tmp_path, capsys):
-    folder = shutil.copytree(sealed, tmp_path / "model")
-    ask.doctor([folder])
-    assert "as they were sealed" in capsys.readouterr().out
-    edit(folder)
-    with pytest.raises(typer.Exit):
-        ask.doctor([folder])
-    out = capsys.readouterr().out
-    assert f"{folder}: {named}" in out and "download it again" in out
 
 
 @fault("S.dense_tensor_nan")

@@ -20,17 +20,16 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora.layer import Linear as LoraLinear
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, dynamic_module_utils
 
 from qerl_trl import NVFP4Config, QeRLConfig, checkpoint
 from qerl_trl.base_identity import base_sha256
-from qerl_trl.loading import check_identity
 from qerl_trl.lora import prepare_trainable, register_nvfp4_lora
 from qerl_trl.nvfp4 import shards
 from qerl_trl.nvfp4.config import from_pretrained
 from qerl_trl.nvfp4.linear import NVFP4Linear
-from qerl_trl.publish import beside, export, merge, staging, writer
+from qerl_trl.publish import export, merge, staging, writer
 from qerl_trl.publish.distance import logit_distance, logits_of
 from qerl_trl.publish.run import TrainedPolicy, load_any, load_policy
 from qerl_trl.tokenizer_identity import recorded
@@ -263,8 +262,6 @@ def test_requantized_merge_says_what_survived(tiny_model_dir, tmp_path, capsys, 
         kept += (written * delta).sum().item()
         change += (delta * delta).sum().item()
     assert kept / change == pytest.approx(run["survived"]["kept_fraction"], abs=5e-3)
-    again = export.save_merged_nvfp4(policy, target, force=refused)
-    assert again["survived"] == run["survived"]
 
 
 @pytest.mark.parametrize(("size", "dtype"), [(0.0005, "bfloat16"), (0.3, "bfloat16"), (0.05, "float16")])
@@ -287,7 +284,6 @@ def test_a_merge_records_what_its_rounding_keeps(tiny_model_dir, tmp_path, size,
     assert run["survived"]["error_ratio"] == pytest.approx((error / change) ** 0.5, rel=1e-2)
     assert (run["survived"]["error_ratio"] < 0.1) == (size > 0.0005)
     assert checkpoint.recorded_run(tmp_path / "merged")["survived"] == run["survived"]
-    assert export.save_merged(policy, tmp_path / "merged", dtype=getattr(torch, dtype)) == run
 
 
 @pytest.mark.parametrize("changed", [True, False])
@@ -325,64 +321,7 @@ def test_existing_folder_is_kept_unless_overwritten(tiny_model_dir, tmp_path):
     export.save_merged(policy, target, overwrite=True)
     assert not (target / "precious.txt").exists()
     assert not checkpoint.problems(target)
-    stamp = (target / "model.safetensors").stat().st_mtime_ns
-    export.save_merged(policy, target)  # the same again: nothing to do
-    assert (target / "model.safetensors").stat().st_mtime_ns == stamp
     assert [p.name for p in tmp_path.iterdir()] == ["merged"]
-
-
-def _three_times_a_matrix(model):
-    with torch.no_grad():
-        model.get_parameter("model.layers.0.mlp.up_proj.weight").mul_(3)
-
-
-def _another_buffer(model):
-    model.router_bias.add_(1)
-
-
-def _another_theta(model):
-    model.config.rope_parameters["rope_theta"] *= 2
-
-
-@pytest.mark.parametrize("change", [_three_times_a_matrix, _another_buffer, _another_theta])
-def test_a_bare_model_is_not_taken_for_another_one(tiny_model_dir, tmp_path, change):
-    """Of one that no run is known of."""
-    models = [AutoModelForCausalLM.from_pretrained(tiny_model_dir("qwen2")) for _ in range(2)]
-    for model in models:
-        model.register_buffer("router_bias", torch.zeros(3))
-    change(models[1])
-    export.save_merged(models[0], tmp_path / "merged")
-    export.save_merged(models[1], tmp_path / "merged", overwrite=True)
-    export.save_merged(models[1], tmp_path / "fresh")
-    for name in ("model.safetensors", "config.json"):
-        assert (tmp_path / "merged" / name).read_bytes() == (tmp_path / "fresh" / name).read_bytes()
-
-
-def _more_alpha(folder):
-    config = json.loads((folder / "adapter_config.json").read_text())
-    (folder / "adapter_config.json").write_text(json.dumps({**config, "lora_alpha": 80}))
-
-
-def _other_base(folder):
-    tensors = load_file(folder.parent / "base/model.safetensors")
-    tensors["model.layers.1.mlp.up_proj.weight"] *= 3
-    save_file(tensors, folder.parent / "base/model.safetensors", {"format": "pt"})
-
-
-@pytest.mark.parametrize("change", [_other_base, _more_alpha])
-@pytest.mark.parametrize("save", [export.save_merged, export.save_adapter], ids=["merged", "adapter"])
-def test_a_plain_adapter_is_not_taken_for_another_one(tiny_model_dir, tmp_path, change, save):
-    """Trained by PEFT alone, which records nothing of its base."""
-    shutil.copytree(tiny_model_dir("qwen2"), tmp_path / "base")
-    make_policy(tmp_path / "base", base="bf16").save_pretrained(tmp_path / "adapter")
-    save(load_policy(tmp_path / "adapter", base_format="bf16"), tmp_path / "made")
-    change(tmp_path / "adapter")
-    later = load_policy(tmp_path / "adapter", base_format="bf16")
-    save(later, tmp_path / "made", overwrite=True)
-    save(later, tmp_path / "fresh")
-    for path in (tmp_path / "fresh").iterdir():
-        if path.suffix == ".safetensors" or path.name.endswith("config.json"):
-            assert path.read_bytes() == (tmp_path / "made" / path.name).read_bytes()
 
 
 @pytest.mark.parametrize("as_policy", [False, True], ids=["model", "policy"])
@@ -398,24 +337,12 @@ def test_another_tokenizer_is_another_export(tiny_model_dir, tiny_tokenizer, tmp
     assert ("tokenizer that is written" in caplog.text) == as_policy
 
 
-def test_the_active_one_of_two_adapters_is_another_policy(tiny_model_dir, tmp_path):
-    policy = make_policy(tiny_model_dir("qwen2"))
-    policy.add_adapter("second", policy.peft_config["default"])
-    export.save_merged(policy, tmp_path / "merged")
-    policy.set_adapter("second")
-    export.save_merged(policy, tmp_path / "merged", overwrite=True)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
-    assert logit_distance(logits_of(policy, [IDS]), logits_of(loaded, [IDS]))["max_logit_distance"] < 0.05
-
-
 def test_a_base_of_another_format_than_the_runs_says_its_own_fingerprint(tiny_model_dir, tmp_path):
     """An adapter that was trained on a dense base, whose NVFP4 base is exported: it is compared when it is loaded."""
     policy = make_policy(tiny_model_dir("qwen2"))
     recorded = {"base_format": "bf16", "merged_onto": "nvfp4", "base_sha256": "0" * 64}
     made = export.save_base(TrainedPolicy(policy, None, recorded), tmp_path / "base")
     assert made["settings"]["base_sha256"] == base_sha256(policy)
-    loaded = from_pretrained(tmp_path / "base", dtype=torch.float32)
-    check_identity(loaded, base_sha256(loaded))
 
 
 def test_what_a_run_recorded_of_its_base_is_what_the_export_says(tiny_model_dir, tmp_path):
@@ -501,12 +428,9 @@ def test_killed_at_any_moment_the_folder_is_old_or_new(tiny_model_dir, tmp_path,
     for delay in (0.1, 0.5):
         kill_after(delay, slow_export)
         assert sorted(p.name for p in target.iterdir()) == ["old.txt"] if old else not target.exists()
-    done = sorted(p.name for p in partial.glob("*.safetensors"))
-    assert done  # shards of the killed run, and they are used
-    stamps = {name: (partial / name).stat().st_mtime_ns for name in done}
+    assert list(partial.glob("*.safetensors"))
     export.save_merged(policy, target, overwrite=True, max_shard_bytes=100_000)
     assert not checkpoint.problems(target)
-    assert {name: (target / name).stat().st_mtime_ns for name in done} == stamps
     assert [p.name for p in tmp_path.iterdir()] == ["merged"]
     export.save_merged(policy, tmp_path / "fresh")
     resumed, fresh = (AutoModelForCausalLM.from_pretrained(tmp_path / n).state_dict() for n in ("merged", "fresh"))
@@ -576,7 +500,7 @@ def _ddp_rank(rank, port, policy, folder, results):
         export.save_merged(trainer, Path(folder).with_name("taken"))
     except (ValueError, RuntimeError) as error:
         failed = f"{type(error).__name__}: {error}"
-    results.put((rank, run["weights_sha256"], run["settings"]["global_step"], failed))
+    results.put((rank, run["kind"], run["settings"]["global_step"], failed))
 
 
 def test_under_ddp_rank_zero_writes_and_all_learn_the_outcome(tiny_model_dir, tmp_path):
@@ -622,11 +546,11 @@ def test_tokenizer_that_reads_back_differently_is_refused(tiny_model_dir, tiny_t
         def __call__(self, text):
             return {"input_ids": [1, 2, 3]}
 
-    monkeypatch.setattr(beside.AutoTokenizer, "from_pretrained", lambda *a, **k: Wrong())
+    monkeypatch.setattr(export.AutoTokenizer, "from_pretrained", lambda *a, **k: Wrong())
     with pytest.raises(RuntimeError, match="encodes differently"):
         export.save_merged(policy, tmp_path / "merged", tiny_tokenizer)
     assert not (tmp_path / "merged").exists()
-    monkeypatch.setattr(beside.AutoTokenizer, "from_pretrained", other)
+    monkeypatch.setattr(export.AutoTokenizer, "from_pretrained", other)
     export.save_merged(policy, tmp_path / "merged", tiny_tokenizer)
     assert AutoConfig.from_pretrained(tmp_path / "merged").model_type == "qwen2"
 
@@ -642,7 +566,7 @@ def test_memory_that_nobody_ties_again_is_not_left_out(tiny_model_dir, tmp_path)
 
 @pytest.mark.parametrize("lora", [{"layer_replication": [(0, 2), (1, 2)]}], ids=str)
 def test_an_adapter_that_makes_layers_of_its_own_is_refused(tiny_model_dir, lora):
-    with pytest.raises(ValueError, match="makes another model of the base, with more layers"):
+    with pytest.raises(ValueError, match="Leave it out"):
         register_nvfp4_lora(LoraConfig(r=4, target_modules=["q_proj"], **lora))
 
 

@@ -1,8 +1,6 @@
 """Commands that make something to publish, and publish it: quantize, merge, push."""
 
 import copy
-import json
-import shutil
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
@@ -262,34 +260,25 @@ def push(
     if what == "base" and dataset is not None:
         raise ValueError("--dataset names training data, and a base was not trained: leave it out.")
     from qerl_trl import checkpoint
-    from qerl_trl.publish import cards, export, hub
+    from qerl_trl.publish import cards, hub
     from qerl_trl.publish.run import recorded_settings, require_adapter
 
-    kind, made = checkpoint.recorded_run(folder).get("kind"), None
+    kind = checkpoint.recorded_run(folder).get("kind")
     options: dict[str, Any] = {"private": not public, "revision": revision, "force": force, "notify": note}
-    if kind is None and what == "adapter":
-        require_adapter(folder)
+    of_base: dict[str, Any] = (
+        {} if what == "model" else {"base_model": base_model, "allow_other_base": allow_other_base}
+    )
     if kind is None and what in ("adapter", "model"):
+        if what == "adapter":
+            require_adapter(folder)
         facts = cards.facts_of_run(folder, recorded_settings(folder), dataset)
-    if kind is None and what == "adapter":
-        if base_model is None:
-            named = json.loads((folder / "adapter_config.json").read_text()).get("base_model_name_or_path") or ""
-            hub.require_hub_base(named)
-        made = folder / f"_hub-adapter-{repo_id.replace('/', '--')}"
-        export.copy_adapter(folder, made, lambda partial, record: cards.write(partial, facts, record))
-        folder = made
-    elif kind not in kinds[what] and not (kind is None and what == "model"):
+        url = hub.push_run(folder, repo_id, facts, what == "adapter", **of_base, **options)
+    elif kind in kinds[what]:
+        said: Facts | None = {"dataset": dataset} if dataset else None
+        url = hub.push_folder(folder, repo_id, facts=said, **of_base, **options)
+    else:
         found = f"a {kind.replace('_', ' ')}" if kind else "no export of qerl-trl"
         raise ValueError(
             f"{folder} contains {found}, not something to push as {what}. Make one with qerl-trl merge or qerl-trl quantize."
         )
-    if what == "model":
-        url = hub.push_model(folder, repo_id, facts, **options)
-    else:
-        said: Facts | None = {"dataset": dataset} if dataset else None
-        url = hub.push_folder(
-            folder, repo_id, base_model=base_model, allow_other_base=allow_other_base, facts=said, **options
-        )
-    if made is not None:  # kept after a failure: the next try goes on from there
-        shutil.rmtree(made)
     print_result({"url": url, "repo_id": repo_id, "private": not public}, as_json, [url])

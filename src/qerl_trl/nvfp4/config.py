@@ -1,21 +1,16 @@
 """`NVFP4Config`, and loading a model in NVFP4 whatever the checkpoint holds.
 
-A bf16 checkpoint is quantized while it is loaded, one tensor at a time, on the device where the layer will live; the dense model never
-exists as a whole:
+A bf16 checkpoint is quantized while it is loaded, tensor by tensor, on the device where the layer will live:
 
     model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen2.5-3B-Instruct", quantization_config=NVFP4Config())
 
-A checkpoint that is NVFP4 already (compressed-tensors or ModelOpt) carries its own `quantization_config`, and transformers refuses to
-replace one. `from_pretrained` below reads either kind; where another library calls transformers' `from_pretrained` (TRL's trainers,
-`pipeline`), pass it the arguments from `pretrained_kwargs`, or the configuration from `load_config`:
+A checkpoint that is NVFP4 already (compressed-tensors or ModelOpt) has a `quantization_config`, which transformers does not let anyone replace.
+`from_pretrained` reads either kind; where another library calls transformers' `from_pretrained`, pass it the arguments from
+`pretrained_kwargs`, or the configuration from `load_config`.
 
-    model = qerl_trl.from_pretrained(folder_or_id)
-    model = AutoModelForCausalLM.from_pretrained(folder_or_id, config=load_config(folder_or_id))
+`model.save_pretrained` always writes compressed-tensors: stock transformers, vLLM and llm-compressor open it without this package.
 
-`model.save_pretrained` writes compressed-tensors, always: stock transformers, vLLM and llm-compressor open it without this package.
-
-Not transformers' own `NVFP4Config` (method "nvfp4": Blackwell only, inference only): ours is the method "qerl_nvfp4", in memory only.
-The transformers quantizer behind it is in quantizer.py, which is imported here so that it is registered wherever the configuration is.
+Not transformers' own `NVFP4Config` (method "nvfp4", inference on Blackwell): ours is the method "qerl_nvfp4", in memory only.
 """
 
 import copy
@@ -95,10 +90,6 @@ class NVFP4Config(QuantizationConfigMixin):
         name = str(compute_dtype).removeprefix("torch.")
         if name not in ("bfloat16", "float16", "float32"):
             raise ValueError(f"compute_dtype={compute_dtype!r} must be 'bfloat16', 'float16' or 'float32'.")
-        if source_format is not None and source_format not in layouts.LAYOUTS:
-            raise ValueError(
-                f"source_format={source_format!r} is unknown; choose one of {', '.join(map(repr, layouts.LAYOUTS))}."
-            )
         self.quant_method = layouts.METHOD  # type: ignore[assignment]  # a registered name; transformers declares its own enum
         self.scale_rule = scale_rule
         self.modules_to_not_convert = list(skipped)
@@ -185,13 +176,11 @@ def load_config(
 ) -> PretrainedConfig:
     """`AutoConfig.from_pretrained`, with an NVFP4 checkpoint's `quantization_config` replaced by ours.
 
-    Pass the result as `config=` to any `from_pretrained`. For a checkpoint that is not quantized the plain configuration comes back:
-    there, `quantization_config=NVFP4Config()` goes to `from_pretrained` itself (`pretrained_kwargs` knows which).
+    Pass the result as `config=` to any `from_pretrained`. For a checkpoint that is not quantized the plain configuration comes back.
 
     Args:
         model_id: folder or Hub repository.
-        quantization_config: `compute_dtype` and further `modules_to_not_convert` are taken from it; a scale rule has no effect on
-            weights that are quantized already, which is said in a warning.
+        quantization_config: `compute_dtype` and further `modules_to_not_convert` are taken from it.
         kwargs: `revision`, `token`, `subfolder`, `trust_remote_code`, ... for `AutoConfig.from_pretrained`.
     """
     _check_is_ours(quantization_config)

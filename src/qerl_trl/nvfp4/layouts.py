@@ -258,53 +258,51 @@ def parse_quantization_config(config: Mapping[str, Any], where: str) -> Selectio
         return _parse_compressed_tensors(config, where)
     if method == "modelopt" or "quant_algo" in config or "quantization" in config:
         return _parse_modelopt(config, where)
-    raise ValueError(
-        f"{where}: quant_method={method!r} is not an NVFP4 checkpoint that qerl_trl reads (compressed-tensors "
-        "'nvfp4-pack-quantized' or ModelOpt 'NVFP4'). Start from the unquantized model; it is quantized while loading."
+    raise _unread(
+        where,
+        f"quant_method={method!r} is not an NVFP4 checkpoint (compressed-tensors 'nvfp4-pack-quantized' or ModelOpt 'NVFP4')",
     )
+
+
+def _unread(where: str, what: str) -> ValueError:
+    return ValueError(f"{where}: {what}. Start from the unquantized model; it is quantized while loading.")
 
 
 def _parse_compressed_tensors(config: Mapping[str, Any], where: str) -> Selection:
     groups = _mapping(config.get("config_groups"), f"{where}: config_groups")
     if not groups:
-        raise ValueError(f"{where}: compressed-tensors with no config_groups: nothing says how the weights are stored.")
-    status = config.get("quantization_status")
-    if status not in (None, "compressed"):
-        raise ValueError(
-            f"{where}: quantization_status={status!r}, the weights are not packed. Save the model compressed."
-        )
-    if config.get("transform_config"):
-        raise ValueError(
-            f"{where}: transform_config={config['transform_config']!r}: these weights are rotated and need the same rotation of the "
-            "activations, which qerl_trl does not apply. Use a checkpoint without transforms."
-        )
-    sparsity = _mapping(config.get("sparsity_config"), f"{where}: sparsity_config").get("format")
-    if sparsity not in (None, "dense"):
-        raise ValueError(
-            f"{where}: sparsity_config has format={sparsity!r}: the weights are stored sparse. Save them without sparse compression."
-        )
+        raise _unread(where, "no config_groups: nothing says how the weights are stored")
+    for name, plain in (("quantization_status", (None, "compressed")), ("transform_config", (None, {}))):
+        if config.get(name) not in plain:
+            raise _unread(where, f"{name}={config[name]!r}: the weights are not packed, or are rotated")
+    if _mapping(config.get("sparsity_config"), f"{where}: sparsity_config").get("format") not in (None, "dense"):
+        raise _unread(where, f"sparsity_config={config['sparsity_config']!r}: the weights are stored sparse")
     targets: list[str] = []
     for name, group in groups.items():
-        group = _mapping(group, f"{where}: config group {name!r}")
-        weights = _mapping(group.get("weights"), f"{where}: config group {name!r}: weights")
+        group, weights = _group(name, group, where)
         layout = group.get("format") or config.get("format")
-        if not weights:
-            raise ValueError(
-                f"{where}: config group {name!r} quantizes activations only: there are no NVFP4 weights to read. Start from the unquantized model."
-            )
         found = tuple(weights.get(key) for key in ("num_bits", "type", "group_size", "strategy"))
         wanted = (4, "float", BLOCK_SIZE, "tensor_group")
         if layout != "nvfp4-pack-quantized" or found != wanted or not weights.get("symmetric", True):
             what = "mixed precision is not supported" if len(groups) > 1 else "this is not NVFP4"
-            raise ValueError(
-                f"{where}: config group {name!r} has format={layout!r} and (num_bits, type, group_size, strategy)={found}, symmetric="
-                f"{weights.get('symmetric', True)}; {what}: qerl_trl needs every group to be 'nvfp4-pack-quantized' with {wanted}. "
-                "Start from the unquantized model; it is quantized while loading."
+            raise _unread(
+                where,
+                f"config group {name!r} has format={layout!r} and (num_bits, type, group_size, strategy)={found}, symmetric="
+                f"{weights.get('symmetric', True)}; {what}: every group has to be 'nvfp4-pack-quantized' with {wanted}",
             )
-        _tell_of_activations(group, where)
         targets += check_entries(group.get("targets") or ["Linear"], f"{where}: config group {name!r}: targets")
     ignore = check_entries(config.get("ignore") or (), f"{where}: ignore")
     return Selection("compressed-tensors", ignore, tuple(targets))
+
+
+def _group(name: str, group: Any, where: str) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """(a config group, its weights)."""
+    group = _mapping(group, f"{where}: config group {name!r}")
+    weights = _mapping(group.get("weights"), f"{where}: config group {name!r}: weights")
+    if not weights and group.get("input_activations"):
+        raise _unread(where, f"config group {name!r} quantizes activations only: there are no NVFP4 weights to read")
+    _tell_of_activations(group, where)
+    return group, weights
 
 
 def _parse_modelopt(config: Mapping[str, Any], where: str) -> Selection:
@@ -314,23 +312,18 @@ def _parse_modelopt(config: Mapping[str, Any], where: str) -> Selection:
     if algorithm == "MIXED_PRECISION":
         return _parse_modelopt_mixed(inner, ignore, where)
     if algorithm not in _MODELOPT_NVFP4:
-        raise ValueError(
-            f"{where}: ModelOpt quant_algo={algorithm!r} is not plain NVFP4 weights; qerl_trl reads 'NVFP4', 'W4A16_NVFP4', and "
-            "'MIXED_PRECISION' of these and 'FP8'. Start from the unquantized model; it is quantized while loading."
+        raise _unread(
+            where,
+            f"ModelOpt quant_algo={algorithm!r} is not plain NVFP4 weights; qerl_trl reads 'NVFP4', 'W4A16_NVFP4', and 'MIXED_PRECISION' of these "
+            "and 'FP8'",
         )
     if inner.get("group_size") not in (None, BLOCK_SIZE):
-        raise ValueError(f"{where}: group_size={inner['group_size']}; NVFP4 blocks have {BLOCK_SIZE} weights.")
+        raise _unread(where, f"group_size={inner['group_size']}; NVFP4 blocks have {BLOCK_SIZE} weights")
     targets: list[str] = []
     for name, group in _mapping(inner.get("config_groups"), f"{where}: config_groups").items():
-        group = _mapping(group, f"{where}: config group {name!r}")
-        weights = _mapping(group.get("weights"), f"{where}: config group {name!r}: weights")
-        if not weights and group.get("input_activations"):
-            raise ValueError(
-                f"{where}: config group {name!r} quantizes activations only: there are no NVFP4 weights to read. Start from the unquantized model."
-            )
+        group, weights = _group(name, group, where)
         if weights.get("num_bits", 4) != 4 or weights.get("group_size", BLOCK_SIZE) != BLOCK_SIZE:
-            raise ValueError(f"{where}: config group {name!r} has weights={weights}: mixed precision is not supported.")
-        _tell_of_activations(group, where)
+            raise _unread(where, f"config group {name!r} has weights={weights}: mixed precision is not supported")
         targets += check_entries(group.get("targets") or ["Linear"], f"{where}: config group {name!r}: targets")
     return Selection("modelopt", ignore, tuple(targets or ["Linear"]))
 
@@ -339,7 +332,7 @@ def packed_head(name: str, kind: str) -> str:
     """What is said of an output head `name` that lies there as `kind`."""
     return (
         f"the output head {name!r} is {kind}; qerl_trl reads dense heads only, because log-probabilities are computed from their weight. "
-        "Take a checkpoint that leaves it dense, or start from the unquantized model; it is quantized while loading."
+        "Take a checkpoint that leaves it dense, or start from the unquantized model."
     )
 
 
@@ -350,32 +343,22 @@ _MODELOPT_NVFP4 = ("NVFP4", "W4A16_NVFP4")
 def _parse_modelopt_mixed(inner: Mapping[str, Any], ignore: tuple[str, ...], where: str) -> Selection:
     """ModelOpt's AutoQuantize: `quantized_layers` names each layer with its algorithm; what it does not name is dense."""
     layers = _mapping(inner.get("quantized_layers"), f"{where}: quantized_layers")
-    names: dict[str, list[str]] = {}
+    names: dict[str, list[str]] = {"NVFP4": [], "FP8": []}
     for name, layer in layers.items():
         layer = _mapping(layer, f"{where}: quantized_layers: {name!r}")
         algorithm = str(layer.get("quant_algo")).upper()
-        if algorithm != "FP8" and (
-            algorithm not in _MODELOPT_NVFP4 or layer.get("group_size", BLOCK_SIZE) != BLOCK_SIZE
-        ):
-            raise ValueError(
-                f"{where}: mixed precision with {name!r} as {dict(layer)}; qerl_trl reads layers in {', '.join(_MODELOPT_NVFP4)} (blocks of "
-                f"{BLOCK_SIZE}) and FP8. Start from the unquantized model; it is quantized while loading."
-            )
-        names.setdefault("FP8" if algorithm == "FP8" else "NVFP4", []).append(name)
-    for kind, of_kind in names.items():
-        if heads := [name for name in of_kind if name in DECODER.heads]:
-            raise ValueError(f"{where}: {packed_head(heads[0], kind)}")
-    if "NVFP4" not in names:
-        raise ValueError(
-            f"{where}: mixed precision, and none of its {len(layers)} quantized_layers is NVFP4. Start from the unquantized model; it is "
-            "quantized while loading."
-        )
-    targets, fp8 = (check_entries(names.get(kind, ()), f"{where}: quantized_layers") for kind in ("NVFP4", "FP8"))
+        packed = algorithm in _MODELOPT_NVFP4 and layer.get("group_size", BLOCK_SIZE) == BLOCK_SIZE
+        if not packed and algorithm != "FP8":
+            raise _unread(where, f"mixed precision with {name!r} as {dict(layer)}; qerl_trl reads NVFP4 and FP8 layers")
+        names["NVFP4" if packed else "FP8"].append(name)
+        if name in DECODER.heads:
+            raise ValueError(f"{where}: {packed_head(name, algorithm)}")
+    if not names["NVFP4"]:
+        raise _unread(where, f"mixed precision, and none of its {len(layers)} quantized_layers is NVFP4")
+    targets, fp8 = (check_entries(names[kind], f"{where}: quantized_layers") for kind in ("NVFP4", "FP8"))
     if fp8:
         logger.warning(
-            "%s: %d layers are FP8 and are read as dense ones, exactly: they take two bytes per weight instead of one.",
-            where,
-            len(fp8),
+            "%s: %d layers are FP8 and are read as dense ones, exactly, in two bytes per weight.", where, len(fp8)
         )
     return Selection("modelopt", ignore, targets, fp8)
 
@@ -383,8 +366,8 @@ def _parse_modelopt_mixed(inner: Mapping[str, Any], ignore: tuple[str, ...], whe
 def _tell_of_activations(group: Mapping[str, Any], where: str) -> None:
     if group.get("input_activations"):
         logger.warning(
-            "%s also describes 4-bit activations (W4A4). Its weights are read as they are, and activations stay in the compute dtype (W4A16), "
-            "in training and in rollouts; serve the result as W4A16 too, or take a weight-only checkpoint.",
+            "%s also describes 4-bit activations (W4A4). Only its weights are read (W4A16); serve the result as W4A16 too, or take a weight-only "
+            "checkpoint.",
             where,
         )
 

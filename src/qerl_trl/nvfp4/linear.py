@@ -16,6 +16,7 @@ left alone by all of them.
 import contextlib
 import copy
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any, cast
@@ -26,7 +27,6 @@ from torch.nn import functional as F
 
 from .format import BLOCK_SIZE, NVFP4Tensor, dequantize, quantize
 from .layouts import LAYOUTS
-from .storage import move_slice, slice_like, whole_storage
 from .view import DecodedWeight, read
 
 #: the parameters that hold a layer's weight, in the order of `NVFP4Tensor`: named as they are written
@@ -428,3 +428,33 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def _frozen(tensor: torch.Tensor) -> nn.Parameter:
     return nn.Parameter(tensor.detach(), requires_grad=False)
+
+
+# --- storage that several layers are slices of --------------------------------------------------------------------------------------
+
+
+def whole_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """uint8 (bytes,) over the whole storage behind a uint8 tensor."""
+    storage = tensor.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def slice_like(whole: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """The part of `whole` (bytes,) at the place that `tensor` has in its own storage."""
+    start = tensor.storage_offset()
+    return whole[start : start + tensor.numel()].view(tensor.shape)
+
+
+#: fn -> {address of a fused storage: what fn made of it}. `Module.to` hands one and the same closure to every layer, and the entry
+#: disappears with that closure.
+_MOVED: "weakref.WeakKeyDictionary[Callable, dict[int, torch.Tensor]]" = weakref.WeakKeyDictionary()
+
+
+def move_slice(fn: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+    moved = _MOVED.setdefault(fn, {})
+    address = tensor.untyped_storage().data_ptr()
+    if address not in moved:
+        moved[address] = fn(whole_storage(tensor))
+    if moved[address].data_ptr() == address:
+        return tensor.detach()  # fn changed nothing
+    return slice_like(moved[address], tensor)

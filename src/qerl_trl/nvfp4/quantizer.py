@@ -23,7 +23,7 @@ from . import headers, layouts
 from .format import NVFP4Tensor, quantize
 from .fp8 import dequantize_fp8
 from .fused import fuse_storage
-from .linear import NVFP4Linear, has_nvfp4
+from .linear import NVFP4Linear
 
 if TYPE_CHECKING:
     from .config import NVFP4Config
@@ -219,8 +219,8 @@ class NVFP4HfQuantizer(HfQuantizer):
                 if isinstance(module, _FP8Placeholder):
                     _replace(model, name, module.to_dense(self.quantization_config.torch_dtype))
                 elif isinstance(module, _PackedPlaceholder):
-                    scales = (module.get_parameter(part).detach() for part in layout.tensors[1:])
-                    headers.check_scales(name, *scales, layout, self.where(f"{name}.{layout.packed}"))
+                    block_scale, scale = (module.get_parameter(part).detach() for part in layout.tensors[1:])
+                    headers.check_scales(name, block_scale, scale, layout, self.where(f"{name}.{layout.packed}"))
                     _replace(model, name, module.to_nvfp4(layout, self.quantization_config.torch_dtype))
         for name, module in list(model.named_modules()):
             if isinstance(module, _Unread):
@@ -254,43 +254,35 @@ class NVFP4HfQuantizer(HfQuantizer):
         state = model.state_dict()
         if getattr(model, "_hf_peft_config_loaded", False):
             return state, {}  # of which transformers saves the adapter only
-        if not has_nvfp4(model):
+        packed = {name: module for name, module in model.named_modules() if isinstance(module, NVFP4Linear)}
+        if any(name.endswith(".base_layer") for name in packed):
             raise RuntimeError(
-                "No layer of this model is NVFP4 any more (an adapter was merged?), but its configuration says so, and such a folder "
-                "could not be read. Call model.dequantize() first: it makes the configuration agree."
+                "The base is inside an adapter and would be saved under names that nothing can load. Save the adapter "
+                "(PeftModel.save_pretrained), or unload it first (PeftModel.unload())."
             )
-        for name, module in model.named_modules():
-            if isinstance(module, NVFP4Linear):
-                if f"{name}.weight_packed" not in state or name.endswith(".base_layer"):
-                    raise RuntimeError(
-                        f"{name} is inside an adapter: the base would be saved under names that nothing can load. Save the adapter "
-                        "(PeftModel.save_pretrained), or unload it first (PeftModel.unload())."
-                    )
-                state[f"{name}.weight_scale"] = state[f"{name}.weight_scale"].view(torch.float8_e4m3fn)
-                state[f"{name}.weight_global_scale"] = state[f"{name}.weight_global_scale"].view(torch.float32)
-        for conversion in getattr(model, "_weight_conversions", None) or ():
-            if any("experts" in pattern for pattern in getattr(conversion, "source_patterns", ())):
-                raise RuntimeError(
-                    f"{type(model).__name__} has experts that are dense, and beside packed layers transformers reads experts only if they are "
-                    "packed too: it would fill them with random numbers. Save the adapter (PeftModel.save_pretrained), or the dense model: "
-                    "model.dequantize() first."
-                )
-        known = {*self._packed_linears(model), *(self.quantization_config.dense_linears or ())}
+        known = {*packed, *(self.quantization_config.dense_linears or ())}
         opened = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name not in known]
-        if opened and self.quantization_config.dense_linears is not None:
+        if not packed or (opened and self.quantization_config.dense_linears is not None):
             raise RuntimeError(
-                f"{len(opened)} layers are dense and were NVFP4 when the model was loaded, e.g. {opened[0]} (an adapter was merged into them?), "
-                "and the folder's config.json would not say so. Call model.dequantize() first: it makes all of them dense."
+                f"Layers are dense that were NVFP4 when the model was loaded (first: {opened[:1]}; an adapter was merged?), and config.json would not "
+                "say so. Call model.dequantize() first: it makes all of them dense."
             )
+        if any(
+            "expert" in str(getattr(each, "source_patterns", ""))
+            for each in getattr(model, "_weight_conversions", None) or ()
+        ):
+            raise RuntimeError(
+                f"{type(model).__name__} has dense experts next to packed layers, which transformers would fill with random numbers when it loads. "
+                "Save the adapter (PeftModel.save_pretrained), or call model.dequantize() first."
+            )
+        for name in packed:
+            state[f"{name}.weight_scale"] = state[f"{name}.weight_scale"].view(torch.float8_e4m3fn)
+            state[f"{name}.weight_global_scale"] = state[f"{name}.weight_global_scale"].view(torch.float32)
         return state, dict(layouts.WRITTEN_BY, scale_rule=self.quantization_config.scale_rule)
-
-    @staticmethod
-    def _packed_linears(model: nn.Module) -> dict[str, NVFP4Linear]:
-        return {name: module for name, module in model.named_modules() if isinstance(module, NVFP4Linear)}
 
     def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | str | None = None) -> PreTrainedModel:
         wanted = getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
-        packed = self._packed_linears(model)
+        packed = {name: module for name, module in model.named_modules() if isinstance(module, NVFP4Linear)}
         for name, module in packed.items():
             _replace(model, name, module.to_dense(wanted))
         if wanted is not None and any(module.compute_dtype != wanted for module in packed.values()):

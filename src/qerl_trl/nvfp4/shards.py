@@ -47,5 +47,5 @@ def check_inside(folder: str | Path, files: Iterable[str | Path]) -> None:
         if (place := leads_to(file, folder)) is not None:
             raise ValueError(
                 f"{file} leads out of {folder}, to {place}: an index or a symbolic link in a checkpoint must not name other files of this "
-                "machine. Copy the files here, or name the folder that holds them."
+                "machine. Name the folder that holds the files themselves, or copy them here."
             )

@@ -7,7 +7,7 @@
                         next to nothing did
 
 What is exported is a live trainer (of several processes: rank 0 writes, everybody waits) or a policy that [`run.load_policy`] built from a checkpoint
-or adapter folder. `merge` lists the tensors of the dense model, `tensors` says how each is made, `writer` writes them one by one: the model
+or adapter folder. `merge` lists the tensors of the dense model and says how each is made, `writer` writes them one by one: the model
 itself is not touched. Of a model that FSDP 2 has sharded the adapter is gathered; the base, which nobody has whole and which never changed, is
 loaded again in rank 0, on the CPU, and compared with the run's.
 
@@ -32,7 +32,7 @@ import torch
 from accelerate.utils import broadcast_object_list
 from peft import LoraConfig, PeftModel
 from torch import nn
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from .. import base_identity, checkpoint, identity, redaction, report, tokenizer_identity
 from ..base_identity import is_trained
@@ -43,8 +43,20 @@ from ..nvfp4.config import NVFP4Config
 from ..nvfp4.headers import require_finite
 from ..nvfp4.linear import has_nvfp4
 from ..sampling import save_generation_config
-from . import beside, custom_code, staging, writer
-from .merge import check_base, entries_of, nvfp4_layer, recorded_base
+from . import custom_code, staging, writer
+from .merge import (
+    cast_job,
+    check_base,
+    entries_of,
+    fused_entries,
+    lossless_dtype,
+    merged_job,
+    nvfp4_layer,
+    packed_job,
+    recorded_base,
+    requantize_job,
+    survived_of,
+)
 from .names import public_name
 from .records import Export, Kind, Measured, RequantizedNote
 from .run import (
@@ -58,7 +70,6 @@ from .run import (
     require_whole,
     trained_policy_of,
 )
-from .tensors import cast_job, fused_entries, lossless_dtype, merged_job, packed_job, requantize_job, survived_of
 from .writer import Job
 
 logger = logging.getLogger(__name__)
@@ -314,12 +325,28 @@ def _staged(
     """An unfinished folder to fill. What every export ends with comes here: tokenizer, card, and the seal that makes it `folder`."""
     with staging.staging(folder, export, overwrite) as partial:
         yield partial
-        beside.save_tokenizer(partial, tokenizer)
+        _save_tokenizer(partial, tokenizer)
         if card is not None:
             card(partial, export)
 
 
-# --- everything beside the weights ------------------------------------------------------------------------------------------------
+# --- everything next to the weights -----------------------------------------------------------------------------------------------
+
+_TEXT = "Tom has 12 apples and gives 7 away.\n#### 5 <|im_start|>user\n\\frac{1}{2} = 0.5"
+
+
+def _save_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    if tokenizer is None:
+        return
+    tokenizer.save_pretrained(folder)
+    # AutoTokenizer chooses a class by the model's type and can silently read custom tokenizers wrong
+    own = "auto_map" in tokenizer.init_kwargs
+    again = (type(tokenizer) if own else AutoTokenizer).from_pretrained(folder)
+    if again(_TEXT)["input_ids"] != tokenizer(_TEXT)["input_ids"]:
+        raise RuntimeError(
+            f"The saved tokenizer reads back as {type(again).__name__} and encodes differently from the {type(tokenizer).__name__} in use. Set "
+            "tokenizer_class in tokenizer_config.json so that AutoTokenizer agrees."
+        )
 
 
 def _require_nvfp4(policy: TrainedPolicy) -> NVFP4Config:
@@ -348,9 +375,8 @@ def _save_config(
         config.tie_word_embeddings = False
         more = next(math.prod(spec.shape) for job in jobs for spec in job.specs if spec.name == "lm_head.weight")
         logger.warning(
-            "The embedding or the output head was trained, and the base has one matrix for both: they differ now. What is written has lm_head.weight "
-            "too, %s numbers more than the base, and tie_word_embeddings=False in config.json. Nothing needs doing; to keep one matrix, train "
-            "without lm_head and embed_tokens (target_modules, modules_to_save).",
+            "The embedding or the output head was trained, and the base has one matrix for both. They are written as two: lm_head.weight, %s numbers "
+            "more than the base, and tie_word_embeddings=False in config.json.",
             f"{more:,}",
         )
     config.save_pretrained(folder)

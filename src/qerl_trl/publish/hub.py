@@ -163,16 +163,12 @@ def _created(api: HfApi, repo_id: str, private: bool, revision: str | None) -> s
 def push_folder(
     folder: str | os.PathLike,
     repo_id: str,
-    private: bool = True,
-    token: str | None = None,
-    revision: str | None = None,
-    message: str | None = None,
     base_model: str | None = None,
-    force: bool = False,
     facts: Facts | None = None,
-    further: Content | None = None,
-    notify: Callable[[str], None] = print,
     allow_other_base: bool = False,
+    notify: Callable[[str], None] = print,
+    message: str | None = None,
+    **options: Any,
 ) -> str:
     """Upload a sealed export as the content of `repo_id`, in one commit. Returns the commit's URL.
 
@@ -180,10 +176,10 @@ def push_folder(
 
     Args:
         base_model: Hub id of the base, for the card and adapter_config.json of an adapter.
-        force: publish into a repository that holds something else; its other files stay.
         facts: for the card, over those that the export recorded.
-        further: uploaded in the same commit, without a place in the manifest.
         allow_other_base: name a base, here or in adapter_config.json, that holds other weights than the adapter was trained on.
+        options: `private` (default: True), `token`, `revision`; `force`: publish into a repository that holds something else, whose other
+            files stay; `further`: uploaded in the same commit, without a place in the manifest.
 
     Raises:
         `ValueError`: the folder is not a whole export, or names a base model that only this machine has, or another one.
@@ -199,7 +195,6 @@ def push_folder(
     known |= {**(facts or {}), "kind": known["kind"]}
     if base_model:
         known["base_model"] = base_model
-    message = message or f"{record['kind'].replace('_', ' ')}, written by qerl-trl"
 
     def look(api: HfApi) -> None:
         # where nobody says another one, it is the base that was trained on, at a commit that was recorded
@@ -209,27 +204,23 @@ def push_folder(
         if base is not None and (packed := _stored_packed(api, base)) is not None:
             known["base_packed"] = packed
 
-    return _publish(folder, files, known, repo_id, private, token, revision, message, force, further, notify, look)
+    message = message or f"{record['kind'].replace('_', ' ')}, written by qerl-trl"
+    return _publish(folder, files, known, repo_id, message, notify, look, **options)
 
 
 def push_model(
     folder: str | os.PathLike,
     repo_id: str,
     facts: Facts,
-    private: bool = True,
-    token: str | None = None,
-    revision: str | None = None,
-    message: str = "model, written by qerl-trl",
-    force: bool = False,
-    further: Content | None = None,
     notify: Callable[[str], None] = print,
+    message: str = "model, written by qerl-trl",
+    **options: Any,
 ) -> str:
     """As [`push_folder`], for a run of which every weight was trained: the model in the run's folder or in a checkpoint."""
     folder = Path(folder)
     if wrong := checkpoint.problems(folder):
         raise ValueError(f"{folder} cannot be published: {'; '.join(wrong)}. Name a whole checkpoint.")
-    files = _files(folder, notify)
-    return _publish(folder, files, facts, repo_id, private, token, revision, message, force, further, notify)
+    return _publish(folder, _files(folder, notify), facts, repo_id, message, notify, **options)
 
 
 def _publish(
@@ -237,14 +228,15 @@ def _publish(
     files: Content,
     facts: Facts,
     repo_id: str,
-    private: bool,
-    token: str | None,
-    revision: str | None,
     message: str,
-    force: bool,
-    further: Content | None,
     notify: Callable[[str], None],
     look: Callable[[HfApi], None] = lambda api: None,
+    *,
+    private: bool = True,
+    token: str | None = None,
+    revision: str | None = None,
+    force: bool = False,
+    further: Content | None = None,
 ) -> str:
     """Everything that this package uploads comes through here; a card is added. `look` may refuse before the repository is made."""
     outgoing.check({**files, **(further or {})})
@@ -259,14 +251,15 @@ def _publish(
     outgoing.check(content)
     with _explained(repo_id):
         stale = _compare(api, repo_id, revision, content, manifest["run"].get("kind"), force)
-        operations = [
+        added = [
             CommitOperationAdd(name, data if isinstance(data, bytes) else str(data)) for name, data in content.items()
         ]
-        _retried(lambda: api.preupload_lfs_files(repo_id, operations, revision=revision, free_memory=False))
-        deletions = [CommitOperationDelete(name) for name in stale]
-        commit = _retried(
-            lambda: api.create_commit(repo_id, [*operations, *deletions], commit_message=message, revision=revision)
-        )
+        _retried(lambda: api.preupload_lfs_files(repo_id, added, revision=revision, free_memory=False))
+        changes: list[CommitOperationAdd | CommitOperationDelete] = [
+            *added,
+            *(CommitOperationDelete(name) for name in stale),
+        ]
+        commit = _retried(lambda: api.create_commit(repo_id, changes, commit_message=message, revision=revision))
     notify(redaction.redact(f"Published: {commit.commit_url}"))
     return commit.commit_url
 
@@ -310,8 +303,7 @@ def _compare(
     if not force:
         found = f"a {kind.replace('_', ' ')}" if kind else "other files"
         raise HubError(
-            f"{repo_id} already contains {found} ({', '.join(sorted(present - _HUB_FILES)[:4])}, ...), so nothing was uploaded. Choose another "
-            "name, or add to it on purpose: force=True (--force)."
+            f"{repo_id} already contains {found}, so nothing was uploaded. Choose another name, or add to it on purpose: force=True (--force)."
         )
     return []
 
@@ -451,6 +443,20 @@ class Destination:
         )
 
 
+def push_run(
+    folder: Path, repo_id: str, facts: Facts, adapter: bool, base_model: str | None = None, **options: Any
+) -> str:
+    """Upload the model or the adapter of a run's folder or of a checkpoint, from its files alone. `options` as for [`push_folder`]."""
+    if not adapter:
+        return push_model(folder, repo_id, facts, **options)
+    exported = folder.with_name(f".push-{folder.name}")
+    try:
+        export.copy_adapter(folder, exported, lambda partial, record: cards.write(partial, facts, record))
+        return push_folder(exported, repo_id, base_model, facts, **options)
+    finally:
+        shutil.rmtree(exported, ignore_errors=True)
+
+
 def push_checkpoint(folder: Path, to: Destination, facts: Facts, message: str, keep_as: str | None) -> str:
     """Upload a sealed checkpoint: its model as the repository's, with a card, and all that a resumed run reads as the folder `keep_as`."""
     further: Content = {}
@@ -458,20 +464,12 @@ def push_checkpoint(folder: Path, to: Destination, facts: Facts, message: str, k
         changed = adapter_config(folder, to.base_model) if to.adapter else {}
         further = outgoing.checkpoint_files(folder, keep_as, changed)
     options: dict[str, Any] = {
-        "facts": facts,
         "private": to.private,
         "token": to.token,
         "revision": to.revision,
         "message": message,
         "force": True,  # the repository is this run's
         "further": further,
-        "notify": lambda text: logger.info("%s", text),
+        "notify": logger.info,
     }
-    if not to.adapter:
-        return push_model(folder, to.repo_id, **options)
-    exported = folder.with_name(f".push-{folder.name}")
-    try:
-        export.copy_adapter(folder, exported, lambda partial, record: cards.write(partial, facts, record))
-        return push_folder(exported, to.repo_id, base_model=to.base_model, **options)
-    finally:
-        shutil.rmtree(exported, ignore_errors=True)
+    return push_run(folder, to.repo_id, facts, to.adapter, to.base_model, **options)
