@@ -280,11 +280,11 @@ class QeRLArguments(OnlineConfig):
                 "use_transformers_continuous_batching=True casts the model to bf16 before it generates, its float32 adapter included: "
                 "small updates are lost. use_vllm=True is the faster rollout."
             )
-        if getattr(self, "log_completions_hub_repo", None) is not None:  # RLOO has no such field
+        if (repository := getattr(self, "log_completions_hub_repo", None)) is not None:  # RLOO has no such field
             logger.warning(
                 "log_completions_hub_repo=%r uploads completions every two minutes, unchecked, and public if that repository is. "
                 "log_completions=True alone keeps them in output_dir.",
-                self.log_completions_hub_repo,
+                repository,
             )
         self.aqn_seed = self.seed if self.aqn_seed is None else self.aqn_seed
         self.hub_private_repo = True if self.hub_private_repo is None else self.hub_private_repo

@@ -23,18 +23,10 @@ def config_file(name: str) -> Path:
 
 
 def task_file(name: str, recipe: Path | None = None) -> Path:
-    """A task: a YAML file, or the shipped one of that name. Where a recipe names it, a file beside the recipe too.
-
-    Raises:
-        `ValueError`: there is none; or there is one here and another one beside the recipe.
-    """
+    """A task: a YAML file, or the shipped one of that name. Where a recipe names it, a file in the recipe's folder comes first."""
     if recipe is None:
         return _named(name, "tasks", "--task")
-    here, beside = Path(name), recipe.parent / name
-    if here.is_file() and beside.is_file() and not here.samefile(beside):
-        raise ValueError(
-            f"{recipe} says task: {name}, and there are two: {here.resolve()} and {beside.resolve()}. Write the whole path."
-        )
+    beside = recipe.parent / name
     return beside if beside.is_file() else _named(name, "tasks", f"{recipe}: task:", f" here or beside {recipe.name}")
 
 

@@ -117,7 +117,7 @@ def evaluate(
         run_task = _task_of(folder)
         if data is None and run_task is not None:
             note(f"The run was measured on its task, {run_task}. This measures gsm8k; --task FILE measures that.")
-    given = {
+    given: dict[str, Any] = {
         "chat_template_kwargs": recorded_template_kwargs(settings),
         "temperature": temperature,
         "max_new_tokens": max_new_tokens,
