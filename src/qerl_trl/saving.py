@@ -90,7 +90,7 @@ class SavingMixin(PublishingMixin):
             `ValueError`: `output_dir` or the checkpoint belongs to a run with other settings; the model is not as it was
                 sealed, or has values that are not finite; or the processes are not parts of the same run.
         """
-        loading.finish(model := self.accelerator.unwrap_model(self.model))
+        loading.finish(self.accelerator.unwrap_model(self.model))
         if self.args.device.index is not None and self.args.device.type == "cpu":
             load_to_numbered_cpus()
         trained_before = self.state.global_step
