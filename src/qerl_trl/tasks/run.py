@@ -19,7 +19,6 @@ from ..redaction import redacted_words
 from ..report import announce, hardware, versions
 from ..rollout.placement import placed_in_training
 from ..run_folder import step_of
-from ..watch import working
 from .data import first
 from .evaluation import Accuracy, paired_difference
 from .grading import in_form
@@ -74,7 +73,6 @@ def _warn_of_form(trainer: Any, task: Task) -> None:
         )
 
 
-@working()
 def train_and_measure(
     trainer: Any, task: Task, eval_problems: int | None = None, eval_batch_size: int = 64
 ) -> RunResults:
