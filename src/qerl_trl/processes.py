@@ -1,7 +1,6 @@
 """What the processes of one run have to agree on.
 
-When one of them fails or is killed, the launcher ends the others: torchrun's agent with `rdzv_backend: c10d`, as the shipped
-`examples/accelerate/*.yaml` say.
+When one of them fails or is killed, the launcher (torchrun's agent, which `accelerate launch` starts) ends the others.
 """
 
 import functools
