@@ -181,9 +181,8 @@ def test_a_tied_head_that_an_adapter_changes_becomes_a_matrix_of_its_own(tiny_mo
     for word in (
         "output head was trained",
         "one matrix for both",
-        f"lm_head.weight too, {merged.lm_head.weight.numel():,} numbers more",
+        f"lm_head.weight, {merged.lm_head.weight.numel():,} numbers more",
         "tie_word_embeddings=False",
-        "train without lm_head",
     ):
         assert word in caplog.text
     base = load_file(tiny_model_dir("qwen2") / "model.safetensors")["model.embed_tokens.weight"]

@@ -100,32 +100,12 @@ def test_an_exported_adapter_whose_base_says_nothing_is_published(base, trained,
 
 @fault("S.wrong_base")
 def test_a_base_on_the_hub_that_does_not_say_what_it_holds(trained, server):  # noqa: F811
-    """Nothing there can be compared: that is said. A manifest that was edited is refused."""
+    """Nothing there can be compared: that is said."""
     server.put("someone/dense", private=True)
     push = ("push", "adapter", trained[1], REPO, "--base-model", "someone/dense")
     code, _, err = call(*push)
     fingerprint = checkpoint.recorded_run(trained[1])["base_sha256"][:12]
     assert code == 0 and f"fingerprint {fingerprint}) is taken on trust" in err
-    edited = checkpoint.manifest({}, {"kind": "nvfp4_base", "settings": {"base_sha256": "f" * 64}})
-    edited["run"]["settings"] = {}
-    server.repos["someone/dense"]["files"][checkpoint.MANIFEST_NAME] = json.dumps(edited).encode()
-    code, _, err = call(*push)
-    assert code == 2 and "someone/dense does not say what it holds" in err and "--allow-other-base" in err
-
-
-@fault("S.wrong_base")
-def test_weights_exchanged_under_a_new_seal_are_not_trained_on(tiny_runs, other_base, tmp_path, monkeypatch):  # noqa: F811
-    """The files are as they were sealed, and not what the manifest describes."""
-    for source, folder in ((tiny_runs.model, "base"), (other_base, "other")):
-        quantize_folder(source, tmp_path / folder)
-    record = checkpoint.recorded_run(tmp_path / "base")
-    shutil.copyfile(tmp_path / "other/model.safetensors", tmp_path / "base/model.safetensors")
-    checkpoint.seal(tmp_path / "base", record)
-    monkeypatch.setattr(tiny_runs, "model", str(tmp_path / "base"))
-    trainer = tiny_runs.trainer(tmp_path / "run")
-    with told(ValueError, str(tmp_path / "base"), "not the base that its", "Quantize or download it again"):
-        trainer.train()
-    assert trainer.state.global_step == 0
 
 
 # --- another format than the run's ------------------------------------------------------------------------------------------------
@@ -175,7 +155,7 @@ def test_a_base_that_is_computed_with_in_another_way(tiny_runs, tmp_path, monkey
     line = "base_config.rms_norm_eps: not set then, 0.001 now"
     with told(ValueError, str(tmp_path / "run"), line, "allow_other_settings=True"):
         tiny_runs.command(tmp_path / "run", max_steps=2)
-    with told(ValueError, str(base), line, "restore its config.json", "--allow-other-base"):
+    with told(ValueError, str(base), line, "--base-model", "--allow-other-base"):
         load_policy(tmp_path / "run")
     assert load_policy(tmp_path / "run", allow_other_base=True).settings["changed"] == [line]
     (base / "config.json").write_text(before)

@@ -132,7 +132,8 @@ def _check_results(content: dict[str, Any]) -> None:
 
 def _check_evaluation(content: dict[str, Any]) -> None:
     _check_accuracy(content)
-    _ = content["dataset"], [content["protocol"][name] for name in _PROTOCOL]
+    if not isinstance(content["dataset"], str) or not set(_PROTOCOL) <= content["protocol"].keys():
+        raise TypeError("no dataset, or no protocol")
 
 
 def _check_accuracy(measured: dict[str, Any]) -> None:

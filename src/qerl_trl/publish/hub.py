@@ -365,7 +365,8 @@ def check_base_on_hub(api: HfApi, base_model: str, settings: RunSettings, allowe
         return f"{base_model} {wrong}. It is named all the same, as allowed."
     if revision is not None or (then is not None and known == then):
         return None
-    return f"Nothing on the Hub says which weights {base_model} holds: that they are those the adapter was trained on is taken on trust."
+    trained_on = f"those the adapter was trained on{f' (fingerprint {then[:12]})' if then else ''}"
+    return f"Nothing on the Hub says which weights {base_model} holds: that they are {trained_on} is taken on trust."
 
 
 def _stored_packed(api: HfApi, base: str) -> bool | None:

@@ -104,9 +104,7 @@ def load_policy(
     if base_format == "bf16":
         require_format(base_model, "bf16", recorded_revision(settings, base_model), trust_remote_code)
     if recorded in ("nvfp4", "bf16") and base_format != recorded:
-        logger.warning(
-            "The adapter was trained on a base in %s, and is built on %s in %s.", recorded, base_model, base_format
-        )
+        _compare_as_recorded(adapter, settings, base_model, device, allow_other_base, trust_remote_code)
     model = _load_base(adapter, settings, base_model, base_format, dtype, device, allow_other_base, trust_remote_code)
     if (adapter / "generation_config.json").is_file():  # with the tokens that ended the run's completions
         model.generation_config.eos_token_id = GenerationConfig.from_pretrained(adapter).eos_token_id
@@ -176,14 +174,20 @@ def check_served_base(
                 f"{adapter} has {others[0]}, and vLLM loads LoRA only. Measure its merge (qerl-trl merge)."
             )
     settings = recorded_settings(adapter)
-    recorded, revision = settings.get("base_format"), recorded_revision(settings, base_model)
-    packed = format_of(base_model, revision, trust_remote_code) == "nvfp4"
-    if recorded == "nvfp4" or (recorded == "bf16" and not packed):
-        dtype = settings.get("dtype") or "bfloat16"
-        _load_base(adapter, settings, base_model, recorded, dtype, device, allow_other_base, trust_remote_code)
-    else:
-        logger.warning("Nothing in %s says on which base it was trained: %s is taken on trust.", adapter, base_model)
+    _compare_as_recorded(adapter, settings, base_model, device, allow_other_base, trust_remote_code)
     return recorded_revision(settings, base_model)
+
+
+def _compare_as_recorded(
+    adapter: Path, settings: RunSettings, base_model: str, device: str, allowed: bool, code: bool
+) -> None:
+    """Load a base for a moment in the format that the run trained on, and compare it."""
+    recorded, revision = settings.get("base_format"), recorded_revision(settings, base_model)
+    if recorded == "nvfp4" or (recorded == "bf16" and format_of(base_model, revision, code) == "bf16"):
+        dtype = settings.get("dtype") or "bfloat16"
+        _load_base(adapter, settings, base_model, recorded, dtype, device, allowed, code)
+    else:
+        logger.warning("The base that %s was trained on cannot be compared: %s is taken on trust.", adapter, base_model)
 
 
 def recorded_revision(settings: RunSettings, base_model: str) -> str | None:
