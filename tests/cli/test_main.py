@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from qerl_trl import QeRLConfig, checkpoint, errors, preflight
 from qerl_trl.base_identity import base_sha256
-from qerl_trl.cli import doctor
+from qerl_trl.cli import doctor, options
 from qerl_trl.cli import main as cli
 from qerl_trl.publish import distance, export, hub
 from qerl_trl.publish.distance import logits_of
@@ -553,6 +553,18 @@ def test_train_runs_the_example(monkeypatch):
     assert "fsdp2_2, fsdp2_4" in call("train", "--accelerate_config", "fsdp9")[2]
     code, _, err = call("train", "--config", "gpt9")
     assert code == 2 and "embedded" in err
+
+
+def test_progress_is_lines_in_a_log(monkeypatch, capsys):
+    seconds = iter((0.0, 10.0, 31.0, 40.0, 62.0))  # the start, and four updates
+    monkeypatch.setattr(options.time, "monotonic", lambda: next(seconds))
+    with options.progress_bar("quantizing") as progress:
+        for _ in range(4):
+            progress(1_000_000_000, 8_000_000_000)
+    assert capsys.readouterr().err.splitlines() == [
+        "quantizing: 2.0 of 8.0 GB (25%) after 31 s",
+        "quantizing: 4.0 of 8.0 GB (50%) after 62 s",
+    ]
 
 
 def test_hub_errors_are_runtime_errors():

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -72,10 +73,14 @@ def told_of(folder: Path, before: Mapping[str, int]) -> str:
 
 @contextmanager
 def progress_bar(description: str) -> Iterator[Any]:
-    """A progress bar in bytes, in a log a line every 30 s; call with (bytes since the last call, bytes in total or None)."""
+    """A progress bar in bytes, and a line every `LOG_SECONDS` where the output is a file; call with (bytes since the last call, bytes
+    in total or None)."""
     from tqdm import tqdm
 
-    with tqdm(desc=description, unit="B", unit_scale=True, mininterval=0.1 if sys.stderr.isatty() else 30.0) as bar:
+    if not sys.stderr.isatty():
+        yield _Lines(description).update
+        return
+    with tqdm(desc=description, unit="B", unit_scale=True) as bar:
 
         def update(size: int, total: int | None = None) -> None:
             if total is not None and bar.total != total:
@@ -83,3 +88,25 @@ def progress_bar(description: str) -> Iterator[Any]:
             bar.update(size)
 
         yield update
+
+
+#: between two lines of progress in a log
+LOG_SECONDS = 30.0
+
+
+class _Lines:
+    """Progress for a log: nothing for what takes less than `LOG_SECONDS`."""
+
+    def __init__(self, description: str) -> None:
+        self.description, self.done = description, 0
+        self.total: int | None = None
+        self.begun = self.said = time.monotonic()
+
+    def update(self, size: int, total: int | None = None) -> None:
+        self.done, self.total = self.done + size, total or self.total
+        now = time.monotonic()
+        if now - self.said < LOG_SECONDS:
+            return
+        self.said = now
+        of = f" of {self.total / 1e9:.1f} GB ({self.done / self.total:.0%})" if self.total else " GB"
+        note(f"{self.description}: {self.done / 1e9:.1f}{of} after {now - self.begun:.0f} s")
