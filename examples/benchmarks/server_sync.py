@@ -6,8 +6,8 @@
     python examples/benchmarks/server_sync.py --out results/server_cpu.json --shape small --rank 464 --device cpu  # as many bytes as 7B, rank 32
 
 The server is started with the command that the trainer prints (NVFP4 base of random weights, rank-32 adapter). Then a few GRPO steps; then
-syncs of a changed adapter, each timed from the call to the server's answer, `--repeats` times: `shared memory`, as on one host; `tcp`, the way
-between hosts, over connections of its own; and `http`, as requests, where these cannot be made. Both over the loopback interface here. `with noise` is what a rollout puts, weights and a draw at once. On one GPU nothing travels
+syncs of a changed adapter, each timed from the call to the server's answer, `--repeats` times: `shared memory`, as on one host, and `tcp`,
+the way between hosts, over the loopback interface here. `with noise` is what a rollout puts, weights and a draw at once. On one GPU nothing travels
 between two, and trainer and engine take its time from each other while both compute; requests, and copies to the host and back, are the same. Without GPUs trainer and engine have their tensors in host memory, so what is left out is
 the copy from one GPU and to the other over their buses; and what either end computes, sums that detect damage above all, takes a CPU seconds, so
 `transport` is the way alone: writing the shared memory, and sending all parts of an update until the server has them. `noise` is a draw, `contents` what a rollout is checked by. What is known is written
@@ -15,7 +15,6 @@ after each part, so a run that is ended early leaves what it has.
 """
 
 import argparse
-import contextlib
 import json
 import os
 import shlex
@@ -112,7 +111,6 @@ def main() -> None:
     from qerl_trl.lora import register_nvfp4_lora
     from qerl_trl.noise.hooks import NoiseDraw
     from qerl_trl.nvfp4.config import from_pretrained
-    from qerl_trl.rollout.engine import RolloutError
     from qerl_trl.rollout.spec import EngineSpec
 
     folder = Path(tempfile.mkdtemp())
@@ -164,14 +162,14 @@ def main() -> None:
                 {k: v for k, v in e.items() if k.startswith(("seconds/", "step_time", "rollout/"))} for e in history
             ],
             "bytes": engine._layout.nbytes,
-            "shared_memory": engine._shared is not None,
-            "pinned": engine._shared is not None and engine._shared.pinned,
+            "shared_memory": engine._local,
+            "pinned": engine._local and engine._memory.pinned,
         }
 
         def write() -> None:
             options.out.write_text(json.dumps(results, indent=1) + "\n")
 
-        def timed(action, afterwards=lambda: None) -> dict:
+        def timed(action) -> dict:
             seconds = []
             for _ in range(options.repeats):
                 with torch.no_grad():
@@ -183,28 +181,18 @@ def main() -> None:
                 begin = time.perf_counter()
                 action()
                 seconds.append(time.perf_counter() - begin)
-                afterwards()
             return {"median_s": round(statistics.median(seconds), 4), "all_s": [round(s, 4) for s in seconds]}
 
         write()
 
-        def send() -> None:
-            sent.append(engine.transfer())
-
-        def forget() -> None:
-            with contextlib.suppress(RolloutError):  # it is not the update that it says
-                engine.call("qerl_apply", sent.pop(), "forget it")
-
         def between_hosts() -> None:
-            engine._leave()
-            engine._connect()
-            if engine._channel is None:
-                sys.exit("The server cannot be reached by connections of their own; the log says why.")
+            engine._local = False
+            engine.client.listen()
+            engine._make_room(engine._layout, engine._flat)
 
-        sent: list[str] = []
         results["transport"], results["sync"] = {}, {}
-        if engine._shared is not None:
-            results["transport"]["shared memory"] = timed(lambda: engine._shared.data.copy_(engine._flat))
+        if engine._local:
+            results["transport"]["shared memory"] = timed(engine._deliver)
             results["sync"]["shared memory"] = timed(generation.sync_weights)
             write()
         draws = iter(range(1000, 2000))
@@ -214,15 +202,14 @@ def main() -> None:
 
         results["sync"]["with noise"] = timed(with_noise)
         write()
-        norms = engine._noisy
+        norms = generation._noisy
         results["noise"] = timed(lambda: engine.set_noise(norms, NoiseDraw(1e-2, 1, next(draws), 0)))
         results["contents"] = timed(engine.contents)
         write()
-        for way, change in (("tcp", between_hosts), ("http", engine._leave)):
-            change()
-            results["transport"][way] = timed(send, forget)
-            results["sync"][way] = timed(generation.sync_weights)
-            write()
+        between_hosts()
+        results["transport"]["tcp"] = timed(engine._deliver)
+        results["sync"]["tcp"] = timed(generation.sync_weights)
+        write()
         print(
             json.dumps(
                 {k: results[k] for k in ("transport", "sync", "noise", "contents", "bytes", "pinned", "steps")},

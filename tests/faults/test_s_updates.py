@@ -1,13 +1,14 @@
 """Updates that a server takes: at 843f908 one that was refused had changed the engine already, and broadcast shapes, NaN and odd sigmas
 were accepted. The worker extension of a server, over a model of two layers and two norms."""
 
+import json
 import math
 
 import pytest
 import torch
 from torch import nn
 
-from qerl_trl.rollout.layout import UpdateLayout, mark
+from qerl_trl.rollout.transport import SharedMemory, UpdateLayout, checksum_of
 from qerl_trl.rollout.wire import AdapterTensors
 from tests.faults.catalog import fault
 
@@ -39,12 +40,10 @@ def worker(monkeypatch):
     model.norms = nn.ModuleList(norms.values())
     monkeypatch.setattr(states, "find_norms", lambda *args: norms)
     worker = QeRLWorkerExtension()
-    worker.device, worker.rank = torch.device("cpu"), 0
+    worker.device = torch.device("cpu")
     worker._qerl_rollout_state = states.RolloutState(model)
-    worker.__dict__["_qerl_largest_update"] = lambda: 2**20
-    assert send(worker, *update()) == {"layers": 2, "norms": 1}
-    worker.qerl_noisy_norms(NORMS[0])
-    assert worker.qerl_noise("0.1", "1", "2", "3")["sigma_effective"] > 0.01
+    assert taken(send(worker, *update())) == {"layers": 2, "norms": 1}
+    assert put(worker, draw=(0.1, 1, 2, 3))["sigma_effective"] > 0.01
     return worker
 
 
@@ -60,14 +59,24 @@ def update(seed=0, **changes):
     return adapter, {name[5:]: value for name, value in made.items() if name.startswith("norm:")}
 
 
-def send(worker, adapter, norms, *noise) -> dict:
+def put(worker, update=None, draw=None) -> dict:
+    return worker.qerl_put(json.dumps({"update": update, "noisy": NORMS[:1], "draw": draw}))
+
+
+def send(worker, adapter, norms, draw=None, damage=0) -> dict:
     layout = UpdateLayout.of(adapter, norms, torch.bfloat16)
-    flat = torch.zeros(layout.nbytes, dtype=torch.uint8)
-    layout.pack(adapter, norms, flat)
-    if "error" in (refused := worker.qerl_layout(layout.text())):
-        return refused
-    worker.qerl_receive("t", "0", flat.numpy().tobytes())
-    return worker.qerl_apply("t", mark(flat), *noise)
+    memory = SharedMemory(layout.nbytes, torch.device("cpu"))
+    layout.pack(adapter, norms, memory.data)
+    checksum = checksum_of(memory.data)
+    memory.data[5] ^= damage
+    return put(
+        worker, {"layout": layout.text, "memory": memory.name, "checksum": checksum, "fingerprint": checksum}, draw
+    )
+
+
+def taken(answer: dict) -> dict:
+    assert answer.pop("run")
+    return answer
 
 
 def everything(worker) -> list[torch.Tensor]:
@@ -100,27 +109,27 @@ def test_an_update_that_is_refused_has_changed_nothing(worker, case):
     assert words in error and ("nothing has changed" in error or "vLLM" in error), error
     assert all(torch.equal(left, right) for left, right in zip(before, everything(worker), strict=True))
     assert worker.qerl_contents() == contents and not contents["damaged"]
-    assert send(worker, *update(1)) == {"layers": 2, "norms": 1}  # a good one is taken after it
+    assert taken(send(worker, *update(1))) == {"layers": 2, "norms": 1}  # a good one is taken after it
     after = worker.qerl_contents()
     assert after["received"] != contents["received"] and not after["damaged"]
 
 
 @fault("S.update_values_bad")
-@pytest.mark.parametrize("sigma", ["-1.0", "nan", "inf"])
+@pytest.mark.parametrize("sigma", [-1.0, math.nan, math.inf])
 def test_noise_is_a_standard_deviation(worker, sigma):
     before = everything(worker)
-    assert "finite and not negative" in worker.qerl_noise(sigma, "1", "2", "4")["error"]
+    assert "finite and not negative" in put(worker, draw=(sigma, 1, 2, 4))["error"]
     assert all(torch.equal(left, right) for left, right in zip(before, everything(worker), strict=True))
 
 
 @fault("S.update_refused_after_change")
-@pytest.mark.parametrize("noise", [("nan", "1", "2", "4"), ("-1.0", "1", "2", "4"), ("x", "1", "2", "4"), ("0.1", "1")])
+@pytest.mark.parametrize("noise", [(math.nan, 1, 2, 4), (-1.0, 1, 2, 4), ("x", 1, 2, 4), (0.1, 1)])
 def test_an_update_with_noise_that_is_refused_has_changed_nothing(worker, noise):
     before, contents = everything(worker), worker.qerl_contents()
-    assert "Error" in send(worker, *update(1), *noise)["error"]
+    assert "Error" in send(worker, *update(1), noise)["error"]
     assert all(torch.equal(left, right) for left, right in zip(before, everything(worker), strict=True))
     assert worker.qerl_contents() == contents and not contents["damaged"]
-    assert send(worker, *update(1), "0.2", "1", "2", "4")["sigma_effective"] == pytest.approx(0.2, rel=0.8)
+    assert send(worker, *update(1), (0.2, 1, 2, 4))["sigma_effective"] == pytest.approx(0.2, rel=0.8)
 
 
 @pytest.mark.parametrize(
@@ -135,8 +144,15 @@ def test_what_is_overwritten_is_named(worker, tensor, name):
 def test_an_adapter_of_a_smaller_rank_leaves_nothing_of_the_one_before(worker):
     adapter, norms = update(2)
     small = {name: AdapterTensors(t.a[:2], t.b[:, :2], 1.5) for name, t in adapter.items()}
-    assert send(worker, small, norms) == {"layers": 2, "norms": 1}
+    assert taken(send(worker, small, norms)) == {"layers": 2, "norms": 1}
     layer = worker._qerl_rollout_state.model.qkv_proj
     assert layer.adapter_b[:, 2:].abs().max() == 0 and layer.adapter_a[2:RANK].abs().max() == 0
     assert torch.equal(layer.adapter_b[: WIDTHS[0], :2], (small["q_proj"].b * 1.5).bfloat16())
     assert worker.qerl_contents()["damaged"] == []
+
+
+@fault("S.update_refused_after_change")
+def test_an_update_that_arrives_damaged_has_changed_nothing(worker):
+    before = everything(worker)
+    assert "arrived damaged" in send(worker, *update(1), damage=1)["error"]
+    assert all(torch.equal(left, right) for left, right in zip(before, everything(worker), strict=True))

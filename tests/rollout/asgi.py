@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from qerl_trl.rollout.signature import HEADER, SECRET, sign
+from qerl_trl.rollout.transport import SECRET, bearer
 
 KEY = "a secret of the tests, long enough"
 
@@ -23,7 +23,7 @@ class FakeVLLM:
         self.bodies: list[bytes] = []
         self.asked: list[tuple] = []
         self.answer = answer
-        self.state = SimpleNamespace(engine_client=self)
+        self.state = SimpleNamespace(engine_client=self, args=SimpleNamespace(ssl_certfile=None, ssl_keyfile=None))
 
     async def __call__(self, scope, receive, send):
         self.reached.append(f"{scope['method']} {scope['path']}")
@@ -36,7 +36,7 @@ class FakeVLLM:
         self.asked.append((method, *args))
         if isinstance(self.answer, Exception):
             raise self.answer
-        return [{"bytes": 1}] if self.answer is None else self.answer
+        return [{"run": "1"}] if self.answer is None else self.answer
 
     async def reset_prefix_cache(self, reset_running_requests=False, reset_connector=False):
         self.asked.append(("reset",))
@@ -52,9 +52,8 @@ def guarded(app, key: str = KEY, **environment: str):
 
 
 def ask(endpoint, method: str, path: str, body: bytes = b"", headers: dict[str, str] | None = None, parts: int = 1):
-    """Status and content of one answer. `headers` replace Content-Length where they name it; None leaves it out."""
-    given = {"Content-Length": str(len(body)), **(headers or {})}
-    return asyncio.run(_ask(endpoint, method, path, body, given, parts))
+    """Status and content of one answer."""
+    return asyncio.run(_ask(endpoint, method, path, body, headers or {}, parts))
 
 
 async def _ask(endpoint, method, path, body, headers, parts):
@@ -77,13 +76,14 @@ async def _ask(endpoint, method, path, body, headers, parts):
         "query_string": query.encode(),
         "headers": [(k.lower().encode(), v.encode("latin-1")) for k, v in headers.items() if v is not None],
         "app": getattr(endpoint, "app", None),
+        "server": ("127.0.0.1", 0),
     }
     await endpoint(scope, receive, send)
     return sent[0]["status"], json.loads(b"".join(message.get("body", b"") for message in sent[1:]) or "null")
 
 
-def signed(method: str, path: str, body: bytes = b"", key: str = KEY) -> dict[str, str]:
-    return {HEADER: sign(key.encode(), method, path, body)}
+def allowed(key: str = KEY) -> dict[str, str]:
+    return {"Authorization": bearer(key)}
 
 
 @contextlib.contextmanager

@@ -780,18 +780,14 @@ def serve(folder: Path, tensor_parallel: int) -> dict:
             g.sync_weights()
             results["sync seconds"] = time.perf_counter() - started
             results["adapter"].append(gap_now())
-        results["shared memory"] = g.engine._shared is not None
-        g.engine._leave()
-        g.engine._connect()  # as between two hosts
+        results["shared memory"] = g.engine._local
+        g.engine._local = False  # as between two hosts
+        g.engine.client.listen()
+        g.engine._make_room(g.engine._layout, g.engine._flat)
         for seed in (7, 8):
             randomize(policy, seed)
             g.sync_weights()
             results["adapter"].append(gap_now())
-        results["connections"] = g.engine._channel is not None
-        g.engine._leave()  # as behind a firewall
-        randomize(policy, 9)
-        g.sync_weights()
-        results["adapter"].append(gap_now())
         calls = dict(g._calls)
 
         def drawn() -> list[list[int]]:
@@ -808,10 +804,9 @@ def serve(folder: Path, tensor_parallel: int) -> dict:
         results["noise ignored"] = gap_now()
         with noise.active():
             results["noisy"] = gap_now()
-        results["arrays"] = arrays_and_own_form(g.vllm_client)
-        results["a pickle"] = error_of(lambda: g.engine.call("qerl_layout", "\x80\x04\x95 a pickle"))
-        results["short"] = error_of(lambda: send(g.engine, b"abc"))
-        results["damaged"] = error_of(lambda: send(g.engine, bytes(g.engine._layout.nbytes)))
+        g.engine._sums["checksum"] = "another"
+        results["damaged"] = error_of(lambda: g.engine.client.call("qerl_put", json.dumps(
+            {"update": g.engine._deliver(), "noisy": [], "draw": None})))  # fmt: skip
         with noise.active():
             results["still as before"] = gap_now()
         other = adapter_on(packed(path, "four_over_six"))
@@ -831,42 +826,6 @@ def serve(folder: Path, tensor_parallel: int) -> dict:
     g.vllm_client.session.mount("http://", HTTPAdapter())
     results["dead server"] = error_of(lambda: g.generate(PROMPTS, None, 1))
     return results
-
-
-def arrays_and_own_form(client) -> dict[str, bool]:
-    """Whether completions that come as arrays are those that come in vLLM's own form, and whether they came so."""
-    from unittest import mock
-
-    from qerl_trl.rollout import client as module
-    from qerl_trl.rollout import packed
-
-    came: list[bool] = []
-    content_of = module.content_of
-
-    def completions(version: str, prompts: list, settings: dict, further: dict) -> dict:
-        def watched(response, url):
-            content = content_of(response, url)
-            came.append(packed.FIELD in content)
-            return content
-
-        with mock.patch.object(module, "content_of", watched), mock.patch.object(packed, "VERSION", version):
-            return client.generate(prompts, max_tokens=NEW, generation_kwargs=further, **settings)
-
-    # one prompt alone: what else is in a batch, which depends on when a request arrives, moves the last bits of what vLLM computes
-    one, cases = PROMPTS[:1], {}
-    cases["greedy"] = one, {"temperature": 0.0}, {"ignore_eos": True}
-    cases["seed"] = one, {}, {"seed": 5, "ignore_eos": True}
-    cases["structured"] = one, {"temperature": 0.0, "structured_outputs_regex": "(x|y)+"}, {}
-    cases["stop"] = one, {"top_p": 0.9}, {"seed": 3, "stop": ["e"], "stop_token_ids": [7]}
-    both = {name: [completions(version, *case) for version in (packed.VERSION, "none")] for name, case in cases.items()}
-    same = {name: arrays == own for name, (arrays, own) in both.items()}
-    same["constrained"] = both["structured"][0]["completion_ids"] != both["greedy"][0]["completion_ids"]
-    cases["batch"] = PROMPTS, {"temperature": 0.0}, {"ignore_eos": True}
-    arrays, own = (completions(version, *cases["batch"]) for version in (packed.VERSION, "none"))
-    same["batch"] = arrays["completion_ids"] == own["completion_ids"] and torch.allclose(
-        torch.tensor(arrays["logprobs"]), torch.tensor(own["logprobs"]), atol=1e-4
-    )
-    return same | {"came": came == [True, False] * len(cases)}
 
 
 @scenario
@@ -949,10 +908,10 @@ def handshake(folder: Path) -> dict:
 
 
 def strangers(url: str) -> dict[str, int]:
-    """What a server answers to requests that are not signed."""
+    """What a server answers to requests without its secret."""
     import requests
 
-    noise = {"method": "qerl_noise", "args": ["0.5", "1", "2", "3"]}
+    noise = {"method": "qerl_put", "args": ['{"update": null, "noisy": [], "draw": [0.5, 1, 2, 3]}'], "reset": False}
     asked = {
         "call": ("/qerl/call", noise),
         "completions": ("/v1/completions", {"prompt": "x", "max_tokens": 1}),
@@ -962,12 +921,7 @@ def strangers(url: str) -> dict[str, int]:
     answers = {
         name: requests.post(url + path, json=body, timeout=60).status_code for name, (path, body) in asked.items()
     }
-    return {"open": requests.get(url + "/v1/models", timeout=60).status_code, **answers}
-
-
-def send(link, data: bytes) -> None:
-    link.call("qerl_receive", "x", 0, part=data)
-    link.call("qerl_apply", "x", "0" * 32)
+    return {"open": requests.get(url + "/health", timeout=60).status_code, **answers}
 
 
 @scenario

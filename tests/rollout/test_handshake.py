@@ -121,9 +121,3 @@ def test_layers_that_only_one_side_has():
     reply["weights"]["model.layers.9.mlp.up_proj"] = list(WeightSummary("dense", 4, [1, 2, 3, 4]))
     (found,) = differences(EngineSpec.of(model), model, [reply])
     assert found == "layers that the trainer's model does not have: model.layers.9.mlp.up_proj"
-
-
-def test_an_older_plugin_is_named():
-    model = policy()
-    (found,) = differences(EngineSpec.of(model), model, [{"layers": [], "checksums": {}}])
-    assert "another version of qerl-trl" in found

@@ -1,47 +1,184 @@
 """The engine on a server: `vllm serve` with our plugin, reached from the trainer's main process.
 
-Adapter and noise go to methods of its workers (vllm/worker.py), through an endpoint of our own that knows the trainer by a shared secret
-(vllm/endpoint.py): the noise as four numbers, the adapter as bytes. On one host these travel through memory that both have in common
-(shared_memory.py), between hosts over connections of their own (channel.py), and where neither can be had as parts in requests (transfers.py).
-Completions come through TRL's client, whose requests are signed too (client.py). vLLM's NCCL weight transfer is not used: on the server it ends
-in `model.load_weights`, which knows the names of a checkpoint and neither adapter buffers nor noise, and an adapter is small (rank 32 on 7B:
-160 MB in bf16).
+An update goes through memory that trainer and server share, or between hosts as one HTTP body (transport.py); noise goes as four numbers. The
+server's workers put both in place (vllm/worker.py). Completions come by vLLM's own routes, through TRL's client. vLLM's NCCL weight transfer is
+not used: it ends in `model.load_weights`, which knows neither adapter buffers nor noise.
 """
 
 import contextlib
 import ipaddress
+import json
 import logging
 import math
-import uuid
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import Any
-from urllib.parse import urlparse
+from urllib.parse import urlsplit
 
+import requests
 import torch
 from accelerate.utils import broadcast_object_list
+from requests.adapters import HTTPAdapter
 from torch import nn
+from trl.generation.vllm_client import VLLMClient
 
 from ..noise.hooks import NoiseDraw
-from .channel import PORT, Channel
-from .client import Client, odd, understood
-from .engine import Completion, Contents, Engine, RolloutError, Sampling, gather_prompts
-from .handshake import check_form, differences
-from .layout import UpdateLayout, mark
-from .shared_memory import SharedMemory
-from .signature import SECRET, secret
+from .engine import Completion, Contents, Engine, RolloutError, Sampling, Seeds, gather_prompts
+from .handshake import differences
 from .spec import EngineSpec
-from .wire import CALL, CHUNK, AdapterTensors, Update
+from .transport import PORT, SECRET, SharedMemory, UpdateLayout, bearer, checksum_of, secret
+from .wire import CALL, LISTEN, MESSAGE_TIMEOUT, AdapterTensors, Update
 
 logger = logging.getLogger(__name__)
 
-#: parts of an update at a time
-PARTS = 4
-#: of a server whose address is this host's
-_CONTAINED = (
-    " A server in a container listens inside it where the trainer asks by a loopback address: give another address of this host as "
-    "vllm_server_base_url, or start the container with --ipc=host, so that memory is shared."
-)
+_REMEDIES = {
+    200: "It is not JSON: another service or a proxy answers there. Check vllm_server_base_url",
+    401: f"Start server and trainer with the same {SECRET}",
+    404: "Start the server with the command that the trainer prints",
+    413: "Lower generation_batch_size, or raise the limit of the proxy in between",
+}
+#: requests at a time where each prompt has a seed of its own
+CONCURRENCY = 256
+
+
+class Client(VLLMClient):
+    """TRL's client with the server's secret, the trainer's own calls, and a seed for each prompt.
+
+    Raises:
+        `ConnectionError`: no server answers within `timeout` seconds.
+        [`RolloutError`]: another service answers, or the server has another secret.
+    """
+
+    #: a rank's answer to `qerl_describe`; where updates go over the network; another one after a restart of the server
+    description: Mapping[str, Any]
+    data_url = run = ""
+
+    def __init__(self, url: str, secret: str, timeout: float) -> None:
+        self._secret = secret
+        super().__init__(base_url=url.rstrip("/"), connection_timeout=timeout)
+
+    def check_server(self, total_timeout: float = 0.0, retry_interval: float = 1.0) -> None:
+        """As TRL's, which waits forever for a service that is not vLLM. The session is ready here, and not used yet."""
+        self.session.auth = self._authorize  # a function, because ~/.netrc would replace a header
+        retries = self.session.get_adapter(self.base_url).max_retries.new(raise_on_status=False)  # type: ignore[attr-defined]
+        for scheme in ("http://", "https://"):
+            self.session.mount(scheme, HTTPAdapter(max_retries=retries, pool_maxsize=CONCURRENCY))
+        end = time.monotonic() + total_timeout
+        while True:
+            try:
+                return requests.get(f"{self.base_url}/health", timeout=5).raise_for_status()
+            except requests.RequestException as error:
+                if time.monotonic() >= end:
+                    raise ConnectionError(
+                        f"No vLLM server answers at {self.base_url} within vllm_server_timeout={total_timeout:g} s ({error}). Start one, or "
+                        "correct vllm_server_base_url."
+                    ) from error
+            time.sleep(retry_interval)
+
+    def _authorize(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
+        request.headers["Authorization"] = bearer(self._secret)
+        return request
+
+    def call(self, method: str, *args: str, reset: bool = False) -> list[dict]:
+        """One method of the worker extension on every rank, then the reset of the prefix cache; "" for the reset alone.
+
+        Raises:
+            [`RolloutError`]: the server refused.
+        """
+        told = {"method": method, "args": args, "reset": reset}
+        content = self._post(self.base_url + CALL, json=told, timeout=MESSAGE_TIMEOUT)
+        answers = content.get("results", [])
+        self.run = answers[0].get("run") if answers else self.run
+        for answer in answers:
+            if "error" in answer:
+                raise RolloutError(f"The server at {self.base_url} refused {method}: {answer['error']}")
+        if reset and not content["reset"]:
+            raise RolloutError(
+                f"The server at {self.base_url} did not reset its prefix cache, because requests are still running. Let no other client use it, "
+                "and wait until an abandoned rollout has ended."
+            )
+        return answers
+
+    def reset_prefix_cache(self) -> None:
+        self.call("", reset=True)
+
+    def listen(self) -> None:
+        """Let the server take updates over the network."""
+        parts, port = urlsplit(self.base_url), self._post(self.base_url + LISTEN, timeout=MESSAGE_TIMEOUT)["port"]
+        host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
+        self.data_url = f"{parts.scheme}://{host}:{port}/"
+
+    def upload(self, data: memoryview) -> str:
+        """Send an update to the server's host; the name of the memory that holds it there.
+
+        Raises:
+            [`RolloutError`]: the port for updates cannot be reached.
+        """
+        try:
+            response = self.session.put(self.data_url, data=data, timeout=MESSAGE_TIMEOUT)
+            response.raise_for_status()
+            return response.text
+        except requests.RequestException as error:
+            raise RolloutError(
+                f"The update could not be sent to {self.data_url} ({error}). Open this port, or choose one by {PORT} in the server's "
+                "environment; for a container on this host use --ipc=host."
+            ) from error
+
+    def _get(self, url: str, **kwargs: Any) -> dict:
+        return _content(self.session.get(url, timeout=MESSAGE_TIMEOUT, **kwargs))
+
+    def _post(self, url: str, **kwargs: Any) -> dict:
+        asked = kwargs.get("json") or {}
+        if not isinstance(asked.get("seed"), list):
+            return _content(self.session.post(url, **kwargs))
+        # vLLM has one seed for all prompts of a request
+        each = [asked | {"prompt": [p], "seed": seed} for p, seed in zip(asked["prompt"], asked["seed"], strict=True)]
+        contents = _at_once(lambda one: self._post(url, json=one), each)
+        return {"choices": [choice for content in contents for choice in content["choices"]]}
+
+    def get_server_info(self) -> dict:
+        """What TRL's trainer reads of vLLM's settings, without the development mode that serves them."""
+        return {"model_config": {"logprobs_mode": self.description["logprobs_mode"]}}
+
+    def generate(self, prompts: list, features: list | None = None, **kwargs: Any) -> dict:
+        """As TRL's. A `seed` in `generation_kwargs` may be a list, one for each prompt, or [`Seeds`], which prompts with pictures go without."""
+        further = dict(kwargs.pop("generation_kwargs", None) or {})
+        if isinstance(seeds := further.get("seed"), Seeds):
+            further["seed"] = seeds.of(len(prompts)) if features is None else None
+        return super().generate(prompts, features, generation_kwargs=further, **kwargs)
+
+
+def _content(response: requests.Response) -> dict:
+    """The JSON of an answer.
+
+    Raises:
+        [`RolloutError`]: a refusal, with the server's words and what to do; or another service.
+    """
+    with contextlib.suppress(ValueError):
+        if response.status_code == 200:
+            return response.json()
+    remedy = _REMEDIES.get(response.status_code, "See the server's log")
+    raise RolloutError(f"{response.url} answered {response.status_code}: {response.text[:300].strip()}. {remedy}.")
+
+
+def _at_once(call: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
+    """`call` of each item, in daemon threads: neither `rollout_timeout` nor the interpreter's end waits for a request that hangs."""
+    gate, futures = threading.Semaphore(CONCURRENCY), [Future[Any]() for _ in items]
+
+    def work(future: Future, item: Any) -> None:
+        with gate:
+            try:
+                future.set_result(call(item))
+            except BaseException as error:
+                future.set_exception(error)
+
+    for pair in zip(futures, items, strict=True):
+        threading.Thread(target=work, args=pair, daemon=True).start()
+    for future in wait(futures, return_when=FIRST_EXCEPTION).done:
+        future.result()
+    return [future.result() for future in futures]
 
 
 class ServerEngine(Engine):
@@ -55,235 +192,137 @@ class ServerEngine(Engine):
 
     Raises:
         `ConnectionError`: no server answers.
-        `RuntimeError`: there is no secret, or another one; it runs without our plugin, without buffers for this adapter, or with other
-            weights.
+        `RuntimeError`: there is no secret, or the server has another secret, adapter buffers or weights.
     """
 
     def __init__(self, url: str, spec: EngineSpec, model: nn.Module, timeout: float) -> None:
-        self.spec, self.url = spec, url
+        self.spec, self.url, self._model = spec, url, model
         try:
             self.client = Client(url, secret(), timeout)
         except (OSError, RuntimeError) as error:
             kind = ConnectionError if isinstance(error, OSError) else RuntimeError
             raise kind(f"{error}\n{self._advice()}") from error
-        self.url = self.client.base_url
-        self._noisy: tuple[str, ...] = ()
-        self._sent: tuple[str | None, str | None] = (None, None)  # mark of the latest update, and its fingerprint
         self._layout, self._flat = UpdateLayout(()), torch.empty(0, dtype=torch.uint8)
-        self._shared: SharedMemory | None = None
-        self._channel: Channel | None = None
-        self._host: torch.Tensor | None = None
-        if urlparse(self.url).scheme != "https" and not _is_loopback(self.url):
+        self._memory: SharedMemory | None = None
+        self._sums: dict[str, str] = {}  # of the update in `_flat`
+        if urlsplit(url).scheme != "https" and not _is_loopback(url):
             logger.warning(
-                "%s is neither a loopback address nor https. Requests are signed, but adapter, prompts and completions travel as they "
-                "are: use vLLM's --ssl-certfile and --ssl-keyfile, or a tunnel, where others can listen.",
-                self.url,
+                "%s is neither a loopback address nor https: secret, adapter, prompts and completions are not encrypted. Use vLLM's "
+                "--ssl-certfile and --ssl-keyfile, or a tunnel, where others can listen.",
+                url,
             )
-        self.check(model)
+        self._check()
 
     def _advice(self) -> str:
-        asked = urlparse(self.url)
+        asked = urlsplit(self.url)
         host, where = ("127.0.0.1", "") if _is_loopback(self.url) else ("0.0.0.0", f" on {asked.hostname}")
         command = self.spec.serve_command(host, asked.port)
         return f"With the trainer's {SECRET} in its environment, the server is started{where} by\n{command}"
 
-    def check(self, model: nn.Module) -> None:
-        """Compare what the server runs with the trainer's model.
+    def _check(self) -> None:
+        """Compare what the server runs with the trainer's model, and find out whether memory can be shared.
 
         Raises:
             `RuntimeError`: they differ; says where, and gives the command that starts the right server.
         """
+        name = ""
+        with contextlib.suppress(OSError):  # no /dev/shm
+            probe = SharedMemory(1, torch.device("cpu"))
+            name = probe.name
         try:
-            ranks = self.client.call("qerl_describe")
-            check_form(ranks)
-        except ValueError as error:
+            ranks = self.client.call("qerl_describe", name)
+            self._local, self._run = all(rank["same_host"] for rank in ranks), self.client.run
+            if not self._local:
+                self.client.listen()
+            self.client.description = ranks[0]
+            found = differences(self.spec, self._model, ranks)
+        except (OSError, RuntimeError, KeyError) as error:  # KeyError: the answer of another version
             raise RuntimeError(
-                f"The server at {self.url} describes its model in another form than this qerl-trl reads: {error}.\n{self._advice()}"
+                f"The server at {self.url} does not serve this trainer: {type(error).__name__}: {error}\n{self._advice()}"
             ) from error
-        except (OSError, RuntimeError) as error:
-            raise RuntimeError(
-                f"The server at {self.url} does not serve this trainer: {error}\n{self._advice()}"
-            ) from error
-        self._ranks = len(ranks)
-        found = differences(self.spec, model, ranks)
-        self.client.description = ranks[0]
         if found:
             listed = "".join(f"\n  - {difference}" for difference in found)
             raise RuntimeError(f"The server at {self.url} does not run the trainer's model:{listed}\n{self._advice()}")
-
-    def call(self, method: str, *args: Any, part: bytes | memoryview = b"", reset: bool = False) -> list[dict]:
-        """One method of the worker extension on every rank, as `Client.call`.
-
-        Raises:
-            [`RolloutError`]: the server refused, with its words, or its answer makes no sense.
-        """
-        answers = self.client.call(method, *args, part=part, reset=reset)
-        if len(answers) != self._ranks:
-            raise odd(self.url + CALL, f"one result of {method} from each of {self._ranks} ranks", f"{answers}")
-        return answers
+        logger.info("Updates go to %s %s.", self.url, "through /dev/shm" if self._local else "over the network")
 
     def put_adapter(self, adapter: Mapping[str, AdapterTensors], norms: Mapping[str, torch.Tensor]) -> None:
-        self._apply(Update(adapter, norms))
-
-    def put(self, update: Update | None, noisy: Sequence[str] = (), draw: NoiseDraw | None = None) -> float | None:
-        if draw is not None:
-            self._declare(noisy)
-        if update is not None:
-            answers = self._apply(update, draw, reset=True)
-        elif draw is not None:
-            answers = self.call("qerl_noise", *_numbers(draw), reset=True)
-        else:
-            self.reset_prefix_cache()
-        return None if draw is None else self._effective(answers)
-
-    def _apply(self, update: Update, draw: NoiseDraw | None = None, reset: bool = False) -> list[dict]:
-        """Send an update, and the draw that is to lie on it; the answers."""
-        layout = UpdateLayout.of(update.adapter, update.norms, getattr(torch, self.spec.dtype))
-        if layout != self._layout:
-            device = next((t.a.device for t in update.adapter.values()), torch.device("cpu"))
-            self._announce(layout, device)
-        self._layout.pack(update.adapter, update.norms, self._flat)
-        if self._shared is not None:
-            self._shared.data.copy_(self._flat, non_blocking=self._shared.pinned)
-        expected = mark(self._flat)  # waits for the device, and so for the copy
-        transfer = "shared" if self._shared is not None else self.transfer()
-        noise = () if draw is None else _numbers(draw)
-        with ThreadPoolExecutor(max_workers=1) as pool:
-            asked = pool.submit(self.call, "qerl_apply", transfer, expected, *noise, reset=reset)
-            fingerprint = update.fingerprint  # while the server is busy
-            answers = asked.result()
-        written = {"layers": len(update.adapter), "norms": len(update.norms)}
-        if any({key: answer.get(key) for key in written} != written for answer in answers):
-            raise odd(self.url + CALL, f"{written} written on each rank", f"{answers}")
-        self._sent = expected, fingerprint
-        return answers
-
-    def _announce(self, layout: UpdateLayout, device: torch.device) -> None:
-        """Agree on what updates consist of, and on the way they take: shared memory where the server can open it, else the network."""
-        self.call("qerl_layout", layout.text())
-        self._layout, self._flat = layout, torch.zeros(layout.nbytes, dtype=torch.uint8, device=device)
-        self._leave()
-        if not self._share(device):
-            self._connect()
-
-    def _share(self, device: torch.device) -> bool:
-        """Whether the server can open memory of this host."""
-        try:
-            shared = SharedMemory.create(self._layout.nbytes, device)
-        except (OSError, ValueError) as error:
-            logger.info("Updates go to the server over the network: no memory could be shared (%s).", error)
-            return False
-        try:
-            answers = self.call("qerl_open", shared.name)
-        except RolloutError as error:
-            logger.info("Updates go to the server over the network: it cannot open memory of this host (%s).", error)
-            answers = [{}]
-        if all(answer.get("proof") == shared.proof() for answer in answers):
-            shared.forget_name()
-            self._shared = shared
-        else:
-            shared.close()
-        return self._shared is not None
-
-    def _connect(self) -> None:
-        """Open connections for updates, or say why they go as requests."""
-        parts = urlparse(self.url)
-        if parts.scheme == "https":
-            logger.info("Updates go to %s as requests: connections of their own would not be encrypted.", self.url)
-            return
-        host, channel = parts.hostname or "", None
-        address = "" if not _is_loopback(self.url) else _HERE.get(host, host)
-        try:
-            listening = self.call("qerl_listen", address)[0]
-            with understood(self.url + CALL, "a port and a name"):
-                port, name = int(listening["port"]), str(listening["name"])
-            channel = Channel(host, port, secret(), name)
-            proofs = [answer.get("proof") for answer in self.call("qerl_open", name)]
-            if None in proofs or len(set(proofs)) != 1:
-                raise odd(self.url + CALL, f"one proof from {len(proofs)} ranks that see the same memory", f"{proofs}")
-        except (OSError, RolloutError) as error:
-            if channel is not None:
-                channel.close()
-            logger.warning(
-                "Updates go to %s as requests, which takes longer: a connection for them alone cannot be made (%s). The "
-                "port where a server awaits it is any free one, or %s in its environment: let the trainer reach it.%s",
-                self.url, error, PORT, _CONTAINED if address else "",
-            )  # fmt: skip
-            return
-        logger.info("Updates go to %s over connections of their own, port %d.", self.url, port)
-        self._channel = channel
-
-    def transfer(self) -> str:
-        """Send the update over the network; the name under which the server keeps it until it is applied."""
-        data = self._on_host()
-        broken = 0
-        while self._channel is not None:
-            try:
-                self._channel.send(data)
-                return "shared"
-            except OSError as error:
-                broken += 1
-                remedy = (
-                    "they are made anew" if broken == 1 else "from now on updates go as requests, which take longer"
-                )
-                logger.warning("The connections for updates to %s broke (%s): %s.", self.url, error, remedy)
-                self._leave()
-            if broken == 1:
-                self._connect()
-        return self._request_parts(data)
-
-    def _on_host(self) -> memoryview:
-        """The update's bytes, copied from the GPU where it is on one."""
-        if self._flat.device.type == "cpu":
-            return self._flat.numpy().data
-        if self._host is None:
-            self._host = torch.empty(self._flat.shape, dtype=torch.uint8)
-            if self._flat.device.type == "cuda":
-                with contextlib.suppress(RuntimeError):  # a limit on locked memory: the copy takes longer
-                    self._host = self._host.pin_memory()
-        return self._host.copy_(self._flat).numpy().data
-
-    def _request_parts(self, data: memoryview) -> str:
-        """Send the update in requests, a few at a time."""
-        transfer = uuid.uuid4().hex
-
-        def send(index: int) -> None:
-            self.call("qerl_receive", transfer, index, part=data[index * CHUNK : (index + 1) * CHUNK])
-
-        with ThreadPoolExecutor(max_workers=PARTS) as pool:
-            list(pool.map(send, range(-(-len(data) // CHUNK))))
-        return transfer
+        self._put(Update(adapter, norms))
 
     def set_noise(self, norms: Sequence[str], draw: NoiseDraw) -> float | None:
-        self._declare(norms)
-        return self._effective(self.call("qerl_noise", *_numbers(draw)))
+        return self._put(None, norms, draw)
 
-    def _declare(self, norms: Sequence[str]) -> None:
-        """Which norms carry noise."""
-        if tuple(norms) != self._noisy:
-            self.call("qerl_noisy_norms", " ".join(norms))
-            self._noisy = tuple(norms)
-
-    def _effective(self, answers: list[dict]) -> float:
-        effective = answers[0].get("sigma_effective")
-        if not isinstance(effective, float | int):
-            raise odd(self.url + CALL, 'a number "sigma_effective"', f"{answers[0]}")
-        return float(effective)
-
-    def contents(self) -> Contents:
-        answers = self.call("qerl_contents")
-        try:
-            ranks = [Contents(a["received"], list(a["damaged"]), _draw(a["draw"])) for a in answers]
-        except (KeyError, TypeError) as error:
-            raise odd(self.url + CALL, "what each rank holds", f"{answers}") from error
-        first, damaged = ranks[0], sorted({name for rank in ranks for name in rank.damaged})
-        if any(rank._replace(damaged=[]) != first._replace(damaged=[]) for rank in ranks):
-            damaged.append(f"another update or noise on some of the {len(ranks)} ranks")
-        digest, fingerprint = self._sent
-        return first._replace(received=fingerprint if first.received == digest else first.received, damaged=damaged)
+    def put(self, update: Update | None, noisy: Sequence[str] = (), draw: NoiseDraw | None = None) -> float | None:
+        return self._put(update, noisy, draw, reset=True)
 
     def reset_prefix_cache(self) -> None:
         self.client.reset_prefix_cache()
+
+    def _put(
+        self, update: Update | None, noisy: Sequence[str] = (), draw: NoiseDraw | None = None, reset: bool = False
+    ) -> float | None:
+        """One request, whatever changed; to a server that was restarted, the adapter too."""
+        if update is not None:
+            self._pack(update)
+        told = {"update": update and self._deliver(), "noisy": [*noisy], "draw": draw}
+        try:
+            answer = self.client.call("qerl_put", json.dumps(told), reset=reset)[0]
+        except RolloutError:
+            if self.client.run == self._run:
+                raise
+        if self.client.run != self._run:
+            logger.warning(
+                "The server at %s was restarted. It is compared again, and gets the adapter again.", self.url
+            )
+            self._check()
+            self._make_room(self._layout, self._flat)
+            told["update"] = self._deliver()
+            answer = self.client.call("qerl_put", json.dumps(told), reset=reset)[0]
+        if self._memory is not None:
+            self._memory.unlink()  # the workers have mapped it
+        return answer.get("sigma_effective")
+
+    def _pack(self, update: Update) -> None:
+        layout = UpdateLayout.of(update.adapter, update.norms, getattr(torch, self.spec.dtype))
+        if layout != self._layout:
+            device = next((t.a.device for t in update.adapter.values()), torch.device("cpu"))
+            self._make_room(layout, torch.zeros(layout.nbytes, dtype=torch.uint8, device=device))
+        self._layout.pack(update.adapter, update.norms, self._flat)
+        self._sums = {"checksum": checksum_of(self._flat), "fingerprint": update.fingerprint}
+
+    def _make_room(self, layout: UpdateLayout, flat: torch.Tensor) -> None:
+        """Keep updates in `flat`; where memory is shared with the server, new memory of the same content."""
+        self._layout, self._flat, self._memory = layout, flat, None
+        if self._local and layout.nbytes:
+            self._memory = SharedMemory(layout.nbytes, flat.device)
+            if flat.device.type == "cpu":
+                self._flat = self._memory.data.copy_(flat)
+
+    def _deliver(self) -> dict[str, Any] | None:
+        """Bring the update to the server's host; what the workers have to know about it."""
+        if not self._layout.entries:
+            return None
+        if self._memory is None:
+            name = self.client.upload(self._flat.cpu().numpy().data)
+        else:
+            name = self._memory.name
+            if self._flat.device.type != "cpu":
+                self._memory.data.copy_(self._flat)
+        return {"layout": self._layout.text, "memory": name, **self._sums}
+
+    def contents(self) -> Contents:
+        answers = self.client.call("qerl_contents")
+        if self.client.run != self._run:
+            raise RolloutError(
+                f"The server at {self.url} was restarted during a rollout, so its completions are not the trained policy's. Resume from the last "
+                "checkpoint."
+            )
+        ranks = [
+            Contents(a["received"], a["damaged"], _draw(a["draw"]), _draw(a["sampled"]), a["norms"]) for a in answers
+        ]
+        first, damaged = ranks[0], sorted({name for rank in ranks for name in rank.damaged})
+        if any(rank._replace(damaged=[]) != first._replace(damaged=[]) for rank in ranks):
+            damaged.append(f"another update or noise on some of the {len(ranks)} ranks")
+        return first._replace(damaged=damaged)
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Completion]:
         counts, everyone = gather_prompts(prompts)
@@ -303,53 +342,34 @@ class ServerEngine(Engine):
             further["seed"] = [sampling.seed + i for i in range(len(prompts))]
         output = self.client.generate(
             prompts,
-            n=1,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             max_tokens=sampling.max_tokens,
-            logprobs=0,
             generation_kwargs=further,
         )
-        tokens, logps = output["completion_ids"], output["logprobs"]
-        with understood(self.client.base_url, "one log-probability for each token"):
-            return [
-                Completion(list(ids), [math.nan if step[0] is None else step[0] for step in steps])
-                for ids, steps in zip(tokens, logps, strict=True)
-            ]
+        return [
+            Completion(list(ids), [math.nan if step[0] is None else step[0] for step in steps])
+            for ids, steps in zip(output["completion_ids"], output["logprobs"], strict=True)
+        ]
 
     def trl_attributes(self) -> dict[str, Any]:
         return {"vllm_client": self.client}
 
     def close(self) -> None:
         """Close the connections; the server keeps running."""
-        self._leave()
-        self.client.close()
-
-    def _leave(self) -> None:
-        """Shared memory and connections for updates."""
-        for way in (self._shared, self._channel):
-            if way is not None:
-                way.close()
-        self._shared = self._channel = self._host = None
-
-
-def _numbers(draw: NoiseDraw) -> tuple[str, int, int, int]:
-    """As the worker takes them."""
-    return repr(draw.sigma), draw.seed, draw.step, draw.generation
+        self._layout, self._flat, self._memory = UpdateLayout(()), torch.empty(0, dtype=torch.uint8), None
+        self.client.session.close()
 
 
 def _draw(key: Sequence[Any] | None) -> NoiseDraw | None:
     return None if key is None else NoiseDraw(*key)
 
 
-#: other ways to write the address of this machine's own interface; 0.0.0.0 is TRL's default
-_HERE = {"localhost": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
-
-
 def _is_loopback(url: str) -> bool:
-    host = urlparse(url).hostname or ""
+    host = urlsplit(url).hostname or ""
     try:
-        return ipaddress.ip_address(_HERE.get(host, host)).is_loopback
-    except ValueError:  # a name
-        return False
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host == "localhost"
+    return address.is_loopback or address.is_unspecified  # 0.0.0.0 is TRL's default

@@ -1,4 +1,4 @@
-"""What changes between rollouts, adapter and trained norms: its fingerprints, and the limits of its way to a server."""
+"""What changes between rollouts, adapter and trained norms, with its fingerprints; and the names that a server is told."""
 
 import hashlib
 import os
@@ -10,19 +10,11 @@ import torch
 
 from .sums import all_bits, all_finite
 
-#: bytes of one part of an update
-CHUNK = 16 * 2**20
-#: an adapter of rank 512 on a 70B model in bf16; more is not an adapter
-MAX_TRANSFER = 16 * 2**30
-#: the server's paths for the trainer alone (vllm/endpoint.py): a method of the worker extension, and the prefix cache
-CALL, RESET = "/qerl/call", "/qerl/reset_prefix_cache"
-#: vLLM's path for completions of token ids
-COMPLETIONS = "/v1/completions"
-#: that extension
+#: the server's paths for the trainer alone (vllm/endpoint.py): a method of the worker extension, and the port for updates from another host
+CALL, LISTEN = "/qerl/call", "/qerl/listen"
+#: the worker extension
 WORKER_EXTENSION = "qerl_trl.rollout.vllm.worker.QeRLWorkerExtension"
-#: bytes of one request to them: a line of JSON, and a part
-MAX_MESSAGE = CHUNK + 2**20
-#: seconds that one may take
+#: seconds that a request to them may take
 MESSAGE_TIMEOUT = 300
 #: vLLM's own switch of its batch-invariant mode, in the environment of the process that computes; ours follows it
 BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"

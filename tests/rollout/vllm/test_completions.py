@@ -1,17 +1,16 @@
-"""vLLM's own route, handler and client connection, with an engine that answers what it is told; test_engine.py has a real one."""
+"""Completions by vLLM's own route, with an engine that answers what it is told; test_engine.py has a real one."""
 
 import asyncio
 import contextlib
 import math
 import socket
+import struct
 import threading
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 
-from qerl_trl.rollout import packed
-from qerl_trl.rollout.engine import RolloutError, Sampling
+from qerl_trl.rollout.engine import RolloutError
 from tests.rollout.asgi import KEY, guarded
 
 pytest.importorskip("vllm")
@@ -142,104 +141,37 @@ def served(app):
 @pytest.fixture
 def connected():
     """The engine, a client of its server, and the fields of the answers that came."""
-    from requests.adapters import HTTPAdapter
-
-    from qerl_trl.rollout import client as module
+    from qerl_trl.rollout.server import Client
 
     engine = Engine()
     with served(vllm_application(engine)) as url:
-        client = module.Client(url, KEY.encode(), 10)
-        client.session.mount("http://", HTTPAdapter())  # no retries: they only delay the answer
-        answers, content_of = [], module.content_of
-
-        def watched(response, url):
-            answers.append(content_of(response, url))
-            return answers[-1]
-
-        with mock.patch.object(module, "content_of", watched):
-            yield engine, client, answers
-        client.close()
-
-
-def both(client, prompts=PROMPTS, **kwargs):
-    """What comes in arrays, and in vLLM's own form; an error is its class and text."""
-    found = []
-    for version in (packed.VERSION, "none"):
-        client.session.close()  # uvicorn closes a connection after an error
-        with mock.patch.object(packed, "VERSION", version):
-            try:
-                found.append(client.generate(prompts, **kwargs))
-            except RuntimeError as error:
-                found.append((type(error), str(error)))
-    return found
+        client = Client(url, KEY, 10)
+        client.session.get_adapter(url).max_retries = 0  # they only delay the answer
+        yield engine, client
+        client.session.close()
 
 
 @pytest.mark.parametrize("n", [1, 3])
-@pytest.mark.parametrize("told", [[([5, 6], [-0.5, -0.125])], [([5], [-math.inf])], [([], [])]], ids=["2", "1", "0"])
-def test_arrays_say_what_vllm_says(connected, n, told):
-    engine, client, answers = connected
-    engine.told = told
-    arrays, own = both(client, n=n, max_tokens=4, generation_kwargs={"seed": 3, "ignore_eos": True})
-    assert packed.FIELD in answers[0] and packed.FIELD not in answers[1]
-    assert arrays == own and list(arrays) == list(own) and arrays["prompt_ids"] == PROMPTS
-    without_text, with_text = engine.asked[0], engine.asked[2]
-    assert not without_text.detokenize and with_text.detokenize
-    with_text.detokenize = False
-    assert without_text == with_text and without_text.seed == 3 and without_text.ignore_eos and without_text.n == n
+@pytest.mark.parametrize("logp", [-0.5, -1.2345678e-7, struct.unpack("f", b"\x01\x02\x03\xbf")[0]])
+def test_token_ids_and_log_probabilities_come_to_the_last_bit(connected, n, logp):
+    engine, client = connected
+    engine.told = [([5, 6], [logp, -0.25])]
+    output = client.generate(PROMPTS, n=n, max_tokens=4, generation_kwargs={"seed": 3, "ignore_eos": True})
+    assert output["prompt_ids"] == PROMPTS and output["completion_ids"] == [[5, 6]] * 2 * n
+    assert output["logprobs"] == [[[logp], [-0.25]]] * 2 * n
+    assert all((asked.seed, asked.ignore_eos, asked.n) == (3, True, n) for asked in engine.asked)
 
 
-def test_nan_arrives(connected):
-    from qerl_trl.rollout.server import ServerEngine
-
-    engine, client, _ = connected
+def test_nan_is_an_error_of_the_server(connected):
+    engine, client = connected
     engine.told = [([5, 6], [math.nan, -0.5])]
-    assert client.generate(PROMPTS)["logprobs"] == [[[None], [-0.5]]] * 2  # as TRL's client tells NaN
-    link = ServerEngine.__new__(ServerEngine)
-    link.client = client
-    first, _ = link._complete(PROMPTS, Sampling(4))
-    assert first.tokens == [5, 6] and math.isnan(first.logps[0]) and first.logps[1] == -0.5
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "further"),
-    [
-        ({"logprobs": 1}, {}),
-        ({"logprobs": None}, {}),
-        ({}, {"echo": True}),
-        ({}, {"prompt_logprobs": 0}),
-        ({}, {"return_token_ids": False}),
-    ],
-    ids=str,
-)
-def test_what_the_arrays_do_not_hold_comes_as_ever(connected, kwargs, further):
-    engine, client, answers = connected
-    arrays, own = both(client, **kwargs, generation_kwargs=further)
-    assert arrays == own
-    assert not any(packed.FIELD in answer for answer in answers)
-    assert all(params.detokenize for params in engine.asked)
-
-
-@pytest.mark.parametrize("more", [{"stream": True}, {"use_beam_search": True}, {"logprob_token_ids": [1]}], ids=str)
-def test_these_fit_into_no_arrays(more):
-    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
-
-    from qerl_trl.rollout.vllm.completions import _fits
-
-    asked = {"prompt": PROMPTS, "logprobs": 0, "return_token_ids": True}
-    assert _fits(CompletionRequest(**asked)) and not _fits(CompletionRequest(**asked, **more))
-
-
-def test_stop_strings_are_still_looked_for(connected):
-    engine, client, answers = connected
-    further = {"stop": ["."], "stop_token_ids": [7], "structured_outputs": {"regex": "a+"}}
-    arrays, own = both(client, generation_kwargs=further)
-    assert arrays == own and packed.FIELD in answers[0]
-    assert engine.asked[0] == engine.asked[2] and engine.asked[0].detokenize and engine.asked[0].stop == ["."]
+    with pytest.raises(RolloutError, match="/v1/completions answered 400"):
+        client.generate(PROMPTS)
 
 
 @pytest.mark.parametrize("broken", ["crashed", "refused", "unfinished", "parameter"])
-def test_an_error_is_told_as_ever(connected, broken):
-    engine, client, _ = connected
+def test_an_error_is_told(connected, broken):
+    engine, client = connected
     kwargs = {}
     if broken in ("crashed", "refused"):
         engine.error = RuntimeError("out of memory") if broken == "crashed" else ValueError("the prompt is too long")
@@ -247,59 +179,18 @@ def test_an_error_is_told_as_ever(connected, broken):
         engine.finish = "error"
     else:
         kwargs = {"temperature": -1.0}
-    arrays, own = both(client, **kwargs)
-    assert arrays == own and arrays[0] is RolloutError and "/v1/completions answered" in arrays[1]
-    assert broken != "refused" or "the prompt is too long" in arrays[1]
-
-
-def test_an_answer_that_is_damaged_is_told(connected):
-    _, client, _ = connected
-    with (
-        mock.patch.object(packed, "unpack", side_effect=ValueError("5 values")),
-        pytest.raises(RolloutError, match=r"something else than completions.*5 values"),
-    ):
-        client.generate(PROMPTS)
+    with pytest.raises(RolloutError, match="/v1/completions answered") as raised:
+        client.generate(PROMPTS, **kwargs)
+    assert broken != "refused" or "the prompt is too long" in str(raised.value)
 
 
 def test_a_client_that_goes_away_ends_its_request(connected):
     import requests
 
-    engine, client, _ = connected
+    engine, client = connected
     engine.waits = True
     post = client.session.post
-    with (
-        mock.patch.object(client.session, "post", lambda *args, **kwargs: post(*args, timeout=0.5, **kwargs)),
-        pytest.raises(requests.RequestException),
-    ):
+    client.session.post = lambda *args, **kwargs: post(*args, timeout=0.5, **kwargs)
+    with pytest.raises(requests.RequestException):
         client.generate(PROMPTS)
     assert engine.cancelled.wait(10)
-
-
-def test_a_stranger_gets_none(connected):
-    import requests
-
-    engine, client, _ = connected
-    answer = requests.post(
-        client.base_url + "/v1/completions",
-        json={"prompt": PROMPTS, "logprobs": 0, "return_token_ids": True},
-        headers={packed.HEADER: packed.VERSION},
-        timeout=10,
-    )
-    assert answer.status_code == 401 and engine.asked == []
-
-
-def test_the_handler_is_exchanged_once_and_only_vllms():
-    from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
-
-    from qerl_trl.rollout.vllm.completions import HANDLER, PackedServing, install
-
-    handler = OpenAIServingCompletion.__new__(OpenAIServingCompletion)
-    handler.models = object()
-    state = SimpleNamespace(**{HANDLER: handler})
-    install(state)
-    own = getattr(state, HANDLER)
-    assert type(own) is PackedServing and own.models is handler.models and type(handler) is OpenAIServingCompletion
-    install(state)
-    assert getattr(state, HANDLER) is own
-    for other in (SimpleNamespace(), SimpleNamespace(**{HANDLER: None}), None):
-        install(other)

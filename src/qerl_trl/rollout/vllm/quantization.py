@@ -30,7 +30,7 @@ from vllm.model_executor.model_loader.utils import get_model_cls
 
 from ...nvfp4.architectures import ROWS, dense_by_default, in_tower
 from ...nvfp4.layouts import METHOD, Selection, check_entries, parse_quantization_config
-from ..signature import secret
+from ..transport import secret
 from ..wire import BATCH_INVARIANT, WORKER_EXTENSION, batch_invariant
 from . import loader, norm
 from .linear import (
