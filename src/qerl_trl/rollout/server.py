@@ -110,7 +110,7 @@ class Client(VLLMClient):
         host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
         self.data_url = f"{parts.scheme}://{host}:{port}/"
 
-    def upload(self, data: memoryview) -> str:
+    def upload(self, data: Any) -> str:
         """Send an update to the server's host; the name of the memory that holds it there.
 
         Raises:
@@ -142,7 +142,7 @@ class Client(VLLMClient):
         """What TRL's trainer reads of vLLM's settings, without the development mode that serves them."""
         return {"model_config": {"logprobs_mode": self.description["logprobs_mode"]}}
 
-    def generate(self, prompts: list, features: list | None = None, **kwargs: Any) -> dict:
+    def generate(self, prompts: list, features: list | None = None, **kwargs: Any) -> dict:  # type: ignore[override]
         """As TRL's. A `seed` in `generation_kwargs` may be a list, one for each prompt, or [`Seeds`], which prompts with pictures go without."""
         further = dict(kwargs.pop("generation_kwargs", None) or {})
         if isinstance(seeds := further.get("seed"), Seeds):
@@ -316,9 +316,7 @@ class ServerEngine(Engine):
                 f"The server at {self.url} was restarted during a rollout, so its completions are not the trained policy's. Resume from the last "
                 "checkpoint."
             )
-        ranks = [
-            Contents(a["received"], a["damaged"], _draw(a["draw"]), _draw(a["sampled"]), a["norms"]) for a in answers
-        ]
+        ranks = [Contents(a["received"], a["damaged"], _draw(a["draw"])) for a in answers]
         first, damaged = ranks[0], sorted({name for rank in ranks for name in rank.damaged})
         if any(rank._replace(damaged=[]) != first._replace(damaged=[]) for rank in ranks):
             damaged.append(f"another update or noise on some of the {len(ranks)} ranks")
