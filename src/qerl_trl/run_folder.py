@@ -137,6 +137,17 @@ def settle(output_dir: str | os.PathLike, resume: str | None, settings: Mapping[
             f"output_dir={str(output_dir)!r} holds an export ({kind}), which this run would replace. Choose another output_dir, or move the export."
         )
     source = _owner(Path(output_dir)) if elsewhere else None
+    if (
+        elsewhere
+        and source is None
+        and (unsealed := sorted(p.name for p in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")))
+    ):
+        logger.warning(
+            "output_dir=%s holds checkpoints of another trainer: %s. This run replaces them, and with save_total_limit removes them. Choose another "
+            "output_dir if they are needed.",
+            output_dir,
+            ", ".join(unsealed),
+        )
     if source is not None:
         there = identity.differences(checkpoint.recorded_settings(source), settings)
         if there.refused:

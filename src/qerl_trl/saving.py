@@ -63,9 +63,7 @@ class SavingMixin(PublishingMixin):
 
     def note_what_was_taken(self) -> None:
         """Once, when the parent's constructor has run."""
-        self._saves = SaveBetweenRollouts(self)
-        given = {name: getattr(self, name) for name in ("optimizer", "lr_scheduler")}
-        self.given_optimizers = {name: type(value).__qualname__ for name, value in given.items() if value is not None}
+        self._saves, self.given_optimizers = SaveBetweenRollouts(self), {}
 
     def to_resume(self) -> str | None:
         """The checkpoint to resume from: what the arguments name, else the newest whole one in `output_dir`; `None` for a fresh start. Raises
@@ -78,6 +76,9 @@ class SavingMixin(PublishingMixin):
         if resume is not None and not self.is_fsdp_enabled and take_embeddings(model, resume):
             self.base_sha256 = base_sha256(model)
         allowed = self.args.allow_other_settings
+        if self._settings is None:  # the trainer has not made its own yet
+            given = {name: getattr(self, name) for name in ("optimizer", "lr_scheduler")}
+            self.given_optimizers = {name: type(each).__qualname__ for name, each in given.items() if each is not None}
         self._settings = run_settings(self)
         self._changed = tuple(run_folder.settle(self._output_dir(), resume, self._settings, allowed))
         return resume

@@ -373,9 +373,7 @@ def test_a_run_is_not_saved_over_another_ones(finished, tiny_runs, tmp_path):  #
     trainer = tiny_runs.trainer(tmp_path / "run", learning_rate=5e-2)
     export.save_adapter(trainer, tmp_path / "export")
     before = contents(tmp_path)
-    with told(
-        ValueError, str(other), "learning_rate: 0.001 then, 0.05 now", "would be replaced", "save_model('<folder>')"
-    ):
+    with told(ValueError, str(other), "learning_rate: 0.001 then, 0.05 now", "save_model('<folder>')"):
         trainer.save_model(str(other))
     with told(ValueError, str(tmp_path / "export"), "holds an export (adapter)", "save_model('<folder>')"):
         trainer.save_model(tmp_path / "export")
@@ -511,7 +509,7 @@ def test_an_adapter_is_no_checkpoint(sealed, tiny_runs, tmp_path):  # noqa: F811
     export.save_adapter(trainer, folder) if sealed else trainer.model.save_pretrained(folder)
     words = (
         "is an export (adapter)" if sealed else "has no trainer_state.json",
-        "name its checkpoint-<step>",
+        "name a checkpoint-<step>",
         "load_adapter",
     )
     with told(ValueError, folder, *words):
