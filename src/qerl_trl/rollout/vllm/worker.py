@@ -73,7 +73,7 @@ class QeRLWorkerExtension:
             text: JSON with "update": {"layout", "memory", "checksum", "fingerprint"} or None, and "noisy" (names of norms) and "draw", or None.
         """
         asked = json.loads(text)
-        state, answer = self._qerl_state(), {}
+        state, answer = self._qerl_state(), dict[str, Any]()
         draw = asked["draw"] and NoiseDraw(*asked["draw"])
         if draw:
             if self._qerl_noisy != (noisy := tuple(asked["noisy"])):
