@@ -142,12 +142,12 @@ class Client(VLLMClient):
         """What TRL's trainer reads of vLLM's settings, without the development mode that serves them."""
         return {"model_config": {"logprobs_mode": self.description["logprobs_mode"]}}
 
-    def generate(self, prompts: list, features: list | None = None, **kwargs: Any) -> dict:  # type: ignore[override]
+    def generate(self, prompts: list, features: list | None = None, *args: Any, **kwargs: Any) -> dict:
         """As TRL's. A `seed` in `generation_kwargs` may be a list, one for each prompt, or [`Seeds`], which prompts with pictures go without."""
         further = dict(kwargs.pop("generation_kwargs", None) or {})
         if isinstance(seeds := further.get("seed"), Seeds):
             further["seed"] = seeds.of(len(prompts)) if features is None else None
-        return super().generate(prompts, features, generation_kwargs=further, **kwargs)
+        return super().generate(prompts, features, *args, **kwargs | {"generation_kwargs": further})
 
 
 def _content(response: requests.Response) -> dict:

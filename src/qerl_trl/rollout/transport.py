@@ -234,7 +234,7 @@ class _Upload(BaseHTTPRequestHandler):
         size, memory = int(self.headers["Content-Length"]), self.server.memory
         if memory is None or memory.size != size:
             memory = self.server.memory = SharedMemory(size, torch.device("cpu"))
-        if self.rfile.readinto(memory.data.numpy()) == size:  # type: ignore[arg-type]
+        if self.rfile.readinto(memory.data.numpy().data) == size:
             self.send_response(200)
             self.end_headers()
             self.wfile.write(memory.name.encode())

@@ -45,8 +45,8 @@ class RolloutEndpoint:
             await self.app(scope, receive, send)
 
     async def _call(self, scope: Scope, receive: Receive) -> dict[str, Any]:
-        body = b""
-        message: Any = {"more_body": True}
+        message = await receive()
+        body = message.get("body", b"")
         while message.get("more_body"):
             message = await receive()
             body += message.get("body", b"")

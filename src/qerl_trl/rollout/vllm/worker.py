@@ -72,8 +72,7 @@ class QeRLWorkerExtension:
             text: JSON with "update": {"layout", "memory", "checksum", "fingerprint"} or None, and "noisy" (names of norms) and "draw", or None.
         """
         asked = json.loads(text)
-        state = self._qerl_state()
-        answer: dict[str, Any] = {}
+        state, answer = self._qerl_state(), dict[str, Any]()
         draw = asked["draw"] and NoiseDraw(*asked["draw"])
         if draw:
             if self._qerl_noisy != (noisy := tuple(asked["noisy"])):
