@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from qerl_trl.publish import cards
+from qerl_trl.publish import card
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "hub_cards" / "examples"
@@ -43,14 +43,14 @@ def export(run: Path) -> None:
             folder = Path(scratch) / name
             arguments = [command, first, str(folder), *options]
             subprocess.run([sys.executable, "-m", "qerl_trl.cli.main", *arguments], check=True)
-            shutil.copyfile(folder / cards.FACTS_NAME, EXAMPLES / f"{name}.json")
+            shutil.copyfile(folder / card.FACTS_NAME, EXAMPLES / f"{name}.json")
             if (folder / "curves.png").is_file():
                 shutil.copyfile(folder / "curves.png", EXAMPLES / "curves.png")
 
 
 def render() -> None:
     for facts in sorted(EXAMPLES.glob("*.json")):
-        facts.with_suffix(".md").write_text(cards.render(json.loads(facts.read_text())))
+        facts.with_suffix(".md").write_text(card.render(json.loads(facts.read_text())))
         print(facts.with_suffix(".md").relative_to(ROOT))
 
 

@@ -28,7 +28,7 @@ from peft import get_peft_model
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 
-from qerl_trl.lora import default_lora_config, keep_to_the_decoder, load_adapter, register_nvfp4_lora
+from qerl_trl.model.lora import default_lora_config, keep_to_the_decoder, load_adapter, register_nvfp4_lora
 from qerl_trl.noise.hooks import NoiseDraw, NormNoise
 from qerl_trl.noise.norms import find_noisy_norms
 from qerl_trl.nvfp4.config import NVFP4Config, from_pretrained

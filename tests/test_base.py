@@ -2,7 +2,8 @@
 
 import pytest
 
-from qerl_trl import QeRLConfig, base
+from qerl_trl import QeRLConfig
+from qerl_trl.run import base
 
 functional = pytest.importorskip("bitsandbytes.functional")
 

@@ -9,10 +9,11 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from qerl_trl import NVFP4Config, base_identity
-from qerl_trl.base_identity import base_revision, base_sha256
-from qerl_trl.loading import begin_loaded
-from qerl_trl.lora import register_nvfp4_lora
+from qerl_trl import NVFP4Config
+from qerl_trl.checkpoint import fingerprint
+from qerl_trl.checkpoint.fingerprint import base_revision, base_sha256
+from qerl_trl.model.loading import begin_loaded
+from qerl_trl.model.lora import register_nvfp4_lora
 from qerl_trl.nvfp4.config import from_pretrained
 from qerl_trl.publish.quantize import quantize_folder
 
@@ -128,11 +129,11 @@ def test_another_rule_or_format_makes_another_base(load, tiny_model_dir):
 
 def test_chunks_and_odd_sizes(monkeypatch):
     numbers = torch.arange(1001, dtype=torch.float32)
-    whole = [int(base_identity._checksum(tensor)) for tensor in (numbers, numbers.to(torch.uint8), numbers[1:].half())]
-    monkeypatch.setattr(base_identity, "_CHUNK", 7)
-    again = [int(base_identity._checksum(tensor)) for tensor in (numbers, numbers.to(torch.uint8), numbers[1:].half())]
+    whole = [int(fingerprint._checksum(tensor)) for tensor in (numbers, numbers.to(torch.uint8), numbers[1:].half())]
+    monkeypatch.setattr(fingerprint, "_CHUNK", 7)
+    again = [int(fingerprint._checksum(tensor)) for tensor in (numbers, numbers.to(torch.uint8), numbers[1:].half())]
     assert again == whole and len(set(whole)) == 3
-    assert int(base_identity._checksum(torch.empty(0))) == 0
+    assert int(fingerprint._checksum(torch.empty(0))) == 0
 
 
 def test_a_known_value():
@@ -144,10 +145,10 @@ def test_a_known_value():
     data = bytes(range(24))
     expected = 0
     for place in range(3):
-        mixed = signed(int.from_bytes(data[8 * place : 8 * place + 8], "little") + place * base_identity._PLACE)
-        mixed = signed(mixed * base_identity._FIRST)
-        expected = signed(expected + (mixed ^ (mixed >> 31)) * base_identity._SECOND)
-    assert int(base_identity._checksum(torch.arange(24, dtype=torch.uint8))) == expected
+        mixed = signed(int.from_bytes(data[8 * place : 8 * place + 8], "little") + place * fingerprint._PLACE)
+        mixed = signed(mixed * fingerprint._FIRST)
+        expected = signed(expected + (mixed ^ (mixed >> 31)) * fingerprint._SECOND)
+    assert int(fingerprint._checksum(torch.arange(24, dtype=torch.uint8))) == expected
     module = nn.ModuleDict({"a": nn.Linear(3, 2, bias=False), "b": nn.LayerNorm(2)})
     with torch.no_grad():
         module["a"].weight.copy_(torch.arange(6.0).view(2, 3))

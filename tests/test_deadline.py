@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from qerl_trl import deadline as module
-from qerl_trl.deadline import deadline
+from qerl_trl.support import time_limit as module
+from qerl_trl.support.time_limit import deadline
 
 
 class Late(RuntimeError):

@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from qerl_trl import QeRLConfig
-from qerl_trl.mismatch import _MISSING, MismatchWatch
-from qerl_trl.signal_monitor import SignalMonitor
+from qerl_trl.checks.learning import SignalMonitor
+from qerl_trl.rollout.mismatch import _MISSING, MismatchWatch
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs" / "source"

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from qerl_trl import errors
 from qerl_trl.cli import main as cli
-from qerl_trl.shipped import contents
+from qerl_trl.support import errors
+from qerl_trl.support.recipes import contents
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = "examples/grpo_gsm8k.py"

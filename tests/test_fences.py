@@ -91,7 +91,7 @@ def test_nobody_imports_the_trainer():
         ),
         ("import qerl_trl.cli.main", ("torch", "transformers", "bitsandbytes")),
         # PEFT imports bitsandbytes wherever it is installed, and some versions fetch a kernel from the Hub at import
-        ("import qerl_trl.publish.quantize, qerl_trl.publish.cards", ("peft", "bitsandbytes")),
+        ("import qerl_trl.publish.quantize, qerl_trl.publish.card", ("peft", "bitsandbytes")),
         ("import qerl_trl.cli.doctor", ("peft", "bitsandbytes")),
     ],
 )

@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 from trl import ModelConfig
 
 from qerl_trl import QeRLConfig
-from qerl_trl.shipped import config_file
+from qerl_trl.support.recipes import config_file
 from qerl_trl.tasks.task import TaskArguments
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from qerl_trl import guards
+from qerl_trl.checks import rewards as guards
 
 TEXTS = ["one", "two", "three"]
 

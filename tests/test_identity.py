@@ -11,8 +11,9 @@ from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from qerl_trl import QeRLConfig, QeRLRLOOConfig, QeRLRLOOTrainer, from_pretrained, identity
-from qerl_trl.base_identity import base_config
+from qerl_trl import QeRLConfig, QeRLRLOOConfig, QeRLRLOOTrainer, from_pretrained
+from qerl_trl.checkpoint import settings as identity
+from qerl_trl.checkpoint.fingerprint import base_config
 from qerl_trl.publish.quantize import quantize_folder
 from tests.test_trainer import LORA, PROMPTS, make_trainer, settings, spread_reward  # noqa: F401  (a fixture)
 

@@ -7,7 +7,8 @@ import torch
 from datasets import Dataset
 from transformers import TrainerCallback
 
-from qerl_trl import checkpoint, report
+from qerl_trl.checkpoint import seal
+from qerl_trl.run import banner
 from tests.faults.tiny_runs import PROMPTS, TinyRuns, spread_reward, tiny_runs  # noqa: F401
 from tests.ranks import on_ranks
 from tests.tiny_models import make_tiny_model
@@ -70,8 +71,8 @@ def test_what_differs_is_named_in_every_process(what, tiny_runs, tmp_path):  # n
 def test_other_packages_are_named(tiny_runs, tmp_path):  # noqa: F811
     def work(rank):
         if rank:
-            found = report.versions()
-            report.versions = lambda: {**found, "trl": "0.0.1"}
+            found = banner.versions()
+            banner.versions = lambda: {**found, "trl": "0.0.1"}
         return trained(tiny_runs, tmp_path / "run")
 
     for outcome in on_ranks(2, work):
@@ -114,7 +115,7 @@ def test_a_state_that_one_machine_has_is_named(how, tiny_runs, tmp_path):  # noq
     """Both machines name the same folder, each on a disk of its own, and only the first one has the checkpoint."""
     saving = {"save_strategy": "steps", "save_steps": 2}
     on_ranks(2, lambda rank: trained(tiny_runs, tmp_path / "0", **saving))
-    assert checkpoint.problems(tmp_path / "0/checkpoint-2") == []
+    assert seal.problems(tmp_path / "0/checkpoint-2") == []
 
     def work(rank):
         trainer = built(tiny_runs, tmp_path / str(rank), **saving, max_steps=4)
@@ -184,7 +185,7 @@ def test_what_one_process_asks_for_all_do(event, name, tiny_runs, tmp_path):  # 
     evaluated = steps // 2 if event == "on_evaluate" else 0
     assert first.answer == second.answer == (steps, evaluated), first
     saved = name == "should_save" or event == "on_save"
-    assert (checkpoint.last_checkpoint(tmp_path / "run") is not None) == saved
+    assert (seal.last_checkpoint(tmp_path / "run") is not None) == saved
 
 
 # --- bit for bit ----------------------------------------------------------------------------------------------------------------------

@@ -12,10 +12,11 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 from trl import GRPOConfig
 
-from qerl_trl import QeRLGRPOTrainer, checkpoint
+from qerl_trl import QeRLGRPOTrainer
+from qerl_trl.checkpoint import seal
+from qerl_trl.publish.load import load_policy
 from qerl_trl.publish.outgoing import files_of
 from qerl_trl.publish.quantize import quantize_folder
-from qerl_trl.publish.run import load_policy
 from qerl_trl.tasks import script
 from tests.test_trainer import PROMPTS, settings, spread_reward
 
@@ -309,4 +310,4 @@ def test_overwrite_replaces_another_run_and_goes_on_with_its_own(make, monkeypat
             assert (run / name).is_file() is (bool(resumed[1:]) and (name == "mine.txt" or rate == 1e-3))
             (run / name).write_text("{}")
     assert resumed == [None, str(run / "checkpoint-1"), None]
-    assert checkpoint.recorded_run(run)["learning_rate"] == 2e-3
+    assert seal.recorded_run(run)["learning_rate"] == 2e-3

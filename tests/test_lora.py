@@ -7,7 +7,7 @@ from peft import LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from qerl_trl import NVFP4Config, NVFP4Linear, load_adapter
-from qerl_trl.lora import (
+from qerl_trl.model.lora import (
     NVFP4LoraLinear,
     adapted_layers,
     check_adapter,

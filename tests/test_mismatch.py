@@ -7,7 +7,7 @@ from collections import defaultdict
 import pytest
 import torch
 
-from qerl_trl import mismatch
+from qerl_trl.rollout import mismatch
 from tests.test_trainer import logged, make_trainer  # noqa: F401  (a fixture)
 
 TRAINER = types.SimpleNamespace(

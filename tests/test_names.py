@@ -3,7 +3,7 @@
 import torch
 from accelerate import PartialState
 
-from qerl_trl.names import full_tensor, full_tensors
+from qerl_trl.support.names import full_tensor, full_tensors
 from tests.ranks import on_ranks
 
 #: uneven rows, fewer rows than processes, none at all, a norm, another dtype

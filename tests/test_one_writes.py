@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from qerl_trl import QeRLGRPOTrainer, checkpoint
+from qerl_trl import QeRLGRPOTrainer
+from qerl_trl.checkpoint import seal
 from qerl_trl.publish import hub
 from qerl_trl.tasks.run import train_and_measure
 from qerl_trl.tasks.script import Script
@@ -78,7 +79,7 @@ def test_only_the_first_process_writes(sharded, server, tmp_path):  # noqa: F811
         "run/checkpoint-2/rng_state_0.pth",
     } <= first
     for sealed in ("run", "run/checkpoint-2", "adapter"):
-        assert checkpoint.problems(folders[0] / sealed) == []
+        assert seal.problems(folders[0] / sealed) == []
     assert [bool(outcome.answer["results"]) for outcome in outcomes] == [True, False]
     assert json.loads((folders[0] / "run/results.json").read_text())["steps"] == RUN["max_steps"]
     assert len(server.repos[REPO]["commits"]) == 1

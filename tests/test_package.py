@@ -42,7 +42,7 @@ def test_public_names_are_sorted_and_resolve():
 
 def test_what_a_command_looks_up_by_name_is_in_the_wheel():
     included = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
-    for folder in re.findall(r'_named\(name, "(\w+)"', (ROOT / "src/qerl_trl/shipped.py").read_text()):
+    for folder in re.findall(r'_named\(name, "(\w+)"', (ROOT / "src/qerl_trl/support/recipes.py").read_text()):
         assert included["force-include"][f"examples/{folder}"] == f"qerl_trl/examples/{folder}"
 
 

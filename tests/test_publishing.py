@@ -9,9 +9,11 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from qerl_trl import QeRLGRPOTrainer, QeRLRLOOTrainer, checkpoint, publishing
-from qerl_trl.publish import cards, hub
-from qerl_trl.publish.run import recorded_settings
+from qerl_trl import QeRLGRPOTrainer, QeRLRLOOTrainer
+from qerl_trl.checkpoint import seal
+from qerl_trl.publish import card as cards
+from qerl_trl.publish import hub, mixin
+from qerl_trl.publish.load import recorded_settings
 from tests.architectures import dense_model
 from tests.hub_server import TOKEN
 from tests.publish.test_hub import REPO, no_token_anywhere, server  # noqa: F401  (fixtures)
@@ -39,7 +41,7 @@ def test_trainer_pushes_adapter_with_card(server, tiny_model_dir, tiny_tokenizer
     files = server.repos[REPO]["files"]
     assert server.repos[REPO]["private"] is True
     assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json", "README.md"} <= set(files)
-    run = json.loads(files[checkpoint.MANIFEST_NAME])["run"]
+    run = json.loads(files[seal.MANIFEST_NAME])["run"]
     assert run["settings"]["dtype"] == "float32"
     assert "training_args.bin" not in files
     card = server.text(REPO)["README.md"]
@@ -125,7 +127,7 @@ def test_checkpoints_are_pushed_while_training(server, tiny_model_dir, tiny_toke
         *("optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json")
     }
     assert "training_args.bin" not in root and not root & {"optimizer.pt", "trainer_state.json"}
-    assert checkpoint.problems(downloaded) == checkpoint.problems(downloaded / "last-checkpoint") == []
+    assert seal.problems(downloaded) == seal.problems(downloaded / "last-checkpoint") == []
     for folder in (downloaded, downloaded / "last-checkpoint"):
         assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == "someone/base"
     adapters = []
@@ -147,7 +149,7 @@ def test_arguments_do_not_pickle_the_token(tmp_path):
 def test_what_cannot_be_merged_is_said_before_anything_is_trained(name, told, tmp_path, caplog):
     dense_model(name).save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
-    publishing.warn_of_exports(get_peft_model(model, LoraConfig(target_modules=["q_proj"])), make_tiny_tokenizer())
+    mixin.warn_of_exports(get_peft_model(model, LoraConfig(target_modules=["q_proj"])), make_tiny_tokenizer())
     assert ("in another form in memory than on disk" in caplog.text) == told
 
 
@@ -156,5 +158,5 @@ def test_what_cannot_be_merged_is_said_before_anything_is_trained(name, told, tm
 )
 def test_what_a_pushed_checkpoint_lacks_is_said_before(deepspeed, strategy, said, caplog):
     args = SimpleNamespace(hub_strategy=strategy, output_dir="here")
-    publishing.PublishingMixin._warn_of_checkpoints(SimpleNamespace(args=args, is_deepspeed_enabled=deepspeed))
+    mixin.PublishingMixin._warn_of_checkpoints(SimpleNamespace(args=args, is_deepspeed_enabled=deepspeed))
     assert ("does not push the optimizer's state" in caplog.text) == said

@@ -6,8 +6,10 @@ import pickle
 
 import pytest
 
-from qerl_trl import QeRLConfig, checkpoint, redaction
-from qerl_trl.redaction import MASK, cleaned, find, find_in, known, redact
+from qerl_trl import QeRLConfig
+from qerl_trl.checkpoint import seal
+from qerl_trl.support import secrets
+from qerl_trl.support.secrets import MASK, cleaned, find, find_in, known, redact
 from tests.hub_server import TOKEN
 from tests.test_trainer import settings
 
@@ -16,7 +18,7 @@ PLAIN = "kx93-vv02-plain-words"  # without a known form: a secret by its name on
 
 @pytest.fixture(autouse=True)
 def nothing_given(monkeypatch):
-    monkeypatch.setattr(redaction, "_given", {})
+    monkeypatch.setattr(secrets, "_given", {})
 
 
 @pytest.mark.parametrize(
@@ -114,8 +116,8 @@ def test_arguments_show_no_secret_and_keep_it(tmp_path):
 
 
 def test_json_files_hold_no_secret(tmp_path):
-    redaction.remember("hub_token", PLAIN)
+    secrets.remember("hub_token", PLAIN)
     command = f'accelerate launch grpo.py --hub_token X --model_init_kwargs {{"token": "{PLAIN}"}} --seed 1'
-    checkpoint.write_json_atomically(tmp_path / "results.json", {"command": command, "steps": 3})
+    seal.write_json_atomically(tmp_path / "results.json", {"command": command, "steps": 3})
     content = json.loads((tmp_path / "results.json").read_text())
     assert content == {"command": command.replace(PLAIN, MASK).replace("_token X", f"_token {MASK}"), "steps": 3}

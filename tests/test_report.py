@@ -3,8 +3,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from qerl_trl import NVFP4Config, QeRLConfig, QeRLRLOOConfig, report
-from qerl_trl.lora import register_nvfp4_lora
+from qerl_trl import NVFP4Config, QeRLConfig, QeRLRLOOConfig
+from qerl_trl.model.lora import register_nvfp4_lora
+from qerl_trl.run import banner
 
 
 @pytest.fixture
@@ -14,32 +15,32 @@ def policy(tiny_model_dir):
 
 
 def test_versions_name_what_decides_a_result():
-    versions = report.versions()
+    versions = banner.versions()
     assert {"python", "torch", "trl", "transformers", "peft", "qerl-trl"} <= versions.keys()
 
 
 def test_descriptions(policy, monkeypatch):
-    assert "NVFP4 in 14 linear layers, bfloat16 elsewhere" in report.base_description(policy, "nvfp4")
-    assert report.base_description(torch.nn.Linear(2, 2), "bf16") == "bf16, frozen"
-    assert "CPU" in report.device_name(torch.device("cpu"))
+    assert "NVFP4 in 14 linear layers, bfloat16 elsewhere" in banner.base_description(policy, "nvfp4")
+    assert banner.base_description(torch.nn.Linear(2, 2), "bf16") == "bf16, frozen"
+    assert "CPU" in banner.device_name(torch.device("cpu"))
     for threads, said in ((1, "1 thread"), (2, "2 threads")):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        assert report.device_name(torch.device("cpu")).endswith(f" CPU, {said}")
-    assert 0 < report.peak_memory_gib(torch.device("cpu")) < 100
+        assert banner.device_name(torch.device("cpu")).endswith(f" CPU, {said}")
+    assert 0 < banner.peak_memory_gib(torch.device("cpu")) < 100
 
 
 def test_what_differs_from_trl_is_said_and_what_the_user_chose_is_not():
     common = {"output_dir": "out", "use_cpu": True, "bf16": False}
-    said = report.unlike_trl(QeRLConfig(**common))
+    said = banner.unlike_trl(QeRLConfig(**common))
     assert len(said) == 4
     assert said[0].startswith("the base is frozen in nvfp4") and "aqn=False" in said[1]
     assert said[2:] == [
         "learning_rate 1e-05 (TRL: 1e-06)",
         "vllm_importance_sampling_mode token_truncate (TRL: sequence_mask)",
     ]
-    assert "what is pushed is private (undo: hub_private_repo=False)" in report.unlike_trl(
+    assert "what is pushed is private (undo: hub_private_repo=False)" in banner.unlike_trl(
         QeRLConfig(**common, push_to_hub=True)
     )
-    assert "learning_rate 1e-05 (TRL: 1e-06)" in report.unlike_trl(QeRLRLOOConfig(**common))
+    assert "learning_rate 1e-05 (TRL: 1e-06)" in banner.unlike_trl(QeRLRLOOConfig(**common))
     stock = QeRLConfig(**common, base_format="full", aqn=False, learning_rate=1e-6)
-    assert report.unlike_trl(stock) == []
+    assert banner.unlike_trl(stock) == []

@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from qerl_trl.preflight import NEWEST_TESTED
+from qerl_trl.checks.environment import NEWEST_TESTED
 from qerl_trl.rollout.vllm.plugin import NEWEST_VLLM, OLDEST_VLLM
 from tests import extras, window
 

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from qerl_trl import QeRLGRPOTrainer, Script
-from qerl_trl.sampling import end_tokens, of_the_model_alone, save_generation_config, settle_ends, stored
+from qerl_trl.rollout.sampling import end_tokens, of_the_model_alone, save_generation_config, settle_ends, stored
 from tests.cli.test_main import call
 
 ASSETS = Path(__file__).resolve().parents[1] / "examples/assets"
@@ -109,7 +109,7 @@ def test_the_tokenizers_the_models_and_the_templates_end_together(base, tmp_path
 
 def test_an_end_that_only_the_template_has_is_said_once(base, monkeypatch):
     said = []
-    monkeypatch.setattr("qerl_trl.sampling.logger.warning_once", lambda text, *args: said.append(text % args))
+    monkeypatch.setattr("qerl_trl.rollout.sampling.logger.warning_once", lambda text, *args: said.append(text % args))
     for kind in ("Qwen, base", "Qwen, instruct"):
         folder = base(*KINDS[kind][:-1])
         model = stored(folder, AutoConfig.from_pretrained(folder))

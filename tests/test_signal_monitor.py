@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from qerl_trl.signal_monitor import SignalMonitor
+from qerl_trl.checks.learning import SignalMonitor
 
 RESULTS = Path(__file__).parents[1] / "examples" / "benchmarks" / "results"
 

@@ -1,17 +1,17 @@
 import pytest
 
-from qerl_trl import timing
+from qerl_trl.support import phases
 
 
 @pytest.fixture
 def clock(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(phases.time, "perf_counter", lambda: now[0])
     return now
 
 
 def test_an_inner_phase_is_not_counted_twice(clock):
-    timer = timing.PhaseTimer("rollout", "update")
+    timer = phases.PhaseTimer("rollout", "update")
     with timer.phase("update"):
         clock[0] += 1
         with timer.phase("rollout"):
@@ -22,7 +22,7 @@ def test_an_inner_phase_is_not_counted_twice(clock):
 
 
 def test_evaluation_does_not_count_and_a_failed_phase_does(clock):
-    timer = timing.PhaseTimer("rollout")
+    timer = phases.PhaseTimer("rollout")
     with timer.phase("rollout", counts=False):
         clock[0] += 5
     with pytest.raises(KeyError), timer.phase("rollout"):

@@ -23,10 +23,10 @@ from qerl_trl import (
     QeRLRLOOTrainer,
     last_checkpoint,
 )
-from qerl_trl.checkpoint import MANIFEST_NAME, order_of
-from qerl_trl.lora import register_nvfp4_lora
+from qerl_trl.checkpoint.seal import MANIFEST_NAME, order_of
+from qerl_trl.model.lora import register_nvfp4_lora
 from qerl_trl.nvfp4.linear import NVFP4Linear
-from qerl_trl.publishing import PublishingMixin
+from qerl_trl.publish.mixin import PublishingMixin
 from tests.test_docs import metrics
 
 LORA = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -633,7 +633,7 @@ def test_a_second_training_starts_over(make_trainer):
 
 
 def test_old_checkpoints_go_only_after_the_new_one_is_sealed(make_trainer, tmp_path, monkeypatch):
-    from qerl_trl import checkpoint
+    from qerl_trl.checkpoint.seal import seal as checkpoint
 
     run, seal, present = tmp_path / "run", checkpoint.seal, []
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 
-from qerl_trl.publish.run import load_policy
+from qerl_trl.publish.load import load_policy
 from tests.hub_server import StandInHub
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -16,8 +16,8 @@ from accelerate.utils.launch import prepare_deepspeed_cmd_env
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, training_args
 
-from qerl_trl import checkpoint
-from qerl_trl.publish.run import load_policy
+from qerl_trl.checkpoint import seal
+from qerl_trl.publish.load import load_policy
 from tests.faults.tiny_runs import WEIGHTS, tiny_runs  # noqa: F401
 from tests.ranks import on_ranks
 from tests.test_sharded import TRAINING, close, logits, trained
@@ -126,8 +126,8 @@ def test_a_checkpoint_has_both_parts_of_the_optimizer_and_no_base(both, precisio
     found, folder = both
     for step in (1, 2):
         whole = folder / precision / f"checkpoint-{step}"
-        assert checkpoint.problems(whole) == []
-        sealed = checkpoint.sealed_files(whole)
+        assert seal.problems(whole) == []
+        sealed = seal.sealed_files(whole)
         assert sum(name.endswith("optim_states.pt") for name in sealed) == 2
         (weights,) = (name for name in sealed if name.endswith("model_states.pt"))
         beside = set(torch.load(whole / weights, weights_only=False)["module"]) - set(found[0][precision]["trained"])
@@ -183,4 +183,4 @@ def test_what_is_not_finite_in_one_process_ends_both(what, precision, tiny_runs,
     else:
         assert failed == other
     assert "is not finite at step 1" in other and "The optimizer step was not taken" in other
-    assert checkpoint.last_checkpoint(run) == str(run / "checkpoint-1")
+    assert seal.last_checkpoint(run) == str(run / "checkpoint-1")

@@ -45,16 +45,16 @@ SHARPER = 4.0
 PROBE = "rollout: probe, every few steps"
 #: label -> (kind, module, path of the function). "check": issue of this measurement; "work": what is done anyhow, for comparison
 TIMED = {
-    "start: settings and environment": ("check", "qerl_trl.preflight", "check"),
-    "start: lock of the run folder": ("check", "qerl_trl.run_folder", "lock_for"),
-    "start: disk space": ("check", "qerl_trl.disk", "check"),
+    "start: settings and environment": ("check", "qerl_trl.checks.environment", "check"),
+    "start: lock of the run folder": ("check", "qerl_trl.run.folder", "lock_for"),
+    "start: disk space": ("check", "qerl_trl.run.disk", "check"),
     "start: memory plan": ("check", "qerl_trl.trainer", "plan_trainer"),
-    "start: fingerprint of the base": ("check", "qerl_trl.base_identity", "shared_base_sha256"),
+    "start: fingerprint of the base": ("check", "qerl_trl.checkpoint.fingerprint", "shared_base_sha256"),
     "start: probe of the engine": ("check", "qerl_trl.rollout.generation", "QeRLVLLMGeneration.run_probe"),
     "start: noise in the engine": ("check", "qerl_trl.rollout.generation", "QeRLVLLMGeneration.probe_noise"),
-    "train(): every value finite": ("check", "qerl_trl.loading", "finish"),
-    "train(): the tokenizer's content": ("check", "qerl_trl.tokenizer_identity", "recorded"),
-    "train(): run folder": ("check", "qerl_trl.saving", "SavingMixin._settled"),
+    "train(): every value finite": ("check", "qerl_trl.model.loading", "finish"),
+    "train(): the tokenizer's content": ("check", "qerl_trl.checkpoint.tokenizer", "recorded"),
+    "train(): run folder": ("check", "qerl_trl.run.resume", "SavingMixin._settled"),
     "start: norms that carry noise": ("work", "qerl_trl.noise.callback", "find_noisy_norms"),
     "sync: weights": ("work", "qerl_trl.rollout.generation", "QeRLVLLMGeneration.sync_weights"),
     "sync: noise": ("work", "qerl_trl.rollout.generation", "QeRLVLLMGeneration.sync_noise"),
@@ -65,11 +65,11 @@ TIMED = {
     "sync: noise that landed": ("check", "qerl_trl.rollout.vllm.state", "RolloutState.sigma_effective"),
     "rollout: what the engine holds": ("check", "qerl_trl.rollout.vllm.state", "RolloutState.contents"),
     PROBE: ("check", "qerl_trl.rollout.generation", "QeRLVLLMGeneration._probe_if_due"),
-    "rollout: mismatch": ("check", "qerl_trl.mismatch", "MismatchWatch.rollout"),
-    "rollout: signal": ("check", "qerl_trl.signal_monitor", "SignalMonitor.rewards"),
-    "rewards": ("check", "qerl_trl.guards", "check_reward_tensor"),
-    "update: loss": ("check", "qerl_trl.guards", "check_loss"),
-    "update: gradients": ("check", "qerl_trl.guards", "check_gradients"),
+    "rollout: mismatch": ("check", "qerl_trl.rollout.mismatch", "MismatchWatch.rollout"),
+    "rollout: signal": ("check", "qerl_trl.checks.learning", "SignalMonitor.rewards"),
+    "rewards": ("check", "qerl_trl.checks.rewards", "check_reward_tensor"),
+    "update: loss": ("check", "qerl_trl.checks.rewards", "check_loss"),
+    "update: gradients": ("check", "qerl_trl.checks.rewards", "check_gradients"),
 }
 
 
@@ -291,14 +291,15 @@ def sealed_base(trainer: Any, folder: Path) -> dict[str, float]:
     model is loaded, and of the hashing meanwhile."""
     from safetensors.torch import save_file
 
-    from qerl_trl import checkpoint, loading
+    from qerl_trl.checkpoint import seal
+    from qerl_trl.model import loading
 
     policy = trainer.accelerator.unwrap_model(trainer.model)
     base = policy.get_base_model()
     shutil.copy(Path(base.config.name_or_path, "config.json"), folder)
     values = {name: value.detach().cpu().clone() for name, value in base.named_parameters() if "lora_" not in name}
     save_file(values, folder / "model.safetensors")
-    checkpoint.seal(folder, {"kind": "nvfp4_base", "settings": {"base_sha256": trainer.base_sha256}})
+    seal.seal(folder, {"kind": "nvfp4_base", "settings": {"base_sha256": trainer.base_sha256}})
     base.config.name_or_path = str(folder)
     began = time.perf_counter()
     loading.begin(folder)
@@ -313,7 +314,7 @@ def sealed_base(trainer: Any, folder: Path) -> dict[str, float]:
 
 def folder_checks(trainer: Any) -> dict[str, float]:
     """Seconds of sealing and of verifying a checkpoint."""
-    from qerl_trl import checkpoint
+    from qerl_trl.checkpoint import seal
 
     found = {}
 
@@ -324,7 +325,7 @@ def folder_checks(trainer: Any) -> dict[str, float]:
 
     with tempfile.TemporaryDirectory() as folder:
         timed("save_adapter", lambda: trainer.save_adapter(f"{folder}/adapter"))
-        timed("verify_adapter", lambda: checkpoint.verify(f"{folder}/adapter"))
+        timed("verify_adapter", lambda: seal.verify(f"{folder}/adapter"))
     return found
 
 
@@ -332,8 +333,8 @@ def limits(trainer: Any, counted: int) -> dict[str, Any]:
     """What this healthy run measured, beside what it may be, in its first steps: those with all checks."""
     import torch
 
-    from qerl_trl.mismatch import MismatchWatch
     from qerl_trl.rollout import probe
+    from qerl_trl.rollout.mismatch import MismatchWatch
 
     generation = trainer.vllm_generation
     dtype, found = getattr(torch, generation.spec.dtype), generation.probe_result
@@ -370,12 +371,12 @@ def main() -> None:
     if args.worker:
         print("RESULT " + json.dumps(measure(args.worker, args.device, args.pairs)), flush=True)
         os._exit(0)  # an engine's own shutdown takes seconds
-    from qerl_trl import report
+    from qerl_trl.run import banner
 
     record: dict[str, Any] = {
         "command": about.command(),
         "commit": about.commit(),
-        "versions": report.versions(),
+        "versions": banner.versions(),
         "checks": [],
     }
     if args.device == "cuda":

@@ -22,7 +22,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(ROOT)]
 import about  # noqa: E402
 from examples.assets import real_model  # noqa: E402
 
-from qerl_trl.shipped import config_file, contents  # noqa: E402
+from qerl_trl.support.recipes import config_file, contents  # noqa: E402
 
 RESULT = ROOT / "examples" / "benchmarks" / "results" / "demo_real.json"
 RUN = ROOT / "runs" / "products"  # output_dir of examples/configs/smollm2.yaml

@@ -71,7 +71,7 @@ def exchanged(adapter: dict) -> dict:
 def serve_unquantized() -> None:
     """vLLM computes with the bf16 weights that the base was quantized from."""
     from qerl_trl.rollout.spec import EngineSpec
-    from qerl_trl.rollout.vllm.in_process import InProcessEngine
+    from qerl_trl.rollout.vllm.engine import InProcessEngine
 
     build = InProcessEngine.__init__
 
@@ -179,7 +179,7 @@ def shifted_logps(sequence: Any) -> None:
 
 def damage(trainer: Any) -> None:
     """One element of one weight of the engine's."""
-    from qerl_trl.rollout.vllm.in_process import engine_model
+    from qerl_trl.rollout.vllm.engine import engine_model
 
     layer = engine_model(trainer.vllm_generation.llm).model.layers[3].mlp.down_proj
     layer.weight_packed.data[7, 11] += 1
@@ -203,7 +203,7 @@ def wake_wrong(what: Callable[[Any], None]) -> Callable[[Any], None]:
 
 def other_norm(trainer: Any) -> None:
     """A norm without noise, which the engine has of its own; an adapter that is lost so is put anew in every step."""
-    from qerl_trl.rollout.vllm.in_process import engine_model
+    from qerl_trl.rollout.vllm.engine import engine_model
 
     engine_model(trainer.vllm_generation.llm).model.norm.weight.data.mul_(1.5)
 

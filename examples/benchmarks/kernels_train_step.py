@@ -122,7 +122,7 @@ def trainer(size: str, kind: str, batch: int, tokens: int) -> tuple[nn.Module, C
     model = build(size, kind)
     lora = LoraConfig(r=32, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
     if kind == "nvfp4":
-        from qerl_trl.lora import register_nvfp4_lora
+        from qerl_trl.model.lora import register_nvfp4_lora
 
         check(model.model.layers[0].mlp.down_proj)
         lora = register_nvfp4_lora(lora)

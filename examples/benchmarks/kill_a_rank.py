@@ -159,12 +159,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    from qerl_trl import report
+    from qerl_trl.run import banner
 
     record: dict[str, Any] = {
         "command": about.command(),
         "commit": about.commit(),
-        "versions": report.versions(),
+        "versions": banner.versions(),
         "device": f"CPU, {os.cpu_count()} cores, shared",
         "settings": SETTINGS,
         "kills": [],

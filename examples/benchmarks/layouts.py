@@ -82,7 +82,7 @@ def serve(model: str, folder: str) -> None:
     from peft import LoraConfig, get_peft_model
     from server_sync import start, wait
 
-    from qerl_trl.lora import register_nvfp4_lora
+    from qerl_trl.model.lora import register_nvfp4_lora
     from qerl_trl.nvfp4.config import from_pretrained
     from qerl_trl.rollout.spec import EngineSpec
 

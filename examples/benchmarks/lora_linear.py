@@ -18,7 +18,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.nn import functional as F
 
-from qerl_trl.lora import register_nvfp4_lora
+from qerl_trl.model.lora import register_nvfp4_lora
 from qerl_trl.nvfp4.format import quantize
 from qerl_trl.nvfp4.linear import NVFP4Linear
 from qerl_trl.update.lora_linear import fuse, unfuse

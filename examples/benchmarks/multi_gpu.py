@@ -146,7 +146,7 @@ def start_server(mode: Mode, model: str, folder: Path, lora: Any, longest: int, 
         import torch
         from peft import get_peft_model
 
-        from qerl_trl.lora import register_nvfp4_lora
+        from qerl_trl.model.lora import register_nvfp4_lora
         from qerl_trl.nvfp4.config import from_pretrained
         from qerl_trl.rollout.spec import EngineSpec
 

@@ -4,7 +4,7 @@
     python examples/benchmarks/neighbours.py --size dry --tokens 128 --device cpu --out FILE  # dry run, without liger-kernel
 
     eager      as transformers writes them
-    compiled   the same code through torch.compile, as decoder layers are compiled (update/compiled.py), each operator alone. Within a layer the
+    compiled   the same code through torch.compile, as decoder layers are compiled (update/compiled_layers.py), each operator alone. Within a layer the
                compiler joins them with what stands beside them, too
     liger      liger-kernel's functions for them
 

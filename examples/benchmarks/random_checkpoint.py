@@ -25,8 +25,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig, Qwen2Config
 from transformers.core_model_loading import revert_weight_conversion
 
-from qerl_trl.nvfp4.layouts import Selection, TensorSpec, compressed_tensors_config, divided, packed_specs
-from qerl_trl.publish import writer
+from qerl_trl.nvfp4.checkpoints import Selection, TensorSpec, compressed_tensors_config, divided, packed_specs
+from qerl_trl.publish import write
 from qerl_trl.rollout.adapter import linear_layers, short_names
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
@@ -153,11 +153,11 @@ def write_checkpoint(shape: str, folder: Path, device: str, packed: bool = False
     stops = list(range(1, config.get_text_config().vocab_size, STOP_EVERY))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": stops, "pad_token_id": 0}))
 
-    def job(name: str, parameter: nn.Parameter) -> writer.Job:
+    def job(name: str, parameter: nn.Parameter) -> write.Job:
         (on_disk,) = revert_weight_conversion(model, {name: parameter.data})
         size = tuple(parameter.shape)
         if name.removesuffix(".weight") in quantized:
-            return writer.Job(packed_specs(on_disk, *size), lambda: _random_packed(*size, device))
+            return write.Job(packed_specs(on_disk, *size), lambda: _random_packed(*size, device))
 
         def make():
             known = initial.get(_everywhere(name))
@@ -166,10 +166,10 @@ def write_checkpoint(shape: str, folder: Path, device: str, packed: bool = False
             deviation = TIED.get(config.model_type, 0.02) if "embed_tokens" in name else 0.02
             return [torch.empty(size, dtype=torch.bfloat16, device=device).normal_(0.0, deviation)]
 
-        return writer.Job((TensorSpec(on_disk, torch.bfloat16, size),), make)
+        return write.Job((TensorSpec(on_disk, torch.bfloat16, size),), make)
 
     jobs = [job(name, parameter) for name, parameter in model.named_parameters()]
-    writer.write_shards(folder, jobs, {}, SHARD_BYTES, workers=8)
+    write.write_shards(folder, jobs, {}, SHARD_BYTES, workers=8)
     return sum(job.nbytes for job in jobs)
 
 

@@ -53,8 +53,8 @@ def distance(policy: list[torch.Tensor], other: list[torch.Tensor], answers: lis
 
 
 def make_reference(file: str, run: str, task: str, nvfp4: str) -> dict:
-    from qerl_trl.publish.run import load_any, load_policy
-    from qerl_trl.shipped import task_file
+    from qerl_trl.publish.load import load_any, load_policy
+    from qerl_trl.support.recipes import task_file
     from qerl_trl.tasks.task import Task
 
     policy, own = load_policy(run, device=DEVICE), Task.read(task_file(task))

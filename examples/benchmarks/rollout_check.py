@@ -89,7 +89,7 @@ def difference(model, llm, ids, new_tokens: int) -> float:
 
 
 def packed_linears(llm):
-    from qerl_trl.rollout.vllm.in_process import engine_model
+    from qerl_trl.rollout.vllm.engine import engine_model
 
     return {n: m for n, m in engine_model(llm).named_modules() if hasattr(m, "weight_packed")}
 
@@ -171,7 +171,7 @@ def agree_7b_stock() -> dict:
     """Stock vLLM bf16 against transformers bf16 on the same weights: our random NVFP4 ones, dequantized. No adapter."""
     from vllm import LLM
 
-    from qerl_trl.rollout.vllm.in_process import engine_model
+    from qerl_trl.rollout.vllm.engine import engine_model
 
     arguments = {"skip_tokenizer_init": True, "max_model_len": 512, "max_num_seqs": 16, "gpu_memory_utilization": 0.3}
     llm = LLM(folder("7b"), load_format="dummy", logprobs_mode="processed_logprobs", dtype="bfloat16", seed=0,
@@ -257,7 +257,7 @@ def unique_bytes(*models) -> int:
 def sync_case(size: str) -> dict:
     """Seconds of a sync of adapter and all norms, memory of one copy, and that 200 syncs allocate nothing."""
     from qerl_trl.noise.hooks import NoiseDraw
-    from qerl_trl.rollout.vllm.in_process import engine_model
+    from qerl_trl.rollout.vllm.engine import engine_model
 
     model = policy(size)
     adapter = sum(p.numel() * p.element_size() for n, p in model.named_parameters() if "lora_" in n)

@@ -153,7 +153,7 @@ def policy(size: str, rank: int = 32, device: str = "cuda", dense: bool = False)
     """`packed_model` with a random rank-`rank` LoRA adapter on all seven projections, in float32 as in training."""
     from peft import LoraConfig, get_peft_model
 
-    from qerl_trl.lora import register_nvfp4_lora
+    from qerl_trl.model.lora import register_nvfp4_lora
 
     config = LoraConfig(r=rank, lora_alpha=rank, target_modules="all-linear", task_type="CAUSAL_LM")
     model = get_peft_model(packed_model(size, device, dense), config if dense else register_nvfp4_lora(config))

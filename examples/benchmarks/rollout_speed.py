@@ -125,7 +125,7 @@ def write_lora(size: str) -> str:
 
 def randomize_stock(llm) -> None:
     """Weights of about 0.02 everywhere, norms 1: vLLM's own dummy values are a thousand times smaller."""
-    from qerl_trl.rollout.vllm.in_process import engine_model
+    from qerl_trl.rollout.vllm.engine import engine_model
 
     for name, parameter in engine_model(llm).named_parameters():
         parameter.data.fill_(1.0) if parameter.ndim == 1 and "norm" in name else parameter.data.normal_(0, 0.02)

@@ -108,7 +108,7 @@ def main() -> None:
     from random_checkpoint import write_checkpoint
 
     from qerl_trl import QeRLConfig, QeRLGRPOTrainer
-    from qerl_trl.lora import register_nvfp4_lora
+    from qerl_trl.model.lora import register_nvfp4_lora
     from qerl_trl.noise.hooks import NoiseDraw
     from qerl_trl.nvfp4.config import from_pretrained
     from qerl_trl.rollout.spec import EngineSpec

@@ -175,7 +175,8 @@ def start_ours(clock: Clock, checkpoint: Path, device: str) -> Callable[[int, in
     from qerl_trl import trainer as trainer_module
     from qerl_trl.noise.callback import AQNCallback
     from qerl_trl.rollout import generation
-    from qerl_trl.rollout.vllm import compile_ahead, in_process
+    from qerl_trl.rollout.vllm import compile_ahead
+    from qerl_trl.rollout.vllm import engine as in_process
 
     clock.watch(generation.QeRLVLLMGeneration, "_init_vllm", "engine and probe")
     clock.watch(in_process, "SharedLLM", "  LLM(...)")
@@ -374,7 +375,7 @@ def main() -> None:
     import torch
     from random_checkpoint import write_checkpoint
 
-    from qerl_trl.report import device_name, versions
+    from qerl_trl.run.banner import device_name, versions
 
     begin = time.time()
     with tempfile.TemporaryDirectory(prefix="start-time-") as folder:

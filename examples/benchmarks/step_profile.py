@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from qerl_trl.timing import PhaseTimer
+from qerl_trl.support.phases import PhaseTimer
 
 TOP = 10
 #: what no wrapped function took of a step

@@ -241,12 +241,12 @@ def main() -> int:
         return 0
     from tests.test_many_ranks import SETTINGS
 
-    from qerl_trl import report
+    from qerl_trl.run import banner
 
     record: dict[str, Any] = {
         "command": about.command(),
         "commit": about.commit(),
-        "versions": report.versions(),
+        "versions": banner.versions(),
         "device": f"CPU, {os.cpu_count()} cores, shared",
         "settings": SETTINGS,
         "runs": [],

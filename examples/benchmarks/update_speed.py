@@ -9,7 +9,7 @@ Cases (rank-32 LoRA on all seven projections, bf16 autocast, as TRL computes an 
 head):
     stock                  PEFT on a bf16 base, eager: what TRL runs
     stock-torch-compile    the same with transformers' own torch_compile=True (the whole model)
-    bf16-compiled          bf16 base, decoder layers compiled (`update/compiled.py`)
+    bf16-compiled          bf16 base, decoder layers compiled (`update/compiled_layers.py`)
     bf16-fused             bf16 base, LoRA linears with their own backward (`update/lora_linear.py`)
     bf16-compiled-fused    both
     nvfp4, nvfp4-compiled, nvfp4-fused, nvfp4-compiled-fused      the same on the NVFP4 base; `nvfp4` is PEFT in eager mode
@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import about
 from rollout_models import policy, seconds
 
-from qerl_trl.update.compiled import compile_layers
+from qerl_trl.update.compiled_layers import compile_layers
 
 CASES = (
     "stock",

@@ -19,24 +19,24 @@ _EXPORTS = {
     "QeRLRLOOTrainer": "trainer",
     "Script": "tasks.script",
     "Task": "tasks.task",
-    "from_pretrained": "loading",
-    "last_checkpoint": "checkpoint",
-    "load_adapter": "lora",
-    "load_config": "loading",
-    "pretrained_kwargs": "loading",
+    "from_pretrained": "model.loading",
+    "last_checkpoint": "checkpoint.seal",
+    "load_adapter": "model.lora",
+    "load_config": "model.loading",
+    "pretrained_kwargs": "model.loading",
     "train_and_measure": "tasks.run",
 }
 
 __all__ = sorted([*_EXPORTS, "__version__"])
 
 if TYPE_CHECKING:
-    from .checkpoint import last_checkpoint as last_checkpoint
+    from .checkpoint.seal import last_checkpoint as last_checkpoint
     from .config import QeRLConfig as QeRLConfig
     from .config import QeRLRLOOConfig as QeRLRLOOConfig
-    from .loading import from_pretrained as from_pretrained
-    from .loading import load_config as load_config
-    from .loading import pretrained_kwargs as pretrained_kwargs
-    from .lora import load_adapter as load_adapter
+    from .model.loading import from_pretrained as from_pretrained
+    from .model.loading import load_config as load_config
+    from .model.loading import pretrained_kwargs as pretrained_kwargs
+    from .model.lora import load_adapter as load_adapter
     from .noise.callback import AQNCallback as AQNCallback
     from .nvfp4.config import NVFP4Config as NVFP4Config
     from .nvfp4.linear import NVFP4Linear as NVFP4Linear

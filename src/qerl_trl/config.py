@@ -13,14 +13,14 @@ from typing import Any
 
 from trl import GRPOConfig, RLOOConfig
 
-from . import ranges, redaction
 from .noise.callback import SCOPES
 from .noise.schedules import SCHEDULES, make_schedule
 from .nvfp4.format import SCALE_RULES
-from .processes import patience
-from .rollout.arms import check_options
 from .rollout.placement import fsdp_version
-from .upstream import OnlineConfig
+from .rollout.supported import check_options
+from .support import ranges, secrets
+from .support.distributed import patience
+from .support.trl import OnlineConfig
 
 logger = logging.getLogger(__name__)
 
@@ -226,7 +226,7 @@ class QeRLArguments(OnlineConfig):
     )
 
     def __post_init__(self):
-        # for TRL and transformers it is on: `update/recompute.py` then takes layers out of it
+        # for TRL and transformers it is on: `memory/recompute.py` then takes layers out of it
         newer = getattr(self, _NEWER_NAME, None)  # as in transformers, it decides where both are given
         wanted = self.gradient_checkpointing if newer is None else newer
         self.recompute_as_needed = wanted is None
@@ -251,7 +251,7 @@ class QeRLArguments(OnlineConfig):
             ) from error
         if updates is not None:
             self._cut_rollout(updates)
-        redaction.check_places(vars(self))
+        secrets.check_places(vars(self))
         self.rollout_probe = self.rollout_probe or "off"  # YAML reads off as false
         ranges.check(self)
         for name, choices in _CHOICES.items():
@@ -329,7 +329,7 @@ class QeRLArguments(OnlineConfig):
         told: dict[str, Any] = super().to_dict()
         if self.recompute_as_needed:
             told |= {name: None for name in ("gradient_checkpointing", _NEWER_NAME) if name in told}
-        return redaction.cleaned(told)
+        return secrets.cleaned(told)
 
     def __str__(self) -> str:
         return (
@@ -340,7 +340,7 @@ class QeRLArguments(OnlineConfig):
 
     def __getstate__(self) -> dict:
         # Trainer pickles its arguments into training_args.bin
-        return redaction.cleaned(vars(self), mask=None)
+        return secrets.cleaned(vars(self), mask=None)
 
     def __deepcopy__(self, memo: dict) -> "QeRLArguments":
         copied = object.__new__(type(self))  # in memory, so with its secrets: not by pickling

@@ -5,22 +5,22 @@
 | method | why |
 |---|---|
 | `__init__` | quantizes the base while it loads, registers LoRA for it, attaches noise and checks, replaces the vLLM glue |
-| `train` | says what was planned and what differs from TRL (`report.py`); resumes from whole checkpoints of the same settings only; leaves a model that computes clean |
+| `train` | says what was planned and what differs from TRL (`run/banner.py`); resumes from whole checkpoints of the same settings only; leaves a model that computes clean |
 | `set_initial_training_values` | a run that has ended takes no further step |
 | `_maybe_log_save_evaluate` | what a callback of one process asks for, all processes do |
 | `evaluation_loop` | `bf16_full_eval` casts the model for the evaluation only |
-| `_prepare_for_training` | FSDP 2 of older torch shards bytes too (`sharding.py`) |
+| `_prepare_for_training` | FSDP 2 of older torch shards bytes too (`model/sharding.py`) |
 | `_get_train_sampler` | a run resumed in a later epoch sees that epoch's order of prompts, not the first one's again |
 | `_generate` | draws the noise of this rollout and keeps the engine up to date (covers tools and rollout functions alike) |
-| `_generate`, `_compute_loss` | what transformers sampled under noise is importance-corrected as vLLM's rollouts are (`behaviour.py`) |
+| `_generate`, `_compute_loss` | what transformers sampled under noise is importance-corrected as vLLM's rollouts are (`rollout/behaviour.py`) |
 | `_calculate_rewards` | refuses infinite rewards; an error of one process is raised in all |
-| `_generate_and_score_completions` | measures and watches the rollout/trainer mismatch (`mismatch.py`); saves the step before where it fails |
+| `_generate_and_score_completions` | measures and watches the rollout/trainer mismatch (`rollout/mismatch.py`); saves the step before where it fails |
 | `_get_per_token_logps_and_entropies`, `_prepare_inputs` | [`PackingMixin`]: no work on padding, equal prompts once |
-| `_compute_loss`, `_get_per_token_logps_and_entropies` | on-policy the update's own log-probabilities are the old ones (`update/passes.py`) |
+| `_compute_loss`, `_get_per_token_logps_and_entropies` | on-policy the update's own log-probabilities are the old ones (`update/one_pass.py`) |
 | `training_step` | refuses a non-finite loss or gradient before the optimizer sees it |
 | `_load_from_checkpoint` | the trained adapter comes back also where TRL keeps a second one as reference |
 | `_save_checkpoint`, `_push_from_checkpoint`, `save_model` | seals what was written, then rotates older checkpoints and pushes |
-| `log` | feeds the signal monitor; adds the peak of memory and the seconds of each phase (`timing.py`) |
+| `log` | feeds the signal monitor; adds the peak of memory and the seconds of each phase (`support/phases.py`) |
 | `push_to_hub`, `create_model_card`, `init_hf_repo`, `_finalize_training` | [`PublishingMixin`]: private, whole or not at all, with our card; no way past it |
 
 New: `to_resume` ([`SavingMixin`]), `save_adapter`, `save_merged` and `save_base`. `VLLMGeneration` has no factory hook, so its name in TRL's trainer
@@ -41,34 +41,38 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.trainer_utils import TrainOutput
 
-from . import base_identity, behaviour, disk, guards, loading, mismatch, preflight, redaction, report, run_folder
-from .arguments import by_name, with_reward_models
-from .base import adapter_config, model_init, source_of
+from .checkpoint import fingerprint
+from .checkpoint.sources import digests, rewards_of, rollouts_of
+from .checks import environment, rewards
+from .checks.learning import SignalMonitor
 from .config import QeRLArguments, QeRLConfig, QeRLRLOOConfig
-from .evaluation_mode import as_it_was
-from .lora import changes_base, check_adapter, prepare_trainable, warn_of_dropout, warn_of_low_precision
-from .memory import shortage
 from .memory.of_trainer import plan_trainer
 from .memory.plan import MemoryPlan
 from .memory.workload import check_rollout
+from .model import loading
+from .model.lora import changes_base, check_adapter, prepare_trainable, warn_of_dropout, warn_of_low_precision
+from .model.ready import given_model
+from .model.sharding import BytesWithoutGradient, save_whole_tensors
 from .noise.callback import AQNCallback
 from .nvfp4.linear import has_nvfp4
-from .processes import keep_buckets, rewards_of_all
-from .publishing import warn_of_exports
-from .ready import given_model
-from .rollout.arms import check_environment, check_given
+from .publish.mixin import warn_of_exports
+from .rollout import behaviour, mismatch
 from .rollout.contract import checked_rollout_func
-from .sampling import of_the_model_alone, settle_ends
-from .saving import SavingMixin
-from .sharding import BytesWithoutGradient, save_whole_tensors
-from .signal_monitor import SignalMonitor
-from .sources import digests, rewards_of, rollouts_of
-from .timing import PhaseTimer
+from .rollout.sampling import of_the_model_alone, settle_ends
+from .rollout.supported import check_environment, check_given
+from .run import banner, disk, folder, shortage
+from .run.arguments import by_name, with_reward_models
+from .run.base import adapter_config, model_init, source_of
+from .run.resume import SavingMixin
+from .support import secrets
+from .support.distributed import keep_buckets, rewards_of_all
+from .support.evaluation_mode import as_it_was
+from .support.phases import PhaseTimer
+from .update.one_pass import OnePass
 from .update.packing import PackingMixin
-from .update.passes import OnePass
 from .update.prepare import prepare
 
-with preflight.naming_vllm():
+with environment.naming_vllm():
     from trl import GRPOTrainer, RLOOTrainer
 
 
@@ -120,11 +124,11 @@ class QeRLMixin(SavingMixin, PackingMixin):
                 f"the same fields: replace {type(args).__name__}(...) by {self._config_class.__name__}(...)."
             )
         keep_buckets(args)
-        redaction.check_places({**given, **vars(args)})
-        preflight.check(args)
+        secrets.check_places({**given, **vars(args)})
+        environment.check(args)
         check_environment(args)
         check_given(args, given)
-        run_folder.lock_for(args)
+        folder.lock_for(args)
         given["model"] = model = given_model(model)
         given["args"], given["peft_config"] = args, adapter_config(model, args, given.get("peft_config"))
         given["reward_funcs"] = with_reward_models(given.get("reward_funcs"), args)
@@ -136,7 +140,7 @@ class QeRLMixin(SavingMixin, PackingMixin):
         disk.check(self)
         trained = self.accelerator.unwrap_model(self.model)
         loading.begin_loaded(trained, **source_of(model, args))
-        self.base_sha256 = base_identity.shared_base_sha256(trained, not self.is_fsdp_enabled)  # before training
+        self.base_sha256 = fingerprint.shared_base_sha256(trained, not self.is_fsdp_enabled)  # before training
         if is_peft_model(trained):
             check_adapter(trained)
             self.base_sha256 = None if changes_base(trained) else self.base_sha256
@@ -147,7 +151,7 @@ class QeRLMixin(SavingMixin, PackingMixin):
         self._monitor = SignalMonitor(args.zero_advantage_patience)
         self._mismatch = mismatch.MismatchWatch(args.rollout_mismatch_threshold)
         self._passes = OnePass(self)
-        self.reward_funcs = guards.checked_rewards(self)
+        self.reward_funcs = rewards.checked_rewards(self)
         if getattr(self, "rollout_func", None) is not None:
             self.rollout_func = checked_rollout_func(self.rollout_func)
         self.note_what_was_taken()
@@ -204,11 +208,11 @@ class QeRLMixin(SavingMixin, PackingMixin):
         own = partial(super()._calculate_rewards, inputs, prompts, *args, **kwargs)
         with (
             self._timer.phase("reward", counts=self.model.training),
-            guards.reward_limit(self),
+            rewards.reward_limit(self),
             self.failing_together(),
         ):
             self._rewards = rewards_of_all(self.accelerator, own, len(prompts), len(self.reward_funcs))
-            guards.check_reward_tensor(self._rewards, self.reward_func_names, self.reward_weights)
+            rewards.check_reward_tensor(self._rewards, self.reward_func_names, self.reward_weights)
         return self._rewards
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -240,11 +244,11 @@ class QeRLMixin(SavingMixin, PackingMixin):
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         with self._timer.phase("update"):
             loss = super().training_step(model, inputs, num_items_in_batch)
-            guards.check_loss(loss, self.state.global_step)
+            rewards.check_loss(loss, self.state.global_step)
             if self.is_deepspeed_enabled:
-                guards.check_step_taken(self.accelerator, model, self.state.global_step)
+                rewards.check_step_taken(self.accelerator, model, self.state.global_step)
             elif self.accelerator.sync_gradients and getattr(self.accelerator, "scaler", None) is None:
-                guards.check_gradients(model, self.state.global_step, self.optimizer)
+                rewards.check_gradients(model, self.state.global_step, self.optimizer)
         if not self._frozen and self.args.device.type == "cuda":
             self._frozen = True
             gc.collect()
@@ -262,12 +266,12 @@ class QeRLMixin(SavingMixin, PackingMixin):
                 self._monitor.entropy(sum(entropies) / len(entropies), self.state)
             if "loss" in logs:  # a training log, not the summary at the end
                 logs |= {f"seconds/{phase}": seconds for phase, seconds in self._timer.take().items()}
-                logs["memory/peak_gib"] = report.peak_memory_gib(self.args.device)
+                logs["memory/peak_gib"] = banner.peak_memory_gib(self.args.device)
         super().log(logs, start_time)
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        guards.check_steps(self.args, self.train_dataset)
-        report.announce(self)
+        rewards.check_steps(self.args, self.train_dataset)
+        banner.announce(self)
         try:
             with shortage.naming(self):
                 return super().train(*args, **kwargs)

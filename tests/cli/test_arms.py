@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
-from qerl_trl import shipped
-from qerl_trl.cli import arms as cli_arms
-from qerl_trl.cli import run as cli_run
+from qerl_trl.cli import evaluate as cli_run
+from qerl_trl.cli import train as cli_arms
 from qerl_trl.config import BASE_FORMATS
+from qerl_trl.support import recipes
 from qerl_trl.tasks import arms as comparison
 from tests.cli.test_main import call
 
@@ -41,7 +41,7 @@ def arms(tmp_path, monkeypatch):
     (examples / "grpo_gsm8k.py").write_text(STAND_IN)
     (examples / "configs" / "small.yaml").write_text("max_steps: 5\n")
     monkeypatch.setattr(cli_run, "examples_folder", lambda: examples)
-    monkeypatch.setattr(shipped, "examples_folder", lambda: examples)
+    monkeypatch.setattr(recipes, "examples_folder", lambda: examples)
     return lambda *words: call("arms", "small", "--output_dir", tmp_path / "arms", *words)
 
 

@@ -14,13 +14,16 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig
 from typer.testing import CliRunner
 
-from qerl_trl import QeRLConfig, checkpoint, errors, preflight
-from qerl_trl.base_identity import base_sha256
+from qerl_trl import QeRLConfig
+from qerl_trl.checkpoint import seal
+from qerl_trl.checkpoint.fingerprint import base_sha256
+from qerl_trl.checks import environment
 from qerl_trl.cli import doctor, options
 from qerl_trl.cli import main as cli
 from qerl_trl.publish import distance, export, hub
 from qerl_trl.publish.distance import logits_of
-from qerl_trl.publish.run import TrainedPolicy, load_policy
+from qerl_trl.publish.load import TrainedPolicy, load_policy
+from qerl_trl.support import errors
 from qerl_trl.tasks import evaluation
 from tests.publish.test_export import IDS, make_policy
 from tests.publish.test_hub import REPO, server  # noqa: F401  (a fixture)
@@ -118,7 +121,7 @@ def test_eval_takes_the_gpu_where_there_is_one(monkeypatch):
     """It took the CPU without a word."""
     asked = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr("qerl_trl.publish.run.load_any", lambda model, device, *rest: asked.append(device) or 1 / 0)
+    monkeypatch.setattr("qerl_trl.publish.load.load_any", lambda model, device, *rest: asked.append(device) or 1 / 0)
     with pytest.raises(ZeroDivisionError):
         call("eval", "user/model")
     assert asked == ["cuda"]
@@ -214,7 +217,7 @@ def test_a_destination_that_is_taken_is_refused_before_a_base_is_loaded(run, tmp
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").write_text("mine")
     assert call("merge", run[0], tmp_path / "adapter", "--as", "adapter")[0] == 0
-    monkeypatch.setattr("qerl_trl.publish.run.load_policy", lambda *args, **kwargs: 1 / 0)
+    monkeypatch.setattr("qerl_trl.publish.load.load_policy", lambda *args, **kwargs: 1 / 0)
     for name, words in (("full", ()), ("adapter", ()), ("adapter", ("--as", "base"))):
         code, _, err = call("merge", run[0], tmp_path / name, *words)
         assert code == 2 and f"{name} already exists and is not empty" in err
@@ -378,7 +381,7 @@ def test_plan(tiny_model_dir):
 
 
 def test_doctor(monkeypatch):
-    monkeypatch.setattr(preflight, "vllm_problems", lambda: [])  # imports vLLM: tests/faults/test_r1_environment.py
+    monkeypatch.setattr(environment, "vllm_problems", lambda: [])  # imports vLLM: tests/faults/test_r1_environment.py
     code, out, _ = call("doctor", "--json")
     result = json.loads(out)
     assert result["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]  # metadata may omit "+cu130"
@@ -572,7 +575,7 @@ def test_hub_errors_are_runtime_errors():
 
 
 def test_an_evaluation_that_could_not_be_kept_is_refused_before_it_is_made(tmp_path, monkeypatch):
-    from qerl_trl.cli import run
+    from qerl_trl.cli import evaluate as run
 
     monkeypatch.setattr(run.os, "access", lambda folder, mode: False)
     for output in (None, tmp_path / "there.json"):
@@ -681,7 +684,7 @@ def test_a_run_that_did_not_save_its_end_is_told_its_newest_checkpoint(tmp_path)
     folder = tmp_path / "run" / "checkpoint-3"
     folder.mkdir(parents=True)
     (folder / "trainer_state.json").write_text("{}")
-    checkpoint.seal(folder)
+    seal.seal(folder)
     for words in (("merge", tmp_path / "run", tmp_path / "out"), ("eval", tmp_path / "run")):
         code, _, err = call(*words)
         assert code != 0 and f"name the newest, {folder}" in err

@@ -9,12 +9,12 @@ from datasets import Dataset
 from peft import LoraConfig
 from torch import nn
 
-from qerl_trl.names import canonical_name
 from qerl_trl.noise.generator import standard_noise
 from qerl_trl.rollout.adapter import active_adapter, linear_layers, rollout_layers
 from qerl_trl.rollout.engine import Completion, Contents, Engine
 from qerl_trl.rollout.sums import bits
 from qerl_trl.rollout.wire import update_fingerprint
+from qerl_trl.support.names import canonical_name
 
 
 @torch.no_grad()

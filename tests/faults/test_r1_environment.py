@@ -13,7 +13,8 @@ import torch
 import transformers.training_args
 
 import qerl_nvfp4.ops
-from qerl_trl import QeRLConfig, QeRLGRPOTrainer, preflight
+from qerl_trl import QeRLConfig, QeRLGRPOTrainer
+from qerl_trl.checks import environment
 from qerl_trl.cli import doctor
 from qerl_trl.nvfp4 import linear
 from qerl_trl.rollout.vllm import imported, plugin
@@ -81,9 +82,9 @@ def test_gpu_architecture(gpu_of, tmp_path, capability, said):
     monkey = QeRLConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none")
     monkey.use_cpu = False
     with told(RuntimeError, "A GPU", *said):
-        preflight.check(monkey)
+        environment.check(monkey)
     gpu_of((8, 6), ["sm_80", "sm_90"])
-    assert not any(problem.fatal for problem in preflight.gpu())
+    assert not any(problem.fatal for problem in environment.gpu())
 
 
 @fault("R1.vllm_missing")
@@ -120,7 +121,7 @@ def broken_vllm(tmp_path, monkeypatch):
 
 @fault("R1.vllm_abi")
 def test_doctor_imports_vllm(broken_vllm):
-    (problem,) = preflight.vllm_problems()
+    (problem,) = environment.vllm_problems()
     assert problem.fatal and "undefined symbol" in problem.what and "vLLM" in problem.what
     assert "pip install --force-reinstall vllm" in problem.remedy
 
@@ -162,7 +163,7 @@ def test_triton_missing(gpu_of, monkeypatch, tmp_path, caplog):
     try:
         config = QeRLConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none")
         config.use_cpu = False
-        preflight.check(config)
+        environment.check(config)
     finally:
         linear._kernels.cache_clear()
     assert "No kernels for 4-bit layers" in caplog.text and "Triton is not installed" in caplog.text
@@ -178,20 +179,20 @@ def test_newer_than_what_was_tested_is_one_line_in_one_process(monkeypatch, tmp_
     monkeypatch.setattr(importlib.metadata, "version", lambda name: newer.get(name) or real(name))
     config = vllm_run(tmp_path) if use_vllm else QeRLConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none")
     monkeypatch.setattr(type(config), "process_index", process)
-    preflight.check(config)
-    said = [record.getMessage() for record in caplog.records if record.name == preflight.__name__]
+    environment.check(config)
+    said = [record.getMessage() for record in caplog.records if record.name == environment.__name__]
     assert len(said) == (process == 0)
     for line in said:
-        tested = preflight.NEWEST_TESTED
+        tested = environment.NEWEST_TESTED
         for package in ("trl", "transformers"):
             assert f"{package} {newer[package]} (tested: up to {tested[package]})" in line
         assert "peft" not in line and ("vllm 0.99.0" in line) == use_vllm and "try" in line
 
 
 def test_nothing_is_said_of_what_was_tested(monkeypatch):
-    versions = {**preflight.NEWEST_TESTED, "vllm": plugin.NEWEST_VLLM}
+    versions = {**environment.NEWEST_TESTED, "vllm": plugin.NEWEST_VLLM}
     monkeypatch.setattr(importlib.metadata, "version", versions.__getitem__)
-    assert preflight.untested(use_vllm=False) == []
+    assert environment.untested(use_vllm=False) == []
 
 
 # --- beside the list ---------------------------------------------------------------------------------------------------------------
@@ -203,15 +204,15 @@ def usage(monkeypatch, free, total=2**40):
 
 def test_shared_memory(monkeypatch):
     usage(monkeypatch, 2**26, 2**26)
-    (problem,) = preflight.shared_memory()
+    (problem,) = environment.shared_memory()
     assert "64 MiB" in problem.what and "--shm-size" in problem.remedy
     usage(monkeypatch, 2**33, 2**33)
-    assert preflight.shared_memory() == []
+    assert environment.shared_memory() == []
 
 
 def test_doctor_asks_the_same_disk_as_a_run(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(preflight, "vllm_problems", lambda: [])
+    monkeypatch.setattr(environment, "vllm_problems", lambda: [])
     usage(monkeypatch, free=int(15.3e9))
     findings = doctor.examine()
     assert findings.facts["disk"] == f"15.3 GB free in {tmp_path}"
@@ -225,6 +226,6 @@ def test_doctor_asks_the_same_disk_as_a_run(monkeypatch, tmp_path):
 def test_disk_too_small_for_what_will_be_written(monkeypatch, tmp_path):
     usage(monkeypatch, free=int(2.5e9))
     folder = Path(tmp_path) / "not" / "there"
-    assert preflight.disk(folder, int(1e9)) == []
-    (problem,) = preflight.disk(folder, int(3e9))
+    assert environment.disk(folder, int(1e9)) == []
+    (problem,) = environment.disk(folder, int(3e9))
     assert problem.fatal and "2.5 GB free" in problem.what and "Free space" in problem.remedy

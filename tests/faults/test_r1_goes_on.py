@@ -12,7 +12,8 @@ import torch
 import transformers.training_args
 from transformers import TrainerCallback
 
-from qerl_trl import checkpoint, preflight
+from qerl_trl.checkpoint import seal
+from qerl_trl.checks import environment
 from qerl_trl.rollout.vllm import imported, plugin
 from tests.faults.catalog import fault, told
 from tests.faults.stand_in import make_trainer  # noqa: F401  (a fixture)
@@ -67,7 +68,7 @@ def old_driver(patch: pytest.MonkeyPatch) -> None:
 
 
 def old_gpu(patch: pytest.MonkeyPatch) -> None:
-    look = preflight.gpu
+    look = environment.gpu
 
     def gpu():
         with pytest.MonkeyPatch.context() as described:  # to us only: PyTorch would start to use it
@@ -76,7 +77,7 @@ def old_gpu(patch: pytest.MonkeyPatch) -> None:
             described.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5))
             return look()
 
-    patch.setattr(preflight, "gpu", gpu)
+    patch.setattr(environment, "gpu", gpu)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +147,7 @@ def test_a_run_with_vllm_goes_on(run_with_vllm, tmp_path):
     run = Path(tmp_path / "run")
     with pytest.raises(Interrupted):
         run_with_vllm(AfterTheFirstStep())
-    assert checkpoint.last_checkpoint(run) == str(run / "checkpoint-1")
+    assert seal.last_checkpoint(run) == str(run / "checkpoint-1")
     before, saved = contents(run), contents(run / "checkpoint-1")
     for spoil, words in (
         (no_vllm, ["vLLM is not installed", "pip install 'qerl-trl[vllm]'"]),
@@ -159,5 +160,5 @@ def test_a_run_with_vllm_goes_on(run_with_vllm, tmp_path):
                 run_with_vllm()
         assert contents(run) == before
     assert run_with_vllm() == 2
-    assert checkpoint.problems(run / "checkpoint-2") == []
+    assert seal.problems(run / "checkpoint-2") == []
     assert contents(run / "checkpoint-1") == saved  # it went on from there

@@ -124,7 +124,7 @@ def test_an_update_of_which_half_arrives(make_trainer):  # noqa: F811
 
 @fault("R4.wake_without_weights", recovered=True)
 def test_an_engine_that_wakes_up_without_its_weights(make_trainer):  # noqa: F811
-    from qerl_trl.rollout.vllm.in_process import InProcessEngine
+    from qerl_trl.rollout.vllm.engine import InProcessEngine
     from qerl_trl.rollout.vllm.state import RolloutState
 
     def forgets(engine):
@@ -152,7 +152,7 @@ def test_an_engine_that_computes_otherwise_after_it_woke_up(make_trainer):  # no
 
 @fault("R4.prefix_cache_stale", recovered=True)
 def test_a_prefix_cache_that_is_not_reset(make_trainer):  # noqa: F811
-    from qerl_trl.rollout.vllm.in_process import InProcessEngine
+    from qerl_trl.rollout.vllm.engine import InProcessEngine
 
     def refuses(engine):
         engine.reset_prefix_cache = lambda: InProcessEngine.reset_prefix_cache(engine)

@@ -17,8 +17,9 @@ from datasets import Dataset
 from peft import LoraConfig
 from transformers import TrainerState
 
-from qerl_trl import QeRLConfig, QeRLGRPOTrainer, guards
-from qerl_trl.signal_monitor import SignalMonitor
+from qerl_trl import QeRLConfig, QeRLGRPOTrainer
+from qerl_trl.checks import rewards as guards
+from qerl_trl.checks.learning import SignalMonitor
 from tests.faults.catalog import fault, told
 from tests.faults.tiny_runs import spread_reward as sound_reward
 from tests.faults.tiny_runs import tiny_runs  # noqa: F401  (a fixture)

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from qerl_trl import checkpoint, redaction
-from qerl_trl.publish import cards, export, hub
-from qerl_trl.publish.run import TrainedPolicy
+from qerl_trl.checkpoint import seal
+from qerl_trl.publish import card, export, hub
+from qerl_trl.publish.load import TrainedPolicy
+from qerl_trl.support import secrets
 from tests.cli.test_main import call
 from tests.faults.catalog import fault, told
 from tests.faults.test_s_publish import SECRET, WEIGHTS, AfterStep, pushing
@@ -35,7 +36,7 @@ def merged(tiny_model_dir, tiny_tokenizer, tmp_path_factory) -> Path:
     facts = {"kind": "merged", "settings": policy.settings, "dataset": None}
     folder = tmp_path_factory.mktemp("exports") / "merged"
     export.save_merged(
-        policy, folder, max_shard_bytes=200_000, card=lambda partial, record: cards.write(partial, facts, record)
+        policy, folder, max_shard_bytes=200_000, card=lambda partial, record: card.write(partial, facts, record)
     )
     return folder
 
@@ -164,9 +165,7 @@ def test_a_token_is_found_nowhere(
         log_completions=True,
     )
     print(trainer.args, trainer.args.to_json_string())
-    checkpoint.write_json_atomically(
-        tmp_path / "environment.json", dict(os.environ)
-    )  # what a reporting callback may keep
+    seal.write_json_atomically(tmp_path / "environment.json", dict(os.environ))  # what a reporting callback may keep
     logging.getLogger("run").warning("%s %r", trainer.args, trainer.args)
     # the Hub quotes the token in what it answers
     trainer.add_callback(AfterStep(trainer, 1, lambda: setattr(server, "fail", {r"POST /api/.*": 418})))
@@ -214,7 +213,7 @@ def test_a_token_where_it_would_be_seen_is_refused_by_the_arguments_name(tmp_pat
     where = next(reversed(argument))
     with pytest.raises(ValueError) as error:
         settings(tmp_path, **argument)
-    for word in (where, redaction.MASK, "HF_TOKEN"):
+    for word in (where, secrets.MASK, "HF_TOKEN"):
         assert word in str(error.value)
     shown = "".join(traceback.format_exception(error.value))
     assert TOKEN not in shown.replace(__file__, "") and "zz84-password" not in shown
@@ -239,11 +238,11 @@ def test_a_token_in_a_file_that_would_be_published(server, merged, tmp_path):  #
     shutil.copytree(merged, leaky)
     text = (leaky / "tokenizer.json").read_text()
     (leaky / "tokenizer.json").write_text(text + " " * (2 << 20) + f'{{"note": "{TOKEN}"}}')
-    checkpoint.seal(leaky, checkpoint.recorded_run(leaky))
+    seal.seal(leaky, seal.recorded_run(leaky))
     with told(hub.HubError, "tokenizer.json", "token", "Remove it"):
         hub.push_folder(leaky, REPO)
     assert server.requests == []
     (leaky / "tokenizer.json").write_text(text)
-    checkpoint.seal(leaky, checkpoint.recorded_run(leaky))
+    seal.seal(leaky, seal.recorded_run(leaky))
     hub.push_folder(leaky, REPO)
     assert published_whole(server, leaky) and server.text(REPO)["tokenizer.json"] == text

@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from qerl_trl import QeRLGRPOTrainer
-from qerl_trl.checkpoint import MANIFEST_NAME, manifest, recorded_run
+from qerl_trl.checkpoint.seal import MANIFEST_NAME, manifest, recorded_run
 from qerl_trl.publish import export
-from qerl_trl.publish.run import TrainedPolicy
+from qerl_trl.publish.load import TrainedPolicy
 from tests.cli.test_main import call
 from tests.faults.catalog import fault, told
 from tests.faults.tiny_runs import WEIGHTS, contents, tiny_runs  # noqa: F401  (a fixture)

@@ -16,12 +16,13 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from qerl_trl import checkpoint, errors
-from qerl_trl.memory import shortage
+from qerl_trl.checkpoint import seal
 from qerl_trl.memory.formulas import predicted_bytes, shape_of
 from qerl_trl.memory.plan import Gpu, plan_run, relief
 from qerl_trl.memory.workload import Workload
 from qerl_trl.rollout.engine import RolloutError
+from qerl_trl.run import shortage
+from qerl_trl.support import errors
 from tests.ranks import on_ranks
 from tests.shapes import SEVEN_B
 
@@ -46,7 +47,7 @@ def whole(tiny_runs, tmp_path_factory):  # noqa: F811
 
 def goes_on(tiny_runs, run: Path, whole: Path) -> bool:  # noqa: F811
     """Whether the same command, once the cause is gone, goes on from the first step and ends with the same bytes."""
-    assert checkpoint.last_checkpoint(run) == str(run / "checkpoint-1")
+    assert seal.last_checkpoint(run) == str(run / "checkpoint-1")
     saved = contents(run / "checkpoint-1")
     tiny_runs.command(run, **STEPS)
     assert contents(run / "checkpoint-1") == saved
@@ -215,7 +216,7 @@ def test_a_run_goes_on_after_its_engine_had_no_memory(make_trainer, tmp_path):  
     before, saved = contents(run), contents(run / "checkpoint-1")
     with told(torch.OutOfMemoryError, "when the engine started", "30.00 KiB"):
         command(engine=Short)
-    assert contents(run) == before and checkpoint.last_checkpoint(run) == str(run / "checkpoint-1")
+    assert contents(run) == before and seal.last_checkpoint(run) == str(run / "checkpoint-1")
     assert command() == 2
     assert contents(run / "checkpoint-1") == saved  # it went on from there
 
@@ -355,8 +356,8 @@ def test_the_reward_of_one_of_two_processes_fails(tiny_runs, tmp_path):  # noqa:
     for word in ("Reward function 'spread_reward' raised KeyError", "resume"):
         assert word in failed and word in other
     assert "Process 1 of 2 failed" in other
-    assert checkpoint.problems(run / "checkpoint-1") == []
-    assert {f"rng_state_{rank}.pth" for rank in range(2)} <= checkpoint.sealed_files(run / "checkpoint-1")
+    assert seal.problems(run / "checkpoint-1") == []
+    assert {f"rng_state_{rank}.pth" for rank in range(2)} <= seal.sealed_files(run / "checkpoint-1")
     saved = contents(run / "checkpoint-1")
     shutil.copytree(run, alone := tmp_path / "alone")
     batch = {"per_device_train_batch_size": 8, "max_steps": 2, "save_steps": 2}  # as large as that of both
@@ -396,7 +397,7 @@ def test_one_of_two_processes_fails_in_an_update(how, tiny_runs, tmp_path):  # n
     else:
         assert "RuntimeError: The loss is nan at step 1" in failed
         assert "is not finite at step 1" in other
-    assert checkpoint.last_checkpoint(run) == str(run / "checkpoint-1")
+    assert seal.last_checkpoint(run) == str(run / "checkpoint-1")
 
 
 @fault("R8.out_of_memory_in_step")

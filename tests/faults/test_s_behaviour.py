@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import load_file
 from trl import GRPOConfig, GRPOTrainer
 
-from qerl_trl import AQNCallback, QeRLConfig, QeRLRLOOConfig, mismatch
+from qerl_trl import AQNCallback, QeRLConfig, QeRLRLOOConfig
+from qerl_trl.rollout import mismatch
 from tests.faults.catalog import fault, told
 from tests.faults.stand_in import PROMPTS, StandIn
 from tests.faults.stand_in import make_trainer as make_engine_trainer  # noqa: F401  (a fixture)

@@ -14,11 +14,13 @@ from huggingface_hub import constants
 from transformers import AutoModelForCausalLM
 
 import qerl_trl
-from qerl_trl import NVFP4Config, QeRLGRPOTrainer, checkpoint, run_folder
-from qerl_trl.base_identity import Pieces, base_sha256, row_of
-from qerl_trl.publish import cards, export, hub
+from qerl_trl import NVFP4Config, QeRLGRPOTrainer
+from qerl_trl.checkpoint import seal
+from qerl_trl.checkpoint.fingerprint import Pieces, base_sha256, row_of
+from qerl_trl.publish import card, export, hub
+from qerl_trl.publish.load import load_any, load_policy
 from qerl_trl.publish.quantize import quantize_folder
-from qerl_trl.publish.run import load_any, load_policy
+from qerl_trl.run import folder as run_folder
 from qerl_trl.tasks import evaluation
 from tests.cli.test_main import call
 from tests.faults.catalog import fault, told
@@ -40,7 +42,7 @@ def test_a_base_quantized_on_disk_says_which_it_is(kind, tiny_model_dir, tmp_pat
     for _ in range(2):  # finished, it is recognized
         quantize_folder(tiny_model_dir(kind), tmp_path / "base", max_shard_bytes=60_000)
     loaded = qerl_trl.from_pretrained(tiny_model_dir(kind), NVFP4Config())
-    assert checkpoint.recorded_run(tmp_path / "base")["settings"]["base_sha256"] == base_sha256(loaded)
+    assert seal.recorded_run(tmp_path / "base")["settings"]["base_sha256"] == base_sha256(loaded)
 
 
 def test_the_row_of_a_tensor_in_pieces():
@@ -87,9 +89,9 @@ def test_an_exported_adapter_whose_base_says_nothing_is_published(base, trained,
     if base == "refused":
         server.fail["(GET|HEAD) /someone/base/.*"] = 403
     if base == "at a recorded commit":
-        record = checkpoint.recorded_run(tmp_path / "adapter")
+        record = seal.recorded_run(tmp_path / "adapter")
         record["settings"] |= {"model": "someone/base", "base_revision": "c" * 40}
-        checkpoint.seal(tmp_path / "adapter", record)
+        seal.seal(tmp_path / "adapter", record)
     code, _, err = call("push", "adapter", tmp_path / "adapter", REPO)
     assert code == 0 and WEIGHTS in server.repos[REPO]["files"]
     said = {"not there": "someone/base was not found on the Hub", "at a recorded commit": ""}.get(
@@ -104,7 +106,7 @@ def test_a_base_on_the_hub_that_does_not_say_what_it_holds(trained, server):  # 
     server.put("someone/dense", private=True)
     push = ("push", "adapter", trained[1], REPO, "--base-model", "someone/dense")
     code, _, err = call(*push)
-    fingerprint = checkpoint.recorded_run(trained[1])["base_sha256"][:12]
+    fingerprint = seal.recorded_run(trained[1])["base_sha256"][:12]
     assert code == 0 and f"fingerprint {fingerprint}) is taken on trust" in err
 
 
@@ -192,7 +194,7 @@ def test_what_is_said_of_the_source_is_not_said_of_the_product(tiny_model_dir, t
     """A merged model's card and its computed log-probabilities, copied, would be published as the quantized one's."""
     facts = {"kind": "merged", "settings": {"seed": 77}}
     policy = make_policy(tiny_model_dir("llama"), dtype="bfloat16")
-    export.save_merged(policy, tmp_path / "merged", card=lambda folder, record: cards.write(folder, facts, record))
+    export.save_merged(policy, tmp_path / "merged", card=lambda folder, record: card.write(folder, facts, record))
     quantize_folder(tmp_path / "merged", tmp_path / "out")
     assert not (tmp_path / "out/qerl_card.json").exists()
 
@@ -247,7 +249,7 @@ def test_a_published_model_in_the_hubs_cache_is_what_was_published(
     make(tiny_model_dir("qwen2"), tmp_path / "base")
     for unread in ("vocab.txt", "README.md"):
         (tmp_path / "base" / unread).write_text("as it was")
-    checkpoint.seal(tmp_path / "base", checkpoint.recorded_run(tmp_path / "base"))
+    seal.seal(tmp_path / "base", seal.recorded_run(tmp_path / "base"))
     (tmp_path / "base/vocab.txt").unlink()
     (tmp_path / "base/README.md").write_text("as it is now")
     _commit(tmp_path / "hub", "someone/base", "a" * 40, tmp_path / "base")
@@ -257,7 +259,7 @@ def test_a_published_model_in_the_hubs_cache_is_what_was_published(
             qerl_trl.from_pretrained("someone/base")
         elif use == "quantize":
             quantize_folder(tmp_path / "hub/models--someone--base/snapshots" / ("a" * 40), tmp_path / out)
-            assert checkpoint.recorded_run(tmp_path / out)["settings"]["base_revision"] == "a" * 40
+            assert seal.recorded_run(tmp_path / out)["settings"]["base_revision"] == "a" * 40
         else:
             monkeypatch.setattr(tiny_runs, "model", "someone/base")
             tiny_runs.trainer(tmp_path / out, max_steps=1, save_strategy="no").train()
@@ -286,7 +288,7 @@ def test_what_is_read_is_not_replaced_by_what_is_made_of_it(command, trained, ti
 def test_vllm_measures_an_adapter_of_which_nothing_is_known_with_a_word(trained, tmp_path, monkeypatch, caplog):  # noqa: F811
     """Copied without its manifest."""
     run = shutil.copytree(
-        trained[1], tmp_path / "run", ignore=shutil.ignore_patterns("checkpoint-*", checkpoint.MANIFEST_NAME)
+        trained[1], tmp_path / "run", ignore=shutil.ignore_patterns("checkpoint-*", seal.MANIFEST_NAME)
     )
     monkeypatch.setattr(evaluation, "vllm_engine", lambda *a, **o: lambda d: ["2"] * len(d))
     (tmp_path / "problems.jsonl").write_text('{"question": "1 + 1?", "answer": "#### 2"}\n')
@@ -311,15 +313,15 @@ def test_a_checkpoint_that_never_had_an_optimizer_is_not_gone_on_from(finished, 
     run = shutil.copytree(finished, tmp_path / "run")
     for name in ("optimizer.pt", "scheduler.pt"):
         (run / "checkpoint-2" / name).unlink()
-    sealed = checkpoint.read_manifest(run / "checkpoint-2")
-    checkpoint.seal(run / "checkpoint-2", sealed["run"], order=sealed["order"])
+    sealed = seal.read_manifest(run / "checkpoint-2")
+    seal.seal(run / "checkpoint-2", sealed["run"], order=sealed["order"])
     trainer = tiny_runs.trainer(run, max_steps=3)
     with told(ValueError, "checkpoint-2 keeps no optimizer state", "another output_dir", "allow_other_settings=True"):
         trainer.train(resume_from_checkpoint=trainer.to_resume())
     trainer.args.allow_other_settings = True
     trainer.train(resume_from_checkpoint=trainer.to_resume())
     assert trainer.state.global_step == 3 and "as allowed: optimizer: a new one from step 2 on" in caplog.text
-    assert checkpoint.recorded_run(run / "checkpoint-3")["changed"] == ["optimizer: a new one from step 2 on"]
+    assert seal.recorded_run(run / "checkpoint-3")["changed"] == ["optimizer: a new one from step 2 on"]
 
 
 @fault("R6.missing_optimizer")
@@ -337,9 +339,9 @@ def test_what_a_run_has_ended_with_is_no_checkpoint_by_any_name(by, finished, ti
 @fault("S.arms_share_folder")
 def test_a_folder_whose_manifest_was_edited_belongs_to_a_run_all_the_same(finished, tiny_runs, tmp_path):  # noqa: F811
     run = shutil.copytree(finished, tmp_path / "run", ignore=shutil.ignore_patterns("checkpoint-*"))
-    manifest = json.loads((run / checkpoint.MANIFEST_NAME).read_text())
+    manifest = json.loads((run / seal.MANIFEST_NAME).read_text())
     del manifest["run"]["base_sha256"]
-    (run / checkpoint.MANIFEST_NAME).write_text(json.dumps(manifest))
+    (run / seal.MANIFEST_NAME).write_text(json.dumps(manifest))
     before = contents(run)
     trainer = tiny_runs.trainer(run, base_format="bf16")
     with told(ValueError, str(run), "changed after it was written", "another output_dir"):
@@ -408,11 +410,11 @@ def test_a_run_goes_on_from_elsewhere(where, finished, tiny_runs, tmp_path):  # 
         trainer = tiny_runs.trainer(into, **more)
         trainer.train(resume_from_checkpoint=str(run / "checkpoint-1"))
         trainer.save_model()
-    assert trainer.state.global_step == 2 and checkpoint.problems(into) == []
+    assert trainer.state.global_step == 2 and seal.problems(into) == []
     assert (into / WEIGHTS).read_bytes() == (
         finished / WEIGHTS
     ).read_bytes()  # a schedule goes on as it was, whatever is allowed
-    assert checkpoint.recorded_run(into)["learning_rate"] == more.get("learning_rate", 1e-3)
+    assert seal.recorded_run(into)["learning_rate"] == more.get("learning_rate", 1e-3)
 
 
 @fault("S.arms_share_folder")
@@ -450,7 +452,7 @@ def test_what_may_be_another_setting_may_be_one_in_such_a_copy(finished, tiny_ru
     trainer = tiny_runs.trainer(copy_of_it, learning_rate=2e-3, allow_other_settings=True)
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model()
-    assert "learning_rate" in str(checkpoint.recorded_run(copy_of_it)["changed"])
+    assert "learning_rate" in str(seal.recorded_run(copy_of_it)["changed"])
 
 
 @fault("S.arms_share_folder")
@@ -494,7 +496,7 @@ def test_checkpoints_of_another_trainer_are_not_replaced_without_a_word(finished
     """TRL's own write no manifest: the same script with three lines changed writes into the same folder."""
     for step in (1, 900):
         shutil.copytree(finished / "checkpoint-1", tmp_path / f"run/checkpoint-{step}")
-        (tmp_path / f"run/checkpoint-{step}" / checkpoint.MANIFEST_NAME).unlink()
+        (tmp_path / f"run/checkpoint-{step}" / seal.MANIFEST_NAME).unlink()
     tiny_runs.trainer(tmp_path / "run", max_steps=1).train()
     for word in (str(tmp_path / "run"), "checkpoint-1, checkpoint-900", "save_total_limit", "another output_dir"):
         assert word in caplog.text
@@ -600,7 +602,7 @@ def test_a_reward_function_that_was_rewritten_under_its_name_is_told_and_recorde
     line = "rewards_sha256.spread_reward: its source changed"
     tiny_runs.command(run, reward=spread_reward, max_steps=3)
     assert f"with other settings: {line}" in caplog.text
-    assert checkpoint.recorded_run(run)["changed"] == [line]
+    assert seal.recorded_run(run)["changed"] == [line]
 
 
 @fault("R8.two_runs_one_folder")

@@ -17,7 +17,9 @@ from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback
 
 import qerl_trl
-from qerl_trl import QeRLConfig, QeRLGRPOTrainer, checkpoint, reference
+from qerl_trl import QeRLConfig, QeRLGRPOTrainer
+from qerl_trl.checkpoint import seal
+from qerl_trl.run import reference
 from tests.faults.catalog import fault, told
 from tests.faults.test_r7_publish import _commit
 from tests.faults.test_s_identity import other_base, trained  # noqa: F401  (fixtures)
@@ -35,7 +37,7 @@ def test_what_the_models_own_file_adds_does_not_act(tiny_runs, tiny_tokenizer, t
     own |= {"suppress_tokens": list(range(2, 200)), "no_repeat_ngram_size": 1, "min_p": 0.9}
     (base / "generation_config.json").write_text(json.dumps(own))
     sampled, said = {}, []
-    monkeypatch.setattr("qerl_trl.sampling.logger.warning_once", lambda text, *args: said.append(text % args))
+    monkeypatch.setattr("qerl_trl.rollout.sampling.logger.warning_once", lambda text, *args: said.append(text % args))
     for folder in (tiny_runs.model, base):
         monkeypatch.setattr(tiny_runs, "model", str(folder))
         rows = sampled.setdefault(str(folder), [])
@@ -122,10 +124,8 @@ def test_the_best_weights_are_not_recorded_as_the_last(with_evaluation, tiny_run
     trained_with_the_best_kept(tiny_runs, tmp_path / "run")
     weights = (tmp_path / "run" / WEIGHTS).read_bytes()
     assert weights == (tmp_path / "run/checkpoint-1" / WEIGHTS).read_bytes()
-    assert checkpoint.recorded_run(tmp_path / "run")["changed"] == [
-        "weights: those of checkpoint-1 (load_best_model_at_end)"
-    ]
-    assert "changed" not in checkpoint.recorded_run(tmp_path / "run/checkpoint-3")
+    assert seal.recorded_run(tmp_path / "run")["changed"] == ["weights: those of checkpoint-1 (load_best_model_at_end)"]
+    assert "changed" not in seal.recorded_run(tmp_path / "run/checkpoint-3")
 
 
 @fault("R6.bit_flip", recovered=True)
@@ -134,7 +134,7 @@ def test_a_damaged_best_checkpoint_is_not_loaded(with_evaluation, tiny_runs, tmp
     trained_with_the_best_kept(tiny_runs, tmp_path / "run", lambda: flip_a_bit(tmp_path / "run/checkpoint-1", WEIGHTS))
     assert "checkpoint-1 is damaged" in caplog.text and "those of the last step" in caplog.text
     assert (tmp_path / "run" / WEIGHTS).read_bytes() == (tmp_path / "run/checkpoint-3" / WEIGHTS).read_bytes()
-    assert "changed" not in checkpoint.recorded_run(tmp_path / "run")
+    assert "changed" not in seal.recorded_run(tmp_path / "run")
 
 
 @fault("S.prompt_longer_than_model")
@@ -160,7 +160,7 @@ def test_a_part_of_an_adapter_without_a_seal_is_not_gone_on_from(edit, words, ti
     """A checkpoint of another trainer, named explicitly; PEFT fills what is missing with random numbers."""
     tiny_runs.trainer(tmp_path / "run", max_steps=1).train()
     foreign = Path(shutil.copytree(tmp_path / "run/checkpoint-1", tmp_path / "foreign"))
-    (foreign / checkpoint.MANIFEST_NAME).unlink()
+    (foreign / seal.MANIFEST_NAME).unlink()
     tensors = load_file(foreign / WEIGHTS)
     if edit == "half":
         tensors = {name: tensors[name] for name in sorted(tensors)[::2]}
@@ -231,7 +231,7 @@ def test_a_reference_that_moves_is_gone_on_with(tiny_runs, tmp_path, caplog):  #
         pairs = zip(getattr(whole, name).named_parameters(), getattr(second, name).named_parameters(), strict=True)
         assert all(torch.equal(a, b) for (_, a), (_, b) in pairs), name
     (tmp_path / "without" / reference.NAME).unlink()
-    checkpoint.seal(tmp_path / "without", checkpoint.recorded_run(tmp_path / "without"))
+    seal.seal(tmp_path / "without", seal.recorded_run(tmp_path / "without"))
     all_trained(tiny_runs, tmp_path / "on").train(resume_from_checkpoint=str(tmp_path / "without"))
     assert f"without has no {reference.NAME}" in caplog.text
 

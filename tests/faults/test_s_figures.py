@@ -6,8 +6,8 @@ import shutil
 
 import pytest
 
-from qerl_trl import checkpoint
-from qerl_trl.publish import cards
+from qerl_trl.checkpoint import seal
+from qerl_trl.publish import card as cards
 from tests.cli.test_main import call
 from tests.faults import doors
 from tests.faults.catalog import fault
@@ -132,7 +132,7 @@ def test_damaged_results(content, said, folder, caplog):
     ],
 )
 def test_an_evaluation_of_something_else(change, said, folder, caplog):
-    good = {**EVALUATION, "weights_sha256": checkpoint.weights_sha256(folder)}
+    good = {**EVALUATION, "weights_sha256": seal.weights_sha256(folder)}
     write(folder, {**good, "accuracy": 0.25}, "eval-good.json")
     path = write(folder, {**good, **change}, "eval-gsm8k.json")
     text = shown(folder)
@@ -142,23 +142,23 @@ def test_an_evaluation_of_something_else(change, said, folder, caplog):
 
 @fault("S.card_of_another_run", recovered=True)
 def test_an_evaluation_before_the_run_went_on(folder, caplog):
-    write(folder, {**EVALUATION, "weights_sha256": checkpoint.weights_sha256(folder)}, "eval-gsm8k.json")
+    write(folder, {**EVALUATION, "weights_sha256": seal.weights_sha256(folder)}, "eval-gsm8k.json")
     assert "98.7" in shown(folder)
     (folder / "adapter_model.safetensors").write_bytes(b"other weights")
     assert "98.7" not in shown(folder) and "measured other weights" in caplog.text
 
 
 def test_what_weights_are_told_apart_by(tmp_path):
-    assert checkpoint.weights_sha256(tmp_path) is None
+    assert seal.weights_sha256(tmp_path) is None
     for name in ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "adapter_model.safetensors"):
         (tmp_path / name).write_bytes(b"a")
-    whole = checkpoint.weights_sha256(tmp_path)
+    whole = seal.weights_sha256(tmp_path)
     (tmp_path / "adapter_config.json").write_text("{}")
-    adapter = checkpoint.weights_sha256(tmp_path)
+    adapter = seal.weights_sha256(tmp_path)
     (tmp_path / "model-00002-of-00002.safetensors").write_bytes(b"b")
-    assert checkpoint.weights_sha256(tmp_path) == adapter
+    assert seal.weights_sha256(tmp_path) == adapter
     (tmp_path / "adapter_config.json").unlink()
-    assert len({whole, adapter, checkpoint.weights_sha256(tmp_path)}) == 3
+    assert len({whole, adapter, seal.weights_sha256(tmp_path)}) == 3
 
 
 # --- at the product ---------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
 from qerl_trl import QeRLGRPOTrainer, from_pretrained
-from qerl_trl.checkpoint import MANIFEST_NAME, recorded_run, seal
+from qerl_trl.checkpoint.seal import MANIFEST_NAME, recorded_run, seal
 from qerl_trl.tasks import evaluation
 from tests.cli.test_main import call
 from tests.faults.catalog import fault, told

@@ -12,13 +12,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import qerl_trl
-from qerl_trl import checkpoint, loading, run_folder
-from qerl_trl.cli import make, run
+from qerl_trl.checkpoint import seal
+from qerl_trl.cli import evaluate, make
+from qerl_trl.model import loading
 from qerl_trl.nvfp4.config import from_pretrained
 from qerl_trl.nvfp4.shards import INDEX_NAME
 from qerl_trl.publish import export, hub
+from qerl_trl.publish.load import ADAPTER_FILE, load_any
 from qerl_trl.publish.quantize import quantize_folder
-from qerl_trl.publish.run import ADAPTER_FILE, load_any
+from qerl_trl.run import folder as run_folder
 from tests.faults.catalog import fault, told
 from tests.faults.tiny_runs import tiny_runs  # noqa: F401  (a fixture)
 from tests.publish.test_export import make_policy
@@ -129,16 +131,14 @@ def test_the_links_of_the_hubs_cache_are_followed(tiny_model_dir, tmp_path):
 
 
 def write_manifest(folder: Path, content) -> None:
-    (folder / checkpoint.MANIFEST_NAME).write_bytes(
-        content if isinstance(content, bytes) else json.dumps(content).encode()
-    )
+    (folder / seal.MANIFEST_NAME).write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
 
 
 DAMAGED = {
     "list": [],
     "not UTF-8": b"\xff\xfe{}",
-    "no bytes": checkpoint.manifest({"trainer_state.json": {"sha256": ""}}, {}),
-    "names another": checkpoint.manifest({"../x": {"bytes": 1, "sha256": ""}}, {}),
+    "no bytes": seal.manifest({"trainer_state.json": {"sha256": ""}}, {}),
+    "names another": seal.manifest({"../x": {"bytes": 1, "sha256": ""}}, {}),
     "no run": {"files": {}},
 }
 
@@ -149,9 +149,9 @@ def test_a_damaged_manifest_is_a_damaged_checkpoint(content, tmp_path, caplog):
     for step in (1, 2):
         (tmp_path / f"checkpoint-{step}").mkdir()
         (tmp_path / f"checkpoint-{step}/trainer_state.json").write_text("{}")
-        checkpoint.seal(tmp_path / f"checkpoint-{step}")
+        seal.seal(tmp_path / f"checkpoint-{step}")
     write_manifest(tmp_path / "checkpoint-2", content)
-    assert checkpoint.last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-1")
+    assert seal.last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-1")
     assert "checkpoint-2" in caplog.text and "unreadable" in caplog.text and "older checkpoint" in caplog.text
 
 
@@ -166,7 +166,7 @@ def test_an_export_with_a_damaged_manifest_is_named_and_made_again(content, dens
     with told(ValueError, str(out), "already exists", "overwrite"):
         quantize_folder(dense, out)
     quantize_folder(dense, out, overwrite=True)
-    assert not checkpoint.problems(out)
+    assert not seal.problems(out)
 
 
 @fault("S.manifest_names_outside")
@@ -174,12 +174,12 @@ def test_an_export_with_a_damaged_manifest_is_named_and_made_again(content, dens
 def test_a_file_outside_of_the_folder_is_not_uploaded(by, server, dense, tmp_path):  # noqa: F811
     quantize_folder(dense, tmp_path / "out")
     (tmp_path / "LICENSE").write_text("private")
-    manifest = checkpoint.read_manifest(tmp_path / "out")
+    manifest = seal.read_manifest(tmp_path / "out")
     name = "../LICENSE" if by == "name" else "LICENSE"
     if by == "link":
         (tmp_path / "out/LICENSE").symlink_to(tmp_path / "LICENSE")
-    entry = {"bytes": 7, "sha256": checkpoint.sha256(tmp_path / "LICENSE")}
-    write_manifest(tmp_path / "out", checkpoint.manifest({**manifest["files"], name: entry}, manifest["run"]))
+    entry = {"bytes": 7, "sha256": seal.sha256(tmp_path / "LICENSE")}
+    write_manifest(tmp_path / "out", seal.manifest({**manifest["files"], name: entry}, manifest["run"]))
     words = ("leads out", "copy them here") if by == "link" else ("outside", "Export")
     with told(ValueError, str(tmp_path / "out"), "LICENSE", *words):
         hub.push_folder(tmp_path / "out", REPO)
@@ -192,8 +192,8 @@ def test_what_was_published_is_published_again(server, dense, tmp_path):  # noqa
     hub.push_folder(tmp_path / "out", REPO)
     there = tmp_path / "there"
     there.mkdir()
-    (there / checkpoint.MANIFEST_NAME).write_text(server.text(REPO)[checkpoint.MANIFEST_NAME])
-    assert "model.safetensors" in checkpoint.read_manifest(there)["files"]
+    (there / seal.MANIFEST_NAME).write_text(server.text(REPO)[seal.MANIFEST_NAME])
+    assert "model.safetensors" in seal.read_manifest(there)["files"]
     hub.push_folder(tmp_path / "out", REPO)
 
 
@@ -248,8 +248,8 @@ EDITS = {
 READERS = {
     "merge": lambda folder, out: make.merge(folder, out),
     "push": lambda folder, out: make.push("adapter", folder, REPO, base_model="someone/base"),
-    "eval": lambda folder, out: run.evaluate(str(folder), data="none.jsonl", output=out),
-    "eval with vLLM": lambda folder, out: run.evaluate(str(folder), data="none.jsonl", engine="vllm", output=out),
+    "eval": lambda folder, out: evaluate.evaluate(str(folder), data="none.jsonl", output=out),
+    "eval with vLLM": lambda folder, out: evaluate.evaluate(str(folder), data="none.jsonl", engine="vllm", output=out),
 }
 
 
@@ -316,10 +316,10 @@ def test_what_may_lie_beside_a_run(whole_run, tmp_path):
     ):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text("{}")
-    assert checkpoint.added(folder) == []
-    files = set(checkpoint.read_manifest(folder)["files"]) & {ADAPTER_FILE, "adapter_config.json"}
-    checkpoint.seal(folder, checkpoint.recorded_run(folder), names=files)
-    assert checkpoint.added(folder) == []
+    assert seal.added(folder) == []
+    files = set(seal.read_manifest(folder)["files"]) & {ADAPTER_FILE, "adapter_config.json"}
+    seal.seal(folder, seal.recorded_run(folder), names=files)
+    assert seal.added(folder) == []
 
 
 def test_templates_in_a_folder_of_their_own_are_sealed_and_exported(tiny_model_dir, tiny_tokenizer, tmp_path):
@@ -330,10 +330,10 @@ def test_templates_in_a_folder_of_their_own_are_sealed_and_exported(tiny_model_d
         make_policy(tiny_model_dir("llama")).save_pretrained(tmp_path / "run")
         tokenizer.save_pretrained(tmp_path / "run")
     name = "additional_chat_templates/tool_use.jinja"
-    assert name in checkpoint.read_manifest(tmp_path / "run")["files"]
+    assert name in seal.read_manifest(tmp_path / "run")["files"]
     export.copy_adapter(tmp_path / "run", tmp_path / "adapter")
     assert (tmp_path / "adapter" / name).read_text() == "TOOLS{{ messages }}"
-    assert name in checkpoint.read_manifest(tmp_path / "adapter")["files"]
+    assert name in seal.read_manifest(tmp_path / "adapter")["files"]
     (tmp_path / "run" / name).write_text(ADDED["additional_chat_templates/tool_use.jinja"])
     with told(ValueError, name, "not as the run wrote it", "checkpoint-<step>"):
         export.copy_adapter(tmp_path / "run", tmp_path / "again")
@@ -344,7 +344,7 @@ def test_templates_in_a_folder_of_their_own_are_sealed_and_exported(tiny_model_d
 def test_a_bad_adapter_is_refused_without_a_seal_or_with_a_new_one(edit, message, whole_run, tmp_path):
     folder = shutil.copytree(whole_run, tmp_path / "run")
     EDITS[edit](folder)
-    checkpoint.seal(folder, checkpoint.recorded_run(folder))
+    seal.seal(folder, seal.recorded_run(folder))
     with told(ValueError, str(folder / ADAPTER_FILE), message, "again"):
         make.merge(folder, tmp_path / "out")
 
@@ -393,7 +393,7 @@ def add_weights(folder: Path) -> None:
     shutil.move(folder / "model.safetensors", folder / "model-00001-of-00001.safetensors")
     index = dict.fromkeys(load_file(folder / "model-00001-of-00001.safetensors"), "model-00001-of-00001.safetensors")
     (folder / INDEX_NAME).write_text(json.dumps({"metadata": {}, "weight_map": index}))
-    checkpoint.seal(folder, checkpoint.recorded_run(folder))
+    seal.seal(folder, seal.recorded_run(folder))
     shutil.copyfile(folder / "model-00001-of-00001.safetensors", folder / "model.safetensors")  # read in its place
 
 
@@ -437,12 +437,12 @@ def test_a_flipped_bit_is_found_before_the_first_step(sealed, tiny_runs, tmp_pat
 def test_a_whole_model_folder_is_read_once(sealed, tmp_path, monkeypatch):
     folder = shutil.copytree(sealed, tmp_path / "model")
     read = []
-    monkeypatch.setattr(checkpoint, "sha256", lambda path, of=checkpoint.sha256: (read.append(path.name), of(path))[1])
+    monkeypatch.setattr(seal, "sha256", lambda path, of=seal.sha256: (read.append(path.name), of(path))[1])
     monkeypatch.setattr(loading, "_AT_ONCE_BYTES", 100_000)
     for _ in range(2):
         qerl_trl.from_pretrained(folder)
     assert read.count("model.safetensors") == 1
-    (folder / checkpoint.MANIFEST_NAME).unlink()
+    (folder / seal.MANIFEST_NAME).unlink()
     edit_json("config.json", rms_norm_eps=1e-3)(folder)
     qerl_trl.from_pretrained(folder)
 
@@ -463,7 +463,7 @@ def test_a_model_with_nan_is_not_quantized(value, dense, tmp_path):
 def test_a_model_with_nan_is_not_loaded(sealed, tmp_path):
     folder = shutil.copytree(sealed, tmp_path / "model")
     nan_in_a_norm(folder)
-    (folder / checkpoint.MANIFEST_NAME).unlink()
+    (folder / seal.MANIFEST_NAME).unlink()
     with told(ValueError, str(folder / "model.safetensors"), "model.norm.weight", "NaN or infinite", "Download"):
         from_pretrained(folder)
 

@@ -16,10 +16,11 @@ from transformers import Trainer, TrainerCallback
 from typer.testing import CliRunner
 
 import qerl_trl
-from qerl_trl import QeRLConfig, QeRLGRPOTrainer, QeRLRLOOTrainer, checkpoint
+from qerl_trl import QeRLConfig, QeRLGRPOTrainer, QeRLRLOOTrainer
+from qerl_trl.checkpoint import seal
 from qerl_trl.cli.main import app
 from qerl_trl.publish import hub
-from qerl_trl.publishing import PublishingMixin
+from qerl_trl.publish.mixin import PublishingMixin
 from tests.faults.catalog import fault, told
 from tests.hub_server import TOKEN
 from tests.publish.test_hub import REPO, no_token_anywhere, server  # noqa: F401  (fixtures)
@@ -81,14 +82,14 @@ def test_a_fully_trained_model_is_published_without_its_arguments(
     files = published(server)
     assert files.keys() == by_command
     assert (tmp_path / "run/training_args.bin").is_file()
-    assert {"model.safetensors", "config.json", "tokenizer.json", "README.md", checkpoint.MANIFEST_NAME} <= set(files)
+    assert {"model.safetensors", "config.json", "tokenizer.json", "README.md", seal.MANIFEST_NAME} <= set(files)
     assert not {"training_args.bin", "trainer_state.json", "notes.txt", ".qerl.lock"} & set(files)
     assert server.repos[REPO]["private"] is True
     downloaded = tmp_path / "downloaded"
     downloaded.mkdir()
     for name, data in files.items():
         (downloaded / name).write_bytes(data)
-    assert checkpoint.problems(downloaded) == []
+    assert seal.problems(downloaded) == []
     card = server.text(REPO)["README.md"]
     assert "someone/data" in card
     assert "LoRA" not in card
@@ -189,7 +190,7 @@ def test_a_push_that_fails_is_told_at_once_and_raised_at_the_end(
         trainer.train()
     assert [text for text in told_at_once if text.startswith("checkpoint-2 was not pushed") and cause in text]
     # everything is here, and what is on the Hub is whole
-    assert checkpoint.problems(tmp_path / "run") == checkpoint.problems(tmp_path / "run/checkpoint-2") == []
+    assert seal.problems(tmp_path / "run") == seal.problems(tmp_path / "run/checkpoint-2") == []
     here, there = ((tmp_path / "run" / name / WEIGHTS).read_bytes() for name in ("", "checkpoint-1"))
     assert published(server)[WEIGHTS] == there != here
     if status != "closed":

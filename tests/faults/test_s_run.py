@@ -15,9 +15,9 @@ import torch
 from datasets import Dataset
 from typer.testing import CliRunner
 
-from qerl_trl import checkpoint
-from qerl_trl.cli import arms
+from qerl_trl.checkpoint import seal
 from qerl_trl.cli import main as cli
+from qerl_trl.cli import train
 from qerl_trl.publish import hub
 from qerl_trl.rollout.engine import RolloutError
 from qerl_trl.rollout.generation import QeRLVLLMGeneration
@@ -99,7 +99,7 @@ def test_a_second_process_is_refused_the_folder(tiny_runs, finished, tmp_path): 
         before = contents(run)
         with told(RuntimeError, str(run), f"process {first.pid}", "Another run", "choose another output_dir"):
             tiny_runs.command(run)
-        assert contents(run) == before and checkpoint.last_checkpoint(run) == str(run / "checkpoint-1")
+        assert contents(run) == before and seal.last_checkpoint(run) == str(run / "checkpoint-1")
     finally:
         first.kill()
         first.join()
@@ -184,14 +184,14 @@ def measured(example, tmp_path_factory):
 @fault("S.arms_share_folder", recovered=True)
 def test_arms_one_after_the_other_share_nothing(example, tmp_path, monkeypatch):
     """The command runs the example itself, here in this process."""
-    monkeypatch.setattr(arms, "launch", lambda command, log: example.words(command[2:]) or 0)
+    monkeypatch.setattr(train, "launch", lambda command, log: example.words(command[2:]) or 0)
     words = ["arms", "embedded", "--arms", "nvfp4", "bf16-no-noise", "--seeds", "1", "--output_dir", str(tmp_path)]
     outcome = CliRunner().invoke(cli.app, [*words, *example.small])
     assert outcome.exit_code == 0, outcome.exception
     for folder, base, noise in (("nvfp4-1", "nvfp4", True), ("bf16-no-noise-1", "bf16", False)):
         results = json.loads((tmp_path / folder / "results.json").read_text())
         assert (results["steps"], results["arm"]["base_format"], results["arm"]["aqn"]) == (1, base, noise)
-        assert checkpoint.recorded_run(tmp_path / folder)["base_format"] == base
+        assert seal.recorded_run(tmp_path / folder)["base_format"] == base
     assert "| seed | nvfp4 | bf16-no-noise | bf16-no-noise - nvfp4 |" in outcome.stdout
 
 
@@ -272,7 +272,7 @@ def test_results_are_written_before_the_network_is_touched(example, server, tmp_
         example(run, **push)
     results = json.loads((run / "results.json").read_text())
     assert results["after"]["total"] == 6 and results["steps"] == 1
-    assert checkpoint.problems(run) == []
+    assert seal.problems(run) == []
     server.fail.clear()
     again = example(run, **push)
     assert again["after"] == results["after"]
@@ -339,10 +339,10 @@ def test_a_whole_checkpoint_outlives_the_rescue(rollout, write, said, left, tiny
     with told(RolloutError, "EngineCore died", said, "resume_from_checkpoint=True"):
         trainer.train()
     monkeypatch.undo()
-    assert checkpoint.last_checkpoint(run) == str(run / f"checkpoint-{left}")
-    assert len(list(run.glob(f"checkpoint-*/{checkpoint.MANIFEST_NAME}"))) == 1
+    assert seal.last_checkpoint(run) == str(run / f"checkpoint-{left}")
+    assert len(list(run.glob(f"checkpoint-*/{seal.MANIFEST_NAME}"))) == 1
     assert tiny_runs.command(run, **options).state.global_step == 4
-    assert checkpoint.problems(run / "checkpoint-4") == []
+    assert seal.problems(run / "checkpoint-4") == []
 
 
 @pytest.mark.parametrize("moment", ["before", "before, resumed", "after"])

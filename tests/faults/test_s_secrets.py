@@ -10,12 +10,14 @@ from peft import LoraConfig
 from trl import ModelConfig
 from typer.testing import CliRunner
 
-from qerl_trl import QeRLConfig, QeRLRLOOConfig, checkpoint, redaction
-from qerl_trl.cli import arms
+from qerl_trl import QeRLConfig, QeRLRLOOConfig
+from qerl_trl.checkpoint import seal
 from qerl_trl.cli import main as cli
+from qerl_trl.cli import train as arms
 from qerl_trl.publish import hub
 from qerl_trl.publish.outgoing import HubError
-from qerl_trl.redaction import MASK
+from qerl_trl.support import secrets
+from qerl_trl.support.secrets import MASK
 from qerl_trl.tasks.task import Task
 from tests.faults.catalog import fault, told
 from tests.faults.test_r7_hub import everything, merged  # noqa: F401  (a fixture)
@@ -30,7 +32,7 @@ PLAIN = "kx93-vv02-plain-words"
 
 @pytest.fixture(autouse=True)
 def nothing_given(monkeypatch):
-    monkeypatch.setattr(redaction, "_given", {})
+    monkeypatch.setattr(secrets, "_given", {})
 
 
 FORMS = {
@@ -45,7 +47,7 @@ def test_tokens_of_other_services_are_refused_and_masked(name, tmp_path):
     with pytest.raises(ValueError, match="run_name contains") as error:
         settings(tmp_path, run_name=FORMS[name])
     assert FORMS[name] not in str(error.value) and "HF_TOKEN" in str(error.value)
-    assert redaction.redact(f"a {FORMS[name]} b") == f"a {MASK} b"
+    assert secrets.redact(f"a {FORMS[name]} b") == f"a {MASK} b"
 
 
 @fault("R7.token")
@@ -59,7 +61,7 @@ def test_tokens_of_other_services_are_refused_and_masked(name, tmp_path):
 def test_a_url_of_whatever_argument(url, tmp_path):
     with pytest.raises(ValueError, match=r"vllm_server_base_url contains a password in a URL") as error:
         settings(tmp_path, vllm_server_base_url=url)
-    assert PLAIN not in str(error.value) and PLAIN not in redaction.redact(f"could not load {url}")
+    assert PLAIN not in str(error.value) and PLAIN not in secrets.redact(f"could not load {url}")
 
 
 #: names of variables that say so, in whatever way
@@ -75,7 +77,7 @@ OTHER_VARIABLES = """PWD CACHE_KEY HF_TOKEN_PATH TOKENIZERS_PARALLELISM MAX_TOKE
 @pytest.mark.parametrize("variable", SECRET_VARIABLES)
 def test_variables_of_the_environment(variable, monkeypatch, tmp_path):
     monkeypatch.setenv(variable, PLAIN)
-    checkpoint.write_json_atomically(tmp_path / "results.json", {"note": f"used {PLAIN}"})
+    seal.write_json_atomically(tmp_path / "results.json", {"note": f"used {PLAIN}"})
     assert json.loads((tmp_path / "results.json").read_text()) == {"note": f"used {MASK}"}
 
 
@@ -83,14 +85,14 @@ def test_variables_of_the_environment(variable, monkeypatch, tmp_path):
 def test_a_variable_with_blanks_around_its_value(monkeypatch):
     """Of a file that ends with a line break: whoever uses the secret takes them away."""
     monkeypatch.setenv("JUDGE_API_KEY", f" {PLAIN}\n")
-    assert redaction.redact(f"refused: {PLAIN}.") == f"refused: {MASK}."
-    assert redaction.find(PLAIN) == "the value of JUDGE_API_KEY"
+    assert secrets.redact(f"refused: {PLAIN}.") == f"refused: {MASK}."
+    assert secrets.find(PLAIN) == "the value of JUDGE_API_KEY"
 
 
 def test_variables_that_hold_no_secret(monkeypatch, tmp_path):
     for variable, value in (*((name, PLAIN) for name in OTHER_VARIABLES), ("SSH_KEY", str(tmp_path))):
         monkeypatch.setenv(variable, value)
-        assert redaction.find(f"a {value} b") is None, variable
+        assert secrets.find(f"a {value} b") is None, variable
 
 
 #: the only arguments whose own name says that a secret is in them
@@ -104,7 +106,7 @@ def test_every_argument(arguments):
     for name in {field.name for field in dataclasses.fields(arguments)} - FOR_SECRETS:
         for text in (FORMS["OpenAI"], f"https://someone:{PLAIN}@host/x"):
             with pytest.raises(ValueError, match=rf"{name}\S* contains") as error:
-                redaction.check_places({name: text})
+                secrets.check_places({name: text})
             assert FORMS["OpenAI"] not in str(error.value) and PLAIN not in str(error.value)
 
 
@@ -112,9 +114,7 @@ def test_every_argument(arguments):
 def test_the_arguments_that_are_for_secrets(tmp_path):
     for name in FOR_SECRETS & {field.name for field in dataclasses.fields(QeRLConfig)}:
         args = settings(tmp_path, **{name: PLAIN})
-        checkpoint.write_json_atomically(
-            tmp_path / "results.json", {"command": f"--run_name {PLAIN}", "args": str(args)}
-        )
+        seal.write_json_atomically(tmp_path / "results.json", {"command": f"--run_name {PLAIN}", "args": str(args)})
         assert PLAIN not in (tmp_path / "results.json").read_text() + args.to_json_string() + str(args.to_dict())
 
 
@@ -130,7 +130,7 @@ def test_the_arguments_that_are_for_secrets(tmp_path):
 )
 def test_objects_inside_arguments_are_looked_into(name, value):
     with pytest.raises(ValueError, match=rf"{name}\S* contains"):
-        redaction.check_places({name: value})
+        secrets.check_places({name: value})
 
 
 @fault("R7.token")
@@ -140,7 +140,7 @@ def test_objects_inside_arguments_are_looked_into(name, value):
 def test_names_of_secrets_inside_arguments(name, tmp_path):
     """They are remembered, and masked wherever they turn up later."""
     args = settings(tmp_path, model_init_kwargs={"dtype": "float32", "headers": {name: PLAIN}})
-    for text in (str(args), args.to_json_string(), redaction.redact(f"a server said: {PLAIN}")):
+    for text in (str(args), args.to_json_string(), secrets.redact(f"a server said: {PLAIN}")):
         assert PLAIN not in text
     assert args.model_init_kwargs["headers"][name] == PLAIN
 
@@ -148,7 +148,7 @@ def test_names_of_secrets_inside_arguments(name, tmp_path):
 def test_a_private_key_is_masked_to_its_end():
     key = "-----BEGIN RSA PRIVATE KEY-----\nMIIEkx93+/vv02=\n-----END RSA PRIVATE KEY-----"
     for text in (key, json.dumps(key)[1:-1]):
-        assert redaction.redact(f"a {text} b") == f"a {MASK} b"
+        assert secrets.redact(f"a {text} b") == f"a {MASK} b"
 
 
 @fault("R7.token")
@@ -162,8 +162,8 @@ def test_a_private_key_is_masked_to_its_end():
     ],
 )
 def test_what_others_print(text):
-    masked = redaction.redact(text)
-    assert PLAIN not in masked and MASK in masked and redaction.redact(masked) == masked
+    masked = secrets.redact(text)
+    assert PLAIN not in masked and MASK in masked and secrets.redact(masked) == masked
 
 
 def test_ordinary_texts_are_as_they_were():
@@ -173,7 +173,7 @@ def test_ordinary_texts_are_as_they_were():
         "the bearer of good-news-for-all risk-adjusted-return-of-some-long-name task-oriented-dialogue-of-many-turns",
         "rope_theta=10000 --eos_token <end> --tokenizer left Authorization: Bearer $HF_TOKEN",
     ):
-        assert redaction.redact(text) == text and redaction.find(text) is None
+        assert secrets.redact(text) == text and secrets.find(text) is None
 
 
 @fault("S.token_in_uploads")
@@ -182,8 +182,8 @@ def test_a_secret_by_the_name_of_its_key_is_not_published(server, merged, tmp_pa
     folder = Path(shutil.copytree(merged, tmp_path / "merged"))
     config = folder / "tokenizer_config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "headers": {"X-API-Key": PLAIN}}))
-    record = checkpoint.recorded_run(folder)
-    checkpoint.seal(folder, record)
+    record = seal.recorded_run(folder)
+    seal.seal(folder, record)
     with told(HubError, "tokenizer_config.json contains a secret, by the name of 'X-API-Key'", "nothing was uploaded"):
         hub.push_folder(folder, REPO)
     assert not server.repos
@@ -203,9 +203,9 @@ def test_what_json_may_have_in_it(tmp_path):
         {"hub_token": MASK, "credentials": {"user": "someone-else"}},
     ):
         for text in (json.dumps(content), json.dumps(content, indent=2).encode()):
-            assert redaction.find(text, is_json=True) is None
-    assert redaction.find(json.dumps({"a": [{"hub-token": PLAIN}]}), is_json=True) is not None
-    assert redaction.find("{" * 5000 + PLAIN, is_json=True) is None
+            assert secrets.find(text, is_json=True) is None
+    assert secrets.find(json.dumps({"a": [{"hub-token": PLAIN}]}), is_json=True) is not None
+    assert secrets.find("{" * 5000 + PLAIN, is_json=True) is None
 
 
 # --- other command lines ----------------------------------------------------------------------------------------------------------
@@ -237,7 +237,7 @@ def test_the_arms_command_writes_no_token(tmp_path, monkeypatch):
 def test_the_words_of_a_command():
     words = ["run.py", "--hub_token", PLAIN, "--hub-token=" + PLAIN, "--seed", "3", "--eos_token", "x", "--token"]
     masked = ["run.py", "--hub_token", MASK, "--hub-token=" + MASK, "--seed", "3", "--eos_token", "x", "--token"]
-    assert redaction.redacted_words(words) == masked
+    assert secrets.redacted_words(words) == masked
 
 
 @fault("R7.token")

@@ -12,7 +12,8 @@ from datasets import Dataset
 from transformers.cache_utils import DynamicCache
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
-from qerl_trl import QeRLConfig, QeRLGRPOTrainer, preflight
+from qerl_trl import QeRLConfig, QeRLGRPOTrainer
+from qerl_trl.checks import environment
 from qerl_trl.memory import formulas
 from qerl_trl.memory.plan import Gpu, plan_run
 from qerl_trl.memory.workload import Workload, workload_of_file
@@ -118,19 +119,19 @@ def test_the_plan_says_what_it_assumes_of_updates():
 def test_what_computes_them_is_asked_at_the_start(monkeypatch, installed, capability, triton, tilelang, remedy):
     """The first update on an H200 did not end in two minutes, after three minutes of start. transformers says it during that update."""
     versions = importlib.metadata.version
-    monkeypatch.setattr(preflight, "is_flash_linear_attention_available", lambda: installed)
+    monkeypatch.setattr(environment, "is_flash_linear_attention_available", lambda: installed)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(importlib.metadata, "version", lambda name: triton if name == "triton" else versions(name))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: tilelang or None)
-    found = preflight.delta_nets()
+    found = environment.delta_nets()
     assert [problem.remedy.startswith(remedy) for problem in found] == ([True] if remedy else [])
     assert [problem.fatal for problem in found] == ([installed] if remedy else [])
 
 
 def test_a_trainer_asks_where_its_model_has_them(monkeypatch, tmp_path, tiny_tokenizer):
     asked = []
-    monkeypatch.setattr(preflight, "delta_nets", lambda: asked.append(1) or [])
+    monkeypatch.setattr(environment, "delta_nets", lambda: asked.append(1) or [])
     for name in ("llama", "qwen3_5_text"):
         assert not asked
         dense_model(name).save_pretrained(tmp_path / name)

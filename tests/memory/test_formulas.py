@@ -12,14 +12,14 @@ from transformers import AutoModelForCausalLM, MixtralConfig, Qwen2Config
 from transformers.cache_utils import DynamicCache
 
 from qerl_trl import NVFP4Config
-from qerl_trl.lora import register_nvfp4_lora
 from qerl_trl.memory import formulas
 from qerl_trl.memory.formulas import model_bytes
 from qerl_trl.memory.plan import plan_run
 from qerl_trl.memory.workload import Workload, _together
-from qerl_trl.nvfp4.layouts import Selection, divided
-from qerl_trl.update import balance, lora_linear, row
-from qerl_trl.update.compiled import compile_layers
+from qerl_trl.model.lora import register_nvfp4_lora
+from qerl_trl.nvfp4.checkpoints import Selection, divided
+from qerl_trl.update import batches, lora_linear, row
+from qerl_trl.update.compiled_layers import compile_layers
 from tests import architectures
 from tests.shapes import FOURTEEN_B, HALF_B, SEVEN_B, SEVENTY_B, THIRTY_TWO_B, THREE_B, qwen2
 from tests.tiny_models import make_tiny_config
@@ -282,11 +282,11 @@ def test_an_update_of_ragged_completions_measured_on_a_gpu_is_planned():
 
 @pytest.mark.parametrize(("batch", "generations"), [(4, 8), (8, 8), (16, 8), (64, 8), (6, 1), (1, 8), (6, 4)])
 def test_tokens_are_those_of_the_row_that_is_laid_out(batch, generations):
-    """As `update/balance.py` deals a rollout of equal completions, and `update/row.py` lays each micro-batch out."""
+    """As `update/batches.py` deals a rollout of equal completions, and `update/row.py` lays each micro-batch out."""
     prompt, completion, count = 20, 13, 3 * batch * generations
     prompts = [(line // generations,) * prompt for line in range(count)]
     sizes = set()
-    for lines in balance.assign(prompts, [completion] * count, batch):
+    for lines in batches.assign(prompts, [completion] * count, batch):
         ids = torch.tensor([[*prompts[line], *range(900, 900 + completion)] for line in lines])
         found = row.sequences(ids, torch.ones_like(ids), completion)
         built = row.build(row.rows(found)[0], completion, torch.device("cpu"))

@@ -8,10 +8,10 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, Olmo2Config, T5Config, T5ForConditionalGeneration
 
-from qerl_trl.names import canonical_name
 from qerl_trl.noise.norms import find_noisy_norms
 from qerl_trl.nvfp4 import linear as linear_module
 from qerl_trl.nvfp4.linear import NVFP4Linear
+from qerl_trl.support.names import canonical_name
 from tests.tiny_models import FAMILIES, make_tiny_model
 
 SECOND_NORM = dict.fromkeys(FAMILIES, "post_attention_layernorm") | {

@@ -9,9 +9,9 @@ from peft import LoraConfig
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from qerl_trl.lora import keep_to_the_decoder
+from qerl_trl.model.lora import keep_to_the_decoder
 from qerl_trl.nvfp4.architectures import DECODER, ROUTERS, TOWERS, unadapted_by_default
-from qerl_trl.nvfp4.layouts import matches_any, pattern_of
+from qerl_trl.nvfp4.checkpoints import matches_any, pattern_of
 from tests.tiny_models import FAMILIES, make_tiny_config
 
 VLLM_MODULES = {"gemma3": "gemma3"} | {family: family for family in FAMILIES}

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from qerl_trl.nvfp4 import headers, layouts
+from qerl_trl.nvfp4 import checkpoints, headers
+from qerl_trl.nvfp4.checkpoints import LAYOUTS, name_matches, parse_quantization_config
 from qerl_trl.nvfp4.headers import check_headers, check_scales, packed_modules, read_headers
-from qerl_trl.nvfp4.layouts import LAYOUTS, name_matches, parse_quantization_config
 
 N, K = 8, 64
 MODULE = "model.layers.0.mlp.down_proj"
@@ -232,7 +232,7 @@ def test_what_compressed_tensors_writes_passes(packed_model_dir, layout_name, sh
 
 
 def compressed_tensors(**changes) -> dict:
-    config = layouts.compressed_tensors_config(["lm_head"])
+    config = checkpoints.compressed_tensors_config(["lm_head"])
     weights = {key[8:]: changes.pop(key) for key in list(changes) if key.startswith("weights_")}
     config["config_groups"]["group_0"]["weights"] |= weights
     return config | changes
@@ -325,7 +325,7 @@ def test_configurations_that_are_refused(config, message):
 
 def test_the_configuration_we_write_is_what_compressed_tensors_understands():
     quantization = pytest.importorskip("compressed_tensors.quantization")
-    parsed = quantization.QuantizationConfig.model_validate(layouts.compressed_tensors_config(["lm_head"]))
+    parsed = quantization.QuantizationConfig.model_validate(checkpoints.compressed_tensors_config(["lm_head"]))
     group = parsed.config_groups["group_0"]
     assert (group.weights.num_bits, group.weights.group_size, group.input_activations) == (4, 16, None)
     assert parsed.quantization_status == "compressed" and parsed.ignore == ["lm_head"]

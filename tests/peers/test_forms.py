@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
+from qerl_trl.nvfp4.checkpoints import parse_quantization_config
 from qerl_trl.nvfp4.config import from_pretrained
 from qerl_trl.nvfp4.format import dequantize, quantize
-from qerl_trl.nvfp4.layouts import parse_quantization_config
 from qerl_trl.nvfp4.linear import NVFP4Linear
 from tests.architectures import TEXT, TINY_TEXT, config_of
 

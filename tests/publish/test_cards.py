@@ -11,8 +11,8 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard
 
-from qerl_trl import checkpoint
-from qerl_trl.publish import cards
+from qerl_trl.checkpoint import seal
+from qerl_trl.publish import card as cards
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = {
@@ -272,7 +272,7 @@ def test_evaluations_of_a_run_reach_the_card(tmp_path):
     evaluation["protocol"] = {"temperature": 0.6, "top_p": 0.95, "max_new_tokens": 4096, "samples": 1}
     (tmp_path / "adapter_config.json").write_text("{}")
     (tmp_path / "adapter_model.safetensors").write_bytes(b"weights")
-    evaluation |= {"weights_sha256": checkpoint.weights_sha256(tmp_path), "base_format": "nvfp4"}
+    evaluation |= {"weights_sha256": seal.weights_sha256(tmp_path), "base_format": "nvfp4"}
     (tmp_path / "eval-math500.json").write_text(json.dumps(evaluation))
     found = cards.facts_of_run(tmp_path, SETTINGS)
     text = cards.render(found)
@@ -302,7 +302,7 @@ def test_templates_travel_in_the_wheel(tmp_path):
     assert {"qerl_trl/py.typed", *(f"qerl_trl/examples/{name}" for name in examples)} <= names
     code = (
         "from qerl_trl.cli import run; from qerl_trl.publish import cards; print(cards.template_folder()); print(run.examples_folder());"
-        "from qerl_trl.shipped import config_file, task_file; print(config_file('embedded'), task_file('letters'));"
+        "from qerl_trl.support.recipes import config_file, task_file; print(config_file('embedded'), task_file('letters'));"
         "print(cards.render({'kind': 'adapter', 'settings': {'base_format': 'nvfp4'}})[:3])"
     )
     run = subprocess.run(

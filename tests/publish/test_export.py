@@ -23,16 +23,17 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, dynamic_module_utils
 
-from qerl_trl import NVFP4Config, QeRLConfig, checkpoint
-from qerl_trl.base_identity import base_sha256
-from qerl_trl.lora import prepare_trainable, register_nvfp4_lora
+from qerl_trl import NVFP4Config, QeRLConfig
+from qerl_trl.checkpoint import seal
+from qerl_trl.checkpoint.fingerprint import base_sha256
+from qerl_trl.checkpoint.tokenizer import recorded
+from qerl_trl.model.lora import prepare_trainable, register_nvfp4_lora
 from qerl_trl.nvfp4 import shards
 from qerl_trl.nvfp4.config import from_pretrained
 from qerl_trl.nvfp4.linear import NVFP4Linear
-from qerl_trl.publish import export, merge, staging, writer
+from qerl_trl.publish import export, merge, staging, write
 from qerl_trl.publish.distance import logit_distance, logits_of
-from qerl_trl.publish.run import TrainedPolicy, load_any, load_policy
-from qerl_trl.tokenizer_identity import recorded
+from qerl_trl.publish.load import TrainedPolicy, load_any, load_policy
 from tests.publish.conftest import CODE
 from tests.tiny_models import make_tiny_tokenizer
 
@@ -283,7 +284,7 @@ def test_a_merge_records_what_its_rounding_keeps(tiny_model_dir, tmp_path, size,
     assert run["survived"]["kept_fraction"] == pytest.approx(kept / change, abs=1e-3)
     assert run["survived"]["error_ratio"] == pytest.approx((error / change) ** 0.5, rel=1e-2)
     assert (run["survived"]["error_ratio"] < 0.1) == (size > 0.0005)
-    assert checkpoint.recorded_run(tmp_path / "merged")["survived"] == run["survived"]
+    assert seal.recorded_run(tmp_path / "merged")["survived"] == run["survived"]
 
 
 @pytest.mark.parametrize("changed", [True, False])
@@ -320,7 +321,7 @@ def test_existing_folder_is_kept_unless_overwritten(tiny_model_dir, tmp_path):
     assert [p.name for p in target.iterdir()] == ["precious.txt"]
     export.save_merged(policy, target, overwrite=True)
     assert not (target / "precious.txt").exists()
-    assert not checkpoint.problems(target)
+    assert not seal.problems(target)
     assert [p.name for p in tmp_path.iterdir()] == ["merged"]
 
 
@@ -418,11 +419,11 @@ def test_killed_at_any_moment_the_folder_is_old_or_new(tiny_model_dir, tmp_path,
     if old:
         target.mkdir()
         (target / "old.txt").write_text("old")
-    write_at = writer._write_at
+    write_at = write._write_at
 
     def slow_export():
         torch.set_num_threads(1)  # no thread pool of the parent exists here
-        monkeypatch.setattr(writer, "_write_at", lambda *args: (time.sleep(0.02), write_at(*args)))
+        monkeypatch.setattr(write, "_write_at", lambda *args: (time.sleep(0.02), write_at(*args)))
         export.save_merged(policy, target, overwrite=True, max_shard_bytes=100_000)
 
     for delay in (0.1, 0.5):
@@ -430,7 +431,7 @@ def test_killed_at_any_moment_the_folder_is_old_or_new(tiny_model_dir, tmp_path,
         assert sorted(p.name for p in target.iterdir()) == ["old.txt"] if old else not target.exists()
     assert list(partial.glob("*.safetensors"))
     export.save_merged(policy, target, overwrite=True, max_shard_bytes=100_000)
-    assert not checkpoint.problems(target)
+    assert not seal.problems(target)
     assert [p.name for p in tmp_path.iterdir()] == ["merged"]
     export.save_merged(policy, tmp_path / "fresh")
     resumed, fresh = (AutoModelForCausalLM.from_pretrained(tmp_path / n).state_dict() for n in ("merged", "fresh"))
@@ -446,13 +447,13 @@ def test_killed_while_finishing(tiny_model_dir, tmp_path, monkeypatch, step):
     policy = make_policy(tiny_model_dir("qwen2"))
     owner, name = {
         "config": (export, "_save_config"),
-        "seal": (checkpoint, "write_json_atomically"),
+        "seal": (seal, "write_json_atomically"),
         "rename": (staging, "_replace"),
     }[step]
     original = getattr(owner, name)
 
     def stop(*args):
-        if step != "seal" or args[0].name == checkpoint.MANIFEST_NAME:
+        if step != "seal" or args[0].name == seal.MANIFEST_NAME:
             time.sleep(60)
         original(*args)
 
@@ -464,7 +465,7 @@ def test_killed_while_finishing(tiny_model_dir, tmp_path, monkeypatch, step):
     kill_after(0.7, stopped_export)
     assert [p.name for p in target.iterdir()] == ["old.txt"]
     export.save_merged(policy, target, overwrite=True)
-    assert not checkpoint.problems(target)
+    assert not seal.problems(target)
     assert [p.name for p in tmp_path.iterdir()] == ["merged"]
 
 
@@ -580,7 +581,7 @@ def test_a_bias_that_no_layer_can_take_is_said_when_it_is_planned(tiny_model_dir
 @pytest.mark.parametrize("save", [export.save_merged, export.save_base], ids=["merged", "base"])
 def test_a_generation_config_that_contradicts_itself_is_handed_on(tiny_model_dir, tmp_path, save):
     folder = shutil.copytree(tiny_model_dir("qwen2"), tmp_path / "base")
-    (folder / checkpoint.MANIFEST_NAME).unlink(missing_ok=True)
+    (folder / seal.MANIFEST_NAME).unlink(missing_ok=True)
     (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.9, "top_p": 0.6, "do_sample": False}))
     save(make_policy(folder), tmp_path / "made")
     written = json.loads((tmp_path / "made/generation_config.json").read_text())

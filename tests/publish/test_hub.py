@@ -12,9 +12,9 @@ from huggingface_hub import constants
 from safetensors.torch import load
 from transformers import AutoModelForCausalLM
 
-from qerl_trl import checkpoint
-from qerl_trl.publish import cards, export, hub
-from qerl_trl.publish.run import TrainedPolicy
+from qerl_trl.checkpoint import seal
+from qerl_trl.publish import card, export, hub
+from qerl_trl.publish.load import TrainedPolicy
 from tests.hub_server import TOKEN, StandInHub
 from tests.publish.test_export import make_policy
 
@@ -59,14 +59,14 @@ def exported(tiny_model_dir, tiny_tokenizer, tmp_path_factory):
         policy, tiny_tokenizer, {"base_format": "nvfp4", "model": "someone/base", "scale_rule": "rtn"}
     )
     facts = {"kind": "adapter", "settings": trained.settings, "dataset": None}
-    export.save_adapter(trained, root / "adapter", card=lambda folder, record: cards.write(folder, facts, record))
+    export.save_adapter(trained, root / "adapter", card=lambda folder, record: card.write(folder, facts, record))
     export.save_merged(
         trained,
         root / "merged",
         max_shard_bytes=200_000,
-        card=lambda folder, record: cards.write(folder, facts, record),
+        card=lambda folder, record: card.write(folder, facts, record),
     )
-    export.save_base(trained, root / "base", card=lambda folder, record: cards.write(folder, facts, record))
+    export.save_base(trained, root / "base", card=lambda folder, record: card.write(folder, facts, record))
     return root
 
 
@@ -81,7 +81,7 @@ def test_what_is_published_is_the_folder_privately_and_announced(server, exporte
     assert repo["private"] is True
     assert len(repo["commits"]) == 1
     for path in (exported / kind).iterdir():
-        if path.name not in ("README.md", "adapter_config.json", checkpoint.MANIFEST_NAME):
+        if path.name not in ("README.md", "adapter_config.json", seal.MANIFEST_NAME):
             assert repo["files"][path.name] == path.read_bytes(), path.name
     assert f"# {REPO.split('/')[1]}" in server.text(REPO)["README.md"]
     assert REPO in server.text(REPO)["README.md"]
@@ -89,7 +89,7 @@ def test_what_is_published_is_the_folder_privately_and_announced(server, exporte
     downloaded.mkdir()
     for name, data in repo["files"].items():
         (downloaded / name).write_bytes(data)
-    assert checkpoint.problems(downloaded) == []  # of the card and the configuration that were sent, not of those here
+    assert seal.problems(downloaded) == []  # of the card and the configuration that were sent, not of those here
     if kind == "merged":
         model = AutoModelForCausalLM.from_pretrained(downloaded, dtype=torch.bfloat16)
         assert model.config.num_hidden_layers == 2
@@ -279,7 +279,7 @@ def resealed(folder, destination, **texts):
     shutil.copytree(folder, destination)
     for name, text in texts.items():
         (destination / name).write_text(text)
-    checkpoint.seal(destination, checkpoint.recorded_run(destination))
+    seal.seal(destination, seal.recorded_run(destination))
     return destination
 
 
@@ -299,7 +299,7 @@ def test_files_that_are_not_published_stay_here(server, exported, tmp_path):
     hub.push_folder(folder, REPO, notify=told.append)
     assert "notes.json, optimizer.pt, training_args.bin" in told[0]
     assert not {"notes.json", "training_args.bin", "optimizer.pt"} & set(server.repos[REPO]["files"])
-    assert "notes" not in server.text(REPO)[checkpoint.MANIFEST_NAME]
+    assert "notes" not in server.text(REPO)[seal.MANIFEST_NAME]
 
 
 def test_other_ranks_upload_nothing(server, exported, monkeypatch):

@@ -7,12 +7,13 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 
-from qerl_trl import NVFP4Config, base_identity, checkpoint, from_pretrained
-from qerl_trl.lora import register_nvfp4_lora
+from qerl_trl import NVFP4Config, from_pretrained
+from qerl_trl.checkpoint import fingerprint, seal
+from qerl_trl.model.lora import register_nvfp4_lora
 from qerl_trl.nvfp4.linear import NVFP4Linear
-from qerl_trl.publish import cards, export
+from qerl_trl.publish import card, export
+from qerl_trl.publish.load import TrainedPolicy, load_any, load_policy
 from qerl_trl.publish.quantize import REPORT_NAME, quantize_folder
-from qerl_trl.publish.run import TrainedPolicy, load_any, load_policy
 from tests import architectures
 from tests.test_recipes import write_tiny_model
 from tests.tiny_models import make_tiny_tokenizer
@@ -61,20 +62,20 @@ def test_a_policy_with_a_tower_is_rebuilt_merged_and_quantized(name, tmp_path):
     expected = architectures.logits(policy)
     settings = {"base_format": "nvfp4", "scale_rule": "rtn", "dtype": "bfloat16", "model": str(folder)}
     exported = TrainedPolicy(policy, make_tiny_tokenizer(), settings)
-    facts = cards.facts_of(exported)
-    export.save_adapter(exported, tmp_path / "adapter", card=lambda folder, record: cards.write(folder, facts, record))
+    facts = card.facts_of(exported)
+    export.save_adapter(exported, tmp_path / "adapter", card=lambda folder, record: card.write(folder, facts, record))
     rebuilt = load_policy(tmp_path / "adapter")
     assert type(rebuilt.transformers_model) is kind
     assert torch.equal(architectures.logits(rebuilt.model), expected)
     auto = "AutoModelForImageTextToText"
     assert f"base = {auto}.from_pretrained" in (tmp_path / "adapter/README.md").read_text()
-    assert f"base = {auto}.from_pretrained" in cards.render(cards.facts_of_run(tmp_path / "adapter", rebuilt.settings))
+    assert f"base = {auto}.from_pretrained" in card.render(card.facts_of_run(tmp_path / "adapter", rebuilt.settings))
 
     export.save_merged(rebuilt, tmp_path / "merged")
     merged = load_any(str(tmp_path / "merged")).model
     assert type(merged) is kind and architectures.difference(architectures.logits(merged), expected) < 0.1
 
-    quantize_folder(folder, tmp_path / "packed", card=lambda f, e: cards.write(f, cards.facts_of_quantization(f, e), e))
+    quantize_folder(folder, tmp_path / "packed", card=lambda f, e: card.write(f, card.facts_of_quantization(f, e), e))
     assert f"model = {auto}.from_pretrained" in (tmp_path / "packed/README.md").read_text()
     packed = from_pretrained(tmp_path / "packed")
     report = json.loads((tmp_path / "packed" / REPORT_NAME).read_text())
@@ -86,9 +87,9 @@ def test_a_policy_with_a_tower_is_rebuilt_merged_and_quantized(name, tmp_path):
     model = from_pretrained(folder, NVFP4Config())
     assert torch.equal(architectures.logits(packed), architectures.logits(model))
     assert (
-        base_identity.base_sha256(packed)
-        == base_identity.base_sha256(model)
-        == checkpoint.recorded_settings(tmp_path / "packed")["base_sha256"]
+        fingerprint.base_sha256(packed)
+        == fingerprint.base_sha256(model)
+        == seal.recorded_settings(tmp_path / "packed")["base_sha256"]
     )
     export.save_base(rebuilt, tmp_path / "of the run")
     assert tensors_of(tmp_path / "packed") == tensors_of(tmp_path / "of the run")

@@ -12,12 +12,13 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from qerl_trl import NVFP4Config, checkpoint
+from qerl_trl import NVFP4Config
+from qerl_trl.checkpoint import seal
 from qerl_trl.nvfp4 import shards
 from qerl_trl.nvfp4.config import from_pretrained
 from qerl_trl.nvfp4.format import SCALE_RULES
 from qerl_trl.nvfp4.linear import NVFP4Linear
-from qerl_trl.publish import quantize, quantize_jobs, staging, writer
+from qerl_trl.publish import quantize, quantize_jobs, staging, write
 from qerl_trl.publish.quantize import quantize_folder
 from tests.hub_server import TOKEN
 from tests.publish.conftest import CODE
@@ -88,11 +89,11 @@ def test_slices_odd_sizes_and_hashes(tmp_path, workers):
 
     def job(name, tensor):
         pieces = tensor.split(2) if name in ("matrix", "wide") else [tensor]
-        return writer.Job((writer.TensorSpec(name, tensor.dtype, tuple(tensor.shape)),), lambda: pieces)
+        return write.Job((write.TensorSpec(name, tensor.dtype, tuple(tensor.shape)),), lambda: pieces)
 
     with staging.staging(tmp_path / "out", {}) as folder:
-        writer.write_shards(folder, [job(*item) for item in tensors.items()], {}, workers=workers)
-    assert not checkpoint.problems(tmp_path / "out")  # compares the hashes
+        write.write_shards(folder, [job(*item) for item in tensors.items()], {}, workers=workers)
+    assert not seal.problems(tmp_path / "out")  # compares the hashes
     content = (tmp_path / "out/model.safetensors").read_bytes()
     header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
     for name, tensor in tensors.items():
@@ -185,11 +186,11 @@ def test_missing_tensors_and_wrong_sources_are_refused(tiny_model_dir, tmp_path)
 def test_killed_and_continued(tiny_model_dir, tmp_path, monkeypatch, delay):
     source, target, partial = tiny_model_dir("qwen2"), tmp_path / "out", tmp_path / ".out.partial"
     options = {"max_shard_bytes": 40_000, "workers": 2}
-    write_at = writer._write_at
+    write_at = write._write_at
 
     def slow():
         torch.set_num_threads(1)
-        monkeypatch.setattr(writer, "_write_at", lambda *args: (time.sleep(0.02), write_at(*args)))
+        monkeypatch.setattr(write, "_write_at", lambda *args: (time.sleep(0.02), write_at(*args)))
         quantize_folder(source, target, **options)
 
     process = multiprocessing.get_context("fork").Process(target=slow)
@@ -206,7 +207,7 @@ def test_killed_and_continued(tiny_model_dir, tmp_path, monkeypatch, delay):
     done = quantize_folder(source, target, **options)
     assert {name: (target / name).stat().st_mtime_ns for name in stamps} == stamps
     assert len(done.layers) == 14  # the report covers shards of both runs
-    assert not checkpoint.problems(target)
+    assert not seal.problems(target)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert quantize_folder(source, target, **options) == done
 
@@ -282,7 +283,7 @@ def test_what_a_run_left_beside_its_model_is_not_copied(tiny_model_dir, tmp_path
     for name in ("trainer_state.json", "all_results.json", "before.json"):
         (source / name).write_text("{}")
     quantize_folder(source, tmp_path / "base")
-    assert not checkpoint.of_a_run(tmp_path / "base")
+    assert not seal.of_a_run(tmp_path / "base")
     assert not {"trainer_state.json", "all_results.json", "before.json"} & {
         p.name for p in (tmp_path / "base").iterdir()
     }

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qerl_trl import NVFP4Config, QeRLConfig, QeRLGRPOTrainer, load_adapter
 from qerl_trl.publish import export
-from qerl_trl.publish.run import check_served_base, load_policy
+from qerl_trl.publish.load import check_served_base, load_policy
 from tests.cli.test_main import call
 from tests.tiny_models import make_tiny_tokenizer
 

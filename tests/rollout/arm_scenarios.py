@@ -49,7 +49,7 @@ def arm_trainer(folder: Path, arm: str, path: str, **settings):
 
 
 def is_shared(arm: str, policy, llm) -> bool:
-    from qerl_trl.rollout.vllm.in_process import engine_model
+    from qerl_trl.rollout.vllm.engine import engine_model
 
     mine = policy.get_base_model().model.layers[0].self_attn.q_proj.base_layer
     theirs = engine_model(llm).model.layers[0].self_attn.qkv_proj
@@ -58,7 +58,7 @@ def is_shared(arm: str, policy, llm) -> bool:
 
 
 def run_arm(folder: Path, arm: str, path: str) -> dict:
-    from qerl_trl.rollout.vllm.in_process import engine_model
+    from qerl_trl.rollout.vllm.engine import engine_model
 
     trainer = arm_trainer(folder, arm, path)
     g = trainer.vllm_generation
@@ -277,7 +277,7 @@ def recipe(folder: Path) -> dict:
     from vllm.lora.request import LoRARequest
 
     from qerl_trl.publish.export import save_adapter
-    from qerl_trl.publish.run import load_policy
+    from qerl_trl.publish.load import load_policy
     from tests.test_recipes import EXAMPLES, INSTEAD, words, write_tiny_model
 
     run, adapter, dense = (folder / name for name in ("run", "adapter", "dense"))

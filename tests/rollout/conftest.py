@@ -62,7 +62,7 @@ ENGINE = (
     "transformers.models.qwen2.modeling_qwen2",
     "datasets",
     "qerl_trl.trainer",
-    "qerl_trl.rollout.vllm.in_process",
+    "qerl_trl.rollout.vllm.engine",
 )
 #: scenarios that import for themselves: torch is told at its import whether it compiles; one of two processes is really started by torchrun.
 #: On a GPU all do, which a forked process may not use

@@ -36,7 +36,7 @@ from typing import Any
 import torch
 from peft import get_peft_model
 
-from qerl_trl.lora import default_lora_config, keep_to_the_decoder, register_nvfp4_lora
+from qerl_trl.model.lora import default_lora_config, keep_to_the_decoder, register_nvfp4_lora
 from qerl_trl.noise.callback import AQNCallback
 from qerl_trl.noise.hooks import NoiseDraw
 from qerl_trl.nvfp4.config import NVFP4Config, from_pretrained

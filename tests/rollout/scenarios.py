@@ -160,7 +160,7 @@ def adapter_on(model, rank: int = 8, alpha: float = 24, adapter_name: str = "def
     """A PEFT model with a random adapter; alpha/r = 3 by default, which is no power of two."""
     from peft import LoraConfig, get_peft_model
 
-    from qerl_trl.lora import register_nvfp4_lora
+    from qerl_trl.model.lora import register_nvfp4_lora
 
     settings = {"target_modules": "all-linear", "task_type": "CAUSAL_LM", **config}
     lora = register_nvfp4_lora(LoraConfig(r=rank, lora_alpha=alpha, **settings))
@@ -211,7 +211,7 @@ def stub_generation(policy, *, share=True, aqn=True, engine=None, **arguments):
 @scenario
 def checkpoints(folder: Path) -> dict:
     """Every way weights reach vLLM from a folder, against transformers on the same folder."""
-    from qerl_trl.rollout.vllm.in_process import engine_model
+    from qerl_trl.rollout.vllm.engine import engine_model
 
     results = {}
 
@@ -353,7 +353,7 @@ def live(folder: Path) -> dict:
     from qerl_trl.noise.hooks import NoiseDraw, NormNoise
     from qerl_trl.noise.norms import find_noisy_norms
     from qerl_trl.rollout.vllm import compile_ahead
-    from qerl_trl.rollout.vllm.in_process import engine_model
+    from qerl_trl.rollout.vllm.engine import engine_model
 
     path = write_model(folder)
     policy = adapter_on(packed(path), rank=6, alpha=18)
@@ -457,7 +457,7 @@ def bases(folder: Path) -> dict:
     """Other bases and adapters: bf16 in the same engine, copies instead of sharing, rank patterns, refusals."""
     from qerl_trl.noise.hooks import NoiseDraw
     from qerl_trl.rollout.engine import RolloutError
-    from qerl_trl.rollout.vllm.in_process import engine_model
+    from qerl_trl.rollout.vllm.engine import engine_model
 
     path = write_model(folder, tie_word_embeddings=False)
     # first, because vLLM makes the expert group with the first engine of a process
@@ -649,7 +649,7 @@ def rescue(folder: Path, path: str) -> dict:
 def trainers(folder: Path) -> dict:
     """Five GRPO steps and two RLOO steps through colocated vLLM."""
     from qerl_trl import QeRLConfig, QeRLGRPOTrainer, QeRLRLOOConfig, QeRLRLOOTrainer
-    from qerl_trl.rollout.vllm.in_process import engine_model
+    from qerl_trl.rollout.vllm.engine import engine_model
 
     path = write_model(folder)
     trainer, logs = train(folder, QeRLGRPOTrainer, QeRLConfig, path)
@@ -674,7 +674,7 @@ def trainers(folder: Path) -> dict:
     results["rescue"] = rescue(folder, path)
     trainer, logs = train(folder, QeRLGRPOTrainer, QeRLConfig, path, aqn=False, max_steps=2)
     results["without noise"] = [log["sampling/sampling_logp_difference/max"] for log in logs]
-    with warnings_of("qerl_trl.mismatch") as told:
+    with warnings_of("qerl_trl.rollout.mismatch") as told:
         grammar = {"vllm_structured_outputs_regex": "[0-9]{4}", "top_k": 8}
         trainer, logs = train(folder, QeRLGRPOTrainer, QeRLConfig, path, aqn=False, max_steps=4, **grammar)
     results["grammar"] = {
@@ -864,7 +864,7 @@ def handshake(folder: Path) -> dict:
     from qerl_trl.rollout.handshake import differences
     from qerl_trl.rollout.spec import EngineSpec
     from qerl_trl.rollout.vllm.describe import describe
-    from qerl_trl.rollout.vllm.in_process import engine_model
+    from qerl_trl.rollout.vllm.engine import engine_model
     from qerl_trl.rollout.vllm.state import RolloutState
 
     path = write_model(folder)
@@ -980,8 +980,8 @@ def sharded_server(folder: Path) -> dict:
     from accelerate.utils import broadcast_object_list
 
     from qerl_trl import QeRLConfig, QeRLGRPOTrainer
-    from qerl_trl.names import is_sharded
     from qerl_trl.rollout.spec import EngineSpec
+    from qerl_trl.support.names import is_sharded
     from tests.test_sharded import FSDP, as_accelerators
 
     path, told, first = write_model(folder), folder / "url", os.environ["RANK"] == "0"
@@ -1025,7 +1025,7 @@ def sharded_server(folder: Path) -> dict:
 def trained_sharded(folder: Path, **options) -> dict:
     sys.path.insert(0, str(Path(__file__).parents[2]))
     from qerl_trl import QeRLConfig, QeRLGRPOTrainer
-    from qerl_trl.names import is_sharded
+    from qerl_trl.support.names import is_sharded
     from tests.test_sharded import FSDP, as_accelerators
 
     path = write_model(folder)
@@ -1057,7 +1057,7 @@ def trained_sharded(folder: Path, **options) -> dict:
 
 def random_adapter(policy, seed: int) -> None:
     """The same in every process, which may hold a part of each parameter only."""
-    from qerl_trl.names import set_whole
+    from qerl_trl.support.names import set_whole
 
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in policy.named_parameters():
@@ -1067,7 +1067,7 @@ def random_adapter(policy, seed: int) -> None:
 
 def engine_part(llm) -> float:
     """Share of the model's packed bytes that are in this process's engine."""
-    from qerl_trl.rollout.vllm.in_process import engine_model
+    from qerl_trl.rollout.vllm.engine import engine_model
 
     model, config = engine_model(llm), llm.llm_engine.vllm_config.model_config.hf_config
     packed = sum(p.numel() for name, p in model.named_parameters() if name.endswith("weight_packed"))

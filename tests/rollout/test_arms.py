@@ -9,7 +9,7 @@ import torch
 from packaging.requirements import Requirement
 
 from qerl_trl import QeRLConfig, QeRLGRPOTrainer
-from qerl_trl.rollout.arms import check_given
+from qerl_trl.rollout.supported import check_given
 from qerl_trl.rollout.vllm import plugin
 
 ROOT = Path(__file__).resolve().parents[2]

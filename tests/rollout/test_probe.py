@@ -9,7 +9,7 @@ from examples.benchmarks.faults_gpu_cases import exchanged, scaled, without
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from qerl_trl.lora import register_nvfp4_lora
+from qerl_trl.model.lora import register_nvfp4_lora
 from qerl_trl.noise.generator import standard_noise
 from qerl_trl.noise.hooks import NormNoise
 from qerl_trl.noise.norms import find_noisy_norms

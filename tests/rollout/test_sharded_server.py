@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from qerl_trl.names import full_tensor, is_sharded
 from qerl_trl.noise.hooks import NormNoise
 from qerl_trl.noise.norms import find_noisy_norms
 from qerl_trl.rollout import server
@@ -20,6 +19,7 @@ from qerl_trl.rollout.adapter import active_adapter, rollout_layers
 from qerl_trl.rollout.engine import Completion, Contents, Engine, Sampling
 from qerl_trl.rollout.spec import LOGPROBS_MODE
 from qerl_trl.rollout.wire import update_fingerprint
+from qerl_trl.support.names import full_tensor, is_sharded
 from tests.faults.tiny_runs import tiny_runs  # noqa: F401
 from tests.ranks import on_ranks
 from tests.test_sharded import FSDP, as_accelerators

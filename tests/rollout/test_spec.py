@@ -27,7 +27,7 @@ def folder(tmp_path):
 def policy(folder, quantized=True, **config):
     from transformers import AutoModelForCausalLM
 
-    from qerl_trl.lora import register_nvfp4_lora
+    from qerl_trl.model.lora import register_nvfp4_lora
 
     kwargs = {"quantization_config": NVFP4Config(**config)} if quantized else {}
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **kwargs)

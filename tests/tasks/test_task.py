@@ -13,8 +13,9 @@ from datasets import Dataset, DatasetDict
 from trl import ModelConfig, get_peft_config
 from trl.rewards import think_format_reward
 
-from qerl_trl import QeRLConfig, shipped
-from qerl_trl.shipped import parser_of
+from qerl_trl import QeRLConfig
+from qerl_trl.support import recipes
+from qerl_trl.support.recipes import parser_of
 from qerl_trl.tasks import data as problems
 from qerl_trl.tasks import evaluation, run
 from qerl_trl.tasks.data import with_prompts
@@ -588,7 +589,7 @@ def test_a_model_without_a_recipe_gets_no_value_of_the_embedded_one(said, capsys
     parser = parser_of([QeRLConfig, ModelConfig])
     words = ["--output_dir", str(tmp_path / "run"), "--use_cpu", "true", "--bf16", "false", *said]
     args, model_args = parser.parse_args_into_dataclasses(args=words)
-    embedded = shipped.contents(shipped.config_file("embedded"))
+    embedded = recipes.contents(recipes.config_file("embedded"))
     for name in embedded.keys() - {"task", "model_name_or_path", "report_to", "eval_batch_size", "dtype"}:
         kind, got = (args, script.args) if hasattr(args, name) else (model_args, script.model_args)
         assert getattr(got, name) == getattr(kind, name), name
@@ -603,7 +604,7 @@ def test_the_embedded_model_keeps_its_recipe(model, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     words = (
-        ["--model_name_or_path", str(shipped.examples_folder() / "assets/tiny-qwen2")] if "absolute" in model else model
+        ["--model_name_or_path", str(recipes.examples_folder() / "assets/tiny-qwen2")] if "absolute" in model else model
     )
     assert Script.parse(argv=words).args.learning_rate == 5e-4
 
@@ -659,13 +660,13 @@ def test_the_documentation_names_every_field():
 
 
 def test_a_shipped_name_or_what_there_is(folder):
-    assert shipped.task_file("gsm8k").name == "gsm8k.yaml"
+    assert recipes.task_file("gsm8k").name == "gsm8k.yaml"
     with pytest.raises(ValueError, match=r"--task nothing .*arithmetic.*gsm8k"):
-        shipped.task_file("nothing")
-    assert with_config(["--a", "1", "--config", "embedded"])[2:] == ["--config", str(shipped.config_file("embedded"))]
+        recipes.task_file("nothing")
+    assert with_config(["--a", "1", "--config", "embedded"])[2:] == ["--config", str(recipes.config_file("embedded"))]
 
 
-@pytest.mark.parametrize("file", sorted((shipped.examples_folder() / "tasks").glob("*.yaml")), ids=lambda f: f.stem)
+@pytest.mark.parametrize("file", sorted((recipes.examples_folder() / "tasks").glob("*.yaml")), ids=lambda f: f.stem)
 def test_every_shipped_task_is_whole(file):
     task = Task.read(file)
     if task.hub_dataset:  # not from here

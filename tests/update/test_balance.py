@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qerl_trl.update.balance import assign, deal
+from qerl_trl.update.batches import assign, deal
 
 
 @settings(deadline=None, max_examples=100)

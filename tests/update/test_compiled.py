@@ -21,13 +21,13 @@ from torch._dynamo.utils import counters
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
-from qerl_trl.lora import register_nvfp4_lora
+from qerl_trl.model.lora import register_nvfp4_lora
 from qerl_trl.noise.hooks import NoiseDraw, NormNoise
 from qerl_trl.noise.norms import find_noisy_norms
 from qerl_trl.nvfp4.linear import NVFP4Linear
-from qerl_trl.update import compiled as regional
+from qerl_trl.update import compiled_layers as regional
 from qerl_trl.update import layer_function, lora_linear
-from qerl_trl.update.compiled import compile_layers, warm_up
+from qerl_trl.update.compiled_layers import compile_layers, warm_up
 from tests import shapes
 from tests.faults.tiny_runs import TinyRuns
 from tests.ranks import on_ranks

@@ -14,9 +14,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from qerl_trl.noise.hooks import NoiseDraw, NormNoise
 from qerl_trl.noise.norms import find_noisy_norms
-from qerl_trl.update import compiled as regional
+from qerl_trl.update import compiled_layers as regional
 from qerl_trl.update import layer_function, lora_linear
-from qerl_trl.update.compiled import CompiledLayers, compile_layers
+from qerl_trl.update.compiled_layers import CompiledLayers, compile_layers
 from tests.faults.tiny_runs import TinyRuns
 from tests.tiny_models import FAMILIES
 from tests.update.test_compiled import (  # noqa: F401  (two fixtures)

@@ -13,7 +13,7 @@ import torch
 from qerl_trl.memory import formulas
 from qerl_trl.memory.plan import GIB, plan_run
 from qerl_trl.memory.workload import Workload
-from qerl_trl.update import balance
+from qerl_trl.update import batches as balance
 from qerl_trl.update.budget import TokenBudget, _sequences, _size
 from qerl_trl.update.longest import LongestPass
 from tests.shapes import SEVEN_B

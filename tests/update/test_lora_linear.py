@@ -15,11 +15,11 @@ from peft.tuners.lora import LoraLayer
 from torch import nn
 
 from qerl_trl import QeRLConfig, QeRLGRPOTrainer
-from qerl_trl.lora import register_nvfp4_lora
+from qerl_trl.model.lora import register_nvfp4_lora
 from qerl_trl.nvfp4.fused import fuse_storage
 from qerl_trl.nvfp4.linear import NVFP4Linear
-from qerl_trl.update import lora_group, lora_linear
-from qerl_trl.update.compiled import compile_layers as compile_layers_of_the_package
+from qerl_trl.update import fused_lora, lora_linear
+from qerl_trl.update.compiled_layers import compile_layers as compile_layers_of_the_package
 from qerl_trl.update.lora_linear import FusedGroup, fuse, unfuse
 from tests.tiny_models import FAMILIES, gathered, make_tiny_model
 
@@ -90,14 +90,14 @@ def checkpointed(model: nn.Module) -> None:
 def counted_decodes(monkeypatch):
     """How often each packed weight is decoded, by address."""
     counts: dict[int, int] = {}
-    decode = lora_group.decode_into
+    decode = fused_lora.decode_into
 
     def counting(out, packed, *rest):
         counts[packed.data_ptr()] = counts.get(packed.data_ptr(), 0) + 1
         decode(out, packed, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(lora_group, "decode_into", counting)
+        patch.setattr(fused_lora, "decode_into", counting)
         yield counts
 
 
@@ -230,8 +230,8 @@ def test_the_first_layer_needs_no_gradient_of_its_input(monkeypatch):
     model = adapted(layers=1)
     fuse(model)
     asked = []
-    backward = lora_group._backward_x
-    monkeypatch.setattr(lora_group, "_backward_x", lambda dys, *rest: asked.append(len(dys)) or backward(dys, *rest))
+    backward = fused_lora._backward_x
+    monkeypatch.setattr(fused_lora, "_backward_x", lambda dys, *rest: asked.append(len(dys)) or backward(dys, *rest))
     update(model)
     assert sorted(asked) == [1, 1, 2], "o, down and gate|up; q|k|v read the frozen embeddings"
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 from trl import GRPOTrainer
 
-from qerl_trl import QeRLRLOOTrainer, behaviour, mismatch
-from qerl_trl.update import passes
+from qerl_trl import QeRLRLOOTrainer
+from qerl_trl.rollout import behaviour, mismatch
+from qerl_trl.update import one_pass
 from tests.test_trainer import LORA, adapter_of, assert_identical, logged, make_trainer  # noqa: F401  (a fixture)
 from tests.update.test_packing import LOSSES
 
@@ -55,7 +56,7 @@ def compare(make, monkeypatch, **options) -> tuple[dict, dict]:
     """The same run by TRL's own extra forward and by the update's own, which must agree to rounding."""
     own = trained(make(**options))
     with monkeypatch.context() as patch:
-        patch.setattr(passes.OnePass, "holds", property(lambda self: False))
+        patch.setattr(one_pass.OnePass, "holds", property(lambda self: False))
         trl = trained(make(**options))
     assert own["calls"].count(False) < trl["calls"].count(False)
     for ours, theirs in zip(own["logs"], trl["logs"], strict=True):
@@ -220,5 +221,5 @@ def test_the_ratio_by_hand():
             expected = [[min(max(r, least), most) for r in row] for row in expected]
         else:
             expected = [[r if least <= r <= most else 0.0 for r in row] for row in expected]
-        found = passes.importance_ratio(trained, sampled, mask, passes.Correction(f"{level}_{how}", low, high))
+        found = one_pass.importance_ratio(trained, sampled, mask, one_pass.Correction(f"{level}_{how}", low, high))
         torch.testing.assert_close(found, torch.tensor(expected))

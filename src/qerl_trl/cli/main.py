@@ -10,8 +10,8 @@ import sys
 
 import typer
 
-from .. import errors
-from . import arms, ask, make, run, tune
+from ..support import errors
+from . import ask, evaluate, make, train, tune
 
 app = typer.Typer(
     help="Reinforcement learning of LLMs on a frozen 4-bit (NVFP4) base: train, measure, merge, quantize, publish.",
@@ -28,9 +28,9 @@ app.command()(make.quantize)
 app.command()(make.merge)
 app.command()(make.push)
 _TO_THE_EXAMPLE = {"allow_extra_args": True, "ignore_unknown_options": True}
-app.command(context_settings=_TO_THE_EXAMPLE)(run.train)
-app.command(cls=arms.SpreadCommand, context_settings=_TO_THE_EXAMPLE)(arms.arms)
-app.command(name="eval")(run.evaluate)
+app.command(context_settings=_TO_THE_EXAMPLE)(evaluate.train)
+app.command(cls=train.SpreadCommand, context_settings=_TO_THE_EXAMPLE)(train.arms)
+app.command(name="eval")(evaluate.evaluate)
 app.command()(ask.plan)
 app.command()(tune.tune)
 app.command()(ask.doctor)

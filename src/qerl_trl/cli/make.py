@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..shipped import task_file
+from ..support.recipes import task_file
 from .options import (
     AllowOtherBase,
     AsJson,
@@ -41,7 +41,7 @@ def quantize(
     as_json: AsJson = False,
 ) -> None:
     """Quantize a model to NVFP4, readable by transformers and vLLM. Killed? The same command continues."""
-    from qerl_trl.publish import cards
+    from qerl_trl.publish import card as cards
     from qerl_trl.publish.quantize import REPORT_NAME, quantize_folder
 
     before = weights_at(destination)
@@ -122,7 +122,7 @@ def merge(
     """Turn a run into something to publish: merged model, adapter or base, with a card."""
     from peft import PeftModel
 
-    from qerl_trl.publish.records import FORMS, Export, Measured
+    from qerl_trl.checkpoint.records import FORMS, Export, Measured
 
     if form not in FORMS:
         raise ValueError(f"--as {form} is unknown; choose {', '.join(FORMS)}.")
@@ -137,9 +137,10 @@ def merge(
         note(f"--as {form} writes weights as they are, or in bfloat16: --dtype {dtype} changes nothing.")
     if force and form != "nvfp4":
         raise ValueError(f"--force is for --as nvfp4, and has nothing to force with --as {form}: leave it out.")
-    from qerl_trl.publish import cards, export, staging
+    from qerl_trl.publish import card as cards
+    from qerl_trl.publish import export, staging
     from qerl_trl.publish.distance import logit_distance, logits_of, prompt_batches
-    from qerl_trl.publish.run import load_any, load_policy, recorded_template_kwargs
+    from qerl_trl.publish.load import load_any, load_policy, recorded_template_kwargs
     from qerl_trl.tasks.task import Task
 
     if task is not None and prompts is not None:
@@ -243,7 +244,7 @@ def push(
     as_json: AsJson = False,
 ) -> None:
     """Publish to the Hugging Face Hub: announced first, private by default, all or nothing. Interrupted? Run it again."""
-    from qerl_trl.publish.records import FORMS, MERGED_KINDS, Facts
+    from qerl_trl.checkpoint.records import FORMS, MERGED_KINDS, Facts
 
     kinds: dict[str, tuple[str, ...]] = {
         "adapter": FORMS["adapter"],
@@ -259,11 +260,12 @@ def push(
         )
     if what == "base" and dataset is not None:
         raise ValueError("--dataset names training data, and a base was not trained: leave it out.")
-    from qerl_trl import checkpoint
-    from qerl_trl.publish import cards, hub
-    from qerl_trl.publish.run import recorded_settings, require_adapter
+    from qerl_trl.checkpoint import seal
+    from qerl_trl.publish import card as cards
+    from qerl_trl.publish import hub
+    from qerl_trl.publish.load import recorded_settings, require_adapter
 
-    kind = checkpoint.recorded_run(folder).get("kind")
+    kind = seal.recorded_run(folder).get("kind")
     options: dict[str, Any] = {"private": not public, "revision": revision, "force": force, "notify": note}
     of_base: dict[str, Any] = (
         {} if what == "model" else {"base_model": base_model, "allow_other_base": allow_other_base}

@@ -24,8 +24,8 @@ from transformers import (
     PretrainedConfig,
 )
 
-from ..folders import named_in_errors
-from ..nvfp4.layouts import Selection, divided, expert_tensors
+from ..nvfp4.checkpoints import Selection, divided, expert_tensors
+from ..support.files import named_in_errors
 from ..update import packing
 from .delta_nets import DeltaNets
 from .workload import MAX_BATCHED_TOKENS, Workload

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .. import preflight
+from ..checks import environment
 from ..nvfp4.linear import compute_dtype
 from .formulas import model_bytes, shape_of
 from .plan import Gpu, MemoryPlan, plan_run
@@ -64,7 +64,7 @@ def plan_trainer(trainer: Any, gpu: Gpu | None = None) -> MemoryPlan:
             gpu = dataclasses.replace(gpu, free=gpu.free - _still_to_come(trainer, device))
         shape = shape_of(model.config)
         if shape.delta_nets is not None:
-            preflight.tell(preflight.delta_nets())
+            environment.tell(environment.delta_nets())
         made = plan_run(shape, work, gpu, model_bytes(model), args.vllm_max_model_length or lengths.engine)
         trainer.memory_plan = made
         if work.cpu:

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 
-from ..update import balance, row
+from ..update import batches, row
 from .optimizers import optimizer_under_fsdp
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class Workload:
     `batch`: sequences of one backward pass (`per_device_train_batch_size`), `accumulation`: backward passes per update. `completions`:
     sequences that are generated at a time. `rollout`: "transformers", "colocate" or "server" (vLLM). `padded`: the prompts' lengths differ,
     so that attention gets a mask. `packed`: the sequences of a backward pass are one row without padding (`update/packing.py`), in which
-    `generations` completions share each prompt; `compiled`, `fused`: decoder layers and LoRA layers are (`update/compiled.py`,
+    `generations` completions share each prompt; `compiled`, `fused`: decoder layers and LoRA layers are (`update/compiled_layers.py`,
     `update/lora_linear.py`). `delta_kernels`: gated delta nets are computed by flash-linear-attention. `gradient_checkpointing`: whether decoder layers recompute their activations; None: the last `kept_layers`
     do not, of which a plan makes as many as fit. `dtype_bytes`: of what is not quantized. `batched_tokens`: that one engine step may process; None: `MAX_BATCHED_TOKENS`, of which a plan
     makes one of `LARGER_STEPS` if it fits. `kv_limit` (bytes) and `utilization` (of the GPU) replace what
@@ -228,10 +228,10 @@ def workload_of(
 
 
 def _together(args: Any) -> int:
-    """Completions of one prompt that are sure to meet in one backward pass, where `update/balance.py` deals a whole rollout."""
+    """Completions of one prompt that are sure to meet in one backward pass, where `update/batches.py` deals a whole rollout."""
     batch, count = args.per_device_train_batch_size, args.num_generations
     steps, accumulation = args.steps_per_generation, args.gradient_accumulation_steps
-    dealt = steps == 1 or (accumulation % steps == 0 and balance.order_is_free(args))
+    dealt = steps == 1 or (accumulation % steps == 0 and batches.order_is_free(args))
     if not dealt or (batch * steps) % count or (batch % count and count % batch):
         return 1
     return min(batch, count)
@@ -251,8 +251,8 @@ def workload_of_file(
     from trl import ModelConfig, get_peft_config
 
     from ..config import QeRLConfig
-    from ..lora import default_lora_config, settle_model_config
-    from ..shipped import contents, parser_of
+    from ..model.lora import default_lora_config, settle_model_config
+    from ..support.recipes import contents, parser_of
 
     class Config(QeRLConfig):
         world_size = processes  # the launcher's, elsewhere

@@ -31,7 +31,7 @@ from torch import nn
 from transformers import PreTrainedModel, TrainerCallback, TrainerState
 from transformers.utils import logging
 
-from ..names import unwrap
+from ..support.names import unwrap
 from .hooks import NoiseDraw, NormNoise
 from .norms import check_reference, find_noisy_norms
 from .schedules import SCHEDULES, EntropyTargetSchedule, NoiseSchedule, make_schedule

@@ -20,9 +20,9 @@ import torch
 from peft import PeftModel
 from torch import nn
 
-from ..evaluation_mode import evaluation_mode
-from ..names import canonical_name, unwrap
 from ..nvfp4.linear import NVFP4Linear, decoded_weights
+from ..support.evaluation_mode import evaluation_mode
+from ..support.names import canonical_name, unwrap
 
 
 def find_noisy_norms(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> dict[str, nn.Module]:

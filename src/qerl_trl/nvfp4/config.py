@@ -37,12 +37,8 @@ from transformers.quantizers import register_quantization_config
 from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..folders import named_in_errors
-from . import (
-    layouts,
-    quantizer,  # noqa: F401  (its decorator registers the quantizer of this configuration)
-    shards,
-)
+from ..support.files import named_in_errors
+from . import checkpoints, shards
 from .format import SCALE_RULES
 
 logger = logging.get_logger(__name__)
@@ -51,7 +47,7 @@ logger = logging.get_logger(__name__)
 # --- the configuration ------------------------------------------------------------------------------------------------------------
 
 
-@register_quantization_config(layouts.METHOD)
+@register_quantization_config(checkpoints.METHOD)
 class NVFP4Config(QuantizationConfigMixin):
     """How to quantize a model to NVFP4 weights (W4A16) while loading it.
 
@@ -59,7 +55,7 @@ class NVFP4Config(QuantizationConfigMixin):
         scale_rule: "rtn" (plain rounding, the QeRL paper), "four_over_six" or "neighbor_sweep" (see `qerl_trl.nvfp4`).
         modules_to_not_convert: modules to leave in `compute_dtype`, besides the output head and tied embeddings, which always stay:
             whole dotted names or parts ("down_proj", "model.layers.1"), shell patterns ("*.layers.[01].*"), regular expressions
-            ("re:..."). See `qerl_trl.nvfp4.layouts.name_matches`.
+            ("re:..."). See `qerl_trl.nvfp4.checkpoints.name_matches`.
         compute_dtype: dtype of everything that is not quantized, and of the matmuls; the model's `dtype`.
         source_format: layout of a checkpoint that is quantized already, None for a dense one. Set by `load_config`.
         source_targets: which modules such a checkpoint quantizes, in compressed-tensors' notation. Set by `load_config`.
@@ -86,11 +82,11 @@ class NVFP4Config(QuantizationConfigMixin):
             raise ValueError(
                 f"scale_rule={scale_rule!r} is unknown; choose one of {', '.join(map(repr, SCALE_RULES))}."
             )
-        skipped = layouts.check_entries(modules_to_not_convert or (), "modules_to_not_convert")
+        skipped = checkpoints.check_entries(modules_to_not_convert or (), "modules_to_not_convert")
         name = str(compute_dtype).removeprefix("torch.")
         if name not in ("bfloat16", "float16", "float32"):
             raise ValueError(f"compute_dtype={compute_dtype!r} must be 'bfloat16', 'float16' or 'float32'.")
-        self.quant_method = layouts.METHOD  # type: ignore[assignment]  # a registered name; transformers declares its own enum
+        self.quant_method = checkpoints.METHOD  # type: ignore[assignment]  # a registered name; transformers declares its own enum
         self.scale_rule = scale_rule
         self.modules_to_not_convert = list(skipped)
         self.compute_dtype = name
@@ -104,10 +100,10 @@ class NVFP4Config(QuantizationConfigMixin):
         return getattr(torch, self.compute_dtype)
 
     @property
-    def selection(self) -> layouts.Selection:
+    def selection(self) -> checkpoints.Selection:
         """Which layers are quantized."""
         names = (self.modules_to_not_convert, self.source_targets, self.source_fp8)
-        return layouts.Selection(self.source_format, *map(tuple, names))
+        return checkpoints.Selection(self.source_format, *map(tuple, names))
 
     @property
     def dense_linears(self) -> list[str] | None:
@@ -122,14 +118,14 @@ class NVFP4Config(QuantizationConfigMixin):
         """
         if self.source_format is None:
             self._warn_unmatched(model)
-        quantized, dense = layouts.linears_to_quantize(model, self.selection)
+        quantized, dense = checkpoints.linears_to_quantize(model, self.selection)
         self._dense_linears = sorted(dense)
         return quantized
 
     def _warn_unmatched(self, model: PreTrainedModel) -> None:
         names = [name for name, _ in model.named_modules()] + [name for name, _ in model.named_parameters()]
         for entry in self.modules_to_not_convert:
-            if not any(layouts.name_matches(name, entry) for name in names):
+            if not any(checkpoints.name_matches(name, entry) for name in names):
                 logger.warning(f"modules_to_not_convert: {entry!r} matches no module of {type(model).__name__}.")
 
     def options(self) -> dict[str, Any]:
@@ -139,12 +135,12 @@ class NVFP4Config(QuantizationConfigMixin):
     def to_dict(self) -> dict[str, Any]:
         """What goes into config.json: compressed-tensors' description, readable without this package."""
         ignore = self.modules_to_not_convert if self.dense_linears is None else self.dense_linears
-        return layouts.compressed_tensors_config(ignore)
+        return checkpoints.compressed_tensors_config(ignore)
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any):
         """Build from `options()`, or from the `quantization_config` of an NVFP4 checkpoint."""
-        if config_dict.get("quant_method") == layouts.METHOD:
+        if config_dict.get("quant_method") == checkpoints.METHOD:
             config = cls(**{**config_dict, **kwargs})
         else:
             config = cls.from_checkpoint(config_dict, "quantization_config", **kwargs)
@@ -155,7 +151,7 @@ class NVFP4Config(QuantizationConfigMixin):
         cls, quantization_config: dict[str, Any], where: str, modules_to_not_convert: Iterable[str] = (), **options: Any
     ) -> "NVFP4Config":
         """Translate the `quantization_config` of a compressed-tensors or ModelOpt checkpoint; `where` names it in errors."""
-        selection = layouts.parse_quantization_config(quantization_config, where).without(modules_to_not_convert)
+        selection = checkpoints.parse_quantization_config(quantization_config, where).without(modules_to_not_convert)
         return cls(
             modules_to_not_convert=list(selection.ignore),
             source_format=selection.layout,

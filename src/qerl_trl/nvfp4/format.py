@@ -15,7 +15,7 @@ brings the block scales into E4M3's range. With `N` output rows, `K` input colum
     W[n, k]  =  e2m1(code[n, k]) * e4m3(block_scale[n, k // 16]) / global_scale
 
 The global scale **divides**: that is the convention of compressed-tensors, the layout we read and write. ModelOpt stores the
-reciprocal and multiplies; `qerl_trl.nvfp4.layouts` converts. 4 bits + 8/16 bits = 4.5 bits a weight, 0.5625 bytes.
+reciprocal and multiplies; `qerl_trl.nvfp4.checkpoints` converts. 4 bits + 8/16 bits = 4.5 bits a weight, 0.5625 bytes.
 
 **In memory.** Two codes a byte, the even column in the low nibble, plain row-major (nothing is swizzled, so a row slice of a matrix
 is the matrix of these rows):

@@ -14,8 +14,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from .architectures import DECODER
+from .checkpoints import Layout, packed_head
 from .format import BLOCK_SIZE
-from .layouts import Layout, packed_head
 
 #: safetensors' names of the dtypes that models have
 DTYPES = {

@@ -25,8 +25,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from .checkpoints import LAYOUTS
 from .format import BLOCK_SIZE, NVFP4Tensor, dequantize, quantize
-from .layouts import LAYOUTS
 from .view import DecodedWeight, read
 
 #: the parameters that hold a layer's weight, in the order of `NVFP4Tensor`: named as they are written

@@ -18,8 +18,8 @@ from transformers.quantizers import register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 
-from ..folders import note_commit, reads_for_its_machine
-from . import headers, layouts
+from ..support.files import note_commit, reads_for_its_machine
+from . import checkpoints, headers
 from .format import NVFP4Tensor, quantize
 from .fp8 import dequantize_fp8
 from .fused import fuse_storage
@@ -44,7 +44,7 @@ class _PackedPlaceholder(nn.Module):
                 self.register_parameter(part, nn.Parameter(tensor, requires_grad=False))
         self.bias = linear.bias
 
-    def to_nvfp4(self, layout: layouts.Layout, compute_dtype: torch.dtype) -> NVFP4Linear:
+    def to_nvfp4(self, layout: checkpoints.Layout, compute_dtype: torch.dtype) -> NVFP4Linear:
         packed, block_scale, global_scale = (self.get_parameter(part).detach() for part in layout.tensors)
         if not layout.divides:
             global_scale = 1.0 / global_scale
@@ -114,7 +114,7 @@ class _QuantizeLinear(ConversionOps):
         return {}
 
 
-@register_quantizer(layouts.METHOD)
+@register_quantizer(checkpoints.METHOD)
 class NVFP4HfQuantizer(HfQuantizer):
     """What transformers calls while it loads and saves a model with `NVFP4Config`."""
 
@@ -161,9 +161,9 @@ class NVFP4HfQuantizer(HfQuantizer):
     def get_quantize_ops(self) -> _QuantizeLinear:
         return _QuantizeLinear(self)
 
-    def _layout(self) -> layouts.Layout:
+    def _layout(self) -> checkpoints.Layout:
         assert self.quantization_config.source_format is not None, "set for every checkpoint that is quantized already"
-        return layouts.LAYOUTS[self.quantization_config.source_format]
+        return checkpoints.LAYOUTS[self.quantization_config.source_format]
 
     def where(self, tensor_name: str) -> str:
         """The file that holds a tensor, as far as known."""
@@ -278,7 +278,7 @@ class NVFP4HfQuantizer(HfQuantizer):
         for name in packed:
             state[f"{name}.weight_scale"] = state[f"{name}.weight_scale"].view(torch.float8_e4m3fn)
             state[f"{name}.weight_global_scale"] = state[f"{name}.weight_global_scale"].view(torch.float32)
-        return state, dict(layouts.WRITTEN_BY, scale_rule=self.quantization_config.scale_rule)
+        return state, dict(checkpoints.WRITTEN_BY, scale_rule=self.quantization_config.scale_rule)
 
     def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | str | None = None) -> PreTrainedModel:
         wanted = getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype

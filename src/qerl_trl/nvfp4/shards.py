@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from ..folders import leads_to
+from ..support.files import leads_to
 from .headers import TensorInfo, read_headers
 
 INDEX_NAME = "model.safetensors.index.json"

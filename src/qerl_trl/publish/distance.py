@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from .records import Measured
+from ..checkpoint.records import Measured
 
 
 def prompt_batches(

@@ -34,16 +34,34 @@ from peft import LoraConfig, PeftModel
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from .. import base_identity, checkpoint, identity, redaction, report, tokenizer_identity
-from ..base_identity import is_trained
-from ..identity import RunSettings
-from ..names import full_tensor, is_sharded, reshard
-from ..nvfp4 import layouts
+from ..checkpoint import fingerprint, seal
+from ..checkpoint import settings as identity
+from ..checkpoint import tokenizer as tokenizer_identity
+from ..checkpoint.fingerprint import is_trained
+from ..checkpoint.names import public_name
+from ..checkpoint.records import Export, Kind, Measured, RequantizedNote
+from ..checkpoint.settings import RunSettings
+from ..nvfp4 import checkpoints
 from ..nvfp4.config import NVFP4Config
 from ..nvfp4.headers import require_finite
 from ..nvfp4.linear import has_nvfp4
-from ..sampling import save_generation_config
-from . import custom_code, staging, writer
+from ..rollout.sampling import save_generation_config
+from ..run import banner
+from ..support import secrets
+from ..support.names import full_tensor, is_sharded, reshard
+from . import custom_code, staging
+from . import write as writer
+from .load import (
+    ADAPTER_FILE,
+    Exportable,
+    TrainedPolicy,
+    is_trainer,
+    load_policy,
+    recorded_revision,
+    recorded_settings,
+    require_whole,
+    trained_policy_of,
+)
 from .merge import (
     cast_job,
     check_base,
@@ -57,20 +75,7 @@ from .merge import (
     requantize_job,
     survived_of,
 )
-from .names import public_name
-from .records import Export, Kind, Measured, RequantizedNote
-from .run import (
-    ADAPTER_FILE,
-    Exportable,
-    TrainedPolicy,
-    is_trainer,
-    load_policy,
-    recorded_revision,
-    recorded_settings,
-    require_whole,
-    trained_policy_of,
-)
-from .writer import Job
+from .write import Job
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +127,7 @@ def copy_adapter(run: Path, folder: str | os.PathLike, card: WriteCard | None = 
     export = _record("adapter", recorded_settings(run))
     with _staged(folder, export, True, None, card) as partial:
         ends = (file.name for file in run.glob("generation_config.json"))
-        for name in (*ADAPTER_FILES, *ends, *checkpoint.tokenizer_files(run)):
+        for name in (*ADAPTER_FILES, *ends, *seal.tokenizer_files(run)):
             (partial / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(run / name, partial / name)
         _name_base(partial, recorded_settings(run), None)
@@ -139,7 +144,7 @@ def _name_base(folder: Path, settings: RunSettings, base_model: str | None) -> N
     if (commit := recorded_revision(settings, content.get("base_model_name_or_path") or "")) is not None:
         content["revision"] = commit
     if content != before:
-        checkpoint.write_json_atomically(config, content)
+        seal.write_json_atomically(config, content)
 
 
 def save_merged(
@@ -173,7 +178,7 @@ def save_merged(
         custom_code.warn(custom_code.auto_map(policy.transformers_model.config), folder)
         jobs = [merged_job(entry, written_as) for entry in entries_of(policy, with_adapter=True)]
         with _staged(folder, export, overwrite, policy.tokenizer, card) as partial:
-            notes = writer.write_shards(partial, jobs, layouts.WRITTEN_BY, max_shard_bytes, progress=progress)
+            notes = writer.write_shards(partial, jobs, checkpoints.WRITTEN_BY, max_shard_bytes, progress=progress)
             if changed := [note for note in cast(list[RequantizedNote], notes) if note["change"]]:
                 export["survived"] = survived_of(changed)
             _save_config(partial, policy, written_as, None, jobs)
@@ -205,7 +210,7 @@ def save_base(
                 dtypes.add(lossless_dtype(entry))
                 jobs.append(cast_job(entry, lossless_dtype(entry)))
         with _staged(folder, export, overwrite, policy.tokenizer, card) as partial:
-            writer.write_shards(partial, jobs, layouts.WRITTEN_BY, max_shard_bytes, progress=progress)
+            writer.write_shards(partial, jobs, checkpoints.WRITTEN_BY, max_shard_bytes, progress=progress)
             dtype = torch.bfloat16 if dtypes == {torch.bfloat16} else quantizer.torch_dtype
             _save_config(partial, policy, dtype, quantizer.to_dict(), jobs)
         return export
@@ -245,7 +250,7 @@ def save_merged_nvfp4(
         jobs += [requantize_job(group, scale_rule) for group in fused_entries(packed)]
         # what is sealed is completed below, once it is known how much survived
         with _staged(folder, export, overwrite, policy.tokenizer, card) as partial:
-            notes = writer.write_shards(partial, jobs, layouts.WRITTEN_BY, max_shard_bytes, progress=progress)
+            notes = writer.write_shards(partial, jobs, checkpoints.WRITTEN_BY, max_shard_bytes, progress=progress)
             survived = survived_of(cast(list[RequantizedNote], notes))
             notify(
                 f"Re-quantizing kept {survived['kept_fraction']:.3f} of the adapter's change (error {survived['error_ratio']:.2f} of its "
@@ -285,7 +290,7 @@ def _on_rank_zero(
             with _loaded_again(policy) if sharded and not adapter_only else nullcontext(policy) as whole:
                 written[0] = write(whole)
     except Exception as error:
-        written[0] = redaction.redact(f"{type(error).__name__}: {error}")
+        written[0] = secrets.redact(f"{type(error).__name__}: {error}")
         raise
     finally:
         broadcast_object_list(written)
@@ -393,8 +398,8 @@ def _describe(policy: TrainedPolicy, kind: Kind, with_adapter: bool = True) -> E
     if kind != "adapter":
         check_base(policy)
         if recorded_base(settings) is None:
-            settings["base_sha256"] = cast(str, base_identity.base_sha256(policy.transformers_model))
-            settings["base_config"] = base_identity.base_config(policy.transformers_model)
+            settings["base_sha256"] = cast(str, fingerprint.base_sha256(policy.transformers_model))
+            settings["base_config"] = fingerprint.base_config(policy.transformers_model)
     export = _record(kind, settings)
     if kind != "adapter" and (code := custom_code.auto_map(policy.transformers_model.config)):
         export["auto_map"] = code
@@ -409,4 +414,4 @@ def _active_lora(model: nn.Module) -> LoraConfig | None:
 def _record(kind: Kind, settings: RunSettings) -> Export:
     if settings.get("model"):
         settings["model"] = public_name(settings["model"])
-    return {"kind": kind, "settings": settings, "exported_with": report.versions()}
+    return {"kind": kind, "settings": settings, "exported_with": banner.versions()}

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from .. import checkpoint
-from .records import EVALUATIONS, RESULTS_NAME, Evaluation, Facts, Results
+from ..checkpoint import seal
+from ..checkpoint.records import EVALUATIONS, RESULTS_NAME, Evaluation, Facts, Results
 
 if TYPE_CHECKING:  # it imports PEFT, which `qerl-trl quantize` does without
-    from ..identity import RunSettings
+    from ..checkpoint.settings import RunSettings
 
 logger = logging.getLogger(__name__)
 
@@ -74,9 +74,7 @@ def _of_another_run(content: Mapping[str, Any], settings: "RunSettings") -> str 
 
 
 def _evaluations(folder: Path, settings: "RunSettings") -> list[Evaluation]:
-    weights = functools.cache(
-        lambda: checkpoint.weights_sha256(folder)
-    )  # read only where there is something to compare
+    weights = functools.cache(lambda: seal.weights_sha256(folder))  # read only where there is something to compare
     found = []
     for path in sorted(folder.glob(EVALUATIONS)):
         content = _read(path, _check_evaluation)

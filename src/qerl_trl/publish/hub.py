@@ -23,13 +23,14 @@ from typing import Any, TypeVar, cast
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_session, get_token
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
 
-from .. import checkpoint, redaction
-from ..identity import RunSettings
-from . import cards, export, outgoing
-from .names import is_hub_id
+from ..checkpoint import seal
+from ..checkpoint.names import is_hub_id
+from ..checkpoint.records import MERGED_KINDS, Export, Facts
+from ..checkpoint.settings import RunSettings
+from ..support import secrets
+from . import card, export, outgoing
+from .load import Exportable, is_trainer, recorded_revision
 from .outgoing import Content, HubError
-from .records import MERGED_KINDS, Export, Facts
-from .run import Exportable, is_trainer, recorded_revision
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ def _explained(repo_id: str) -> Iterator[None]:
         if isinstance(error, HubError):
             raise
         # not chained: the requests inside carry the token in their headers
-        raise HubError(redaction.redact(f"{_explanation(error, repo_id)} Nothing was published.")) from None
+        raise HubError(secrets.redact(f"{_explanation(error, repo_id)} Nothing was published.")) from None
     finally:
         session.timeout = waits
 
@@ -130,10 +131,10 @@ def prepare_repository(
 def _announced(repo_id: str, private: bool, token: str | None, notify: Callable[[str], None]) -> HfApi:
     """Before any request: what will be published where; and refuse to begin without a token."""
     token = token or get_token()
-    redaction.remember("token", token)
+    secrets.remember("token", token)
     api = HfApi(token=token)
     visibility = "private: only you and your organization" if private else "PUBLIC: everybody"
-    notify(redaction.redact(f"Publishing to {api.endpoint}/{repo_id} ({visibility})"))
+    notify(secrets.redact(f"Publishing to {api.endpoint}/{repo_id} ({visibility})"))
     if not token:
         raise HubError(
             "There is no Hub token on this machine, so nothing was uploaded. Create one with write access at "
@@ -191,7 +192,7 @@ def push_folder(
     if record["kind"] == "adapter":
         files |= adapter_config(folder, base_model)
         base = base_model or json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
-    known: Facts = cards.read_facts(folder) or {"kind": record["kind"], "settings": record["settings"]}
+    known: Facts = card.read_facts(folder) or {"kind": record["kind"], "settings": record["settings"]}
     known |= {**(facts or {}), "kind": known["kind"]}
     if base_model:
         known["base_model"] = base_model
@@ -218,7 +219,7 @@ def push_model(
 ) -> str:
     """As [`push_folder`], for a run of which every weight was trained: the model in the run's folder or in a checkpoint."""
     folder = Path(folder)
-    if wrong := checkpoint.problems(folder):
+    if wrong := seal.problems(folder):
         raise ValueError(f"{folder} cannot be published: {'; '.join(wrong)}. Name a whole checkpoint.")
     return _publish(folder, _files(folder, notify), facts, repo_id, message, notify, **options)
 
@@ -241,13 +242,13 @@ def _publish(
     """Everything that this package uploads comes through here; a card is added. `look` may refuse before the repository is made."""
     outgoing.check({**files, **(further or {})})
     outgoing.check_words(repo_id, revision, message)
-    api, manifest = _announced(repo_id, private, token, notify), checkpoint.read_manifest(folder)
+    api, manifest = _announced(repo_id, private, token, notify), seal.read_manifest(folder)
     look(api)
     repo_id = _created(api, repo_id, private, revision)
     facts = {**facts, "repo_id": repo_id}
     facts.pop("curves", None)
-    content: Content = {**files, "README.md": cards.render(facts).encode()}
-    content |= {checkpoint.MANIFEST_NAME: outgoing.manifest_of(content, manifest), **(further or {})}
+    content: Content = {**files, "README.md": card.render(facts).encode()}
+    content |= {seal.MANIFEST_NAME: outgoing.manifest_of(content, manifest), **(further or {})}
     outgoing.check(content)
     with _explained(repo_id):
         stale = _compare(api, repo_id, revision, content, manifest["run"].get("kind"), force)
@@ -260,13 +261,13 @@ def _publish(
             *(CommitOperationDelete(name) for name in stale),
         ]
         commit = _retried(lambda: api.create_commit(repo_id, changes, commit_message=message, revision=revision))
-    notify(redaction.redact(f"Published: {commit.commit_url}"))
+    notify(secrets.redact(f"Published: {commit.commit_url}"))
     return commit.commit_url
 
 
 def _files(folder: Path, notify: Callable[[str], None]) -> Content:
     """What of a sealed folder is uploaded; `notify` is told what is not."""
-    files, left = outgoing.files_of(folder, checkpoint.read_manifest(folder)["files"])
+    files, left = outgoing.files_of(folder, seal.read_manifest(folder)["files"])
     if left:
         more = ", ..." if left[10:] else ""
         notify(f"Not uploaded, because such files are not published: {', '.join(left[:10])}{more}")
@@ -274,13 +275,13 @@ def _files(folder: Path, notify: Callable[[str], None]) -> Content:
 
 
 def _whole_export(folder: Path) -> Export:
-    found = checkpoint.recorded_run(folder)
-    wrong = checkpoint.problems(folder) if (folder / checkpoint.MANIFEST_NAME).is_file() else []
+    found = seal.recorded_run(folder)
+    wrong = seal.problems(folder) if (folder / seal.MANIFEST_NAME).is_file() else []
     if wrong:
         raise ValueError(f"{folder} is damaged: {'; '.join(wrong)}. Export it again.")
     if "kind" not in found:
         raise ValueError(
-            f"{folder} was not written by an export of qerl-trl (its {checkpoint.MANIFEST_NAME} is missing or of a checkpoint). Export it "
+            f"{folder} was not written by an export of qerl-trl (its {seal.MANIFEST_NAME} is missing or of a checkpoint). Export it "
             "first: qerl-trl merge, qerl-trl quantize, or push a run's folder with: qerl-trl push adapter <run> <user/name>."
         )
     return cast(Export, found)
@@ -294,12 +295,12 @@ def _compare(
     if not present - _HUB_FILES:
         return []
     kind = None
-    if checkpoint.MANIFEST_NAME in present:
-        theirs = Path(api.hf_hub_download(repo_id, checkpoint.MANIFEST_NAME, revision=revision)).parent
-        run = checkpoint.recorded_run(theirs)  # empty where it is damaged: other files
+    if seal.MANIFEST_NAME in present:
+        theirs = Path(api.hf_hub_download(repo_id, seal.MANIFEST_NAME, revision=revision)).parent
+        run = seal.recorded_run(theirs)  # empty where it is damaged: other files
         kind = run.get("kind")
         if run and kind == kind_now:
-            return sorted((present - set(content)) & set(checkpoint.read_manifest(theirs)["files"]))
+            return sorted((present - set(content)) & set(seal.read_manifest(theirs)["files"]))
     if not force:
         found = f"a {kind.replace('_', ' ')}" if kind else "other files"
         raise HubError(
@@ -345,8 +346,8 @@ def check_base_on_hub(api: HfApi, base_model: str, settings: RunSettings, allowe
     revision, then, known = recorded_revision(settings, base_model), settings.get("base_sha256"), None
     wrong = ""
     try:
-        path = _retried(lambda: api.hf_hub_download(base_model, checkpoint.MANIFEST_NAME, revision=revision), 2)
-        theirs = checkpoint.recorded_run(Path(path).parent)
+        path = _retried(lambda: api.hf_hub_download(base_model, seal.MANIFEST_NAME, revision=revision), 2)
+        theirs = seal.recorded_run(Path(path).parent)
         known = theirs.get("settings", {}).get("base_sha256")
         if theirs.get("kind") in MERGED_KINDS:
             wrong = "holds a merged model: the adapter would be added to what has one in it already"
@@ -401,11 +402,11 @@ def push_base(exported: Exportable, repo_id: str, facts: Facts | None = None, **
 def _export_and_push(
     save: Callable[..., Export], exported: Exportable, repo_id: str, facts: Facts | None, options: dict[str, Any]
 ) -> str | None:
-    known = facts or cards.facts_of(exported)
+    known = facts or card.facts_of(exported)
     root = Path((exported.args.output_dir or ".") if is_trainer(exported) else ".")
     # kept after a failure: the next try goes on from there
     folder = root / f"_hub-{save.__name__.removeprefix('save_')}-{repo_id.replace('/', '--')}"
-    save(exported, folder, overwrite=True, card=lambda partial, record: cards.write(partial, known, record))
+    save(exported, folder, overwrite=True, card=lambda partial, record: card.write(partial, known, record))
     if is_trainer(exported) and not exported.accelerator.is_main_process:
         return None
     url = push_folder(folder, repo_id, facts=known, **options)
@@ -437,7 +438,7 @@ class Destination:
 
     def unpublished(self, error: HubError, folder: str) -> HubError:
         """The error of a push by the trainer, with what publishes the run without it."""
-        if not Path(folder, checkpoint.MANIFEST_NAME).is_file():
+        if not Path(folder, seal.MANIFEST_NAME).is_file():
             return error
         return HubError(
             f"{error} What is saved in {folder} is published, without training again, by: {self.command(folder)}"
@@ -452,7 +453,7 @@ def push_run(
         return push_model(folder, repo_id, facts, **options)
     exported = folder.with_name(f".push-{folder.name}")
     try:
-        export.copy_adapter(folder, exported, lambda partial, record: cards.write(partial, facts, record))
+        export.copy_adapter(folder, exported, lambda partial, record: card.write(partial, facts, record))
         return push_folder(exported, repo_id, base_model, facts, **options)
     finally:
         shutil.rmtree(exported, ignore_errors=True)

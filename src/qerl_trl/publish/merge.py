@@ -20,15 +20,15 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from .. import unchanged
-from ..identity import RunSettings
+from ..checkpoint import unchanged
+from ..checkpoint.records import RequantizedNote, Survived
+from ..checkpoint.settings import RunSettings
 from ..nvfp4.architectures import DECODER
+from ..nvfp4.checkpoints import TensorSpec, packed_specs
 from ..nvfp4.format import dequantize, largest_magnitude, power_of_two_global_scale, quantize
-from ..nvfp4.layouts import TensorSpec, packed_specs
 from ..nvfp4.linear import NVFP4Linear
-from .records import RequantizedNote, Survived
-from .run import TrainedPolicy
-from .writer import Job
+from .load import TrainedPolicy
+from .write import Job
 
 
 def _base_layer(layer: nn.Module) -> NVFP4Linear | nn.Linear:

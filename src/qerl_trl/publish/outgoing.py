@@ -11,8 +11,9 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from .. import checkpoint, redaction
+from ..checkpoint import seal
 from ..nvfp4.shards import check_inside
+from ..support import secrets
 
 #: repository path -> the file that is sent, or its content
 Content = dict[str, Path | bytes]
@@ -23,7 +24,7 @@ _PUBLISHED = re.compile(
     r"|(?:tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab|chat_template|tekken)\.json|(?:vocab|merges)\.txt"
     r"|[\w.-]+\.(?:tiktoken|model)|(?:additional_chat_templates/)?[\w.-]+\.jinja"
     r"|(?:model|(?:\w+/)?adapter_model)(?:-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json"
-    rf"|{re.escape(checkpoint.MANIFEST_NAME)}|qerl_card\.json|quantization_report\.json|curves\.png"
+    rf"|{re.escape(seal.MANIFEST_NAME)}|qerl_card\.json|quantization_report\.json|curves\.png"
 )
 #: what a resumed run reads beside the model
 _RESUMED = re.compile(
@@ -56,21 +57,21 @@ def files_of(folder: Path, names: Iterable[str], below: str = "") -> tuple[Conte
 def checkpoint_files(folder: Path, below: str, changed: Mapping[str, bytes]) -> Content:
     """What of a checkpoint goes into the repository's folder `below`, so that a run can be resumed from there. `changed`: files with another
     content than here."""
-    sealed = checkpoint.read_manifest(folder)
+    sealed = seal.read_manifest(folder)
     files, _ = files_of(folder, sealed["files"].keys() - {"README.md"}, below)  # PEFT's template
     files |= changed
-    files[checkpoint.MANIFEST_NAME] = manifest_of(files, sealed)
+    files[seal.MANIFEST_NAME] = manifest_of(files, sealed)
     return {f"{below}/{name}": data for name, data in files.items()}
 
 
-def manifest_of(content: Mapping[str, Path | bytes], sealed: checkpoint.Manifest) -> bytes:
+def manifest_of(content: Mapping[str, Path | bytes], sealed: seal.Manifest) -> bytes:
     """The folder's manifest (`sealed`), for the files and texts that are sent: what was left out or written anew is no damage there."""
     files = {name: sealed["files"][name] for name in content if name in sealed["files"]}
     for name, data in content.items():
-        if isinstance(data, bytes) and name != checkpoint.MANIFEST_NAME:
+        if isinstance(data, bytes) and name != seal.MANIFEST_NAME:
             files[name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     return (
-        json.dumps(checkpoint.manifest(files, sealed["run"], sealed.get("order")), indent=2, sort_keys=True) + "\n"
+        json.dumps(seal.manifest(files, sealed["run"], sealed.get("order")), indent=2, sort_keys=True) + "\n"
     ).encode()
 
 
@@ -82,9 +83,9 @@ def check_words(repo_id: str, revision: str | None, message: str) -> None:
     """
     words = {"The name of the repository": repo_id, "Its revision": revision or "", "The commit message": message}
     for where, text in words.items():
-        if (what := redaction.find(text)) is not None:
+        if (what := secrets.find(text)) is not None:
             raise HubError(
-                f"{where} contains {what}, so nothing was uploaded: {redaction.redact(text)!r}. Choose another one."
+                f"{where} contains {what}, so nothing was uploaded: {secrets.redact(text)!r}. Choose another one."
             )
 
 
@@ -102,7 +103,7 @@ def check(content: Mapping[str, Path | bytes]) -> None:
                 "Move it out of the folder."
             )
         is_json = name.endswith(".json")
-        what = redaction.find(data, is_json) if isinstance(data, bytes) else redaction.find_in(data)
+        what = secrets.find(data, is_json) if isinstance(data, bytes) else secrets.find_in(data)
         if what is not None:
             raise HubError(
                 f"{where} contains {what}, so nothing was uploaded. Remove it there, and revoke it if the file has been anywhere else."

@@ -24,21 +24,31 @@ from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.core_model_loading import revert_weight_conversion
 
-from .. import base_identity, checkpoint, loading, report
-from ..folders import hub_commit, named_in_errors
-from ..nvfp4 import headers, layouts, shards
+from ..checkpoint import fingerprint, seal
+from ..checkpoint.names import is_hub_id, public_name
+from ..checkpoint.records import (
+    BEFORE_NAME,
+    EVALUATIONS,
+    FACTS_NAME,
+    RESULTS_NAME,
+    Export,
+    QuantizedLayer,
+    QuantizedNote,
+)
+from ..model import loading
+from ..nvfp4 import checkpoints, headers, shards
 from ..nvfp4.architectures import DECODER
 from ..nvfp4.config import NVFP4Config, auto_class_of
 from ..nvfp4.headers import TensorInfo
 from ..nvfp4.linear import PACKED
-from ..sampling import end_tokens, save_generation_config, stored
-from . import custom_code, staging, writer
-from .names import is_hub_id, public_name
+from ..rollout.sampling import end_tokens, save_generation_config, stored
+from ..run import banner
+from ..support.files import hub_commit, named_in_errors
+from . import custom_code, staging, write
 from .quantize_jobs import Budget, copy_job, quantize_job, quantizer_for
-from .records import BEFORE_NAME, EVALUATIONS, FACTS_NAME, RESULTS_NAME, Export, QuantizedLayer, QuantizedNote
 
 if TYPE_CHECKING:  # it imports PEFT, which this does without
-    from ..identity import RunSettings
+    from ..checkpoint.settings import RunSettings
 
 REPORT_NAME = "quantization_report.json"
 #: memory for tensors in work, beyond two of the largest
@@ -46,7 +56,7 @@ _SLACK_BYTES = 400_000_000
 #: what a model repository holds beside weights, and nothing that a reader would execute
 _COPIED_PATTERNS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 _NOT_COPIED = (
-    "config.json", shards.INDEX_NAME, checkpoint.MANIFEST_NAME, REPORT_NAME, "hf_quant_config.json", FACTS_NAME,
+    "config.json", shards.INDEX_NAME, seal.MANIFEST_NAME, REPORT_NAME, "hf_quant_config.json", FACTS_NAME,
     "trainer_state.json", "adapter_config.json", "all_results.json", "train_results.json", "eval_results.json", RESULTS_NAME, BEFORE_NAME,  # of a run
 )  # fmt: skip
 
@@ -74,7 +84,7 @@ def quantize_folder(
     modules_to_not_convert: list[str] | None = None,
     device: str = "cpu",
     workers: int | None = None,
-    max_shard_bytes: int = writer.MAX_SHARD_BYTES,
+    max_shard_bytes: int = write.MAX_SHARD_BYTES,
     overwrite: bool = False,
     trust_remote_code: bool = False,
     card: Callable[[Path, Export], None] | None = None,
@@ -117,9 +127,9 @@ def quantize_folder(
         "source_sha256": _fingerprint(folder, tensors),
         "source_bytes": sum(info.nbytes for info in tensors.values()),
         "max_shard_bytes": max_shard_bytes,
-        "exported_with": report.versions(),
+        "exported_with": banner.versions(),
     }
-    finished = checkpoint.recorded_run(destination)
+    finished = seal.recorded_run(destination)
     known: Export = {**export, "settings": settings.copy()}
     if "base_sha256" in finished.get("settings", {}):  # which is found out below
         known["settings"]["base_sha256"] = finished["settings"]["base_sha256"]
@@ -142,14 +152,14 @@ def quantize_folder(
             )
             skipped = nvfp4_config.dense_linears or []
             layers = [layer | {"name": loaded_as.get(layer["name"], layer["name"])} for layer in layers]  # as in --skip
-            checkpoint.write_json_atomically(
+            seal.write_json_atomically(
                 partial / REPORT_NAME,
                 {"layers": sorted(layers, key=lambda layer: layer["name"]), "not_quantized": skipped},
             )
             loading.finish()
             found = {row.name: row for row in (_as_loaded(row, loaded_as) for row in rows)}
             if parameters and parameters <= found.keys():  # what is sealed is completed here, from what was written
-                settings["base_sha256"] = base_identity.sha256_of(found[name] for name in parameters)
+                settings["base_sha256"] = fingerprint.sha256_of(found[name] for name in parameters)
             _copy_beside(folder, partial, str(model))
             if (folder / "tokenizer.json").is_file():
                 tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)  # needs no code of the model's own
@@ -225,7 +235,7 @@ def _stored_names(model: PreTrainedModel, tensors: Mapping[str, TensorInfo]) -> 
     return found
 
 
-def _as_loaded(row: base_identity.FingerprintRow, modules: Mapping[str, str]) -> base_identity.FingerprintRow:
+def _as_loaded(row: fingerprint.FingerprintRow, modules: Mapping[str, str]) -> fingerprint.FingerprintRow:
     module, dot, own = row.name.rpartition(".")
     return row._replace(name=f"{modules.get(module, module)}{dot}{own}")
 
@@ -251,7 +261,7 @@ def _write(
     workers: int | None,
     max_shard_bytes: int,
     progress: Callable[[int, int], None],
-) -> tuple[list[QuantizedLayer], list[base_identity.FingerprintRow]]:
+) -> tuple[list[QuantizedLayer], list[fingerprint.FingerprintRow]]:
     """(errors of the quantized layers, rows of the fingerprint), of everything that was written."""
     budget = Budget(2 * max(info.nbytes for info in tensors.values()) + _SLACK_BYTES)
     quantize = quantizer_for(torch.device(device), config.scale_rule)
@@ -270,10 +280,10 @@ def _write(
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # one core per worker: layers in parallel scale better than the pieces of a layer
     try:
-        written = writer.write_shards(
+        written = write.write_shards(
             folder,
             jobs,
-            dict(layouts.WRITTEN_BY, scale_rule=config.scale_rule),
+            dict(checkpoints.WRITTEN_BY, scale_rule=config.scale_rule),
             max_shard_bytes,
             workers,
             lambda size: progress(size, total),
@@ -282,7 +292,7 @@ def _write(
         torch.set_num_threads(threads)
     notes = cast(list[QuantizedNote], written)  # of the jobs above
     layers = [layer for note in notes for layer in note.get("layers", [])]
-    return layers, [base_identity.FingerprintRow(*row) for note in notes for row in note.get("rows", [])]
+    return layers, [fingerprint.FingerprintRow(*row) for note in notes for row in note.get("rows", [])]
 
 
 def _groups(tensors: dict[str, TensorInfo], converted: dict[str, nn.Linear]) -> list[list[TensorInfo]]:
@@ -313,7 +323,7 @@ def _copy_beside(folder: Path, destination: Path, model: str) -> None:
     content = json.loads(own.read_text()) if own.is_file() else {}
     if is_hub_id(model) and isinstance(content.get("auto_map"), dict):
         named = {**content, "auto_map": custom_code.named(content["auto_map"], model)}
-        checkpoint.write_json_atomically(own, named)
+        seal.write_json_atomically(own, named)
 
 
 def _summary(folder: Path, tensors: dict[str, TensorInfo]) -> Quantized:

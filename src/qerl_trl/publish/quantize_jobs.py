@@ -5,14 +5,14 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from ..base_identity import Pieces, row_of
+from ..checkpoint.fingerprint import Pieces, row_of
+from ..checkpoint.records import QuantizedLayer, QuantizedNote
+from ..nvfp4.checkpoints import TensorSpec, packed_specs
 from ..nvfp4.format import NVFP4Tensor, dequantize, largest_magnitude, power_of_two_global_scale, quantize
 from ..nvfp4.fused import share_global_scale
 from ..nvfp4.headers import TensorInfo, check_finite, torch_dtype
-from ..nvfp4.layouts import TensorSpec, packed_specs
 from ..nvfp4.linear import NVFP4Linear
-from .records import QuantizedLayer, QuantizedNote
-from .writer import Job
+from .write import Job
 
 #: quantizes a matrix by a scale rule
 Quantize = Callable[[torch.Tensor, str], NVFP4Tensor]

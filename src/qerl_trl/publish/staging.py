@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from .. import checkpoint
-from .writer import NOTES_SUFFIX
+from ..checkpoint import seal
+from .write import NOTES_SUFFIX
 
 _RECORD_NAME = ".record.json"
 
@@ -44,7 +44,7 @@ def require_room(destination: str | os.PathLike, overwrite: bool) -> None:
         raise ValueError(
             f"{destination} already exists and is not empty. Choose another folder, or allow it to be replaced (overwrite=True, --overwrite)."
         )
-    found = [*checkpoint.of_a_run(destination), *(path.parent.name for path in destination.glob("*/*.safetensors"))]
+    found = [*seal.of_a_run(destination), *(path.parent.name for path in destination.glob("*/*.safetensors"))]
     found += [".git"] if (destination / ".git").exists() else []
     if found:
         raise ValueError(
@@ -55,8 +55,8 @@ def require_room(destination: str | os.PathLike, overwrite: bool) -> None:
 
 def is_complete(destination: str | os.PathLike, run: Mapping[str, Any]) -> bool:
     """Whether `destination` is a sealed folder that `run` describes exactly: the same command already finished."""
-    same = checkpoint.recorded_run(destination) == _as_json(run)
-    return same and not checkpoint.problems(destination) and not checkpoint.added(destination)
+    same = seal.recorded_run(destination) == _as_json(run)
+    return same and not seal.problems(destination) and not seal.added(destination)
 
 
 @contextmanager
@@ -98,7 +98,7 @@ def staging(
         }
         for path in partial.glob(".*"):
             path.unlink()  # the record, notes of finished shards, temporary files of a killed run
-        checkpoint.seal(partial, run, hashed)
+        seal.seal(partial, run, hashed)
         _replace(partial, destination)
 
 
@@ -109,8 +109,8 @@ def _as_json(run: Mapping[str, Any]) -> dict[str, Any]:
 def _replace(new: Path, destination: Path) -> None:
     """Make the folder `new` the folder `destination`; the old one is removed afterwards."""
     old = destination.with_name(f".{destination.name}.old")
-    checkpoint.discard(old)
+    seal.discard(old)
     if destination.exists():
         os.rename(destination, old)
     os.rename(new, destination)
-    checkpoint.discard(old) if old.is_dir() else old.unlink(missing_ok=True)
+    seal.discard(old) if old.is_dir() else old.unlink(missing_ok=True)

@@ -9,11 +9,11 @@ from peft.tuners.lora import LoraLayer
 from peft.utils import ModulesToSaveWrapper
 from torch import nn
 
-from ..base_identity import stored_vocabulary
-from ..lora import adapted_layers, changes_base
-from ..names import canonical_name
+from ..checkpoint.fingerprint import stored_vocabulary
+from ..model.lora import adapted_layers, changes_base
 from ..nvfp4.architectures import in_tower
-from ..nvfp4.layouts import pattern_of
+from ..nvfp4.checkpoints import pattern_of
+from ..support.names import canonical_name
 
 
 def active_adapter(model: nn.Module) -> str:

@@ -8,10 +8,10 @@ import torch
 from trl.trainer.utils import ensure_master_addr_port
 
 from ..memory.plan import MemoryPlan
-from ..names import is_sharded
-from ..processes import gathered
+from ..support.distributed import gathered
+from ..support.names import is_sharded
 from .engine import Engine
-from .trained import TrainedAdapter
+from .weights import TrainedAdapter
 
 if TYPE_CHECKING:
     from .generation import QeRLVLLMGeneration
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 def in_process(generation: "QeRLVLLMGeneration") -> Engine:
     """The engine of this process; sets what TRL's `VLLMGeneration` reads of it."""
-    from .vllm.in_process import InProcessEngine
+    from .vllm.engine import InProcessEngine
 
     accelerator, tp, args = generation.accelerator, generation.tensor_parallel_size, generation.trainer.args
     if accelerator.num_processes % tp:

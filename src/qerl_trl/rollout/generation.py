@@ -25,9 +25,9 @@ import torch
 from accelerate.utils import gather_object
 from trl.generation.vllm_generation import VLLMGeneration
 
-from ..deadline import deadline
 from ..noise.hooks import NoiseDraw
 from ..nvfp4.linear import compute_dtype
+from ..support.time_limit import deadline
 from . import adapter, pictures, requests
 from .colocated import in_process, memory_arguments
 from .contract import check_contents
@@ -35,7 +35,7 @@ from .engine import Completion, Engine, RankWithoutEngine, RolloutError, Samplin
 from .placement import StartsEngine, placed_in_training
 from .probe import Probe, ProbeResult, report, run_prompts
 from .spec import EngineSpec, at_a_time
-from .trained import TrainedWeights, trained_part
+from .weights import TrainedWeights, trained_part
 
 logger = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..names import canonical_name
 from ..noise.generator import sample as noise_sample
 from ..nvfp4.linear import NVFP4Linear
+from ..support.names import canonical_name
 from .adapter import active_adapter, linear_layers, rollout_layers, trained_norms
 from .spec import LOGPROBS_MODE, EngineSpec
 

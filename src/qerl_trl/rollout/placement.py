@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from transformers import TrainerCallback
 
-from .. import checkpoint
+from ..checkpoint import seal
 from ..memory.optimizers import optimizer_under_fsdp
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def settle_optimizer(args: Any) -> None:
             used,
         )
         args.optim = type(args.optim)(used)
-    if used == "sgd" and checkpoint.can_go_on(args):
+    if used == "sgd" and seal.can_go_on(args):
         logger.warning(
             "optim='sgd' under FSDP cannot resume from its checkpoints: torch does not load an optimizer without a state. Use optim='adamw_torch_fused'."
         )

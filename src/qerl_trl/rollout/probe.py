@@ -43,10 +43,10 @@ from torch import nn
 from transformers import PreTrainedModel
 from trl.data_utils import maybe_apply_chat_template
 
-from ..evaluation_mode import evaluation_mode
-from ..names import local_tensor, reshard, set_whole
 from ..noise.hooks import NoiseDraw
 from ..nvfp4.linear import decoded_weights
+from ..support.evaluation_mode import evaluation_mode
+from ..support.names import local_tensor, reshard, set_whole
 from .adapter import active_adapter, rollout_layers
 from .engine import Completion, Engine, RolloutError, Sampling
 from .rounding import other_arithmetic

@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 
 from ..memory.workload import MAX_BATCHED_TOKENS
 from ..nvfp4.architectures import architecture_of, delta_net_layers
+from ..nvfp4.checkpoints import METHOD
 from ..nvfp4.config import NVFP4Config
-from ..nvfp4.layouts import METHOD
 from ..nvfp4.linear import NVFP4Linear, compute_dtype, has_nvfp4
 from .adapter import adapter_buffers, linear_layers, short_names
 from .wire import BATCH_INVARIANT, WORKER_EXTENSION

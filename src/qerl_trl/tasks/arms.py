@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..publish.records import RESULTS_NAME
+from ..checkpoint.records import RESULTS_NAME
 from .results import differing
 
 #: arm -> options of the example; a claim is about two of them

@@ -21,10 +21,10 @@ from peft import PeftModel
 from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
-from .. import report
-from ..publish import records
+from ..checkpoint import records
+from ..rollout.sampling import end_tokens, of_the_model_alone
 from ..rollout.vllm.offline import CheckpointEngine
-from ..sampling import end_tokens, of_the_model_alone
+from ..run import banner
 from .data import ANSWERS, first, from_hub, is_saved, read, split_named, with_prompts
 from .grading import Grader, final_answer, grader_of, is_correct
 
@@ -190,7 +190,7 @@ def evaluate(
         "seed": seed,
         "seconds": time.perf_counter() - started,
         "verdicts": rows,
-        "versions": report.versions(),
+        "versions": banner.versions(),
     }
 
 

@@ -12,7 +12,7 @@ from accelerate.utils import gather_object
 from datasets import Dataset
 from transformers import TrainerCallback
 
-from ..identity import run_settings
+from ..checkpoint.settings import run_settings
 from .evaluation import Accuracy, grade, prompt_texts, solve
 from .task import Task
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from ..checkpoint import write_json_atomically
-from ..publish.records import BEFORE_NAME, Arm
+from ..checkpoint.records import BEFORE_NAME, Arm
+from ..checkpoint.seal import write_json_atomically
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -18,7 +18,7 @@ def write_before(
     output_dir: str | os.PathLike, verdicts: list[bool], problems: "Dataset", measured_by: Mapping[str, Any]
 ) -> None:
     """Keep which of `problems` were solved before training, and by what that was measured ([`held_out.measured_by`])."""
-    from .. import identity
+    from ..checkpoint import settings as identity
 
     Path(output_dir).mkdir(parents=True, exist_ok=True)
     content = {
@@ -37,7 +37,7 @@ def read_before(
     Raises:
         `ValueError`: it was measured on other problems or in another way, and the trained weights cannot say it any more.
     """
-    from .. import identity
+    from ..checkpoint import settings as identity
 
     file = Path(output_dir, BEFORE_NAME)
     if not file.is_file():

@@ -9,16 +9,16 @@ from typing import Any
 
 from transformers import ProgressCallback, TrainerCallback
 
-from .. import checkpoint
-from ..base_identity import base_revision
-from ..ended import last_whole, told_of_interrupts
+from ..checkpoint import seal
+from ..checkpoint.fingerprint import base_revision
+from ..checkpoint.records import BEFORE_NAME, RESULTS_NAME, RunResults
 from ..publish.hub import HubError
-from ..publish.records import BEFORE_NAME, RESULTS_NAME, RunResults
-from ..publish.run import recorded_settings
-from ..redaction import redacted_words
-from ..report import announce, hardware, versions
+from ..publish.load import recorded_settings
 from ..rollout.placement import placed_in_training
-from ..run_folder import step_of
+from ..run.banner import announce, hardware, versions
+from ..run.exits import last_whole, told_of_interrupts
+from ..run.folder import step_of
+from ..support.secrets import redacted_words
 from .data import first
 from .evaluation import Accuracy, paired_difference
 from .grading import in_form
@@ -186,7 +186,7 @@ def _report(
     if seconds is None and (output_dir / RESULTS_NAME).is_file():  # trained before, only measured again now
         earlier = json.loads((output_dir / RESULTS_NAME).read_text())
         results["train_seconds"], results["log_history"] = earlier["train_seconds"], earlier["log_history"]
-    checkpoint.write_json_atomically(output_dir / RESULTS_NAME, results)
+    seal.write_json_atomically(output_dir / RESULTS_NAME, results)
     if args.base_format == "full":
         saved, publish = "model", f"qerl-trl push model {output_dir} <user>/<name>"
     else:

@@ -23,15 +23,15 @@ import torch
 from transformers import AutoTokenizer
 from trl import ModelConfig, get_peft_config
 
+from ..checkpoint.records import BEFORE_NAME, RESULTS_NAME, RunResults
+from ..checkpoint.settings import run_settings
+from ..checks.rewards import check_steps
 from ..config import QeRLConfig
-from ..folders import check_name, named_in_errors
-from ..guards import check_steps
-from ..identity import run_settings
-from ..lora import settle_model_config
-from ..publish.records import BEFORE_NAME, RESULTS_NAME, RunResults
-from ..redaction import check_places
-from ..run_folder import clear
-from ..shipped import OPTIONS, config_file, contents, examples_folder, parser_of, task_file
+from ..model.lora import settle_model_config
+from ..run.folder import clear
+from ..support.files import check_name, named_in_errors
+from ..support.recipes import OPTIONS, config_file, contents, examples_folder, parser_of, task_file
+from ..support.secrets import check_places
 from .run import train_and_measure
 from .task import PARSED, Task, TaskArguments
 

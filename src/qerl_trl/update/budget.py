@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from . import balance, row
+from . import batches as balance
+from . import row
 
 #: log-probabilities (B, L), entropies (B, L) or None, load balance
 Result = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]

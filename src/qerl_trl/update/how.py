@@ -4,7 +4,7 @@ from typing import Any
 
 from transformers.utils import is_flash_linear_attention_available
 
-from . import compiled, lora_linear, packing
+from . import compiled_layers, lora_linear, packing
 
 
 def computes(trainer: Any) -> dict[str, Any]:
@@ -12,7 +12,7 @@ def computes(trainer: Any) -> dict[str, Any]:
     model = trainer.accelerator.unwrap_model(trainer.model)
     return {
         "packed": trainer.args.padding_free is not False and packing.reason_against(trainer) is None,
-        "compiled": compiled.expected(trainer),
+        "compiled": compiled_layers.expected(trainer),
         "fused": trainer.args.fused_lora and lora_linear.fuses_all(model),
         "delta_kernels": is_flash_linear_attention_available(),
     }

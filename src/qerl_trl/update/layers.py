@@ -6,7 +6,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ..names import unwrap
+from ..support.names import unwrap
 
 
 def base_of(model: nn.Module) -> PreTrainedModel:

@@ -15,10 +15,10 @@ from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import Linear as LoraLinear
 from torch import nn
 
-from ..lora import NVFP4LoraLinear
+from ..model.lora import NVFP4LoraLinear
 from ..nvfp4.architectures import DECODER
 from ..nvfp4.linear import PACKED, NVFP4Linear, as_bytes, runs_a_kernel
-from .lora_group import DENSE, LoraGroup
+from .fused_lora import DENSE, LoraGroup
 
 logger = logging.getLogger(__name__)
 

@@ -18,10 +18,10 @@ from accelerate.utils import DistributedType, is_peft_model
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..evaluation_mode import evaluation_mode
 from ..nvfp4.linear import decoded_weights
-from ..upstream import OnlineTrainer
-from . import attention, balance, row
+from ..support.evaluation_mode import evaluation_mode
+from ..support.trl import OnlineTrainer
+from . import attention, batches, row
 from .budget import TokenBudget
 from .longest import LongestPass
 
@@ -253,9 +253,9 @@ class PackingMixin(OnlineTrainer):
         made = trainer._buffered_inputs
         if self._packing is None or not self._packing.on or not self.model.training or made is before:
             return inputs
-        free = balance.order_is_free(self)
+        free = batches.order_is_free(self)
         if free:
-            made = balance.deal(made, self.args.gradient_accumulation_steps)
+            made = batches.deal(made, self.args.gradient_accumulation_steps)
         trainer._buffered_inputs = self._packing.budget.plan(made, share=not _drops(self.model), free=free)
         return trainer._buffered_inputs[self._step % trainer.args.steps_per_generation]
 

@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from . import lora_linear, packing, recompute
-from .compiled import compile_for
+from ..memory import recompute
+from . import lora_linear, packing
+from .compiled_layers import compile_for
 
 
 def prepare(trainer: Any) -> None:

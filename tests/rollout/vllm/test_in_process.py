@@ -11,7 +11,7 @@ from tests.tiny_models import make_tiny_model
 
 pytest.importorskip("vllm")
 
-from qerl_trl.rollout.vllm import in_process, loader
+from qerl_trl.rollout.vllm import engine, loader
 
 
 def test_what_lives_is_set_aside_before_vllm_searches_it(monkeypatch):
@@ -22,11 +22,11 @@ def test_what_lives_is_set_aside_before_vllm_searches_it(monkeypatch):
         seen.append(gc.get_freeze_count())
         raise RuntimeError("no memory is left")
 
-    monkeypatch.setattr(in_process, "SharedLLM", fail)
+    monkeypatch.setattr(engine, "SharedLLM", fail)
     model = get_peft_model(make_tiny_model("qwen2"), LoraConfig(r=4, target_modules="all-linear"))
     model.get_base_model().name_or_path = "somewhere"
     with pytest.raises(RuntimeError, match="no memory"):
-        in_process.InProcessEngine(model, EngineSpec.of(model), share=False, sleeps=False)
+        engine.InProcessEngine(model, EngineSpec.of(model), share=False, sleeps=False)
     assert seen[0] > 10_000
     assert gc.get_freeze_count() == 0
     assert loader._PUBLISHED is None
@@ -35,7 +35,7 @@ def test_what_lives_is_set_aside_before_vllm_searches_it(monkeypatch):
 def test_what_was_given_up_does_not_answer_the_next_call(monkeypatch):
     """At ab98d3d two new prompts got the completions of two that a limit of time had ended."""
     aborted = []
-    llm = in_process.SharedLLM.__new__(in_process.SharedLLM)
+    llm = engine.SharedLLM.__new__(engine.SharedLLM)
     llm._group = None
     llm.reset_prefix_cache = lambda reset_connector: aborted.append(reset_connector) or True
     llm.llm_engine = SimpleNamespace(
@@ -47,7 +47,7 @@ def test_what_was_given_up_does_not_answer_the_next_call(monkeypatch):
         raise KeyboardInterrupt
 
     for name in ("generate", "chat"):
-        monkeypatch.setattr(in_process.LLM, name, hangs)
+        monkeypatch.setattr(engine.LLM, name, hangs)
         with pytest.raises(KeyboardInterrupt):
             getattr(llm, name)([])
     assert aborted == [(["3", "4"], True), True] * 2

@@ -12,7 +12,6 @@ from qerl_trl.nvfp4.format import quantize
 from qerl_trl.rollout.handshake import packed_summary
 from qerl_trl.rollout.vllm import compile_ahead
 from qerl_trl.rollout.vllm.linear import NVFP4Method
-from qerl_trl.rollout.vllm.state import _whole_rows
 
 N, RANK, SPLITS = 192, 16, [128, 64]
 
@@ -60,17 +59,6 @@ def test_a_product_and_a_digest_do_not_see_where_rows_lie(K):
         divisor = float(global_scale)
         mine = packed_summary(packed[rows], scale[rows], divisor)
         assert packed_summary(layer.weight_packed[rows], layer.weight_scale[rows], divisor) == mine
-
-
-def test_padded_rows_are_summed_as_one_piece_of_memory():
-    """What an engine looks for damage in: the scales that the kernels read, and no other tensor of the same storage."""
-    scale = layer_of(896)[0].weight_scale
-    whole = _whole_rows(scale)
-    assert whole.is_contiguous() and whole.shape == (N, 64) and whole.data_ptr() == scale.data_ptr()
-    assert torch.equal(whole[:, :56], scale) and not whole[:, 56:].any()
-    others = torch.arange(64).view(8, 8)
-    for tensor in (others, others[:4, :4], others[2:, :4], others.t(), others[0]):
-        assert _whole_rows(tensor) is tensor, "contiguous, transposed, or of a larger storage"
 
 
 def test_a_replicated_layer_is_whole_on_every_rank():

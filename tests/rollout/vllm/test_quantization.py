@@ -23,7 +23,7 @@ from vllm.model_executor.models.utils import WeightsMapper
 import qerl_nvfp4
 from qerl_nvfp4 import linear as real_linear
 from qerl_trl import NVFP4Config
-from qerl_trl.nvfp4 import layouts
+from qerl_trl.nvfp4 import checkpoints
 from qerl_trl.nvfp4.quantizer import NVFP4HfQuantizer
 from qerl_trl.rollout.vllm.linear import DenseMethod
 from qerl_trl.rollout.vllm.quantization import EngineOptions, QeRLQuantizationConfig
@@ -142,7 +142,7 @@ def assert_they_agree(config: dict, kind: str = "plain") -> None:
 
 
 def compressed_tensors(ignore=("lm_head",), **changes) -> dict:
-    config = layouts.compressed_tensors_config(list(ignore))
+    config = checkpoints.compressed_tensors_config(list(ignore))
     weights = {key[8:]: changes.pop(key) for key in list(changes) if key.startswith("weights_")}
     config["config_groups"]["group_0"]["weights"] |= weights
     config["config_groups"]["group_0"]["targets"] = changes.pop("targets", ["Linear"])

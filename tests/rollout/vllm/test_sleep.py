@@ -54,7 +54,7 @@ def test_sleep_unmaps_the_kv_cache_only(monkeypatch, has_discard):
 def test_a_neighbour_that_takes_memory_is_named():
     """vLLM compares what the whole GPU has free before and after its sleep."""
     from qerl_trl.rollout.engine import RolloutError
-    from qerl_trl.rollout.vllm.in_process import InProcessEngine
+    from qerl_trl.rollout.vllm.engine import InProcessEngine
 
     def sleep(level):
         raise AssertionError("Memory usage increased after sleeping.")

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import MODEL_MAPPING, AutoModel, PretrainedConfig
 from vllm.model_executor.models import ModelRegistry
 
-from ...nvfp4.layouts import METHOD
+from ...nvfp4.checkpoints import METHOD
 from ..spec import EngineSpec
 from .loader import base_model
 

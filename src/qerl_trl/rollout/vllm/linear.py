@@ -30,9 +30,9 @@ from vllm.model_executor.utils import set_weight_attrs
 
 import qerl_nvfp4
 
+from ...nvfp4.checkpoints import LAYOUTS
 from ...nvfp4.format import BLOCK_SIZE, largest_magnitude, power_of_two_global_scale
 from ...nvfp4.fp8 import dequantize_fp8
-from ...nvfp4.layouts import LAYOUTS
 from ..wire import BATCH_INVARIANT, batch_invariant
 from .compile_ahead import compile_expected, expect_layer
 

@@ -21,7 +21,7 @@ from vllm.model_executor.utils import set_weight_attrs
 
 import qerl_nvfp4
 
-from ...nvfp4.layouts import METHOD
+from ...nvfp4.checkpoints import METHOD
 from .compile_ahead import expect_norm
 
 

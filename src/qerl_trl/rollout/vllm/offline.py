@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ...sampling import end_tokens, stored
+from ..sampling import end_tokens, stored
 
 #: what vLLM takes as `max_lora_rank`
 _SLOT_RANKS = (8, 16, 32, 64, 128, 256, 512)

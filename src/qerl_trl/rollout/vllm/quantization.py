@@ -5,7 +5,7 @@ Where the weights come from decides first:
 - a compressed-tensors or ModelOpt NVFP4 checkpoint (`quantization="qerl_nvfp4"` takes it over): its config says so;
 - a bf16 checkpoint: quantized while it loads, but for the output head and what `ignore` means.
 
-The last two are read and decided by `nvfp4/layouts.py`, as in the trainer, on the layers' names in transformers.
+The last two are read and decided by `nvfp4/checkpoints.py`, as in the trainer, on the layers' names in transformers.
 
 Options travel in vLLM's own `additional_config` (`--additional-config` of `vllm serve`), under the key `qerl`:
 
@@ -29,7 +29,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.model_loader.utils import get_model_cls
 
 from ...nvfp4.architectures import ROWS, dense_by_default, in_tower
-from ...nvfp4.layouts import METHOD, Selection, check_entries, parse_quantization_config
+from ...nvfp4.checkpoints import METHOD, Selection, check_entries, parse_quantization_config
 from ..transport import secret
 from ..wire import BATCH_INVARIANT, WORKER_EXTENSION, batch_invariant
 from . import loader, norm

@@ -1,0 +1,238 @@
+"""Which base an adapter stands on, known by its content: a fingerprint of the weights as they are loaded.
+
+It covers every parameter of the base, by its name in the checkpoint and its shape: the bytes of packed layers, the values of everything
+else as float32. So a base has one fingerprint whatever it was loaded from (bf16 weights that are quantized while they load, the NVFP4
+folder made of them), under an adapter or without, on any device, and in any dtype that holds its values. Not covered: buffers, which
+models compute, and the tokenizer.
+
+The checksums are sums of 64-bit integers on the device that holds the tensors, so they are exact in any order, and see a changed bit
+as well as two elements that changed places. They tell mistakes apart; nobody is kept from forging one.
+
+How these weights are computed with is recorded beside it, as it stands in the model's configuration ([`base_config`]).
+"""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import gather_object, is_peft_model
+from safetensors import safe_open
+from torch import nn
+from transformers import PretrainedConfig
+
+from ..support import secrets
+from ..support.files import commit_of
+from ..support.names import canonical_name
+
+#: 64-bit words at a time; a few times their 8 bytes are needed meanwhile
+_CHUNK = 2**21
+#: odd numbers without a pattern: of a word's place, and of the two steps that mix it
+_PLACE, _FIRST, _SECOND = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB
+#: parts of a parameter's name that an adapter adds
+_ADAPTERS = ("lora_", "modules_to_save", "trainable_tokens_")
+#: of a configuration, what says nothing of a forward, or is set by loading and training
+_NOT_OF_A_FORWARD = re.compile(
+    r"_.*|transformers_version|(?:torch_)?dtype|quantization_config|architectures|auto_map|use_cache|tie_word_embeddings"
+    r"|initializer_range|(?:bos|eos|pad|sep|cls|mask)_token_id|(?:id2label|label2id|problem_type|tags)"
+)
+
+
+class FingerprintRow(NamedTuple):
+    """What the fingerprint has of a parameter: its name in the checkpoint, its shape, "float" or its dtype, the sum over its content."""
+
+    name: str
+    shape: list[int]
+    kind: str
+    total: int
+
+
+def base_sha256(model: nn.Module, device: torch.device | None = None) -> str | None:
+    """Fingerprint of the model without its adapters; `None` where this process does not have it whole (sharded, offloaded).
+
+    Args:
+        device: that computes it, tensor by tensor; each tensor's own by default.
+    """
+    named = list(_tensors(model))
+    if any(tensor.is_meta or hasattr(tensor, "full_tensor") or hasattr(tensor, "ds_id") for _, tensor in named):
+        return None
+    return sha256_of(row_of(name, tensor if device is None else tensor.to(device)) for name, tensor in named)
+
+
+def row_of(name: str, tensor: torch.Tensor) -> FingerprintRow:
+    """The row of one parameter, for a fingerprint of tensors that are never together in memory."""
+    return _row(name, tensor, int(_checksum(tensor.detach())))
+
+
+def _row(name: str, tensor: torch.Tensor, total: int) -> FingerprintRow:
+    kind = "float" if tensor.is_floating_point() else str(tensor.dtype)
+    return FingerprintRow(name, list(tensor.shape), kind, total)
+
+
+def sha256_of(rows: Iterable[FingerprintRow]) -> str:
+    """The fingerprint of all rows, in any order."""
+    return hashlib.sha256(json.dumps(sorted(rows)).encode()).hexdigest()
+
+
+def shared_base_sha256(model: nn.Module, each: bool = True) -> str | None:
+    """[`base_sha256`], the same in all processes. Collective.
+
+    Args:
+        each: whether every process trains on what it has loaded itself. With FSDP all get the main process's weights.
+
+    Raises:
+        `ValueError`: it is not the same.
+    """
+    state = PartialState()
+    found = base_sha256(model, state.device) if each or state.is_main_process else None
+    if state.num_processes == 1:
+        return found
+    every = gather_object([(found, str(getattr(model.config, "_name_or_path", "")))])
+    if each and len({sha256 for sha256, _ in every}) > 1:
+        loaded = ", ".join(f"{name} ({str(sha256)[:12]})" for sha256, name in every)
+        raise ValueError(
+            f"The processes have not loaded the same base: {loaded}. Bring all machines to the same copy, or put it where all of them see it."
+        )
+    return every[0][0]
+
+
+def base_revision(model: nn.Module) -> str | None:
+    """The Hub's commit that the base was loaded from; `None` for a folder."""
+    return commit_of(cast(PretrainedConfig, model.config))
+
+
+def stored_vocabulary(model: Any) -> int | None:
+    """How many embeddings the checkpoint has that a model was loaded from; `None` where it is not at hand."""
+    try:
+        config = type(model.config).from_pretrained(model.config.name_or_path, revision=base_revision(model))
+    except OSError:
+        return None
+    return cast(int, config.get_text_config().vocab_size)
+
+
+def take_embeddings(model: Any, folder: str | os.PathLike) -> bool:
+    """Give a base the embeddings that an adapter's file has where tokens were added: resized, with its rows. Whether it has any."""
+    from peft import PeftConfig  # what only names a base does without
+    from peft.utils import SAFETENSORS_WEIGHTS_NAME
+
+    if not (file := Path(folder, SAFETENSORS_WEIGHTS_NAME)).is_file():
+        return False
+    # a trained copy is there under the name of the base's own
+    mark = ".original_module." if PeftConfig.from_pretrained(str(folder)).modules_to_save else ""
+    base: Any = model.get_base_model() if is_peft_model(model) else model
+    modules = (base.get_input_embeddings(), base.get_output_embeddings())
+    names = {f"{name}.weight" for name, module in base.named_modules() if module in modules}
+    with safe_open(file, framework="pt") as stored:
+        keys = {canonical_name(key): key for key in stored.keys() if mark in key and not is_trained(key)}  # noqa: SIM118
+        rows = {name: stored.get_tensor(keys[name]) for name in names & keys.keys()}
+    now: tuple[int, ...] = tuple(modules[0].weight.shape)
+    then: tuple[int, ...] = next((tuple(tensor.shape) for tensor in rows.values()), ())
+    if now[1:] != then[1:]:
+        return False
+    if now != then:
+        base.resize_token_embeddings(then[0], mean_resizing=False)
+    with torch.no_grad():
+        for name, parameter in base.named_parameters(remove_duplicate=False):
+            if not is_trained(name) and canonical_name(name) in rows:
+                parameter.copy_(rows[canonical_name(name)])
+    return True
+
+
+def base_config(model: nn.Module) -> dict[str, Any]:
+    """What the configuration of the base says of its forward, as JSON, where it is not what its class has by default. The same for a dense base
+    and the NVFP4 base made of it, and with a release whose classes have further fields; tied weights show in the fingerprint."""
+    found = _of_a_forward(cast(PretrainedConfig, model.config))
+    return cast(dict[str, Any], secrets.cleaned(found))  # it is written, and differences are shown
+
+
+def _of_a_forward(config: PretrainedConfig) -> dict[str, Any]:
+    """In the configurations inside it too."""
+    default = {} if getattr(config, "has_no_defaults_at_init", False) else _as_json(type(config)())
+    found: dict[str, Any] = {}
+    for name, value in _as_json(config).items():
+        inner = getattr(config, name, None)
+        if isinstance(inner, PretrainedConfig):
+            found[name] = _of_a_forward(inner)
+        elif name == "model_type" or (value != default.get(name) and not _NOT_OF_A_FORWARD.fullmatch(name)):
+            found[name] = value
+    return found
+
+
+def _as_json(config: PretrainedConfig) -> dict[str, Any]:
+    return cast(dict[str, Any], json.loads(json.dumps(config.to_dict(), default=str)))
+
+
+def is_trained(name: str) -> bool:
+    """Whether a parameter of that name is an adapter's."""
+    return any(part.startswith(_ADAPTERS) for part in name.split("."))
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The base's parameters by canonical name, tied ones once; of bitsandbytes' also the scales beside them."""
+    for name, parameter in model.named_parameters():
+        if is_trained(name):
+            continue
+        name = canonical_name(name)
+        yield name, parameter
+        if (state := getattr(parameter, "quant_state", None)) is not None:
+            for key, value in state.as_dict().items():
+                if isinstance(value, torch.Tensor):
+                    yield f"{name}.{key}", value
+
+
+@torch.no_grad()
+def _checksum(tensor: torch.Tensor, first: int = 0) -> torch.Tensor:
+    """int64 (), on the tensor's device: the sum over its 64-bit words, each mixed with its place. `first`: the place of the first one."""
+    flat = tensor.reshape(-1)
+    size = 4 if flat.is_floating_point() else flat.element_size()
+    places = torch.arange(min(_CHUNK, -(-flat.numel() * size // 8)), device=flat.device) * _PLACE
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for index, part in enumerate(flat.split(_CHUNK * 8 // size)):
+        words = _words(part)
+        mixed = (words + places[: words.numel()]).add_(_signed((first + index * _CHUNK) * _PLACE)).mul_(_FIRST)
+        total += mixed.bitwise_xor_(mixed >> 31).mul_(_SECOND).sum()
+    return total
+
+
+class Pieces:
+    """The row of a parameter that comes in slices of its first dimension, one after the other."""
+
+    def __init__(self, name: str, shape: Iterable[int], device: str | torch.device = "cpu") -> None:
+        self._name, self._shape, self._device = name, list(shape), device
+        self._total, self._words, self._kind = 0, 0, ""
+        self._rest: torch.Tensor | None = None
+
+    def add(self, piece: torch.Tensor) -> None:
+        self._kind = _row("", piece, 0).kind
+        flat = piece.to(self._device).reshape(-1)
+        if self._rest is not None:
+            flat = torch.cat([self._rest, flat])
+        per_word = 8 // (4 if flat.is_floating_point() else flat.element_size())
+        whole = flat.numel() - flat.numel() % per_word
+        self._rest = flat[whole:].clone() if whole < flat.numel() else None
+        self._total += int(_checksum(flat[:whole], self._words)) if whole else 0
+        self._words += whole // per_word
+
+    def row(self) -> FingerprintRow:
+        last = 0 if self._rest is None else int(_checksum(self._rest, self._words))
+        return FingerprintRow(self._name, self._shape, self._kind, _signed(self._total + last))
+
+
+def _words(part: torch.Tensor) -> torch.Tensor:
+    """int64 (words,): the bytes of a flat tensor, of floats as float32, padded with zeros."""
+    plain = (part.float() if part.is_floating_point() else part).contiguous().view(torch.uint8)
+    if rest := plain.numel() % 8:
+        plain = nn.functional.pad(plain, (0, 8 - rest))
+    if plain.storage_offset() % 8:
+        plain = plain.clone()
+    return plain.view(torch.int64)
+
+
+def _signed(number: int) -> int:
+    """The number as 64 bits with a sign."""
+    return (number + 2**63) % 2**64 - 2**63

@@ -1,0 +1,269 @@
+"""What a run is, as data: the settings that decide its trajectory and its result.
+
+A checkpoint's manifest and the run's folder keep them, a resumed run is compared with them ([`differences`]: which settings refuse, which only
+warn), and a card shows them.
+"""
+
+import dataclasses
+import json
+import logging
+import re
+import weakref
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypedDict, cast
+
+from accelerate.utils import is_peft_model
+from datasets import Dataset
+from peft import LoraConfig
+
+from ..nvfp4.config import auto_class_of
+from ..nvfp4.linear import compute_dtype
+from ..run import banner
+from ..support.trl import OnlineTrainer
+from . import fingerprint, tokenizer
+from .sources import rollouts_of, sha256, source_sha256
+
+logger = logging.getLogger(__name__)
+
+#: digests of the user's functions: a difference is a warning, and is recorded as a change
+SOURCES = ("rewards_sha256", "rollouts_sha256")
+#: recorded, and may differ when a run is resumed, with a warning
+_MAY_DIFFER = {"max_steps", "num_train_epochs", "versions", *SOURCES}
+#: recorded next to the settings
+_NOT_SETTINGS = {"settings_sha256", "global_step", "merged_onto", "changed", "base_revision", "auto_class"}
+#: how a rollout and a step are split into micro-batches: may differ where neither changes its size
+_SPLIT = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation")
+#: how the base is made of what is loaded: its fingerprint differs with them
+_FORM = ("base_format", "scale_rule", "modules_to_not_convert")
+#: arguments that do not change the trajectory: output, logging, evaluation, uploads, memory and placement, limits of checks
+_INCIDENTAL = re.compile(
+    r"output_dir|overwrite_output_dir|resume_from_checkpoint|allow_other_settings|run_name|project|debug|do_.*|report_to|trackio_.*|disable_tqdm"
+    r"|log_.*|logging_.*|num_completions_to_print|include_.*|skip_memory_metrics|save_.*|enable_jit_checkpoint|load_best_model_at_end"
+    r"|metric_for_best_model|greater_is_better|restore_callback.*|push_to_hub|hub_.*|.*eval_.*|batch_eval_metrics|num_generations_eval"
+    r"|prediction_loss_only|bf16_full_eval|fp16_full_eval|model_init_kwargs|trust_remote_code|use_cpu|local_rank|ddp_.*|fsdp|fsdp_config"
+    r"|deepspeed|ds3_.*|parallelism_config|accelerator_config|dataloader_.*|generation_batch_size|pad_to_multiple_of|use_cache|tf32"
+    r"|(gradient|activation)_checkpointing.*|padding_free|compile_layers|torch_compile.*|torch_empty_cache_steps|full_determinism|share_weights"
+    r"|vllm_(?!importance|structured|engine_kwargs).*|rollout_probe(?:_steps)?|rollout_timeout|reward_timeout|rollout_mismatch_threshold|zero_advantage_patience"
+)
+#: of `vllm_engine_kwargs`, those that change what is sampled; the others are memory, placement and graphs
+_SAMPLING_ENGINE = ("dtype", "kv_cache_dtype", "quantization", "hf_overrides")
+#: rows of the training data that its fingerprint reads
+_FINGERPRINT_ROWS = 10_000
+#: fingerprints that were computed: each checkpoint records one
+_datasets: "weakref.WeakKeyDictionary[Dataset, str]" = weakref.WeakKeyDictionary()
+
+
+def may_differ(name: str) -> bool:
+    """Whether a run may be resumed with another value of this argument without `allow_other_settings`."""
+    return name in _MAY_DIFFER or _INCIDENTAL.fullmatch(name) is not None
+
+
+class LoraSettings(TypedDict, total=False):
+    r: int
+    alpha: int
+    targets: list[str] | str  # names, or one regular expression
+    options: dict[str, Any]  # of `LoraConfig`, where they are not its defaults
+
+
+class RecordedArguments(TypedDict, total=False):
+    """Arguments that are recorded by name; further ones are in `options`."""
+
+    base_format: str
+    scale_rule: str
+    modules_to_not_convert: list[str]
+    aqn: bool
+    aqn_schedule: str
+    aqn_sigma_start: float
+    aqn_sigma_end: float
+    aqn_num_stages: int
+    aqn_scope: str
+    aqn_seed: int
+    aqn_entropy_target: float
+    seed: int
+    data_seed: int
+    learning_rate: float
+    max_steps: int
+    num_train_epochs: float
+    per_device_train_batch_size: int
+    gradient_accumulation_steps: int
+    num_generations: int
+    steps_per_generation: int
+    num_iterations: int
+    temperature: float
+    max_completion_length: int
+    loss_type: str
+    beta: float
+    world_size: int
+
+
+class RunSettings(RecordedArguments, total=False):
+    """JSON. A key is absent where the run has no such setting, and everywhere for a model that no run is known of."""
+
+    trainer: str  # the algorithm: "GRPO", "RLOO"
+    model: str  # the base: Hub id or folder
+    base_revision: str  # the Hub's commit of it, where it came from there
+    base_sha256: str  # fingerprint of its weights (`base_identity`); absent where no process had it whole
+    base_config: dict[str, Any]  # what its configuration says of its forward (`base_identity`)
+    tokenizer_content_sha256: str
+    dtype: str  # compute dtype
+    lora: LoraSettings
+    rewards: list[str]  # names of the reward functions
+    rewards_sha256: dict[str, str]  # of each one's source, where there is one
+    rollouts: list[str]  # a rollout function, environments, tools
+    rollouts_sha256: dict[str, str]
+    dataset_sha256: str  # of a sample of the training data; absent for streamed data
+    options: dict[str, Any]  # every further argument that decides the trajectory and is not at its default
+    settings_sha256: str  # of all settings that may not differ when the run is resumed
+    changed: list[str]  # differences that were allowed on the way (`allow_other_settings`)
+    versions: dict[str, str]
+    auto_class: str  # of transformers, which loads the model that is trained
+    # added by an export
+    global_step: int
+    merged_onto: str  # format of the base that the exported model was built on
+
+
+def run_settings(trainer: OnlineTrainer) -> RunSettings:
+    """What must agree for a resumed run to continue the same trajectory, and what a reader of its results wants to know."""
+    settings: RunSettings = {"trainer": trainer._name.removeprefix("QeRL-")}
+    args: Any = trainer.args
+    for name in RecordedArguments.__annotations__:
+        if (value := getattr(args, name, None)) is not None:
+            settings[name] = value  # type: ignore[literal-required]  # the names above are keys of RunSettings
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    settings["model"] = getattr(model.config, "_name_or_path", "")
+    if (revision := fingerprint.base_revision(model)) is not None:
+        settings["base_revision"] = revision
+    if trainer.base_sha256 is not None:
+        settings["base_sha256"] = trainer.base_sha256
+    settings["base_config"] = fingerprint.base_config(model)
+    settings |= cast(RunSettings, tokenizer.recorded(trainer.processing_class))
+    settings["dtype"] = str(compute_dtype(model)).removeprefix("torch.")
+    if is_peft_model(model):
+        settings["lora"] = lora_settings(model.peft_config[model.active_adapter])
+    settings["rewards"] = list(trainer.reward_func_names)
+    settings["rollouts"] = sorted(name for name, _ in rollouts_of(trainer))
+    settings |= cast(RunSettings, trainer.sources)
+    if (data := dataset_sha256(trainer.train_dataset)) is not None:
+        settings["dataset_sha256"] = data
+    fields = {f.name: f for f in dataclasses.fields(args) if f.name not in RecordedArguments.__annotations__}
+    options = _not_defaults(args, {name: f for name, f in fields.items() if not _INCIDENTAL.fullmatch(name)})
+    engine = {k: v for k, v in options.pop("vllm_engine_kwargs", {}).items() if k in _SAMPLING_ENGINE}
+    settings["options"] = options | trainer.given_optimizers | ({"vllm_engine_kwargs": engine} if engine else {})
+    free = {*_MAY_DIFFER, *_NOT_SETTINGS, *({"model"} if "base_sha256" in settings else ())}
+    settings["settings_sha256"] = sha256({k: v for k, v in settings.items() if k not in free})
+    settings["versions"] = banner.versions()
+    settings["auto_class"] = loaded_by(model)
+    return settings
+
+
+def loaded_by(model: Any) -> str:
+    """Name of transformers' class that loads a model, which may have an adapter."""
+    own = model.get_base_model() if is_peft_model(model) else model
+    return auto_class_of(own.config, type(own).__name__).__name__
+
+
+def lora_settings(lora: LoraConfig) -> LoraSettings:
+    targets: Any = lora.target_modules  # a string is a regular expression
+    targets = targets if isinstance(targets, str) else sorted(targets or ())
+    found: LoraSettings = {"r": lora.r, "alpha": lora.lora_alpha, "targets": targets}
+    if options := _lora_options(lora):
+        found["options"] = options
+    return found
+
+
+def _lora_options(lora: LoraConfig) -> dict[str, Any]:
+    known = "r lora_alpha target_modules peft_type task_type base_model_name_or_path revision inference_mode auto_mapping peft_version"
+    return _not_defaults(lora, {f.name: f for f in dataclasses.fields(lora) if f.name not in known.split()})
+
+
+def _not_defaults(values: Any, fields: dict[str, dataclasses.Field]) -> dict[str, Any]:
+    """The fields' values, as JSON, where they are set to something else than their default."""
+    found = {}
+    for name, field in fields.items():
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        value = getattr(values, name, default)
+        if value is not None and value != default and not (value == [] and default in (None, "")):
+            found[name] = json.loads(json.dumps(value, default=_as_json))
+    return found
+
+
+def _as_json(value: Any) -> Any:
+    """An enumeration's value, a set in order, a configuration object as its fields."""
+    if isinstance(value, (set, frozenset)):
+        return sorted(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    return getattr(value, "value", type(value).__name__)
+
+
+def dataset_sha256(dataset: Any) -> str | None:
+    """Fingerprint of a dataset by content: its columns, its length, a transform's source, and its rows; of more than 10,000 that many, spread
+    over it. The same data from another folder or machine has the same one. Pictures and sound are not read; streamed data have none.
+    """
+    if not isinstance(dataset, Dataset):
+        return None
+    if (known := _datasets.get(dataset)) is not None:
+        return known
+    plain = [name for name, kind in sorted(dataset.features.items()) if not hasattr(kind, "decode_example")]
+    count = min(len(dataset), _FINGERPRINT_ROWS)
+    rows = [index * (len(dataset) - 1) // max(count - 1, 1) for index in range(count)]
+    sample = dataset.select_columns(plain).with_format("arrow")[rows].to_pydict() if plain else {}
+    transform = dataset.format["format_kwargs"].get("transform")
+    written = None if transform is None else source_sha256(transform)
+    _datasets[dataset] = found = sha256([sorted(dataset.column_names), len(dataset), written, sample])
+    return found
+
+
+def config_differences(then: Mapping[str, Any] | None, now: Mapping[str, Any]) -> list[str]:
+    """One line for each difference of two configurations of a base; none where nothing was recorded."""
+    return [] if then is None else _compared("base_config", then, now)
+
+
+class Differences(NamedTuple):
+    """One line each, "name: value then, value now". `refused`: the run would be another one. `reported`: it may be resumed."""
+
+    refused: list[str]
+    reported: list[str]
+
+
+def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> Differences:
+    """Compare what a run recorded with the settings of the run that resumes it.
+
+    Every setting refuses, except for `_MAY_DIFFER`. A record without `settings_sha256` is no run's, and is compared in what it has. The base
+    is known by its fingerprint; its name is compared where one side has none, or forms its base in another way.
+    """
+    both = set(then) & set(now)
+    names = (both if "settings_sha256" not in then else set(then) | set(now)) - _NOT_SETTINGS
+    known = "base_sha256" in both and not any(then.get(name) != now.get(name) for name in _FORM)
+    free = _MAY_DIFFER | ({"model"} if known else set()) | ({*_SPLIT} if _sizes(then) == _sizes(now) else set())
+    found = Differences([], [])
+    for name in sorted(names if known else names - {"base_sha256"}):
+        lines = found.reported if name in free else found.refused
+        lines += _compared(name, then.get(name), json.loads(json.dumps(now.get(name), default=str)))
+    return found
+
+
+def _sizes(settings: Mapping[str, Any]) -> list[int]:
+    """Completions of a process for a step, and for a rollout."""
+    micro, *counts = (settings.get(name) or 1 for name in _SPLIT)
+    return [micro * count for count in counts]
+
+
+def _compared(name: str, then: Any, now: Any) -> list[str]:
+    if isinstance(then, dict) and isinstance(now, dict):
+        inner = sorted(set(then) | set(now))
+        return [line for key in inner for line in _compared(f"{name}.{key}", then.get(key), now.get(key))]
+    if then == now:
+        return []
+    if name == "dataset_sha256":
+        return ["dataset_sha256: the training data changed"]
+    if name == "tokenizer_content_sha256":
+        return [f"{name}: the tokenizer changed (vocabulary, merges, added or special tokens, template)"]
+    if name.startswith(SOURCES):
+        return [f"{name}: its source changed"] if then and now else []
+    if name == "base_sha256":
+        return [f"base_sha256: the base model has other weights ({then[:12]} then, {now[:12]} now)"]
+    shown = ["not set" if value is None else repr(value) for value in (then, now)]
+    # each process draws its own numbers
+    why = " processes: sampling, shuffle and dropout draw other numbers" if name == "world_size" else ""
+    return [f"{name.removeprefix('options.')}: {shown[0]} then, {shown[1]} now{why}"]

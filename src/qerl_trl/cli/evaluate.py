@@ -1,0 +1,250 @@
+"""Commands that run a model: train, eval."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..checkpoint.records import RESULTS_NAME
+from ..support.recipes import accelerate_file, config_file, examples_folder, task_file
+from .options import AccelerateConfig, AsJson, NumProcesses, note, print_result
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+    from ..tasks.evaluation import Protocol
+    from ..tasks.task import Task
+
+
+def train(
+    context: typer.Context,
+    config: Annotated[
+        str | None,
+        typer.Option(help="YAML file; a bare name is looked up in the shipped configs. Default: by machine."),
+    ] = None,
+    task: Annotated[
+        str | None,
+        typer.Option(help="YAML file of a task, or the name of a shipped one. Default: what the configuration says."),
+    ] = None,
+    num_processes: NumProcesses = None,
+    accelerate_config: AccelerateConfig = None,
+) -> None:
+    """Train with examples/grpo_gsm8k.py. Further options go to it: any field of QeRLConfig, TRL's ModelConfig and of a task."""
+    arguments = list(context.args)
+    if task is not None:
+        arguments += ["--task", str(task_file(task))]
+    if config is not None:
+        arguments += ["--config", str(config_file(config))]
+    command = example_command(arguments, num_processes, accelerate_config)
+    sys.stdout.flush()
+    os.execv(command[0], command)  # the run gets our signals, and its exit code is ours
+
+
+def example_command(
+    arguments: list[str], num_processes: int | None = None, accelerate_config: str | None = None
+) -> list[str]:
+    """The command line that trains with the example script."""
+    launcher = [sys.executable]
+    if accelerate_config is not None or (num_processes or 1) > 1:
+        launcher += ["-m", "accelerate.commands.launch"]
+    if accelerate_config is not None:
+        launcher += ["--config_file", str(accelerate_file(accelerate_config))]
+    if num_processes is not None and len(launcher) > 1:
+        launcher += ["--num_processes", str(num_processes)]
+    return [*launcher, str(examples_folder() / "grpo_gsm8k.py"), *arguments]
+
+
+def evaluate(
+    model: Annotated[str, typer.Argument(help="Run or checkpoint with an adapter, or folder or Hub id of a model.")],
+    task: Annotated[
+        str | None,
+        typer.Option(
+            help="The held-out problems of this task: its YAML file, or the name of a shipped one. Greedily and as long as the run's completions, unless said."
+        ),
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            help="gsm8k (default), math500, amc23, aime24, aime25; or a file, folder with test.jsonl, or Hub id (question, answer)."
+        ),
+    ] = None,
+    engine: Annotated[str, typer.Option(help="transformers or vllm.")] = "transformers",
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            help="JSON file for the result. Default: eval-<data>.json in a local model's folder, unless --limit is given."
+        ),
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first problems.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy. Default: 0.6; of a task 0.")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Default: 4096; of a task the run's.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    batch_size: Annotated[int, typer.Option(min=1, help="Problems at a time (transformers).")] = 64,
+    as_json: AsJson = False,
+) -> None:
+    """Measure accuracy, noise off: with the paper's protocol (temperature 0.6, top-p 0.95, 4096 tokens), or of a --task as its run does."""
+    import dataclasses
+
+    from qerl_trl.checkpoint import seal
+    from qerl_trl.checkpoint.names import public_name
+    from qerl_trl.publish.load import recorded_settings, recorded_template_kwargs, require_model, require_whole
+    from qerl_trl.tasks import evaluation
+    from qerl_trl.tasks.grading import require_references
+    from qerl_trl.tasks.task import Task
+
+    folder = Path(model)
+    adapter = folder if (folder / "adapter_config.json").is_file() else None
+    if folder.is_dir():
+        require_model(folder)
+    if adapter:
+        require_whole(adapter)
+    if engine not in ("transformers", "vllm"):
+        raise ValueError(f"--engine {engine} is unknown. Choose transformers or vllm.")
+    if task is not None and data is not None:
+        raise ValueError("--task and --data are both given. A task has data of its own: leave one of them out.")
+    settings = recorded_settings(folder) if folder.is_dir() else {}
+    measured = Task.read(task_file(task)) if task is not None else None
+    problems = None
+    if measured is not None:
+        problems = measured.splits()[1]
+        chosen, name = _protocol_of(measured, problems, settings), Path(str(task)).stem
+    else:
+        name = "gsm8k" if data is None else data if data in evaluation.PROTOCOLS else "local"
+        chosen = evaluation.PROTOCOLS.get(name) or evaluation.Protocol(str(data), system_prompt=None, grader="auto")
+        run_task = _task_of(folder)
+        if data is None and run_task is not None:
+            note(f"The run was measured on its task, {run_task}. This measures gsm8k; --task FILE measures that.")
+    given: dict[str, Any] = {
+        "chat_template_kwargs": recorded_template_kwargs(settings),
+        "temperature": temperature,
+        "max_new_tokens": max_new_tokens,
+    }
+    chosen = dataclasses.replace(chosen, **{name: value for name, value in given.items() if value is not None})
+    if data is not None:  # before a model is loaded
+        problems = evaluation.load_problems(chosen, limit)
+        require_references(problems["answer"], chosen.grader)
+    output = _output_file(output, folder, name, limit)
+
+    if engine == "vllm":
+        generate, weights = _in_vllm(model, adapter, measured, chosen, seed)
+    else:
+        generate, weights = _in_transformers(model, adapter, measured, chosen, seed, batch_size)
+    answer_format = "marked" if measured is None else measured.answer_format
+    verdicts_of = None if measured is None else measured.verdicts
+    result = evaluation.evaluate(chosen, generate, limit, seed, problems, verdicts_of, answer_format)
+    if measured is not None:
+        result["task"] = measured.label
+    result.update(model=public_name(model), adapter=adapter is not None, engine=engine, name=name)
+    if folder.is_dir():  # a card shows the measurement for these weights only
+        base_sha256 = settings.get("base_sha256") if adapter else None
+        result.update(weights_sha256=seal.weights_sha256(model), base_sha256=base_sha256)
+    result.update(base_format="nvfp4" if weights == "nvfp4" else "bf16", weights=weights)
+    if output is not None:
+        seal.write_json_atomically(output, result)
+    low, high = result["interval95"]
+    lines = [
+        f"{name}, {weights} weights: {100 * result['accuracy']:.1f} % [{100 * low:.1f}, {100 * high:.1f}] on {result['total']} problems, "
+        f"{chosen.samples} completion{'s' if chosen.samples > 1 else ''} each, temperature {chosen.temperature:g}, {result['seconds']:.0f} s"
+    ]
+    if none := result["without_an_answer"]:
+        lines.append(
+            f"{none} of {result['total'] * chosen.samples} completions state no answer after #### or in a box, and count as wrong. If the answer is the "
+            "whole text, use a --task with answer_format: whole."
+        )
+    if output is not None:
+        lines.append(f"written: {output}")
+    print_result({key: value for key, value in result.items() if key != "verdicts"}, as_json, lines)
+
+
+def _protocol_of(task: "Task", problems: "Dataset", settings: Any) -> "Protocol":
+    """How a task is measured: greedily, as long as the run's completions."""
+    from qerl_trl.tasks.evaluation import Protocol
+
+    if not task.graded(problems):
+        raise ValueError(
+            f"The task {task.label!r} has tools, an environment or no reference answers: only its training loop can measure it. Start the "
+            "command that trained the run again: a finished run is measured again."
+        )
+    task.graded_by()  # a grader that cannot be found is an error before a model is loaded
+    return Protocol(
+        dataset=task.hub_dataset or task.label,
+        config=task.dataset_config,
+        split=task.held_out_split or "",
+        system_prompt=task.system_prompt,
+        temperature=0.0,
+        max_new_tokens=settings.get("max_completion_length") or Protocol.max_new_tokens,
+        grader=task.grader if isinstance(task.grader, str) else "own",
+    )
+
+
+def _in_transformers(
+    model: str, adapter: Path | None, task: "Task | None", chosen: "Protocol", seed: int, batch_size: int
+) -> tuple[Any, str]:
+    """(what generates, the format or dtype of the weights)"""
+    import torch
+
+    from qerl_trl.nvfp4.linear import compute_dtype, has_nvfp4
+    from qerl_trl.publish.load import load_any, load_policy
+    from qerl_trl.tasks.evaluation import transformers_engine
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    policy = load_policy(adapter, device=device) if adapter else load_any(model, device)
+    assert policy.tokenizer is not None  # both bring one
+    if task is not None:
+        task.prepared(policy.tokenizer)
+    packed = has_nvfp4(policy.transformers_model)
+    weights = "nvfp4" if packed else str(compute_dtype(policy.model)).removeprefix("torch.")
+    return transformers_engine(policy.model, policy.tokenizer, chosen, batch_size, seed), weights
+
+
+def _in_vllm(model: str, adapter: Path | None, task: "Task | None", chosen: "Protocol", seed: int) -> tuple[Any, str]:
+    """As [`_in_transformers`]; vLLM loads the base as it is stored, at the revision of the run."""
+    from transformers import AutoTokenizer
+
+    from qerl_trl.model import loading
+    from qerl_trl.publish.load import check_served_base, recorded_settings, require_format, stored_as
+    from qerl_trl.tasks import evaluation
+    from qerl_trl.tasks.task import Task
+
+    base, revision = model, None
+    if adapter:
+        base = json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"]
+        revision = check_served_base(adapter, base)
+        if (wanted := recorded_settings(adapter).get("base_format")) is not None:
+            require_format(base, wanted, revision)
+    loading.begin(base)
+    loading.finish()
+    options: dict[str, Any] = {"revision": revision} if revision else {}
+    weights = stored_as(base, revision)
+    if weights == "float32":  # which vLLM would round to 16 bits
+        options["dtype"] = weights
+    own = adapter if adapter and (adapter / "tokenizer_config.json").is_file() else None
+    if own or task is not None:  # vLLM takes the base's template, which the run may not have had
+        tokenizer = AutoTokenizer.from_pretrained(own or base, revision=None if own else revision)
+        options["chat_template"] = (task or Task()).prepared(tokenizer).chat_template
+    return evaluation.vllm_engine(base, chosen, str(adapter) if adapter else None, seed, **options), weights
+
+
+def _task_of(model: Path) -> str | None:
+    """What the run that made `model` was measured on, as its results say, where that is not GSM8K."""
+    from qerl_trl.tasks.evaluation import PROTOCOLS
+
+    try:
+        results = json.loads((model / RESULTS_NAME).read_text())
+    except (OSError, ValueError):
+        return None
+    return None if results.get("dataset") == PROTOCOLS["gsm8k"].dataset else results.get("task")
+
+
+def _output_file(output: Path | None, model: Path, name: str, limit: int | None) -> Path | None:
+    """Where the result is written, checked before anything is measured. A part (`--limit`) is not written into the model's folder."""
+    if output is None:
+        if not model.is_dir() or limit is not None:
+            return None
+        output = model / f"eval-{name}.json"
+    if output.is_dir() or not os.access(output.absolute().parent, os.W_OK):
+        raise ValueError(f"{output} cannot be written. Name a file in a folder that is there: --output FILE.json.")
+    return output

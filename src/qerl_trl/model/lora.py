@@ -1,0 +1,409 @@
+"""LoRA on a frozen NVFP4 base, through unmodified PEFT.
+
+`NVFP4Linear` is an `nn.Linear`, so `target_modules="all-linear"`, rsLoRA, DoRA and adapter files work as for any model,
+and an adapter trained here loads in plain PEFT. PEFT's one extension point, `LoraConfig._register_custom_module`
+(experimental, documented under "custom models"), supplies the only thing it cannot know: how to merge. Merging replaces
+the packed layer by a dense one, since a delta added to 4-bit weights and rounded again would mostly be lost. The
+mapping is not stored in `adapter_config.json`; [`load_adapter`] registers it again.
+
+Adapters and trainable norms are float32: next to weights around 1, an AdamW step of 1e-5 is far below half a unit in the
+last place of bf16 (2^-9) and would never land.
+"""
+
+import copy
+import logging
+import math
+import os
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
+from peft import LoraConfig, PeftConfig, PeftModel
+from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.layer import Linear as LoraLinear
+from peft.utils import SAFETENSORS_WEIGHTS_NAME, ModulesToSaveWrapper, TrainableTokensWrapper, get_peft_model_state_dict
+from safetensors import safe_open
+from torch import nn
+from transformers import PretrainedConfig
+
+from ..checkpoint import seal
+from ..checkpoint.fingerprint import base_sha256, take_embeddings
+from ..nvfp4.architectures import ATTENTION, has_experts, unadapted_by_default
+from ..nvfp4.checkpoints import pattern_of
+from ..nvfp4.headers import require_finite
+from ..nvfp4.linear import NVFP4Linear, has_nvfp4
+from ..support.files import hub_commit
+
+logger = logging.getLogger(__name__)
+
+#: `init_lora_weights` values that leave the base weight alone
+_PLAIN_INITS = (True, False, "gaussian", "orthogonal", "eva")
+
+
+class NVFP4LoraLinear(LoraLinear):
+    """`lora.Linear` whose base layer is packed. Merging swaps in a dense base layer, unmerging brings the packed one back.
+
+    The merged weight is `dequantize(W) + scaling * B @ A` (DoRA: its own formula), computed in float32 and rounded once to
+    the base's compute dtype: the policy that was trained, up to that rounding. It costs the memory of a dense layer.
+    """
+
+    _packed_base: NVFP4Linear | None = None
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        packed = self.base_layer
+        if not isinstance(packed, NVFP4Linear):  # a second adapter on top of a merged one
+            super().merge(safe_merge=safe_merge, adapter_names=adapter_names)
+            return
+        self.base_layer = packed.to_dense(torch.float32)
+        merged_before = len(self.merged_adapters)
+        try:
+            super().merge(safe_merge=safe_merge, adapter_names=adapter_names)
+        finally:
+            if len(self.merged_adapters) == merged_before:  # nothing to merge, or PEFT refused
+                self.base_layer = packed
+        if self.base_layer is not packed:
+            self.base_layer.to(packed.compute_dtype)
+            # not a registered submodule: the packed bytes must not appear in the merged model's state dict
+            object.__setattr__(self, "_packed_base", packed)
+
+    def unmerge(self) -> None:
+        if self._packed_base is None:
+            super().unmerge()  # warns that nothing is merged
+            return
+        super().unmerge()  # clears PEFT's bookkeeping; the dense weight is dropped below, so rounding does not matter
+        self.base_layer = self._packed_base
+        object.__setattr__(self, "_packed_base", None)
+
+
+def default_lora_config() -> LoraConfig:
+    """The adapter used when the user passes none: rank 32 as in the paper, alpha = 2 r, on every linear layer of the decoder."""
+    return LoraConfig(r=32, lora_alpha=64, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+def settle_model_config(model_config: Any, said: Collection[str], base_format: str) -> None:
+    """Of TRL's `ModelConfig`, what nobody said, at this package's defaults: bf16, and an adapter wherever something of one was said. TRL's own are
+    float32, and `lora_*` without a word where `use_peft` is not said.
+
+    Args:
+        said: names that a recipe or a command line gives.
+    """
+    model_config.model_name_or_path = os.path.expanduser(model_config.model_name_or_path or "") or None
+    if base_format == "full":
+        return
+    if model_config.lora_r is None or model_config.lora_r < 1:
+        raise ValueError(
+            f"lora_r={model_config.lora_r} is no rank of an adapter. Pass an integer >= 1, such as {default_lora_config().r}."
+        )
+    if "dtype" not in said:
+        model_config.dtype = "bfloat16"
+    if "use_peft" in said or not any(name.startswith(("lora_", "use_rslora", "use_dora")) for name in said):
+        return
+    own = default_lora_config()
+    model_config.use_peft = True
+    defaults = {"lora_r": own.r, "lora_dropout": own.lora_dropout, "lora_target_modules": own.target_modules}
+    for name, value in defaults.items():
+        if name not in said:
+            setattr(model_config, name, value)
+    if "lora_alpha" not in said:
+        model_config.lora_alpha = 2 * model_config.lora_r
+
+
+def keep_to_the_decoder(config: LoraConfig, model_config: PretrainedConfig) -> LoraConfig:
+    """`config` with "all-linear" meaning all linear layers of the text decoder that an adapter can serve: towers for pictures and sound,
+    routers and small gates are excluded (`architectures.unadapted_by_default`). Where the user names targets or exclusions, those hold.
+    """
+    if config.target_modules != "all-linear" or config.exclude_modules is not None:
+        return config
+    names = unadapted_by_default(model_config)
+    if not names:
+        return config
+    config = copy.copy(config)
+    if has_experts(model_config):  # PEFT would adapt experts and routers too, as bare parameters
+        logger.warning(
+            "This model is a mixture of experts: the adapter goes on its attention only, experts and routers stay as they are. Name "
+            "target_modules to choose yourself."
+        )
+        config.target_modules = list(ATTENTION)
+    else:
+        config.exclude_modules = pattern_of(names)
+    return config
+
+
+def check_is_lora(config: PeftConfig) -> LoraConfig:
+    """Return `config`; raise `ValueError` for a PEFT method other than LoRA, a rank or alpha that trains nothing, and an adapter on the head."""
+    if not isinstance(config, LoraConfig):
+        raise ValueError(
+            f"peft_config is a {type(config).__name__}. Rollout, export and noise here are built for LoRA on linear layers; "
+            "prompt-learning and other methods would train something that the rollout never sees. Pass a LoraConfig."
+        )
+    if config.layer_replication:
+        raise ValueError(
+            f"LoraConfig(layer_replication={config.layer_replication}) adds layers that neither the rollout's engine nor an export has. Leave it out."
+        )
+    for where, rank in (("r", config.r), *(config.rank_pattern or {}).items()):
+        if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+            raise ValueError(
+                f"The adapter's rank is {where}={rank!r}. Pass an integer of at least 1; 16 to 64 is usual."
+            )
+    for where, alpha in (("lora_alpha", config.lora_alpha), *(config.alpha_pattern or {}).items()):
+        if not math.isfinite(alpha) or alpha == 0:
+            raise ValueError(f"{where}={alpha!r} would train nothing. Pass a positive number; twice the rank is usual.")
+    targets = config.target_modules
+    targets = [targets] if isinstance(targets, str) else list(targets or [])
+    if any(target.split(".")[-1] == "lm_head" for target in targets):
+        raise ValueError(
+            f"target_modules={targets} names lm_head. TRL computes log-probabilities from lm_head.weight directly, so an "
+            'adapter there would never be trained. Remove it, or use target_modules="all-linear", which leaves it out.'
+        )
+    return config
+
+
+def changes_base(model: nn.Module) -> bool:
+    """Whether an adapter changes the weights that it lies on: it starts from a part of them (PiSSA), or trains their biases."""
+    configs = getattr(model, "peft_config", {}).values()
+    return any(config.bias != "none" or config.init_lora_weights not in _PLAIN_INITS for config in configs)
+
+
+def register_nvfp4_lora(config: PeftConfig) -> LoraConfig:
+    """Check that `config` can work on a frozen 4-bit base and return a copy that knows the NVFP4 layer.
+
+    Raises:
+        `ValueError`: for a method other than LoRA, for initialisations that rewrite the base weight, and for an adapter on
+            the output head; each with the reason and what to do.
+    """
+    config = check_is_lora(config)
+    init = config.init_lora_weights
+    if init not in _PLAIN_INITS:
+        raise ValueError(
+            f"init_lora_weights={init!r} starts from a changed base weight (W minus the adapter's first product) or needs its full-precision "
+            f"values. Here the base stays as it was packed, in 4 bits. Use one of {_PLAIN_INITS}."
+        )
+    if config.target_parameters:
+        raise ValueError(
+            f"target_parameters={config.target_parameters} puts adapters on bare parameters, and packed weights are not the "
+            "parameters they stand for. Name the linear modules in target_modules instead."
+        )
+    config = copy.copy(config)
+    config._register_custom_module({NVFP4Linear: NVFP4LoraLinear})
+    return config
+
+
+def load_adapter(
+    model: nn.Module,
+    adapter: str,
+    adapter_name: str = "default",
+    is_trainable: bool = False,
+    allow_other_base: bool = False,
+    **kwargs,
+) -> PeftModel:
+    """`PeftModel.from_pretrained` for an NVFP4 base: the same adapter files, and a merge that works.
+
+    Args:
+        model: transformers model whose linear layers are [`NVFP4Linear`].
+        adapter: folder or Hub id of a PEFT LoRA adapter.
+        adapter_name, is_trainable, kwargs: as in `PeftModel.from_pretrained`.
+        allow_other_base: take a model with other weights than those that the run recorded, in the folder or beside what was published. A
+            model in another format than the run's base is not compared.
+
+    Raises:
+        `ValueError`: `model` has other weights; the adapter is not as it was sealed, or its file lacks tensors, which PEFT would start from
+            random numbers and zeros.
+    """
+    hub: dict[str, Any] = {key: kwargs[key] for key in ("revision", "token", "cache_dir", "subfolder") if key in kwargs}
+    if (folder := _folder_of(str(adapter), hub)) is not None:
+        _check_sealed(str(adapter), folder)
+    config = (register_nvfp4_lora if has_nvfp4(model) else check_is_lora)(PeftConfig.from_pretrained(adapter, **hub))
+    if folder is not None:
+        take_embeddings(model, folder)
+        if not allow_other_base:
+            _check_base(model, str(adapter), folder)
+    config.inference_mode = not is_trainable
+    loaded = PeftModel.from_pretrained(
+        model, adapter, adapter_name=adapter_name, is_trainable=is_trainable, config=config, **kwargs
+    )
+    if folder is not None:
+        require_whole(folder, loaded, adapter_name)
+    if is_trainable and folder is not None:  # compared above, or allowed; what is trained on is what will be written
+        trained, name = loaded.peft_config[adapter_name], getattr(loaded.config, "_name_or_path", "")
+        if name and name != trained.base_model_name_or_path:
+            trained.base_model_name_or_path, trained.revision = name, None
+    return loaded
+
+
+def _folder_of(adapter: str, hub: dict[str, Any]) -> Path | None:
+    """Where an adapter's files are: its folder, or that of the Hub's cache with those that were asked for; `None` where the Hub has no manifest of it."""
+    if os.path.isdir(adapter):
+        return Path(adapter, hub.get("subfolder") or "")
+    try:
+        for name in (SAFETENSORS_WEIGHTS_NAME, seal.MANIFEST_NAME):
+            file = hf_hub_download(adapter, name, **hub)
+    except (EntryNotFoundError, HfHubHTTPError, OSError) as error:
+        logger.info("No %s of %s (%s).", seal.MANIFEST_NAME, adapter, type(error).__name__)
+        return None
+    return Path(file).parent
+
+
+def require_whole(folder: str | os.PathLike, model: PeftModel, adapter_name: str) -> None:
+    """Refuse a folder whose adapter is only part of what it would be loaded into, which PEFT would take without a word, or not finite. Nothing is
+    said of one without the file (a sharded state, another format).
+
+    Raises:
+        `ValueError`: says what is wrong.
+    """
+    if not (file := Path(folder, SAFETENSORS_WEIGHTS_NAME)).is_file():
+        return
+    require_finite(file)
+    with safe_open(file, framework="numpy") as stored:
+        found = set(stored.keys())
+    wanted = get_peft_model_state_dict(model, adapter_name=adapter_name, save_embedding_layers=False)
+    if missing := sorted(set(wanted) - found):
+        raise ValueError(
+            f"{file} lacks {len(missing)} of {len(wanted)} tensors of its adapter, e.g. {missing[0]}: they would start from random numbers "
+            "and zeros. Name a whole checkpoint, or copy the file again."
+        )
+
+
+def _check_sealed(adapter: str, folder: Path) -> None:
+    if not (folder / seal.MANIFEST_NAME).is_file():
+        return
+    partial = hub_commit(folder) is not None
+    wrong = seal.problems(folder, partial=partial)
+    if not wrong and os.path.isdir(adapter):
+        wrong = seal.added(folder)
+    if wrong:
+        raise ValueError(
+            f"{adapter} is not as it was sealed: {'; '.join(wrong)}. Copy or download it again. If the change was meant, remove "
+            f"{seal.MANIFEST_NAME} there: it is loaded unverified then."
+        )
+
+
+def _check_base(model: nn.Module, adapter: str, folder: Path) -> None:
+    run = seal.recorded_run(folder)
+    settings = run.get("settings", run)  # of an export, or of a run
+    then = settings.get("base_sha256")
+    if then is None or has_nvfp4(model) != (settings.get("base_format") == "nvfp4"):
+        return
+    if (now := base_sha256(model)) not in (None, then):
+        raise ValueError(
+            f"{adapter} was trained on a base with other weights, {settings.get('model', 'unknown')} (fingerprint {then[:12]}, this model's {now[:12]}): "
+            f"it has the same shapes, or was loaded in a dtype that rounds it otherwise than the run's, {settings.get('dtype', 'unknown')}. Load the "
+            "run's own base, or take this one all the same: allow_other_base=True."
+        )
+
+
+def adapted_layers(model: nn.Module) -> dict[str, LoraLayer]:
+    """LoRA layers of `model` by module path."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+
+
+def check_adapter(model: nn.Module) -> None:
+    """Refuse an adapter that cannot train, and warn about what would train badly.
+
+    Raises:
+        `ValueError`: a PEFT method other than LoRA, no layer carries an adapter, no parameter of it is trainable, or a packed
+            tensor was made trainable.
+    """
+    for config in getattr(model, "peft_config", {}).values():
+        check_is_lora(config)
+    layers = adapted_layers(model)
+    if not layers:
+        linears = sorted({name.split(".")[-1] for name, m in model.named_modules() if isinstance(m, nn.Linear)})
+        raise ValueError(
+            "The adapter matched no layer, so nothing would be trained. Check target_modules; the model's linear layers are "
+            f"called {', '.join(linears)}."
+        )
+    _check_embeddings(model)
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not any("lora_" in name for name in trainable):
+        raise ValueError(
+            f"The model carries {len(layers)} LoRA layers but none of their parameters requires a gradient. If the adapter was "
+            "loaded with PeftModel.from_pretrained, pass is_trainable=True."
+        )
+    for name, parameter in trainable.items():
+        if not parameter.is_floating_point():
+            raise ValueError(
+                f"{name} holds packed {parameter.dtype} weights and was made trainable (modules_to_save?). Quantized layers "
+                "train through LoRA only: take it out of modules_to_save, or keep the layer in bf16 with "
+                "modules_to_not_convert."
+            )
+    warn_of_low_precision(model)
+
+
+def _check_embeddings(model: nn.Module) -> None:
+    """Refuse an adapter on embeddings that are the output head's weight as well. (On the head itself TRL refuses one.)"""
+    if not isinstance(model, PeftModel):
+        return
+    base: Any = model.get_base_model()
+    if isinstance(base.get_input_embeddings(), LoraLayer) and base.config.get_text_config().tie_word_embeddings:
+        raise ValueError(
+            "The adapter's targets match the embeddings, and this model's output head is tied to them: the adapter would act at the input only, "
+            "and a merge would change the head too. Leave the embeddings out of target_modules."
+        )
+
+
+def warn_of_low_precision(model: nn.Module) -> None:
+    """Warn of trainable tensors in 16 bits, adapter or whole model, where most AdamW steps are lost to rounding."""
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    low = [name for name, p in trainable.items() if p.dtype in (torch.bfloat16, torch.float16)]
+    if low and not getattr(model, "is_loaded_in_4bit", False):  # TRL itself casts bitsandbytes adapters to bf16
+        logger.warning(
+            "%d trainable tensors are %s (first: %s). Small AdamW steps are lost to rounding there; keep what is trained in "
+            "float32 (dtype=float32; bf16=True still computes in bf16).",
+            len(low),
+            trainable[low[0]].dtype,
+            low[0],
+        )
+
+
+def warn_of_dropout(model: nn.Module) -> None:
+    """Say by name what of the model drops activations in the update and not in the rollout: the ratio of the two policies is then never 1.
+
+    An adapter's own dropout (`lora_dropout`, 0.05 in TRL's scripts) is small beside it and chosen by the user.
+    """
+    config = model.config.get_text_config()  # type: ignore[operator,union-attr]  # a model of transformers, or of PEFT around one
+    rates = {module.p for module in model.modules() if isinstance(module, nn.Dropout) and module.p > 0}
+    for module in model.modules():  # attention computes its own, with a number that it keeps
+        rates |= {value for name, value in vars(module).items() if "dropout" in name and isinstance(value, float)}
+    fields = {n: v for n, v in vars(config).items() if "drop" in n and isinstance(v, float) and v > 0 and v in rates}
+    if fields:
+        logger.warning(
+            "The update drops activations (%s) and the rollout does not, so the two policies differ by chance at every step, without any "
+            "noise of ours. Set model_init_kwargs=%s, unless it is meant.",
+            ", ".join(f"{name}={value:g}" for name, value in fields.items()),
+            dict.fromkeys(fields, 0.0),
+        )
+
+
+@torch.no_grad()
+def prepare_trainable(model: nn.Module) -> list[str]:
+    """Keep trainable norms (`modules_to_save`) in float32, with outputs in the dtype of their inputs, and rows of `trainable_token_indices`.
+
+    PEFT copies them in the base's bf16, where no small step ever lands. A float32 weight makes the norm's output float32,
+    and generation runs outside autocast, so a forward hook casts back.
+
+    Returns:
+        The names of the norms that were prepared.
+    """
+    prepared = []
+    for name, wrapper in model.named_modules():
+        if isinstance(wrapper, TrainableTokensWrapper):
+            wrapper.token_adapter.trainable_tokens_delta.to(torch.float32)
+            if getattr(wrapper.original_module, "bias", None) is None:
+                wrapper.register_parameter("bias", None)  # TRL reads a head's bias, and the wrapper has none for it
+        if not isinstance(wrapper, ModulesToSaveWrapper):
+            continue
+        for adapter, module in wrapper.modules_to_save.items():
+            weight = module._parameters.get("weight")
+            if weight is None or weight.ndim != 1 or not weight.requires_grad:
+                continue
+            module.to(torch.float32)
+            module.register_forward_hook(_cast_output_to_input_dtype)
+            prepared.append(f"{name}.{adapter}")
+    return prepared
+
+
+def _cast_output_to_input_dtype(module: nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
+    return output.to(args[0].dtype)

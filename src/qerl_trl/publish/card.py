@@ -1,0 +1,281 @@
+"""Model cards, rendered from the templates in `hub_cards/templates` and from facts that a run wrote down.
+
+A card's facts ([`records.Facts`]) are kept as `qerl_card.json` beside the card, so that it can be rendered again when the repository is
+known. Every number in a card is one of these facts, and so is every name (trainer, rewards, data, task); what no run wrote down is left
+out, not guessed.
+"""
+
+import functools
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+import yaml
+
+from ..checkpoint import seal
+from ..checkpoint.names import is_hub_id, public_name
+from ..checkpoint.records import FACTS_NAME, Export, Facts, Kind, Quantization
+from ..rollout.vllm.offline import slot_of
+from ..run import banner
+from . import figures
+
+if TYPE_CHECKING:  # they import PEFT, which `qerl-trl quantize` does without
+    from ..checkpoint.settings import LoraSettings, RunSettings
+    from .load import Exportable
+
+#: kind -> template
+TEMPLATES: dict[Kind, str] = {
+    "adapter": "adapter.md.jinja",
+    "merged": "merged.md.jinja",
+    "merged_other_base": "merged.md.jinja",
+    "nvfp4_base": "nvfp4.md.jinja",
+    "nvfp4_merged": "nvfp4.md.jinja",
+}
+#: trainer -> (class, its configuration) for the usage of a base
+_TRAINER_CLASSES = {"GRPO": ("QeRLGRPOTrainer", "QeRLConfig"), "RLOO": ("QeRLRLOOTrainer", "QeRLRLOOConfig")}
+#: `base_model_relation` of the Hub's model tree
+_RELATIONS = {
+    "adapter": "adapter",
+    "merged": "finetune",
+    "merged_other_base": "finetune",
+    "nvfp4_base": "quantized",
+    "nvfp4_merged": "quantized",
+}
+
+
+def template_folder() -> Path:
+    """Where the templates are: inside the installed package, or at the top of a source checkout."""
+    package = Path(__file__).resolve().parents[1]
+    for folder in (package / "hub_cards", package.parents[1] / "hub_cards" / "templates"):
+        if folder.is_dir():
+            return folder
+    raise FileNotFoundError(
+        f"The card templates are in neither {package / 'hub_cards'} nor a source checkout. Reinstall qerl-trl."
+    )
+
+
+# --- facts ------------------------------------------------------------------------------------------------------------------------
+
+
+def facts_of_run(folder: str | os.PathLike, settings: "RunSettings", dataset: str | None = None) -> Facts:
+    """Facts of a run's adapter from what the run left behind; [`write`] makes them those of another export.
+
+    Args:
+        folder: checkpoint or output folder of the run, where its figures lie ([`figures.of_run`]).
+        settings: what the run recorded about itself.
+        dataset: Hub id or name of the training data; default: what results.json says.
+    """
+    kind: Kind = "merged" if settings.get("base_format") == "full" else "adapter"
+    facts: Facts = {"kind": kind, "settings": settings.copy(), **figures.of_run(Path(folder), settings)}
+    facts["dataset"] = dataset or facts.get("dataset")
+    return facts
+
+
+def facts_of_quantization(folder: Path, export: Export) -> Facts:
+    """Facts of an NVFP4 base that `qerl-trl quantize` is writing into `folder`: its errors and sizes."""
+    from .quantize import REPORT_NAME
+
+    layers = json.loads((folder / REPORT_NAME).read_text())["layers"]
+    worst = max(layers, key=lambda layer: layer["nmse"])
+    weights = sum(layer["weights"] for layer in layers)
+    quantization: Quantization = {
+        "weights": weights,
+        "layers": len(layers),
+        "nmse": sum(layer["nmse"] * layer["weights"] for layer in layers) / weights,
+        "worst_nmse": worst["nmse"],
+        "worst_layer": worst["name"],
+        "source_bytes": export["source_bytes"],
+        "written_bytes": sum(file.stat().st_size for file in folder.glob("*.safetensors")),
+    }
+    return {
+        "kind": export["kind"],
+        "settings": export["settings"],
+        "quantization": quantization,
+        "exported_with": export["exported_with"],
+    }
+
+
+def facts_of(exported: "Exportable", dataset: str | None = None) -> Facts:
+    """Facts of a live trainer (its settings and log), or of a rebuilt policy."""
+    from ..checkpoint.settings import loaded_by
+    from .load import is_trainer, trained_policy_of
+
+    policy = trained_policy_of(exported)
+    settings = policy.settings.copy()
+    settings.setdefault("auto_class", loaded_by(policy.transformers_model))
+    if not is_trainer(exported):
+        return {"kind": "adapter", "settings": settings, "dataset": dataset}
+    args = exported.args
+    facts = facts_of_run(args.output_dir or ".", settings, dataset)
+    facts["versions"] = banner.versions()
+    facts["log"] = figures.log_summary(exported.state.log_history)
+    facts["hardware"] = banner.hardware(args)
+    return facts
+
+
+def write(folder: Path, facts: Facts, export: Export) -> None:
+    """Put README.md, the facts and the curves into an unfinished export."""
+    facts = facts.copy()
+    facts["kind"], facts["exported_with"] = export["kind"], export["exported_with"]
+    if "survived" in export:
+        facts["survived"] = export["survived"]
+    if "measured" in export:
+        facts["measured"] = export["measured"]
+    curves = facts.pop("curves", None)
+    if facts["kind"] == "nvfp4_base":  # nothing was trained
+        curves = None
+        for key in ("results", "evaluations", "log", "versions", "dataset"):
+            facts.pop(key, None)  # type: ignore[misc]  # keys of Facts, in a loop
+    if curves is not None and Path(curves).is_file():
+        (folder / "curves.png").write_bytes(Path(curves).read_bytes())
+        facts["has_curves"] = True
+    facts.setdefault("folder", folder.name.removeprefix(".").removesuffix(".partial"))
+    seal.write_json_atomically(folder / FACTS_NAME, _public(facts))
+    (folder / "README.md").write_text(render(read_facts(folder) or {}))  # as it will be rendered again from the file
+
+
+def read_facts(folder: Path) -> Facts | None:
+    """The facts beside a card, `None` without them."""
+    path = folder / FACTS_NAME
+    return json.loads(path.read_text()) if path.is_file() else None
+
+
+def _public(facts: Facts) -> Facts:
+    """Facts without paths of this machine."""
+    facts = json.loads(json.dumps(facts))
+    settings = facts.get("settings", {})
+    if settings.get("model"):
+        settings["model"] = public_name(settings["model"])
+    if dataset := facts.get("dataset"):
+        facts["dataset"] = public_name(dataset)
+    for each in facts.get("evaluations") or []:
+        if each.get("dataset"):
+            each["dataset"] = public_name(each["dataset"])
+        each["protocol"]["dataset"] = each["dataset"]
+    return facts
+
+
+# --- rendering --------------------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _templates(folder: Path) -> jinja2.Environment:
+    """Of a folder; it compiles each template once, and every checkpoint of a run has a card."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(folder),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )
+    environment.filters["percent"] = lambda value: f"{100 * value:.1f} %"
+    return environment
+
+
+def render(facts: Facts) -> str:
+    """The card as markdown with its YAML header.
+
+    Raises:
+        `ValueError`: unknown kind.
+    """
+    if facts.get("kind") not in TEMPLATES:
+        raise ValueError(f"There is no card for kind={facts.get('kind')!r}; known are {', '.join(TEMPLATES)}.")
+    model = facts["settings"].get("model") or ""
+    base = facts.get("base_model") or (model if is_hub_id(model) else None)
+    facts = _public(facts)
+    name = facts.get("repo_id") or facts.get("folder") or "path/to/this/folder"
+    title = facts.get("title") or name.split("/")[-1]
+    trainer_class, config_class = _TRAINER_CLASSES.get(facts["settings"].get("trainer", ""), _TRAINER_CLASSES["GRPO"])
+    context = {
+        **dict.fromkeys(Facts.__annotations__),
+        **_lenient(facts),
+        "title": title,
+        "name": name,
+        "base": base,
+        "base_name": base or facts["settings"].get("model") or "the base model",
+        "exported_with": facts.get("exported_with") or {},
+        "trained": facts["kind"] != "nvfp4_base",
+        "trainer_class": trainer_class,
+        "config_class": config_class,
+        "auto_class": facts["settings"].get("auto_class") or "AutoModelForCausalLM",
+        "slot": _slot(facts["settings"].get("lora")),
+    }
+    text = _templates(template_folder()).get_template(TEMPLATES[facts["kind"]]).render(context)
+    return f"---\n{_header(facts, base, title)}---\n\n{text.strip()}\n"
+
+
+def _slot(lora: "LoraSettings | None") -> int | None:
+    """The rank that vLLM is started with for an adapter; `None` where it serves none such, or nobody knows what it is."""
+    options = (lora or {}).get("options", {})
+    if lora is None or options.get("use_dora") or options.get("modules_to_save"):
+        return None
+    return slot_of(max(lora["r"], *options.get("rank_pattern", {}).values(), 0))
+
+
+def _model_index(facts: Facts) -> list[dict[str, Any]]:
+    """Results for the card's metadata: what `qerl-trl eval` measured, and the held-out accuracy of the run itself."""
+    found = []
+    for each in facts.get("evaluations") or []:
+        protocol = each["protocol"]
+        decoding = f"temperature {protocol['temperature']:g}" if protocol["temperature"] else "greedy"
+        how = f"{decoding}, {protocol['samples']} completion(s) per problem"
+        whole = ", all that is said is the answer" if each.get("answer_format") == "whole" else ""
+        metric = f"accuracy (%), {each['total']} problems, {how}{whole}"
+        found.append(_measured(each.get("task"), each["dataset"], protocol.get("split"), each["accuracy"], metric))
+    results, dataset = facts.get("results") or {}, facts.get("dataset")
+    if dataset and (after := results.get("after")):
+        how = f", {results['decoding']}" if results.get("decoding") else ""
+        metric = f"accuracy (%), {after['total']} held-out problems{how}"
+        found.append(_measured(results.get("task"), dataset, results.get("split"), after["accuracy"], metric))
+    return found
+
+
+def _measured(task: str | None, dataset: str, split: str | None, accuracy: float, metric: str) -> dict[str, Any]:
+    return {
+        "task": {"type": "text-generation", **({"name": task} if task else {})},
+        "dataset": {"type": dataset, "name": dataset, **({"split": split} if split else {})},
+        "metrics": [{"type": "accuracy", "value": round(100 * accuracy, 2), "name": metric}],
+    }
+
+
+class _Facts(dict):
+    """A dictionary whose missing keys are None, so that templates can ask for any fact (and misspelt variables still fail)."""
+
+    def __missing__(self, key: str) -> None:
+        return None
+
+
+def _lenient(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_lenient(each) for each in value]
+    return _Facts({key: _lenient(each) for key, each in value.items()}) if isinstance(value, dict) else value
+
+
+def _header(facts: Facts, base: str | None, title: str) -> str:
+    kind, settings, dataset = facts["kind"], facts["settings"], facts.get("dataset")
+    trained = kind != "nvfp4_base"
+    trainer = settings.get("trainer")
+    tags = [
+        *(["trl"] if trained else []),
+        *([trainer.lower().replace(" ", "-")] if trained and trainer else []),
+        "qerl",
+        *(["nvfp4"] if kind.startswith("nvfp4") or settings.get("base_format") == "nvfp4" else []),
+        *(["lora"] if kind == "adapter" else []),
+        *(["compressed-tensors"] if kind.startswith("nvfp4") else []),
+    ]
+    header: dict[str, Any] = {"library_name": "peft" if kind == "adapter" else "transformers"}
+    if base is not None:
+        header["base_model"] = base
+        header["base_model_relation"] = _RELATIONS[kind]
+    header["pipeline_tag"] = "text-generation"
+    if trained and dataset and is_hub_id(dataset):
+        header["datasets"] = [dataset]
+    header["tags"] = tags + [tag for tag in facts.get("extra_tags", []) if tag not in tags]
+    # what was measured: the adapter on its base, and the merge that equals it
+    measured = _model_index(facts) if kind in ("adapter", "merged") else []
+    if measured:
+        header["model-index"] = [{"name": title, "results": measured}]
+    return yaml.safe_dump(header, sort_keys=False, allow_unicode=True)

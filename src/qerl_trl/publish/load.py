@@ -1,0 +1,358 @@
+"""The policy of a finished run, rebuilt for export or evaluation: its base in the format it was trained on, and its adapter."""
+
+import logging
+import os
+from pathlib import Path
+from typing import Any, NamedTuple, TypeGuard, cast
+
+import torch
+from peft import PeftConfig, PeftModel
+from safetensors import safe_open
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from ..checkpoint import fingerprint, seal
+from ..checkpoint import settings as identity
+from ..checkpoint.names import is_hub_id
+from ..checkpoint.settings import RunSettings
+from ..model.loading import begin, finish, from_pretrained, load_config
+from ..model.lora import load_adapter
+from ..nvfp4.config import NVFP4Config, auto_class_of
+from ..nvfp4.headers import require_finite
+from ..nvfp4.linear import has_nvfp4
+from ..support.trl import OnlineTrainer
+
+logger = logging.getLogger(__name__)
+
+ADAPTER_FILE = "adapter_model.safetensors"
+
+
+class TrainedPolicy(NamedTuple):
+    """What is exported or evaluated. `model` has an adapter or none; `settings` describes its run, as far as known. `gathered`: the adapter's
+    tensors by parameter name, where the model is sharded."""
+
+    model: PeftModel | PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    settings: RunSettings
+    gathered: dict[str, torch.Tensor] | None = None
+
+    @property
+    def transformers_model(self) -> PreTrainedModel:
+        """The model with adapter layers inside, without PEFT's wrapper."""
+        return cast(PreTrainedModel, self.model.get_base_model()) if isinstance(self.model, PeftModel) else self.model
+
+
+#: what an export takes: a live trainer, a rebuilt policy, or a bare model, of whose run nothing is known
+Exportable = OnlineTrainer | TrainedPolicy | PeftModel | PreTrainedModel
+
+
+def is_trainer(exported: Exportable) -> TypeGuard[OnlineTrainer]:
+    return hasattr(exported, "accelerator")
+
+
+def trained_policy_of(exported: Exportable, tokenizer: PreTrainedTokenizerBase | None = None) -> TrainedPolicy:
+    if isinstance(exported, TrainedPolicy):
+        return exported if tokenizer is None else exported._replace(tokenizer=tokenizer)
+    if not is_trainer(exported):
+        return TrainedPolicy(cast(PeftModel | PreTrainedModel, exported), tokenizer, {})
+    model = exported.accelerator.unwrap_model(exported.model)
+    settings = identity.run_settings(exported)
+    settings["global_step"] = exported.state.global_step
+    return TrainedPolicy(model, tokenizer or cast(PreTrainedTokenizerBase, exported.processing_class), settings)
+
+
+def load_policy(
+    adapter: str | os.PathLike,
+    base_model: str | None = None,
+    base_format: str | None = None,
+    dtype: str | None = None,
+    device: str = "cpu",
+    allow_other_base: bool = False,
+    trust_remote_code: bool = False,
+) -> TrainedPolicy:
+    """Build the policy of a checkpoint or adapter folder: its base in the format it was trained on, and the adapter.
+
+    A base from the Hub is loaded at the revision that the run recorded, and its fingerprint is compared with the run's.
+
+    Args:
+        adapter: folder with adapter_config.json: a checkpoint, a finished run, or what `save_adapter` wrote.
+        base_model: folder or Hub id; default: what adapter_config.json says.
+        base_format: "nvfp4" or "bf16"; default: what the run recorded. Another one than the run's makes another model.
+        dtype: compute dtype; default: the run's, else bfloat16.
+        allow_other_base: take a base with other weights than the run's, which the record then says.
+        trust_remote_code: run the base's own code.
+
+    Raises:
+        `ValueError`: no adapter there, a damaged one or base, nothing says what base it was trained on, the base has other weights, or is
+            stored in another format than was asked for.
+    """
+    adapter = Path(adapter)
+    require_adapter(adapter)
+    require_whole(adapter)
+    settings = recorded_settings(adapter)
+    base_model = base_model or PeftConfig.from_pretrained(str(adapter)).base_model_name_or_path
+    recorded = settings.get("base_format")
+    base_format = base_format or recorded
+    if base_format is None:
+        raise ValueError(
+            f"Nothing in {adapter} says which base the adapter was trained on. Pass base_format='nvfp4' (--base-format nvfp4) if it was "
+            "trained by a QeRL trainer with its default, or 'bf16'."
+        )
+    if base_format not in ("nvfp4", "bf16"):
+        raise ValueError(
+            f"base_format={base_format!r} cannot be exported; only adapters on 'nvfp4' and 'bf16' bases can."
+        )
+    dtype = dtype or settings.get("dtype") or "bfloat16"
+    if base_format == "bf16":
+        require_format(base_model, "bf16", recorded_revision(settings, base_model), trust_remote_code)
+    if recorded in ("nvfp4", "bf16") and base_format != recorded:
+        _compare_as_recorded(adapter, settings, base_model, device, allow_other_base, trust_remote_code)
+    model = _load_base(adapter, settings, base_model, base_format, dtype, device, allow_other_base, trust_remote_code)
+    if (adapter / "generation_config.json").is_file():  # with the tokens that ended the run's completions
+        model.generation_config.eos_token_id = GenerationConfig.from_pretrained(adapter).eos_token_id
+    revision = recorded_revision(settings, base_model)
+    adapted = load_adapter(model, str(adapter), allow_other_base=True).eval()  # compared above
+    adapted.to(torch.device(device))
+    has_tokenizer = (adapter / "tokenizer_config.json").is_file()
+    tokenizer = AutoTokenizer.from_pretrained(
+        adapter if has_tokenizer else base_model,
+        revision=None if has_tokenizer else revision,
+        trust_remote_code=trust_remote_code,
+    )
+    settings |= {
+        "model": base_model,
+        "merged_onto": base_format,
+        "dtype": dtype,
+        "auto_class": identity.loaded_by(model),
+    }
+    settings.pop("base_revision", None)  # of the base that the run named
+    if (commit := fingerprint.base_revision(model)) is not None:
+        settings["base_revision"] = commit
+    return TrainedPolicy(adapted, tokenizer, settings)
+
+
+def _load_base(
+    adapter: Path, settings: RunSettings, base: str, form: str, dtype: str, device: str, allowed: bool, code: bool
+) -> PreTrainedModel:
+    """The base at the run's revision, with the tokens that `adapter` added, compared; `settings` learns of another one that is `allowed`.
+    `code`: whether its own may run."""
+    found: dict[str, Any] = {"revision": recorded_revision(settings, base), "trust_remote_code": code}
+    hub = {"device_map": {"": device}, **found}
+    if form == "nvfp4":
+        config = NVFP4Config(
+            scale_rule=settings.get("scale_rule", "rtn"),
+            modules_to_not_convert=settings.get("modules_to_not_convert"),
+            compute_dtype=dtype,
+        )
+        model = from_pretrained(base, config, dtype=getattr(torch, dtype), **hub)
+    else:
+        begin(base)
+        kind = auto_class_of(AutoConfig.from_pretrained(base, **found))
+        model = kind.from_pretrained(base, dtype=dtype, **hub)
+        finish(model, revision=hub["revision"] or "main")
+    fingerprint.take_embeddings(model, adapter)
+    if form == settings.get("base_format"):  # of another format no fingerprint was recorded
+        settings |= _compared(settings, model, base, dtype, allowed)
+    return model
+
+
+def check_served_base(
+    adapter: Path,
+    base_model: str,
+    device: str = "cpu",
+    allow_other_base: bool = False,
+    trust_remote_code: bool = False,
+) -> str | None:
+    """Compare the base that an engine will load by itself: loaded here for a moment, in the format that the run trained on.
+
+    Returns the Hub's revision at which to load it, `None` for a folder.
+
+    Raises:
+        `ValueError`: as [`load_policy`], and the adapter is more than LoRA.
+    """
+    with safe_open(adapter / ADAPTER_FILE, framework="numpy") as stored:
+        if others := [key for key in stored.keys() if ".lora_" not in key]:  # noqa: SIM118
+            raise ValueError(
+                f"{adapter} has {others[0]}, and vLLM loads LoRA only. Measure its merge (qerl-trl merge)."
+            )
+    settings = recorded_settings(adapter)
+    _compare_as_recorded(adapter, settings, base_model, device, allow_other_base, trust_remote_code)
+    return recorded_revision(settings, base_model)
+
+
+def _compare_as_recorded(
+    adapter: Path, settings: RunSettings, base_model: str, device: str, allowed: bool, code: bool
+) -> None:
+    """Load a base for a moment in the format that the run trained on, and compare it."""
+    recorded, revision = settings.get("base_format"), recorded_revision(settings, base_model)
+    if recorded == "nvfp4" or (recorded == "bf16" and format_of(base_model, revision, code) == "bf16"):
+        dtype = settings.get("dtype") or "bfloat16"
+        _load_base(adapter, settings, base_model, recorded, dtype, device, allowed, code)
+    else:
+        logger.warning("The base that %s was trained on cannot be compared: %s is taken on trust.", adapter, base_model)
+
+
+def recorded_revision(settings: RunSettings, base_model: str) -> str | None:
+    """The Hub's commit at which to load `base_model`: the run's, if it is the run's base and no folder."""
+    return settings.get("base_revision") if base_model == settings.get("model") and is_hub_id(base_model) else None
+
+
+def _compared(settings: RunSettings, model: PreTrainedModel, base_model: str, dtype: str, allowed: bool) -> RunSettings:
+    """Compare a base, just loaded, with the one that the run recorded: its weights, and how it computes with them. Returns what to record of it.
+
+    Raises:
+        `ValueError`: it is another one, and that is not `allowed`.
+    """
+    then, now = settings.get("base_sha256"), fingerprint.base_sha256(model)
+    config = fingerprint.base_config(model)
+    lines = identity.config_differences(settings.get("base_config"), config)
+    found: RunSettings = {"base_config": config} if lines else {}
+    if then is None:
+        logger.warning("The run recorded no fingerprint of its base: %s is taken on trust.", base_model)
+    elif now not in (then, None):
+        lines = [f"base_sha256: trained on {then[:12]}, built on {now[:12]}", *lines]
+        found["base_sha256"] = now
+    if not lines:
+        return {}
+    if not allowed:
+        commit = settings.get("base_revision")
+        trained_on = f"{settings.get('model', 'a base')}{f' at revision {commit[:12]}' if commit else ''}"
+        raise ValueError(
+            f"{base_model} in {dtype} has {'other weights' if 'base_sha256' in found else 'another configuration'} than the base that the adapter "
+            f"was trained on, {trained_on} in {settings.get('dtype', dtype)} ({'; '.join(lines)}). Name the run's own base: base_model=... "
+            "(--base-model), without dtype (--dtype); or take this one: allow_other_base=True (--allow-other-base)."
+        )
+    logger.warning("Building on another base than the run's, as allowed: %s.", "; ".join(lines))
+    found["changed"] = [*settings.get("changed", []), *lines]
+    return found
+
+
+def require_whole(folder: Path) -> None:
+    """Refuse the folder of a run or checkpoint that is not as it was sealed, or whose adapter has a value that is not finite.
+
+    Without a manifest (another trainer's) there is a warning, and only the values are looked at.
+    """
+    if not (folder / seal.MANIFEST_NAME).is_file():
+        logger.warning(
+            "%s has no %s, so nothing says whether its files are as the run wrote them.",
+            folder,
+            seal.MANIFEST_NAME,
+        )
+    elif wrong := seal.problems(folder) or seal.added(folder):
+        raise ValueError(
+            f"{folder} is not as the run wrote it: {'; '.join(wrong)}. Name a whole checkpoint of the run (checkpoint-<step>), or copy the "
+            f"folder from where it is whole. If the change was meant, remove {seal.MANIFEST_NAME} there: it is used with a warning then."
+        )
+    if (folder / ADAPTER_FILE).is_file():
+        require_finite(folder / ADAPTER_FILE)
+
+
+def recorded_settings(folder: Path) -> RunSettings:
+    """What the run in `folder` recorded about itself: the manifest of a checkpoint or export, or of the newest checkpoint inside."""
+    found = seal.recorded_settings(folder)
+    if not seal.recorded_run(folder) and (newest := seal.last_checkpoint(folder)) is not None:
+        found = seal.recorded_run(newest)
+    return cast(RunSettings, found)
+
+
+def recorded_template_kwargs(settings: RunSettings) -> dict[str, Any] | None:
+    """What the run gave its chat template, such as `{"enable_thinking": False}`: whoever asks its model asks with it."""
+    return settings.get("options", {}).get("chat_template_kwargs")
+
+
+def format_of(model: str, revision: str | None = None, trust_remote_code: bool = False) -> str:
+    """In what format the weights of a model without an adapter are stored: "nvfp4" or "bf16" (dense)."""
+    return "nvfp4" if stored_as(model, revision, trust_remote_code) == "nvfp4" else "bf16"
+
+
+def stored_as(model: str, revision: str | None = None, trust_remote_code: bool = False) -> str:
+    """As [`format_of`], a dense model by its dtype: "nvfp4", "bfloat16", "float16" or "float32"; "dense" where its configuration has none."""
+    hub: dict[str, Any] = {} if revision is None else {"revision": revision}
+    config = load_config(model, trust_remote_code=trust_remote_code, **hub)
+    if getattr(config, "quantization_config", None) is not None:
+        return "nvfp4"
+    dtype = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
+    return "dense" if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def require_format(model: str, base_format: str, revision: str | None = None, trust_remote_code: bool = False) -> None:
+    """Refuse a model that is not stored as `base_format`.
+
+    Raises:
+        `ValueError`: says how to get one that is.
+    """
+    stored = format_of(model, revision, trust_remote_code)
+    if stored == base_format:
+        return
+    remedy = {
+        "nvfp4": f"Quantize it first (qerl-trl quantize {model} <folder>), or merge the run (qerl-trl merge) and name the merged folder",
+        "bf16": "The weights it was made from are not in there: name the unquantized model",
+    }
+    raise ValueError(
+        f"base_format={base_format!r}, and {model} is stored as {stored}. {remedy.get(base_format, 'Only nvfp4 and bf16 can be measured')}."
+    )
+
+
+def require_adapter(folder: Path) -> None:
+    """
+    Raises:
+        `ValueError`: there is no adapter in `folder`.
+    """
+    if not (folder / "adapter_config.json").is_file():
+        remedy = _newest_instead(folder) or "Name a checkpoint folder or the run's output folder"
+        if (folder / "config.json").is_file():
+            remedy = "It is a model as it stands (merged already?), to be measured (qerl-trl eval) or published (qerl-trl push) as it is"
+        raise ValueError(f"{folder} has no adapter_config.json. {remedy}.")
+
+
+def require_model(folder: Path) -> None:
+    """
+    Raises:
+        `ValueError`: there is neither a model nor an adapter in `folder`.
+    """
+    if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
+        remedy = _newest_instead(folder) or "Name a folder of a model, a checkpoint or a run's output folder"
+        raise ValueError(f"{folder} has neither a config.json nor an adapter_config.json. {remedy}.")
+
+
+def _newest_instead(folder: Path) -> str | None:
+    newest = seal.last_checkpoint(folder)
+    if newest is None:
+        return None
+    return f"It holds checkpoints of a run that did not save its end (trainer.save_model()): name the newest, {newest}"
+
+
+def load_any(
+    model: str,
+    device: str = "cpu",
+    dtype: str | None = None,
+    base_format: str | None = None,
+    trust_remote_code: bool = False,
+) -> TrainedPolicy:
+    """A model without an adapter, with its tokenizer.
+
+    Args:
+        dtype: compute dtype; default: as stored.
+        base_format: "nvfp4" quantizes a dense model while it loads; default: as stored.
+        trust_remote_code: run the model's own code.
+
+    Raises:
+        `ValueError`: it cannot be had in this format.
+    """
+    quantizes = base_format == "nvfp4" and format_of(model, None, trust_remote_code) == "bf16"
+    if base_format is not None and not quantizes:
+        require_format(model, base_format, None, trust_remote_code)
+    wanted, code = NVFP4Config(compute_dtype=dtype) if dtype else None, {"trust_remote_code": trust_remote_code}
+    if quantizes:
+        loaded = from_pretrained(
+            model, wanted, dtype=getattr(torch, dtype or "bfloat16"), device_map={"": device}, **code
+        ).eval()
+    else:
+        config = load_config(model, wanted, **code)
+        packed = getattr(config, "quantization_config", None) is not None
+        options: dict[str, Any] = {"dtype": dtype or "auto"}
+        if packed:
+            options = {"config": config, "dtype": getattr(torch, dtype or "bfloat16")}
+        loaded = auto_class_of(config).from_pretrained(model, device_map={"": device}, **code, **options).eval()
+    finish(loaded, revision="main")
+    settings: RunSettings = {"model": model, "base_format": "nvfp4" if has_nvfp4(loaded) else "bf16"}
+    return TrainedPolicy(loaded, AutoTokenizer.from_pretrained(model, **code), settings)

@@ -1,0 +1,205 @@
+"""Safetensors written tensor by tensor, in any order, resumable.
+
+A checkpoint of any size is described by *jobs*: what tensors a job will give (names, dtypes, shapes) is known before their values are.
+So every file's header is written first and each tensor goes straight to its place in the file, from any thread and in any order, and no
+more than the tensors being worked on is ever in memory. A shard gets its final name when it is complete; a killed run continues with the
+shards that are missing.
+"""
+
+import hashlib
+import io
+import json
+import os
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ..checkpoint import seal
+from ..checkpoint.records import Note
+from ..nvfp4.checkpoints import TensorSpec
+from ..nvfp4.headers import DTYPES, check_finite
+from ..nvfp4.shards import INDEX_NAME
+
+#: default size of a shard: small enough that a killed run loses little
+MAX_SHARD_BYTES = 1_000_000_000
+NOTES_SUFFIX = ".notes.json"
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class Job(NamedTuple):
+    """Tensors that are made together. `make` yields them in the order of `specs`, each whole or in slices of its first dimension (a slice
+    may be overwritten when the next is asked for); `note` may be filled by it (JSON) and is kept."""
+
+    specs: tuple[TensorSpec, ...]
+    make: Callable[[], Iterable[torch.Tensor]]
+    note: Note | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(spec.nbytes for spec in self.specs)
+
+
+def write_shards(
+    folder: Path,
+    jobs: list[Job],
+    metadata: dict[str, str],
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    workers: int = 1,
+    progress: Callable[[int], None] | None = None,
+) -> list[Note]:
+    """Write the tensors of `jobs` as `model*.safetensors` with their index; shards that are already there are kept. A tensor that is not
+    finite throughout is not written.
+
+    Args:
+        folder: existing folder, from [`staging.staging`] if an interrupted run shall be continued.
+        metadata: goes into each file's header, beside `format: pt`.
+        max_shard_bytes: a job is never split, so a shard may exceed this by its largest job.
+        workers: jobs worked on at a time, as threads.
+        progress: called with the number of bytes written, after each tensor or slice.
+
+    Returns:
+        The jobs' notes, those of shards that an earlier run wrote included.
+    """
+    names = [spec.name for job in jobs for spec in job.specs]
+    assert len(names) == len(set(names)), "a tensor would be written twice"
+    shards = _group(jobs, max_shard_bytes)
+    files = ["model.safetensors"]
+    if len(shards) > 1:
+        files = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+    missing = []
+    for file, shard in zip(files, shards, strict=True):
+        if (folder / file).is_file() and _notes_file(folder / file).is_file():
+            if progress is not None:
+                progress(sum(job.nbytes for job in shard))
+        else:
+            missing.append(_Shard(folder / file, shard, {**metadata, "format": "pt"}, progress))
+    _run(missing, workers)
+    notes: list[Note] = []
+    for file in files:
+        notes += json.loads(_notes_file(folder / file).read_text())["notes"]
+    if len(files) > 1:
+        weight_map = {
+            spec.name: file for file, shard in zip(files, shards, strict=True) for job in shard for spec in job.specs
+        }
+        index = {"metadata": {"total_size": sum(job.nbytes for job in jobs)}, "weight_map": weight_map}
+        seal.write_json_atomically(folder / INDEX_NAME, index)
+    return notes
+
+
+def _group(jobs: list[Job], max_shard_bytes: int) -> list[list[Job]]:
+    shards: list[list[Job]] = [[]]
+    size = 0
+    for job in jobs:
+        if shards[-1] and size + job.nbytes > max_shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(job)
+        size += job.nbytes
+    return shards
+
+
+def _notes_file(shard: Path) -> Path:
+    return shard.with_name(f".{shard.name}{NOTES_SUFFIX}")
+
+
+def _run(missing: "list[_Shard]", workers: int) -> None:
+    """Do the shards' jobs, `workers` at a time and across shards."""
+    work = [(shard, job) for shard in missing for job in shard.jobs]
+    if workers == 1:
+        for shard, job in work:
+            shard.run(job)
+        return
+    with ThreadPoolExecutor(workers) as pool:
+        for _ in pool.map(lambda item: item[0].run(item[1]), work):
+            pass
+
+
+class _Shard:
+    """A file being written: opened by its first job, published by its last."""
+
+    def __init__(self, path: Path, jobs: list[Job], metadata: dict[str, str], progress: Callable[[int], None] | None):
+        self.path, self.jobs, self.progress = path, jobs, progress
+        self._temporary = path.with_name(f".{path.name}.tmp")
+        # readers view the file's bytes as the tensor's dtype: what would leave its successor at an odd place comes last, wider dtypes first
+        specs = sorted(
+            (spec for job in jobs for spec in job.specs),
+            key=lambda spec: -spec.dtype.itemsize if spec.nbytes % 8 else -8,
+        )
+        header: dict[str, Any] = {"__metadata__": metadata}
+        position = 0
+        for spec in specs:
+            header[spec.name] = {
+                "dtype": _DTYPE_NAMES[spec.dtype],
+                "shape": list(spec.shape),
+                "data_offsets": [position, position + spec.nbytes],
+            }
+            position += spec.nbytes
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self._head = len(text).to_bytes(8, "little") + text
+        self._offsets = {spec.name: len(self._head) + header[spec.name]["data_offsets"][0] for spec in specs}
+        self._size = len(self._head) + position
+        self._lock = threading.Lock()
+        self._left = len(jobs)
+        self._file: io.FileIO | None = None
+
+    def run(self, job: Job) -> None:
+        """Make the job's tensors and write each to its place; the last job to end publishes the file."""
+        file = self._open()
+        made = iter(job.make())
+        for spec in job.specs:
+            position = self._offsets[spec.name]
+            end = position + spec.nbytes
+            while True:
+                tensor = next(made)
+                assert (tensor.dtype, tensor.shape[1:]) == (spec.dtype, spec.shape[1:]), (spec, tensor.shape)
+                assert position + tensor.nbytes <= end, (spec, tensor.shape)
+                check_finite(spec.name, tensor, str(self.path.parent))
+                _write_at(file.fileno(), position, tensor)
+                position += tensor.nbytes
+                if self.progress is not None:
+                    self.progress(tensor.nbytes)
+                del tensor
+                if position == end:
+                    break
+        next(made, None)  # lets a generator finish
+        with self._lock:
+            self._left -= 1
+            last = self._left == 0
+        if last:
+            self._publish(file)
+
+    def _open(self) -> io.FileIO:
+        with self._lock:
+            if self._file is None:
+                self._file = open(self._temporary, "w+b", buffering=0)  # noqa: SIM115  closed by the last job
+                self._file.write(self._head)
+                self._file.truncate(self._size)
+            return self._file
+
+    def _publish(self, file: io.FileIO) -> None:
+        with file:
+            os.fsync(file.fileno())
+            file.seek(0)
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        described = {"notes": [job.note for job in self.jobs if job.note], "sha256": sha256}
+        seal.write_json_atomically(_notes_file(self.path), described)
+        os.replace(self._temporary, self.path)
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the CPU, to be read or written in place."""
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # numpy's stubs on Python 3.11
+
+
+def _write_at(descriptor: int, offset: int, tensor: torch.Tensor) -> None:
+    if not tensor.numel():
+        return
+    data = bytes_of(tensor.detach().contiguous().cpu())
+    while data:
+        written = os.pwrite(descriptor, data, offset)
+        data, offset = data[written:], offset + written

@@ -1,0 +1,280 @@
+"""How far apart the policy that sampled and the policy that is trained are, per generated token, and when that is too far.
+
+With p the policy that is trained, q the one that sampled, and r = p / q of a sampled token:
+
+- the mean of r - 1 - log r estimates KL(q || p): zero for equal policies, and what noise, rounding, a stale adapter or other weights add;
+- the mean of r is 1 whatever p is, noisy or rounded, as long as q is what the tokens were drawn from. Its logarithm, the *gap*, shows
+  log-probabilities that are not: shifted, of another temperature, of other tokens. A constant error of 0.3 nats is a KL of 0.04 only.
+  Where tokens are left out (`top_p` and others) it is the mass that p has on those that are not, between bounds ([`gap_bounds`]), and r is
+  that mass on every token: only tokens with r > 1 then show a difference, and none do where the sampler reweighs tokens ([`sampler`]);
+- the mean of -log q is the entropy of the policy that sampled.
+
+Shapes: B sequences, T tokens of a completion.
+"""
+
+import logging
+import math
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+
+import torch
+
+from ..noise.callback import AQNCallback
+from ..support.trl import OnlineTrainer
+from .behaviour import logps_of_engine
+
+if TYPE_CHECKING:
+    from ..config import QeRLConfig
+
+logger = logging.getLogger(__name__)
+
+Sampler = Literal["all", "top_p", "some", "reweighed"]
+#: sequences of a rollout on which the mismatch is estimated when there are no log-probabilities of all of it
+_SAMPLE = 8
+#: share of a rollout's tokens that may be without a finite log-probability
+_MISSING = 0.01
+#: of `generation_kwargs`, what changes no probability, and what only leaves tokens out
+_NEUTRAL = {
+    "max_tokens", "max_new_tokens", "stop", "stop_token_ids", "eos_token_id", "ignore_eos", "include_stop_str_in_output", "seed", "n", "temperature",
+    "do_sample", "detokenize", "skip_special_tokens", "spaces_between_special_tokens", "repetition_detection",
+}  # fmt: skip
+_LEAVE_OUT = {"top_k", "top_p", "min_p", "min_tokens", "allowed_token_ids", "bad_words", "structured_outputs"}
+
+
+class Mismatch(NamedTuple):
+    """What the log-probabilities of one rollout say; a number is `None` where they do not say it. Its fields are logged as `rollout/...`.
+
+    `mismatch_kl`: KL(rollout || trainer) in nats per token. `logp_gap`: see the module, with its standard error `logp_gap_error`.
+    `entropy`: of the policy that sampled, nats per token. `nan_logps`: tokens of which the engine returned no finite log-probability.
+    `truncated_fraction`: share of importance ratios that TRL cut off. `kl_above`: the part of `mismatch_kl` on tokens that the trainer finds likelier.
+    """
+
+    mismatch_kl: float | None
+    logp_gap: float | None
+    logp_gap_error: float | None
+    entropy: float
+    nan_logps: int
+    truncated_fraction: float | None = None
+    kl_above: float = 0.0
+
+
+@torch.no_grad()
+def measure(trainer: OnlineTrainer, aqn: AQNCallback | None, rollout: dict[str, Any]) -> Mismatch | None:
+    """Compare the log-probabilities of a rollout (TRL's dictionary of a generated batch), over all processes.
+
+    Where both are at hand (`rollout/behaviour.py`), over the whole rollout. RLOO keeps none per token: with noise in the rollout only they are
+    computed on the first few sequences, clean and noisy (of text: pictures are not fed again). `None`: the two policies are the same.
+
+    Raises:
+        RuntimeError: the engine returned not one finite log-probability.
+    """
+    mask = rollout["completion_mask"].bool()
+    if "tool_mask" in rollout:
+        mask &= rollout["tool_mask"].bool()
+    sampled, trained = rollout.get("sampling_per_token_logps"), rollout.get("old_per_token_logps")
+    if sampled is None and trainer.args.use_vllm:
+        sampled = logps_of_engine(trainer, mask)
+    if sampled is None or trained is None:
+        if aqn is not None and aqn.scope == "rollout" and aqn.sigma > 0 and "pixel_values" not in rollout:
+            count = min(_SAMPLE, len(mask))
+            mask, trained = mask[:count], _logps(trainer, rollout, count)
+            if sampled is None:
+                with aqn.noisy():
+                    sampled = _logps(trainer, rollout, count)
+            sampled = sampled[:count]
+        elif (
+            sampled is None or not trainer.args.use_vllm
+        ):  # what a rollout function returns without an engine nobody reads
+            return None
+    found = of_logps(trainer, trained, sampled, mask)
+    ratio = rollout.get("importance_sampling_ratio")
+    if ratio is not None:
+        args = cast("QeRLConfig", trainer.args)  # RLOO has no such correction and returns no ratio
+        low, high = args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max
+        cut = truncated_fraction(ratio, mask, args.vllm_importance_sampling_mode, low, high)
+        found = found._replace(truncated_fraction=trainer.accelerator.gather(cut).mean().item())
+    return found
+
+
+def of_logps(
+    trainer: OnlineTrainer, trained: torch.Tensor | None, sampled: torch.Tensor, mask: torch.Tensor
+) -> Mismatch:
+    """[`Mismatch`] of log-probabilities (B, T) of sampled tokens, over all processes.
+
+    Raises:
+        RuntimeError: more than one in a hundred is not finite.
+    """
+    known = mask & sampled.isfinite()
+    logps = sampled.double().where(known, 0.0)
+    d = (trained.double() - logps).where(known, 0.0) if trained is not None else torch.zeros_like(logps)
+    ratio = d.exp().where(known, 0.0)
+    counts = [known.sum().double(), mask.sum().double()]
+    apart = d.expm1() - d
+    sums = torch.stack(
+        [*counts, logps.sum(), apart.sum(), apart.where(d > 0, 0.0).sum(), ratio.sum(), ratio.square().sum()]
+    )
+    total, asked, log_q, divergence, above, first, second = trainer.accelerator.gather(sums).view(-1, 7).sum(0).tolist()
+    missing = asked - total
+    if missing > _MISSING * asked:
+        raise RuntimeError(
+            f"The engine returned no finite log-probability for {int(missing)} of the {int(asked)} tokens of a rollout, so the update could not be "
+            "corrected. Restart the engine and resume from the last checkpoint."
+        )
+    total = max(total, 1.0)
+    entropy, mean = -log_q / total, first / total
+    if trained is None or missing == asked:
+        return Mismatch(None, None, None, entropy, int(missing))
+    if not first:  # not one ratio is above 0: as far apart as can be, or the trainer overflowed
+        return Mismatch(divergence / total, -math.inf, 0.0, entropy, int(missing))
+    error = math.sqrt(max(second / total - mean * mean, 0.0) / total) / mean
+    return Mismatch(divergence / total, math.log(mean), error, entropy, int(missing), kl_above=above / total)
+
+
+def truncated_fraction(
+    ratio: torch.Tensor, mask: torch.Tensor, mode: str, low: float | None, high: float | None
+) -> torch.Tensor:
+    """Share of importance ratios, (B, T) or one per sequence (B, 1), that TRL's correction `mode` clipped or dropped."""
+    cut = ratio == 0  # how the mask modes mark it
+    if mode.endswith("truncate"):
+        cut = (ratio <= (-math.inf if low is None else low)) | (ratio >= (math.inf if high is None else high))
+    cut = cut[mask] if cut.shape == mask.shape else cut.flatten()
+    return cut.float().mean() if cut.numel() else cut.new_zeros((), dtype=torch.float32)
+
+
+def _logps(trainer: OnlineTrainer, rollout: dict[str, Any], count: int) -> torch.Tensor:
+    """Log-probabilities (count, T) of the first completions under the model as it is now."""
+    ids = torch.cat([rollout["prompt_ids"][:count], rollout["completion_ids"][:count]], dim=1)
+    mask = torch.cat([rollout["prompt_mask"][:count], rollout["completion_mask"][:count]], dim=1)
+    length = rollout["completion_ids"].size(1)
+    # as many at a time as TRL takes (no logits: its head works in chunks of tokens and vocabulary)
+    batch_size = trainer.args.per_device_train_batch_size
+    return trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, length, batch_size=batch_size)[0]
+
+
+class MismatchWatch:
+    """Measures each rollout, logs it, warns where sampling and training are too far apart, and stops a run where they stay so.
+
+    A KL above the threshold warns; above `STOP` times the threshold in `PERSISTENT` rollouts in a row it ends the run. What should be zero,
+    the KL without noise and the gap, has a `STOP`-th of these limits; a gap counts beyond `CERTAIN` standard errors only.
+
+    Args:
+        threshold: KL in nats per token, `None` for neither warnings nor an end.
+    """
+
+    STOP = 10
+    PERSISTENT = 3
+    CERTAIN = 5
+
+    def __init__(self, threshold: float | None) -> None:
+        self.threshold = threshold
+        self._beyond = {"kl": 0, "gap": 0}
+
+    def rollout(self, trainer: OnlineTrainer, aqn: AQNCallback | None, rollout: dict[str, Any]) -> None:
+        """Look at one rollout, TRL's dictionary of a generated batch; in evaluation at those of vLLM, which then has no noise.
+
+        Raises:
+            RuntimeError: see the class, and `measure`.
+        """
+        training = trainer.model.training
+        found = measure(trainer, aqn if training else None, rollout)
+        if found is None:
+            return
+        for name, value in found._asdict().items():
+            if value is not None and name not in ("logp_gap_error", "kl_above"):
+                trainer._metrics["train" if training else "eval"][f"rollout/{name}"].append(value)
+        noisy = training and aqn is not None and aqn.scope == "rollout" and aqn.sigma > 0
+        bounds = gap_bounds(trainer.args, same=not noisy)
+        # transformers' rollouts are scored as if no token were left out
+        sampled_from = sampler(trainer.args) if trainer.args.use_vllm else "all"
+        self.judge(found, trainer.state.global_step, noisy, bounds, sampled_from)
+
+    def judge(
+        self,
+        found: Mismatch,
+        step: int,
+        noisy: bool,
+        bounds: tuple[float, float] = (0.0, 0.0),
+        sampled_from: Sampler = "all",
+    ) -> None:
+        """Warn or stop.
+
+        Args:
+            noisy: the rollout had noise that the trainer has not, so that a KL is to be expected.
+            bounds: of the gap, if the log-probabilities are right.
+            sampled_from: see [`sampler`].
+        """
+        if found.nan_logps:
+            logger.warning(
+                "The engine returned no finite log-probability for %d tokens at step %d (rollout/nan_logps); they are not corrected. If this "
+                "stays so, restart the engine.",
+                found.nan_logps,
+                step,
+            )
+        if self.threshold is None or found.mismatch_kl is None:
+            return
+        assert found.logp_gap is not None and found.logp_gap_error is not None
+        low, high = bounds
+        beyond = max(found.logp_gap - high, low - found.logp_gap)
+        limit = self.threshold / self.STOP
+        right = "1" if low == high == 0 else f"from exp({low:.4g}) to exp({high:.4g}), as tokens are left out"
+        self._limit(
+            "gap",
+            0.0 if beyond <= self.CERTAIN * found.logp_gap_error else beyond,
+            limit,
+            f"The rollout's log-probabilities are not those its tokens were drawn with: the mean importance ratio is exp({found.logp_gap:.4g}) at "
+            f"step {step}, and should be {right} (rollout/logp_gap, limit {limit:.4g}).",
+            "Check temperature, --logprobs-mode processed_logprobs and what rollout_func returns.",
+        )
+        if sampled_from == "reweighed":
+            return
+        limit = self.threshold if noisy else self.threshold / self.STOP
+        kl, about = (found.mismatch_kl, "about") if sampled_from == "all" else (found.kl_above, "at least")
+        expected = "under noise" if noisy else "although both should be the same policy"
+        self._limit(
+            "kl",
+            kl,
+            limit,
+            f"Rollout and trainer disagree: KL of {about} {kl:.4g} nats per token at step {step}, {expected} (limit {limit:.4g}).",
+            "Lower aqn_sigma_start, or use aqn_scope='policy'."
+            if noisy
+            else "The engine may hold a stale adapter or noise: restart it, or pass use_vllm=False.",
+        )
+
+    def _limit(self, kind: str, value: float, limit: float, what: str, remedy: str) -> None:
+        beyond = not value <= self.STOP * limit  # NaN is beyond
+        self._beyond[kind] = self._beyond[kind] + 1 if beyond else 0
+        if self._beyond[kind] >= self.PERSISTENT:
+            raise RuntimeError(
+                f"{what} It was {self.STOP} times that in {self.PERSISTENT} rollouts in a row. {remedy} Then resume from the last checkpoint, or set "
+                "rollout_mismatch_threshold (None: no limit)."
+            )
+        if not value <= limit:
+            logger.warning("%s %s", what, remedy)
+
+
+def sampler(args: Any) -> Sampler:
+    """What a rollout samples from: all tokens, those that `top_p` leaves, those that something else leaves, or reweighed ones (penalties, biases,
+    what is not known)."""
+    given = {name for name, value in (args.generation_kwargs or {}).items() if value is not None} - _NEUTRAL
+    if given - _LEAVE_OUT or args.repetition_penalty not in (None, 1.0):
+        return "reweighed"
+    if given or args.top_k not in (None, 0, -1) or args.min_p or args.vllm_structured_outputs_regex:
+        return "some"
+    return "all" if args.top_p in (None, 1.0) else "top_p"
+
+
+def gap_bounds(args: Any, same: bool) -> tuple[float, float]:
+    """Between which the gap lies where the log-probabilities are right.
+
+    With K the tokens that can be sampled and q as vLLM returns it, zero outside of K and renormalised inside, the mean of p / q is p(K): at most
+    1, whatever leaves tokens out (`top_p` and others, penalties, grammars). `top_p` alone leaves at least that mass of the policy that samples,
+    and so of p where the two are the same; `top_k` leaves any. Rollouts by transformers are scored without leaving tokens out: the mean
+    is p(K) / q(K).
+
+    Args:
+        same: the sampling policy is the trained one, before tokens are left out.
+    """
+    sampled_from = sampler(args)
+    if sampled_from == "all":
+        return 0.0, 0.0
+    least = math.log(args.top_p) if sampled_from == "top_p" else -math.inf
+    return least if same else -math.inf, 0.0 if args.use_vllm else -least

@@ -1,0 +1,119 @@
+"""Ignore generation_config.json during rollouts, and which tokens end a completion.
+
+`generate` fills whatever a call leaves open from that file (a repetition penalty, suppressed tokens, `min_p`). TRL scores without any of it, so
+rollouts by transformers would come from another policy than the one that is trained.
+"""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from jinja2 import TemplateError
+from torch import nn
+from transformers import GenerationConfig, PretrainedConfig
+from transformers.utils import logging
+
+from ..checkpoint.seal import write_json_atomically
+from ..support.names import unwrap
+
+logger = logging.get_logger(__name__)
+
+#: what of that file says nothing of the policy: which tokens end a text, and how it is computed
+_KEPT = {
+    "bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "max_length", "use_cache", "cache_implementation", "cache_config",
+    "disable_compile", "compile_config", "prefill_chunk_size", "transformers_version",
+}  # fmt: skip
+#: of the rest, what TRL's arguments always say
+_SAID = {"do_sample", "temperature", "top_p", "top_k", "repetition_penalty"}
+
+
+@contextmanager
+def of_the_model_alone(model: nn.Module) -> Iterator[None]:
+    """Ignore generation_config.json in the block, except for what is no part of the policy. Warns once of what that leaves out."""
+    inner = unwrap(model) if isinstance(model, nn.Module) else model
+    holder: Any = getattr(inner, "get_base_model", lambda: inner)()  # of PEFT, which need not be imported
+    before: GenerationConfig | None = getattr(holder, "generation_config", None)
+    if before is None:
+        yield
+        return
+    plain, said = copy.deepcopy(before), before.to_diff_dict()
+    left = [n for n in said if n not in _KEPT and not n.startswith(("_", "output_", "return_")) and said[n] is not None]
+    for name in left:
+        setattr(plain, name, None)
+    if unknown := [f"{name}={said[name]}" for name in left if name not in _SAID]:
+        logger.warning_once(
+            "The model's generation_config.json sets %s, which training does not score: it is ignored. Set it in generation_kwargs to have it.",
+            ", ".join(unknown),
+        )
+    holder.generation_config = plain
+    try:
+        yield
+    finally:
+        holder.generation_config = before
+
+
+def end_tokens(model: Any, processing_class: Any, **template: Any) -> list[int]:
+    """Ids that end a completion: the tokenizer's, the model's, and the one with which the chat template ends an answer. `model`
+    may be what [`stored`] returns; `template` are further arguments of the chat template."""
+    tokenizer = getattr(processing_class, "tokenizer", processing_class)
+    config = model.config.get_text_config(decoder=True)
+    own = _listed(model.generation_config.eos_token_id) or _listed(getattr(config, "eos_token_id", None))
+    ends = [*_listed(getattr(tokenizer, "eos_token_id", None)), *own]
+    turn = _turn_end(processing_class, tokenizer, template)
+    if turn is not None and turn not in ends:
+        ends.append(turn)
+        said = "The chat template ends an answer with %s, which the tokenizer and the model do not. Completions end there too."
+        logger.warning_once(said, tokenizer.convert_ids_to_tokens(turn))
+    return [token for token in dict.fromkeys(ends) if token < config.vocab_size]  # vLLM refuses any other
+
+
+def _listed(ids: int | list[int] | None) -> list[int]:
+    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+
+
+def _turn_end(processing_class: Any, tokenizer: Any, template: dict[str, Any]) -> int | None:
+    """The special token right after the text of an answer, where there is one."""
+    if not (template.get("chat_template") or getattr(processing_class, "chat_template", None)):
+        return None
+    turns = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "it-is-2"}]
+    try:
+        said, _, rest = processing_class.apply_chat_template(turns, tokenize=False, **template).rpartition("it-is-2")
+    except (TemplateError, TypeError, ValueError):  # a template for other messages than these
+        return None
+    known = tokenizer.added_tokens_decoder.items() if said else ()
+    return next((token for token, added in known if added.special and rest.lstrip().startswith(added.content)), None)
+
+
+def settle_ends(trainer: Any) -> None:
+    """Let all that generates for a trainer, and all that is saved of it, end at [`end_tokens`] and those of `generation_kwargs`."""
+    model: Any = unwrap(trainer.model)
+    args, given = trainer.args, trainer.args.generation_kwargs or {}
+    ends = end_tokens(model, trainer.processing_class, **(args.chat_template_kwargs or {}))
+    ends += [*_listed(given.get("eos_token_id")), *_listed(given.get("stop_token_ids"))]
+    trainer.eos_token_ids = model.generation_config.eos_token_id = list(dict.fromkeys(ends))
+    if not args.use_vllm:
+        trainer.generation_config.eos_token_id = trainer.generation_kwargs["eos_token_id"] = trainer.eos_token_ids
+
+
+def stored(folder: Any, config: PretrainedConfig, revision: str | None = None) -> Any:
+    """`config`, and the generation configuration of a folder or Hub id as transformers and vLLM read or make it."""
+    try:
+        generation = GenerationConfig.from_pretrained(folder, revision=revision or "main")
+    except OSError:
+        generation = GenerationConfig.from_model_config(config)
+    return SimpleNamespace(config=config, generation_config=generation)
+
+
+def save_generation_config(folder: str | Path, model: Any, processing_class: Any) -> None:
+    """As transformers does, with all [`end_tokens`]; what it refuses to write, and read from the base, as it is there."""
+    if (generation := copy.deepcopy(model.generation_config)) is None:
+        return
+    generation.eos_token_id = end_tokens(model, processing_class) or None
+    try:
+        generation.save_pretrained(folder)
+    except ValueError as error:
+        logger.warning("generation_config.json contradicts itself, and is kept: %s", str(error).splitlines()[0])
+        write_json_atomically(Path(folder, "generation_config.json"), generation.to_diff_dict())

@@ -1,0 +1,241 @@
+"""The engine in this process: vLLM beside the trainer, on the same GPU, by default on the same weights."""
+
+import gc
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import nn
+from vllm import LLM, SamplingParams, envs
+from vllm.inputs import TokensPrompt
+from vllm.outputs import RequestOutput
+
+from ...noise.hooks import NoiseDraw
+from ...nvfp4.fused import fuse_storage
+from ...support.distributed import gathered
+from ...support.names import canonical_name
+from ..engine import Completion, Contents, Engine, RolloutError, Sampling
+from ..spec import EngineSpec
+from ..wire import BATCH_INVARIANT, AdapterTensors
+from . import isolation, loader
+from .sleep import use_kv_only_sleep
+from .state import RolloutState
+
+
+class SharedLLM(LLM):
+    """vLLM's `LLM` as one of the shards of an engine that several processes ask alike.
+
+    Args:
+        group: these processes; None where this one has a whole engine.
+    """
+
+    def __init__(self, *args: Any, group: "torch.distributed.ProcessGroup | None" = None, **kwargs: Any) -> None:
+        self._group = group
+        super().__init__(*args, **kwargs)
+
+    def generate(self, *args: Any, **kwargs: Any) -> list[RequestOutput]:
+        with self._asking():
+            return super().generate(*args, **kwargs)
+
+    def chat(self, *args: Any, **kwargs: Any) -> list[RequestOutput]:
+        with self._asking():
+            return super().chat(*args, **kwargs)
+
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        """Forget what was asked when it ends with an error (a timeout, Ctrl-C): vLLM would answer the next call with it."""
+        try:
+            with same_generator(self._group):
+                yield
+        except BaseException:
+            with suppress(Exception):  # the engine may be dead; the error that says so is on its way
+                self.llm_engine.abort_request(list(self.llm_engine.output_processor.request_states), internal=True)
+                self.reset_prefix_cache(reset_connector=True)
+            raise
+
+
+@contextmanager
+def same_generator(group: "torch.distributed.ProcessGroup | None") -> Iterator[None]:
+    """Let all processes of `group` draw what the first one draws; the others keep their own generator for afterwards.
+
+    Each shard samples the whole batch, from its process's generator, which dropout and reward models move apart. Collective.
+    """
+    if group is None:
+        yield
+        return
+    device: Any = torch.cuda if torch.cuda.is_available() else torch
+    own = device.get_rng_state()
+    device.set_rng_state(gathered(own, group)[0])
+    try:
+        yield
+    finally:
+        if torch.distributed.get_rank(group=group) != 0:
+            device.set_rng_state(own)
+
+
+class InProcessEngine(Engine):
+    """vLLM's `LLM` in this process, built from the trainer's tensors.
+
+    Args:
+        model: the trainer's model.
+        spec: what the engine has to compute.
+        share: whether vLLM reads the trainer's tensors; otherwise it gets a copy.
+        sleeps: whether `sleep` frees memory: the KV cache, and a copy of the weights with it.
+        group: processes that share this engine (tensor parallelism), all of which call it with their own prompts.
+        arguments: further arguments of `LLM`: memory and placement, and whatever the user adds.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        spec: EngineSpec,
+        share: bool,
+        sleeps: bool,
+        group: torch.distributed.ProcessGroup | None = None,
+        arguments: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.sleeps, self.group = sleeps, group
+        self.asleep = False
+        self._slept: dict[str, int] = {}  # sums of all weights when it went to sleep
+        self._noisy: tuple[str, ...] = ()
+        if share:
+            fuse_storage(model)
+        if spec.batch_invariant:
+            switch_batch_invariant()
+        loader.publish(model, alias=share)
+        try:
+            own = {"enable_sleep_mode": sleeps, **isolation.arguments(model, spec, arguments or {})}
+            gc.freeze()  # vLLM collects garbage six times while it builds, 4 s of a start, and ends with the same
+            self.llm: SharedLLM | None = SharedLLM(group=group, **{**spec.llm_arguments(), **own, **(arguments or {})})
+        except BaseException:
+            gc.unfreeze()  # or the memory of an engine that failed would stay taken
+            raise
+        finally:
+            loader.publish(None)
+        if sleeps and share:
+            use_kv_only_sleep(self.llm)
+        known = {canonical_name(name) for name, _ in model.named_modules()}
+        quantization: Any = self.llm.llm_engine.vllm_config.quant_config  # ours
+        self.state = RolloutState(engine_model(self.llm), quantization.renaming, known)
+
+    @property
+    def _running(self) -> SharedLLM:
+        if self.llm is None:
+            raise RolloutError("The engine was closed. Build the trainer again to generate in vLLM.")
+        return self.llm
+
+    def put_adapter(self, adapter: Mapping[str, AdapterTensors], norms: Mapping[str, torch.Tensor]) -> None:
+        self.state.load_adapter(adapter, norms)
+
+    def put_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self.state.load_weights(weights)
+
+    def set_noise(self, norms: Sequence[str], draw: NoiseDraw) -> float | None:
+        if tuple(norms) != self._noisy:
+            self.state.remember_clean(norms)
+            self._noisy = tuple(norms)
+        self.state.set_noise(draw)
+        return self.state.sigma_effective()
+
+    def contents(self) -> Contents:
+        return self.state.contents()
+
+    def reset_prefix_cache(self) -> None:
+        if not self._running.reset_prefix_cache(reset_connector=True):
+            raise RolloutError(
+                "vLLM refused to reset its prefix cache (requests are still running), so the next rollout would use attention states of the old adapter. Do "
+                "not call generate() from several threads."
+            )
+        self._running.llm_engine.reset_encoder_cache()  # of pictures, by a tower that may be trained
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Completion]:
+        asked, own = [list(prompt) for prompt in prompts], 0
+        ranks = [asked]
+        if self.group is not None:
+            own, ranks = torch.distributed.get_rank(group=self.group), gathered(asked, self.group)
+        start = sum(map(len, ranks[:own]))
+        everyone = [prompt for rank in ranks for prompt in rank]
+        outputs = self._running.generate(
+            [TokensPrompt(prompt_token_ids=prompt) for prompt in everyone],
+            [_parameters(sampling, index) for index in range(len(everyone))],
+            use_tqdm=False,
+        )
+        return [_completion(output) for output in outputs[start : start + len(prompts)]]
+
+    def trl_attributes(self) -> dict[str, Any]:
+        return {"llm": self.llm}
+
+    def sleep(self) -> None:
+        if self.sleeps and not self.asleep:
+            self._slept = self.state.sums()
+            # level 1 brings every byte back at its address: weights, adapter and noisy norms. Level 2 would lose them
+            try:
+                self._running.sleep(level=1)
+            except AssertionError as error:  # vLLM compares what the GPU has free before and after
+                raise RolloutError(
+                    f"vLLM could not sleep: {error} Give every process a GPU of its own, or set vllm_enable_sleep_mode=False."
+                ) from error
+            self.asleep = True
+
+    def wake(self) -> None:
+        if self.asleep:
+            torch.cuda.empty_cache()
+            # everything by name, which our backend narrows to the KV cache; a partial wake stays paused
+            self._running.wake_up()
+            self.asleep = False
+            wrong = [name for name, value in self.state.sums().items() if value != self._slept[name]]
+            if wrong:
+                raise RolloutError(
+                    f"vLLM woke up with other weights than it went to sleep with, in {len(wrong)} tensors ({', '.join(wrong[:4])}). "
+                    "Set vllm_enable_sleep_mode=False and resume from the last checkpoint."
+                )
+
+    def close(self) -> None:
+        llm, self.llm = self.llm, None
+        if llm is not None:
+            del self.state
+            llm.llm_engine.engine_core.shutdown()
+
+
+def switch_batch_invariant() -> None:
+    """vLLM's batch-invariant mode for the engines of this process from here on: it reads its switch where an engine is built.
+
+    Raises:
+        [`RolloutError`]: vLLM has read its environment for good, for an engine before this one, or has no such mode.
+    """
+    os.environ[BATCH_INVARIANT] = "1"
+    if not getattr(envs, BATCH_INVARIANT, False):
+        raise RolloutError(
+            f"vllm_batch_invariant=True came too late for vLLM. Set {BATCH_INVARIANT}=1 in the environment before Python starts."
+        )
+
+
+def engine_model(llm: LLM) -> nn.Module:
+    """vLLM's model in this process."""
+    return llm.llm_engine.model_executor.driver_worker.model_runner.get_model()
+
+
+def _parameters(sampling: Sampling, index: int) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        seed=None if sampling.seed is None else sampling.seed + index,
+        ignore_eos=sampling.ignore_eos,
+        stop_token_ids=list(sampling.stop_token_ids),
+        logprobs=0,
+        detokenize=False,
+    )
+
+
+def _completion(output: RequestOutput) -> Completion:
+    (sequence,) = output.outputs
+    tokens = list(sequence.token_ids)
+    logps = []
+    for step, token in zip(sequence.logprobs or (), tokens, strict=True):
+        assert step is not None, "logprobs=0 asks for the sampled token's"
+        logps.append(step[token].logprob)
+    return Completion(tokens, logps)

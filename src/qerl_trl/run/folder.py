@@ -1,0 +1,306 @@
+"""A run's output folder: one process at a time, one set of settings, and sealed when the run has ended.
+
+    <output_dir>/
+      .qerl_lock               held by the process that trains (`lock`)
+      checkpoint-<step>/       each sealed (checkpoint.py)
+      adapter_model.safetensors, trainer_state.json, ...   what `save_model` wrote last
+      qerl_manifest.json       the seal of those: sizes, hashes, settings, step (`seal`)
+
+What is at its newest in the folder says whose it is: a run with other settings is refused there, before it trains ([`settle`]).
+"""
+
+import fcntl
+import json
+import logging
+import os
+import platform
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from ..checkpoint import seal
+from ..checkpoint import settings as identity
+
+logger = logging.getLogger(__name__)
+
+LOCK_NAME = seal.LOCK_NAME
+#: locks of this process, by folder; they end with it
+_locks: dict[str, int] = {}
+
+
+def lock(output_dir: str | os.PathLike) -> None:
+    """Keep other processes from training into `output_dir` as long as this one lives. A second call changes nothing.
+
+    Raises:
+        `RuntimeError`: another process has it. Where the file system has no locks there is a warning instead.
+    """
+    folder = Path(output_dir).resolve()
+    if str(folder) in _locks:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o644)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        holder = (folder / LOCK_NAME).read_text(errors="replace").strip() or "an unknown process"
+        os.close(descriptor)
+        raise RuntimeError(
+            f"Another run is writing to {folder}: {holder}. Wait for its end, or choose another output_dir."
+        ) from error
+    except OSError as error:  # a network file system without locks
+        logger.warning(
+            "%s cannot be locked against a second run (%s). Give each run an output_dir of its own.", folder, error
+        )
+        return
+    os.ftruncate(descriptor, 0)
+    os.write(descriptor, f"process {os.getpid()} on {platform.node()} since {time.strftime('%F %T %Z')}\n".encode())
+    _locks[str(folder)] = descriptor
+
+
+def lock_for(args: TrainingArguments) -> None:
+    """[`lock`] in the main process of a run."""
+    if args.process_index == 0 and args.output_dir is not None:
+        lock(args.output_dir)
+
+
+def _forget_locks() -> None:
+    """In a forked child, which would hold them after its parent's death."""
+    while _locks:
+        os.close(_locks.popitem()[1])
+
+
+os.register_at_fork(after_in_child=_forget_locks)
+
+
+def resumable(output_dir: str | os.PathLike) -> str | None:
+    """What a run in `output_dir` is resumed from: its newest whole checkpoint, or the folder itself where the run has saved a later step there;
+    `None` for a fresh start."""
+    newest, folder = seal.last_checkpoint(output_dir), Path(output_dir)
+    ended = seal.recorded_run(folder).get("global_step", -1)
+    if ended < 0 or not (folder / TRAINER_STATE_NAME).is_file():
+        return newest
+    if newest is not None and (seal.order_of(folder) < seal.order_of(newest) or ended == step_of(newest)):
+        return newest
+    return newest if seal.problems(folder) else str(folder)
+
+
+def to_resume(resume_from_checkpoint: str | bool | None, output_dir: str | os.PathLike) -> str | None:
+    """The whole checkpoint that `Trainer.train(resume_from_checkpoint)` means, `None` for a fresh start.
+
+    Raises:
+        `ValueError`: there is none in `output_dir`, or the one that was named is damaged, or no checkpoint at all.
+    """
+    if resume_from_checkpoint is True:
+        if (newest := resumable(output_dir)) is None:
+            raise ValueError(
+                f"resume_from_checkpoint=True, but there is no whole checkpoint in {output_dir}. Leave it out, or name a checkpoint."
+            )
+        return newest
+    if not resume_from_checkpoint:
+        return None
+    seal.verify(resume_from_checkpoint)
+    kind = seal.recorded_run(resume_from_checkpoint).get("kind")
+    if kind is not None or not Path(resume_from_checkpoint, TRAINER_STATE_NAME).is_file():
+        what = f"an export ({kind})" if kind else f"no checkpoint: it has no {TRAINER_STATE_NAME}"
+        raise ValueError(
+            f"resume_from_checkpoint={str(resume_from_checkpoint)!r} is {what}. Name a checkpoint-<step>, or True for the newest in output_dir. "
+            "To train its adapter in a new run: model=qerl_trl.load_adapter(model, folder, is_trainable=True)."
+        )
+    return resume_from_checkpoint
+
+
+def step_of(folder: str | os.PathLike) -> int:
+    """Steps that a checkpoint, or a sealed run folder, has behind it."""
+    return json.loads(Path(folder, TRAINER_STATE_NAME).read_text())["global_step"]
+
+
+def settle(output_dir: str | os.PathLike, resume: str | None, settings: Mapping[str, Any], allowed: bool) -> list[str]:
+    """Compare `settings` with those of the run that is resumed, or of the one whose folder a new run would take.
+
+    Returns:
+        Differences that `allowed` (`allow_other_settings`) let pass, one line each, with those of earlier times.
+
+    Raises:
+        `ValueError`: the folder, or the checkpoint, belongs to a run with other settings. Where the checkpoint lies elsewhere, `allowed` lets
+            nothing pass for the folder: its files are those of another run.
+    """
+    elsewhere = resume is None or not _lies_in(resume, output_dir)
+    # next to its checkpoints a run's adapter may lie, as it was pushed
+    own = None if resume is None else settings if elsewhere else seal.recorded_settings(Path(resume))
+    if (kind := _others_export(output_dir, own)) is not None:
+        raise ValueError(
+            f"output_dir={str(output_dir)!r} holds an export ({kind}), which this run would replace. Choose another output_dir, or move the export."
+        )
+    source = _owner(Path(output_dir)) if elsewhere else None
+    if (
+        elsewhere
+        and source is None
+        and (unsealed := sorted(p.name for p in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")))
+    ):
+        logger.warning(
+            "output_dir=%s holds checkpoints of another trainer: %s. This run replaces them, and with save_total_limit removes them. Choose another "
+            "output_dir if they are needed.",
+            output_dir,
+            ", ".join(unsealed),
+        )
+    if source is not None:
+        there = identity.differences(seal.recorded_settings(source), settings)
+        if there.refused:
+            raise ValueError(
+                f"output_dir={str(output_dir)!r} belongs to a run with other settings: {'; '.join(there.refused)}. Choose another output_dir, or "
+                "remove this one (qerl-trl train: --overwrite)."
+            )
+    source = Path(resume) if resume is not None else source
+    then = seal.recorded_settings(source) if source is not None else {}
+    found = identity.differences(then, settings)
+    if found.refused and not allowed:
+        raise ValueError(
+            f"{resume} belongs to a run with other settings: {'; '.join(found.refused)}. Choose another output_dir for a new run, or set "
+            "allow_other_settings=True to resume with the new settings."
+        )
+    for line in found.reported + found.refused:
+        logger.warning("Resuming %s with other settings: %s", source, line)
+    if resume is None:
+        if source is not None:
+            logger.warning(
+                "output_dir=%s holds this run already, and it starts over. Pass resume_from_checkpoint=True to resume it.",
+                output_dir,
+            )
+        return []
+    if "dataset_sha256" not in settings:
+        logger.warning(
+            "The training data are streamed, so they cannot be compared with those of %s. Load them as a Dataset to resume exactly.",
+            resume,
+        )
+    written = [line for line in found.reported if line.startswith(identity.SOURCES)]
+    return list(dict.fromkeys([*then.get("changed", []), *written, *found.refused]))
+
+
+def clear(output_dir: str | os.PathLike, settings: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Remove what a run with other settings has left in its folder: its checkpoints, what it saved, and `names`."""
+    folder = Path(output_dir)
+    source = _owner(folder)
+    if source is None or not identity.differences(seal.recorded_settings(source), settings).refused:
+        return
+    logger.warning("The run with other settings in %s is removed (--overwrite).", folder)
+    for path in (*folder.glob("checkpoint-[0-9]*"), *folder.glob(".checkpoint-[0-9]*.replaced")):
+        seal.discard(path)
+    for name in (seal.MANIFEST_NAME, *seal.sealed_files(folder), *names):
+        (folder / name).unlink(missing_ok=True)
+
+
+def require_own(folder: str | os.PathLike, settings: Mapping[str, Any], changed: Iterable[str] = ()) -> None:
+    """Before a run saves its result: nothing of another run lies in the folder, which it would replace.
+
+    Args:
+        changed: differences of settings that were allowed.
+
+    Raises:
+        `ValueError`: there is.
+    """
+    require_no_export(folder)
+    source = _owner(Path(folder))
+    then = seal.recorded_settings(source) if source is not None else {}
+    if refused := [line for line in identity.differences(then, settings).refused if line not in changed]:
+        raise ValueError(
+            f"{folder} holds the result of a run with other settings: {'; '.join(refused)}. Save this one in another folder: save_model('<folder>')."
+        )
+
+
+def require_no_export(
+    folder: str | os.PathLike, settings: Mapping[str, Any] | None = None, changed: Iterable[str] = ()
+) -> None:
+    """Before a run saves its result: no export lies in the folder.
+
+    Args:
+        settings: of the run, whose own adapter may lie there, as it was pushed.
+        changed: differences of settings that were allowed.
+
+    Raises:
+        `ValueError`: one does.
+    """
+    if (kind := _others_export(folder, settings, changed)) is not None:
+        raise ValueError(f"{folder} holds an export ({kind}). Save this run in another folder: save_model('<folder>').")
+
+
+def _others_export(
+    folder: str | os.PathLike, settings: Mapping[str, Any] | None, changed: Iterable[str] = ()
+) -> str | None:
+    """The kind of the export that a folder is, unless it is an adapter of the run with these settings, or with others that were `changed`."""
+    kind, then = seal.recorded_run(folder).get("kind"), seal.recorded_settings(Path(folder))
+    if kind != "adapter" or settings is None or "settings_sha256" not in then:
+        return kind
+    return kind if set(identity.differences(then, settings).refused) - {*changed} else None
+
+
+def _lies_in(resume: str, output_dir: str | os.PathLike) -> bool:
+    """Whether a checkpoint is one of the folder's own, or the folder itself."""
+    named = Path(resume)
+    return Path(output_dir).resolve() in (named.resolve(), named.resolve().parent, named.parent.resolve())
+
+
+def _owner(output_dir: Path) -> Path | None:
+    """The newest sealed thing in the folder whose manifest can be read.
+
+    Raises:
+        `ValueError`: a run has ended there, and nothing says which: its manifest is damaged.
+    """
+    sealed = [path.parent for path in output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{seal.MANIFEST_NAME}")]
+    own = output_dir / seal.MANIFEST_NAME
+    sealed += [output_dir] if own.is_file() else []
+    readable = [folder for folder in sealed if seal.recorded_run(folder)]
+    if own.is_file() and not readable:
+        wrong = "; ".join(seal.problems(output_dir)) or "it says nothing of the run"
+        raise ValueError(
+            f"output_dir={str(output_dir)!r} holds the result of an unknown run ({wrong}). Choose another output_dir, or remove this one."
+        )
+    return max(readable, key=_age, default=None)
+
+
+def _age(folder: Path) -> tuple[int, int]:
+    return seal.order_of(folder), (folder / seal.MANIFEST_NAME).stat().st_mtime_ns
+
+
+@contextmanager
+def sealing(
+    folder: str | os.PathLike, settings: Mapping[str, Any], wanted: bool = True, since: int = 0
+) -> Iterator[None]:
+    """Seal the files that the block writes into `folder` (of folders inside it, a tokenizer's templates only). Until it has ended there is no seal.
+
+    Args:
+        wanted: whether this process is the one that writes.
+        since: as [`checkpoint.next_order`].
+    """
+    if not wanted:
+        yield
+        return
+    folder = Path(folder)
+    order = seal.next_order(folder, since)
+    (folder / seal.MANIFEST_NAME).unlink(missing_ok=True)
+    before = _stamps(folder)
+    yield
+    written = [name for name, stamp in _stamps(folder).items() if before.get(name) != stamp]
+    if any(name.endswith((".safetensors", ".bin")) for name in written):
+        seal.seal(folder, settings, names=written, order=order)
+    else:
+        logger.warning(
+            "No weights were written to %s (a sharded state is kept in checkpoints only), so it is not sealed.", folder
+        )
+
+
+def _stamps(folder: Path) -> dict[str, tuple[int, int]]:
+    if not folder.is_dir():
+        return {}
+    files = [path for path in folder.iterdir() if path.is_file()]
+    files += [
+        folder / name for name in seal.tokenizer_files(folder) if "/" in name
+    ]  # its templates, in a folder of their own
+    # the card is written again whenever more is known
+    kept = [path for path in files if not path.name.startswith(".") and path.name != "README.md"]
+    return {str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.stat().st_ino) for path in kept}

@@ -1,0 +1,132 @@
+"""What the processes of one run have to agree on.
+
+When one of them fails or is killed, the launcher (torchrun's agent, which `accelerate launch` starts) ends the others.
+"""
+
+import functools
+import math
+import re
+import reprlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather, gather_object
+from transformers import TrainingArguments
+
+from . import secrets
+from .trl import OnlineTrainer
+
+_T = TypeVar("_T")
+#: seconds that a collective waits beyond the longest of what a process may do alone meanwhile
+_LATER = 600
+#: recorded settings that may differ between processes: paths, and digests of functions that hold a device of their own
+_OF_A_PROCESS = (
+    "model base_revision settings_sha256 dataset_columns options rewards_sha256 rollouts_sha256 held_sha256".split()
+)
+#: what a callback may ask for
+_REQUESTS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
+
+
+def patience(timeout: int, *limits: float | None) -> int:
+    """`ddp_timeout` in seconds, where left at transformers' default: longer than each of `limits`, which one process may use up alone."""
+    known = [limit for limit in limits if isinstance(limit, int | float) and math.isfinite(limit)]
+    if timeout != TrainingArguments.ddp_timeout or not known:
+        return timeout
+    return max(timeout, math.ceil(max(known)) + _LATER)
+
+
+def keep_buckets(args: TrainingArguments) -> None:
+    """Let DDP look for weights without a gradient: otherwise it rebuilds its buckets after its first step, and a resumed run of three or more
+    processes sums in another order. Reentrant checkpointing fails with it."""
+    options = args.gradient_checkpointing_kwargs
+    reentrant = isinstance(options, dict) and options.get("use_reentrant")
+    if args.world_size > 1 and args.ddp_find_unused_parameters is None and not reentrant:
+        args.ddp_find_unused_parameters = True
+
+
+@functools.cache
+def load_to_numbered_cpus() -> None:
+    """Let torch load to "cpu:0" and "cpu:1", accelerate's names of the CPU in several processes: `Trainer` asks for that when it resumes
+    (huggingface/transformers#22273)."""
+
+    def load(storage: Any, location: str) -> Any:
+        return storage if re.fullmatch(r"cpu:\d+", location) else None
+
+    torch.serialization.register_package(100, lambda storage: None, load)  # asked after torch's own
+
+
+def gathered(value: _T, group: "torch.distributed.ProcessGroup | None" = None) -> list[_T]:
+    """`value` of each process of `group` (default: all), in the order of their ranks there. Collective."""
+    every: list[Any] = [None] * torch.distributed.get_world_size(group=group)
+    torch.distributed.all_gather_object(every, value, group=group)
+    return every
+
+
+def settled_together(
+    accelerator: Accelerator, settle: Callable[[], str | None], settings: Callable[[], Mapping[str, Any]]
+) -> str | None:
+    """`settle()`, the checkpoint to resume from, if `settings()` are the same in all processes. Collective.
+
+    Raises:
+        `ValueError`: this process refuses its checkpoint, or the processes have different settings, data or checkpoints.
+    """
+    if accelerator.num_processes == 1:
+        return settle()
+    resume, refusal = None, None
+    try:
+        resume = settle()
+    except ValueError as error:
+        refusal = error
+    recorded = settings()
+    own = {name: value for name, value in recorded.items() if name not in _OF_A_PROCESS} | recorded.get("options", {})
+    own |= {"resumes from": resume and Path(resume).name, "refuses": refusal is not None}
+    every = gather_object([own])
+    if refusal is not None:
+        raise refusal
+    for rank, other in enumerate(every):
+        if differ := [name for name in sorted({*every[0], *other}) if every[0].get(name) != other.get(name)]:
+            shown = "; ".join(
+                f"{n}: {reprlib.repr(every[0].get(n))} and {reprlib.repr(other.get(n))}" for n in differ[:4]
+            )
+            raise ValueError(
+                f"Process 0 and process {rank} do not run the same training ({secrets.redact(shown)}). Start every process with the same "
+                "script, arguments, data and packages, and an output_dir that all of them see."
+            )
+    return resume
+
+
+def share_requests(trainer: OnlineTrainer) -> None:
+    """What the callbacks of one process ask for (a save, an end), all processes do: else the others would wait in the next collective."""
+    if trainer.accelerator.num_processes > 1:
+        own = torch.tensor([[int(getattr(trainer.control, name)) for name in _REQUESTS]])
+        every = trainer.accelerator.gather(own.to(trainer.accelerator.device))
+        for name, wanted in zip(_REQUESTS, every.any(dim=0).tolist(), strict=True):
+            setattr(trainer.control, name, wanted)
+
+
+def rewards_of_all(
+    accelerator: Accelerator, calculate: Callable[[], torch.Tensor], rows: int, functions: int
+) -> torch.Tensor:
+    """TRL's gathered rewards. An error of one process is raised in all of them, so that all can save the step before. Collective.
+
+    Args:
+        calculate: computes the rewards of this process, (rows, functions), and gathers them.
+    """
+    failed = None
+    try:
+        rewards = calculate()
+    except Exception as error:
+        failed, rewards = (
+            error,
+            gather(torch.zeros(rows, functions, device=accelerator.device)),
+        )  # the others wait in it
+    texts = gather_object([failed and secrets.redact(f"{type(failed).__name__}: {failed}")])
+    if failed is not None:
+        raise failed
+    for rank, text in enumerate(texts):
+        if text is not None:
+            raise RuntimeError(f"Process {rank} of {len(texts)} failed: {text}")
+    return rewards

@@ -1,0 +1,90 @@
+"""The files that come with the package: example scripts, recipes, tasks, the embedded models. And how a recipe or a task is read."""
+
+from pathlib import Path
+from typing import Any, NoReturn
+
+OPTIONS = "Options are the fields of QeRLConfig, of TRL's ModelConfig and of a task."
+#: what YAML calls `<<`
+_MERGE = "tag:yaml.org,2002:merge"
+
+
+def examples_folder() -> Path:
+    """Where they are: in the wheel, or in a source checkout."""
+    package = Path(__file__).resolve().parents[1]
+    for folder in (package / "examples", package.parents[1] / "examples"):
+        if (folder / "grpo_gsm8k.py").is_file():
+            return folder
+    raise RuntimeError(f"examples/grpo_gsm8k.py is neither in {package} nor in a source checkout. Reinstall qerl-trl.")
+
+
+def config_file(name: str) -> Path:
+    """A recipe: a YAML file, or the shipped one of that name."""
+    return _named(name, "configs", "--config")
+
+
+def task_file(name: str, recipe: Path | None = None) -> Path:
+    """A task: a YAML file, or the shipped one of that name. Where a recipe names it, a file in the recipe's folder comes first."""
+    if recipe is None:
+        return _named(name, "tasks", "--task")
+    beside = recipe.parent / name
+    return beside if beside.is_file() else _named(name, "tasks", f"{recipe}: task:", f" here or beside {recipe.name}")
+
+
+def accelerate_file(name: str) -> Path:
+    """How processes share a run: accelerate's YAML file, or the shipped one of that name."""
+    return _named(name, "accelerate", "--accelerate_config")
+
+
+def _named(name: str, kind: str, option: str, where: str = "") -> Path:
+    examples = examples_folder()
+    folder = examples / kind
+    places = (Path(name), examples.parent / name, folder / name, folder / f"{name}.yaml")
+    found = next((path for path in places if path.is_file()), None)
+    if found is None:
+        shipped = ", ".join(sorted(path.stem for path in folder.glob("*.yaml")))
+        raise ValueError(f"{option} {name} is no file{where}, and not one of the shipped ones: {shipped}.")
+    return found
+
+
+def parser_of(kinds: Any, **options: Any) -> Any:
+    """TRL's parser of these dataclasses, whose error is a `ValueError`, and not the end of the process with two hundred lines of usage before it."""
+    from trl import TrlParser
+
+    class Parser(TrlParser):
+        def error(self, message: str) -> NoReturn:
+            raise ValueError(f"{message}. {OPTIONS}")
+
+    return Parser(kinds, **options)
+
+
+def contents(file: Path) -> dict[str, Any]:
+    """Names and values of a recipe or a task.
+
+    Raises:
+        `ValueError`: it is no YAML, or a list or a text, or says something twice.
+    """
+    import yaml
+
+    class Once(yaml.SafeLoader):
+        """YAML has a name once; its own loader takes the last one, without a word."""
+
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            lines: dict[str, int] = {}
+            for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE):
+                line = key.start_mark.line + 1
+                if key.value in lines:
+                    raise ValueError(
+                        f"{file} says {key.value} twice, in lines {lines[key.value]} and {line}, and one of them would count for nothing. Remove one."
+                    )
+                lines[key.value] = line
+            return super().construct_mapping(node, deep)
+
+    try:
+        found = yaml.load(file.read_text(), Once)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"{file} is no YAML: {error}. Write one `name: value` on each line; a value with a colon, a brace or a bracket in it stands in quotes."
+        ) from error
+    if found is not None and not isinstance(found, dict):
+        raise ValueError(f"{file} has no fields: it is a {type(found).__name__}. Write one `name: value` on each line.")
+    return found or {}

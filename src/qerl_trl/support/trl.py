@@ -1,0 +1,83 @@
+"""What this package uses of TRL's `GRPOTrainer` and `RLOOTrainer` and their configs, written down once for the type checker.
+
+`QeRLMixin` stands in front of either of them, so it cannot name one as its base. For the type checker its base is
+[`OnlineTrainer`], and every member below is compared with the real ones where `QeRLGRPOTrainer` and `QeRLRLOOTrainer` combine the
+two; `tests/test_contracts.py` compares what a type does not say. At run time it is `object`. [`OnlineConfig`] is the same for
+`QeRLArguments`.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections import defaultdict
+
+    import torch
+    from accelerate import Accelerator
+    from torch import nn
+    from transformers import TrainerControl, TrainerState, TrainingArguments
+    from trl.trainer.base_trainer import _BaseTrainer
+
+    from ..config import QeRLConfig, QeRLRLOOConfig
+    from ..memory.plan import MemoryPlan
+
+    class OnlineTrainer(_BaseTrainer):
+        _name: str
+        _tag_names: list[str]
+        args: QeRLConfig | QeRLRLOOConfig
+        model: Any  # a PeftModel or a PreTrainedModel, perhaps wrapped by accelerate
+        accelerator: Accelerator
+        state: TrainerState
+        control: TrainerControl
+        is_fsdp_enabled: bool
+        hub_model_id: Any  # transformers assigns None before it knows the name
+        push_in_progress: Any  # the same
+        reward_funcs: Any
+        reward_func_names: Any
+        reward_weights: torch.Tensor
+        num_generations: Any
+        rollout_func: Any  # of GRPO
+        ref_model: Any  # where every weight is trained, and beta is not 0
+        vllm_generation: Any  # with vLLM: rollout.generation.QeRLVLLMGeneration
+        _step: int
+        use_vllm: bool
+        pad_to_multiple_of: Any
+        _tokenizer: Any
+        base_sha256: str | None  # our own, set by QeRLMixin
+        memory_plan: "MemoryPlan | None"  # the same
+        longest_sequence: (
+            int | None
+        )  # prompt and completion in tokens, by `plan_trainer`; None where no prompt was counted
+        sources: dict[str, dict[str, str]]  # the same: digests of the user's functions
+        given_optimizers: dict[str, str]  # the same: classes of optimizer and scheduler that came ready
+        optimizer: Any
+        lr_scheduler: Any
+        processing_class: Any
+        eos_token_ids: list[int]  # of GRPO; ours for RLOO (sampling.settle_ends)
+        _metrics: dict[str, defaultdict[Any, list[Any]]]
+        _logs: dict[str, Any]
+
+        def __init__(self, *positional: Any, **kwargs: Any) -> None: ...
+        def _generate(self, prompts: list) -> Any: ...
+        def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list) -> Any: ...
+        def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]: ...
+        def _get_per_token_logps_and_entropies(
+            self,
+            model,
+            input_ids,
+            attention_mask,
+            logits_to_keep,
+            batch_size=None,
+        ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]: ...
+        def _compute_loss(self, model, inputs) -> torch.Tensor: ...
+        def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint) -> Any: ...
+        def _get_train_sampler(self, dataset=None) -> Any: ...
+        def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None: ...
+
+    class OnlineConfig(TrainingArguments):
+        use_transformers_continuous_batching: bool
+        generation_batch_size: int | None
+        steps_per_generation: int | None
+        num_generations: int
+
+else:
+    OnlineTrainer = OnlineConfig = object

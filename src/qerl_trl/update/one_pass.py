@@ -1,0 +1,208 @@
+"""Two passes over the model per update, forward and backward: the old log-probabilities are those of the update's own forward.
+
+With pi the trained policy, mu the one that sampled and pi_old the trained one as it was when it sampled, TRL's loss needs pi / pi_old and,
+to correct for the engine (or for noise, `rollout/behaviour.py`), pi_old / mu. Where all completions of a rollout are used within one optimizer
+step, pi_old is pi: without vLLM TRL then takes `per_token_logps.detach()`, with vLLM it computes pi_old in a forward of its own, for
+pi_old / mu alone (RLOO: always). [`OnePass`] drops that forward. While TRL scores a rollout it gets NaN, which it counts as a token without
+a log-probability; in the loss, when the update's forward has log pi, the ratio is put in its place.
+
+With dropout TRL's extra forward draws another mask than the update's; here both are one, as they are in TRL without vLLM.
+
+Shapes: B sequences, T tokens of a completion, P processes.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+#: what TRL logs of a rollout's ratios, and how the processes' values become one
+_LOGGED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "sampling/sampling_logp_difference/mean": torch.mean,
+    "sampling/sampling_logp_difference/max": torch.max,
+    "sampling/importance_sampling_ratio/min": torch.min,
+    "sampling/importance_sampling_ratio/mean": torch.mean,
+    "sampling/importance_sampling_ratio/max": torch.max,
+}
+_RATIO, _OLD, _SAMPLED = "importance_sampling_ratio", "old_per_token_logps", "sampling_per_token_logps"
+#: of a micro-batch, what is kept until its rollout is measured
+_MEASURED = ("completion_mask", "tool_mask", _OLD, _SAMPLED, _RATIO)
+
+
+class Correction(NamedTuple):
+    """TRL's `vllm_importance_sampling_*`: the mode, and the bounds of the ratio (`None`: without)."""
+
+    mode: str
+    low: float | None
+    high: float | None
+
+
+def importance_ratio(
+    trained: torch.Tensor, sampled: torch.Tensor, mask: torch.Tensor, correction: Correction
+) -> torch.Tensor:
+    """pi_old / mu as TRL's loss takes it, (B, T), or per sequence (B, 1), clipped or zeroed beyond the bounds.
+
+    Args:
+        trained, sampled: log-probabilities (B, T) of the sampled tokens under pi_old and mu; a NaN counts as no difference.
+        mask: (B, T), 1 where the model sampled.
+
+    Source: TRL 1.16, `GRPOTrainer._generate_and_score_completions`, with which `tests/update/test_passes.py` compares it.
+    """
+    level, _, how = correction.mode.partition("_")
+    difference = torch.nan_to_num((trained - sampled) * mask, nan=0.0)
+    ratio = (difference.sum(-1, keepdim=True) if level == "sequence" else difference).exp()
+    low = -math.inf if correction.low is None else correction.low
+    high = math.inf if correction.high is None else correction.high
+    return ratio.clamp(low, high) if how == "truncate" else ratio.masked_fill((ratio < low) | (ratio > high), 0.0)
+
+
+class OnePass:
+    """The old log-probabilities of a trainer's update: TRL's own, or the update's own, where they are the same.
+
+    The trainer calls it at five places: around the scoring of a rollout, at the end of its generation, for all log-probabilities, with what
+    was scored, and around the loss. Not in evaluation, which has no update.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._scoring = self._skip = False
+        #: the micro-batch whose loss is being computed, until it has its log-probabilities
+        self._batch: dict[str, Any] | None = None
+        self._seen: list[dict[str, torch.Tensor]] = []
+
+    @property
+    def holds(self) -> bool:
+        """Whether the update's log-probabilities are the old ones: its rollout is used within one optimizer step (TRL's condition for not
+        computing them without vLLM). RLOO's are part of the reward, and needed before, with a KL penalty."""
+        trainer = self._trainer
+        rollout = trainer.args.steps_per_generation * trainer.num_iterations
+        penalty = not self._corrects and trainer.beta != 0.0
+        return trainer.args.gradient_accumulation_steps % rollout == 0 and not penalty
+
+    @property
+    def _corrects(self) -> bool:
+        return hasattr(self._trainer, "vllm_importance_sampling_correction")  # GRPO; RLOO does not
+
+    # ---------------------------------------------------------------------------------------------------- the rollout
+
+    @contextmanager
+    def scoring(self) -> Iterator[None]:
+        """Around TRL's `_generate_and_score_completions`."""
+        self._scoring = True
+        try:
+            yield
+        finally:
+            self._scoring = self._skip = False
+
+    def generated(self) -> None:
+        """At the end of `_generate`: the next log-probabilities that are asked for are the old ones, if any."""
+        trainer = self._trainer
+        wanted = not self._corrects or (trainer.use_vllm and trainer.vllm_importance_sampling_correction)
+        self._skip = self._scoring and trainer.model.training and wanted and self.holds
+
+    def logps(
+        self, compute: Callable[..., tuple], model: Any, input_ids: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple:
+        """In place of TRL's `_get_per_token_logps_and_entropies` (`compute`)."""
+        if self._skip:
+            self._skip = False
+            tokens = kwargs["logits_to_keep"] if "logits_to_keep" in kwargs else args[1]
+            return torch.full((len(input_ids), tokens), math.nan, device=input_ids.device), None, None
+        found = compute(model, input_ids, *args, **kwargs)
+        if self._batch is not None:
+            batch, self._batch = self._batch, None
+            self._correct(batch, found[0].detach())
+        return found
+
+    def scored(self, rollout: dict[str, Any]) -> None:
+        """With what TRL made of a rollout, before it is cut into micro-batches. Measures the mismatch, or leaves it to the update."""
+        trainer = self._trainer
+        old = rollout.get(_OLD)
+        self._seen = []
+        if not (trainer.model.training and self.holds and _RATIO in rollout and old is not None):
+            trainer._mismatch.rollout(trainer, trainer.aqn, rollout)
+            return
+        del rollout[_OLD]
+        rollout[_RATIO].fill_(math.nan)  # were it not replaced, the loss would be NaN, and the run end
+        metrics = trainer._metrics["train"]
+        for name in _LOGGED:  # of the NaNs
+            metrics[name].pop()
+            if not metrics[name]:
+                del metrics[name]
+
+    # ----------------------------------------------------------------------------------------------------- the update
+
+    @contextmanager
+    def own(self, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Around TRL's `_compute_loss` of a micro-batch: gives it what the loss is to be computed of.
+
+        Raises:
+            `RuntimeError`: the rollout's log-probabilities and the trainer's do not belong together (`rollout/mismatch.py`), when its last
+                micro-batch is seen, before the optimizer is; or nobody computed log-probabilities.
+        """
+        trainer = self._trainer
+        if not trainer.model.training or not self.holds or not (self._is_open(inputs) or "old_logps" in inputs):
+            yield inputs
+            return
+        self._batch = inputs = dict(inputs)
+        try:
+            yield inputs
+            if self._batch is not None:
+                raise RuntimeError(
+                    f"{type(trainer).__name__}._compute_loss asked for no log-probabilities (_get_per_token_logps_and_entropies), so the old "
+                    "ones are not known. Compute them there, or set gradient_accumulation_steps so that it is no multiple of "
+                    "steps_per_generation: TRL then computes them when it samples."
+                )
+        finally:
+            self._batch = None
+        if len(self._seen) == trainer.args.steps_per_generation:
+            self._measure()
+
+    def _is_open(self, inputs: dict[str, Any]) -> bool:
+        return _RATIO in inputs and _OLD not in inputs
+
+    def _correct(self, batch: dict[str, Any], trained: torch.Tensor) -> None:
+        """Put into a micro-batch what depends on the old log-probabilities (B, T), now that they are known."""
+        trainer, mask = self._trainer, batch["completion_mask"]
+        if not self._corrects:
+            batch["old_logps"] = (trained * mask).sum(1)
+            return
+        mask = mask * batch.get("tool_mask", 1)
+        batch[_RATIO] = importance_ratio(
+            trained,
+            batch[_SAMPLED],
+            mask,
+            Correction(
+                trainer.vllm_importance_sampling_mode,
+                trainer.vllm_importance_sampling_clip_min,
+                trainer.vllm_importance_sampling_clip_max,
+            ),
+        )
+        if len(self._seen) < trainer.args.steps_per_generation:  # not a later iteration over the same rollout
+            known = batch | {_OLD: trained}
+            self._seen.append({name: known[name] for name in _MEASURED if name in known})
+
+    def _measure(self) -> None:
+        """Log what TRL logs of a rollout's ratios, and look at the mismatch, as if it had been measured when the rollout was scored."""
+        trainer = self._trainer
+        rollout = {name: torch.cat([batch[name] for batch in self._seen]) for name in self._seen[0]}
+        self._seen = [{}] * (len(self._seen) + 1)  # measured
+        for (name, join), value in zip(_LOGGED.items(), self._logged(rollout).unbind(1), strict=True):
+            trainer._metrics["train"][name].append(join(value).item())
+        with trainer.rescued(made=True):
+            trainer._mismatch.rollout(trainer, trainer.aqn, rollout)
+
+    def _logged(self, rollout: dict[str, torch.Tensor]) -> torch.Tensor:
+        """(P, 5): the values of `_LOGGED` on each process, 0 where nothing was sampled."""
+        ratio, mask = rollout[_RATIO], rollout["completion_mask"].bool()
+        if "tool_mask" in rollout:
+            mask = mask & rollout["tool_mask"].bool()
+        difference = (rollout[_OLD] - rollout[_SAMPLED]).abs()
+        difference = difference[mask & ~difference.isnan()]
+        ratio = ratio[mask] if ratio.shape == mask.shape else ratio.flatten()
+        nothing = ratio.new_zeros(1)
+        difference, ratio = (values if values.numel() else nothing for values in (difference, ratio))
+        stats = torch.stack([difference.mean(), difference.max(), ratio.min(), ratio.mean(), ratio.max()])
+        return self._trainer.accelerator.gather(stats[None])
