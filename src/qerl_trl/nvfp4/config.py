@@ -38,7 +38,11 @@ from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..support.files import named_in_errors
-from . import checkpoints, shards
+from . import (
+    checkpoints,
+    quantizer,  # noqa: F401  (its decorator registers the quantizer of this configuration)
+    shards,
+)
 from .format import SCALE_RULES
 
 logger = logging.get_logger(__name__)
