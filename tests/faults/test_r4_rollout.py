@@ -1,7 +1,6 @@
 """R4, rollout and sync: faults of an engine under the real trainer. The engine is a stand-in with the trainer's own weights; what only
 vLLM's side can show runs on vLLM's side without an engine (test_s_updates.py)."""
 
-import threading
 import time
 from types import SimpleNamespace
 
@@ -213,8 +212,7 @@ def test_an_engine_that_dies(make_trainer):  # noqa: F811
 
 
 @fault("R4.engine_hangs")
-@pytest.mark.parametrize("elsewhere", [False, True], ids=["main thread", "another thread"])
-def test_an_engine_that_hangs(make_trainer, elsewhere):  # noqa: F811
+def test_an_engine_that_hangs(make_trainer):  # noqa: F811
     trainer = make_trainer(rollout_timeout=0.5)
 
     def forever(*args, **kwargs):
@@ -223,20 +221,11 @@ def test_an_engine_that_hangs(make_trainer, elsewhere):  # noqa: F811
 
     trainer.vllm_generation.engine.llm.generate = forever
     caught = []
-
-    def rollout():
-        try:
-            trainer.vllm_generation.generate([[5, 6, 7]], None, 1)
-        except RolloutError as error:
-            caught.append(error)
-
     started = time.monotonic()
-    if elsewhere:
-        thread = threading.Thread(target=rollout)
-        thread.start()
-        thread.join(20)
-    else:
-        rollout()
+    try:
+        trainer.vllm_generation.generate([[5, 6, 7]], None, 1)
+    except RolloutError as error:
+        caught.append(error)
     assert time.monotonic() - started < 15 and caught
     with told(RolloutError, "rollout_timeout=0.5", "hangs", "raise it", "resume"):
         raise caught[0]
