@@ -429,14 +429,13 @@ def test_rotation_keeps_the_new_checkpoint_beside_a_half_written_one_of_a_later_
     assert not half.exists()
 
 
-def test_who_goes_back_is_told_of_the_newer_checkpoints_and_goes_on_from_the_own_ones(make_trainer, tmp_path, caplog):
+def test_who_goes_back_goes_on_from_the_own_checkpoints(make_trainer, tmp_path):
     options, run = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2}, tmp_path / "run"
     make_trainer(**options).train()
 
     shutil.rmtree(run / "checkpoint-6")
     back = make_trainer(**options)
     back.train(resume_from_checkpoint=str(run / "checkpoint-2"))
-    assert "Newer ones lie beside it: checkpoint-4." in caplog.text
     shutil.rmtree(run / "checkpoint-6")
     assert last_checkpoint(run) == str(run / "checkpoint-4")
     assert order_of(run / "checkpoint-4") > order_of(run / "checkpoint-2") + 1  # the one before had that number
@@ -633,7 +632,7 @@ def test_a_second_training_starts_over(make_trainer):
 
 
 def test_old_checkpoints_go_only_after_the_new_one_is_sealed(make_trainer, tmp_path, monkeypatch):
-    from qerl_trl.checkpoint.seal import seal as checkpoint
+    from qerl_trl.checkpoint import seal as checkpoint
 
     run, seal, present = tmp_path / "run", checkpoint.seal, []
 

@@ -268,6 +268,8 @@ class QeRLMixin(SavingMixin, PackingMixin):
                 logs |= {f"seconds/{phase}": seconds for phase, seconds in self._timer.take().items()}
                 logs["memory/peak_gib"] = banner.peak_memory_gib(self.args.device)
         super().log(logs, start_time)
+        if start_time is not None:  # the trainer's own, in every process
+            self._agree()
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         rewards.check_steps(self.args, self.train_dataset)

@@ -308,12 +308,11 @@ def test_an_alarm_outside_the_main_thread(graded_by):
 
 @fault("R5.hangs")
 @fault("S.reward_hangs")
-@pytest.mark.parametrize("where", ["main thread", "worker thread"])
 @pytest.mark.parametrize("function", [hanging, slow, hanging_lazily, hanging_in_a_generator, without_an_end])
-def test_hangs(graded_by, function, where):
+def test_hangs(graded_by, function):
     trainer, begun = graded_by(function), time.monotonic()
     with told(RuntimeError, "'graded' did not return", f"reward_timeout={TIMEOUT} s", "raise reward_timeout", "resume"):
-        in_thread(lambda: rewards(trainer)) if where == "worker thread" else rewards(trainer)
+        rewards(trainer)
     assert time.monotonic() - begun < 10 * TIMEOUT
 
 

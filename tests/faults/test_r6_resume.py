@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from qerl_trl.checkpoint import seal as checkpoint
 from qerl_trl.checkpoint.seal import MANIFEST_NAME
-from qerl_trl.checkpoint.seal import seal as checkpoint
 
 from .catalog import fault
 from .tiny_runs import WEIGHTS, Interrupted, interrupting, tiny_runs  # noqa: F401

@@ -143,7 +143,7 @@ def test_a_dense_base_that_merging_has_rounded(make, tmp_path):
     trainer = make(tmp_path / "run", base_format="bf16", model_init_kwargs={"dtype": "bfloat16"}, learning_rate=0.05)
     trainer.model.merge_adapter()
     trainer.model.unmerge_adapter()
-    with told(RuntimeError, "frozen base has other weights", "qerl-trl merge"):
+    with told(RuntimeError, "frozen base has other weights", "merge from its folder"):
         trainer.save_merged(tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
     trainer.save_adapter(tmp_path / "adapter")

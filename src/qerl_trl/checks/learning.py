@@ -105,11 +105,13 @@ class SignalMonitor:
 
 
 def _differ(trainer: OnlineTrainer, rewards: torch.Tensor) -> bool:
-    """Whether rewards of a group differ in the rollout just scored. RLOO's penalty tells equal ones apart.
+    """Whether rewards of a group differ in the rollout just scored (RLOO's penalty tells equal ones apart, too), and any advantage came of it.
 
     Args:
         rewards: (completions of all processes, functions), NaN where a function does not apply.
     """
+    if not any(list(trainer._logs["advantages"])[-len(rewards) :]):
+        return False
     if trainer._name == "QeRL-RLOO" and trainer.args.beta:
         return True
     weighted = (rewards * trainer.reward_weights.to(rewards.device)).nansum(dim=1)

@@ -222,14 +222,17 @@ class SavingMixin(PublishingMixin):
             self._after_step = False
 
     def _agree(self) -> None:
-        share_requests(self)
-        self._saves.hold()
+        if self._after_step:
+            share_requests(self)
+            self._saves.hold()
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """As `Trainer.evaluate`. The training goes on with the random numbers that it would have had: whether, when and how often is evaluated, and
         whether a checkpoint was written before or after, is no part of its trajectory. Outside of a training each call draws other completions."""
         with _as_of(None, self.state) if self.is_in_train else nullcontext():
-            return super().evaluate(*args, **kwargs)
+            metrics = super().evaluate(*args, **kwargs)
+        self._agree()
+        return metrics
 
     @contextmanager
     def rescued(self, made: bool = False) -> Iterator[None]:

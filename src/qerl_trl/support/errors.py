@@ -7,19 +7,21 @@ from . import secrets
 
 #: kinds of errors that are raised on purpose
 MEANT = (ValueError, RuntimeError, OSError, ImportError)
+#: where they are raised: this package, and the configurations that check what a user writes
+_HERE = ("qerl_trl.", "qerl_nvfp4.", "trl.trainer.grpo_config", "trl.trainer.rloo_config", "transformers.training_args")
 #: exit code after Ctrl-C, as a shell counts it
 INTERRUPTED = 130
 
 
 def exit_code(error: BaseException) -> int | None:
     """2 for the user's input, 1 for a state, 130 for Ctrl-C; `None` where the traceback is to be shown: a `ValueError` or `RuntimeError` that
-    was not raised in this package."""
+    was raised elsewhere."""
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED
     if isinstance(error, ImportError | OSError):
         return 1
     raised_in = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)][-1:]
-    if not isinstance(error, MEANT) or not any(name.startswith(("qerl_trl.", "qerl_nvfp4.")) for name in raised_in):
+    if not isinstance(error, MEANT) or not any(name.startswith(_HERE) for name in raised_in):
         return None
     return 2 if isinstance(error, ValueError) else 1
 
