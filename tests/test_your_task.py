@@ -56,7 +56,14 @@ with torch.no_grad():
 def test_from_nothing_to_a_published_adapter(script, tmp_path):
     """The environment is this one, so that the page's own (git, make, source, pip) is left out."""
     todo = [
-        (file, f"{text} {SMALL}" if " train " in text else f"{text} --limit 6" if " eval " in text else text)
+        (
+            file,
+            f"{text} {SMALL}"
+            if " train " in text
+            else f"{text} --limit 6 --output runs/words/eval-words.json"
+            if " eval " in text
+            else text,
+        )
         for file, text in script.steps(script.PAGE.read_text())
         if file or text.split()[0] not in ("git", "make", "source", "pip")
     ]

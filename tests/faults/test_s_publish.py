@@ -16,7 +16,7 @@ from transformers import Trainer, TrainerCallback
 from typer.testing import CliRunner
 
 import qerl_trl
-from qerl_trl import QeRLConfig, QeRLGRPOTrainer, QeRLRLOOTrainer
+from qerl_trl import QeRLGRPOTrainer, QeRLRLOOTrainer
 from qerl_trl.checkpoint import seal
 from qerl_trl.cli.main import app
 from qerl_trl.publish import hub
@@ -271,14 +271,11 @@ def test_no_uploading_method_of_the_parents_is_left(trainer_class):
                 continue
             if names_in(ast.parse(textwrap.dedent(inspect.getsource(method)))) & UPLOADS:
                 found.add(name)
-    # of TRL, for completions: refused in the arguments (below)
+    # of TRL, for completions: a warning
     assert found - {"__init__"} == {"init_hf_repo", "push_to_hub", "_push_from_checkpoint"}
     for name in found - {"__init__"}:
         source = inspect.getsource(vars(PublishingMixin)[name])
         assert f"super().{name}" not in source, name
-    if trainer_class is QeRLGRPOTrainer:
-        with told(ValueError, "log_completions_hub_repo='tester/seen'", "Leave it out"):
-            QeRLConfig("run", use_cpu=True, bf16=False, log_completions=True, log_completions_hub_repo="tester/seen")
 
 
 class LogsTheModel(TrainerCallback):

@@ -301,7 +301,7 @@ def dying_in(trainer, rollout, dying):
                 dying()
                 raise RuntimeError("EngineCore died")
 
-        def _check(self, noise_must_act):
+        def _check(self):
             pass  # there is no engine to ask
 
     generation, inner = Generation(), trainer._generate

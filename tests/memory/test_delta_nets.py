@@ -109,8 +109,8 @@ def test_the_plan_says_what_it_assumes_of_updates():
     ("installed", "capability", "triton", "tilelang", "remedy"),
     [
         (False, (9, 0), "3.6.0", False, "pip install 'flash-linear-attention[tilelang]'"),
-        (False, (9, 0), "3.7.1", False, "pip install flash-linear-attention "),
-        (False, (12, 0), "3.6.0", False, "pip install flash-linear-attention "),
+        (False, (9, 0), "3.7.1", False, "pip install flash-linear-attention"),
+        (False, (12, 0), "3.6.0", False, "pip install flash-linear-attention"),
         (True, (9, 0), "3.6.0", False, "pip install tilelang"),
         (True, (9, 0), "3.6.0", True, None),
         (True, (8, 0), "3.6.0", False, None),
