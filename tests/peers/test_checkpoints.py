@@ -148,13 +148,18 @@ FAULTS = {
         "none of its 1 quantized_layers is NVFP4",
     ),
     "no scale": (lambda s, q, n: s.pop(f"{n}.weight_scale"), r"q_proj.weight_scale' is missing"),
-    "a scale per row": (lambda s, q, n: s.update({f"{n}.weight_scale": torch.ones(128, 1)}), "one scale per layer"),
+    "a scale per row": (
+        lambda s, q, n: s.update({f"{n}.weight_scale": torch.ones(128, 1)}),
+        "F32 of one number belongs there",
+    ),
     "turned": (
         lambda s, q, n: s.update({f"{n}.weight": s[f"{n}.weight"].reshape(64, 256)}),
-        r"has shape \(64, 256\), \(128, 128\) belongs there",
+        r"is F8_E4M3 \(64, 256\); F8_E4M3 \(128, 128\) belongs there",
     ),
-    "scale 0": (lambda s, q, n: s.update({f"{n}.weight_scale": torch.zeros(())}), "is 0; a scale is a positive"),
-    "not FP8": (lambda s, q, n: s.update({f"{n}.weight": torch.zeros(128, 128)}), "is F32; .* has F8_E4M3 there"),
+    "not FP8": (
+        lambda s, q, n: s.update({f"{n}.weight": torch.zeros(128, 128)}),
+        r"is F32 \(128, 128\); F8_E4M3 \(128, 128\) belongs there",
+    ),
     "NaN": (
         lambda s, q, n: s.update({f"{n}.weight": torch.full((128, 128), float("nan")).to(torch.float8_e4m3fn)}),
         "q_proj.weight' has 16384 of 16384 values that are NaN",

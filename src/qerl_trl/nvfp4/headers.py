@@ -156,6 +156,12 @@ def check_headers(
             )
         else:
             problems.append(f"{file}: {name!r} belongs to no linear of the model: config.json is another model's.")
+    for name in dense:
+        weight = parts.get(name, {}).get("weight")
+        if weight is not None and weight.dtype == "F8_E4M3" and name not in fp8:
+            problems.append(
+                f"{weight.file}: {weight.name!r} is FP8, but the configuration says that this module is not quantized. Name it there."
+            )
     for name, linear in {**modules, **fp8}.items():
         rows, columns = linear.out_features, linear.in_features
         if name in fp8:

@@ -100,7 +100,9 @@ class SavingMixin(PublishingMixin):
             load_to_numbered_cpus()
         trained_before = self.state.global_step
         resume = settled_together(
-            self.accelerator, lambda: self._settled(resume_from_checkpoint), lambda: cast(RunSettings, self._settings)
+            self.accelerator,
+            lambda: self._settled(resume_from_checkpoint),
+            lambda: self._settings or run_settings(self),
         )
         if resume is None and trained_before:  # the parent counts from 0 again, with the weights as they are
             line = f"weights: trained for {trained_before} steps by an earlier train() of the same trainer"
@@ -227,8 +229,7 @@ class SavingMixin(PublishingMixin):
             self._saves.hold()
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """As `Trainer.evaluate`. The training goes on with the random numbers that it would have had: whether, when and how often is evaluated, and
-        whether a checkpoint was written before or after, is no part of its trajectory. Outside of a training each call draws other completions."""
+        """As `Trainer.evaluate`, which leaves the random state of a training as it was. Outside of one, each call draws other completions."""
         with _as_of(None, self.state) if self.is_in_train else nullcontext():
             metrics = super().evaluate(*args, **kwargs)
         self._agree()
