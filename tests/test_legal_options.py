@@ -114,7 +114,7 @@ REFUSED_ADAPTERS = [
     ("nvfp4", {"init_lora_weights": "pissa"}, "needs its full-precision", "PiSSA"),
     ("bf16", {"layer_replication": [(0, 2), (1, 2)]}, "layer_replication", "`layer_replication`"),
     ("bf16", {"target_modules": ["q_proj", "lm_head"]}, "would never be trained", "LoRA on `lm_head`"),
-    ("bf16", {"lora_alpha": 0}, "nothing would be learned", "`lora_alpha=0`"),
+    ("bf16", {"lora_alpha": 0}, "would train nothing", "`lora_alpha=0`"),
 ]
 
 

@@ -8,6 +8,7 @@ dequantized model, to the bit. What cannot be is refused: a packed weight has no
 
 import functools
 import logging
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -69,7 +70,7 @@ class DecodedWeight(torch.Tensor):
             _dense(args[0].layer).weight.data[read(args[1])] = read(args[2])
             return None
         with torch._C.DisableTorchFunctionSubclass():
-            return tree_map(_now, func(*args, **kwargs))
+            return tree_map(_part, func(*args, **kwargs))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # as PyTorch calls it
@@ -89,10 +90,27 @@ class DecodedWeight(torch.Tensor):
         return written[0] if written and isinstance(result, torch.Tensor) else result
 
 
-def _now(result: Any) -> Any:
-    """Of a weight that was written to, the tensor that the layer has since."""
-    gone = isinstance(result, DecodedWeight) and not _is_packed(result.layer)
-    return result.layer.weight.data if gone else result
+class DecodedPart(torch.Tensor):
+    """A view of what a `DecodedWeight` decoded to. It can only be read: what is written to it would be lost."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        in_place = name == "__setitem__" or re.fullmatch(r"__i\w+__|[a-z]\w*[^_]_", name)
+        if (in_place and isinstance(args[0], cls)) or isinstance((kwargs or {}).get("out"), cls):
+            raise RuntimeError(
+                f"{name} would write to a part of a decoded copy of a packed 4-bit weight, and be lost. Write to the whole weight "
+                "(layer.weight.data = ..., which makes the layer dense), or call model.dequantize() first."
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return tree_map(_part, func(*args, **(kwargs or {})))
+
+
+def _part(result: Any) -> Any:
+    if isinstance(result, DecodedWeight) and not _is_packed(result.layer):
+        return result.layer.weight.data  # it was written to: from here on there is a tensor to speak of
+    plain = type(result) is torch.Tensor
+    return result.as_subclass(DecodedPart) if plain and result._is_view() else result
 
 
 def _is_packed(layer: nn.Module) -> bool:

@@ -66,12 +66,10 @@ class SavingMixin(PublishingMixin):
     _order: int = 0
 
     def note_what_was_taken(self) -> None:
-        """Once, when the parent's constructor has run."""
         self._saves, self.given_optimizers = SaveBetweenRollouts(self), {}
 
     def to_resume(self) -> str | None:
-        """The checkpoint to resume from: what the arguments name, else the newest whole one in `output_dir`; `None` for a fresh start. Raises
-        `ValueError` if it belongs to a run with other settings."""
+        """The checkpoint to resume from, `None` for a fresh start. Raises `ValueError` if it belongs to a run with other settings."""
         return self._settled(self.args.resume_from_checkpoint or run_folder.resumable(self._output_dir()))
 
     def _settled(self, resume_from_checkpoint: str | bool | None) -> str | None:
@@ -79,11 +77,11 @@ class SavingMixin(PublishingMixin):
         model = self.accelerator.unwrap_model(self.model)
         if resume is not None and not self.is_fsdp_enabled and take_embeddings(model, resume):
             self.base_sha256 = base_sha256(model)
-        allowed = self.args.allow_other_settings
         if self._settings is None:  # the trainer has not made its own yet
             given = {name: getattr(self, name) for name in ("optimizer", "lr_scheduler")}
             self.given_optimizers = {name: type(each).__qualname__ for name, each in given.items() if each is not None}
         self._settings = run_settings(self)
+        allowed = self.args.allow_other_settings
         self._changed = tuple(run_folder.settle(self._output_dir(), resume, self._settings, allowed))
         return resume
 

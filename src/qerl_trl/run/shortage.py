@@ -42,8 +42,9 @@ def naming(trainer: Any) -> Iterator[None]:
 def explain(trainer: Any, error: Exception) -> str:
     reason = ". ".join(str(error).strip().split("\n")[0].split(". ")[:2]).rstrip(".")
     if not hasattr(trainer, "_monitor"):  # it is set when the trainer is complete
-        when = "while the model was loaded" if trainer.memory_plan is None else "when the engine started"
-        return f"Out of memory {when}: {reason}. {_change(trainer, error, 'rollout')}"
+        loading = trainer.memory_plan is None
+        what = "Out of memory while the model was loaded" if loading else "Out of memory when the engine started"
+        return f"{what}: {reason}. {_change(trainer, error, 'rollout')}"
     inside = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
     saved = trainer._saved
     resume = "No checkpoint was written yet, so the run starts over."
