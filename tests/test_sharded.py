@@ -235,7 +235,7 @@ def test_an_optimizer_that_fsdp_would_stop_is_refused_or_replaced(monkeypatch, c
     args = settings(optim="paged_adamw_8bit")
     settle_optimizer(args)
     assert args.optim.value == "adamw_torch_fused"
-    assert "optim='paged_adamw_8bit' is bitsandbytes'" in caplog.text and "8 bytes per trained parameter" in caplog.text
+    assert "optim='paged_adamw_8bit' is bitsandbytes'" in caplog.text
     monkeypatch.delenv("ACCELERATE_USE_FSDP")
     args = settings(optim="adamw_8bit")
     settle_optimizer(args)
@@ -314,4 +314,4 @@ def test_what_no_run_can_go_on_from_is_said_before_it_is_saved(monkeypatch, capl
     settle_optimizer(settings(optim="sgd", save_strategy="no"))
     assert not caplog.text
     settle_optimizer(settings(optim="sgd"))
-    assert "no run can go on from its checkpoints" in caplog.text
+    assert "cannot resume from its checkpoints" in caplog.text

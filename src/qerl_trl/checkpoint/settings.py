@@ -105,6 +105,7 @@ class RunSettings(RecordedArguments, total=False):
     base_sha256: str  # fingerprint of its weights (`base_identity`); absent where no process had it whole
     base_config: dict[str, Any]  # what its configuration says of its forward (`base_identity`)
     tokenizer_content_sha256: str
+    special_tokens: dict[str, Any]  # ids: "eos" end a completion, "pad" follows
     dtype: str  # compute dtype
     lora: LoraSettings
     rewards: list[str]  # names of the reward functions
@@ -137,6 +138,9 @@ def run_settings(trainer: OnlineTrainer) -> RunSettings:
         settings["base_sha256"] = trainer.base_sha256
     settings["base_config"] = fingerprint.base_config(model)
     settings |= cast(RunSettings, tokenizer.recorded(trainer.processing_class))
+    text = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)  # of a processor
+    ends = getattr(trainer, "eos_token_ids", None)
+    settings["special_tokens"] = {"eos": list(ends or [text.eos_token_id]), "pad": text.pad_token_id}
     settings["dtype"] = str(compute_dtype(model)).removeprefix("torch.")
     if is_peft_model(model):
         settings["lora"] = lora_settings(model.peft_config[model.active_adapter])
