@@ -38,7 +38,7 @@ class TwinServer(server.ServerEngine):
         self.noise = NormNoise(find_noisy_norms(self.model))
         told = {"model_config": {"logprobs_mode": LOGPROBS_MODE}}
         self.client = SimpleNamespace(generate=self.sampled, get_server_info=lambda: told)
-        self.state = Contents(None, [], None, None)
+        self.state = Contents(None, [], None)
         self.puts = 0
 
     @torch.no_grad()
@@ -79,7 +79,6 @@ class TwinServer(server.ServerEngine):
             token = int(found.argmax() if sampling.temperature == 0 else torch.multinomial(found.exp(), 1))
             tokens.append(token)
             logps.append(float(found[token]))
-        self.state = self.state._replace(sampled=self.state.draw)
         return Completion(tokens, logps)
 
     def _complete(self, prompts, sampling):

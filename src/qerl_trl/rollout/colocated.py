@@ -60,7 +60,8 @@ def agreed(arguments: dict[str, Any], group: "torch.distributed.ProcessGroup | N
     if group is None:
         return arguments
     every = gathered(arguments, group)
-    return {name: min(each[name] for each in every) for name in arguments}
+    names = {name: None for each in every for name in each}  # a plan with less room has more of them
+    return {name: min(each[name] for each in every if name in each) for name in names}
 
 
 def memory_arguments(generation: "QeRLVLLMGeneration") -> dict[str, Any]:
