@@ -2,7 +2,7 @@
 
 Every field of `GRPOConfig` keeps its name and meaning. Five defaults differ, because the paper's setting (arXiv 2510.11696,
 Table 4), safety or a smaller footprint asks for it: `learning_rate`, `vllm_importance_sampling_mode`,
-`vllm_gpu_memory_utilization`, `hub_private_repo` and `ddp_timeout` (`processes.patience`); each says so.
+`vllm_gpu_memory_utilization`, `hub_private_repo` and `ddp_timeout` (`distributed.patience`); each says so.
 """
 
 import copy

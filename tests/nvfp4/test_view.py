@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from qerl_trl.nvfp4.linear import NVFP4Linear
-from qerl_trl.nvfp4.view import DecodedWeight
+from qerl_trl.nvfp4.view import DecodedPart, DecodedWeight
 
 
 @pytest.fixture
@@ -95,6 +95,30 @@ def test_a_write_makes_the_layer_dense(layer, write):
     )
     assert torch.equal(layer.weight, before + delta) and torch.equal(layer(x), F.linear(x, before + delta, bias))
     assert list(layer.state_dict()) == ["bias", "weight"] or sorted(layer.state_dict()) == ["bias", "weight"]
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda w: w[0].fill_(1),
+        lambda w: w.T.add_(1),
+        lambda w: w.view(-1).mul_(2),
+        lambda w: w.chunk(2)[0].zero_(),
+        lambda w: w.data[0].copy_(w.data[1]),
+        lambda w: w.view(-1).__setitem__(0, 1),
+        lambda w: torch.add(w[0], 1, out=w[0]),
+    ],
+)
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_write_to_a_part_that_would_be_lost_is_refused(layer, write, grad):
+    before = layer.dequantize()
+    assert isinstance(layer.weight[0], DecodedPart)
+    with (
+        torch.set_grad_enabled(grad),
+        pytest.raises(RuntimeError, match=r"would write to a part of a decoded copy.*dequantize"),
+    ):
+        write(layer.weight)
+    assert isinstance(layer, NVFP4Linear) and torch.equal(layer.dequantize(), before)
 
 
 @pytest.mark.parametrize("ask", [lambda w: w.requires_grad_(), lambda w: setattr(w, "requires_grad", True)])

@@ -116,7 +116,7 @@ FORMS: dict[str, tuple[str, str, dict[str, Any]]] = {
         },
     ),
 }
-HEAD = "the output head 'lm_head' is W4A16_NVFP4; qerl_trl reads dense heads only"
+HEAD = "the output head 'lm_head' is (W4A16_)?NVFP4; qerl_trl reads dense heads only"
 REFUSED = {
     "mixed, packed head": HEAD,
     "mixed, packed head and experts": HEAD,

@@ -224,7 +224,7 @@ def test_a_server_that_was_restarted_gets_the_adapter_again(engine, worker, monk
     state.clear_noise()
     for slot in state.slots.values():
         slot.a_RK.zero_()
-    worker._qerl_memory, worker._qerl_noisy, state._clean = None, (), None
+    worker._qerl_memory, state._names, state._clean = None, (), None
     monkeypatch.setattr(workers, "_RUN", "another")
     with pytest.raises(RolloutError, match="restarted during a rollout"):
         engine.contents()

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MANIFEST_NAME = "qerl_manifest.json"
-#: held by the process that trains in a folder (run_folder.py)
+#: held by the process that trains in a folder (run/folder.py)
 LOCK_NAME = ".qerl_lock"
 #: what decides about a model and must not lie in its folder unsealed
 _DECISIVE = (

@@ -102,8 +102,8 @@ class RunSettings(RecordedArguments, total=False):
     trainer: str  # the algorithm: "GRPO", "RLOO"
     model: str  # the base: Hub id or folder
     base_revision: str  # the Hub's commit of it, where it came from there
-    base_sha256: str  # fingerprint of its weights (`base_identity`); absent where no process had it whole
-    base_config: dict[str, Any]  # what its configuration says of its forward (`base_identity`)
+    base_sha256: str  # of its weights (fingerprint.py); absent where no process had it whole
+    base_config: dict[str, Any]  # what its configuration says of its forward (fingerprint.py)
     tokenizer_content_sha256: str
     special_tokens: dict[str, Any]  # ids: "eos" end a completion, "pad" follows
     dtype: str  # compute dtype
@@ -138,7 +138,7 @@ def run_settings(trainer: OnlineTrainer) -> RunSettings:
         settings["base_sha256"] = trainer.base_sha256
     settings["base_config"] = fingerprint.base_config(model)
     settings |= cast(RunSettings, tokenizer.recorded(trainer.processing_class))
-    text = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)  # of a processor
+    text = tokenizer.text_tokenizer(trainer.processing_class)
     ends = getattr(trainer, "eos_token_ids", None)
     settings["special_tokens"] = {"eos": list(ends or [text.eos_token_id]), "pad": text.pad_token_id}
     settings["dtype"] = str(compute_dtype(model)).removeprefix("torch.")

@@ -15,9 +15,14 @@ _TEXT = "The norm's weights: 12 + 34.5 = 46.5?\n\tIf x < 0:  \u00c4\u00df \u4e2d
 _VOCABULARY = '"vocab":'
 
 
+def text_tokenizer(processing_class: Any) -> Any:
+    """The tokenizer itself, or a processor's."""
+    return getattr(processing_class, "tokenizer", processing_class)
+
+
 def recorded(processing_class: Any) -> dict[str, str]:
     """What a run and an export record of their tokenizer."""
-    tokenizer = getattr(processing_class, "tokenizer", processing_class)  # of a processor
+    tokenizer = text_tokenizer(processing_class)
     template = getattr(processing_class, "chat_template", None) or getattr(tokenizer, "chat_template", None)
     # a special token that is set by hand becomes an added one only when it is saved and loaded
     named = {role: str(token) for role, token in tokenizer.special_tokens_map.items() if not isinstance(token, list)}
@@ -58,7 +63,7 @@ def warn_of_tokens(model: Any, processing_class: Any) -> None:
     """Warn of tokens that the model has no embedding for, and of embeddings that stock PEFT does not find by itself."""
     from .fingerprint import stored_vocabulary  # loads torch, which comparing records does not need
 
-    tokens = len(getattr(processing_class, "tokenizer", processing_class))
+    tokens = len(text_tokenizer(processing_class))
     rows, stored = model.config.get_text_config().vocab_size, stored_vocabulary(model)
     if tokens > rows:
         what = "a text with one of the others ends in an error"

@@ -6,7 +6,7 @@
     save_merged_nvfp4   the merge rounded to 4 bits again. Most small changes do not survive that: it says how much did, and refuses when
                         next to nothing did
 
-What is exported is a live trainer (of several processes: rank 0 writes, everybody waits) or a policy that [`run.load_policy`] built from a checkpoint
+What is exported is a live trainer (of several processes: rank 0 writes, everybody waits) or a policy that [`load.load_policy`] built from a checkpoint
 or adapter folder. `merge` lists the tensors of the dense model and says how each is made, `writer` writes them one by one: the model
 itself is not touched. Of a model that FSDP 2 has sharded the adapter is gathered; the base, which nobody has whole and which never changed, is
 loaded again in rank 0, on the CPU, and compared with the run's.

@@ -2,7 +2,7 @@
 
 [`push_folder`] uploads a folder that `qerl_trl.publish.export` sealed. Large files go first, and become visible only through the single commit at
 the end; an upload that was interrupted is repeated and skips what the Hub already has. `push_adapter`, `push_merged` and `push_base`
-export and upload in one go. `publishing.PublishingMixin` puts the same rules in front of `trainer.push_to_hub()` and of pushes while
+export and upload in one go. `mixin.PublishingMixin` puts the same rules in front of `trainer.push_to_hub()` and of pushes while
 training.
 
 Only huggingface_hub's public API is used, so its endpoint (`HF_ENDPOINT`), token store and transfer settings apply.
@@ -385,7 +385,7 @@ def _stored_packed(api: HfApi, base: str) -> bool | None:
 def push_adapter(
     exported: Exportable, repo_id: str, base_model: str | None = None, facts: Facts | None = None, **options: Any
 ) -> str | None:
-    """Save the adapter of a trainer or [`run.TrainedPolicy`] and upload it. `options` as for [`push_folder`]. None on other ranks."""
+    """Save the adapter of a trainer or [`load.TrainedPolicy`] and upload it. `options` as for [`push_folder`]. None on other ranks."""
     return _export_and_push(export.save_adapter, exported, repo_id, facts, {"base_model": base_model, **options})
 
 

@@ -2,7 +2,7 @@
 
 | implementation | where | when |
 |---|---|---|
-| `InProcessEngine` | vllm/in_process.py | colocate mode: vLLM in this process, its weights shared with the trainer |
+| `InProcessEngine` | vllm/engine.py | colocate mode: vLLM in this process, its weights shared with the trainer |
 | `ServerEngine` | server.py | server mode, main process: `vllm serve` with our plugin |
 | `RankWithoutEngine` | here | server mode, every other process: takes part where the main process asks the server |
 

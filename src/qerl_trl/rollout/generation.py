@@ -280,7 +280,7 @@ class QeRLVLLMGeneration(VLLMGeneration):
 
     @contextlib.contextmanager
     def _seeded_server(self, *which: int) -> Iterator[None]:
-        """Inside, TRL's `generate` asks a server with a seed for each prompt (client.py), unless the user gave one, be it None: a server's own generator is
+        """Inside, TRL's `generate` asks a server with a seed for each prompt (server.py), unless the user gave one, be it None: a server's own generator is
         in no checkpoint.
 
         Args:

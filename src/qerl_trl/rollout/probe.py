@@ -153,8 +153,13 @@ class Probe:
             ups = [cast(nn.Linear, layer.lora_B[name]).weight for layer in layers]
             saved = [up.detach().clone() for up in ups]
             sizes: list[float] = []
+            adapted: float | None = None
 
             def adapt(fraction: float) -> None:
+                nonlocal adapted
+                if fraction == adapted:
+                    return
+                adapted = fraction
                 # the same numbers each time, drawn where the model is: 44 million for rank 32 on 7B
                 generator = torch.Generator(self.device).manual_seed(1)
                 for up, layer, size in zip(ups, layers, sizes, strict=True):

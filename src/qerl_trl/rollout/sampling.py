@@ -17,6 +17,7 @@ from transformers import GenerationConfig, PretrainedConfig
 from transformers.utils import logging
 
 from ..checkpoint.seal import write_json_atomically
+from ..checkpoint.tokenizer import text_tokenizer
 from ..support.names import unwrap
 
 logger = logging.get_logger(__name__)
@@ -58,7 +59,7 @@ def of_the_model_alone(model: nn.Module) -> Iterator[None]:
 def end_tokens(model: Any, processing_class: Any, **template: Any) -> list[int]:
     """Ids that end a completion: the tokenizer's, the model's, and the one with which the chat template ends an answer. `model`
     may be what [`stored`] returns; `template` are further arguments of the chat template."""
-    tokenizer = getattr(processing_class, "tokenizer", processing_class)
+    tokenizer = text_tokenizer(processing_class)
     config = model.config.get_text_config(decoder=True)
     own = _listed(model.generation_config.eos_token_id) or _listed(getattr(config, "eos_token_id", None))
     ends = [*_listed(getattr(tokenizer, "eos_token_id", None)), *own]

@@ -275,7 +275,7 @@ def sealing(
 
     Args:
         wanted: whether this process is the one that writes.
-        since: as [`checkpoint.next_order`].
+        since: as [`seal.next_order`].
     """
     if not wanted:
         yield

@@ -62,7 +62,7 @@ class SavingMixin(PublishingMixin):
     _best: str | None = None
     #: whether this trainer's results are in its folder
     _saved_here: bool = False
-    #: of what the run goes on from ([`checkpoint.order_of`])
+    #: of what the run goes on from ([`seal.order_of`])
     _order: int = 0
 
     def note_what_was_taken(self) -> None:

@@ -99,7 +99,6 @@ class InProcessEngine(Engine):
         self.sleeps, self.group = sleeps, group
         self.asleep = False
         self._slept: dict[str, int] = {}  # sums of all weights when it went to sleep
-        self._noisy: tuple[str, ...] = ()
         if share:
             fuse_storage(model)
         if spec.batch_invariant:
@@ -133,9 +132,7 @@ class InProcessEngine(Engine):
         self.state.load_weights(weights)
 
     def set_noise(self, norms: Sequence[str], draw: NoiseDraw) -> float | None:
-        if tuple(norms) != self._noisy:
-            self.state.remember_clean(norms)
-            self._noisy = tuple(norms)
+        self.state.declare_noisy(norms)
         self.state.set_noise(draw)
         return self.state.sigma_effective()
 

@@ -269,6 +269,11 @@ class RolloutState:
 
     # ------------------------------------------------------------------ noise
 
+    def declare_noisy(self, names: Iterable[str]) -> None:
+        """As `remember_clean`, where other norms carry noise than before."""
+        if (names := tuple(names)) != self._names:
+            self.remember_clean(names)
+
     @torch.no_grad()
     def remember_clean(self, names: Iterable[str]) -> None:
         """Declare which norms carry noise, and keep clean copies of them. Noise is off afterwards.

@@ -45,7 +45,6 @@ class QeRLWorkerExtension:
 
     _qerl_rollout_state: RolloutState | None = None
     _qerl_memory: SharedMemory | None = None
-    _qerl_noisy: tuple[str, ...] = ()
 
     def _qerl_state(self) -> RolloutState:
         if self._qerl_rollout_state is None:
@@ -75,9 +74,7 @@ class QeRLWorkerExtension:
         state, answer = self._qerl_state(), dict[str, Any]()
         draw = asked["draw"] and NoiseDraw(*asked["draw"])
         if draw:
-            if self._qerl_noisy != (noisy := tuple(asked["noisy"])):
-                state.remember_clean(noisy)
-                self._qerl_noisy = noisy
+            state.declare_noisy(asked["noisy"])
             state.check_draw(draw)
         if update := asked["update"]:
             layout = UpdateLayout.parse(update["layout"])
