@@ -42,7 +42,7 @@ from transformers import PreTrainedModel
 from transformers.trainer_utils import TrainOutput
 
 from .checkpoint import fingerprint
-from .checkpoint.sources import digests, rewards_of, rollouts_of
+from .checkpoint.settings import digests, rewards_of, rollouts_of
 from .checks import environment, rewards
 from .checks.learning import SignalMonitor
 from .config import QeRLArguments, QeRLConfig, QeRLRLOOConfig
@@ -66,8 +66,7 @@ from .run.base import adapter_config, model_init, source_of
 from .run.resume import SavingMixin
 from .support import secrets
 from .support.distributed import keep_buckets, rewards_of_all
-from .support.evaluation_mode import as_it_was
-from .support.phases import PhaseTimer
+from .support.phases import PhaseTimer, as_it_was
 from .update.one_pass import OnePass
 from .update.packing import PackingMixin
 from .update.prepare import prepare

@@ -3,7 +3,7 @@
     y = linear(x, packed, block_scale, global_scale, bias, lora_a, lora_b, lora_splits)      no autograd
     dx = linear_backward(dy, packed, block_scale, global_scale)
 
-`run/reference.py` holds the number format and the plain PyTorch version of everything; without Triton or without a GPU it is what runs,
+`reference.py` holds the number format and the plain PyTorch version of everything; without Triton or without a GPU it is what runs,
 and `describe()` says so.  Only torch and triton are imported.
 """
 

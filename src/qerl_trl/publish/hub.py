@@ -24,8 +24,7 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ge
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
 
 from ..checkpoint import seal
-from ..checkpoint.names import is_hub_id
-from ..checkpoint.records import MERGED_KINDS, Export, Facts
+from ..checkpoint.records import MERGED_KINDS, Export, Facts, is_hub_id
 from ..checkpoint.settings import RunSettings
 from ..support import secrets
 from . import card, export, outgoing

@@ -13,7 +13,7 @@ from peft import PeftModel
 from torch import nn
 from transformers.trainer_utils import HubStrategy, SaveStrategy, TrainOutput
 
-from ..checkpoint import tokenizer
+from ..checkpoint import settings
 from ..rollout.sampling import save_generation_config
 from ..support import secrets
 from ..support.trl import OnlineTrainer
@@ -33,7 +33,7 @@ def warn_of_exports(model: nn.Module, processing_class: Any) -> None:
 
     if not isinstance(model, PeftModel):
         return
-    tokenizer.warn_of_tokens(model, processing_class)
+    settings.warn_of_tokens(model, processing_class)
     try:
         entries_of(TrainedPolicy(model, None, {}), with_adapter=True)
     except (ValueError, RuntimeError) as error:

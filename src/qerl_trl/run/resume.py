@@ -17,9 +17,10 @@ from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import SaveStrategy, TrainOutput
 
-from ..checkpoint import seal, unchanged
+from ..checkpoint import fingerprint, seal
 from ..checkpoint.fingerprint import base_sha256, take_embeddings
-from ..checkpoint.settings import RunSettings, run_settings
+from ..checkpoint.records import RunSettings
+from ..checkpoint.settings import run_settings
 from ..checks import rewards
 from ..model import loading, lora
 from ..publish.mixin import PublishingMixin
@@ -189,7 +190,7 @@ class SavingMixin(PublishingMixin):
             self.control.should_save = True
             return
         rewards.check_weights(model, self.state.global_step)
-        unchanged.check(self, in_the_middle=True)
+        fingerprint.check(self, in_the_middle=True)
         if self.args.should_save:
             seal.make_room(folder)
         self.accelerator.wait_for_everyone()
@@ -297,7 +298,7 @@ class SavingMixin(PublishingMixin):
             return
         folder = output_dir or self._output_dir()
         rewards.check_weights(self.model, self.state.global_step)
-        unchanged.check(self)
+        fingerprint.check(self)
         if not (own := self._is_run_folder(folder)) or (self._resumed is None and not self._saved_here):
             run_folder.require_own(folder, self._recorded(), self._changed)
         elif not self._saved_here:

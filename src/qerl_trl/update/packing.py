@@ -19,7 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..nvfp4.linear import decoded_weights
-from ..support.evaluation_mode import evaluation_mode
+from ..support.phases import evaluation_mode
 from ..support.trl import OnlineTrainer
 from . import attention, batches, row
 from .budget import TokenBudget
