@@ -26,7 +26,7 @@ from qerl_trl import (
 from qerl_trl.checkpoint.seal import MANIFEST_NAME, order_of
 from qerl_trl.model.lora import register_nvfp4_lora
 from qerl_trl.nvfp4.linear import NVFP4Linear
-from qerl_trl.publish.mixin import PublishingMixin
+from qerl_trl.run.publishing import PublishingMixin
 from tests.test_docs import metrics
 
 LORA = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")

@@ -54,7 +54,7 @@ TIMED = {
     "start: noise in the engine": ("check", "qerl_trl.rollout.generation", "QeRLVLLMGeneration.probe_noise"),
     "train(): every value finite": ("check", "qerl_trl.model.loading", "finish"),
     "train(): the tokenizer's content": ("check", "qerl_trl.checkpoint.settings", "recorded_tokenizer"),
-    "train(): run folder": ("check", "qerl_trl.run.resume", "SavingMixin._settled"),
+    "train(): run folder": ("check", "qerl_trl.run.resume", "RunRecord.settle"),
     "start: norms that carry noise": ("work", "qerl_trl.noise.callback", "find_noisy_norms"),
     "sync: weights": ("work", "qerl_trl.rollout.generation", "QeRLVLLMGeneration.sync_weights"),
     "sync: noise": ("work", "qerl_trl.rollout.generation", "QeRLVLLMGeneration.sync_noise"),

@@ -13,6 +13,7 @@ import logging
 import re
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 from accelerate.utils import is_peft_model
@@ -66,12 +67,23 @@ def may_differ(name: str) -> bool:
     return name in _MAY_DIFFER or _INCIDENTAL.fullmatch(name) is not None
 
 
+def _acting(trainer: OnlineTrainer) -> SimpleNamespace:
+    """`trainer.args` with the values that act: TRL copies most of them when it is built, and does not read them again (#46)."""
+    given, own = vars(trainer.args), vars(trainer)
+    plain = {
+        n: own[n] for n in given if isinstance(own.get(n, ...), bool | int | float | str | None) and n != "use_vllm"
+    }
+    low, high = own.get("epsilon_low"), own.get("epsilon_high")
+    epsilon = {} if low is None else {"epsilon": low, "epsilon_high": None if high == low else high}
+    return SimpleNamespace(**(given | plain | {n: v for n, v in epsilon.items() if n in given}))
+
+
 def run_settings(trainer: OnlineTrainer) -> RunSettings:
     """What must agree for a resumed run to continue the same trajectory, and what a reader of its results wants to know."""
     settings: RunSettings = {"trainer": trainer._name.removeprefix("QeRL-")}
-    args: Any = trainer.args
+    args, acts = trainer.args, _acting(trainer)
     for name in RecordedArguments.__annotations__:
-        if (value := getattr(args, name, None)) is not None:
+        if (value := getattr(acts, name, getattr(args, name, None))) is not None:
             settings[name] = value  # type: ignore[literal-required]  # the names above are keys of RunSettings
     model = trainer.accelerator.unwrap_model(trainer.model)
     settings["model"] = getattr(model.config, "_name_or_path", "")
@@ -90,7 +102,7 @@ def run_settings(trainer: OnlineTrainer) -> RunSettings:
     if (data := dataset_sha256(trainer.train_dataset)) is not None:
         settings["dataset_sha256"] = data
     fields = {f.name: f for f in dataclasses.fields(args) if f.name not in RecordedArguments.__annotations__}
-    options = _not_defaults(args, {name: f for name, f in fields.items() if not _INCIDENTAL.fullmatch(name)})
+    options = _not_defaults(acts, {name: f for name, f in fields.items() if not _INCIDENTAL.fullmatch(name)})
     engine = {k: v for k, v in options.pop("vllm_engine_kwargs", {}).items() if k in _SAMPLING_ENGINE}
     settings["options"] = options | trainer.given_optimizers | ({"vllm_engine_kwargs": engine} if engine else {})
     free = {*_MAY_DIFFER, *_NOT_SETTINGS, *({"model"} if "base_sha256" in settings else ())}
@@ -213,8 +225,10 @@ def _compared(name: str, then: Any, now: Any) -> list[str]:
     return [f"{name.removeprefix('options.')}: {shown[0]} then, {shown[1]} now{why}"]
 
 
-def rewards_of(trainer: OnlineTrainer) -> Iterator[tuple[str, Any]]:
-    yield from zip(trainer.reward_func_names, trainer.reward_funcs, strict=True)
+def sources_of(trainer: OnlineTrainer) -> dict[str, dict[str, str]]:
+    """Digests of the reward functions, and of what makes completions next to the model."""
+    rewards = zip(trainer.reward_func_names, trainer.reward_funcs, strict=True)
+    return {"rewards_sha256": digests(rewards), "rollouts_sha256": digests(rollouts_of(trainer))}
 
 
 def rollouts_of(trainer: OnlineTrainer) -> Iterator[tuple[str, Any]]:

@@ -2,7 +2,7 @@
 
 [`push_folder`] uploads a folder that `qerl_trl.publish.export` sealed. Large files go first, and become visible only through the single commit at
 the end; an upload that was interrupted is repeated and skips what the Hub already has. `push_adapter`, `push_merged` and `push_base`
-export and upload in one go. `publishing.PublishingMixin` puts the same rules in front of `trainer.push_to_hub()` and of pushes while
+export and upload in one go. `run.publishing.PublishingMixin` puts the same rules in front of `trainer.push_to_hub()` and of pushes while
 training.
 
 Only huggingface_hub's public API is used, so its endpoint (`HF_ENDPOINT`), token store and transfer settings apply.
@@ -453,6 +453,20 @@ def push_run(
     exported = folder.with_name(f".push-{folder.name}")
     try:
         export.copy_adapter(folder, exported, lambda partial, record: card.write(partial, facts, record))
+        return push_folder(exported, repo_id, base_model, facts, **options)
+    finally:
+        shutil.rmtree(exported, ignore_errors=True)
+
+
+def push_run(
+    folder: Path, repo_id: str, facts: Facts, adapter: bool, base_model: str | None = None, **options: Any
+) -> str:
+    """Upload the model or the adapter of a run's folder or of a checkpoint, from its files alone. `options` as for [`push_folder`]."""
+    if not adapter:
+        return push_model(folder, repo_id, facts, **options)
+    exported = folder.with_name(f".push-{folder.name}")
+    try:
+        export.copy_adapter(folder, exported, lambda partial, record: cards.write(partial, facts, record))
         return push_folder(exported, repo_id, base_model, facts, **options)
     finally:
         shutil.rmtree(exported, ignore_errors=True)

@@ -1,5 +1,6 @@
 """Blocks of a training step: how long each took (rollout, rewards, and the update, which is what is left), and in which mode its model is."""
 
+import gc
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,3 +56,20 @@ def as_it_was(model: nn.Module) -> Iterator[None]:
             parameter.data = data
         for now, before in buffers:
             now.update(before)
+
+
+class Collector:
+    """Keeps what was compiled in the first step from Python's garbage collector, which goes through all of it in each rollout (0.3 to 1.2 s)."""
+
+    _frozen = False
+
+    def freeze(self) -> None:
+        if not self._frozen:
+            self._frozen = True
+            gc.collect()
+            gc.freeze()
+
+    def unfreeze(self) -> None:
+        if self._frozen:
+            gc.unfreeze()
+            self._frozen = False
