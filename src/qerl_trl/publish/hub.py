@@ -458,20 +458,6 @@ def push_run(
         shutil.rmtree(exported, ignore_errors=True)
 
 
-def push_run(
-    folder: Path, repo_id: str, facts: Facts, adapter: bool, base_model: str | None = None, **options: Any
-) -> str:
-    """Upload the model or the adapter of a run's folder or of a checkpoint, from its files alone. `options` as for [`push_folder`]."""
-    if not adapter:
-        return push_model(folder, repo_id, facts, **options)
-    exported = folder.with_name(f".push-{folder.name}")
-    try:
-        export.copy_adapter(folder, exported, lambda partial, record: cards.write(partial, facts, record))
-        return push_folder(exported, repo_id, base_model, facts, **options)
-    finally:
-        shutil.rmtree(exported, ignore_errors=True)
-
-
 def push_checkpoint(folder: Path, to: Destination, facts: Facts, message: str, keep_as: str | None) -> str:
     """Upload a sealed checkpoint: its model as the repository's, with a card, and all that a resumed run reads as the folder `keep_as`."""
     further: Content = {}
