@@ -8,7 +8,7 @@ from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 from qerl_trl import QeRLGRPOTrainer
 from qerl_trl.config import QeRLArguments
 from qerl_trl.nvfp4.linear import has_nvfp4
-from qerl_trl.run.arguments import by_name
+from qerl_trl.run.base import by_name
 from qerl_trl.trainer import QeRLMixin
 from tests.test_trainer import LORA, PROMPTS, adapter_of, logged, make_trainer, settings, spread_reward  # noqa: F401
 from tests.tiny_models import make_tiny_config

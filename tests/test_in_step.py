@@ -7,8 +7,7 @@ import torch
 from datasets import Dataset
 from transformers import TrainerCallback
 
-from qerl_trl.checkpoint import seal
-from qerl_trl.run import banner
+from qerl_trl.checkpoint import seal, settings
 from tests.faults.tiny_runs import PROMPTS, TinyRuns, spread_reward, tiny_runs  # noqa: F401
 from tests.ranks import on_ranks
 from tests.tiny_models import make_tiny_model
@@ -71,8 +70,8 @@ def test_what_differs_is_named_in_every_process(what, tiny_runs, tmp_path):  # n
 def test_other_packages_are_named(tiny_runs, tmp_path):  # noqa: F811
     def work(rank):
         if rank:
-            found = banner.versions()
-            banner.versions = lambda: {**found, "trl": "0.0.1"}
+            found = settings.versions()
+            settings.versions = lambda: {**found, "trl": "0.0.1"}
         return trained(tiny_runs, tmp_path / "run")
 
     for outcome in on_ranks(2, work):

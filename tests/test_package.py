@@ -79,7 +79,8 @@ before = state()
 import qerl_trl
 print(state() == before)
 mixin = qerl_trl.QeRLGRPOTrainer.__new__(qerl_trl.QeRLGRPOTrainer)
-with mixin._own_vllm_generation():
+from qerl_trl.run.base import own_vllm_generation
+with own_vllm_generation(mixin):
     print(grpo.VLLMGeneration is before[2]["VLLMGeneration"])
 print(grpo.VLLMGeneration is before[2]["VLLMGeneration"])
 """

@@ -12,8 +12,9 @@ from transformers import AutoModelForCausalLM
 from qerl_trl import QeRLGRPOTrainer, QeRLRLOOTrainer
 from qerl_trl.checkpoint import seal
 from qerl_trl.publish import card as cards
-from qerl_trl.publish import hub, mixin
+from qerl_trl.publish import hub
 from qerl_trl.publish.load import recorded_settings
+from qerl_trl.run import publishing
 from tests.architectures import dense_model
 from tests.hub_server import TOKEN
 from tests.publish.test_hub import REPO, no_token_anywhere, server  # noqa: F401  (fixtures)
@@ -149,7 +150,7 @@ def test_arguments_do_not_pickle_the_token(tmp_path):
 def test_what_cannot_be_merged_is_said_before_anything_is_trained(name, told, tmp_path, caplog):
     dense_model(name).save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
-    mixin.warn_of_exports(get_peft_model(model, LoraConfig(target_modules=["q_proj"])), make_tiny_tokenizer())
+    publishing.warn_of_exports(get_peft_model(model, LoraConfig(target_modules=["q_proj"])), make_tiny_tokenizer())
     assert ("in another form in memory than on disk" in caplog.text) == told
 
 
@@ -158,5 +159,5 @@ def test_what_cannot_be_merged_is_said_before_anything_is_trained(name, told, tm
 )
 def test_what_a_pushed_checkpoint_lacks_is_said_before(deepspeed, strategy, said, caplog):
     args = SimpleNamespace(hub_strategy=strategy, output_dir="here")
-    mixin.PublishingMixin._warn_of_checkpoints(SimpleNamespace(args=args, is_deepspeed_enabled=deepspeed))
+    publishing.Uploads(SimpleNamespace(args=args, is_deepspeed_enabled=deepspeed)).warn_of_checkpoints()
     assert ("does not push the optimizer's state" in caplog.text) == said

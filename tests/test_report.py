@@ -4,6 +4,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from qerl_trl import NVFP4Config, QeRLConfig, QeRLRLOOConfig
+from qerl_trl.checkpoint import records
 from qerl_trl.model.lora import register_nvfp4_lora
 from qerl_trl.run import banner
 
@@ -15,17 +16,17 @@ def policy(tiny_model_dir):
 
 
 def test_versions_name_what_decides_a_result():
-    versions = banner.versions()
+    versions = records.versions()
     assert {"python", "torch", "trl", "transformers", "peft", "qerl-trl"} <= versions.keys()
 
 
 def test_descriptions(policy, monkeypatch):
     assert "NVFP4 in 14 linear layers, bfloat16 elsewhere" in banner.base_description(policy, "nvfp4")
     assert banner.base_description(torch.nn.Linear(2, 2), "bf16") == "bf16, frozen"
-    assert "CPU" in banner.device_name(torch.device("cpu"))
+    assert "CPU" in records.device_name(torch.device("cpu"))
     for threads, said in ((1, "1 thread"), (2, "2 threads")):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        assert banner.device_name(torch.device("cpu")).endswith(f" CPU, {said}")
+        assert records.device_name(torch.device("cpu")).endswith(f" CPU, {said}")
     assert 0 < banner.peak_memory_gib(torch.device("cpu")) < 100
 
 

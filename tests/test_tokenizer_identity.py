@@ -14,7 +14,7 @@ from transformers import (
     Qwen2Tokenizer,
 )
 
-from qerl_trl.checkpoint.tokenizer import recorded
+from qerl_trl.checkpoint.settings import recorded_tokenizer as recorded
 
 TEXTS = ["the norm's weights: 12 + 34.5 = 46.5", "more words, and words again", "one Klingon beside nine others"] * 9
 SPECIAL = ["<pad>", "<eos>", "<unk>"]

@@ -24,9 +24,10 @@ from qerl_trl import (
     last_checkpoint,
 )
 from qerl_trl.checkpoint.seal import MANIFEST_NAME, order_of
+from qerl_trl.checkpoint.settings import run_settings
 from qerl_trl.model.lora import register_nvfp4_lora
 from qerl_trl.nvfp4.linear import NVFP4Linear
-from qerl_trl.publish.mixin import PublishingMixin
+from qerl_trl.run.publishing import PublishingMixin
 from tests.test_docs import metrics
 
 LORA = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -668,6 +669,17 @@ def test_manifest_describes_the_run(make_trainer, tmp_path):
     assert {"adapter_model.safetensors", "optimizer.pt", "trainer_state.json", "rng_state.pth"} <= manifest[
         "files"
     ].keys()
+
+
+def test_what_acts_is_recorded_not_what_the_arguments_were_set_to_afterwards(make_trainer):
+    """TRL copies most arguments when it is built, and does not read them again (#46)."""
+    trainer = make_trainer(epsilon=0.3, beta=0.0, learning_rate=1e-4)
+    before = run_settings(trainer)
+    trainer.args.epsilon, trainer.args.epsilon_high, trainer.args.temperature, trainer.args.beta = 0.1, 0.5, 0.1, 0.5
+    assert run_settings(trainer) == before and before["options"]["epsilon"] == 0.3
+    trainer.epsilon_low, trainer.args.learning_rate = 0.25, 1e-3  # these act
+    after = run_settings(trainer)
+    assert after["options"]["epsilon"] == 0.25 and after["learning_rate"] == 1e-3
 
 
 # --- guards ----------------------------------------------------------------------------------------------------------

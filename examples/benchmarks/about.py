@@ -45,7 +45,7 @@ def head(device: str, said: str | None = None, times: int = 1) -> dict[str, Any]
     """The first fields of a record: `command`, `commit` (`said`: as there), `device` (so many of them), `machine` and `versions`."""
     import torch
 
-    from qerl_trl.run.banner import device_name, versions
+    from qerl_trl.checkpoint.records import device_name, versions
 
     several = f" x {times}" if times > 1 else ""
     return {

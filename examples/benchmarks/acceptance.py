@@ -276,7 +276,7 @@ def main() -> None:
     import torch
     from random_checkpoint import write_checkpoint
 
-    from qerl_trl.run.banner import device_name, versions
+    from qerl_trl.checkpoint.records import device_name, versions
 
     def end(signum, frame):
         for group in RUNNING:

@@ -47,14 +47,14 @@ PROBE = "rollout: probe, every few steps"
 TIMED = {
     "start: settings and environment": ("check", "qerl_trl.checks.environment", "check"),
     "start: lock of the run folder": ("check", "qerl_trl.run.folder", "lock_for"),
-    "start: disk space": ("check", "qerl_trl.run.disk", "check"),
+    "start: disk space": ("check", "qerl_trl.run.folder", "check_disk"),
     "start: memory plan": ("check", "qerl_trl.trainer", "plan_trainer"),
     "start: fingerprint of the base": ("check", "qerl_trl.checkpoint.fingerprint", "shared_base_sha256"),
     "start: probe of the engine": ("check", "qerl_trl.rollout.generation", "QeRLVLLMGeneration.run_probe"),
     "start: noise in the engine": ("check", "qerl_trl.rollout.generation", "QeRLVLLMGeneration.probe_noise"),
     "train(): every value finite": ("check", "qerl_trl.model.loading", "finish"),
-    "train(): the tokenizer's content": ("check", "qerl_trl.checkpoint.tokenizer", "recorded"),
-    "train(): run folder": ("check", "qerl_trl.run.resume", "SavingMixin._settled"),
+    "train(): the tokenizer's content": ("check", "qerl_trl.checkpoint.settings", "recorded_tokenizer"),
+    "train(): run folder": ("check", "qerl_trl.run.resume", "RunRecord.settle"),
     "start: norms that carry noise": ("work", "qerl_trl.noise.callback", "find_noisy_norms"),
     "sync: weights": ("work", "qerl_trl.rollout.generation", "QeRLVLLMGeneration.sync_weights"),
     "sync: noise": ("work", "qerl_trl.rollout.generation", "QeRLVLLMGeneration.sync_noise"),
@@ -371,12 +371,12 @@ def main() -> None:
     if args.worker:
         print("RESULT " + json.dumps(measure(args.worker, args.device, args.pairs)), flush=True)
         os._exit(0)  # an engine's own shutdown takes seconds
-    from qerl_trl.run import banner
+    from qerl_trl.checkpoint import records
 
     record: dict[str, Any] = {
         "command": about.command(),
         "commit": about.commit(),
-        "versions": banner.versions(),
+        "versions": records.versions(),
         "checks": [],
     }
     if args.device == "cuda":

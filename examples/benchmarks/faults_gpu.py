@@ -218,14 +218,14 @@ def merged(record: dict[str, Any], former: dict[str, Any], names: list[str]) -> 
 
 
 def run_all(names: list[str], device: str, jobs: int, output: Path | None, commit: str | None) -> int:
-    from qerl_trl.run import banner
+    from qerl_trl.checkpoint import records
 
     root = Path(tempfile.mkdtemp())
     model = write_model(root / "model", device)
     record: dict[str, Any] = {
         "command": about.command(),
         "commit": about.commit(commit),
-        "versions": banner.versions(),
+        "versions": records.versions(),
         "device": device,
     }
     if device == "cuda":

@@ -159,12 +159,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    from qerl_trl.run import banner
+    from qerl_trl.checkpoint import records
 
     record: dict[str, Any] = {
         "command": about.command(),
         "commit": about.commit(),
-        "versions": banner.versions(),
+        "versions": records.versions(),
         "device": f"CPU, {os.cpu_count()} cores, shared",
         "settings": SETTINGS,
         "kills": [],

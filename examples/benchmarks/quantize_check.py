@@ -164,7 +164,7 @@ def run_step(arguments: argparse.Namespace, source: Path, result: Path) -> dict:
     if arguments.step == "describe":
         import torch
 
-        from qerl_trl.run.banner import device_name, versions
+        from qerl_trl.checkpoint.records import device_name, versions
 
         return {"device": device_name(torch.device(arguments.device)), "versions": versions(), "cores": os.cpu_count()}
     started = time.perf_counter()

@@ -375,7 +375,7 @@ def main() -> None:
     import torch
     from random_checkpoint import write_checkpoint
 
-    from qerl_trl.run.banner import device_name, versions
+    from qerl_trl.checkpoint.records import device_name, versions
 
     begin = time.time()
     with tempfile.TemporaryDirectory(prefix="start-time-") as folder:

@@ -241,12 +241,12 @@ def main() -> int:
         return 0
     from tests.test_many_ranks import SETTINGS
 
-    from qerl_trl.run import banner
+    from qerl_trl.checkpoint import records
 
     record: dict[str, Any] = {
         "command": about.command(),
         "commit": about.commit(),
-        "versions": banner.versions(),
+        "versions": records.versions(),
         "device": f"CPU, {os.cpu_count()} cores, shared",
         "settings": SETTINGS,
         "runs": [],

@@ -1,37 +1,36 @@
 """QeRL as a delta on TRL's trainers: a 4-bit frozen base, LoRA, noisy rollouts, and checks. Nothing of TRL is copied.
 
-[`QeRLMixin`] goes in front of any TRL trainer with TRL 1.16's `_generate(prompts)` and `VLLMGeneration`. What differs:
+[`QeRLMixin`] goes in front of any TRL trainer with TRL 1.16's `_generate(prompts)` and `VLLMGeneration`. What it overrides, why, and which hook of
+TRL or transformers would remove it:
 
-| method | why |
-|---|---|
-| `__init__` | quantizes the base while it loads, registers LoRA for it, attaches noise and checks, replaces the vLLM glue |
-| `train` | says what was planned and what differs from TRL (`run/banner.py`); resumes from whole checkpoints of the same settings only; leaves a model that computes clean |
-| `set_initial_training_values` | a run that has ended takes no further step |
-| `_maybe_log_save_evaluate` | what a callback of one process asks for, all processes do |
-| `evaluation_loop` | `bf16_full_eval` casts the model for the evaluation only |
-| `_prepare_for_training` | FSDP 2 of older torch shards bytes too (`model/sharding.py`) |
-| `_get_train_sampler` | a run resumed in a later epoch sees that epoch's order of prompts, not the first one's again |
-| `_generate` | draws the noise of this rollout and keeps the engine up to date (covers tools and rollout functions alike) |
-| `_generate`, `_compute_loss` | what transformers sampled under noise is importance-corrected as vLLM's rollouts are (`rollout/behaviour.py`) |
-| `_calculate_rewards` | refuses infinite rewards; an error of one process is raised in all |
-| `_generate_and_score_completions` | measures and watches the rollout/trainer mismatch (`rollout/mismatch.py`); saves the step before where it fails |
-| `_get_per_token_logps_and_entropies`, `_prepare_inputs` | [`PackingMixin`]: no work on padding, equal prompts once |
-| `_compute_loss`, `_get_per_token_logps_and_entropies` | on-policy the update's own log-probabilities are the old ones (`update/one_pass.py`) |
-| `training_step` | refuses a non-finite loss or gradient before the optimizer sees it |
-| `_load_from_checkpoint` | the trained adapter comes back also where TRL keeps a second one as reference |
-| `_save_checkpoint`, `_push_from_checkpoint`, `save_model` | seals what was written, then rotates older checkpoints and pushes |
-| `log` | feeds the signal monitor; adds the peak of memory and the seconds of each phase (`support/phases.py`) |
-| `push_to_hub`, `create_model_card`, `init_hf_repo`, `_finalize_training` | [`PublishingMixin`]: private, whole or not at all, with our card; no way past it |
+| method | why | hook that would remove it |
+|---|---|---|
+| `__init__` | quantizes the base while it loads, registers LoRA for it, replaces the vLLM glue (the only rebind in this package) | a factory for `VLLMGeneration`, a callable for the model |
+| `train` | banner; resumes from whole checkpoints of the same settings only; leaves a model that computes clean | a check before a checkpoint is loaded |
+| `set_initial_training_values` | a run that has ended takes no further step | `Trainer` looks before it steps |
+| `_get_train_sampler` | a run resumed in a later epoch has that epoch's order of prompts | `set_epoch` on TRL's sampler |
+| `_load_from_checkpoint` | loads the trained adapter also where TRL keeps a second one as reference | a fix in `Trainer` |
+| `_load_best_model` | a damaged best checkpoint is not loaded | `on_load_best` |
+| `_maybe_log_save_evaluate` | what a callback of one process asks for, all processes do; saves wait for the end of a rollout | the control gathered in `Trainer` |
+| `_save_checkpoint`, `_push_from_checkpoint`, `save_model`, `_save` | seals what was written, then rotates older checkpoints and pushes | `on_save` before rotation |
+| `evaluate` | leaves the random state of the training as it was | random state kept in `Trainer` |
+| `evaluation_loop` | `bf16_full_eval` casts the model for the evaluation only | a copy in `Trainer` |
+| `_prepare_for_training` | FSDP 2 of older torch shards bytes too (`model/sharding.py`) | torch 2.10 |
+| `_generate` | draws the noise of this rollout and keeps the engine up to date (tools and rollout functions too) | `on_rollout_begin`, `on_rollout_end` |
+| `_generate`, `_compute_loss` | importance-corrects what transformers sampled under noise (`rollout/behaviour.py`) | sampled log-probabilities from `_generate` |
+| `_calculate_rewards` | refuses infinite rewards; an error of one process is raised in all | a hook on the gathered rewards |
+| `_generate_and_score_completions` | measures the rollout/trainer mismatch; saves the step before where it fails | `on_rollout_end` |
+| `_get_per_token_logps_and_entropies`, `_prepare_inputs` | no work on padding, equal prompts once (`update/packing.py`) | padding-free GRPO in TRL |
+| `_get_per_token_logps_and_entropies`, `_compute_loss` | on-policy the update's own log-probabilities are the old ones (`update/one_pass.py`) | the same in TRL |
+| `training_step` | refuses a non-finite loss or gradient before the optimizer uses it | `on_pre_optimizer_step` with the loss |
+| `log` | feeds the signal monitor; adds the peak of memory and the seconds of each phase | a callback that may add to logs |
+| `push_to_hub`, `create_model_card`, `init_hf_repo`, `_finalize_training` | private, whole or not at all, with our card | an uploader object in `Trainer` |
 
-New: `to_resume` ([`SavingMixin`]), `save_adapter`, `save_merged` and `save_base`. `VLLMGeneration` has no factory hook, so its name in TRL's trainer
-module is rebound during `super().__init__` (the only rebind in this package; `tests/test_contracts.py` fails if TRL moves it).
+New: `to_resume`, `save_adapter`, `save_merged`, `save_base`. `tests/test_contracts.py` fails if TRL moves what is used here.
 """
 
-import gc
-import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
-from functools import cached_property, partial
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,41 +41,70 @@ from transformers import PreTrainedModel
 from transformers.trainer_utils import TrainOutput
 
 from .checkpoint import fingerprint
-from .checkpoint.sources import digests, rewards_of, rollouts_of
+from .checkpoint.settings import sources_of
 from .checks import environment, rewards
 from .checks.learning import SignalMonitor
-from .config import QeRLArguments, QeRLConfig, QeRLRLOOConfig
+from .config import QeRLConfig, QeRLRLOOConfig
 from .memory.of_trainer import plan_trainer
 from .memory.plan import MemoryPlan
 from .memory.workload import check_rollout
 from .model import loading
 from .model.lora import changes_base, check_adapter, prepare_trainable, warn_of_dropout, warn_of_low_precision
-from .model.ready import given_model
 from .model.sharding import BytesWithoutGradient, save_whole_tensors
 from .noise.callback import AQNCallback
 from .nvfp4.linear import has_nvfp4
-from .publish.mixin import warn_of_exports
 from .rollout import behaviour, mismatch
 from .rollout.contract import checked_rollout_func
 from .rollout.sampling import of_the_model_alone, settle_ends
-from .rollout.supported import check_environment, check_given
-from .run import banner, disk, folder, shortage
-from .run.arguments import by_name, with_reward_models
-from .run.base import adapter_config, model_init, source_of
-from .run.resume import SavingMixin
-from .support import secrets
-from .support.distributed import keep_buckets, rewards_of_all
-from .support.evaluation_mode import as_it_was
-from .support.phases import PhaseTimer
+from .run import banner, base, folder, shortage
+from .run.exits import Rescue
+from .run.publishing import Uploads, warn_of_exports
+from .run.resume import RunRecord, SaveBetweenRollouts, SavingMixin
+from .support.distributed import rewards_of_all
+from .support.phases import Collector, PhaseTimer, as_it_was
 from .update.one_pass import OnePass
-from .update.packing import PackingMixin
+from .update.packing import Packing
 from .update.prepare import prepare
 
 with environment.naming_vllm():
     from trl import GRPOTrainer, RLOOTrainer
 
 
-class QeRLMixin(SavingMixin, PackingMixin):
+def attach(trainer: Any) -> None:
+    """Attach noise, checks and the fast update to a trainer that TRL has built."""
+    args = trainer.args
+    settle_ends(trainer)
+    plan_trainer(trainer)
+    trained = trainer.accelerator.unwrap_model(trainer.model)
+    folder.check_disk(args, trained)
+    trainer.base_sha256 = fingerprint.shared_base_sha256(trained, not trainer.is_fsdp_enabled)  # before training
+    if is_peft_model(trained):
+        check_adapter(trained)
+        trainer.base_sha256 = None if changes_base(trained) else trainer.base_sha256
+    else:
+        warn_of_low_precision(trained)
+    warn_of_dropout(trained)
+    warn_of_exports(trained, trainer.processing_class)
+    trainer._monitor = SignalMonitor(args.zero_advantage_patience)
+    trainer._mismatch = mismatch.MismatchWatch(args.rollout_mismatch_threshold)
+    trainer._passes = OnePass(trainer)
+    trainer.reward_funcs = rewards.checked_rewards(trainer)
+    if getattr(trainer, "rollout_func", None) is not None:  # GRPO has it
+        trainer.rollout_func = checked_rollout_func(trainer.rollout_func)
+    prepare_trainable(trained)
+    if args.aqn:
+        trainer.aqn = AQNCallback.from_args(args)
+        trainer.aqn.attach(trained, seed=args.seed)
+        trainer.add_callback(trainer.aqn)
+        if args.use_vllm:
+            trainer.vllm_generation.probe_noise()
+    trainer._tag_names = [*type(trainer)._tag_names, "qerl", *(["nvfp4"] if has_nvfp4(trained) else [])]
+    trainer.model.add_model_tags(trainer._tag_names)
+    prepare(trainer)
+    trainer.sources = sources_of(trainer)
+
+
+class QeRLMixin(SavingMixin):
     """Adds QeRL to a TRL trainer. Put it before the trainer in the bases and set `_config_class`.
 
     Args:
@@ -98,12 +126,10 @@ class QeRLMixin(SavingMixin, PackingMixin):
     memory_plan: MemoryPlan | None = None
     #: where the old log-probabilities come from
     _passes: OnePass
-    #: whether what was there after the first micro-batch is kept from Python's garbage collector
-    _frozen: bool = False
-
-    @cached_property
-    def _timer(self) -> PhaseTimer:
-        return PhaseTimer("rollout", "reward", "update")
+    #: whether the run still learns
+    _monitor: SignalMonitor
+    #: computes log-probabilities without padding
+    _packing: Packing | None = None
 
     def __init__(
         self,
@@ -114,77 +140,21 @@ class QeRLMixin(SavingMixin, PackingMixin):
         **kwargs: Any,
     ) -> None:
         # wherever the parent keeps them: its later arguments may come by position too
-        given = by_name(super().__init__, model, reward_funcs, args, *positional, **kwargs)
-        if args is None:
-            name = model if isinstance(model, str) else getattr(model.config, "_name_or_path", "")
-            args = self._config_class(f"{name.split('/')[-1]}-{self._name}")
-        if not isinstance(args, QeRLArguments):
-            raise TypeError(
-                f"{type(self).__name__} needs args of type {self._config_class.__name__}, got {type(args).__name__}. It takes "
-                f"the same fields: replace {type(args).__name__}(...) by {self._config_class.__name__}(...)."
-            )
-        keep_buckets(args)
-        secrets.check_places({**given, **vars(args)})
-        environment.check(args)
-        check_environment(args)
-        check_given(args, given)
-        folder.lock_for(args)
-        given["model"] = model = given_model(model)
-        given["args"], given["peft_config"] = args, adapter_config(model, args, given.get("peft_config"))
-        given["reward_funcs"] = with_reward_models(given.get("reward_funcs"), args)
-        initial = model_init(model, args, given.pop("quantization_config", None))
-        with initial as quantization_config, self._own_vllm_generation(), shortage.naming(self):
+        given = base.by_name(super().__init__, model, reward_funcs, args, *positional, **kwargs)
+        given = base.before(type(self), given)
+        self._uploads, self._record, self.rescue = Uploads(self), RunRecord(self), Rescue(self)
+        self._saves, self._timer, self._collector = (
+            SaveBetweenRollouts(self),
+            PhaseTimer("rollout", "reward", "update"),
+            Collector(),
+        )
+        self.given_optimizers: dict[str, str] = {}
+        self._padded_logps = super()._get_per_token_logps_and_entropies
+        initial = base.model_init(given["model"], given["args"], given.pop("quantization_config", None))
+        with initial as quantization_config, base.own_vllm_generation(self), shortage.naming(self):
             super().__init__(**given, quantization_config=quantization_config)
-        settle_ends(self)
-        plan_trainer(self)
-        disk.check(self)
-        trained = self.accelerator.unwrap_model(self.model)
-        loading.begin_loaded(trained, **source_of(model, args))
-        self.base_sha256 = fingerprint.shared_base_sha256(trained, not self.is_fsdp_enabled)  # before training
-        if is_peft_model(trained):
-            check_adapter(trained)
-            self.base_sha256 = None if changes_base(trained) else self.base_sha256
-        else:
-            warn_of_low_precision(trained)
-        warn_of_dropout(trained)
-        warn_of_exports(trained, self.processing_class)
-        self._monitor = SignalMonitor(args.zero_advantage_patience)
-        self._mismatch = mismatch.MismatchWatch(args.rollout_mismatch_threshold)
-        self._passes = OnePass(self)
-        self.reward_funcs = rewards.checked_rewards(self)
-        if getattr(self, "rollout_func", None) is not None:
-            self.rollout_func = checked_rollout_func(self.rollout_func)
-        self.note_what_was_taken()
-        prepare_trainable(trained)
-        if args.aqn:
-            self.aqn = AQNCallback.from_args(args)
-            self.aqn.attach(trained, seed=args.seed)
-            self.add_callback(self.aqn)
-            if args.use_vllm:
-                self.vllm_generation.probe_noise()
-        self._tag_names = [*type(self)._tag_names, "qerl", *(["nvfp4"] if has_nvfp4(trained) else [])]
-        self.model.add_model_tags(self._tag_names)
-        prepare(self)
-        self.sources = {"rewards_sha256": digests(rewards_of(self)), "rollouts_sha256": digests(rollouts_of(self))}
-
-    @contextmanager
-    def _own_vllm_generation(self) -> Iterator[None]:
-        """Let the parent's `__init__` build our `VLLMGeneration`; see the module docstring."""
-
-        def build(*args, **kwargs):
-            from .rollout.generation import QeRLVLLMGeneration
-
-            settle_ends(self)
-            kwargs["max_model_length"] = plan_trainer(self).max_model_len  # of this run, not the model's largest
-            return QeRLVLLMGeneration(*args, trainer=self, **kwargs)
-
-        with ExitStack() as stack:
-            for name in {cls.__module__ for cls in type(self).__mro__ if cls.__module__.startswith("trl.")}:
-                module = sys.modules[name]
-                if "VLLMGeneration" in vars(module):
-                    stack.callback(setattr, module, "VLLMGeneration", vars(module)["VLLMGeneration"])
-                    vars(module)["VLLMGeneration"] = build
-            yield
+        loading.begin_loaded(self.accelerator.unwrap_model(self.model), **base.source_of(given["model"], self.args))
+        attach(self)
 
     # ------------------------------------------------------------------------------------------------------- rollout
 
@@ -206,17 +176,14 @@ class QeRLMixin(SavingMixin, PackingMixin):
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         own = partial(super()._calculate_rewards, inputs, prompts, *args, **kwargs)
-        with (
-            self._timer.phase("reward", counts=self.model.training),
-            rewards.reward_limit(self),
-            self.failing_together(),
-        ):
+        timed = self._timer.phase("reward", counts=self.model.training)
+        with timed, rewards.reward_limit(self), self.rescue.failing_together():
             self._rewards = rewards_of_all(self.accelerator, own, len(prompts), len(self.reward_funcs))
             rewards.check_reward_tensor(self._rewards, self.reward_func_names, self.reward_weights)
         return self._rewards
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        with self.rescued():
+        with self.rescue.around():
             with behaviour.corrected(self), self._passes.scoring():
                 output = super()._generate_and_score_completions(inputs)
             if self.model.training:
@@ -224,14 +191,26 @@ class QeRLMixin(SavingMixin, PackingMixin):
             self._passes.scored(output)
         return output
 
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        trainer: Any = self  # TRL's buffer is typed by each of its trainers
+        before = trainer._buffered_inputs
+        inputs = super()._prepare_inputs(generation_batch)
+        made = trainer._buffered_inputs
+        if self._packing is None or not self._packing.on or not self.model.training or made is before:
+            return inputs
+        trainer._buffered_inputs = self._packing.dealt(made)
+        return trainer._buffered_inputs[self._step % self.args.steps_per_generation]
+
     # -------------------------------------------------------------------------------------------------------- update
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
         with behaviour.corrected(self, inputs), self._passes.own(inputs) as batch:
             return super()._compute_loss(model, batch)
 
-    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
-        return self._passes.logps(super()._get_per_token_logps_and_entropies, *args, **kwargs)
+    def _get_per_token_logps_and_entropies(self, model, input_ids, *args: Any, **kwargs: Any) -> Any:
+        own = super()._get_per_token_logps_and_entropies
+        compute = own if self._packing is None else partial(self._packing.logps, own)
+        return self._passes.logps(compute, model, input_ids, *args, **kwargs)
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         save_whole_tensors(self.accelerator)
@@ -244,15 +223,15 @@ class QeRLMixin(SavingMixin, PackingMixin):
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         with self._timer.phase("update"):
             loss = super().training_step(model, inputs, num_items_in_batch)
+            if self._packing is not None:
+                self._packing.budget.stepped()
             rewards.check_loss(loss, self.state.global_step)
             if self.is_deepspeed_enabled:
                 rewards.check_step_taken(self.accelerator, model, self.state.global_step)
-            elif self.accelerator.sync_gradients and getattr(self.accelerator, "scaler", None) is None:
+            elif self.accelerator.sync_gradients and self.accelerator.scaler is None:
                 rewards.check_gradients(model, self.state.global_step, self.optimizer)
-        if not self._frozen and self.args.device.type == "cuda":
-            self._frozen = True
-            gc.collect()
-            gc.freeze()  # else Python's collector goes through all that is compiled by now in each rollout: 0.3 to 1.2 s
+        if self.args.device.type == "cuda":
+            self._collector.freeze()
         return loss
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
@@ -269,7 +248,7 @@ class QeRLMixin(SavingMixin, PackingMixin):
                 logs["memory/peak_gib"] = banner.peak_memory_gib(self.args.device)
         super().log(logs, start_time)
         if start_time is not None:  # the trainer's own, in every process
-            self._agree()
+            self._saves.agree()
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         rewards.check_steps(self.args, self.train_dataset)
@@ -278,9 +257,7 @@ class QeRLMixin(SavingMixin, PackingMixin):
             with shortage.naming(self):
                 return super().train(*args, **kwargs)
         finally:
-            if self._frozen:
-                gc.unfreeze()
-                self._frozen = False
+            self._collector.unfreeze()
             if self.aqn is not None:
                 self.aqn.detach()  # an exception in the middle of a step leaves a model that computes clean
 

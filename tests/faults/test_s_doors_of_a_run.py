@@ -19,7 +19,7 @@ from transformers import TrainerCallback
 import qerl_trl
 from qerl_trl import QeRLConfig, QeRLGRPOTrainer
 from qerl_trl.checkpoint import seal
-from qerl_trl.run import reference
+from qerl_trl.run.resume import REFERENCE_NAME
 from tests.faults.catalog import fault, told
 from tests.faults.test_r7_publish import _commit
 from tests.faults.test_s_identity import other_base, trained  # noqa: F401  (fixtures)
@@ -230,10 +230,10 @@ def test_a_reference_that_moves_is_gone_on_with(tiny_runs, tmp_path, caplog):  #
     for name in ("model", "ref_model"):
         pairs = zip(getattr(whole, name).named_parameters(), getattr(second, name).named_parameters(), strict=True)
         assert all(torch.equal(a, b) for (_, a), (_, b) in pairs), name
-    (tmp_path / "without" / reference.NAME).unlink()
+    (tmp_path / "without" / REFERENCE_NAME).unlink()
     seal.seal(tmp_path / "without", seal.recorded_run(tmp_path / "without"))
     all_trained(tiny_runs, tmp_path / "on").train(resume_from_checkpoint=str(tmp_path / "without"))
-    assert f"without has no {reference.NAME}" in caplog.text
+    assert f"without has no {REFERENCE_NAME}" in caplog.text
 
 
 @fault("S.resume_other_data")

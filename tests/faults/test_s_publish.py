@@ -20,7 +20,7 @@ from qerl_trl import QeRLGRPOTrainer, QeRLRLOOTrainer
 from qerl_trl.checkpoint import seal
 from qerl_trl.cli.main import app
 from qerl_trl.publish import hub
-from qerl_trl.publish.mixin import PublishingMixin
+from qerl_trl.run.publishing import PublishingMixin
 from tests.faults.catalog import fault, told
 from tests.hub_server import TOKEN
 from tests.publish.test_hub import REPO, no_token_anywhere, server  # noqa: F401  (fixtures)

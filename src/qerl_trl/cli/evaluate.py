@@ -89,7 +89,7 @@ def evaluate(
     import dataclasses
 
     from qerl_trl.checkpoint import seal
-    from qerl_trl.checkpoint.names import public_name
+    from qerl_trl.checkpoint.records import public_name
     from qerl_trl.publish.load import recorded_settings, recorded_template_kwargs, require_model, require_whole
     from qerl_trl.tasks import evaluation
     from qerl_trl.tasks.grading import require_references

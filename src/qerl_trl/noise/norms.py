@@ -21,8 +21,8 @@ from peft import PeftModel
 from torch import nn
 
 from ..nvfp4.linear import NVFP4Linear, decoded_weights
-from ..support.evaluation_mode import evaluation_mode
 from ..support.names import canonical_name, unwrap
+from ..support.phases import evaluation_mode
 
 
 def find_noisy_norms(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> dict[str, nn.Module]:

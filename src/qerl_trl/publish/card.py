@@ -15,14 +15,22 @@ import jinja2
 import yaml
 
 from ..checkpoint import seal
-from ..checkpoint.names import is_hub_id, public_name
-from ..checkpoint.records import FACTS_NAME, Export, Facts, Kind, Quantization
+from ..checkpoint.records import (
+    FACTS_NAME,
+    Export,
+    Facts,
+    Kind,
+    Quantization,
+    hardware,
+    is_hub_id,
+    public_name,
+    versions,
+)
 from ..rollout.vllm.offline import slot_of
-from ..run import banner
 from . import figures
 
 if TYPE_CHECKING:  # they import PEFT, which `qerl-trl quantize` does without
-    from ..checkpoint.settings import LoraSettings, RunSettings
+    from ..checkpoint.records import LoraSettings, RunSettings
     from .load import Exportable
 
 #: kind -> template
@@ -109,9 +117,9 @@ def facts_of(exported: "Exportable", dataset: str | None = None) -> Facts:
         return {"kind": "adapter", "settings": settings, "dataset": dataset}
     args = exported.args
     facts = facts_of_run(args.output_dir or ".", settings, dataset)
-    facts["versions"] = banner.versions()
+    facts["versions"] = versions()
     facts["log"] = figures.log_summary(exported.state.log_history)
-    facts["hardware"] = banner.hardware(args)
+    facts["hardware"] = hardware(args)
     return facts
 
 

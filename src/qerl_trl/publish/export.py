@@ -36,17 +36,14 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ..checkpoint import fingerprint, seal
 from ..checkpoint import settings as identity
-from ..checkpoint import tokenizer as tokenizer_identity
 from ..checkpoint.fingerprint import is_trained
-from ..checkpoint.names import public_name
-from ..checkpoint.records import Export, Kind, Measured, RequantizedNote
+from ..checkpoint.records import Export, Kind, Measured, RequantizedNote, public_name, versions
 from ..checkpoint.settings import RunSettings
 from ..nvfp4 import checkpoints
 from ..nvfp4.config import NVFP4Config
 from ..nvfp4.headers import require_finite
 from ..nvfp4.linear import has_nvfp4
 from ..rollout.sampling import save_generation_config
-from ..run import banner
 from ..support import secrets
 from ..support.names import full_tensor, is_sharded, reshard
 from . import custom_code, staging
@@ -394,7 +391,7 @@ def _describe(policy: TrainedPolicy, kind: Kind, with_adapter: bool = True) -> E
     if with_adapter and adapter is not None and "lora" not in settings:
         settings["lora"] = identity.lora_settings(adapter)
     if policy.tokenizer is not None:
-        settings |= cast(RunSettings, tokenizer_identity.recorded_of_written(policy.tokenizer, policy.settings))
+        settings |= cast(RunSettings, identity.recorded_of_written(policy.tokenizer, policy.settings))
     if kind != "adapter":
         check_base(policy)
         if recorded_base(settings) is None:
@@ -414,4 +411,4 @@ def _active_lora(model: nn.Module) -> LoraConfig | None:
 def _record(kind: Kind, settings: RunSettings) -> Export:
     if settings.get("model"):
         settings["model"] = public_name(settings["model"])
-    return {"kind": kind, "settings": settings, "exported_with": banner.versions()}
+    return {"kind": kind, "settings": settings, "exported_with": versions()}

@@ -2,7 +2,7 @@
 
 [`push_folder`] uploads a folder that `qerl_trl.publish.export` sealed. Large files go first, and become visible only through the single commit at
 the end; an upload that was interrupted is repeated and skips what the Hub already has. `push_adapter`, `push_merged` and `push_base`
-export and upload in one go. `mixin.PublishingMixin` puts the same rules in front of `trainer.push_to_hub()` and of pushes while
+export and upload in one go. `run.publishing.PublishingMixin` puts the same rules in front of `trainer.push_to_hub()` and of pushes while
 training.
 
 Only huggingface_hub's public API is used, so its endpoint (`HF_ENDPOINT`), token store and transfer settings apply.
@@ -24,8 +24,7 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ge
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
 
 from ..checkpoint import seal
-from ..checkpoint.names import is_hub_id
-from ..checkpoint.records import MERGED_KINDS, Export, Facts
+from ..checkpoint.records import MERGED_KINDS, Export, Facts, is_hub_id
 from ..checkpoint.settings import RunSettings
 from ..support import secrets
 from . import card, export, outgoing

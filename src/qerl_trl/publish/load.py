@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrained
 
 from ..checkpoint import fingerprint, seal
 from ..checkpoint import settings as identity
-from ..checkpoint.names import is_hub_id
+from ..checkpoint.records import is_hub_id
 from ..checkpoint.settings import RunSettings
 from ..model.loading import begin, finish, from_pretrained, load_config
 from ..model.lora import load_adapter

@@ -20,7 +20,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from ..checkpoint import unchanged
+from ..checkpoint import fingerprint
 from ..checkpoint.records import RequantizedNote, Survived
 from ..checkpoint.settings import RunSettings
 from ..nvfp4.architectures import DECODER
@@ -67,7 +67,7 @@ def check_base(policy: TrainedPolicy) -> None:
         `RuntimeError`: the adapter is merged, or a frozen weight is another one than the run recorded.
     """
     adapted = isinstance(policy.model, PeftModel)
-    unchanged.check_base(policy.model, recorded_base(policy.settings) if adapted else None)
+    fingerprint.check_base(policy.model, recorded_base(policy.settings) if adapted else None)
 
 
 def recorded_base(settings: RunSettings) -> str | None:
@@ -80,7 +80,7 @@ def recorded_base(settings: RunSettings) -> str | None:
 def merged_layer(layer: LoraLinear) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Weight (N, K) and bias of a LoRA layer with its active adapters merged by PEFT's own code, in float32."""
     if layer.merged:
-        raise RuntimeError(unchanged.MERGED)
+        raise RuntimeError(fingerprint.MERGED)
     with _dense_base(layer) as dense:
         LoraLinear.merge(layer)
         return dense.weight.data, None if dense.bias is None else dense.bias.data

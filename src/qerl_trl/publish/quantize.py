@@ -25,7 +25,6 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrain
 from transformers.core_model_loading import revert_weight_conversion
 
 from ..checkpoint import fingerprint, seal
-from ..checkpoint.names import is_hub_id, public_name
 from ..checkpoint.records import (
     BEFORE_NAME,
     EVALUATIONS,
@@ -34,6 +33,9 @@ from ..checkpoint.records import (
     Export,
     QuantizedLayer,
     QuantizedNote,
+    is_hub_id,
+    public_name,
+    versions,
 )
 from ..model import loading
 from ..nvfp4 import checkpoints, headers, shards
@@ -42,7 +44,6 @@ from ..nvfp4.config import NVFP4Config, auto_class_of
 from ..nvfp4.headers import TensorInfo
 from ..nvfp4.linear import PACKED
 from ..rollout.sampling import end_tokens, save_generation_config, stored
-from ..run import banner
 from ..support.files import hub_commit, named_in_errors
 from . import custom_code, staging, write
 from .quantize_jobs import Budget, copy_job, quantize_job, quantizer_for
@@ -127,7 +128,7 @@ def quantize_folder(
         "source_sha256": _fingerprint(folder, tensors),
         "source_bytes": sum(info.nbytes for info in tensors.values()),
         "max_shard_bytes": max_shard_bytes,
-        "exported_with": banner.versions(),
+        "exported_with": versions(),
     }
     finished = seal.recorded_run(destination)
     known: Export = {**export, "settings": settings.copy()}

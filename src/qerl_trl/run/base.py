@@ -1,26 +1,83 @@
-"""What a trainer loads for its `base_format`: the arguments for transformers, the adapter, and the check of a model that comes ready."""
+"""Before TRL's trainer is built: its arguments, the model for its `base_format`, the adapter, named reward models, the engine."""
 
+import inspect
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
 import torch
-from accelerate.utils import is_peft_model
+from accelerate.utils import DistributedType, is_peft_model
 from peft import PeftConfig, PeftModel
 from torch import nn
-from transformers import AutoConfig, BitsAndBytesConfig, PretrainedConfig
+from transformers import AutoConfig, AutoModelForSequenceClassification, BitsAndBytesConfig, PretrainedConfig
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..config import QeRLConfig, QeRLRLOOConfig
+from ..checks import environment
+from ..config import QeRLArguments, QeRLConfig, QeRLRLOOConfig
+from ..memory.of_trainer import plan_trainer
 from ..model.loading import begin, pretrained_kwargs
 from ..model.lora import check_is_lora, default_lora_config, keep_to_the_decoder, register_nvfp4_lora
-from ..model.ready import name_base
+from ..model.ready import given_model, name_base
 from ..model.sharding import loaded_everywhere
 from ..nvfp4.config import NVFP4Config, stored_quantization
 from ..nvfp4.linear import has_nvfp4
+from ..rollout.placement import fsdp_version
+from ..rollout.sampling import settle_ends
+from ..rollout.supported import check_environment, check_given
+from ..support import secrets
+from ..support.distributed import keep_buckets
+from . import folder
 
+#: of `model_init_kwargs`, those of the policy alone
+_OF_THE_POLICY = ("config", "quantization_config", "revision", "subfolder")
 logger = logging.getLogger(__name__)
+
+
+def before(trainer: type, given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments for TRL's trainer, of those that a class of ours was called with; checked before anything is loaded."""
+    kind: Any = trainer
+    model, args = given["model"], given.get("args")
+    if args is None:
+        name = model if isinstance(model, str) else model.config._name_or_path
+        args = kind._config_class(f"{name.split('/')[-1]}-{kind._name}")
+    if not isinstance(args, QeRLArguments):
+        raise TypeError(
+            f"{kind.__name__} needs args of type {kind._config_class.__name__}, got {type(args).__name__}. It takes the same fields: replace "
+            f"{type(args).__name__}(...) by {kind._config_class.__name__}(...)."
+        )
+    args = cast("QeRLConfig | QeRLRLOOConfig", args)
+    keep_buckets(args)
+    secrets.check_places({**given, **vars(args)})
+    environment.check(args)
+    check_environment(args)
+    check_given(args, given)
+    folder.lock_for(args)
+    model = given_model(model)
+    peft_config = adapter_config(model, args, given.get("peft_config"))
+    reward_funcs = with_reward_models(given.get("reward_funcs"), args)
+    return {**given, "model": model, "args": args, "peft_config": peft_config, "reward_funcs": reward_funcs}
+
+
+@contextmanager
+def own_vllm_generation(trainer: Any) -> Iterator[None]:
+    """In the block TRL builds our `VLLMGeneration`, which has no factory hook: its name in TRL's trainer module is rebound."""
+
+    def build(*args: Any, **kwargs: Any) -> Any:
+        from ..rollout.generation import QeRLVLLMGeneration
+
+        settle_ends(trainer)
+        kwargs["max_model_length"] = plan_trainer(trainer).max_model_len  # of this run, not the model's largest
+        return QeRLVLLMGeneration(*args, trainer=trainer, **kwargs)
+
+    with ExitStack() as stack:
+        for name in {cls.__module__ for cls in type(trainer).__mro__ if cls.__module__.startswith("trl.")}:
+            module = sys.modules[name]
+            if "VLLMGeneration" in vars(module):
+                stack.callback(setattr, module, "VLLMGeneration", vars(module)["VLLMGeneration"])
+                vars(module)["VLLMGeneration"] = build
+        yield
 
 
 @contextmanager
@@ -156,3 +213,47 @@ def _nf4_config(dtype: str | torch.dtype) -> BitsAndBytesConfig:
     return BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype, bnb_4bit_use_double_quant=True
     )
+
+
+def by_name(function: Callable, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """The arguments that `function` would get, each by its name; what goes into its `**kwargs` too.
+
+    Raises:
+        `TypeError`: it does not take them.
+    """
+    signature = inspect.signature(function)
+    given = dict(signature.bind_partial(*args, **kwargs).arguments)
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            given |= given.pop(name, {})
+        elif parameter.kind is parameter.VAR_POSITIONAL and name in given:
+            raise TypeError(
+                f"{function.__qualname__} takes *{name}, and {len(given[name])} arguments have no name there. Pass them by name."
+            )
+    return given
+
+
+def with_reward_models(reward_funcs: Any, args: QeRLConfig | QeRLRLOOConfig) -> Any:
+    """`reward_funcs`, and a reward model that is named is loaded as TRL would load it, but for what concerns the policy alone: how that is
+    quantized, its configuration and its revision.
+    """
+    several = isinstance(reward_funcs, list)
+    functions = reward_funcs if several else [reward_funcs]
+    kind = args.distributed_state.distributed_type
+    own = args.base_format == "nvfp4" or fsdp_version(args) is not None
+    if not own or not any(isinstance(function, str) for function in functions):
+        return reward_funcs
+    given = args.model_init_kwargs or {}
+    assert isinstance(given, dict), "TRL's configs parse JSON when they are built"
+    options = {key: value for key, value in given.items() if key not in _OF_THE_POLICY}
+    options.setdefault("trust_remote_code", args.trust_remote_code)
+    if kind in (DistributedType.MULTI_GPU, DistributedType.DEEPSPEED):
+        options["device_map"] = None
+    with loaded_everywhere():
+        loaded = [
+            AutoModelForSequenceClassification.from_pretrained(function, num_labels=1, **options)
+            if isinstance(function, str)
+            else function
+            for function in functions
+        ]
+    return loaded if several else loaded[0]

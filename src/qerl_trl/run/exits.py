@@ -1,16 +1,22 @@
-"""Exit messages: a signal, Ctrl-C, and how to resume."""
+"""Exits of a run: what a signal, Ctrl-C or an error in a rollout leaves behind, and how to resume."""
 
 import logging
 import os
+import random
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from transformers import TrainerState
 
 from ..checkpoint import seal
+from ..rollout.engine import RolloutError
 from ..support import secrets
 
 logger = logging.getLogger(__name__)
@@ -82,3 +88,100 @@ def told_of_exits(trainer: Any) -> Iterator[None]:
     finally:
         if handled and signal.getsignal(signal.SIGTERM) is tell:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+class _Moment(NamedTuple):
+    """Random states and the count of tokens, which the making of a batch changes."""
+
+    python: Any
+    numpy: Any
+    torch: torch.Tensor
+    cuda: torch.Tensor | None
+    tokens: int
+
+    @classmethod
+    def now(cls, state: TrainerState) -> "_Moment":
+        cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+        tokens = state.num_input_tokens_seen
+        return cls(random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda, tokens)
+
+    def restore(self, state: TrainerState) -> None:
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+        torch.set_rng_state(self.torch)
+        if self.cuda is not None:
+            torch.cuda.set_rng_state(self.cuda)
+        state.num_input_tokens_seen = self.tokens
+
+
+@contextmanager
+def as_of(moment: _Moment | None, state: TrainerState) -> Iterator[None]:
+    """The state is of that moment (`None`: of now) inside, and afterwards as it is now again."""
+    now = _Moment.now(state)
+    (moment or now).restore(state)
+    try:
+        yield
+    finally:
+        now.restore(state)
+
+
+class Rescue:
+    """Saves the step that has ended when the making of a batch (rollout, rewards) fails, so that the same command resumes from it."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._in_batch = False
+        #: the error was raised on all ranks, so a collective save is safe
+        self._all_failed = False
+        #: step and RNG snapshot taken before the rollout, if it started on a step boundary
+        self._between: tuple[int, _Moment] | None = None
+
+    @contextmanager
+    def around(self, made: bool = False) -> Iterator[None]:
+        """
+        Args:
+            made: whether the batch was made before, and is judged now.
+        """
+        trainer = self._trainer
+        self._in_batch, self._all_failed = True, False
+        if not made and trainer.model.training and trainer._step == trainer._saves.updated_at:
+            self._between = trainer.state.global_step, _Moment.now(trainer.state)
+        try:
+            yield
+        except Exception as error:
+            if not isinstance(error, RolloutError):  # the engine has called this itself
+                error.add_note(self())
+            raise
+        finally:
+            self._in_batch = False
+
+    @contextmanager
+    def failing_together(self) -> Iterator[None]:
+        """Around what fails in all processes or in none: they can save together."""
+        try:
+            yield
+        except Exception:
+            self._all_failed = True
+            raise
+
+    def __call__(self) -> str:
+        """Save a checkpoint of the step that has ended, where that is safe. Returns what to resume from.
+
+        Not where one of several processes fails alone: the others wait elsewhere. Nor where the step began with completions of an earlier
+        rollout (`steps_per_generation` is no multiple of the accumulation): no checkpoint holds these."""
+        trainer, step = self._trainer, self._trainer.state.global_step
+        resume = "resume from the last checkpoint (resume_from_checkpoint=True) once the cause is gone"
+        wanted = trainer.args.save_strategy != "no" and step > 0 and trainer.model.training
+        moment = None
+        if self._in_batch:
+            between, moment = self._between or (None, None)
+            wanted = wanted and between == step
+        if wanted and (trainer.accelerator.num_processes == 1 or self._all_failed):
+            try:
+                with as_of(moment, trainer.state):
+                    trainer._save_checkpoint(trainer.model, None)
+                trainer.accelerator.wait_for_everyone()  # who leaves first would end the one that seals
+            except Exception as error:  # a full disk is also a RuntimeError of torch; the Hub has errors of its own
+                return f"Saving step {step} failed too ({type(error).__name__}: {error}); {resume}."
+            return f"Step {step} is saved; {resume}."
+        return f"The trainer's own state is intact; {resume}."

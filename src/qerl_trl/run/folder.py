@@ -9,27 +9,40 @@
 What is at its newest in the folder says whose it is: a run with other settings is refused there, before it trains ([`settle`]).
 """
 
+import errno
 import fcntl
+import functools
 import json
 import logging
 import os
 import platform
+import re
+import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from torch import nn
 from transformers import TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..checkpoint import seal
 from ..checkpoint import settings as identity
+from ..checks import environment
+from ..memory.formulas import model_bytes, optimizer_bytes
 
 logger = logging.getLogger(__name__)
 
 LOCK_NAME = seal.LOCK_NAME
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+#: safetensors and torch.save lose the number of the error, and the latter mostly its text too
+_FULL_TEXT = re.compile(
+    rf"\(os error ({'|'.join(map(str, sorted(_FULL)))})\)|No space left|PytorchStreamWriter failed|unexpected pos \d+ vs \d+",
+    re.IGNORECASE,
+)
 #: locks of this process, by folder; they end with it
 _locks: dict[str, int] = {}
 
@@ -304,3 +317,54 @@ def _stamps(folder: Path) -> dict[str, tuple[int, int]]:
     # the card is written again whenever more is known
     kept = [path for path in files if not path.name.startswith(".") and path.name != "README.md"]
     return {str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.stat().st_ino) for path in kept}
+
+
+def check_disk(args: TrainingArguments, model: nn.Module) -> None:
+    """
+    Raises:
+        `RuntimeError`: not even one checkpoint of this run fits where it will be written.
+    """
+    if args.should_save and args.output_dir is not None:
+        sizes = model_bytes(model)
+        optimizer = optimizer_bytes(str(args.optim), sizes) if seal.can_go_on(args) else 0
+        environment.tell(environment.disk(Path(args.output_dir), sizes.trained + optimizer))
+
+
+def full_is_named(method: Callable) -> Callable:
+    """A trainer's method that writes. Where the disk is full, a checkpoint that was begun is removed.
+
+    Raises:
+        `OSError`: the disk is full; names the last whole checkpoint and what to do.
+    """
+
+    @functools.wraps(method)
+    def writing(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except Exception as error:
+            if not _is_full(error):
+                raise
+            raise _full(self.args.output_dir, self.state.global_step, self._saved) from error
+
+    return writing
+
+
+def _is_full(error: BaseException | None) -> bool:
+    while error is not None:
+        if (isinstance(error, OSError) and error.errno in _FULL) or _FULL_TEXT.search(str(error)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _full(output_dir: str, step: int, saved: str | None) -> OSError:
+    begun = Path(output_dir, f"{PREFIX_CHECKPOINT_DIR}-{step}")
+    if begun.is_dir() and not (begun / seal.MANIFEST_NAME).is_file():
+        seal.discard(begun)
+    resume = f"resume with the same command from {saved}" if saved else "start again"
+    free = environment.size_text(shutil.disk_usage(output_dir).free)
+    return OSError(
+        errno.ENOSPC,
+        f"There was no room to write step {step} to {output_dir}: {free} are free. Free space there, "
+        f"or keep fewer checkpoints (save_total_limit=1); then {resume}.",
+    )

@@ -14,10 +14,9 @@ from typing import Any, TypeVar
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather, gather_object
-from transformers import TrainingArguments
+from transformers import TrainerControl, TrainingArguments
 
 from . import secrets
-from .trl import OnlineTrainer
 
 _T = TypeVar("_T")
 #: seconds that a collective waits beyond the longest of what a process may do alone meanwhile
@@ -96,13 +95,13 @@ def settled_together(
     return resume
 
 
-def share_requests(trainer: OnlineTrainer) -> None:
+def share_requests(accelerator: Accelerator, control: TrainerControl) -> None:
     """What the callbacks of one process ask for (a save, an end), all processes do: else the others would wait in the next collective."""
-    if trainer.accelerator.num_processes > 1:
-        own = torch.tensor([[int(getattr(trainer.control, name)) for name in _REQUESTS]])
-        every = trainer.accelerator.gather(own.to(trainer.accelerator.device))
+    if accelerator.num_processes > 1:
+        own = torch.tensor([[int(getattr(control, name)) for name in _REQUESTS]])
+        every = accelerator.gather(own.to(accelerator.device))
         for name, wanted in zip(_REQUESTS, every.any(dim=0).tolist(), strict=True):
-            setattr(trainer.control, name, wanted)
+            setattr(control, name, wanted)
 
 
 def rewards_of_all(

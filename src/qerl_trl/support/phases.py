@@ -1,8 +1,11 @@
-"""Where the seconds of a training step go: rollout, rewards, and the update, which is what is left."""
+"""Blocks of a training step: how long each took (rollout, rewards, and the update, which is what is left), and in which mode its model is."""
 
+import gc
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from torch import nn
 
 
 class PhaseTimer:
@@ -27,3 +30,46 @@ class PhaseTimer:
         taken = self._seconds
         self._seconds = dict.fromkeys(taken, 0.0)
         return taken
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside. Not `model.train()` afterwards: parts of a model may have been in evaluation mode before."""
+    flags = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, flag in flags.items():
+            module.training = flag
+
+
+@contextmanager
+def as_it_was(model: nn.Module) -> Iterator[None]:
+    """Around an evaluation that casts the model in place (`bf16_full_eval`): it has the tensors of before again afterwards."""
+    parameters = [(parameter, parameter.data) for parameter in model.parameters()]
+    buffers = [(module._buffers, module._buffers.copy()) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for parameter, data in parameters:
+            parameter.data = data
+        for now, before in buffers:
+            now.update(before)
+
+
+class Collector:
+    """Keeps what was compiled in the first step from Python's garbage collector, which goes through all of it in each rollout (0.3 to 1.2 s)."""
+
+    _frozen = False
+
+    def freeze(self) -> None:
+        if not self._frozen:
+            self._frozen = True
+            gc.collect()
+            gc.freeze()
+
+    def unfreeze(self) -> None:
+        if self._frozen:
+            gc.unfreeze()
+            self._frozen = False

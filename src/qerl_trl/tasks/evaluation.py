@@ -24,7 +24,6 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from ..checkpoint import records
 from ..rollout.sampling import end_tokens, of_the_model_alone
 from ..rollout.vllm.offline import CheckpointEngine
-from ..run import banner
 from .data import ANSWERS, first, from_hub, is_saved, read, split_named, with_prompts
 from .grading import Grader, final_answer, grader_of, is_correct
 
@@ -190,7 +189,7 @@ def evaluate(
         "seed": seed,
         "seconds": time.perf_counter() - started,
         "verdicts": rows,
-        "versions": banner.versions(),
+        "versions": records.versions(),
     }
 
 

@@ -11,11 +11,11 @@ from transformers import ProgressCallback, TrainerCallback
 
 from ..checkpoint import seal
 from ..checkpoint.fingerprint import base_revision
-from ..checkpoint.records import BEFORE_NAME, RESULTS_NAME, RunResults
+from ..checkpoint.records import BEFORE_NAME, RESULTS_NAME, RunResults, hardware, versions
 from ..publish.hub import HubError
 from ..publish.load import recorded_settings
 from ..rollout.placement import placed_in_training
-from ..run.banner import announce, hardware, versions
+from ..run.banner import announce
 from ..run.exits import last_whole, told_of_interrupts
 from ..run.folder import step_of
 from ..support.secrets import redacted_words

@@ -21,7 +21,7 @@ from typing import Any
 from datasets import Dataset
 from trl import rewards as trl_rewards
 
-from ..checkpoint.sources import source_sha256
+from ..checkpoint.settings import source_sha256
 from ..support.recipes import contents
 from . import data as problems
 from .grading import BY_REWARD, GRADERS, Grader, grader_of, is_correct, require_references

@@ -191,7 +191,7 @@ class OnePass:
         self._seen = [{}] * (len(self._seen) + 1)  # measured
         for (name, join), value in zip(_LOGGED.items(), self._logged(rollout).unbind(1), strict=True):
             trainer._metrics["train"][name].append(join(value).item())
-        with trainer.rescued(made=True):
+        with trainer.rescue.around(made=True):
             trainer._mismatch.rollout(trainer, trainer.aqn, rollout)
 
     def _logged(self, rollout: dict[str, torch.Tensor]) -> torch.Tensor:

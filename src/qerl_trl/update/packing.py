@@ -1,6 +1,6 @@
 """No work on padding: TRL's batch goes through the model as one row of tokens, and its losses see the batch they know.
 
-TRL pads prompts and completions to the longest of their batch and computes the padding. Here [`PackingMixin`] computes the log-probabilities
+TRL pads prompts and completions to the longest of their batch and computes the padding. Here [`Packing`] computes the log-probabilities
 and entropies on a packed row (row.py) with attention within sequences (attention.py), equal prompts once, the head on the tokens that are
 asked only, in TRL's chunks; and puts them where TRL expects them, (B, L) with zeros on padding. All of TRL's losses follow unchanged, as do
 number and size of its micro-batches. Which completions of one optimizer step share a micro-batch is decided by [`balance.deal`], and which
@@ -11,6 +11,7 @@ same few sequences padded and packed, before the first step. Where it cannot, TR
 """
 
 import logging
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -19,7 +20,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..nvfp4.linear import decoded_weights
-from ..support.evaluation_mode import evaluation_mode
+from ..support.phases import evaluation_mode
 from ..support.trl import OnlineTrainer
 from . import attention, batches, row
 from .budget import TokenBudget
@@ -228,42 +229,22 @@ class Packing:
             torch.stack(losses).mean() if whole else None,
         )
 
+    def logps(
+        self, padded: Callable[..., tuple], model: nn.Module, input_ids: torch.Tensor, *args: Any, **kw: Any
+    ) -> Any:
+        """Without padding where that can be, else TRL's own (`padded`)."""
+        found = self(model, input_ids, *args, **kw)
+        if found is None:
+            self.longest.begin(input_ids.numel(), input_ids.device)
+            found = padded(model, input_ids, *args, **kw)
+        return found
 
-class PackingMixin(OnlineTrainer):
-    """Log-probabilities without padding, in the parent's place. To be mixed in before TRL's trainer."""
-
-    _packing: Packing | None = None
-
-    def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
-        packed = None
-        if self._packing is not None:
-            packed = self._packing(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
-        if packed is not None:
-            return packed
-        if self._packing is not None:
-            self._packing.longest.begin(input_ids.numel(), input_ids.device)
-        return super()._get_per_token_logps_and_entropies(
-            model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
-        )
-
-    def _prepare_inputs(self, generation_batch: Any) -> Any:
-        trainer: Any = self  # TRL's buffer is typed by each of its trainers
-        before = trainer._buffered_inputs
-        inputs = super()._prepare_inputs(generation_batch)
-        made = trainer._buffered_inputs
-        if self._packing is None or not self._packing.on or not self.model.training or made is before:
-            return inputs
-        free = batches.order_is_free(self)
+    def dealt(self, made: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The micro-batches of a rollout, in the order and the groups in which they are computed."""
+        free = batches.order_is_free(self.trainer)
         if free:
-            made = batches.deal(made, self.args.gradient_accumulation_steps)
-        trainer._buffered_inputs = self._packing.budget.plan(made, share=not _drops(self.model), free=free)
-        return trainer._buffered_inputs[self._step % trainer.args.steps_per_generation]
-
-    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        loss = super().training_step(*args, **kwargs)
-        if self._packing is not None:
-            self._packing.budget.stepped()
-        return loss
+            made = batches.deal(made, self.trainer.args.gradient_accumulation_steps)
+        return self.budget.plan(made, share=not _drops(self.trainer.model), free=free)
 
 
 def prepare(trainer: Any) -> None:
@@ -396,6 +377,4 @@ def _padded(
     trainer: OnlineTrainer, model: nn.Module, ids: torch.Tensor, mask: torch.Tensor, width: int
 ) -> torch.Tensor:
     """Log-probabilities (B, L) as TRL computes them."""
-    return super(PackingMixin, cast(PackingMixin, trainer))._get_per_token_logps_and_entropies(model, ids, mask, width)[
-        0
-    ]
+    return cast(Any, trainer)._padded_logps(model, ids, mask, width)[0]
