@@ -46,7 +46,7 @@ from .checkpoint.sources import digests, rewards_of, rollouts_of
 from .checks import environment, rewards
 from .checks.learning import SignalMonitor
 from .config import QeRLArguments, QeRLConfig, QeRLRLOOConfig
-from .memory.of_trainer import plan_trainer
+from .memory.of_trainer import explained, plan_trainer, prepare_updates
 from .memory.plan import MemoryPlan
 from .memory.workload import check_rollout
 from .model import loading
@@ -54,13 +54,15 @@ from .model.lora import changes_base, check_adapter, prepare_trainable, warn_of_
 from .model.ready import given_model
 from .model.sharding import BytesWithoutGradient, save_whole_tensors
 from .noise.callback import AQNCallback
+from .nvfp4.architectures import delta_net_layers
 from .nvfp4.linear import has_nvfp4
 from .publish.mixin import warn_of_exports
 from .rollout import behaviour, mismatch
 from .rollout.contract import checked_rollout_func
+from .rollout.engine import RolloutError
 from .rollout.sampling import of_the_model_alone, settle_ends
 from .rollout.supported import check_environment, check_given
-from .run import banner, disk, folder, shortage
+from .run import banner, disk, folder
 from .run.arguments import by_name, with_reward_models
 from .run.base import adapter_config, model_init, source_of
 from .run.resume import SavingMixin
@@ -70,7 +72,6 @@ from .support.evaluation_mode import as_it_was
 from .support.phases import PhaseTimer
 from .update.one_pass import OnePass
 from .update.packing import PackingMixin
-from .update.prepare import prepare
 
 with environment.naming_vllm():
     from trl import GRPOTrainer, RLOOTrainer
@@ -133,12 +134,14 @@ class QeRLMixin(SavingMixin, PackingMixin):
         given["args"], given["peft_config"] = args, adapter_config(model, args, given.get("peft_config"))
         given["reward_funcs"] = with_reward_models(given.get("reward_funcs"), args)
         initial = model_init(model, args, given.pop("quantization_config", None))
-        with initial as quantization_config, self._own_vllm_generation(), shortage.naming(self):
+        with initial as quantization_config, self._own_vllm_generation(), explained(self, RolloutError):
             super().__init__(**given, quantization_config=quantization_config)
         settle_ends(self)
         plan_trainer(self)
         disk.check(self)
         trained = self.accelerator.unwrap_model(self.model)
+        if delta_net_layers(trained.config):
+            environment.tell(environment.delta_nets())
         loading.begin_loaded(trained, **source_of(model, args))
         self.base_sha256 = fingerprint.shared_base_sha256(trained, not self.is_fsdp_enabled)  # before training
         if is_peft_model(trained):
@@ -164,7 +167,7 @@ class QeRLMixin(SavingMixin, PackingMixin):
                 self.vllm_generation.probe_noise()
         self._tag_names = [*type(self)._tag_names, "qerl", *(["nvfp4"] if has_nvfp4(trained) else [])]
         self.model.add_model_tags(self._tag_names)
-        prepare(self)
+        prepare_updates(self)
         self.sources = {"rewards_sha256": digests(rewards_of(self)), "rollouts_sha256": digests(rollouts_of(self))}
 
     @contextmanager
@@ -195,7 +198,7 @@ class QeRLMixin(SavingMixin, PackingMixin):
         with self._timer.phase("rollout", counts=training):
             with noise, engine:
                 output = super()._generate(prompts)
-            check_rollout(self, output[0], output[1])
+            check_rollout(self.model, output[0], output[1])
             if training:
                 output = behaviour.with_logps(self, self.aqn, output)
         self._passes.generated()
@@ -273,7 +276,7 @@ class QeRLMixin(SavingMixin, PackingMixin):
         rewards.check_steps(self.args, self.train_dataset)
         banner.announce(self)
         try:
-            with shortage.naming(self):
+            with explained(self, RolloutError):
                 return super().train(*args, **kwargs)
         finally:
             if self._frozen:

@@ -43,7 +43,7 @@ ENGINE_BYTES = 900_000_000
 #: one captured CUDA graph, per decoder layer
 GRAPH_BYTES = 400_000
 #: what torch's allocator reserves beyond what is allocated, as a share of the memory that comes and goes; where rows have another length each
-#: time, only because a longest one begins with an empty cache (update/longest.py): measured without that, it was 0.5 of all that was allocated
+#: time, only because a longest one begins with an empty cache (update/batches.py): measured without that, it was 0.5 of all that was allocated
 ALLOCATOR_SLACK = 0.08
 #: what it reserves further where layers keep their activations, as a share of those (examples/benchmarks/results/step_h200.json)
 KEPT_SLACK = 0.06

@@ -11,7 +11,6 @@ from typing import Any, cast
 import torch
 
 from ..update import batches, row
-from .optimizers import optimizer_under_fsdp
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +24,9 @@ ASSUMED_PROMPT = 1024
 SHORTEST_ENGINE = 64
 #: prompts that are tokenized at a time
 _TOKENIZED_AT_ONCE = 1000
+#: what `TrainingArguments.optim` calls bitsandbytes' AdamW, and how its other optimizers' names begin
+_ADAMW_OF_BITSANDBYTES = ("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_32bit", "paged_adamw_8bit")
+_OTHERS_OF_BITSANDBYTES = ("ademamix", "lion_", "rmsprop_bnb")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,12 +36,11 @@ class Workload:
     `batch`: sequences of one backward pass (`per_device_train_batch_size`), `accumulation`: backward passes per update. `completions`:
     sequences that are generated at a time. `rollout`: "transformers", "colocate" or "server" (vLLM). `padded`: the prompts' lengths differ,
     so that attention gets a mask. `packed`: the sequences of a backward pass are one row without padding (`update/packing.py`), in which
-    `generations` completions share each prompt; `compiled`, `fused`: decoder layers and LoRA layers are (`update/compiled_layers.py`,
-    `update/lora_linear.py`). `delta_kernels`: gated delta nets are computed by flash-linear-attention. `gradient_checkpointing`: whether decoder layers recompute their activations; None: the last `kept_layers`
-    do not, of which a plan makes as many as fit. `dtype_bytes`: of what is not quantized. `batched_tokens`: that one engine step may process; None: `MAX_BATCHED_TOKENS`, of which a plan
-    makes one of `LARGER_STEPS` if it fits. `kv_limit` (bytes) and `utilization` (of the GPU) replace what
-    would be planned for the KV cache. `sharded`: the processes share the trainer's weights out between them (FSDP 2). `deepspeed`: they run under
-    DeepSpeed (ZeRO-2). `cpu`: there is no GPU, see `on_a_cpu`.
+    `generations` completions share each prompt; `compiled`, `fused`: decoder layers and LoRA layers are. `delta_kernels`: gated delta nets
+    are computed by flash-linear-attention. `gradient_checkpointing`: whether decoder layers recompute their activations; None: the last
+    `kept_layers` do not, of which a plan makes as many as fit. `dtype_bytes`: of what is not quantized. `batched_tokens`: of one engine
+    step; None: `MAX_BATCHED_TOKENS`, or one of `LARGER_STEPS` if a plan has room. `kv_limit` (bytes) and `utilization` (of the GPU) replace
+    what would be planned for the KV cache. `sharded`: FSDP 2. `deepspeed`: ZeRO-2. `cpu`: there is no GPU, see `on_a_cpu`.
     """
 
     batch: int = 8
@@ -192,7 +193,7 @@ def workload_of(
         lora_rank, lora_dropout, dtype_bytes, attention: of the model, which the configuration does not name.
     """
     fast = on_a_gpu(args.base_format)
-    engine = getattr(args, "vllm_engine_kwargs", None) or {}
+    engine = args.vllm_engine_kwargs or {}
     engine = json.loads(engine) if isinstance(engine, str) else engine
     engine = {name: value for name, value in engine.items() if value is not None}  # for vLLM, too, None is its default
     rollout = args.vllm_mode if args.use_vllm else "transformers"
@@ -206,7 +207,7 @@ def workload_of(
         accumulation=args.gradient_accumulation_steps,
         lora_rank=lora_rank,
         optimizer=str(getattr(args.optim, "value", args.optim)),
-        gradient_checkpointing=None if getattr(args, "recompute_as_needed", False) else args.gradient_checkpointing,
+        gradient_checkpointing=None if args.recompute_as_needed else args.gradient_checkpointing,
         base_format=args.base_format,
         dtype_bytes=dtype_bytes,
         attention=attention if attention in ("sdpa", "eager") else "flash",
@@ -283,9 +284,6 @@ def workload_of_file(
     return model.model_name_or_path, work.on_a_cpu() if values.get("use_cpu") else work
 
 
-# --- lengths ------------------------------------------------------------------------------------------------------------------------
-
-
 def run_lengths(trainer: Any) -> Lengths:
     """The lengths of a trainer's run: its prompts are tokenized as a rollout would, training and evaluation data alike.
 
@@ -295,7 +293,7 @@ def run_lengths(trainer: Any) -> Lengths:
         `ValueError`: prompts leave no token for a completion, or less than `max_completion_length` where nothing would end it at the limit.
     """
     args, completion = trainer.args, trainer.args.max_completion_length
-    limits = {"the model": _context(trainer)}
+    limits = {"the model": _context(trainer.model)}
     if args.use_vllm:
         limits["the engine (vllm_max_model_length)"] = args.vllm_max_model_length
     known = {name: limit for name, limit in limits.items() if limit is not None}
@@ -332,18 +330,18 @@ def run_lengths(trainer: Any) -> Lengths:
     return Lengths(longest, completion, limit)
 
 
-def _context(trainer: Any) -> int | None:
+def _context(model: Any) -> int | None:
     """Tokens that the model takes, prompt and completion together, where its configuration says."""
-    return getattr(trainer.model.config.get_text_config(), "max_position_embeddings", None)
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
-def check_rollout(trainer: Any, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> None:
-    """Refuse to train on token ids beyond what the model takes: of prompts that nobody could count at start ([`run_lengths`]).
+def check_rollout(model: Any, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> None:
+    """Refuse to train on more tokens than the model takes: of prompts that nobody could count at start ([`run_lengths`]).
 
     Raises:
         `ValueError`: names the longest.
     """
-    limit = _context(trainer)
+    limit = _context(model)
     pairs = zip(prompts, completions, strict=True)
     total, prompt = max(((len(p) + len(c), len(p)) for p, c in pairs), default=(0, 0))
     if limit is not None and total > limit:
@@ -358,36 +356,32 @@ def prompt_lengths(trainer: Any) -> Iterator[int]:
     """Tokens of each prompt of the training and evaluation data; nothing where they cannot be told before the run.
 
     Raises:
-        `ValueError`: a token that the model does not know.
+        `ValueError`: a token that the model does not know. On a GPU an assertion of the device would end the process, naming nothing.
     """
     from datasets import Dataset
 
-    untold = ("rollout_func", "environments", "environment_factories")
-    if any(getattr(trainer, name, None) for name in untold) or not hasattr(trainer, "_tokenize_prompts"):
+    # RLOO has none of the three
+    if any(vars(trainer).get(name) for name in ("rollout_func", "environments", "environment_factories")):
         return
-    evaluation = getattr(trainer, "eval_dataset", None)
+    evaluation = trainer.eval_dataset
     datasets = [trainer.train_dataset, *(evaluation.values() if isinstance(evaluation, dict) else [evaluation])]
     datasets = [dataset for dataset in datasets if dataset is not None]
     for dataset in datasets:
         if not isinstance(dataset, Dataset) or {"image", "images"} & set(dataset.column_names):
             return
+    known = getattr(trainer.model.config.get_text_config(), "vocab_size", None)
     for dataset in datasets:
         prompts = dataset.select_columns("prompt")
         for start in range(0, len(prompts), _TOKENIZED_AT_ONCE):
             batch = prompts[start : start + _TOKENIZED_AT_ONCE]["prompt"]
             for ids in trainer._tokenize_prompts(batch)[0]:
-                _check_tokens(trainer, ids)
+                if known is not None and max(ids, default=0) >= known:
+                    raise ValueError(
+                        f"A prompt has the token {max(ids)}, and the model knows {known} tokens (vocab_size): the tokenizer is another model's, or "
+                        "tokens were added to it. Pass the model's own tokenizer as processing_class, or a base whose embeddings were resized "
+                        "(resize_token_embeddings)."
+                    )
                 yield len(ids)
-
-
-def _check_tokens(trainer: Any, ids: Sequence[int]) -> None:
-    """On a GPU such a token ends the process with an assertion of the device, which names nothing."""
-    known = getattr(trainer.model.config.get_text_config(), "vocab_size", None)
-    if known is not None and max(ids, default=0) >= known:
-        raise ValueError(
-            f"A prompt has the token {max(ids)}, and the model knows {known} tokens (vocab_size): the tokenizer is another model's, or tokens were "
-            "added to it. Pass the model's own tokenizer as processing_class, or a base whose embeddings were resized (resize_token_embeddings)."
-        )
 
 
 def dtype_bytes_of(dtype: torch.dtype | str | None, base_format: str) -> int:
@@ -395,3 +389,22 @@ def dtype_bytes_of(dtype: torch.dtype | str | None, base_format: str) -> int:
     if dtype is None or dtype == "auto":
         return 4 if base_format == "full" and dtype is None else 2
     return 4 if "32" in str(dtype) else 2
+
+
+def optimizer_under_fsdp(name: str) -> str:
+    """What steps parameters that FSDP shares out, for an optimizer of `TrainingArguments.optim`.
+
+    bitsandbytes' kernels take whole tensors ("got mixed torch.Tensor and DTensor" at the first step). Its AdamW has an equal in torch: the
+    same numbers, not rounded to 8 bits, 8 bytes per trained parameter over all processes together.
+
+    Raises:
+        `ValueError`: another one of bitsandbytes, which has none.
+    """
+    if name in _ADAMW_OF_BITSANDBYTES:
+        return "adamw_torch_fused"
+    if name.removeprefix("paged_").startswith(_OTHERS_OF_BITSANDBYTES):
+        raise ValueError(
+            f"optim={name!r} is bitsandbytes', which cannot step parameters that FSDP shares out between processes. Use optim='adamw_torch_fused', "
+            "whose state is shared out too, or plain data parallelism."
+        )
+    return name

@@ -16,7 +16,7 @@ from accelerate.utils import DistributedType
 from transformers import TrainerCallback
 
 from ..checkpoint import seal
-from ..memory.optimizers import optimizer_under_fsdp
+from ..memory.workload import optimizer_under_fsdp
 
 if TYPE_CHECKING:
     from .generation import QeRLVLLMGeneration

@@ -43,8 +43,7 @@ from ..noise.hooks import laid_on
 from ..nvfp4.architectures import delta_net_layers
 from ..support.trl import OnlineTrainer
 from . import attention
-from .layer_function import FAILURES, LayerFunction, tensors
-from .layers import base_of, decoder_layers, decoder_of
+from .layer_function import FAILURES, LayerFunction, base_of, decoder_layers, decoder_of, tensors
 from .packing import Packing
 
 logger = logging.getLogger(__name__)
@@ -282,27 +281,20 @@ def compile_layers(model: nn.Module, backend: str = "inductor", deterministic: b
     return CompiledLayers(layers, norm, backend, deterministic, left=delta_net_layers(base_of(model).config))
 
 
-def _conflict(trainer: OnlineTrainer) -> str | None:
-    """Why this run's layers cannot be compiled, whatever `compile_layers` says."""
+def reason_against(trainer: OnlineTrainer, insists: bool = False) -> str | None:
+    """Why this run's layers are not compiled, where `compile_layers` is left out or (`insists`) True; None where they are."""
     if trainer.args.torch_compile:
         return "torch_compile=True compiles the whole model"
-    stage = getattr(trainer.accelerator.state.deepspeed_plugin, "zero_stage", 3)
-    if trainer.is_deepspeed_enabled and stage == 3:
+    if trainer.is_deepspeed_enabled and trainer.accelerator.state.deepspeed_plugin.zero_stage == 3:
         return "DeepSpeed ZeRO-3 gathers weights inside of layers"
-    return None
-
-
-def reason_against(trainer: OnlineTrainer) -> str | None:
-    """Why this run's layers are not compiled where `compile_layers` is not said; None where they are."""
     device = trainer.args.device.type
-    elsewhere = None if device == "cuda" else f"it pays on a CUDA device, this is {device}"
-    return _conflict(trainer) or elsewhere
+    return None if insists or device == "cuda" else f"it pays on a CUDA device, this is {device}"
 
 
 def expected(trainer: OnlineTrainer) -> bool:
     """Whether [`compile_for`] will compile the layers."""
     wanted = trainer.args.compile_layers
-    if wanted is False or (wanted is None and reason_against(trainer) is not None):
+    if wanted is False or reason_against(trainer, bool(wanted)) is not None:
         return False
     try:
         find_layers(trainer.accelerator.unwrap_model(trainer.model))
@@ -424,17 +416,18 @@ class WarmUp(TrainerCallback):
 
 
 def compile_for(trainer: OnlineTrainer) -> CompiledLayers | None:
-    """Compile the layers of a trainer's model as its `compile_layers` says; part of `update.prepare`.
+    """Compile the layers of a trainer's model as its `compile_layers` says.
 
     Raises:
         ValueError: `compile_layers=True` in a run where it cannot be.
     """
-    wanted, conflict = trainer.args.compile_layers, _conflict(trainer)
-    if wanted is False or (wanted is None and reason_against(trainer) is not None):
+    wanted = trainer.args.compile_layers
+    reason = None if wanted is False else reason_against(trainer, bool(wanted))
+    if wanted is False or (reason is not None and not wanted):
         return None
-    if conflict is not None:
-        raise ValueError(f"compile_layers=True cannot work: {conflict}. Leave one of the two out.")
     try:
+        if reason is not None:
+            raise ValueError(reason)
         compiled = compile_layers(trainer.accelerator.unwrap_model(trainer.model))
     except ValueError as error:
         if wanted:

@@ -21,6 +21,10 @@ import torch._dynamo  # not loaded by `import torch`
 import torch._functorch.config
 import torch.compiler.config
 from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ..support.names import unwrap
 
 logger = logging.getLogger(__name__)
 
@@ -113,3 +117,23 @@ def tensors(value: Any) -> list[torch.Tensor]:
     elif not isinstance(value, tuple | list):
         return []
     return [tensor for part in value for tensor in tensors(part)]
+
+
+# --- the layers of a model ----------------------------------------------------------------------------------------------------------
+
+
+def base_of(model: nn.Module) -> PreTrainedModel:
+    """The model of transformers, without what wraps it: DDP, DeepSpeed, PEFT."""
+    inner = unwrap(model)
+    return inner if isinstance(inner, PreTrainedModel) else cast(Any, inner).get_base_model()
+
+
+def decoder_of(model: nn.Module) -> nn.Module:
+    """A model's text part: towers of other modalities are left alone."""
+    return base_of(model).get_decoder()
+
+
+def decoder_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
+    """The layers of a model's text part that can be checkpointed one by one, the first one first; [] where it has no list of such."""
+    lists = [child for child in decoder_of(model).children() if isinstance(child, nn.ModuleList)]
+    return [layer for part in lists for layer in part if isinstance(layer, GradientCheckpointingLayer)]

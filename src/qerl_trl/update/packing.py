@@ -3,10 +3,10 @@
 TRL pads prompts and completions to the longest of their batch and computes the padding. Here [`PackingMixin`] computes the log-probabilities
 and entropies on a packed row (row.py) with attention within sequences (attention.py), equal prompts once, the head on the tokens that are
 asked only, in TRL's chunks; and puts them where TRL expects them, (B, L) with zeros on padding. All of TRL's losses follow unchanged, as do
-number and size of its micro-batches. Which completions of one optimizer step share a micro-batch is decided by [`balance.deal`], and which
-micro-batches share a pass over the model by [`TokenBudget`].
+number and size of its micro-batches. Which completions of one optimizer step share a micro-batch is decided by [`batches.deal`], and which
+micro-batches share a pass over the model by [`batches.TokenBudget`].
 
-Whether a model can be packed is read from what it says of itself ([`_why_not`]) and then tried on the model itself ([`Packing.check`]): the
+Whether a model can be packed is read from what it says of itself ([`why_not`]) and then tried on the model itself ([`Packing.check`]): the
 same few sequences padded and packed, before the first step. Where it cannot, TRL's own way stays, and the reason is said once.
 """
 
@@ -22,8 +22,6 @@ from ..nvfp4.linear import decoded_weights
 from ..support.evaluation_mode import evaluation_mode
 from ..support.trl import OnlineTrainer
 from . import attention, batches, row
-from .budget import TokenBudget
-from .longest import LongestPass
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +38,8 @@ class Packing:
     def __init__(self, trainer: OnlineTrainer):
         self.trainer = trainer
         self.on = False
-        self.budget = TokenBudget(trainer)
-        self.longest = LongestPass()
+        self.budget = batches.TokenBudget(trainer)
+        self.longest = batches.LongestPass()
         #: models that are wrapped when training starts are tried at the first batch
         self._untried = False
         self._models: list[PreTrainedModel] = []
@@ -55,11 +53,11 @@ class Packing:
         trainer = self.trainer
         if trainer.args.padding_free is False:
             return
-        reason = reason_against(trainer)
+        reason = self.reason_against()
         if reason is not None:
             self._leave(reason)
             return
-        self._models = _models(trainer)
+        self._models = self._all_models()
         attention.register()
         for model in self._models:
             _set_attention(model, attention.NAME)
@@ -67,6 +65,44 @@ class Packing:
         kind = trainer.accelerator.distributed_type
         if kind not in (DistributedType.FSDP, DistributedType.DEEPSPEED):
             self.check(trainer.model)
+
+    def reason_against(self) -> str | None:
+        """Why batches are not packed, by what the trainer's models say of themselves; `None` where that is to be tried."""
+        trainer = self.trainer
+        device, model = trainer.accelerator.device, trainer.accelerator.unwrap_model(trainer.model)
+        slow = attention.fast_kernel_is_missing(device)
+        if slow is not None and not (trainer.args.padding_free and device.type == "cpu"):
+            return slow
+        if trainer.args.neftune_noise_alpha:
+            return "neftune_noise_alpha draws noise by the length of a row, which would be that of all sequences"
+        if is_peft_model(model) and any(config.is_prompt_learning for config in model.peft_config.values()):
+            return "the adapter puts virtual tokens before each sequence"
+        return next(filter(None, map(self._why_not, self._all_models())), None)
+
+    def _why_not(self, model: PreTrainedModel) -> str | None:
+        trainer, implementation = self.trainer, model.config.get_text_config()._attn_implementation
+        parallel = trainer.accelerator.parallelism_config
+        if parallel is not None and (parallel.cp_size > 1 or parallel.sp_size > 1):
+            return "sequences are split over processes (context or sequence parallel)"
+        if implementation != "sdpa":
+            return f"attn_implementation={implementation!r} is not PyTorch's own ('sdpa'), which alone is replaced"
+        limit, longest = alike_up_to(model), trainer.longest_sequence
+        if limit is not None and (longest is None or longest > limit):
+            length = "more" if longest is None else f"up to {longest}"
+            return (
+                f"the rotary embedding of all tokens beside it is another one where a sequence has more than {limit}, and those of this run may have "
+                f"{length} (rope_type 'longrope' or 'dynamic')"
+            )
+        return why_not(model)
+
+    def _all_models(self) -> list[PreTrainedModel]:
+        found = [self.trainer.model, self.trainer.ref_model]
+        return [self.inner(model) for model in found if model is not None]
+
+    def inner(self, model: nn.Module) -> PreTrainedModel:
+        """The model of transformers, without what wraps it."""
+        found = self.trainer.accelerator.unwrap_model(model)
+        return cast(PreTrainedModel, found.get_base_model() if is_peft_model(found) else found)
 
     def _leave(self, reason: str) -> None:
         self.on = False
@@ -89,19 +125,18 @@ class Packing:
         """
         self._untried = False
         trainer = self.trainer
-        ids, mask, width = _trial(trainer, self._models[0])
+        by_trl = super(PackingMixin, cast(PackingMixin, trainer))._get_per_token_logps_and_entropies
+        ids, mask, width = self._trial()
         reason = None
         with (
             evaluation_mode(model),
             decoded_weights(model),
-            attention.trial(getattr(trainer, "longest_sequence", None)),
+            attention.trial(trainer.longest_sequence),
         ):
             try:
                 packed = self._packed(model, ids, mask, width)[0]
-                padded = _padded(trainer, model, ids, mask, width)
-                alone = torch.cat(
-                    [_padded(trainer, model, ids[i : i + 1], mask[i : i + 1], width) for i in range(len(ids))]
-                )
+                padded = by_trl(model, ids, mask, width)[0]
+                alone = torch.cat([by_trl(model, ids[i : i + 1], mask[i : i + 1], width)[0] for i in range(len(ids))])
                 # another first completion: those after it in the row may not move beyond rounding
                 other = ids.clone()
                 other[0, -width:] = ids[0, -width:].roll(3)
@@ -120,7 +155,10 @@ class Packing:
 
             every = tuple(range(len(ids)))
             rounding, leak = apart(padded, alone, every), apart(packed, moved, (1, 2))
-            bound = 4 * rounding + (1e-2 if _computed_in(trainer, model) == torch.bfloat16 else 2e-3)
+            # products are rounded to autocast's type, whatever the weights are stored in
+            mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}
+            rounded_to = mixed.get(trainer.accelerator.mixed_precision, self.inner(model).dtype)
+            bound = 4 * rounding + (1e-2 if rounded_to == torch.bfloat16 else 2e-3)
             found = apart(packed, padded, every)
             if not found <= bound:
                 reason = (
@@ -132,6 +170,21 @@ class Packing:
         refused = trainer.accelerator.gather(torch.tensor([reason is not None], device=trainer.accelerator.device))
         if bool(refused.any()):
             self._leave(reason or "another process cannot pack")
+
+    def _trial(self) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """A padded batch of fixed tokens: two completions of one prompt, one of another, all lengths different."""
+        vocabulary = self._models[0].config.get_text_config().vocab_size
+        generator = torch.Generator().manual_seed(0)
+        prompts = torch.randint(vocabulary, (2, _PROMPT_TOKENS), generator=generator)
+        width = max(length for _, length in _TRIED)
+        ids = torch.full((len(_TRIED), _PROMPT_TOKENS + width), self.trainer._tokenizer.pad_token_id or 0)
+        mask = torch.zeros_like(ids)
+        for line, (which, length) in enumerate(_TRIED):
+            end = _PROMPT_TOKENS + length
+            ids[line, :end] = torch.cat([prompts[which], torch.randint(vocabulary, (length,), generator=generator)])
+            mask[line, :end] = 1
+        device = self.trainer.accelerator.device
+        return ids.to(device), mask.to(device), width
 
     def examples(self, count: int, length: int) -> list[dict[str, Any]]:
         """Inputs of a decoder (no labels): rows of `count` sequences of up to `length` tokens, of several lengths, laid out as in training."""
@@ -266,66 +319,9 @@ class PackingMixin(OnlineTrainer):
         return loss
 
 
-def prepare(trainer: Any) -> None:
-    """Compute `trainer`'s log-probabilities without padding, where its models can."""
-    trainer._packing = Packing(trainer)
-    trainer._packing.prepare()
-
-
-def reason_against(trainer: OnlineTrainer) -> str | None:
-    """Why a trainer's batches are not packed, by what its models say of themselves; `None` where that is to be tried."""
-    device = trainer.accelerator.device
-    slow = attention.fast_kernel_is_missing(device)
-    if slow is not None and not (trainer.args.padding_free and device.type == "cpu"):
-        return slow
-    if trainer.args.neftune_noise_alpha:
-        return "neftune_noise_alpha draws noise by the length of a row, which would be that of all sequences"
-    if _adds_tokens(trainer.accelerator.unwrap_model(trainer.model)):
-        return "the adapter puts virtual tokens before each sequence"
-    return next(filter(None, (_why_not(trainer, model) for model in _models(trainer))), None)
-
-
-def _models(trainer: OnlineTrainer) -> list[PreTrainedModel]:
-    found = [trainer.model, getattr(trainer, "ref_model", None)]
-    return [_inner(trainer, model) for model in found if model is not None]
-
-
-def _inner(trainer: OnlineTrainer, model: nn.Module) -> PreTrainedModel:
-    found = trainer.accelerator.unwrap_model(model)
-    return cast(PreTrainedModel, found.get_base_model() if is_peft_model(found) else found)
-
-
-def _computed_in(trainer: OnlineTrainer, model: nn.Module) -> torch.dtype:
-    """What products are rounded to: autocast's type, whatever the weights are stored in."""
-    mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    return mixed.get(trainer.accelerator.mixed_precision, _inner(trainer, model).dtype)
-
-
-def _adds_tokens(model: nn.Module) -> bool:
-    return is_peft_model(model) and any(config.is_prompt_learning for config in cast(Any, model).peft_config.values())
-
-
 def _drops(model: nn.Module, in_training: bool = False) -> bool:
     """Whether dropout is active, or would be in training: then each completion's prompt is another sample, and none is shared."""
     return any(isinstance(m, nn.Dropout) and (m.training or in_training) and m.p > 0 for m in model.modules())
-
-
-def _why_not(trainer: OnlineTrainer, model: PreTrainedModel) -> str | None:
-    """What of a model forbids packing, by what it says of itself; `None` when it may be tried."""
-    implementation = model.config.get_text_config()._attn_implementation
-    parallel = getattr(trainer.accelerator, "parallelism_config", None)
-    if parallel is not None and (parallel.cp_size > 1 or parallel.sp_size > 1):
-        return "sequences are split over processes (context or sequence parallel)"
-    if implementation != "sdpa":
-        return f"attn_implementation={implementation!r} is not PyTorch's own ('sdpa'), which alone is replaced"
-    limit, longest = alike_up_to(model), getattr(trainer, "longest_sequence", None)
-    if limit is not None and (longest is None or longest > limit):
-        length = "more" if longest is None else f"up to {longest}"
-        return (
-            f"the rotary embedding of all tokens beside it is another one where a sequence has more than {limit}, and those of this run may have "
-            f"{length} (rope_type 'longrope' or 'dynamic')"
-        )
-    return why_not(model)
 
 
 def alike_up_to(model: PreTrainedModel) -> int | None:
@@ -342,7 +338,7 @@ def alike_up_to(model: PreTrainedModel) -> int | None:
 
 
 def why_not(model: PreTrainedModel) -> str | None:
-    """The same of a model alone, whatever the trainer and its settings."""
+    """What forbids packing a model, by what it says of itself; `None` when it may be tried."""
     name, text = type(model).__name__, model.config.get_text_config()
     if not model._can_set_attn_implementation() or not model._supports_flash_attn:
         return f"{name} has attention of its own, which needs a mask"
@@ -374,28 +370,3 @@ def _set_attention(model: PreTrainedModel, name: str) -> None:
         return
     (key,) = (key for key in model.config.sub_configs if getattr(model.config, key) is text)
     model.set_attn_implementation({key: name})
-
-
-def _trial(trainer: OnlineTrainer, model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """A padded batch of fixed tokens: two completions of one prompt, one of another, all lengths different."""
-    vocabulary = model.config.get_text_config().vocab_size
-    generator = torch.Generator().manual_seed(0)
-    prompts = torch.randint(vocabulary, (2, _PROMPT_TOKENS), generator=generator)
-    width = max(length for _, length in _TRIED)
-    ids = torch.full((len(_TRIED), _PROMPT_TOKENS + width), trainer._tokenizer.pad_token_id or 0)
-    mask = torch.zeros_like(ids)
-    for line, (which, length) in enumerate(_TRIED):
-        end = _PROMPT_TOKENS + length
-        ids[line, :end] = torch.cat([prompts[which], torch.randint(vocabulary, (length,), generator=generator)])
-        mask[line, :end] = 1
-    device = trainer.accelerator.device
-    return ids.to(device), mask.to(device), width
-
-
-def _padded(
-    trainer: OnlineTrainer, model: nn.Module, ids: torch.Tensor, mask: torch.Tensor, width: int
-) -> torch.Tensor:
-    """Log-probabilities (B, L) as TRL computes them."""
-    return super(PackingMixin, cast(PackingMixin, trainer))._get_per_token_logps_and_entropies(model, ids, mask, width)[
-        0
-    ]
