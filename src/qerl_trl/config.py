@@ -2,24 +2,23 @@
 
 Every field of `GRPOConfig` keeps its name and meaning. Five defaults differ, because the paper's setting (arXiv 2510.11696,
 Table 4), safety or a smaller footprint asks for it: `learning_rate`, `vllm_importance_sampling_mode`,
-`vllm_gpu_memory_utilization`, `hub_private_repo` and `ddp_timeout` (`processes.patience`); each says so.
+`vllm_gpu_memory_utilization`, `hub_private_repo` and `ddp_timeout`; each says so.
 """
 
 import copy
 import json
 import logging
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from trl import GRPOConfig, RLOOConfig
 
 from .noise.callback import SCOPES
 from .noise.schedules import SCHEDULES, make_schedule
 from .nvfp4.format import SCALE_RULES
-from .rollout.placement import fsdp_version
-from .rollout.supported import check_options
-from .support import ranges, secrets
-from .support.distributed import patience
+from .support import secrets
+from .support.distributed import fsdp_version, patience
+from .support.options import check_options
 from .support.trl import OnlineConfig
 
 logger = logging.getLogger(__name__)
@@ -35,6 +34,60 @@ _CHOICES = {
     "aqn_scope": SCOPES,
     "rollout_probe": ("refuse", "warn", "off"),
 }
+
+
+class Range(NamedTuple):
+    """`least`: the smallest value; with `above` only what is larger. `none`: whether None leaves the number out."""
+
+    least: float
+    whole: bool = True
+    none: bool = False
+    above: bool = False
+
+    def __str__(self) -> str:
+        number = f"{'an integer' if self.whole else 'a number'} {'>' if self.above else '>='} {self.least:g}"
+        return number + ", or None" * self.none
+
+    def holds(self, value: Any) -> bool:
+        if value is None:
+            return self.none
+        if isinstance(value, bool) or not isinstance(value, int if self.whole else int | float):
+            return False
+        return value > self.least if self.above else value >= self.least  # NaN is neither
+
+
+def _check_ranges(values: dict[str, Any], table: dict[str, Range], where: str = "") -> None:
+    for name, allowed in table.items():
+        if name in values and not allowed.holds(values[name]):
+            raise ValueError(f"{where}{name}={values[name]!r} is out of range. Pass {allowed}.")
+
+
+_COUNT, _COUNT_OR_NONE = Range(1), Range(1, none=True)
+#: of TRL's fields (RLOO has not all of them), by which its configuration divides
+_COUNTS = {
+    "per_device_train_batch_size": _COUNT, "gradient_accumulation_steps": _COUNT, "num_generations": _COUNT, "num_iterations": _COUNT,
+    "max_completion_length": _COUNT, "steps_per_generation": _COUNT_OR_NONE, "generation_batch_size": _COUNT_OR_NONE,
+    "updates_per_rollout": _COUNT_OR_NONE,
+}  # fmt: skip
+_RANGES = {
+    "aqn_sigma_start": Range(0, whole=False),
+    "aqn_sigma_end": Range(0, whole=False),
+    "rollout_probe_steps": Range(0),
+    "zero_advantage_patience": _COUNT,
+    "rollout_timeout": Range(0, whole=False, none=True),
+    "reward_timeout": Range(0, whole=False, none=True, above=True),
+    "rollout_mismatch_threshold": Range(0, whole=False, none=True, above=True),
+}
+#: of `vllm_engine_kwargs`, by which memory is planned
+_RANGES_OF_AN_ENGINE = {
+    "max_num_seqs": _COUNT_OR_NONE,
+    "max_num_batched_tokens": _COUNT_OR_NONE,
+    "kv_cache_memory_bytes": _COUNT_OR_NONE,
+    "gpu_memory_utilization": Range(0, whole=False, none=True, above=True),
+}
+_MAPPINGS = (
+    "vllm_engine_kwargs", "generation_kwargs", "chat_template_kwargs", "model_init_kwargs", "lr_scheduler_kwargs", "gradient_checkpointing_kwargs",
+)  # fmt: skip
 
 
 def _field(default: Any, help: str) -> Any:
@@ -226,14 +279,14 @@ class QeRLArguments(OnlineConfig):
     )
 
     def __post_init__(self):
-        # for TRL and transformers it is on: `memory/recompute.py` then takes layers out of it
-        newer = getattr(self, _NEWER_NAME, None)  # as in transformers, it decides where both are given
+        # for TRL and transformers it is on: `memory/of_trainer.py` then takes layers out of it
+        newer = vars(self).get(_NEWER_NAME)  # as in transformers, it decides where both are given
         wanted = self.gradient_checkpointing if newer is None else newer
         self.recompute_as_needed = wanted is None
         self.gradient_checkpointing = self.recompute_as_needed or wanted
-        if hasattr(self, _NEWER_NAME):  # else transformers calls the older one deprecated, which nobody may have passed
+        if _NEWER_NAME in vars(self):  # else transformers calls the older one deprecated, which nobody may have passed
             setattr(self, _NEWER_NAME, self.gradient_checkpointing)
-        ranges.check_counts(self)  # TRL divides by them
+        _check_ranges(vars(self), _COUNTS)  # TRL divides by them
         updates = self.updates_per_rollout
         if updates is not None and self.generation_batch_size is None:
             self._cut_batches(updates)
@@ -241,7 +294,7 @@ class QeRLArguments(OnlineConfig):
         try:
             super().__post_init__()
         except json.JSONDecodeError as error:
-            given = [name for name in self._VALID_DICT_FIELDS if isinstance(getattr(self, name, None), str)]
+            given = [name for name in self._VALID_DICT_FIELDS if isinstance(vars(self).get(name), str)]
             raise ValueError(f"{' or '.join(given)} is not JSON: {error}. Pass names and values in JSON.") from error
         except ValueError as error:
             if "bf16/gpu" not in str(error):  # transformers' "Your setup doesn't support bf16/gpu"
@@ -253,9 +306,13 @@ class QeRLArguments(OnlineConfig):
             self._cut_rollout(updates)
         secrets.check_places(vars(self))
         self.rollout_probe = self.rollout_probe or "off"  # YAML reads off as false
-        ranges.check(self)
+        for name in _MAPPINGS:
+            if not isinstance(value := vars(self).get(name) or {}, dict):
+                raise ValueError(f"{name}={value!r} is not a mapping. Pass names and values.")
+        _check_ranges(vars(self), _RANGES)
+        _check_ranges(self.vllm_engine_kwargs or {}, _RANGES_OF_AN_ENGINE, "vllm_engine_kwargs: ")  # type: ignore[arg-type]  # a mapping by now
         for name, choices in _CHOICES.items():
-            if (value := getattr(self, name)) not in choices:
+            if (value := vars(self)[name]) not in choices:
                 raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, choices))}.")
         if self.aqn:
             try:  # combinations that no schedule can follow, before the model is loaded
@@ -268,19 +325,21 @@ class QeRLArguments(OnlineConfig):
                 )
             except ValueError as error:
                 raise ValueError(f"aqn_schedule={self.aqn_schedule!r}, aqn_{error}") from error
-        mode = getattr(self, "vllm_importance_sampling_mode", "")  # TRL checks it with vLLM only
-        if self.aqn and getattr(self, "loss_type", None) == "vespo" and mode.startswith("sequence"):
+        mode = vars(self).get(
+            "vllm_importance_sampling_mode", ""
+        )  # TRL checks it with vLLM only; RLOO has no such field
+        if self.aqn and vars(self).get("loss_type") == "vespo" and mode.startswith("sequence"):
             raise ValueError(
                 f"loss_type='vespo' with vllm_importance_sampling_mode={mode!r} cannot work: it takes a ratio of each token. Pass "
                 "'token_truncate' (the default) or 'token_mask'."
             )
-        check_options(self)  # type: ignore[arg-type]  # one of the two classes below
+        check_options(self)
         if self.use_transformers_continuous_batching:
             logger.warning(
                 "use_transformers_continuous_batching=True casts the model to bf16 before it generates, its float32 adapter included: "
                 "small updates are lost. use_vllm=True is the faster rollout."
             )
-        if (repository := getattr(self, "log_completions_hub_repo", None)) is not None:  # RLOO has no such field
+        if (repository := vars(self).get("log_completions_hub_repo")) is not None:  # of GRPO
             logger.warning(
                 "log_completions_hub_repo=%r uploads completions every two minutes, unchecked, and public if that repository is. "
                 "log_completions=True alone keeps them in output_dir.",

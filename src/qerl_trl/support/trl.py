@@ -17,13 +17,10 @@ if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
     from trl.trainer.base_trainer import _BaseTrainer
 
-    from ..config import QeRLConfig, QeRLRLOOConfig
-    from ..memory.plan import MemoryPlan
-
     class OnlineTrainer(_BaseTrainer):
         _name: str
         _tag_names: list[str]
-        args: QeRLConfig | QeRLRLOOConfig
+        args: Any  # QeRLConfig or QeRLRLOOConfig
         model: Any  # a PeftModel or a PreTrainedModel, perhaps wrapped by accelerate
         accelerator: Accelerator
         state: TrainerState
@@ -43,10 +40,9 @@ if TYPE_CHECKING:
         pad_to_multiple_of: Any
         _tokenizer: Any
         base_sha256: str | None  # our own, set by QeRLMixin
-        memory_plan: "MemoryPlan | None"  # the same
-        longest_sequence: (
-            int | None
-        )  # prompt and completion in tokens, by `plan_trainer`; None where no prompt was counted
+        memory_plan: Any  # the same: a MemoryPlan, or None
+        #: prompt and completion in tokens, by `plan_trainer`; None where no prompt was counted
+        longest_sequence: int | None
         sources: dict[str, dict[str, str]]  # the same: digests of the user's functions
         given_optimizers: dict[str, str]  # the same: classes of optimizer and scheduler that came ready
         optimizer: Any
