@@ -70,8 +70,6 @@ _COUNTS = {
     "updates_per_rollout": _COUNT_OR_NONE,
 }  # fmt: skip
 _RANGES = {
-    "aqn_sigma_start": Range(0, whole=False),
-    "aqn_sigma_end": Range(0, whole=False),
     "rollout_probe_steps": Range(0),
     "zero_advantage_patience": _COUNT,
     "rollout_timeout": Range(0, whole=False, none=True),
@@ -297,11 +295,10 @@ class QeRLArguments(OnlineConfig):
             given = [name for name in self._VALID_DICT_FIELDS if isinstance(vars(self).get(name), str)]
             raise ValueError(f"{' or '.join(given)} is not JSON: {error}. Pass names and values in JSON.") from error
         except ValueError as error:
-            if "bf16/gpu" not in str(error):  # transformers' "Your setup doesn't support bf16/gpu"
-                raise
-            raise ValueError(
-                f"{error} PyTorch found no CUDA GPU; `qerl-trl doctor` says why. To train on the CPU: use_cpu=True (--use_cpu true)."
-            ) from error
+            if "bf16/gpu" in str(error):  # transformers' "Your setup doesn't support bf16/gpu"
+                cause = "PyTorch found no CUDA GPU; `qerl-trl doctor` says why. To train on the CPU: use_cpu=True (--use_cpu true)."
+                raise ValueError(f"{error} {cause}") from error
+            raise
         if updates is not None:
             self._cut_rollout(updates)
         secrets.check_places(vars(self))
@@ -315,14 +312,9 @@ class QeRLArguments(OnlineConfig):
             if (value := vars(self)[name]) not in choices:
                 raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, choices))}.")
         if self.aqn:
-            try:  # combinations that no schedule can follow, before the model is loaded
-                make_schedule(
-                    self.aqn_schedule,
-                    self.aqn_sigma_start,
-                    self.aqn_sigma_end,
-                    self.aqn_num_stages,
-                    self.aqn_entropy_target,
-                )
+            bounds = self.aqn_sigma_start, self.aqn_sigma_end
+            try:  # what no schedule can follow, before the model is loaded
+                make_schedule(self.aqn_schedule, *bounds, self.aqn_num_stages, self.aqn_entropy_target)
             except ValueError as error:
                 raise ValueError(f"aqn_schedule={self.aqn_schedule!r}, aqn_{error}") from error
         mode = vars(self).get(
@@ -336,8 +328,8 @@ class QeRLArguments(OnlineConfig):
         check_options(self)
         if self.use_transformers_continuous_batching:
             logger.warning(
-                "use_transformers_continuous_batching=True casts the model to bf16 before it generates, its float32 adapter included: "
-                "small updates are lost. use_vllm=True is the faster rollout."
+                "use_transformers_continuous_batching=True casts the model to bf16, its float32 adapter included: small updates are lost. "
+                "use_vllm=True is the faster rollout."
             )
         if (repository := vars(self).get("log_completions_hub_repo")) is not None:  # of GRPO
             logger.warning(
@@ -391,9 +383,8 @@ class QeRLArguments(OnlineConfig):
         return secrets.cleaned(told)
 
     def __str__(self) -> str:
-        return (
-            f"{type(self).__name__}({', '.join(f'{key}={value!r}' for key, value in sorted(self.to_dict().items()))})"
-        )
+        fields = ", ".join(f"{key}={value!r}" for key, value in sorted(self.to_dict().items()))
+        return f"{type(self).__name__}({fields})"
 
     __repr__ = __str__
 

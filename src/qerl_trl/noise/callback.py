@@ -61,8 +61,8 @@ class AQNCallback(TrainerCallback):
     with an exception leaves the hooks on: call `detach()` before using the model in training mode for something else.
 
     Logged with every training log line: `aqn/sigma` and `aqn/sigma_effective`, means over the draws since the last line.
-    They reach `state.log_history`, the progress bar and callbacks that were added later. Trainer calls the integrations of
-    `report_to` before any callback passed by the user, so these see the values only after `callback.log_first(trainer)`.
+    They reach `state.log_history`, the progress bar and callbacks that were added later; the integrations of `report_to` only
+    after `callback.log_first(trainer)`.
 
     Args:
         schedule: a name of `SCHEDULES` or a `NoiseSchedule`; the four following arguments belong to a name.
@@ -76,12 +76,12 @@ class AQNCallback(TrainerCallback):
         norms: {canonical name: module} instead of what `find_noisy_norms(model)` finds.
 
     Attributes:
-        explicit: True when a trainer brackets its rollouts with `generation()`; recognition by forward calls is then off. Such a
-            trainer sets it beforehand (`from_args` does), which makes `use_vllm` acceptable.
+        explicit: True when a trainer brackets its rollouts with `generation()` (`from_args` sets it); recognition by forward calls is
+            then off, and `use_vllm` acceptable.
         penalized: True where the policy is held to a reference (beta > 0).
         engine: True when vLLM generates; `generation()` then leaves the transformers model clean.
         draw: the `NoiseDraw` of the generation in progress; None outside of one, which means clean.
-        last_draw: that of the latest generation in training, also when it has ended; None before the first.
+        last_draw: that of the latest generation in training, ended or not; None before the first.
 
     Raises:
         ValueError: impossible schedule or scope; a trainer whose rollouts the callback alone cannot reach (vLLM) or whose log it cannot
@@ -112,16 +112,15 @@ class AQNCallback(TrainerCallback):
         self.schedule, self.scope, self.seed = schedule, scope, seed
         self.explicit = self.engine = self.penalized = False
         self.draw: NoiseDraw | None = None
+        self.last_draw: NoiseDraw | None = None
         self._seed = 0
         self._given_norms = norms
         self._noise: NormNoise | None = None
         self._sampling_model: nn.Module | None = None  # the module whose generate() samples
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._state: TrainerState | None = None
-        self._in_step = False
-        self._entered = False
+        self._in_step = self._entered = False
         self._ran = False  # whether the policy has computed anything since the latest generation began
-        self.last_draw: NoiseDraw | None = None
         self._measured = True
         self._reported: float | None = None
         self._unlogged: list[tuple[float, float]] = []
@@ -145,10 +144,7 @@ class AQNCallback(TrainerCallback):
         return callback
 
     def attach(self, model: nn.Module, seed: int = 0) -> None:
-        """Find the norms of `model` and hook them. Called at the start of training.
-
-        A trainer may call it earlier, as soon as the model is complete; the search is not repeated for the same model.
-        """
+        """Find the norms of `model` and hook them: at the start of training, or earlier. The search is not repeated for the same model."""
         candidates = (module for module in unwrap(model).modules() if isinstance(module, PreTrainedModel))
         policy = next((module for module in candidates if module.can_generate()), None)
         if policy is None:
@@ -214,27 +210,21 @@ class AQNCallback(TrainerCallback):
     def generation(self) -> Iterator[NoiseDraw]:
         """One rollout: a new draw if this is a training step, a clean one (sigma 0) in evaluation or outside a step.
 
-        The noise acts on the transformers model inside the context, unless `engine` says that vLLM generates and applies
-        the draw itself.
+        The noise acts on the transformers model, unless `engine` says that vLLM generates and applies the draw itself.
 
         Yields:
             the draw; also `self.draw` while inside.
 
         Raises:
-            RuntimeError: transformers was to generate, the rollout ended, and no noisy norm had run. Of the first rollout, which has no
-                noise yet, the model has to have run at all: what would end the run later ends it before its first update.
+            RuntimeError: transformers was to generate, the rollout ended, and no noisy norm had run; in the first rollout, which has no
+                noise yet, the model itself.
         """
-        self.explicit = True
-        self._ran = False
-        on_model = not self.engine
-        if not self._training():
-            step = self._state.global_step if self._state is not None else 0
-            self.draw = NoiseDraw(0.0, self._seed, step, 0)
-            on_model = False
-        else:
-            self.draw = self._new_draw()
+        self.explicit, self._ran = True, False
+        training = self._training()
+        step = self._state.global_step if self._state is not None else 0
+        self.draw = self._new_draw() if training else NoiseDraw(0.0, self._seed, step, 0)
         try:
-            if not on_model:
+            if self.engine or not training:
                 yield self.draw
                 return
             with self._attached().active():
@@ -281,7 +271,9 @@ class AQNCallback(TrainerCallback):
 
     def _before_forward(self, args: tuple, kwargs: dict) -> None:
         self._ran = True
-        if self.explicit or not self._training() or not self._is_generation(args, kwargs):
+        # generate() always passes `use_cache`; the log-probability forwards of TRL pass labels and no cache
+        generates = not torch.is_grad_enabled() and kwargs.get("labels") is None and "use_cache" in kwargs
+        if self.explicit or not self._training() or not generates:
             return
         if self._begins_generation(args, kwargs):
             self._new_draw()
@@ -293,11 +285,6 @@ class AQNCallback(TrainerCallback):
         if self._entered:
             self._entered = False
             self._attached().exit()
-
-    @staticmethod
-    def _is_generation(args: tuple, kwargs: dict) -> bool:
-        # generate() always passes `use_cache`; the log-probability forwards of TRL pass labels and no cache
-        return not torch.is_grad_enabled() and kwargs.get("labels") is None and "use_cache" in kwargs
 
     def _begins_generation(self, args: tuple, kwargs: dict) -> bool:
         cache = kwargs.get("past_key_values")
@@ -350,8 +337,7 @@ class AQNCallback(TrainerCallback):
         logger.info(f"Adaptive quantization noise on {len(self.norms)} norms, scope {self.scope}: {self.schedule}")
 
     def on_step_begin(self, args, state, control, **kwargs):
-        self._state = state
-        self._in_step = True
+        self._state, self._in_step = state, True
         self._attached().in_training = self.scope == "policy" and self.last_draw is not None
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
@@ -362,8 +348,8 @@ class AQNCallback(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if self.last_draw is None:
             raise RuntimeError(
-                "A training step went by and AQNCallback saw no generation by the policy, so no noise would ever act. It belongs in a trainer that "
-                "samples from its model with transformers generation (GRPOTrainer, RLOOTrainer); with another engine use QeRLGRPOTrainer."
+                "A training step went by and AQNCallback saw no generation by the policy. It belongs in a trainer that samples from its model with "
+                "transformers (GRPOTrainer, RLOOTrainer); with another engine use QeRLGRPOTrainer."
             )
 
     def on_log(self, args, state, control, logs=None, **kwargs):
@@ -392,18 +378,16 @@ class AQNCallback(TrainerCallback):
         self.detach()
 
     def log_first(self, trainer) -> None:
-        """Move this callback before the integrations of `report_to`, so that W&B, TensorBoard and others log its values.
-
-        Trainer calls callbacks in a fixed order: its own, those of `report_to`, the user's, the progress bar.
-        """
+        """Move this callback before the integrations of `report_to`, so that they log its values: Trainer calls them before the user's."""
         callbacks = trainer.callback_handler.callbacks
         callbacks.remove(self)
         callbacks.insert(0, self)
 
     def _check_reach(self, args) -> None:
         if hasattr(args, "aqn_scope") and not self.explicit:
-            what = f"AQNCallback was added to a trainer that has noise of its own (aqn={args.aqn}): it would act without being corrected or recorded."
-            raise ValueError(f"{what} Leave it out, and set aqn=True and the other aqn_ arguments.")
+            raise ValueError(
+                f"AQNCallback was added to a trainer that has noise of its own (aqn={args.aqn}). Leave it out, and set the aqn_ arguments."
+            )
         if getattr(args, "use_transformers_continuous_batching", False):
             raise ValueError(
                 "AQNCallback cannot be used with use_transformers_continuous_batching=True: its rollouts bypass the model's "
@@ -411,8 +395,8 @@ class AQNCallback(TrainerCallback):
             )
         if isinstance(self.schedule, EntropyTargetSchedule) and self.scope == "rollout" and not self.explicit:
             raise ValueError(
-                "schedule='entropy_target' with scope='rollout' steers by the entropy of the policy that samples, which this trainer does not log; its "
-                "own `entropy` is the clean policy's, without the noise. Use scope='policy', QeRLGRPOTrainer (or QeRLRLOOTrainer), or another schedule."
+                "schedule='entropy_target' with scope='rollout' steers by the entropy of the policy that samples, which this trainer does not log. Use "
+                "scope='policy', QeRLGRPOTrainer (or QeRLRLOOTrainer), or another schedule."
             )
         if getattr(args, "use_vllm", False) and not self.explicit:
             raise ValueError(

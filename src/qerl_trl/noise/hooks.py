@@ -35,10 +35,9 @@ class NoiseDraw(NamedTuple):
     generation: int
 
     def check(self, effective: float) -> None:
-        """Compare with the rms of what an engine says it added to its norms.
-
+        """
         Raises:
-            RuntimeError: it is not this draw alone.
+            RuntimeError: `effective`, the rms of what an engine says it added to its norms, is not that of this draw alone.
         """
         if abs(effective - self.sigma) <= _AS_ASKED * self.sigma:
             return
@@ -71,9 +70,8 @@ class NormNoise:
         for name, module in norms.items():
             if module in _noisy_modules:
                 raise ValueError(
-                    f"The norm {name!r} already carries adaptive quantization noise, and two noises would add up. Use one "
-                    "AQNCallback per model (QeRL trainers bring their own; aqn=False turns it off), and call detach() on one that an "
-                    "interrupted run left behind."
+                    f"The norm {name!r} already carries adaptive quantization noise. Use one AQNCallback per model (QeRL trainers bring "
+                    "their own), and call detach() on one that an interrupted run left behind."
                 )
         self.norms = dict(norms)
         self.draw: NoiseDraw | None = None
@@ -136,12 +134,11 @@ class NormNoise:
             self.exit()
 
     def enter(self) -> None:
-        """Begin what `active` does, for callers that cannot use `with`."""
+        """`active` for callers that cannot use `with`; ended by `exit`."""
         self._compute()
         self._depth += 1
 
     def exit(self) -> None:
-        """End what `enter` began."""
         assert self._depth > 0, "exit() without enter()"
         self._depth -= 1
 
@@ -151,10 +148,9 @@ class NormNoise:
         return len(self._landed)
 
     def sigma_effective(self) -> float | None:
-        """Rms of what the current draw really added to the weights that norms computed with; None if none ran noisy yet.
+        """Rms of what the current draw added to the weights that norms computed with, in the first noisy forward of each; None before.
 
-        Measured in the first noisy forward of each norm, on the weight used there. Equals sigma up to the sampling error
-        of the noise itself, 1/sqrt(2 n) over n values.
+        Equals sigma up to the sampling error of the noise itself, 1/sqrt(2 n) over n values.
         """
         if self.draw is not None and self.draw.sigma == 0:
             return 0.0
@@ -217,9 +213,8 @@ class NormNoise:
 
     def _noisy_weight(self, name: str, clean: torch.Tensor) -> torch.Tensor:
         """weight + sigma * z in fp32 (fp64 for an fp64 weight); kept between forwards if the weight is frozen."""
-        compiling = (
-            torch.compiler.is_compiling()
-        )  # a compiled graph fuses the sum; entries that come and go would break it up
+        # a compiled graph fuses the sum; entries that come and go would break it up
+        compiling = torch.compiler.is_compiling()
         if not compiling:
             version, noisy = self._ready.get(name, (None, None))
             if noisy is not None and version == clean._version and noisy.device == clean.device:

@@ -337,12 +337,7 @@ def warm_up(
     what = f"the layers of {type(base).__name__} for updates on {device}"
     try:
         model.train()
-        with (
-            _taking_turns(same, what),
-            torch.random.fork_rng(devices=devices),
-            torch.no_grad(),
-            autocast(),
-        ):
+        with _taking_turns(same, what), torch.random.fork_rng(devices=devices), torch.no_grad(), autocast():
             for kind in (False, True) if noisy else (False,):
                 graphs: list[int] = []
                 for given in inputs:

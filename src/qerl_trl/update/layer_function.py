@@ -38,11 +38,7 @@ class _DrawsRandomNumbers(Exception):
     """A layer was to be recomputed from its input alone, and depends on more."""
 
 
-FAILURES = (
-    torch._dynamo.exc.TorchDynamoException,
-    torch._dynamo.exc.FailOnRecompileLimitHit,
-    _DrawsRandomNumbers,
-)
+FAILURES = (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit, _DrawsRandomNumbers)
 
 
 class LayerFunction:

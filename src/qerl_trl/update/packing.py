@@ -128,11 +128,7 @@ class Packing:
         by_trl = super(PackingMixin, cast(PackingMixin, trainer))._get_per_token_logps_and_entropies
         ids, mask, width = self._trial()
         reason = None
-        with (
-            evaluation_mode(model),
-            decoded_weights(model),
-            attention.trial(trainer.longest_sequence),
-        ):
+        with evaluation_mode(model), decoded_weights(model), attention.trial(trainer.longest_sequence):
             try:
                 packed = self._packed(model, ids, mask, width)[0]
                 padded = by_trl(model, ids, mask, width)[0]
