@@ -9,7 +9,6 @@ where less than two sequences would fit, and then with the settings that would m
 """
 
 import dataclasses
-import itertools
 import os
 import re
 from collections.abc import Iterator
@@ -25,7 +24,7 @@ GIB = 2**30
 _KV_CACHE = "KV cache"
 #: completions shorter than this are not proposed
 _SHORTEST_COMPLETION = 256
-#: share of the GPU that activations which need not be kept, and steps which need not be as large, leave free: for what nobody planned (reward models, neighbours, pieces)
+#: share of the GPU left free by kept activations and larger steps: for what nobody planned (reward models, neighbours, pieces)
 _LEFT_FREE = 0.1
 
 
@@ -72,7 +71,8 @@ class MemoryPlan:
     """What a run takes of its GPU, in bytes.
 
     `kv_bytes` is what a colocated engine gets, `kv_wanted` what all its sequences need at full length, `kv_least` what it does not start
-    without, `sequences` how many of full length run at a time, `most_running` how many of any length (None: all). `max_model_len`: of the engine; None for the model's own. `changes`: settings that make the run fit.
+    without, `sequences` how many of full length run at a time, `most_running` how many of any length (None: all). `max_model_len`: of the
+    engine; None for the model's own. `changes`: settings that make the run fit.
     """
 
     work: Workload
@@ -118,40 +118,37 @@ class MemoryPlan:
         raise RuntimeError(f"{self.table()}\n{self.verdict()}")
 
     def engine_arguments(self) -> dict[str, Any]:
-        """What `vllm.LLM` is told of memory: exactly this KV cache. vLLM compares its share of the GPU with what is free when it starts,
-        and takes nothing by it; the share is small, so that a neighbour on the same GPU that starts at this moment does no harm. And no more
-        sequences than there are states for: vLLM refuses to capture CUDA graphs of more than it has blocks for ("Mamba cache blocks")."""
+        """What `vllm.LLM` is told of memory: exactly this KV cache. It only compares its share of the GPU with what is free when it starts;
+        a small one is not disturbed by a neighbour. And no more sequences than there are states for, beyond which vLLM refuses to capture
+        CUDA graphs ("Mamba cache blocks")."""
         assert self.gpu is not None, "planned without a GPU"
-        arguments: dict[str, Any] = {"kv_cache_memory_bytes": self.kv_bytes, "gpu_memory_utilization": 0.01}
-        arguments["max_num_batched_tokens"] = self.work.step_tokens
+        arguments: dict[str, Any] = {
+            "kv_cache_memory_bytes": self.kv_bytes, "gpu_memory_utilization": 0.01, "max_num_batched_tokens": self.work.step_tokens,
+        }  # fmt: skip
         if self.most_running is not None and self.most_running < self.work.completions:
             arguments["max_num_seqs"] = max(1, self.most_running)
         return arguments
 
-    # ------------------------------------------------------------------ in words
-
     def summary(self) -> str:
         """One line: the peak, and what the engine got."""
-        when = "an update" if self.update >= self.rollout else "a rollout"
+        work, when = self.work, "an update" if self.update >= self.rollout else "a rollout"
         of = f" of {self.gpu.total / GIB:.1f}" if self.gpu else ""
         text = f"planned peak {self.peak / GIB:.1f}{of} GiB, in {when}"
-        return f"{text}; {self._kv_line()}" if self.work.colocated else text
-
-    def _kv_line(self) -> str:
-        work = self.work
-        size = f"KV cache {self.kv_bytes / GIB:.1f} GiB{', freed in updates' if work.sleep else ''}"
+        if not work.colocated:
+            return text
+        text += f"; KV cache {self.kv_bytes / GIB:.1f} GiB{', freed in updates' if work.sleep else ''}"
         if not self.sequences:
-            return f"{size}: not one sequence of {work.length} tokens at a time"
-        return f"{size}: {self.sequences} sequences of {work.length} tokens at a time, {work.completions} completions run in {_waves(self.waves)}"
+            return f"{text}: not one sequence of {work.length} tokens at a time"
+        waves = "1 wave" if self.waves == 1 else f"{self.waves} waves"
+        return f"{text}: {self.sequences} sequences of {work.length} tokens at a time, {work.completions} completions run in {waves}"
 
     def table(self) -> str:
         """The parts, in GiB, in an update and in a rollout."""
         width = max(len(part.name) for part in self.parts)
         rows = [("memory, GiB" if self.work.cpu else "GPU memory, GiB", "update", "rollout")]
-        rows += [
-            (part.name, _gib(part.update), _gib(part.rollout)) for part in self.parts if part.update or part.rollout
-        ]
-        rows.append(("sum", _gib(self.update), _gib(self.rollout)))
+        parts = [part for part in self.parts if part.update or part.rollout]
+        for part in (*parts, Part("sum", self.update, self.rollout)):
+            rows.append((part.name, f"{part.update / GIB:.2f}", f"{part.rollout / GIB:.2f}"))
         lines = [f"{name:<{width}}{update:>9}{rollout:>9}" for name, update, rollout in rows]
         return "\n".join([*lines, self.summary()])
 
@@ -162,24 +159,12 @@ class MemoryPlan:
         size = f"{self.gpu.total / GIB:.1f} GiB"
         if self.fits:
             return f"It fits into {size}."
-        text = f"It does not fit into {size}" + (
-            ", not even with a KV cache for two sequences." if self.work.colocated else "."
-        )
+        least = ", not even with a KV cache for two sequences" if self.work.colocated else ""
+        text = f"It does not fit into {size}{least}."
         if self.changes:
             return f"{text} It fits with {' and '.join(self.changes)}."
         larger = "a machine with more memory" if self.work.cpu else "a larger GPU"
         return f"{text} No setting was found that helps: use {larger}, a smaller model, or shorter prompts."
-
-
-def _waves(count: int | None) -> str:
-    return "1 wave" if count == 1 else f"{count} waves"
-
-
-def _gib(size: int) -> str:
-    return f"{size / GIB:.2f}"
-
-
-# --- planning -----------------------------------------------------------------------------------------------------------------------
 
 
 def plan_run(
@@ -253,9 +238,8 @@ def _add_up(
     if work.sharded:
         model = formulas.sharded_bytes(shape, work, model)
     gradients = model.trained * (2 if work.processes > 1 else 1)  # DDP's buckets are a second copy
-    between = (
-        work.batch * work.accumulation > work.completions // work.tensor_parallel
-    )  # a rollout in the middle of an update
+    # a rollout in the middle of an update
+    between = work.batch * work.accumulation > work.completions // work.tensor_parallel
     slack = 1 + (formulas.CPU_SLACK if work.cpu else formulas.ALLOCATOR_SLACK)
     optimizer = formulas.optimizer_bytes(work.optimizer, model)
     copy = fixed = transient = 0
@@ -264,18 +248,17 @@ def _add_up(
         transient = formulas.engine_rollout_bytes(shape, work)
     elif work.rollout == "transformers":
         transient = formulas.transformers_rollout_bytes(shape, work)
-    activations = slack * formulas.update_bytes(shape, work) + (
-        not work.cpu
-    ) * formulas.KEPT_SLACK * formulas.kept_bytes(shape, work)
+    activations = slack * formulas.update_bytes(shape, work)
+    if not work.cpu:
+        activations += formulas.KEPT_SLACK * formulas.kept_bytes(shape, work)
     name = f"activations of {f'{work.tokens} packed' if work.packed else f'{work.batch} x {work.length}'} tokens"
     if work.kept_layers:
         name += f", {work.kept_layers} of {shape.layers} layers not recomputed"
     if shape.delta_nets is not None and not work.delta_kernels:
         name += ", without flash-linear-attention"
     trained = "trained weights" if work.base_format == "full" else f"adapter, rank {work.lora_rank}"
-    context = (formulas.CPU_PROCESS_BYTES if work.cpu else formulas.CONTEXT_BYTES) + (
-        formulas.NCCL_BYTES if work.processes > 1 else 0
-    )  # which may be yet to come
+    context = formulas.CPU_PROCESS_BYTES if work.cpu else formulas.CONTEXT_BYTES
+    context += formulas.NCCL_BYTES if work.processes > 1 else 0  # which may be yet to come
     context += formulas.DEEPSPEED_BYTES if work.deepspeed else 0
     outside = max(gpu.outside, context) if gpu else context
     rollout = round(slack * transient)
@@ -333,10 +316,8 @@ def _alternatives(work: Workload) -> Iterator[tuple[tuple[str, ...], Workload]]:
     checkpointing = [] if recomputed else [{"gradient_checkpointing": True, "kept_layers": 0}]
     small = work.sharded or "8bit" in work.optimizer or "4bit" in work.optimizer
     optimizers = [] if small else [{"optimizer": "adamw_8bit"}]
-    halves = itertools.takewhile(
-        lambda n: n >= _SHORTEST_COMPLETION, (work.completion_length >> i for i in itertools.count(1))
-    )
-    completions = [{"completion_length": length} for length in halves]
+    halves = (work.completion_length >> i for i in range(1, work.completion_length.bit_length()))
+    completions = [{"completion_length": length} for length in halves if length >= _SHORTEST_COMPLETION]
     groups: list[list[dict[str, Any]]] = [sleeping, batches, checkpointing, optimizers, completions]
     yield from ((_settings(change), dataclasses.replace(work, **change)) for group in groups[:4] for change in group)
     piled: dict[str, Any] = {}

@@ -81,8 +81,7 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """Tokens that one backward pass computes: every sequence at full length, or a packed row with each shared prompt once, as
-        `update/row.py` lays it out."""
+        """Tokens of one backward pass: every sequence at full length, or a packed row (`update/row.py`) with each shared prompt once."""
         if not self.packed:
             return self.batch * self.length
         prompts = -(-self.batch // max(1, self.generations))
@@ -97,7 +96,6 @@ class Workload:
 
     @property
     def step_tokens(self) -> int:
-        """Tokens that one engine step may process."""
         return self.batched_tokens or MAX_BATCHED_TOKENS
 
     @property
@@ -111,9 +109,8 @@ class Workload:
 
     def with_engines_of(self, gpus: int) -> "Workload":
         """The same with tensor parallel engines, each of which serves all processes on its GPUs."""
-        return dataclasses.replace(
-            self, tensor_parallel=gpus, completions=self.completions // self.tensor_parallel * gpus
-        )
+        completions = self.completions // self.tensor_parallel * gpus
+        return dataclasses.replace(self, tensor_parallel=gpus, completions=completions)
 
     def under_fsdp(self) -> "Workload":
         """The same with the trainer's weights shared out, and an engine's of its own. Processes gather the weights of each layer together, and each
@@ -122,12 +119,9 @@ class Workload:
         Raises:
             `ValueError`: an optimizer that cannot step them.
         """
+        recomputed, optimizer = self._said_or_all, optimizer_under_fsdp(self.optimizer)
         return dataclasses.replace(
-            self,
-            share_weights=False,
-            sharded=True,
-            gradient_checkpointing=self._said_or_all,
-            optimizer=optimizer_under_fsdp(self.optimizer),
+            self, share_weights=False, sharded=True, gradient_checkpointing=recomputed, optimizer=optimizer
         )
 
     def under_zero2(self) -> "Workload":
@@ -156,8 +150,8 @@ class Workload:
 
 @dataclasses.dataclass(frozen=True)
 class Lengths:
-    """Tokens of the longest prompt, of the longest completion, and of the longest sequence that model and engine take, if that is known.
-    `counted` is False where the prompt's is `ASSUMED_PROMPT`."""
+    """Tokens of the longest prompt and completion; `limit`: of the longest sequence that model and engine take, if known. `counted` is False
+    where the prompt's is `ASSUMED_PROMPT`."""
 
     prompt: int
     completion: int
@@ -273,14 +267,8 @@ def workload_of_file(
     lengths = Lengths(prompt_length, args.max_completion_length)
     dtype = (args.model_init_kwargs or {}).get("dtype", model.dtype)
     attention = model.attn_implementation or "sdpa"
-    work = workload_of(
-        args,
-        lengths,
-        lora_rank=adapter.r,
-        lora_dropout=adapter.lora_dropout,
-        dtype_bytes=dtype_bytes_of(dtype, args.base_format),
-        attention=attention,
-    )
+    of_model: dict[str, Any] = {"lora_rank": adapter.r, "lora_dropout": adapter.lora_dropout, "attention": attention}
+    work = workload_of(args, lengths, dtype_bytes=dtype_bytes_of(dtype, args.base_format), **of_model)
     return model.model_name_or_path, work.on_a_cpu() if values.get("use_cpu") else work
 
 
@@ -308,16 +296,16 @@ def run_lengths(trainer: Any) -> Lengths:
         too_long = sum(length >= limit for length in lengths)
         short = sum(length + completion > limit for length in lengths)
         if too_long:
+            raised = "" if who == "the model" else ", or raise vllm_max_model_length"
             raise ValueError(
                 f"{too_long} of {len(lengths)} prompts leave no token for a completion: the longest has {longest} tokens with its chat "
-                f"template, and {who} takes {limit} in all. Filter them out of the dataset"
-                + ("." if who == "the model" else ", or raise vllm_max_model_length.")
+                f"template, and {who} takes {limit} in all. Filter them out of the dataset{raised}."
             )
         if short and not args.use_vllm:
             raise ValueError(
                 f"{short} of {len(lengths)} prompts leave less than max_completion_length={completion} tokens for a completion: the longest "
-                f"has {longest} tokens with its chat template, and the model takes {limit} in all. transformers would generate beyond that, "
-                f"where the model was never trained. Lower max_completion_length to {limit - longest}, or filter them out of the dataset."
+                f"has {longest} tokens with its chat template, and the model takes {limit} in all. Lower max_completion_length to "
+                f"{limit - longest}, or filter them out of the dataset."
             )
         if short:
             logger.warning(

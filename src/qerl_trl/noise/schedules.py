@@ -194,18 +194,11 @@ class EntropyTargetSchedule(NoiseSchedule):
         return min(max(math.exp(log_sigma), low), high)  # exp(log(x)) may be one bit above x
 
 
+_CLASSES = (
+    ExponentialSchedule, LinearSchedule, CosineSchedule, LogarithmicSchedule, ConstantSchedule, EntropyTargetSchedule,
+)  # fmt: skip
 #: schedule name -> class
-SCHEDULES: dict[str, type[NoiseSchedule]] = {
-    cls.name: cls
-    for cls in (
-        ExponentialSchedule,
-        LinearSchedule,
-        CosineSchedule,
-        LogarithmicSchedule,
-        ConstantSchedule,
-        EntropyTargetSchedule,
-    )  # fmt: skip
-}
+SCHEDULES: dict[str, type[NoiseSchedule]] = {cls.name: cls for cls in _CLASSES}
 
 
 def make_schedule(
