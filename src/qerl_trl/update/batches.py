@@ -31,15 +31,21 @@ from . import row
 
 #: log-probabilities (B, L), entropies (B, L) or None, load balance
 Result = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+#: the result of any lines of `input_ids` and `attention_mask`, (B, W)
+Compute = Callable[[torch.Tensor, torch.Tensor], Result]
 
 
-def order_is_free(trainer: Any) -> bool:
-    """Of a trainer or of its settings: whether a loss is the same however the completions of a step are dealt: not where a micro-batch is its own
-    measure, by its count of tokens (`"bnpo"`), by a quantile of its entropies, by their mean, or by the load of experts, which only a trainer knows of."""
-    own_count = getattr(trainer, "loss_type", None) == "bnpo"
-    bonus = getattr(trainer, "entropy_coef", 0.0) != 0.0 or getattr(trainer, "use_adaptive_entropy", False)
-    own_entropies = getattr(trainer, "top_entropy_quantile", 1.0) < 1.0 or bonus
-    return not (own_count or own_entropies or getattr(trainer, "aux_loss_enabled", False))
+def order_is_free(of: Any) -> bool:
+    """Whether a loss is the same however the completions of a step are dealt: not where a micro-batch is its own measure, by its count of
+    tokens (`"bnpo"`), by a quantile of its entropies, by their mean, or by the load of experts.
+
+    Args:
+        of: a trainer, or its settings. RLOO has only some of the fields, and settings do not know of experts.
+    """
+    said = vars(of)
+    own_entropies = said.get("top_entropy_quantile", 1.0) < 1.0 or said.get("entropy_coef", 0.0) != 0.0
+    own_entropies = own_entropies or said.get("use_adaptive_entropy", False)
+    return not (said.get("loss_type") == "bnpo" or own_entropies or said.get("aux_loss_enabled", False))
 
 
 def optimizer_steps(batches: list[dict[str, Any]], per_step: int) -> list[slice]:
@@ -181,8 +187,6 @@ class TokenBudget:
         self._groups: list[tuple[int, int]] = []
         self._open: _Group | None = None
 
-    # ------------------------------------------------------------------------------------------------------- planning
-
     def plan(self, batches: list[dict[str, Any]], *, share: bool, free: bool) -> list[dict[str, Any]]:
         """Form the groups of a rollout.
 
@@ -205,7 +209,10 @@ class TokenBudget:
         if one_process and free:
             order = [index for step in steps for index in _by_prompt(sequences, step.start, step.stop)]
             batches, sequences = [batches[i] for i in order], [sequences[i] for i in order]
-        sizes = [] if one_process else self._largest([_size(lines, share) for lines in sequences])
+        sizes: list[list[int]] = []
+        if not one_process:  # of each micro-batch, the largest tokens and keys that any process has there
+            own = torch.tensor([_size(lines, share) for lines in sequences], device=trainer.accelerator.device)
+            sizes = trainer.accelerator.gather(own[None]).amax(0).tolist()
 
         def size(first: int, last: int) -> tuple[int, int]:
             if one_process:
@@ -224,28 +231,18 @@ class TokenBudget:
                 first = last + 1
         return batches
 
-    def _largest(self, sizes: list[tuple[int, int]]) -> list[list[int]]:
-        """Of each micro-batch, the largest tokens and keys that any process has there."""
-        accelerator = self._trainer.accelerator
-        return accelerator.gather(torch.tensor(sizes, device=accelerator.device)[None]).amax(0).tolist()
-
     def _limits(self) -> tuple[int, int] | None:
         """Tokens and keys of one pass, as the memory plan counts them for one micro-batch; `None` where none is to be shared."""
-        trainer, plan = self._trainer, getattr(self._trainer, "memory_plan", None)
+        trainer, plan = self._trainer, self._trainer.memory_plan
         if plan is None or trainer.is_deepspeed_enabled:
             return None
         work = replace(plan.work, packed=True)
         return work.tokens, work.keys
 
-    # --------------------------------------------------------------------------------------------------------- passes
-
-    def logps(
-        self, compute: Callable[[torch.Tensor, torch.Tensor], Result], input_ids: torch.Tensor, width: int
-    ) -> Result | None:
+    def logps(self, compute: Compute, input_ids: torch.Tensor, width: int) -> Result | None:
         """Of the micro-batch of this step, from its group's pass; `None` where it has a pass of its own.
 
         Args:
-            compute: gives the result of any lines of `input_ids` and `attention_mask`, (B, W).
             input_ids: (B, W) of this micro-batch. width: columns of its completions.
 
         Raises:
@@ -282,25 +279,15 @@ class TokenBudget:
         """Whether this optimizer step, the last of an epoch, has fewer micro-batches and could end within a group."""
         return self._trainer.current_gradient_accumulation_steps != self._trainer.args.gradient_accumulation_steps
 
-    def _begin(
-        self,
-        compute: Callable[[torch.Tensor, torch.Tensor], Result],
-        first: int,
-        last: int,
-        input_ids: torch.Tensor,
-        width: int,
-    ) -> bool:
+    def _begin(self, compute: Compute, first: int, last: int, input_ids: torch.Tensor, width: int) -> bool:
         batches = self._trainer._buffered_inputs[first : last + 1]
         ids = torch.cat([_joined(batch, "ids") for batch in batches])
         if batches[0]["completion_ids"].shape[1] != width or not torch.equal(ids[: len(input_ids)], input_ids):
             return False
         logps, entropies, _ = compute(ids, torch.cat([_joined(batch, "mask") for batch in batches]))
         earlier = len(ids) - len(batches[-1]["prompt_ids"])
-        leaves = [
-            values[:earlier].detach().requires_grad_()
-            for values in (logps, entropies)
-            if values is not None and values.requires_grad
-        ]
+        graded = [values for values in (logps, entropies) if values is not None and values.requires_grad]
+        leaves = [values[:earlier].detach().requires_grad_() for values in graded]
         self._open = _Group(first, last, ids, (logps, entropies), earlier, leaves)
         return True
 

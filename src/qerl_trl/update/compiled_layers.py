@@ -75,9 +75,8 @@ class CompiledLayers:
     ) -> None:
         self.layers, self.norm = layers, norm
         self.rehearsing: str | None = None  # in `warm_up`: "clean" or "noisy"
-        self.ran_compiled = (
-            False  # the latest layer; the norm after the layers has no argument that tells generation from an update
-        )
+        # the latest layer; the norm after the layers has no argument that tells generation from an update
+        self.ran_compiled = False
         functions: dict[Callable, LayerFunction] = {}
         self.forwards: list[_Forward] = []
         for index, module in enumerate((*layers, *([norm] if norm is not None else []))):
@@ -99,11 +98,8 @@ class CompiledLayers:
                 forward.function.give_up(forward.module, reason)
 
     def recompute(self, layers: Iterable[nn.Module]) -> None:
-        """Let these layers, and no others, keep nothing but their input for the backward pass, as with gradient checkpointing.
-
-        In place of transformers' switch (`layer.gradient_checkpointing`), which recomputes around the layer: where that is on, nothing is
-        recomputed inside. It holds for a layer that does not compile as well.
-        """
+        """Let these layers, and no others, keep nothing but their input for the backward pass, compiled or not. Where transformers' switch
+        (`layer.gradient_checkpointing`) is on, nothing is recomputed inside."""
         wanted = {id(layer) for layer in layers}
         for forward in self.forwards:
             forward.recomputes = id(forward.module) in wanted
@@ -215,7 +211,7 @@ def _with_cache(kwargs: Mapping[str, Any]) -> bool:
 
 
 def _bound(function: Callable, module: nn.Module) -> MethodType:
-    return MethodType(function, module)  # whose own type no pickle finds
+    return MethodType(function, module)  # no pickle finds the type itself
 
 
 def _said(error: Exception) -> str:
@@ -258,16 +254,11 @@ def find_layers(model: nn.Module) -> tuple[list[nn.Module], nn.Module | None]:
     layers: list[nn.Module] = [*decoder_layers(model)]
     if not layers:
         raise ValueError(f"{type(decoder).__name__} has no list of layers of the kind that transformers checkpoints")
-    taken = [layer for layer in layers if "forward" in vars(layer)]
+    taken = [type(layer).__name__ for layer in layers if "forward" in vars(layer)]
     if taken:
-        raise ValueError(
-            f"the forward of {type(taken[0]).__name__} was replaced already (a model over several devices?)"
-        )
-    norms = [
-        child
-        for name, child in decoder.named_children()
-        if "norm" in name.lower() and not any(child.children()) and "forward" not in vars(child)
-    ]
+        raise ValueError(f"the forward of {taken[0]} was replaced already (a model over several devices?)")
+    named = [child for name, child in decoder.named_children() if "norm" in name.lower()]
+    norms = [child for child in named if not any(child.children()) and "forward" not in vars(child)]
     return layers, norms[0] if len(norms) == 1 else None
 
 
@@ -334,10 +325,10 @@ def warm_up(
     inputs = packed.examples(batch, length) if packed is not None and in_rows else _padded(batch, length, device)
     # what inductor keeps on disk is of one device with its index: only processes that call theirs by the same one have anything to wait for
     same = f"{base.config.to_json_string()} {device} {batch} {length} {noisy} {in_rows}"
-    what = f"the layers of {type(base).__name__} for updates on {device}"
+    turn = _taking_turns(same, f"the layers of {type(base).__name__} for updates on {device}")
     try:
         model.train()
-        with _taking_turns(same, what), torch.random.fork_rng(devices=devices), torch.no_grad(), autocast():
+        with turn, torch.random.fork_rng(devices=devices), torch.no_grad(), autocast():
             for kind in (False, True) if noisy else (False,):
                 graphs: list[int] = []
                 for given in inputs:
@@ -379,22 +370,23 @@ class WarmUp(TrainerCallback):
         self._trainer, self._compiled, self._done = trainer, compiled, False
 
     def on_train_begin(self, args, state, control, **kwargs):
-        trainer, compiled = self._trainer, self._compiled
         if self._done:
             return
-        self._done, started = True, time.perf_counter()
-        took = "in the first step"
+        self._done, started, took = True, time.perf_counter(), "in the first step"
+        trainer, compiled = self._trainer, self._compiled
         if not trainer.is_fsdp_enabled:  # its root gathers what is in no layer, in a forward of its own
-            length = (trainer.memory_plan.max_model_len if trainer.memory_plan is not None else None) or _LONGEST
+            model, plan = trainer.accelerator.unwrap_model(trainer.model), trainer.memory_plan
+            length = min((plan.max_model_len if plan is not None else None) or _LONGEST, _LONGEST)
+            noisy, autocast = args.aqn and args.aqn_scope == "policy", trainer.accelerator.autocast
             try:
                 warm_up(
                     compiled,
-                    trainer.accelerator.unwrap_model(trainer.model),
+                    model,
                     args.per_device_train_batch_size,
-                    min(length, _LONGEST),
-                    noisy=args.aqn and args.aqn_scope == "policy",
-                    autocast=trainer.accelerator.autocast,
-                    packed=getattr(trainer, "_packing", None),
+                    length,
+                    noisy,
+                    autocast,
+                    vars(trainer).get("_packing"),
                 )
             except RuntimeError as error:  # of a kernel, or out of memory
                 compiled.give_up(_said(error))
@@ -403,10 +395,9 @@ class WarmUp(TrainerCallback):
             took = f"{time.perf_counter() - started:.1f} s"
         if not compiled.failed and state.is_world_process_zero:
             name, left = type(compiled.layers[0]).__name__, sum(forward.left for forward in compiled.forwards)
-            delta_nets = f" ({left} gated delta nets stay as they are)" if left else ""
+            name += f" ({left} gated delta nets stay as they are)" if left else ""
             print(
-                f"torch.compile of {len(compiled.layers) - left} {name}{delta_nets} for updates of any length: {took}",
-                flush=True,
+                f"torch.compile of {len(compiled.layers) - left} {name} for updates of any length: {took}", flush=True
             )
 
 

@@ -4,10 +4,10 @@
     keeping      what the compiler finds worth it    the gradients
     recomputing  its inputs                          once more what of the forward the gradients need, then the gradients
 
-A checkpoint around a compiled layer cannot leave out what no gradient needs: it runs the forward function as a whole, of a transformer layer
-also the last product (down_proj: 29 % of the weights of a Qwen2.5-7B layer). Inside, the compiler drops it. The recomputing kind is what
-torch's partitioner makes of a memory budget of zero (`torch._functorch.config.activation_memory_budget`). It repeats random numbers as little as
-anything else, so a layer that draws some (dropout) is found out before its output is used, and has to be recomputed from around.
+A checkpoint around a compiled layer runs the forward function as a whole, also the last product (down_proj: 29 % of the weights of a
+Qwen2.5-7B layer), which no gradient needs. Inside, the compiler drops it. The recomputing kind is what torch's partitioner makes of a memory
+budget of zero (`torch._functorch.config.activation_memory_budget`). It does not repeat random numbers, so a layer that draws some (dropout) is
+found before its output is used, and recomputed from outside.
 """
 
 import logging
@@ -83,14 +83,13 @@ class LayerFunction:
         if recompute:
             self.recomputes = False
             logger.warning(
-                f"{type(layer).__name__} recomputes its whole forward from here on, the last product too, in which an update takes a little longer and "
-                f"computes the same: not within the compiled layer ({reason})."
+                f"{type(layer).__name__} recomputes its whole forward from here on, so an update takes a little longer: {reason}."
             )
             return
         self.failed = True
         logger.warning(
-            f"{type(layer).__name__} runs in eager mode from here on, in which an update takes longer and computes the same: it does not compile "
-            f"({reason}). compile_layers=False says that this is wanted."
+            f"{type(layer).__name__} runs in eager mode from here on, so an update takes longer: it does not compile ({reason}). "
+            "compile_layers=False says that this is wanted."
         )
 
 

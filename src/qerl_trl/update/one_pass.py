@@ -85,8 +85,6 @@ class OnePass:
     def _corrects(self) -> bool:
         return hasattr(self._trainer, "vllm_importance_sampling_correction")  # GRPO; RLOO does not
 
-    # ---------------------------------------------------------------------------------------------------- the rollout
-
     @contextmanager
     def scoring(self) -> Iterator[None]:
         """Around TRL's `_generate_and_score_completions`."""
@@ -132,8 +130,6 @@ class OnePass:
             if not metrics[name]:
                 del metrics[name]
 
-    # ----------------------------------------------------------------------------------------------------- the update
-
     @contextmanager
     def own(self, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Around TRL's `_compute_loss` of a micro-batch: gives it what the loss is to be computed of.
@@ -143,7 +139,8 @@ class OnePass:
                 micro-batch is seen, before the optimizer is; or nobody computed log-probabilities.
         """
         trainer = self._trainer
-        if not trainer.model.training or not self.holds or not (self._is_open(inputs) or "old_logps" in inputs):
+        open_ = "old_logps" in inputs or (_RATIO in inputs and _OLD not in inputs)
+        if not (trainer.model.training and self.holds and open_):
             yield inputs
             return
         self._batch = inputs = dict(inputs)
@@ -151,17 +148,13 @@ class OnePass:
             yield inputs
             if self._batch is not None:
                 raise RuntimeError(
-                    f"{type(trainer).__name__}._compute_loss asked for no log-probabilities (_get_per_token_logps_and_entropies), so the old "
-                    "ones are not known. Compute them there, or set gradient_accumulation_steps so that it is no multiple of "
-                    "steps_per_generation: TRL then computes them when it samples."
+                    f"{type(trainer).__name__}._compute_loss asked for no log-probabilities (_get_per_token_logps_and_entropies), which are the "
+                    "old ones too. Compute them there, or set gradient_accumulation_steps to no multiple of steps_per_generation."
                 )
         finally:
             self._batch = None
         if len(self._seen) == trainer.args.steps_per_generation:
             self._measure()
-
-    def _is_open(self, inputs: dict[str, Any]) -> bool:
-        return _RATIO in inputs and _OLD not in inputs
 
     def _correct(self, batch: dict[str, Any], trained: torch.Tensor) -> None:
         """Put into a micro-batch what depends on the old log-probabilities (B, T), now that they are known."""
@@ -170,16 +163,9 @@ class OnePass:
             batch["old_logps"] = (trained * mask).sum(1)
             return
         mask = mask * batch.get("tool_mask", 1)
-        batch[_RATIO] = importance_ratio(
-            trained,
-            batch[_SAMPLED],
-            mask,
-            Correction(
-                trainer.vllm_importance_sampling_mode,
-                trainer.vllm_importance_sampling_clip_min,
-                trainer.vllm_importance_sampling_clip_max,
-            ),
-        )
+        low, high = trainer.vllm_importance_sampling_clip_min, trainer.vllm_importance_sampling_clip_max
+        correction = Correction(trainer.vllm_importance_sampling_mode, low, high)
+        batch[_RATIO] = importance_ratio(trained, batch[_SAMPLED], mask, correction)
         if len(self._seen) < trainer.args.steps_per_generation:  # not a later iteration over the same rollout
             known = batch | {_OLD: trained}
             self._seen.append({name: known[name] for name in _MEASURED if name in known})

@@ -11,6 +11,7 @@ same few sequences padded and packed, before the first step. Where it cannot, TR
 """
 
 import logging
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -212,11 +213,8 @@ class Packing:
                 return None
         of_a_loss = model.training and torch.is_grad_enabled() and batch_size is None and not compute_aux_loss
         if of_a_loss:
-            together = self.budget.logps(
-                lambda ids, mask: self._packed(model, ids, mask, logits_to_keep, compute_entropy=compute_entropy),
-                input_ids,
-                logits_to_keep,
-            )
+            compute = partial(self._packed, model, logits_to_keep=logits_to_keep, compute_entropy=compute_entropy)
+            together = self.budget.logps(compute, input_ids, logits_to_keep)
             if together is not None:
                 return together
         return self._packed(
@@ -234,8 +232,7 @@ class Packing:
         compute_aux_loss: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         found = row.sequences(input_ids, attention_mask, logits_to_keep)
-        whole = compute_aux_loss
-        size = batch_size or len(input_ids)
+        whole, size = compute_aux_loss, batch_size or len(input_ids)
         one_row = size >= len(input_ids)
         alike = self.trainer.accelerator.num_processes > 1 or whole  # every process calls the model as often
         if not whole and (one_row or not alike):
@@ -248,8 +245,7 @@ class Packing:
         else:
             chosen = row.rows(found, limit=size * input_ids.shape[1], share=share)
         shape = (input_ids.shape[0], logits_to_keep)
-        logps, entropies, losses = [], [], []
-        destinations = []
+        logps, entropies, losses, destinations = [], [], [], []
         for sequences in chosen:
             built = row.build(sequences, logits_to_keep, input_ids.device, share=share, whole=whole)
             inputs = built.inputs()
@@ -271,11 +267,8 @@ class Packing:
             values = torch.cat(parts)
             return values.new_zeros(shape[0] * shape[1]).index_copy(0, place, values).view(shape)
 
-        return (
-            padded(logps),
-            padded(entropies) if compute_entropy else None,
-            torch.stack(losses).mean() if whole else None,
-        )
+        loss = torch.stack(losses).mean() if whole else None
+        return padded(logps), padded(entropies) if compute_entropy else None, loss
 
 
 class PackingMixin(OnlineTrainer):
