@@ -5,15 +5,13 @@ optimizer step the order is free. [`deal`] brings completions of one prompt toge
 tokens of the micro-batches, since the largest sets the peak of memory; the largest comes first, on every process, so that processes that
 wait for each other wait little. Which completions belong to which optimizer step stays TRL's shuffle. No random number is drawn.
 
-**Joining.** `per_device_train_batch_size` bounds memory: it is chosen for completions of the greatest length, and most are far shorter. The
-weights are decoded, the adapter is cast and every kernel is launched once per pass, so passes of a few tokens cost much and compute little. With
-[`TokenBudget`] the first micro-batch of a group computes the log-probabilities of all of them in one packed row, as long as the row has no
-more tokens than the memory plan counts for one micro-batch. Each micro-batch's loss is TRL's own, in its own `training_step`, with its own
-normaliser, metrics and gradient accumulation: it takes its lines of the joint log-probabilities, cut off from the model. Its backward leaves a
-gradient there, and the backward of the group's last micro-batch takes all of them through the model at once. Gradients are the sums that
-they were, added in another order. Not with DeepSpeed, whose backward wants every micro-batch for itself. With several processes the last
-micro-batch of an optimizer step stays alone, since forward and backward of that one exchange gradients; and all processes form the same
-groups, of the largest that any of them has.
+**Joining.** Passes of a few tokens cost much: each decodes the weights, casts the adapter and launches every kernel. With [`TokenBudget`] the
+first micro-batch of a group computes the log-probabilities of all of them in one packed row, of no more tokens than the memory plan counts for
+one micro-batch. Each micro-batch's loss is TRL's own, in its own `training_step`, with its own normaliser, metrics and gradient accumulation: it
+takes its lines of the joint log-probabilities, cut off from the model. Its backward leaves a gradient there, and the backward of the group's last
+micro-batch takes all of them through the model at once. Gradients are the sums that they were, added in another order. Not with DeepSpeed,
+whose backward wants every micro-batch for itself. With several processes the last micro-batch of an optimizer step, which exchanges gradients,
+stays alone; and all processes form the same groups, of the largest that any of them has.
 
 **Longest pass.** torch's allocator keeps freed blocks and gives them to requests that are no larger. Rows have another length each time, so the
 blocks of all shorter rows are too small for a longer one, which takes the memory of its largest tensors anew: ragged completions of 7B reserved
