@@ -131,17 +131,11 @@ class Workload:
     def on_a_cpu(self) -> "Workload":
         """The same without a GPU, where all layers recompute too, and vLLM keeps keys and values in the model's own type."""
         space = os.environ.get("VLLM_CPU_KVCACHE_SPACE")  # vLLM's own, in GiB; it replaces what its arguments say
+        limit, recomputed = int(space) * 2**30 if space else self.kv_limit, self._said_or_all
         return dataclasses.replace(
-            self,
-            cpu=True,
-            packed=False,
-            compiled=False,
-            graphs=False,
-            gradient_checkpointing=self._said_or_all,
-            kv_dtype_bytes=self.dtype_bytes,
-            batched_tokens=self.step_tokens,
-            kv_limit=int(space) * 2**30 if space else self.kv_limit,
-        )
+            self, cpu=True, packed=False, compiled=False, graphs=False, gradient_checkpointing=recomputed,
+            kv_dtype_bytes=self.dtype_bytes, batched_tokens=self.step_tokens, kv_limit=limit,
+        )  # fmt: skip
 
     @property
     def _said_or_all(self) -> bool:
@@ -260,7 +254,7 @@ def workload_of_file(
         parser.set_defaults(**{name: value for name, value in values.items() if name in names} | changed)
         return parser.parse_args_into_dataclasses(args=[])[0]
 
-    # whether this machine has the GPU that the run is for does not matter here
+    # this machine need not have the run's GPU
     args, model = build(Config, use_cpu=True, bf16=False, fp16=False), build(ModelConfig)
     settle_model_config(model, values, args.base_format)
     adapter = cast(LoraConfig, get_peft_config(model) or default_lora_config())
@@ -275,15 +269,12 @@ def workload_of_file(
 def run_lengths(trainer: Any) -> Lengths:
     """The lengths of a trainer's run: its prompts are tokenized as a rollout would, training and evaluation data alike.
 
-    Warns of prompts that leave less than `max_completion_length` tokens, where an engine cuts completions short.
-
     Raises:
-        `ValueError`: prompts leave no token for a completion, or less than `max_completion_length` where nothing would end it at the limit.
+        `ValueError`: prompts leave no token for a completion, or less than `max_completion_length` where no engine would cut it short.
     """
     args, completion = trainer.args, trainer.args.max_completion_length
-    limits = {"the model": _context(trainer.model)}
-    if args.use_vllm:
-        limits["the engine (vllm_max_model_length)"] = args.vllm_max_model_length
+    of_engine = args.vllm_max_model_length if args.use_vllm else None
+    limits = {"the model": _context(trainer.model), "the engine (vllm_max_model_length)": of_engine}
     known = {name: limit for name, limit in limits.items() if limit is not None}
     who = min(known, key=known.__getitem__, default="")
     limit = known.get(who)

@@ -131,15 +131,8 @@ class AQNCallback(TrainerCallback):
     @classmethod
     def from_args(cls, args) -> "AQNCallback":
         """The callback that a [`QeRLConfig`] asks for, for a trainer that brackets its rollouts with `generation()`."""
-        callback = cls(
-            args.aqn_schedule,
-            sigma_start=args.aqn_sigma_start,
-            sigma_end=args.aqn_sigma_end,
-            num_stages=args.aqn_num_stages,
-            entropy_target=args.aqn_entropy_target,
-            scope=args.aqn_scope,
-            seed=args.aqn_seed,
-        )
+        names = ("schedule", "sigma_start", "sigma_end", "num_stages", "entropy_target", "scope", "seed")
+        callback = cls(**{name: vars(args)[f"aqn_{name}"] for name in names})
         callback.explicit, callback.engine, callback.penalized = True, args.use_vllm, bool(getattr(args, "beta", 0))
         return callback
 
@@ -149,8 +142,7 @@ class AQNCallback(TrainerCallback):
         policy = next((module for module in candidates if module.can_generate()), None)
         if policy is None:
             raise ValueError(
-                f"{type(model).__name__} contains no transformers model that can generate, so there is no rollout to put "
-                "noise on. Pass a causal language model of transformers, bare or in PEFT."
+                f"{type(model).__name__} contains no transformers model that can generate. Pass a causal language model, bare or in PEFT."
             )
         norms = self._given_norms
         if norms is None:
@@ -168,7 +160,7 @@ class AQNCallback(TrainerCallback):
         ]
 
     def detach(self) -> None:
-        """Take every hook off the model. Called at the end of training."""
+        """Take every hook off the model, at the end of training."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -191,10 +183,7 @@ class AQNCallback(TrainerCallback):
 
     @property
     def sigma_effective(self) -> float:
-        """Rms of what the latest draw really added to the norm weights; NaN while no noisy norm has run.
-
-        When vLLM generates, the engine measures, and hands over its number by assigning it here.
-        """
+        """Rms of what the latest draw really added to the norm weights; NaN while no noisy norm has run. An engine's number is assigned."""
         if self._reported is not None:
             return self._reported
         effective = self._noise.sigma_effective() if self._noise is not None and self.last_draw is not None else 0.0
@@ -293,9 +282,7 @@ class AQNCallback(TrainerCallback):
         # without a cache each forward gets the whole sequence; it continues the last one if it extends it by one column
         ids = kwargs.get("input_ids", args[0] if args else None)
         before, self._uncached_prefix = self._uncached_prefix, ids
-        return (
-            before is None or ids is None or before.shape != ids[:, :-1].shape or not torch.equal(before, ids[:, :-1])
-        )
+        return before is None or ids is None or not torch.equal(before, ids[:, :-1])
 
     # ------------------------------------------------------------------ draws
 
@@ -359,8 +346,8 @@ class AQNCallback(TrainerCallback):
         metric = self.schedule.metric if isinstance(self.schedule, EntropyTargetSchedule) else None
         if metric and metric not in logs and not any(metric in entry for entry in state.log_history):
             raise RuntimeError(
-                f"schedule='entropy_target' steers by {metric!r}, and this run does not log it: sigma would stay at {self.sigma:g} whatever "
-                "happens. Use aqn_scope='policy', in which the trainer's own entropy is that of the noisy policy, or another schedule."
+                f"schedule='entropy_target' steers by {metric!r}, which this run does not log: sigma would stay at {self.sigma:g}. Use "
+                "aqn_scope='policy', in which the trainer's own entropy is that of the noisy policy, or another schedule."
             )
         draws, self._unlogged = self._unlogged or [(self.sigma, self.sigma_effective)], []
         if "aqn/sigma" in logs:  # the trainer logs it

@@ -52,10 +52,9 @@ class NormNoise:
     """Noise on the norms of a live transformers model, through forward hooks.
 
     `set(draw)` chooses the noise, `with active():` applies it, `in_training = True` applies it in every forward of a norm that is
-    in training mode (and in the recomputation of gradient checkpointing, which happens in the backward pass). During one
-    forward of a norm the entry `_parameters["weight"]` is replaced by `weight + sigma * z` in fp32 and put back afterwards,
-    also when the forward raises. A trainable norm gets its gradient through the sum. FSDP2, DDP and ZeRO-3 see no change,
-    because between forwards the module is what they left there.
+    in training mode (and in the recomputation of gradient checkpointing). During one forward of a norm the entry
+    `_parameters["weight"]` is replaced by `weight + sigma * z` in fp32 and put back, also when the forward raises. A trainable
+    norm gets its gradient through the sum. FSDP2, DDP and ZeRO-3 see no change: between forwards the module is what they left.
 
     Args:
         norms: {canonical name: module}, from `find_noisy_norms`.
@@ -75,8 +74,7 @@ class NormNoise:
                 )
         self.norms = dict(norms)
         self.draw: NoiseDraw | None = None
-        self._in_training = False
-        self._depth = 0
+        self._in_training, self._depth = False, 0
         self._noise: dict[str, torch.Tensor] = {}
         self._ready: dict[str, tuple[int, torch.Tensor]] = {}
         self._landed: dict[str, torch.Tensor] = {}
@@ -120,7 +118,6 @@ class NormNoise:
             self._compute()
 
     def clear(self) -> None:
-        """Forget the draw: clean from now on."""
         self.draw, self.in_training = None, False
         self._noise, self._ready, self._landed = {}, {}, {}
 
@@ -242,11 +239,10 @@ class NormNoise:
 def laid_on(modules: Iterable[nn.Module], rehearse: bool = False) -> Iterator[bool]:
     """Inside, the noise that acts lies on the weights of `modules`, and the hooks are out of sight.
 
-    For a caller that has compiled what is around them: the hooks of each norm are its own, so a compiler that saw them would compile every layer for
-    itself, while a weight is one more input. Values and gradients are those of the hooks.
+    For compiled layers: a compiler that saw the hooks, which are each norm's own, would compile every layer for itself, while a weight is one more
+    input. Values and gradients are those of the hooks.
 
     Args:
-        modules: norms and other modules; those without noise are left alone.
         rehearse: as if the noise acted, with the clean values.
 
     Returns:

@@ -379,15 +379,8 @@ class WarmUp(TrainerCallback):
             length = min((plan.max_model_len if plan is not None else None) or _LONGEST, _LONGEST)
             noisy, autocast = args.aqn and args.aqn_scope == "policy", trainer.accelerator.autocast
             try:
-                warm_up(
-                    compiled,
-                    model,
-                    args.per_device_train_batch_size,
-                    length,
-                    noisy,
-                    autocast,
-                    vars(trainer).get("_packing"),
-                )
+                packing = vars(trainer).get("_packing")
+                warm_up(compiled, model, args.per_device_train_batch_size, length, noisy, autocast, packing)
             except RuntimeError as error:  # of a kernel, or out of memory
                 compiled.give_up(_said(error))
             if args.device.type == "cuda":

@@ -30,8 +30,6 @@ logger = logging.getLogger(__name__)
 #: one length: where positions are not relative, left padding moves TRL's own numbers
 _PROMPT_TOKENS, _TRIED = 14, ((0, 11), (1, 7), (0, 5))
 
-_ATTENTION_DROPOUT = ("attention_dropout", "attn_dropout", "dropout")
-
 
 class Packing:
     """How one trainer's models are packed: on or off, and why."""
@@ -317,12 +315,9 @@ def alike_up_to(model: PreTrainedModel) -> int | None:
     """The length up to which a token's rotary embedding does not depend on the longest sequence that is computed beside it; `None`: it never does."""
     text = model.config.get_text_config()
     found = getattr(text, "rope_parameters", None) or {}
-    limits = [
-        rope.get("original_max_position_embeddings") or text.max_position_embeddings
-        for rope in ([found] if "rope_type" in found else found.values())  # of each kind of layer
-        if isinstance(rope, dict)
-        and ("longrope" in rope.get("rope_type", "") or "dynamic" in rope.get("rope_type", ""))
-    ]
+    of_layers = [found] if "rope_type" in found else [rope for rope in found.values() if isinstance(rope, dict)]
+    longest = [rope for rope in of_layers if any(kind in rope.get("rope_type", "") for kind in ("longrope", "dynamic"))]
+    limits = (rope.get("original_max_position_embeddings") or text.max_position_embeddings for rope in longest)
     return min(limits, default=None)
 
 
@@ -336,7 +331,13 @@ def why_not(model: PreTrainedModel) -> str | None:
     kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if kinds:
         return f"{name} has layers of another kind ({', '.join(sorted(kinds))})"
-    found = [getattr(module, name, None) for module in model.modules() for name in _dropouts(module)]
+    # under these names an attention layer keeps the share of its weights that it drops, as a number: what else it drops is a layer
+    names = ("attention_dropout", "attn_dropout", "dropout")
+    found = [
+        vars(module).get(name)
+        for module in model.modules()
+        for name in (names if "attention" in type(module).__name__.lower() else names[:1])
+    ]
     found.append(getattr(text, "attention_dropout", None))  # a layer may read it there
     dropped = max((value for value in found if isinstance(value, float)), default=0.0)
     if dropped:
@@ -344,11 +345,6 @@ def why_not(model: PreTrainedModel) -> str | None:
     if getattr(text, "attention_chunk_size", None):
         return f"{name} attends in chunks"
     return None
-
-
-def _dropouts(module: nn.Module) -> tuple[str, ...]:
-    """Names under which an attention layer keeps the share of its weights that it drops, as a number: what else it drops is a layer."""
-    return _ATTENTION_DROPOUT if "attention" in type(module).__name__.lower() else _ATTENTION_DROPOUT[:1]
 
 
 def _set_attention(model: PreTrainedModel, name: str) -> None:

@@ -108,12 +108,8 @@ class Row:
     destination: torch.Tensor  # (N,) int64, places in the flattened batch
 
     def inputs(self) -> dict[str, Any]:
-        return {
-            "input_ids": self.input_ids,
-            "position_ids": self.position_ids,
-            "shift_labels": self.shift_labels,
-            **self.segments._asdict(),
-        }
+        tokens = {"input_ids": self.input_ids, "position_ids": self.position_ids, "shift_labels": self.shift_labels}
+        return tokens | self.segments._asdict()
 
 
 def build(chosen: list[Sequence], width: int, device: torch.device, *, share: bool = True, whole: bool = False) -> Row:
