@@ -310,9 +310,9 @@ class QeRLArguments(OnlineConfig):
         """A rollout of `updates_per_rollout` steps, where nothing says how many completions it has."""
         accumulated = self.gradient_accumulation_steps
         if self.steps_per_generation not in (None, updates * accumulated):
+            said = f"steps_per_generation={self.steps_per_generation} with gradient_accumulation_steps={accumulated}"
             raise ValueError(
-                f"updates_per_rollout={updates} and steps_per_generation={self.steps_per_generation} with gradient_accumulation_steps="
-                f"{accumulated} say different things. Leave steps_per_generation out."
+                f"updates_per_rollout={updates} and {said} say different things. Leave steps_per_generation out."
             )
         self.steps_per_generation = updates * accumulated
 

@@ -231,12 +231,42 @@ def _to_be_used(shape: Shape, plan: MemoryPlan, gpu: Gpu, model: ModelBytes | No
     return gpu.total * (1 - _LEFT_FREE) - unplanned
 
 
-def _add_up(
-    shape: Shape, work: Workload, gpu: Gpu | None, model: ModelBytes | None, max_model_len: int | None
-) -> MemoryPlan:
+def _add_up(shape: Shape, work: Workload, gpu: Gpu | None, model: ModelBytes | None, max_len: int | None) -> MemoryPlan:
     model = model or formulas.predicted_bytes(shape, work)
     if work.sharded:
         model = formulas.sharded_bytes(shape, work, model)
+    parts, of_engine = _parts(shape, work, gpu, model)
+    if not work.colocated:
+        return MemoryPlan(work, tuple(parts), gpu, 0, 0, 0, work.completions, max_len)
+    wanted = kv = formulas.engine_kv_bytes(shape, work, work.completions)
+    least = formulas.engine_kv_bytes(shape, work, min(2, work.completions))
+    if max_len is not None:
+        longest = dataclasses.replace(work, prompt_length=max(0, max_len - work.completion_length))
+        least = max(least, formulas.engine_kv_bytes(shape, longest, 1))
+    what_is_left = False
+    if work.kv_limit is not None:
+        kv = work.kv_limit
+    elif work.utilization is not None and gpu is not None:  # as vLLM counts
+        kv = max(0, round(work.utilization * gpu.total) - of_engine)
+    elif gpu is not None:
+        taken = max(sum(part.rollout for part in parts), 0 if work.sleep else sum(part.update for part in parts))
+        kv = max(0, min(max(wanted, least), gpu.total - taken))
+        what_is_left = least < kv < wanted
+    one_block = formulas.engine_kv_bytes(shape, work, 0)
+    one = formulas.engine_kv_bytes(shape, work, 1) - one_block
+    sequences = min(work.completions, max(0, kv - one_block) // one)
+    if what_is_left:
+        # less than a sequence's serves none, and would make it another number at every start, for which vLLM 0.25 compiles its graphs anew
+        kv = max(least, one_block + sequences * one)
+    parts.append(Part(_KV_CACHE, 0 if work.sleep else kv, kv))
+    running = None
+    if shape.delta_nets is not None:  # each has its states, and a block of keys and values
+        running = (kv // one_block - 1) // (shape.delta_nets.state_blocks(shape.attending) + 1)
+    return MemoryPlan(work, tuple(parts), gpu, kv, wanted, least, sequences, max_len, most_running=running)
+
+
+def _parts(shape: Shape, work: Workload, gpu: Gpu | None, model: ModelBytes) -> tuple[list[Part], int]:
+    """Everything but the KV cache, and what an engine takes beside it."""
     gradients = model.trained * (2 if work.processes > 1 else 1)  # DDP's buckets are a second copy
     # a rollout in the middle of an update
     between = work.batch * work.accumulation > work.completions // work.tensor_parallel
@@ -273,35 +303,7 @@ def _add_up(
         Part(name, round(activations), 0),
         Part("activations of a rollout" + f", steps of {work.step_tokens} tokens" * work.colocated, 0, rollout),
     ]
-    if not work.colocated:
-        return MemoryPlan(work, tuple(parts), gpu, 0, 0, 0, work.completions, max_model_len)
-    wanted = kv = formulas.engine_kv_bytes(shape, work, work.completions)
-    least = formulas.engine_kv_bytes(shape, work, min(2, work.completions))
-    if max_model_len is not None:
-        longest = dataclasses.replace(work, prompt_length=max(0, max_model_len - work.completion_length))
-        least = max(least, formulas.engine_kv_bytes(shape, longest, 1))
-    what_is_left = False
-    if work.kv_limit is not None:
-        kv = work.kv_limit
-    elif (
-        work.utilization is not None and gpu is not None
-    ):  # as vLLM counts: its share, minus what it takes beside the cache
-        kv = max(0, round(work.utilization * gpu.total) - copy - fixed - rollout)
-    elif gpu is not None:
-        taken = max(sum(part.rollout for part in parts), 0 if work.sleep else sum(part.update for part in parts))
-        kv = max(0, min(max(wanted, least), gpu.total - taken))
-        what_is_left = least < kv < wanted
-    one_block = formulas.engine_kv_bytes(shape, work, 0)
-    one = formulas.engine_kv_bytes(shape, work, 1) - one_block
-    sequences = min(work.completions, max(0, kv - one_block) // one)
-    if what_is_left:
-        # less than a sequence's serves none, and would make it another number at every start, for which vLLM 0.25 compiles its graphs anew
-        kv = max(least, one_block + sequences * one)
-    parts.append(Part(_KV_CACHE, 0 if work.sleep else kv, kv))
-    running = None
-    if shape.delta_nets is not None:  # each has its states, and a block of keys and values
-        running = (kv // one_block - 1) // (shape.delta_nets.state_blocks(shape.attending) + 1)
-    return MemoryPlan(work, tuple(parts), gpu, kv, wanted, least, sequences, max_model_len, most_running=running)
+    return parts, copy + fixed + rollout
 
 
 def _alternatives(work: Workload) -> Iterator[tuple[tuple[str, ...], Workload]]:

@@ -51,14 +51,13 @@ class AQNCallback(TrainerCallback):
 
     It then recognises generation by the forward calls of the model (no gradient, no labels, a cache; an empty cache begins
     a new draw). [`QeRLGRPOTrainer`] instead brackets its rollouts with `with callback.generation(): ...`, which also serves
-    vLLM; noise is never applied twice. (With tools a rollout has several turns: alone, each is a generation with a draw of
-    its own; inside `generation()` one draw spans them all.)
+    vLLM; noise is never applied twice. (With tools each turn is a generation of its own; inside `generation()` one draw
+    spans them all.)
 
-    The draw of a generation is keyed by (seed, global_step, number of the generation within that step), so a run resumed
-    from a checkpoint draws the same noise again. The noise is active only between `on_step_begin` and
-    `on_pre_optimizer_step`, and never in evaluation mode. With scope `policy`, a PEFT reference policy (beta > 0) is
-    evaluated under the same noise, so that its KL measures the adapter; a separate reference model is clean. A run that ends
-    with an exception leaves the hooks on: call `detach()` before using the model in training mode for something else.
+    The draw of a generation is keyed by (seed, global_step, number of the generation within that step), so a resumed run
+    draws the same noise again. The noise is active only between `on_step_begin` and `on_pre_optimizer_step`, and never in
+    evaluation mode. With scope `policy`, a PEFT reference policy (beta > 0) is evaluated under the same noise; a separate
+    reference model is clean. A run that ends with an exception leaves the hooks on: call `detach()` before further use.
 
     Logged with every training log line: `aqn/sigma` and `aqn/sigma_effective`, means over the draws since the last line.
     They reach `state.log_history`, the progress bar and callbacks that were added later; the integrations of `report_to` only
@@ -69,8 +68,7 @@ class AQNCallback(TrainerCallback):
         sigma_start: standard deviation in the first noisy stage.
         sigma_end: standard deviation in the last stage.
         num_stages: stages of the run; stage 0 has no noise.
-        entropy_target: nats per token, for schedule "entropy_target". In scope "rollout" that needs a trainer which logs the entropy of
-            the sampling policy: [`QeRLGRPOTrainer`], [`QeRLRLOOTrainer`].
+        entropy_target: nats per token, for schedule "entropy_target"; in scope "rollout" with [`QeRLGRPOTrainer`] or [`QeRLRLOOTrainer`].
         scope: "rollout" or "policy" (`SCOPES`).
         seed: of the noise; the trainer's `args.seed` by default.
         norms: {canonical name: module} instead of what `find_noisy_norms(model)` finds.
@@ -84,9 +82,9 @@ class AQNCallback(TrainerCallback):
         last_draw: that of the latest generation in training, ended or not; None before the first.
 
     Raises:
-        ValueError: impossible schedule or scope; a trainer whose rollouts the callback alone cannot reach (vLLM) or whose log it cannot
-            steer by; a model without a norm to put noise on; a second AQNCallback.
-        RuntimeError: a rollout or a whole training step went by without noise; the entropy to steer by is not in the log.
+        ValueError: impossible schedule or scope; a trainer whose rollouts (vLLM) or log it cannot reach; a model without a norm to put
+            noise on; a second AQNCallback.
+        RuntimeError: a rollout or a training step went by without noise; the entropy to steer by is not in the log.
     """
 
     def __init__(
@@ -377,8 +375,7 @@ class AQNCallback(TrainerCallback):
             )
         if getattr(args, "use_transformers_continuous_batching", False):
             raise ValueError(
-                "AQNCallback cannot be used with use_transformers_continuous_batching=True: its rollouts bypass the model's "
-                "generate(). Use the default transformers generation, or QeRLGRPOTrainer with use_vllm=True."
+                "AQNCallback with use_transformers_continuous_batching=True cannot work: its rollouts bypass generate(). Leave one of them out."
             )
         if isinstance(self.schedule, EntropyTargetSchedule) and self.scope == "rollout" and not self.explicit:
             raise ValueError(
@@ -387,11 +384,11 @@ class AQNCallback(TrainerCallback):
             )
         if getattr(args, "use_vllm", False) and not self.explicit:
             raise ValueError(
-                "AQNCallback alone reaches only rollouts by transformers, and use_vllm=True generates in another engine: the noise would silently do "
-                "nothing. Use QeRLGRPOTrainer (or QeRLRLOOTrainer) with aqn=True, which carries it into vLLM, or use_vllm=False."
+                "AQNCallback alone reaches only rollouts by transformers, and use_vllm=True generates in another engine. Use QeRLGRPOTrainer (or "
+                "QeRLRLOOTrainer) with aqn=True, which carries the noise into vLLM, or use_vllm=False."
             )
         if self.scope == "rollout" and not self.explicit:
             logger.warning_once(
-                "AQNCallback alone, with scope='rollout': completions are sampled under noise, and this trainer takes them for the clean policy's, without "
-                "a correction of the update. Use QeRLGRPOTrainer, which corrects it, or scope='policy', in which nothing needs a correction."
+                "AQNCallback alone, with scope='rollout': this trainer takes noisy completions for the clean policy's. Use QeRLGRPOTrainer, which "
+                "corrects the update, or scope='policy', in which nothing needs a correction."
             )

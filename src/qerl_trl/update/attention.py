@@ -1,8 +1,8 @@
 """Attention over a packed row: sequences one after the other, each token attending to its own sequence only.
 
-One function, registered with transformers under [`NAME`] and set once on the trainer's model. Which sequence a token belongs to reaches it
-as arguments of the model's call ([`Segments`]), which transformers passes on to every attention layer, also when a checkpointed layer is
-computed again in the backward. Without them (generation, evaluation, pictures) it is transformers' `sdpa`, with the same masks.
+One function, registered with transformers under [`NAME`] and set once on the trainer's model. It is told of sequences by arguments of the
+model's call ([`Segments`]), which transformers passes on to every attention layer, also in a recomputation. Without them (generation,
+evaluation, pictures) it is transformers' `sdpa`, with the same masks.
 
     Segment s asks with queries cu_q[s]..cu_q[s+1] and may look at keys cu_k[s]..cu_k[s+1]; both end with the same token, so query i of
     n_q sees keys up to i + n_k - n_q ("bottom right" causal), with a sliding window of W only the last W of them.
@@ -42,7 +42,7 @@ _in_trial: ContextVar[float | None] = ContextVar("in_trial", default=None)
 
 
 class CannotPack(Exception):
-    """An attention layer wants something that a packed row cannot give; the message says what."""
+    """What an attention layer wants that a packed row cannot give."""
 
 
 class Segments(NamedTuple):
@@ -203,7 +203,7 @@ def reference(
 
 
 def fast_kernel_is_missing(device: torch.device) -> str | None:
-    """Why attention over a packed row would be slow or impossible on this device; `None` where it is fast."""
+    """Why attention over a packed row would be slow or impossible here; `None` where it is fast."""
     if device.type != "cuda":
         return f"there is no fast kernel for it on {device.type}"
     major, minor = torch.cuda.get_device_capability(device)

@@ -308,9 +308,8 @@ def warm_up(
 ) -> None:
     """Compile, by a forward and a backward of each layer for `batch` sequences of up to `length` tokens, the first of them padded.
 
-    Adds nothing to gradients and leaves random states, training flags and torch's settings as they were. Where each further length makes a further
-    graph, the layers run in eager mode from here on. Of several processes on devices of the same name one compiles at a time, so that the
-    others find its code in inductor's cache.
+    Adds nothing to gradients and leaves random states and training flags as they were. Where each further length makes a further graph, the layers
+    run in eager mode from here on. Of several processes one compiles at a time, so that the others find its code in inductor's cache.
 
     Args:
         noisy: also compile for noise on the norms in training.

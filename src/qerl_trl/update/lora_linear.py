@@ -1,7 +1,7 @@
 """PEFT's LoRA layers, computed in groups that read the same input: q|k|v, gate|up, every other layer alone.
 
 PEFT stays the owner. [`fuse`] gives its layers a class with another `forward`; modules, parameters, names and files are the same, and
-whatever is not one plain active adapter runs PEFT's own forward, decided anew in each call. What is computed is in `lora_group.py`; why the
+whatever is not one plain active adapter runs PEFT's own forward, decided anew in each call. What is computed is in `fused_lora.py`; why the
 groups are what they are, in `nvfp4/architectures.py`.
 """
 

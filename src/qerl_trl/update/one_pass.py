@@ -3,10 +3,9 @@
 With pi the trained policy, mu the one that sampled and pi_old the trained one as it was when it sampled, TRL's loss needs pi / pi_old and,
 to correct for the engine (or for noise, `rollout/behaviour.py`), pi_old / mu. Where all completions of a rollout are used within one optimizer
 step, pi_old is pi: without vLLM TRL then takes `per_token_logps.detach()`, with vLLM it computes pi_old in a forward of its own, for
-pi_old / mu alone (RLOO: always). [`OnePass`] drops that forward. While TRL scores a rollout it gets NaN, which it counts as a token without
-a log-probability; in the loss, when the update's forward has log pi, the ratio is put in its place.
-
-With dropout TRL's extra forward draws another mask than the update's; here both are one, as they are in TRL without vLLM.
+pi_old / mu alone (RLOO: always). [`OnePass`] drops that forward, which with dropout draws another mask than the update's. While TRL scores a
+rollout it gets NaN, which it counts as a token without a log-probability; in the loss, when the update's forward has log pi, the ratio is put
+in its place.
 
 Shapes: B sequences, T tokens of a completion, P processes.
 """
@@ -59,11 +58,7 @@ def importance_ratio(
 
 
 class OnePass:
-    """The old log-probabilities of a trainer's update: TRL's own, or the update's own, where they are the same.
-
-    The trainer calls it at five places: around the scoring of a rollout, at the end of its generation, for all log-probabilities, with what
-    was scored, and around the loss. Not in evaluation, which has no update.
-    """
+    """The old log-probabilities of a trainer's update: TRL's own, or the update's own, where they are the same. Not in evaluation."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
